@@ -1,0 +1,164 @@
+"""The nouns of recovery, and the one door through which the world comes in.
+
+Pure: no torch, no SkyPilot, no sockets, no wall clock, no global randomness. `cli.py` builds the real `World`,
+`sim.py` the simulated one; everything between takes what it is given.
+
+Errors:
+    HarnessError
+      ├─ BadInput        what the user gave cannot work; the message says what to do
+      ├─ NoCapacity      an offer has no machine at the moment
+      ├─ Fenced          somebody else holds the lease, or a newer epoch exists
+      └─ CloudUnavailable  the cloud's own interface did not answer; try again later
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol, TypeAlias
+
+from storage.objects import ObjectStore
+
+FINISHED, DRAINED, RESIZE, STOPPED, FENCED = 0, 33, 34, 35, 36  # exit codes; docs/ARCHITECTURE.md says who acts on which
+
+
+class HarnessError(Exception):
+    """Base of all errors that this project raises on purpose."""
+
+
+class BadInput(HarnessError):
+    """What was wanted, what was found, what to do; raised before money is spent."""
+
+
+class NoCapacity(HarnessError):
+    """An offer has no machine at the moment."""
+
+
+class Fenced(HarnessError):
+    """Somebody newer has taken over; whoever sees this must stop acting."""
+
+
+class CloudUnavailable(HarnessError):
+    """The cloud's interface did not answer; nothing is known about the outcome."""
+
+
+@dataclass(frozen=True, order=True)
+class Offer:
+    """A place, a shape and a price. `usd_per_h` is for the whole node; `gpus` may be 0 (a CPU node)."""
+
+    usd_per_h: float
+    name: str  # unique, stable, printable: "local/a", "aws/us-east-1/use1-az1/p5.48xlarge"
+    spot: bool = True
+    accelerator: str = "cpu"
+    gpus: int = 0
+    on_demand_usd_per_h: float = 0.0  # what the same shape costs on demand; 0: unknown
+    speed: float = 1.0  # relative samples per second of one worker on it
+
+
+class NodeState(str, Enum):
+    """What the cloud says of one attempt's node."""
+
+    PENDING = "pending"  # asked for; not running yet
+    UP = "up"
+    NO_CAPACITY = "no-capacity"  # the cloud had none; nothing is billed
+    GONE = "gone"  # terminated, taken away, or its command ended
+
+
+@dataclass(frozen=True)
+class Node:
+    """One attempt as the cloud sees it. Times are seconds on the world's clock; NaN-free: None is 'not yet'."""
+
+    attempt: int
+    offer: Offer
+    state: NodeState
+    asked_s: float
+    up_s: float | None = None
+    gone_s: float | None = None
+    exit_code: int | None = None  # of the node's command, when the cloud knows it
+    reason: str = ""  # "preempted", "exited", "terminated", "killed", ... as the cloud tells it
+
+    @property
+    def alive(self) -> bool:
+        return self.state in (NodeState.PENDING, NodeState.UP)
+
+
+class Clock(Protocol):
+    """Wall-clock seconds and sleeping; simulated time in sim.py."""
+
+    def now(self) -> float: ...
+    def sleep(self, seconds: float) -> None: ...
+
+
+class Cloud(Protocol):
+    """Where nodes come from. Level-triggered: `launch` only asks; what came of it is seen in `nodes`.
+
+    All nodes of the run are found by its tag, so a new controller adopts what an old one launched.
+    `launch` is idempotent per attempt number; `terminate` of an unknown attempt does nothing.
+    """
+
+    def offers(self) -> Sequence[Offer]: ...
+    def launch(self, attempt: int, offer: Offer) -> None: ...
+    def nodes(self) -> Sequence[Node]: ...
+    def terminate(self, attempt: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class World:
+    """Everything that recovery touches."""
+
+    clock: Clock
+    cloud: Cloud
+    store: ObjectStore  # rooted at the run's URL
+    rng: random.Random
+
+
+@dataclass(frozen=True)
+class View:
+    """What a policy may know: a snapshot of the situation, made anew for every decision."""
+
+    now_s: float
+    started_s: float  # when this run was first launched by any controller
+    min_nodes: int
+    max_nodes: int
+    alive: tuple[Node, ...]  # pending or up
+    offers: tuple[Offer, ...]  # cheapest first
+    blocked: dict[str, float] = field(default_factory=dict)  # offer name -> until when it is pointless to ask (world clock)
+    committed_step: int = 0
+    last_progress_s: float = 0.0  # when committed_step last rose
+    spent_usd: float = 0.0  # billed so far, running nodes included
+    attempts: int = 0  # made so far
+    losses: int = 0  # attempts that ended without being asked to
+
+
+@dataclass(frozen=True)
+class Launch:
+    offer: Offer
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Terminate:
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    seconds: float
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Stop:
+    reason: str  # told to the user as it stands
+
+
+Decision: TypeAlias = Launch | Terminate | Wait | Stop
+
+
+class Policy(Protocol):
+    """A strategy is a function; composition is wrapping (`within_budget(cheapest, usd=200)`)."""
+
+    def __call__(self, view: View) -> Decision: ...

@@ -1,0 +1,326 @@
+"""Objects in a bucket: the small interface that everything durable is written through.
+
+`open_store("s3://bucket/prefix")`, `gs://`, `az://`, `file:///path`, `memory://name`, or a plain path. Knows fsspec; knows
+nothing of snapshots, torch or harness. Keys are '/'-separated and relative to the store's URL.
+
+Errors:
+    StoreError             the store said no: permission, missing bucket, full disk; the message says what to do
+      ├─ NotFound          no such object
+      └─ StoreUnavailable  it did not answer or asked to slow down; the outcome of a write is UNKNOWN
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import uuid
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import fsspec
+from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
+
+RETRY_WITHIN_S = 60.0  # how long a store may be silent before callers hear of it
+
+
+class StoreError(Exception):
+    """The store said no."""
+
+
+class NotFound(StoreError):
+    """No such object."""
+
+
+class StoreUnavailable(StoreError):
+    """No answer; whether a write happened is unknown."""
+
+
+@runtime_checkable
+class ObjectStore(Protocol):
+    """What the commit protocol needs of a store. Reads see every completed write (S3, GCS, Azure, POSIX do)."""
+
+    url: str
+
+    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        """The bytes [start, end) of an object. Raises NotFound."""
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        """Write or replace, atomically: readers see the old or the new object, never a mixture."""
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        """Write if absent. True: ours is there. False: another was there first (and still is)."""
+
+    def list(self, prefix: str) -> list[str]:
+        """All keys that begin with `prefix`, sorted."""
+
+    def delete(self, key: str) -> None:
+        """Remove; no error if it is not there."""
+
+    def size(self, key: str) -> int:
+        """Bytes of an object. Raises NotFound."""
+
+
+def open_store(url: str, **options: Any) -> ObjectStore:
+    """A store rooted at `url`; transient failures are retried for `RETRY_WITHIN_S` seconds.
+
+    `options` go to the fsspec filesystem (credentials by each cloud's own conventions when absent).
+    """
+    url = normalize(url)
+    scheme = url.partition("://")[0]
+    if scheme == "memory":
+        return MemoryStore(url)
+    if scheme == "file":
+        return FileStore(url, **options)
+    return Retrying(FsspecStore(url, **options))
+
+
+def normalize(url: str) -> str:
+    """`runs/x` -> `file:///abs/runs/x`; URLs are returned without a trailing slash."""
+    if "://" not in url:
+        return Path(url).expanduser().resolve().as_uri()
+    return url.rstrip("/")
+
+
+_memory: dict[str, bytes] = {}  # memory:// of this process; fsspec's own has no create-only write
+_memory_lock = threading.Lock()
+
+
+class MemoryStore:
+    """`memory://name`: of this process, for tests and simulation. Every call is atomic."""
+
+    def __init__(self, url: str = "memory://", objects: dict[str, bytes] | None = None):
+        self.url = url.rstrip("/")
+        self._objects = _memory if objects is None else objects
+        self._root = "" if objects is not None else self.url.removeprefix("memory:") + "/"
+
+    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        try:
+            return self._objects[self._root + key][start:end]
+        except KeyError:
+            raise NotFound(f"{self.url}/{key}") from None
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self._objects[self._root + key] = bytes(data)
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        with _memory_lock:
+            if self._root + key in self._objects:
+                return False
+            self._objects[self._root + key] = bytes(data)
+            return True
+
+    def list(self, prefix: str) -> list[str]:
+        full = self._root + prefix
+        return sorted(k[len(self._root) :] for k in list(self._objects) if k.startswith(full))
+
+    def delete(self, key: str) -> None:
+        self._objects.pop(self._root + key, None)
+
+    def size(self, key: str) -> int:
+        return len(self.get(key))
+
+
+class FileStore:
+    """`file://`: atomic by rename (put) and by link (create-only). `durable` adds fsync."""
+
+    def __init__(self, url: str, durable: bool = False):
+        self.url, self._durable = url, durable
+        self._root = Path(url.removeprefix("file://"))
+
+    def _path(self, key: str) -> Path:
+        return self._root / key
+
+    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        with self._answers(key), open(self._path(key), "rb") as f:
+            if start is None and end is None:
+                return f.read()
+            f.seek(start or 0)
+            return f.read() if end is None else f.read(end - (start or 0))
+
+    @contextlib.contextmanager
+    def _temporary(self, key: str, data: bytes | memoryview):  # type: ignore[no-untyped-def]
+        path = self._path(key)
+        temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
+        with self._answers(key):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with open(temporary, "wb") as f:
+                    f.write(data)
+                    if self._durable:
+                        f.flush()
+                        os.fsync(f.fileno())
+                yield temporary, path
+            finally:
+                temporary.unlink(missing_ok=True)
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        with self._temporary(key, data) as (temporary, path):
+            os.replace(temporary, path)
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        with self._temporary(key, data) as (temporary, path):
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+            return True
+
+    def list(self, prefix: str) -> list[str]:
+        folder = self._path(prefix if prefix.endswith("/") else prefix.rpartition("/")[0])
+        found = []
+        for parent, _, names in os.walk(folder):
+            base = os.path.relpath(parent, self._root)
+            for name in names:
+                if name.startswith(".") and name.endswith(".tmp"):
+                    continue
+                key = name if base == "." else f"{base}/{name}"
+                if key.startswith(prefix):
+                    found.append(key)
+        return sorted(found)
+
+    def delete(self, key: str) -> None:
+        with self._answers(key):
+            self._path(key).unlink(missing_ok=True)
+
+    def size(self, key: str) -> int:
+        with self._answers(key):
+            return self._path(key).stat().st_size
+
+    @contextlib.contextmanager
+    def _answers(self, key: str):  # type: ignore[no-untyped-def]
+        try:
+            yield
+        except (FileNotFoundError, NotADirectoryError) as e:
+            raise NotFound(f"{self.url}/{key}") from e
+        except OSError as e:
+            hint = {
+                errno.ENOSPC: "the disk is full; free some space or choose another run URL",
+                errno.EACCES: "permission denied; choose a run URL that you may write to",
+                errno.EPERM: "permission denied; choose a run URL that you may write to",
+                errno.EROFS: "the file system is read-only; choose another run URL",
+            }.get(e.errno or 0, "check the path")
+            raise StoreError(f"{self.url}/{key}: {e.strerror or e}: {hint}") from e
+
+
+class FsspecStore:
+    """Any fsspec filesystem. Create-only writes use the store's own condition (S3 If-None-Match, GCS generation 0,
+    Azure If-None-Match), which fsspec spells `mode="create"`."""
+
+    def __init__(self, url: str, **options: Any):
+        self.url = url
+        self._fs, path = fsspec.core.url_to_fs(url, **{"use_listings_cache": False, "skip_instance_cache": True, **options})
+        self._root = str(path).rstrip("/")
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}"
+
+    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        with self._answers(key):
+            return bytes(self._fs.cat_file(self._path(key), start=start, end=end))
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        with self._answers(key):
+            self._fs.pipe_file(self._path(key), bytes(data))
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        with self._answers(key):
+            try:
+                self._fs.pipe_file(self._path(key), bytes(data), mode="create")
+            except Exception as e:  # each fsspec implementation has its own class for this; `_is_conflict` knows them
+                if not _is_conflict(e):
+                    raise
+                return False
+            return True
+
+    def list(self, prefix: str) -> list[str]:
+        folder, _, _ = prefix.rpartition("/")
+        with self._answers(prefix):
+            try:
+                found = self._fs.find(self._path(folder) if folder else self._root)
+            except FileNotFoundError:
+                return []
+        keys = (str(p)[len(self._root) :].lstrip("/") for p in found)
+        return sorted(k for k in keys if k and k.startswith(prefix) and not k.endswith("/"))
+
+    def delete(self, key: str) -> None:
+        with contextlib.suppress(NotFound), self._answers(key):
+            self._fs.rm_file(self._path(key))
+
+    def size(self, key: str) -> int:
+        with self._answers(key):
+            return int(self._fs.info(self._path(key))["size"])
+
+    @contextlib.contextmanager
+    def _answers(self, key: str):  # type: ignore[no-untyped-def]
+        where = f"{self.url}/{key}"
+        try:
+            yield
+        except StoreError:
+            raise
+        except FileNotFoundError as e:
+            if "bucket" in str(e).lower():
+                raise StoreError(f"{where}: the bucket does not exist; create it or name another in the run URL") from e
+            raise NotFound(where) from e
+        except PermissionError as e:
+            raise StoreError(f"{where}: permission denied ({e}); check the credentials and the bucket's policy") from e
+        except (OSError, TimeoutError) as e:
+            raise StoreUnavailable(f"{where}: {e}") from e
+        except Exception as e:  # client libraries raise their own trees (botocore, google, azure); none may leak
+            name = type(e).__name__
+            if name in ("NoCredentialsError", "DefaultCredentialsError", "PartialCredentialsError"):
+                raise StoreError(f"{where}: no credentials found ({e}); log in the way your cloud's own tools do") from e
+            raise StoreUnavailable(f"{where}: {name}: {e}") from e
+
+
+def _is_conflict(e: BaseException | None) -> bool:
+    """Did a create-only write lose? s3fs hides it as the cause of OSError(EINVAL); gcsfs and adlfs raise FileExistsError."""
+    while e is not None:
+        if isinstance(e, FileExistsError) or "PreconditionFailed" in str(e) or "ConditionalRequestConflict" in str(e):
+            return True
+        e = e.__cause__
+    return False
+
+
+class Retrying:
+    """Repeats calls that were not answered. A `create` whose outcome is unknown is settled by reading back."""
+
+    def __init__(self, inner: ObjectStore, within_s: float = RETRY_WITHIN_S):
+        self.inner, self.url = inner, inner.url
+        self._retry = retry(
+            retry=retry_if_exception_type(StoreUnavailable),
+            wait=wait_exponential_jitter(initial=0.1, max=5.0),
+            stop=stop_after_delay(within_s),
+            reraise=True,
+        )
+
+    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        return self._retry(self.inner.get)(key, start, end)
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self._retry(self.inner.put)(key, data)
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        unknown = False
+
+        def once() -> bool:
+            nonlocal unknown
+            try:
+                created = self.inner.create(key, data)
+            except StoreUnavailable:
+                unknown = True
+                raise
+            # An earlier try of ours may have succeeded unheard: then the object holds exactly our bytes.
+            return created or (unknown and self.inner.get(key) == bytes(data))
+
+        return self._retry(once)()
+
+    def list(self, prefix: str) -> list[str]:
+        return self._retry(self.inner.list)(prefix)
+
+    def delete(self, key: str) -> None:
+        self._retry(self.inner.delete)(key)
+
+    def size(self, key: str) -> int:
+        return self._retry(self.inner.size)(key)
