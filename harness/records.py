@@ -1,0 +1,86 @@
+"""Step records: what every optimizer step really consumed, chained by hash. The durable history of a run.
+
+Pure. Rank 0's session makes them, a snapshot's manifest names them, `harness verify` and the reports read them.
+A chain begins at the run's genesis (its identity), so the records of two runs can never be mixed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.facts import canonical, digest
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer update. `digest`: 64-bit sum of batch.sample_hash over the samples really loaded, 16 hex digits."""
+
+    step: int
+    epoch: int
+    world: int
+    shares: tuple[int, ...]  # micro-batches per rank
+    samples: int  # really consumed, summed over the ranks
+    digest: str
+    weight: float  # what the gradients were divided by: samples, or valid tokens
+    loss: float  # weighted mean over the global batch
+    lr: float
+    t: float  # wall clock at its end
+    dt: float  # seconds
+    metrics: dict[str, float] = field(default_factory=dict)
+    prev: str = ""
+    h: str = ""
+
+    def chained(self, prev: str) -> StepRecord:
+        unsealed = dataclasses.replace(self, prev=prev, h="")
+        return dataclasses.replace(unsealed, h=unsealed.hash())
+
+    def hash(self) -> str:
+        body = dataclasses.asdict(self)
+        del body["h"]
+        return digest(canonical(body))
+
+    def to_line(self) -> str:
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_line(cls, line: str) -> StepRecord:
+        body = json.loads(line)
+        return cls(**{**body, "shares": tuple(body["shares"])})
+
+
+class BrokenRecords(ValueError):
+    """A record was changed, lost or does not follow its predecessor; the message names the step."""
+
+
+def genesis(identity: Mapping[str, Any]) -> str:
+    """The head of the empty chain of the run with this identity (the content of run.json)."""
+    return digest(canonical(dict(identity)))
+
+
+def key(records: list[StepRecord]) -> str:
+    """Where one snapshot's records lie in the bucket."""
+    return f"samples/{records[0].step:010d}-{records[-1].step:010d}-{records[-1].h[:16]}.jsonl"
+
+
+def encode(records: Iterable[StepRecord]) -> bytes:
+    return "".join(r.to_line() + "\n" for r in records).encode()
+
+
+def decode(data: bytes, where: str) -> list[StepRecord]:
+    """Records of one object, each checked against its own hash and its predecessor's. Raises BrokenRecords."""
+    records: list[StepRecord] = []
+    for number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
+        try:
+            record = StepRecord.from_line(line)
+        except (ValueError, TypeError, KeyError) as e:
+            raise BrokenRecords(f"{where}, line {number}: not a step record ({e})") from e
+        if record.hash() != record.h:
+            raise BrokenRecords(f"{where}, step {record.step}: the record was changed (its hash does not fit)")
+        if records and (record.prev != records[-1].h or record.step != records[-1].step + 1):
+            raise BrokenRecords(f"{where}, step {record.step}: does not follow step {records[-1].step}")
+        records.append(record)
+    return records
