@@ -1,0 +1,41 @@
+# make train | test | check are all that a newcomer needs; the rest wraps the harness command.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(shell cat requirements.txt pyproject.toml | cksum | cut -d' ' -f1)
+
+NODES ?= 1:3
+STEPS ?= 150
+MARKET ?= demo
+SEEDS ?= 1000
+LAUNCH = $(BIN)/harness launch sky_tasks/train.yaml --cloud local --nodes $(NODES) --market $(MARKET) --env STEPS=$(STEPS) $(if $(RUN),--run $(RUN)) $(ARGS)
+
+.PHONY: install train calm test check lint types sim clean
+install: $(STAMP)
+$(STAMP): requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@rm -f $(VENV)/.installed-* && touch $@
+
+train: install  ## train a small GPT on machines that are taken away while you watch
+	$(LAUNCH)
+
+calm: install  ## the same, undisturbed
+	$(MAKE) train MARKET=calm
+
+test: install
+	$(BIN)/python -m pytest $(if $(CI),-p no:cacheprovider) tests
+
+check: lint types test
+lint: install
+	$(BIN)/ruff check .
+types: install
+	$(BIN)/mypy
+
+sim: install  ## one seed (SEED=413) or many (SEEDS=1000) of the simulated world
+	$(BIN)/harness simulate $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info

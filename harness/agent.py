@@ -1,0 +1,501 @@
+"""The node agent: one per machine. `harness run -- script.py` is this.
+
+Joins the rendezvous, starts the script's workers with torchrun's environment, watches for notices, and leaves a mark when
+something is wanted of the workers; they agree at a step boundary, snapshot and leave. It knows nothing of torch (its
+start costs a fraction of a second and no GPU memory) and nothing of SkyPilot. It starts plain processes rather than
+torch elastic's PContext, which answers the first worker that leaves by killing those that are still saving.
+
+Exit codes: see docs/ARCHITECTURE.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from harness import marks
+from harness.facts import AgentEnded, AgentStarted, EpochLeft, EpochStarted, NoticeCancelled, NoticeSeen, WorkerFailed
+from harness.journal import Journal
+from harness.marks import Want
+from harness.notices import Notice, Source, watch
+from harness.rendezvous import NO_EPOCH, Epoch, Member, ProbeServer, Rendezvous, free_port, newest_epoch
+from harness.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED
+from storage.objects import NotFound, ObjectStore, StoreError, StoreUnavailable
+from storage.snapshots import Snapshots
+
+TAIL_LINES = 40
+SAME_FAILURE_LIMIT = 3  # the same failure of the script at the same committed step: stop, it will not get better
+SAME_KILL_LIMIT = 10  # signals from outside (out of memory, an operator) may be bad luck for longer
+
+PEER_LOST = ("Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "connectFullMesh", "Socket Timeout",
+             "NCCL", "ncclRemoteError", "Timed out waiting", "timed out after", "recvValue failed", "failed to recv", "Read error",
+             "Write error", "Socket closed", "EADDRINUSE", "Application timeout")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    run: str
+    argv: list[str]
+    nproc: int
+    attempt: int
+    addr: str
+    node_dir: Path
+    accelerator: str = "cpu"
+    speed: float = 1.0
+    min_members: int = 1
+    grace_s: float = 30.0  # what a SIGTERM leaves us when nobody says
+    notify_signal: str = ""  # for scripts without a session: sent to them on a notice
+    trackers: str = ""
+    beat_s: float = 1.0
+    dead_s: float = 5.0
+    tick_s: float = 0.3
+    flush_s: float = 1.0
+    wait_limit_s: float = 3600.0  # how long to wait for a place in an epoch
+
+
+@dataclass
+class Worker:
+    process: subprocess.Popen[bytes]
+    error_file: Path
+    rank: int = -1
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+    reader: threading.Thread | None = None
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def failure(self) -> tuple[str, str]:
+        """Type and text of what ended it, from its error file, else from its exit code."""
+        code = self.process.returncode
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            message = json.loads(self.error_file.read_text())["message"]
+            return str(message["type"]), str(message["text"])
+        if code < 0:
+            return signal.Signals(-code).name, f"killed by {signal.Signals(-code).name}"
+        return "exit", f"exit code {code}"
+
+
+class Agent:
+    """One node's part in a run. `execute` returns the exit code."""
+
+    def __init__(self, config: AgentConfig, store: ObjectStore, sources: list[Source]):
+        self.config, self.store, self.sources = config, store, sources
+        self.name = f"m{config.attempt:04d}-{secrets.token_hex(3)}"
+        self.journal = Journal(store, f"agent-{self.name}", time.time)
+        self.snapshots = Snapshots(store)
+        self.mark_path = config.node_dir / "mark.json"
+        self._workers: list[Worker] = []
+        self._spares: list[Worker] = []
+        self._epoch: Epoch = NO_EPOCH  # the one whose workers run, else NO_EPOCH
+        self._broken = False  # the last epoch ended badly: ask silent peers at once
+        self._wants: dict[str, tuple[Want, float | None]] = {}  # who wants what, until when
+        self._leaving: str = ""  # why we go, once we know that we must
+        self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._first_end_s: float | None = None
+        self._peer_left_s: float | None = None
+        self._waiting_since_s: float | None = None
+        self._ready_since_s = time.monotonic()
+        self._next_tick_s = 0.0
+        self._next_flush_s = 0.0
+        self._asked_snapshots: set[str] | None = None
+        self._publisher: subprocess.Popen[bytes] | None = None
+        self._reason = ""  # in words, of our own end
+        self._end = ""  # how our last epoch ended: facts.EpochLeft.why
+        self._last_tail: tuple[str, ...] = ()
+        self._killed_by_us = False
+        self._spare_due_s = 0.0  # when to warm the next workers; 0: not planned
+
+    # ---- life --------------------------------------------------------------------------------------------------
+    def execute(self) -> int:
+        c = self.config
+        c.node_dir.mkdir(parents=True, exist_ok=True)
+        probe = ProbeServer(self.name, c.addr)
+        me = Member(self.name, "ready", 0, c.addr, probe.port, free_port(c.addr), nproc=c.nproc, attempt=c.attempt, speed=c.speed)
+        self.rendezvous = Rendezvous(self.store, me, beat_s=c.beat_s, dead_s=c.dead_s, join_window_s=1.0, min_members=c.min_members)
+        self.journal.record(AgentStarted(self.name, c.attempt, socket.gethostname(), c.nproc, c.accelerator, os.getpid()))
+        self._add_spares()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda n, _: self._inbox.put(("signal", signal.Signals(n).name)))
+        signal.signal(signal.SIGUSR1, lambda *_: self._inbox.put(("snapshot", "SIGUSR1")))
+        watcher = watch(
+            self.sources,
+            on_notice=lambda notice: self._inbox.put(("notice", notice)),
+            on_cancel=lambda notice: self._inbox.put(("cancel", notice)),
+        )
+        code = FENCED
+        try:
+            self.rendezvous.start()
+            code = self._loop()
+        except StoreError as e:
+            self._reason = str(e)
+            print(f"harness run: {e}", file=sys.stderr, flush=True)
+        finally:
+            watcher.stop()
+            for worker in self._workers + self._spares:
+                worker.kill()
+            self.rendezvous.leave(end=self._end)
+            probe.close()
+            self.journal.record(AgentEnded(self.name, code, self._reason))
+            self._end_publisher(wait_s=45.0 if code == FINISHED else 3.0)
+            with contextlib.suppress(StoreError):  # our last words; their loss changes nothing
+                self.journal.flush()
+        return code
+
+    def _loop(self) -> int:
+        while True:
+            code = self._hear()
+            now = time.monotonic()
+            if code is None and self._epoch is not NO_EPOCH:
+                code = self._watch_workers(now)
+            if code is None and now >= self._next_tick_s:
+                self._next_tick_s = now + self.config.tick_s
+                with contextlib.suppress(StoreUnavailable):  # training goes on while the bucket is silent
+                    code = self._seek_epoch(now) if self._epoch is NO_EPOCH else self._watch_peers(now)
+            if now >= self._next_flush_s:
+                self._next_flush_s = now + self.config.flush_s
+                with contextlib.suppress(StoreUnavailable):
+                    self.journal.flush()
+            if code is not None:
+                return code
+            time.sleep(0.02)
+
+    # ---- what others tell us -----------------------------------------------------------------------------------
+    def _hear(self) -> int | None:
+        while True:
+            try:
+                what, value = self._inbox.get_nowait()
+            except queue.Empty:
+                return None
+            if what == "snapshot":
+                self._want("snapshot", Want.SNAPSHOT)
+            elif what == "signal":
+                deadline = time.time() + self.config.grace_s
+                self.journal.record(NoticeSeen(self.name, "signal", "kill", value, deadline))
+                self._must_leave(f"{value}", f"signal:{value}", deadline)
+            elif what == "notice":
+                notice: Notice = value
+                self.journal.record(NoticeSeen(self.name, notice.source, notice.kind, notice.id, notice.deadline_s))
+                if notice.kind == "soft":
+                    self._want(f"notice:{notice.id}", Want.SNAPSHOT)
+                else:
+                    self._must_leave(f"{notice.source} notice", f"notice:{notice.id}", notice.deadline_s)
+            elif what == "cancel":
+                self.journal.record(NoticeCancelled(self.name, value.id))
+                self._wants.pop(f"notice:{value.id}", None)
+                if not any(want is Want.RESIZE and who.startswith(("notice:", "signal:")) for who, (want, _) in self._wants.items()):
+                    self._leaving = ""
+                self._write_mark()
+
+    def _must_leave(self, reason: str, who: str, deadline_s: float | None) -> None:
+        self._leaving = self._leaving or reason
+        self._want(who, Want.RESIZE, deadline_s)
+        if self._epoch is not NO_EPOCH and self.config.notify_signal and not self._attached():
+            for worker in self._workers:
+                if worker.process.poll() is None:
+                    worker.process.send_signal(getattr(signal, f"SIG{self.config.notify_signal.removeprefix('SIG')}"))
+
+    def _want(self, who: str, want: Want, deadline_s: float | None = None) -> None:
+        if who not in self._wants or want is Want.SNAPSHOT:
+            self._wants[who] = (want, deadline_s)
+            self._write_mark()
+
+    def _write_mark(self) -> None:
+        """The mark is a file: any person or program may leave one, and no signal handler is needed."""
+        if not self._wants:
+            self.mark_path.unlink(missing_ok=True)
+            return
+        who = max(self._wants, key=lambda w: self._wants[w][0])
+        want, deadline_s = self._wants[who]
+        marks.write(self.mark_path, want, who, deadline_s)
+
+    def _attached(self) -> bool:
+        return self.mark_path.with_name("attached").exists()
+
+    # ---- between epochs ----------------------------------------------------------------------------------------
+    def _seek_epoch(self, now: float) -> int | None:
+        if (stop := self._stop_order()) is not None:
+            self._reason = stop
+            return STOPPED
+        if self._leaving:
+            self._reason = self._leaving
+            return DRAINED
+        last = newest_epoch(self.store)
+        me = self.rendezvous.me
+        again = me.failure and (me.failure, me.failure_step) == (last.failure, last.failure_step)
+        limit = SAME_KILL_LIMIT if me.failure.startswith("SIG") else SAME_FAILURE_LIMIT
+        if me.failure.startswith("BadInput") or (again and last.streak + 1 >= limit):
+            return self._give_up(last.streak + 1 if again else 1)
+        epoch = self.rendezvous.try_form(self._max_world(), doubtful=self._broken)
+        if epoch is not None:
+            self._enter(epoch)
+            return None
+        if now - self._ready_since_s > self.config.wait_limit_s:
+            self._reason = f"no place in any epoch for {self.config.wait_limit_s:.0f} s"
+            return FENCED
+        return None
+
+    def _give_up(self, times: int) -> int:
+        """The script fails for a reason of its own; more tries would only burn money."""
+        me = self.rendezvous.me
+        self._reason = (
+            me.failure.removeprefix("BadInput: ")
+            if times == 1
+            else (
+                f"crash loop: the script failed {times} times in a row at the same point (after step {me.failure_step}): {me.failure}. "
+                f"Mend the script, then launch again: the run resumes at step {me.failure_step}."
+            )
+        )
+        body = {"reason": self._reason, "by": self.name, "failed": True, "log_tail": list(self._last_tail)}
+        self.store.create("control/stop.json", json.dumps(body).encode())
+        return STOPPED
+
+    def _max_world(self) -> int | None:
+        try:
+            identity = json.loads(self.store.get("run.json"))
+        except NotFound:
+            return None
+        micro_batch = identity.get("micro_batch") or 0
+        return identity["global_batch"] // micro_batch if micro_batch else None
+
+    def _enter(self, epoch: Epoch) -> None:
+        for path in (self.mark_path, self.mark_path.with_name("attached")):
+            path.unlink(missing_ok=True)
+        self._wants.clear()
+        self._epoch, self._first_end_s, self._peer_left_s, self._waiting_since_s = epoch, None, None, None
+        self.rendezvous.say(state="in", epoch=epoch.epoch, end="", failure="", failure_step=0, master_port=free_port(self.config.addr))
+        ranks = epoch.ranks(self.name)
+        self._add_spares()
+        self._workers, self._spares = self._spares, []
+        for local_rank, (worker, rank) in enumerate(zip(self._workers, ranks, strict=True)):
+            worker.rank = rank
+            self._order(worker, epoch, rank, local_rank)
+        if ranks.start == 0:
+            self.journal.record(EpochStarted(epoch.epoch, epoch.members, epoch.world, epoch.reason))
+            self._start_publisher()
+        self._spare_due_s = time.monotonic() + 5.0  # warm the next ones once these are under way
+
+    def _order(self, worker: Worker, epoch: Epoch, rank: int, local_rank: int) -> None:
+        speeds = [speed for speed, n in zip(epoch.speeds, epoch.nproc, strict=True) for _ in range(n)]
+        node = epoch.members.index(self.name)
+        env = {
+            "RANK": rank, "WORLD_SIZE": epoch.world, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": self.config.nproc,
+            "GROUP_RANK": node, "GROUP_WORLD_SIZE": len(epoch.members), "ROLE_RANK": rank, "ROLE_WORLD_SIZE": epoch.world,
+            "ROLE_NAME": "default", "MASTER_ADDR": epoch.addr, "MASTER_PORT": epoch.port,
+            "TORCHELASTIC_RUN_ID": "harness", "TORCHELASTIC_RESTART_COUNT": epoch.epoch - 1, "TORCHELASTIC_MAX_RESTARTS": 1_000_000,
+            "HARNESS_RUN": self.config.run, "HARNESS_EPOCH": epoch.epoch, "HARNESS_MARK": self.mark_path,
+            "HARNESS_SPEEDS": json.dumps(speeds), "HARNESS_EPOCH_REASON": epoch.reason,
+        }  # fmt: skip
+        order = {"env": {k: str(v) for k, v in env.items()}, "argv": self.config.argv}
+        assert worker.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died while waiting; its exit code tells
+            worker.process.stdin.write(json.dumps(order).encode() + b"\n")
+            worker.process.stdin.close()
+
+    def _add_spares(self) -> None:
+        """Worker processes that have torch imported and wait for their orders (no CUDA context, no rank yet)."""
+        self._spares = [w for w in self._spares if w.process.poll() is None]
+        while len(self._spares) < self.config.nproc:
+            error_file = self.config.node_dir / f"error-{secrets.token_hex(4)}.json"
+            env = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file), "PYTHONUNBUFFERED": "1"}
+            env.setdefault("OMP_NUM_THREADS", "1")
+            if self.config.addr.startswith("127."):
+                env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            process = subprocess.Popen(
+                [sys.executable, "-m", "harness.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,
+            )
+            worker = Worker(process, error_file)
+            assert process.stdout is not None
+            worker.reader = threading.Thread(target=self._read, args=(worker, process.stdout), daemon=True)
+            worker.reader.start()
+            self._spares.append(worker)
+
+    @staticmethod
+    def _read(worker: Worker, stream: IO[bytes]) -> None:
+        for raw in stream:
+            line = raw.decode(errors="replace").rstrip("\n")
+            worker.tail.append(line)
+            print(f"[{worker.rank}] {line}", flush=True)
+
+    # ---- in an epoch -------------------------------------------------------------------------------------------
+    def _watch_workers(self, now: float) -> int | None:
+        codes = [w.process.poll() for w in self._workers]
+        ended = [c for c in codes if c is not None]
+        if not ended:
+            if self._spare_due_s and now > self._spare_due_s:
+                self._spare_due_s = 0.0
+                self._add_spares()
+            return None
+        self._first_end_s = self._first_end_s or now
+        # After a failure the others only need time to write their own error; after a planned end they may still be saving.
+        linger_s = 3.0 if any(c not in (FINISHED, DRAINED, RESIZE, STOPPED) for c in ended) else 60.0
+        if len(ended) < len(codes) and now - self._first_end_s < linger_s:
+            return None
+        return self._leave([w.process.returncode for w in self._end_workers()])
+
+    def _end_workers(self) -> list[Worker]:
+        for worker in self._workers:
+            worker.kill()
+            if worker.reader:
+                worker.reader.join(2.0)  # let its last words through; bounded, as a grandchild may hold the pipe open
+        return self._workers
+
+    def _leave(self, codes: list[int]) -> int | None:
+        """Our workers of this epoch have ended with `codes`: what now?"""
+        epoch, self._epoch, self._ready_since_s = self._epoch, NO_EPOCH, time.monotonic()
+        self._spare_due_s = 0.0
+        notified = self._leaving and self.config.notify_signal and not self._attached()
+        failure, step = "", 0
+        if notified:
+            why, code = "drained", DRAINED
+        elif all(c == FINISHED for c in codes):
+            if not self._attached():
+                self._finish_for_script(epoch)
+            why, code = "finished", FINISHED
+        elif any(c == STOPPED for c in codes):
+            why, code = "stopped", STOPPED
+        elif any(c == DRAINED for c in codes):
+            why, code = "drained", DRAINED
+        elif any(c == FENCED for c in codes):
+            why, code = "fenced", FENCED
+        elif all(c in (FINISHED, RESIZE) for c in codes):
+            why, code = ("drained", DRAINED) if self._leaving else ("resize", None)
+        else:
+            why, failure = self._diagnose(epoch)
+            code, step = None, max((r.step for r in self.snapshots.refs()), default=0) if failure else 0
+        self._broken = why in ("failed", "killed", "peer-lost")
+        self.journal.record(EpochLeft(epoch.epoch, self.name, why))
+        self._reason = self._end = why
+        if code == FINISHED or code is None:
+            with contextlib.suppress(StoreUnavailable):
+                self.journal.flush()
+        if code is None:
+            self.rendezvous.say(state="ready", end=why, failure=failure, failure_step=step)
+            self._add_spares()
+            self._next_tick_s = 0.0
+        return code
+
+    def _diagnose(self, epoch: Epoch) -> tuple[str, str]:
+        """Who failed and who is only a victim: ("failed" | "killed" | "peer-lost", signature of our own failure)."""
+        verdict, signature = "peer-lost", ""
+        for worker in self._workers:
+            code = worker.process.returncode
+            if code in (FINISHED, RESIZE):
+                continue
+            kind, text = worker.failure()
+            if code == -signal.SIGKILL and self._killed_by_us:
+                continue
+            self.journal.record(WorkerFailed(self.name, epoch.epoch, worker.rank, code, kind, text[:2000], "\n".join(worker.tail)))
+            if any(sign in text for sign in PEER_LOST):
+                continue
+            if not signature:
+                verdict = "killed" if code < 0 else "failed"
+                signature = kind if code < 0 else f"{kind}: {text[:300]}"
+                self._last_tail = tuple(worker.tail)
+        self._killed_by_us = False
+        return verdict, signature
+
+    def _finish_for_script(self, epoch: Epoch) -> None:
+        """A script without a session has ended well: commit that, since progress is what is committed."""
+        if self.name == epoch.members[0]:
+            from storage.manifest import Ref
+
+            ref = Ref(epoch=epoch.epoch, step=0)
+            self.snapshots.write(ref, 0, 1, {}, {}, {"final": True, "samples": None, "parent": ""}, token=self.name)
+            self.snapshots.commit(ref, 1)
+
+    def _watch_peers(self, now: float) -> int | None:
+        epoch = self._epoch
+        if (stop := self._stop_order()) is not None:
+            self._reason = stop
+            self._want("stop", Want.STOP)
+        for key in self._new_snapshot_requests():
+            self._want(key, Want.SNAPSHOT)
+        if newest_epoch(self.store).epoch > epoch.epoch:
+            return self._abandon("a newer epoch exists without us")
+        everybody = {m.member: m for m in self.rendezvous.look()}
+        peers = [everybody[n] for n in epoch.members if n != self.name and n in everybody]
+        if dead := [p.member for p in peers if p.state == "dead"]:
+            return self._abandon(f"lost {', '.join(dead)}")
+        left = [p for p in peers if p.epoch > epoch.epoch or (p.state in ("ready", "gone") and p.end != "finished")]
+        if left:
+            self._peer_left_s = self._peer_left_s or now
+            planned = all(p.end in ("resize", "drained", "stopped", "") for p in left)
+            if now - self._peer_left_s > (30.0 if planned else 5.0):
+                return self._abandon(f"{left[0].member} has left this epoch and our workers did not notice")
+        self._invite(now, epoch, list(everybody.values()))
+        return None
+
+    def _abandon(self, why: str) -> int | None:
+        print(f"harness run: epoch {self._epoch.epoch} is over: {why}", flush=True)
+        self._killed_by_us = True
+        self._end_workers()
+        return self._leave([-signal.SIGKILL] * len(self._workers))
+
+    def _invite(self, now: float, epoch: Epoch, everybody: list[Member]) -> None:
+        """The first living member of the epoch asks for a bigger world when somebody fitting waits to get in."""
+        alive = [m for m in everybody if m.state not in ("gone", "dead")]
+        first = next((n for n in epoch.members if any(m.member == n for m in alive)), None)
+        room = self._max_world()
+        room = room - epoch.world if room is not None else 1 << 30
+        waiting = [m for m in self.rendezvous.waiting(epoch, alive) if m.nproc <= room]
+        if first != self.name or not waiting:
+            self._waiting_since_s = None
+            return
+        self._waiting_since_s = self._waiting_since_s or now
+        if now - self._waiting_since_s >= 1.0:  # join in batches
+            self._want("grow", Want.RESIZE)
+
+    def _stop_order(self) -> str | None:
+        try:
+            return str(json.loads(self.store.get("control/stop.json"))["reason"])
+        except NotFound:
+            return None
+
+    def _new_snapshot_requests(self) -> list[str]:
+        keys = set(self.store.list("control/snapshot-"))
+        new = keys - self._asked_snapshots if self._asked_snapshots is not None else set()
+        self._asked_snapshots = keys
+        return sorted(new)
+
+    # ---- trackers ----------------------------------------------------------------------------------------------
+    def _start_publisher(self) -> None:
+        if not self.config.trackers or (self._publisher and self._publisher.poll() is None):
+            return
+        with open(self.config.node_dir / "trackers.log", "ab") as log:
+            self._publisher = subprocess.Popen(
+                [sys.executable, "-m", "harness.trackers", self.config.run, "--trackers", self.config.trackers],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def _end_publisher(self, wait_s: float) -> None:
+        if self._publisher is None:
+            return
+        self._publisher.terminate()
+        try:
+            self._publisher.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            self._publisher.kill()
+            self._publisher.wait()

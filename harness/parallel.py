@@ -1,0 +1,216 @@
+"""Data parallelism as a function applied to a model, and the sum of its gradients. Runs in the worker.
+
+Gradients are *sums* over samples (or tokens), divided once by the global weight, so ranks may do different numbers of
+micro-batches. `Replicated` is our own reducer and not torch's DistributedDataParallel: that one averages over ranks,
+and rebuilds its buckets after the first step, so that a resumed run sums in another order than one never stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+BUCKET_BYTES = 25 << 20
+
+
+class Strategy(Protocol):
+    """What a step needs of the parallelism. `equal_rounds`: its forward has collectives, so ranks must do equally many."""
+
+    name: str
+    equal_rounds: bool
+
+    def micro(self, last: bool) -> None:
+        """Before the forward of a micro-batch; `last`: gradients are exchanged during this one's backward."""
+
+    def reduce(self) -> None:
+        """Wait until every gradient is the sum over all ranks."""
+
+    def divide(self, weight: float | torch.Tensor) -> None: ...
+
+    def norm(self) -> torch.Tensor:
+        """Of all gradients together, 0-d."""
+
+    def clip(self, coefficient: torch.Tensor) -> None: ...
+
+    def zero(self) -> None: ...
+
+    def share_found_inf(self, scaler: Any, optimizer: Any) -> None:
+        """Make all ranks skip (or not) together when a GradScaler found an overflow."""
+
+
+class Replicated:
+    """Every rank holds the whole model. Gradients live in flat buckets, summed while the last backward still runs.
+
+    Buckets are filled in reverse order of the parameters and sent in that fixed order, so the order of summation is a
+    function of model and world only.
+    """
+
+    name, equal_rounds = "ddp", False
+
+    def __init__(self, parameters: Iterable[nn.Parameter], bucket_bytes: int = BUCKET_BYTES):
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self._world = dist.get_world_size() if dist.is_initialized() else 1
+        self._flats: list[torch.Tensor] = []
+        self._views: dict[nn.Parameter, torch.Tensor] = {}
+        self._bucket_of: dict[nn.Parameter, int] = {}
+        self._build(bucket_bytes)
+        self._armed = False
+        self._missing: list[int] = []
+        self._sent: list[Any] = []
+        for p in self.parameters:
+            p.register_post_accumulate_grad_hook(self._ready)
+
+    def _build(self, bucket_bytes: int) -> None:
+        groups: list[list[nn.Parameter]] = []
+        size = 0
+        for p in reversed(self.parameters):
+            nbytes = p.numel() * p.element_size()
+            kind = (p.dtype, p.device)
+            if not groups or size + nbytes > bucket_bytes or (groups[-1][0].dtype, groups[-1][0].device) != kind:
+                groups.append([])
+                size = 0
+            groups[-1].append(p)
+            size += nbytes
+        self._sizes = [len(group) for group in groups]
+        for number, group in enumerate(groups):
+            flat = torch.zeros(sum(p.numel() for p in group), dtype=group[0].dtype, device=group[0].device)
+            self._flats.append(flat)
+            offset = 0
+            for p in group:
+                view = flat[offset : offset + p.numel()].view_as(p)
+                self._views[p], self._bucket_of[p] = view, number
+                p.grad = view
+                offset += p.numel()
+
+    def micro(self, last: bool) -> None:
+        self._armed = last
+        if last:
+            self._missing, self._sent = list(self._sizes), []
+
+    def _ready(self, p: nn.Parameter) -> None:
+        view = self._views[p]
+        if p.grad is not view and p.grad is not None:  # the script set gradients to None; take over what it has now
+            view.copy_(p.grad)
+            p.grad = view
+        if not self._armed:
+            return
+        self._missing[self._bucket_of[p]] -= 1
+        while len(self._sent) < len(self._flats) and self._missing[len(self._sent)] <= 0:
+            self._send(len(self._sent))
+
+    def _send(self, bucket: int) -> None:
+        work = dist.all_reduce(self._flats[bucket], async_op=True) if self._world > 1 else None
+        self._sent.append(work)
+
+    def reduce(self) -> None:
+        while len(self._sent) < len(self._flats):  # parameters that took no part in the forward
+            self._send(len(self._sent))
+        for work in self._sent:
+            if work is not None:
+                work.wait()
+        self._armed = False
+
+    def divide(self, weight: float | torch.Tensor) -> None:
+        for flat in self._flats:
+            flat.div_(weight)
+
+    def norm(self) -> torch.Tensor:
+        norms = [torch.linalg.vector_norm(flat, dtype=torch.float32) for flat in self._flats]
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    def clip(self, coefficient: torch.Tensor) -> None:
+        for flat in self._flats:
+            flat.mul_(coefficient.to(flat.dtype))
+
+    def zero(self) -> None:
+        for flat in self._flats:
+            flat.zero_()
+        for p, view in self._views.items():
+            p.grad = view
+
+    def share_found_inf(self, scaler: Any, optimizer: Any) -> None:
+        """All ranks hold the same gradients, so they found the same."""
+
+
+class Sharded:
+    """FSDP2: parameters and gradients are DTensors; reduce-scatter sums them during the last backward."""
+
+    name, equal_rounds = "fsdp2", True
+
+    def __init__(self, model: nn.Module):
+        from torch.distributed.fsdp import FSDPModule
+
+        self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self._root = self._modules[0]
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        for module in self._modules:
+            module.set_gradient_divide_factor(1.0)  # a sum, not a mean over ranks
+
+    def micro(self, last: bool) -> None:
+        self._root.set_requires_gradient_sync(last)
+        self._root.set_is_last_backward(last)
+
+    def reduce(self) -> None:
+        """FSDP has waited for its reduce-scatters at the end of the backward."""
+
+    def _local(self) -> list[torch.Tensor]:
+        return [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in self.parameters if p.grad is not None]  # type: ignore[union-attr,attr-defined]
+
+    def divide(self, weight: float | torch.Tensor) -> None:
+        for grad in self._local():
+            grad.div_(weight)
+
+    def norm(self) -> torch.Tensor:
+        grads = self._local()
+        squares = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) ** 2 for g in grads]).sum()
+        dist.all_reduce(squares)
+        return squares.sqrt()
+
+    def clip(self, coefficient: torch.Tensor) -> None:
+        for grad in self._local():
+            grad.mul_(coefficient.to(grad.dtype))
+
+    def zero(self) -> None:
+        for p in self.parameters:
+            p.grad = None
+
+    def share_found_inf(self, scaler: Any, optimizer: Any) -> None:
+        for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def strategy_for(model: nn.Module) -> Strategy:
+    return Sharded(model) if is_sharded(model) else Replicated(model.parameters())
+
+
+def shard(model: nn.Module, device: torch.device, blocks: Sequence[nn.Module] | None = None) -> nn.Module:
+    """FSDP2 over all ranks: each of `blocks` (default: the members of every ModuleList) and the root."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    model.to(device)
+    if blocks is None:
+        blocks = [block for m in model.modules() if isinstance(m, nn.ModuleList) for block in m]
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def same_everywhere(model: nn.Module) -> None:
+    """Give every rank rank 0's parameters and buffers (a model built with other randomness would train apart)."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for tensor in model.state_dict().values():
+            if isinstance(tensor, torch.Tensor) and not hasattr(tensor, "to_local"):
+                dist.broadcast(tensor.detach(), src=0)

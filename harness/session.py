@@ -1,0 +1,820 @@
+"""The user's front door: `harness.attach()`. Runs in the worker, one per GPU.
+
+    run = harness.attach(seed=0)
+    run.prepare(model, optimizer, scheduler=scheduler)
+    for step in run.steps(dataset, total=1000, global_batch=64, micro_batch=8):
+        for x, y in step:                                   # this rank's micro-batches
+            step.backward(loss_fn(model(x), y))             # the mean over the micro-batch
+        step.update(clip_norm=1.0)
+
+It keeps three promises: the samples of step k and the global batch are the same on any number of ranks; a snapshot is
+committed or absent; all ranks act on a notice at the same step boundary. It finds its place in the environment that the
+agent (or plain torchrun) sets; without any it is an ordinary single process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import math
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+
+from harness import records as rec
+from harness.batch import Batching, Plan, digest, plan, sample_hash, seed_for
+from harness.facts import (
+    Fact,
+    GuardTripped,
+    SessionEnded,
+    SessionStarted,
+    SnapshotCommitted,
+    SnapshotFailed,
+    SnapshotQuarantined,
+    StepDone,
+    Validated,
+)
+from harness.guards import NonFiniteLoss, check_finite, peak_flops
+from harness.journal import Journal
+from harness.loader import MicroBatch, Stream, fingerprint, is_map_style, map_style, seed_everything, to_device
+from harness.marks import EXIT_CODE, Mark, MarkReader, Want
+from harness.parallel import Strategy, is_sharded, same_everywhere, shard, strategy_for
+from harness.world import BadInput, HarnessError
+from storage import dcp
+from storage.manifest import Manifest, Ref, SnapshotCorrupt
+from storage.objects import MemoryStore, ObjectStore, StoreError, open_store
+from storage.retention import Keep
+from storage.snapshots import Snapshots
+
+COMMIT_TIMEOUT_S = 600.0  # the longest that leaving waits for its snapshot
+LOSS_EVERY_S = 3600.0  # assumed mean time between losses nobody announced, for the snapshot interval
+FLUSH_S = {"file": 1.0, "memory": 1.0}  # how often facts go to the bucket; elsewhere every FLUSH_REMOTE_S
+FLUSH_REMOTE_S = 10.0
+
+
+class CommitTimeout(HarnessError):
+    """A snapshot that had to be committed was not, within its bound."""
+
+
+@dataclass
+class _Pending:
+    """A step whose numbers are still on their way from the other ranks."""
+
+    record: rec.StepRecord  # digest, samples, weight, loss and h are filled in when they have arrived
+    t_start: float
+    floats: torch.Tensor  # (3,) float64 on the device: loss sum, weight, grad norm
+    ints: torch.Tensor  # (3 + wants,) int64 on the host: digest halves, samples, one counter per Want
+    work: Any = None
+
+    def arrive(self) -> tuple[float, float, float]:
+        """Wait for the other ranks. Loss over the global batch, global weight, gradient norm."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        loss_sum, weight, norm = self.floats.tolist()
+        return (loss_sum / weight if weight else math.nan), weight, norm
+
+
+@dataclass
+class _Flight:
+    """A snapshot on its way to the bucket."""
+
+    ref: Ref
+    thread: threading.Thread
+    t_start: float
+    stall_s: float
+    why: str
+    records: list[rec.StepRecord]  # of the steps since the last snapshot
+    manifest: Manifest | None = None
+    error: BaseException | None = None
+
+
+class Step:
+    """One optimizer update. Iterate it for this rank's micro-batches, call `backward` for each, then `update`."""
+
+    def __init__(self, session: Session, number: int, batches: Iterator[MicroBatch]):
+        self.number, self._session, self._batches = number, session, batches
+        self._hash_sum, self._samples, self._loss_sum, self._weight = 0, 0, session._zero(), 0.0
+        self._tokens_weighted = False
+        self._current: MicroBatch | None = None
+        self._filler = False
+        self._backwards = 0
+        self.updated = False
+        self.t_start = time.time()
+
+    def __iter__(self) -> Iterator[Any]:
+        s = self._session
+        micros = list(s.plan.micros(s.rank))
+        rounds = s.plan.rounds if s.strategy.equal_rounds else len(micros)
+        if s.stream is not None:
+            self._batches = s.stream.step(self.number)
+        for i in range(rounds):
+            s.strategy.micro(last=i == rounds - 1)
+            self._filler = i >= len(micros)
+            if not self._filler:
+                self._current = next(self._batches)
+                self._hash_sum += digest(sample_hash(self._current.positions, self._current.samples))
+                self._samples += len(self._current.samples)
+            seed_everything(seed_for(s.seed, self.number, micros[min(i, len(micros) - 1)]))
+            before = self._backwards
+            assert self._current is not None
+            yield to_device(self._current.data, s.device)
+            if self._backwards != before + 1:
+                raise BadInput(
+                    f"step {self.number}: step.backward(loss) was called {self._backwards - before} times for one micro-batch, wanted once"
+                )
+        if s.stream is not None:
+            for _ in self._batches:  # read on to the end of the global batch
+                raise AssertionError("a micro-batch of ours came after our last one")
+
+    def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
+        """Add this micro-batch's gradients. `loss`: mean over the micro-batch, 0-d. `weight`: how much the mean stands for; by
+        default its samples; the number of valid tokens when those differ."""
+        assert self._current is not None
+        amount = float(len(self._current.samples)) if weight is None else float(weight)
+        if self._filler:
+            amount = 0.0
+        scaled = loss * amount
+        if self._session.scaler is not None:
+            scaled = self._session.scaler.scale(scaled)
+        scaled.backward()
+        self._loss_sum += loss.detach().double() * amount
+        self._weight += amount
+        self._tokens_weighted |= weight is not None
+        self._backwards += 1
+
+    def update(self, clip_norm: float | None = None) -> None:
+        """Sum over all ranks, divide by the global weight, clip, and let optimizers and schedulers step."""
+        self._session._update(self, clip_norm)
+        self.updated = True
+
+    @property
+    def loss(self) -> float:
+        """The loss over the global batch; waits for the other ranks (and the GPU), so ask only when you need it."""
+        s = self._session
+        if s._pending is not None and s._pending.record.step == self.number:
+            return s._pending.arrive()[0]
+        return s._last_record.loss if s._last_record else math.nan
+
+
+class Session:
+    """See the module's docstring. Made by `attach`."""
+
+    def __init__(
+        self,
+        environ: dict[str, str],
+        *,
+        seed: int,
+        run: str | None,
+        snapshot_every_s: float | None,
+        snapshot_every_steps: int | None,
+        keep: Keep,
+        reduce: str,
+    ):
+        if reduce != "fast":
+            raise BadInput(f"reduce={reduce!r} is not known; wanted 'fast'")
+        self.seed, self.reduce = seed, reduce
+        self.rank = int(environ.get("RANK", 0))
+        self.local_rank = int(environ.get("LOCAL_RANK", 0))
+        self.world = int(environ.get("WORLD_SIZE", 1))
+        self.device = torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        self.tokens_per_sample = 0
+        self.flops_per_sample = 0.0
+        self._speeds = json.loads(environ.get("HARNESS_SPEEDS", "null"))
+        self._every_s, self._every_steps, self._keep = snapshot_every_s, snapshot_every_steps, keep
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        seed_everything(seed)
+        if "WORLD_SIZE" in environ and not dist.is_initialized():
+            dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
+        self._control = dist.new_group(backend="gloo") if dist.is_initialized() and self.world > 1 else None
+        self._marks = MarkReader(Path(environ["HARNESS_MARK"]) if "HARNESS_MARK" in environ else None)
+        self._signalled = Want.NOTHING
+        self._open_bucket(run or environ.get("HARNESS_RUN"), environ)
+        if "HARNESS_MARK" in environ:
+            Path(environ["HARNESS_MARK"]).with_name("attached").touch()
+        elif threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda *_: self._signal(Want.DRAIN))
+            signal.signal(signal.SIGUSR1, lambda *_: self._signal(Want.SNAPSHOT))
+        self.scaler: Any = None
+        self._saved: dict[str, Any] = {}  # name -> object with state_dict
+        self._model: nn.Module | None = None
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self.stream: Stream | None = None
+        self.step = 0  # optimizer updates done
+        self._head = ""  # of the chain of step records
+        self._unsaved: list[rec.StepRecord] = []
+        self._last_record: rec.StepRecord | None = None
+        self._last_samples: dict[str, Any] | None = None
+        self._parent: Ref | None = None
+        self._resumed_final = False
+        self._pending: _Pending | None = None
+        self._counted: torch.Tensor | None = None  # votes that have arrived but were not acted upon yet (on a GPU)
+        self._metrics: dict[str, float] = {}
+        self._flight: _Flight | None = None
+        self._last_snapshot_s = time.monotonic()
+        self._commit_s = 0.0
+        self._stall_s = 0.01
+        self._total = 0
+
+    def _open_bucket(self, run: str | None, environ: dict[str, str]) -> None:
+        self.run_url = run
+        self.store: ObjectStore = open_store(run) if run else MemoryStore("memory://unnamed", {})
+        if run is None:
+            self.print("harness: no run URL (HARNESS_RUN or attach(run=...)); training without snapshots")
+        self.snapshots = Snapshots(self.store)
+        self.epoch = self._agree(lambda: int(environ["HARNESS_EPOCH"]) if "HARNESS_EPOCH" in environ else self._own_epoch())
+        self._token = secrets.token_hex(4)
+        writer = f"worker-e{self.epoch:06d}-{self._token}"
+        self.journal = Journal(self.store, writer, time.time) if self.rank == 0 else None
+        self._closing = threading.Event()
+        if self.journal and run:
+            flush_s = FLUSH_S.get(self.store.url.partition("://")[0], FLUSH_REMOTE_S)
+            threading.Thread(target=self._flush_facts, args=(flush_s,), name="facts", daemon=True).start()
+
+    def _own_epoch(self) -> int:
+        """Without an agent (plain torchrun, or one process) the epoch is ours to make."""
+        from harness.rendezvous import Epoch, epoch_key, newest_epoch
+
+        while True:
+            number = newest_epoch(self.store).epoch + 1
+            epoch = Epoch(number, ("torchrun",), (self.world,), (1.0,), "", 0, "start")
+            if self.store.create(epoch_key(number), json.dumps(epoch.__dict__).encode()):
+                return number
+
+    def _flush_facts(self, every_s: float) -> None:
+        assert self.journal
+        while not self._closing.wait(every_s):
+            with contextlib.suppress(StoreError):  # what was not written is kept and tried again
+                self.journal.flush()
+
+    def _signal(self, want: Want) -> None:
+        self._signalled = max(self._signalled, want)
+
+    # ---- what the script calls ---------------------------------------------------------------------------------
+    def print(self, *values: Any) -> None:
+        if self.rank == 0:
+            print(*values, flush=True)
+
+    def sum(self, value: float | torch.Tensor) -> float:
+        """The sum over all ranks, in float64. Every rank must call it."""
+        total = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(()).clone()
+        if self._control is not None:
+            dist.all_reduce(total, group=self._control)
+        return float(total)
+
+    def log(self, **metrics: float) -> None:
+        """Metrics of the step that was just updated (validation loss...); they go into its record. All ranks may call it."""
+        self._metrics.update({k: float(v) for k, v in metrics.items()})
+        self._fact(Validated(self.step, self.epoch, {k: float(v) for k, v in metrics.items()}))
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer],
+        scheduler: Any = None,
+        scaler: Any = None,
+        **others: Any,
+    ) -> nn.Module:
+        """Say what makes up the training state: model, optimizers, scheduler, GradScaler, and anything with a `state_dict`.
+
+        The model moves to this rank's device (its parameters stay the same objects); its gradients will be summed over ranks.
+        """
+        model.to(self.device)
+        same_everywhere(model)
+        self._model = model
+        self._optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+        held = {id(p) for o in self._optimizers for group in o.param_groups for p in group["params"]}
+        if not any(id(p) in held for p in model.parameters()):
+            raise BadInput(
+                "the optimizer holds none of the model's parameters; make it from model.parameters() after fsdp2(model, run), "
+                "before run.prepare(model, optimizer)"
+            )
+        self.scheduler, self.scaler = scheduler, scaler
+        self.strategy: Strategy = strategy_for(model)
+        self._saved = {"model": model, "optimizer": _Many(self._optimizers)}
+        for name, thing in {"scheduler": scheduler, "scaler": scaler, **others}.items():
+            if thing is None:
+                continue
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                raise BadInput(f"prepare({name}=...): {type(thing).__name__} has no state_dict/load_state_dict, so it cannot be resumed")
+            self._saved[name] = thing
+        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+            self.print(
+                "harness: the model has BatchNorm: its statistics depend on micro-batches per rank, so results will depend on the world"
+            )
+        return model
+
+    def steps(
+        self,
+        dataset: Any,
+        *,
+        total: int,
+        global_batch: int,
+        micro_batch: int,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> Iterator[Step]:
+        """The steps that are still to do, after resuming from the newest valid snapshot. `global_batch` and `micro_batch` in samples."""
+        if self._model is None:
+            raise BadInput("call run.prepare(model, optimizer) before run.steps(...)")
+        mapped = is_map_style(dataset)
+        samples = len(dataset) if mapped else sys.maxsize
+        self.batching = Batching(samples, global_batch, micro_batch, self.seed, shuffle and mapped)
+        speeds = self._speeds if self._speeds and len(set(self._speeds)) > 1 else None
+        self.plan: Plan = plan(self.batching.micro_batches, self.world, speeds)
+        if not mapped:
+            self.stream = Stream(dataset, self.batching, self.plan, self.rank, collate_fn)
+            self._saved["dataset"] = dataset
+        identity = {
+            "version": 1, "seed": self.seed, "samples": samples if mapped else 0, "global_batch": global_batch, "micro_batch": micro_batch,
+            "shuffle": shuffle and mapped, "data": fingerprint(dataset), "model": _model_fingerprint(self._model), "reduce": self.reduce,
+        }  # fmt: skip
+        seed_everything(self.seed)
+        self._total = total
+        self._identify(identity)
+        self.resume()
+        batches = iter(())
+        if mapped:
+            pin = self.device.type == "cuda"
+            batches = map_style(dataset, self.batching, self.plan, self.rank, self.step + 1, total, collate_fn, num_workers, pin)  # type: ignore[assignment]
+        self.strategy.zero()
+        while self.step < total:
+            step = Step(self, self.step + 1, batches)
+            yield step
+            if not step.updated:
+                raise BadInput(f"step {step.number}: step.update() was not called; it makes the optimizer step")
+            self._boundary()
+        self.finish()
+
+    def resume(self) -> int:
+        """Load the newest valid snapshot into what `prepare` was given. Returns the step it is of (0: a fresh start).
+
+        `steps` calls it; call it yourself only with a loop of your own (then also `safe_point` after each step).
+        """
+        t0 = time.time()
+        manifest = self._restore()
+        if manifest is not None:
+            self.step, self._parent = manifest.step, manifest.ref
+            self._resumed_final = bool(manifest.data.get("final"))
+            self._last_samples = manifest.data.get("samples")
+            self._head = self._last_samples["head"] if self._last_samples else self._genesis()
+            self.print(f"harness: resumed from step {manifest.step} (epoch {manifest.epoch})")
+        else:
+            self._head = self._genesis()
+        self._last_snapshot_s = time.monotonic()
+        batching: Batching | None = getattr(self, "batching", None)
+        self._fact(
+            SessionStarted(
+                epoch=self.epoch,
+                world=self.world,
+                resumed_step=self.step,
+                resumed_epoch=manifest.epoch if manifest else 0,
+                total_steps=self._total,
+                global_batch=batching.global_batch if batching else 0,
+                micro_batch=batching.micro_batch if batching else 0,
+                shares=self.plan.shares if batching else (),
+                reduce=self.reduce,
+                parallel=self.strategy.name,
+                device=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+                restore_s=time.time() - t0,
+            )
+        )
+        return self.step
+
+    def safe_point(self, step: int) -> None:
+        """For a training loop of your own: `step` optimizer steps are done. Snapshots when due; leaves when asked to."""
+        self.step = step
+        wants = torch.zeros(len(Want), dtype=torch.int64)
+        self._vote(wants)
+        if self._control is not None:
+            dist.all_reduce(wants, group=self._control)
+        self._act(_winner(wants))
+
+    def finish(self) -> None:
+        """Commit the final snapshot and wait until it is there."""
+        if not self._resumed_final or self._unsaved or self._pending is not None:
+            self._take_snapshot("final", final=True)
+            self._land(must=True)
+        self._leave("finished")
+
+    # ---- one step ----------------------------------------------------------------------------------------------
+    def _zero(self) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self.device)
+
+    def _update(self, step: Step, clip_norm: float | None) -> None:
+        self.strategy.reduce()
+        floats = torch.stack([step._loss_sum, torch.tensor(step._weight, dtype=torch.float64, device=self.device), self._zero()])
+        if self._control is not None:
+            dist.all_reduce(floats)  # on the device's own stream: no host waits for it
+        weight: float | torch.Tensor = floats[1] if step._tokens_weighted else float(self.batching.global_batch)
+        self.strategy.divide(weight)
+        if self.scaler is not None:
+            for optimizer in self._optimizers:
+                self.scaler.unscale_(optimizer)
+                self.strategy.share_found_inf(self.scaler, optimizer)
+        norm = self.strategy.norm()
+        floats[2] = norm
+        if clip_norm is not None:
+            self.strategy.clip((clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        lr = float(self._optimizers[0].param_groups[0]["lr"])
+        for optimizer in self._optimizers:
+            if self.scaler is not None:
+                self.scaler.step(optimizer)
+            else:
+                optimizer.step()
+        if self.scaler is not None:
+            self.scaler.update()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.strategy.zero()
+        self.step += 1
+        self._settle()  # the step before this one (on a GPU): its numbers have had a whole step to arrive
+        ints = torch.tensor([step._hash_sum & 0xFFFFFFFF, step._hash_sum >> 32, step._samples] + [0] * len(Want), dtype=torch.int64)
+        self._vote(ints[3:])
+        work = dist.all_reduce(ints, group=self._control, async_op=True) if self._control is not None else None
+        record = rec.StepRecord(
+            step=self.step, epoch=self.epoch, world=self.world, shares=self.plan.shares, samples=0, digest="", weight=0.0, loss=math.nan,
+            lr=lr, t=0.0, dt=0.0,
+        )  # fmt: skip
+        self._pending = _Pending(record, step.t_start, floats, ints, work)
+
+    def _vote(self, wants: torch.Tensor) -> None:
+        """Say what this rank knows of: wants[w] > 0 on any rank means w is wanted."""
+        mark: Mark = self._marks.read()
+        wants[mark.want] += 1
+        wants[self._signalled] += 1
+        if self.rank == 0 and self._snapshot_due():
+            wants[Want.SNAPSHOT] += 1
+
+    def _snapshot_due(self) -> bool:
+        if not self.run_url or (self._flight is not None and self._flight.thread.is_alive()):
+            return False
+        if self._every_steps:
+            return self.step % self._every_steps == 0
+        every_s = self._every_s
+        if every_s is None:  # Young: sqrt(2 * cost * time between losses); never so often that uploads overlap
+            every_s = min(900.0, max(10.0, math.sqrt(2 * self._stall_s * LOSS_EVERY_S), 3 * self._commit_s))
+        return time.monotonic() - self._last_snapshot_s >= every_s
+
+    def _settle(self) -> None:
+        """Wait for the numbers of the pending step, make its record, and look at them. Raises NonFiniteLoss."""
+        p = self._pending
+        if p is None:
+            return
+        loss, weight, norm = p.arrive()
+        self._pending = None
+        low, high, samples = p.ints[:3].tolist()
+        metrics = {"grad_norm": norm, **self._metrics}
+        self._metrics = {}
+        t = time.time()
+        record = replace(
+            p.record, samples=samples, digest=f"{(low + (high << 32)) % 2**64:016x}", weight=weight, loss=loss, t=t, dt=t - p.t_start,
+            metrics=metrics,
+        ).chained(self._head)  # fmt: skip
+        try:
+            check_finite(record.step, loss, None if self.scaler is not None else norm)
+        except NonFiniteLoss:
+            self._fact(GuardTripped(record.step, self.epoch, "non-finite", loss if not math.isfinite(loss) else norm))
+            self._close()
+            raise
+        self._head, self._last_record = record.h, record
+        self._unsaved.append(record)
+        flops = self.flops_per_sample * samples / record.dt if record.dt else 0.0
+        peak = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        self._fact(
+            StepDone(
+                record.step,
+                self.epoch,
+                loss,
+                p.t_start,
+                record.dt,
+                samples,
+                samples * self.tokens_per_sample,
+                record.lr,
+                norm,
+                flops / (peak * self.world) if peak and flops else None,
+            )
+        )
+
+    def _boundary(self) -> None:
+        """Between two steps: agree on what to do and do it, all ranks at the same boundary.
+
+        On a GPU the votes of step k are counted after step k + 1, so that no step waits for another rank's host.
+        """
+        pending = self._pending
+        if self.device.type == "cpu" and pending is not None:
+            self._settle()
+            self._act(_winner(pending.ints[3:]))
+        elif self._counted is not None:
+            self._act(_winner(self._counted))
+        self._counted = pending.ints[3:] if pending is not None else None
+
+    def _act(self, want: Want) -> None:
+        if want is Want.NOTHING:
+            return
+        if self._pending is not None:
+            self._settle()
+        mark = self._marks.read()
+        why = {Want.SNAPSHOT: "interval", Want.RESIZE: "resize", Want.DRAIN: "drain", Want.STOP: "stop"}[want]
+        if mark.why.startswith(("notice", "signal")) and want is not Want.SNAPSHOT:
+            why = "notice"
+        elif want is Want.SNAPSHOT and (mark.want is Want.SNAPSHOT or self._signalled is Want.SNAPSHOT):
+            why = "request"
+            self._marks.answered()
+            self._signalled = Want.NOTHING
+        done = self.step >= self._total > 0
+        if not done and not (self._flight is not None and self._flight.ref.step == self.step):
+            self._take_snapshot(why)
+        if want is Want.SNAPSHOT or done:  # a run at its last step finishes instead of leaving
+            return
+        self._land(must=True)
+        self._leave({Want.RESIZE: "resize", Want.DRAIN: "drained", Want.STOP: "stopped"}[want])
+        sys.stdout.flush()
+        sys.exit(EXIT_CODE[want])
+
+    # ---- snapshots ---------------------------------------------------------------------------------------------
+    def _state(self) -> dict[str, Any]:
+        return {name: thing.state_dict() for name, thing in self._saved.items()}
+
+    @property
+    def _saver(self) -> dcp.Saver:
+        if self.__dict__.get("_the_saver") is None:
+            self.__dict__["_the_saver"] = dcp.Saver(self.snapshots, self._control)
+        saver: dcp.Saver = self.__dict__["_the_saver"]
+        return saver
+
+    def _take_snapshot(self, why: str, final: bool = False) -> None:
+        """Copy the state to host memory (training stands still for that) and send it in the background."""
+        if not self.run_url:
+            return
+        t_start = time.time()
+        self._land(must=False)
+        if self._pending is not None:
+            self._settle()
+        ref = Ref(epoch=self.epoch, step=self.step)
+        tensors, plain = dcp.split(self._state())
+        self._saver.plan(tensors)
+        staged = self._saver.stage(tensors)
+        data: dict[str, Any] = {}
+        if self.rank == 0:
+            data = {
+                "state": plain,
+                "final": final,
+                "parent": self._parent.name if self._parent else "",
+                "samples": self._last_samples,
+                "weights": self._weights_hash() if final or self.device.type == "cpu" else None,
+            }
+        unsaved, self._unsaved = self._unsaved, []
+        if unsaved and self.rank == 0:
+            data["samples"] = {"key": rec.key(unsaved), "head": unsaved[-1].h, "first": unsaved[0].step, "last": unsaved[-1].step}
+            data["loss"] = unsaved[-1].loss
+        if unsaved:
+            self._last_samples = data.get("samples")
+        flight = _Flight(ref, threading.Thread(), t_start, 0.0, why, unsaved)
+        flight.thread = threading.Thread(target=self._send, args=(flight, staged, data), name="snapshot", daemon=True)
+        flight.stall_s = self._stall_s = max(time.time() - t_start, 1e-4)
+        self._parent, self._flight = ref, flight
+        self._last_snapshot_s = time.monotonic()
+        flight.thread.start()
+
+    def _send(self, flight: _Flight, staged: Any, data: dict[str, Any]) -> None:
+        """In the background: records first, then parts, then the commit by whoever sees all parts."""
+        try:
+            if flight.records and self.rank == 0:
+                self.store.create(rec.key(flight.records), rec.encode(flight.records))
+            flight.manifest = self._saver.write(staged, flight.ref, data, f"{self._token}{self.rank}")
+            deadline_s = time.monotonic() + COMMIT_TIMEOUT_S
+            pause_s = 0.02
+            while flight.manifest is None and time.monotonic() < deadline_s:
+                time.sleep(pause_s)  # other ranks are still writing
+                pause_s = min(2 * pause_s, 1.0)
+                flight.manifest = self.snapshots.commit(flight.ref, self.world)
+            if flight.manifest is None:
+                raise CommitTimeout(
+                    f"snapshot of step {flight.ref.step} is not whole after {COMMIT_TIMEOUT_S:.0f} s: a rank did not write its part"
+                )
+            commit_s = self._commit_s = time.time() - flight.t_start
+            self._fact(
+                SnapshotCommitted(
+                    flight.ref.step, flight.ref.epoch, flight.manifest.nbytes, flight.stall_s, commit_s, flight.why, flight.t_start
+                )
+            )
+            if self.rank == 0:
+                self.snapshots.prune(self._keep)
+        except (StoreError, HarnessError) as e:  # told to the main thread, which decides whether training may go on
+            flight.error = e
+            self._fact(SnapshotFailed(flight.ref.step, flight.ref.epoch, str(e)))
+
+    def _land(self, must: bool) -> None:
+        """Wait for the snapshot that is on its way. `must`: its failure is ours (we are about to leave)."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        flight.thread.join(COMMIT_TIMEOUT_S + 60.0)
+        if flight.manifest is None and flight.error is not None:
+            if must:
+                raise flight.error
+            self._unsaved = flight.records + self._unsaved  # the next snapshot carries these as well
+            print(f"harness: snapshot of step {flight.ref.step} failed, training goes on: {flight.error}", flush=True)
+
+    def _weights_hash(self) -> str | None:
+        """xxh3-128 of the model's tensors, in order; None when no rank holds them whole."""
+        assert self._model is not None
+        if is_sharded(self._model):
+            return None
+        h = xxhash.xxh3_128()
+        for name, tensor in self._model.state_dict().items():
+            if isinstance(tensor, torch.Tensor):
+                h.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                h.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return str(h.hexdigest())
+
+    # ---- resuming ----------------------------------------------------------------------------------------------
+    def _agree(self, value: Callable[[], Any]) -> Any:
+        """Rank 0's value, on every rank; its error as well."""
+        if self._control is None:
+            return value()
+        box: list[Any] = [None]
+        error: Exception | None = None
+        if self.rank == 0:
+            try:
+                box = [(value(), None)]
+            except (HarnessError, StoreError) as e:
+                error, box = e, [(None, f"{type(e).__name__}: {e}")]
+        dist.broadcast_object_list(box, src=0, group=self._control)
+        if error is not None:
+            raise error
+        result, message = box[0]
+        if message is not None:
+            raise HarnessError(f"rank 0 found: {message}")
+        return result
+
+    def _identify(self, identity: dict[str, Any]) -> None:
+        """This run is what it was when it began, or it is refused."""
+        self._identity = identity
+
+        def check() -> None:
+            if self.store.create("run.json", rec.canonical(identity)):
+                return
+            found = json.loads(self.store.get("run.json"))
+            for name in identity:
+                if found.get(name) != identity[name]:
+                    hint = f"use a new run URL, or give {name} the value that this run began with"
+                    raise BadInput(
+                        f"{self.run_url} holds another run: its {name} is {found.get(name)!r}, this script's is {identity[name]!r}; {hint}"
+                    )
+
+        if self.run_url:
+            self._agree(check)
+
+    def _genesis(self) -> str:
+        return rec.genesis(getattr(self, "_identity", {}))
+
+    def _restore(self) -> Manifest | None:
+        """Every rank loads the same snapshot; one that turns out bad on any rank is quarantined, and the next older one is taken."""
+        if not self.run_url:
+            return None
+        while True:
+            newest = self._agree(self._newest)
+            if newest is None:
+                return None
+            ref = Ref.parse(newest)
+            why = ""
+            try:
+                manifest = self.snapshots.load(ref)
+                self._load(manifest)
+            except SnapshotCorrupt as e:
+                why = str(e)
+            if self.sum(1.0 if why else 0.0) == 0:
+                return manifest
+            if self.rank == 0:
+                why = why or "another rank could not load it"
+                self.snapshots.quarantine(ref, why)
+                self._fact(SnapshotQuarantined(ref.step, ref.epoch, why))
+                print(f"harness: {why}; falling back to the next older snapshot", flush=True)
+            self.sum(0.0)  # nobody looks again before it is quarantined
+
+    def _newest(self) -> str | None:
+        manifest = self.snapshots.latest(lambda ref, why: self._fact(SnapshotQuarantined(ref.step, ref.epoch, why)))
+        return manifest.ref.name if manifest else None
+
+    def _load(self, manifest: Manifest) -> None:
+        assert self._model is not None
+        have, _ = dcp.split(self._state())
+        by_index = [[p for group in o.param_groups for p in group["params"]] for o in self._optimizers]
+
+        def like(name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+            """Optimizer state that does not exist yet is laid out like its parameter."""
+            parts = name.split("/")
+            if parts[0] == "optimizer" and parts[2] == "state":
+                parameter = by_index[int(parts[1])][int(parts[3])]
+                return parameter.detach() if tuple(parameter.shape) == shape else None
+            return None
+
+        tensors = dcp.destinations(manifest, have, like)
+        dcp.load(self.snapshots, manifest, tensors)
+        state = dcp.join(tensors, manifest.data["state"])
+        for name, thing in self._saved.items():
+            if name not in state:
+                found = ", ".join(state)
+                raise BadInput(f"snapshot {manifest.ref.name} has no state of {name!r}, only of {found}; it was saved by another script")
+            thing.load_state_dict(state[name])
+
+    # ---- leaving -----------------------------------------------------------------------------------------------
+    def _fact(self, fact: Fact) -> None:
+        if self.journal is not None:
+            self.journal.record(fact)
+
+    def _leave(self, why: str) -> None:
+        self._fact(SessionEnded(self.epoch, self.step, why))
+        self._close()
+        if self._control is not None:
+            dist.barrier(group=self._control)  # nobody hangs up while another still talks
+        atexit.register(self._hang_up)
+
+    def _hang_up(self) -> None:
+        self._close()  # what the script logged after its last step
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _close(self) -> None:
+        self._closing.set()
+        if self.journal is not None and self.run_url:
+            with contextlib.suppress(StoreError):  # the last words of a session; its snapshot is committed
+                self.journal.flush()
+
+
+@dataclass
+class _Many:
+    """Several optimizers as one thing with a state."""
+
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [o.state_dict() for o in self.optimizers]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+
+def _winner(wants: torch.Tensor) -> Want:
+    return max((w for w in Want if wants[w] > 0), default=Want.NOTHING)
+
+
+def _model_fingerprint(model: nn.Module) -> str:
+    shapes = sorted((name, list(t.shape), str(t.dtype)) for name, t in model.state_dict().items() if isinstance(t, torch.Tensor))
+    return xxhash.xxh3_128(json.dumps(shapes).encode()).hexdigest()
+
+
+def attach(
+    *,
+    seed: int = 0,
+    run: str | None = None,
+    snapshot_every_s: float | None = None,
+    snapshot_every_steps: int | None = None,
+    keep_snapshots: int = 3,
+    keep_every_steps: int = 0,
+    reduce: str = "fast",
+) -> Session:
+    """Join the run that the environment names. `seed` decides data order and all randomness of the training.
+
+    `run`: the run's URL, by default what the agent says. Snapshot interval: every `snapshot_every_steps` steps, or
+    every `snapshot_every_s` seconds, or (neither) derived from what a snapshot costs. Raises BadInput, StoreError.
+    """
+    keep = Keep(last=keep_snapshots, every=keep_every_steps)
+    return Session(
+        dict(os.environ),
+        seed=seed,
+        run=run,
+        snapshot_every_s=snapshot_every_s,
+        snapshot_every_steps=snapshot_every_steps,
+        keep=keep,
+        reduce=reduce,
+    )
+
+
+def fsdp2(model: nn.Module, run: Session, blocks: list[nn.Module] | None = None) -> nn.Module:
+    """Shard the model over all ranks (FSDP2). Call before the optimizer is made: it replaces the parameters."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    same_everywhere(model.to(run.device))
+    return shard(model, run.device, blocks)
+
+
+__all__ = ["Session", "Step", "attach", "fsdp2"]

@@ -1,0 +1,90 @@
+"""The process in which the user's script runs. Started by the agent ahead of time, so that torch is imported already.
+
+`python -m harness.worker` imports torch, then waits on its standard input for one line of JSON: environment and command
+of the script. It dies with its agent. A script's exception is written to TORCHELASTIC_ERROR_FILE, as torchrun does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Linux: be killed when the parent dies, however it dies. Elsewhere there is no such call; pipes closing must do."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def write_error(error: BaseException) -> None:
+    """Leave type, message and traceback where the agent (or torchrun) looks for them."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    body = {
+        "message": {
+            "message": f"{type(error).__name__}: {error}",
+            "type": type(error).__name__,
+            "text": str(error),
+            "extraInfo": {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))},
+        }
+    }
+    with contextlib.suppress(OSError), open(path, "w") as f:
+        json.dump(body, f)
+
+
+def run(order: dict[str, Any]) -> None:
+    """Become the script: `order` is {"env": {...}, "argv": ["script.py" or "-m", ...]}."""
+    os.environ.update(order["env"])
+    argv: list[str] = order["argv"]
+    try:
+        if argv[0] == "-m":
+            sys.argv = argv[1:]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = argv
+            sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
+            runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit:
+        raise
+    except BaseException as e:
+        write_error(e)
+        raise
+
+
+def main() -> None:
+    parent = os.getppid()
+    die_with_parent()
+    if os.getppid() != parent:  # it died before we could ask to die with it
+        sys.exit(1)
+    for signum in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # a Ctrl-C or a cloud's SIGTERM is for the agent, which tells us in its own way
+        signal.signal(signum, signal.SIG_IGN)
+    for module in ("numpy", "torch", "torch.distributed", "torch.utils.data", "torch.distributed.checkpoint", "harness.session"):
+        with contextlib.suppress(ImportError):  # the script may need none of them
+            importlib.import_module(module)
+    line = sys.stdin.readline()
+    if not line:  # the agent is gone or does not need us
+        sys.exit(0)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_DFL)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    run(json.loads(line))
+
+
+if __name__ == "__main__":
+    main()
