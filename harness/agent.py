@@ -342,8 +342,8 @@ class Agent:
         codes = [w.process.poll() for w in self._workers]
         ended = [c for c in codes if c is not None]
         if not ended:
-            if self._spare_due_s and now > self._spare_due_s:
-                self._spare_due_s = 0.0
+            if self._spare_due_s and now > self._spare_due_s and (self._attached() or now > self._spare_due_s + 30.0):
+                self._spare_due_s = 0.0  # the script is under way: warming its successor does not slow its start
                 self._add_spares()
             return None
         self._first_end_s = self._first_end_s or now

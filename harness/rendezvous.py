@@ -286,6 +286,8 @@ class Rendezvous:
             reason = "grow"
         elif set(last.members) == {m.member for m in chosen}:
             reason = "restart"
+        elif any(m.end in ("peer-lost", "killed") for m in chosen):
+            reason = "loss"
         else:
             reason = "shrink"
         streak, failure, step = 0, "", 0

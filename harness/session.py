@@ -231,6 +231,7 @@ class Session:
         self._total = 0
 
     def _open_bucket(self, run: str | None, environ: dict[str, str]) -> None:
+        run = run or None  # HARNESS_RUN may be set and empty
         self.run_url = run
         self.store: ObjectStore = open_store(run) if run else MemoryStore("memory://unnamed", {})
         if run is None:
@@ -333,7 +334,7 @@ class Session:
         if self._model is None:
             raise BadInput("call run.prepare(model, optimizer) before run.steps(...)")
         mapped = is_map_style(dataset)
-        samples = len(dataset) if mapped else sys.maxsize
+        samples = len(dataset) if mapped else 1 << 62
         self.batching = Batching(samples, global_batch, micro_batch, self.seed, shuffle and mapped)
         speeds = self._speeds if self._speeds and len(set(self._speeds)) > 1 else None
         self.plan: Plan = plan(self.batching.micro_batches, self.world, speeds)

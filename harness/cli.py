@@ -1,0 +1,496 @@
+"""The `harness` command: the only place that builds the real world (clock, cloud, randomness, store).
+
+Each sub-command is one frozen dataclass (its flags) and one function. Exit status: 0 it is done, 1 it failed, 2 the input was
+wrong, 3 it was stopped before its end, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from harness.config import Parser, add_flags, build, flag, positional
+from harness.world import BadInput, Fenced, HarnessError
+from storage.objects import NotFound, ObjectStore, StoreError, normalize, open_store
+
+DONE, FAILED, WRONG_INPUT, ENDED_EARLY, INTERRUPTED = 0, 1, 2, 3, 130
+
+
+class RealClock:
+    def now(self) -> float:
+        return time.time()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+# ---- launch -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class LaunchFlags:
+    task: str = positional("the SkyPilot task YAML")
+    run: str = flag("", "URL of the run (s3://, gs://, az://, file:// or a path); default: a new folder under runs/")
+    cloud: str = flag("local", "where nodes come from: local", choices=["local"])
+    nodes: str = flag("1:1", "how many nodes, LOW:HIGH or N")
+    market: str = flag("demo", "local cloud only: demo, calm, seed:N, or the path of a trace")
+    policy: str = flag("cheapest", "how to choose: a name, or package.module:function")
+    budget_usd: float | None = flag(None, "stop before more than this is spent")
+    max_hours: float | None = flag(None, "stop after this many hours")
+    env: tuple[str, ...] = flag((), "NAME=value for the task; repeat for more", metavar="NAME=value")
+    secret: tuple[str, ...] = flag((), "NAME or NAME=value, kept out of logs; repeat for more", metavar="NAME=value")
+    on_interrupt: str = flag("ask", "what Ctrl-C does: ask, drain, leave or kill", choices=["ask", "drain", "leave", "kill"])
+    html: str = flag("", "also write the report as this HTML file (default: report.html in the run's folder, if it has one)")
+
+
+def launch(flags: LaunchFlags) -> int:
+    """Lead a run until it is done: launch nodes, replace lost ones, show what happens."""
+    from harness import local, policies, tasks
+    from harness.facts import RunAsked
+    from harness.journal import Journal
+    from harness.lease import Lease
+    from harness.recovery import RunSpec, recover
+    from harness.world import World
+
+    console = Console()
+    low, high = _nodes(flags.nodes)
+    url = normalize(flags.run or _new_run(flags.task))
+    store = _checked_store(url)
+    envs = {**tasks.pairs(flags.env, os.environ), "RUN": url}
+    task = tasks.load(flags.task, envs, tasks.pairs(flags.secret, os.environ, "--secret"))
+    policy = policies.resolve(flags.policy)
+    if _is_final(store):
+        console.print(f"The run at {url} is finished already; this is its report. For another training, name another run URL.")
+        return _report(store, console, flags.html or _html_path(url))
+    with contextlib.suppress(NotFound):
+        why = json.loads(store.get("control/stop.json"))["reason"]
+        console.print(f"This run was stopped earlier ({why}); going on.")
+        store.delete("control/stop.json")
+    console.print(f"run     {url}\nwatch   harness status {url}\nstop    harness stop {url}", highlight=False, soft_wrap=True)
+
+    clock = RealClock()
+    run = RunSpec(low, high, poll_s=0.5, budget_usd=flags.budget_usd, max_hours=flags.max_hours, lost_after_s=10.0, exit_grace_s=90.0)
+    holder = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
+    journal = Journal(store, f"controller-{secrets.token_hex(6)}", clock.now)
+    cloud = local.LocalCloud(_state_dir(url), task, flags.market, url, wanted=(low, high))
+    world = World(clock, cloud, store, random.Random())
+    journal.record(RunAsked(flags.task, low, high, flags.policy, flags.market, flags.budget_usd))
+    stop_view = _show(store, console)
+    try:
+        while True:
+            try:
+                outcome = recover(run, policy, world, journal, Lease(store, clock, holder))
+                break
+            except KeyboardInterrupt:
+                stop_view()
+                answer = _interrupted(store, cloud, flags.on_interrupt, console, url)
+                if answer is not None:
+                    return answer
+                stop_view = _show(store, console)
+    except Fenced as e:
+        stop_view()
+        console.print(f"[red]{e}[/]\nNothing was touched. Watch it with: harness status {url}")
+        return FAILED
+    stop_view()
+    cloud.shutdown()
+    _report(store, console, flags.html or _html_path(url))
+    if outcome.outcome == "done":
+        return DONE
+    console.print(f"\n[bold red]{outcome.outcome}[/]: {outcome.reason}", highlight=False, soft_wrap=True)
+    _print_tail(store, console)
+    console.print(f"The run stands at step {outcome.committed_step}; the same command resumes it from there.", highlight=False)
+    return FAILED if outcome.outcome == "failed" else ENDED_EARLY
+
+
+def _interrupted(store: ObjectStore, cloud: Any, what: str, console: Console, url: str) -> int | None:
+    """Ctrl-C: what now? None: go on leading (until the drain is over)."""
+    if what == "ask":
+        what = "drain"
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            console.print("\n[bold]Interrupted.[/] d = drain: snapshot, then stop   l = leave it running   k = kill now   c = carry on")
+            try:
+                what = {"l": "leave", "k": "kill", "c": "carry on"}.get(console.input("> ").strip().lower()[:1], "drain")
+            except (KeyboardInterrupt, EOFError):
+                what = "kill"
+    if what == "carry on":
+        return None
+    if what == "leave":
+        console.print(f"Left running. Lead it again with the same command; watch: harness status {url}; end it: harness stop {url}")
+        return INTERRUPTED
+    if what == "drain":
+        console.print("Draining: a snapshot is made, then everything is ended. Ctrl-C again kills at once.")
+        _ask_stop(store, "interrupted with Ctrl-C")
+        return None
+    with contextlib.suppress(HarnessError):
+        for node in cloud.nodes():
+            cloud.terminate(node.attempt)
+    cloud.shutdown()
+    console.print("Killed. What was committed is safe; the same command resumes from it.")
+    return INTERRUPTED
+
+
+def _show(store: ObjectStore, console: Console) -> Callable[[], None]:
+    """The live view, in a thread of its own; returns how to end it."""
+    from harness.monitor import follow
+
+    done = threading.Event()
+    thread = threading.Thread(target=follow, args=(store, done.is_set, console), name="view", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        done.set()
+        thread.join(10.0)
+
+    return stop
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    try:
+        found = int(low), int(high or low)
+    except ValueError:
+        raise BadInput(f"--nodes {text}: wanted LOW:HIGH or N, for example 1:4") from None
+    if not 1 <= found[0] <= found[1]:
+        raise BadInput(f"--nodes {text}: wanted 1 <= LOW <= HIGH")
+    return found
+
+
+def _new_run(task: str) -> str:
+    return f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{Path(task).stem}"
+
+
+def _state_dir(url: str) -> Path:
+    """Where the local cloud keeps its own state: beside a run in a folder, else under ~/.cache, by the run's URL."""
+    if url.startswith("file://"):
+        return Path(url.removeprefix("file://")) / "local-cloud"
+    import hashlib
+
+    return Path.home() / ".cache" / "spotharness" / "local-cloud" / hashlib.sha256(url.encode()).hexdigest()[:16]
+
+
+def _html_path(url: str) -> str:
+    return str(Path(url.removeprefix("file://")) / "report.html") if url.startswith("file://") else ""
+
+
+def _checked_store(url: str) -> ObjectStore:
+    """The run's bucket, proven to be there and writable before anything is launched. Raises StoreError."""
+    store = open_store(url)
+    key = f"control/probe-{secrets.token_hex(4)}"
+    if not store.create(key, b"probe") or store.get(key) != b"probe":
+        raise StoreError(f"{url}: what was written could not be read back; use another bucket")
+    if store.create(key, b"second"):
+        store.delete(key)
+        raise StoreError(
+            f"{url}: this store overwrites on a create-only write (If-None-Match is ignored), so commits would not be safe; use a store "
+            "with conditional writes (AWS S3, GCS, Azure, R2, MinIO, Ceph, SeaweedFS)"
+        )
+    store.delete(key)
+    return store
+
+
+def _existing_store(url: str) -> ObjectStore:
+    """The bucket of a run that must be there already. Raises BadInput."""
+    store = open_store(url)
+    if not store.list("facts/") and not store.list("run.json"):
+        raise BadInput(f"{url}: there is no run here (no facts/ and no run.json); check the URL")
+    return store
+
+
+def _is_final(store: ObjectStore) -> bool:
+    from storage.snapshots import Snapshots
+
+    manifest = Snapshots(store).latest()
+    return bool(manifest and manifest.data.get("final"))
+
+
+def _print_tail(store: ObjectStore, console: Console) -> None:
+    """The last words of the script that failed."""
+    from harness.facts import WorkerFailed
+    from harness.journal import read_facts
+
+    failures = [s.fact for s in read_facts(store) if isinstance(s.fact, WorkerFailed)]
+    if failures:
+        last = failures[-1]
+        console.print(f"\nLast words of rank {last.rank} on {last.member} ({last.error}):", style="bold", highlight=False)
+        console.print(last.log_tail, markup=False, highlight=False, soft_wrap=True)
+
+
+# ---- run (the agent) --------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class RunFlags:
+    script: tuple[str, ...] = positional("-- script.py and its arguments, or -- -m module", nargs="*")
+    run: str = flag("", "URL of the run; default: HARNESS_RUN")
+    nproc: str = flag("auto", "workers on this node: a number, or auto (one per GPU, else one)")
+    speed: float = flag(1.0, "relative speed of this node's workers, for uneven shares on mixed hardware")
+    min_nodes: int = flag(1, "do not train with fewer nodes than this")
+    grace_s: float = flag(30.0, "how long a SIGTERM leaves us before the end")
+    notify_signal: str = flag("", "for scripts without harness.attach(): send them this signal (USR1, TERM...) on a notice")
+    trackers: str = flag("", "where to publish committed steps: wandb, tensorboard, jsonl, or package.module:function, comma-separated")
+    addr: str = flag("", "this node's address as the other nodes see it; default: from SkyPilot, else loopback")
+
+
+def run(flags: RunFlags) -> int:
+    """Be this node's agent: join the run, start the script's workers, heed notices."""
+    from harness.agent import Agent, AgentConfig
+    from harness.notices import detect
+    from harness.worker import die_with_parent
+
+    env = os.environ
+    url = flags.run or env.get("HARNESS_RUN", "")
+    if not url:
+        raise BadInput("no run URL: give --run URL (or HARNESS_RUN), for example --run s3://my-bucket/runs/x")
+    argv = list(flags.script)
+    if not argv:
+        raise BadInput("no script: write `harness run --run URL -- train.py --its-flags`")
+    if argv[0] != "-m" and not Path(argv[0]).is_file():
+        raise BadInput(f"{argv[0]}: no such file (working directory: {Path.cwd()})")
+    if env.get("HARNESS_NODE_DIR"):  # a node of the local cloud dies as a whole, like a machine
+        die_with_parent()
+    store = _checked_store(normalize(url))
+    trackers = flags.trackers or env.get("HARNESS_TRACKERS", "")
+    node_dir = Path(env.get("HARNESS_NODE_DIR") or f"/tmp/harness-{os.getpid()}")
+    config = AgentConfig(
+        run=normalize(url),
+        argv=argv,
+        nproc=_nproc(flags.nproc, env),
+        attempt=int(env.get("HARNESS_ATTEMPT", 0)),
+        addr=flags.addr or _address(env),
+        node_dir=node_dir,
+        accelerator=env.get("HARNESS_OFFER", ""),
+        speed=flags.speed,
+        min_members=flags.min_nodes,
+        grace_s=flags.grace_s,
+        notify_signal=flags.notify_signal,
+        trackers=trackers,
+        beat_s=1.0 if url.startswith(("file", "/")) or "://" not in url else 3.0,
+        dead_s=5.0 if url.startswith(("file", "/")) or "://" not in url else 10.0,
+    )
+    return Agent(config, store, detect(dict(env))).execute()
+
+
+def _nproc(text: str, env: Any) -> int:
+    if text != "auto":
+        try:
+            return max(1, int(text))
+        except ValueError:
+            raise BadInput(f"--nproc {text}: wanted a number or auto") from None
+    if "CUDA_VISIBLE_DEVICES" in env:
+        return max(1, len([d for d in env["CUDA_VISIBLE_DEVICES"].split(",") if d.strip() not in ("", "-1")]))
+    found = [p for p in Path("/dev").glob("nvidia[0-9]*") if p.name.removeprefix("nvidia").isdigit()]
+    return max(1, len(found))
+
+
+def _address(env: Any) -> str:
+    addresses = env.get("SKYPILOT_NODE_IPS", "").split()
+    rank = int(env.get("SKYPILOT_NODE_RANK", 0))
+    return addresses[rank] if rank < len(addresses) else "127.0.0.1"
+
+
+# ---- looking at a run -------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class StatusFlags:
+    url: str = positional("URL of the run")
+    once: bool = flag(False, "print where it stands, and end")
+    json: bool = flag(False, "the same as JSON")
+
+
+def status(flags: StatusFlags) -> int:
+    """Show a run as it goes on."""
+    from harness import monitor
+
+    store, console = _existing_store(flags.url), Console()
+    if flags.json:
+        print(json.dumps(monitor.status(store), indent=2))
+        return DONE
+    monitor.follow(store, lambda: flags.once, console)
+    return DONE
+
+
+@dataclass(frozen=True)
+class ReportFlags:
+    url: str = positional("URL of the run")
+    html: str = flag("", "write the page to this file (default: report.html in the run's folder, if it has one)")
+    json: bool = flag(False, "print the numbers as JSON instead")
+
+
+def report(flags: ReportFlags) -> int:
+    """What happened in a run: attempts, worlds, goodput, money, losses."""
+    store = _existing_store(flags.url)
+    if flags.json:
+        from harness.report import summarize, to_json
+
+        print(json.dumps(to_json(summarize(store)), indent=2))
+        return DONE
+    return _report(store, Console(), flags.html or _html_path(normalize(flags.url)))
+
+
+def _report(store: ObjectStore, console: Console, html: str) -> int:
+    from harness.report import print_report, summarize, write_html
+
+    summary = summarize(store)
+    print_report(summary, console)
+    if html:
+        write_html(summary, Path(html))
+        console.print(f"\nreport  {html}", highlight=False, soft_wrap=True)
+    return DONE
+
+
+@dataclass(frozen=True)
+class VerifyFlags:
+    url: str = positional("URL of the run")
+
+
+def verify(flags: VerifyFlags) -> int:
+    """Prove from the bucket alone that the run is what it should be. Exit status 1 names the first violation."""
+    from harness.audit import audit, print_audit
+
+    found = audit(_existing_store(flags.url))
+    print_audit(found, Console())
+    return DONE if found.ok else FAILED
+
+
+@dataclass(frozen=True)
+class CompareFlags:
+    a: str = positional("URL of a run")
+    b: str = positional("URL of another one")
+    rtol: float = flag(1e-3, "largest relative difference of a step's loss that counts as the same")
+
+
+def compare(flags: CompareFlags) -> int:
+    """Are two runs the same training? Exit status 1 if not."""
+    from harness.compare import compare as compare_stores
+    from harness.compare import print_comparison
+
+    found = compare_stores(_existing_store(flags.a), _existing_store(flags.b))
+    return print_comparison(found, Console(), flags.rtol)
+
+
+# ---- asking something of a run ----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class StopFlags:
+    url: str = positional("URL of the run")
+    reason: str = flag("asked to stop", "why; it is written into the record")
+    wait_s: float = flag(120.0, "how long to wait until it has stopped; 0: do not wait")
+
+
+def stop(flags: StopFlags) -> int:
+    """Drain the whole run: all ranks snapshot at the same step boundary and leave; nobody comes back by itself."""
+    store, console = _existing_store(flags.url), Console()
+    _ask_stop(store, flags.reason)
+    from harness.rendezvous import MEMBERS
+
+    deadline_s = time.monotonic() + flags.wait_s
+    while time.monotonic() < deadline_s:
+        states = [json.loads(store.get(k)) for k in store.list(MEMBERS)]
+        if all(s["state"] == "gone" for s in states):
+            from storage.snapshots import Snapshots
+
+            newest = Snapshots(store).latest()
+            console.print(f"Stopped at step {newest.step if newest else 0}. `harness launch` with the same --run resumes it.")
+            return DONE
+        time.sleep(0.3)
+    console.print("Asked; nodes will snapshot and leave at their next step boundary.")
+    return DONE if flags.wait_s == 0 else FAILED
+
+
+def _ask_stop(store: ObjectStore, reason: str) -> None:
+    store.create("control/stop.json", json.dumps({"reason": reason, "by": "user", "failed": False}).encode())
+
+
+@dataclass(frozen=True)
+class SnapshotFlags:
+    url: str = positional("URL of the run")
+
+
+def snapshot(flags: SnapshotFlags) -> int:
+    """Ask a running training for a snapshot at its next step boundary."""
+    _existing_store(flags.url).create(f"control/snapshot-{secrets.token_hex(6)}.json", b"{}")
+    Console().print("Asked.")
+    return DONE
+
+
+# ---- simulation -------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class SimulateFlags:
+    seeds: int = flag(200, "how many seeded worlds")
+    seed: int | None = flag(None, "one world only, with the log of its facts")
+    first: int = flag(0, "the first seed")
+    policy: str = flag("cheapest", "a name, or package.module:function")
+
+
+def simulate(flags: SimulateFlags) -> int:
+    """The very recovery loop and commit protocol, on a virtual clock in a hostile world, with invariants checked all along."""
+    from harness import sim
+
+    return sim.command(flags.seeds, flags.seed, flags.first, flags.policy)
+
+
+# ---- main -------------------------------------------------------------------------------------------------------
+COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
+    "launch": (LaunchFlags, launch),
+    "run": (RunFlags, run),
+    "status": (StatusFlags, status),
+    "report": (ReportFlags, report),
+    "verify": (VerifyFlags, verify),
+    "compare": (CompareFlags, compare),
+    "stop": (StopFlags, stop),
+    "drain": (StopFlags, stop),
+    "snapshot": (SnapshotFlags, snapshot),
+    "simulate": (SimulateFlags, simulate),
+}
+
+
+def parser() -> tuple[Parser, dict[str, Parser]]:
+    """The whole command, and the parser of each sub-command."""
+    root = Parser(prog="harness", description="Train on spot machines; runs that outlive them.")
+    commands = root.add_subparsers(dest="subcommand", required=True, parser_class=Parser, metavar="COMMAND")
+    subs: dict[str, Parser] = {}
+    for name, (cls, function) in COMMANDS.items():
+        help_text = (function.__doc__ or "").split("\n")[0]
+        subs[name] = commands.add_parser(name, help=help_text, description=help_text)
+        add_flags(subs[name], cls)
+    return root, subs
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of the `harness` command."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    after: list[str] = []
+    if "--" in given and given[0] == "run":  # everything behind it is the script's own
+        at = given.index("--")
+        given, after = given[:at], given[at + 1 :]
+    root, subs = parser()
+    namespace, unknown = root.parse_known_args(given)
+    if unknown:
+        subs[namespace.subcommand].error(f"unrecognized arguments: {' '.join(unknown)}")
+    cls, function = COMMANDS[namespace.subcommand]
+    if after:
+        namespace.script = after
+    try:
+        sys.exit(function(build(cls, namespace)))
+    except BadInput as e:
+        print(f"harness {given[0]}: {e}", file=sys.stderr)
+        sys.exit(WRONG_INPUT)
+    except (HarnessError, StoreError) as e:
+        print(f"harness {given[0]}: {e}", file=sys.stderr)
+        sys.exit(FAILED)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # `harness report | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(FAILED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The house keeps its shape: imports point one way, pure rooms stay pure, and the page about it names every room."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PURE = ["facts", "world", "policies", "recovery", "book", "batch", "ledger", "market", "lease", "sim", "records", "invariants"]
+BANNED = {"torch", "sky", "socket", "subprocess", "http", "urllib", "threading", "asyncio", "os", "rich", "wandb"}
+
+
+def imports(path: Path) -> set[str]:
+    """Top names of everything that a file imports, at any depth, except for type checking only."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{a.name}" for a in node.names}
+    return found
+
+
+def tops(names: set[str]) -> set[str]:
+    return {n.split(".")[0] for n in names}
+
+
+def test_storage_knows_nothing_of_harness():
+    for path in (ROOT / "storage").glob("*.py"):
+        assert "harness" not in tops(imports(path)), path
+        if path.name != "dcp.py":
+            assert "torch" not in tops(imports(path)), path
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_pure_rooms_are_pure(name):
+    path = ROOT / "harness" / f"{name}.py"
+    assert tops(imports(path)) & BANNED == set()
+    text = path.read_text()
+    assert not re.search(r"\btime\.(time|sleep|monotonic)\(|\bdatetime\.(now|utcnow)\(|\brandom\.(random|choice|shuffle|uniform|randint)\(", text)
+    assert "os.environ" not in text
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_pure_rooms_import_only_pure_rooms(name):
+    inside = {i.split(".")[1] for i in imports(ROOT / "harness" / f"{name}.py") if i.startswith("harness.")}
+    assert inside <= set(PURE) | {"journal"}, inside - set(PURE)
+
+
+def test_only_composers_read_the_environment():
+    allowed = {"cli.py", "session.py", "agent.py", "worker.py", "trackers.py", "provider.py", "local.py", "tasks.py"}
+    for path in (ROOT / "harness").glob("*.py"):
+        if "os.environ" in path.read_text():
+            assert path.name in allowed, path
+
+
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_seats_need_only_their_own_packages():
+    """The controller's and the agent's rooms import neither torch nor SkyPilot; a worker's import no SkyPilot."""
+    code = (
+        "import sys\nimport harness.cli, harness.recovery, harness.local, harness.agent, harness.notices, harness.report, harness.audit,"
+        " harness.monitor, storage\nprint('torch' in sys.modules, 'sky' in sys.modules)"
+    )
+    assert run_python(code).split() == ["False", "False"]
+    assert run_python("import sys, harness.session; print('sky' in sys.modules)").split() == ["False"]
+
+
+def test_examples_use_the_front_door_only():
+    for path in (ROOT / "examples").glob("*.py"):
+        for name in imports(path):
+            if name.split(".")[0] in ("harness", "storage"):
+                assert name.count(".") == 0 or name in ("harness.attach", "harness.fsdp2"), f"{path.name} imports {name}"
+
+
+def test_architecture_page_names_every_room():
+    page = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    for folder in ("harness", "storage"):
+        for path in (ROOT / folder).glob("*.py"):
+            if path.name != "__init__.py":
+                assert path.name in page, f"docs/ARCHITECTURE.md does not mention {folder}/{path.name}"
+
+
+def test_drain_code_is_in_every_task():
+    from harness.world import DRAINED
+
+    for path in (ROOT / "sky_tasks").glob("*.yaml"):
+        assert re.search(rf"recover_on_exit_codes: \[.*\b{DRAINED}\b.*\]", path.read_text()), path
+
+
+def test_nothing_names_a_machine_of_ours():
+    """No absolute path of a developer's machine stands in the repository."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for name in listed:
+        path = ROOT / name
+        if path.is_file() and name != "tests/test_architecture.py" and path.suffix in (".py", ".md", ".yaml", ".toml", ".txt", ""):
+            assert not re.search(r"/work/|/root/|/home/[a-z]", path.read_text(errors="replace")), name

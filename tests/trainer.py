@@ -1,0 +1,128 @@
+"""A small training script for the tests, with a flag for everything that can go wrong."""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import harness
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Sample i is a function of i (and of the sample's own randomness with --augment)."""
+
+    fingerprint = "numbers"
+
+    def __init__(self, n, augment=False):
+        self.n, self.augment = n, augment
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        x = torch.randn(16, generator=torch.Generator().manual_seed(i))
+        if self.augment:
+            x = x + 0.1 * torch.randn(16)
+        return x, (x.sum() > 0).long()
+
+
+class Endless(torch.utils.data.IterableDataset):
+    """A stream with a state: 0, 1, 2, ..."""
+
+    def __init__(self):
+        self.next = 0
+
+    def __iter__(self):
+        while True:
+            i, self.next = self.next, self.next + 1
+            yield Numbers(1 << 40)[i]
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+class Ema:
+    """Averaged weights: any object with state_dict can be registered."""
+
+    def __init__(self, model):
+        self.shadow = {k: v.detach().clone() for k, v in model.state_dict().items()}
+
+    def update(self, model):
+        for k, v in model.state_dict().items():
+            self.shadow[k].lerp_(v, 0.1)
+
+    def state_dict(self):
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state):
+        self.shadow = state["shadow"]
+
+
+p = argparse.ArgumentParser()
+p.add_argument("--total", type=int, default=30)
+p.add_argument("--samples", type=int, default=1000)
+p.add_argument("--global-batch", type=int, default=48)
+p.add_argument("--micro-batch", type=int, default=4)
+p.add_argument("--seed", type=int, default=1)
+p.add_argument("--every", type=int, default=10)
+p.add_argument("--hidden", type=int, default=64)
+p.add_argument("--parallel", default="ddp")
+p.add_argument("--workers", type=int, default=0)
+p.add_argument("--sleep-s", type=float, default=0.0)
+p.add_argument("--iterable", action="store_true")
+p.add_argument("--augment", action="store_true")
+p.add_argument("--tokens", action="store_true")
+p.add_argument("--ema", action="store_true")
+p.add_argument("--fp16", action="store_true")
+p.add_argument("--nan-at", type=int, default=0)
+p.add_argument("--fail-at", type=int, default=0)
+p.add_argument("--signal-at", type=int, default=0, help="rank 0 sends itself SIGTERM in this step")
+p.add_argument("--skip-update", action="store_true")
+p.add_argument("--out", default="", help="rank 0 writes its final loss and a sum of the weights here")
+a = p.parse_args()
+
+run = harness.attach(seed=a.seed, snapshot_every_steps=a.every)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, a.hidden), nn.ReLU(), nn.Dropout(0.1), nn.Linear(a.hidden, 2))
+if a.parallel == "fsdp2":
+    model = harness.fsdp2(model, run, [model[0], model[3]])
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k / 50))
+ema = Ema(model) if a.ema else None
+scaler = torch.amp.GradScaler(run.device.type) if a.fp16 else None
+run.prepare(model, optimizer, scheduler=scheduler, scaler=scaler, **({"ema": ema} if ema else {}))
+dataset = Endless() if a.iterable else Numbers(a.samples, a.augment)
+for step in run.steps(dataset, total=a.total, global_batch=a.global_batch, micro_batch=a.micro_batch, num_workers=a.workers):
+    for x, y in step:
+        with torch.autocast(run.device.type, dtype=torch.float16, enabled=a.fp16):
+            logits = model(x)
+        if a.tokens:  # rows count by how many positive inputs they have
+            w = (x > 0).sum(1).float()
+            step.backward((nn.functional.cross_entropy(logits.float(), y, reduction="none") * w).sum() / w.sum(), weight=float(w.sum()))
+        else:
+            loss = nn.functional.cross_entropy(logits.float(), y)
+            step.backward(loss * float("nan") if step.number == a.nan_at else loss)
+    if step.number == a.fail_at:
+        raise ValueError(f"planned failure at step {step.number}")
+    if step.number == a.signal_at and run.rank == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    if not a.skip_update:
+        step.update(clip_norm=1.0)
+    if ema:
+        ema.update(model)
+    if step.number % 10 == 0:
+        run.log(half=step.number / 2)
+    time.sleep(a.sleep_s)
+if a.out and run.rank == 0:
+    final = {"step": run.step, "ema": float(sum(v.double().sum() for v in ema.shadow.values())) if ema else None}
+    Path(a.out).write_text(json.dumps(final))
+sys.exit(0)
