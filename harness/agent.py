@@ -364,9 +364,9 @@ class Agent:
         """Our workers of this epoch have ended with `codes`: what now?"""
         epoch, self._epoch, self._ready_since_s = self._epoch, NO_EPOCH, time.monotonic()
         self._spare_due_s = 0.0
-        notified = self._leaving and self.config.notify_signal and not self._attached()
         failure, step = "", 0
-        if notified:
+        code: int | None
+        if self._leaving and not self._attached():  # it heard the notice in its own way; whether it is done only it knows
             why, code = "drained", DRAINED
         elif all(c == FINISHED for c in codes):
             if not self._attached():

@@ -81,7 +81,8 @@ class AttemptUp(Fact):
 
 @dataclass(frozen=True)
 class AttemptEnded(Fact):
-    """The attempt is surely gone. `billed_s` and `usd` are final; asked_s/up_s/gone_s are wall-clock seconds."""
+    """The attempt is surely gone. asked_s/up_s/gone_s are wall-clock seconds. Another one for the same attempt replaces
+    it: a node that was given up as "lost" turned up after all, and this is its bill."""
 
     attempt: int
     end: str  # "finished" | "drained" | "preempted" | "failed" | "terminated" | "no-capacity" | "lost"
@@ -92,6 +93,7 @@ class AttemptEnded(Fact):
     reason: str
     billed_s: float
     usd: float
+    committed_step: int = 0  # of the run when this was recorded; breakers count what ends without progress
 
 
 @dataclass(frozen=True)

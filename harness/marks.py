@@ -12,6 +12,7 @@ import secrets
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 from harness.world import DRAINED, RESIZE, STOPPED
 
@@ -62,7 +63,8 @@ class MarkReader:
             return self._mark
         if (found.st_mtime_ns, found.st_ino) != self._stamp:
             text = self._path.read_text()
-            body = json.loads(text) if text.strip() else {"want": int(Want.DRAIN), "why": "touched by hand"}
+            by_hand = {"want": int(Want.DRAIN), "why": "touched by hand"}
+            body: dict[str, Any] = json.loads(text) if text.strip() else by_hand
             self._mark = Mark(Want(body["want"]), body["why"], body.get("deadline_s"), body.get("id", str(found.st_mtime_ns)))
             self._stamp = (found.st_mtime_ns, found.st_ino)
         if self._mark.want is Want.SNAPSHOT and self._mark.id == self._answered:

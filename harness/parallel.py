@@ -62,7 +62,7 @@ class Replicated:
         self._missing: list[int] = []
         self._sent: list[Any] = []
         for p in self.parameters:
-            p.register_post_accumulate_grad_hook(self._ready)
+            p.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
 
     def _build(self, bucket_bytes: int) -> None:
         groups: list[list[nn.Parameter]] = []
@@ -120,7 +120,8 @@ class Replicated:
 
     def norm(self) -> torch.Tensor:
         norms = [torch.linalg.vector_norm(flat, dtype=torch.float32) for flat in self._flats]
-        return torch.linalg.vector_norm(torch.stack(norms))
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return total
 
     def clip(self, coefficient: torch.Tensor) -> None:
         for flat in self._flats:
@@ -149,6 +150,7 @@ class Sharded:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         for module in self._modules:
             module.set_gradient_divide_factor(1.0)  # a sum, not a mean over ranks
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
     def micro(self, last: bool) -> None:
         self._root.set_requires_gradient_sync(last)

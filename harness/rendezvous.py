@@ -115,6 +115,8 @@ class ProbeServer:
                 connection.sendall(self._name)
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
         self._socket.close()
 
 

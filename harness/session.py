@@ -46,6 +46,7 @@ from harness.facts import (
     SnapshotQuarantined,
     StepDone,
     Validated,
+    canonical,
 )
 from harness.guards import NonFiniteLoss, check_finite, peak_flops
 from harness.journal import Journal
@@ -150,7 +151,7 @@ class Step:
         scaled = loss * amount
         if self._session.scaler is not None:
             scaled = self._session.scaler.scale(scaled)
-        scaled.backward()
+        scaled.backward()  # type: ignore[no-untyped-call]
         self._loss_sum += loss.detach().double() * amount
         self._weight += amount
         self._tokens_weighted |= weight is not None
@@ -642,7 +643,7 @@ class Session:
         for name, tensor in self._model.state_dict().items():
             if isinstance(tensor, torch.Tensor):
                 h.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-                h.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+                h.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return str(h.hexdigest())
 
     # ---- resuming ----------------------------------------------------------------------------------------------
@@ -670,7 +671,7 @@ class Session:
         self._identity = identity
 
         def check() -> None:
-            if self.store.create("run.json", rec.canonical(identity)):
+            if self.store.create("run.json", canonical(identity)):
                 return
             found = json.loads(self.store.get("run.json"))
             for name in identity:
@@ -813,7 +814,8 @@ def attach(
 def fsdp2(model: nn.Module, run: Session, blocks: list[nn.Module] | None = None) -> nn.Module:
     """Shard the model over all ranks (FSDP2). Call before the optimizer is made: it replaces the parameters."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     same_everywhere(model.to(run.device))
     return shard(model, run.device, blocks)
 

@@ -119,12 +119,13 @@ class View:
     """What a policy may know: a snapshot of the situation, made anew for every decision."""
 
     now_s: float
-    started_s: float  # when this run was first launched by any controller
+    started_s: float  # when this launch of the run began; outlives controllers, begins anew after RunEnded
     min_nodes: int
     max_nodes: int
     alive: tuple[Node, ...]  # pending or up
     offers: tuple[Offer, ...]  # cheapest first
-    blocked: dict[str, float] = field(default_factory=dict)  # offer name -> until when it is pointless to ask (world clock)
+    # Offers that were full when last asked -> until when it is pointless to ask again; in here until one of them comes up.
+    blocked: dict[str, float] = field(default_factory=dict)
     committed_step: int = 0
     last_progress_s: float = 0.0  # when committed_step last rose
     spent_usd: float = 0.0  # billed so far, running nodes included

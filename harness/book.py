@@ -1,0 +1,113 @@
+"""What the facts say about attempts: the only memory of the recovery loop. Used by `recovery.py`.
+
+A `Book` is a fold of the controller's facts, so it is the same for the controller that wrote them and for the one that takes over.
+
+Pure: knows facts and the nouns of `world.py`; knows no store, cloud or clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from harness.facts import AttemptEnded, AttemptIntended, AttemptUp, Fact, LeaseTaken, RunEnded, Stamped
+from harness.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED, Node, NodeState, Offer
+
+BLOCK_S, BLOCK_LIMIT_S = 2.0, 60.0  # a full offer is left alone for this long, doubled at every refusal up to the limit
+UNLED_S = 3600.0
+
+
+@dataclass
+class Book:
+    """What happened so far, as far as the next decision depends on it."""
+
+    rng: random.Random
+    started_s: float | None = None
+    open: dict[int, Node] = field(default_factory=dict)  # intended and not ended, as last known
+    ended: dict[int, AttemptEnded] = field(default_factory=dict)
+    refusals: dict[str, int] = field(default_factory=dict)  # in a row, by offer
+    blocked: dict[str, float] = field(default_factory=dict)
+    step: int = 0  # greatest committed step ever seen
+    progress_s: float = 0.0  # when that was
+    fruitless: int = 0  # attempts that ended since
+    failures: int = 0  # of the script, one after the other, since
+    failed_s: float = 0.0  # when the last of those was over
+    last_s: float = 0.0  # of the last fact
+
+    @classmethod
+    def of(cls, facts: Iterable[Stamped], rng: random.Random) -> Book:
+        book = cls(rng)
+        for stamped in facts:
+            book.add(stamped.t, stamped.fact)
+        return book
+
+    def add(self, t: float, fact: Fact) -> None:
+        silent_s, self.last_s = t - self.last_s, max(t, self.last_s)
+        match fact:
+            case LeaseTaken():
+                self.started_s = t if self.started_s is None else self.started_s
+                if silent_s > UNLED_S:  # nobody led the run (a laptop that was closed): that time is not held against it
+                    self.progress_s = max(self.progress_s, t)
+            case AttemptIntended(attempt, offer) if attempt not in self.ended:
+                self.open[attempt] = Node(attempt, Offer(**offer), NodeState.PENDING, asked_s=t)
+            case AttemptUp(attempt, up_s) if attempt in self.open:
+                node = self.open[attempt] = dataclasses.replace(self.open[attempt], state=NodeState.UP, up_s=up_s)
+                self.refusals.pop(node.offer.name, None)
+                self.blocked.pop(node.offer.name, None)
+            case AttemptEnded():
+                self._end(fact)
+            case RunEnded():  # what is counted towards a limit starts anew when the run is launched again
+                self.started_s, self.fruitless, self.failures = None, 0, 0
+
+    def _end(self, fact: AttemptEnded) -> None:
+        node = self.open.pop(fact.attempt, None)
+        again, self.ended[fact.attempt] = fact.attempt in self.ended, fact
+        self.progress(fact.gone_s, fact.committed_step)
+        if fact.end == "no-capacity" and node:
+            name = node.offer.name
+            self.refusals[name] = self.refusals.get(name, 0) + 1
+            wait_s = min(BLOCK_LIMIT_S, BLOCK_S * 2.0 ** min(self.refusals[name] - 1, 16))
+            self.blocked[name] = fact.gone_s + wait_s * self.rng.uniform(0.5, 1.0)
+        elif not again and fact.end != "terminated" and not (fact.end == "lost" and fact.up_s is None):
+            self.fruitless += 1
+        if fact.end == "failed" and fact.exit_code != FENCED and fact.asked_s >= self.failed_s:
+            self.failures += 1  # nodes that fail together are one failure: the next must have been asked for after it
+            self.failed_s = fact.gone_s
+
+    def progress(self, t: float, step: int) -> None:
+        if step > self.step:
+            self.step, self.progress_s, self.fruitless, self.failures = step, t, 0, 0
+
+    @property
+    def next_attempt(self) -> int:
+        return max([*self.open, *self.ended], default=0) + 1
+
+    @property
+    def losses(self) -> int:
+        """Attempts that ended without being asked to."""
+        return sum(e.end in ("preempted", "failed") or (e.end == "lost" and e.up_s is not None) for e in self.ended.values())
+
+    def spent_usd(self, now_s: float) -> float:
+        return sum(e.usd for e in self.ended.values()) + sum(bill(node, now_s)[1] for node in self.open.values())
+
+
+def bill(node: Node, until_s: float) -> tuple[float, float]:
+    """Billed seconds and what they cost: from up to gone."""
+    seconds = 0.0 if node.up_s is None else max(0.0, (until_s if node.gone_s is None else node.gone_s) - node.up_s)
+    return seconds, seconds / 3600 * node.offer.usd_per_h
+
+
+def how_it_ended(node: Node) -> str:
+    """`AttemptEnded.end` of a node that is gone. An exit code tells more than the cloud's reason, except for kills."""
+    if node.state is NodeState.NO_CAPACITY:
+        return "no-capacity"
+    by_code = {FINISHED: "finished", DRAINED: "drained", RESIZE: "drained", STOPPED: "terminated"}
+    if node.exit_code in by_code:
+        return by_code[node.exit_code]
+    if node.reason == "terminated":
+        return "terminated"
+    if node.exit_code is None or node.reason in ("preempted", "killed"):
+        return "preempted"
+    return "failed"

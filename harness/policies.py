@@ -1,0 +1,168 @@
+"""Strategies: functions from what is known (`View`) to one decision. Used by `recovery.py`, once per round.
+
+Composition is wrapping: `within_budget(cheapest, usd=200)`. A policy of your own is a function in your own module, named
+on the command line as `pkg.module:function`; options follow as `?name=value&name=value`. Pure: a policy knows its view and nothing
+else, and keeps nothing between calls. Reasons never contain changing numbers, so that a wait is recorded once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterable
+from urllib.parse import parse_qsl
+
+from harness.world import BadInput, Decision, Launch, Offer, Policy, Stop, Terminate, View, Wait
+
+LOOK_AGAIN_S = 10.0  # upper limit of every wait here: prices, capacity and nodes are looked at again after it
+
+
+# ---- what policies ask of a view ------------------------------------------------------------------------------------
+def open_offers(view: View, among: Iterable[Offer] | None = None) -> list[Offer]:
+    """Offers that may have a machine, cheapest first. One that was full gets a single probe at a time."""
+    pending = {node.offer.name for node in view.alive if node.up_s is None}
+    return [
+        offer
+        for offer in (view.offers if among is None else among)
+        if view.blocked.get(offer.name, 0.0) <= view.now_s and not (offer.name in view.blocked and offer.name in pending)
+    ]
+
+
+def until_next(view: View) -> float:
+    """Seconds until a blocked offer may be asked again."""
+    waits = [until - view.now_s for until in view.blocked.values() if until > view.now_s]
+    return min([*waits, LOOK_AGAIN_S])
+
+
+def fill(view: View, among: Iterable[Offer], why: str) -> Decision:
+    """Launch on the first open one of these offers until `max_nodes` are alive."""
+    if len(view.alive) >= view.max_nodes:
+        return Wait(LOOK_AGAIN_S, "all nodes are there")
+    if offers := open_offers(view, among):
+        return Launch(offers[0], why)
+    return Wait(until_next(view), "no capacity on the offers in question")
+
+
+# ---- strategies -----------------------------------------------------------------------------------------------------
+def cheapest(view: View) -> Decision:
+    """Keep `max_nodes` alive, each on the cheapest offer that has capacity."""
+    return fill(view, view.offers, "cheapest offer with capacity")
+
+
+def patient(view: View, *, premium: float = 1.25, patience_s: float = 1800.0) -> Decision:
+    """Like `cheapest`, but pay more than `premium` times the lowest price only after `patience_s` without progress."""
+    waited_s = view.now_s - max(view.last_progress_s, view.started_s)
+    if not view.offers or waited_s >= patience_s:
+        return fill(view, view.offers, "patience is over: cheapest offer with capacity")
+    ceiling = premium * view.offers[0].usd_per_h
+    return fill(view, [o for o in view.offers if o.usd_per_h <= ceiling], "near the lowest price")
+
+
+def on_demand_fallback(view: View) -> Decision:
+    """Spot where there is some; on-demand only to keep `min_nodes`, and only for as long as spot cannot. Coming back to spot
+    needs room for one more node: with `min_nodes == max_nodes` an on-demand node stays until it ends."""
+    spot = [o for o in view.offers if o.spot]
+    up = sum(node.up_s is not None and node.offer.spot for node in view.alive)
+    on_demand = [node for node in view.alive if not node.offer.spot]
+    if on_demand and up >= view.min_nodes:
+        return Terminate(on_demand[-1].attempt, "spot is back")
+    if len(view.alive) < view.max_nodes and open_offers(view, spot):
+        return fill(view, spot, "spot has capacity")
+    if len(view.alive) < view.min_nodes:
+        return fill(view, [o for o in view.offers if not o.spot], "no spot to be had: on-demand until it is back")
+    if not on_demand:
+        return fill(view, spot, "")
+    return Wait(until_next(view), "on-demand holds the minimum until spot is back")
+
+
+def uniform_progress(view: View, *, deadline_h: float, work_h: float, total_steps: float, changeover_s: float = 300.0) -> Decision:
+    """Spot while on schedule, on-demand when behind it: meet a deadline at a low price (Can't Be Late, NSDI 2024).
+
+    `work_h`: hours the run takes on `max_nodes` nodes without interruptions; `changeover_s`: what a (re)launch costs.
+    """
+    elapsed_s, deadline_s, work_s = view.now_s - view.started_s, deadline_h * 3600, work_h * 3600
+    done_s = work_s * min(1.0, view.committed_step / total_steps)
+    spot = [o for o in view.offers if o.spot]
+    on_demand = [o for o in view.offers if not o.spot]
+    bought = [node for node in view.alive if not node.offer.spot]
+    rented = [node for node in view.alive if node.offer.spot]
+
+    ahead_s = done_s - work_s * min(1.0, (elapsed_s + (2 * changeover_s if bought else 0.0)) / deadline_s)
+    last_call = work_s - done_s + 2 * changeover_s >= deadline_s - elapsed_s  # only what is never taken away is in time now
+    if last_call and not any(node.up_s is not None for node in rented):
+        return fill(view, on_demand or spot, "the deadline leaves no time for another interruption")
+    if open_offers(view, spot) and len(rented) < view.max_nodes:
+        if len(view.alive) < view.max_nodes:
+            return fill(view, spot, "spot has capacity")
+        if ahead_s >= 0 and not last_call:  # the paper's hysteresis: leave on-demand only when two changeovers ahead
+            return Terminate(bought[-1].attempt, "ahead of schedule and spot is back")
+    if ahead_s < 0 and on_demand:
+        return fill(view, on_demand, "behind schedule and no spot to be had")
+    return Wait(until_next(view), "on schedule")
+
+
+# ---- wrappers -------------------------------------------------------------------------------------------------------
+def within_budget(policy: Policy, *, usd: float, reserve_s: float = 60.0) -> Policy:
+    """Stop just before `usd` are spent: what all nodes cost in `reserve_s` is kept back to drain them. Nothing is started
+    that could not run for at least that long."""
+
+    def decide(view: View) -> Decision:
+        burn = sum(node.offer.usd_per_h for node in view.alive) * reserve_s / 3600
+        if view.spent_usd + burn >= usd:
+            return Stop(f"the budget of {usd:g} USD is spent")
+        decision = policy(view)
+        if not isinstance(decision, Launch) or view.spent_usd + burn + 2 * decision.offer.usd_per_h * reserve_s / 3600 < usd:
+            return decision
+        if view.alive:
+            return Wait(LOOK_AGAIN_S, "the rest of the budget is for the nodes that are there")
+        return Stop(f"what is left of the budget of {usd:g} USD does not pay for {2 * reserve_s:g} s of {decision.offer.name}")
+
+    return decide
+
+
+def within_hours(policy: Policy, *, hours: float) -> Policy:
+    """Stop `hours` after this launch of the run began."""
+
+    def decide(view: View) -> Decision:
+        if view.now_s - view.started_s >= hours * 3600:
+            return Stop(f"the limit of {hours:g} h is reached")
+        return policy(view)
+
+    return decide
+
+
+# ---- by name --------------------------------------------------------------------------------------------------------
+POLICIES: dict[str, Callable[..., Decision]] = {
+    "cheapest": cheapest,
+    "patient": patient,
+    "on_demand_fallback": on_demand_fallback,
+    "uniform_progress": uniform_progress,
+}
+
+
+def resolve(name: str) -> Policy:
+    """`cheapest`, `patient?premium=1.5`, `my_pkg.policies:mine?x=3` -> a policy. Raises BadInput that says what is known."""
+    path, _, query = name.partition("?")
+    function = POLICIES.get(path)
+    if function is None and ":" in path:
+        try:
+            function = pkgutil.resolve_name(path)
+        except (ImportError, AttributeError, ValueError) as e:
+            raise BadInput(f"policy {path!r} cannot be imported ({e}); is its package installed or on PYTHONPATH?") from e
+    if not callable(function):
+        raise BadInput(f"there is no policy {path!r}; known: {', '.join(POLICIES)}; or name your own as pkg.module:function")
+    options = {key: _value(value) for key, value in parse_qsl(query, keep_blank_values=True)}
+    try:
+        inspect.signature(function).bind(None, **options)
+    except TypeError as e:
+        takes = inspect.signature(function)
+        raise BadInput(f"policy {name!r}: {e}; it is {path}{takes}; options are written {path}?name=value&name=value") from e
+    return functools.partial(function, **options) if options else function  # type: ignore[no-any-return]
+
+
+def _value(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text

@@ -1,0 +1,277 @@
+"""The loop that keeps a run alive. Runs in the controller; `cli.py` gives it the real world, `sim.py` a simulated one.
+
+Every round it looks at everything anew (nodes, newest snapshot, stop requests), asks a policy for one decision, and acts on
+it. What it must remember between rounds it writes down as facts *before* acting, and its memory (`book.py`) is
+nothing but a fold of those facts. So taking over from a controller that died anywhere is no special case: the
+successor reads the same facts, sees the same nodes, and goes on. Progress is what is committed in the bucket;
+no node is ever asked how far it got.
+
+Pure: knows no torch, SkyPilot, wall clock or process. Lets errors travel, except that a silent cloud or bucket is waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from harness import policies
+from harness.book import Book, bill, how_it_ended
+from harness.facts import AttemptEnded, AttemptIntended, AttemptUp, Decided, Fact, LeaseTaken, RunEnded, Stamped
+from harness.lease import Lease
+from harness.world import BadInput, CloudUnavailable, Decision, Launch, Node, Policy, Stop, Terminate, View, Wait, World
+from storage.manifest import Manifest
+from storage.objects import NotFound, ObjectStore, StoreUnavailable
+from storage.snapshots import Snapshots
+
+STOP_KEY = "control/stop.json"  # {"reason", "by", "failed"}: written by people, agents and this loop; read by agents too
+REPEAT_S = 30.0  # a node that does not go is told again after this
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """How many nodes, and a limit on everything."""
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    poll_s: float = 2.0
+    budget_usd: float | None = None
+    max_hours: float | None = None
+    max_hours_without_progress: float = 24.0  # without capacity, or with nodes that commit nothing
+    max_attempts_without_progress: int = 20  # for each of max_nodes; refusals by the cloud do not count
+    max_failures_at_one_step: int = 3  # one after the other: the script itself is at fault
+    max_outage_s: float = 3600.0  # of cloud or bucket, before the controller gives up (nodes go on; launch it again)
+    lost_after_s: float = 20.0  # an intended node that the cloud has not shown by then was never launched
+    exit_grace_s: float = 120.0  # for nodes to drain and leave by themselves when the run ends
+    terminate_timeout_s: float = 600.0  # for them to be surely gone
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_nodes <= self.max_nodes:
+            raise BadInput(f"wanted 1 <= min_nodes <= max_nodes, found {self.min_nodes} and {self.max_nodes}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    outcome: str  # "done" | "stopped" | "failed"
+    reason: str
+    committed_step: int
+
+
+class Journal(Protocol):
+    """Where facts go; after `flush` they are in the bucket, and stay."""
+
+    def record(self, fact: Fact) -> None: ...
+    def flush(self) -> None: ...
+    def read(self) -> list[Stamped]: ...
+
+
+def recover(run: RunSpec, policy: Policy, world: World, journal: Journal, lease: Lease) -> Outcome:
+    """Lead `run` until it is done, stopped or failed; returns only when no node of it is left.
+
+    Raises Fenced when another controller leads it (nothing is touched then).
+    """
+    if run.budget_usd is not None:
+        policy = policies.within_budget(policy, usd=run.budget_usd)
+    if run.max_hours is not None:
+        policy = policies.within_hours(policy, hours=run.max_hours)
+    term = lease.acquire()
+    loop = Loop(run, policy, world, journal, lease, Book.of(journal.read(), world.rng))
+    loop.note(LeaseTaken(term, lease.holder))
+    answered_s = world.clock.now()
+    while True:
+        try:
+            outcome = loop.round()
+            answered_s = world.clock.now()
+        except (CloudUnavailable, StoreUnavailable):  # whatever was cut off here is seen, and done again, in the next round
+            if world.clock.now() - answered_s > run.max_outage_s:
+                raise
+            world.clock.sleep(run.poll_s)
+            continue
+        if outcome:
+            return outcome
+
+
+def forget_stop(store: ObjectStore) -> None:
+    """Take back a stop request. For a person who launches a stopped run again: a controller never does it by itself, so one that
+    dies while stopping, and is restarted by a supervisor, goes on stopping."""
+    store.delete(STOP_KEY)
+
+
+@dataclass
+class Loop:
+    """One controller's turn at the wheel. What it holds besides the book may be forgotten without harm."""
+
+    run: RunSpec
+    policy: Policy
+    world: World
+    journal: Journal
+    lease: Lease
+    book: Book
+    unseen_s: dict[int, float] = field(default_factory=dict)  # intended, not shown by the cloud: since when
+    told_s: dict[int, float] = field(default_factory=dict)  # told to go: when
+    strays: list[Node] = field(default_factory=list)  # alive, but not in the book
+    newest: Manifest | None = None
+    ending_s: float | None = None
+    waiting: str | None = None  # the reason written down last
+
+    def note(self, fact: Fact) -> None:
+        self.journal.record(fact)
+        self.book.add(self.world.clock.now(), fact)
+
+    def round(self) -> Outcome | None:
+        """Look, decide, act once."""
+        self.lease.renew()
+        step, final = self.committed()
+        self.reconcile(step)
+        if final:
+            return self.end("done", f"step {step} is the last and is committed", step)
+        if stop := self.stop_request():
+            return self.end("failed" if stop.get("failed") else "stopped", str(stop["reason"]), step)
+        self.ending_s = None
+        view = self.view(step)
+        if broken := self.broken(view):
+            self.ask_to_stop(broken, failed=True)
+        else:
+            self.act(self.policy(view))
+        return None
+
+    def committed(self) -> tuple[int, bool]:
+        """The newest snapshot's step, and whether it is the run's last. Parts are looked at only when there is a newer one."""
+        snapshots = Snapshots(self.world.store)
+        if self.newest is None or snapshots.refs()[:1] != [self.newest.ref]:
+            self.newest = snapshots.latest()
+        if self.newest is None:
+            return 0, False
+        self.book.progress(self.world.clock.now(), self.newest.step)
+        return self.newest.step, bool(self.newest.data.get("final"))
+
+    def reconcile(self, step: int) -> None:
+        """Make the book agree with what the cloud shows: adopt, close, and send away what nobody asked for."""
+        now, book = self.world.clock.now(), self.book
+        shown = {node.attempt: node for node in self.world.cloud.nodes()}
+        # Launched by a controller while it was being fenced, or given up as lost: nobody counts on them.
+        self.strays = [node for node in shown.values() if node.alive and node.attempt not in book.open]
+        for node in self.strays:
+            self.dismiss(node.attempt)
+        for node in shown.values():
+            self.unseen_s.pop(node.attempt, None)
+            ended = book.ended.get(node.attempt)
+            if node.attempt in book.open and node.alive:
+                if node.up_s is not None and book.open[node.attempt].up_s is None:
+                    self.note(AttemptUp(node.attempt, node.up_s))
+                book.open[node.attempt] = node
+            elif not node.alive and (ended is None or (ended.end == "lost" and node.up_s is not None)):
+                self.close(node, how_it_ended(node), step)
+        for node in [n for n in book.open.values() if n.attempt not in shown]:
+            if now - self.unseen_s.setdefault(node.attempt, now) >= self.run.lost_after_s:
+                reason = "never launched" if node.up_s is None else "the cloud knows nothing of it any more"
+                self.close(dataclasses.replace(node, reason=reason), "lost", step)
+        self.journal.flush()
+
+    def close(self, node: Node, end: str, step: int) -> None:
+        gone_s = self.world.clock.now() if node.gone_s is None else node.gone_s
+        billed = bill(node, gone_s)
+        self.note(AttemptEnded(node.attempt, end, node.asked_s, node.up_s, gone_s, node.exit_code, node.reason, *billed, step))
+
+    def view(self, step: int) -> View:
+        now, book = self.world.clock.now(), self.book
+        return View(
+            now_s=now,
+            started_s=now if book.started_s is None else book.started_s,
+            min_nodes=self.run.min_nodes,
+            max_nodes=self.run.max_nodes,
+            alive=tuple(book.open.values()),
+            offers=tuple(sorted(self.world.cloud.offers())),
+            blocked=dict(book.blocked),
+            committed_step=step,
+            last_progress_s=book.progress_s,
+            spent_usd=book.spent_usd(now),
+            attempts=len(book.open) + len(book.ended),
+            losses=book.losses,
+        )
+
+    def broken(self, view: View) -> str | None:
+        """The limits that hold whatever the policy says."""
+        run, book = self.run, self.book
+        if book.failures >= run.max_failures_at_one_step:
+            return f"the script failed {book.failures} times in a row after step {book.step}; see the workers' logs"
+        if book.fruitless >= run.max_attempts_without_progress * run.max_nodes:
+            return f"{book.fruitless} attempts in a row ended without a new snapshot after step {book.step}"
+        if view.now_s - max(view.last_progress_s, view.started_s) >= run.max_hours_without_progress * 3600:
+            what = "though nodes are up" if any(n.up_s is not None for n in view.alive) else "for lack of capacity"
+            return f"no new snapshot after step {book.step} for {run.max_hours_without_progress:g} h, {what}"
+        return None
+
+    def act(self, decision: Decision) -> None:
+        """Intent first, durably; then the act, if we still hold the lease."""
+        match decision:
+            case Launch(offer, reason) if len(self.book.open) < self.run.max_nodes:
+                attempt = self.book.next_attempt
+                self.note(AttemptIntended(attempt, dataclasses.asdict(offer), reason))
+                self.journal.flush()
+                self.lease.check()
+                self.world.cloud.launch(attempt, offer)
+                self.waiting = None
+            case Launch():
+                self.wait(self.run.poll_s, "the policy asked for more than max_nodes")
+            case Terminate(attempt, reason):
+                self.dismiss(attempt)
+                self.wait(self.run.poll_s, reason)
+            case Wait(seconds, reason):
+                self.wait(seconds, reason)
+            case Stop(reason):
+                self.ask_to_stop(reason, failed=False)
+
+    def wait(self, seconds: float, reason: str) -> None:
+        if reason != self.waiting:
+            self.note(Decided("wait", reason))
+            self.journal.flush()
+            self.waiting = reason
+        self.world.clock.sleep(min(max(seconds, 0.1), self.run.poll_s))
+
+    def dismiss(self, attempt: int) -> None:
+        """Have a node terminated; again from time to time for as long as it is seen."""
+        now = self.world.clock.now()
+        if now - self.told_s.get(attempt, -REPEAT_S) >= REPEAT_S:
+            self.lease.check()
+            self.world.cloud.terminate(attempt)
+            self.told_s[attempt] = now
+            self.note(Decided("terminate", f"attempt {attempt}"))
+
+    def stop_request(self) -> dict[str, object] | None:
+        try:
+            return {"reason": "stop requested", **json.loads(self.world.store.get(STOP_KEY))}
+        except NotFound:
+            return None
+        except (ValueError, TypeError):  # whoever wrote it meant something
+            return {"reason": f"stop requested ({STOP_KEY} is unreadable)"}
+
+    def ask_to_stop(self, reason: str, failed: bool) -> None:
+        """Every stop is a request in the bucket: agents drain on it, and a successor carries it out."""
+        self.note(Decided("stop", reason))
+        self.journal.flush()
+        self.lease.check()
+        self.world.store.create(STOP_KEY, json.dumps({"reason": reason, "by": "controller", "failed": failed}).encode())
+
+    def end(self, outcome: str, reason: str, step: int) -> Outcome | None:
+        """Let nodes leave by themselves, send away who stays, and be sure that nothing is left."""
+        now = self.world.clock.now()
+        self.ending_s = now if self.ending_s is None else self.ending_s
+        waited_s, left = now - self.ending_s, [*self.book.open.values(), *self.strays]
+        if left and waited_s < self.run.exit_grace_s + self.run.terminate_timeout_s:
+            for node in left:
+                if node.up_s is None or waited_s >= self.run.exit_grace_s:
+                    self.dismiss(node.attempt)
+            self.wait(self.run.poll_s, f"{outcome}: nodes are leaving")
+            return None
+        if left:
+            names = ", ".join(f"{n.attempt} on {n.offer.name}" for n in left)
+            outcome, reason = "failed", f"{reason}; but STILL RUNNING AND BILLED, end them by hand: attempts {names}"
+        self.lease.check()
+        self.note(RunEnded(outcome, reason, step))
+        self.journal.flush()
+        with contextlib.suppress(StoreUnavailable):  # a successor would only wait a little longer
+            self.lease.release()
+        return Outcome(outcome, reason, step)

@@ -1,0 +1,194 @@
+"""The agent with real workers: exit codes, notices, losses, crash loops, scripts without a session."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from worlds import TRAINER, history, newest
+
+from harness.facts import EpochLeft, EpochStarted, NoticeSeen, WorkerFailed
+from harness.journal import read_facts
+from storage.objects import open_store
+
+
+class Nodes:
+    """Agents as processes; whatever is left is killed at the end of the test."""
+
+    def __init__(self, run):
+        self.run, self.processes = run, []
+
+    def start(self, *flags, script=TRAINER, agent=(), env=None):
+        n = len(self.processes) + 1
+        node_dir = self.run.parent / f"node{n}"
+        base = {k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "SKYPILOT_", "AWS_"))}
+        with open(self.run.parent / f"node{n}.log", "wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "harness.cli", "run", "--run", str(self.run), *agent, "--", str(script), *map(str, flags)],
+                env=base | {"HARNESS_NODE_DIR": str(node_dir), "HARNESS_ATTEMPT": str(n), **(env or {})},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.processes.append(process)
+        return process
+
+    def facts(self, kind):
+        return [s.fact for s in read_facts(open_store(str(self.run))) if isinstance(s.fact, kind)]
+
+    def until(self, condition, timeout_s=90):
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, self.logs()
+            time.sleep(0.1)
+
+    def step(self):
+        manifest = newest(self.run)
+        return manifest.step if manifest else 0
+
+    def logs(self):
+        return "\n".join(p.read_text() for p in sorted(self.run.parent.glob("node*.log")))
+
+    def codes(self, timeout_s=120):
+        return [p.wait(timeout_s) for p in self.processes]
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    nodes = Nodes(tmp_path / "run")
+    yield nodes
+    for process in nodes.processes:
+        process.kill()
+        process.wait()
+
+
+SLOW = ("--total", 120, "--every", 10, "--sleep-s", 0.03)
+
+
+def test_join_notice_and_loss(nodes):
+    """One node, a second joins, one is told to go, a third joins and vanishes; the run goes on."""
+    first = nodes.start(*SLOW)
+    nodes.until(lambda: nodes.step() >= 10)
+    second = nodes.start(*SLOW)
+    nodes.until(lambda: any(e.world == 2 for e in nodes.facts(EpochStarted)) and nodes.step() >= 30)
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(30) == 33
+    nodes.until(lambda: any(e.epoch == 3 for e in nodes.facts(EpochStarted)))
+    third = nodes.start(*SLOW)
+    nodes.until(lambda: any(e.world == 2 and e.epoch > 3 for e in nodes.facts(EpochStarted)) and nodes.step() >= 70)
+    os.killpg(third.pid, signal.SIGKILL)
+    assert first.wait(90) == 0, nodes.logs()
+    reasons = [e.reason for e in nodes.facts(EpochStarted)]
+    assert reasons == ["start", "grow", "shrink", "grow", "loss"]
+    assert nodes.facts(NoticeSeen)[0].source == "signal"
+    records = history(nodes.run)
+    assert [r.step for r in records] == list(range(1, 121))
+    assert {r.world for r in records} == {1, 2}
+
+
+def test_a_script_that_keeps_failing_is_stopped_with_its_words(nodes):
+    nodes.start("--fail-at", 12, "--every", 10)
+    assert nodes.codes() == [35]
+    stop = json.loads(open_store(str(nodes.run)).get("control/stop.json"))
+    assert stop["failed"] is True and "crash loop" in stop["reason"] and "planned failure at step 12" in stop["reason"]
+    failures = nodes.facts(WorkerFailed)
+    assert len(failures) == 3 and all("ValueError" in f.error and "planned failure" in f.log_tail for f in failures)
+    assert nodes.step() == 10
+
+
+def test_bad_input_is_not_tried_again(nodes):
+    nodes.start("--global-batch", 46)
+    assert nodes.codes() == [35]
+    assert len(nodes.facts(WorkerFailed)) == 1
+    assert "multiple" in json.loads(open_store(str(nodes.run)).get("control/stop.json"))["reason"]
+
+
+def test_a_killed_worker_comes_back(nodes):
+    nodes.start(*SLOW)
+    nodes.until(lambda: nodes.step() >= 20)
+    import psutil
+
+    workers = [c for c in psutil.Process(nodes.processes[0].pid).children() if "harness.worker" in " ".join(c.cmdline())]
+    max(workers, key=lambda w: w.cpu_times().user).kill()
+    assert nodes.codes() == [0], nodes.logs()
+    assert [e.why for e in nodes.facts(EpochLeft)] == ["killed", "finished"]
+    assert [r.step for r in history(nodes.run)] == list(range(1, 121))
+
+
+def test_the_workers_die_with_their_agent(nodes):
+    import psutil
+
+    agent = nodes.start(*SLOW)
+    nodes.until(lambda: nodes.step() >= 10)
+    workers = psutil.Process(agent.pid).children(recursive=True)
+    assert workers
+    agent.kill()
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert not alive
+
+
+def test_stop_drains_everybody_and_a_request_makes_a_snapshot(nodes):
+    nodes.start("--total", 2000, "--every", 5000, "--sleep-s", 0.02)
+    nodes.until(lambda: any(True for _ in nodes.facts(EpochStarted)) and open_store(str(nodes.run)).list("facts/worker"))
+
+    def command(*words):
+        return subprocess.run([sys.executable, "-m", "harness.cli", *words, str(nodes.run)], capture_output=True, text=True, timeout=120)
+
+    assert command("snapshot").returncode == 0
+    nodes.until(lambda: nodes.step() > 0)
+    before = nodes.step()
+    ended = command("stop")
+    assert ended.returncode == 0, ended.stderr
+    assert nodes.codes() == [35]
+    assert nodes.step() > before and f"Stopped at step {nodes.step()}" in ended.stdout
+
+
+@pytest.mark.parametrize("how", ["signal", "file"])
+def test_an_unchanged_script_hears_of_notices(nodes, tmp_path, how):
+    """The shallowest integration: no line of ours in the script."""
+    script = tmp_path / "plain.py"
+    script.write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "here = pathlib.Path(__file__).parent\n"
+        "def save(*_):\n    (here / 'saved').write_text('yes'); sys.exit(0)\n"
+        "signal.signal(signal.SIGUSR1, save)\n(here / 'up').touch()\n"
+        "while True:\n    time.sleep(0.05)\n    if 'file' in sys.argv and os.path.exists(os.environ['HARNESS_MARK']): save()\n"
+    )
+    agent = nodes.start(how, script=script, agent=("--notify-signal", "USR1") if how == "signal" else ())
+    nodes.until((tmp_path / "up").exists)
+    agent.send_signal(signal.SIGTERM)
+    assert agent.wait(30) == 33, nodes.logs()
+    assert (tmp_path / "saved").read_text() == "yes"
+
+
+def test_an_unchanged_script_that_ends_well_finishes_the_run(nodes, tmp_path):
+    script = tmp_path / "plain.py"
+    script.write_text("print('hello from', __import__('os').environ['RANK'])\n")
+    nodes.start(script=script)
+    assert nodes.codes() == [0]
+    assert "[0] hello from 0" in nodes.logs() and newest(nodes.run).data["final"] is True
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["run", "--run", "x"], "no script"),
+        (["run", "--", "train.py"], "no run URL"),
+        (["run", "--run", "x", "--", "nothere.py"], "no such file"),
+        (["run", "--run", "x", "--nproc", "many", "--", TRAINER], "wanted a number or auto"),
+        (["run", "--run", "/proc/nothing/here", "--", TRAINER], "check the path"),
+        (["status", "nowhere"], "there is no run here"),
+    ],
+)
+def test_bad_commands_say_what_to_do(tmp_path, words, says):
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("HARNESS_")}
+    command = [sys.executable, "-m", "harness.cli", *words]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environ)
+    assert ended.returncode in (1, 2)
+    assert says in ended.stderr, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not Path(tmp_path / "x" / "rdzv").exists()
