@@ -619,6 +619,7 @@ class Session:
             if self.rank == 0:
                 self.snapshots.prune(self._keep)
         except (StoreError, HarnessError) as e:  # told to the main thread, which decides whether training may go on
+            staged.release()
             flight.error = e
             self._fact(SnapshotFailed(flight.ref.step, flight.ref.epoch, str(e)))
 

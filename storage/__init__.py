@@ -1,0 +1,29 @@
+"""Snapshots of training state on object storage. Knows nothing of `harness`; usable alone.
+
+`storage.dcp` (tensors) is not imported here, so that controllers and agents need no torch.
+"""
+
+from storage.manifest import Manifest, Part, PartList, Ref, SnapshotCorrupt, SnapshotTooNew
+from storage.objects import FileStore, FsspecStore, MemoryStore, NotFound, ObjectStore, Retrying, StoreError, StoreUnavailable, open_store
+from storage.retention import Keep
+from storage.snapshots import Snapshots
+
+__all__ = [
+    "FileStore",
+    "FsspecStore",
+    "Keep",
+    "Manifest",
+    "MemoryStore",
+    "NotFound",
+    "ObjectStore",
+    "Part",
+    "PartList",
+    "Ref",
+    "Retrying",
+    "SnapshotCorrupt",
+    "SnapshotTooNew",
+    "Snapshots",
+    "StoreError",
+    "StoreUnavailable",
+    "open_store",
+]

@@ -16,11 +16,12 @@ import errno
 import os
 import threading
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import fsspec
-from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
+from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_exponential, wait_random
 
 RETRY_WITHIN_S = 60.0  # how long a store may be silent before callers hear of it
 
@@ -79,7 +80,7 @@ def open_store(url: str, **options: Any) -> ObjectStore:
 def normalize(url: str) -> str:
     """`runs/x` -> `file:///abs/runs/x`; URLs are returned without a trailing slash."""
     if "://" not in url:
-        return Path(url).expanduser().resolve().as_uri()
+        return f"file://{Path(url).expanduser().resolve().as_posix()}"  # not as_uri: it would quote spaces, fsspec does not
     return url.rstrip("/")
 
 
@@ -140,11 +141,14 @@ class FileStore:
             return f.read() if end is None else f.read(end - (start or 0))
 
     @contextlib.contextmanager
-    def _temporary(self, key: str, data: bytes | memoryview):  # type: ignore[no-untyped-def]
+    def _temporary(self, key: str, data: bytes | memoryview) -> Iterator[tuple[Path, Path]]:
         path = self._path(key)
         temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
         with self._answers(key):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except (FileNotFoundError, NotADirectoryError) as e:
+                raise StoreError(f"{path.parent}: this folder cannot be made ({e.strerror}); check the path of the run URL") from e
             try:
                 with open(temporary, "wb") as f:
                     f.write(data)
@@ -189,7 +193,7 @@ class FileStore:
             return self._path(key).stat().st_size
 
     @contextlib.contextmanager
-    def _answers(self, key: str):  # type: ignore[no-untyped-def]
+    def _answers(self, key: str) -> Iterator[None]:
         try:
             yield
         except (FileNotFoundError, NotADirectoryError) as e:
@@ -218,7 +222,12 @@ class FsspecStore:
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
         with self._answers(key):
-            return bytes(self._fs.cat_file(self._path(key), start=start, end=end))
+            try:
+                return bytes(self._fs.cat_file(self._path(key), start=start, end=end))
+            except Exception as e:  # a class of its own in every implementation, as for `create`
+                if _says(e, "InvalidRange", "range not satisfiable"):
+                    return b""  # the object ends before `start`
+                raise
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         with self._answers(key):
@@ -253,14 +262,14 @@ class FsspecStore:
             return int(self._fs.info(self._path(key))["size"])
 
     @contextlib.contextmanager
-    def _answers(self, key: str):  # type: ignore[no-untyped-def]
+    def _answers(self, key: str) -> Iterator[None]:
         where = f"{self.url}/{key}"
         try:
             yield
         except StoreError:
             raise
         except FileNotFoundError as e:
-            if "bucket" in str(e).lower():
+            if _says(e, "NoSuchBucket", "specified bucket", "specified container"):
                 raise StoreError(f"{where}: the bucket does not exist; create it or name another in the run URL") from e
             raise NotFound(where) from e
         except PermissionError as e:
@@ -274,13 +283,23 @@ class FsspecStore:
             raise StoreUnavailable(f"{where}: {name}: {e}") from e
 
 
-def _is_conflict(e: BaseException | None) -> bool:
-    """Did a create-only write lose? s3fs hides it as the cause of OSError(EINVAL); gcsfs and adlfs raise FileExistsError."""
+def _is_conflict(e: BaseException) -> bool:
+    """Did a create-only write lose? s3fs hides it as the cause of OSError(EINVAL); gcsfs and adlfs raise FileExistsError.
+
+    S3's 409 ConditionalRequestConflict is not that: it says "try again", so it stays StoreUnavailable and is retried.
+    """
+    return any(isinstance(one, FileExistsError) or "PreconditionFailed" in str(one) for one in _causes(e))
+
+
+def _says(e: BaseException, *words: str) -> bool:
+    """Do the error or its causes contain one of these words?"""
+    return any(word.lower() in str(one).lower() for one in _causes(e) for word in words)
+
+
+def _causes(e: BaseException | None) -> Iterator[BaseException]:
     while e is not None:
-        if isinstance(e, FileExistsError) or "PreconditionFailed" in str(e) or "ConditionalRequestConflict" in str(e):
-            return True
+        yield e
         e = e.__cause__
-    return False
 
 
 class Retrying:
@@ -290,7 +309,7 @@ class Retrying:
         self.inner, self.url = inner, inner.url
         self._retry = retry(
             retry=retry_if_exception_type(StoreUnavailable),
-            wait=wait_exponential_jitter(initial=0.1, max=5.0),
+            wait=wait_exponential(multiplier=0.1, max=5.0) + wait_random(0.0, 0.5),
             stop=stop_after_delay(within_s),
             reraise=True,
         )

@@ -1,0 +1,480 @@
+"""Tensors <-> parts of a snapshot, through the planners of torch.distributed.checkpoint. The only torch import in `storage`.
+
+DCP's planners decide who writes what and who reads what, so FSDP2, TP, HSDP and DDP state is saved on one world and loaded on
+another. The layout beneath is ours: raw little-endian tensor bytes in hashed parts, an index in the manifest, and JSON for the
+rest. Nothing that comes from a store is ever unpickled. The one exchange between ranks is `Saver.plan`; loading has none.
+
+    tensors, data = split(state)                       join(tensors, data) -> state
+    saver.plan(tensors)      collective, when the structure is new
+    staged = saver.stage(tensors)                      a copy in host memory; training may go on
+    saver.write(staged, ref, {"state": data}, token)   no collectives: any thread
+    load(snapshots, manifest, destinations(manifest, tensors, like))
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+from torch.distributed.tensor import DTensor
+
+from storage.manifest import Manifest, Ref, SnapshotCorrupt
+from storage.snapshots import Snapshots
+
+__all__ = ["Saver", "Staged", "destinations", "join", "load", "split"]
+
+FILE_NBYTES = 256 << 20  # a rank's bytes are cut into files of about this size: what one failed request repeats
+READ_NBYTES = 32 << 20  # one request of a load; its first and last hash chunks are fetched whole
+READ_THREADS = 8
+ALIGN = 64  # bytes; any dtype can be viewed there
+
+if sys.byteorder != "little":  # the index has no byte order, so it must have only one
+    raise ImportError("storage.dcp stores tensors little-endian; this machine is not")
+
+
+# ---- state <-> tensors and JSON ---------------------------------------------------------------------------------
+TAG = "$"  # {"$": kind, ...} stands for what JSON has no word for
+INLINE_NBYTES = 64 << 10  # numpy arrays up to this go into the JSON
+
+
+def split(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    """Nested dicts, lists and tuples -> (tensors by '/'-joined path, plain JSON that says where they go).
+
+    Tensors are not copied. Python scalars, bytes, tuples, int-keyed dicts, Counters, dtypes and numpy values keep their types;
+    other dicts (OrderedDict, defaultdict) become dict. Raises TypeError, naming the path, for anything else.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    return tensors, _split(state, (), tensors)
+
+
+def join(tensors: dict[str, torch.Tensor], data: Any) -> Any:
+    """The inverse of `split`. Raises ValueError if a tensor is missing or `data` is not from `split`."""
+    if isinstance(data, list):
+        return [join(tensors, v) for v in data]
+    if not isinstance(data, dict):
+        return data
+    match data.get(TAG):
+        case None:
+            return {k: join(tensors, v) for k, v in data.items()}
+        case "tensor" | "ndarray" as kind if "name" in data:
+            if data["name"] not in tensors:
+                raise ValueError(f"the state has a tensor {data['name']!r}, of which nothing was given; load it first (see destinations)")
+            return tensors[data["name"]] if kind == "tensor" else tensors[data["name"]].numpy()
+        case "tuple":
+            return tuple(join(tensors, v) for v in data["items"])
+        case "dict":
+            return {join(tensors, k): join(tensors, v) for k, v in data["items"]}
+        case "counter":
+            return Counter({join(tensors, k): v for k, v in data["items"]})
+        case "bytes":
+            return base64.b64decode(data["b64"])
+        case "complex":
+            return complex(*data["parts"])
+        case "dtype":
+            return getattr(torch, data["name"])
+        case "ndarray":
+            array = np.frombuffer(base64.b64decode(data["b64"]), np.dtype(data["dtype"])).reshape(data["shape"]).copy()
+            return array if data["array"] else array[()]
+        case kind:
+            raise ValueError(f"state of unknown kind {kind!r}: saved by a newer version of this code; update the package")
+
+
+def _split(value: Any, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or value.is_quantized or value.is_meta:
+            what = "a meta" if value.is_meta else "a quantized or sparse"
+            raise TypeError(f"{_where(path)} is {what} tensor; snapshots hold dense ones: materialize it, or leave it out")
+        return {TAG: "tensor", "name": _add(value.detach(), path, tensors)}
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        if value.nbytes > INLINE_NBYTES:
+            return {TAG: "ndarray", "name": _add(torch.from_numpy(np.ascontiguousarray(value)), path, tensors)}
+        b64 = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+        return {TAG: "ndarray", "dtype": value.dtype.str, "shape": list(value.shape), "b64": b64, "array": isinstance(value, np.ndarray)}
+    if isinstance(value, Counter):
+        return {TAG: "counter", "items": [[_split(k, path, tensors), _split(v, (*path, str(k)), tensors)] for k, v in value.items()]}
+    if isinstance(value, dict):
+        if all(type(k) is str for k in value) and TAG not in value:
+            return {k: _split(v, (*path, k), tensors) for k, v in value.items()}
+        for k in value:
+            if type(k) not in (str, int):
+                raise TypeError(f"{_where(path)} has the key {k!r}; keys are strings or ints: turn it into one")
+        return {TAG: "dict", "items": [[k, _split(v, (*path, str(k)), tensors)] for k, v in value.items()]}
+    if type(value) is list:
+        return [_split(v, (*path, str(i)), tensors) for i, v in enumerate(value)]
+    if type(value) in (tuple, torch.Size):
+        return {TAG: "tuple", "items": [_split(v, (*path, str(i)), tensors) for i, v in enumerate(value)]}
+    if type(value) in (bytes, bytearray):
+        return {TAG: "bytes", "b64": base64.b64encode(value).decode()}
+    if type(value) is complex:
+        return {TAG: "complex", "parts": [value.real, value.imag]}
+    if isinstance(value, torch.dtype):
+        return {TAG: "dtype", "name": _dtype_name(value)}
+    raise TypeError(
+        f"{_where(path)} is a {type(value).__module__}.{type(value).__qualname__}, which a snapshot cannot hold (nothing is pickled); "
+        "give its state as numbers, strings, bytes, tensors, lists and dicts (its state_dict(), or a tuple of its fields)"
+    )
+
+
+def _add(tensor: torch.Tensor, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> str:
+    name = "/".join(part.replace("~", "~0").replace("/", "~1") for part in path)
+    if name in tensors:
+        raise TypeError(f"two tensors have the path {name!r} (keys like 1 and '1' in one dict?); rename one")
+    tensors[name] = tensor
+    return name
+
+
+def _where(path: tuple[str, ...]) -> str:
+    return f"state[{'/'.join(path)!r}]" if path else "the state"
+
+
+# ---- saving -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Layout:
+    """What this rank writes: `places[i]` is the (start, end) of `items[i]` in the staging buffer, `files` cut that buffer."""
+
+    structure: tuple[Any, ...]
+    items: tuple[WriteItem, ...]
+    places: tuple[tuple[int, int], ...]
+    files: dict[str, tuple[int, int]]  # name -> (start, end) in the buffer
+    index: dict[str, Any]  # as Manifest.tensors, chunks name the file
+    pinned: bool
+
+    @property
+    def nbytes(self) -> int:
+        return max((end for _, end in self.files.values()), default=0)
+
+
+@dataclass
+class Staged:
+    """A copy of what this rank will write, in host memory. Its buffer is used again after `release` (`write` does that)."""
+
+    layout: _Layout
+    buffer: torch.Tensor | None  # uint8 [nbytes]
+    saver: Saver = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes
+
+    def files(self) -> dict[str, memoryview]:
+        """File name -> its bytes, without a copy. Raises RuntimeError after `release`."""
+        if self.buffer is None:
+            raise RuntimeError("this staged snapshot was released (written, or given up): stage again")
+        view = self.buffer.numpy().data
+        return {name: view[start:end] for name, (start, end) in self.layout.files.items()}
+
+    def release(self) -> None:
+        """Give the buffer back. Harmless when repeated; a write in progress must have ended."""
+        buffer, self.buffer = self.buffer, None
+        if buffer is not None:
+            self.saver._take_back(buffer, self.layout)
+
+
+class Saver:
+    """Saves this rank's share of a state. `group`: all ranks that save together (gloo), None for one process alone.
+
+    Plain tensors are taken to be the same on all ranks: each is written once, by the rank with the least to write. Tensors
+    that differ between ranks need different names.
+    """
+
+    def __init__(self, snapshots: Snapshots, group: dist.ProcessGroup | None = None):
+        self.snapshots, self._group = snapshots, group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world = 1 if group is None else dist.get_world_size(group)
+        self._layout: _Layout | None = None
+        self._free: list[torch.Tensor] = []  # two at most: one being written, one being filled
+
+    def plan(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Agree who writes what. Collective: all ranks call it together. Quick when no rank's structure has changed.
+
+        Raises ValueError on all ranks alike if they disagree about a tensor or leave a hole.
+        """
+        structure = _structure(tensors)
+        changed = self._layout is None or self._layout.structure != structure
+        if not any(self._gather(changed)):
+            return
+        planner = _save_planner(tensors)
+        try:
+            local: Any = planner.create_local_plan()
+        except (ValueError, RuntimeError, TypeError) as e:  # told to all, or they would wait for us for ever
+            local = f"rank {self.rank} cannot save its tensors: {e}"
+        plans = self._gather(local)
+        for plan in plans:
+            if isinstance(plan, str):
+                raise ValueError(plan)
+        wanted: dict[str, tuple[Any, ...]] = {}
+        for rank, plan in enumerate(plans):
+            for item in plan.items:
+                found = (tuple(item.tensor_data.size), str(item.tensor_data.properties.dtype))
+                if wanted.setdefault(item.index.fqn, found) != found:
+                    raise ValueError(
+                        f"tensor {item.index.fqn!r} is {found} on rank {rank} and {wanted[item.index.fqn]} on a lower one; "
+                        "give tensors that differ between ranks different names"
+                    )
+        mine = planner.create_global_plan(plans)[0][self.rank]  # the same on all ranks, as their input is
+        self._layout = _lay_out(structure, tensors, mine.items)
+        self._free = [_buffer(self._layout)]
+
+    def stage(self, tensors: dict[str, torch.Tensor]) -> Staged:
+        """Copy what this rank writes to host memory; the caller may change the tensors once it returns. No collectives.
+
+        Raises RuntimeError if the structure is not the planned one.
+        """
+        layout = self._layout
+        if layout is None or layout.structure != _structure(tensors):
+            raise RuntimeError("the tensors' names, shapes or placements are not the planned ones: call plan(tensors) on all ranks first")
+        buffer = self._free.pop() if self._free else _buffer(layout)
+        planner, on_gpu = _save_planner(tensors), False
+        with torch.no_grad():
+            for item, (start, end) in zip(layout.items, layout.places, strict=True):
+                source = planner.resolve_data(item)
+                target = buffer[start:end].view(source.dtype).view(source.shape)
+                target.copy_(source, non_blocking=layout.pinned)
+                on_gpu = on_gpu or source.is_cuda
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return Staged(layout, buffer, self)
+
+    def write(self, staged: Staged, ref: Ref, data: dict[str, Any], token: str) -> Manifest | None:
+        """Store what was staged and try to commit: the manifest, or None while other ranks are still writing.
+
+        No collectives, safe in a background thread. `token` is unique to this attempt. After an error `staged` still holds
+        its bytes: write it again with the same token, or `release` it.
+        """
+        self.snapshots.write(ref, self.rank, self.world, staged.files(), staged.layout.index, data, token)
+        manifest = self.snapshots.commit(ref, self.world)
+        staged.release()
+        return manifest
+
+    def _gather(self, mine: Any) -> list[Any]:
+        if self._group is None:
+            return [mine]
+        everyone: list[Any] = [None] * self.world
+        dist.all_gather_object(everyone, mine, group=self._group)
+        return everyone
+
+    def _take_back(self, buffer: torch.Tensor, layout: _Layout) -> None:
+        if layout is self._layout and len(self._free) < 2:
+            self._free.append(buffer)
+
+
+def _structure(tensors: dict[str, torch.Tensor]) -> tuple[Any, ...]:
+    def one(t: torch.Tensor) -> tuple[Any, ...]:
+        spread = (t.device_mesh, t.placements) if isinstance(t, DTensor) else ()
+        return (t.shape, t.dtype, t.device, *spread)
+
+    return tuple((name, *one(t)) for name, t in tensors.items())
+
+
+def _save_planner(tensors: dict[str, torch.Tensor]) -> Any:
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    # DCP gives each replicated tensor, in order, to the rank with the least so far: largest first makes that even.
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].numel() * tensors[name].element_size(), name))
+    planner.set_up_planner({name: tensors[name] for name in ordered})
+    return planner
+
+
+def _lay_out(structure: tuple[Any, ...], tensors: dict[str, torch.Tensor], items: Iterable[WriteItem]) -> _Layout:
+    order = {name: i for i, name in enumerate(tensors)}
+    kept: list[WriteItem] = []
+    places: list[tuple[int, int]] = []
+    index: dict[str, Any] = {}
+    files: dict[str, tuple[int, int]] = {}
+    at, name, first = 0, "0000.bin", 0
+    for item in sorted(items, key=lambda i: order[i.index.fqn]):
+        assert item.tensor_data is not None
+        dtype, sizes = item.tensor_data.properties.dtype, list(item.tensor_data.chunk.sizes)
+        entry = index.setdefault(item.index.fqn, {"shape": list(item.tensor_data.size), "dtype": _dtype_name(dtype), "chunks": []})
+        nbytes = math.prod(sizes) * dtype.itemsize
+        if nbytes == 0:  # an empty tensor, or this rank's empty share of an uneven one: its shape is all there is
+            continue
+        at = -(-at // ALIGN) * ALIGN
+        if at > first and at + nbytes - first > FILE_NBYTES:
+            name, first = f"{len(files):04d}.bin", at
+        files[name] = (first, at + nbytes)
+        kept.append(item)
+        places.append((at, at + nbytes))
+        entry["chunks"].append(
+            {"offsets": list(item.tensor_data.chunk.offsets), "sizes": sizes, "part": name, "start": at - first, "end": at - first + nbytes}
+        )
+        at += nbytes
+    pinned = any(t.is_cuda for t in tensors.values())
+    return _Layout(structure, tuple(kept), tuple(places), files, index, pinned)
+
+
+def _buffer(layout: _Layout) -> torch.Tensor:
+    # Filled, not just reserved: page faults would be paid in the first stall, and padding must not differ between attempts.
+    return torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=layout.pinned).fill_(0)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- loading ----------------------------------------------------------------------------------------------------
+def destinations(
+    manifest: Manifest,
+    have: dict[str, torch.Tensor],
+    like: Callable[[str, tuple[int, ...]], torch.Tensor | None] = lambda name, shape: None,
+) -> dict[str, torch.Tensor]:
+    """`have`, plus a new tensor for every saved one that the program does not have yet (optimizer state before its first step).
+
+    `like(name, global shape)` returns the tensor it belongs to, or None. If that has the same global shape the new one is
+    `empty_like` it (so a DTensor's placement and the device follow), else a plain CPU tensor. Always of the saved dtype.
+    """
+    made = dict(have)
+    for name, entry in manifest.tensors.items():
+        if name in made:
+            continue
+        shape, dtype = tuple(entry["shape"]), _dtype_of(manifest, name)
+        pattern = like(name, shape)
+        if pattern is not None and tuple(pattern.shape) == shape:
+            made[name] = torch.empty_like(pattern.detach(), dtype=dtype)
+        else:
+            made[name] = torch.empty(shape, dtype=dtype)
+    return made
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A box of a saved chunk and where it goes. Bytes [start, end) of the part span it; strides are the chunk's, in elements."""
+
+    part: str
+    start: int
+    end: int
+    strides: tuple[int, ...]
+    target: torch.Tensor  # of the box's shape
+
+
+def load(snapshots: Snapshots, manifest: Manifest, tensors: dict[str, torch.Tensor], threads: int = READ_THREADS) -> None:
+    """Fill `tensors` (plain or DTensor, CPU or GPU) in place with what `manifest` has under their names.
+
+    Only the byte ranges that this rank needs are fetched, in parallel, and every byte is verified. No collectives.
+    Raises ValueError if a name is missing or shape or dtype differ (before anything is changed); SnapshotCorrupt if stored bytes
+    are not what was committed (then the tensors hold a mixture: load an older snapshot into them).
+    """
+    metadata = Metadata({name: _metadata(manifest, name, t) for name, t in tensors.items()})
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), metadata)
+    chunks = {(name, tuple(c["offsets"])): c for name in tensors for c in manifest.tensors[name]["chunks"]}
+    pieces: list[_Piece] = []
+    planned = dict.fromkeys(tensors, 0)
+    with torch.no_grad():
+        for item in planner.create_local_plan().items:
+            if math.prod(item.lengths) > 0:
+                name = item.storage_index.fqn
+                planned[name] += math.prod(item.lengths)
+                pieces.extend(_pieces(chunks[name, tuple(item.storage_index.offset or ())], item, planner.resolve_tensor(item).detach()))
+    for name, t in tensors.items():
+        wanted = (t.to_local() if isinstance(t, DTensor) else t).numel()
+        if planned[name] != wanted:
+            raise SnapshotCorrupt(
+                f"snapshot {manifest.ref}: {name!r}: {wanted} elements wanted here, its index has {planned[name]}; use an older snapshot"
+            )
+    batches = _batches(pieces)
+    if len(batches) < 2:
+        for batch in batches:
+            _fill(snapshots, manifest, batch)
+        return
+    with ThreadPoolExecutor(min(threads, len(batches)), "snapshot-load") as pool:
+        running = [pool.submit(_fill, snapshots, manifest, batch) for batch in batches]
+        try:
+            for one in running:
+                one.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # do not fetch the rest of what is no use
+            raise
+
+
+def _metadata(manifest: Manifest, name: str, tensor: torch.Tensor) -> TensorStorageMetadata:
+    entry = manifest.tensors.get(name)
+    if entry is None:
+        raise ValueError(
+            f"snapshot {manifest.ref} has no tensor {name!r} (it has {len(manifest.tensors)}); was it saved by another model or "
+            "optimizer? Resume with the script that saved it, or start a new run URL"
+        )
+    shape, dtype = tuple(entry["shape"]), _dtype_of(manifest, name)
+    if (shape, dtype) != (tuple(tensor.shape), tensor.dtype):
+        raise ValueError(
+            f"snapshot {manifest.ref}: {name!r} was saved as {dtype} {shape}, this program wants {tensor.dtype} {tuple(tensor.shape)}; "
+            "resume with the model that saved it, or start a new run URL"
+        )
+    boxes = [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in entry["chunks"]]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), boxes)
+
+
+def _dtype_of(manifest: Manifest, name: str) -> torch.dtype:
+    found = getattr(torch, str(manifest.tensors[name]["dtype"]), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(
+            f"snapshot {manifest.ref}: {name!r} has dtype {manifest.tensors[name]['dtype']!r}, which torch {torch.__version__} does not "
+            "know; use the torch that saved it"
+        )
+    return found
+
+
+def _pieces(chunk: dict[str, Any], item: ReadItem, target: torch.Tensor) -> Iterable[_Piece]:
+    """Cut a box along its first dimensions until each piece spans at most READ_NBYTES."""
+    strides, step = [], 1
+    for size in reversed(chunk["sizes"]):
+        strides.append(step)
+        step *= size
+    strides.reverse()
+    width = target.element_size()
+    nbytes = chunk["end"] - chunk["start"]
+    if nbytes != step * width:
+        raise SnapshotCorrupt(f"{item.storage_index.fqn!r}: {step} elements of {width} bytes in {nbytes} bytes; use an older snapshot")
+
+    def cut(offsets: list[int], box: torch.Tensor) -> Iterable[_Piece]:
+        span = (sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True)) + 1) * width
+        dim = next((d for d, n in enumerate(box.shape) if n > 1), None)
+        if span <= READ_NBYTES or dim is None:
+            start = chunk["start"] + sum(o * s for o, s in zip(offsets, strides, strict=True)) * width
+            yield _Piece(chunk["part"], start, start + span, tuple(strides), box)
+            return
+        rows = max(1, READ_NBYTES // (strides[dim] * width))
+        for first in range(0, box.shape[dim], rows):
+            moved = [o + first if d == dim else o for d, o in enumerate(offsets)]
+            yield from cut(moved, box.narrow(dim, first, min(rows, box.shape[dim] - first)))
+
+    return cut(list(item.storage_offsets), target)
+
+
+def _batches(pieces: list[_Piece]) -> list[list[_Piece]]:
+    """Neighbouring pieces of a part, read with one request of about READ_NBYTES."""
+    batches: list[list[_Piece]] = []
+    end = 0
+    for piece in sorted(pieces, key=lambda p: (p.part, p.start)):
+        last = batches[-1] if batches else None
+        near = last is not None and last[0].part == piece.part and piece.start - end <= READ_NBYTES // 16
+        if last is not None and near and piece.end - last[0].start <= READ_NBYTES:
+            last.append(piece)
+            end = max(end, piece.end)
+        else:
+            batches.append([piece])
+            end = piece.end
+    return batches
+
+
+def _fill(snapshots: Snapshots, manifest: Manifest, batch: list[_Piece]) -> None:
+    start, end = batch[0].start, max(piece.end for piece in batch)
+    data = memoryview(snapshots.read(manifest, batch[0].part, start, end))
+    with torch.no_grad():  # per thread
+        for piece in batch:
+            raw = torch.empty(piece.end - piece.start, dtype=torch.uint8)  # aligned for any dtype, which `data` is not
+            raw.numpy().data[:] = data[piece.start - start : piece.end - start]
+            piece.target.copy_(raw.view(piece.target.dtype).as_strided(piece.target.shape, piece.strides))

@@ -1,0 +1,162 @@
+"""A store that fails on purpose, and ways to damage what is stored. For users' tests as much as ours.
+
+    store = FaultyStore(open_store("memory://t"), random.Random(7), unavailable=0.05, unknown=0.05)
+    store = FaultyStore(inner, random.Random(7), fail_call=12, mode="after")     # only the 12th call, exactly once
+    corrupt(store, key, "flip", random.Random(7))
+
+Everything follows from the seed and the order of calls. Errors: those of `storage.objects`, and whatever `crash` is.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Literal, TypeVar, get_args
+
+from storage.objects import ObjectStore, StoreError, StoreUnavailable
+
+T = TypeVar("T")
+
+Mode = Literal["before", "after", "full", "torn", "crash-before", "crash-after"]
+"""What happens to one call: no answer and no effect; effect and no answer; disk full; half of what was asked is read; the
+caller dies before it; the caller dies after it took effect."""
+
+Damage = Literal["flip", "truncate", "extend", "empty", "delete", "swap"]
+
+
+class Crash(BaseException):
+    """The process died here. Not an Exception, so that nothing but the test catches it."""
+
+
+class FaultyStore:
+    """Wraps any ObjectStore. Calls are numbered from 1; `log` has (number, operation, key, what happened).
+
+    unavailable   chance that a call is not answered and has no effect
+    unknown       chance that a call takes effect and is not answered
+    full          chance that a write finds the disk full
+    torn          chance that a read returns only the first half (no store should; hashes must catch it)
+    delay_s       up to so many seconds before each call, waited with `sleep`
+    fail_call     this one call fails in `mode`, whatever the chances are
+    """
+
+    def __init__(
+        self,
+        inner: ObjectStore,
+        rng: random.Random,
+        *,
+        unavailable: float = 0.0,
+        unknown: float = 0.0,
+        full: float = 0.0,
+        torn: float = 0.0,
+        delay_s: float = 0.0,
+        sleep: Callable[[float], None] | None = None,
+        fail_call: int | None = None,
+        mode: Mode = "before",
+        crash: Callable[[], BaseException] = Crash,
+    ):
+        if mode not in get_args(Mode):
+            raise ValueError(f"mode is one of {', '.join(get_args(Mode))}; found {mode!r}")
+        if delay_s and sleep is None:
+            raise ValueError("delay_s needs a sleep function (time.sleep, or a simulated clock's)")
+        self.inner, self.url = inner, inner.url
+        self.calls = 0
+        self.log: list[tuple[int, str, str, str]] = []
+        self._rng, self._lock = rng, threading.Lock()
+        self._unavailable, self._unknown, self._full, self._torn = unavailable, unknown, full, torn
+        self._delay_s, self._sleep = delay_s, sleep
+        self._fail_call, self._mode, self._crash = fail_call, mode, crash
+
+    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        return self._call("get", key, lambda: self.inner.get(key, start, end), tear=_first_half)
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self._call("put", key, lambda: self.inner.put(key, data), writes=True)
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        return self._call("create", key, lambda: self.inner.create(key, data), writes=True)
+
+    def list(self, prefix: str) -> list[str]:
+        return self._call("list", prefix, lambda: self.inner.list(prefix))
+
+    def delete(self, key: str) -> None:
+        self._call("delete", key, lambda: self.inner.delete(key))
+
+    def size(self, key: str) -> int:
+        return self._call("size", key, lambda: self.inner.size(key))
+
+    def _call(self, what: str, key: str, do: Callable[[], T], writes: bool = False, tear: Callable[[T], T] | None = None) -> T:
+        with self._lock:  # the fate of call n depends on the seed and n alone, also under threads
+            self.calls += 1
+            number, fate = self.calls, self._fate(writes, tear is not None)
+            delay_s = self._rng.uniform(0, self._delay_s) if self._delay_s else 0.0
+            self.log.append((number, what, key, fate or "ok"))
+        if self._sleep is not None and delay_s:
+            self._sleep(delay_s)
+        where = f"call {number}, {what} {self.url}/{key}"
+        match fate:
+            case "before":
+                raise StoreUnavailable(f"{where}: no answer (injected; nothing was done)")
+            case "full":
+                raise StoreError(f"{where}: No space left on device (injected): free some space or choose another run URL")
+            case "crash-before":
+                raise self._crash()
+        result = do()
+        match fate:
+            case "after":
+                raise StoreUnavailable(f"{where}: no answer (injected; it was done)")
+            case "crash-after":
+                raise self._crash()
+            case "torn" if tear is not None:
+                return tear(result)
+        return result
+
+    def _fate(self, writes: bool, reads: bool) -> Mode | None:
+        # Always four draws, so that one chance does not shift what another one does.
+        before, after, full, torn = (self._rng.random() for _ in range(4))
+        if self.calls == self._fail_call:
+            return self._mode
+        if before < self._unavailable:
+            return "before"
+        if after < self._unknown:
+            return "after"
+        if writes and full < self._full:
+            return "full"
+        if reads and torn < self._torn:
+            return "torn"
+        return None
+
+
+def corrupt(store: ObjectStore, key: str, how: Damage, rng: random.Random, other: str | None = None) -> None:
+    """Damage an object in place. Raises NotFound if it is not there, ValueError if it cannot be damaged so.
+
+    flip: one bit; truncate: lose at least one byte of the end; extend: garbage at the end; empty: no bytes left;
+    delete: gone; swap: trade contents with `other`.
+    """
+    data = bytearray(store.get(key))
+    if not data and how in ("flip", "truncate", "empty"):
+        raise ValueError(f"{key} has no bytes to {how}")
+    match how:
+        case "flip":
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            store.put(key, bytes(data))
+        case "truncate":
+            store.put(key, bytes(data[: rng.randrange(len(data))]))
+        case "extend":
+            store.put(key, bytes(data) + rng.randbytes(rng.randint(1, 64)))
+        case "empty":
+            store.put(key, b"")
+        case "delete":
+            store.delete(key)
+        case "swap":
+            if other is None:
+                raise ValueError("swap needs the key of the other object")
+            theirs = store.get(other)
+            store.put(other, bytes(data))
+            store.put(key, theirs)
+        case _:
+            raise ValueError(f"damage is one of {', '.join(get_args(Damage))}; found {how!r}")
+
+
+def _first_half(found: bytes) -> bytes:
+    return found[: len(found) // 2]
