@@ -161,10 +161,10 @@ class _Audit:
                     n += 1
                     self.facts.append(stamped)
             except TypeError as e:  # the chain is whole, but the fact lacks what its kind has: not written by this project
-                raise Violation(f"facts of {writer}, line {n + 1}: a fact without its fields ({e})") from e
+                raise Violation(f"facts of {writer}: wanted facts with the fields of their kind, found one without ({e})") from e
         self.facts.sort(key=lambda s: s.t)
         self.facts_whole = True
-        return n, f"{len(by_writer)} writers, every chain whole"
+        return n, f"chains of {len(by_writer)} writer{'s' if len(by_writer) != 1 else ''}, each whole"
 
     def _of(self, kind: type[Any]) -> Iterator[Any]:
         return (s.fact for s in self.facts if isinstance(s.fact, kind))

@@ -28,6 +28,7 @@ class Journal:
         self.store, self.writer, self._now, self._listeners = store, writer, now, listeners
         self._chain, self._seq = Chain(writer), 0
         self._pending: list[str] = []
+        self._sealed: tuple[bytes, int] | None = None  # the segment on its way, and how many lines it takes with it
         self._lock = threading.Lock()
         self._flushing = threading.Lock()
 
@@ -41,35 +42,38 @@ class Journal:
     def flush(self) -> None:
         """After this the facts recorded before are in the bucket. Raises StoreError; what failed is kept and tried again."""
         with self._flushing:
-            with self._lock:
-                lines = list(self._pending)
-            if not lines:
-                return
-            key = f"facts/{self.writer}/{self._seq:06d}.jsonl"
-            data = ("\n".join(lines) + "\n").encode()
-            if not self.store.create(key, data) and self.store.get(key) != data:
-                raise RuntimeError(f"{key}: another process writes under the same name; writers must be unique")
-            self._seq += 1
-            with self._lock:
-                del self._pending[: len(lines)]
+            while True:
+                if self._sealed is None:  # else an earlier flush was not answered: the very same bytes again
+                    with self._lock:
+                        lines = list(self._pending)
+                    if not lines:
+                        return
+                    self._sealed = ("\n".join(lines) + "\n").encode(), len(lines)
+                data, count = self._sealed
+                key = f"facts/{self.writer}/{self._seq:06d}.jsonl"
+                if not self.store.create(key, data) and self.store.get(key) != data:
+                    raise RuntimeError(f"{key}: another process writes under the same name; writers must be unique")
+                self._seq, self._sealed = self._seq + 1, None
+                with self._lock:
+                    del self._pending[:count]
 
     def read(self) -> list[Stamped]:
-        """All facts of the run, by time."""
-        return read_facts(self.store)
+        """What the controllers of this run have written, by time: all that a new one must know."""
+        return read_facts(self.store, "controller-")
 
 
-def segments(store: ObjectStore) -> dict[str, list[str]]:
-    """Keys of all fact segments, in order, by writer."""
+def segments(store: ObjectStore, writers: str = "") -> dict[str, list[str]]:
+    """Keys of fact segments, in order, by writer. `writers`: only those whose name begins so."""
     by_writer: dict[str, list[str]] = {}
-    for key in store.list("facts/"):
+    for key in store.list(f"facts/{writers}"):
         by_writer.setdefault(key.split("/")[1], []).append(key)
     return by_writer
 
 
-def read_facts(store: ObjectStore) -> list[Stamped]:
-    """All facts of a run, sorted by time. Raises facts.BrokenChain if one was changed or lost."""
+def read_facts(store: ObjectStore, writers: str = "") -> list[Stamped]:
+    """Facts of a run (of all writers, or those whose name begins so), by time. Raises facts.BrokenChain if one was changed or lost."""
     facts: list[Stamped] = []
-    for writer, keys in segments(store).items():
+    for writer, keys in segments(store, writers).items():
         facts += check_chain(writer, _lines(store, keys))
     return sorted(facts, key=lambda s: s.t)
 
@@ -86,18 +90,17 @@ class Follower:
     store: ObjectStore
     prefix: str = "facts/"
     _seen: set[str] = field(default_factory=set)
+    _unread: list[Stamped] = field(default_factory=list)  # read by a poll that the store then broke off
 
     def poll(self) -> list[Stamped]:
-        new: list[Stamped] = []
         for key in self.store.list(self.prefix):
             if key in self._seen:
                 continue
+            writer, bodies = key.split("/")[1], [json.loads(line) for line in self.store.get(key).decode().splitlines()]
+            self._unread += [Stamped(body["t"], writer, parse(body)) for body in bodies]
             self._seen.add(key)
-            writer = key.split("/")[1]
-            for line in self.store.get(key).decode().splitlines():
-                body = json.loads(line)
-                new.append(Stamped(body["t"], writer, parse(body)))
-        return sorted(new, key=lambda s: s.t)
+        new, self._unread = sorted(self._unread, key=lambda s: s.t), []
+        return new
 
 
 def read_records(store: ObjectStore, head_key: str, head: str, genesis: str) -> list[rec.StepRecord]:

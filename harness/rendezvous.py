@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from harness.facts import canonical, digest
 from storage.objects import NotFound, ObjectStore, StoreError
 
 MEMBERS, EPOCHS = "rdzv/members/", "rdzv/epochs/"
@@ -78,8 +79,15 @@ def epoch_key(epoch: int) -> str:
     return f"{EPOCHS}{epoch:06d}.json"
 
 
+def encode_epoch(epoch: Epoch) -> bytes:
+    """As it lies in the bucket; `h` is its hash, so that an audit sees a changed byte."""
+    body = json.loads(json.dumps(asdict(epoch)))
+    return json.dumps({**body, "h": digest(canonical(body))}).encode()
+
+
 def read_epoch(store: ObjectStore, epoch: int) -> Epoch:
     body: dict[str, Any] = json.loads(store.get(epoch_key(epoch)))
+    body.pop("h", None)
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in body.items()}
     return Epoch(**values)
 
@@ -261,7 +269,7 @@ class Rendezvous:
         if self.me.member not in proposal.members:
             return None
         self._settled_since = None
-        if self.store.create(epoch_key(proposal.epoch), json.dumps(asdict(proposal)).encode()):
+        if self.store.create(epoch_key(proposal.epoch), encode_epoch(proposal)):
             return proposal
         return None  # another was quicker; the next look shows its epoch
 

@@ -199,10 +199,8 @@ def _newest(store: ObjectStore, problems: list[str]) -> tuple[Manifest | None, i
     for ref in refs:
         try:
             return snapshots.load(ref), len(refs)
-        except NotFound:
-            continue
-        except SnapshotCorrupt as e:
-            problems.append(str(e))
+        except (NotFound, SnapshotCorrupt) as e:  # noqa: PERF203 - pruned a moment ago, or bad: the next older one
+            problems += [str(e)] if isinstance(e, SnapshotCorrupt) else []
     return None, len(refs)
 
 

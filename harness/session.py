@@ -53,7 +53,7 @@ from harness.journal import Journal
 from harness.loader import MicroBatch, Stream, fingerprint, is_map_style, map_style, seed_everything, to_device
 from harness.marks import EXIT_CODE, Mark, MarkReader, Want
 from harness.parallel import Strategy, is_sharded, same_everywhere, shard, strategy_for
-from harness.world import BadInput, HarnessError
+from harness.world import BadInput, Fenced, HarnessError
 from storage import dcp
 from storage.manifest import Manifest, Ref, SnapshotCorrupt
 from storage.objects import MemoryStore, ObjectStore, StoreError, open_store
@@ -249,13 +249,18 @@ class Session:
 
     def _own_epoch(self) -> int:
         """Without an agent (plain torchrun, or one process) the epoch is ours to make."""
-        from harness.rendezvous import Epoch, epoch_key, newest_epoch
+        from harness.rendezvous import Epoch, encode_epoch, epoch_key, newest_epoch
 
         while True:
             number = newest_epoch(self.store).epoch + 1
             epoch = Epoch(number, ("torchrun",), (self.world,), (1.0,), "", 0, "start")
-            if self.store.create(epoch_key(number), json.dumps(epoch.__dict__).encode()):
+            if self.store.create(epoch_key(number), encode_epoch(epoch)):
                 return number
+
+    def _newest_epoch(self) -> int:
+        from harness.rendezvous import newest_epoch
+
+        return newest_epoch(self.store).epoch
 
     def _flush_facts(self, every_s: float) -> None:
         assert self.journal
@@ -599,6 +604,8 @@ class Session:
         try:
             if flight.records and self.rank == 0:
                 self.store.create(rec.key(flight.records), rec.encode(flight.records))
+            if self._newest_epoch() > self.epoch:
+                raise Fenced(f"epoch {self.epoch} is over: a newer one exists, so its snapshot of step {flight.ref.step} is not committed")
             flight.manifest = self._saver.write(staged, flight.ref, data, f"{self._token}{self.rank}")
             deadline_s = time.monotonic() + COMMIT_TIMEOUT_S
             pause_s = 0.02

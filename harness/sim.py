@@ -802,10 +802,6 @@ class Simulation:
             outcome = self.build.recover(self.run, self.policy, world, journal, seat.lease)
         except (Crash, Fenced, CloudUnavailable, StoreUnavailable):
             return  # dead, or not needed
-        except RuntimeError as e:
-            if "another process writes under the same name" not in str(e):
-                raise
-            return
         self.outcome = self.outcome or outcome
 
     def overtake(self, what: str) -> None:

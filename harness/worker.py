@@ -6,6 +6,7 @@ of the script. It dies with its agent. A script's exception is written to TORCHE
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import importlib
@@ -14,9 +15,10 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
 
@@ -83,7 +85,32 @@ def main() -> None:
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    run(json.loads(line))
+    leave(exit_code(json.loads(line)))
+
+
+def exit_code(order: dict[str, Any]) -> int:
+    """Run the script to its end; what Python would exit with."""
+    try:
+        run(order)
+    except SystemExit as e:
+        if e.code is None or isinstance(e.code, int):
+            return e.code or 0
+        print(e.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        return 1
+    return 0
+
+
+def leave(code: int) -> NoReturn:
+    """End as Python does, threads joined and atexit functions run, but without tearing torch's modules down: that takes
+    a second or two on a busy machine, in which the next world waits for this rank."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

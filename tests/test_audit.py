@@ -1,0 +1,250 @@
+"""A true small run passes the audit; a single changed byte in any object does not, and the report says where."""
+
+import io
+import json
+import random
+
+import pytest
+from rich.console import Console
+from truerun import IDENTITY, TrueRun
+
+from harness import facts
+from harness.audit import audit, print_audit
+from harness.facts import canonical
+from harness.rendezvous import epoch_key
+from storage.manifest import Ref
+from storage.objects import MemoryStore
+
+
+@pytest.fixture
+def run():
+    return TrueRun().train(7, world=2).train(12, world=3).train(20, world=1, final=True).end()
+
+
+def violation(store):
+    report = audit(store)
+    assert not report.ok
+    assert report.first_violation
+    return report.first_violation
+
+
+def test_true_run_is_proved(run):
+    seen = []
+    report = audit(run.store, lambda what, done, of: seen.append((what, done, of)))
+    assert report.ok, report.first_violation
+    assert report.first_violation is None
+    assert [c.name for c in report.checks] == [
+        "identity", "facts", "manifests", "epochs", "records", "other records", "lineage", "snapshots", "ledger", "run end",
+    ]  # fmt: skip
+    by_name = {c.name: c for c in report.checks}
+    assert by_name["records"].n == 20
+    assert "every sample exactly once" in by_name["records"].detail
+    assert by_name["snapshots"].n == len(run.snapshots.refs()) == 6
+    assert seen[-1][0].startswith("snapshot ")
+    out = io.StringIO()
+    print_audit(report, Console(file=out, width=150))
+    assert "Everything holds." in out.getvalue()
+
+
+def classes(store):
+    """Keys of every audited class of objects."""
+    found = {}
+    for key in store.list(""):
+        depth = 2 if key.startswith(("snapshots", "rdzv")) else 1
+        name = "part lists" if "/list-" in key else "/".join(key.split("/")[:depth])
+        found.setdefault(name, []).append(key)
+    return found
+
+
+def test_every_flipped_byte_is_found(run):
+    rng = random.Random(1)
+    by_class = classes(run.store)
+    assert set(by_class) == {"facts", "run.json", "rdzv/epochs", "samples", "snapshots/manifests", "snapshots/parts", "part lists"}
+    missed = []
+    for keys in by_class.values():
+        for _ in range(45):
+            key = rng.choice(keys)
+            data = run.store.get(key)
+            at, bit = rng.randrange(len(data)), 1 << rng.randrange(8)
+            run.store.put(key, data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :])
+            report = audit(run.store)
+            if report.ok or not report.first_violation:
+                missed.append((key, at, bit))
+            run.store.put(key, data)
+    assert missed == []
+    assert audit(run.store).ok
+
+
+@pytest.mark.parametrize(
+    "prefix", ["facts/controller", "run.json", "rdzv/epochs/", "samples/", "snapshots/manifests/", "snapshots/parts/0000000020"]
+)
+def test_white_space_and_line_ends_are_found(run, prefix):
+    for key in [k for k in run.store.list(prefix) if "-w" not in k]:
+        data = run.store.get(key)
+        swapped = data.replace(b"\n", b"\x0b", 1), data.replace(b":", b": ", 1)
+        for changed in (data + b"\n", data + b" ", b" " + data, data[:-1], *swapped, b""):
+            if changed != data:
+                run.store.put(key, changed)
+                assert not audit(run.store).ok, (key, changed[:50])
+        run.store.put(key, data)
+
+
+@pytest.mark.parametrize(
+    "prefix", ["facts/controller-000001/000000", "run.json", "samples/", "rdzv/epochs/000001", "snapshots/parts/0000000020-e000003/r"]
+)
+def test_lost_object_is_found(run, prefix):
+    run.store.delete(run.store.list(prefix)[0])
+    assert violation(run.store)
+
+
+def test_wrong_sample_is_named(run):
+    """The record is whole and well chained, but a rank loaded something else."""
+    run.train(22, digest="00000000deadbeef")
+    found = violation(run.store)
+    assert "step 22" in found
+    assert "(seed 7, step 22)" in found
+    assert "deadbeef" in found
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"samples": 6}, "global batch of 8 samples, found 6"),
+        ({"shares": (2, 1)}, "wanted 4 micro-batches"),
+        ({"shares": (2, 1, 1)}, "over 2 ranks"),
+        ({"weight": 0.0}, "positive weight"),
+        ({"loss": float("nan")}, "finite loss"),
+        ({"epoch": 1}, "the 2 ranks of epoch 1"),
+    ],
+)
+def test_broken_step_is_named(changes, words):
+    run = TrueRun().train(3, world=1).train(6, world=2, **changes)
+    assert words in violation(run.store)
+
+
+def test_epoch_that_goes_back_is_named():
+    run = TrueRun().train(3, world=1).train(6, world=1)
+    run.train(8, world=1, new_epoch=False, epoch=1)
+    found = violation(run.store)
+    assert "epochs that never go back, found epoch 2 before epoch 1" in found
+
+
+def test_skipped_step_is_named():
+    run = TrueRun().train(3)
+    run.step = 4
+    run.train(6)
+    assert "wanted step 4" in violation(run.store)
+
+
+def test_run_of_another_identity_is_named():
+    run = TrueRun().train(3)
+    run.store.put("run.json", canonical({**IDENTITY, "created_by": "somebody"}))
+    assert "run.json was changed" in violation(run.store)
+    run.store.put("run.json", canonical({k: v for k, v in IDENTITY.items() if k != "seed"}))
+    assert "wanted seed of type int, found None" in violation(run.store)
+
+
+def test_zombie_branch_is_a_note():
+    """An old world went on although a newer one began from an older snapshot; it is superseded, and that is allowed."""
+    run = TrueRun().train(10, every=5, world=1)
+    run.train(15, world=2)
+    run.begin_epoch(2)
+    run.rewind(Ref(epoch=1, step=10))
+    run.loss = lambda step: 1.0 / step
+    run.train(14, new_epoch=False, final=True).end()
+    report = audit(run.store)
+    assert report.ok, report.first_violation
+    assert any("0000000015-e000002" in note for note in report.notes)
+    assert any("not on the run's line" in note for note in report.notes)
+
+
+def test_two_histories_in_one_epoch_are_a_violation():
+    run = TrueRun().train(10, every=5, world=1)
+    run.train(12, every=2, world=2)
+    run.rewind(Ref(epoch=1, step=10))
+    run.loss = lambda step: 1.0 / step
+    run.train(14, every=14, world=2, new_epoch=False)
+    assert "another history" in violation(run.store)
+
+
+def test_snapshot_at_step_0_and_snapshot_without_new_steps():
+    run = TrueRun()
+    run.begin_epoch(2)
+    run.snapshot([], 2)
+    assert audit(run.store).ok
+    run.train(3)
+    run.begin_epoch(1)
+    run.snapshot([], 1)
+    report = audit(run.store)
+    assert report.ok, report.first_violation
+
+
+def test_quarantined_snapshot_is_a_note():
+    run = TrueRun().train(10)
+    run.snapshots.quarantine(Ref(epoch=1, step=10), "bad")
+    run.rewind(Ref(epoch=1, step=5))
+    run.train(12)
+    report = audit(run.store)
+    assert report.ok, report.first_violation
+    assert any("quarantined" in note for note in report.notes)
+
+
+def test_iterable_dataset_is_proved_by_position():
+    run = TrueRun(identity={**IDENTITY, "samples": 0, "shuffle": False}).train(6)
+    report = audit(run.store)
+    assert report.ok, report.first_violation
+    assert "every position exactly once" in report.checks[4].detail
+
+
+def test_bill_that_does_not_add_up():
+    assert "wanted a bill" in violation(TrueRun().train(5, final=True).end(billed_s=3.0).store)
+    assert "wanted a bill" in violation(TrueRun().train(5, final=True).end(usd=0.1).store)
+    run = TrueRun().train(5, final=True)
+    run.controller.record(facts.RunEnded("done", "", 5))
+    run.controller.flush()
+    assert "no AttemptEnded" in violation(run.store)
+
+
+def test_done_without_a_final_snapshot():
+    assert "wanted a final snapshot of step 5" in violation(TrueRun().train(5).end().store)
+    assert audit(TrueRun().train(5).end("stopped").store).ok
+    run = TrueRun(identity={**IDENTITY, "total_steps": 9}).train(5, final=True).end()
+    assert "wanted the final one at step 9" in violation(run.store)
+
+
+def test_gap_in_fact_segments():
+    run = TrueRun().train(5).end("stopped")
+    assert len(run.store.list("facts/controller-000001/")) == 2
+    run.store.delete("facts/controller-000001/000000.jsonl")
+    assert "numbered without a gap" in violation(run.store)
+
+
+def test_epoch_that_a_fact_contradicts():
+    run = TrueRun().train(5)
+    body = json.loads(run.store.get(epoch_key(1)))
+    body["nproc"] = [3]
+    del body["h"]
+    run.store.put(epoch_key(1), json.dumps(body).encode())
+    assert "wanted what its maker recorded" in violation(run.store)
+
+
+def test_epoch_without_a_hash_is_a_note():
+    run = TrueRun().train(5)
+    body = json.loads(run.store.get(epoch_key(1)))
+    del body["h"]
+    run.store.put(epoch_key(1), json.dumps(body).encode())
+    report = audit(run.store)
+    assert report.ok, report.first_violation
+    assert any("carry no hash" in note for note in report.notes)
+
+
+def test_nothing_there():
+    assert "wanted a run" in violation(MemoryStore("memory://empty", {}))
+
+
+def test_violation_is_printed(run):
+    run.store.delete(run.store.list("samples/")[0])
+    report = audit(run.store)
+    out = io.StringIO()
+    print_audit(report, Console(file=out, width=300))
+    assert f"First violation: {report.first_violation}" in out.getvalue()

@@ -1,0 +1,129 @@
+"""One controller at a time: taking, keeping, losing and giving back the lease."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from harness.lease import Lease
+from harness.sim import VirtualClock
+from harness.world import Fenced
+from storage.faults import FaultyStore
+from storage.objects import MemoryStore, ObjectStore, StoreUnavailable
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore("memory://lease", {})
+
+
+@pytest.fixture
+def clock() -> VirtualClock:
+    return VirtualClock()
+
+
+def lease(store: ObjectStore, clock: VirtualClock, holder: str, standby: bool = False) -> Lease:
+    return Lease(store, clock, holder, ttl_s=5.0, standby=standby)
+
+
+def keep(one: Lease, clock: VirtualClock, until_s: float) -> None:
+    """`one` renews once a second, as a loop does."""
+
+    def again() -> None:
+        if clock.now() < until_s:
+            one.renew()
+            clock.after(1.0, again)
+
+    clock.after(0.0, again)
+
+
+def test_the_first_takes_term_1_at_once(store: MemoryStore, clock: VirtualClock) -> None:
+    assert lease(store, clock, "a").acquire() == 1
+    assert clock.now() == 0
+
+
+def test_a_released_lease_needs_no_wait(store: MemoryStore, clock: VirtualClock) -> None:
+    a = lease(store, clock, "a")
+    a.acquire()
+    a.release()
+    assert lease(store, clock, "b").acquire() == 2
+    assert clock.now() == 0
+    with pytest.raises(Fenced, match="does not hold"):
+        a.check()
+
+
+def test_a_dead_holder_is_waited_for_one_ttl(store: MemoryStore, clock: VirtualClock) -> None:
+    lease(store, clock, "a").acquire()
+    clock.sleep(100)  # a challenger cannot know how old the beat is: it goes by its own clock
+    assert lease(store, clock, "b").acquire() == 2
+    assert 105 <= clock.now() <= 107
+
+
+def test_a_holder_that_died_before_its_first_beat(store: MemoryStore, clock: VirtualClock) -> None:
+    lease(store, clock, "a").acquire()
+    store.delete("lease/000001.beat")
+    assert lease(store, clock, "b").acquire() == 2
+
+
+def test_a_living_holder_keeps_others_out(store: MemoryStore, clock: VirtualClock) -> None:
+    a = lease(store, clock, "host-a:17")
+    a.acquire()
+    keep(a, clock, 100)
+    with pytest.raises(Fenced, match=r"host-a:17 is already leading this run \(term 1\)"):
+        lease(store, clock, "b").acquire()
+    a.check()
+
+
+def test_standby_waits_for_as_long_as_the_holder_lives(store: MemoryStore, clock: VirtualClock) -> None:
+    a = lease(store, clock, "a")
+    a.acquire()
+    keep(a, clock, 60)
+    assert lease(store, clock, "b", standby=True).acquire() == 2
+    assert 60 < clock.now() < 75
+
+
+def test_the_overtaken_is_fenced_and_told_by_whom(store: MemoryStore, clock: VirtualClock) -> None:
+    a = lease(store, clock, "a")
+    a.acquire()
+    lease(store, clock, "host-b:4").acquire()
+    for act in (a.check, a.renew):
+        with pytest.raises(Fenced, match=r"host-b:4 has taken over .*term 2, ours was 1"):
+            act()
+
+
+def test_two_challengers_one_winner(store: MemoryStore, clock: VirtualClock) -> None:
+    lease(store, clock, "a").acquire()
+    won: list[int] = []
+
+    def rival() -> None:  # takes the same term between the other's last look and its write
+        store.create("lease/000002.json", b'{"holder": "c", "ttl_s": 5.0}')
+        won.append(2)
+
+    clock.after(4.9, rival)
+    b = lease(store, clock, "b")
+    assert b.acquire() == 3  # c never beats, so its term passes too
+    assert won == [2]
+
+
+def test_an_unheard_create_costs_a_wait_but_never_two_holders(clock: VirtualClock) -> None:
+    inner = MemoryStore("memory://lease", {})
+    a = lease(FaultyStore(inner, random.Random(1), fail_call=2, mode="after"), clock, "a")
+    with pytest.raises(StoreUnavailable):
+        a.acquire()
+    with pytest.raises(Fenced):
+        a.check()
+    assert lease(inner, clock, "a again").acquire() == 2
+
+
+def test_renewing_often_costs_one_look_and_few_writes(clock: VirtualClock) -> None:
+    store = FaultyStore(MemoryStore("memory://lease", {}), random.Random(0))
+    a = lease(store, clock, "a")
+    a.acquire()
+    before = store.calls
+    for _ in range(50):
+        a.renew()
+        clock.sleep(0.1)
+    writes = sum(what == "put" for _, what, _, _ in store.log[before:])
+    assert store.calls - before == 50 + writes
+    assert writes == 2  # 5 s of a ttl of 5 s

@@ -1,0 +1,181 @@
+"""The main job as a user runs it: `harness launch` on the local cloud, with everything that can die dying."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from campaign import Campaign
+from worlds import history, train
+
+from harness.batch import Batching, expected_digest
+from harness.facts import AttemptEnded, EpochStarted, NoticeSeen, RunEnded, SessionEnded, SnapshotCommitted
+
+FLAGS = "--total 120 --every 10 --sleep-s 0.04"
+
+
+@pytest.fixture
+def campaign(tmp_path):
+    made = []
+
+    def make(**settings):
+        made.append(Campaign(tmp_path, **settings))
+        return made[-1]
+
+    yield make
+    for c in made:
+        c.close()
+
+
+def harness(*words):
+    return subprocess.run([sys.executable, "-m", "harness.cli", *map(str, words)], capture_output=True, text=True, timeout=120)
+
+
+def assert_whole(c: Campaign, total=120):
+    """The run is finished, proven from the bucket, and nothing is left of it."""
+    records = history(c.run)
+    assert [r.step for r in records] == list(range(1, total + 1))
+    batching = Batching(1000, 48, 4, seed=1)
+    assert all(int(r.digest, 16) == expected_digest(batching, r.step) and r.samples == 48 for r in records)
+    verified = harness("verify", c.run)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    deadline = time.monotonic() + 15
+    while (left := c.left_over()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left
+    return records
+
+
+def test_the_demo_market(campaign, tmp_path):
+    """Noticed preemption, unnoticed kill, outage, return: the same training as undisturbed."""
+    c = campaign(market="demo", nodes="1:3", flags="--total 200 --every 10 --sleep-s 0.08")
+    c.launch()
+    assert c.wait() == 0, c.logs()
+    records = assert_whole(c, 200)
+    train(tmp_path / "calm", 1, "--total", 200, "--every", 50)
+    assert [r.loss for r in records] == pytest.approx([r.loss for r in history(tmp_path / "calm")], rel=1e-3)
+    same = harness("compare", c.run, tmp_path / "calm")
+    assert same.returncode == 0, same.stdout
+    assert len({r.world for r in records}) >= 2
+    reasons = {e.reason for e in c.facts(EpochStarted)}
+    assert {"start", "grow"} <= reasons and reasons & {"shrink", "loss"}
+    # Nothing is lost on a notice: what was trained until the ranks left is what was committed.
+    noticed = [f for f in c.facts(SnapshotCommitted) if f.why == "notice"]
+    assert c.facts(NoticeSeen) and noticed
+    left = {(f.epoch, f.step) for f in c.facts(SessionEnded)}
+    assert all((f.epoch, f.step) in left for f in noticed)
+    assert (c.run / "report.html").stat().st_size > 10_000
+    assert "goodput" in c.output().lower()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sigkill_of_anything_at_any_moment(campaign, seed):
+    """Controller, provider, agents, workers, all at once; the same command again finishes the run."""
+    rng = random.Random(seed)
+    c = campaign(market="calm", nodes="1:2", flags=FLAGS)
+    c.launch()
+    kinds = ["controller", "agent", "worker", "provider", "all"]
+    rng.shuffle(kinds)
+    schedule = [(rng.uniform(1.0, 6.0), kind) for kind in kinds]
+    print("kill schedule:", schedule)
+    for pause_s, kind in schedule:
+        time.sleep(pause_s)
+        if c.process.poll() == 0:
+            break
+        c.kill(kind, rng)
+        if kind in ("controller", "all"):
+            c.process.wait(10)
+            c.launch()
+    assert c.wait() == 0, c.logs()
+    assert_whole(c)
+
+
+def test_a_second_controller_is_refused(campaign):
+    c = campaign(flags=FLAGS)
+    first = c.launch()
+    c.until(lambda: c.step() >= 10)
+    second = c.launch()
+    assert second.wait(60) == 1
+    assert "already leading this run" in c.output()
+    c.process = first
+    assert c.wait() == 0
+    assert_whole(c)
+
+
+def test_ctrl_c_drains_and_the_same_command_resumes(campaign):
+    c = campaign(flags=FLAGS)
+    c.launch()
+    c.until(lambda: c.step() >= 20)
+    c.process.send_signal(signal.SIGINT)
+    assert c.wait(60) == 3, c.logs()
+    stopped_at = c.step()
+    assert "resumes" in c.output() and not c.left_over()
+    assert c.facts(RunEnded)[-1].outcome == "stopped"
+    assert not [a for a in c.facts(AttemptEnded) if a.end == "preempted"]
+    c.launch()
+    assert c.wait() == 0, c.logs()
+    assert_whole(c)
+    assert any(f.step == stopped_at and f.why != "interval" for f in c.facts(SnapshotCommitted))
+    again = c.launch()
+    assert again.wait(60) == 0 and "finished already" in c.output()
+
+
+def test_a_budget_is_kept(campaign):
+    """One minute of one node costs more than this, so nothing is started (what running ones may spend: tests/test_sim.py)."""
+    c = campaign(flags="--total 5000 --every 10 --sleep-s 0.05", extra=("--budget-usd", "0.004"))
+    c.launch()
+    assert c.wait() == 3, c.logs()
+    assert "budget" in c.output()
+    assert sum(a.usd for a in c.facts(AttemptEnded)) == 0
+    assert not c.left_over()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--fail-at 12 --every 10", "planned failure at step 12"),
+        ("--nan-at 12 --every 10", "the loss is nan"),
+        ("--global-batch 46", "multiple"),
+        ("--no-such-flag", "unrecognized arguments"),
+    ],
+)
+def test_a_broken_script_stops_the_run_with_its_reason(campaign, flags, says):
+    c = campaign(flags=flags, nodes="1:2")
+    c.launch()
+    assert c.wait(150) == 1, c.logs()
+    assert says in c.output(), c.output()
+    assert "Traceback (most recent call last):\n  File" not in c.output().split("Last words")[0]
+    assert not c.left_over()
+    if "every" in flags:
+        assert c.step() == 10  # nothing was lost
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("--nodes", "3:1"), "LOW <= HIGH"),
+        (("--market", "sunny"), "sunny"),
+        (("--policy", "nosuch"), "nosuch"),
+        (("--env", "1BAD=x"), "1BAD"),
+        (("--run", "s3://bucket-that-does-not-exist-anywhere/x"), "s3://"),
+        (("--nodez", "3"), "did you mean --nodes?"),
+    ],
+)
+def test_bad_flags_are_refused_before_anything_starts(campaign, change, says, monkeypatch):
+    for name, value in (("AWS_ACCESS_KEY_ID", "k"), ("AWS_SECRET_ACCESS_KEY", "s"), ("AWS_ENDPOINT_URL", "http://127.0.0.1:9")):
+        monkeypatch.setenv(name, value)
+    c = campaign()
+    ended = harness(*c.command[3:], *change)
+    assert ended.returncode in (1, 2)
+    assert says in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
+    assert not c.left_over()
+
+
+def test_a_task_that_skypilot_would_refuse_is_refused(campaign):
+    c = campaign()
+    c.task.write_text(c.task.read_text().replace("resources:", "resorces:"))
+    ended = harness(*c.command[3:])
+    assert ended.returncode == 2
+    assert "resorces" in ended.stderr and "Traceback" not in ended.stderr

@@ -1,0 +1,143 @@
+"""Policies: each decision follows from a view, and from nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.policies import POLICIES, cheapest, on_demand_fallback, patient, resolve, uniform_progress, within_budget, within_hours
+from harness.world import BadInput, Launch, Node, NodeState, Offer, Stop, Terminate, View, Wait
+
+A, B, C = Offer(1.0, "a"), Offer(1.2, "b"), Offer(3.0, "c")
+OD = Offer(4.0, "od", spot=False)
+
+
+def up(attempt: int, offer: Offer) -> Node:
+    return Node(attempt, offer, NodeState.UP, asked_s=0.0, up_s=1.0)
+
+
+def pending(attempt: int, offer: Offer) -> Node:
+    return Node(attempt, offer, NodeState.PENDING, asked_s=0.0)
+
+
+def view(*alive: Node, offers: tuple[Offer, ...] = (A, B, C), **changes: object) -> View:
+    base = {"now_s": 1000.0, "started_s": 0.0, "min_nodes": 1, "max_nodes": 2, "alive": alive, "offers": offers, **changes}
+    return View(**base)  # type: ignore[arg-type]
+
+
+def launched(decision: object) -> Offer:
+    assert isinstance(decision, Launch), decision
+    return decision.offer
+
+
+def test_cheapest_fills_up_to_max_nodes() -> None:
+    assert launched(cheapest(view())) == A
+    assert launched(cheapest(view(up(1, A)))) == A
+    assert isinstance(cheapest(view(up(1, A), pending(2, A))), Wait)
+
+
+def test_a_full_offer_is_left_alone_until_its_time() -> None:
+    assert launched(cheapest(view(blocked={"a": 1010.0}))) == B
+    assert launched(cheapest(view(blocked={"a": 999.0}))) == A
+
+
+def test_a_full_offer_gets_one_probe_at_a_time() -> None:
+    assert launched(cheapest(view(pending(1, A), blocked={"a": 999.0}))) == B
+    assert launched(cheapest(view(pending(1, A)))) == A  # it was never full: ask for both at once
+
+
+def test_waits_end_when_something_can_be_asked_again() -> None:
+    assert cheapest(view(blocked={"a": 1003.0, "b": 1060.0, "c": 1004.0})) == Wait(3.0, "no capacity on the offers in question")
+    assert isinstance(cheapest(view(offers=())), Wait)
+
+
+def test_patient_pays_more_only_when_patience_is_over() -> None:
+    blocked = {"a": 1e9, "b": 1e9}
+    assert isinstance(patient(view(blocked=blocked), patience_s=2000), Wait)
+    assert launched(patient(view(blocked=blocked), patience_s=500)) == C
+    assert isinstance(patient(view(blocked=blocked, last_progress_s=900.0), patience_s=500), Wait)
+    assert launched(patient(view(blocked={"a": 1e9}))) == B  # 1.2 is near enough to 1.0
+
+
+def test_on_demand_only_for_the_minimum_and_only_while_there_is_no_spot() -> None:
+    offers, full = (A, OD), {"a": 1e9}
+    assert launched(on_demand_fallback(view(offers=offers))) == A
+    assert launched(on_demand_fallback(view(offers=offers, blocked=full))) == OD
+    assert isinstance(on_demand_fallback(view(up(1, OD), offers=offers, blocked=full)), Wait)
+    assert launched(on_demand_fallback(view(up(1, OD), offers=offers))) == A
+    assert isinstance(on_demand_fallback(view(up(1, OD), pending(2, A), offers=offers)), Wait)
+    assert on_demand_fallback(view(up(1, OD), up(2, A), offers=offers)) == Terminate(1, "spot is back")
+    assert isinstance(on_demand_fallback(view(up(2, A), offers=offers, blocked=full)), Wait)
+
+
+def test_uniform_progress_buys_when_behind_and_saves_when_ahead() -> None:
+    def decide(hour: float, step: int, *alive: Node, blocked: dict[str, float] | None = None, nodes: int = 1) -> object:
+        return uniform_progress(
+            view(*alive, now_s=hour * 3600, committed_step=step, offers=(A, OD), blocked=blocked or {}, max_nodes=nodes),
+            deadline_h=10, work_h=5, total_steps=100,
+        )  # fmt: skip
+
+    full = {"a": 1e9}
+    assert launched(decide(1, 0)) == A
+    assert isinstance(decide(1, 30, blocked=full), Wait)  # ahead: wait for spot
+    assert launched(decide(1, 5, blocked=full)) == OD  # behind: buy
+    assert isinstance(decide(2, 21, up(1, OD)), Wait)  # hardly ahead: two changeovers would eat it
+    assert decide(2, 40, up(1, OD)) == Terminate(1, "ahead of schedule and spot is back")
+    assert launched(decide(9.9, 90)) == OD  # last call: only what is not taken away
+    assert isinstance(decide(9.9, 90, up(1, A)), Wait)  # the spot node that is there is kept
+
+
+def test_a_budget_stops_just_before_it_is_spent() -> None:
+    policy = within_budget(cheapest, usd=10.0)
+    assert launched(policy(view(spent_usd=5.0))) == A
+    assert policy(view(up(1, A), spent_usd=10.0)) == Stop("the budget of 10 USD is spent")
+    assert policy(view(up(1, A), spent_usd=9.99)) == Stop("the budget of 10 USD is spent")  # 60 s of A are kept to drain it
+    assert isinstance(policy(view(up(1, A), spent_usd=9.96)), Wait)  # goes on with what is there, starts nothing
+    assert isinstance(policy(view(spent_usd=9.98)), Stop)
+    assert isinstance(policy(view(up(1, A), up(2, A), spent_usd=5.0)), Wait)
+
+
+def test_hours_stop_it() -> None:
+    assert launched(within_hours(cheapest, hours=1)(view())) == A
+    assert within_hours(cheapest, hours=0.25)(view()) == Stop("the limit of 0.25 h is reached")
+
+
+def test_wrappers_compose() -> None:
+    policy = within_hours(within_budget(cheapest, usd=1.0), hours=100)
+    assert isinstance(policy(view(up(1, A), spent_usd=2.0)), Stop)
+
+
+def test_reasons_of_waits_are_stable() -> None:
+    """A wait is recorded once per reason; a number in it would make a fact of every look."""
+    early, late = (cheapest(view(now_s=t, blocked=dict.fromkeys("abc", 2000.0))) for t in (1000.0, 1500.0))
+    assert isinstance(early, Wait) and isinstance(late, Wait)
+    assert early.reason == late.reason
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_known_name_resolves(name: str) -> None:
+    options = {"uniform_progress": "?deadline_h=10&work_h=5&total_steps=100"}
+    assert launched(resolve(name + options.get(name, ""))(view())) == A
+
+
+def mine(view: View, *, where: str = "b") -> Launch:
+    return Launch(next(o for o in view.offers if o.name == where))
+
+
+def test_your_own_by_dotted_path() -> None:
+    assert launched(resolve(f"{__name__}:mine")(view())) == B
+    assert launched(resolve(f"{__name__}:mine?where=c")(view())) == C
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("cheap", "known: cheapest, patient"),
+        ("no.such.module:f", "cannot be imported"),
+        (f"{__name__}:nothing", "cannot be imported"),
+        ("uniform_progress", "deadline_h"),
+        ("patient?premum=2", "premium"),
+    ],
+)
+def test_a_bad_name_says_what_to_do(name: str, says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        resolve(name)

@@ -1,0 +1,474 @@
+"""The loop, one situation at a time; and a controller that dies at every single operation."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import random
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import pytest
+
+from harness.book import Book, bill, how_it_ended
+from harness.facts import AttemptEnded, AttemptIntended, AttemptUp, Decided, Fact, LeaseTaken, RunEnded
+from harness.journal import Journal, read_facts
+from harness.lease import Lease
+from harness.policies import cheapest
+from harness.recovery import STOP_KEY, Outcome, RunSpec, forget_stop, recover
+from harness.sim import VirtualClock
+from harness.world import BadInput, CloudUnavailable, Fenced, Launch, Node, NodeState, Offer, Policy, Terminate, View, Wait, World
+from storage.faults import Crash
+from storage.manifest import Ref
+from storage.objects import MemoryStore, ObjectStore, StoreUnavailable
+from storage.snapshots import Snapshots
+
+T = TypeVar("T")
+SPOT, DEAR = Offer(1.0, "spot"), Offer(3.0, "dear", spot=False)
+
+
+class Cloud:
+    """Nodes are up after 3 s and gone 1 s after they are told to. `script` gets every node that comes up."""
+
+    def __init__(self, clock: VirtualClock, script: Callable[[Cloud, int], None] | None = None):
+        self.clock, self.script, self.all = clock, script, dict[int, Node]()
+        self.full: set[str] = set()
+        self.immortal = False
+
+    def offers(self) -> Sequence[Offer]:
+        return (DEAR, SPOT)
+
+    def nodes(self) -> Sequence[Node]:
+        return list(self.all.values())
+
+    def launch(self, attempt: int, offer: Offer) -> None:
+        if attempt not in self.all:
+            self.all[attempt] = Node(attempt, offer, NodeState.PENDING, asked_s=self.clock.now())
+            self.clock.after(3.0, lambda: self.arrive(attempt))
+
+    def arrive(self, attempt: int) -> None:
+        node = self.all[attempt]
+        if node.offer.name in self.full:
+            self.all[attempt] = dataclasses.replace(node, state=NodeState.NO_CAPACITY, gone_s=self.clock.now())
+        elif node.alive:
+            self.all[attempt] = dataclasses.replace(node, state=NodeState.UP, up_s=self.clock.now())
+            if self.script:
+                self.script(self, attempt)
+
+    def terminate(self, attempt: int) -> None:
+        if attempt in self.all and not self.immortal:
+            self.clock.after(1.0, lambda: self.end(attempt, None, "terminated"))
+
+    def end(self, attempt: int, code: int | None, reason: str = "exited") -> None:
+        if self.all[attempt].alive:
+            gone = {"state": NodeState.GONE, "gone_s": self.clock.now(), "exit_code": code, "reason": reason}
+            self.all[attempt] = dataclasses.replace(self.all[attempt], **gone)  # type: ignore[arg-type]
+
+    @property
+    def alive(self) -> list[int]:
+        return [n.attempt for n in self.all.values() if n.alive]
+
+
+class Stage:
+    """A run in a bucket, a clock, and a cloud; `lead` is one controller's turn."""
+
+    def __init__(self, script: Callable[[Cloud, int], None] | None = None):
+        self.clock, self.store = VirtualClock(), MemoryStore("memory://run", {})
+        self.clock.horizon_s = 1_000_000
+        self.cloud, self.turns = Cloud(self.clock, script), 0
+
+    def commit(self, step: int, final: bool = False, epoch: int = 1) -> None:
+        snapshots = Snapshots(self.store)
+        snapshots.write(Ref(epoch, step), 0, 1, {"s": b"%d" % step}, {}, {"final": final}, "t")
+        snapshots.commit(Ref(epoch, step), 1)
+
+    def lead(
+        self, run: RunSpec | None = None, policy: Policy = cheapest, store: ObjectStore | None = None, cloud: object = None
+    ) -> Outcome:
+        self.turns += 1
+        store = store or self.store
+        name = f"controller-{self.turns}"
+        world = World(self.clock, cloud or self.cloud, store, random.Random(1))  # type: ignore[arg-type]
+        return recover(run or RunSpec(), policy, world, Journal(store, name, self.clock.now), Lease(store, self.clock, name))
+
+    def facts(self, kind: type[T]) -> list[T]:
+        return [s.fact for s in read_facts(self.store) if isinstance(s.fact, kind)]
+
+
+def trains(stage: Callable[[], Stage], seconds: float = 50.0) -> Callable[[Cloud, int], None]:
+    """A node that commits step 10 after 20 s and the last one at the end, and exits 0."""
+
+    def script(cloud: Cloud, attempt: int) -> None:
+        def finish() -> None:
+            if cloud.all[attempt].alive:
+                stage().commit(20, final=True)
+                cloud.clock.after(1.0, lambda: cloud.end(attempt, 0))
+
+        cloud.clock.after(20.0, lambda: stage().commit(10) if cloud.all[attempt].alive else None)
+        cloud.clock.after(seconds, finish)
+
+    return script
+
+
+@pytest.fixture
+def stage() -> Stage:
+    made: list[Stage] = []
+    made.append(Stage(trains(lambda: made[0])))
+    return made[0]
+
+
+def test_a_run_is_led_to_its_end(stage: Stage) -> None:
+    assert stage.lead() == Outcome("done", "step 20 is the last and is committed", 20)
+    assert [f.attempt for f in stage.facts(AttemptIntended)] == [1]
+    (ended,) = stage.facts(AttemptEnded)
+    assert (ended.end, ended.exit_code, ended.billed_s) == ("finished", 0, 51.0)
+    assert ended.usd == pytest.approx(51 / 3600)
+    assert stage.facts(RunEnded) == [RunEnded("done", "step 20 is the last and is committed", 20)]
+
+
+def test_nothing_is_launched_for_a_run_that_is_done(stage: Stage) -> None:
+    stage.commit(20, final=True)
+    assert stage.lead().outcome == "done"
+    assert not stage.cloud.all
+
+
+def test_a_lost_node_is_replaced(stage: Stage) -> None:
+    stage.clock.after(30.0, lambda: stage.cloud.end(1, None, "preempted"))
+    assert stage.lead().outcome == "done"
+    assert [f.end for f in stage.facts(AttemptEnded)] == ["preempted", "finished"]
+    assert stage.facts(AttemptEnded)[0].committed_step == 10
+
+
+def test_the_intent_is_durable_before_the_launch(stage: Stage) -> None:
+    class Watching(Cloud):
+        def launch(self, attempt: int, offer: Offer) -> None:
+            assert attempt in {f.attempt for f in stage.facts(AttemptIntended)}
+            super().launch(attempt, offer)
+
+    watching = Watching(stage.clock, stage.cloud.script)
+    assert stage.lead(cloud=watching).outcome == "done"
+    assert watching.all
+
+
+def test_a_full_offer_is_asked_ever_more_rarely(stage: Stage) -> None:
+    stage.cloud.full = {"spot", "dear"}
+    stage.clock.after(600.0, stage.cloud.full.clear)
+    assert stage.lead().outcome == "done"
+    asked = [f.asked_s for f in stage.facts(AttemptEnded) if f.end == "no-capacity" and f.attempt % 2]
+    assert 10 < len(stage.facts(AttemptEnded)) < 60
+    assert max(b - a for a, b in itertools.pairwise(asked)) > 20
+
+
+def test_leftover_nodes_are_sent_away_when_it_is_done(stage: Stage) -> None:
+    """The second node never exits by itself."""
+    assert stage.lead(RunSpec(1, 2, exit_grace_s=30.0)).outcome == "done"
+    assert not stage.cloud.alive
+
+
+def test_a_node_that_cannot_be_ended_is_named(stage: Stage) -> None:
+    stage.cloud.script, stage.cloud.immortal = None, True
+    stage.clock.after(10.0, lambda: stage.store.put(STOP_KEY, b'{"reason": "enough", "by": "user", "failed": false}'))
+    outcome = stage.lead(RunSpec(exit_grace_s=10.0, terminate_timeout_s=60.0))
+    assert outcome.outcome == "failed"
+    assert "enough; but STILL RUNNING AND BILLED" in outcome.reason
+    assert "1 on spot" in outcome.reason
+
+
+@pytest.mark.parametrize(("failed", "outcome"), [(False, "stopped"), (True, "failed")])
+def test_a_stop_request_is_carried_out(stage: Stage, failed: bool, outcome: str) -> None:
+    request = json.dumps({"reason": "loss is NaN", "by": "guard", "failed": failed}).encode()
+    stage.clock.after(25.0, lambda: stage.store.put(STOP_KEY, request))
+    assert stage.lead(RunSpec(exit_grace_s=5.0)) == Outcome(outcome, "loss is NaN", 10)
+    assert not stage.cloud.alive
+    assert stage.lead() == Outcome(outcome, "loss is NaN", 10), "a restarted controller goes on stopping"
+    forget_stop(stage.store)
+    assert stage.lead().outcome == "done"
+
+
+def test_a_script_that_always_fails_is_not_retried_for_ever(stage: Stage) -> None:
+    stage.cloud.script = lambda cloud, attempt: cloud.clock.after(5.0, lambda: cloud.end(attempt, 1))
+    outcome = stage.lead()
+    assert (outcome.outcome, len(stage.cloud.all)) == ("failed", 3)
+    assert "the script failed 3 times in a row after step 0" in outcome.reason
+
+
+def test_nodes_that_fail_together_are_one_failure(stage: Stage) -> None:
+    stage.cloud.script = lambda cloud, attempt: cloud.clock.after(5.0, lambda: cloud.end(attempt, 1))
+    assert stage.lead(RunSpec(1, 4)).outcome == "failed"
+    assert len(stage.cloud.all) == 12
+
+
+def test_failures_with_progress_between_them_do_not_add_up(stage: Stage) -> None:
+    def script(cloud: Cloud, attempt: int) -> None:
+        cloud.clock.after(5.0, lambda: stage.commit(attempt, final=attempt == 6))
+        cloud.clock.after(6.0, lambda: cloud.end(attempt, 1))
+
+    stage.cloud.script = script
+    assert stage.lead().outcome == "done"
+
+
+def test_attempts_without_progress_have_a_limit(stage: Stage) -> None:
+    stage.cloud.script = lambda cloud, attempt: cloud.clock.after(5.0, lambda: cloud.end(attempt, None, "preempted"))
+    outcome = stage.lead(RunSpec(max_attempts_without_progress=7))
+    assert (outcome.outcome, len(stage.cloud.all)) == ("failed", 7)
+    assert "7 attempts in a row ended without a new snapshot after step 0" in outcome.reason
+
+
+def test_a_run_that_hangs_has_a_limit(stage: Stage) -> None:
+    stage.cloud.script = None
+    outcome = stage.lead(RunSpec(max_hours_without_progress=0.5))
+    assert outcome.outcome == "failed"
+    assert outcome.reason.endswith("for 0.5 h, though nodes are up")
+
+
+def test_limits_count_anew_after_a_run_was_ended(stage: Stage) -> None:
+    good, stage.cloud.script = stage.cloud.script, lambda cloud, attempt: cloud.clock.after(5.0, lambda: cloud.end(attempt, 1))
+    assert stage.lead().outcome == "failed"
+    stage.cloud.script = good  # the user repaired the script
+    forget_stop(stage.store)
+    assert stage.lead().outcome == "done"
+
+
+def test_a_policy_cannot_have_more_than_max_nodes(stage: Stage) -> None:
+    stage.lead(RunSpec(1, 2, exit_grace_s=5.0), policy=lambda view: Launch(SPOT, "more"))
+    assert len(stage.cloud.all) == 2
+
+
+def test_terminate_is_told_once_in_a_while(stage: Stage) -> None:
+    told: list[float] = []
+
+    class Slow(Cloud):
+        def terminate(self, attempt: int) -> None:
+            told.append(self.clock.now())
+            self.clock.after(70.0, lambda: self.end(attempt, None, "terminated"))
+
+    def policy(view: View) -> Launch | Terminate | Wait:
+        if not view.attempts:
+            return Launch(SPOT)
+        return Terminate(1, "away") if view.alive else Wait(1, "idle")
+
+    stage.clock.after(100.0, lambda: stage.commit(1, final=True))
+    stage.lead(policy=policy, cloud=Slow(stage.clock))
+    assert len(told) == 3  # at 0, 30 and 60 s
+    assert [f.end for f in stage.facts(AttemptEnded)] == ["terminated"]
+
+
+def test_waits_are_recorded_once_per_reason(stage: Stage) -> None:
+    stage.lead()
+    reasons = [f.reason for f in stage.facts(Decided) if f.decision == "wait"]
+    assert reasons == ["all nodes are there"]  # for 50 s
+
+
+# ---- taking over ----------------------------------------------------------------------------------------------------
+def intend(stage: Stage, *facts: Fact) -> None:
+    journal = Journal(stage.store, "controller-before", stage.clock.now)
+    for fact in facts:
+        journal.record(fact)
+    journal.flush()
+
+
+def test_a_living_node_is_adopted(stage: Stage) -> None:
+    intend(stage, LeaseTaken(1, "x"), AttemptIntended(7, dataclasses.asdict(SPOT)))
+    stage.cloud.launch(7, SPOT)
+    assert stage.lead().outcome == "done"
+    assert list(stage.cloud.all) == [7]
+
+
+def test_an_intent_that_was_never_launched_costs_nothing(stage: Stage) -> None:
+    intend(stage, LeaseTaken(1, "x"), AttemptIntended(7, dataclasses.asdict(SPOT)))
+    assert stage.lead(RunSpec(lost_after_s=10.0)).outcome == "done"
+    lost, ended = stage.facts(AttemptEnded)
+    assert (lost.attempt, lost.end, lost.billed_s, lost.usd) == (7, "lost", 0.0, 0.0)
+    assert ended.attempt == 8
+    assert stage.cloud.all[8].asked_s >= 10.0, "it may still come: until then its place is taken"
+
+
+def test_a_node_that_the_cloud_forgot_is_billed_until_now(stage: Stage) -> None:
+    intend(stage, LeaseTaken(1, "x"), AttemptIntended(7, dataclasses.asdict(SPOT)), AttemptUp(7, 0.0))
+    stage.clock.sleep(100)
+    stage.lead(RunSpec(lost_after_s=10.0))
+    lost = stage.facts(AttemptEnded)[0]
+    assert (lost.end, lost.up_s) == ("lost", 0.0)
+    assert 110 <= lost.billed_s < 115
+
+
+def test_a_node_that_nobody_intended_is_sent_away_and_billed(stage: Stage) -> None:
+    stage.cloud.launch(99, DEAR)
+    stage.clock.sleep(30)
+    assert stage.lead().outcome == "done"
+    assert not stage.cloud.alive
+    bills = {f.attempt: f for f in stage.facts(AttemptEnded)}
+    assert bills[99].billed_s == stage.cloud.all[99].gone_s - 3.0  # type: ignore[operator]
+
+
+def test_a_lost_node_that_turns_up_is_sent_away_and_billed(stage: Stage) -> None:
+    intend(stage, LeaseTaken(1, "x"), AttemptIntended(1, dataclasses.asdict(SPOT)))
+    stage.clock.after(22.0, lambda: stage.cloud.launch(1, SPOT))
+    stage.clock.after(22.0, lambda: stage.cloud.arrive(1))
+    stage.lead(RunSpec(lost_after_s=10.0))
+    bills = [f for f in stage.facts(AttemptEnded) if f.attempt == 1]
+    assert [f.end for f in bills] == ["lost", "terminated"]
+    assert bills[1].billed_s > 0
+    assert Book.of(read_facts(stage.store), random.Random(0)).ended[1] == bills[1]
+
+
+def test_a_stray_is_waited_for_before_the_run_ends(stage: Stage) -> None:
+    stage.commit(20, final=True)
+    stage.cloud.launch(99, SPOT)
+    assert stage.lead().outcome == "done"
+    assert not stage.cloud.alive
+    assert {f.attempt for f in stage.facts(AttemptEnded)} == {99}
+
+
+def test_time_without_a_controller_is_not_held_against_the_run(stage: Stage) -> None:
+    intend(stage, LeaseTaken(1, "x"), AttemptIntended(1, dataclasses.asdict(SPOT)))
+    stage.clock.sleep(3 * 24 * 3600 - 1)
+    assert stage.lead().outcome == "done"
+
+
+def test_an_unreadable_stop_request_stops(stage: Stage) -> None:
+    stage.store.put(STOP_KEY, b"please")
+    assert stage.lead() == Outcome("stopped", "stop requested (control/stop.json is unreadable)", 0)
+
+
+def test_a_controller_that_hung_is_fenced_when_it_wakes(stage: Stage) -> None:
+    class Hanging(Cloud):
+        def nodes(self) -> Sequence[Node]:
+            if self.clock.now() > 10 and stage.turns == 1:  # in this call, a second controller leads the run to its end
+                assert stage.lead().outcome == "done"
+            return super().nodes()
+
+    stage.cloud = Hanging(stage.clock, stage.cloud.script)
+    with pytest.raises(Fenced, match=r"controller-2 has taken over .*\(term 2, ours was 1\)"):
+        stage.lead()
+    assert len(stage.facts(RunEnded)) == 1
+
+
+def test_a_second_controller_is_refused_while_the_first_lives(stage: Stage) -> None:
+    first = Lease(stage.store, stage.clock, "first", ttl_s=5.0)
+    first.acquire()
+
+    def beat() -> None:
+        first.renew()
+        stage.clock.after(1.0, beat)
+
+    beat()
+    with pytest.raises(Fenced, match="first is already leading this run"):
+        stage.lead()
+    assert not stage.cloud.all
+    assert not read_facts(stage.store)
+
+
+def test_a_silent_cloud_is_waited_for_but_not_for_ever(stage: Stage) -> None:
+    class Silent(Cloud):
+        def nodes(self) -> Sequence[Node]:
+            if 10 < self.clock.now() < 310:
+                raise CloudUnavailable("no answer")
+            return super().nodes()
+
+    assert stage.lead(cloud=Silent(stage.clock, stage.cloud.script)).outcome == "done"
+    other = Stage()
+    with pytest.raises(CloudUnavailable):
+        other.lead(RunSpec(max_outage_s=60.0), cloud=Silent(other.clock))
+    assert 70 <= other.clock.now() < 80
+
+
+def test_a_silent_bucket_is_waited_for(stage: Stage) -> None:
+    class Silent(MemoryStore):
+        def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+            if 10 < stage.clock.now() < 40:
+                raise StoreUnavailable("no answer")
+            return super().get(key, start, end)
+
+    objects: dict[str, bytes] = {}
+    stage.store = MemoryStore("memory://run", objects)
+    assert stage.lead(store=Silent("memory://run", objects)).outcome == "done"
+
+
+class Mortal:
+    """Dies at its n-th operation on store or cloud, before or after it took effect."""
+
+    def __init__(self, stage: Stage, dies_at: int, after: bool):
+        self.stage, self.dies_at, self.after, self.count, self.url = stage, dies_at, after, 0, stage.store.url
+
+    def do(self, operation: Callable[[], T]) -> T:
+        self.count += 1
+        if self.count == self.dies_at and not self.after:
+            raise Crash
+        try:
+            return operation()
+        finally:
+            if self.count == self.dies_at:
+                raise Crash
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        owner = self.stage.cloud if name in ("nodes", "launch", "terminate", "offers") else self.stage.store
+        return lambda *args: self.do(lambda: getattr(owner, name)(*args))
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_controller_may_die_at_every_single_operation(after: bool, stopped: bool) -> None:
+    """Two nodes, one of them preempted, one failed launch; then a clean end, or a stop. Whatever the operation at which the first
+    controller dies, a second one brings the run to the same end, leaves nothing behind, and the bills add up."""
+    dies_at = deaths = 0
+    while True:
+        dies_at += 1
+        made: list[Stage] = []
+        stage = Stage(trains(lambda made=made: made[0], seconds=1000.0 if stopped else 50.0))  # type: ignore[misc]
+        made.append(stage)
+        run = RunSpec(1, 2, poll_s=5.0, exit_grace_s=10.0)
+        stage.cloud.full = {"spot"}
+        stage.clock.after(8.0, stage.cloud.full.clear)
+        stage.clock.after(30.0, lambda s=stage: 3 in s.cloud.all and s.cloud.end(3, None, "preempted"))  # type: ignore[misc]
+        if stopped:
+            stage.clock.after(40.0, lambda s=stage: s.store.put(STOP_KEY, b'{"reason": "enough"}'))  # type: ignore[misc]
+        mortal = Mortal(stage, dies_at, after)
+        died = False
+        try:
+            outcome = stage.lead(run, store=mortal, cloud=mortal)  # type: ignore[arg-type]
+        except Crash:
+            died, deaths = True, deaths + 1
+            outcome = stage.lead(run)
+        where = f"died at operation {dies_at}, after={after}"
+        assert outcome.outcome == ("stopped" if stopped else "done"), where
+        stage.clock.sleep(100)
+        assert not stage.cloud.alive, where
+        ended = {f.attempt: f for f in stage.facts(AttemptEnded)}
+        for node in stage.cloud.all.values():
+            assert (ended[node.attempt].billed_s, ended[node.attempt].usd) == bill(node, 0.0), where
+        assert set(ended) == {f.attempt for f in stage.facts(AttemptIntended)}, where
+        if not died:
+            break
+    assert deaths > 100
+
+
+# ---- small things ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("code", "reason", "end"),
+    [
+        (0, "exited", "finished"),
+        (33, "exited", "drained"),
+        (33, "preempted", "drained"),
+        (35, "exited", "terminated"),
+        (36, "exited", "failed"),
+        (1, "exited", "failed"),
+        (-9, "killed", "preempted"),
+        (None, "preempted", "preempted"),
+        (None, "terminated", "terminated"),
+        (143, "terminated", "terminated"),
+    ],
+)
+def test_how_it_ended(code: int | None, reason: str, end: str) -> None:
+    assert how_it_ended(Node(1, SPOT, NodeState.GONE, 0.0, 1.0, 2.0, code, reason)) == end
+
+
+def test_exit_36_is_not_the_scripts_fault(stage: Stage) -> None:
+    stage.cloud.script = lambda cloud, attempt: cloud.clock.after(5.0, lambda: cloud.end(attempt, 36))
+    assert "attempts in a row ended without a new snapshot" in stage.lead(RunSpec(max_attempts_without_progress=6)).reason
+
+
+def test_node_numbers_make_sense() -> None:
+    with pytest.raises(BadInput, match="found 3 and 2"):
+        RunSpec(3, 2)

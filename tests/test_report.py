@@ -1,0 +1,240 @@
+"""The report says what happened: in the terminal, as JSON, and as one page that needs nothing else."""
+
+import io
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from histories import GLOBAL, T0, TOTAL, whole_run
+from rich.console import Console
+
+from harness import facts as f
+from harness.journal import Journal
+from harness.ledger import BUCKETS
+from harness.page import condensed, nice_ticks, thinned
+from harness.report import Point, duration, money, nbytes, print_report, summarize, to_json, write_html
+from storage.objects import MemoryStore
+
+EVIL = "<script>alert(1)</script>\"'&\x1b[31m"
+VOID = {"meta", "br", "link", "input", "img", "hr"}
+
+
+class Page(HTMLParser):
+    """Tags balance, no resource is fetched, and what the reader sees is collected."""
+
+    def __init__(self):
+        super().__init__(convert_charrefs=True)
+        self.open, self.text, self.scripts, self.tips, self.tags = [], [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        for name, value in attrs:
+            assert name not in ("src", "href", "srcset", "onload", "onclick"), (tag, name, value)
+            if name == "data-tip":
+                self.tips.append(value)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open, tag
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        (self.scripts if self.open and self.open[-1] in ("script", "style") else self.text).append(data)
+
+
+@pytest.fixture(scope="module")
+def history():
+    return whole_run(evil=EVIL)
+
+
+@pytest.fixture(scope="module")
+def summary(history):
+    return summarize(history.store, now=lambda: history.t + 1e6)  # long after: the end of the run counts, not now
+
+
+def printed(summary, width=150):
+    out = io.StringIO()
+    print_report(summary, Console(file=out, width=width, force_terminal=False))
+    return out.getvalue()
+
+
+def parsed(summary, path):
+    write_html(summary, path)
+    text = path.read_text()
+    page = Page()
+    page.feed(text)
+    page.close()
+    assert page.open == []
+    return text, page
+
+
+def test_the_summary_is_that_of_the_story(history, summary):
+    assert (summary.state, summary.step, summary.total_steps) == ("done", TOTAL, TOTAL)
+    assert summary.worlds == (1, 3)
+    assert summary.wall_s == pytest.approx(history.t - T0, abs=0.1)
+    assert [p.step for p in summary.curve] == list(range(1, TOTAL + 1))
+    assert [(p.epoch, p.step) for p in summary.lost] == [(3, s) for s in range(61, 68)]
+    assert summary.validation_name == "val_loss"
+    assert [step for step, _ in summary.validation] == [20, 40, 60, 80, 100, 120]
+    assert summary.losses[0] > 4 > 1.4 > summary.losses[1]
+    assert summary.samples == TOTAL * GLOBAL
+    assert summary.problems == ()
+
+
+def test_a_report_writes_nothing(history):
+    before = history.store.list("")
+    summarize(history.store)
+    assert history.store.list("") == before
+
+
+def test_the_terminal_shows_what_a_person_asks_for(summary):
+    text = printed(summary)
+    assert "\x1b" not in text
+    assert f"{TOTAL} of {TOTAL} committed" in text
+    assert f"{summary.losses[0]:.4f} → {summary.losses[1]:.4f}" in text
+    assert f"{100 * summary.ledger.goodput:.1f} %" in text
+    assert money(summary.ledger.usd) in text
+    assert "5 nodes used, 3 taken away; 7 steps lost and redone" in text
+    assert "and 3 attempts that found no capacity" in text
+    for words in ("node 1 lost without notice", "notice: node 2 left", "6 5 5", "61–75", "in time", "10 interval", "us-west-2"):
+        assert words in text, words
+    for bucket in BUCKETS:
+        assert (re.search(rf"^ +{bucket} +█", text, re.M) is not None) == (summary.ledger.ns[bucket] > 0)
+
+
+def test_a_narrow_terminal_breaks_nothing(summary):
+    assert "Attempts" in printed(summary, width=40)
+
+
+def test_the_page_is_whole_and_alone(summary, tmp_path):
+    text, page = parsed(summary, tmp_path / "deep" / "report.html")
+    assert not re.search(r"https?:|//cdn|@import|url\((?!#)", text)
+    seen = " ".join(page.text)
+    for heading in ("Loss", "Nodes over time", "Where billed time went", "Money", "Attempts", "Worlds", "Notices", "Snapshots", "Trouble"):
+        assert heading in page.text
+    for a in summary.ledger.attempts:
+        assert any(tip.startswith(f"node {a.name} on {a.offer}") for tip in page.tips) == (a.up_s is not None)
+    for e in summary.ledger.epochs:
+        assert any(tip.startswith(f"epoch {e.epoch} (") for tip in page.tips)
+        assert e.ended in seen
+    assert any("steps 61–67 were lost" in tip for tip in page.tips)
+    assert sum(tip.startswith("snapshot of step") for tip in page.tips) == len(summary.snapshots) == 14
+    assert sum("kill notice from" in tip for tip in page.tips) == 2
+    assert page.tags.count("svg") >= 2
+    assert "prefers-color-scheme:dark" in text
+    data = json.loads(next(s for s in page.scripts if s.startswith("{")))
+    assert [row[0] for row in data["rows"]] == list(range(1, TOTAL + 1))
+
+
+def test_the_page_escapes_what_others_wrote(summary, tmp_path):
+    text, page = parsed(summary, tmp_path / "r.html")
+    assert "<script>alert" not in text
+    assert "\x1b" not in text
+    assert page.tags.count("script") == 2  # the data and our own
+    assert "<script>alert(1)</script>" in " ".join(page.text)
+
+
+def test_json_is_plain_and_adds_up(summary):
+    body = json.loads(json.dumps(to_json(summary), allow_nan=False))
+    assert body["state"] == "done"
+    assert len(body["attempts"]) == 8
+    assert [e["accumulation"] for e in body["epochs"]] == [8, 6, 8, 16, 8]
+    assert sum(b["ns"] for b in body["buckets"].values()) == sum(sum(a["ns"].values()) for a in body["attempts"])
+    assert body["notices"][0]["in_time"] is True
+
+
+def test_a_run_that_has_only_begun(tmp_path):
+    store = MemoryStore("memory://new", {})
+    journal = Journal(store, "controller-1", lambda: T0)
+    journal.record(f.RunAsked("t.yaml", 1, 1, "cheapest"))
+    journal.record(f.LeaseTaken(1, "h"))
+    journal.flush()
+    summary = summarize(store, now=lambda: T0 + 10)
+    assert (summary.state, summary.step) == ("going on", 0)
+    assert "going on" in printed(summary)
+    parsed(summary, tmp_path / "r.html")
+    json.dumps(to_json(summary), allow_nan=False)
+
+
+def test_an_empty_bucket_can_be_reported_too(tmp_path):
+    summary = summarize(MemoryStore("memory://empty", {}), now=lambda: T0)
+    printed(summary)
+    parsed(summary, tmp_path / "r.html")
+
+
+def test_time_between_launches_is_not_wall_time():
+    store = MemoryStore("memory://again", {})
+    for t, fact in ((0, f.LeaseTaken(1, "h")), (50, f.RunEnded("stopped", "asked to", 0)), (1050, f.LeaseTaken(2, "h")), (1080, f.RunEnded("done", "", 0))):
+        journal = Journal(store, f"controller-{t}", lambda t=t: T0 + t)
+        journal.record(fact)
+        journal.flush()
+    summary = summarize(store)
+    assert (summary.wall_s, summary.away_s) == (80.0, 1000.0)
+
+
+def test_broken_facts_and_records_are_told_and_passed_over(tmp_path):
+    history = whole_run()
+    key = next(k for k in history.store.list("facts/controller-1/"))
+    history.store.put(key, history.store.get(key).replace(b'"min_nodes":1', b'"min_nodes":2'))
+    samples = history.store.list("samples/")[3]
+    history.store.delete(samples)
+    summary = summarize(history.store)
+    assert len(summary.problems) == 2
+    assert "facts of controller-1" in summary.problems[0]
+    assert "harness verify" in printed(summary)
+    assert summary.step == TOTAL
+    assert len(parsed(summary, tmp_path / "r.html")[0]) > 10_000
+
+
+def test_a_world_whose_creator_died_unheard_is_known_from_the_rendezvous():
+    store = MemoryStore("memory://unheard", {})
+    at = {"t": T0}
+    worker = Journal(store, "worker-e000001-a", lambda: at["t"])
+    store.create("rdzv/epochs/000001.json", json.dumps({"epoch": 1, "members": ["m0001-aa"], "nproc": [2], "reason": "start"}).encode())
+    worker.record(f.SessionStarted(1, 2, 0, 0, 5, 8, 2, (2, 2), "fast", "ddp", "cpu", 0.1))
+    worker.flush()
+    (epoch,) = summarize(store, now=lambda: T0 + 5).ledger.epochs
+    assert (epoch.members, epoch.world, epoch.reason) == (("m0001-aa",), 2, "start")
+
+
+def test_a_loss_that_is_not_a_number_is_drawn_around(tmp_path):
+    store = MemoryStore("memory://nan", {})
+    worker = Journal(store, "worker-e000001-a", lambda: T0)
+    for step, loss in enumerate((2.0, float("nan"), float("inf"), 1.0), 1):
+        worker.record(f.StepDone(step, 1, loss, T0 + step, 1.0, 8, 0))
+    worker.flush()
+    summary = summarize(store, now=lambda: T0 + 9)
+    text, _ = parsed(summary, tmp_path / "r.html")
+    assert not re.search(r"[ML ]nan|[ML ]inf", text)
+    json.dumps(to_json(summary), allow_nan=False)
+
+
+def test_long_runs_stay_small():
+    points = [Point(i, float(i % 7) if i != 50_000 else 99.0, 1, float(i), 1.0) for i in range(1, 100_001)]
+    few = thinned(points)
+    assert len(few) <= 1500
+    assert max(p.loss for p in few) == 99.0  # no spike gets lost
+    assert [p.step for p in few] == sorted(p.step for p in few)
+    segments = [(i * 10, i * 10 + 10, "useful" if i % 10 else "other") for i in range(50_000)]
+    drawn = condensed(segments, 1000)
+    assert len(drawn) <= 1000
+    assert (drawn[0][0], drawn[-1][1]) == (0, 500_000)
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [
+        (duration(0.05), "50 ms"), (duration(0.0), "0.0 s"), (duration(99.94), "99.9 s"), (duration(99.96), "1 min 40 s"), (duration(3599.7), "1 h 00 min"),
+        (duration(200_000), "2 d 07 h"), (money(0.00123), "$0.0012"), (money(1234.5), "$1,234.50"), (nbytes(999), "999 B"), (nbytes(5_340_000_000), "5.3 GB"),
+        (nice_ticks(0, 10, 5), [0, 2, 4, 6, 8, 10]), (nice_ticks(1.0, 1.0, 5), [1.0]),
+    ],
+)  # fmt: skip
+def test_words(found, wanted):
+    assert found == wanted

@@ -1,0 +1,273 @@
+"""The recovery loop, lease, journal and commit protocol in hundreds of hostile worlds; and proof that the checkers can fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from harness import policies
+from harness.facts import AttemptEnded, AttemptIntended, Fact, LeaseTaken, RunEnded, Stamped
+from harness.invariants import Violation
+from harness.journal import Journal
+from harness.lease import Lease
+from harness.recovery import Outcome, RunSpec, recover
+from harness.sim import ON_DEMAND, Build, Job, SimResult, Weather, command, simulate, simulate_many
+from harness.world import View, Wait
+from storage.manifest import Manifest, PartList, Ref
+from storage.objects import MemoryStore
+from storage.snapshots import Snapshots
+
+SEEDS = 200
+CALM = Weather(calm_s=0.0)
+
+
+@pytest.fixture(scope="module")
+def worlds() -> list[SimResult]:
+    return list(simulate_many(range(SEEDS)))
+
+
+def test_every_world_ends_well_or_says_why_not(worlds: list[SimResult]) -> None:
+    ends = Counter(r.outcome for r in worlds)
+    assert ends["done"] > 0.8 * SEEDS
+    for r in worlds:
+        if r.outcome == "done":
+            assert r.committed_step == 300
+        else:
+            assert r.weather.fails_at_step or r.weather.stop_at_s is not None
+        if r.outcome == "failed":
+            assert "the script failed 3 times" in r.reason
+        if r.outcome == "stopped":
+            assert r.reason == "somebody asked for it"
+
+
+def test_the_worlds_are_hostile(worlds: list[SimResult]) -> None:
+    """Otherwise the invariants hold for want of trouble."""
+    ends = Counter(s.fact.end for r in worlds for s in r.facts if isinstance(s.fact, AttemptEnded))
+    for end in ("preempted", "drained", "finished", "no-capacity", "terminated", "failed", "lost"):
+        assert ends[end] > 10, ends
+    assert sum(r.controllers > 5 for r in worlds) > SEEDS / 4
+    assert sum(r.epochs > 10 for r in worlds) > SEEDS / 10
+    assert sum(r.steps_redone > 0 for r in worlds) > SEEDS / 10
+
+
+def test_controllers_take_over_in_order(worlds: list[SimResult]) -> None:
+    for r in worlds:
+        terms = [s.fact.term for s in r.facts if isinstance(s.fact, LeaseTaken)]
+        assert terms == sorted(set(terms))
+
+
+def test_the_facts_alone_tell_what_was_paid(worlds: list[SimResult]) -> None:
+    for r in worlds:
+        last = {s.fact.attempt: s.fact for s in r.facts if isinstance(s.fact, AttemptEnded)}
+        assert math.isclose(sum(f.usd for f in last.values()), r.usd, abs_tol=1e-9)
+        intended = {s.fact.attempt for s in r.facts if isinstance(s.fact, AttemptIntended)}
+        assert set(last) <= intended
+
+
+def test_a_seed_is_the_whole_story() -> None:
+    assert simulate(4) == simulate(4)
+
+
+def test_calm_weather_costs_what_the_work_costs() -> None:
+    r = simulate(1, run=RunSpec(1, 1), weather=CALM)
+    assert (r.outcome, r.attempts, r.controllers, r.steps_redone) == ("done", 1, 1, 0)
+    work_s = Job().total_steps * Job().step_s
+    assert work_s < r.elapsed_s < work_s + 200
+    assert math.isclose(r.usd, 1800 / 3600, rel_tol=0.05)  # 1 USD an hour
+
+
+def test_without_capacity_it_stops_and_says_so() -> None:
+    r = simulate(2, run=RunSpec(1, 2, max_hours_without_progress=1.0), weather=Weather(calm_s=math.inf, available=0.0))
+    assert r.outcome == "failed"
+    assert "for lack of capacity" in r.reason
+    assert 3600 <= r.elapsed_s < 3800
+    assert r.usd == 0
+
+
+def test_a_budget_holds_in_every_world() -> None:
+    run = RunSpec(1, 3, poll_s=5.0, budget_usd=0.2, exit_grace_s=60.0)
+    ends = Counter(r.outcome for r in simulate_many(range(20), run=run))
+    assert ends["stopped"] > 12
+
+
+def test_hours_hold() -> None:
+    r = simulate(5, run=RunSpec(1, 1, max_hours=0.25), weather=CALM)
+    assert (r.outcome, r.reason) == ("stopped", "the limit of 0.25 h is reached")
+    assert 0.25 * 3600 <= r.elapsed_s < 0.25 * 3600 + 200
+    assert 0 < r.committed_step < 300  # it drained
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["patient?premium=1.1&patience_s=600", "on_demand_fallback", "uniform_progress?deadline_h=1.5&work_h=0.5&total_steps=300"],
+)
+def test_all_policies_keep_the_rules(policy: str) -> None:
+    for r in simulate_many(range(8), policies.resolve(policy)):
+        assert r.outcome == "done" or r.weather.fails_at_step or r.weather.stop_at_s is not None
+
+
+def test_on_demand_saves_a_run_that_has_no_spot() -> None:
+    drought = Weather(offers=(*CALM.offers, ON_DEMAND), calm_s=20_000.0, available=0.0, crashes=0.0, overtakings=0.0)
+    r = simulate(3, policies.on_demand_fallback, RunSpec(1, 2), drought)
+    assert r.outcome == "done"
+    assert r.elapsed_s < 4000
+
+
+def test_the_command_prints_what_happened(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(seeds=2, seed=None, first=0, policy="cheapest") == 0
+    assert "2 worlds, every rule held" in capsys.readouterr().out
+    assert command(seeds=1, seed=3, first=0, policy="cheapest") == 0
+    assert "RunEnded" in capsys.readouterr().out
+
+
+# ---- the checkers can fail ------------------------------------------------------------------------------------------
+class DeafLease(Lease):
+    """Does not look whether it was overtaken."""
+
+    def check(self) -> None: ...
+
+
+class HastyLease(Lease):
+    """Overtakes a living holder, and does not stop when overtaken."""
+
+    def check(self) -> None: ...
+    def _is_over(self, term: int) -> bool:
+        return True
+
+
+class LazyJournal(Journal):
+    """Says that facts are durable when they are not yet."""
+
+    flushes = 0
+
+    def flush(self) -> None:
+        self.flushes += 1
+        if self.flushes % 4 == 0:
+            super().flush()
+
+
+class ForgetfulJournal(Journal):
+    """A successor that does not read what its predecessor did."""
+
+    def read(self) -> list[Stamped]:
+        return []
+
+
+class GenerousJournal(Journal):
+    """Bills whole minutes."""
+
+    def record(self, fact: Fact) -> None:
+        if isinstance(fact, AttemptEnded):
+            fact = dataclasses.replace(fact, billed_s=60 * math.ceil(fact.billed_s / 60))
+        super().record(fact)
+
+
+class OverwritingStore(MemoryStore):
+    """Has no create-only write."""
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        self.put(key, data)
+        return True
+
+
+class LeakyStore(MemoryStore):
+    """Acknowledges step records, and loses some."""
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        return key.startswith("samples/0000000041") or super().create(key, data)
+
+
+class NewestByStep(Snapshots):
+    """Lets a zombie of an old epoch be the newest."""
+
+    def refs(self) -> list[Ref]:
+        return sorted(super().refs(), key=lambda ref: ref.step, reverse=True)
+
+
+class EarlyCommit(Snapshots):
+    """Does not wait for all ranks."""
+
+    def commit(self, ref: Ref, world: int) -> Manifest | None:
+        if not (keys := self.store.list(f"snapshots/parts/{ref.name}/list-r00000")):
+            return None
+        lists = [dataclasses.replace(PartList.from_json(self.store.get(key)), world=len(keys)) for key in keys]
+        manifest = Manifest.merge(lists)
+        self.store.create(f"snapshots/manifests/{ref.name}.json", manifest.to_json().encode())
+        return manifest
+
+
+class PartsLast(Snapshots):
+    """Writes part lists and leaves the parts for later."""
+
+    def write(self, ref: Ref, rank: int, world: int, files: Any, tensors: Any, data: Any, token: str) -> Any:
+        written = super().write(ref, rank, world, files, tensors, data, token)
+        if rank == 1:
+            self.store.delete(written.parts[0].key)
+        return written
+
+
+def impatient(run: RunSpec, *others: Any) -> Outcome:
+    """Does not wait until the nodes are gone."""
+    return recover(dataclasses.replace(run, exit_grace_s=0.0, terminate_timeout_s=0.0), *others)
+
+
+def greedy(run: RunSpec, *others: Any) -> Outcome:
+    return recover(dataclasses.replace(run, max_nodes=run.max_nodes + 1), *others)
+
+
+def spendthrift(run: RunSpec, *others: Any) -> Outcome:
+    return recover(dataclasses.replace(run, budget_usd=None), *others)
+
+
+def boastful(run: RunSpec, policy: Any, world: Any, journal: Journal, lease: Lease) -> Outcome:
+    """Says done without a look at the bucket."""
+    lease.acquire()
+    journal.record(RunEnded("done", "all is well", 300))
+    journal.flush()
+    return Outcome("done", "all is well", 300)
+
+
+def sleepy(view: View) -> Wait:
+    return Wait(60.0, "later")
+
+
+STORMY = Weather(kills_per_h=12, zombies=0.8, noticed=0.2, crashes=0.002, overtakings=0.01, calm_s=1800.0)
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "deaf lease": ({"build": Build(lease=DeafLease)}, "one hand"),
+    "hasty lease": ({"build": Build(lease=HastyLease)}, "one hand"),
+    "lazy journal": ({"build": Build(journal=LazyJournal)}, "intended first"),
+    "forgetful journal": ({"build": Build(journal=ForgetfulJournal)}, "ledger|life|node limit|nothing left"),
+    "generous journal": ({"build": Build(journal=GenerousJournal)}, "ledger"),
+    "overwriting store": ({"build": Build(store=lambda objects: OverwritingStore("memory://sim", objects))}, "write once"),
+    "leaky store": ({"build": Build(store=lambda objects: LeakyStore("memory://sim", objects))}, "samples once"),
+    "newest by step": ({"build": Build(snapshots=NewestByStep)}, "newest counts"),
+    "early commit": ({"build": Build(snapshots=EarlyCommit), "run": RunSpec(2, 3, poll_s=5.0)}, "whole"),
+    "parts last": ({"build": Build(snapshots=PartsLast), "run": RunSpec(2, 3, poll_s=5.0)}, "whole"),
+    "impatient": ({"build": Build(recover=impatient)}, "nothing left"),
+    "greedy": ({"build": Build(recover=greedy), "run": RunSpec(1, 2, poll_s=5.0)}, "node limit"),
+    "spendthrift": ({"build": Build(recover=spendthrift), "run": RunSpec(1, 3, poll_s=5.0, budget_usd=0.02)}, "budget"),
+    "boastful": ({"build": Build(recover=boastful)}, "newest counts"),
+    "sleepy": ({"policy": sleepy, "run": RunSpec(1, 1, poll_s=60.0, max_hours_without_progress=2.0)}, "life"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_part_is_found(name: str) -> None:
+    world, rule = BROKEN[name]
+
+    def broken_worlds() -> Iterator[SimResult]:
+        return simulate_many(range(60), **{"weather": STORMY, **world})
+
+    with pytest.raises(Violation, match=rf"^({rule}): [\s\S]*harness simulate --seed \d+"):
+        for _ in broken_worlds():
+            pass
+
+
+def test_the_same_storm_breaks_no_rule_with_whole_parts() -> None:
+    """The control of the experiment above."""
+    assert all(r.outcome == "done" for r in simulate_many(range(12), weather=STORMY))

@@ -1,0 +1,431 @@
+"""Whatever is redone, killed or doubled, a tracker is told every committed step in order and exactly once."""
+
+import base64
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from truerun import TrueRun
+
+from harness import trackers
+from harness.trackers import Function, Jsonl, Publisher, RunInfo, Wandb, build, collect, committed, marker_key, metrics, published
+from harness.world import BadInput
+from storage.manifest import Ref
+from storage.objects import FileStore, MemoryStore, StoreUnavailable
+
+FAST = {"min_batch_s": 0.0, "tries": 1}
+
+
+def publisher(run, *given, store=None, **changes):
+    return Publisher(store or run.store, RunInfo.of(run.store), given or [Jsonl()], **{**FAST, **changes})
+
+
+def told(store, tmp_path, name="jsonl"):
+    """Steps as somebody who collects them sees them."""
+    (path,) = collect(store, tmp_path / f"collected-{time.monotonic_ns()}")
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+class Deaf(MemoryStore):
+    """Creating a marker fails: before the write ("lost") or after it ("unheard")."""
+
+    how = ""
+
+    def create(self, key, data):
+        if self.how == "unheard" and key.startswith("trackers/"):
+            super().create(key, data)
+        if self.how and key.startswith("trackers/"):
+            raise StoreUnavailable(f"{key}: no answer")
+        return super().create(key, data)
+
+
+# ---- exactly once -----------------------------------------------------------------------------------------------
+def test_steps_are_published_once_over_rewinds(tmp_path):
+    run = TrueRun().train(7, every=3)
+    p = publisher(run)
+    assert not p.round()
+    run.train(12, every=4)
+    p.round()
+    run.snapshots.quarantine(Ref(epoch=2, step=12), "bad")  # steps 9-12 are redone, by a new epoch and with other losses
+    run.rewind(Ref(epoch=2, step=8))
+    run.loss = lambda step: 9.0
+    run.train(10)
+    assert not p.round()
+    assert not publisher(run).round()  # a restarted publisher
+    run.train(20, final=True)
+    assert p.round()
+    assert told(run.store, tmp_path) == list(range(1, 21))
+    assert [(m["first"], m["last"]) for m in published(run.store, "jsonl")] == [(1, 7), (8, 12), (13, 20)]
+
+
+@pytest.mark.parametrize("how", ["lost", "unheard"])
+def test_crash_between_publishing_and_marker(tmp_path, how):
+    run = TrueRun(store=Deaf("memory://x/deaf", {})).train(5)
+    run.store.how = how
+    publisher(run).round()
+    run.store.how = ""
+    run.train(9, final=True)
+    assert publisher(run).round()
+    assert told(run.store, tmp_path) == list(range(1, 10))
+
+
+def test_two_publishers_cut_differently(tmp_path):
+    """While one publishes steps 1-5, more is committed and another publishes 1-10: the first to mark owns them."""
+    run = TrueRun().train(5)
+    other = publisher(run)
+
+    class Slow(Jsonl):
+        def publish(self, records, info, folder):
+            super().publish(records, info, folder)
+            if records[0].step == 1:
+                assert records[-1].step == 5
+                run.train(10)
+                other.round()
+
+    slow = publisher(run, Slow())
+    slow.round()
+    run.train(12, final=True)
+    assert slow.round()
+    assert other.round()
+    assert told(run.store, tmp_path) == list(range(1, 13))
+    assert [(m["first"], m["last"]) for m in published(run.store, "jsonl")] == [(1, 10), (11, 12)]
+    files = [k for k in run.store.list("trackers/jsonl/") if "/metrics" in k]
+    assert len(files) == 2  # the loser took its own away
+
+
+def test_many_publishers_at_once(tmp_path):
+    run = TrueRun().train(2)
+    stop = threading.Event()
+    threads = [threading.Thread(target=publisher(run, stop=stop).run, args=(0.001,)) for _ in range(6)]
+    for t in threads:
+        t.start()
+    for to in range(4, 41, 2):
+        run.train(to, final=to == 40)
+    for t in threads:
+        t.join(30)
+    assert told(run.store, tmp_path) == list(range(1, 41))
+
+
+def test_committed_reads_only_what_it_needs():
+    run = TrueRun()
+    for to in range(3, 31, 3):
+        run.train(to, final=to == 30)
+    info = RunInfo.of(run.store)
+    assert [r.step for r in committed(run.store, info, 1, limit=4)[0]] == [1, 2, 3, 4]
+    assert [r.step for r in committed(run.store, info, 5, limit=5)[0]] == [5, 6, 7, 8, 9]
+    records, final = committed(run.store, info, 28)
+    assert ([r.step for r in records], final) == ([28, 29, 30], True)
+    assert committed(run.store, info, 31) == ([], True)
+    run.store.delete(run.store.list("samples/")[0])
+    assert [r.step for r in committed(run.store, info, 20)[0]] == list(range(20, 31))
+
+
+def test_late_publisher_goes_in_batches(tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers.committed, "__defaults__", (4,))
+    monkeypatch.setattr(trackers, "MAX_BATCH_STEPS", 4)
+    run = TrueRun().train(19, final=True)
+    assert publisher(run, min_batch_s=1e9).round()
+    assert told(run.store, tmp_path) == list(range(1, 20))
+    assert [m["last"] for m in published(run.store, "jsonl")] == [4, 8, 12, 16, 19]
+
+
+def test_batches_are_apart_except_the_last(tmp_path):
+    run, clock = TrueRun().train(3), [0.0]
+    p = publisher(run, min_batch_s=30.0, monotonic=lambda: clock[0])
+    p.round()
+    run.train(6)
+    clock[0] = 29.0
+    p.round()
+    assert len(list(published(run.store, "jsonl"))) == 1
+    clock[0] = 31.0
+    p.round()
+    run.train(9)
+    p.round()
+    assert len(list(published(run.store, "jsonl"))) == 2
+    p.round(last=True)  # told to stop
+    assert told(run.store, tmp_path) == list(range(1, 10))
+
+
+# ---- failures ---------------------------------------------------------------------------------------------------
+def test_failing_tracker_is_tried_later_and_stops_nobody(tmp_path, caplog):
+    run, clock, calls = TrueRun().train(3), [0.0], []
+
+    def broken(records, info):
+        calls.append([r.step for r in records])
+        if len(calls) < 3:
+            raise RuntimeError("api_key=0123456789abcdef0123456789abcdef0123 was refused")
+
+    p = publisher(run, Function("broken", broken), Jsonl(), min_batch_s=10.0, monotonic=lambda: clock[0])
+    p.round()
+    assert told(run.store, tmp_path) == [1, 2, 3]
+    assert "0123456789abcdef" not in caplog.text
+    assert "steps from 1 on are not published" in caplog.text
+    clock[0] = 19.0
+    p.round()
+    assert len(calls) == 1  # 20 s after the first failure
+    clock[0] = 21.0
+    p.round()
+    clock[0] = 60.0
+    p.round()
+    assert len(calls) == 2  # 40 s after the second
+    clock[0] = 62.0
+    run.train(5, final=True)
+    assert p.round()
+    assert calls == [[1, 2, 3], [1, 2, 3], [1, 2, 3, 4, 5]]
+    assert run.store.list("trackers/broken/claims/") == []
+
+
+def test_two_publishers_do_not_act_outside_at_once():
+    run, calls, clock = TrueRun().train(3, final=True), [], [1000.0]
+    second = publisher(run, Function("f", lambda records, info: calls.append("second")), now=lambda: clock[0])
+
+    def first_call(records, info):
+        second.round()  # tries while the first one is at it
+        calls.append("first")
+
+    assert publisher(run, Function("f", first_call), now=lambda: clock[0]).round()
+    assert calls == ["first"]
+    assert second.round()
+    assert calls == ["first"]
+
+
+def test_claim_of_a_dead_publisher_is_taken_over():
+    run, calls, clock = TrueRun().train(3, final=True), [], [1000.0]
+    run.store.create("trackers/f/claims/0000000001.json", b'{"by":"dead","t":1000.0}')
+    p = publisher(run, Function("f", lambda records, info: calls.append(len(records))), now=lambda: clock[0])
+    assert not p.round()
+    clock[0] += trackers.CLAIM_S + 1
+    assert p.round()
+    assert calls == [3]
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("", "no tracker"),
+        ("wanbd", "'wanbd' is not known"),
+        ("no.such.module:f", "wanted an importable"),
+        ("harness.trackers:POLL_S", "wanted a function"),
+        pytest.param("tensorboard", "pip install tensorboard", marks=pytest.mark.skipif("tensorboard" in sys.modules, reason="installed")),
+    ],
+)
+def test_bad_spec_is_a_clear_error(spec, words):
+    if spec == "tensorboard" and trackers.importlib.util.find_spec("tensorboard"):
+        pytest.skip("it is installed here")
+    with pytest.raises(BadInput, match=words):
+        build(spec, {})
+
+
+def test_spec_names_trackers():
+    found = build("jsonl, builtins:print,jsonl", {})
+    assert [t.name for t in found] == ["jsonl", "builtins-print"]
+
+
+def test_metrics_of_a_step():
+    run = TrueRun()
+    run.begin_epoch(3)
+    r = run.record(1, 3, metrics={"grad_norm": 2.0, "val_loss": 1.5}, dt=2.0)
+    assert metrics(r) == {
+        "train/loss": 1.0, "train/lr": 0.1, "train/grad_norm": 2.0, "world": 3, "accumulation": 2, "epoch": 1, "samples_per_s": 4.0,
+        "val_loss": 1.5,
+    }  # fmt: skip
+
+
+def test_collect_refuses_what_was_changed(tmp_path):
+    run = TrueRun().train(3)
+    publisher(run).round()
+    (key,) = [k for k in run.store.list("trackers/jsonl/") if k.endswith(".jsonl")]
+    run.store.put(key, b"{}")
+    with pytest.raises(BadInput, match="it was changed"):
+        collect(run.store, tmp_path)
+
+
+# ---- W&B --------------------------------------------------------------------------------------------------------
+def history(folder):
+    """Run ids and steps in all offline run directories, as `wandb sync` reads them, in the order of first steps."""
+    from wandb.proto import wandb_internal_pb2 as pb
+    from wandb.sdk.internal.datastore import DataStore
+
+    ids, steps, configs = set(), [], []
+    for path in sorted(Path(folder).rglob("*.wandb"), key=lambda p: p.parent.name.rsplit("-", 1)[1]):
+        store = DataStore()
+        store.open_for_scan(str(path))
+        finished = False
+        while (data := store.scan_data()) is not None:
+            record = pb.Record()
+            record.ParseFromString(data)
+            kind = record.WhichOneof("record_type")
+            if kind == "run":
+                ids.add(record.run.run_id)
+                configs.append({u.key: json.loads(u.value_json) for u in record.run.config.update})
+            if kind == "history":
+                items = {i.nested_key[0] if i.nested_key else i.key: json.loads(i.value_json) for i in record.history.item}
+                assert items["_step"] == record.history.step.num
+                steps.append((items["_step"], items["train/loss"]))
+            finished |= kind == "exit"
+        store._fp.close()
+        assert finished
+    return ids, steps, configs
+
+
+def test_wandb_offline_over_rewind_and_crash(tmp_path):
+    run = TrueRun(store=Deaf("memory://x/offline", {})).train(4)
+    (tracker,) = build("wandb", {"WANDB_API_KEY": "x" * 40, "WANDB_MODE": "offline"})
+    assert not tracker.online
+    p = publisher(run, tracker)
+    p.round()
+    run.train(8, every=2)
+    run.store.how = "lost"  # published, and dead before the marker
+    p.round()
+    run.store.how = ""
+    run.snapshots.quarantine(Ref(epoch=2, step=8), "bad")
+    run.rewind(Ref(epoch=2, step=6)).train(10, final=True)
+    restarted = publisher(run, tracker)
+    assert restarted.round()
+    paths = collect(run.store, tmp_path)
+    ids, steps, configs = history(tmp_path)
+    assert ids == {restarted.info.id}
+    assert steps == [(k, 2.0 / (k + 1)) for k in range(1, 11)]
+    assert all(c["global_batch"] == 8 and c["seed"] == 7 for c in configs)
+    assert not any("logs" in path.parts for path in paths)
+
+
+def start(url, *flags, env=None, **popen):
+    base = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
+    command = [sys.executable, "-m", "harness.trackers", url, *flags]
+    return subprocess.Popen(command, env=base | (env or {}), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **popen)
+
+
+def test_two_wandb_publishers_as_processes(tmp_path):
+    run = TrueRun(store=FileStore((tmp_path / "run").as_uri())).train(30, every=10, final=True)
+    both = [start(run.store.url, "--trackers", "wandb,jsonl") for _ in range(2)]
+    for process in both:
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, out + err
+    collect(run.store, tmp_path / "collected")
+    ids, steps, _ = history(tmp_path / "collected")
+    assert len(ids) == 1
+    assert [k for k, _ in steps] == list(range(1, 31))
+
+
+def test_sigterm_publishes_what_is_left(tmp_path):
+    run = TrueRun(store=FileStore((tmp_path / "run").as_uri()))
+    run.train(3)
+    process = start(run.store.url, "--trackers", "jsonl", "--min-batch-s", "3600")
+    deadline = time.monotonic() + 30
+    while marker_key("jsonl", 1) not in run.store.list("trackers/"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    run.train(6)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 0, out + err
+    assert told(run.store, tmp_path) == [1, 2, 3, 4, 5, 6]
+
+
+def test_sigterm_is_bounded(tmp_path):
+    run = TrueRun(store=FileStore((tmp_path / "run").as_uri())).train(3)
+    body = "import pathlib, time\ndef f(records, info):\n    pathlib.Path('at-it').touch()\n    time.sleep(600)\n"
+    (tmp_path / "hangs.py").write_text(body)
+    env = {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
+    process = start(run.store.url, "--trackers", "hangs:f,jsonl", "--finish-s", "1", env=env, cwd=tmp_path)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "at-it").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.terminate()
+    process.communicate(timeout=10)
+    assert process.returncode == 1
+    assert told(run.store, tmp_path) == [1, 2, 3]  # what hangs holds up no other
+
+
+class FakeServer(http.server.BaseHTTPRequestHandler):
+    """W&B's answer to who we are."""
+
+    def do_POST(self):
+        good = base64.b64encode(b"api:good").decode() in self.headers["Authorization"]
+        assert self.path == "/graphql"
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": {"viewer": {"id": "me"} if good else None}}).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+def test_key_is_checked_before_anything_starts(tmp_path):
+    with http.server.HTTPServer(("127.0.0.1", 0), FakeServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        env = {"WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}"}
+        (tracker,) = build("wandb", {**env, "WANDB_API_KEY": "good"})
+        assert tracker.online
+        assert tracker.outside
+        with pytest.raises(BadInput, match="does not know the WANDB_API_KEY"):
+            build("wandb", {**env, "WANDB_API_KEY": "bad"})
+        server.shutdown()
+    key = "0123456789abcdef0123456789abcdef01234567"
+    process = start(tmp_path.as_uri(), "--trackers", "wandb", env={"WANDB_API_KEY": key, "WANDB_BASE_URL": "http://127.0.0.1:9"})
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "W&B cannot be reached at http://127.0.0.1:9" in err
+    assert key not in out + err
+
+
+class FakeRun:
+    """What `Wandb` uses of a W&B run, with the server's memory: a step is kept once, steps only grow."""
+
+    def __init__(self, server):
+        self.server = server
+        self.resumed, self.step = bool(server), max(server, default=-1) + 1
+
+    def log(self, values, step):
+        assert step not in self.server, f"step {step} was sent twice"
+        self.server[step] = values
+
+    def finish(self, exit_code):
+        pass
+
+
+class FakeWandb:
+    class Settings:
+        def __init__(self, **values):
+            self.values = values
+
+    def __init__(self):
+        self.server, self.inits = {}, []
+
+    def init(self, **values):
+        self.inits.append(values)
+        return FakeRun(self.server)
+
+    def teardown(self):
+        pass
+
+
+def test_wandb_online_resumes_one_run_and_asks_what_it_has():
+    run = TrueRun(store=Deaf("memory://x/online", {})).train(4)
+    api = FakeWandb()
+    original = run.store.create
+    publisher(run, Wandb(api, online=True)).round()
+
+    def dies_before_the_marker(key, data):
+        if key == marker_key("wandb", 5):
+            raise StoreUnavailable("dead")
+        return original(key, data)
+
+    run.train(8)
+    run.store.create = dies_before_the_marker
+    publisher(run, Wandb(api, online=True)).round()
+    run.store.create = original
+    run.train(11, final=True)
+    assert publisher(run, Wandb(api, online=True)).round()
+    assert list(api.server) == list(range(1, 12))
+    assert {(i["id"], i["resume"], i["mode"]) for i in api.inits} == {(RunInfo.of(run.store).id, "allow", "online")}
+    assert [m["last"] for m in published(run.store, "wandb")] == [4, 11]
