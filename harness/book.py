@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from harness.facts import AttemptEnded, AttemptIntended, AttemptUp, Fact, LeaseTaken, RunEnded, Stamped
 from harness.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED, Node, NodeState, Offer
 
-BLOCK_S, BLOCK_LIMIT_S = 2.0, 60.0  # a full offer is left alone for this long, doubled at every refusal up to the limit
+BLOCK_S = 2.0  # a full offer is left alone for this long, doubled at every refusal up to the run's limit
 UNLED_S = 3600.0
 
 
@@ -24,6 +24,7 @@ class Book:
     """What happened so far, as far as the next decision depends on it."""
 
     rng: random.Random
+    block_limit_s: float = 60.0
     started_s: float | None = None
     open: dict[int, Node] = field(default_factory=dict)  # intended and not ended, as last known
     ended: dict[int, AttemptEnded] = field(default_factory=dict)
@@ -37,8 +38,8 @@ class Book:
     last_s: float = 0.0  # of the last fact
 
     @classmethod
-    def of(cls, facts: Iterable[Stamped], rng: random.Random) -> Book:
-        book = cls(rng)
+    def of(cls, facts: Iterable[Stamped], rng: random.Random, block_limit_s: float = 60.0) -> Book:
+        book = cls(rng, block_limit_s)
         for stamped in facts:
             book.add(stamped.t, stamped.fact)
         return book
@@ -68,7 +69,7 @@ class Book:
         if fact.end == "no-capacity" and node:
             name = node.offer.name
             self.refusals[name] = self.refusals.get(name, 0) + 1
-            wait_s = min(BLOCK_LIMIT_S, BLOCK_S * 2.0 ** min(self.refusals[name] - 1, 16))
+            wait_s = min(self.block_limit_s, BLOCK_S * 2.0 ** min(self.refusals[name] - 1, 16))
             self.blocked[name] = fact.gone_s + wait_s * self.rng.uniform(0.5, 1.0)
         elif not again and fact.end != "terminated" and not (fact.end == "lost" and fact.up_s is None):
             self.fruitless += 1

@@ -80,7 +80,9 @@ def launch(flags: LaunchFlags) -> int:
     console.print(f"run     {url}\nwatch   harness status {url}\nstop    harness stop {url}", highlight=False, soft_wrap=True)
 
     clock = RealClock()
-    run = RunSpec(low, high, poll_s=0.5, budget_usd=flags.budget_usd, max_hours=flags.max_hours, lost_after_s=10.0, exit_grace_s=90.0)
+    run = RunSpec(  # the local cloud answers at once, so everything that waits for a cloud is short
+        low, high, poll_s=0.5, budget_usd=flags.budget_usd, max_hours=flags.max_hours, lost_after_s=10.0, block_limit_s=6.0, exit_grace_s=90.0
+    )
     holder = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
     journal = Journal(store, f"controller-{secrets.token_hex(6)}", clock.now)
     cloud = local.LocalCloud(_state_dir(url), task, flags.market, url, wanted=(low, high))

@@ -15,15 +15,14 @@ gradient that does not fit is seen before anything is applied, by all ranks alik
 another unit; the first step of a run is always done twice, because nothing is known yet. NaN and infinity make the whole gradient NaN:
 a GradScaler skips such a step on all ranks, and without one the session stops.
 
-Error of one element of the sum over M micro-batches, against the true sum S of what backward gave; peak: the greatest |gradient| of
-that parameter lately; u = 2**-24:
-    exact      M * 2**(9 + ceil(log2(M + 1)) - 63) * peak + u |S|      1.1e-15 * M * peak for M = 12..15
-    exact32    M * 2**(3 + ceil(log2(M + 1)) - 31) * peak + u |S|      3.0e-8 * M * peak for M = 12..15
-    float32    (M - 1) * u * sum of |g| (in sequence), + u |S|         6.0e-8 * M * sum of |g|
-(The units are at most 2**headroom times what the peak would allow, and the exponent rounds the peak up by less than 2.) So "exact" is below
-float32 for every element whose sum of |g| is above 2e-8 of the peak; beneath that it is less than 1.1e-15 M of the peak. "exact32" is
-below float32 only for elements near the peak (sum of |g| > 0.5 peak for M = 12): its error is that of the greatest elements for all
-of them. That is why 64 bits are the default; take 32 where the wire is the bottleneck.
+Error of one element of the sum S of M micro-batches, against the true sum of what backward gave. L: bit length of M; u = 2**-24; peak:
+the greatest |gradient| of that parameter in one micro-batch, an older step's counting half for each step of its age:
+    exact      M * 2**(L + 9 - 64) * peak + u |S|       4.4e-16 * M * peak for M = 8..15
+    exact32    M * 2**(L + 3 - 32) * peak + u |S|       3.0e-8 * M * peak for M = 8..15
+    float32    (M - 1) * u * sum of |g|                 6.0e-8 * (M - 1) * sum of |g|
+So "exact" is below float32 for every element whose sum of |g| is above 1e-8 of the peak (M <= 15), and for those beneath it is still
+less than 1e-14 of the peak. "exact32" has the greatest elements' error for all elements: it is below float32 only where the sum of |g| is
+above half the peak. That is why 64 bits are the default; take 32 where the wire is the bottleneck.
 
 What no sum can mend: another kind of accelerator, another torch, another number of CPU threads. These are recorded and compared.
 """
@@ -49,7 +48,7 @@ from harness.world import BadInput, HarnessError
 WORDS = {"exact": 64, "exact32": 32}  # bits on the wire of each value of attach(reduce=...)
 HEADROOM = {64: 8, 32: 2}  # a gradient may be 2**8 (2**2) times its recent peak before a step must be done again
 INTEGERS = {64: torch.int64, 32: torch.int32}
-MAX_SHIFT = 126  # 2**126 is the greatest power of two whose inverse is a normal float32
+MAX_SHIFT = 149  # no float32 is finer than that
 LEAST_BITS = 12  # of one micro-batch's share of a word; fewer would not be worth summing
 MAX_REPEATS = 4  # one is enough when backward is deterministic
 CHUNK = 1 << 16  # elements on a CPU at a time, so that what several passes read stays in its cache
@@ -112,7 +111,7 @@ def environment(device: torch.device) -> dict[str, str]:
         name, threads = torch.cuda.get_device_name(device), "any"
     else:
         name, threads = f"{platform.machine()} {_cpu()} {torch.backends.cpu.get_cpu_capability()}", str(torch.get_num_threads())
-    return {"torch": torch.__version__, "device": name, "threads": threads}
+    return {"torch": str(torch.__version__), "device": name, "threads": threads}
 
 
 def _cpu() -> str:
@@ -147,9 +146,12 @@ def add_rounded(grad: torch.Tensor, shift: int, total: torch.Tensor, scratch: _S
     if grad.numel() == 0:
         return 0.0
     least, greatest = torch.aminmax(grad)  # one pass; NaN wins
-    for g, t in zip(grad.split(CHUNK), total.split(CHUNK), strict=True):
+    for g, t in zip(torch.split(grad, CHUNK), torch.split(total, CHUNK), strict=True):
         real, whole = scratch.of(grad.dtype, len(g)), scratch.of(total.dtype, len(g))
-        torch.mul(g, 2.0**shift, out=real).round_()  # a power of two: exact
+        torch.mul(g, 2.0 ** min(shift, 126), out=real)  # powers of two: exact; 2**127 is the last that float32 has
+        if shift > 126:
+            real.mul_(2.0 ** (shift - 126))
+        real.round_()
         whole.copy_(real)
         np.add(t.numpy(), whole.numpy(), out=t.numpy())  # torch's int64 add multiplies by alpha=1: four times slower
     return max(-float(least), float(greatest))
@@ -158,7 +160,9 @@ def add_rounded(grad: torch.Tensor, shift: int, total: torch.Tensor, scratch: _S
 def add_rounded_together(grads: list[torch.Tensor], shifts: list[int], totals: list[torch.Tensor]) -> torch.Tensor:
     """The same for many tensors in few kernels, for a GPU. Returns the peaks, (len(grads),)."""
     peaks = torch.stack(torch._foreach_norm(grads, math.inf))
-    scaled = torch._foreach_mul(grads, [2.0**shift for shift in shifts])
+    scaled = torch._foreach_mul(grads, [2.0 ** min(shift, 126) for shift in shifts])
+    if max(shifts) > 126:
+        torch._foreach_mul_(scaled, [2.0 ** max(shift - 126, 0) for shift in shifts])
     torch._foreach_round_(scaled)
     torch._foreach_add_(totals, [real.to(total.dtype) for real, total in zip(scaled, totals, strict=True)])
     return peaks
@@ -170,7 +174,7 @@ def divide_into(out: torch.Tensor, total: torch.Tensor, weight: float | torch.Te
     if total.device.type != "cpu":
         out.copy_(torch.div(total, below))
         return
-    for o, t in zip(out.split(CHUNK), total.split(CHUNK), strict=True):
+    for o, t in zip(torch.split(out, CHUNK), torch.split(total, CHUNK), strict=True):
         o.copy_(torch.div(t, below, out=scratch.of(torch.float64, len(t))))
 
 
@@ -202,7 +206,7 @@ def exact_norm(
     sums = torch.zeros(limbs, dtype=torch.int64, device=device)
     size = CHUNK if device.type == "cpu" else 1 << 24
     for part in parts:
-        for piece in part.split(size):
+        for piece in torch.split(part, size):
             x = piece.double().mul_(2.0 ** -max(exponent, -1000))  # below 1
             x.mul_(x)
             for limb in range(limbs):
@@ -263,9 +267,10 @@ class _Counting:
         """Add one micro-batch's gradients of the parameters `members` to their totals ((n,) integers)."""
         for i in members:
             if i in self._seen:
+                name = self._names.get(id(self.parameters[i]), "a parameter")
                 raise BadInput(
-                    f"the gradient of {self._names.get(id(self.parameters[i]), 'a parameter')} came in two parts in one backward; exact sums "
-                    "need it whole: with activation checkpointing use use_reentrant=False, with fsdp2 call each sharded block once in a forward"
+                    f"the gradient of {name} came in two parts in one backward; exact sums need it whole: with activation checkpointing "
+                    "use use_reentrant=False, with fsdp2 call each sharded block once in a forward"
                 )
             self._seen.add(i)
         wide = [(g.to_dense() if g.is_sparse else g).reshape(-1) for g in grads]
@@ -582,9 +587,9 @@ class ExactSharded(Sharded):
     def norm(self) -> torch.Tensor:
         parts = [g.view(-1) for g in self._local()]
         numel = sum(p.numel() for p in self.parameters)
-        return exact_norm(
-            parts, numel, self.counting.device, lambda t: dist.all_reduce(t, op=dist.ReduceOp.MAX), lambda t: dist.all_reduce(t)
-        )
+        if self.counting.world == 1:
+            return exact_norm(parts, numel, self.counting.device)
+        return exact_norm(parts, numel, self.counting.device, lambda t: dist.all_reduce(t, op=dist.ReduceOp.MAX), dist.all_reduce)
 
     def _clear(self) -> None:
         for group in self._groups:

@@ -186,8 +186,23 @@ class State:
         last, session, snapshot = self.last_step, self.session, self.snapshot
         found = [((last.epoch, 1), last.step)] if last else []
         found += [((session.epoch, 0), session.resumed_step)] if session else []
-        found += [((snapshot[0][0], 1), snapshot[1].step)] if snapshot and not last else []
+        found += [((snapshot[0][0], 1), snapshot[1].step)] if snapshot and not last else []  # of a script without live metrics
         return max(found, default=((0, 0), 0))[1]
+
+    @property
+    def committed(self) -> tuple[int, float | None]:
+        """The newest snapshot's step and when it was taken; the latter is unknown if its writer died before it could tell."""
+        told = (self.snapshot[0], self.snapshot[1].t_start) if self.snapshot else ((0, 0), None)
+        session = self.session
+        if session and (session.resumed_epoch, session.resumed_step) > told[0]:
+            return session.resumed_step, None
+        return told[0][1], told[1]
+
+    @property
+    def refused(self) -> int:
+        """How often there was no capacity since a node last came up."""
+        up = max((n.up_s for n in self.nodes.values() if n.up_s is not None), default=-math.inf)
+        return sum(n.ended is not None and n.ended.end == "no-capacity" and n.ended.gone_s > up for n in self.nodes.values())
 
     @property
     def total(self) -> int:
@@ -308,12 +323,11 @@ def describe(fact: f.Fact, state: State) -> tuple[str, str] | None:
     match fact:
         case f.RunAsked(task, low, high, policy):
             return "bold", f"launch {task} on {low} to {high} nodes, policy {policy}"
-        case f.AttemptIntended(attempt, offer, reason):
-            return "dim", f"node {attempt}: asking for {offer.get('name', '?')}" + (f" ({reason})" if reason else "")
-        case f.AttemptUp(attempt):
-            return "cyan", f"node {attempt} is up"
-        case f.AttemptEnded():
-            style = {"finished": "green", "drained": "", "terminated": "", "no-capacity": "dim"}.get(fact.end, "red")
+        case f.AttemptUp(attempt):  # asking and being refused is no event: in an outage there would be nothing else
+            node = state.nodes.get(str(attempt))
+            return "cyan", f"node {attempt} is up" + (f" on {node.offer}" if node and node.offer else "")
+        case f.AttemptEnded() if fact.end != "no-capacity":
+            style = {"finished": "green", "drained": "", "terminated": ""}.get(fact.end, "red")
             return style, f"node {fact.attempt}: {fact.end}" + (f" ({fact.reason})" if fact.reason and fact.reason != fact.end else "")
         case f.NoticeSeen(member, source, kind, _, deadline):
             until = "" if deadline is None else f", deadline {clock(deadline)[11:]}"
@@ -339,7 +353,7 @@ def describe(fact: f.Fact, state: State) -> tuple[str, str] | None:
             return "red", f"snapshot of step {step} is bad: {why}"
         case f.GuardTripped(step, _, what, value):
             return "red", f"step {step}: {what} ({value:g})"
-        case f.Decided(decision, reason):
+        case f.Decided(decision, reason) if decision != "wait":
             return "dim", f"{decision}: {reason}"
         case f.RunEnded(outcome, reason):
             return "bold green" if outcome == "done" else "bold red", f"run {outcome}: {reason}"
@@ -404,10 +418,12 @@ def _numbers(state: State, now: float) -> list[tuple[str, str]]:
         found.append(("MFU", percent(rates["mfu"])))
     if state.world:
         found.append(("world", f"{state.world}" + (f" × {state.accumulation}" if state.accumulation else "")))
-    if state.snapshot:
-        snapshot = state.snapshot[1]
-        age = "" if state.over else f" ({about(now - snapshot.t_start)} ago)"
-        found.append(("snapshot", f"step {snapshot.step:,}{age}"))
+    committed, taken_s = state.committed
+    if committed:
+        age = "" if state.over or taken_s is None else f" ({about(now - taken_s)} ago)"
+        found.append(("snapshot", f"step {committed:,}{age}"))
+    if state.refused and not state.training():
+        found.append(("refused", f"{state.refused} times"))
     paid, on_demand = state.spent(now)
     if paid:
         found.append(("spent", money(paid) + (f" ({percent(1 - paid / on_demand)} saved)" if on_demand > paid else "")))
@@ -588,7 +604,7 @@ def status(
         view.read()
     t = now()
     paid, on_demand = state.spent(t)
-    last, snapshot = state.last_step, state.snapshot[1] if state.snapshot else None
+    last, (committed, taken_s) = state.last_step, state.committed
     training = state.training()
     nodes = []
     for n in state.shown_nodes(t):
@@ -617,7 +633,7 @@ def status(
         "attempts": len(state.nodes),
         "spent_usd": paid,
         "on_demand_usd": on_demand,
-        "snapshot": {"step": snapshot.step, "epoch": snapshot.epoch, "age_s": t - snapshot.t_start} if snapshot else None,
+        "snapshot": {"step": committed, "age_s": None if taken_s is None else t - taken_s} if committed else None,
         "controller_alive": False if state.over else view.controller,
         "updated_s": state.last_s if state.last_s > 0 else None,
     }

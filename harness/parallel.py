@@ -22,9 +22,19 @@ class Strategy(Protocol):
 
     name: str
     equal_rounds: bool
+    may_repeat: bool  # `again` may say True (exact.py)
 
-    def micro(self, last: bool) -> None:
-        """Before the forward of a micro-batch; `last`: gradients are exchanged during this one's backward."""
+    def start(self, micro_batches: int) -> None:
+        """Before the first step: how many micro-batches every step has, on all ranks together."""
+
+    def micro(self, last: bool, filler: bool = False) -> None:
+        """Before the forward of a micro-batch; `last`: gradients are exchanged during this one's backward; `filler`: it counts nothing."""
+
+    def micro_done(self) -> None:
+        """After the backward of a micro-batch."""
+
+    def again(self) -> bool:
+        """After the last micro-batch: all ranks must do all of this step's once more; what they summed is forgotten."""
 
     def reduce(self) -> None:
         """Wait until every gradient is the sum over all ranks."""
@@ -49,7 +59,7 @@ class Replicated:
     function of model and world only.
     """
 
-    name, equal_rounds = "ddp", False
+    name, equal_rounds, may_repeat = "ddp", False, False
 
     def __init__(self, parameters: Iterable[nn.Parameter], bucket_bytes: int = BUCKET_BYTES):
         self.parameters = [p for p in parameters if p.requires_grad]
@@ -86,10 +96,17 @@ class Replicated:
                 p.grad = view
                 offset += p.numel()
 
-    def micro(self, last: bool) -> None:
+    def start(self, micro_batches: int) -> None: ...
+
+    def micro(self, last: bool, filler: bool = False) -> None:
         self._armed = last
         if last:
             self._missing, self._sent = list(self._sizes), []
+
+    def micro_done(self) -> None: ...
+
+    def again(self) -> bool:
+        return False
 
     def _ready(self, p: nn.Parameter) -> None:
         view = self._views[p]
@@ -140,7 +157,7 @@ class Replicated:
 class Sharded:
     """FSDP2: parameters and gradients are DTensors; reduce-scatter sums them during the last backward."""
 
-    name, equal_rounds = "fsdp2", True
+    name, equal_rounds, may_repeat = "fsdp2", True, False
 
     def __init__(self, model: nn.Module):
         from torch.distributed.fsdp import FSDPModule
@@ -152,9 +169,16 @@ class Sharded:
             module.set_gradient_divide_factor(1.0)  # a sum, not a mean over ranks
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
-    def micro(self, last: bool) -> None:
+    def start(self, micro_batches: int) -> None: ...
+
+    def micro(self, last: bool, filler: bool = False) -> None:
         self._root.set_requires_gradient_sync(last)
         self._root.set_is_last_backward(last)
+
+    def micro_done(self) -> None: ...
+
+    def again(self) -> bool:
+        return False
 
     def reduce(self) -> None:
         """FSDP has waited for its reduce-scatters at the end of the backward."""

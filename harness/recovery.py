@@ -44,6 +44,7 @@ class RunSpec:
     max_failures_at_one_step: int = 3  # one after the other: the script itself is at fault
     max_outage_s: float = 3600.0  # of cloud or bucket, before the controller gives up (nodes go on; launch it again)
     lost_after_s: float = 20.0  # an intended node that the cloud has not shown by then was never launched
+    block_limit_s: float = 60.0  # the longest that an offer without capacity is left alone
     exit_grace_s: float = 120.0  # for nodes to drain and leave by themselves when the run ends
     terminate_timeout_s: float = 600.0  # for them to be surely gone
 
@@ -77,7 +78,7 @@ def recover(run: RunSpec, policy: Policy, world: World, journal: Journal, lease:
     if run.max_hours is not None:
         policy = policies.within_hours(policy, hours=run.max_hours)
     term = lease.acquire()
-    loop = Loop(run, policy, world, journal, lease, Book.of(journal.read(), world.rng))
+    loop = Loop(run, policy, world, journal, lease, Book.of(journal.read(), world.rng, run.block_limit_s))
     loop.note(LeaseTaken(term, lease.holder))
     answered_s = world.clock.now()
     while True:

@@ -199,7 +199,7 @@ def _newest(store: ObjectStore, problems: list[str]) -> tuple[Manifest | None, i
     for ref in refs:
         try:
             return snapshots.load(ref), len(refs)
-        except (NotFound, SnapshotCorrupt) as e:  # noqa: PERF203 - pruned a moment ago, or bad: the next older one
+        except (NotFound, SnapshotCorrupt) as e:  # pruned a moment ago, or bad: the next older one
             problems += [str(e)] if isinstance(e, SnapshotCorrupt) else []
     return None, len(refs)
 
@@ -295,6 +295,8 @@ def duration(seconds: float | None) -> str:
 
 
 def money(usd: float) -> str:
+    if 0 < usd < 0.00005:
+        return "<$0.0001"
     return f"${usd:,.2f}" if abs(usd) >= 10 or usd == 0 else f"${usd:.3f}" if abs(usd) >= 0.1 else f"${usd:.4f}"
 
 
@@ -441,13 +443,13 @@ def _epochs_table(s: Summary) -> Any:
     if not s.ledger.epochs:
         return None
     right = ("#", "world", "accum", "lost", "took")
-    table = _table("#", "world", "nodes", "accum", "micro-batches", "steps", "why it ended", "lost", "took", right=right)
+    table = _table("#", "world", "nodes", "accum", "shares", "steps", "why it ended", "lost", "took", right=right)
     for e in s.ledger.epochs:
         table.add_row(
             str(e.epoch), str(e.world), plain(" ".join(e.attempts)), str(e.accumulation or "–"), spread(e.shares), steps_text(e),
             Text(plain(e.ended) or "goes on"), Text(str(e.steps_lost), style="red" if e.steps_lost else "dim"), duration(e.lost_s),
         )  # fmt: skip
-    note = "accum: micro-batches of the busiest rank; lost: steps to redo; took: wall time lost until the next world trained"
+    note = "shares: micro-batches of each rank, accum: of the busiest; lost: steps to redo; took: wall time lost until the next world trained"
     return Group(table, Text(note, style="dim"))
 
 
@@ -463,10 +465,10 @@ def _buckets_table(s: Summary) -> Any:
     for bucket in BUCKETS:
         share = ledger.ns[bucket] / ledger.billed_ns
         if ledger.ns[bucket]:
-            bar = Text("█" * max(1, round(30 * share)), style=COLOURS[bucket])
+            bar = Text("█" * max(1, round(20 * share)), style=COLOURS[bucket], no_wrap=True)
             table.add_row(
                 bucket, bar, percent(share), duration(ledger.ns[bucket] / NANO), money(ledger.nusd[bucket] / NANO),
-                Text(MEANING[bucket], style="dim"),
+                Text(MEANING[bucket], style="dim", no_wrap=True, overflow="ellipsis"),
             )  # fmt: skip
     table.add_row("billed", "", "100 %", duration(ledger.billed_s), money(ledger.usd), "", style="bold")
     table.show_header = False

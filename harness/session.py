@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import json
 import math
 import os
@@ -36,6 +37,7 @@ from torch import nn
 
 from harness import records as rec
 from harness.batch import Batching, Plan, digest, plan, sample_hash, seed_for
+from harness.exact import WORDS, exact_strategy_for
 from harness.facts import (
     Fact,
     GuardTripped,
@@ -108,7 +110,10 @@ class Step:
 
     def __init__(self, session: Session, number: int, batches: Iterator[MicroBatch]):
         self.number, self._session, self._batches = number, session, batches
-        self._hash_sum, self._samples, self._loss_sum, self._weight = 0, 0, session._zero(), 0.0
+        self._hash_sum, self._samples = 0, 0
+        # One place per micro-batch of the step, filled by who does it: their sum over ranks, in this order, is the same on any world.
+        self._losses = torch.zeros(session.batching.micro_batches, dtype=torch.float64, device=session.device)
+        self._weights = [0.0] * session.batching.micro_batches
         self._tokens_weighted = False
         self._current: MicroBatch | None = None
         self._filler = False
@@ -122,24 +127,33 @@ class Step:
         rounds = s.plan.rounds if s.strategy.equal_rounds else len(micros)
         if s.stream is not None:
             self._batches = s.stream.step(self.number)
-        for i in range(rounds):
-            s.strategy.micro(last=i == rounds - 1)
-            self._filler = i >= len(micros)
-            if not self._filler:
-                self._current = next(self._batches)
-                self._hash_sum += digest(sample_hash(self._current.positions, self._current.samples))
-                self._samples += len(self._current.samples)
-            seed_everything(seed_for(s.seed, self.number, micros[min(i, len(micros) - 1)]))
-            before = self._backwards
-            assert self._current is not None
-            yield to_device(self._current.data, s.device)
-            if self._backwards != before + 1:
-                raise BadInput(
-                    f"step {self.number}: step.backward(loss) was called {self._backwards - before} times for one micro-batch, wanted once"
-                )
+        kept: list[MicroBatch] = []  # in case all must be done again
+        repeat, first = True, True
+        while repeat:
+            for i in range(rounds):
+                self._filler = i >= len(micros)
+                s.strategy.micro(last=i == rounds - 1, filler=self._filler)
+                if not self._filler:
+                    if first and s.strategy.may_repeat:
+                        kept.append(self._read())
+                    self._current = copy.deepcopy(kept[i]) if kept else self._read()  # the script may change what it is given
+                self._micro = micros[min(i, len(micros) - 1)]
+                seed_everything(seed_for(s.seed, self.number, self._micro))
+                before = self._backwards
+                assert self._current is not None
+                yield to_device(self._current.data, s.device)
+                if (times := self._backwards - before) != 1:
+                    raise BadInput(f"step {self.number}: step.backward(loss) was called {times} times for one micro-batch, wanted once")
+            repeat, first = s.strategy.again(), False
         if s.stream is not None:
             for _ in self._batches:  # read on to the end of the global batch
                 raise AssertionError("a micro-batch of ours came after our last one")
+
+    def _read(self) -> MicroBatch:
+        batch = next(self._batches)
+        self._hash_sum += digest(sample_hash(batch.positions, batch.samples))
+        self._samples += len(batch.samples)
+        return batch
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
         """Add this micro-batch's gradients. `loss`: mean over the micro-batch, 0-d. `weight`: how much the mean stands for; by
@@ -152,8 +166,10 @@ class Step:
         if self._session.scaler is not None:
             scaled = self._session.scaler.scale(scaled)
         scaled.backward()  # type: ignore[no-untyped-call]
-        self._loss_sum += loss.detach().double() * amount
-        self._weight += amount
+        self._session.strategy.micro_done()
+        if not self._filler:
+            self._losses[self._micro] = loss.detach().double() * amount
+            self._weights[self._micro] = amount
         self._tokens_weighted |= weight is not None
         self._backwards += 1
 
@@ -185,8 +201,8 @@ class Session:
         keep: Keep,
         reduce: str,
     ):
-        if reduce != "fast":
-            raise BadInput(f"reduce={reduce!r} is not known; wanted 'fast'")
+        if reduce not in ("fast", *WORDS):
+            raise BadInput(f"reduce={reduce!r} is not known; wanted 'fast', 'exact' or 'exact32'")
         self.seed, self.reduce = seed, reduce
         self.rank = int(environ.get("RANK", 0))
         self.local_rank = int(environ.get("LOCAL_RANK", 0))
@@ -311,8 +327,12 @@ class Session:
                 "before run.prepare(model, optimizer)"
             )
         self.scheduler, self.scaler = scheduler, scaler
-        self.strategy: Strategy = strategy_for(model)
         self._saved = {"model": model, "optimizer": _Many(self._optimizers)}
+        self.strategy: Strategy
+        if self.reduce == "fast":
+            self.strategy = strategy_for(model)
+        else:
+            self.strategy = self._saved["reduce"] = exact_strategy_for(model, self.reduce, self._optimizers)
         for name, thing in {"scheduler": scheduler, "scaler": scaler, **others}.items():
             if thing is None:
                 continue
@@ -359,6 +379,7 @@ class Session:
         if mapped:
             pin = self.device.type == "cuda"
             batches = map_style(dataset, self.batching, self.plan, self.rank, self.step + 1, total, collate_fn, num_workers, pin)  # type: ignore[assignment]
+        self.strategy.start(self.batching.micro_batches)
         self.strategy.zero()
         while self.step < total:
             step = Step(self, self.step + 1, batches)
@@ -425,9 +446,10 @@ class Session:
 
     def _update(self, step: Step, clip_norm: float | None) -> None:
         self.strategy.reduce()
-        floats = torch.stack([step._loss_sum, torch.tensor(step._weight, dtype=torch.float64, device=self.device), self._zero()])
+        sums = torch.stack([step._losses, torch.tensor(step._weights, dtype=torch.float64, device=self.device)])
         if self._control is not None:
-            dist.all_reduce(floats)  # on the device's own stream: no host waits for it
+            dist.all_reduce(sums)  # on the device's own stream: no host waits for it
+        floats = torch.cat([sums.sum(1), self._zero().view(1)])
         weight: float | torch.Tensor = floats[1] if step._tokens_weighted else float(self.batching.global_batch)
         self.strategy.divide(weight)
         if self.scaler is not None:

@@ -92,8 +92,8 @@ class History:
         self.unsaved, resumed, self.step = [], self.committed, self.committed
         self.wait(2.5)
         session = f.SessionStarted(
-            self.epoch, self.world, resumed, max(0, self.epoch - 1) if resumed else 0, TOTAL, GLOBAL, MICRO, self.shares, "fast", "ddp", "cpu",
-            0.4,
+            self.epoch, self.world, resumed, max(0, self.epoch - 1) if resumed else 0, TOTAL, GLOBAL, MICRO, self.shares, "fast",
+            "ddp", "cpu", 0.4,
         )  # fmt: skip
         self.worker(session)
 

@@ -174,10 +174,13 @@ def test_a_node_is_idle_while_others_train():
     facts = stamp(
         (0.0, f.AttemptUp(1, 0.0)), (0.0, f.AttemptUp(2, 0.0)), (1.0, f.AgentStarted("m1", 1, "h", 1, "", 1)),
         (1.0, f.AgentStarted("m2", 2, "h", 1, "", 1)), (2.0, f.EpochStarted(1, ("m1", "m2"), 2, "start")),
-        (20.0, f.StepDone(1, 1, 1.0, 10.0, 10.0, 1, 0)), (21.0, f.SessionEnded(1, 1, "resize")), (22.0, f.EpochStarted(2, ("m1",), 1, "shrink")),
+        (20.0, f.StepDone(1, 1, 1.0, 10.0, 10.0, 1, 0)), (21.0, f.SessionEnded(1, 1, "resize")),
+        (22.0, f.EpochStarted(2, ("m1",), 1, "shrink")),
         (40.0, f.StepDone(2, 2, 1.0, 30.0, 10.0, 1, 0)), (41.0, f.SessionEnded(2, 2, "resize")),
-        (42.0, f.EpochStarted(3, ("m1", "m2"), 2, "grow")), (60.0, f.StepDone(3, 3, 1.0, 50.0, 10.0, 1, 0)), (61.0, f.SessionEnded(3, 3, "finished")),
-        (70.0, f.AttemptEnded(1, "finished", 0.0, 0.0, 70.0, 0, "", 70.0, 0.0)), (70.0, f.AttemptEnded(2, "finished", 0.0, 0.0, 70.0, 0, "", 70.0, 0.0)),
+        (42.0, f.EpochStarted(3, ("m1", "m2"), 2, "grow")), (60.0, f.StepDone(3, 3, 1.0, 50.0, 10.0, 1, 0)),
+        (61.0, f.SessionEnded(3, 3, "finished")),
+        (70.0, f.AttemptEnded(1, "finished", 0.0, 0.0, 70.0, 0, "", 70.0, 0.0)),
+        (70.0, f.AttemptEnded(2, "finished", 0.0, 0.0, 70.0, 0, "", 70.0, 0.0)),
     )  # fmt: skip
     records = [rec.StepRecord(i, i, 1, (1,), 1, "", 1.0, 1.0, 0.0, 20.0 * i, 10.0) for i in (1, 2, 3)]
     found = Ledger.of(facts, records, 70.0)
@@ -199,7 +202,8 @@ def test_a_snapshots_stall_is_taken_from_the_step_that_it_overlaps():
 def test_nodes_without_a_controller_are_counted_until_their_last_sign_of_life():
     facts = stamp(
         (0.0, f.AgentStarted("m0000-aa", 0, "h", 1, "", 1)), (5.0, f.EpochStarted(1, ("m0000-aa",), 1, "start")),
-        (20.0, f.StepDone(1, 1, 1.0, 10.0, 10.0, 1, 0)), (25.0, f.SessionEnded(1, 1, "finished")), (30.0, f.AgentEnded("m0000-aa", 0, "finished")),
+        (20.0, f.StepDone(1, 1, 1.0, 10.0, 10.0, 1, 0)), (25.0, f.SessionEnded(1, 1, "finished")),
+        (30.0, f.AgentEnded("m0000-aa", 0, "finished")),
     )  # fmt: skip
     found = Ledger.of(facts, [rec.StepRecord(1, 1, 1, (1,), 1, "", 1.0, 1.0, 0.0, 20.0, 10.0)], 1000.0)
     check(found)
@@ -247,8 +251,9 @@ FACT = st.one_of(
     st.builds(f.SnapshotCommitted, st.integers(1, 20), EPOCH, st.just(1), st.floats(0, 9), st.floats(0, 9), st.just("interval"), TIME),
 )  # fmt: skip
 RECORD = st.builds(
-    lambda step, epoch, t, dt: rec.StepRecord(step, epoch, 1, (1,), 1, "", 1.0, 1.0, 0.0, t, dt), st.integers(1, 20), EPOCH, TIME, st.floats(0, 50)
-)
+    lambda step, epoch, t, dt: rec.StepRecord(step, epoch, 1, (1,), 1, "", 1.0, 1.0, 0.0, t, dt),
+    st.integers(1, 20), EPOCH, TIME, st.floats(0, 50),
+)  # fmt: skip
 
 
 @given(st.lists(st.tuples(TIME, FACT), max_size=60), st.lists(RECORD, max_size=20), TIME)
@@ -257,7 +262,10 @@ def test_any_timeline_adds_up(timed, records, now):
     check(Ledger.of(stamp(*timed), records, now))
 
 
-@given(st.lists(st.tuples(st.integers(-50, 150), st.integers(-50, 150), st.sampled_from(PRECEDENCE))), st.integers(0, 60), st.integers(0, 100))
+AT = st.integers(-50, 150)
+
+
+@given(st.lists(st.tuples(AT, AT, st.sampled_from(PRECEDENCE))), st.integers(0, 60), st.integers(0, 100))
 def test_paint_covers_once_and_keeps_precedence(layers, start, length):
     end = start + length
     painted = paint(layers, start, end)

@@ -39,7 +39,7 @@ def drawn(state, now, **more):
 def seen(state: State, now: float):
     """All that anybody can see of a state."""
     nodes = [(n.name, state.node_state(n, now), n.billed_s(now), state.ranks(n.member)) for n in state.shown_nodes(now)]
-    return (drawn(state, now), state.run_state, state.step, state.epoch, state.world, state.rates(), state.spent(now), nodes, state.over)
+    return (drawn(state, now), state.committed, state.refused, state.run_state, state.step, state.epoch, state.world, state.rates(), state.spent(now), nodes, state.over)
 
 
 # ---- the fold ---------------------------------------------------------------------------------------------------
@@ -72,6 +72,16 @@ def test_a_rewind_lowers_the_step():
     assert (before.step, after.step) == (67, 60)
     assert after.snapshot[1].step == 60
     assert folded([s for s in FACTS if s.t <= resumed.t + 6]).step in (61, 62, 63)
+
+
+def test_a_snapshot_whose_writer_died_unheard_is_known_from_the_resume():
+    state = state_at(90)
+    step = state.committed[0]
+    assert step == 40
+    assert state.committed[1] is not None
+    state.apply(f.Stamped(T0 + 91, "w", f.SessionStarted(3, 1, 47, 2, TOTAL, 64, 4, (16,), "fast", "ddp", "cpu", 0.1)))
+    assert state.committed == (47, None)
+    assert "snapshot step 47" in progress_line(state, T0 + 92)
 
 
 def test_money_is_that_of_the_bills():
@@ -174,6 +184,8 @@ def test_without_a_terminal_it_is_plain_lines():
     assert all(line[2] == line[5] == ":" for line in lines), "one event, one line; never wrapped"
     assert sum("snapshot of step" in line and "committed" in line for line in lines) == 14
     assert any("node 1: preempted (killed)" in line for line in lines)
+    assert not any("no-capacity" in line or "asking" in line for line in lines)
+    assert any("waiting for capacity  step 75/120" in line and "refused 2 times" in line for line in lines)
     assert any("epoch 2 (grow): 3 ranks on 3 nodes (1 2 4)" in line for line in lines)
     progress = [line for line in lines if f"/{TOTAL}" in line]
     assert 15 < len(progress) < 80  # every few seconds

@@ -171,7 +171,8 @@ def test_an_empty_bucket_can_be_reported_too(tmp_path):
 
 def test_time_between_launches_is_not_wall_time():
     store = MemoryStore("memory://again", {})
-    for t, fact in ((0, f.LeaseTaken(1, "h")), (50, f.RunEnded("stopped", "asked to", 0)), (1050, f.LeaseTaken(2, "h")), (1080, f.RunEnded("done", "", 0))):
+    ends = (50, f.RunEnded("stopped", "asked to", 0)), (1080, f.RunEnded("done", "", 0))
+    for t, fact in ((0, f.LeaseTaken(1, "h")), (1050, f.LeaseTaken(2, "h")), *ends):
         journal = Journal(store, f"controller-{t}", lambda t=t: T0 + t)
         journal.record(fact)
         journal.flush()
@@ -231,8 +232,9 @@ def test_long_runs_stay_small():
 @pytest.mark.parametrize(
     ("found", "wanted"),
     [
-        (duration(0.05), "50 ms"), (duration(0.0), "0.0 s"), (duration(99.94), "99.9 s"), (duration(99.96), "1 min 40 s"), (duration(3599.7), "1 h 00 min"),
-        (duration(200_000), "2 d 07 h"), (money(0.00123), "$0.0012"), (money(1234.5), "$1,234.50"), (nbytes(999), "999 B"), (nbytes(5_340_000_000), "5.3 GB"),
+        (duration(0.05), "50 ms"), (duration(0.0), "0.0 s"), (duration(99.94), "99.9 s"), (duration(99.96), "1 min 40 s"),
+        (duration(3599.7), "1 h 00 min"), (duration(200_000), "2 d 07 h"), (money(0.00123), "$0.0012"), (money(1234.5), "$1,234.50"),
+        (money(1e-6), "<$0.0001"), (nbytes(999), "999 B"), (nbytes(5_340_000_000), "5.3 GB"),
         (nice_ticks(0, 10, 5), [0, 2, 4, 6, 8, 10]), (nice_ticks(1.0, 1.0, 5), [1.0]),
     ],
 )  # fmt: skip

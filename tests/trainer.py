@@ -1,6 +1,7 @@
 """A small training script for the tests, with a flag for everything that can go wrong."""
 
 import argparse
+import hashlib
 import json
 import os
 import signal
@@ -76,6 +77,8 @@ p.add_argument("--seed", type=int, default=1)
 p.add_argument("--every", type=int, default=10)
 p.add_argument("--hidden", type=int, default=64)
 p.add_argument("--parallel", default="ddp")
+p.add_argument("--reduce", default="fast")
+p.add_argument("--spike-at", type=int, default=0, help="the loss of this step is 10^8 times as large")
 p.add_argument("--workers", type=int, default=0)
 p.add_argument("--sleep-s", type=float, default=0.0)
 p.add_argument("--iterable", action="store_true")
@@ -87,10 +90,10 @@ p.add_argument("--nan-at", type=int, default=0)
 p.add_argument("--fail-at", type=int, default=0)
 p.add_argument("--signal-at", type=int, default=0, help="rank 0 sends itself SIGTERM in this step")
 p.add_argument("--skip-update", action="store_true")
-p.add_argument("--out", default="", help="rank 0 writes its final loss and a sum of the weights here")
+p.add_argument("--out", default="", help="rank 0 writes what it ended with here")
 a = p.parse_args()
 
-run = harness.attach(seed=a.seed, snapshot_every_steps=a.every)
+run = harness.attach(seed=a.seed, snapshot_every_steps=a.every, reduce=a.reduce)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, a.hidden), nn.ReLU(), nn.Dropout(0.1), nn.Linear(a.hidden, 2))
 if a.parallel == "fsdp2":
@@ -110,6 +113,7 @@ for step in run.steps(dataset, total=a.total, global_batch=a.global_batch, micro
             step.backward((nn.functional.cross_entropy(logits.float(), y, reduction="none") * w).sum() / w.sum(), weight=float(w.sum()))
         else:
             loss = nn.functional.cross_entropy(logits.float(), y)
+            loss = loss * 1e8 if step.number == a.spike_at else loss
             step.backward(loss * float("nan") if step.number == a.nan_at else loss)
     if step.number == a.fail_at:
         raise ValueError(f"planned failure at step {step.number}")
@@ -122,7 +126,10 @@ for step in run.steps(dataset, total=a.total, global_batch=a.global_batch, micro
     if step.number % 10 == 0:
         run.log(half=step.number / 2)
     time.sleep(a.sleep_s)
-if a.out and run.rank == 0:
-    final = {"step": run.step, "ema": float(sum(v.double().sum() for v in ema.shadow.values())) if ema else None}
-    Path(a.out).write_text(json.dumps(final))
+if a.out:
+    whole = [v.full_tensor() if hasattr(v, "full_tensor") else v for v in model.state_dict().values()]
+    weights = hashlib.sha256(b"".join(v.cpu().contiguous().numpy().tobytes() for v in whole)).hexdigest()
+    final = {"step": run.step, "ema": float(sum(v.double().sum() for v in ema.shadow.values())) if ema else None, "weights": weights}
+    if run.rank == 0:
+        Path(a.out).write_text(json.dumps(final))
 sys.exit(0)
