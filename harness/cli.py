@@ -81,7 +81,14 @@ def launch(flags: LaunchFlags) -> int:
 
     clock = RealClock()
     run = RunSpec(  # the local cloud answers at once, so everything that waits for a cloud is short
-        low, high, poll_s=0.5, budget_usd=flags.budget_usd, max_hours=flags.max_hours, lost_after_s=10.0, block_limit_s=6.0, exit_grace_s=90.0
+        low,
+        high,
+        poll_s=0.5,
+        budget_usd=flags.budget_usd,
+        max_hours=flags.max_hours,
+        lost_after_s=10.0,
+        block_limit_s=6.0,
+        exit_grace_s=90.0,
     )
     holder = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
     journal = Journal(store, f"controller-{secrets.token_hex(6)}", clock.now)
@@ -147,7 +154,7 @@ def _show(store: ObjectStore, console: Console) -> Callable[[], None]:
     from harness.monitor import follow
 
     done = threading.Event()
-    thread = threading.Thread(target=follow, args=(store, done.is_set, console), name="view", daemon=True)
+    thread = threading.Thread(target=follow, args=(store, done.is_set, console), kwargs={"until_ended": False}, daemon=True)
     thread.start()
 
     def stop() -> None:

@@ -102,7 +102,7 @@ def _cards(s: Summary) -> str:
         ("wall time", duration(s.wall_s), world),
         ("goodput", percent(ledger.goodput), f"of {duration(ledger.billed_s)} billed"),
         ("paid", esc(money(cost.spot_usd)), f"{percent(cost.saved)} less than on demand" if cost.on_demand_usd else ""),
-        ("nodes", str(len(up)), f"{plural(sum(bool(e.steps) for e in ledger.epochs), 'world')}, {len(ledger.notices)} notices"),
+        ("nodes", str(len(up)), f"{plural(sum(bool(e.steps) for e in ledger.epochs), 'world')}, {plural(len(ledger.notices), 'notice')}"),
         ("steps redone", str(ledger.steps_lost), f"{duration(ledger.ns['redone'] / NANO)} of node time"),
     ]
     return "<div class=cards>" + "".join(f"<div><b>{a}</b><strong>{b}</strong><i>{c}</i></div>" for a, b, c in cards) + "</div>"
@@ -139,10 +139,19 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def condensed(segments: Sequence[Segment], columns: int) -> list[Segment]:
-    """Segments for drawing: where there are more than the eye can tell apart, each column gets what fills it most."""
-    if len(segments) <= columns:
-        return list(segments)
+    """Segments for drawing. What is too short for the eye is drawn as its neighbour; where there are more than columns, each
+    column gets what fills it most."""
+    if not segments:
+        return []
     start, end = segments[0][0], segments[-1][1]
+    if len(segments) <= columns:
+        joined: list[Segment] = []
+        for a, b, bucket in segments:
+            if joined and ((b - a) * columns * 2 < end - start or joined[-1][2] == bucket):
+                joined[-1] = (joined[-1][0], b, joined[-1][2])
+            else:
+                joined.append((a, b, bucket))
+        return joined
     drawn: list[Segment] = []
     i = 0
     for column in range(columns):

@@ -449,7 +449,7 @@ def _epochs_table(s: Summary) -> Any:
             str(e.epoch), str(e.world), plain(" ".join(e.attempts)), str(e.accumulation or "–"), spread(e.shares), steps_text(e),
             Text(plain(e.ended) or "goes on"), Text(str(e.steps_lost), style="red" if e.steps_lost else "dim"), duration(e.lost_s),
         )  # fmt: skip
-    note = "shares: micro-batches of each rank, accum: of the busiest; lost: steps to redo; took: wall time lost until the next world trained"
+    note = "shares: micro-batches of each rank, accum: of the busiest; lost: steps to redo; took: time until the next world trained"
     return Group(table, Text(note, style="dim"))
 
 

@@ -645,7 +645,8 @@ class Session:
                     flight.ref.step, flight.ref.epoch, flight.manifest.nbytes, flight.stall_s, commit_s, flight.why, flight.t_start
                 )
             )
-            if self.rank == 0:
+            if self.journal is not None:
+                self.journal.flush()  # so that who dies now has not committed in silence
                 self.snapshots.prune(self._keep)
         except (StoreError, HarnessError) as e:  # told to the main thread, which decides whether training may go on
             staged.release()
