@@ -26,7 +26,7 @@ calm: install  ## the same, undisturbed
 	$(MAKE) train MARKET=calm
 
 test: install
-	$(BIN)/python -m pytest $(if $(CI),-p no:cacheprovider) tests
+	$(BIN)/python -m pytest -n auto --dist worksteal $(if $(CI),-p no:cacheprovider) tests
 
 check: lint types test
 lint: install

@@ -278,7 +278,7 @@ class Agent:
             path.unlink(missing_ok=True)
         self._wants.clear()
         self._epoch, self._first_end_s, self._peer_left_s, self._waiting_since_s = epoch, None, None, None
-        self.rendezvous.say(state="in", epoch=epoch.epoch, end="", failure="", failure_step=0, master_port=free_port(self.config.addr))
+        self._tell(state="in", epoch=epoch.epoch, end="", failure="", failure_step=0, master_port=free_port(self.config.addr))
         ranks = epoch.ranks(self.name)
         self._add_spares()
         self._workers, self._spares = self._spares, []
@@ -289,6 +289,10 @@ class Agent:
             self.journal.record(EpochStarted(epoch.epoch, epoch.members, epoch.world, epoch.reason))
             self._start_publisher()
         self._spare_due_s = time.monotonic() + 5.0  # warm the next ones once these are under way
+
+    def _tell(self, **changes: Any) -> None:
+        with contextlib.suppress(StoreUnavailable):  # what we say of ourselves goes out with the next heartbeat then
+            self.rendezvous.say(**changes)
 
     def _order(self, worker: Worker, epoch: Epoch, rank: int, local_rank: int) -> None:
         speeds = [speed for speed, n in zip(epoch.speeds, epoch.nproc, strict=True) for _ in range(n)]
@@ -382,7 +386,9 @@ class Agent:
             why, code = ("drained", DRAINED) if self._leaving else ("resize", None)
         else:
             why, failure = self._diagnose(epoch)
-            code, step = None, max((r.step for r in self.snapshots.refs()), default=0) if failure else 0
+            code = None
+            with contextlib.suppress(StoreUnavailable):  # then the failure counts as one at the start
+                step = max((r.step for r in self.snapshots.refs()), default=0) if failure else 0
         self._broken = why in ("failed", "killed", "peer-lost")
         self.journal.record(EpochLeft(epoch.epoch, self.name, why))
         self._reason = self._end = why
@@ -390,7 +396,7 @@ class Agent:
             with contextlib.suppress(StoreUnavailable):
                 self.journal.flush()
         if code is None:
-            self.rendezvous.say(state="ready", end=why, failure=failure, failure_step=step)
+            self._tell(state="ready", end=why, failure=failure, failure_step=step)
             self._add_spares()
             self._next_tick_s = 0.0
         return code

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from harness.config import Parser, add_flags, build, flag, positional
 from harness.world import BadInput, Fenced, HarnessError
-from storage.objects import NotFound, ObjectStore, StoreError, normalize, open_store
+from storage.objects import RETRY_WITHIN_S, NotFound, ObjectStore, StoreError, normalize, open_store
 
 DONE, FAILED, WRONG_INPUT, ENDED_EARLY, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -111,6 +111,10 @@ def launch(flags: LaunchFlags) -> int:
         stop_view()
         console.print(f"[red]{e}[/]\nNothing was touched. Watch it with: harness status {url}")
         return FAILED
+    except StoreError:  # nothing can be committed any more, so nodes would only burn money
+        stop_view()
+        cloud.shutdown()
+        raise
     stop_view()
     cloud.shutdown()
     _report(store, console, flags.html or _html_path(url))
@@ -192,9 +196,9 @@ def _html_path(url: str) -> str:
     return str(Path(url.removeprefix("file://")) / "report.html") if url.startswith("file://") else ""
 
 
-def _checked_store(url: str) -> ObjectStore:
+def _checked_store(url: str, retry_within_s: float = RETRY_WITHIN_S) -> ObjectStore:
     """The run's bucket, proven to be there and writable before anything is launched. Raises StoreError."""
-    store = open_store(url)
+    store = open_store(url, retry_within_s=retry_within_s)
     key = f"control/probe-{secrets.token_hex(4)}"
     if not store.create(key, b"probe") or store.get(key) != b"probe":
         raise StoreError(f"{url}: what was written could not be read back; use another bucket")
@@ -266,7 +270,7 @@ def run(flags: RunFlags) -> int:
         raise BadInput(f"{argv[0]}: no such file (working directory: {Path.cwd()})")
     if env.get("HARNESS_NODE_DIR"):  # a node of the local cloud dies as a whole, like a machine
         die_with_parent()
-    store = _checked_store(normalize(url))
+    store = _checked_store(normalize(url), retry_within_s=10.0)  # an agent must hear notices while the bucket is silent
     trackers = flags.trackers or env.get("HARNESS_TRACKERS", "")
     node_dir = Path(env.get("HARNESS_NODE_DIR") or f"/tmp/harness-{os.getpid()}")
     config = AgentConfig(

@@ -63,8 +63,8 @@ class ObjectStore(Protocol):
         """Bytes of an object. Raises NotFound."""
 
 
-def open_store(url: str, **options: Any) -> ObjectStore:
-    """A store rooted at `url`; transient failures are retried for `RETRY_WITHIN_S` seconds.
+def open_store(url: str, *, retry_within_s: float = RETRY_WITHIN_S, **options: Any) -> ObjectStore:
+    """A store rooted at `url`; transient failures are retried for `retry_within_s` seconds.
 
     `options` go to the fsspec filesystem (credentials by each cloud's own conventions when absent).
     """
@@ -74,7 +74,7 @@ def open_store(url: str, **options: Any) -> ObjectStore:
         return MemoryStore(url)
     if scheme == "file":
         return FileStore(url, **options)
-    return Retrying(FsspecStore(url, **options))
+    return Retrying(FsspecStore(url, **options), retry_within_s)
 
 
 def normalize(url: str) -> str:

@@ -170,4 +170,4 @@ def test_train_yaml_run_section_starts_the_agent(tmp_path):
     (tmp_path / "harness").chmod(0o755)
     env = {**task.envs, **task.secrets, "PATH": f"{tmp_path}:/usr/bin:/bin"}
     out = subprocess.run(["bash", "-c", task.run], cwd=tmp_path, env=env, check=True, timeout=10, capture_output=True, text=True)
-    assert out.stdout.startswith("unset run --run s3://b/runs/x -- examples/pretrain.py --steps 7")
+    assert out.stdout.startswith("unset run --run s3://b/runs/x --trackers wandb -- examples/pretrain.py --steps 7")
