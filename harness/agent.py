@@ -411,8 +411,11 @@ class Agent:
             kind, text = worker.failure()
             if code == -signal.SIGKILL and self._killed_by_us:
                 continue
-            self.journal.record(WorkerFailed(self.name, epoch.epoch, worker.rank, code, kind, text[:2000], "\n".join(worker.tail)))
-            if any(sign in text for sign in PEER_LOST):
+            victim = any(sign in text for sign in PEER_LOST)
+            kind, text = ("PeerLost", text[:200]) if victim else (kind, text[:2000])
+            tail = "\n".join(worker.tail)
+            self.journal.record(WorkerFailed(self.name, epoch.epoch, worker.rank, code, kind, text, tail))
+            if victim:
                 continue
             if not signature:
                 verdict = "killed" if code < 0 else "failed"
