@@ -8,9 +8,13 @@ NODES ?= 1:3
 STEPS ?= 150
 MARKET ?= demo
 SEEDS ?= 1000
-LAUNCH = $(BIN)/harness launch sky_tasks/train.yaml --cloud local --nodes $(NODES) --market $(MARKET) --env STEPS=$(STEPS) $(if $(RUN),--run $(RUN)) $(ARGS)
+REDUCE ?= exact
+ifndef RUN
+RUN := runs/$(shell date +%Y%m%d-%H%M%S)
+endif
+LAUNCH = $(BIN)/harness launch sky_tasks/train.yaml --cloud local --env STEPS=$(STEPS) --env REDUCE=$(REDUCE) $(ARGS)
 
-.PHONY: install train calm test check lint types sim clean
+.PHONY: install train test check lint types sim clean
 install: $(STAMP)
 $(STAMP): requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -19,11 +23,13 @@ $(STAMP): requirements.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@rm -f $(VENV)/.installed-* && touch $@
 
-train: install  ## train a small GPT on machines that are taken away while you watch
-	$(LAUNCH)
-
-calm: install  ## the same, undisturbed
-	$(MAKE) train MARKET=calm
+train: install  ## train a small GPT on machines that are taken away while you watch; then the same undisturbed, and compare
+	$(LAUNCH) --run $(RUN) --nodes $(NODES) --market $(MARKET)
+ifneq ($(MARKET),calm)
+	@echo; echo "Now the same training on one node that nothing disturbs, to compare:"
+	$(LAUNCH) --run $(RUN)-calm --nodes 1 --market calm --brief
+	$(BIN)/harness compare $(RUN) $(RUN)-calm
+endif
 
 test: install
 	$(BIN)/python -m pytest -n auto --dist worksteal $(if $(CI),-p no:cacheprovider) tests

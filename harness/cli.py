@@ -52,6 +52,7 @@ class LaunchFlags:
     secret: tuple[str, ...] = flag((), "NAME or NAME=value, kept out of logs; repeat for more", metavar="NAME=value")
     on_interrupt: str = flag("ask", "what Ctrl-C does: ask, drain, leave or kill", choices=["ask", "drain", "leave", "kill"])
     html: str = flag("", "also write the report as this HTML file (default: report.html in the run's folder, if it has one)")
+    brief: bool = flag(False, "end without the report in the terminal")
 
 
 def launch(flags: LaunchFlags) -> int:
@@ -117,7 +118,7 @@ def launch(flags: LaunchFlags) -> int:
         raise
     stop_view()
     cloud.shutdown()
-    _report(store, console, flags.html or _html_path(url))
+    _report(store, console, flags.html or _html_path(url), flags.brief)
     if outcome.outcome == "done":
         return DONE
     console.print(f"\n[bold red]{outcome.outcome}[/]: {outcome.reason}", highlight=False, soft_wrap=True)
@@ -348,11 +349,12 @@ def report(flags: ReportFlags) -> int:
     return _report(store, Console(), flags.html or _html_path(normalize(flags.url)))
 
 
-def _report(store: ObjectStore, console: Console, html: str) -> int:
+def _report(store: ObjectStore, console: Console, html: str, brief: bool = False) -> int:
     from harness.report import print_report, summarize, write_html
 
     summary = summarize(store)
-    print_report(summary, console)
+    if not brief:
+        print_report(summary, console)
     if html:
         write_html(summary, Path(html))
         console.print(f"\nreport  {html}", highlight=False, soft_wrap=True)
@@ -387,6 +389,35 @@ def compare(flags: CompareFlags) -> int:
 
     found = compare_stores(_existing_store(flags.a), _existing_store(flags.b))
     return print_comparison(found, Console(), flags.rtol)
+
+
+@dataclass(frozen=True)
+class ReplayFlags:
+    url: str = positional("URL of the run")
+    script: tuple[str, ...] = positional("-- script.py and its arguments, as the run was trained", nargs="*")
+    start: int = flag(0, "the snapshot to begin from, by its step (see `harness report`)", metavar="STEP")
+    steps: int = flag(10, "how many steps")
+    nodes: int = flag(1, "how many workers")
+    into: str = flag("", "an empty folder for the copy; default: a temporary one that is removed")
+    timeout_s: float = flag(3600.0, "the longest that it may take")
+
+
+def replay(flags: ReplayFlags) -> int:
+    """Execute a part of a run again from one of its snapshots, on any number of workers, and compare to the bit."""
+    import tempfile
+
+    from harness.replay import print_replay
+    from harness.replay import replay as execute
+
+    if not flags.script:
+        raise BadInput("no script: write `harness replay URL --start STEP -- train.py --its-flags`, as the run was trained")
+    store = _existing_store(flags.url)
+    with tempfile.TemporaryDirectory(prefix="harness-replay-") as temporary:
+        scratch = Path(flags.into or temporary)
+        if scratch.exists() and any(scratch.iterdir()):
+            raise BadInput(f"--into {scratch}: wanted an empty folder")
+        scratch.mkdir(parents=True, exist_ok=True)
+        return print_replay(execute(store, scratch, flags.start, flags.steps, flags.nodes, flags.script, flags.timeout_s), Console())
 
 
 # ---- asking something of a run ----------------------------------------------------------------------------------
@@ -457,6 +488,7 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "report": (ReportFlags, report),
     "verify": (VerifyFlags, verify),
     "compare": (CompareFlags, compare),
+    "replay": (ReplayFlags, replay),
     "stop": (StopFlags, stop),
     "drain": (StopFlags, stop),
     "snapshot": (SnapshotFlags, snapshot),
@@ -480,7 +512,7 @@ def main(argv: list[str] | None = None) -> None:
     """Entry point of the `harness` command."""
     given = list(sys.argv[1:] if argv is None else argv)
     after: list[str] = []
-    if "--" in given and given[0] == "run":  # everything behind it is the script's own
+    if "--" in given and given[0] in ("run", "replay"):  # everything behind it is the script's own
         at = given.index("--")
         given, after = given[:at], given[at + 1 :]
     root, subs = parser()

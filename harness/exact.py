@@ -34,7 +34,7 @@ import math
 import platform
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ INTEGERS = {64: torch.int64, 32: torch.int32}
 MAX_SHIFT = 149  # no float32 is finer than that
 LEAST_BITS = 12  # of one micro-batch's share of a word; fewer would not be worth summing
 MAX_REPEATS = 4  # one is enough when backward is deterministic
-CHUNK = 1 << 16  # elements on a CPU at a time, so that what several passes read stays in its cache
+CHUNK = 1 << 17  # elements on a CPU at a time: what several passes read stays in its cache, and Python's share is small
 
 
 class Verdict(enum.Enum):
@@ -126,56 +126,74 @@ def _differences(wanted: dict[str, str], found: dict[str, str]) -> str:
     return "; ".join(f"{name} was {wanted[name]!r}, here it is {found.get(name)!r}" for name in wanted if wanted[name] != found.get(name))
 
 
-@dataclass
-class _Scratch:
-    """Buffers of one chunk, by dtype."""
+class Scratch:
+    """A CPU's buffers of one chunk, by dtype; views of them are kept, as making one costs as much as a small sum."""
 
-    made: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._made: dict[torch.dtype, torch.Tensor] = {}
+        self._views: dict[tuple[torch.dtype, tuple[int, ...]], tuple[torch.Tensor, ...]] = {}
 
-    def of(self, dtype: torch.dtype, size: int) -> torch.Tensor:
-        if dtype not in self.made:
-            self.made[dtype] = torch.empty(CHUNK, dtype=dtype)
-        return self.made[dtype][:size]
+    def of(self, dtype: torch.dtype, *sizes: int) -> tuple[torch.Tensor, ...]:
+        """One buffer cut into pieces of `sizes`, and last the whole of them."""
+        if (dtype, sizes) not in self._views:
+            if dtype not in self._made:
+                self._made[dtype] = torch.empty(CHUNK, dtype=dtype)
+            whole = self._made[dtype][: sum(sizes)]
+            self._views[dtype, sizes] = (*torch.split(whole, list(sizes)), whole)
+        return self._views[dtype, sizes]
 
 
-def add_rounded(grad: torch.Tensor, shift: int, total: torch.Tensor, scratch: _Scratch) -> float:
-    """total += round(grad * 2**shift), on a CPU. grad: float32 or float64 (n,); total: int32 or int64 (n,). Returns max |grad|, or NaN.
+def add_rounded(grads: Sequence[torch.Tensor], shifts: Sequence[int], total: torch.Tensor, scratch: Scratch) -> list[float]:
+    """total += round(grad * 2**shift) on a CPU, for gradients that lie in `total` one after the other. Returns the max |grad| of each.
 
-    Where the product does not fit, what is added is of no meaning; the returned peak tells.
+    grads: all float32 or all float64, (n_i,); total: int32 or int64, (sum of n_i,). One gradient, or several of CHUNK elements together.
+    A NaN's peak is NaN. Where a product does not fit, what is added is of no meaning; the peak tells.
     """
-    if grad.numel() == 0:
-        return 0.0
-    least, greatest = torch.aminmax(grad)  # one pass; NaN wins
-    for g, t in zip(torch.split(grad, CHUNK), torch.split(total, CHUNK), strict=True):
-        real, whole = scratch.of(grad.dtype, len(g)), scratch.of(total.dtype, len(g))
-        torch.mul(g, 2.0 ** min(shift, 126), out=real)  # powers of two: exact; 2**127 is the last that float32 has
+    peaks: list[float] = []
+    for g in grads:
+        least, greatest = torch.aminmax(g) if g.numel() else (0.0, 0.0)  # one pass; NaN wins
+        peaks.append(max(-float(least), float(greatest)))
+    if total.numel() <= CHUNK:
+        _add_chunk(grads, shifts, total, scratch)
+    else:
+        for g, t in zip(torch.split(grads[0], CHUNK), torch.split(total, CHUNK), strict=True):
+            _add_chunk((g,), shifts, t, scratch)
+    return peaks
+
+
+def _add_chunk(grads: Sequence[torch.Tensor], shifts: Sequence[int], total: torch.Tensor, scratch: Scratch) -> None:
+    *parts, real = scratch.of(grads[0].dtype, *(g.numel() for g in grads))
+    whole = scratch.of(total.dtype, total.numel())[-1]
+    for g, shift, part in zip(grads, shifts, parts, strict=True):
+        torch.mul(g, 2.0 ** min(shift, 126), out=part)  # powers of two: exact; 2**127 is the last that float32 has
         if shift > 126:
-            real.mul_(2.0 ** (shift - 126))
-        real.round_()
-        whole.copy_(real)
-        np.add(t.numpy(), whole.numpy(), out=t.numpy())  # torch's int64 add multiplies by alpha=1: four times slower
-    return max(-float(least), float(greatest))
+            part.mul_(2.0 ** (shift - 126))
+    whole.copy_(real.round_())
+    if total.dtype is torch.int64:
+        mine = total.numpy()
+        np.add(mine, whole.numpy(), out=mine)  # torch's int64 add multiplies by alpha=1 first: four times slower
+    else:
+        total.add_(whole)
 
 
-def add_rounded_together(grads: list[torch.Tensor], shifts: list[int], totals: list[torch.Tensor]) -> torch.Tensor:
-    """The same for many tensors in few kernels, for a GPU. Returns the peaks, (len(grads),)."""
+def add_rounded_together(grads: list[torch.Tensor], shifts: Sequence[int], total: torch.Tensor) -> torch.Tensor:
+    """The same in few kernels, for a GPU, and of any size. Returns the peaks, (len(grads),)."""
     peaks = torch.stack(torch._foreach_norm(grads, math.inf))
     scaled = torch._foreach_mul(grads, [2.0 ** min(shift, 126) for shift in shifts])
     if max(shifts) > 126:
         torch._foreach_mul_(scaled, [2.0 ** max(shift - 126, 0) for shift in shifts])
-    torch._foreach_round_(scaled)
-    torch._foreach_add_(totals, [real.to(total.dtype) for real, total in zip(scaled, totals, strict=True)])
+    total.add_(torch.cat(scaled).round_().to(total.dtype))
     return peaks
 
 
-def divide_into(out: torch.Tensor, total: torch.Tensor, weight: float | torch.Tensor, shift: int, scratch: _Scratch) -> None:
-    """out = total / (weight * 2**shift): in float64, then rounded to out's dtype. All (n,)."""
-    below = torch.as_tensor(weight, dtype=torch.float64, device=total.device).reshape(()) * 2.0**shift
+def divide_into(out: torch.Tensor, total: torch.Tensor, weight: float | torch.Tensor, shift: int, scratch: Scratch) -> None:
+    """out = total / (weight * 2**shift): in float64, then rounded to out's dtype. All (n,); weight: a number, or 0-d float64."""
+    below = weight * 2.0**shift
     if total.device.type != "cpu":
-        out.copy_(torch.div(total, below))
+        out.copy_(total.double().div_(below))
         return
     for o, t in zip(torch.split(out, CHUNK), torch.split(total, CHUNK), strict=True):
-        o.copy_(torch.div(t, below, out=scratch.of(torch.float64, len(t))))
+        o.copy_(scratch.of(torch.float64, t.numel())[-1].copy_(t).div_(below))
 
 
 def exact_norm(
@@ -187,8 +205,8 @@ def exact_norm(
 ) -> torch.Tensor:
     """Euclidean norm of everything in `parts` (real numbers, (n,) each) on all ranks, 0-d float32; any cut of `parts` gives the same bits.
 
-    `numel`: their number on all ranks; `greatest` and `add_up` make an int64 tensor the maximum and sum over ranks. Squares are
-    summed as integers of two or three limbs; the relative error of their sum is below 2**-24 for up to 2**40 elements.
+    `numel`: their number on all ranks; `greatest` and `add_up` make an int64 tensor the maximum and sum over ranks. Squares are summed
+    as integers, of as many limbs as it takes for a relative error of the sum below 2**-20 at worst, 2**-24 and less in practice.
     """
     parts = [p for p in parts if p.numel()]
     top = torch.zeros((), dtype=torch.float64, device=device)
@@ -201,24 +219,25 @@ def exact_norm(
     if not 0 < peak < math.inf:
         return torch.tensor(math.nan if peak else 0.0, dtype=torch.float32, device=device)
     exponent = math.frexp(peak)[1]  # |x| < 2**exponent
-    width = min(40, 62 - numel.bit_length())  # bits of a limb: numel of them add up below 2**62
-    limbs = 2 if 2 * width - numel.bit_length() >= 28 else 3
+    width = (62 - numel.bit_length()) // 2 * 2  # bits of a limb: numel of them add up below 2**62
+    limbs = -(-(numel.bit_length() + 22) // width)  # all that the last one rounds is below 2**-22 of the greatest square
     sums = torch.zeros(limbs, dtype=torch.int64, device=device)
     size = CHUNK if device.type == "cpu" else 1 << 24
     for part in parts:
         for piece in torch.split(part, size):
-            x = piece.double().mul_(2.0 ** -max(exponent, -1000))  # below 1
-            x.mul_(x)
-            for limb in range(limbs):
-                whole = x.mul_(2.0**width).to(torch.int64)  # cuts off; the rest is exact and goes to the next limb
+            x = piece.double().mul_(2.0 ** (width // 2 - max(exponent, -900)))
+            x.mul_(x)  # below 2**width
+            for limb in range(limbs - 1):
+                whole = x.to(torch.int64)  # cuts off; the rest is exact and goes to the next limb
                 sums[limb] += whole.sum()
-                x.frac_()
+                x.frac_().mul_(2.0**width)
+            sums[limbs - 1] += x.round_().to(torch.int64).sum()
     if add_up is not None:
         add_up(sums)
     square = 0
     for limb in sums.tolist():
         square = (square << width) + limb
-    return torch.tensor(math.ldexp(math.sqrt(square / (1 << limbs * width)), max(exponent, -1000)), dtype=torch.float32, device=device)
+    return torch.tensor(math.ldexp(math.sqrt(square / (1 << limbs * width)), max(exponent, -900)), dtype=torch.float32, device=device)
 
 
 class _Counting:
@@ -232,7 +251,7 @@ class _Counting:
         self.device = parameters[0].device
         self.scales = Scales(len(parameters), word)
         self.integers = INTEGERS[word]
-        self.scratch = _Scratch()
+        self.scratch = Scratch()
         self._names = names
         self._peaks = torch.zeros(len(parameters), dtype=torch.float64, device=self.device)
         self._found: list[float] = []  # the peaks over all ranks, once they are agreed
@@ -263,26 +282,43 @@ class _Counting:
     def micro(self) -> None:
         self._seen.clear()
 
-    def add(self, members: list[int], grads: list[torch.Tensor], totals: list[torch.Tensor]) -> None:
-        """Add one micro-batch's gradients of the parameters `members` to their totals ((n,) integers)."""
+    def units(self, members: list[int]) -> list[list[int]]:
+        """Cut a run of parameters into what `add` takes at a time: on a CPU, a chunk of small ones or a single large one."""
+        units: list[list[int]] = []
+        size = 0
         for i in members:
-            if i in self._seen:
-                name = self._names.get(id(self.parameters[i]), "a parameter")
-                raise BadInput(
-                    f"the gradient of {name} came in two parts in one backward; exact sums need it whole: with activation checkpointing "
-                    "use use_reentrant=False, with fsdp2 call each sharded block once in a forward"
-                )
-            self._seen.add(i)
-        wide = [(g.to_dense() if g.is_sparse else g).reshape(-1) for g in grads]
-        wide = [g if g.dtype in (torch.float32, torch.float64) else g.float() for g in wide]
+            numel = self.parameters[i].numel()
+            if not units or (self.device.type == "cpu" and size + numel > CHUNK):
+                units.append([])
+                size = 0
+            units[-1].append(i)
+            size += numel
+        return units
+
+    def see(self, i: int) -> None:
+        """The gradient of parameter i has come, all of it."""
+        if i in self._seen:
+            name = self._names.get(id(self.parameters[i]), "a parameter")
+            raise BadInput(
+                f"the gradient of {name} came in two parts in one backward; exact sums need it whole: with activation checkpointing "
+                "use use_reentrant=False, with fsdp2 call each sharded block once in a forward"
+            )
+        self._seen.add(i)
+
+    def add(self, members: list[int], grads: list[torch.Tensor], total: torch.Tensor) -> None:
+        """Add one micro-batch's gradients of the parameters `members`, which lie in `total` (n,) one after the other."""
+        flat = [(g.to_dense() if g.is_sparse else g).reshape(-1) for g in grads]
+        widest = torch.float64 if any(g.dtype is torch.float64 for g in flat) else torch.float32
+        flat = [g if g.dtype is widest else g.to(widest) for g in flat]
         shifts = [self.scales.shift(i) for i in members]
         if self.device.type == "cpu":
             mine = self._peaks.numpy()
-            for i, g, shift, total in zip(members, wide, shifts, totals, strict=True):
-                mine[i] = np.maximum(mine[i], add_rounded(g, shift, total, self.scratch))  # NaN wins
+            for i, peak in zip(members, add_rounded(flat, shifts, total, self.scratch), strict=True):
+                if not peak <= mine[i]:  # so for NaN as well
+                    mine[i] = math.inf if math.isnan(peak) else peak
         else:
             where = torch.tensor(members, device=self.device)
-            peaks = add_rounded_together(wide, shifts, totals)
+            peaks = add_rounded_together(flat, shifts, total)
             self._peaks[where] = torch.maximum(self._peaks[where], peaks.double())
 
     def agree(self) -> bool:
@@ -330,6 +366,15 @@ class _Counting:
             warnings.warn(f"from here on the run is not the same to the bit as before: {unlike}", stacklevel=2)
 
 
+@dataclass
+class _Unit:
+    """Parameters whose gradients are turned into integers together."""
+
+    members: list[int]
+    total: torch.Tensor  # (n,) integers, a piece of a bucket
+    here: int = 0  # members whose gradients of this micro-batch have come
+
+
 class ExactReplicated(Replicated):
     """Every rank holds the whole model. A parameter's gradient becomes integers as soon as backward has made it, and is then let go.
 
@@ -348,11 +393,21 @@ class ExactReplicated(Replicated):
         super()._build(bucket_bytes)
         self._sums = [torch.zeros(len(flat), dtype=self.counting.integers, device=flat.device) for flat in self._flats]
         self._totals: list[torch.Tensor] = []  # by index of the parameter
+        self._units: list[_Unit] = []
+        self._unit_of: list[_Unit] = []  # by index of the parameter
         for p in self.parameters:
             flat, view = self._flats[self._bucket_of[p]], self._views[p]
             first = view.storage_offset() - flat.storage_offset()
             self._totals.append(self._sums[self._bucket_of[p]][first : first + p.numel()])
-        self._waiting: list[list[int]] = [[] for _ in self._flats]  # parameters whose gradients are there but not yet added, by bucket
+        for bucket in range(len(self._flats)):
+            inside = [i for i, p in enumerate(self.parameters) if self._bucket_of[p] == bucket][::-1]  # as they lie in the bucket
+            offset = 0
+            for members in self.counting.units(inside):
+                size = sum(self.parameters[i].numel() for i in members)
+                self._units.append(_Unit(members, self._sums[bucket][offset : offset + size]))
+                offset += size
+        by_index = {i: unit for unit in self._units for i in unit.members}
+        self._unit_of = [by_index[i] for i in range(len(self.parameters))]
 
     def start(self, micro_batches: int) -> None:
         self.counting.start(micro_batches)
@@ -364,29 +419,36 @@ class ExactReplicated(Replicated):
             p.grad = None  # so that backward leaves this micro-batch's gradient alone there
 
     def _ready(self, p: nn.Parameter) -> None:
-        bucket = self._bucket_of[p]
-        self._waiting[bucket].append(self._index[p])
-        if self.counting.device.type == "cpu" or len(self._waiting[bucket]) == self._sizes[bucket]:
-            self._take(bucket)  # on a CPU at once, while it is in the cache; on a GPU many in few kernels
+        index = self._index[p]
+        self.counting.see(index)
+        unit = self._unit_of[index]
+        unit.here += 1
+        if unit.here < len(unit.members):
+            return
+        self._take(unit)
         if self._armed:
-            self._missing[bucket] -= 1
+            self._missing[self._bucket_of[p]] -= len(unit.members)
             while len(self._sent) < len(self._flats) and self._missing[len(self._sent)] <= 0:
                 self._send(len(self._sent))
 
-    def _take(self, bucket: int) -> None:
-        members, self._waiting[bucket] = self._waiting[bucket], []
-        grads: list[torch.Tensor] = []
-        for i in members:
-            p = self.parameters[i]
-            assert p.grad is not None
-            grads.append(p.grad)
-            p.grad = None
-        self.counting.add(members, grads, [self._totals[i] for i in members])
+    def _take(self, unit: _Unit) -> None:
+        """Its gradients of this micro-batch become integers and are let go."""
+        unit.here = 0
+        grads = [self.parameters[i].grad for i in unit.members]
+        whole = [g for g in grads if g is not None]
+        if len(whole) == len(grads):
+            self.counting.add(unit.members, whole, unit.total)
+        else:  # some had no part in the forward
+            for i, g in zip(unit.members, grads, strict=True):
+                if g is not None:
+                    self.counting.add([i], [g], self._totals[i])
+        for i in unit.members:
+            self.parameters[i].grad = None
 
     def micro_done(self) -> None:
-        for bucket, waiting in enumerate(self._waiting):
-            if waiting:
-                self._take(bucket)
+        for unit in self._units:
+            if unit.here:
+                self._take(unit)
 
     def _send(self, bucket: int) -> None:
         self._sent.append(dist.all_reduce(self._sums[bucket], async_op=True) if self._world > 1 else None)
@@ -443,6 +505,7 @@ class _Group:
 
     handles: list[Any]  # FSDPParam
     members: list[int]  # which parameters they are
+    units: list[list[int]]  # the same, cut into what is turned into integers together
     process_group: Any
     totals: torch.Tensor | None = None  # (numel,) integers, whole parameters one after the other; only while a step needs it
     wire: torch.Tensor | None = None  # (ranks * columns,): the same, each rank's rows together
@@ -479,7 +542,8 @@ class ExactSharded(Sharded):
         for handle in handles:
             if handle.fsdp_placement.dim != 0 or handle.sharded_param.device_mesh.ndim != 1:
                 raise BadInput("exact sums know fsdp2 over one mesh dimension with rows sharded; use harness.fsdp2(model, run)")
-        group = _Group(handles, [index[id(h.sharded_param)] for h in handles], param_group._reduce_scatter_process_group)
+        members = [index[id(h.sharded_param)] for h in handles]
+        group = _Group(handles, members, self.counting.units(members), param_group._reduce_scatter_process_group)
         self._groups.append(group)
         fsdp_post_backward = param_group.post_backward
 
@@ -504,21 +568,22 @@ class ExactSharded(Sharded):
         if group.totals is None and group.mine is None:
             sizes = [self.parameters[i].numel() for i in group.members]
             group.totals = torch.zeros(sum(sizes), dtype=self.counting.integers, device=self.counting.device)
-        members, grads, totals, offset = [], [], [], 0
+        grads: dict[int, torch.Tensor] = {}
         for i, handle in zip(group.members, group.handles, strict=True):
-            size = self.parameters[i].numel()
             whole = getattr(handle, "_unsharded_param", None)
             if whole is not None and whole.grad is not None:
-                if not self._filler:
-                    if group.totals is None:  # already sent: the block was used twice in this forward
-                        raise BadInput("exact sums with fsdp2 need each sharded block to be called once in a forward")
-                    members.append(i)
-                    grads.append(whole.grad)
-                    totals.append(group.totals[offset : offset + size])
-                whole.grad = None
-            offset += size
-        if members:
-            self.counting.add(members, grads, totals)
+                grads[i], whole.grad = whole.grad, None
+                self.counting.see(i)
+        if grads and not self._filler:
+            assert group.totals is not None, "gradients came after the last backward of this block"
+            offset = 0
+            for unit in group.units:
+                for members in [unit] if all(i in grads for i in unit) else [[i] for i in unit]:
+                    size = sum(self.parameters[i].numel() for i in members)
+                    if members[0] in grads:
+                        self.counting.add(members, [grads[i] for i in members], group.totals[offset : offset + size])
+                    offset += size
+        grads.clear()
         if self._last and group.totals is not None:
             self._exchange(group)
 

@@ -251,6 +251,15 @@ class GuardTripped(Fact):
 
 
 @dataclass(frozen=True)
+class Warned(Fact):
+    """Something that weakens a promise, named; training goes on."""
+
+    step: int
+    epoch: int
+    what: str
+
+
+@dataclass(frozen=True)
 class SessionEnded(Fact):
     """Rank 0 left the epoch on purpose. `step` is committed."""
 

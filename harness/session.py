@@ -20,6 +20,7 @@ import copy
 import json
 import math
 import os
+import platform
 import secrets
 import signal
 import sys
@@ -48,13 +49,14 @@ from harness.facts import (
     SnapshotQuarantined,
     StepDone,
     Validated,
+    Warned,
     canonical,
 )
 from harness.guards import NonFiniteLoss, check_finite, peak_flops
 from harness.journal import Journal
 from harness.loader import MicroBatch, Stream, fingerprint, is_map_style, map_style, seed_everything, to_device
 from harness.marks import EXIT_CODE, Mark, MarkReader, Want
-from harness.parallel import Strategy, is_sharded, same_everywhere, shard, strategy_for
+from harness.parallel import Strategy, same_everywhere, shard, strategy_for
 from harness.world import BadInput, Fenced, HarnessError
 from storage import dcp
 from storage.manifest import Manifest, Ref, SnapshotCorrupt
@@ -208,6 +210,7 @@ class Session:
         self.local_rank = int(environ.get("LOCAL_RANK", 0))
         self.world = int(environ.get("WORLD_SIZE", 1))
         self.device = torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        self._until = int(environ.get("HARNESS_UNTIL_STEP", 1 << 62))  # `harness replay` re-executes a part of a run
         self.tokens_per_sample = 0
         self.flops_per_sample = 0.0
         self._speeds = json.loads(environ.get("HARNESS_SPEEDS", "null"))
@@ -340,6 +343,11 @@ class Session:
                 raise BadInput(f"prepare({name}=...): {type(thing).__name__} has no state_dict/load_state_dict, so it cannot be resumed")
             self._saved[name] = thing
         if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+            if self.reduce != "fast":
+                raise BadInput(
+                    f"reduce={self.reduce!r} promises the same result on any number of ranks, but the model has BatchNorm, whose running "
+                    "statistics depend on which rank saw what; use GroupNorm or LayerNorm, or reduce='fast'"
+                )
             self.print(
                 "harness: the model has BatchNorm: its statistics depend on micro-batches per rank, so results will depend on the world"
             )
@@ -373,6 +381,7 @@ class Session:
         }  # fmt: skip
         seed_everything(self.seed)
         self._total = total
+        total = min(total, self._until)
         self._identify(identity)
         self.resume()
         batches = iter(())
@@ -402,6 +411,7 @@ class Session:
             self._last_samples = manifest.data.get("samples")
             self._head = self._last_samples["head"] if self._last_samples else self._genesis()
             self.print(f"harness: resumed from step {manifest.step} (epoch {manifest.epoch})")
+            self._check_made_with(manifest)
         else:
             self._head = self._genesis()
         self._last_snapshot_s = time.monotonic()
@@ -599,6 +609,7 @@ class Session:
         tensors, plain = dcp.split(self._state())
         self._saver.plan(tensors)
         staged = self._saver.stage(tensors)
+        weights = self._weights_hash() if final or self.device.type == "cpu" else None
         data: dict[str, Any] = {}
         if self.rank == 0:
             data = {
@@ -606,7 +617,8 @@ class Session:
                 "final": final,
                 "parent": self._parent.name if self._parent else "",
                 "samples": self._last_samples,
-                "weights": self._weights_hash() if final or self.device.type == "cpu" else None,
+                "weights": weights,
+                "made_with": self._made_with(),
             }
         unsaved, self._unsaved = self._unsaved, []
         if unsaved and self.rank == 0:
@@ -666,16 +678,29 @@ class Session:
             print(f"harness: snapshot of step {flight.ref.step} failed, training goes on: {flight.error}", flush=True)
 
     def _weights_hash(self) -> str | None:
-        """xxh3-128 of the model's tensors, in order; None when no rank holds them whole."""
+        """xxh3-128 of the model's tensors, whole and in order, on rank 0. Sharded ones are gathered one by one: all ranks call this."""
         assert self._model is not None
-        if is_sharded(self._model):
-            return None
         h = xxhash.xxh3_128()
         for name, tensor in self._model.state_dict().items():
-            if isinstance(tensor, torch.Tensor):
+            if hasattr(tensor, "full_tensor"):
+                tensor = tensor.full_tensor()
+            if isinstance(tensor, torch.Tensor) and self.rank == 0:
                 h.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
                 h.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return str(h.hexdigest())
+
+    def _made_with(self) -> dict[str, str]:
+        """What the bits of a result may depend on besides the script."""
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine()
+        return {"torch": torch.__version__, "python": platform.python_version(), "device": device, "threads": str(torch.get_num_threads())}
+
+    def _check_made_with(self, manifest: Manifest) -> None:
+        before, now = manifest.data.get("made_with") or {}, self._made_with()
+        changed = [f"{k} {before[k]} -> {now[k]}" for k in now if k in before and before[k] != now[k]]
+        if changed:
+            what = f"made with other means than before ({', '.join(changed)}): results may differ in their last bits from here on"
+            self._fact(Warned(manifest.step, self.epoch, what))
+            self.print(f"harness: {what}")
 
     # ---- resuming ----------------------------------------------------------------------------------------------
     def _agree(self, value: Callable[[], Any]) -> Any:

@@ -1,5 +1,6 @@
 """Starts real worlds of real worker processes for the tests, with torchrun's environment but no agent."""
 
+import json
 import os
 import socket
 import subprocess
@@ -57,6 +58,31 @@ def train(run, world=1, *flags, env=None, codes=(0,)) -> Ended:
     ended = finish(start(run, world, *flags, env=env))
     assert set(ended.codes) <= set(codes), ended.output
     return ended
+
+
+class Nursery:
+    """Many worlds, one after the other, of processes that are forked and not started: seconds cheaper per rank."""
+
+    def __init__(self):
+        script = str(Path(__file__).parent / "nursery.py")
+        base = {k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "SKYPILOT_"))}
+        base |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen([sys.executable, script], env=base, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def train(self, run, world=1, *flags, env=None, codes=(0,)) -> Ended:
+        """Like `train`."""
+        log = Path(f"{run}.log")
+        place = {"HARNESS_RUN": str(run), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        job = {"world": world, "flags": [str(f) for f in flags], "env": place | (env or {}), "log": str(log)}
+        print(json.dumps(job), file=self.process.stdin, flush=True)
+        ended = Ended(json.loads(self.process.stdout.readline()), log.read_text())
+        assert set(ended.codes) <= set(codes), ended.output
+        return ended
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait(timeout=10)
+        self.process.stdout.close()
 
 
 def newest(run):

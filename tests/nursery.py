@@ -1,0 +1,39 @@
+"""Forks worlds of trainers from one process that has already imported torch: what importing costs is paid once, not per rank.
+
+Reads jobs, one JSON line each: {"world", "flags", "env", "log"}; answers with one JSON line: the exit codes. See `worlds.Nursery`.
+"""
+
+import importlib
+import json
+import os
+import runpy
+import sys
+
+import harness.session  # noqa: F401
+
+for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"):  # what a trainer would import later
+    importlib.import_module(name)
+
+TRAINER = os.path.join(os.path.dirname(__file__), "trainer.py")
+
+
+def child(job, rank):
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for fd in (1, 2):
+        os.dup2(log, fd)
+    os.environ.update(job["env"] | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(job["world"])})
+    sys.argv = [TRAINER, *job["flags"]]
+    runpy.run_path(TRAINER, run_name="__main__")
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        job = json.loads(line)
+        pids = []
+        for rank in range(job["world"]):
+            pid = os.fork()
+            if pid == 0:
+                child(job, rank)
+                sys.exit(0)
+            pids.append(pid)
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
