@@ -34,7 +34,10 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
         np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    # Not torch.manual_seed: without a GPU it queues a seed for every backend that may come, with a stack trace, at every call.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(seed)
 
 
 class _Keyed(Dataset[Any]):

@@ -20,7 +20,6 @@ import copy
 import json
 import math
 import os
-import platform
 import secrets
 import signal
 import sys
@@ -38,7 +37,7 @@ from torch import nn
 
 from harness import records as rec
 from harness.batch import Batching, Plan, digest, plan, sample_hash, seed_for
-from harness.exact import WORDS, exact_strategy_for
+from harness.exact import WORDS, differences, environment, exact_strategy_for
 from harness.facts import (
     Fact,
     GuardTripped,
@@ -296,11 +295,13 @@ class Session:
             print(*values, flush=True)
 
     def sum(self, value: float | torch.Tensor) -> float:
-        """The sum over all ranks, in float64. Every rank must call it."""
-        total = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(()).clone()
-        if self._control is not None:
-            dist.all_reduce(total, group=self._control)
-        return float(total)
+        """The sum over all ranks, rounded once (so it depends on the ranks' values, not on their order). Every rank must call it."""
+        mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(1)
+        if self._control is None:
+            return float(mine)
+        every = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(every, mine, group=self._control)
+        return math.fsum(float(v) for v in every)
 
     def log(self, **metrics: float) -> None:
         """Metrics of the step that was just updated (validation loss...); they go into its record. All ranks may call it."""
@@ -411,7 +412,7 @@ class Session:
             self._last_samples = manifest.data.get("samples")
             self._head = self._last_samples["head"] if self._last_samples else self._genesis()
             self.print(f"harness: resumed from step {manifest.step} (epoch {manifest.epoch})")
-            self._check_made_with(manifest)
+            self._check_environment(manifest)
         else:
             self._head = self._genesis()
         self._last_snapshot_s = time.monotonic()
@@ -618,7 +619,7 @@ class Session:
                 "parent": self._parent.name if self._parent else "",
                 "samples": self._last_samples,
                 "weights": weights,
-                "made_with": self._made_with(),
+                "environment": environment(self.device),
             }
         unsaved, self._unsaved = self._unsaved, []
         if unsaved and self.rank == 0:
@@ -689,16 +690,10 @@ class Session:
                 h.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return str(h.hexdigest())
 
-    def _made_with(self) -> dict[str, str]:
-        """What the bits of a result may depend on besides the script."""
-        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine()
-        return {"torch": torch.__version__, "python": platform.python_version(), "device": device, "threads": str(torch.get_num_threads())}
-
-    def _check_made_with(self, manifest: Manifest) -> None:
-        before, now = manifest.data.get("made_with") or {}, self._made_with()
-        changed = [f"{k} {before[k]} -> {now[k]}" for k in now if k in before and before[k] != now[k]]
-        if changed:
-            what = f"made with other means than before ({', '.join(changed)}): results may differ in their last bits from here on"
+    def _check_environment(self, manifest: Manifest) -> None:
+        unlike = differences(manifest.data.get("environment") or {}, environment(self.device))
+        if unlike:
+            what = f"from here on the run may not be the same to the bit as before: {unlike}"
             self._fact(Warned(manifest.step, self.epoch, what))
             self.print(f"harness: {what}")
 

@@ -12,7 +12,17 @@ from torch import nn
 from worlds import Nursery, history, newest
 
 from harness import exact
-from harness.exact import HEADROOM, INTEGERS, Scales, Verdict, add_rounded, add_rounded_together, divide_into, exact_norm
+from harness.exact import (
+    HEADROOM,
+    INTEGERS,
+    Scales,
+    Verdict,
+    add_rounded,
+    add_rounded_together,
+    differences,
+    divide_into,
+    exact_norm,
+)
 from harness.world import BadInput, HarnessError
 
 U = 2.0**-24
@@ -255,8 +265,7 @@ def test_a_spike_repeats_the_step_and_the_state_travels():
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
     with pytest.raises(BadInput, match="32 and"):
         make(32)[1].load_state_dict(state)
-    with pytest.warns(UserWarning, match="torch was '1.0'"):
-        other.load_state_dict(state | {"environment": state["environment"] | {"torch": "1.0"}})
+    assert differences({"torch": "1.0"}, {"torch": "2.0"}) == "torch was '1.0', here it is '2.0'"
 
 
 def test_a_gradient_that_is_not_finite_spoils_all_and_changes_no_unit():

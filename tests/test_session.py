@@ -106,7 +106,8 @@ def test_a_mark_is_heeded_by_all_ranks_at_the_same_step(tmp_path):
     marks = [tmp_path / f"n{rank}" / "mark.json" for rank in range(2)]
     for mark in marks:
         mark.parent.mkdir()
-    processes = start(run, 2, "--total", 2000, "--every", 5000, "--sleep-s", 0.02, env={"HARNESS_MARK": str(marks[0]), "HARNESS_EPOCH": "7"})
+    flags = ("--total", 2000, "--every", 5000, "--sleep-s", 0.02)
+    processes = start(run, 2, *flags, env={"HARNESS_MARK": str(marks[0]), "HARNESS_EPOCH": "7"})
     wait_for(lambda: steps_reached(run) > 3)
     write(marks[0], Want.SNAPSHOT, "asked")
     wait_for(lambda: newest(run) is not None)
