@@ -8,12 +8,12 @@ import time
 
 import pytest
 from campaign import Campaign
-from worlds import history, train
+from worlds import history, newest, train
 
 from harness.batch import Batching, expected_digest
 from harness.facts import AttemptEnded, EpochStarted, NoticeSeen, RunEnded, SessionEnded, SnapshotCommitted
 
-FLAGS = "--total 120 --every 10 --sleep-s 0.04"
+FLAGS = "--total 120 --every 10 --sleep-s 0.04 --reduce exact"
 
 
 @pytest.fixture
@@ -50,14 +50,15 @@ def assert_whole(c: Campaign, total=120):
 
 def test_the_demo_market(campaign, tmp_path):
     """Noticed preemption, unnoticed kill, outage, return: the same training as undisturbed."""
-    c = campaign(market="demo", nodes="1:3", flags="--total 200 --every 10 --sleep-s 0.08")
+    c = campaign(market="demo", nodes="1:3", flags="--total 200 --every 10 --sleep-s 0.08 --reduce exact")
     c.launch()
     assert c.wait() == 0, c.logs()
     records = assert_whole(c, 200)
-    train(tmp_path / "calm", 1, "--total", 200, "--every", 50)
-    assert [r.loss for r in records] == pytest.approx([r.loss for r in history(tmp_path / "calm")], rel=1e-3)
+    train(tmp_path / "calm", 1, "--total", 200, "--every", 50, "--reduce", "exact")
+    assert [r.loss for r in records] == [r.loss for r in history(tmp_path / "calm")]
+    assert newest(c.run).data["weights"] == newest(tmp_path / "calm").data["weights"]
     same = harness("compare", c.run, tmp_path / "calm")
-    assert same.returncode == 0, same.stdout
+    assert same.returncode == 0 and "identical from step 1 to 200" in same.stdout, same.stdout
     assert len({r.world for r in records}) >= 2
     reasons = {e.reason for e in c.facts(EpochStarted)}
     assert {"start", "grow"} <= reasons and reasons & {"shrink", "loss"}
@@ -70,9 +71,17 @@ def test_the_demo_market(campaign, tmp_path):
     assert "goodput" in c.output().lower()
 
 
+@pytest.fixture(scope="module")
+def calm_weights(tmp_path_factory):
+    """What the weights are when nothing happens."""
+    run = tmp_path_factory.mktemp("calm") / "run"
+    train(run, 1, *FLAGS.split())
+    return newest(run).data["weights"]
+
+
 @pytest.mark.parametrize("seed", range(3))
-def test_sigkill_of_anything_at_any_moment(campaign, seed):
-    """Controller, provider, agents, workers, all at once; the same command again finishes the run."""
+def test_sigkill_of_anything_at_any_moment(campaign, seed, calm_weights):
+    """Controller, provider, agents, workers, all at once; the same command again finishes the run, with the same weights."""
     rng = random.Random(seed)
     c = campaign(market="calm", nodes="1:2", flags=FLAGS)
     c.launch()
@@ -90,6 +99,7 @@ def test_sigkill_of_anything_at_any_moment(campaign, seed):
             c.launch()
     assert c.wait() == 0, c.logs()
     assert_whole(c)
+    assert newest(c.run).data["weights"] == calm_weights
 
 
 def test_a_second_controller_is_refused(campaign):
