@@ -226,6 +226,7 @@ class SnapshotCommitted(Fact):
     commit_s: float  # from the safe point to the commit
     why: str  # "interval" | "notice" | "resize" | "request" | "final"
     t_start: float  # safe point, wall clock
+    weights: str = ""  # hash of the model's weights, where it was made
 
 
 @dataclass(frozen=True)

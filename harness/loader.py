@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from harness.batch import Batching, Plan, indices, sample_seed
@@ -138,13 +139,28 @@ def fingerprint(dataset: Any) -> str:
         return str(own() if callable(own) else own)
     if not is_map_style(dataset):
         return type(dataset).__qualname__
-    import xxhash
-
     n, h = len(dataset), xxhash.xxh3_128()
     for i in sorted({0, n - 1, *(n * k // 7 for k in range(1, 7))}):
         seed_everything(i)
         _feed(h, dataset[i])
     return f"sampled:{h.hexdigest()}"
+
+
+def same_when_read_again(dataset: Any, seed: int) -> bool:
+    """Is a sample a function of its index and of the seeded generators? Reads a few of a map-style dataset twice.
+
+    What draws from a generator of its own (np.random.default_rng(), os.urandom) is found here, most of the time.
+    """
+    keyed = _Keyed(dataset, seed)
+    for index in sorted({0, len(dataset) // 2, len(dataset) - 1}):
+        seen = []
+        for _ in range(2):
+            h = xxhash.xxh3_128()
+            _feed(h, keyed[index, index][2])
+            seen.append(h.digest())
+        if seen[0] != seen[1]:
+            return False
+    return True
 
 
 def _feed(h: Any, value: Any) -> None:

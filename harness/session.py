@@ -53,7 +53,7 @@ from harness.facts import (
 )
 from harness.guards import NonFiniteLoss, check_finite, peak_flops
 from harness.journal import Journal
-from harness.loader import MicroBatch, Stream, fingerprint, is_map_style, map_style, seed_everything, to_device
+from harness.loader import MicroBatch, Stream, fingerprint, is_map_style, map_style, same_when_read_again, seed_everything, to_device
 from harness.marks import EXIT_CODE, Mark, MarkReader, Want
 from harness.parallel import Strategy, same_everywhere, shard, strategy_for
 from harness.world import BadInput, Fenced, HarnessError
@@ -380,6 +380,13 @@ class Session:
             "version": 1, "seed": self.seed, "samples": samples if mapped else 0, "global_batch": global_batch, "micro_batch": micro_batch,
             "shuffle": shuffle and mapped, "data": fingerprint(dataset), "model": _model_fingerprint(self._model), "reduce": self.reduce,
         }  # fmt: skip
+        if self.reduce != "fast" and mapped and not same_when_read_again(dataset, self.seed):
+            what = (
+                f"{type(dataset).__name__}[i] is another sample when it is read again: it draws from a generator that is not seeded here "
+                "(torch's, numpy's and Python's global ones are), so no two runs will be the same to the bit"
+            )
+            self._fact(Warned(0, self.epoch, what))
+            self.print(f"harness: {what}")
         seed_everything(self.seed)
         self._total = total
         total = min(total, self._until)
@@ -655,7 +662,8 @@ class Session:
             commit_s = self._commit_s = time.time() - flight.t_start
             self._fact(
                 SnapshotCommitted(
-                    flight.ref.step, flight.ref.epoch, flight.manifest.nbytes, flight.stall_s, commit_s, flight.why, flight.t_start
+                    *(flight.ref.step, flight.ref.epoch, flight.manifest.nbytes, flight.stall_s, commit_s, flight.why, flight.t_start),
+                    weights=flight.manifest.data.get("weights") or "",
                 )
             )
             if self.journal is not None:

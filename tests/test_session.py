@@ -183,3 +183,11 @@ def test_without_a_run_it_is_an_ordinary_script(tmp_path):
     ended = finish(start("", 1, "--total", 5, "--out", tmp_path / "out.json"))
     assert ended.codes == [0] and "without snapshots" in ended.output
     assert json.loads((tmp_path / "out.json").read_text())["step"] == 5
+
+
+def test_what_cannot_be_exact_is_named(tmp_path):
+    ended = train(tmp_path / "unseeded", 1, "--unseeded", "--reduce", "exact", "--total", 3)
+    assert "Numbers[i] is another sample when it is read again" in ended.output
+    ended = train(tmp_path / "norm", 1, "--norm", "--reduce", "exact", "--total", 3, codes=(1,))
+    assert "the model has BatchNorm" in ended.output and newest(tmp_path / "norm") is None
+    assert "another sample" not in train(tmp_path / "augment", 1, "--augment", "--reduce", "exact", "--total", 3).output

@@ -20,14 +20,17 @@ class Numbers(torch.utils.data.Dataset):
 
     fingerprint = "numbers"
 
-    def __init__(self, n, augment=False):
-        self.n, self.augment = n, augment
+    def __init__(self, n, augment=False, unseeded=False):
+        self.n, self.augment, self.unseeded = n, augment, unseeded
+        self.own = torch.Generator()
 
     def __len__(self):
         return self.n
 
     def __getitem__(self, i):
         x = torch.randn(16, generator=torch.Generator().manual_seed(i))
+        if self.unseeded:
+            x = x + 0.1 * torch.randn(16, generator=self.own)
         if self.augment:
             x = x + 0.1 * torch.randn(16)
         return x, (x.sum() > 0).long()
@@ -83,6 +86,8 @@ p.add_argument("--workers", type=int, default=0)
 p.add_argument("--sleep-s", type=float, default=0.0)
 p.add_argument("--iterable", action="store_true")
 p.add_argument("--augment", action="store_true")
+p.add_argument("--unseeded", action="store_true", help="the dataset draws from a generator of its own")
+p.add_argument("--norm", action="store_true", help="with BatchNorm")
 p.add_argument("--tokens", action="store_true")
 p.add_argument("--ema", action="store_true")
 p.add_argument("--fp16", action="store_true")
@@ -95,7 +100,7 @@ a = p.parse_args()
 
 run = harness.attach(seed=a.seed, snapshot_every_steps=a.every, reduce=a.reduce)
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(16, a.hidden), nn.ReLU(), nn.Dropout(0.1), nn.Linear(a.hidden, 2))
+model = nn.Sequential(nn.Linear(16, a.hidden), nn.BatchNorm1d(a.hidden) if a.norm else nn.ReLU(), nn.Dropout(0.1), nn.Linear(a.hidden, 2))
 if a.parallel == "fsdp2":
     model = harness.fsdp2(model, run, [model[0], model[3]])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -103,7 +108,7 @@ scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k / 
 ema = Ema(model) if a.ema else None
 scaler = torch.amp.GradScaler(run.device.type) if a.fp16 else None
 run.prepare(model, optimizer, scheduler=scheduler, scaler=scaler, **({"ema": ema} if ema else {}))
-dataset = Endless() if a.iterable else Numbers(a.samples, a.augment)
+dataset = Endless() if a.iterable else Numbers(a.samples, a.augment, a.unseeded)
 for step in run.steps(dataset, total=a.total, global_batch=a.global_batch, micro_batch=a.micro_batch, num_workers=a.workers):
     for x, y in step:
         with torch.autocast(run.device.type, dtype=torch.float16, enabled=a.fp16):
