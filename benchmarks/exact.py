@@ -11,6 +11,7 @@ rank hands to the collectives per step.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
@@ -29,7 +31,7 @@ from gpt import GPT, SIZES
 from harness.exact import exact_strategy_for
 from harness.parallel import shard, strategy_for
 
-WAYS = ("fast", "exact", "exact32")
+WAYS = ("fast", "exact", "exact32", "plain")  # plain: DistributedDataParallel or FSDP2 as torch ships them
 
 
 class Way:
@@ -80,18 +82,54 @@ class Way:
         return time.perf_counter() - t
 
 
+class Plain(Way):
+    """The same step as people write it without us: torch's own exchange, mean over ranks, clip_grad_norm_."""
+
+    def __init__(self, flags: argparse.Namespace, device: torch.device):
+        super().__init__("fast", argparse.Namespace(**{**vars(flags), "parallel": "ddp"}), device)
+        self.flags = flags
+        torch.manual_seed(0)
+        model: Any = GPT(SIZES[flags.size], flags.seq, 0.0, False).to(device)
+        if flags.parallel == "fsdp2":
+            self.model = shard(model, device)
+        else:
+            self.model = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=device.type == "cuda")
+
+    def step(self, tokens: torch.Tensor) -> dict[str, float]:
+        times = {}
+        t = time.perf_counter()
+        for i, x in enumerate(tokens):
+            last = i == len(tokens) - 1
+            if self.flags.parallel == "fsdp2":
+                self.model.set_requires_gradient_sync(last)
+            with contextlib.nullcontext() if last or self.flags.parallel == "fsdp2" else self.model.no_sync():
+                logits = self.model(x[:, :-1])
+                (torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), x[:, 1:].flatten()) / len(tokens)).backward()
+        times["micros"] = self._lap(t)
+        times["divide"] = 0.0
+        t = time.perf_counter()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        times["norm"] = self._lap(t)
+        t = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        times["update"] = self._lap(t)
+        return times | {"step": sum(times.values())}
+
+
 def rank_main(rank: int, flags: argparse.Namespace, port: int) -> None:
     torch.set_num_threads(flags.threads)
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=flags.ranks)
-    ways = {name: Way(name, flags, device) for name in WAYS}
+    ways = {name: Plain(flags, device) if name == "plain" else Way(name, flags, device) for name in WAYS}
     g = torch.Generator().manual_seed(rank)
     shape = (flags.micros, flags.micro_batch, flags.seq + 1)
     seconds: dict[str, dict[str, list[float]]] = {name: {} for name in WAYS}
     for k in range(flags.rounds + 2):
         tokens = torch.randint(256, shape, generator=g).to(device)
-        for name in WAYS[k % 3 :] + WAYS[: k % 3]:
+        for name in WAYS[k % len(WAYS) :] + WAYS[: k % len(WAYS)]:
             dist.barrier()
             for part, s in ways[name].step(tokens).items():
                 if k >= 2:  # the first is done twice, the second is warm

@@ -215,6 +215,9 @@ class Session:
         self._speeds = json.loads(environ.get("HARNESS_SPEEDS", "null"))
         self._every_s, self._every_steps, self._keep = snapshot_every_s, snapshot_every_steps, keep
         if self.device.type == "cuda":
+            if reduce != "fast":  # kernels that add in whatever order they come would undo what exact sums give
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+                torch.use_deterministic_algorithms(True, warn_only=True)
             torch.cuda.set_device(self.device)
         seed_everything(seed)
         if "WORLD_SIZE" in environ and not dist.is_initialized():
