@@ -274,6 +274,7 @@ def run(flags: RunFlags) -> int:
     store = _checked_store(normalize(url), retry_within_s=10.0)  # an agent must hear notices while the bucket is silent
     trackers = flags.trackers or env.get("HARNESS_TRACKERS", "")
     node_dir = Path(env.get("HARNESS_NODE_DIR") or f"/tmp/harness-{os.getpid()}")
+    nearby = normalize(url).startswith("file://")
     config = AgentConfig(
         run=normalize(url),
         argv=argv,
@@ -287,8 +288,8 @@ def run(flags: RunFlags) -> int:
         grace_s=flags.grace_s,
         notify_signal=flags.notify_signal,
         trackers=trackers,
-        beat_s=1.0 if url.startswith(("file", "/")) or "://" not in url else 3.0,
-        dead_s=5.0 if url.startswith(("file", "/")) or "://" not in url else 10.0,
+        beat_s=1.0 if nearby else 3.0,  # a heartbeat is a request that object stores bill
+        dead_s=5.0 if nearby else 10.0,
     )
     return Agent(config, store, detect(dict(env))).execute()
 
