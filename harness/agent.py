@@ -446,6 +446,8 @@ class Agent:
         peers = [everybody[n] for n in epoch.members if n != self.name and n in everybody]
         if dead := [p.member for p in peers if p.state == "dead"]:
             return self._abandon(f"lost {', '.join(dead)}")
+        if absent := [p.member for p in peers if p.state == "gone" and p.epoch < epoch.epoch]:  # told to go between its seal and its start
+            return self._abandon(f"{', '.join(absent)} went before its workers began", RESIZE)
         left = [p for p in peers if p.epoch > epoch.epoch or (p.state in ("ready", "gone") and p.end != "finished")]
         if left:
             self._peer_left_s = self._peer_left_s or now
@@ -455,11 +457,12 @@ class Agent:
         self._invite(now, epoch, list(everybody.values()))
         return None
 
-    def _abandon(self, why: str) -> int | None:
+    def _abandon(self, why: str, code: int = -signal.SIGKILL) -> int | None:
+        """End our workers; `code`: what their end shall count as."""
         print(f"harness run: epoch {self._epoch.epoch} is over: {why}", flush=True)
         self._killed_by_us = True
         self._end_workers()
-        return self._leave([-signal.SIGKILL] * len(self._workers))
+        return self._leave([code] * len(self._workers))
 
     def _invite(self, now: float, epoch: Epoch, everybody: list[Member]) -> None:
         """The first living member of the epoch asks for a bigger world when somebody fitting waits to get in."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from worlds import TRAINER, history, newest
 
-from harness.facts import EpochLeft, EpochStarted, NoticeSeen, WorkerFailed
+from harness.facts import EpochLeft, EpochStarted, NoticeSeen, SessionStarted, WorkerFailed
 from harness.journal import read_facts
 from storage.objects import open_store
 
@@ -74,12 +74,12 @@ def test_join_notice_and_loss(nodes):
     first = nodes.start(*SLOW)
     nodes.until(lambda: nodes.step() >= 10)
     second = nodes.start(*SLOW)
-    nodes.until(lambda: any(e.world == 2 for e in nodes.facts(EpochStarted)) and nodes.step() >= 30)
+    nodes.until(lambda: any(e.world == 2 for e in nodes.facts(SessionStarted)) and nodes.step() >= 30)
     second.send_signal(signal.SIGTERM)
     assert second.wait(30) == 33
     nodes.until(lambda: any(e.epoch == 3 for e in nodes.facts(EpochStarted)))
     third = nodes.start(*SLOW)
-    nodes.until(lambda: any(e.world == 2 and e.epoch > 3 for e in nodes.facts(EpochStarted)) and nodes.step() >= 70)
+    nodes.until(lambda: any(e.world == 2 and e.epoch > 3 for e in nodes.facts(SessionStarted)) and nodes.step() >= 70)
     os.killpg(third.pid, signal.SIGKILL)
     assert first.wait(90) == 0, nodes.logs()
     reasons = [e.reason for e in nodes.facts(EpochStarted)]
@@ -88,6 +88,26 @@ def test_join_notice_and_loss(nodes):
     records = history(nodes.run)
     assert [r.step for r in records] == list(range(1, 121))
     assert {r.world for r in records} == {1, 2}
+
+
+def test_a_member_that_goes_before_its_workers_begin_is_not_waited_for(nodes):
+    """Told to go between the sealing of an epoch that names it and its own look at it."""
+    from harness.rendezvous import Member, ProbeServer, Rendezvous
+
+    first = nodes.start(*SLOW)
+    nodes.until(lambda: nodes.step() >= 10)
+    probe = ProbeServer("m0002", "127.0.0.1")
+    me = Member("m0002", "ready", 0, "127.0.0.1", probe.port, 29500, nproc=1, attempt=2)
+    second = Rendezvous(open_store(str(nodes.run)), me)
+    second.start()
+    nodes.until(lambda: any(e.world == 2 for e in nodes.facts(EpochStarted)))
+    second.leave(end="")
+    nodes.until(lambda: len(nodes.facts(EpochStarted)) == 3, timeout_s=25)  # not the half minute that a planned end may take
+    probe.close()
+    assert first.wait(90) == 0, nodes.logs()
+    assert [e.why for e in nodes.facts(EpochLeft)] == ["resize", "resize", "finished"]
+    assert [e.reason for e in nodes.facts(EpochStarted)] == ["start", "grow", "shrink"]
+    assert [r.step for r in history(nodes.run)] == list(range(1, 121))
 
 
 def test_a_script_that_keeps_failing_is_stopped_with_its_words(nodes):
