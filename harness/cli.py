@@ -27,6 +27,7 @@ from harness.world import BadInput, Fenced, HarnessError
 from storage.objects import RETRY_WITHIN_S, NotFound, ObjectStore, StoreError, normalize, open_store
 
 DONE, FAILED, WRONG_INPUT, ENDED_EARLY, INTERRUPTED = 0, 1, 2, 3, 130
+PREFLIGHT_S = 10.0  # how long a bucket may be silent before a launch is refused
 
 
 class RealClock:
@@ -198,8 +199,11 @@ def _html_path(url: str) -> str:
 
 
 def _checked_store(url: str, retry_within_s: float = RETRY_WITHIN_S) -> ObjectStore:
-    """The run's bucket, proven to be there and writable before anything is launched. Raises StoreError."""
-    store = open_store(url, retry_within_s=retry_within_s)
+    """The run's bucket, proven to be there and writable before anything is launched. Raises StoreError.
+
+    A person waits for this answer, so silence counts as a refusal sooner than it does once the run is under way.
+    """
+    store = open_store(url, retry_within_s=PREFLIGHT_S)
     key = f"control/probe-{secrets.token_hex(4)}"
     if not store.create(key, b"probe") or store.get(key) != b"probe":
         raise StoreError(f"{url}: what was written could not be read back; use another bucket")
@@ -210,7 +214,7 @@ def _checked_store(url: str, retry_within_s: float = RETRY_WITHIN_S) -> ObjectSt
             "with conditional writes (AWS S3, GCS, Azure, R2, MinIO, Ceph, SeaweedFS)"
         )
     store.delete(key)
-    return store
+    return open_store(url, retry_within_s=retry_within_s)
 
 
 def _existing_store(url: str) -> ObjectStore:

@@ -43,7 +43,13 @@ class Campaign:
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "SKYPILOT_", "AWS_"))}
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                self.command, stdout=log, stderr=subprocess.STDOUT, env=environ, start_new_session=True, stdin=subprocess.DEVNULL
+                self.command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environ,
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job would hand on "ignored"
             )
         return self.process
 
