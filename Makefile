@@ -14,7 +14,7 @@ RUN := runs/$(shell date +%Y%m%d-%H%M%S)
 endif
 LAUNCH = $(BIN)/harness launch sky_tasks/train.yaml --cloud local --env STEPS=$(STEPS) --env REDUCE=$(REDUCE) $(ARGS)
 
-.PHONY: install train test check lint types sim clean
+.PHONY: install train test check lint types sim walk clean
 install: $(STAMP)
 $(STAMP): requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -42,6 +42,9 @@ types: install
 
 sim: install  ## one seed (SEED=413) or many (SEEDS=1000) of the simulated world
 	$(BIN)/harness simulate $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+
+walk: install  ## the same weights to the bit over 300 steps in five worlds with kills, DDP and FSDP2; and not so with float sums (30 minutes)
+	$(BIN)/python benchmarks/walk.py --steps 300
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info

@@ -30,11 +30,13 @@ What no sum can mend: another kind of accelerator, another torch, another number
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import platform
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,7 @@ INTEGERS = {64: torch.int64, 32: torch.int32}
 MAX_SHIFT = 149  # no float32 is finer than that
 LEAST_BITS = 12  # of one micro-batch's share of a word; fewer would not be worth summing
 MAX_REPEATS = 4  # one is enough when backward is deterministic
+FUSE_FROM = 1 << 18  # elements from which a GPU's kernel of its own pays
 CHUNK = 1 << 17  # elements on a CPU at a time: what several passes read stays in its cache, and Python's share is small
 
 
@@ -177,13 +180,60 @@ def _add_chunk(grads: Sequence[torch.Tensor], shifts: Sequence[int], total: torc
 
 
 def add_rounded_together(grads: list[torch.Tensor], shifts: Sequence[int], total: torch.Tensor) -> torch.Tensor:
-    """The same in few kernels, for a GPU, and of any size. Returns the peaks, (len(grads),)."""
+    """The same for a GPU, and of any size: few kernels for small gradients, a fused one for each large one.
+
+    Returns the peaks, (len(grads),).
+    """
+    fused = fused_kernel(total.device.type) if any(g.numel() >= FUSE_FROM for g in grads) else None
+    if fused is None:
+        return _add_in_steps(grads, shifts, total)
+    peaks: list[torch.Tensor] = []
+    offset = 0
+    for large, run in groupby(zip(grads, shifts, strict=True), key=lambda pair: pair[0].numel() >= FUSE_FROM):
+        some, their = zip(*run, strict=True)
+        if large:
+            for g, shift in zip(some, their, strict=True):
+                peaks.append(fused(g, _factors(shift, g.dtype, g.device), total[offset : offset + g.numel()]).view(1))
+                offset += g.numel()
+        else:
+            size = sum(g.numel() for g in some)
+            peaks.append(_add_in_steps(list(some), their, total[offset : offset + size]))
+            offset += size
+    return torch.cat(peaks)
+
+
+def _add_in_steps(grads: list[torch.Tensor], shifts: Sequence[int], total: torch.Tensor) -> torch.Tensor:
     peaks = torch.stack(torch._foreach_norm(grads, math.inf))
     scaled = torch._foreach_mul(grads, [2.0 ** min(shift, 126) for shift in shifts])
     if max(shifts) > 126:
         torch._foreach_mul_(scaled, [2.0 ** max(shift - 126, 0) for shift in shifts])
     total.add_(torch.cat(scaled).round_().to(total.dtype))
     return peaks
+
+
+@functools.cache
+def _factors(shift: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """2**shift as two factors that a float32 has, on the device: a kernel that takes them as data is compiled once."""
+    return torch.tensor([2.0 ** min(shift, 126), 2.0 ** max(shift - 126, 0)], dtype=dtype, device=device)
+
+
+def _add_and_peak(grad: torch.Tensor, factors: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    total.add_((grad * factors[0] * factors[1]).round().to(total.dtype))
+    return grad.abs().amax()
+
+
+@functools.cache
+def fused_kernel(device: str) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """`_add_and_peak` as one pass over memory; the single steps move more than twice as many bytes. None: no compiler here."""
+    kernel = torch.compile(_add_and_peak, dynamic=True)
+    try:
+        grad, factors = torch.zeros(8, device=device), _factors(0, torch.float32, torch.device(device))
+        for word in INTEGERS.values():
+            kernel(grad, factors, torch.zeros(8, dtype=word, device=device))
+    except Exception as e:  # whatever a compiler's absence looks like on this machine: the single steps do the same
+        warnings.warn(f"exact sums take single steps, which are slower, as their kernel could not be compiled: {e}", stacklevel=2)
+        return None
+    return kernel
 
 
 def divide_into(out: torch.Tensor, total: torch.Tensor, weight: float | torch.Tensor, shift: int, scratch: Scratch) -> None:

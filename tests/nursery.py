@@ -1,20 +1,21 @@
 """Forks worlds of trainers from one process that has already imported torch: what importing costs is paid once, not per rank.
 
-Reads jobs, one JSON line each: {"world", "flags", "env", "log"}; answers with one JSON line: the exit codes. See `worlds.Nursery`.
+Reads jobs, one JSON line each: {"script", "world", "flags", "env", "log", "kill_after_s"}; answers with one JSON line: the exit codes.
+See `worlds.Nursery`.
 """
 
 import importlib
 import json
 import os
 import runpy
+import signal
 import sys
+import time
 
 import harness.session  # noqa: F401
 
 for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"):  # what a trainer would import later
     importlib.import_module(name)
-
-TRAINER = os.path.join(os.path.dirname(__file__), "trainer.py")
 
 
 def child(job, rank):
@@ -22,8 +23,9 @@ def child(job, rank):
     for fd in (1, 2):
         os.dup2(log, fd)
     os.environ.update(job["env"] | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(job["world"])})
-    sys.argv = [TRAINER, *job["flags"]]
-    runpy.run_path(TRAINER, run_name="__main__")
+    sys.argv = [job["script"], *job["flags"]]
+    sys.path.insert(0, os.path.dirname(job["script"]))
+    runpy.run_path(job["script"], run_name="__main__")
 
 
 if __name__ == "__main__":
@@ -36,4 +38,8 @@ if __name__ == "__main__":
                 child(job, rank)
                 sys.exit(0)
             pids.append(pid)
+        if job["kill_after_s"] is not None:
+            time.sleep(job["kill_after_s"])
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
         print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)

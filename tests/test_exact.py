@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from fractions import Fraction
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from worlds import Nursery, history, newest
+from worlds import PRETRAIN, Nursery, history, newest
 
 from harness import exact
 from harness.exact import (
@@ -103,6 +104,24 @@ def test_order_and_grouping_do_not_matter(word):
         peaks = add_rounded_together(grads[m].split(pieces), shifts, total)
         assert peaks.tolist() == [float(part.abs().max()) for part in grads[m].split(pieces)]
     assert torch.equal(total, sum(ranks))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler for CPU kernels")
+def test_the_fused_kernel_makes_the_same_integers(monkeypatch, tmp_path):
+    """The GPU's kernel, compiled for this CPU."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(exact, "FUSE_FROM", 100)
+    assert exact.fused_kernel("cpu") is not None
+    sizes, shifts = [40, 7, 1000, 100, 3, 5001], [40, 3, 141, 149, 0, 20]
+    for word in (torch.int64, torch.int32):
+        grads = [torch.randn(n) * 2.0 ** (10 - shift) for n, shift in zip(sizes, shifts, strict=True)]
+        wanted, found = torch.zeros(sum(sizes), dtype=word), torch.zeros(sum(sizes), dtype=word)
+        parts, scratch = wanted.split(sizes), exact.Scratch()
+        peaks = [add_rounded([g], [shift], part, scratch)[0] for g, shift, part in zip(grads, shifts, parts, strict=True)]
+        assert add_rounded_together(grads, shifts, found).tolist() == peaks
+        assert torch.equal(found, wanted)
+    grads[2][17] = math.nan
+    assert math.isnan(add_rounded_together(grads, shifts, found)[2])
 
 
 def test_small_gradients_are_taken_together_each_in_its_own_unit():
@@ -380,6 +399,36 @@ def test_stops_and_other_worlds_on_the_way_change_no_bit(one, ended, tmp_path):
         result = ended(run, world, *SPIKE, *flags, total=total)
     assert result == one[:2]
     assert [r.world for r in history(run)] == [3] * 3 + [2] * 3 + [1] * 2
+
+
+GPT = ["--steps", 50, "--layers", 1, "--dim", 32, "--heads", 2, "--seq", 16, "--micro-batch", 2, "--global-batch", 24, "--dropout", 0.1]
+GPT += ["--eval-every", 0, "--snapshot-every-steps", 3]
+WALK = (1, 4, 3, 5, 2)
+
+
+def walked(nursery, run, reduce, parallel):
+    """The reference trainer, each fifth of its steps in another world, two of them SIGKILLed first. The hash of the weights."""
+    kills = {4: 2.0, 5: 1.5}
+    for i, world in enumerate(WALK, 1):
+        flags = [*GPT, "--reduce", reduce, "--parallel", parallel]
+        until = {"HARNESS_UNTIL_STEP": str(50 * i // len(WALK))}
+        if reduce == "exact" and world in kills:
+            nursery.train(run, world, *flags, env=until, script=PRETRAIN, kill_after_s=kills[world], codes=(0, -9))
+        nursery.train(run, world, *flags, env=until, script=PRETRAIN)
+    assert [(r.step, r.world) for r in history(run)][9::10] == [(10 * i, world) for i, world in enumerate(WALK, 1)]
+    return newest(run).data["weights"]
+
+
+def test_a_walk_through_five_worlds(nursery, tmp_path):
+    """`make walk` does the same over 300 steps, with a kill of every rank in each world."""
+    nursery.train(tmp_path / "calm", 1, *GPT, "--reduce", "exact", script=PRETRAIN)
+    nursery.train(tmp_path / "skewed", 2, *GPT, "--reduce", "exact", script=PRETRAIN, env={"HARNESS_SPEEDS": "[3.0, 1.0]"})
+    calm = newest(tmp_path / "calm")
+    assert calm.step == 50 and newest(tmp_path / "skewed").data["weights"] == calm.data["weights"]
+    assert history(tmp_path / "skewed")[-1].shares == (9, 3)
+    for parallel in ("ddp", "fsdp2"):
+        assert walked(nursery, tmp_path / parallel, "exact", parallel) == calm.data["weights"]
+    assert walked(nursery, tmp_path / "fast", "fast", "ddp") != calm.data["weights"]
 
 
 def test_float_sums_do_depend_on_the_world(ended, tmp_path):

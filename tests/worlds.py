@@ -14,6 +14,7 @@ from storage.objects import open_store
 from storage.snapshots import Snapshots
 
 TRAINER = str(Path(__file__).parent / "trainer.py")
+PRETRAIN = Path(__file__).parent.parent / "examples" / "pretrain.py"
 
 
 @dataclass
@@ -69,11 +70,12 @@ class Nursery:
         base |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen([sys.executable, script], env=base, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def train(self, run, world=1, *flags, env=None, codes=(0,)) -> Ended:
-        """Like `train`."""
+    def train(self, run, world=1, *flags, env=None, codes=(0,), script=TRAINER, kill_after_s=None) -> Ended:
+        """Like `train`; `kill_after_s`: SIGKILL to every rank then."""
         log = Path(f"{run}.log")
         place = {"HARNESS_RUN": str(run), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        job = {"world": world, "flags": [str(f) for f in flags], "env": place | (env or {}), "log": str(log)}
+        job = {"script": str(script), "world": world, "flags": [str(f) for f in flags], "env": place | (env or {}), "log": str(log)}
+        job["kill_after_s"] = kill_after_s
         print(json.dumps(job), file=self.process.stdin, flush=True)
         ended = Ended(json.loads(self.process.stdout.readline()), log.read_text())
         assert set(ended.codes) <= set(codes), ended.output
