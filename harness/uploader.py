@@ -20,6 +20,7 @@ import queue
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -35,11 +36,12 @@ from harness.world import Fenced
 from storage.manifest import Ref
 from storage.objects import ObjectStore, StoreError, open_store
 from storage.snapshots import Snapshots
-from storage.staging import Segment, Segments, StageFull
+from storage.staging import Segment, Segments, Stage, StageFull, sweep
 from storage.upload import Forecast, Job, Outcome, Uploader
 
 ANSWER_S = 30.0  # the longest wait for an answer of the uploader (making a big segment takes seconds)
-CONNECT_S = 20.0  # ... for its start
+CONNECT_S = 5.0  # ... for its start; then the trainer sends for itself
+AGENT_ANSWER_S = 2.0  # the agent has more to do than to wait
 BUFFERS = 2  # one being sent, one being filled
 NICE = 10
 
@@ -134,18 +136,18 @@ class Line:
         self._on_lost, self.lost = on_lost, False
         threading.Thread(target=self._read, name="uploader-line", daemon=True).start()
 
-    def ask(self, what: str, **body: Any) -> dict[str, Any]:
+    def ask(self, what: str, *, answer_s: float = ANSWER_S, **body: Any) -> dict[str, Any]:
         """The answer. Raises ConnectionError, StageFull."""
         answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         number = next(self._numbers)
         self._answers[number] = answers
         self._say({"do": what, "n": number, **body})
         try:
-            answer = answers.get(timeout=ANSWER_S)
+            answer = answers.get(timeout=answer_s)
         except queue.Empty:
             answer = None
         if answer is None:
-            raise ConnectionError(f"the uploader did not answer within {ANSWER_S:.0f} s")
+            raise ConnectionError(f"the uploader did not answer within {answer_s:.0f} s")
         if "error" in answer:
             raise StageFull(answer["error"])
         return answer
@@ -253,6 +255,74 @@ class Remote:
         except (ConnectionError, StageFull):
             return {}
         return {key: (path, start, end) for key, (path, start, end) in found.items()}
+
+
+# ---- the agent's side -------------------------------------------------------------------------------------------
+class NodeUploader:
+    """The uploader of a node, held by its agent, and the stage that both own. Every call is bounded and harmless when it is dead."""
+
+    def __init__(self, run: str, member: str, parent: Path | None, budget_nbytes: int | None, log: Path):
+        self.run, self.member, self._log = run, member, log
+        sweep(parent)
+        self.stage = Stage(parent, budget_nbytes)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line: Line | None = None
+        self._deadline_s: float | None = None
+
+    def ensure(self) -> None:
+        """Start it, or start it again."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        for left in self.stage.folder.iterdir():  # what one that died has left; who maps a segment keeps its memory
+            if left.name != "lock":
+                left.unlink(missing_ok=True)
+        self._line = None
+        order = {"run": self.run, "folder": str(self.stage.folder), "budget_nbytes": self.stage.budget_nbytes, "member": self.member}
+        with open(self._log, "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "harness.uploader", json.dumps(order)], stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def busy(self) -> int:
+        """Shares of snapshots that are not written yet; 0 if nobody answers."""
+        answer = self._ask("busy")
+        return int(answer["busy"]) if answer else 0
+
+    def drain(self, deadline_s: float | None) -> None:
+        """This node has until then (wall clock); None: it stays after all."""
+        self._deadline_s = deadline_s
+        self._ask("drain", deadline_s=deadline_s)
+
+    def settle(self, wait_s: float) -> None:
+        """Until nothing is under way, or `wait_s`."""
+        until_s = time.monotonic() + wait_s
+        while self.busy() and time.monotonic() < until_s:
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line.close()
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                self._process.wait(AGENT_ANSWER_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self.stage.close()
+
+    def _ask(self, what: str, **body: Any) -> dict[str, Any] | None:
+        if self._process is None or self._process.poll() is not None:
+            return None
+        try:
+            if self._line is None or self._line.lost:
+                self._line = Line(self.stage.folder, connect_s=0.0)
+                if self._deadline_s is not None and what != "drain":
+                    self._line.ask("drain", answer_s=AGENT_ANSWER_S, deadline_s=self._deadline_s)
+            return self._line.ask(what, answer_s=AGENT_ANSWER_S, **body)
+        except (OSError, StoreError):
+            return None
 
 
 # ---- the process ------------------------------------------------------------------------------------------------
@@ -433,4 +503,4 @@ if __name__ == "__main__":
     main()
 
 
-__all__ = ["Courier", "Line", "Local", "Remote", "Server", "fence"]
+__all__ = ["Courier", "Line", "Local", "NodeUploader", "Remote", "Server", "fence"]

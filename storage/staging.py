@@ -200,7 +200,7 @@ class Near:
 
 
 def default_parent() -> Path:
-    return RAM_DISK if RAM_DISK.is_dir() else Path(os.environ.get("TMPDIR", "/tmp"))
+    return RAM_DISK if RAM_DISK.is_dir() and os.access(RAM_DISK, os.W_OK) else Path(os.environ.get("TMPDIR", "/tmp"))
 
 
 def free_nbytes(parent: Path) -> int:
