@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -75,6 +75,19 @@ def fence(store: ObjectStore) -> Callable[[Ref], None]:
     return check
 
 
+@contextlib.contextmanager
+def _socket_in(folder: Path) -> Iterator[str]:
+    """Its address: a path of at most 107 bytes, which on Linux any folder can have by way of a descriptor."""
+    if not sys.platform.startswith("linux"):
+        yield str(folder / "socket")
+        return
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{fd}/socket"
+    finally:
+        os.close(fd)
+
+
 @dataclass
 class _Slot:
     segment: Segment
@@ -123,7 +136,8 @@ class Line:
         while True:
             self._socket = socket.socket(socket.AF_UNIX)
             try:
-                self._socket.connect(str(folder / "socket"))
+                with _socket_in(folder) as address:
+                    self._socket.connect(address)
                 break
             except OSError as e:
                 self._socket.close()
@@ -352,7 +366,8 @@ class Server:
         self._expected: dict[tuple[Ref, int], tuple[bool, float, float]] = {}
         self._deadline_s: float | None = None  # wall clock
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.bind(str(folder / "socket"))
+        with _socket_in(folder) as address:
+            self._socket.bind(address)
         self._socket.listen(64)
 
     def serve(self) -> None:

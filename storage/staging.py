@@ -59,7 +59,7 @@ class Segment:
             return cls(mmap.mmap(fd, max(1, nbytes)), path)
         except OSError as e:
             path.unlink(missing_ok=True)
-            if e.errno not in (errno.ENOSPC, errno.ENOMEM):
+            if e.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
             raise StageFull(
                 f"{path.parent}: no room for {_mib(nbytes)} of a staged snapshot, {_mib(shutil.disk_usage(path.parent).free)} are free; "

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ LANES = 4  # parts on their way at once
 COMMIT_TIMEOUT_S = 600.0  # the longest wait for the other ranks' shares
 MARGIN = 0.8  # of a drain's time that is planned with; bandwidth varies
 GIVE_UP_BEFORE_S = 0.5  # the deadline: time to say so
+LOOK_AGAIN_S = 0.5  # whether a deadline has been set meanwhile
 
 Check = Callable[[Ref], None]  # raises when a snapshot may no longer be committed
 
@@ -198,7 +199,7 @@ class Uploader:
         data = job.data
         if job.weights:
             data = {**data, "weights": combined([f"{weights_sum(job.tensors, files, job.weights):x}"])}
-        snapshots = Snapshots(_Ahead(self.store, self._lanes, one, self._in_time), self.snapshots.chunk_nbytes)
+        snapshots = Snapshots(_Ahead(self.store, self._lanes, one, self._left_s), self.snapshots.chunk_nbytes)
         mine = snapshots.write(job.ref, job.rank, job.world, files, job.tensors, data, job.token)
         self._check(job.ref)  # sending may have taken long
         manifest = self.snapshots.commit(job.ref, job.world)
@@ -218,12 +219,17 @@ class Uploader:
         with self._lock:
             return any(o.written and o.job.rank == one.job.rank and o.job.ref > one.job.ref for o in self._running.values())
 
-    def _in_time(self, one: _Running) -> None:
-        if self._deadline_s is not None and time.monotonic() > self._deadline_s - GIVE_UP_BEFORE_S:
+    def _left_s(self, one: _Running) -> float | None:
+        """Seconds until we must have given up; None: no hurry. Raises OutOfTime."""
+        if self._deadline_s is None:
+            return None
+        left_s = self._deadline_s - GIVE_UP_BEFORE_S - time.monotonic()
+        if left_s <= 0:
             raise OutOfTime(
                 f"snapshot of step {one.job.ref.step}: {one.left >> 20} of {one.job.nbytes >> 20} MiB were not sent when the time that was "
                 f"left ran out ({self.nbytes_per_s / 2**20:.0f} MiB/s)"
             )
+        return left_s
 
     # ---- order --------------------------------------------------------------------------------------------------
     def _plan(self) -> Forecast | None:
@@ -256,15 +262,15 @@ class _Running:
 class _Ahead:
     """The store for one `Snapshots.write`: parts are put by the lanes, and everything else waits until they are there."""
 
-    def __init__(self, inner: ObjectStore, lanes: _Lanes, one: _Running, in_time: Callable[[_Running], None]):
-        self._inner, self.url, self._lanes, self._one, self._in_time = inner, inner.url, lanes, one, in_time
+    def __init__(self, inner: ObjectStore, lanes: _Lanes, one: _Running, left_s: Callable[[_Running], float | None]):
+        self._inner, self.url, self._lanes, self._one, self._left_s = inner, inner.url, lanes, one, left_s
         self._ahead: list[Future[None]] = []
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         nbytes = memoryview(data).nbytes
 
         def one_part() -> int:
-            self._in_time(self._one)
+            self._left_s(self._one)
             self._inner.put(key, data)
             self._one.left -= nbytes
             return nbytes
@@ -272,12 +278,17 @@ class _Ahead:
         self._ahead.append(self._lanes.submit(self._one.job.ref, one_part))
 
     def _arrive(self) -> ObjectStore:
-        """All parts are stored. Raises the first error, after none of them is under way any more."""
+        """All parts are stored. Raises the first error, after none of them is under way any more; OutOfTime at once."""
         ahead, self._ahead = self._ahead, []
-        errors = [e for f in ahead if (e := f.exception()) is not None]
+        errors = []
+        for future in ahead:
+            while not future.done():
+                left_s = self._left_s(self._one)
+                wait([future], LOOK_AGAIN_S if left_s is None else min(left_s, LOOK_AGAIN_S))
+            errors += [e] if (e := future.exception()) is not None else []
         if errors:
             raise errors[0]
-        self._in_time(self._one)
+        self._left_s(self._one)
         return self._inner
 
     def create(self, key: str, data: bytes | memoryview) -> bool:
