@@ -32,6 +32,7 @@ from harness.journal import Journal
 from harness.marks import Want
 from harness.notices import Notice, Source, watch
 from harness.rendezvous import NO_EPOCH, Epoch, Member, ProbeServer, Rendezvous, free_port, newest_epoch
+from harness.uploader import NodeUploader
 from harness.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED
 from storage.objects import NotFound, ObjectStore, StoreError, StoreUnavailable
 from storage.snapshots import Snapshots
@@ -64,6 +65,9 @@ class AgentConfig:
     tick_s: float = 0.3
     flush_s: float = 1.0
     wait_limit_s: float = 3600.0  # how long to wait for a place in an epoch
+    stage_dir: Path | None = None  # a RAM disk for staged snapshots; None: /dev/shm
+    stage_nbytes: int | None = None  # what they may take of it; None: half of what is free
+    settle_s: float = 30.0  # how long the next epoch waits for uploads whose worker has died
 
 
 @dataclass
@@ -114,6 +118,8 @@ class Agent:
         self._next_tick_s = 0.0
         self._next_flush_s = 0.0
         self._asked_snapshots: set[str] | None = None
+        self._ready: dict[str, Any] | None = None  # what we shall say of ourselves once our uploads are done
+        self._settle_until_s = 0.0
         self._publisher: subprocess.Popen[bytes] | None = None
         self._reason = ""  # in words, of our own end
         self._end = ""  # how our last epoch ended: facts.EpochLeft.why
@@ -125,6 +131,7 @@ class Agent:
     def execute(self) -> int:
         c = self.config
         c.node_dir.mkdir(parents=True, exist_ok=True)
+        self._uploads = NodeUploader(c.run, self.name, c.stage_dir, c.stage_nbytes, c.node_dir / "uploader.log")
         probe = ProbeServer(self.name, c.addr)
         me = Member(self.name, "ready", 0, c.addr, probe.port, free_port(c.addr), nproc=c.nproc, attempt=c.attempt, speed=c.speed)
         self.rendezvous = Rendezvous(self.store, me, beat_s=c.beat_s, dead_s=c.dead_s, join_window_s=1.0, min_members=c.min_members)
@@ -149,6 +156,8 @@ class Agent:
             watcher.stop()
             for worker in self._workers + self._spares:
                 worker.kill()
+            self._uploads.settle(self._settle_s())
+            self._uploads.close()
             self.rendezvous.leave(end=self._end)
             probe.close()
             self.journal.record(AgentEnded(self.name, code, self._reason))
@@ -198,12 +207,15 @@ class Agent:
             elif what == "cancel":
                 self.journal.record(NoticeCancelled(self.name, value.id))
                 self._wants.pop(f"notice:{value.id}", None)
+                self._uploads.drain(None)
                 if not any(want is Want.RESIZE and who.startswith(("notice:", "signal:")) for who, (want, _) in self._wants.items()):
                     self._leaving = ""
                 self._write_mark()
 
     def _must_leave(self, reason: str, who: str, deadline_s: float | None) -> None:
         self._leaving = self._leaving or reason
+        if deadline_s is not None:
+            self._uploads.drain(deadline_s)
         self._want(who, Want.RESIZE, deadline_s)
         if self._epoch is not NO_EPOCH and self.config.notify_signal and not self._attached():
             for worker in self._workers:
@@ -228,7 +240,24 @@ class Agent:
         return self.mark_path.with_name("attached").exists()
 
     # ---- between epochs ----------------------------------------------------------------------------------------
+    def _settle_s(self) -> float:
+        """How long we can wait for uploads now: as long as the node lives, when that is known."""
+        deadlines = [deadline for _, deadline in self._wants.values() if deadline is not None]
+        return max(0.0, min(deadlines) - time.time()) if deadlines else self.config.settle_s
+
+    def _say_ready(self, now: float) -> bool:
+        """A worker may have died and left a snapshot to send: no newer epoch may begin before it is committed."""
+        if self._ready is None:
+            return True
+        if now < self._settle_until_s and self._uploads.busy():
+            return False
+        self._tell(**self._ready)
+        self._ready = None
+        return True
+
     def _seek_epoch(self, now: float) -> int | None:
+        if not self._say_ready(now):
+            return None
         if (stop := self._stop_order()) is not None:
             self._reason = stop
             return STOPPED
@@ -303,7 +332,7 @@ class Agent:
             "ROLE_NAME": "default", "MASTER_ADDR": epoch.addr, "MASTER_PORT": epoch.port,
             "TORCHELASTIC_RUN_ID": "harness", "TORCHELASTIC_RESTART_COUNT": epoch.epoch - 1, "TORCHELASTIC_MAX_RESTARTS": 1_000_000,
             "HARNESS_RUN": self.config.run, "HARNESS_EPOCH": epoch.epoch, "HARNESS_MARK": self.mark_path,
-            "HARNESS_SPEEDS": json.dumps(speeds), "HARNESS_EPOCH_REASON": epoch.reason,
+            "HARNESS_SPEEDS": json.dumps(speeds), "HARNESS_EPOCH_REASON": epoch.reason, "HARNESS_STAGE": self._uploads.stage.folder,
         }  # fmt: skip
         order = {"env": {k: str(v) for k, v in env.items()}, "argv": self.config.argv}
         assert worker.process.stdin is not None
@@ -396,7 +425,9 @@ class Agent:
             with contextlib.suppress(StoreUnavailable):
                 self.journal.flush()
         if code is None:
-            self._tell(state="ready", end=why, failure=failure, failure_step=step)
+            self._ready = {"state": "ready", "end": why, "failure": failure, "failure_step": step}
+            self._settle_until_s = time.monotonic() + self._settle_s()
+            self._say_ready(time.monotonic())
             self._add_spares()
             self._next_tick_s = 0.0
         return code
@@ -435,6 +466,8 @@ class Agent:
 
     def _watch_peers(self, now: float) -> int | None:
         epoch = self._epoch
+        if self._attached():
+            self._uploads.ensure()
         if (stop := self._stop_order()) is not None:
             self._reason = stop
             self._want("stop", Want.STOP)

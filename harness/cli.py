@@ -255,6 +255,8 @@ class RunFlags:
     grace_s: float = flag(30.0, "how long a SIGTERM leaves us before the end")
     notify_signal: str = flag("", "for scripts without harness.attach(): send them this signal (USR1, TERM...) on a notice")
     trackers: str = flag("", "where to publish committed steps: wandb, tensorboard, jsonl, or package.module:function, comma-separated")
+    stage_gib: float = flag(0.0, "host memory for staged snapshots, in GiB; 0: half of what is free")
+    stage_dir: str = flag("", "RAM disk for staged snapshots; default: /dev/shm")
     addr: str = flag("", "this node's address as the other nodes see it; default: from SkyPilot, else loopback")
 
 
@@ -292,6 +294,8 @@ def run(flags: RunFlags) -> int:
         grace_s=flags.grace_s,
         notify_signal=flags.notify_signal,
         trackers=trackers,
+        stage_dir=Path(flags.stage_dir) if flags.stage_dir else None,
+        stage_nbytes=int(flags.stage_gib * 2**30) or None,
         beat_s=1.0 if nearby else 3.0,  # a heartbeat is a request that object stores bill
         dead_s=5.0 if nearby else 10.0,
     )

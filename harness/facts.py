@@ -237,6 +237,21 @@ class SnapshotFailed(Fact):
 
 
 @dataclass(frozen=True)
+class DrainVerdict(Fact):
+    """Said once of every snapshot share that was on its way while a node had a deadline, and final when it is said."""
+
+    member: str
+    step: int
+    epoch: int
+    rank: int
+    committed: bool
+    last_good_step: int  # the newest committed snapshot of the run when this was said
+    expected: bool  # what was forecast when the share arrived, from the measured bandwidth and the time left
+    left_s: float  # at that moment
+    need_s: float
+
+
+@dataclass(frozen=True)
 class SnapshotQuarantined(Fact):
     step: int
     epoch: int

@@ -68,7 +68,7 @@ def page(s: Summary) -> str:
 def _section(title: str, body: str, note: str = "") -> str:
     if not body:
         return ""
-    return f'<section><h2>{title}</h2>{f"<p class=note>{note}</p>" if note else ""}{body}</section>'
+    return f"<section><h2>{title}</h2>{f'<p class=note>{note}</p>' if note else ''}{body}</section>"
 
 
 def _header(s: Summary, name: str) -> str:

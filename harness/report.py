@@ -227,9 +227,7 @@ def _away(facts: list[Stamped]) -> float:
     return away
 
 
-def _curves(
-    facts: list[Stamped], records: list[rec.StepRecord], epochs: Sequence[EpochRow]
-) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
+def _curves(facts: list[Stamped], records: list[rec.StepRecord], epochs: Sequence[EpochRow]) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
     """Committed steps (and those of a living world after its newest snapshot), and lost ones."""
     committed = {(r.epoch, r.step) for r in records}
     living = {e.epoch for e in epochs if not e.ended}

@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
+import functools
 import json
 import math
 import os
@@ -26,7 +27,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,15 @@ from harness.journal import Journal
 from harness.loader import MicroBatch, Stream, fingerprint, is_map_style, map_style, same_when_read_again, seed_everything, to_device
 from harness.marks import EXIT_CODE, Mark, MarkReader, Want
 from harness.parallel import Strategy, same_everywhere, shard, strategy_for
+from harness.uploader import Courier, Local, Remote
 from harness.world import BadInput, Fenced, HarnessError
 from storage import dcp
 from storage.manifest import Manifest, Ref, SnapshotCorrupt
 from storage.objects import MemoryStore, ObjectStore, StoreError, open_store
 from storage.retention import Keep
 from storage.snapshots import Snapshots
+from storage.staging import Near, Segment, StageFull
+from storage.upload import Job, Outcome
 
 COMMIT_TIMEOUT_S = 600.0  # the longest that leaving waits for its snapshot
 LOSS_EVERY_S = 3600.0  # assumed mean time between losses nobody announced, for the snapshot interval
@@ -97,12 +101,20 @@ class _Flight:
     """A snapshot on its way to the bucket."""
 
     ref: Ref
-    thread: threading.Thread
     t_start: float
-    stall_s: float
     why: str
     records: list[rec.StepRecord]  # of the steps since the last snapshot
-    manifest: Manifest | None = None
+    tensors: dict[str, torch.Tensor]
+    data: dict[str, Any]
+    staged: dcp.Staged | None = None  # None: the structure is not the planned one
+    segment: Segment | None = None
+    changed: torch.Tensor | None = None  # is that so on any rank? Known when `agreed` is done
+    agreed: Any = None
+    finished: bool = False  # training may change the state
+    stall_s: float = 0.0
+    waiting_since_s: float | None = None
+    landed: threading.Event = field(default_factory=threading.Event)
+    outcome: Outcome | None = None
     error: BaseException | None = None
 
 
@@ -247,6 +259,11 @@ class Session:
         self._counted: torch.Tensor | None = None  # votes that have arrived but were not acted upon yet (on a GPU)
         self._metrics: dict[str, float] = {}
         self._flight: _Flight | None = None
+        self._tier = "bucket"  # where the last restore found its bytes
+        self._older: list[_Flight] = []  # overtaken by a snapshot that could not wait
+        self._beside = True  # parameters and optimizer state are copied beside the next forward and backward
+        self._preparing: threading.Thread | None = None
+        self._courier_at = environ.get("HARNESS_STAGE")
         self._last_snapshot_s = time.monotonic()
         self._commit_s = 0.0
         self._stall_s = 0.01
@@ -441,6 +458,7 @@ class Session:
                 parallel=self.strategy.name,
                 device=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
                 restore_s=time.time() - t0,
+                tier=self._tier,
             )
         )
         return self.step
@@ -453,6 +471,7 @@ class Session:
         if self._control is not None:
             dist.all_reduce(wants, group=self._control)
         self._act(_winner(wants))
+        self._finish_staging()  # what a loop of your own does next we cannot know
 
     def finish(self) -> None:
         """Commit the final snapshot and wait until it is there."""
@@ -482,6 +501,7 @@ class Session:
         if clip_norm is not None:
             self.strategy.clip((clip_norm / (norm + 1e-6)).clamp(max=1.0))
         lr = float(self._optimizers[0].param_groups[0]["lr"])
+        self._finish_staging()
         for optimizer in self._optimizers:
             if self.scaler is not None:
                 self.scaler.step(optimizer)
@@ -512,7 +532,7 @@ class Session:
             wants[Want.SNAPSHOT] += 1
 
     def _snapshot_due(self) -> bool:
-        if not self.run_url or (self._flight is not None and self._flight.thread.is_alive()):
+        if not self.run_url or (self._flight is not None and not self._flight.landed.is_set()):
             return False
         if self._every_steps:
             return self.step % self._every_steps == 0
@@ -573,6 +593,7 @@ class Session:
         elif self._counted is not None:
             self._act(_winner(self._counted))
         self._counted = pending.ints[3:] if pending is not None else None
+        self._prepare_stage()
 
     def _act(self, want: Want) -> None:
         if want is Want.NOTHING:
@@ -601,26 +622,62 @@ class Session:
     def _state(self) -> dict[str, Any]:
         return {name: thing.state_dict() for name, thing in self._saved.items()}
 
-    @property
+    @functools.cached_property
     def _saver(self) -> dcp.Saver:
-        if self.__dict__.get("_the_saver") is None:
-            self.__dict__["_the_saver"] = dcp.Saver(self.snapshots, self._control)
-        saver: dcp.Saver = self.__dict__["_the_saver"]
-        return saver
+        return dcp.Saver(self.snapshots, self._control, own_memory=False)
+
+    @functools.cached_property
+    def _courier(self) -> Courier:
+        local = Local(self.store, self._record_outcome)
+        if self._courier_at:
+            try:
+                return Remote(Path(self._courier_at), self.epoch, self.local_rank, local)
+            except ConnectionError as e:
+                print(f"harness: {e}; snapshots are sent from this process", flush=True)
+        return local
+
+    def _prepare_stage(self) -> None:
+        """After the first step, when the optimizer has its state: plan, and take the memory before the first snapshot needs it."""
+        if self.run_url and self._preparing is None:
+            tensors, _ = dcp.split(self._state())
+            if not self._saver.planned:
+                self._saver.plan(tensors)
+            self._preparing = threading.Thread(target=self._take_memory, args=(self._saver.nbytes,), name="stage", daemon=True)
+            self._preparing.start()
+
+    def _take_memory(self, nbytes: int) -> None:
+        with contextlib.suppress(StageFull):  # said when a snapshot needs it
+            segment = self._courier.segment(nbytes)
+            dcp.pin(_tensor_of(segment))
+            self._courier.give_back(segment)
+
+    def _segment(self) -> Segment:
+        if self._preparing is not None:
+            self._preparing.join()
+        try:
+            segment = self._courier.segment(self._saver.nbytes)
+        except StageFull:
+            for flight in self._older:  # one buffer it is, then
+                flight.landed.wait(COMMIT_TIMEOUT_S)
+            segment = self._courier.segment(self._saver.nbytes)
+        dcp.pin(_tensor_of(segment))
+        return segment
 
     def _take_snapshot(self, why: str, final: bool = False) -> None:
-        """Copy the state to host memory (training stands still for that) and send it in the background."""
+        """Begin to copy the state to host memory; from there it is sent in the background.
+
+        What only the optimizer changes is copied beside the next forward and backward; `_finish_staging` waits for the rest of it.
+        """
         if not self.run_url:
             return
-        t_start = time.time()
+        t_start, t0 = time.time(), time.perf_counter()
+        if why == "notice" and self._flight is not None and not self._flight.landed.is_set():
+            self._overtake()
         self._land(must=False)
         if self._pending is not None:
             self._settle()
         ref = Ref(epoch=self.epoch, step=self.step)
         tensors, plain = dcp.split(self._state())
-        self._saver.plan(tensors)
-        staged = self._saver.stage(tensors)
-        weights = self._weights_hash() if final or self.device.type == "cpu" else None
         data: dict[str, Any] = {}
         if self.rank == 0:
             data = {
@@ -628,7 +685,6 @@ class Session:
                 "final": final,
                 "parent": self._parent.name if self._parent else "",
                 "samples": self._last_samples,
-                "weights": weights,
                 "environment": environment(self.device),
             }
         unsaved, self._unsaved = self._unsaved, []
@@ -637,69 +693,129 @@ class Session:
             data["loss"] = unsaved[-1].loss
         if unsaved:
             self._last_samples = data.get("samples")
-        flight = _Flight(ref, threading.Thread(), t_start, 0.0, why, unsaved)
-        flight.thread = threading.Thread(target=self._send, args=(flight, staged, data), name="snapshot", daemon=True)
-        flight.stall_s = self._stall_s = max(time.time() - t_start, 1e-4)
+        flight = _Flight(ref, t_start, why, unsaved, tensors, data)
+        changed = not self._saver.fits(tensors)
+        if not self._saver.planned or self._control is None:
+            if changed:
+                self._saver.plan(tensors)
+        else:
+            # Whether it has changed on any rank is known when it is needed: before the optimizer steps.
+            flight.changed = torch.tensor([changed], dtype=torch.int64)
+            flight.agreed = dist.all_reduce(flight.changed, group=self._control, async_op=True)
+        if flight.agreed is None or not changed:
+            flight.segment = self._segment()
+            later = _only_by_optimizers(self._model, tensors) if self._beside else set()
+            flight.staged = self._saver.begin(tensors, later, _tensor_of(flight.segment))
         self._parent, self._flight = ref, flight
         self._last_snapshot_s = time.monotonic()
-        flight.thread.start()
+        flight.stall_s = self._stall_s = max(time.perf_counter() - t0, 1e-4)
+        threading.Thread(target=self._send, args=(flight, flight.changed), name="snapshot", daemon=True).start()
 
-    def _send(self, flight: _Flight, staged: Any, data: dict[str, Any]) -> None:
-        """In the background: records first, then parts, then the commit by whoever sees all parts."""
+    def _overtake(self) -> None:
+        """Time is short: the next snapshot does not wait for the one that is on its way, and carries its records as well."""
+        self._finish_staging()
+        assert self._flight is not None
+        self._unsaved = self._flight.records + self._unsaved
+        self._older, self._flight = [*self._older, self._flight], None
+
+    def _finish_staging(self) -> None:
+        """The state is about to change: wait for what is not copied yet. All ranks come here at the same point, between the same steps."""
+        flight = self._flight
+        if flight is None or flight.finished:
+            return
+        t0 = flight.waiting_since_s = time.perf_counter()
+        if flight.agreed is not None:
+            flight.agreed.wait()
+        if flight.changed is not None and int(flight.changed):  # plan anew; nothing has changed the state so far
+            self._saver.plan(flight.tensors)
+            if flight.staged is not None:
+                flight.staged.arrive()
+            if flight.segment is not None:
+                self._courier.give_back(flight.segment)
+            flight.segment = self._segment()
+            flight.staged = self._saver.begin(flight.tensors, (), _tensor_of(flight.segment))
+            threading.Thread(target=self._send, args=(flight, None), name="snapshot", daemon=True).start()
+        assert flight.staged is not None
+        flight.staged.wait()
+        flight.finished = True
+        flight.stall_s += time.perf_counter() - t0
+        self._stall_s = flight.stall_s
+        if self._beside and (touched := flight.staged.touched()):
+            self._beside = False
+            what = (
+                f"{touched[0]!r} (one of {len(touched)}) was changed in place between two optimizer steps; from now on snapshots are "
+                "copied while training stands still"
+            )
+            self._fact(Warned(self.step, self.epoch, what))
+            print(f"harness: {what}", flush=True)
+
+    def _send(self, flight: _Flight, changed: torch.Tensor | None) -> None:
+        """In the background: when the bytes are in host memory, hand them to whoever sends them."""
         try:
-            if flight.records and self.rank == 0:
-                self.store.create(rec.key(flight.records), rec.encode(flight.records))
-            if self._newest_epoch() > self.epoch:
-                raise Fenced(f"epoch {self.epoch} is over: a newer one exists, so its snapshot of step {flight.ref.step} is not committed")
-            flight.manifest = self._saver.write(staged, flight.ref, data, f"{self._token}{self.rank}")
-            deadline_s = time.monotonic() + COMMIT_TIMEOUT_S
-            pause_s = 0.02
-            while flight.manifest is None and time.monotonic() < deadline_s:
-                time.sleep(pause_s)  # other ranks are still writing
-                pause_s = min(2 * pause_s, 1.0)
-                flight.manifest = self.snapshots.commit(flight.ref, self.world)
-            if flight.manifest is None:
-                raise CommitTimeout(
-                    f"snapshot of step {flight.ref.step} is not whole after {COMMIT_TIMEOUT_S:.0f} s: a rank did not write its part"
-                )
-            commit_s = self._commit_s = time.time() - flight.t_start
+            if changed is not None:
+                flight.agreed.wait()
+                if int(changed):
+                    return  # `_finish_staging` copies again
+            staged, segment = flight.staged, flight.segment
+            assert staged is not None and segment is not None
+            staged.arrive()
+            if self._beside and not flight.finished and (touched := staged.touched()):
+                raise StoreError(f"snapshot of step {flight.ref.step}: {touched[0]!r} was changed in place while it was copied")
+            since_s = flight.waiting_since_s
+            stall_s = flight.stall_s + (time.perf_counter() - since_s if since_s is not None and not flight.finished else 0.0)
+            before = {rec.key(flight.records): rec.encode(flight.records).decode()} if flight.records and self.rank == 0 else {}
+            job = Job(
+                flight.ref, self.rank, self.world, f"{self._token}{self.rank}", dict(staged.layout.files), staged.layout.index, flight.data,
+                weights="model/", before=before, keep=asdict(self._keep) if self.rank == 0 else None,
+                note={"t_start": flight.t_start, "stall_s": stall_s, "why": flight.why},
+            )  # fmt: skip
+            self._courier.send(job, segment, lambda outcome: self._landed(flight, outcome))
+        except (StoreError, RuntimeError) as e:
+            self._fact(SnapshotFailed(flight.ref.step, flight.ref.epoch, str(e)))
+            if flight.segment is not None:
+                self._courier.give_back(flight.segment)
+            flight.error = e
+            flight.landed.set()
+
+    def _landed(self, flight: _Flight, outcome: Outcome) -> None:
+        flight.outcome = outcome
+        if outcome.state == "committed":
+            self._commit_s = time.time() - flight.t_start
+        else:
+            known = {"Fenced": Fenced, "CommitTimeout": CommitTimeout}
+            flight.error = known.get(outcome.kind, StoreError)(outcome.error)
+        flight.landed.set()
+
+    def _record_outcome(self, job: Job, outcome: Outcome) -> None:
+        """Of what was sent from this process; the uploader process records the rest."""
+        note, ref = job.note, job.ref
+        if outcome.state == "committed":
+            commit_s = time.time() - note["t_start"]
             self._fact(
                 SnapshotCommitted(
-                    *(flight.ref.step, flight.ref.epoch, flight.manifest.nbytes, flight.stall_s, commit_s, flight.why, flight.t_start),
-                    weights=flight.manifest.data.get("weights") or "",
+                    *(ref.step, ref.epoch, outcome.nbytes, note["stall_s"], commit_s, note["why"], note["t_start"]), weights=outcome.weights
                 )
             )
-            if self.journal is not None:
-                self.journal.flush()  # so that who dies now has not committed in silence
-                self.snapshots.prune(self._keep)
-        except (StoreError, HarnessError) as e:  # told to the main thread, which decides whether training may go on
-            staged.release()
-            flight.error = e
-            self._fact(SnapshotFailed(flight.ref.step, flight.ref.epoch, str(e)))
+        else:
+            self._fact(SnapshotFailed(ref.step, ref.epoch, outcome.error))
+        if self.journal is not None:
+            with contextlib.suppress(StoreError):  # so that who dies now has not committed in silence
+                self.journal.flush()
 
     def _land(self, must: bool) -> None:
         """Wait for the snapshot that is on its way. `must`: its failure is ours (we are about to leave)."""
+        self._finish_staging()
         flight, self._flight = self._flight, None
         if flight is None:
             return
-        flight.thread.join(COMMIT_TIMEOUT_S + 60.0)
-        if flight.manifest is None and flight.error is not None:
+        flight.landed.wait(COMMIT_TIMEOUT_S + 60.0)
+        committed = flight.outcome is not None and flight.outcome.state == "committed"
+        if not committed:
+            error = flight.error or CommitTimeout(f"nothing was heard of the snapshot of step {flight.ref.step}")
             if must:
-                raise flight.error
+                raise error
             self._unsaved = flight.records + self._unsaved  # the next snapshot carries these as well
-            print(f"harness: snapshot of step {flight.ref.step} failed, training goes on: {flight.error}", flush=True)
-
-    def _weights_hash(self) -> str | None:
-        """xxh3-128 of the model's tensors, whole and in order, on rank 0. Sharded ones are gathered one by one: all ranks call this."""
-        assert self._model is not None
-        h = xxhash.xxh3_128()
-        for name, tensor in self._model.state_dict().items():
-            if hasattr(tensor, "full_tensor"):
-                tensor = tensor.full_tensor()
-            if isinstance(tensor, torch.Tensor) and self.rank == 0:
-                h.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-                h.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        return str(h.hexdigest())
+            print(f"harness: snapshot of step {flight.ref.step} failed, training goes on: {error}", flush=True)
 
     def _check_environment(self, manifest: Manifest) -> None:
         unlike = differences(manifest.data.get("environment") or {}, environment(self.device))
@@ -761,7 +877,9 @@ class Session:
             why = ""
             try:
                 manifest = self.snapshots.load(ref)
-                self._load(manifest)
+                near = Near(self.store, manifest, self._courier.held(ref))
+                self._load(manifest, Snapshots(near))
+                self._tier = near.tier
             except SnapshotCorrupt as e:
                 why = str(e)
             if self.sum(1.0 if why else 0.0) == 0:
@@ -777,7 +895,7 @@ class Session:
         manifest = self.snapshots.latest(lambda ref, why: self._fact(SnapshotQuarantined(ref.step, ref.epoch, why)))
         return manifest.ref.name if manifest else None
 
-    def _load(self, manifest: Manifest) -> None:
+    def _load(self, manifest: Manifest, snapshots: Snapshots) -> None:
         assert self._model is not None
         have, _ = dcp.split(self._state())
         by_index = [[p for group in o.param_groups for p in group["params"]] for o in self._optimizers]
@@ -791,7 +909,7 @@ class Session:
             return None
 
         tensors = dcp.destinations(manifest, have, like)
-        dcp.load(self.snapshots, manifest, tensors)
+        dcp.load(snapshots, manifest, tensors)
         state = dcp.join(tensors, manifest.data["state"])
         for name, thing in self._saved.items():
             if name not in state:
@@ -835,6 +953,17 @@ class _Many:
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
+
+
+def _tensor_of(segment: Segment) -> torch.Tensor:
+    return torch.frombuffer(segment.view, dtype=torch.uint8)
+
+
+def _only_by_optimizers(model: nn.Module | None, tensors: dict[str, torch.Tensor]) -> set[str]:
+    """Names of tensors that nothing but an optimizer's step changes: parameters and the optimizers' own state."""
+    assert model is not None
+    later = {f"model/{name}" for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name for name in tensors if name in later or (name.startswith("optimizer/") and name.split("/")[2] == "state")}
 
 
 def _winner(wants: torch.Tensor) -> Want:

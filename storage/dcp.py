@@ -7,6 +7,7 @@ rest. Nothing that comes from a store is ever unpickled. The one exchange betwee
     tensors, data = split(state)                       join(tensors, data) -> state
     saver.plan(tensors)      collective, when the structure is new
     staged = saver.stage(tensors)                      a copy in host memory; training may go on
+    staged = saver.begin(tensors, later)               ... or go on at once, and staged.wait() before anything changes `later`
     saver.write(staged, ref, {"state": data}, token)   no collectives: any thread
     load(snapshots, manifest, destinations(manifest, tensors, like))
 """
@@ -16,8 +17,10 @@ from __future__ import annotations
 import base64
 import math
 import sys
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -157,18 +160,40 @@ class _Layout:
     def nbytes(self) -> int:
         return max((end for _, end in self.files.values()), default=0)
 
+    def clear_gaps(self, buffer: torch.Tensor) -> None:
+        """What lies between the tensors is stored too, and must not differ between attempts."""
+        at = 0
+        for start, end in self.places:
+            if at < start:
+                buffer[at:start] = 0
+            at = end
+
 
 @dataclass
 class Staged:
-    """A copy of what this rank will write, in host memory. Its buffer is used again after `release` (`write` does that)."""
+    """A copy of what this rank will write, in host memory; perhaps still being made. Its buffer is used again after `release`."""
 
     layout: _Layout
-    buffer: torch.Tensor | None  # uint8 [nbytes]
+    buffer: torch.Tensor | None  # uint8 [at least nbytes]
     saver: Saver = field(repr=False)
+    copy: _Copy = field(repr=False)
+    own: bool = True  # the buffer is the saver's
 
     @property
     def nbytes(self) -> int:
         return self.layout.nbytes
+
+    def wait(self) -> float:
+        """Before anything changes a tensor of `later`: until all are copied (on a GPU: this stream waits, not we). Seconds waited."""
+        return self.copy.wait()
+
+    def arrive(self) -> None:
+        """Until all bytes are in host memory; for the thread that sends them. Raises what went wrong in the copy."""
+        self.copy.arrive()
+
+    def touched(self) -> list[str]:
+        """Tensors that were changed in place since `begin`, which they must not be before `wait` has returned."""
+        return self.copy.touched()
 
     def files(self) -> dict[str, memoryview]:
         """File name -> its bytes, without a copy. Raises RuntimeError after `release`."""
@@ -180,8 +205,108 @@ class Staged:
     def release(self) -> None:
         """Give the buffer back. Harmless when repeated; a write in progress must have ended."""
         buffer, self.buffer = self.buffer, None
-        if buffer is not None:
+        if buffer is not None and self.own:
             self.saver._take_back(buffer, self.layout)
+
+
+@dataclass(frozen=True)
+class _Move:
+    name: str
+    source: torch.Tensor
+    target: torch.Tensor  # a view of the buffer
+    version: int
+
+
+class _Copy:
+    """Copies tensors to host memory: `now` in the call, `later` beside the training.
+
+    CPU: a thread, which holds no lock of Python while it copies. GPU: a stream of its own, which begins after what is queued.
+    """
+
+    def __init__(self, now: list[_Move], later: list[_Move]):
+        self._all, self._later = now + later, later
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._events: list[torch.cuda.Event] = []
+        on_gpu = [m for m in self._all if m.source.is_cuda]
+        with torch.no_grad():
+            if on_gpu:
+                self._copy_on_gpu([m for m in now if m.source.is_cuda], [m for m in later if m.source.is_cuda])
+            for move in now:
+                if not move.source.is_cuda:
+                    _copy_bytes(move)
+        self._later = [m for m in later if not m.source.is_cuda]
+        if self._later:
+            threading.Thread(target=self._copy_later, name="stage", daemon=True).start()
+        else:
+            self._done.set()
+
+    def _copy_on_gpu(self, now: list[_Move], later: list[_Move]) -> None:
+        for move in now:  # on the training's own stream: what changes them comes behind it
+            move.target.copy_(move.source, non_blocking=True)
+        self._events = [torch.cuda.current_stream().record_event()]
+        if later:
+            side = _side_stream(later[0].source.device)
+            side.wait_event(self._events[0])
+            with torch.cuda.stream(side):
+                for move in later:
+                    move.target.copy_(move.source, non_blocking=True)
+            self._events.append(side.record_event())
+
+    def _copy_later(self) -> None:
+        try:
+            with torch.no_grad():
+                for move in self._later:
+                    _copy_bytes(move)
+        except BaseException as e:  # for who waits
+            self._error = e
+        self._done.set()
+
+    def wait(self) -> float:
+        t0 = time.perf_counter()
+        self._done.wait()
+        for event in self._events:
+            torch.cuda.current_stream().wait_event(event)
+        return time.perf_counter() - t0
+
+    def arrive(self) -> None:
+        self._done.wait()
+        for event in self._events:
+            event.synchronize()
+        if self._error is not None:
+            raise self._error
+
+    def touched(self) -> list[str]:
+        return sorted({m.name for m in self._all if _version(m.source) != m.version})
+
+
+def _copy_bytes(move: _Move) -> None:
+    if move.source.is_contiguous() and not move.source.is_cuda and not move.source.is_conj() and not move.source.is_neg():
+        # numpy: one thread, one memcpy. torch would wake its pool, which the training is using.
+        np.copyto(move.target.reshape(-1).view(torch.uint8).numpy(), move.source.reshape(-1).view(torch.uint8).numpy())
+    else:
+        move.target.copy_(move.source)
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _streams[device]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def pin(buffer: torch.Tensor) -> None:
+    """Let GPUs copy to this memory (of whatever origin) at full speed and beside kernels. Harmless without a GPU or when repeated."""
+    if torch.cuda.is_available() and not buffer.is_pinned():
+        code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)  # type: ignore[no-untyped-call]
+        if int(code) != 0:
+            raise RuntimeError(f"{buffer.numel() >> 20} MiB of host memory could not be pinned (CUDA error {int(code)}); raise `ulimit -l`")
 
 
 class Saver:
@@ -191,8 +316,9 @@ class Saver:
     that differ between ranks need different names.
     """
 
-    def __init__(self, snapshots: Snapshots, group: dist.ProcessGroup | None = None):
-        self.snapshots, self._group = snapshots, group
+    def __init__(self, snapshots: Snapshots, group: dist.ProcessGroup | None = None, own_memory: bool = True):
+        """`own_memory`: False for who gives `begin` a buffer each time."""
+        self.snapshots, self._group, self._own_memory = snapshots, group, own_memory
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = 1 if group is None else dist.get_world_size(group)
         self._layout: _Layout | None = None
@@ -227,27 +353,56 @@ class Saver:
                     )
         mine = planner.create_global_plan(plans)[0][self.rank]  # the same on all ranks, as their input is
         self._layout = _lay_out(structure, tensors, mine.items)
-        self._free = [_buffer(self._layout)]
+        self._free = [_buffer(self._layout)] if self._own_memory else []
+
+    @property
+    def planned(self) -> bool:
+        return self._layout is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Of this rank's share. Raises RuntimeError before `plan`."""
+        return self._planned().nbytes
+
+    def fits(self, tensors: dict[str, torch.Tensor]) -> bool:
+        """Is the structure of these tensors the planned one? If not (on any rank), all ranks must `plan` again."""
+        return self._layout is not None and self._layout.structure == _structure(tensors)
 
     def stage(self, tensors: dict[str, torch.Tensor]) -> Staged:
         """Copy what this rank writes to host memory; the caller may change the tensors once it returns. No collectives.
 
         Raises RuntimeError if the structure is not the planned one.
         """
-        layout = self._layout
-        if layout is None or layout.structure != _structure(tensors):
+        staged = self.begin(tensors)
+        staged.arrive()
+        return staged
+
+    def begin(self, tensors: dict[str, torch.Tensor], later: Collection[str] = (), buffer: torch.Tensor | None = None) -> Staged:
+        """Like `stage`, but those named in `later` are copied beside the caller, who must `wait` before anything changes them.
+
+        `buffer`: uint8, of `nbytes` at least, for who has shared memory; by default one of ours.
+        """
+        layout = self._planned()
+        if layout.structure != _structure(tensors):
             raise RuntimeError("the tensors' names, shapes or placements are not the planned ones: call plan(tensors) on all ranks first")
-        buffer = self._free.pop() if self._free else _buffer(layout)
-        planner, on_gpu = _save_planner(tensors), False
-        with torch.no_grad():
-            for item, (start, end) in zip(layout.items, layout.places, strict=True):
-                source = planner.resolve_data(item)
-                target = buffer[start:end].view(source.dtype).view(source.shape)
-                target.copy_(source, non_blocking=layout.pinned)
-                on_gpu = on_gpu or source.is_cuda
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
-        return Staged(layout, buffer, self)
+        own = buffer is None
+        if buffer is None:
+            buffer = self._free.pop() if self._free else _buffer(layout)
+        else:
+            layout.clear_gaps(buffer)
+        planner = _save_planner(tensors)
+        now: list[_Move] = []
+        then: list[_Move] = []
+        for item, (start, end) in zip(layout.items, layout.places, strict=True):
+            source = planner.resolve_data(item).detach()
+            target = buffer[start:end].view(source.dtype).view(source.shape)
+            (then if item.index.fqn in later else now).append(_Move(item.index.fqn, source, target, _version(source)))
+        return Staged(layout, buffer, self, _Copy(now, then), own)
+
+    def _planned(self) -> _Layout:
+        if self._layout is None:
+            raise RuntimeError("nothing is planned yet: call plan(tensors) on all ranks first")
+        return self._layout
 
     def write(self, staged: Staged, ref: Ref, data: dict[str, Any], token: str) -> Manifest | None:
         """Store what was staged and try to commit: the manifest, or None while other ranks are still writing.
@@ -255,6 +410,7 @@ class Saver:
         No collectives, safe in a background thread. `token` is unique to this attempt. After an error `staged` still holds
         its bytes: write it again with the same token, or `release` it.
         """
+        staged.arrive()
         self.snapshots.write(ref, self.rank, self.world, staged.files(), staged.layout.index, data, token)
         manifest = self.snapshots.commit(ref, self.world)
         staged.release()

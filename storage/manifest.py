@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from storage.objects import StoreError
+from storage.weights import combined
 
 FORMAT = 1  # of manifests and part lists
 CHUNK_NBYTES = 4 << 20  # one hash per chunk: what the smallest verified read fetches
@@ -222,7 +223,7 @@ class Manifest:
 
     @classmethod
     def merge(cls, lists: Sequence[PartList]) -> Manifest:
-        """The manifest of all ranks' lists. `data` is merged in rank order, the lower rank wins.
+        """The manifest of all ranks' lists. `data` is merged in rank order, the lower rank wins; `data["weights"]` is summed.
 
         Raises SnapshotCorrupt if the lists contradict each other or leave a hole in a tensor.
         """
@@ -239,6 +240,9 @@ class Manifest:
         data: dict[str, Any] = {}
         for one in lists:
             data = {**one.data, **data}
+        sums = [str(one.data["weights"]) for one in lists if one.data.get("weights")]
+        if len(sums) > 1:  # each rank's is of its share
+            data["weights"] = combined(sums)
         _check_index(ref, parts, tensors)
         return cls(FORMAT, ref, world, parts, tensors, data, digest(canonical(_manifest_body(FORMAT, ref, world, parts, tensors, data))))
 

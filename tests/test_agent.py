@@ -1,5 +1,6 @@
 """The agent with real workers: exit codes, notices, losses, crash loops, scripts without a session."""
 
+import contextlib
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from worlds import TRAINER, history, newest
 
-from harness.facts import EpochLeft, EpochStarted, NoticeSeen, SessionStarted, WorkerFailed
+from harness.facts import EpochLeft, EpochStarted, NoticeSeen, SessionStarted, SnapshotCommitted, WorkerFailed
 from harness.journal import read_facts
 from storage.objects import open_store
 
@@ -127,16 +128,36 @@ def test_bad_input_is_not_tried_again(nodes):
     assert "multiple" in json.loads(open_store(str(nodes.run)).get("control/stop.json"))["reason"]
 
 
-def test_a_killed_worker_comes_back(nodes):
-    nodes.start(*SLOW)
-    nodes.until(lambda: nodes.step() >= 20)
+def children(agent, module):
     import psutil
 
-    workers = [c for c in psutil.Process(nodes.processes[0].pid).children() if "harness.worker" in " ".join(c.cmdline())]
-    max(workers, key=lambda w: w.cpu_times().user).kill()
+    found = []
+    for child in psutil.Process(agent.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now
+            found += [child] if module in " ".join(child.cmdline()) else []
+    return found
+
+
+def test_a_killed_worker_comes_back_from_memory(nodes):
+    agent = nodes.start("--total", 120, "--every", 40, "--sleep-s", 0.05)
+    nodes.until(lambda: nodes.step() >= 40)
+    max(children(agent, "harness.worker"), key=lambda w: w.cpu_times().user).kill()
     assert nodes.codes() == [0], nodes.logs()
     assert [e.why for e in nodes.facts(EpochLeft)] == ["killed", "finished"]
+    first, second = nodes.facts(SessionStarted)
+    assert (first.tier, second.tier, second.resumed_step) == ("bucket", "memory", 40)
     assert [r.step for r in history(nodes.run)] == list(range(1, 121))
+
+
+def test_a_killed_uploader_costs_nothing(nodes):
+    agent = nodes.start("--total", 80, "--every", 20, "--sleep-s", 0.05)
+    nodes.until(lambda: nodes.step() >= 20)
+    first = children(agent, "harness.uploader")
+    first[0].kill()
+    nodes.until(lambda: children(agent, "harness.uploader") not in ([], first))
+    assert nodes.codes() == [0], nodes.logs()
+    assert {f.step for f in nodes.facts(SnapshotCommitted)} == {20, 40, 60, 80}
+    assert [r.step for r in history(nodes.run)] == list(range(1, 81))
 
 
 def test_the_workers_die_with_their_agent(nodes):

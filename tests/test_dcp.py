@@ -1,6 +1,9 @@
 """Tensors to parts and back: one process, then real gloo worlds of 2 and 3."""
 
+import os
 import random
+import subprocess
+import sys
 from collections import Counter, OrderedDict
 from itertools import pairwise
 from pathlib import Path
@@ -496,3 +499,15 @@ def test_replicated_tensors_are_written_once_and_evenly(folder: Path) -> None:
     found = destinations(manifest, {})
     load(snaps, manifest, found)
     assert all(same(t, found[name]) for name, t in tensors.items())
+
+
+# ---- any world onto any other -----------------------------------------------------------------------------------
+def test_what_w_ranks_save_any_other_number_loads_bit_equal(tmp_path: Path) -> None:
+    """W x W' over {1, 2, 3, 4}, DDP and FSDP2, copied beside and sent by the engine; and all of them hash the weights alike."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    script = Path(__file__).parent / "reshard.py"
+    ended = subprocess.run([sys.executable, script, tmp_path], env=env, capture_output=True, text=True, timeout=280)
+    assert ended.returncode == 0, ended.stderr
+    lines = [line.split() for line in ended.stdout.splitlines()]
+    assert [(kind, int(world)) for kind, world, _ in lines] == [(kind, world) for kind in ("ddp", "fsdp2") for world in range(1, 5)]
+    assert len({weights for _, _, weights in lines}) == 1

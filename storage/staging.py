@@ -1,0 +1,229 @@
+"""Host memory that staged snapshots lie in: segments, and the folder of shared ones that outlives a worker. No torch.
+
+A `Segment` is writable memory of a fixed size, anonymous (of this process) or a file in a RAM disk that several processes map.
+A `Stage` is the folder of such files that one owner, the node's agent, holds: it is locked for as long as the owner lives, however
+it ends, so `sweep` can tell what a killed one has left. A named budget bounds what all its segments take.
+
+Errors:
+    StageFull   the budget, the RAM disk or the memory is too small; the message says which and what to do
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from storage.manifest import Manifest, Part, chunk_hash
+from storage.objects import ObjectStore, StoreError
+
+PREFIX = "spotharness-stage-"
+PAGE_NBYTES = 4096
+RAM_DISK = Path("/dev/shm")
+
+
+class StageFull(StoreError):
+    """No memory for another staged snapshot."""
+
+
+class Segment:
+    """`nbytes` of memory. `path`: the file that other processes map, None for memory of this process."""
+
+    def __init__(self, memory: mmap.mmap, path: Path | None = None):
+        self.path, self.nbytes = path, len(memory)
+        self.view = memoryview(memory)
+
+    @classmethod
+    def anonymous(cls, nbytes: int) -> Segment:
+        return cls(mmap.mmap(-1, max(1, nbytes)))
+
+    @classmethod
+    def create(cls, path: Path, nbytes: int) -> Segment:
+        """A new file with all its memory taken now, not at the first write. Raises StageFull."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(fd, 0, max(1, nbytes))
+            else:
+                os.ftruncate(fd, max(1, nbytes))
+            return cls(mmap.mmap(fd, max(1, nbytes)), path)
+        except OSError as e:
+            path.unlink(missing_ok=True)
+            if e.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise
+            raise StageFull(
+                f"{path.parent}: no room for {_mib(nbytes)} of a staged snapshot, {_mib(shutil.disk_usage(path.parent).free)} are free; "
+                "enlarge the RAM disk (docker: --shm-size), or choose a folder with --stage-dir"
+            ) from e
+        finally:
+            os.close(fd)
+
+    @classmethod
+    def open(cls, path: Path, writable: bool = True) -> Segment:
+        """Map what another process created. Raises FileNotFoundError."""
+        fd = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+        try:
+            return cls(mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ), path)
+        finally:
+            os.close(fd)
+
+    def touch(self) -> Segment:
+        """Take every page's fault now (and not in the first copy). For a thread in the background: it holds no GIL."""
+        pages = np.frombuffer(self.view, np.uint8)[::PAGE_NBYTES]
+        np.bitwise_or(pages, 0, out=pages)  # writes what is there
+        return self
+
+
+class Stage:
+    """The folder of one owner's segments. `budget_nbytes`: of all together; None: half of what the RAM disk and the memory have free."""
+
+    def __init__(self, parent: Path | None = None, budget_nbytes: int | None = None):
+        parent = parent or default_parent()
+        parent.mkdir(parents=True, exist_ok=True)
+        name = f"{PREFIX}{os.getpid()}-{secrets.token_hex(3)}"
+        new = parent / f".{name}"  # under this name nobody looks for it, so it is never without its lock
+        new.mkdir(mode=0o700)
+        self._lock = os.open(new / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.folder = parent / name
+        new.rename(self.folder)
+        self.budget_nbytes = free_nbytes(parent) // 2 if budget_nbytes is None else budget_nbytes
+
+    def close(self) -> None:
+        """Everything goes; who still maps a segment keeps its memory."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+
+class Segments:
+    """Makes and counts the segments in a stage's folder, within the budget. Used by one process, thread-safe."""
+
+    def __init__(self, folder: Path, budget_nbytes: int):
+        self.folder, self.budget_nbytes = folder, budget_nbytes
+        self._sizes: dict[Path, int] = {}
+        self._lock = threading.Lock()
+
+    def create(self, nbytes: int) -> Segment:
+        """Raises StageFull."""
+        path = self.folder / f"{secrets.token_hex(6)}.segment"
+        with self._lock:
+            taken = sum(self._sizes.values())
+            if taken + nbytes > self.budget_nbytes:
+                raise StageFull(
+                    f"the stage's budget is {_mib(self.budget_nbytes)}, {_mib(taken)} are taken, {_mib(nbytes)} more are wanted for a "
+                    "staged snapshot; raise --stage-gib"
+                )
+            self._sizes[path] = nbytes
+        try:
+            return Segment.create(path, nbytes)
+        except BaseException:
+            with self._lock:
+                self._sizes.pop(path, None)
+            raise
+
+    def drop(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        with self._lock:
+            self._sizes.pop(path, None)
+
+
+class Near:
+    """A store that has some parts of one snapshot in memory here. Every hash is looked at; what is wrong is fetched from `far`."""
+
+    def __init__(self, far: ObjectStore, manifest: Manifest, places: Mapping[str, tuple[str, int, int]]):
+        """`places`: part key -> (file, start, end)."""
+        self.url, self._far = far.url, far
+        self.near_nbytes = self.far_nbytes = 0
+        self._parts: dict[str, tuple[Part, memoryview]] = {}
+        files: dict[str, Segment] = {}
+        for part in manifest.parts:
+            path, start, end = places.get(part.key, ("", 0, 0))
+            if end - start != part.nbytes:
+                continue
+            with contextlib.suppress(OSError, ValueError):  # gone, or empty
+                files[path] = files.get(path) or Segment.open(Path(path), writable=False)
+                self._parts[part.key] = part, files[path].view[start:end]
+
+    @property
+    def tier(self) -> str:
+        """Where what was read so far came from."""
+        if not self.near_nbytes:
+            return "bucket"
+        return "memory+bucket" if self.far_nbytes else "memory"
+
+    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        part, view = self._parts.get(key, (None, None))
+        if part is not None and view is not None:
+            low, high = start or 0, part.nbytes if end is None else end
+            found = bytes(view[low:high])
+            if self._right(part, found, low, high):
+                self.near_nbytes += len(found)
+                return found
+            self._parts.pop(key, None)
+        found = self._far.get(key, start, end)
+        if part is not None or "/parts/" in key:
+            self.far_nbytes += len(found)
+        return found
+
+    @staticmethod
+    def _right(part: Part, found: bytes, low: int, high: int) -> bool:
+        size = part.chunk_nbytes
+        if low % size or (high % size and high != part.nbytes):
+            return False  # not whole chunks: nobody can tell
+        view = memoryview(found)
+        return all(chunk_hash(view[i : i + size]) == part.hashes[(low + i) // size] for i in range(0, len(found), size))
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self._far.put(key, data)
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        return self._far.create(key, data)
+
+    def list(self, prefix: str) -> list[str]:
+        return self._far.list(prefix)
+
+    def delete(self, key: str) -> None:
+        self._far.delete(key)
+
+    def size(self, key: str) -> int:
+        return self._far.size(key)
+
+
+def default_parent() -> Path:
+    return RAM_DISK if RAM_DISK.is_dir() and os.access(RAM_DISK, os.W_OK) else Path(os.environ.get("TMPDIR", "/tmp"))
+
+
+def free_nbytes(parent: Path) -> int:
+    return min(shutil.disk_usage(parent).free, psutil.virtual_memory().available)
+
+
+def sweep(parent: Path | None = None) -> list[Path]:
+    """Remove the folders whose owner is dead, by its lock and not by its pid (containers share a RAM disk, not their pids)."""
+    gone = []
+    for folder in (parent or default_parent()).glob(f"{PREFIX}*"):
+        try:
+            fd = os.open(folder / "lock", os.O_RDWR)
+        except OSError:  # another user's, or being removed right now
+            continue
+        try:
+            with contextlib.suppress(BlockingIOError):  # its owner lives
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+                gone.append(folder)
+        finally:
+            os.close(fd)
+    return gone
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):,.0f} MiB"

@@ -1,0 +1,93 @@
+"""A hash of tensors that does not depend on who holds which part of them. Pure: numpy on bytes, no torch.
+
+The bytes are taken as little-endian words; word i of a tensor has an odd key k(i), the tensor an odd key t made of its name, dtype and
+shape, and the hash is the sum of word * k(i) * t modulo 2^64, plus t for the tensor itself. A sum can be made in any order and by any
+number of ranks, each over what it has: so all worlds, and DDP and FSDP2, get the same hash of the same weights, and nobody gathers
+anything. One changed word always changes it (an odd key has an inverse). It finds differences, not forgers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import xxhash
+
+BLOCK = 1 << 14  # words; k(i) = inner[i % BLOCK] * outer(i // BLOCK)
+AT_ONCE = 64  # blocks: few calls, and still in a processor's cache
+MASK = (1 << 64) - 1
+
+
+def weights_sum(tensors: Mapping[str, Any], files: Mapping[str, memoryview], prefix: str) -> int:
+    """Of all chunks of `tensors` (an index as in `Manifest.tensors`, whose chunks name a file of `files`) whose name begins with
+    `prefix`; that is left out of what is hashed. Add the sums of all ranks with `combined`."""
+    total = 0
+    for name, entry in tensors.items():
+        if name.startswith(prefix):
+            for chunk in entry["chunks"]:
+                data = files[chunk["part"]][chunk["start"] : chunk["end"]]
+                total += _chunk_sum(name.removeprefix(prefix), entry, chunk, data)
+    return total & MASK
+
+
+def combined(sums: list[str]) -> str:
+    """16 hex digits each."""
+    return f"{sum(int(s, 16) for s in sums) & MASK:016x}"
+
+
+def _chunk_sum(name: str, entry: Mapping[str, Any], chunk: Mapping[str, Any], data: memoryview) -> int:
+    shape, sizes, offsets = entry["shape"], chunk["sizes"], chunk["offsets"]
+    elements = math.prod(sizes)
+    width = len(data) // elements
+    word = min(width, 4)
+    words = np.frombuffer(data, f"<u{word}")
+    key = xxhash.xxh3_64_intdigest(f"{name} {entry['dtype']} {tuple(shape)}".encode()) | 1
+    per_element = width // words.itemsize
+    total = key if not any(offsets) else 0
+    for first, start, n in _runs(shape, sizes, offsets):
+        total += key * _run_sum(words[start * per_element : (start + n) * per_element], first * per_element)
+    return total & MASK
+
+
+def _runs(shape: list[int], sizes: list[int], offsets: list[int]) -> Iterator[tuple[int, int, int]]:
+    """The box as runs that are contiguous in the whole tensor: (index of the first element there, in the box, elements)."""
+    tail = len(shape)
+    while tail > 0 and sizes[tail - 1] == shape[tail - 1]:
+        tail -= 1
+    inner = max(0, tail - 1)  # this dimension may be a part, all after it are whole
+    run = math.prod(sizes[inner:])
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    base = sum(o * s for o, s in zip(offsets, strides, strict=True))
+    for i, place in enumerate(np.ndindex(*sizes[:inner])):
+        yield base + sum(p * s for p, s in zip(place, strides, strict=False)), i * run, run
+
+
+def _run_sum(words: np.ndarray[Any, Any], first: int) -> int:
+    total, at = 0, 0
+    while at < len(words):
+        block, inside = divmod(first + at, BLOCK)
+        if inside == 0 and len(words) - at >= BLOCK:  # whole blocks, many at once
+            n = min(AT_ONCE, (len(words) - at) // BLOCK)
+            sums = np.multiply(words[at : at + n * BLOCK].reshape(n, BLOCK), _INNER, dtype=np.uint64).sum(axis=1, dtype=np.uint64)
+            total += sum(int(s) * _outer(block + i) for i, s in enumerate(sums))
+            at += n * BLOCK
+        else:
+            n = min(BLOCK - inside, len(words) - at)
+            found = np.multiply(words[at : at + n], _INNER[inside : inside + n], dtype=np.uint64).sum(dtype=np.uint64)
+            total += int(found) * _outer(block)
+            at += n
+    return total & MASK
+
+
+def _outer(block: int) -> int:
+    return int(xxhash.xxh3_64_intdigest(block.to_bytes(8, "little"))) | 1
+
+
+def _inner_keys() -> np.ndarray[Any, Any]:
+    keys = [xxhash.xxh3_64_intdigest(i.to_bytes(8, "little"), seed=1) | 1 for i in range(BLOCK)]
+    return np.array(keys, np.uint64)
+
+
+_INNER = _inner_keys()

@@ -1,0 +1,117 @@
+"""Saves a model and its optimizer on W ranks and loads them on W', for all W and W' up to 4. Forks its ranks: torch is imported once.
+
+`python tests/reshard.py FOLDER` ends with an assertion, or prints the hash of the weights of each snapshot.
+"""
+
+import importlib
+import os
+import queue
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from harness.replay import _whole
+from harness.session import _only_by_optimizers
+from storage import Ref, Snapshots, open_store
+from storage.dcp import Saver, join, load, split
+from storage.upload import Job, Uploader
+
+WORLDS, KINDS = range(1, 5), ("ddp", "fsdp2")
+
+
+def build(kind, seed):
+    """A model whose rows divide by no world, with an optimizer that has its state."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(13, 7), nn.LayerNorm(7), nn.Linear(7, 5), nn.Embedding(1, 3))
+    grads = [torch.randn_like(p) for p in model.parameters()]
+    if kind == "fsdp2":
+        fully_shard(model[0])
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # makes its state and leaves the weights as the seed made them
+    for p, g in zip(model.parameters(), grads, strict=True):
+        p.grad = distribute_tensor(g, p.device_mesh, p.placements) if isinstance(p, DTensor) else g
+    optimizer.step()
+    return model, optimizer
+
+
+def state_of(model, optimizer):
+    return split({"model": model.state_dict(), "optimizer": [optimizer.state_dict()]})
+
+
+def save(folder, kind, world, group):
+    model, optimizer = build(kind, seed=0)
+    tensors, plain = state_of(model, optimizer)
+    store = open_store(f"{folder}/{kind}")
+    saver = Saver(Snapshots(store), group if world > 1 else None, own_memory=False)
+    saver.plan(tensors)
+    buffer = torch.zeros(saver.nbytes, dtype=torch.uint8)
+    staged = saver.begin(tensors, _only_by_optimizers(model, tensors), buffer)
+    staged.wait()
+    with torch.no_grad():
+        for t in tensors.values():
+            t.zero_()  # the snapshot is of before
+    layout = staged.layout
+    job = Job(Ref(1, world), saver.rank, world, f"t{saver.rank}", layout.files, layout.index, {"state": plain}, weights="model/")
+    told = queue.SimpleQueue()
+    Uploader(store, commit_timeout_s=60).submit(job, buffer.numpy().data, told.put)
+    outcome = told.get(timeout=90)
+    assert outcome.state == "committed", outcome
+    dist.barrier(group)
+
+
+def check(folder, kind, group):
+    for saved_on in WORLDS:
+        model, optimizer = build(kind, seed=1)
+        tensors, _ = state_of(model, optimizer)
+        snapshots = Snapshots(open_store(f"{folder}/{kind}"))
+        manifest = snapshots.load(Ref(1, saved_on))
+        load(snapshots, manifest, tensors)
+        join(tensors, manifest.data["state"])
+        for name, t in tensors.items():
+            whole = (t.full_tensor() if isinstance(t, DTensor) else t).detach().contiguous()
+            found = whole.reshape(-1).view(torch.uint8).numpy().tobytes()
+            assert found == _whole(snapshots, manifest, name).tobytes(), (kind, saved_on, name)
+    dist.barrier(group)
+
+
+def fork(world, folder, what):
+    """A world; every rank must end well."""
+    pids = []
+    rendezvous = f"{folder}/{what}-{world}"
+    for rank in range(world):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                dist.init_process_group("gloo", store=dist.FileStore(rendezvous, world), rank=rank, world_size=world)
+                for kind in KINDS:
+                    if what == "save":
+                        save(folder, kind, world, dist.group.WORLD)
+                    else:
+                        check(folder, kind, dist.group.WORLD)
+                code = 0
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        pids.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    assert codes == [0] * world, (what, world, codes)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for name in ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"):  # what every rank would import later
+        importlib.import_module(name)
+    for what in ("save", "load"):
+        for world in WORLDS:
+            fork(world, sys.argv[1], what)
+    for kind in KINDS:
+        snapshots = Snapshots(open_store(f"{sys.argv[1]}/{kind}"))
+        for world in WORLDS:
+            print(kind, world, snapshots.load(Ref(1, world)).data["weights"])
