@@ -16,15 +16,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from harness.config import Parser, add_flags, build, flag, positional
 from harness.world import BadInput, Fenced, HarnessError
 from storage.objects import RETRY_WITHIN_S, NotFound, ObjectStore, StoreError, normalize, open_store
+
+if TYPE_CHECKING:
+    from harness.progress import Limits
 
 DONE, FAILED, WRONG_INPUT, ENDED_EARLY, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -251,6 +254,11 @@ class RunFlags:
     grace_s: float = flag(30.0, "how long a SIGTERM leaves us before the end")
     notify_signal: str = flag("", "for scripts without harness.attach(): send them this signal (USR1, TERM...) on a notice")
     trackers: str = flag("", "where to publish committed steps: wandb, tensorboard, jsonl, or package.module:function, comma-separated")
+    hang_after_s: float = flag(0.0, "a worker without a sign of life for so long is hung; 0: ten times its slowest step, at least 60 s")
+    stuck_after_s: float = flag(0.0, "the same for start-up, resuming and saving; 0: 1800 s and 900 s")
+    gpu_health: str = flag("auto", "auto (NVML, where there is a driver), off, or the file that drives a fake one")
+    beat_s: float = flag(0.0, "how often this node says that it lives; 0: 1 s for a folder, 3 s for a bucket")
+    dead_s: float = flag(0.0, "silence of a node that means its death; 0: 5 s for a folder, 10 s for a bucket")
     addr: str = flag("", "this node's address as the other nodes see it; default: from SkyPilot, else loopback")
 
 
@@ -288,10 +296,19 @@ def run(flags: RunFlags) -> int:
         grace_s=flags.grace_s,
         notify_signal=flags.notify_signal,
         trackers=trackers,
-        beat_s=1.0 if nearby else 3.0,  # a heartbeat is a request that object stores bill
-        dead_s=5.0 if nearby else 10.0,
+        beat_s=flags.beat_s or (1.0 if nearby else 3.0),  # a heartbeat is a request that object stores bill
+        dead_s=flags.dead_s or (5.0 if nearby else 10.0),
+        hang=_hang_limits(flags.hang_after_s, flags.stuck_after_s),
+        gpu_health=flags.gpu_health,
     )
     return Agent(config, store, detect(dict(env))).execute()
+
+
+def _hang_limits(hang_after_s: float, stuck_after_s: float) -> Limits:
+    from harness.progress import Limits
+
+    usual = Limits(hang_after_s or None)
+    return replace(usual, start_s=stuck_after_s, save_s=stuck_after_s) if stuck_after_s else usual
 
 
 def _nproc(text: str, env: Any) -> int:
