@@ -498,6 +498,23 @@ def simulate(flags: SimulateFlags) -> int:
     return sim.command(flags.seeds, flags.seed, flags.first, flags.policy)
 
 
+# ---- drill ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class DrillFlags:
+    only: tuple[str, ...] = flag((), "FAULT:PHASE, either may be *; repeat for more (default: the whole matrix)", metavar="FAULT:PHASE")
+    seed: int = flag(0, "which node, which moment")
+    jobs: int = flag(1, "cells at the same time; about one per core")
+    json: bool = flag(False, "print the results as JSON")
+    keep: str = flag("", "keep runs and logs in this empty folder")
+
+
+def drill(flags: DrillFlags) -> int:
+    """Every fault in every phase, on real processes of this machine; passed is what ends with the weights of a calm run."""
+    from harness import drill as drills
+
+    return drills.command(flags.only, flags.seed, flags.jobs, flags.json, flags.keep, Console())
+
+
 # ---- main -------------------------------------------------------------------------------------------------------
 COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "launch": (LaunchFlags, launch),
@@ -511,6 +528,7 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "drain": (StopFlags, stop),
     "snapshot": (SnapshotFlags, snapshot),
     "simulate": (SimulateFlags, simulate),
+    "drill": (DrillFlags, drill),
 }
 
 
