@@ -8,13 +8,14 @@ NODES ?= 1:3
 STEPS ?= 150
 MARKET ?= demo
 SEEDS ?= 1000
+KILLS ?= 1000
 REDUCE ?= exact
 ifndef RUN
 RUN := runs/$(shell date +%Y%m%d-%H%M%S)
 endif
 LAUNCH = $(BIN)/harness launch sky_tasks/train.yaml --cloud local --env STEPS=$(STEPS) --env REDUCE=$(REDUCE) $(ARGS)
 
-.PHONY: install train test check lint types sim clean
+.PHONY: install train test check lint types sim drill soak clean
 install: $(STAMP)
 $(STAMP): requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -42,6 +43,12 @@ types: install
 
 sim: install  ## one seed (SEED=413) or many (SEEDS=1000) of the simulated world
 	$(BIN)/harness simulate $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+
+drill: install  ## every fault in every phase (ONLY=worker-kill:step for one cell)
+	$(BIN)/harness drill --seed $(or $(SEED),0) --jobs $(or $(JOBS),2) $(if $(ONLY),--only $(ONLY))
+
+soak: install  ## one long run with KILLS=1000 seeded kills; not in CI
+	$(BIN)/harness drill --soak $(KILLS) --seed $(or $(SEED),0)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info

@@ -505,6 +505,7 @@ class DrillFlags:
     seed: int = flag(0, "which node, which moment")
     jobs: int = flag(1, "cells at the same time; about one per core")
     json: bool = flag(False, "print the results as JSON")
+    soak: int = flag(0, "instead of the matrix: one long run with so many kills", metavar="KILLS")
     keep: str = flag("", "keep runs and logs in this empty folder")
 
 
@@ -512,7 +513,7 @@ def drill(flags: DrillFlags) -> int:
     """Every fault in every phase, on real processes of this machine; passed is what ends with the weights of a calm run."""
     from harness import drill as drills
 
-    return drills.command(flags.only, flags.seed, flags.jobs, flags.json, flags.keep, Console())
+    return drills.command(flags.only, flags.seed, flags.jobs, flags.json, flags.keep, flags.soak, Console())
 
 
 # ---- main -------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.audit import audit
-from harness.world import BadInput
+from harness.world import DRAINED, STOPPED, BadInput
 from storage.objects import StoreError, open_store
 from storage.snapshots import Snapshots
 
@@ -147,6 +147,8 @@ class Scene:
     victim: int = 0  # index into nodes
     reached: int = 0  # pid of the process that stands at the phase; 0: none
     notes: list[str] = field(default_factory=list)
+    steps: int = STEPS
+    every: int = EVERY
 
     @property
     def run(self) -> Path:
@@ -170,7 +172,7 @@ class Scene:
         command = [*prefix, sys.executable, "-m", "harness.cli", "run", "--run", str(self.run), *AGENT, "--addr", address]
         with open(self.folder / f"node{number}.log", "wb") as log:
             process = subprocess.Popen(
-                [*command, "--", "-m", "harness.exercise", "--total", str(STEPS), "--every", str(EVERY)],
+                [*command, "--", "-m", "harness.exercise", "--total", str(self.steps), "--every", str(self.every)],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -375,21 +377,23 @@ class Ground:
         return self.folder / "half"
 
 
-def prepare(folder: Path, isolated: bool, keep: bool = False) -> Ground:
-    """Train calmly, once to the end and once to the middle. Raises RuntimeError if even that fails."""
-    drained = 33
-    for name, extra, wanted in (("calm", (), 0), ("half", ("--drain-at", str(STEPS // 2 + 3)), drained)):
-        command = [sys.executable, "-m", "harness.exercise", "--total", str(STEPS), "--every", str(EVERY), "--sleep-s", "0", *extra]
-        path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-        env = plain_environment() | {"HARNESS_RUN": str(folder / name), "PYTHONPATH": path}
-        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-        if ended.returncode != wanted:
-            raise RuntimeError(
-                f"the calm run ended with {ended.returncode}, wanted {wanted}:\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}"
-            )
-    manifest = Snapshots(open_store(str(folder / "calm"))).latest()
+def train(run: Path, steps: int, every: int, *extra: str, wanted: int = 0) -> str:
+    """Train calmly in one process; the hash of the weights. Raises RuntimeError if even that fails."""
+    command = [sys.executable, "-m", "harness.exercise", "--total", str(steps), "--every", str(every), "--sleep-s", "0", *extra]
+    path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    env = plain_environment() | {"HARNESS_RUN": str(run), "PYTHONPATH": path}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=3600)
+    if ended.returncode != wanted:
+        raise RuntimeError(f"the calm run ended with {ended.returncode}, wanted {wanted}:\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}")
+    manifest = Snapshots(open_store(str(run))).latest()
     assert manifest is not None
-    return Ground(folder, str(manifest.data["weights"]), isolated, keep)
+    return str(manifest.data["weights"])
+
+
+def prepare(folder: Path, isolated: bool, keep: bool = False) -> Ground:
+    """Train calmly, once to the end and once to the middle."""
+    train(folder / "half", STEPS, EVERY, "--drain-at", str(STEPS // 2 + 3), wanted=DRAINED)
+    return Ground(folder, train(folder / "calm", STEPS, EVERY), isolated, keep)
 
 
 def drill(ground: Ground, fault: str, phase: str, seed: int) -> Result:
@@ -484,6 +488,61 @@ def judge(ground: Ground, s: Scene) -> None:
         raise AssertionError(f"still running: {left}")
 
 
+# ---- soak -------------------------------------------------------------------------------------------------------------
+SOAK_KILLS: tuple[tuple[str, int], ...] = (("worker-kill", 6), ("node-kill", 2), ("agent-kill", 1), ("both-killed", 1))
+
+
+def soak(folder: Path, kills: int, seed: int, tell: Callable[[str], None]) -> str:
+    """One long run on two nodes, and seeded kills until there were `kills`; then it is stopped, verified, and compared with a calm
+    run of as many steps. Returns what happened, in words. Raises AssertionError."""
+    rng, t0 = random.Random(seed), time.monotonic()
+    s = Scene(folder, None, random.Random(seed), steps=1_000_000, every=5)
+    store, done, names, weights = open_store(str(s.run)), 0, *zip(*SOAK_KILLS, strict=True)
+    try:
+        stood, stood_s = -1, time.monotonic()
+        while done < kills:
+            alive = [i for i, n in enumerate(s.nodes) if n.process.poll() is None]
+            if (folder / "run/control/stop.json").exists():
+                raise AssertionError(f"after {done} kills the run stopped itself: {store.get('control/stop.json').decode()}")
+            if len(alive) < 2:
+                s.launch()
+                continue
+            step = max((r.step for r in Snapshots(store).refs()), default=0)
+            if step <= stood:  # each kill shall find a run that has got on; that it does not is a failure in itself
+                if time.monotonic() - stood_s > FINISH_S:
+                    raise AssertionError(f"after {done} kills nothing was committed for {FINISH_S:.0f} s after step {stood}")
+                time.sleep(0.05)
+                continue
+            time.sleep(rng.uniform(0.0, 0.5))
+            s.victim = rng.choice(alive)
+            kind = rng.choices(names, weights)[0]
+            FAULTS[kind](s)
+            done, stood, stood_s = done + 1, step, time.monotonic()
+            tell(
+                f"{done}/{kills} {kind} of node {s.node.number} after step {step}, {done / (time.monotonic() - t0) * 60:.1f} kills a minute"
+            )
+        minutes = (time.monotonic() - t0) / 60
+        store.create("control/stop.json", json.dumps({"reason": "soaked", "by": "drill", "failed": False}).encode())
+        _until(lambda: all(n.process.poll() is not None for n in s.nodes), FINISH_S, s, AssertionError("nodes did not stop"))
+    finally:
+        s.close()
+    codes = [n.process.returncode for n in s.nodes if n.process.returncode >= 0]
+    if STOPPED not in codes:
+        raise AssertionError(f"no node drained at the end: exit codes {codes}")
+    newest = Snapshots(store).latest()
+    assert newest is not None
+    tell(f"trained to step {newest.step}; the same without kills, to compare")
+    if (calm := train(folder / "calm", newest.step, max(1, newest.step))) != newest.data["weights"]:
+        raise AssertionError(f"the weights at step {newest.step} are {newest.data['weights']}, a calm run's {calm}")
+    found = audit(store)
+    if not found.ok:
+        raise AssertionError(f"verify: {found.first_violation}")
+    return (
+        f"{kills} kills in {minutes:.1f} minutes ({kills / minutes:.1f} a minute), {len(s.nodes)} nodes launched, "
+        f"step {newest.step}, epoch {newest.epoch}; verified, and the weights are those of a calm run"
+    )
+
+
 # ---- the command ------------------------------------------------------------------------------------------------------
 def cells(only: Iterable[str]) -> list[tuple[str, str]]:
     """Those that match any of `fault:phase` (either side may be empty or *). Raises BadInput for unknown names."""
@@ -503,14 +562,23 @@ def matrix(ground: Ground, chosen: list[tuple[str, str]], seed: int, jobs: int) 
         yield from pool.map(lambda cell: drill(ground, cell[0], cell[1], seed), chosen)
 
 
-def command(only: tuple[str, ...], seed: int, jobs: int, as_json: bool, keep: str, console: Console) -> int:
+def command(only: tuple[str, ...], seed: int, jobs: int, as_json: bool, keep: str, kills: int, console: Console) -> int:
     """`harness drill`. 0: every cell passed or was skipped for a reason."""
+    if keep and Path(keep).exists() and any(Path(keep).iterdir()):
+        raise BadInput(f"--keep {keep}: wanted an empty folder")
     chosen = cells(only)
     results: list[Result] = []
     isolated = can_isolate()
     with contextlib.ExitStack() as stack:
         folder = Path(keep) if keep else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="harness-drill-")))
         folder.mkdir(parents=True, exist_ok=True)
+        if kills:
+            try:
+                console.print(soak(folder, kills, seed, lambda text: console.print(text, highlight=False)), highlight=False)
+            except AssertionError as e:
+                console.print(f"[red]FAILED[/] {e}\nagain: harness drill --soak {kills} --seed {seed} --keep FOLDER", highlight=False)
+                return 1
+            return 0
         ground = prepare(folder, isolated, bool(keep))
         for r in matrix(ground, chosen, seed, jobs):
             results.append(r)
