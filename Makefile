@@ -8,13 +8,14 @@ NODES ?= 1:3
 STEPS ?= 150
 MARKET ?= demo
 SEEDS ?= 1000
+KILLS ?= 1000
 REDUCE ?= exact
 ifndef RUN
 RUN := runs/$(shell date +%Y%m%d-%H%M%S)
 endif
 LAUNCH = $(BIN)/harness launch sky_tasks/train.yaml --cloud local --env STEPS=$(STEPS) --env REDUCE=$(REDUCE) $(ARGS)
 
-.PHONY: install train test check lint types sim walk clean
+.PHONY: install train test check lint types sim walk drill soak clean
 install: $(STAMP)
 $(STAMP): requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -45,6 +46,12 @@ sim: install  ## one seed (SEED=413) or many (SEEDS=1000) of the simulated world
 
 walk: install  ## the same weights to the bit over 300 steps in five worlds with kills, DDP and FSDP2; and not so with float sums (30 minutes)
 	$(BIN)/python benchmarks/walk.py --steps 300
+
+drill: install  ## every fault in every phase (ONLY=worker-kill:step for one cell)
+	$(BIN)/harness drill --seed $(or $(SEED),0) --jobs $(or $(JOBS),2) $(if $(ONLY),--only $(ONLY))
+
+soak: install  ## one long run with KILLS=1000 seeded kills; not in CI
+	$(BIN)/harness drill --soak $(KILLS) --seed $(or $(SEED),0)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info

@@ -26,20 +26,35 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from harness import marks
-from harness.facts import AgentEnded, AgentStarted, EpochLeft, EpochStarted, NoticeCancelled, NoticeSeen, WorkerFailed
+from harness import health, marks, progress
+from harness.facts import (
+    AgentEnded,
+    AgentStarted,
+    EpochLeft,
+    EpochStarted,
+    GraceSpent,
+    HealthSeen,
+    NoticeCancelled,
+    NoticeSeen,
+    WorkerFailed,
+    WorkerHung,
+)
 from harness.journal import Journal
 from harness.marks import Want
 from harness.notices import Notice, Source, watch
 from harness.rendezvous import NO_EPOCH, Epoch, Member, ProbeServer, Rendezvous, free_port, newest_epoch
 from harness.uploader import NodeUploader
-from harness.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED
+from harness.worker import DUMP_SIGNAL
+from harness.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED, UNFIT
 from storage.objects import NotFound, ObjectStore, StoreError, StoreUnavailable
 from storage.snapshots import Snapshots
 
 TAIL_LINES = 40
 SAME_FAILURE_LIMIT = 3  # the same failure of the script at the same committed step: stop, it will not get better
-SAME_KILL_LIMIT = 10  # signals from outside (out of memory, an operator) may be bad luck for longer
+SAME_KILL_LIMIT = 10  # signals from outside (out of memory, an operator) and hangs may be bad luck for longer
+LAST_WORDS_S = 2.0  # before a deadline: what the end will be is written while it still can be
+DUMP_S = 1.0  # for a hung worker to write where it hangs
+FROZEN_S = 3.0  # our own loop stood still for so long: nobody else's silence is judged by that time
 
 PEER_LOST = ("Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "connectFullMesh", "Socket Timeout",
              "NCCL", "ncclRemoteError", "Timed out waiting", "timed out after", "recvValue failed", "failed to recv", "Read error",
@@ -68,6 +83,10 @@ class AgentConfig:
     stage_dir: Path | None = None  # a RAM disk for staged snapshots; None: /dev/shm
     stage_nbytes: int | None = None  # what they may take of it; None: half of what is free
     settle_s: float = 30.0  # how long the next epoch waits for uploads whose worker has died
+    hang: progress.Limits = field(default_factory=progress.Limits)
+    hangs_allowed: int = 3  # so many hangs of our own workers: this node is unfit
+    gpu_health: str = "off"  # "auto": by NVML; "off"; or the path of a script for the fake (harness/health.py)
+    unfit_grace_s: float = 60.0  # how long workers on a sick GPU have to reach a step boundary
 
 
 @dataclass
@@ -77,6 +96,9 @@ class Worker:
     rank: int = -1
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     reader: threading.Thread | None = None
+    pulse: progress.Pulse | None = None  # from when its epoch begins
+    hung: str = ""  # in words, when it was killed for that
+    guilty: bool = False  # of the hang; else it was waiting for others
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -87,6 +109,8 @@ class Worker:
     def failure(self) -> tuple[str, str]:
         """Type and text of what ended it, from its error file, else from its exit code."""
         code = self.process.returncode
+        if self.hung:
+            return "Hung", self.hung
         with contextlib.suppress(OSError, ValueError, KeyError):
             message = json.loads(self.error_file.read_text())["message"]
             return str(message["type"]), str(message["text"])
@@ -126,6 +150,11 @@ class Agent:
         self._last_tail: tuple[str, ...] = ()
         self._killed_by_us = False
         self._spare_due_s = 0.0  # when to warm the next workers; 0: not planned
+        self._hangs = 0  # of our own workers, not of those that waited for others
+        self._unfit = ""  # why no run should come back to this node
+        self._unfit_by_s: float | None = None  # when workers on it are ended, if they have not left by then
+        self._grace_spent: set[str] = set()  # the notices whose last words are written
+        self._last_loop_s = time.monotonic()
 
     # ---- life --------------------------------------------------------------------------------------------------
     def execute(self) -> int:
@@ -145,6 +174,7 @@ class Agent:
             on_notice=lambda notice: self._inbox.put(("notice", notice)),
             on_cancel=lambda notice: self._inbox.put(("cancel", notice)),
         )
+        monitor = health.start(c.gpu_health, lambda verdict: self._inbox.put(("health", verdict)))
         code = FENCED
         try:
             self.rendezvous.start()
@@ -154,6 +184,7 @@ class Agent:
             print(f"harness run: {e}", file=sys.stderr, flush=True)
         finally:
             watcher.stop()
+            monitor.stop()
             for worker in self._workers + self._spares:
                 worker.kill()
             self._uploads.settle(self._settle_s())
@@ -170,6 +201,7 @@ class Agent:
         while True:
             code = self._hear()
             now = time.monotonic()
+            self._notice_own_sleep(now)
             if code is None and self._epoch is not NO_EPOCH:
                 code = self._watch_workers(now)
             if code is None and now >= self._next_tick_s:
@@ -183,6 +215,14 @@ class Agent:
             if code is not None:
                 return code
             time.sleep(0.02)
+
+    def _notice_own_sleep(self, now: float) -> None:
+        """Stopped and continued, or a machine that was paused: then our workers' silence is not theirs."""
+        gap_s, self._last_loop_s = now - self._last_loop_s, now
+        if gap_s > FROZEN_S:
+            for worker in self._workers:
+                if worker.pulse is not None:
+                    worker.pulse.forgive(gap_s)
 
     # ---- what others tell us -----------------------------------------------------------------------------------
     def _hear(self) -> int | None:
@@ -204,6 +244,8 @@ class Agent:
                     self._want(f"notice:{notice.id}", Want.SNAPSHOT)
                 else:
                     self._must_leave(f"{notice.source} notice", f"notice:{notice.id}", notice.deadline_s)
+            elif what == "health":
+                self._act_on_health(value)
             elif what == "cancel":
                 self.journal.record(NoticeCancelled(self.name, value.id))
                 self._wants.pop(f"notice:{value.id}", None)
@@ -221,6 +263,32 @@ class Agent:
             for worker in self._workers:
                 if worker.process.poll() is None:
                     worker.process.send_signal(getattr(signal, f"SIG{self.config.notify_signal.removeprefix('SIG')}"))
+
+    def _act_on_health(self, verdict: health.Verdict) -> None:
+        """A GPU reported something. Its node is left if it is sick; at once, without a snapshot, when its memory cannot be trusted."""
+        found, action = verdict.finding, verdict.action
+        self.journal.record(HealthSeen(self.name, found.gpu, found.what, found.message, action.name.lower()))
+        why = f"GPU {found.gpu}: {found.what} ({found.message})"
+        if action is not health.Action.IGNORE:
+            print(f"harness run: {why}: {verdict.reason}", flush=True)
+        if action is health.Action.SNAPSHOT:
+            self._want(f"health:{found.what}", Want.SNAPSHOT)
+        elif action in (health.Action.DRAIN, health.Action.KILL):
+            grace_s = 0.0 if action is health.Action.KILL else self.config.unfit_grace_s
+            self._declare_unfit(why, grace_s)
+
+    def _declare_unfit(self, why: str, grace_s: float) -> None:
+        """Leave, and tell who launched us not to come back here. Workers have `grace_s` to reach a step boundary."""
+        self._unfit = self._unfit or why
+        by_s = time.monotonic() + grace_s
+        self._unfit_by_s = by_s if self._unfit_by_s is None else min(by_s, self._unfit_by_s)
+        if grace_s > 0:
+            self._must_leave(f"unfit: {self._unfit}", "health:unfit", time.time() + grace_s)
+        else:  # no mark: nothing of it may be saved
+            self._leaving = f"unfit: {self._unfit}"
+
+    def _gone_code(self) -> int:
+        return UNFIT if self._unfit else DRAINED
 
     def _want(self, who: str, want: Want, deadline_s: float | None = None) -> None:
         if who not in self._wants or want is Want.SNAPSHOT:
@@ -263,11 +331,11 @@ class Agent:
             return STOPPED
         if self._leaving:
             self._reason = self._leaving
-            return DRAINED
+            return self._gone_code()
         last = newest_epoch(self.store)
         me = self.rendezvous.me
         again = me.failure and (me.failure, me.failure_step) == (last.failure, last.failure_step)
-        limit = SAME_KILL_LIMIT if me.failure.startswith("SIG") else SAME_FAILURE_LIMIT
+        limit = SAME_KILL_LIMIT if me.failure.startswith(("SIG", "Hung")) else SAME_FAILURE_LIMIT
         if me.failure.startswith("BadInput") or (again and last.streak + 1 >= limit):
             return self._give_up(last.streak + 1 if again else 1)
         epoch = self.rendezvous.try_form(self._max_world(), doubtful=self._broken)
@@ -303,7 +371,8 @@ class Agent:
         return identity["global_batch"] // micro_batch if micro_batch else None
 
     def _enter(self, epoch: Epoch) -> None:
-        for path in (self.mark_path, self.mark_path.with_name("attached")):
+        signs = [self.config.node_dir / f"progress-{i}" for i in range(self.config.nproc)]
+        for path in (self.mark_path, self.mark_path.with_name("attached"), *signs):
             path.unlink(missing_ok=True)
         self._wants.clear()
         self._epoch, self._first_end_s, self._peer_left_s, self._waiting_since_s = epoch, None, None, None
@@ -313,6 +382,7 @@ class Agent:
         self._workers, self._spares = self._spares, []
         for local_rank, (worker, rank) in enumerate(zip(self._workers, ranks, strict=True)):
             worker.rank = rank
+            worker.pulse = progress.Pulse(signs[local_rank], self.config.hang, since_s=time.monotonic())
             self._order(worker, epoch, rank, local_rank)
         if ranks.start == 0:
             self.journal.record(EpochStarted(epoch.epoch, epoch.members, epoch.world, epoch.reason))
@@ -333,6 +403,7 @@ class Agent:
             "TORCHELASTIC_RUN_ID": "harness", "TORCHELASTIC_RESTART_COUNT": epoch.epoch - 1, "TORCHELASTIC_MAX_RESTARTS": 1_000_000,
             "HARNESS_RUN": self.config.run, "HARNESS_EPOCH": epoch.epoch, "HARNESS_MARK": self.mark_path,
             "HARNESS_SPEEDS": json.dumps(speeds), "HARNESS_EPOCH_REASON": epoch.reason, "HARNESS_STAGE": self._uploads.stage.folder,
+            "HARNESS_PROGRESS": self.config.node_dir / f"progress-{local_rank}",
         }  # fmt: skip
         order = {"env": {k: str(v) for k, v in env.items()}, "argv": self.config.argv}
         assert worker.process.stdin is not None
@@ -372,6 +443,11 @@ class Agent:
 
     # ---- in an epoch -------------------------------------------------------------------------------------------
     def _watch_workers(self, now: float) -> int | None:
+        self._say_last_words()
+        if self._unfit_by_s is not None and now >= self._unfit_by_s:
+            return self._abandon(self._unfit)
+        if self._find_hung(now):
+            return self._leave([w.process.returncode for w in self._end_workers()])
         codes = [w.process.poll() for w in self._workers]
         ended = [c for c in codes if c is not None]
         if not ended:
@@ -386,6 +462,68 @@ class Agent:
             return None
         return self._leave([w.process.returncode for w in self._end_workers()])
 
+    def _find_hung(self, now: float) -> bool:
+        """Name workers that give no sign of life, and have them write down where they hang."""
+        hung: list[Worker] = []
+        for worker in self._workers:
+            if worker.pulse is None or worker.process.poll() is not None:
+                continue
+            worker.pulse.look(now)
+            state = progress.state_of(worker.process.pid) if now - worker.pulse.since_s > worker.pulse.bound_s(stopped=True) else ""
+            if what := worker.pulse.hung(now, state):
+                worker.hung = what
+                hung.append(worker)
+                self._report_hung(worker, now, state)
+        if hung:
+            self._hangs += any(w.guilty for w in hung)
+            deadline_s = time.monotonic() + DUMP_S
+            while time.monotonic() < deadline_s:  # a stopped one writes nothing; the bound is for that
+                time.sleep(0.1)
+        return bool(hung)
+
+    def _report_hung(self, worker: Worker, now: float, state: str) -> None:
+        pulse = worker.pulse
+        assert pulse is not None
+        sign = pulse.sign or progress.Sign(0, 0, progress.Place.START)
+        worker.guilty = not pulse.waits(state)
+        self.journal.record(
+            WorkerHung(
+                self.name,
+                self._epoch.epoch,
+                worker.rank,
+                sign.step,
+                sign.place.name.lower(),
+                now - pulse.since_s,
+                worker.guilty,
+                worker.hung,
+            )
+        )
+        print(f"harness run: rank {worker.rank} hangs: {worker.hung}; it is asked for its stacks, then ended", flush=True)
+        if state != "T":
+            with contextlib.suppress(ProcessLookupError):
+                worker.process.send_signal(DUMP_SIGNAL)
+
+    def _say_last_words(self) -> None:
+        """Near a deadline that the workers have not met: write what is safe and what is not. They are not killed: the cloud may be late."""
+        now_s = time.time()
+        for who, (want, deadline_s) in self._wants.items():
+            if want is Want.SNAPSHOT or deadline_s is None or who in self._grace_spent or now_s < deadline_s - LAST_WORDS_S:
+                continue
+            self._grace_spent.add(who)
+            signs = [w.pulse.sign for w in self._workers if w.pulse is not None and w.pulse.sign is not None]
+            step = max((s.step for s in signs), default=-1)
+            committed = -1
+            with contextlib.suppress(StoreUnavailable):
+                committed = max((r.step for r in self.snapshots.refs()), default=0)
+            saving = any(s.place in (progress.Place.STAGING, progress.Place.SAVING) for s in signs)
+            verdict = (
+                f"step {step} is being saved and may come too late" if saving else "the workers have not reached a step boundary"
+            ) + (f"; step {committed} is committed" if committed >= 0 else "; the bucket is silent")
+            self.journal.record(GraceSpent(self.name, self._epoch.epoch, deadline_s, step, committed, verdict))
+            print(f"harness run: the deadline of {who} is here: {verdict}", flush=True)
+            with contextlib.suppress(StoreUnavailable):
+                self.journal.flush()
+
     def _end_workers(self) -> list[Worker]:
         for worker in self._workers:
             worker.kill()
@@ -399,8 +537,10 @@ class Agent:
         self._spare_due_s = 0.0
         failure, step = "", 0
         code: int | None
-        if self._leaving and not self._attached():  # it heard the notice in its own way; whether it is done only it knows
-            why, code = "drained", DRAINED
+        if self._unfit and any(c not in (FINISHED, RESIZE, DRAINED, STOPPED) for c in codes):  # killed by us, or by their GPU
+            why, code = "unfit", UNFIT
+        elif self._leaving and not self._attached():  # it heard the notice in its own way; whether it is done only it knows
+            why, code = "drained", self._gone_code()
         elif all(c == FINISHED for c in codes):
             if not self._attached():
                 self._finish_for_script(epoch)
@@ -408,19 +548,22 @@ class Agent:
         elif any(c == STOPPED for c in codes):
             why, code = "stopped", STOPPED
         elif any(c == DRAINED for c in codes):
-            why, code = "drained", DRAINED
+            why, code = "drained", self._gone_code()
         elif any(c == FENCED for c in codes):
             why, code = "fenced", FENCED
         elif all(c in (FINISHED, RESIZE) for c in codes):
-            why, code = ("drained", DRAINED) if self._leaving else ("resize", None)
+            why, code = ("drained", self._gone_code()) if self._leaving else ("resize", None)
         else:
             why, failure = self._diagnose(epoch)
             code = None
             with contextlib.suppress(StoreUnavailable):  # then the failure counts as one at the start
                 step = max((r.step for r in self.snapshots.refs()), default=0) if failure else 0
-        self._broken = why in ("failed", "killed", "peer-lost")
+        if code is None and self._hangs >= self.config.hangs_allowed:
+            self._unfit = f"its workers hung {self._hangs} times"
+            code = UNFIT
+        self._broken = why in ("failed", "killed", "hung", "unfit", "peer-lost")
         self.journal.record(EpochLeft(epoch.epoch, self.name, why))
-        self._reason = self._end = why
+        self._reason, self._end = (f"unfit: {self._unfit}" if code == UNFIT else why), why
         if code == FINISHED or code is None:
             with contextlib.suppress(StoreUnavailable):
                 self.journal.flush()
@@ -442,14 +585,14 @@ class Agent:
             kind, text = worker.failure()
             if code == -signal.SIGKILL and self._killed_by_us:
                 continue
-            victim = any(sign in text for sign in PEER_LOST)
+            victim = not worker.guilty if worker.hung else any(sign in text for sign in PEER_LOST)
             kind, text = ("PeerLost", text[:200]) if victim else (kind, text[:2000])
             tail = "\n".join(worker.tail)
             self.journal.record(WorkerFailed(self.name, epoch.epoch, worker.rank, code, kind, text, tail))
             if victim:
                 continue
             if not signature:
-                verdict = "killed" if code < 0 else "failed"
+                verdict = "hung" if worker.hung else "killed" if code < 0 else "failed"
                 signature = kind if code < 0 else f"{kind}: {text[:300]}"
                 self._last_tail = tuple(worker.tail)
         self._killed_by_us = False

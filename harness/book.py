@@ -13,9 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from harness.facts import AttemptEnded, AttemptIntended, AttemptUp, Fact, LeaseTaken, RunEnded, Stamped
-from harness.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED, Node, NodeState, Offer
+from harness.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED, UNFIT, Node, NodeState, Offer
 
 BLOCK_S = 2.0  # a full offer is left alone for this long, doubled at every refusal up to the run's limit
+UNFIT_BLOCKS = 10.0  # a place that gave us an unfit node is left alone for so many times the limit for a full one
 UNLED_S = 3600.0
 
 
@@ -71,6 +72,9 @@ class Book:
             self.refusals[name] = self.refusals.get(name, 0) + 1
             wait_s = min(self.block_limit_s, BLOCK_S * 2.0 ** min(self.refusals[name] - 1, 16))
             self.blocked[name] = fact.gone_s + wait_s * self.rng.uniform(0.5, 1.0)
+        elif fact.end == "unfit" and node and not again:  # the place may give us the same broken machine again
+            self.fruitless += 1
+            self.blocked[node.offer.name] = fact.gone_s + UNFIT_BLOCKS * self.block_limit_s
         elif not again and fact.end != "terminated" and not (fact.end == "lost" and fact.up_s is None):
             self.fruitless += 1
         if fact.end == "failed" and fact.exit_code != FENCED and fact.asked_s >= self.failed_s:
@@ -88,7 +92,7 @@ class Book:
     @property
     def losses(self) -> int:
         """Attempts that ended without being asked to."""
-        return sum(e.end in ("preempted", "failed") or (e.end == "lost" and e.up_s is not None) for e in self.ended.values())
+        return sum(e.end in ("preempted", "failed", "unfit") or (e.end == "lost" and e.up_s is not None) for e in self.ended.values())
 
     def spent_usd(self, now_s: float) -> float:
         return sum(e.usd for e in self.ended.values()) + sum(bill(node, now_s)[1] for node in self.open.values())
@@ -104,7 +108,7 @@ def how_it_ended(node: Node) -> str:
     """`AttemptEnded.end` of a node that is gone. An exit code tells more than the cloud's reason, except for kills."""
     if node.state is NodeState.NO_CAPACITY:
         return "no-capacity"
-    by_code = {FINISHED: "finished", DRAINED: "drained", RESIZE: "drained", STOPPED: "terminated"}
+    by_code = {FINISHED: "finished", DRAINED: "drained", RESIZE: "drained", STOPPED: "terminated", UNFIT: "unfit"}
     if node.exit_code in by_code:
         return by_code[node.exit_code]
     if node.reason == "terminated":

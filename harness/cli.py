@@ -16,15 +16,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from harness.config import Parser, add_flags, build, flag, positional
 from harness.world import BadInput, Fenced, HarnessError
 from storage.objects import RETRY_WITHIN_S, NotFound, ObjectStore, StoreError, normalize, open_store
+
+if TYPE_CHECKING:
+    from harness.progress import Limits
 
 DONE, FAILED, WRONG_INPUT, ENDED_EARLY, INTERRUPTED = 0, 1, 2, 3, 130
 PREFLIGHT_S = 10.0  # how long a bucket may be silent before a launch is refused
@@ -257,6 +260,11 @@ class RunFlags:
     trackers: str = flag("", "where to publish committed steps: wandb, tensorboard, jsonl, or package.module:function, comma-separated")
     stage_gib: float = flag(0.0, "host memory for staged snapshots, in GiB; 0: half of what is free")
     stage_dir: str = flag("", "RAM disk for staged snapshots; default: /dev/shm")
+    hang_after_s: float = flag(0.0, "a worker without a sign of life for so long is hung; 0: ten times its slowest step, at least 60 s")
+    stuck_after_s: float = flag(0.0, "the same for start-up, resuming and saving; 0: 1800 s and 900 s")
+    gpu_health: str = flag("auto", "auto (NVML, where there is a driver), off, or the file that drives a fake one")
+    beat_s: float = flag(0.0, "how often this node says that it lives; 0: 1 s for a folder, 3 s for a bucket")
+    dead_s: float = flag(0.0, "silence of a node that means its death; 0: 5 s for a folder, 10 s for a bucket")
     addr: str = flag("", "this node's address as the other nodes see it; default: from SkyPilot, else loopback")
 
 
@@ -296,10 +304,19 @@ def run(flags: RunFlags) -> int:
         trackers=trackers,
         stage_dir=Path(flags.stage_dir) if flags.stage_dir else None,
         stage_nbytes=int(flags.stage_gib * 2**30) or None,
-        beat_s=1.0 if nearby else 3.0,  # a heartbeat is a request that object stores bill
-        dead_s=5.0 if nearby else 10.0,
+        beat_s=flags.beat_s or (1.0 if nearby else 3.0),  # a heartbeat is a request that object stores bill
+        dead_s=flags.dead_s or (5.0 if nearby else 10.0),
+        hang=_hang_limits(flags.hang_after_s, flags.stuck_after_s),
+        gpu_health=flags.gpu_health,
     )
     return Agent(config, store, detect(dict(env))).execute()
+
+
+def _hang_limits(hang_after_s: float, stuck_after_s: float) -> Limits:
+    from harness.progress import Limits
+
+    usual = Limits(hang_after_s or None)
+    return replace(usual, start_s=stuck_after_s, save_s=stuck_after_s) if stuck_after_s else usual
 
 
 def _nproc(text: str, env: Any) -> int:
@@ -489,6 +506,24 @@ def simulate(flags: SimulateFlags) -> int:
     return sim.command(flags.seeds, flags.seed, flags.first, flags.policy)
 
 
+# ---- drill ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class DrillFlags:
+    only: tuple[str, ...] = flag((), "FAULT:PHASE, either may be *; repeat for more (default: the whole matrix)", metavar="FAULT:PHASE")
+    seed: int = flag(0, "which node, which moment")
+    jobs: int = flag(1, "cells at the same time; about one per core")
+    json: bool = flag(False, "print the results as JSON")
+    soak: int = flag(0, "instead of the matrix: one long run with so many kills", metavar="KILLS")
+    keep: str = flag("", "keep runs and logs in this empty folder")
+
+
+def drill(flags: DrillFlags) -> int:
+    """Every fault in every phase, on real processes of this machine; passed is what ends with the weights of a calm run."""
+    from harness import drill as drills
+
+    return drills.command(flags.only, flags.seed, flags.jobs, flags.json, flags.keep, flags.soak, Console())
+
+
 # ---- main -------------------------------------------------------------------------------------------------------
 COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "launch": (LaunchFlags, launch),
@@ -502,6 +537,7 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "drain": (StopFlags, stop),
     "snapshot": (SnapshotFlags, snapshot),
     "simulate": (SimulateFlags, simulate),
+    "drill": (DrillFlags, drill),
 }
 
 

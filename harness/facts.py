@@ -85,7 +85,7 @@ class AttemptEnded(Fact):
     it: a node that was given up as "lost" turned up after all, and this is its bill."""
 
     attempt: int
-    end: str  # "finished" | "drained" | "preempted" | "failed" | "terminated" | "no-capacity" | "lost"
+    end: str  # "finished" | "drained" | "preempted" | "failed" | "terminated" | "no-capacity" | "lost" | "unfit"
     asked_s: float
     up_s: float | None
     gone_s: float
@@ -153,7 +153,7 @@ class EpochLeft(Fact):
 
     epoch: int
     member: str
-    why: str  # "finished" | "drained" | "resize" | "peer-lost" | "failed" | "killed" | "stopped"
+    why: str  # "finished" | "drained" | "resize" | "peer-lost" | "failed" | "killed" | "hung" | "unfit" | "stopped"
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,43 @@ class WorkerFailed(Fact):
     error: str  # type of the exception, or the name of the signal
     message: str
     log_tail: str
+
+
+@dataclass(frozen=True)
+class WorkerHung(Fact):
+    """No sign of life for longer than its bound. `guilty`: it was not merely waiting for others."""
+
+    member: str
+    epoch: int
+    rank: int
+    step: int
+    place: str  # progress.Place, in lower case
+    silent_s: float
+    guilty: bool
+    what: str
+
+
+@dataclass(frozen=True)
+class GraceSpent(Fact):
+    """A notice's deadline is here and the workers have not left: what will be lost, and what is safe."""
+
+    member: str
+    epoch: int
+    deadline_s: float  # wall clock
+    step: int  # where the workers are; -1: they never said
+    committed_step: int
+    verdict: str
+
+
+@dataclass(frozen=True)
+class HealthSeen(Fact):
+    """Something that a GPU (or its driver) reported, and what is done about it."""
+
+    member: str
+    gpu: str
+    what: str  # "xid 79", "ecc", "recovery action", "silent", ...
+    message: str
+    action: str  # health.Action, in lower case
 
 
 @dataclass(frozen=True)

@@ -294,7 +294,7 @@ class State:
     def node_state(self, n: NodeView, now: float) -> tuple[str, str]:
         """Style and words."""
         if n.ended is not None:
-            return "red" if n.ended.end in ("preempted", "lost", "failed") else "dim", n.ended.end
+            return "red" if n.ended.end in ("preempted", "lost", "failed", "unfit") else "dim", n.ended.end
         member = n.member
         if member and member in n.agent_ended:
             return "dim", "leaving"
@@ -342,7 +342,7 @@ def describe(fact: f.Fact, state: State) -> tuple[str, str] | None:
             verb = f"resumed from step {fact.resumed_step} in {duration(fact.restore_s)}" if fact.resumed_step else "training from step 0"
             return "green", f"epoch {fact.epoch}: {verb}{accumulation}"
         case f.EpochLeft(epoch, member, why) if why not in ("resize", "finished"):
-            return "red" if why in ("failed", "killed", "peer-lost") else "", f"{who(member)} left epoch {epoch}: {why}"
+            return "red" if why in ("failed", "killed", "hung", "unfit", "peer-lost") else "", f"{who(member)} left epoch {epoch}: {why}"
         case f.WorkerFailed():
             return "red", f"rank {fact.rank} on {who(fact.member)} ended with {fact.error}: {fact.message[:160]}"
         case f.SnapshotCommitted():

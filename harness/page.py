@@ -386,7 +386,7 @@ def _bar(s: Summary, a: AttemptRow, x: Scale, y: float, height: float) -> list[s
             tip = f"{n.kind} notice from {n.source}{grace}{commit}: {verdict(n.in_time, n.cancelled)}"
             d = f"M{at - 6:.1f} {y - 7:.1f}h12l-6 10z"
             out.append(f'<path class=notice d="{d}" data-tip="{esc(tip)}"/>')
-    if a.gone_s is not None and a.end in ("preempted", "lost", "failed"):
+    if a.gone_s is not None and a.end in ("preempted", "lost", "failed", "unfit"):
         at, mid, r = x(a.gone_s) + 8, y + height / 2, 4.5
         d = f"M{at - r:.1f} {mid - r:.1f}l{2 * r} {2 * r}M{at + r:.1f} {mid - r:.1f}l{-2 * r} {2 * r}"
         out.append(f'<path class=kill d="{d}" data-tip="{esc(f"node {a.name}: {attempt_end(a)}")}"/>')
@@ -455,7 +455,7 @@ def _attempts(s: Summary) -> str:
         return f"<p>{refusals(refused)}</p>" if refused else ""
     rows = []
     for a in used:
-        tone = "bad" if a.end in ("failed", "preempted", "lost") else "good" if a.end == "finished" else ""
+        tone = "bad" if a.end in ("failed", "preempted", "lost", "unfit") else "good" if a.end == "finished" else ""
         share = f"{percent(a.ns['useful'] / a.billed_ns)}" if a.billed_ns else "–"
         mini = "".join(f'<i class="b-{b}" style="flex:{a.ns[b]} 0 0"></i>' for b in BUCKETS if a.ns[b])
         rows.append(

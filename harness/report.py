@@ -425,7 +425,7 @@ def _attempts_table(s: Summary) -> Any:
     for a in used:
         up = "–" if a.up_s is None else f"+{duration(a.up_s - s.started_s)}"
         useful = percent(a.ns["useful"] / a.billed_ns) if a.billed_ns else "–"
-        style = "red" if a.end in ("failed", "preempted", "lost") else ""
+        style = "red" if a.end in ("failed", "preempted", "lost", "unfit") else ""
         table.add_row(
             plain(a.name), plain(a.offer or a.accelerator), up, Text(plain(attempt_end(a)), style=style), duration(a.billed_s), useful,
             money(a.usd),

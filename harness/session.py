@@ -57,6 +57,7 @@ from harness.journal import Journal
 from harness.loader import MicroBatch, Stream, fingerprint, is_map_style, map_style, same_when_read_again, seed_everything, to_device
 from harness.marks import EXIT_CODE, Mark, MarkReader, Want
 from harness.parallel import Strategy, same_everywhere, shard, strategy_for
+from harness.progress import Place, Progress
 from harness.uploader import Courier, Local, Remote
 from harness.world import BadInput, Fenced, HarnessError
 from storage import dcp
@@ -189,6 +190,7 @@ class Step:
     def update(self, clip_norm: float | None = None) -> None:
         """Sum over all ranks, divide by the global weight, clip, and let optimizers and schedulers step."""
         self._session._update(self, clip_norm)
+        self._session._life.tell(Place.COMPUTE, self._session.step)
         self.updated = True
 
     @property
@@ -217,6 +219,8 @@ class Session:
         if reduce not in ("fast", *WORDS):
             raise BadInput(f"reduce={reduce!r} is not known; wanted 'fast', 'exact' or 'exact32'")
         self.seed, self.reduce = seed, reduce
+        self._life = Progress(environ.get("HARNESS_PROGRESS"))
+        self._life.tell(Place.START)
         self.rank = int(environ.get("RANK", 0))
         self.local_rank = int(environ.get("LOCAL_RANK", 0))
         self.world = int(environ.get("WORLD_SIZE", 1))
@@ -316,6 +320,7 @@ class Session:
 
     def sum(self, value: float | torch.Tensor) -> float:
         """The sum over all ranks, rounded once (so it depends on the ranks' values, not on their order). Every rank must call it."""
+        self._life.tell()
         mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(1)
         if self._control is None:
             return float(mine)
@@ -325,8 +330,14 @@ class Session:
 
     def log(self, **metrics: float) -> None:
         """Metrics of the step that was just updated (validation loss...); they go into its record. All ranks may call it."""
+        self._life.tell()
         self._metrics.update({k: float(v) for k, v in metrics.items()})
         self._fact(Validated(self.step, self.epoch, {k: float(v) for k, v in metrics.items()}))
+
+    def alive(self) -> None:
+        """A sign of life, for work between two steps that takes far longer than a step (a long validation): else the agent
+        takes the silence for a hang."""
+        self._life.tell()
 
     def prepare(
         self,
@@ -420,6 +431,7 @@ class Session:
         self.strategy.zero()
         while self.step < total:
             step = Step(self, self.step + 1, batches)
+            self._life.tell(Place.COMPUTE, self.step)
             yield step
             if not step.updated:
                 raise BadInput(f"step {step.number}: step.update() was not called; it makes the optimizer step")
@@ -432,6 +444,7 @@ class Session:
         `steps` calls it; call it yourself only with a loop of your own (then also `safe_point` after each step).
         """
         t0 = time.time()
+        self._life.tell(Place.RESTORE)
         manifest = self._restore()
         if manifest is not None:
             self.step, self._parent = manifest.step, manifest.ref
@@ -466,10 +479,12 @@ class Session:
     def safe_point(self, step: int) -> None:
         """For a training loop of your own: `step` optimizer steps are done. Snapshots when due; leaves when asked to."""
         self.step = step
+        self._life.tell(Place.REDUCE, step)
         wants = torch.zeros(len(Want), dtype=torch.int64)
         self._vote(wants)
         if self._control is not None:
             dist.all_reduce(wants, group=self._control)
+        self._life.tell(Place.COMPUTE, step)
         self._act(_winner(wants))
         self._finish_staging()  # what a loop of your own does next we cannot know
 
@@ -485,6 +500,7 @@ class Session:
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def _update(self, step: Step, clip_norm: float | None) -> None:
+        self._life.tell(Place.REDUCE)
         self.strategy.reduce()
         sums = torch.stack([step._losses, torch.tensor(step._weights, dtype=torch.float64, device=self.device)])
         if self._control is not None:
@@ -587,6 +603,7 @@ class Session:
         On a GPU the votes of step k are counted after step k + 1, so that no step waits for another rank's host.
         """
         pending = self._pending
+        self._life.tell(Place.REDUCE)
         if self.device.type == "cpu" and pending is not None:
             self._settle()
             self._act(_winner(pending.ints[3:]))
@@ -670,6 +687,7 @@ class Session:
         """
         if not self.run_url:
             return
+        self._life.tell(Place.STAGING, self.step)
         t_start, t0 = time.time(), time.perf_counter()
         if why == "notice" and self._flight is not None and not self._flight.landed.is_set():
             self._overtake()
@@ -808,6 +826,7 @@ class Session:
         flight, self._flight = self._flight, None
         if flight is None:
             return
+        self._life.tell(Place.SAVING)
         flight.landed.wait(COMMIT_TIMEOUT_S + 60.0)
         committed = flight.outcome is not None and flight.outcome.state == "committed"
         if not committed:
@@ -923,6 +942,7 @@ class Session:
             self.journal.record(fact)
 
     def _leave(self, why: str) -> None:
+        self._life.tell(Place.LEAVING)
         self._fact(SessionEnded(self.epoch, self.step, why))
         self._close()
         if self._control is not None:

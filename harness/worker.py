@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import importlib
 import json
 import os
@@ -21,6 +22,7 @@ import traceback
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
+DUMP_SIGNAL = signal.SIGUSR2  # the agent asks a hung worker where it hangs
 
 
 def die_with_parent() -> None:
@@ -76,6 +78,7 @@ def main() -> None:
         signal.SIGTERM,
     ):  # a Ctrl-C or a cloud's SIGTERM is for the agent, which tells us in its own way
         signal.signal(signum, signal.SIG_IGN)
+    faulthandler.register(DUMP_SIGNAL, all_threads=True)
     for module in ("numpy", "torch", "torch.distributed", "torch.utils.data", "torch.distributed.checkpoint", "harness.session"):
         with contextlib.suppress(ImportError):  # the script may need none of them
             importlib.import_module(module)

@@ -21,7 +21,7 @@ from typing import Protocol, TypeAlias
 
 from storage.objects import ObjectStore
 
-FINISHED, DRAINED, RESIZE, STOPPED, FENCED = 0, 33, 34, 35, 36  # exit codes; docs/ARCHITECTURE.md says who acts on which
+FINISHED, DRAINED, RESIZE, STOPPED, FENCED, UNFIT = 0, 33, 34, 35, 36, 37  # exit codes; docs/ARCHITECTURE.md says who acts on which
 
 
 class HarnessError(Exception):

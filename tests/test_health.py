@@ -1,0 +1,208 @@
+"""Silence of workers is judged by their own pace; GPUs are judged by what their driver says, even when it says nothing."""
+
+import json
+import queue
+import signal
+
+import pytest
+from test_agent import nodes  # noqa: F401
+from worlds import history
+
+from harness import health
+from harness.facts import AttemptEnded, AttemptIntended, AttemptUp, EpochLeft, HealthSeen, WorkerFailed, WorkerHung
+from harness.health import Action, FakeNvml, Finding, Judge, Probe
+from harness.progress import Limits, Place, Progress, Pulse
+
+
+# ---- silence ----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def pulse(tmp_path):
+    return Pulse(tmp_path / "progress", Limits())
+
+
+def test_a_slow_training_may_be_silent_for_longer(pulse):
+    worker, now = Progress(str(pulse.path)), 0.0
+    for step in range(20):
+        worker.tell(Place.COMPUTE, step)
+        pulse.look(now)
+        now += 30.0
+    assert pulse.hung(now - 30.0 + 299.0, "R") == ""
+    assert "in compute after step 19, bound 300 s (process state R)" in pulse.hung(now - 30.0 + 301.0, "R")
+
+
+def test_quick_steps_still_have_a_minute(pulse):
+    worker = Progress(str(pulse.path))
+    for step in range(5):
+        worker.tell(Place.REDUCE, step)
+        pulse.look(float(step))
+    assert pulse.hung(4.0 + 59.0, "S") == "" and pulse.hung(4.0 + 61.0, "S")
+    assert pulse.waits("S") and not pulse.waits("T")
+
+
+@pytest.mark.parametrize(
+    ("place", "silent_s", "hung"), [("START", 1700, False), ("START", 1900, True), ("SAVING", 800, False), ("SAVING", 950, True)]
+)
+def test_start_and_saving_have_bounds_of_their_own(pulse, place, silent_s, hung):
+    Progress(str(pulse.path)).tell(Place[place], 7)
+    pulse.look(0.0)
+    assert bool(pulse.hung(silent_s, "S")) is hung
+
+
+def test_a_stopped_process_is_hung_wherever_it_is_and_a_silent_script_never(pulse):
+    assert pulse.hung(1e6, "R") == ""
+    pulse.since_s = 0.0
+    assert "before its session began, bound 60 s (stopped by a signal)" in pulse.hung(61.0, "T")
+    Progress(str(pulse.path)).tell(Place.START)
+    pulse.look(0.0)
+    assert pulse.hung(61.0, "T") and not pulse.hung(61.0, "S")
+
+
+def test_what_the_agent_slept_is_not_held_against_its_workers(pulse):
+    Progress(str(pulse.path)).tell(Place.SAVING, 3)
+    pulse.look(0.0)
+    pulse.forgive(5000.0)
+    assert pulse.hung(5800.0, "S") == "" and pulse.hung(5950.0, "S")
+
+
+# ---- GPUs ------------------------------------------------------------------------------------------------------------
+def say(path, *lines):
+    with path.open("a") as f:
+        f.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "gpus"
+    say(path, {"gpus": 2})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("line", "what", "action"),
+    [
+        ({"gpu": 1, "xid": 79}, "xid 79", Action.KILL),
+        ({"gpu": 1, "xid": 94}, "xid 94", Action.DRAIN),
+        ({"gpu": 1, "xid": 63}, "xid 63", Action.SNAPSHOT),
+        ({"gpu": 1, "xid": 13}, "xid 13", Action.COUNT),
+        ({"gpu": 1, "xid": 45}, "xid 45", Action.IGNORE),
+        ({"gpu": 1, "xid": 9999}, "xid 9999", Action.COUNT),
+        ({"gpu": 1, "ecc": 1}, "ecc", Action.KILL),
+        ({"gpu": 1, "recovery": 2}, "recovery 2", Action.DRAIN),
+        ({"gpu": 1, "remap": [1, 0]}, "remap 0", Action.SNAPSHOT),
+        ({"gpu": 1, "remap": [0, 1]}, "remap 1", Action.DRAIN),
+        ({"gpu": 1, "lost": True}, "lost", Action.KILL),
+    ],
+)
+def test_what_a_gpu_reports_and_what_is_done(script, line, what, action):
+    probe, judge = Probe(FakeNvml(script)), Judge()
+    assert list(probe.wait(0)) + list(probe.look()) == []
+    say(script, line)
+    found = list(probe.wait(0)) + list(probe.look())
+    assert [(f.gpu, f.what) for f in found] == [("GPU-fake-1", what)]
+    verdict = judge.judge(found[0], 0.0)
+    assert verdict.action is action and verdict.reason
+    again = [v for f in probe.look() if (v := judge.judge(f, 1.0))]
+    assert again == []  # a state that lasts is said once
+
+
+def test_three_counted_errors_within_a_day_are_the_gpus_own_fault():
+    judge, day = Judge(), 86400.0
+    xid = Finding("a", "xid 31", 31)
+    times = [0.0, day / 2, day + 1, day + 2]
+    assert [judge.judge(xid, t).action for t in times] == [Action.COUNT, Action.COUNT, Action.COUNT, Action.DRAIN]
+    assert judge.judge(Finding("b", "xid 31", 31), day + 3).action is Action.COUNT
+
+
+def test_a_hardware_slowdown_counts_after_two_minutes(script):
+    probe = Probe(FakeNvml(script))
+    say(script, {"gpu": 0, "clocks": 0x40})
+    looks = [list(probe.look()) for _ in range(health.SLOW_LOOKS + 3)]
+    assert [len(found) for found in looks] == [0] * (health.SLOW_LOOKS - 1) + [1, 0, 0, 0]
+
+
+def test_the_real_library_has_what_the_probe_asks_for():
+    nvml = pytest.importorskip("pynvml")
+    assert (nvml.nvmlEventTypeXidCriticalError, nvml.nvmlEventTypeDoubleBitEccError) == (health.XID_EVENT, health.DOUBLE_BIT_EVENT)
+    assert (nvml.NVML_ERROR_TIMEOUT, nvml.NVML_ERROR_GPU_IS_LOST) == (health.TIMEOUT, health.GPU_IS_LOST)
+    assert (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC) == (health.UNCORRECTED, health.VOLATILE)
+    bits = (
+        nvml.nvmlClocksEventReasonHwSlowdown | nvml.nvmlClocksEventReasonHwThermalSlowdown | nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown
+    )
+    assert bits == health.HW_SLOWDOWN and isinstance(getattr(nvml, health.RECOVERY_FIELD), int)
+    missing = [name for name in dir(FakeNvml) if name.startswith("nvml") and not hasattr(nvml, name)]
+    assert not missing
+    assert nvml.NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET == 4 and health.RECOVERY[4] == "drain and reset"
+
+
+def test_a_driver_that_hangs_is_a_finding_and_does_not_hang_us(script):
+    said = queue.SimpleQueue()
+    monitor = health.start(str(script), said.put, silent_s=1.5)
+    say(script, {"gpu": 0, "xid": 62})
+    assert said.get(timeout=60).finding.what == "xid 62"
+    say(script, {"hang": True})
+    verdict = said.get(timeout=60)
+    assert verdict.finding.what == "silent" and verdict.action is Action.DRAIN
+    monitor.stop()
+
+
+def test_no_driver_no_monitor():
+    assert isinstance(health.start("off", print), health.NoMonitor)
+
+
+def test_a_place_that_gave_an_unfit_node_is_left_alone():
+    import random
+
+    from harness.book import Book
+    from harness.world import UNFIT, Node, NodeState, Offer
+
+    book, offer = Book(random.Random(0), block_limit_s=6.0), Offer(1.0, "local/a")
+    book.add(0.0, AttemptIntended(1, offer.__dict__))
+    book.add(1.0, AttemptUp(1, 1.0))
+    from harness.book import how_it_ended
+
+    end = how_it_ended(Node(1, offer, NodeState.GONE, 0.0, 1.0, 50.0, UNFIT, "exited"))
+    book.add(50.0, AttemptEnded(1, end, 0.0, 1.0, 50.0, UNFIT, "exited", 49.0, 0.1, 0))
+    assert end == "unfit" and book.blocked == {"local/a": 110.0} and book.losses == 1
+
+
+# ---- with real workers -------------------------------------------------------------------------------------------------
+SLOW = ("--total", 60, "--every", 10, "--sleep-s", 0.02)
+
+
+def test_a_stopped_worker_is_named_and_replaced_and_a_sick_gpu_is_left(nodes, script):  # noqa: F811
+    """One agent: its worker is stopped by a signal; later its GPU reports an error that no node should be kept for."""
+    import psutil
+
+    agent = nodes.start(*SLOW[:1], 100000, *SLOW[2:], agent=("--hang-after-s", "2", "--gpu-health", str(script)))
+    nodes.until(lambda: nodes.step() >= 10)
+    workers = [c for c in psutil.Process(agent.pid).children() if "harness.worker" in " ".join(c.cmdline())]
+    max(workers, key=lambda w: w.cpu_times().user).send_signal(signal.SIGSTOP)
+    nodes.until(lambda: nodes.facts(WorkerHung))
+    stood = nodes.step()
+    nodes.until(lambda: nodes.step() > stood)
+    say(script, {"gpu": 0, "xid": 46})
+    assert agent.wait(60) == 37, nodes.logs()
+    assert [e.why for e in nodes.facts(EpochLeft)] == ["hung", "drained"]
+    hung, failed = nodes.facts(WorkerHung)[0], nodes.facts(WorkerFailed)[0]
+    assert hung.guilty and "stopped by a signal" in hung.what and failed.error == "Hung"
+    assert nodes.facts(HealthSeen)[0].action == "drain"
+    assert [r.step for r in history(nodes.run)] == list(range(1, nodes.step() + 1))
+
+
+def test_a_worker_that_hangs_writes_where(nodes, tmp_path):  # noqa: F811
+    """A deadlock in the script: the stacks are in the record, and a node on which it goes on happening is left."""
+    script = tmp_path / "stuck.py"
+    script.write_text(
+        "import threading, torch, harness\n"
+        "run = harness.attach()\nmodel = torch.nn.Linear(1, 1)\nrun.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))\n"
+        "data = torch.utils.data.TensorDataset(torch.zeros(8, 1))\n"
+        "def where_it_hangs(): threading.Lock().acquire(); lock = threading.Lock(); lock.acquire(); lock.acquire()\n"
+        "for step in run.steps(data, total=9, global_batch=4, micro_batch=4):\n"
+        "    for (x,) in step: step.backward(model(x).sum())\n"
+        "    step.update()\n"
+        "    if step.number == 3: where_it_hangs()\n"
+    )
+    agent = nodes.start(script=script, agent=("--hang-after-s", "1"))
+    assert agent.wait(120) == 37, nodes.logs()
+    failures = nodes.facts(WorkerFailed)
+    assert len(failures) == 3 and all("where_it_hangs" in f.log_tail for f in failures)
