@@ -65,7 +65,7 @@ from storage.manifest import Manifest, Ref, SnapshotCorrupt
 from storage.objects import MemoryStore, ObjectStore, StoreError, open_store
 from storage.retention import Keep
 from storage.snapshots import Snapshots
-from storage.staging import Near, Segment, StageFull
+from storage.staging import Beside, Near, Segment, StageFull
 from storage.upload import Job, Outcome
 
 COMMIT_TIMEOUT_S = 600.0  # the longest that leaving waits for its snapshot
@@ -644,6 +644,10 @@ class Session:
         return dcp.Saver(self.snapshots, self._control, own_memory=False)
 
     @functools.cached_property
+    def _sender(self) -> Beside:
+        return Beside("snapshot")
+
+    @functools.cached_property
     def _courier(self) -> Courier:
         local = Local(self.store, self._record_outcome)
         if self._courier_at:
@@ -659,6 +663,7 @@ class Session:
             tensors, _ = dcp.split(self._state())
             if not self._saver.planned:
                 self._saver.plan(tensors)
+            self._sender  # noqa: B018 - starts it
             self._preparing = threading.Thread(target=self._take_memory, args=(self._saver.nbytes,), name="stage", daemon=True)
             self._preparing.start()
 
@@ -727,7 +732,7 @@ class Session:
         self._parent, self._flight = ref, flight
         self._last_snapshot_s = time.monotonic()
         flight.stall_s = self._stall_s = max(time.perf_counter() - t0, 1e-4)
-        threading.Thread(target=self._send, args=(flight, flight.changed), name="snapshot", daemon=True).start()
+        self._sender.run(functools.partial(self._send, flight, flight.changed))
 
     def _overtake(self) -> None:
         """Time is short: the next snapshot does not wait for the one that is on its way, and carries its records as well."""
@@ -752,7 +757,7 @@ class Session:
                 self._courier.give_back(flight.segment)
             flight.segment = self._segment()
             flight.staged = self._saver.begin(flight.tensors, (), _tensor_of(flight.segment))
-            threading.Thread(target=self._send, args=(flight, None), name="snapshot", daemon=True).start()
+            self._sender.run(functools.partial(self._send, flight, None))
         assert flight.staged is not None
         flight.staged.wait()
         flight.finished = True

@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from storage.manifest import Manifest, Ref, SnapshotCorrupt
 from storage.snapshots import Snapshots
+from storage.staging import Beside
 
 __all__ = ["Saver", "Staged", "destinations", "join", "load", "split"]
 
@@ -223,7 +224,7 @@ class _Copy:
     CPU: a thread, which holds no lock of Python while it copies. GPU: a stream of its own, which begins after what is queued.
     """
 
-    def __init__(self, now: list[_Move], later: list[_Move]):
+    def __init__(self, now: list[_Move], later: list[_Move], beside: Beside):
         self._all, self._later = now + later, later
         self._done = threading.Event()
         self._error: BaseException | None = None
@@ -237,7 +238,7 @@ class _Copy:
                     _copy_bytes(move)
         self._later = [m for m in later if not m.source.is_cuda]
         if self._later:
-            threading.Thread(target=self._copy_later, name="stage", daemon=True).start()
+            beside.run(self._copy_later)
         else:
             self._done.set()
 
@@ -321,6 +322,7 @@ class Saver:
         self.snapshots, self._group, self._own_memory = snapshots, group, own_memory
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = 1 if group is None else dist.get_world_size(group)
+        self._beside = Beside("stage")
         self._layout: _Layout | None = None
         self._free: list[torch.Tensor] = []  # two at most: one being written, one being filled
 
@@ -397,7 +399,7 @@ class Saver:
             source = planner.resolve_data(item).detach()
             target = buffer[start:end].view(source.dtype).view(source.shape)
             (then if item.index.fqn in later else now).append(_Move(item.index.fqn, source, target, _version(source)))
-        return Staged(layout, buffer, self, _Copy(now, then), own)
+        return Staged(layout, buffer, self, _Copy(now, then, self._beside), own)
 
     def _planned(self) -> _Layout:
         if self._layout is None:

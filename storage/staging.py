@@ -15,10 +15,11 @@ import errno
 import fcntl
 import mmap
 import os
+import queue
 import secrets
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -135,6 +136,22 @@ class Segments:
         path.unlink(missing_ok=True)
         with self._lock:
             self._sizes.pop(path, None)
+
+
+class Beside:
+    """A thread that does errands in order and is there already: to start one makes the caller wait for Python's lock, often 5 ms."""
+
+    def __init__(self, name: str):
+        self._errands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def run(self, errand: Callable[[], None]) -> None:
+        """Returns at once. The errand answers for its own errors."""
+        self._errands.put(errand)
+
+    def _work(self) -> None:
+        while True:
+            self._errands.get()()
 
 
 class Near:

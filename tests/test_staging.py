@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from storage import MemoryStore, Ref, Snapshots
-from storage.staging import PREFIX, Near, Segment, Segments, Stage, StageFull, sweep
+from storage.staging import PREFIX, Beside, Near, Segment, Segments, Stage, StageFull, sweep
 from storage.weights import combined, weights_sum
 
 
@@ -166,7 +166,7 @@ def test_an_error_of_the_copy_is_raised_to_who_sends():
     from storage import dcp
 
     target = torch.zeros(4, dtype=torch.uint8)
-    copy = dcp._Copy([], [dcp._Move("x", torch.zeros(8), target.view(torch.float32), 0)])
+    copy = dcp._Copy([], [dcp._Move("x", torch.zeros(8), target.view(torch.float32), 0)], Beside("t"))
     copy.wait()
     with pytest.raises((ValueError, RuntimeError)):
         copy.arrive()
