@@ -6,7 +6,7 @@ between any two store calls, and any number of callers may do anything at once; 
     write   parts, under names of this attempt only -> this rank's part list (create-only)
     commit  all ranks' part lists -> the manifest (create-only, the same bytes whoever writes it) -> look that nothing was pruned
     read    manifests only; every byte is hashed; what is bad is marked and the next older one used
-    prune   part lists -> manifest -> parts, of snapshots older than the newest whole one
+    prune   part lists -> manifest -> parts -> manifest again, of snapshots older than the newest whole one
 
 Part lists go first in `prune` and are looked at again at the end of `commit`. So of a late commit and a prune of the same
 snapshot either the commit sees that the lists are gone and takes its manifest back, or the prune deletes that manifest.
@@ -252,6 +252,8 @@ class Snapshots:
         for key in keys:
             if key not in lists:
                 self.store.delete(key)
+        # Once more: a part list that was written after we listed lets a commit look before the parts were gone.
+        self.store.delete(_manifest_key(ref))
 
 
 def _list_key(ref: Ref, rank: int) -> str:

@@ -1,0 +1,316 @@
+"""Every interleaving of the real commit protocol, in small worlds; and the same with the protocol broken on purpose."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from storage import Keep, Manifest, MemoryStore, NotFound, ObjectStore, Ref, SnapshotCorrupt, Snapshots, StoreUnavailable
+from storage.explore import Actor, Explored, Say, View, Violation, explore
+from storage.manifest import PartList
+from storage.snapshots import PARTS, _list_key, _manifest_key
+
+OLD, ZOMBIE, NEW, NEWER = Ref(1, 1), Ref(1, 9), Ref(2, 2), Ref(2, 3)
+Make = Callable[[ObjectStore], Snapshots]
+
+
+def content(ref: Ref, rank: int) -> bytes:
+    return f"{ref} rank {rank}".encode()
+
+
+def before(make: Make = Snapshots, refs: tuple[Ref, ...] = (OLD,), world: int = 1) -> dict[str, bytes]:
+    objects: dict[str, bytes] = {}
+    for ref in refs:
+        for rank in range(world):
+            writer(make, ref, rank, world, "t0")(MemoryStore("memory://", objects), lambda word: None)
+    return objects
+
+
+def writer(make: Make, ref: Ref, rank: int, world: int, token: str, tries: int = 1, commits: int = 1) -> Actor:
+    def act(store: ObjectStore, say: Say) -> None:
+        snapshots = make(store)
+        for left in reversed(range(tries)):
+            try:
+                snapshots.write(ref, rank, world, {"x": content(ref, rank)}, {}, {}, token)
+                for _ in range(commits):
+                    if snapshots.commit(ref, world):
+                        say(("committed", ref))
+                        return
+                return
+            except StoreUnavailable:
+                if not left:
+                    raise
+
+    return act
+
+
+def committer(make: Make, ref: Ref, world: int) -> Actor:
+    def act(store: ObjectStore, say: Say) -> None:
+        if make(store).commit(ref, world):
+            say(("committed", ref))
+
+    return act
+
+
+def pruner(make: Make, last: int = 1) -> Actor:
+    def act(store: ObjectStore, say: Say) -> None:
+        make(store).prune(Keep(last=last))
+
+    return act
+
+
+def reader(make: Make) -> Actor:
+    """Reads the newest one whole, the next one down if that is gone by then; says what it ended with."""
+
+    def act(store: ObjectStore, say: Say) -> None:
+        snapshots = make(store)
+        for _ in range(2):
+            newest = snapshots.latest()
+            if newest is None:
+                say(("read", None))
+                return
+            try:
+                found = tuple(snapshots.read(newest, p.key, 0, p.nbytes) for p in newest.parts)
+            except SnapshotCorrupt:
+                continue
+            say(("read", newest.ref, found))
+            return
+
+    return act
+
+
+def check(make: Make, at_start: Ref | None) -> Callable[[View], str | None]:
+    """What must hold in every state."""
+
+    @functools.cache
+    def newest(objects: frozenset[tuple[str, bytes]]) -> tuple[Ref | None, str]:
+        snapshots = make(MemoryStore("memory://", dict(objects)))
+        manifest = snapshots.latest()
+        if manifest is None:
+            return None, ""
+        honest = Snapshots(snapshots.store)
+        try:
+            honest.verify(manifest)
+        except SnapshotCorrupt as e:
+            return manifest.ref, str(e)
+        for part in manifest.parts:
+            if honest.store.get(part.key) != content(manifest.ref, int(part.key.split("/r")[1][:5])):
+                return manifest.ref, f"{part.key} has other bytes than its writer had"
+        return manifest.ref, ""
+
+    def look(view: View) -> str | None:
+        ref, bad = newest(frozenset(view.objects.items()))
+        if bad:
+            return f"the newest valid snapshot is not whole: {bad}"
+        committed = [word[1] for _, word in view.said if word[0] == "committed"] + ([at_start] if at_start else [])
+        if committed and (ref is None or ref < max(committed)):
+            return f"the newest valid snapshot is {ref}; {max(committed)} was reported committed"
+        if view.settled:
+            left = Snapshots(MemoryStore("memory://", dict(view.objects)))
+            for one in left.refs():
+                try:
+                    left.verify(left.load(one))
+                except SnapshotCorrupt as e:
+                    return f"all is over, and a manifest without its parts stays: {e}"
+        for name, word in view.said:
+            if word[0] == "raised":
+                return f"{name} raised {word[1]}"
+            if word[0] == "read" and word[1] is None and at_start:
+                return f"{name} found nothing"
+            if word[0] == "read" and word[1] is not None:
+                ref, found = word[1], word[2]
+                if found != tuple(content(ref, rank) for rank in range(len(found))):
+                    return f"{name} got other bytes of {ref} than were written: {found}"
+        return None
+
+    return look
+
+
+# ---- the worlds -------------------------------------------------------------------------------------------------
+def two_ranks(make: Make) -> Explored:
+    """Two ranks of a world, unknown outcomes and requests that land late."""
+    actors = {f"rank{r}": writer(make, NEW, r, 2, "t", tries=2) for r in range(2)}
+    return explore(actors, before(make), check(make, OLD), unknowns=1)
+
+
+def two_ranks_and_a_reader(make: Make) -> Explored:
+    actors = {f"rank{r}": writer(make, NEW, r, 2, "t") for r in range(2)}
+    return explore({**actors, "reader": reader(make)}, before(make), check(make, OLD))
+
+
+def two_incarnations(make: Make) -> Explored:
+    """The same rank twice (one hung and was replaced), with a reader."""
+    actors = {name: writer(make, NEW, 0, 1, name, tries=1) for name in ("first", "second")}
+    return explore({**actors, "reader": reader(make)}, before(make), check(make, OLD))
+
+
+def a_zombie(make: Make) -> Explored:
+    """A writer of an older epoch, far ahead by its own count, beside a new world, its pruner and unknown outcomes."""
+    actors = {"zombie": writer(make, ZOMBIE, 0, 1, "z"), "new": writer(make, NEW, 0, 1, "t"), "pruner": pruner(make)}
+    return explore(actors, before(make), check(make, OLD))
+
+
+def a_late_commit(make: Make) -> Explored:
+    """All lists of NEW are there; a committer and a pruner meet while NEWER is committed, and somebody reads."""
+    objects = before(make, (OLD, NEWER))
+    writer(make, NEW, 0, 1, "t")(MemoryStore("memory://", objects), lambda word: None)
+    del objects[_manifest_key(NEW)]
+    actors = {"committer": committer(make, NEW, 1), "pruner": pruner(make), "reader": reader(make)}
+    return explore(actors, objects, check(make, NEWER), unknowns=1)
+
+
+def a_reader_and_a_pruner(make: Make) -> Explored:
+    actors = {"new": writer(make, NEWER, 0, 1, "t"), "pruner": pruner(make), "reader": reader(make)}
+    return explore(actors, before(make, (OLD, NEW)), check(make, NEW))
+
+
+def two_pruners(make: Make) -> Explored:
+    """The newest is damaged: both must leave the one below it alone."""
+    objects = before(make, (OLD, NEW, NEWER))
+    del objects[next(k for k in objects if k.startswith(f"{PARTS}{NEWER.name}/r"))]
+    return explore({"one": pruner(make), "two": pruner(make), "reader": reader(make)}, objects, check(make, NEW))
+
+
+def everybody(make: Make) -> Explored:
+    """Two ranks, a zombie, a pruner and a reader at once."""
+    actors = {f"rank{r}": writer(make, NEW, r, 2, "t") for r in range(2)}
+    others = {"zombie": writer(make, ZOMBIE, 0, 1, "z"), "pruner": pruner(make), "reader": reader(make)}
+    return explore({**actors, **others}, before(make), check(make, OLD), max_states=3_000_000)
+
+
+WORLDS = [two_ranks, two_ranks_and_a_reader, two_incarnations, a_zombie, a_late_commit, a_reader_and_a_pruner, two_pruners]
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=lambda w: w.__name__)
+def test_what_must_hold_holds_in_every_reachable_state(world: Callable[[Make], Explored]) -> None:
+    found = world(Snapshots)
+    assert found.endings > 0 and found.states > 300, found
+
+
+# ---- the same, broken -------------------------------------------------------------------------------------------
+class ListBeforeParts(Snapshots):
+    """The part list is written before the parts that it names."""
+
+    def write(self, ref: Ref, rank: int, world: int, files: Any, tensors: Any, data: Any, token: str) -> PartList:
+        later = _Later(self.store)
+        mine = Snapshots(later).write(ref, rank, world, files, tensors, data, token)  # type: ignore[arg-type]
+        for key, content in later.parts.items():
+            self.store.put(key, content)
+        return mine
+
+
+class _Later:
+    """Holds back what is put."""
+
+    def __init__(self, inner: ObjectStore):
+        self.inner, self.parts = inner, dict[str, bytes]()
+
+    def put(self, key: str, data: bytes) -> None:
+        self.parts[key] = data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class CommitWithoutSecondLook(Snapshots):
+    """The manifest is written, and nobody looks whether a prune took the parts meanwhile."""
+
+    def commit(self, ref: Ref, world: int) -> Manifest | None:
+        lists = [_list_key(ref, rank) for rank in range(world)]
+        try:
+            manifest = Manifest.merge([PartList.from_json(self.store.get(key)) for key in lists])
+            return manifest if self.store.create(_manifest_key(ref), manifest.to_json().encode()) else self.load(ref)
+        except NotFound:
+            return None
+
+
+class CommitOfOneRank(Snapshots):
+    """The manifest is written when the own list is there, whatever the other ranks have."""
+
+    def commit(self, ref: Ref, world: int) -> Manifest | None:
+        found = [PartList.from_json(self.store.get(key)) for key in self.store.list(f"{PARTS}{ref.name}/list-")]
+        if not found:
+            return None
+        alone = [PartList(x.ref, i, len(found), x.token, x.parts, x.tensors, x.data) for i, x in enumerate(found)]
+        manifest = Manifest.merge(alone)
+        self.store.create(_manifest_key(ref), manifest.to_json().encode())
+        return super().commit(ref, world)
+
+
+class ManifestPrunedLast(Snapshots):
+    """Parts go first: a snapshot is seen that has none."""
+
+    def _delete(self, ref: Ref, keys: list[str]) -> None:
+        for key in keys:
+            self.store.delete(key)
+        self.store.delete(_manifest_key(ref))
+
+
+class ManifestPrunedFirst(Snapshots):
+    """Part lists outlive the manifest: a late commit finds them and makes it again."""
+
+    def _delete(self, ref: Ref, keys: list[str]) -> None:
+        self.store.delete(_manifest_key(ref))
+        for key in sorted(keys, key=lambda k: "/list-" in k):
+            self.store.delete(key)
+
+
+class NewestByStep(Snapshots):
+    """The snapshot with the greatest step is the newest, whichever epoch wrote it."""
+
+    def refs(self) -> list[Ref]:
+        return sorted(super().refs(), key=lambda ref: (ref.step, ref.epoch), reverse=True)
+
+
+class PrunerTrustsNames(Snapshots):
+    """The pruner takes the newest manifest for whole."""
+
+    def prune(self, keep: Any, on_bad: Any = None) -> list[Ref]:
+        refs = self.refs()
+        for ref in refs[1:]:
+            self._delete(ref, self.store.list(f"{PARTS}{ref.name}/"))
+        return refs[1:]
+
+
+class LooksOnce(Snapshots):
+    """`latest` goes on with its first listing when what it saw was pruned."""
+
+    def latest(self, on_bad: Any = None) -> Manifest | None:
+        for ref in self.refs():
+            try:
+                manifest = self.load(ref)
+                self.check(manifest)
+                return manifest
+            except NotFound:
+                continue
+            except SnapshotCorrupt as e:
+                self.quarantine(ref, str(e))
+        return None
+
+
+BROKEN: list[tuple[type[Snapshots], Callable[[Make], Explored]]] = [
+    (ListBeforeParts, two_ranks),
+    (CommitWithoutSecondLook, a_late_commit),
+    (CommitOfOneRank, two_ranks_and_a_reader),
+    (ManifestPrunedLast, a_reader_and_a_pruner),
+    (ManifestPrunedFirst, a_late_commit),
+    (NewestByStep, a_zombie),
+    (PrunerTrustsNames, two_pruners),
+    (LooksOnce, a_reader_and_a_pruner),
+]
+
+
+@pytest.mark.parametrize(("broken", "world"), BROKEN, ids=[broken.__name__ for broken, _ in BROKEN])
+def test_what_is_broken_on_purpose_is_found(broken: type[Snapshots], world: Callable[[Make], Explored]) -> None:
+    with pytest.raises(Violation) as found:
+        world(broken)
+    print(found.value)
+    assert len(found.value.trace) > 1
+    assert not found.value.why.split(" raised ")[1:], "the mutant is broken in a way that nobody meant"
+
+
+if __name__ == "__main__":  # 1.6 million states, several minutes
+    print(everybody(Snapshots))
