@@ -51,7 +51,7 @@ from storage.snapshots import Snapshots
 
 TAIL_LINES = 40
 SAME_FAILURE_LIMIT = 3  # the same failure of the script at the same committed step: stop, it will not get better
-SAME_KILL_LIMIT = 10  # signals from outside (out of memory, an operator) and hangs may be bad luck for longer
+SAME_KILL_LIMIT = 10  # signals from outside (out of memory, an operator), hangs and a silent bucket may be bad luck for longer
 LAST_WORDS_S = 2.0  # before a deadline: what the end will be is written while it still can be
 KILL_S = 20.0  # for a killed worker to be gone; after that the kernel holds it, and the node is unfit
 DUMP_S = 1.0  # for a hung worker to write where it hangs
@@ -343,7 +343,8 @@ class Agent:
         last = newest_epoch(self.store)
         me = self.rendezvous.me
         again = me.failure and (me.failure, me.failure_step) == (last.failure, last.failure_step)
-        limit = SAME_KILL_LIMIT if me.failure.startswith(("SIG", "Hung")) else SAME_FAILURE_LIMIT
+        not_its_fault = me.failure.startswith(("SIG", "Hung")) or "StoreUnavailable" in me.failure
+        limit = SAME_KILL_LIMIT if not_its_fault else SAME_FAILURE_LIMIT
         if me.failure.startswith("BadInput") or (again and last.streak + 1 >= limit):
             return self._give_up(last.streak + 1 if again else 1)
         epoch = self.rendezvous.try_form(self._max_world(), doubtful=self._broken)
