@@ -524,10 +524,11 @@ class Agent:
             committed = -1
             with contextlib.suppress(StoreUnavailable):
                 committed = max((r.step for r in self.snapshots.refs()), default=0)
-            saving = any(s.place in (progress.Place.STAGING, progress.Place.SAVING) for s in signs)
-            verdict = (
-                f"step {step} is being saved and may come too late" if saving else "the workers have not reached a step boundary"
-            ) + (f"; step {committed} is committed" if committed >= 0 else "; the bucket is silent")
+            saving = self._uploads.busy() or any(s.place in (progress.Place.STAGING, progress.Place.SAVING) for s in signs)
+            verdict = "the workers have not reached a step boundary"
+            if saving:
+                verdict = f"a snapshot is on its way and may come too late (workers at step {step})"
+            verdict += f"; step {committed} is committed" if committed >= 0 else "; the bucket is silent"
             self.journal.record(GraceSpent(self.name, self._epoch.epoch, deadline_s, step, committed, verdict))
             print(f"harness run: the deadline of {who} is here: {verdict}", flush=True)
             with contextlib.suppress(StoreUnavailable):
