@@ -51,8 +51,9 @@ from storage.snapshots import Snapshots
 
 TAIL_LINES = 40
 SAME_FAILURE_LIMIT = 3  # the same failure of the script at the same committed step: stop, it will not get better
-SAME_KILL_LIMIT = 10  # signals from outside (out of memory, an operator) and hangs may be bad luck for longer
+SAME_KILL_LIMIT = 10  # signals from outside (out of memory, an operator), hangs and a silent bucket may be bad luck for longer
 LAST_WORDS_S = 2.0  # before a deadline: what the end will be is written while it still can be
+KILL_S = 20.0  # for a killed worker to be gone; after that the kernel holds it, and the node is unfit
 DUMP_S = 1.0  # for a hung worker to write where it hangs
 FROZEN_S = 3.0  # our own loop stood still for so long: nobody else's silence is judged by that time
 
@@ -104,11 +105,17 @@ class Worker:
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in a driver cannot be killed
+            self.process.wait(KILL_S)
+
+    @property
+    def code(self) -> int:
+        """Of its end. One that even SIGKILL did not end counts as killed."""
+        return -signal.SIGKILL if self.process.returncode is None else self.process.returncode
 
     def failure(self) -> tuple[str, str]:
         """Type and text of what ended it, from its error file, else from its exit code."""
-        code = self.process.returncode
+        code = self.code
         if self.hung:
             return "Hung", self.hung
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -250,7 +257,8 @@ class Agent:
                 self.journal.record(NoticeCancelled(self.name, value.id))
                 self._wants.pop(f"notice:{value.id}", None)
                 self._uploads.drain(None)
-                if not any(want is Want.RESIZE and who.startswith(("notice:", "signal:")) for who, (want, _) in self._wants.items()):
+                others = [who for who, (want, _) in self._wants.items() if want is Want.RESIZE and who.startswith(("notice:", "signal:"))]
+                if not others and not self._unfit:
                     self._leaving = ""
                 self._write_mark()
 
@@ -335,7 +343,8 @@ class Agent:
         last = newest_epoch(self.store)
         me = self.rendezvous.me
         again = me.failure and (me.failure, me.failure_step) == (last.failure, last.failure_step)
-        limit = SAME_KILL_LIMIT if me.failure.startswith(("SIG", "Hung")) else SAME_FAILURE_LIMIT
+        not_its_fault = me.failure.startswith(("SIG", "Hung")) or "StoreUnavailable" in me.failure
+        limit = SAME_KILL_LIMIT if not_its_fault else SAME_FAILURE_LIMIT
         if me.failure.startswith("BadInput") or (again and last.streak + 1 >= limit):
             return self._give_up(last.streak + 1 if again else 1)
         epoch = self.rendezvous.try_form(self._max_world(), doubtful=self._broken)
@@ -382,7 +391,7 @@ class Agent:
         self._workers, self._spares = self._spares, []
         for local_rank, (worker, rank) in enumerate(zip(self._workers, ranks, strict=True)):
             worker.rank = rank
-            worker.pulse = progress.Pulse(signs[local_rank], self.config.hang, since_s=time.monotonic())
+            worker.pulse = progress.Pulse(signs[local_rank], self.config.hang, 2.0**self._hangs, since_s=time.monotonic())
             self._order(worker, epoch, rank, local_rank)
         if ranks.start == 0:
             self.journal.record(EpochStarted(epoch.epoch, epoch.members, epoch.world, epoch.reason))
@@ -447,7 +456,7 @@ class Agent:
         if self._unfit_by_s is not None and now >= self._unfit_by_s:
             return self._abandon(self._unfit)
         if self._find_hung(now):
-            return self._leave([w.process.returncode for w in self._end_workers()])
+            return self._leave([w.code for w in self._end_workers()])
         codes = [w.process.poll() for w in self._workers]
         ended = [c for c in codes if c is not None]
         if not ended:
@@ -460,7 +469,7 @@ class Agent:
         linger_s = 3.0 if any(c not in (FINISHED, DRAINED, RESIZE, STOPPED) for c in ended) else 60.0
         if len(ended) < len(codes) and now - self._first_end_s < linger_s:
             return None
-        return self._leave([w.process.returncode for w in self._end_workers()])
+        return self._leave([w.code for w in self._end_workers()])
 
     def _find_hung(self, now: float) -> bool:
         """Name workers that give no sign of life, and have them write down where they hang."""
@@ -515,10 +524,11 @@ class Agent:
             committed = -1
             with contextlib.suppress(StoreUnavailable):
                 committed = max((r.step for r in self.snapshots.refs()), default=0)
-            saving = any(s.place in (progress.Place.STAGING, progress.Place.SAVING) for s in signs)
-            verdict = (
-                f"step {step} is being saved and may come too late" if saving else "the workers have not reached a step boundary"
-            ) + (f"; step {committed} is committed" if committed >= 0 else "; the bucket is silent")
+            saving = self._uploads.busy() or any(s.place in (progress.Place.STAGING, progress.Place.SAVING) for s in signs)
+            verdict = "the workers have not reached a step boundary"
+            if saving:
+                verdict = f"a snapshot is on its way and may come too late (workers at step {step})"
+            verdict += f"; step {committed} is committed" if committed >= 0 else "; the bucket is silent"
             self.journal.record(GraceSpent(self.name, self._epoch.epoch, deadline_s, step, committed, verdict))
             print(f"harness run: the deadline of {who} is here: {verdict}", flush=True)
             with contextlib.suppress(StoreUnavailable):
@@ -529,6 +539,8 @@ class Agent:
             worker.kill()
             if worker.reader:
                 worker.reader.join(2.0)  # let its last words through; bounded, as a grandchild may hold the pipe open
+        if stuck := [w.rank for w in self._workers if w.process.returncode is None]:
+            self._unfit = self._unfit or f"rank {stuck[0]} cannot be killed: it hangs in the kernel, most likely in a driver"
         return self._workers
 
     def _leave(self, codes: list[int]) -> int | None:
@@ -579,7 +591,7 @@ class Agent:
         """Who failed and who is only a victim: ("failed" | "killed" | "peer-lost", signature of our own failure)."""
         verdict, signature = "peer-lost", ""
         for worker in self._workers:
-            code = worker.process.returncode
+            code = worker.code
             if code in (FINISHED, RESIZE):
                 continue
             kind, text = worker.failure()

@@ -260,7 +260,7 @@ class RunFlags:
     trackers: str = flag("", "where to publish committed steps: wandb, tensorboard, jsonl, or package.module:function, comma-separated")
     stage_gib: float = flag(0.0, "host memory for staged snapshots, in GiB; 0: half of what is free")
     stage_dir: str = flag("", "RAM disk for staged snapshots; default: /dev/shm")
-    hang_after_s: float = flag(0.0, "a worker without a sign of life for so long is hung; 0: ten times its slowest step, at least 60 s")
+    hang_after_s: float = flag(0.0, "a worker without a sign of life for so long is hung; 0: ten times its slowest step, at least 300 s")
     stuck_after_s: float = flag(0.0, "the same for start-up, resuming and saving; 0: 1800 s and 900 s")
     gpu_health: str = flag("auto", "auto (NVML, where there is a driver), off, or the file that drives a fake one")
     beat_s: float = flag(0.0, "how often this node says that it lives; 0: 1 s for a folder, 3 s for a bucket")

@@ -345,6 +345,12 @@ def describe(fact: f.Fact, state: State) -> tuple[str, str] | None:
             return "red" if why in ("failed", "killed", "hung", "unfit", "peer-lost") else "", f"{who(member)} left epoch {epoch}: {why}"
         case f.WorkerFailed():
             return "red", f"rank {fact.rank} on {who(fact.member)} ended with {fact.error}: {fact.message[:160]}"
+        case f.WorkerHung():
+            return "red", f"rank {fact.rank} on {who(fact.member)} hangs: {fact.what}"
+        case f.GraceSpent(member, _, _, _, _, verdict):
+            return "red", f"{who(member)}: its time is up: {verdict}"
+        case f.HealthSeen(member, gpu, what, message, action) if action != "ignore":
+            return "red" if action in ("drain", "kill") else "yellow", f"{who(member)}: GPU {gpu}: {what} {message}: {action}"
         case f.SnapshotCommitted():
             return "blue", f"snapshot of step {fact.step} committed ({fact.why}, {nbytes(fact.nbytes)}, {duration(fact.commit_s)})"
         case f.SnapshotFailed(step, _, why):

@@ -75,20 +75,25 @@ def state_of(pid: int) -> str:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long silence may last. `hang_after_s` None: ten times the slowest of the last steps, and at least `floor_s`."""
+    """How long silence may last. `hang_after_s` None: ten times the slowest of the last steps, and at least `floor_s`, since a
+    validation between two steps is silent as well. Who waits for others has `wait_s`: it is for their agents to act first."""
 
     hang_after_s: float | None = None
-    floor_s: float = 60.0
+    floor_s: float = 300.0
+    wait_s: float = 900.0
+    stopped_s: float = 60.0  # by a signal: nothing slow can be the reason
     start_s: float = 1800.0  # start, resuming and the first two steps (compilers work there)
     save_s: float = 900.0  # staging, waiting for a commit, leaving; a commit has a bound of its own
 
 
 @dataclass
 class Pulse:
-    """The agent's view of one worker. All times by the agent's monotonic clock."""
+    """The agent's view of one worker. All times by the agent's monotonic clock. `patience`: times the bound while it computes; an
+    agent that has found hangs before doubles it, lest slow work is taken for a hang again and again."""
 
     path: Path
     limits: Limits
+    patience: float = 1.0
     sign: Sign | None = None
     since_s: float = 0.0  # when the sign last changed
     _step_s: float | None = None  # when the step last changed
@@ -114,7 +119,7 @@ class Pulse:
         """How long the present silence may last. `stopped`: by a signal, so nothing slow can be the reason."""
         known = self.limits.hang_after_s
         if stopped:
-            return self.limits.floor_s if known is None else known
+            return self.limits.stopped_s if known is None else known
         if self.sign is None or self.sign.place in (Place.START, Place.RESTORE):
             return self.limits.start_s
         if self.sign.place in (Place.STAGING, Place.SAVING, Place.LEAVING):
@@ -123,7 +128,8 @@ class Pulse:
             return known
         if len(self._steps) < 2:
             return self.limits.start_s
-        return max(self.limits.floor_s, FACTOR * max(self._steps))
+        floor_s = self.limits.wait_s if self.sign.place in WAITS_FOR_OTHERS else self.limits.floor_s * self.patience
+        return max(floor_s, FACTOR * max(self._steps))
 
     def hung(self, now: float, state: str) -> str:
         """In words, why it counts as hung; "" if it does not. A worker that never said anything is not judged unless stopped."""

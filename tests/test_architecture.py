@@ -52,7 +52,18 @@ def test_pure_rooms_import_only_pure_rooms(name):
 
 
 def test_only_composers_read_the_environment():
-    allowed = {"cli.py", "session.py", "agent.py", "worker.py", "replay.py", "trackers.py", "provider.py", "local.py", "tasks.py"}
+    allowed = {
+        "cli.py",
+        "session.py",
+        "agent.py",
+        "worker.py",
+        "replay.py",
+        "trackers.py",
+        "provider.py",
+        "local.py",
+        "tasks.py",
+        "drill.py",
+    }
     for path in (ROOT / "harness").glob("*.py"):
         if "os.environ" in path.read_text():
             assert path.name in allowed, path
@@ -87,11 +98,11 @@ def test_architecture_page_names_every_room():
                 assert path.name in page, f"docs/ARCHITECTURE.md does not mention {folder}/{path.name}"
 
 
-def test_drain_code_is_in_every_task():
-    from harness.world import DRAINED
+def test_codes_that_mean_elsewhere_are_in_every_task():
+    from harness.world import DRAINED, UNFIT
 
     for path in (ROOT / "sky_tasks").glob("*.yaml"):
-        assert re.search(rf"recover_on_exit_codes: \[.*\b{DRAINED}\b.*\]", path.read_text()), path
+        assert re.search(rf"recover_on_exit_codes: \[.*\b{DRAINED}\b.*\b{UNFIT}\b.*\]", path.read_text()), path
 
 
 def test_nothing_names_a_machine_of_ours():

@@ -25,18 +25,19 @@ def test_a_slow_training_may_be_silent_for_longer(pulse):
     for step in range(20):
         worker.tell(Place.COMPUTE, step)
         pulse.look(now)
-        now += 30.0
-    assert pulse.hung(now - 30.0 + 299.0, "R") == ""
-    assert "in compute after step 19, bound 300 s (process state R)" in pulse.hung(now - 30.0 + 301.0, "R")
+        now += 100.0
+    assert pulse.hung(now - 100.0 + 999.0, "R") == ""
+    assert "in compute after step 19, bound 1000 s (process state R)" in pulse.hung(now - 100.0 + 1001.0, "R")
 
 
-def test_quick_steps_still_have_a_minute(pulse):
-    worker = Progress(str(pulse.path))
+@pytest.mark.parametrize(("place", "patience", "bound_s"), [("COMPUTE", 1.0, 300), ("COMPUTE", 4.0, 1200), ("REDUCE", 1.0, 900)])
+def test_quick_steps_still_have_minutes_and_who_waits_for_others_has_more(pulse, place, patience, bound_s):
+    worker, pulse.patience = Progress(str(pulse.path)), patience
     for step in range(5):
-        worker.tell(Place.REDUCE, step)
+        worker.tell(Place[place], step)
         pulse.look(float(step))
-    assert pulse.hung(4.0 + 59.0, "S") == "" and pulse.hung(4.0 + 61.0, "S")
-    assert pulse.waits("S") and not pulse.waits("T")
+    assert pulse.hung(4.0 + bound_s - 1.0, "S") == "" and pulse.hung(4.0 + bound_s + 1.0, "S")
+    assert pulse.waits("S") is (place == "REDUCE") and not pulse.waits("T")
 
 
 @pytest.mark.parametrize(

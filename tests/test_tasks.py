@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.tasks import Task, check_local, load, pairs
-from harness.world import DRAINED, BadInput
+from harness.world import DRAINED, UNFIT, BadInput
 
 ROOT = Path(__file__).parent.parent
 TRAIN = ROOT / "sky_tasks" / "train.yaml"
@@ -118,7 +118,7 @@ def test_train_yaml_is_a_skypilot_task(sky):
         load(TRAIN, use_skypilot=sky)
     task = load(TRAIN, {"RUN": "s3://b/runs/x"}, use_skypilot=sky)
     assert task.use_spot
-    assert task.recover_on_exit_codes == (DRAINED,)
+    assert task.recover_on_exit_codes == (DRAINED, UNFIT)
     assert task.num_nodes == 1
     assert not task.managed_secrets  # WANDB_API_KEY is optional
     for name in task.envs:
