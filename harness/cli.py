@@ -27,7 +27,12 @@ from harness.world import BadInput, Fenced, HarnessError
 from storage.objects import RETRY_WITHIN_S, NotFound, ObjectStore, StoreError, normalize, open_store
 
 if TYPE_CHECKING:
+    from harness.local import LocalCloud
     from harness.progress import Limits
+    from harness.recovery import RunSpec
+    from harness.skypilot import Broker, SkyPilotCloud
+    from harness.tasks import Task
+    from harness.world import Policy
 
 DONE, FAILED, WRONG_INPUT, ENDED_EARLY, INTERRUPTED = 0, 1, 2, 3, 130
 PREFLIGHT_S = 10.0  # how long a bucket may be silent before a launch is refused
@@ -46,10 +51,14 @@ class RealClock:
 class LaunchFlags:
     task: str = positional("the SkyPilot task YAML")
     run: str = flag("", "URL of the run (s3://, gs://, az://, file:// or a path); default: a new folder under runs/")
-    cloud: str = flag("local", "where nodes come from: local", choices=["local"])
+    cloud: str = flag("local", "where nodes come from: local (this computer), sky (SkyPilot: costs money)", choices=["local", "sky"])
     nodes: str = flag("1:1", "how many nodes, LOW:HIGH or N")
     market: str = flag("demo", "local cloud only: demo, calm, seed:N, or the path of a trace")
-    policy: str = flag("cheapest", "how to choose: a name, or package.module:function")
+    policy: str = flag("", "how to choose: a name, or package.module:function; default: cheapest (sky: best_value)")
+    dry_run: bool = flag(False, "print the plan (ranked offers, world, first choice and why), and launch nothing")
+    clouds: str = flag("", "with --cloud sky --dry-run: plan for these (aws,gcp,...) without asking which ones are enabled")
+    on_demand: bool = flag(False, "sky: offer on-demand nodes too (implied by policies that use them)")
+    json: bool = flag(False, "with --dry-run: the plan as JSON")
     budget_usd: float | None = flag(None, "stop before more than this is spent")
     max_hours: float | None = flag(None, "stop after this many hours")
     env: tuple[str, ...] = flag((), "NAME=value for the task; repeat for more", metavar="NAME=value")
@@ -61,20 +70,26 @@ class LaunchFlags:
 
 def launch(flags: LaunchFlags) -> int:
     """Lead a run until it is done: launch nodes, replace lost ones, show what happens."""
-    from harness import local, policies, tasks
+    from harness import policies, tasks
     from harness.facts import RunAsked
     from harness.journal import Journal
     from harness.lease import Lease
-    from harness.recovery import RunSpec, recover
+    from harness.recovery import recover
     from harness.world import World
 
     console = Console()
-    low, high = _nodes(flags.nodes)
+    nodes = _nodes(flags.nodes)
     url = normalize(flags.run or _new_run(flags.task))
-    store = _checked_store(url)
     envs = {**tasks.pairs(flags.env, os.environ), "RUN": url}
     task = tasks.load(flags.task, envs, tasks.pairs(flags.secret, os.environ, "--secret"))
-    policy = policies.resolve(flags.policy)
+    sky = flags.cloud == "sky"
+    named = flags.policy or ("best_value" if sky else "cheapest")
+    policy = policies.resolve(named)
+    if sky:
+        policy = policies.together(policy)
+    if flags.dry_run:
+        return _plan(flags, task, policy, url, nodes, console)
+    store = _checked_store(url)
     if _is_final(store):
         console.print(f"The run at {url} is finished already; this is its report. For another training, name another run URL.")
         return _report(store, console, flags.html or _html_path(url))
@@ -85,26 +100,17 @@ def launch(flags: LaunchFlags) -> int:
     console.print(f"run     {url}\nwatch   harness status {url}\nstop    harness stop {url}", highlight=False, soft_wrap=True)
 
     clock = RealClock()
-    run = RunSpec(  # the local cloud answers at once, so everything that waits for a cloud is short
-        low,
-        high,
-        poll_s=0.5,
-        budget_usd=flags.budget_usd,
-        max_hours=flags.max_hours,
-        lost_after_s=10.0,
-        block_limit_s=6.0,
-        exit_grace_s=90.0,
-    )
+    run = _run_spec(flags, nodes)
     holder = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
     journal = Journal(store, f"controller-{secrets.token_hex(6)}", clock.now)
-    cloud = local.LocalCloud(_state_dir(url), task, flags.market, url, wanted=(low, high))
+    cloud = _cloud(flags, task, url, nodes)
     world = World(clock, cloud, store, random.Random())
-    journal.record(RunAsked(flags.task, low, high, flags.policy, flags.market, flags.budget_usd))
+    journal.record(RunAsked(flags.task, *nodes, named, "" if sky else flags.market, flags.budget_usd))
     stop_view = _show(store, console)
     try:
         while True:
             try:
-                outcome = recover(run, policy, world, journal, Lease(store, clock, holder))
+                outcome = recover(run, policy, world, journal, Lease(store, clock, holder, ttl_s=20.0 if sky else 5.0))
                 break
             except KeyboardInterrupt:
                 stop_view()
@@ -116,7 +122,7 @@ def launch(flags: LaunchFlags) -> int:
         stop_view()
         console.print(f"[red]{e}[/]\nNothing was touched. Watch it with: harness status {url}")
         return FAILED
-    except StoreError:  # nothing can be committed any more, so nodes would only burn money
+    except (StoreError, BadInput):  # nothing can be committed, or launched, any more: nodes would only burn money
         stop_view()
         cloud.shutdown()
         raise
@@ -129,6 +135,76 @@ def launch(flags: LaunchFlags) -> int:
     _print_tail(store, console)
     console.print(f"The run stands at step {outcome.committed_step}; the same command resumes it from there.", highlight=False)
     return FAILED if outcome.outcome == "failed" else ENDED_EARLY
+
+
+def _run_spec(flags: LaunchFlags, nodes: tuple[int, int]) -> RunSpec:
+    from harness.recovery import RunSpec
+
+    wanted = RunSpec(*nodes, budget_usd=flags.budget_usd, max_hours=flags.max_hours)
+    if flags.cloud == "sky":
+        return replace(wanted, poll_s=1.0, lost_after_s=90.0, block_limit_s=600.0, exit_grace_s=180.0, terminate_timeout_s=900.0)
+    # The local cloud answers at once, so everything that waits for a cloud is short.
+    return replace(wanted, poll_s=0.5, lost_after_s=10.0, block_limit_s=6.0, exit_grace_s=90.0)
+
+
+def _cloud(flags: LaunchFlags, task: Task, url: str, nodes: tuple[int, int]) -> LocalCloud | SkyPilotCloud:
+    if flags.cloud == "local":
+        from harness.local import LocalCloud
+
+        return LocalCloud(_state_dir(url), task, flags.market, url, wanted=nodes)
+    from harness.skypilot import SkyPilotCloud
+
+    clouds = [c.strip() for c in flags.clouds.split(",") if c.strip()] or None
+    if clouds and not flags.dry_run:
+        raise BadInput("--clouds is for --dry-run; to launch, SkyPilot must have the clouds enabled (`sky check`)")
+    on_demand = flags.on_demand or flags.policy.partition("?")[0] in ("on_demand_fallback", "uniform_progress")
+    return SkyPilotCloud(task, url, _sky(url), clouds=clouds, on_demand=on_demand, log_dir=_state_dir(url, "sky-logs"))
+
+
+def _sky(url: str) -> Broker:
+    from harness.skypilot import Broker
+
+    return Broker(os.environ, _state_dir(url, "sky-logs") / "broker.log")
+
+
+def _plan(flags: LaunchFlags, task: Task, policy: Policy, url: str, nodes: tuple[int, int], console: Console) -> int:
+    """What would be launched. Touches neither bucket nor cloud, beyond reading."""
+    from harness import plan as plans
+    from harness.facts import AttemptIntended
+    from harness.journal import read_facts
+
+    identity, timed = None, None
+    store = open_store(url)
+    with contextlib.suppress(NotFound):
+        identity = json.loads(store.get("run.json"))
+        made = _newest_steps(store)
+        offers = [s.fact.offer for s in read_facts(store) if isinstance(s.fact, AttemptIntended)]
+        timed = plans.measured(made, float(offers[-1].get("speed", 1.0)) if offers else 1.0)
+    cloud = _cloud(flags, task, url, nodes)
+    try:
+        found = plans.make(
+            cloud.offers(),
+            policy,
+            nodes,
+            no_market=getattr(cloud, "no_market", ()),
+            micro_batches=plans.micro_batches(identity, task.envs),
+            measured=timed,
+            budget_usd=flags.budget_usd,
+        )
+    finally:
+        cloud.close()
+    if flags.json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        plans.show(found, console)
+    return DONE
+
+
+def _newest_steps(store: ObjectStore) -> list[tuple[float, int]]:
+    """(seconds, ranks) of the newest steps that are committed."""
+    keys = sorted(store.list("samples/"))
+    lines = [json.loads(line) for line in store.get(keys[-1]).splitlines()] if keys else []
+    return [(float(r["dt"]), len(r["shares"])) for r in lines if r.get("dt")]
 
 
 def _interrupted(store: ObjectStore, cloud: Any, what: str, console: Console, url: str) -> int | None:
@@ -150,6 +226,7 @@ def _interrupted(store: ObjectStore, cloud: Any, what: str, console: Console, ur
         console.print("Draining: a snapshot is made, then everything is ended. Ctrl-C again kills at once.")
         _ask_stop(store, "interrupted with Ctrl-C")
         return None
+    console.print("Ending all nodes ...")
     with contextlib.suppress(HarnessError):
         for node in cloud.nodes():
             cloud.terminate(node.attempt)
@@ -188,13 +265,13 @@ def _new_run(task: str) -> str:
     return f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{Path(task).stem}"
 
 
-def _state_dir(url: str) -> Path:
-    """Where the local cloud keeps its own state: beside a run in a folder, else under ~/.cache, by the run's URL."""
+def _state_dir(url: str, what: str = "local-cloud") -> Path:
+    """Where the controller keeps state and logs of its own: beside a run in a folder, else under ~/.cache, by the run's URL."""
     if url.startswith("file://"):
-        return Path(url.removeprefix("file://")) / "local-cloud"
+        return Path(url.removeprefix("file://")) / what
     import hashlib
 
-    return Path.home() / ".cache" / "spotharness" / "local-cloud" / hashlib.sha256(url.encode()).hexdigest()[:16]
+    return Path.home() / ".cache" / "spotharness" / what / hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
 def _html_path(url: str) -> str:
@@ -479,6 +556,85 @@ def _ask_stop(store: ObjectStore, reason: str) -> None:
 
 
 @dataclass(frozen=True)
+class DownFlags:
+    url: str = positional("URL of the run")
+    reason: str = flag("taken down", "why; it is written into the record")
+    grace_s: float = flag(60.0, "how long nodes may take to snapshot and leave by themselves; 0: none")
+    timeout_s: float = flag(900.0, "how long to wait until the cloud has proven that nothing is left")
+
+
+def down(flags: DownFlags) -> int:
+    """Stop a run and end every node of it, wherever it came from; what is left running is named."""
+    from harness.rendezvous import MEMBERS
+
+    store, console, url = _existing_store(flags.url), Console(), normalize(flags.url)
+    _ask_stop(store, flags.reason)
+    give_up_s = time.monotonic() + flags.grace_s
+    while time.monotonic() < give_up_s and any(json.loads(store.get(k))["state"] != "gone" for k in store.list(MEMBERS)):
+        time.sleep(0.5)
+    if _is_local(url):
+        from harness.local import LocalCloud
+        from harness.tasks import Task
+
+        LocalCloud(_state_dir(url), Task(Path("-"), "down", "true"), run_url=url).shutdown()
+        console.print("Nothing of this run is left on this computer.")
+        return DONE
+    from harness.skypilot import bring_down
+
+    sky = _sky(url)
+    try:
+        ended = bring_down(sky, url, flags.timeout_s)
+    finally:
+        sky.close()
+    console.print(f"SkyPilot brought down {', '.join(ended)}." if ended else "SkyPilot knows of no cluster of this run.")
+    console.print("Nothing of it is left.")
+    return DONE
+
+
+def _is_local(url: str) -> bool:
+    return (_state_dir(url) / "config.json").exists()
+
+
+@dataclass(frozen=True)
+class LogsFlags:
+    url: str = positional("URL of the run")
+    attempt: int | None = flag(None, "of this attempt only (see `harness report`); default: all that are there")
+    lines: int = flag(50, "how many lines of each")
+
+
+def logs(flags: LogsFlags) -> int:
+    """What the run's nodes have written."""
+    _existing_store(flags.url)
+    console, url = Console(), normalize(flags.url)
+    found = _local_logs(url, flags.lines) if _is_local(url) else _sky_logs(url, flags.lines)
+    wanted = {n: text for n, text in found.items() if flags.attempt in (None, n)}
+    if not wanted:
+        raise BadInput(f"{flags.url}: no log of {'any attempt' if flags.attempt is None else f'attempt {flags.attempt}'} is there")
+    for number, text in sorted(wanted.items()):
+        console.print(f"== attempt {number}", style="bold")
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    return DONE
+
+
+def _local_logs(url: str, lines: int) -> dict[int, str]:
+    paths = (_state_dir(url) / "nodes").glob("*/log")
+    return {int(p.parent.name): "\n".join(p.read_text(errors="replace").splitlines()[-lines:]) for p in paths}
+
+
+def _sky_logs(url: str, lines: int) -> dict[int, str]:
+    """Of clusters that are there, from SkyPilot; of failed ones that are gone, what was kept."""
+    from harness.skypilot import tails
+
+    kept = {p.stem: p.read_text(errors="replace") for p in _state_dir(url, "sky-logs").glob("sh-*.log")}
+    sky = _sky(url)
+    try:
+        found = {**kept, **tails(sky, url, lines)}
+    finally:
+        sky.close()
+    return {int(name.rpartition("-")[2]): "\n".join(text.splitlines()[-lines:]) for name, text in found.items()}
+
+
+@dataclass(frozen=True)
 class SnapshotFlags:
     url: str = positional("URL of the run")
 
@@ -535,6 +691,8 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "replay": (ReplayFlags, replay),
     "stop": (StopFlags, stop),
     "drain": (StopFlags, stop),
+    "down": (DownFlags, down),
+    "logs": (LogsFlags, logs),
     "snapshot": (SnapshotFlags, snapshot),
     "simulate": (SimulateFlags, simulate),
     "drill": (DrillFlags, drill),

@@ -130,6 +130,9 @@ class LocalCloud:
         """Make a node's metadata endpoint misbehave; see `metadata.MetadataServer.inject`."""
         self._call("POST", "/inject", {"attempt": attempt, **fault})
 
+    def close(self) -> None:
+        """Nothing to let go of: nodes and their provider stay as they are."""
+
     def shutdown(self) -> None:
         """End all nodes and the provider; nothing is left running. `nodes()` still tells the history."""
         self._closed = True

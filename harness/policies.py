@@ -7,6 +7,7 @@ else, and keeps nothing between calls. Reasons never contain changing numbers, s
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import pkgutil
@@ -35,6 +36,11 @@ def until_next(view: View) -> float:
     return min([*waits, LOOK_AGAIN_S])
 
 
+def usd_per_work(offer: Offer) -> float:
+    """USD for what one worker of speed 1 does in an hour: what a step costs, up to a factor that all offers share."""
+    return offer.usd_per_h / (offer.speed * max(1, offer.gpus))
+
+
 def fill(view: View, among: Iterable[Offer], why: str) -> Decision:
     """Launch on the first open one of these offers until `max_nodes` are alive."""
     if len(view.alive) >= view.max_nodes:
@@ -48,6 +54,11 @@ def fill(view: View, among: Iterable[Offer], why: str) -> Decision:
 def cheapest(view: View) -> Decision:
     """Keep `max_nodes` alive, each on the cheapest offer that has capacity."""
     return fill(view, view.offers, "cheapest offer with capacity")
+
+
+def best_value(view: View) -> Decision:
+    """Like `cheapest`, but by the price of the work done rather than of the hour: a node with eight fast GPUs may be the cheapest."""
+    return fill(view, sorted(view.offers, key=usd_per_work), "the cheapest work on an offer with capacity")
 
 
 def patient(view: View, *, premium: float = 1.25, patience_s: float = 1800.0) -> Decision:
@@ -132,9 +143,31 @@ def within_hours(policy: Policy, *, hours: float) -> Policy:
     return decide
 
 
+def together(policy: Policy, *, move_after_s: float = 300.0) -> Policy:
+    """All nodes in one place, where they reach each other: the place of the node that is there longest. It is left when nobody is
+    there any more; or when fewer than `min_nodes` are up there, it is full, and nothing was committed for `move_after_s`."""
+
+    def decide(view: View) -> Decision:
+        if not view.alive:
+            return policy(view)
+        home = min(view.alive, key=lambda n: (n.up_s is None, n.attempt)).offer.place
+        for node in view.alive:
+            if node.offer.place != home:
+                return Terminate(node.attempt, "the others cannot reach it")
+        here = tuple(o for o in view.offers if o.place == home)
+        up = sum(node.up_s is not None for node in view.alive)
+        stuck_s = view.now_s - max(view.last_progress_s, view.started_s, *(node.asked_s for node in view.alive))
+        if up < view.min_nodes and stuck_s >= move_after_s and not open_offers(view, here) and open_offers(view):
+            return Terminate(view.alive[-1].attempt, "too few nodes can be had here: the whole run moves")
+        return policy(dataclasses.replace(view, offers=here))
+
+    return decide
+
+
 # ---- by name --------------------------------------------------------------------------------------------------------
 POLICIES: dict[str, Callable[..., Decision]] = {
     "cheapest": cheapest,
+    "best_value": best_value,
     "patient": patient,
     "on_demand_fallback": on_demand_fallback,
     "uniform_progress": uniform_progress,

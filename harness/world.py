@@ -55,6 +55,7 @@ class Offer:
     gpus: int = 0
     on_demand_usd_per_h: float = 0.0  # what the same shape costs on demand; 0: unknown
     speed: float = 1.0  # relative samples per second of one worker on it
+    place: str = ""  # nodes of one place reach each other ("aws/us-east-1"); "": all that have none do
 
 
 class NodeState(str, Enum):

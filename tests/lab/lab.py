@@ -1,0 +1,347 @@
+"""A small world for real SkyPilot on one computer: loopback Slurm clusters, each of which SkyPilot takes for a priced region.
+
+    python tests/lab/lab.py up|down|status DIR          (root, on Debian with the packages below; ends exactly what it started)
+    python tests/lab/lab.py power-off|node-up DIR NODE  a node dies without a word / comes back
+    python tests/lab/lab.py drain|resume DIR CLUSTER    there is no more capacity in a region / there is again
+
+Every node is a `slurmd` in its own mount and UTS namespace (own host name, own address in 127/8, own local disk), with one GPU that
+is no GPU: /dev/null under another name. Everything listens on loopback. DIR holds all state; the user `skylab` owns the nodes' home.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+USER = "skylab"
+PACKAGES = "slurm-wlm munge openssh-server rsync netcat-openbsd"
+GPU = "H100"
+UP_WITHIN_S = 60.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """One Slurm cluster: to SkyPilot a region with one zone."""
+
+    name: str
+    zone: str
+    nodes: tuple[str, ...]
+    usd_per_gpu_h: float
+    number: int  # makes its ports and addresses its own
+
+    @property
+    def ctld_port(self) -> int:
+        return 16810 + self.number
+
+    @property
+    def ssh_port(self) -> int:
+        return 12210 + self.number
+
+    def address(self, node: str) -> str:
+        return f"127.0.{10 + self.number}.{self.nodes.index(node) + 1}"
+
+    def port(self, node: str) -> int:
+        return 16900 + 20 * self.number + self.nodes.index(node)
+
+
+CLUSTERS = (
+    Cluster("east", "east-1a", ("east1", "east2", "east3"), 1.5, 1),
+    Cluster("west", "west-1a", ("west1", "west2", "west3"), 2.2, 2),
+)
+
+
+def unfit() -> str:
+    """Why this computer cannot have a lab; empty if it can."""
+    if not sys.platform.startswith("linux") or not Path("/etc/debian_version").exists():
+        return "the lab needs Debian (its Slurm packages)"
+    if os.geteuid() != 0:
+        return "the lab needs root (namespaces, munge, a user of its own)"
+    missing = [p for p in ("slurmctld", "slurmd", "munged", "rsync", "nc", "/usr/sbin/sshd") if shutil.which(p) is None]
+    return f"the lab needs {', '.join(missing)}: apt-get install -y --no-install-recommends {PACKAGES}" if missing else ""
+
+
+class Lab:
+    """State lies in `root`; python of `venv` runs SkyPilot's server, the controller and the nodes' programs."""
+
+    def __init__(self, root: str | Path):
+        self.root = Path(root).resolve()
+        self.venv = self.root / "venv"
+        self.home = self.root / "home"  # of the nodes: their shared file system
+        self.controller_home = self.root / "controller"
+        self.bucket = self.root / "bucket"
+
+    # -- up and down --
+    def up(self) -> None:
+        if why := unfit():
+            raise SystemExit(why)
+        for name in ("pids", "log", "bin", "etc", "munge", "dev", "local", "uvcache"):
+            (self.root / name).mkdir(parents=True, exist_ok=True)
+        self.bucket.mkdir(exist_ok=True)
+        for name in ("local", "uvcache", "bucket"):
+            (self.root / name).chmod(0o1777)
+        self._user()
+        self._programs()
+        self._munge()
+        for cluster in CLUSTERS:
+            self._cluster(cluster)
+        self._controller()
+        self._wait()
+
+    def down(self) -> None:
+        """End everything that `up` and the nodes started: SkyPilot's server, then nodes, then daemons."""
+        if (self.controller_home / ".sky").is_dir() and (self.venv / "bin" / "sky").exists():
+            subprocess.run([self.venv / "bin/sky", "api", "stop"], env=self.env(), timeout=60, check=False, capture_output=True)
+        for cluster in CLUSTERS:
+            for node in cluster.nodes:
+                with contextlib.suppress(FileNotFoundError):
+                    self.power_off(node)
+        pids = [int(p.read_text()) for p in (self.root / "pids").glob("*")]
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            time.sleep(2.0 if number == signal.SIGTERM else 0.0)
+        shutil.rmtree(self.root / "pids", ignore_errors=True)
+
+    def env(self) -> dict[str, str]:
+        """The environment of a person at the controller: a HOME of its own, this tree's code, nothing reported."""
+        code = str(Path(__file__).resolve().parent.parent.parent)
+        keep = {k: v for k, v in os.environ.items() if not k.startswith(("SKYPILOT_", "HARNESS_", "SLURM_", "PYTEST_"))}
+        return {
+            **keep,
+            "HOME": str(self.controller_home),
+            "PATH": f"{self.venv}/bin:{os.environ['PATH']}",
+            "PYTHONPATH": code,
+            "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
+            "LAB": str(self.root),
+        }
+
+    # -- what happens to clouds --
+    def power_off(self, node: str) -> int:
+        """SIGKILL every process in the node's namespace, as a power cut does. Returns how many there were."""
+        pid = int((self.root / "pids" / f"slurmd-{node}").read_text())
+        try:
+            namespace = os.readlink(f"/proc/{pid}/ns/uts")
+        except FileNotFoundError:
+            return 0
+        victims = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and os.readlink(entry / "ns/uts") == namespace:
+                    victims.append(int(entry.name))
+        if os.getpid() in victims:
+            raise RuntimeError(f"{node} runs in our own namespace; nothing was killed")
+        for victim in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+        return len(victims)
+
+    def drain(self, cluster: str) -> None:
+        """No more capacity: running nodes stay, nothing new is placed."""
+        found = next(c for c in CLUSTERS if c.name == cluster)
+        self.scontrol(cluster, "update", f"nodename={','.join(found.nodes)}", "state=drain", "reason=lab")
+
+    def resume(self, cluster: str) -> None:
+        found = next(c for c in CLUSTERS if c.name == cluster)
+        self.scontrol(cluster, "update", f"nodename={','.join(found.nodes)}", "state=resume")
+
+    def busy(self, cluster: str) -> list[str]:
+        """Nodes that hold somebody's job."""
+        out = self.slurm(cluster, "squeue", "-h", "-t", "R", "-o", "%N")
+        return sorted(out.split())
+
+    def scontrol(self, cluster: str, *words: str) -> str:
+        return self.slurm(cluster, "scontrol", *words)
+
+    def slurm(self, cluster: str, *words: str) -> str:
+        env = {**os.environ, "SLURM_CONF": str(self.root / "clusters" / cluster / "slurm.conf")}
+        return subprocess.run(words, env=env, capture_output=True, text=True, check=True, timeout=60).stdout
+
+    def node_up(self, node: str) -> None:
+        cluster = next(c for c in CLUSTERS if node in c.nodes)
+        folder = self.root / "clusters" / cluster.name
+        local = folder / "nodes" / node
+        local.mkdir(parents=True, exist_ok=True)
+        local.chmod(0o1777)
+        inside = (
+            f"hostname {node} && mount --bind {folder}/hosts /etc/hosts && mount --bind {local} {self.root}/local && "
+            f"export SLURM_CONF={folder}/slurm.conf && exec slurmd -D -N {node} -f {folder}/slurm.conf"
+        )
+        self._start(f"slurmd-{node}", ["unshare", "--mount", "--uts", "--propagation", "private", "bash", "-c", inside])
+
+    # -- parts --
+    def _start(self, name: str, command: list[str], env: dict[str, str] | None = None) -> None:
+        with open(self.root / "log" / f"{name}.log", "ab") as log:
+            started = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **(env or {})}, start_new_session=True
+            )
+        (self.root / "pids" / name).write_text(str(started.pid))
+
+    def _user(self) -> None:
+        try:
+            pwd.getpwnam(USER)
+        except KeyError:
+            subprocess.run(["useradd", "-M", "-d", str(self.home), "-s", "/bin/bash", USER], check=True)
+        # '*' rather than '!': sshd refuses locked accounts, and there is still no password that fits.
+        subprocess.run(["usermod", "-p", "*", "-d", str(self.home), USER], check=True, capture_output=True)
+        uid, gid = pwd.getpwnam(USER)[2:4]
+        for name in ("id", "hostkey"):
+            if not (self.root / "etc" / name).exists():
+                subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.root / "etc" / name)], check=True)
+        ssh = self.home / ".ssh"
+        ssh.mkdir(parents=True, exist_ok=True)
+        (ssh / "authorized_keys").write_bytes((self.root / "etc/id.pub").read_bytes())
+        (self.home / ".profile").write_text(f"export PATH={self.root}/bin:$PATH\n[ -f ~/.bashrc ] && . ~/.bashrc\n")
+        (self.home / ".bashrc").touch()
+        ssh.chmod(0o700)
+        (ssh / "authorized_keys").chmod(0o600)
+        for path in (self.home, ssh, ssh / "authorized_keys", self.home / ".profile", self.home / ".bashrc"):
+            os.chown(path, uid, gid)
+
+    def _programs(self) -> None:
+        """What a machine image would bring: uv (SkyPilot's runtime is installed with it), and an answer to its installer's URL."""
+        if not (self.root / "bin" / "uv").exists():
+            fetched = self.root / "etc" / "uv-wheel"
+            subprocess.run([self.venv / "bin/pip", "download", "-q", "--no-deps", "-d", fetched, "uv"], check=True)
+            wheel = next(fetched.glob("uv-*.whl"))
+            subprocess.run([sys.executable, "-m", "zipfile", "-e", wheel, fetched / "x"], check=True)
+            shutil.copy(next((fetched / "x").glob("uv-*.data/scripts/uv")), self.root / "bin" / "uv")
+            (self.root / "bin" / "uv").chmod(0o755)
+        self._script(
+            "uv-on-node",  # SkyPilot asks for a Python that would be downloaded; Debian's will do
+            'a=(); p=; for x in "$@"; do [ "$p" = --python ] && [ "$x" = 3.10 ] && x=/usr/bin/python3.11; a+=("$x"); p=$x; done\n'
+            "export UV_SYSTEM_CERTS=1 SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt UV_PYTHON_DOWNLOADS=never UV_LINK_MODE=symlink\n"
+            f"export UV_CACHE_DIR={self.root}/uvcache\n"
+            f'exec {self.root}/bin/uv "${{a[@]}}"\n',
+        )
+        self._script(
+            "curl",
+            'for x in "$@"; do case "$x" in https://astral.sh/uv/install.sh)\n'
+            f"""  echo 'mkdir -p "$UV_INSTALL_DIR" && cp {self.root}/bin/uv-on-node "$UV_INSTALL_DIR/uv"'; exit 0;; esac; done\n"""
+            'exec /usr/bin/curl "$@"\n',
+        )
+        if not (self.root / "dev" / "nvidia0").exists():
+            os.mknod(self.root / "dev" / "nvidia0", 0o20666, os.makedev(1, 3))
+
+    def _script(self, name: str, text: str) -> None:
+        path = self.root / "bin" / name
+        path.write_text("#!/bin/bash\n" + text)
+        path.chmod(0o755)
+
+    def _munge(self) -> None:
+        folder = self.root / "munge"
+        if not (folder / "munge.key").exists():
+            (folder / "munge.key").write_bytes(os.urandom(1024))
+        uid, gid = pwd.getpwnam("munge")[2:4]
+        for path in (folder, *folder.iterdir()):
+            os.chown(path, uid, gid)
+        (folder / "munge.key").chmod(0o600)
+        folder.chmod(0o755)
+        self._start("munged", [
+            "setpriv", "--reuid=munge", "--regid=munge", "--clear-groups", "munged", "-F", f"--key-file={folder}/munge.key",
+            f"--socket={folder}/munge.socket", f"--pid-file={folder}/munged.pid", f"--log-file={folder}/munged.log",
+            f"--seed-file={folder}/munged.seed", "--num-threads=2",
+        ])  # fmt: skip
+
+    def _cluster(self, cluster: Cluster) -> None:
+        folder = self.root / "clusters" / cluster.name
+        for name in ("state", "spool"):  # what an earlier controller remembered (drained nodes) is forgotten
+            shutil.rmtree(folder / name, ignore_errors=True)
+        for name in ("state", "spool", "log", "nodes"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        names = "".join(f"{cluster.address(node)} {node}\n" for node in cluster.nodes)
+        (folder / "hosts").write_text(Path("/etc/hosts").read_text() + names)
+        (folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu Type={GPU} File={self.root}/dev/nvidia0\n")
+        (folder / "slurm.conf").write_text(self._slurm_conf(cluster, folder))
+        (folder / "sshd_config").write_text(
+            f"Port {cluster.ssh_port}\nListenAddress 127.0.0.1\nHostKey {self.root}/etc/hostkey\nPidFile {folder}/sshd.pid\nUsePAM no\n"
+            f"StrictModes no\nPasswordAuthentication no\nAllowUsers {USER}\nPrintMotd no\nMaxSessions 200\nMaxStartups 200\n"
+            f"SetEnv SLURM_CONF={folder}/slurm.conf\nSubsystem sftp internal-sftp\n"
+        )
+        Path("/run/sshd").mkdir(exist_ok=True)
+        self._start(f"ctld-{cluster.name}", ["slurmctld", "-D", "-f", f"{folder}/slurm.conf"], {"SLURM_CONF": f"{folder}/slurm.conf"})
+        self._start(f"sshd-{cluster.name}", ["/usr/sbin/sshd", "-D", "-e", "-f", f"{folder}/sshd_config"])
+        for node in cluster.nodes:
+            self.node_up(node)
+
+    def _slurm_conf(self, cluster: Cluster, folder: Path) -> str:
+        nodes = "".join(
+            f"NodeName={n} NodeAddr={cluster.address(n)} Port={cluster.port(n)} CPUs=8 RealMemory=65536 Gres=gpu:{GPU}:1 State=UNKNOWN\n"
+            for n in cluster.nodes
+        )
+        return (
+            f"ClusterName={cluster.name}\nSlurmctldHost={socket.gethostname().split('.')[0]}(127.0.0.1)\nSlurmctldPort={cluster.ctld_port}\n"
+            f"AuthType=auth/munge\nAuthInfo=socket={self.root}/munge/munge.socket\nCredType=cred/munge\nSlurmUser=root\n"
+            f"StateSaveLocation={folder}/state\nSlurmdSpoolDir={folder}/spool/%n\nSlurmctldPidFile={folder}/slurmctld.pid\n"
+            f"SlurmdPidFile={folder}/spool/%n.pid\nSlurmctldLogFile={folder}/log/slurmctld.log\nSlurmdLogFile={folder}/log/slurmd.%n.log\n"
+            # config_overrides: a small host may claim to be six large ones. ReturnToService=2: a node that comes back is used again.
+            "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nSwitchType=switch/none\nMpiDefault=none\nReturnToService=2\n"
+            "SlurmdParameters=config_overrides\nSelectType=select/cons_tres\nSelectTypeParameters=CR_CPU_Memory\nKillWait=5\nMinJobAge=120\n"
+            "SlurmdTimeout=10\nSlurmctldTimeout=30\nBatchStartTimeout=20\nMessageTimeout=20\nInactiveLimit=0\nWaittime=0\n"
+            "SchedulerParameters=sched_min_interval=500000,bf_interval=5,sched_interval=5\nJobAcctGatherType=jobacct_gather/none\n"
+            f"AccountingStorageType=accounting_storage/none\nGresTypes=gpu\n{nodes}"
+            f"PartitionName={cluster.zone} Nodes={','.join(cluster.nodes)} Default=YES MaxTime=7-00:00:00 OverSubscribe=NO\n"
+        )
+
+    def _controller(self) -> None:
+        """A laptop's home: SkyPilot's configuration with the prices, the ways to the clusters, and the list of accelerators."""
+        sky = self.controller_home / ".sky"
+        (self.controller_home / ".slurm").mkdir(parents=True, exist_ok=True)
+        (sky / "catalogs" / "v8" / "common").mkdir(parents=True, exist_ok=True)
+        (self.controller_home / ".slurm" / "config").write_text("".join(
+            f"Host {c.name}\n  HostName 127.0.0.1\n  Port {c.ssh_port}\n  User {USER}\n"
+            f"  IdentityFile {self.root}/etc/id\n  IdentitiesOnly yes\n"
+            for c in CLUSTERS
+        ))  # fmt: skip
+        configs = {
+            c.name: {
+                "tmpdir": str(self.root / "local"),
+                "pricing": {"cpu": 0.0, "memory": 0.0, "accelerators": {GPU: c.usd_per_gpu_h}},
+            }
+            for c in CLUSTERS
+        }
+        config = {"slurm": {"provision_timeout": 20, "cluster_configs": configs}, "jobs": {"controller": {"consolidation_mode": True}}}
+        (sky / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
+        # A file that is not the downloaded one is never replaced from the network. Any task that names an accelerator needs it.
+        source = Path(__file__).parent.parent / "data" / "catalog" / "common" / "accelerators.csv"
+        shutil.copy(source, sky / "catalogs" / "v8" / "common" / "accelerators.csv")
+
+    def _wait(self) -> None:
+        give_up_s = time.monotonic() + UP_WITHIN_S
+        for cluster in CLUSTERS:
+            while True:
+                with contextlib.suppress(subprocess.CalledProcessError, subprocess.TimeoutExpired):
+                    states = self.slurm(cluster.name, "sinfo", "-h", "-N", "-o", "%T").split()
+                    if len(states) == len(cluster.nodes) and set(states) == {"idle"}:
+                        break
+                if time.monotonic() > give_up_s:
+                    raise SystemExit(f"cluster {cluster.name} did not come up in {UP_WITHIN_S:g} s; look at {self.root}/log")
+                time.sleep(0.5)
+
+
+def main() -> None:
+    what, lab = sys.argv[1], Lab(sys.argv[2])
+    match what:
+        case "up" | "down":
+            getattr(lab, what)()
+        case "status":
+            for cluster in CLUSTERS:
+                print(lab.slurm(cluster.name, "sinfo", "-N", "-o", "%N %T %P"), lab.slurm(cluster.name, "squeue"), sep="\n")
+        case "power-off" | "node-up" | "drain" | "resume":
+            getattr(lab, what.replace("-", "_"))(sys.argv[3])
+        case _:
+            raise SystemExit(__doc__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""A task of ours as it runs in the lab: the same file, on the lab's machines (Slurm has no spot nodes) and with its image."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+TASKS = Path(__file__).resolve().parent.parent.parent / "sky_tasks"
+
+
+def in_lab(name: str, venv: Path, into: Path, **resources: Any) -> Path:
+    """Write `sky_tasks/<name>` for the lab; returns where."""
+    task = yaml.safe_load((TASKS / name).read_text())
+    recovery = task["resources"].get("job_recovery") or task["resources"].get("any_of", [{}])[0].get("job_recovery")
+    task["resources"] = {"infra": "slurm", "accelerators": "H100:1", "job_recovery": recovery, **resources}
+    task["workdir"] = str(TASKS.parent)
+    task["envs"] |= {"VENV": str(venv), "TRACKERS": ""}
+    # A bucket that is a folder is shared by two users there: what the controller makes, nodes must be able to write.
+    task["run"] = f"umask 0\n{task['run']}"
+    into.write_text(yaml.safe_dump(task, sort_keys=False))
+    return into
+
+
+if __name__ == "__main__":
+    print(in_lab(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])))
