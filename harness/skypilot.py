@@ -333,7 +333,7 @@ class SkyPilotCloud:
         left = [o for o in self._offers if o.name.split("/")[0] not in self._shut]
         if not left and not any(a.gone_s is None for a in self._attempts.values()):
             why = "; ".join(f"{cloud}: {reason}" for cloud, reason in self._shut.items())
-            raise BadInput(f"no cloud is left that could run {self.task.path} ({why}); `harness doctor {self.task.path}` tells more")
+            raise BadInput(f"no cloud is left that could run {self.task.path} ({why}); `sky check` tells more")
         return left
 
     def launch(self, attempt: int, offer: Offer) -> None:
@@ -415,14 +415,14 @@ class SkyPilotCloud:
         except SkyError as e:
             if self._offers:
                 return self._offers  # what was offered before is better than nothing
-            raise BadInput(f"{self.task.path}: SkyPilot has no offer: {e.message}; `harness doctor {self.task.path}` tells more") from e
+            raise BadInput(f"{self.task.path}: SkyPilot has no offer: {e.message}; `sky check` tells more") from e
         self._answers |= {a["name"]: a for a in answers}
         found = sorted(to_offer(a) for a in answers if not a["spot"] or has_spot_market(a))
         self.no_market = tuple(a["name"] for a in answers if a["spot"] and not has_spot_market(a))
         if not found:
             raise BadInput(
                 f"{self.task.path}: SkyPilot finds no machine for its resources on the enabled clouds; loosen `resources` or enable more "
-                f"clouds (`harness doctor {self.task.path}` tells which ones and how)"
+                f"clouds (`sky check` tells which ones and how)"
             )
         return tuple(found)
 

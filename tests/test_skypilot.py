@@ -19,7 +19,8 @@ URL = "s3://b/runs/x"
 @pytest.fixture
 def task(tmp_path):
     path = tmp_path / "task.yaml"
-    path.write_text("name: t\nresources: {accelerators: 'H100:8', use_spot: true}\nenvs: {A: '1'}\nsecrets: {KEY: hidden}\nrun: exec train\n")
+    resources = "resources: {accelerators: 'H100:8', use_spot: true}"
+    path.write_text(f"name: t\n{resources}\nenvs: {{A: '1'}}\nsecrets: {{KEY: hidden}}\nrun: exec train\n")
     return load(path, {"RUN": URL}, use_skypilot=False)
 
 
@@ -217,7 +218,7 @@ def test_a_cloud_without_credentials_is_not_asked_again(cloud, sky):
     cloud.launch(2, cloud.offers()[0])
     look(cloud, sky, 20.0)
     look(cloud, sky, 1.0)
-    with pytest.raises(BadInput, match="Unable to locate credentials.*harness doctor"):
+    with pytest.raises(BadInput, match=r"Unable to locate credentials.*sky check"):
         cloud.offers()
 
 
