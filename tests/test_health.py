@@ -182,7 +182,7 @@ def test_a_stopped_worker_is_named_and_replaced_and_a_sick_gpu_is_left(nodes, sc
     stood = nodes.step()
     nodes.until(lambda: nodes.step() > stood)
     say(script, {"gpu": 0, "xid": 46})
-    assert agent.wait(60) == 37, nodes.logs()
+    assert agent.wait(120) == 37, nodes.logs()
     assert [e.why for e in nodes.facts(EpochLeft)] == ["hung", "drained"]
     hung, failed = nodes.facts(WorkerHung)[0], nodes.facts(WorkerFailed)[0]
     assert hung.guilty and "stopped by a signal" in hung.what and failed.error == "Hung"
@@ -204,6 +204,6 @@ def test_a_worker_that_hangs_writes_where(nodes, tmp_path):  # noqa: F811
         "    if step.number == 3: where_it_hangs()\n"
     )
     agent = nodes.start(script=script, agent=("--hang-after-s", "1"))
-    assert agent.wait(120) == 37, nodes.logs()
+    assert agent.wait(270) == 37, nodes.logs()
     failures = nodes.facts(WorkerFailed)
     assert len(failures) == 3 and all("where_it_hangs" in f.log_tail for f in failures)
