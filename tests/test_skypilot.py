@@ -74,7 +74,7 @@ def test_a_spot_price_that_is_the_on_demand_price_is_no_offer(task, sky):
 
 
 def test_no_offer_at_all_says_what_to_do(task):
-    with pytest.raises(BadInput, match=r"task\.yaml.*harness doctor"):
+    with pytest.raises(BadInput, match=r"task\.yaml.*sky check"):
         SkyPilotCloud(task, URL, FakeSky([])).offers()
 
 
