@@ -33,6 +33,11 @@ def sky(module: str = "") -> Any:
     return importlib.import_module(f"sky.{module}" if module else "sky")
 
 
+def _bare(config: dict[str, Any]) -> dict[str, Any]:
+    """What the optimizer needs of a task; a copy, since SkyPilot changes what it is given."""
+    return json.loads(json.dumps({k: v for k, v in config.items() if k in ("name", "resources", "num_nodes", "config")}))  # type: ignore[no-any-return]
+
+
 def plain(text: object) -> str:
     """SkyPilot colours its messages."""
     return COLOURS.sub("", str(text)).strip()
@@ -59,6 +64,14 @@ class Calls:
         with self._optimizing:
             return self._offers(config, names, bare=clouds is not None, on_demand=on_demand)
 
+    def best(self, config: dict[str, Any], clouds: Sequence[str]) -> dict[str, Any] | None:
+        """What SkyPilot's optimizer itself would take."""
+        self.offers(config, clouds)
+        with self._optimizing, sky("dag").Dag() as dag:
+            sky("task").Task.from_yaml_config(_bare(config))
+            chosen = sky("optimizer").Optimizer.optimize(dag, quiet=True).tasks[0]
+        return self._offer(chosen.best_resources, chosen.num_nodes)
+
     def _offers(self, config: dict[str, Any], names: Sequence[str], bare: bool, on_demand: bool) -> list[dict[str, Any]]:
         registry = sky("utils.registry").CLOUD_REGISTRY
         enabled = [registry.from_str(name) for name in names]
@@ -66,7 +79,7 @@ class Calls:
         check.get_cached_enabled_clouds_or_refresh = lambda *_, **__: list(enabled)  # this process asks for nothing else
         if bare:  # a plan without accounts: AWS's zones keep their catalog names
             sky("catalog.aws_catalog")._get_az_mappings = lambda *_: None
-        task = sky("task").Task.from_yaml_config({**config, "envs": {}, "secrets": {}, "file_mounts": {}, "workdir": None})
+        task = sky("task").Task.from_yaml_config(_bare(config))
         optimizer = sky("optimizer")
         found, _, _, hints = optimizer._fill_in_launchable_resources(task, None, quiet=True)
         launchable = {r for choices in found.values() for r in choices}

@@ -510,7 +510,7 @@ class SkyPilotCloud:
         found = Attempt(int(number), record["name"], offer, about.get("asked_s", float(record["launched_at"])), seen=True)
         found.request = self.sky("launching", CALL_TIMEOUT_S, name=found.name) or ""
         if not found.request and record["ever_up"]:
-            found.up_s = max(found.asked_s, float(record["launched_at"]))
+            found.up_s = found.asked_s  # when it was there first, the record does not say any more: rather too early than too late
         with self._lock:
             self._attempts.setdefault(found.number, found)
 

@@ -1,0 +1,137 @@
+"""A plugin of SkyPilot's API server: the recovery strategy ELASTIC, for people who use plain `sky jobs launch`.
+
+SkyPilot's own strategies ask for as many nodes as before, again and again. ELASTIC takes what there is: after a loss it tries all nodes
+everywhere but in the place that has just failed, then all nodes anywhere, then one fewer, down to `min_nodes`; and it grows back to the full
+number at the next recovery. The training itself goes on on any number of nodes (that is what the rest of this package is for).
+
+    ~/.sky/plugins.yaml                              resources of the task
+    plugins:                                         job_recovery:
+      - class: harness.sky_plugin.ElasticPlugin        strategy: ELASTIC
+                                                       min_nodes: 1
+                                                       recover_on_exit_codes: [33]
+
+The package must be importable where the API server and its job controllers run. Knows SkyPilot 0.14 and nothing of runs; the order of
+tries (`ladder`) is a function of its own and needs no SkyPilot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+NAME = "ELASTIC"
+ROUND_PAUSE_S = 30.0  # between two rounds in which nothing was to be had
+SPURIOUS_TRIES = 2  # of one rung: a worker of the API server may die for reasons that are nobody's capacity
+
+
+def ladder(full: int, least: int, failed_here: bool) -> Iterator[tuple[int, bool]]:
+    """(nodes, avoid the place that failed) in the order in which they are tried."""
+    for nodes in range(full, max(1, least) - 1, -1):
+        if failed_here:
+            yield nodes, True
+        yield nodes, False
+
+
+def base_class() -> Any:
+    """SkyPilot's base of strategies with what ELASTIC adds. SkyPilot is imported here, in its own server only."""
+    strategies: Any = importlib.import_module("sky.jobs.recovery_strategy")
+    states: Any = importlib.import_module("sky.global_user_state")
+
+    class Elastic(strategies.StrategyExecutor):  # type: ignore[misc]
+        """Relaunch with as many nodes as there are, away from the place that failed."""
+
+        min_nodes = 1
+
+        def set_strategy_config(self, config: dict[str, Any]) -> None:
+            self.min_nodes = int(config.pop("min_nodes", 1))
+            self.full = self.dag.tasks[0].num_nodes
+            self.last: Any = None  # resources of the last launch that worked
+            super().set_strategy_config(config)
+
+        async def on_resume(self, cluster_name: str) -> None:
+            """A controller that was restarted finds its cluster launched."""
+            await self._remember()
+
+        async def _launch(self, *args: Any, **kwargs: Any) -> float | None:
+            submitted_s: float | None = await super()._launch(*args, **kwargs)
+            if submitted_s is not None:
+                await self._remember()
+            return submitted_s
+
+        async def _remember(self) -> None:
+            handle = await asyncio.to_thread(states.get_handle_from_cluster_name, self.cluster_name)
+            self.last = handle.launched_resources if handle is not None else None
+
+        async def recover(self) -> float:
+            failed = self.last
+            await asyncio.to_thread(self._cleanup_cluster)
+            task = self.dag.tasks[0]
+            wanted = task.resources
+            while True:
+                for nodes, avoid in ladder(self.full, self.min_nodes, failed is not None):
+                    task.num_nodes = nodes
+                    task.blocked_resources = [place(failed)] if avoid else None
+                    for _ in range(SPURIOUS_TRIES):
+                        strategies.logger.info(f"{NAME}: {nodes} of {self.full} nodes, {'elsewhere' if avoid else 'anywhere'}")
+                        submitted_s = await self._try()
+                        task.set_resources(wanted)
+                        if submitted_s is not None:
+                            task.blocked_resources = None
+                            return submitted_s
+                await asyncio.sleep(ROUND_PAUSE_S)
+
+        async def _try(self) -> float | None:
+            """One launch. An error that is not about capacity is a reason to try once more, not to lose the job."""
+            try:
+                found: float | None = await self._launch(max_retry=1, raise_on_failure=False, recovery=True)
+                return found
+            except (asyncio.CancelledError, KeyboardInterrupt):
+                raise
+            except Exception as e:  # SkyPilot's own pools, sockets and sub-processes fail in many ways
+                strategies.logger.info(f"{NAME}: {type(e).__name__}: {e}")
+                await asyncio.to_thread(self._cleanup_cluster)
+                return None
+
+    return Elastic
+
+
+def place(launched: Any) -> Any:
+    """What to block: the region of the last launch, with all its zones."""
+    return launched.copy(zone=None, instance_type=None, accelerators=None, cpus=None, memory=None, image_id=None)
+
+
+def register() -> None:
+    """Make the strategy and its field known; once per process."""
+    registry: Any = importlib.import_module("sky.utils.registry")
+    schemas: Any = importlib.import_module("sky.utils.schemas")
+    schemas.register_job_recovery_property("min_nodes", {"type": "integer", "minimum": 1})
+    if NAME.lower() not in registry.JOBS_RECOVERY_STRATEGY_REGISTRY:
+        registry.JOBS_RECOVERY_STRATEGY_REGISTRY.type_register(name=NAME)(base_class())
+
+
+def _plugin() -> Any:
+    plugins: Any = importlib.import_module("sky.server.plugins")
+
+    class ElasticPlugin(plugins.BasePlugin):  # type: ignore[misc]
+        """`parameters` of plugins.yaml: network_probe, a URL that job controllers ask whether there is a network (default: SkyPilot's
+        public ones, which a closed network does not reach; a job would then never be recovered)."""
+
+        def __init__(self, network_probe: str = ""):
+            self.network_probe = network_probe
+
+        def install(self, extension_context: Any) -> None:
+            register()
+            if self.network_probe:
+                importlib.import_module("sky.backends.backend_utils").__dict__["_TEST_IP_LIST"] = [self.network_probe]
+
+    return ElasticPlugin
+
+
+def __getattr__(name: str) -> Mapping[str, Any]:
+    """`ElasticPlugin` is made when SkyPilot's server asks for it, so that importing this module needs no SkyPilot."""
+    if name == "ElasticPlugin":
+        found = globals()[name] = _plugin()
+        return found  # type: ignore[no-any-return]
+    raise AttributeError(name)
