@@ -1,14 +1,14 @@
 """A plugin of SkyPilot's API server: the recovery strategy ELASTIC, for people who use plain `sky jobs launch`.
 
 SkyPilot's own strategies ask for as many nodes as before, again and again. ELASTIC takes what there is: after a loss it tries all nodes
-everywhere but in the place that has just failed, then all nodes anywhere, then one fewer, down to `min_nodes`; and it grows back to the full
-number at the next recovery. The training itself goes on on any number of nodes (that is what the rest of this package is for).
+everywhere but in the place that has just failed, then all nodes anywhere, then one fewer, down to `min_nodes`; and it grows back to the
+full number at the next recovery. The training itself goes on on any number of nodes (that is what the rest of this package is for).
 
     ~/.sky/plugins.yaml                              resources of the task
     plugins:                                         job_recovery:
       - class: harness.sky_plugin.ElasticPlugin        strategy: ELASTIC
                                                        min_nodes: 1
-                                                       recover_on_exit_codes: [33]
+                                                       recover_on_exit_codes: [33, 37]
 
 The package must be importable where the API server and its job controllers run. Knows SkyPilot 0.14 and nothing of runs; the order of
 tries (`ladder`) is a function of its own and needs no SkyPilot.

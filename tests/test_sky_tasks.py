@@ -19,7 +19,7 @@ import yaml
 from harness import plan, policies
 from harness.skypilot import Broker, SkyError, SkyPilotCloud, has_spot_market, to_offer
 from harness.tasks import load
-from harness.world import DRAINED, BadInput
+from harness.world import DRAINED, UNFIT, BadInput
 
 ROOT = Path(__file__).parent.parent
 TASKS = sorted((ROOT / "sky_tasks").glob("*.yaml"))
@@ -71,7 +71,7 @@ def wanted(path):
 def test_every_task_is_valid_and_drains_are_recovered(path):
     text, values = path.read_text(), {"RUN": "s3://b/x"}
     task = load(path, values, use_skypilot=True)
-    assert task.recover_on_exit_codes == (DRAINED,)
+    assert task.recover_on_exit_codes == (DRAINED, UNFIT)
     assert task.workdir == Path(".") and task.setup and not task.managed_secrets
     with pytest.raises(BadInput, match="RUN"):
         load(path, use_skypilot=True)
@@ -90,7 +90,8 @@ def test_setup_does_nothing_the_second_time(path, tmp_path):
     fake = tmp_path / "bin" / "python3"
     fake.parent.mkdir()
     fake.write_text(
-        f'#!/bin/sh\necho "$@" >> {calls}\n[ "$2" = venv ] && mkdir -p .venv/bin && cp "$0" .venv/bin/python && cp "$0" .venv/bin/harness\nexit 0\n'
+        f'#!/bin/sh\necho "$@" >> {calls}\n'
+        '[ "$2" = venv ] && mkdir -p .venv/bin && cp "$0" .venv/bin/python && cp "$0" .venv/bin/harness\nexit 0\n'
     )
     fake.chmod(0o755)
     env = {"PATH": f"{fake.parent}:/usr/bin:/bin", "VENV": ".venv"}
@@ -167,12 +168,13 @@ def test_the_plan_says_what_why_and_for_how_much(sky, tmp_path):
 
 def test_nothing_feasible_is_an_answer_and_nonsense_an_error(sky, tmp_path):
     assert sky("offers", SECONDS, config={"resources": {"accelerators": "V100:8", "use_spot": True}}, clouds=["nebius"]) == []
-    with pytest.raises(SkyError, match="InvalidSkyPilotConfigError.*nowhere"):
+    with pytest.raises(SkyError, match=r"InvalidSkyPilotConfigError.*nowhere"):
         sky("offers", SECONDS, config={"resources": {"accelerators": "H100:8", "infra": "nowhere/at/all"}}, clouds=CLOUDS)
 
 
 def test_work_is_priced_by_speed_and_number():
-    fast = to_offer({"name": "a/b/c", "place": "a/b", "usd_per_h": 10.0, "on_demand_usd_per_h": 50.0, "spot": True, "accelerator": "H100", "gpus": 8})
-    slow = to_offer({"name": "a/b/d", "place": "a/b", "usd_per_h": 0.2, "on_demand_usd_per_h": 1.0, "spot": True, "accelerator": "T4", "gpus": 1})
+    row = {"place": "a/b", "spot": True}
+    fast = to_offer({**row, "name": "a/b/c", "usd_per_h": 10.0, "on_demand_usd_per_h": 50.0, "accelerator": "H100", "gpus": 8})
+    slow = to_offer({**row, "name": "a/b/d", "usd_per_h": 0.2, "on_demand_usd_per_h": 1.0, "accelerator": "T4", "gpus": 1})
     assert slow.speed == pytest.approx(65 / 989)
     assert sorted([slow, fast], key=policies.usd_per_work) == [fast, slow]

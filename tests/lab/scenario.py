@@ -3,8 +3,9 @@
     python tests/lab/scenario.py DIR [STEPS]     (DIR: of a lab that is up; about ten minutes)
 
 Two members train on the cheaper cloud; one is powered off without a word and there is no more capacity; the run goes on with one;
-that one is powered off too, and the run moves to the dearer cloud; the controller is killed and another one adopts the nodes; SkyPilot's
-API server is restarted under it; the run ends. Then `harness verify` must hold, nothing may be left, and the bill must agree with SkyPilot's.
+that one is powered off too, and the run moves to the dearer cloud; the controller is killed and another one adopts the nodes;
+SkyPilot's API server is restarted under it; the run ends. Then `harness verify` must hold, nothing may be left, and the bill must
+agree with SkyPilot's.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent.parent)]
 
-from lab import Lab
-from task import in_lab
+from lab import Lab  # noqa: E402
+from task import in_lab  # noqa: E402
 
-from harness.facts import AttemptEnded, AttemptIntended, AttemptUp, EpochStarted, RunEnded
-from harness.journal import read_facts
-from storage.objects import open_store
-from storage.snapshots import Snapshots
+from harness.facts import AttemptEnded, AttemptIntended, AttemptUp, EpochStarted, RunEnded  # noqa: E402
+from harness.journal import read_facts  # noqa: E402
+from storage.objects import open_store  # noqa: E402
+from storage.snapshots import Snapshots  # noqa: E402
 
 WITHIN_S = 900.0  # of a computer that others use too
 
