@@ -72,13 +72,13 @@ def base_class() -> Any:
             while True:
                 for nodes, avoid in ladder(self.full, self.min_nodes, failed is not None):
                     task.num_nodes = nodes
-                    task.blocked_resources = [place(failed)] if avoid else None
-                    for _ in range(SPURIOUS_TRIES):
+                    places = await asyncio.to_thread(elsewhere, task, failed) if avoid else wanted
+                    for _ in range(SPURIOUS_TRIES if places else 0):
                         strategies.logger.info(f"{NAME}: {nodes} of {self.full} nodes, {'elsewhere' if avoid else 'anywhere'}")
+                        task.set_resources(places)
                         submitted_s = await self._try()
                         task.set_resources(wanted)
                         if submitted_s is not None:
-                            task.blocked_resources = None
                             return submitted_s
                 await asyncio.sleep(ROUND_PAUSE_S)
 
@@ -97,9 +97,13 @@ def base_class() -> Any:
     return Elastic
 
 
-def place(launched: Any) -> Any:
-    """What to block: the region of the last launch, with all its zones."""
-    return launched.copy(zone=None, instance_type=None, accelerators=None, cpus=None, memory=None, image_id=None)
+def elsewhere(task: Any, failed: Any) -> set[Any]:
+    """Every place that suits the task, but for the region that failed. (`Task.blocked_resources`, which SkyPilot's own strategies set,
+    does not travel to the API server in 0.14, so the other places are named one by one.)"""
+    optimizer: Any = importlib.import_module("sky.optimizer")
+    launchable, *_ = optimizer._fill_in_launchable_resources(task, None, quiet=True)
+    found = {r for choices in launchable.values() for r in choices}
+    return {r for r in found if not (r.cloud.is_same_cloud(failed.cloud) and r.region == failed.region)}
 
 
 def register() -> None:
