@@ -492,7 +492,7 @@ class Session:
         """Commit the final snapshot and wait until it is there."""
         if not self._resumed_final or self._unsaved or self._pending is not None:
             self._take_snapshot("final", final=True)
-            self._land(must=True)
+        self._land(must=True)
         self._leave("finished")
 
     # ---- one step ----------------------------------------------------------------------------------------------

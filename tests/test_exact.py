@@ -401,34 +401,32 @@ def test_stops_and_other_worlds_on_the_way_change_no_bit(one, ended, tmp_path):
     assert [r.world for r in history(run)] == [3] * 3 + [2] * 3 + [1] * 2
 
 
-GPT = ["--steps", 50, "--layers", 1, "--dim", 32, "--heads", 2, "--seq", 16, "--micro-batch", 2, "--global-batch", 24, "--dropout", 0.1]
-GPT += ["--eval-every", 0, "--snapshot-every-steps", 3]
+GPT = ["--steps", 25, "--layers", 1, "--dim", 32, "--heads", 2, "--seq", 16, "--micro-batch", 2, "--global-batch", 24, "--dropout", 0.1]
+GPT += ["--eval-every", 0, "--snapshot-every-steps", 2]
 WALK = (1, 4, 3, 5, 2)
 
 
-def walked(nursery, run, reduce, parallel):
-    """The reference trainer, each fifth of its steps in another world, two of them SIGKILLed first. The hash of the weights."""
-    kills = {4: 2.0, 5: 1.5}
+def walked(nursery, run, parallel):
+    """The reference trainer, each fifth of its steps in another world, one of them SIGKILLed first. The hash of the weights."""
     for i, world in enumerate(WALK, 1):
-        flags = [*GPT, "--reduce", reduce, "--parallel", parallel]
-        until = {"HARNESS_UNTIL_STEP": str(50 * i // len(WALK))}
-        if reduce == "exact" and world in kills:
-            nursery.train(run, world, *flags, env=until, script=PRETRAIN, kill_after_s=kills[world], codes=(0, -9))
+        flags = [*GPT, "--reduce", "exact", "--parallel", parallel]
+        until = {"HARNESS_UNTIL_STEP": str(25 * i // len(WALK))}
+        if world == 3:
+            nursery.train(run, world, *flags, env=until, script=PRETRAIN, kill_after_s=1.5, codes=(0, -9))
         nursery.train(run, world, *flags, env=until, script=PRETRAIN)
-    assert [(r.step, r.world) for r in history(run)][9::10] == [(10 * i, world) for i, world in enumerate(WALK, 1)]
+    assert [(r.step, r.world) for r in history(run)][4::5] == [(5 * i, world) for i, world in enumerate(WALK, 1)]
     return newest(run).data["weights"]
 
 
 def test_a_walk_through_five_worlds(nursery, tmp_path):
-    """`make walk` does the same over 300 steps, with a kill of every rank in each world."""
+    """`make walk` does the same over 300 steps with a kill in each world, and shows that float sums do not pass it."""
     nursery.train(tmp_path / "calm", 1, *GPT, "--reduce", "exact", script=PRETRAIN)
     nursery.train(tmp_path / "skewed", 2, *GPT, "--reduce", "exact", script=PRETRAIN, env={"HARNESS_SPEEDS": "[3.0, 1.0]"})
     calm = newest(tmp_path / "calm")
-    assert calm.step == 50 and newest(tmp_path / "skewed").data["weights"] == calm.data["weights"]
+    assert calm.step == 25 and newest(tmp_path / "skewed").data["weights"] == calm.data["weights"]
     assert history(tmp_path / "skewed")[-1].shares == (9, 3)
     for parallel in ("ddp", "fsdp2"):
-        assert walked(nursery, tmp_path / parallel, "exact", parallel) == calm.data["weights"]
-    assert walked(nursery, tmp_path / "fast", "fast", "ddp") != calm.data["weights"]
+        assert walked(nursery, tmp_path / parallel, parallel) == calm.data["weights"]
 
 
 def test_float_sums_do_depend_on_the_world(ended, tmp_path):

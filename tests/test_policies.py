@@ -131,7 +131,7 @@ def test_your_own_by_dotted_path() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("cheap", "known: cheapest, patient"),
+        ("cheap", "known: cheapest, best_value, patient"),
         ("no.such.module:f", "cannot be imported"),
         (f"{__name__}:nothing", "cannot be imported"),
         ("uniform_progress", "deadline_h"),

@@ -152,7 +152,7 @@ def test_train_yaml_scripts_are_sound_and_setup_is_done_once(tmp_path):
         'chmod +x "$3/bin/python"\n'
     )
     (tools / "python3").chmod(0o755)
-    env = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+    env = {**os.environ, **task.envs, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
     for _ in range(2):
         subprocess.run(["bash", "-c", task.setup], cwd=tmp_path, env=env, check=True, timeout=20)
     asked = (tmp_path / "pip.log").read_text().splitlines()
