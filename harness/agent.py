@@ -34,6 +34,7 @@ from harness.facts import (
     EpochStarted,
     GraceSpent,
     HealthSeen,
+    NoticeAcknowledged,
     NoticeCancelled,
     NoticeSeen,
     WorkerFailed,
@@ -45,7 +46,7 @@ from harness.notices import Notice, Source, watch
 from harness.rendezvous import NO_EPOCH, Epoch, Member, ProbeServer, Rendezvous, free_port, newest_epoch
 from harness.uploader import NodeUploader
 from harness.worker import DUMP_SIGNAL
-from harness.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED, UNFIT
+from harness.world import DOUBT, DRAINED, FENCED, FINISHED, LEAVE, RESIZE, STOPPED, UNFIT
 from storage.objects import NotFound, ObjectStore, StoreError, StoreUnavailable
 from storage.snapshots import Snapshots
 
@@ -74,6 +75,9 @@ class AgentConfig:
     speed: float = 1.0
     min_members: int = 1
     grace_s: float = 30.0  # what a SIGTERM leaves us when nobody says
+    drain_lead_s: float = 120.0  # so long before an end that is known long before, we drain
+    doubt_ahead_s: float = 900.0  # and so long before it, whoever launched us may look for another node
+    acknowledge: bool = True  # tell the cloud, where it can be told, that we have gone
     notify_signal: str = ""  # for scripts without a session: sent to them on a notice
     trackers: str = ""
     beat_s: float = 1.0
@@ -141,6 +145,9 @@ class Agent:
         self._broken = False  # the last epoch ended badly: ask silent peers at once
         self._wants: dict[str, tuple[Want, float | None]] = {}  # who wants what, until when
         self._leaving: str = ""  # why we go, once we know that we must
+        self._notices: dict[str, Notice] = {}  # in force, by id
+        self._doubt_told = False  # that this node may not stay stands in the bucket
+        self._control_seen: set[str] | None = None  # what was asked of the run before we looked first is not for us
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._first_end_s: float | None = None
         self._peer_left_s: float | None = None
@@ -148,7 +155,6 @@ class Agent:
         self._ready_since_s = time.monotonic()
         self._next_tick_s = 0.0
         self._next_flush_s = 0.0
-        self._asked_snapshots: set[str] | None = None
         self._ready: dict[str, Any] | None = None  # what we shall say of ourselves once our uploads are done
         self._settle_until_s = 0.0
         self._publisher: subprocess.Popen[bytes] | None = None
@@ -195,6 +201,8 @@ class Agent:
             for worker in self._workers + self._spares:
                 worker.kill()
             self._uploads.settle(self._settle_s())
+            if code in (DRAINED, FINISHED):
+                self._acknowledge()
             self._uploads.close()
             self.rendezvous.leave(end=self._end)
             probe.close()
@@ -213,7 +221,9 @@ class Agent:
                 code = self._watch_workers(now)
             if code is None and now >= self._next_tick_s:
                 self._next_tick_s = now + self.config.tick_s
+                self._heed_known_ends()
                 with contextlib.suppress(StoreUnavailable):  # training goes on while the bucket is silent
+                    self._tell_doubt(self._doubtful())
                     code = self._seek_epoch(now) if self._epoch is NO_EPOCH else self._watch_peers(now)
             if now >= self._next_flush_s:
                 self._next_flush_s = now + self.config.flush_s
@@ -245,27 +255,75 @@ class Agent:
                 self.journal.record(NoticeSeen(self.name, "signal", "kill", value, deadline))
                 self._must_leave(f"{value}", f"signal:{value}", deadline)
             elif what == "notice":
-                notice: Notice = value
-                self.journal.record(NoticeSeen(self.name, notice.source, notice.kind, notice.id, notice.deadline_s))
-                if notice.kind == "soft":
-                    self._want(f"notice:{notice.id}", Want.SNAPSHOT)
-                else:
-                    self._must_leave(f"{notice.source} notice", f"notice:{notice.id}", notice.deadline_s)
+                self._heed(value)
             elif what == "health":
                 self._act_on_health(value)
             elif what == "cancel":
-                self.journal.record(NoticeCancelled(self.name, value.id))
-                self._wants.pop(f"notice:{value.id}", None)
-                self._uploads.drain(None)
-                others = [who for who, (want, _) in self._wants.items() if want is Want.RESIZE and who.startswith(("notice:", "signal:"))]
-                if not others and not self._unfit:
-                    self._leaving = ""
-                self._write_mark()
+                self._forget(value)
+
+    def _heed(self, notice: Notice) -> None:
+        """A notice is new, or says something else than before."""
+        self._notices[notice.id] = notice
+        self.journal.record(NoticeSeen(self.name, notice.source, notice.kind, notice.id, notice.deadline_s))
+        if notice.kind == "soft":
+            self._want(f"notice:{notice.id}", Want.SNAPSHOT)
+        elif notice.kind == "kill" or notice.deadline_s is None:
+            self._must_leave(f"{notice.source} notice", f"notice:{notice.id}", notice.deadline_s)
+        else:
+            self._heed_known_ends()
+
+    def _heed_known_ends(self) -> None:
+        """An end that was told long before: work on until it is near."""
+        for n in self._notices.values():
+            near = n.kind == "maintenance" and n.deadline_s is not None and time.time() >= n.deadline_s - self.config.drain_lead_s
+            if near and self._wants.get(f"notice:{n.id}") != (Want.RESIZE, n.deadline_s):
+                self._must_leave(f"{n.source} notice", f"notice:{n.id}", n.deadline_s)
+
+    def _forget(self, notice: Notice) -> None:
+        """A notice was taken back. If the workers have not agreed on it yet they never will; else we join the next epoch again."""
+        self.journal.record(NoticeCancelled(self.name, notice.id))
+        self._notices.pop(notice.id, None)
+        _, before = self._reigning()
+        self._wants.pop(f"notice:{notice.id}", None)
+        deadlines = [deadline_s for _, deadline_s in self._wants.values() if deadline_s is not None]
+        self._uploads.drain(min(deadlines, default=None))
+        if not self._unfit and not any(want is Want.RESIZE and who != "grow" for who, (want, _) in self._wants.items()):
+            self._leaving = ""
+        if self._reigning()[1] != before:  # a mark that is written again is a request that is made again
+            self._write_mark()
+
+    def _doubtful(self) -> bool:
+        """Is it time to look for another node, though we work on?"""
+        by_s = time.time() + self.config.doubt_ahead_s
+        return any(
+            not n.pause if n.kind == "soft" else n.kind == "maintenance" and (n.deadline_s or 0.0) <= by_s for n in self._notices.values()
+        )
+
+    def _tell_doubt(self, doubtful: bool) -> None:
+        """Who launched us by number sees it in the bucket. Raises StoreUnavailable; then it is told later."""
+        if doubtful == self._doubt_told or not self.config.attempt:
+            return
+        key = f"{DOUBT}{self.config.attempt:06d}.json"
+        if doubtful:
+            said = [f"{n.kind} notice from {n.source}" for n in self._notices.values() if n.kind != "kill"]
+            self.store.create(key, json.dumps({"by": self.name, "reason": ", ".join(said)}).encode())
+        else:
+            self.store.delete(key)
+        self._doubt_told = doubtful
+
+    def _acknowledge(self) -> None:
+        """The snapshot is committed and our workers have gone: who waits for us need not wait any longer."""
+        if not self.config.acknowledge or self._uploads.busy():
+            return
+        for notice in self._notices.values():
+            source = next((s for s in self.sources if s.name == notice.source), None)
+            if notice.acknowledge and source is not None:
+                self.journal.record(NoticeAcknowledged(self.name, notice.id, source.acknowledge(notice)))
 
     def _must_leave(self, reason: str, who: str, deadline_s: float | None) -> None:
         self._leaving = self._leaving or reason
         if deadline_s is not None:
-            self._uploads.drain(deadline_s)
+            self._uploads.drain(min([deadline_s, *(d for w, (_, d) in self._wants.items() if d is not None and w != who)]))
         self._want(who, Want.RESIZE, deadline_s)
         if self._epoch is not NO_EPOCH and self.config.notify_signal and not self._attached():
             for worker in self._workers:
@@ -299,17 +357,21 @@ class Agent:
         return UNFIT if self._unfit else DRAINED
 
     def _want(self, who: str, want: Want, deadline_s: float | None = None) -> None:
-        if who not in self._wants or want is Want.SNAPSHOT:
+        if self._wants.get(who) != (want, deadline_s) or want is Want.SNAPSHOT:
             self._wants[who] = (want, deadline_s)
             self._write_mark()
+
+    def _reigning(self) -> tuple[str, tuple[Want, float | None]]:
+        """Of all that is wanted, what the mark says."""
+        who = max(self._wants, key=lambda w: self._wants[w][0], default="")
+        return who, self._wants.get(who, (Want.NOTHING, None))
 
     def _write_mark(self) -> None:
         """The mark is a file: any person or program may leave one, and no signal handler is needed."""
         if not self._wants:
             self.mark_path.unlink(missing_ok=True)
             return
-        who = max(self._wants, key=lambda w: self._wants[w][0])
-        want, deadline_s = self._wants[who]
+        who, (want, deadline_s) = self._reigning()
         marks.write(self.mark_path, want, who, deadline_s)
 
     def _attached(self) -> bool:
@@ -626,8 +688,7 @@ class Agent:
         if (stop := self._stop_order()) is not None:
             self._reason = stop
             self._want("stop", Want.STOP)
-        for key in self._new_snapshot_requests():
-            self._want(key, Want.SNAPSHOT)
+        self._heed_requests()
         if newest_epoch(self.store).epoch > epoch.epoch:
             return self._abandon("a newer epoch exists without us")
         everybody = {m.member: m for m in self.rendezvous.look()}
@@ -672,11 +733,15 @@ class Agent:
         except NotFound:
             return None
 
-    def _new_snapshot_requests(self) -> list[str]:
-        keys = set(self.store.list("control/snapshot-"))
-        new = keys - self._asked_snapshots if self._asked_snapshots is not None else set()
-        self._asked_snapshots = keys
-        return sorted(new)
+    def _heed_requests(self) -> None:
+        """What people ask of the run, and controllers of this node."""
+        keys = set(self.store.list("control/"))
+        for key in sorted(keys - self._control_seen if self._control_seen is not None else set()):
+            if key.startswith("control/snapshot-"):
+                self._want(key, Want.SNAPSHOT)
+        self._control_seen = keys
+        if self.config.attempt and f"{LEAVE}{self.config.attempt:06d}.json" in keys:
+            self._must_leave("released", "leave", None)
 
     # ---- trackers ----------------------------------------------------------------------------------------------
     def _start_publisher(self) -> None:

@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from harness.facts import AttemptEnded, AttemptIntended, AttemptUp, Fact, LeaseTaken, RunEnded, Stamped
+from harness.facts import AttemptDoubted, AttemptEnded, AttemptIntended, AttemptUp, Fact, LeaseTaken, RunEnded, Stamped
 from harness.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED, UNFIT, Node, NodeState, Offer
 
 BLOCK_S = 2.0  # a full offer is left alone for this long, doubled at every refusal up to the run's limit
@@ -29,6 +29,7 @@ class Book:
     started_s: float | None = None
     open: dict[int, Node] = field(default_factory=dict)  # intended and not ended, as last known
     ended: dict[int, AttemptEnded] = field(default_factory=dict)
+    doubted: set[int] = field(default_factory=set)  # open ones that may not stay
     refusals: dict[str, int] = field(default_factory=dict)  # in a row, by offer
     blocked: dict[str, float] = field(default_factory=dict)
     step: int = 0  # greatest committed step ever seen
@@ -58,6 +59,8 @@ class Book:
                 node = self.open[attempt] = dataclasses.replace(self.open[attempt], state=NodeState.UP, up_s=up_s)
                 self.refusals.pop(node.offer.name, None)
                 self.blocked.pop(node.offer.name, None)
+            case AttemptDoubted(attempt, doubted):
+                (self.doubted.add if doubted and attempt in self.open else self.doubted.discard)(attempt)
             case AttemptEnded():
                 self._end(fact)
             case RunEnded():  # what is counted towards a limit starts anew when the run is launched again
@@ -65,6 +68,7 @@ class Book:
 
     def _end(self, fact: AttemptEnded) -> None:
         node = self.open.pop(fact.attempt, None)
+        self.doubted.discard(fact.attempt)
         again, self.ended[fact.attempt] = fact.attempt in self.ended, fact
         self.progress(fact.gone_s, fact.committed_step)
         if fact.end == "no-capacity" and node:

@@ -54,6 +54,7 @@ class LaunchFlags:
     cloud: str = flag("local", "where nodes come from: local (this computer), sky (SkyPilot: costs money)", choices=["local", "sky"])
     nodes: str = flag("1:1", "how many nodes, LOW:HIGH or N")
     market: str = flag("demo", "local cloud only: demo, calm, seed:N, or the path of a trace")
+    local_notices: str = flag("aws", "local cloud only: whose metadata service its nodes have", choices=["aws", "gcp", "azure"])
     policy: str = flag("", "how to choose: a name, or package.module:function; default: cheapest (sky: best_value)")
     dry_run: bool = flag(False, "print the plan (ranked offers, world, first choice and why), and launch nothing")
     clouds: str = flag("", "with --cloud sky --dry-run: plan for these (aws,gcp,...) without asking which ones are enabled")
@@ -151,7 +152,7 @@ def _cloud(flags: LaunchFlags, task: Task, url: str, nodes: tuple[int, int]) -> 
     if flags.cloud == "local":
         from harness.local import LocalCloud
 
-        return LocalCloud(_state_dir(url), task, flags.market, url, wanted=nodes)
+        return LocalCloud(_state_dir(url), task, flags.market, url, wanted=nodes, notices=flags.local_notices)
     from harness.skypilot import SkyPilotCloud
 
     clouds = [c.strip() for c in flags.clouds.split(",") if c.strip()] or None
@@ -332,7 +333,13 @@ class RunFlags:
     nproc: str = flag("auto", "workers on this node: a number, or auto (one per GPU, else one)")
     speed: float = flag(1.0, "relative speed of this node's workers, for uneven shares on mixed hardware")
     min_nodes: int = flag(1, "do not train with fewer nodes than this")
-    grace_s: float = flag(30.0, "how long a SIGTERM leaves us before the end")
+    grace_s: float = flag(0.0, "how long a SIGTERM leaves us before the end; 0: what this cloud promises, 30 s where it promises nothing")
+    notices: str = flag("", "where to listen for notices, such as aws,kubernetes, or none; default: what this machine says of itself")
+    notice_ack: str = flag("own", "tell Azure that this node has gone: own, all (every machine that an event names is ours), never",
+                           choices=["own", "all", "never"])  # fmt: skip
+    leave_at: str = flag("", "when this node ends, such as the end of a capacity block: 2026-11-21T08:00:00Z, or seconds since 1970")
+    leave_after: str = flag("", "this node ends so long after its start: 12h, 90m, seconds")
+    drain_lead_s: float = flag(120.0, "how long before an end that is known long before the node drains")
     notify_signal: str = flag("", "for scripts without harness.attach(): send them this signal (USR1, TERM...) on a notice")
     trackers: str = flag("", "where to publish committed steps: wandb, tensorboard, jsonl, or package.module:function, comma-separated")
     stage_gib: float = flag(0.0, "host memory for staged snapshots, in GiB; 0: half of what is free")
@@ -348,7 +355,7 @@ class RunFlags:
 def run(flags: RunFlags) -> int:
     """Be this node's agent: join the run, start the script's workers, heed notices."""
     from harness.agent import Agent, AgentConfig
-    from harness.notices import detect
+    from harness.sources import LimitSource, detect, duration, moment, sigterm_s
     from harness.worker import die_with_parent
 
     env = os.environ
@@ -366,6 +373,9 @@ def run(flags: RunFlags) -> int:
     trackers = flags.trackers or env.get("HARNESS_TRACKERS", "")
     node_dir = Path(env.get("HARNESS_NODE_DIR") or f"/tmp/harness-{os.getpid()}")
     nearby = normalize(url).startswith("file://")
+    sources = detect(dict(env), asked=flags.notices, speaks_for_all=flags.notice_ack == "all")
+    sources += [LimitSource("limit", moment(flags.leave_at))] if flags.leave_at else []
+    sources += [LimitSource("limit", time.time() + duration(flags.leave_after))] if flags.leave_after else []
     config = AgentConfig(
         run=normalize(url),
         argv=argv,
@@ -376,7 +386,9 @@ def run(flags: RunFlags) -> int:
         accelerator=env.get("HARNESS_OFFER", ""),
         speed=flags.speed,
         min_members=flags.min_nodes,
-        grace_s=flags.grace_s,
+        grace_s=flags.grace_s or sigterm_s(env, asked=flags.notices),
+        drain_lead_s=flags.drain_lead_s,
+        acknowledge=flags.notice_ack != "never",
         notify_signal=flags.notify_signal,
         trackers=trackers,
         stage_dir=Path(flags.stage_dir) if flags.stage_dir else None,
@@ -386,7 +398,7 @@ def run(flags: RunFlags) -> int:
         hang=_hang_limits(flags.hang_after_s, flags.stuck_after_s),
         gpu_health=flags.gpu_health,
     )
-    return Agent(config, store, detect(dict(env))).execute()
+    return Agent(config, store, sources).execute()
 
 
 def _hang_limits(hang_after_s: float, stuck_after_s: float) -> Limits:
@@ -648,6 +660,38 @@ def snapshot(flags: SnapshotFlags) -> int:
 
 # ---- simulation -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
+class FakeMetadataFlags:
+    cloud: str = flag("aws", "whose metadata service: aws, gcp or azure", choices=["aws", "gcp", "azure"])
+    port: int = flag(1338, "where to listen, on loopback; 0: a free port")
+    name: str = flag("fake-0", "name of the machine")
+    clock_ahead_s: float = flag(0.0, "how far the cloud's clock is ahead of ours")
+
+
+def fake_metadata(flags: FakeMetadataFlags) -> int:
+    """Be a cloud's metadata service on loopback, and announce what you are told to: notices, cancellations, outages."""
+    from harness.metadata import CONTROL_PATH, MetadataServer, environment_of, protocol_of
+
+    try:
+        server = MetadataServer(protocol_of(flags.cloud, flags.name), flags.port, control=True, clock_ahead_s=flags.clock_ahead_s)
+    except OSError as e:
+        raise BadInput(f"--port {flags.port}: {e.strerror}; name another port, or 0 for a free one") from e
+    for name, value in environment_of(flags.cloud, server.endpoint).items():
+        print(f"export {name}={value}")
+    print(f"""# curl -d '{{"do": "notice", "kind": "kill", "in_s": 120}}' {server.endpoint.rstrip("/")}{CONTROL_PATH}""")
+    print("# or one such line here; ends with Ctrl-C", flush=True)
+    try:
+        for line in sys.stdin:
+            try:
+                print(json.dumps(server.order(json.loads(line))) if line.strip() else "", flush=True)
+            except (ValueError, KeyError, TypeError, AttributeError) as e:
+                print(f"{type(e).__name__}: {e}", file=sys.stderr, flush=True)
+        threading.Event().wait()  # standard input is closed: the port still listens
+    finally:
+        server.close()
+    return DONE
+
+
+@dataclass(frozen=True)
 class SimulateFlags:
     seeds: int = flag(200, "how many seeded worlds")
     seed: int | None = flag(None, "one world only, with the log of its facts")
@@ -695,6 +739,7 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "logs": (LogsFlags, logs),
     "snapshot": (SnapshotFlags, snapshot),
     "simulate": (SimulateFlags, simulate),
+    "fake-metadata": (FakeMetadataFlags, fake_metadata),
     "drill": (DrillFlags, drill),
 }
 

@@ -97,10 +97,18 @@ class AttemptEnded(Fact):
 
 
 @dataclass(frozen=True)
+class AttemptDoubted(Fact):
+    """The node may not stay (a soft notice, or an end that is near), or may after all; the controller looks for another."""
+
+    attempt: int
+    doubted: bool
+
+
+@dataclass(frozen=True)
 class Decided(Fact):
     """A decision that changed something (waits are written once per change of reason)."""
 
-    decision: str  # "launch" | "terminate" | "wait" | "stop"
+    decision: str  # "launch" | "release" | "terminate" | "wait" | "stop"
     reason: str
 
 
@@ -135,6 +143,15 @@ class NoticeSeen(Fact):
 class NoticeCancelled(Fact):
     member: str
     id: str
+
+
+@dataclass(frozen=True)
+class NoticeAcknowledged(Fact):
+    """The cloud was told that we have gone. `heard`: it answered."""
+
+    member: str
+    id: str
+    heard: bool
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from harness.facts import AttemptEnded, AttemptIntended, LeaseTaken, RunEnded, digest, parse
+from harness.facts import AttemptDoubted, AttemptEnded, AttemptIntended, LeaseTaken, RunEnded, digest, parse
 from harness.world import Node
 from storage.manifest import Manifest, Ref, SnapshotCorrupt
 from storage.objects import NotFound, ObjectStore
@@ -126,20 +126,23 @@ class IntendedFirst:
 
 @dataclass
 class NodeLimit:
-    """Never more than `max_nodes` nodes alive. A controller that was overtaken in mid-act may have added one."""
+    """Never more than `max_nodes` nodes alive, besides those that might not stay. A controller that was overtaken in mid-act may have
+    added one."""
 
     max_nodes: int
     alive: set[int] = field(default_factory=set)
+    doubted: set[int] = field(default_factory=set)  # at any time
     late: int = 0
     leading: int = 0
 
     def see(self, event: Event) -> None:
+        self.doubted |= {fact.attempt for fact in _facts(event) if isinstance(fact, AttemptDoubted)}
         if isinstance(event, Acted):
             self.leading = max(self.leading, event.term)
             self.late += event.act == "launch" and event.term < self.leading
         if isinstance(event, Changed):
             (self.alive.add if event.node.alive else self.alive.discard)(event.node.attempt)
-            if len(self.alive) > self.max_nodes + self.late:
+            if len(self.alive) > self.max_nodes + len(self.doubted & self.alive) + self.late:
                 raise Violation(f"node limit: attempts {sorted(self.alive)} are alive at {event.t:.1f} s, limit {self.max_nodes}")
 
     def at_end(self) -> None: ...

@@ -31,7 +31,7 @@ END_WITHIN_S = 15.0
 # Of the caller's environment a node must not see: who the caller is in another run, job, test or torch world.
 NOT_FOR_NODES = re.compile(
     r"(HARNESS|SKYPILOT|TORCHELASTIC|PYTEST|COV_CORE|SLURM)_.*|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
-    r"|AWS_EC2_METADATA_.*|AWS_METADATA_SERVICE_.*|INSTANCE_METADATA_URL|CUDA_VISIBLE_DEVICES|BASH_ENV|OLDPWD|_"
+    r"|AWS_EC2_METADATA_.*|AWS_METADATA_SERVICE_.*|INSTANCE_METADATA_URL|GCE_METADATA_.*|CUDA_VISIBLE_DEVICES|BASH_ENV|OLDPWD|_"
 )
 
 
@@ -68,6 +68,7 @@ class LocalCloud:
         idle_exit_s: float = 30.0,
         offers: Sequence[Offer] = markets.OFFERS,
         gpus: Sequence[str] | None = None,
+        notices: str = "aws",
     ):
         check_local(task)
         if not sys.platform.startswith("linux"):
@@ -85,6 +86,7 @@ class LocalCloud:
             idle_exit_s=idle_exit_s,
             gpus=visible_gpus(self._env) if gpus is None else tuple(gpus),
             offers=tuple(offers),
+            notices=notices,
         )
         markets.parse(self._config.market, min_nodes=low, max_nodes=high)  # a bad spec is told at once
         self._started: subprocess.Popen[bytes] | None = None

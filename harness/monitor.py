@@ -332,6 +332,10 @@ def describe(fact: f.Fact, state: State) -> tuple[str, str] | None:
         case f.NoticeSeen(member, source, kind, _, deadline):
             until = "" if deadline is None else f", deadline {clock(deadline)[11:]}"
             return "yellow", f"{who(member)}: {kind} notice from {source}{until}"
+        case f.NoticeAcknowledged(member, _, heard):
+            return "", f"{who(member)}: the cloud {'was told' if heard else 'could not be told'} that it has gone"
+        case f.AttemptDoubted(attempt, doubted):
+            return "", f"node {attempt}: {'may not stay; another one is looked for' if doubted else 'stays after all'}"
         case f.NoticeCancelled(member):
             return "", f"{who(member)}: notice cancelled"
         case f.EpochStarted(epoch, members, world, reason):

@@ -114,6 +114,23 @@ def uniform_progress(view: View, *, deadline_h: float, work_h: float, total_step
 
 
 # ---- wrappers -------------------------------------------------------------------------------------------------------
+def replacing(policy: Policy, *, settle_s: float = 60.0, grace_s: float = 300.0) -> Policy:
+    """Have another node beside each one that may not stay, and release that one when the other has been up for `settle_s`.
+    Applied by the recovery loop to every policy; what is released has `grace_s` to snapshot and leave."""
+
+    def decide(view: View) -> Decision:
+        sure = [node for node in view.alive if node.attempt not in view.doubted]
+        settled = sum(node.up_s is not None and view.now_s - node.up_s >= settle_s for node in sure)
+        if view.doubted and settled >= view.max_nodes:
+            return Terminate(view.doubted[0], "its replacement is there", grace_s)
+        if len(view.alive) > view.max_nodes + len(view.doubted):  # what was doubted stays after all
+            newest = max(sure, key=lambda node: (node.up_s is None, node.attempt))
+            return Terminate(newest.attempt, "it is not needed any more", 0.0 if newest.up_s is None else grace_s)
+        return policy(dataclasses.replace(view, max_nodes=view.max_nodes + len(view.doubted)))
+
+    return decide
+
+
 def within_budget(policy: Policy, *, usd: float, reserve_s: float = 60.0) -> Policy:
     """Stop just before `usd` are spent: what all nodes cost in `reserve_s` is kept back to drain them. Nothing is started
     that could not run for at least that long."""

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from harness import market as markets
-from harness.metadata import AwsImds, MetadataServer
+from harness.metadata import MetadataProtocol, MetadataServer, environment_of, protocol_of
 from harness.world import BadInput, Node, NodeState, Offer
 from storage.objects import StoreError, open_store
 
@@ -67,6 +67,7 @@ class Config:
     idle_exit_s: float = 30.0  # without nodes and without calls
     gpus: tuple[str, ...] = ()  # visible devices, shared out among the nodes
     offers: tuple[Offer, ...] = markets.OFFERS
+    notices: str = "aws"  # whose metadata service the nodes have
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -98,7 +99,7 @@ class Machine:
     cwd: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
-    imds: AwsImds | None = None
+    imds: MetadataProtocol | None = None
     metadata: MetadataServer | None = None
     doom: tuple[float, str] | None = None  # (when it is killed, for what reason)
 
@@ -402,7 +403,7 @@ class Provider:
         machine.noticed_s = self._now()
         machine.doom = (deadline_s, "preempted")
         if machine.imds is not None:
-            machine.imds.announce("terminate", deadline_s)
+            machine.imds.notice("kill", deadline_s)
 
     def _admit(self, machine: Machine, now: float) -> None:
         if len(self._holding()) >= self.market_state.available(self._market_s()):
@@ -418,7 +419,7 @@ class Provider:
         folder.mkdir(parents=True, exist_ok=True)
         taken = {m.slot for m in self._up()}
         machine.slot = next(n for n in range(len(taken) + 1) if n not in taken)
-        machine.imds = AwsImds(f"i-{self.instance[:8]}{machine.attempt:09d}")
+        machine.imds = protocol_of(self.config.notices, f"i-{self.instance[:8]}{machine.attempt:09d}")
         machine.metadata = MetadataServer(machine.imds)
         env = node_env(self.config, machine, folder, machine.metadata.endpoint, self.instance)
         with open(folder / "log", "ab") as out:
@@ -485,7 +486,7 @@ def node_env(config: Config, machine: Machine, folder: Path, endpoint: str, inst
         "HARNESS_NODE_DIR": str(folder),
         "HARNESS_OFFER": machine.offer.name,
         "HARNESS_PROVIDER": instance,
-        "AWS_EC2_METADATA_SERVICE_ENDPOINT": endpoint,
+        **environment_of(config.notices, endpoint),
         "PATH": os.pathsep.join([os.path.dirname(sys.executable), machine.env.get("PATH", os.defpath)]),
     }
     if config.gpus:

@@ -19,9 +19,9 @@ from typing import Protocol
 
 from harness import policies
 from harness.book import Book, bill, how_it_ended
-from harness.facts import AttemptEnded, AttemptIntended, AttemptUp, Decided, Fact, LeaseTaken, RunEnded, Stamped
+from harness.facts import AttemptDoubted, AttemptEnded, AttemptIntended, AttemptUp, Decided, Fact, LeaseTaken, RunEnded, Stamped
 from harness.lease import Lease
-from harness.world import BadInput, CloudUnavailable, Decision, Launch, Node, Policy, Stop, Terminate, View, Wait, World
+from harness.world import DOUBT, LEAVE, BadInput, CloudUnavailable, Decision, Launch, Node, Policy, Stop, Terminate, View, Wait, World
 from storage.manifest import Manifest
 from storage.objects import NotFound, ObjectStore, StoreUnavailable
 from storage.snapshots import Snapshots
@@ -73,6 +73,7 @@ def recover(run: RunSpec, policy: Policy, world: World, journal: Journal, lease:
 
     Raises Fenced when another controller leads it (nothing is touched then).
     """
+    policy = policies.replacing(policy)
     if run.budget_usd is not None:
         policy = policies.within_budget(policy, usd=run.budget_usd)
     if run.max_hours is not None:
@@ -112,6 +113,7 @@ class Loop:
     book: Book
     unseen_s: dict[int, float] = field(default_factory=dict)  # intended, not shown by the cloud: since when
     told_s: dict[int, float] = field(default_factory=dict)  # told to go: when
+    asked_s: dict[int, float] = field(default_factory=dict)  # asked to leave: when
     strays: list[Node] = field(default_factory=list)  # alive, but not in the book
     newest: Manifest | None = None
     ending_s: float | None = None
@@ -169,6 +171,10 @@ class Loop:
             if now - self.unseen_s.setdefault(node.attempt, now) >= self.run.lost_after_s:
                 reason = "never launched" if node.up_s is None else "the cloud knows nothing of it any more"
                 self.close(dataclasses.replace(node, reason=reason), "lost", step)
+        said = set(self.world.store.list(DOUBT))
+        for attempt in sorted(book.open):
+            if (doubted := f"{DOUBT}{attempt:06d}.json" in said) != (attempt in book.doubted):
+                self.note(AttemptDoubted(attempt, doubted))
         self.journal.flush()
 
     def close(self, node: Node, end: str, step: int) -> None:
@@ -191,6 +197,7 @@ class Loop:
             spent_usd=book.spent_usd(now),
             attempts=len(book.open) + len(book.ended),
             losses=book.losses,
+            doubted=tuple(sorted(book.doubted)),
         )
 
     def broken(self, view: View) -> str | None:
@@ -208,7 +215,7 @@ class Loop:
     def act(self, decision: Decision) -> None:
         """Intent first, durably; then the act, if we still hold the lease."""
         match decision:
-            case Launch(offer, reason) if len(self.book.open) < self.run.max_nodes:
+            case Launch(offer, reason) if len(self.book.open) < self.run.max_nodes + len(self.book.doubted):
                 attempt = self.book.next_attempt
                 self.note(AttemptIntended(attempt, dataclasses.asdict(offer), reason))
                 self.journal.flush()
@@ -217,8 +224,9 @@ class Loop:
                 self.waiting = None
             case Launch():
                 self.wait(self.run.poll_s, "the policy asked for more than max_nodes")
-            case Terminate(attempt, reason):
-                self.dismiss(attempt)
+            case Terminate(attempt, reason, grace_s):
+                if not self.still_leaving(attempt, reason, grace_s):
+                    self.dismiss(attempt)
                 self.wait(self.run.poll_s, reason)
             case Wait(seconds, reason):
                 self.wait(seconds, reason)
@@ -231,6 +239,16 @@ class Loop:
             self.journal.flush()
             self.waiting = reason
         self.world.clock.sleep(min(max(seconds, 0.1), self.run.poll_s))
+
+    def still_leaving(self, attempt: int, reason: str, grace_s: float) -> bool:
+        """Ask a node to snapshot and leave; is its time for that not over yet?"""
+        now = self.world.clock.now()
+        if grace_s > 0 and attempt not in self.asked_s:
+            self.lease.check()
+            if self.world.store.create(f"{LEAVE}{attempt:06d}.json", json.dumps({"reason": reason, "by": "controller"}).encode()):
+                self.note(Decided("release", f"attempt {attempt}: {reason}"))
+            self.asked_s[attempt] = now
+        return now < self.asked_s.get(attempt, now - grace_s) + grace_s
 
     def dismiss(self, attempt: int) -> None:
         """Have a node terminated; again from time to time for as long as it is seen."""

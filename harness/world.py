@@ -22,6 +22,8 @@ from typing import Protocol, TypeAlias
 from storage.objects import ObjectStore
 
 FINISHED, DRAINED, RESIZE, STOPPED, FENCED, UNFIT = 0, 33, 34, 35, 36, 37  # exit codes; docs/ARCHITECTURE.md says who acts on which
+DOUBT = "control/doubt-"  # + attempt: written by the agent of a node that may not stay, and taken back by it
+LEAVE = "control/leave-"  # + attempt: written by the controller, to have a node snapshot and leave
 
 
 class HarnessError(Exception):
@@ -132,6 +134,7 @@ class View:
     spent_usd: float = 0.0  # billed so far, running nodes included
     attempts: int = 0  # made so far
     losses: int = 0  # attempts that ended without being asked to
+    doubted: tuple[int, ...] = ()  # of those alive: attempts that may not stay (facts.AttemptDoubted)
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,7 @@ class Launch:
 class Terminate:
     attempt: int
     reason: str
+    grace_s: float = 0.0  # first asked to leave, and ended if it is still there after this
 
 
 @dataclass(frozen=True)

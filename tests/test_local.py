@@ -19,7 +19,7 @@ from harness import provider
 from harness.facts import Chain, SessionStarted, StepDone
 from harness.local import LocalCloud, clean, visible_gpus
 from harness.metadata import TOKEN_HEADER, TTL_HEADER
-from harness.notices import AwsSource
+from harness.sources import AwsSource
 from harness.tasks import Task
 from harness.world import BadInput, CloudUnavailable, NodeState, Offer
 from storage.objects import open_store

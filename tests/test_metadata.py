@@ -11,7 +11,8 @@ from contextlib import closing
 import pytest
 
 from harness.metadata import NOT_FOUND, TOKEN_HEADER, TTL_HEADER, AwsImds, MetadataServer
-from harness.notices import AWS_V4, AWS_V6, AwsSource, FileSource, Notice, detect, step, utc, watch
+from harness.notices import Notice, step, watch
+from harness.sources import AWS_V4, AWS_V6, AwsSource, FileSource, detect, utc
 
 ACTION = "/latest/meta-data/spot/instance-action"
 DEADLINE_S = 1_505_722_920.0  # 2017-09-18T08:22:00Z
@@ -143,7 +144,7 @@ def test_hears_an_interruption_once_with_its_deadline(server, clock):
 
 
 def test_hears_rebalance_as_soft_and_maintenance_as_cancellable(server, clock):
-    source = AwsSource(server.endpoint, monotonic=clock)
+    source = AwsSource(server.endpoint, maintenance_every_s=0, monotonic=clock)
     server.protocol.rebalance(DEADLINE_S)
     server.protocol.maintenance(EVENT)
     soft, maintenance = source.poll()
@@ -164,14 +165,14 @@ def test_one_token_for_many_polls_and_a_new_one_when_it_is_refused(server, clock
     source = AwsSource(server.endpoint, monotonic=clock)
     source.poll()
     source.poll()
-    assert server.requests == 1 + 3 + 3
+    assert server.requests == 1 + 3 + 2  # scheduled events are announced days before
     server.protocol = AwsImds("i-0123", monotonic=clock)  # knows no token any more: 401, PUT, again
     server.protocol.announce("terminate", DEADLINE_S)
     assert len(source.poll()) == 1
-    assert server.requests == 7 + 1 + 1 + 3
+    assert server.requests == 6 + 1 + 1 + 2
     clock.now_s += 3590
     source.poll()  # refreshed before it expires
-    assert (server.requests, source.errors) == (12 + 1 + 3, 0)
+    assert (server.requests, source.errors) == (10 + 1 + 3, 0)
 
 
 @pytest.mark.parametrize("fault", [{"status": 503}, {"drop": True}, {"status": 401}, {"latency_s": 0.5}, {"status": 200}])
@@ -196,7 +197,7 @@ def test_goes_on_without_a_token_when_only_the_token_request_times_out(clock):
         assert len(source.poll()) == 1
         asked = server.requests
         source.poll()
-        assert server.requests == asked + 3  # the token is not asked for again at once
+        assert server.requests == asked + 2  # the token is not asked for again at once
 
 
 def test_proxies_are_bypassed(server, clock, monkeypatch):
@@ -256,15 +257,16 @@ def test_an_unreadable_file_is_waited_for_and_then_taken_for_a_kill(tmp_path, te
 
 # ---- finding, watching ------------------------------------------------------------------------------------------
 def test_detection_asks_the_machine_and_never_the_network(tmp_path):
-    def base(env, dmi):
-        return [s._base for s in detect(env, tmp_path / dmi) if isinstance(s, AwsSource)]
+    def base(env, root):
+        return [s._endpoint.base for s in detect(env, tmp_path / root) if isinstance(s, AwsSource)]
 
-    for name, vendor in (("aws", "Amazon EC2\n"), ("gcp", "Google\n")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "sys_vendor").write_text(vendor)
-    (tmp_path / "xen").mkdir()
-    (tmp_path / "xen" / "sys_vendor").write_text("Xen\n")
-    (tmp_path / "xen" / "bios_version").write_text("4.11.amazon\n")
+    for root, file, says in (
+        ("aws", "sys_vendor", "Amazon EC2\n"),
+        ("gcp", "product_name", "Google Compute Engine\n"),
+        ("xen", "bios_version", "4.11.amazon\n"),
+    ):
+        (tmp_path / root / "sys/class/dmi/id").mkdir(parents=True)
+        (tmp_path / root / "sys/class/dmi/id" / file).write_text(says)
     assert base({}, "none") == base({}, "gcp") == []
     assert base({}, "aws") == base({}, "xen") == [AWS_V4]
     assert base({"AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE": "IPv6"}, "aws") == [AWS_V6]
