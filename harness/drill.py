@@ -45,6 +45,7 @@ REACH_S = 90.0  # for the processes to get to the phase
 FINISH_S = 180.0  # for the run to end after the fault
 END_S = 60.0  # for the last processes to be gone
 RELAUNCHES = 5
+STAND_S = {"agent-stop": 3.0, "node-stop": 3.0}  # longer than --dead-s: the tiny run must not be over before anybody is missed
 
 
 class NotReached(RuntimeError):
@@ -444,7 +445,7 @@ def play(ground: Ground, s: Scene, fault: Fault, phase: str) -> None:
     s.reached = int((s.node.folder / "reached").read_text() or 0)
     time.sleep(s.rng.uniform(0.0, 0.2))
     fault(s)
-    time.sleep(0.3)  # what was done to them happens while they stand there
+    time.sleep(STAND_S.get(fault.__name__.replace("_", "-"), 0.3))  # what was done to them happens while they stand there
     for node in s.nodes:
         node.forget("hold.json")
     relaunched = 0
