@@ -9,9 +9,9 @@ all ranks have agreed on the step boundary where they act, and until the snapsho
 
     python benchmarks/notices.py --soft 40 --kills 8
 
-Ranks agree at step boundaries, so a notice waits for the rest of its step: by default a step is one micro-batch of each rank, and the bound
-is 1 s plus one micro-batch. Exit status 1 if, for any cloud, p99 to agreement is above it, or any commit took longer than 25 s. With a larger
---global-batch the wait is that of a longer step, and is printed beside it.
+Ranks agree at step boundaries, so a notice waits for the rest of its step: by default a step is one micro-batch of each rank, and the
+bound is 1 s plus one micro-batch. Exit status 1 if, for any cloud, p99 to agreement is above it, or any commit took longer than 25 s. With
+a larger --global-batch the wait is that of a longer step; the bound for that is printed beside it.
 """
 
 from __future__ import annotations
