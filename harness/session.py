@@ -244,6 +244,9 @@ class Session:
         self._open_bucket(run or environ.get("HARNESS_RUN"), environ)
         if "HARNESS_MARK" in environ:
             Path(environ["HARNESS_MARK"]).with_name("attached").touch()
+            if threading.current_thread() is threading.main_thread():
+                # systemd and Slurm send it to every process of a node; it is for the agent, which tells us by the mark.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
         elif threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: self._signal(Want.DRAIN))
             signal.signal(signal.SIGUSR1, lambda *_: self._signal(Want.SNAPSHOT))

@@ -7,13 +7,24 @@ import signal
 import subprocess
 import sys
 import time
+from email.utils import formatdate
 from pathlib import Path
 
 import pytest
 from worlds import TRAINER, history, newest
 
-from harness.facts import EpochLeft, EpochStarted, NoticeSeen, SessionStarted, SnapshotCommitted, WorkerFailed
+from harness.facts import (
+    EpochLeft,
+    EpochStarted,
+    NoticeAcknowledged,
+    NoticeCancelled,
+    NoticeSeen,
+    SessionStarted,
+    SnapshotCommitted,
+    WorkerFailed,
+)
 from harness.journal import read_facts
+from harness.metadata import AzureScheduledEvents, MetadataServer, environment_of
 from storage.objects import open_store
 
 
@@ -233,3 +244,54 @@ def test_bad_commands_say_what_to_do(tmp_path, words, says):
     assert says in ended.stderr, ended.stderr
     assert "Traceback" not in ended.stderr
     assert not Path(tmp_path / "x" / "rdzv").exists()
+
+
+def test_a_machine_that_azure_takes(nodes):
+    """A pause, an end known long before and taken back, the end: each has its own answer, and Azure is told when we have gone."""
+    vm = AzureScheduledEvents("vm-1")
+    with contextlib.closing(MetadataServer(vm)) as server:
+        agent = nodes.start("--total", 100_000, "--every", 50_000, "--sleep-s", 0.02, env=environment_of("azure", server.endpoint))
+        nodes.until(lambda: nodes.facts(SessionStarted))
+        store = open_store(str(nodes.run))
+        pause = vm.notice("soft", time.time() + 900)
+        nodes.until(lambda: nodes.facts(SnapshotCommitted))
+        assert not store.list("control/doubt")  # it stays where it is
+        vm.cancel(pause)
+        move = vm.notice("maintenance", time.time() + 3600)
+        nodes.until(lambda: any(f.id == move for f in nodes.facts(NoticeSeen)))
+        assert not store.list("control/doubt")
+        vm.change(move, NotBefore=formatdate(time.time() + 600, usegmt=True))
+        nodes.until(lambda: store.list("control/doubt"))
+        assert store.list("control/doubt") == ["control/doubt-000001.json"]
+        vm.cancel(move)
+        nodes.until(lambda: not store.list("control/doubt"))
+        assert agent.poll() is None
+        before = nodes.step()
+        kill = vm.notice("kill", time.time() + 30)
+        assert agent.wait(60) == 33, nodes.logs()
+    assert vm.acknowledged == [kill]
+    facts = list(read_facts(store))
+    (told_s,) = [s.t for s in facts if isinstance(s.fact, NoticeAcknowledged) and s.fact.heard]
+    committed = [s for s in facts if isinstance(s.fact, SnapshotCommitted)]
+    assert committed[-1].fact.why == "notice" and committed[-1].fact.step == nodes.step() > before
+    assert committed[-1].t <= told_s
+    assert {f.id for f in nodes.facts(NoticeCancelled)} == {pause, move}
+
+
+def test_a_signal_to_every_process_of_a_node_is_for_the_agent(nodes):
+    """What systemd does at shutdown, and Slurm at the end of a job."""
+    agent = nodes.start("--total", 100_000, "--every", 20, "--sleep-s", 0.02)
+    nodes.until(lambda: nodes.step() >= 20)
+    for process in [*children(agent, "harness."), agent]:
+        process.send_signal(signal.SIGTERM)
+    assert agent.wait(60) == 33, nodes.logs()
+    assert [e.why for e in nodes.facts(EpochLeft)] == ["drained"]
+    assert nodes.facts(SnapshotCommitted)[-1].why == "notice"
+
+
+def test_a_controller_may_release_a_node(nodes):
+    agent = nodes.start("--total", 100_000, "--every", 20, "--sleep-s", 0.02)
+    nodes.until(lambda: nodes.step() >= 20)
+    open_store(str(nodes.run)).create("control/leave-000001.json", b"{}")
+    assert agent.wait(60) == 33, nodes.logs()
+    assert [e.why for e in nodes.facts(EpochLeft)] == ["drained"]

@@ -19,7 +19,7 @@ from harness import provider
 from harness.facts import Chain, SessionStarted, StepDone
 from harness.local import LocalCloud, clean, visible_gpus
 from harness.metadata import TOKEN_HEADER, TTL_HEADER
-from harness.sources import AwsSource
+from harness.sources import AwsSource, detect
 from harness.tasks import Task
 from harness.world import BadInput, CloudUnavailable, NodeState, Offer
 from storage.objects import open_store
@@ -214,6 +214,18 @@ def test_the_market_follows_the_runs_progress(make, tmp_path):
     until(lambda: cloud.status()["available"] == 3, "capacity to rise at 15 %")
     assert cloud.status()["progress"] == 0.2
     up(cloud, 4)
+
+
+@pytest.mark.parametrize("speaks", ["gcp", "azure"])
+def test_a_node_may_have_another_clouds_metadata_service(make, speaks, tmp_path):
+    cloud = make(notices=speaks)
+    up(cloud, 1)
+    sources = detect({k: v for k, v in environment(cloud, 1).items() if k != "HARNESS_NODE_DIR"}, tmp_path)
+    assert {s.name for s in sources} == {speaks}
+    assert not any(s.poll() for s in sources)
+    cloud.event("preempt", grace_s=WAIT_S)
+    heard = [n for s in sources[:1] for n in s.poll()]
+    assert [(n.kind, n.source) for n in heard] == [("kill", speaks)]
 
 
 def test_a_metadata_endpoint_can_be_made_to_fail(make):

@@ -1,6 +1,8 @@
 """Every cloud's source against its fake and against what clouds really send: appear, change, vanish; slow, wrong, silent, restarted."""
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from contextlib import closing
@@ -499,3 +501,47 @@ def test_what_is_asked_for_by_name_is_not_doubted(tmp_path):
         AwsSource("169.254.169.254")
     for base, host in ((sources.AWS_V6, "fd00:ec2::254"), (sources.AWS_V4, "169.254.169.254")):
         assert AwsSource(base)._endpoint._host == host
+
+
+# ---- the command ------------------------------------------------------------------------------------------------
+def test_the_fake_as_a_command_takes_orders(tmp_path):
+    words = [sys.executable, "-m", "harness.cli", "fake-metadata", "--cloud", "gcp", "--port", "0"]
+    fake = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        name, _, host = fake.stdout.readline().removeprefix("export ").strip().partition("=")
+        for _ in range(2):
+            assert fake.stdout.readline().startswith("#")
+        source = detect({name: host}, tmp_path)[0]
+        assert not source.poll()
+
+        def order(line):
+            print(line, file=fake.stdin, flush=True)
+            return fake.stdout.readline().strip()
+
+        assert order('{"do": "notice", "kind": "kill"}') == '{"id": "instance/preempted"}'
+        assert [n.kind for n in source.poll()] == ["kill"]
+        assert "none of notice, cancel, fault, well" in order('{"do": "dance"}')
+        control = sources.Endpoint(f"http://{host}")
+
+        def post(said):
+            return control.request("POST", "/-/control", {}, timeout_s=10, body=json.dumps(said).encode()).status
+
+        assert [post(o) for o in ({"do": "fault", "status": 503}, {"do": "fault", "party": 1}, {"do": "cancel"}, 7)] == [200, 400, 200, 400]
+        assert [n.kind for n in source.poll()] == ["kill"]  # an outage takes nothing back
+        assert source.errors == 1
+        assert post({"do": "well"}) == 200
+        assert not source.poll()
+    finally:
+        fake.kill()
+        fake.wait()
+        fake.stdin.close()
+        fake.stdout.close()
+
+
+def test_a_port_that_is_taken_is_named():
+    with closing(MetadataServer(GcpMetadata("vm-7"))) as server:
+        port = server.endpoint.rstrip("/").rpartition(":")[2]
+        words = [sys.executable, "-m", "harness.cli", "fake-metadata", "--port", port]
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+        assert ended.returncode == 2
+        assert f"--port {port}: Address already in use; name another port" in ended.stderr

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from harness.policies import POLICIES, cheapest, on_demand_fallback, patient, resolve, uniform_progress, within_budget, within_hours
+from harness.policies import (
+    POLICIES,
+    cheapest,
+    on_demand_fallback,
+    patient,
+    replacing,
+    resolve,
+    uniform_progress,
+    within_budget,
+    within_hours,
+)
 from harness.world import BadInput, Launch, Node, NodeState, Offer, Stop, Terminate, View, Wait
 
 A, B, C = Offer(1.0, "a"), Offer(1.2, "b"), Offer(3.0, "c")
@@ -84,6 +94,20 @@ def test_uniform_progress_buys_when_behind_and_saves_when_ahead() -> None:
     assert decide(2, 40, up(1, OD)) == Terminate(1, "ahead of schedule and spot is back")
     assert launched(decide(9.9, 90)) == OD  # last call: only what is not taken away
     assert isinstance(decide(9.9, 90, up(1, A)), Wait)  # the spot node that is there is kept
+
+
+def test_a_node_that_may_not_stay_is_replaced_then_released() -> None:
+    policy = replacing(cheapest)
+    two = (up(1, A), up(2, A))
+    assert isinstance(policy(view(*two)), Wait)
+    assert launched(policy(view(*two, doubted=(1,)))) == A
+    assert isinstance(policy(view(*two, pending(3, A), doubted=(1,))), Wait)
+    there = (*two, up(3, A))
+    assert policy(view(*there, doubted=(1,))) == Terminate(1, "its replacement is there", 300.0)
+    assert isinstance(policy(view(*there, doubted=(1,), now_s=30.0)), Wait)  # it has hardly come
+    assert policy(view(*there)) == Terminate(3, "it is not needed any more", 300.0)  # node 1 stays after all
+    assert policy(view(*two, pending(3, A))) == Terminate(3, "it is not needed any more")
+    assert isinstance(policy(view(*two, doubted=(1,), blocked={"a": 1e9, "b": 1e9, "c": 1e9})), Wait)  # better than nothing
 
 
 def test_a_budget_stops_just_before_it_is_spent() -> None:

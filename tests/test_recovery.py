@@ -12,13 +12,28 @@ from typing import TypeVar
 import pytest
 
 from harness.book import Book, bill, how_it_ended
-from harness.facts import AttemptEnded, AttemptIntended, AttemptUp, Decided, Fact, LeaseTaken, RunEnded
+from harness.facts import AttemptDoubted, AttemptEnded, AttemptIntended, AttemptUp, Decided, Fact, LeaseTaken, RunEnded, Stamped
 from harness.journal import Journal, read_facts
 from harness.lease import Lease
 from harness.policies import cheapest
 from harness.recovery import STOP_KEY, Outcome, RunSpec, forget_stop, recover
 from harness.sim import VirtualClock
-from harness.world import BadInput, CloudUnavailable, Fenced, Launch, Node, NodeState, Offer, Policy, Terminate, View, Wait, World
+from harness.world import (
+    DOUBT,
+    LEAVE,
+    BadInput,
+    CloudUnavailable,
+    Fenced,
+    Launch,
+    Node,
+    NodeState,
+    Offer,
+    Policy,
+    Terminate,
+    View,
+    Wait,
+    World,
+)
 from storage.faults import Crash
 from storage.manifest import Ref
 from storage.objects import MemoryStore, ObjectStore, StoreUnavailable
@@ -233,6 +248,49 @@ def test_limits_count_anew_after_a_run_was_ended(stage: Stage) -> None:
 def test_a_policy_cannot_have_more_than_max_nodes(stage: Stage) -> None:
     stage.lead(RunSpec(1, 2, exit_grace_s=5.0), policy=lambda view: Launch(SPOT, "more"))
     assert len(stage.cloud.all) == 2
+
+
+def test_a_node_that_may_not_stay_gets_another_one_beside_it_and_is_released(stage: Stage) -> None:
+    def leaves_when_asked(attempt: int) -> None:
+        if f"{LEAVE}{attempt:06d}.json" in stage.store.list(LEAVE):
+            stage.cloud.end(attempt, 33)
+        elif stage.cloud.all[attempt].alive:
+            stage.clock.after(1.0, lambda: leaves_when_asked(attempt))
+
+    stage.cloud.script = trains(lambda: stage, seconds=300.0)
+    stage.clock.after(20.0, lambda: stage.store.put(f"{DOUBT}000001.json", b"{}"))
+    stage.clock.after(21.0, lambda: leaves_when_asked(1))
+    assert stage.lead().outcome == "done"
+    first, second = stage.facts(AttemptEnded)
+    assert (first.attempt, first.end, second.attempt, second.end) == (1, "drained", 2, "finished")
+    assert second.up_s is not None and 60.0 <= first.gone_s - second.up_s <= 70.0  # settled first
+    assert stage.facts(AttemptDoubted) == [AttemptDoubted(1, True)]
+    released = [f for f in stage.facts(Decided) if f.decision == "release"]
+    assert released == [Decided("release", "attempt 1: its replacement is there")]
+
+
+def test_a_node_that_stays_after_all_makes_the_other_one_leave(stage: Stage) -> None:
+    stage.cloud.script = trains(lambda: stage, seconds=900.0)
+    stage.clock.after(20.0, lambda: stage.store.put(f"{DOUBT}000001.json", b"{}"))
+    stage.clock.after(40.0, lambda: stage.store.delete(f"{DOUBT}000001.json"))
+    assert stage.lead().outcome == "done"
+    ended = {f.attempt: f for f in stage.facts(AttemptEnded)}
+    assert [ended[n].end for n in (1, 2)] == ["finished", "terminated"]
+    assert f"{LEAVE}000002.json" in stage.store.list(LEAVE)  # asked first; it did not listen
+    assert ended[2].up_s is not None and ended[2].billed_s >= 300.0
+    assert stage.facts(AttemptDoubted) == [AttemptDoubted(1, True), AttemptDoubted(1, False)]
+
+
+def test_a_successor_knows_who_may_not_stay(stage: Stage) -> None:
+    book = Book.of(
+        [Stamped(float(t), "controller-1", f) for t, f in enumerate((
+            AttemptIntended(1, dataclasses.asdict(SPOT)), AttemptUp(1, 1.0), AttemptDoubted(1, True), AttemptDoubted(9, True),
+        ))],
+        random.Random(1),
+    )  # fmt: skip
+    assert book.doubted == {1}
+    book.add(9.0, AttemptEnded(1, "drained", 0.0, 1.0, 9.0, 33, "exited", 8.0, 0.0))
+    assert book.doubted == set()
 
 
 def test_terminate_is_told_once_in_a_while(stage: Stage) -> None:
