@@ -37,6 +37,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from harness.nearby import NearbyConfig
 from harness.session import _only_by_optimizers, _tensor_of
 from harness.uploader import Line, Local, Remote, Server
 from storage import Ref, Snapshots, open_store
@@ -261,7 +262,7 @@ def opened(url: str) -> Any:
 def serve(order: str) -> None:
     url, folder, budget = json.loads(order)
     os.nice(10)
-    server = Server(opened(url), Path(folder), budget, "bench")
+    server = Server(opened(url), Path(folder), budget, "bench", NearbyConfig())
     threading.Thread(target=server.serve, daemon=True).start()
     sys.stdin.read()
     os._exit(0)

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,6 +42,7 @@ from harness.facts import (
 )
 from harness.journal import Journal
 from harness.marks import Want
+from harness.nearby import NearbyConfig
 from harness.notices import Notice, Source, watch
 from harness.rendezvous import NO_EPOCH, Epoch, Member, ProbeServer, Rendezvous, free_port, newest_epoch
 from harness.uploader import NodeUploader
@@ -87,6 +88,7 @@ class AgentConfig:
     wait_limit_s: float = 3600.0  # how long to wait for a place in an epoch
     stage_dir: Path | None = None  # a RAM disk for staged snapshots; None: /dev/shm
     stage_nbytes: int | None = None  # what they may take of it; None: half of what is free
+    nearby: NearbyConfig = field(default_factory=NearbyConfig)  # tiers of snapshots besides this node's stage
     settle_s: float = 30.0  # how long the next epoch waits for uploads whose worker has died
     hang: progress.Limits = field(default_factory=progress.Limits)
     hangs_allowed: int = 3  # so many hangs of our own workers: this node is unfit
@@ -173,7 +175,8 @@ class Agent:
     def execute(self) -> int:
         c = self.config
         c.node_dir.mkdir(parents=True, exist_ok=True)
-        self._uploads = NodeUploader(c.run, self.name, c.stage_dir, c.stage_nbytes, c.node_dir / "uploader.log")
+        nearby = replace(c.nearby, addr=c.addr, share=c.nproc > 1)
+        self._uploads = NodeUploader(c.run, self.name, c.stage_dir, c.stage_nbytes, c.node_dir / "uploader.log", nearby)
         probe = ProbeServer(self.name, c.addr)
         me = Member(self.name, "ready", 0, c.addr, probe.port, free_port(c.addr), nproc=c.nproc, attempt=c.attempt, speed=c.speed)
         self.rendezvous = Rendezvous(self.store, me, beat_s=c.beat_s, dead_s=c.dead_s, join_window_s=1.0, min_members=c.min_members)

@@ -344,6 +344,10 @@ class RunFlags:
     trackers: str = flag("", "where to publish committed steps: wandb, tensorboard, jsonl, or package.module:function, comma-separated")
     stage_gib: float = flag(0.0, "host memory for staged snapshots, in GiB; 0: half of what is free")
     stage_dir: str = flag("", "RAM disk for staged snapshots; default: /dev/shm")
+    disk_tier_gib: float = flag(0.0, "keep the last snapshots on this much of the node's disk, too; 0: do not")
+    disk_tier_dir: str = flag("", "where; default: the node's scratch folder")
+    peer_tier: str = flag("off", "memory, disk: nodes keep a copy of a neighbour's share there, and read from each other before the bucket",
+                          choices=["off", "memory", "disk"])  # fmt: skip
     hang_after_s: float = flag(0.0, "a worker without a sign of life for so long is hung; 0: ten times its slowest step, at least 300 s")
     stuck_after_s: float = flag(0.0, "the same for start-up, resuming and saving; 0: 1800 s and 900 s")
     gpu_health: str = flag("auto", "auto (NVML, where there is a driver), off, or the file that drives a fake one")
@@ -355,6 +359,7 @@ class RunFlags:
 def run(flags: RunFlags) -> int:
     """Be this node's agent: join the run, start the script's workers, heed notices."""
     from harness.agent import Agent, AgentConfig
+    from harness.nearby import NearbyConfig
     from harness.sources import LimitSource, detect, duration, moment, sigterm_s
     from harness.worker import die_with_parent
 
@@ -393,6 +398,9 @@ def run(flags: RunFlags) -> int:
         trackers=trackers,
         stage_dir=Path(flags.stage_dir) if flags.stage_dir else None,
         stage_nbytes=int(flags.stage_gib * 2**30) or None,
+        nearby=NearbyConfig(
+            disk_nbytes=int(flags.disk_tier_gib * 2**30), disk_root=flags.disk_tier_dir or str(node_dir / "disk-tier"), peer=flags.peer_tier
+        ).checked(),
         beat_s=flags.beat_s or (1.0 if nearby else 3.0),  # a heartbeat is a request that object stores bill
         dead_s=flags.dead_s or (5.0 if nearby else 10.0),
         hang=_hang_limits(flags.hang_after_s, flags.stuck_after_s),

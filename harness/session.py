@@ -56,6 +56,7 @@ from harness.guards import NonFiniteLoss, check_finite, peak_flops
 from harness.journal import Journal
 from harness.loader import MicroBatch, Stream, fingerprint, is_map_style, map_style, same_when_read_again, seed_everything, to_device
 from harness.marks import EXIT_CODE, Mark, MarkReader, Want
+from harness.nearby import tiers_for
 from harness.parallel import Strategy, same_everywhere, shard, strategy_for
 from harness.progress import Place, Progress
 from harness.uploader import Courier, Local, Remote
@@ -65,7 +66,8 @@ from storage.manifest import Manifest, Ref, SnapshotCorrupt
 from storage.objects import MemoryStore, ObjectStore, StoreError, open_store
 from storage.retention import Keep
 from storage.snapshots import Snapshots
-from storage.staging import Beside, Near, Segment, StageFull
+from storage.staging import Beside, Segment, StageFull
+from storage.tiers import Tiered
 from storage.upload import Job, Outcome
 
 COMMIT_TIMEOUT_S = 600.0  # the longest that leaving waits for its snapshot
@@ -904,7 +906,7 @@ class Session:
             why = ""
             try:
                 manifest = self.snapshots.load(ref)
-                near = Near(self.store, manifest, self._courier.held(ref))
+                near = Tiered(self.store, manifest, tiers_for(manifest, self._courier.held(ref)), self._wrong_tier)
                 self._load(manifest, Snapshots(near))
                 self._tier = near.tier
             except SnapshotCorrupt as e:
@@ -917,6 +919,9 @@ class Session:
                 self._fact(SnapshotQuarantined(ref.step, ref.epoch, why))
                 print(f"harness: {why}; falling back to the next older snapshot", flush=True)
             self.sum(0.0)  # nobody looks again before it is quarantined
+
+    def _wrong_tier(self, tier: str, what: str) -> None:
+        self._fact(Warned(self.step, self.epoch, what))
 
     def _newest(self) -> str | None:
         manifest = self.snapshots.latest(lambda ref, why: self._fact(SnapshotQuarantined(ref.step, ref.epoch, why)))

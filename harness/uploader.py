@@ -4,7 +4,7 @@
 they hand over, commits, prunes, records the facts of it, and lives on when a worker dies. It dies with its agent. One JSON object per
 line over a Unix socket in the stage's folder, which only its own user can enter; bytes never travel, they lie in the segments.
 
-    reserve   a segment for one more snapshot of a rank            held    which parts of committed snapshots lie in segments
+    reserve   a segment for one more snapshot of a rank            held    where a committed snapshot lies near (nearby.py)
     send      a job; its outcome is told when it is known          drain   there is a deadline; busy: how many shares are not written
 
 Without an agent a session uses `Local`: the same engine on threads of the trainer's process. Knows nothing of torch.
@@ -25,18 +25,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from harness.facts import DrainVerdict, SnapshotCommitted, SnapshotFailed
 from harness.journal import Journal
+from harness.nearby import NEAR, Nearby, NearbyConfig
 from harness.rendezvous import newest_epoch
 from harness.world import Fenced
-from storage.manifest import Ref
+from storage.manifest import Ref, SnapshotCorrupt
 from storage.objects import ObjectStore, StoreError, open_store
 from storage.snapshots import Snapshots
 from storage.staging import Segment, Segments, Stage, StageFull, sweep
+from storage.tiers import SegmentTier
 from storage.upload import Forecast, Job, Outcome, Uploader
 
 ANSWER_S = 30.0  # the longest wait for an answer of the uploader (making a big segment takes seconds)
@@ -61,8 +63,8 @@ class Courier(Protocol):
     def send(self, job: Job, segment: Segment, done: Done) -> None:
         """Hand over; the segment is free again when `done` has been told."""
 
-    def held(self, ref: Ref) -> dict[str, Place]:
-        """Parts of a snapshot that this node still has in memory."""
+    def held(self, ref: Ref) -> dict[str, Any]:
+        """Where a snapshot lies nearer than in the bucket, as `nearby.tiers_for` takes it; {}: nowhere."""
 
 
 def fence(store: ObjectStore) -> Callable[[Ref], None]:
@@ -124,7 +126,7 @@ class Local:
 
         self._uploader.submit(job, segment.view, landed)
 
-    def held(self, ref: Ref) -> dict[str, Place]:
+    def held(self, ref: Ref) -> dict[str, Any]:
         return {}
 
 
@@ -263,20 +265,19 @@ class Remote:
         for job, segment, landed in pending:
             self._fallback.send(job, segment, landed)
 
-    def held(self, ref: Ref) -> dict[str, Place]:
+    def held(self, ref: Ref) -> dict[str, Any]:
         try:
-            found = self._line.ask("held", ref=ref.name)["parts"]
+            return dict(self._line.ask("held", ref=ref.name)["near"])
         except (ConnectionError, StageFull):
             return {}
-        return {key: (path, start, end) for key, (path, start, end) in found.items()}
 
 
 # ---- the agent's side -------------------------------------------------------------------------------------------
 class NodeUploader:
     """The uploader of a node, held by its agent, and the stage that both own. Every call is bounded and harmless when it is dead."""
 
-    def __init__(self, run: str, member: str, parent: Path | None, budget_nbytes: int | None, log: Path):
-        self.run, self.member, self._log = run, member, log
+    def __init__(self, run: str, member: str, parent: Path | None, budget_nbytes: int | None, log: Path, nearby: NearbyConfig):
+        self.run, self.member, self._log, self._nearby = run, member, log, nearby
         sweep(parent)
         self.stage = Stage(parent, budget_nbytes)
         self._process: subprocess.Popen[bytes] | None = None
@@ -288,10 +289,11 @@ class NodeUploader:
         if self._process is not None and self._process.poll() is None:
             return
         for left in self.stage.folder.iterdir():  # what one that died has left; who maps a segment keeps its memory
-            if left.name != "lock":
+            if left.name not in ("lock", NEAR):
                 left.unlink(missing_ok=True)
         self._line = None
         order = {"run": self.run, "folder": str(self.stage.folder), "budget_nbytes": self.stage.budget_nbytes, "member": self.member}
+        order["nearby"] = replace(self._nearby, memory_nbytes=self.stage.budget_nbytes // 2).to_dict()
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "harness.uploader", json.dumps(order)], stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT
@@ -350,12 +352,13 @@ class _Kept:
     busy: bool = False
     ref: Ref | None = None  # committed, and whole in here as far as this rank's share goes
     parts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    tier: SegmentTier | None = None  # what peers may have of it
 
 
 class Server:
     """One node's uploader. `serve` returns when `stop` is called."""
 
-    def __init__(self, store: ObjectStore, folder: Path, budget_nbytes: int, member: str):
+    def __init__(self, store: ObjectStore, folder: Path, budget_nbytes: int, member: str, nearby: NearbyConfig):
         self.store, self.member = store, member
         self.snapshots = Snapshots(store)
         self.journal = Journal(store, f"uploader-{member}-{secrets.token_hex(3)}", time.time)
@@ -365,6 +368,7 @@ class Server:
         self._lock = threading.Lock()
         self._expected: dict[tuple[Ref, int], tuple[bool, float, float]] = {}
         self._deadline_s: float | None = None  # wall clock
+        self.nearby = Nearby(store, member, folder, nearby, self._staged)
         self._socket = socket.socket(socket.AF_UNIX)
         with _socket_in(folder) as address:
             self._socket.bind(address)
@@ -382,6 +386,7 @@ class Server:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        self.nearby.close()
         with contextlib.suppress(StoreError):
             self.journal.flush()
 
@@ -414,7 +419,7 @@ class Server:
                 self._send(Job.from_dict(request["job"]), request["path"], done)
                 return None
             case "held":
-                return {"parts": self._held(Ref.parse(request["ref"]))}
+                return {"near": {"parts": self._held(Ref.parse(request["ref"])), **self.nearby.told()}}
             case "drain":
                 self._drain(request["deadline_s"])
                 return {}
@@ -430,6 +435,7 @@ class Server:
                 if not kept.busy and (path in unused or kept.epoch < epoch):
                     self.segments.drop(Path(path))
                     del self._kept[path]
+            self.nearby.shared_no_more()
             segment = self.segments.create(nbytes)
             self._kept[str(segment.path)] = _Kept(segment, rank, epoch)
             return segment
@@ -437,9 +443,11 @@ class Server:
     def _send(self, job: Job, path: str, done: Done) -> None:
         with self._lock:
             kept = self._kept[path]
-            kept.busy, kept.ref, kept.parts = True, None, {}
+            kept.busy, kept.ref, kept.parts, kept.tier = True, None, {}, None
 
         def landed(outcome: Outcome) -> None:
+            if outcome.state == "committed" and self.nearby.config.keeps and self._deadline_s is None:
+                self._fill(kept, job, outcome)
             with self._lock:
                 kept.busy = False
                 if outcome.state in ("committed", "waiting"):
@@ -455,6 +463,19 @@ class Server:
         with self._lock:
             kept = [(path, k) for path, k in self._kept.items() if k.ref == ref]
             return {key: (path, start, end) for path, k in kept for key, (start, end) in k.parts.items()}
+
+    def _fill(self, kept: _Kept, job: Job, outcome: Outcome) -> None:
+        """The nearer tiers have it too. That they do not is no error."""
+        with contextlib.suppress(StoreError, SnapshotCorrupt):
+            manifest = self.snapshots.load(job.ref)
+            places = {key: job.files[name] for key, name in outcome.parts.items()}
+            path = str(kept.segment.path)
+            kept.tier = SegmentTier(manifest, {key: (path, start, end) for key, (start, end) in places.items()})
+            self.nearby.fill(manifest, {key: kept.segment.view[start:end] for key, (start, end) in places.items()})
+
+    def _staged(self) -> list[SegmentTier]:
+        with self._lock:
+            return [k.tier for k in self._kept.values() if k.tier is not None]
 
     # -- drains and facts --
     def _drain(self, deadline_s: float | None) -> None:
@@ -506,7 +527,8 @@ def main() -> None:
     order = json.loads(sys.argv[1])
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, NICE)
-    server = Server(open_store(order["run"]), Path(order["folder"]), order["budget_nbytes"], order["member"])
+    nearby = NearbyConfig(**order.get("nearby", {}))
+    server = Server(open_store(order["run"]), Path(order["folder"]), order["budget_nbytes"], order["member"], nearby)
     threading.Thread(target=server.serve, daemon=True).start()
     sys.stdin.read()  # until the agent closes it
     server.stop()

@@ -19,14 +19,13 @@ import queue
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import psutil
 
-from storage.manifest import Manifest, Part, chunk_hash
-from storage.objects import ObjectStore, StoreError
+from storage.objects import StoreError
 
 PREFIX = "spotharness-stage-"
 PAGE_NBYTES = 4096
@@ -152,68 +151,6 @@ class Beside:
     def _work(self) -> None:
         while True:
             self._errands.get()()
-
-
-class Near:
-    """A store that has some parts of one snapshot in memory here. Every hash is looked at; what is wrong is fetched from `far`."""
-
-    def __init__(self, far: ObjectStore, manifest: Manifest, places: Mapping[str, tuple[str, int, int]]):
-        """`places`: part key -> (file, start, end)."""
-        self.url, self._far = far.url, far
-        self.near_nbytes = self.far_nbytes = 0
-        self._parts: dict[str, tuple[Part, memoryview]] = {}
-        files: dict[str, Segment] = {}
-        for part in manifest.parts:
-            path, start, end = places.get(part.key, ("", 0, 0))
-            if end - start != part.nbytes:
-                continue
-            with contextlib.suppress(OSError, ValueError):  # gone, or empty
-                files[path] = files.get(path) or Segment.open(Path(path), writable=False)
-                self._parts[part.key] = part, files[path].view[start:end]
-
-    @property
-    def tier(self) -> str:
-        """Where what was read so far came from."""
-        if not self.near_nbytes:
-            return "bucket"
-        return "memory+bucket" if self.far_nbytes else "memory"
-
-    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
-        part, view = self._parts.get(key, (None, None))
-        if part is not None and view is not None:
-            low, high = start or 0, part.nbytes if end is None else end
-            found = bytes(view[low:high])
-            if self._right(part, found, low, high):
-                self.near_nbytes += len(found)
-                return found
-            self._parts.pop(key, None)
-        found = self._far.get(key, start, end)
-        if part is not None or "/parts/" in key:
-            self.far_nbytes += len(found)
-        return found
-
-    @staticmethod
-    def _right(part: Part, found: bytes, low: int, high: int) -> bool:
-        size = part.chunk_nbytes
-        if low % size or (high % size and high != part.nbytes):
-            return False  # not whole chunks: nobody can tell
-        view = memoryview(found)
-        return all(chunk_hash(view[i : i + size]) == part.hashes[(low + i) // size] for i in range(0, len(found), size))
-
-    def put(self, key: str, data: bytes | memoryview) -> None:
-        self._far.put(key, data)
-
-    def create(self, key: str, data: bytes | memoryview) -> bool:
-        return self._far.create(key, data)
-
-    def list(self, prefix: str) -> list[str]:
-        return self._far.list(prefix)
-
-    def delete(self, key: str) -> None:
-        self._far.delete(key)
-
-    def size(self, key: str) -> int:
-        return self._far.size(key)
 
 
 def default_parent() -> Path:

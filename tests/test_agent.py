@@ -26,6 +26,7 @@ from harness.facts import (
 from harness.journal import read_facts
 from harness.metadata import AzureScheduledEvents, MetadataServer, environment_of
 from storage.objects import open_store
+from storage.tiers import chunks_of
 
 
 class Nodes:
@@ -295,3 +296,39 @@ def test_a_controller_may_release_a_node(nodes):
     open_store(str(nodes.run)).create("control/leave-000001.json", b"{}")
     assert agent.wait(60) == 33, nodes.logs()
     assert [e.why for e in nodes.facts(EpochLeft)] == ["drained"]
+
+
+def test_a_lost_nodes_share_is_still_near(nodes):
+    """Two nodes save shares of a snapshot and keep each other's; when one is lost the other reads nothing from the bucket."""
+    flags, stages = ("--total", 250, "--every", 1000, "--sleep-s", 0.03), [nodes.run.parent / f"stage{i}" for i in range(2)]
+    for stage in stages:
+        nodes.start(*flags, agent=("--min-nodes", "2", "--peer-tier", "memory", "--stage-dir", str(stage)))
+    nodes.until(lambda: nodes.facts(SessionStarted))
+    nodes.processes[0].send_signal(signal.SIGUSR1)
+    nodes.until(lambda: newest(nodes.run))
+    chunks = chunks_of([newest(nodes.run)])
+    nodes.until(lambda: chunks <= {path.name for stage in stages for path in stage.glob("*/near/chunks/*")})
+    os.killpg(nodes.processes[1].pid, signal.SIGKILL)
+    nodes.start(*flags, agent=("--peer-tier", "memory", "--stage-dir", str(nodes.run.parent / "stage2")))
+    codes = nodes.codes()
+    assert (codes[0], codes[2]) == (0, 0), nodes.logs()
+    resumed = [s for s in nodes.facts(SessionStarted) if s.resumed_step]
+    assert resumed and resumed[-1].world == 2 and resumed[-1].tier == "memory", resumed
+
+
+def test_a_node_that_comes_back_reads_its_disk(nodes, tmp_path):
+    disk = ("--disk-tier-gib", "0.1", "--disk-tier-dir", str(tmp_path / "nvme"))
+    nodes.start(*SLOW, agent=disk)
+    nodes.until(lambda: nodes.step() >= 20)
+    os.killpg(nodes.processes[0].pid, signal.SIGKILL)
+    nodes.processes[0].wait(30)
+    nodes.start(*SLOW, agent=disk)
+    assert nodes.codes()[1] == 0, nodes.logs()
+    assert [s.tier for s in nodes.facts(SessionStarted)][1:] in (["disk"], ["disk+bucket"])  # the newest may not have been copied yet
+
+
+@pytest.mark.parametrize("flags", [("--peer-tier", "disk"), ("--peer-tier", "yes"), ("--disk-tier-gib", "-1")])
+def test_tiers_that_make_no_sense_are_refused(nodes, flags):
+    agent = nodes.start(*SLOW, agent=flags)
+    assert agent.wait(60) not in (0, 33)
+    assert "peer-tier" in nodes.logs() or "GiB" in nodes.logs()

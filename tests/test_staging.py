@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from storage import MemoryStore, Ref, Snapshots
-from storage.staging import PREFIX, Beside, Near, Segment, Segments, Stage, StageFull, sweep
+from storage.staging import PREFIX, Beside, Segment, Segments, Stage, StageFull, sweep
 from storage.weights import combined, weights_sum
 
 
@@ -101,37 +101,6 @@ def test_the_hash_sees_any_change():
     known.add(weights_sum(*index("w", array.reshape(70, 300), [(slice(0, 70), slice(0, 300))]), ""))
     assert len(known) == 1 + 15 + 3
     assert weights_sum(*index("other", array, boxes), "w") == 0
-
-
-# ---- reading from memory ----------------------------------------------------------------------------------------
-def committed(chunk_nbytes=1000):
-    snapshots = Snapshots(MemoryStore(objects={}), chunk_nbytes)
-    data = bytes(range(256)) * 20
-    snapshots.write(Ref(1, 5), 0, 1, {"a.bin": data, "b.bin": data[::-1]}, {}, {}, "t")
-    manifest = snapshots.commit(Ref(1, 5), 1)
-    return snapshots, manifest, {p.key: snapshots.store.get(p.key) for p in manifest.parts}
-
-
-def test_near_memory_is_read_first_and_believed_only_if_its_hash_is_right(tmp_path):
-    snapshots, manifest, content = committed()
-    first, second = content
-    segment = Segment.create(tmp_path / "s", 20_000)
-    segment.view[100 : 100 + len(content[first])] = content[first]
-    places = {first: (str(tmp_path / "s"), 100, 100 + len(content[first]))}
-    snapshots.store.put(first, b"not what was committed")
-    near = Near(snapshots.store, manifest, places)
-    assert near.tier == "bucket"
-    assert Snapshots(near, 1000).read(manifest, first, 10, 4000) == content[first][10:4000]
-    assert near.tier == "memory"
-    assert Snapshots(near, 1000).read(manifest, second, 0, 5120) == content[second]
-    assert near.tier == "memory+bucket"
-    snapshots.store.put(first, content[first])
-    segment.view[2200] ^= 1
-    near = Near(snapshots.store, manifest, places)
-    assert Snapshots(near, 1000).read(manifest, first, 2000, 3000) == content[first][2000:3000]
-    assert near.tier == "bucket"
-    gone = Near(snapshots.store, manifest, {first: (str(tmp_path / "nothing"), 0, len(content[first]))})
-    assert Snapshots(gone, 1000).read(manifest, first, 0, 10) == content[first][:10]
 
 
 # ---- copying beside the training --------------------------------------------------------------------------------

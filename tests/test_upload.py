@@ -13,6 +13,7 @@ import pytest
 
 from harness.facts import DrainVerdict, SnapshotCommitted, SnapshotFailed
 from harness.journal import read_facts
+from harness.nearby import NearbyConfig
 from harness.rendezvous import Epoch, encode_epoch, epoch_key
 from harness.uploader import Line, Local, Remote, Server
 from storage import MemoryStore, Ref, Snapshots, StoreError, open_store
@@ -190,7 +191,7 @@ def test_out_of_time_nothing_is_committed_then_or_later():
 @contextlib.contextmanager
 def served(tmp_path, store, budget_nbytes=1 << 20):
     stage = Stage(tmp_path, budget_nbytes)
-    server = Server(store, stage.folder, budget_nbytes, "m0001-x")
+    server = Server(store, stage.folder, budget_nbytes, "m0001-x", NearbyConfig())
     threading.Thread(target=server.serve, daemon=True).start()
     try:
         yield stage.folder, server
@@ -208,16 +209,16 @@ def test_a_session_hands_over_and_reads_its_parts_back(tmp_path):
         segment.view[:] = VIEW[:4000]
         remote.send(job(keep={"last": 1, "every": 0}), segment, told)
         assert told.wait().state == "committed"
-        places = remote.held(R1)
+        places = remote.held(R1)["parts"]
         content = {p.key: store.get(p.key) for p in Snapshots(store).latest().parts}
         assert {key: bytes(Segment.open(path, writable=False).view[a:b]) for key, (path, a, b) in places.items()} == content
-        assert remote.held(R2) == {}
+        assert remote.held(R2)["parts"] == {}
         assert remote.segment(4000) is segment and remote.segment(4000).path != segment.path  # one is being filled: another
         remote.give_back(segment)
         newer = Remote(folder, 2, 0, Local(store, lambda job, outcome: None))
-        assert newer.held(R1) == places
+        assert newer.held(R1)["parts"] == places
         newer.segment(5000)
-        assert newer.held(R1) == {}  # who reserves has restored
+        assert newer.held(R1)["parts"] == {}  # who reserves has restored
         facts = [s.fact for s in read_facts(store, "uploader-m0001-x")]
         assert [f.kind for f in facts] == ["SnapshotCommitted"] and facts[0].weights == told.outcomes[0].weights
 

@@ -1,0 +1,513 @@
+"""Tiers: places nearer than the bucket that may hold bytes of a snapshot, and verified reads through them.
+
+The unit is the hash chunk of a part. Its manifest gives its hash, so a tier files a chunk under that hash and its length, equal chunks
+of several snapshots lie there once, and every tier can be asked without trust: what does not hash right is dropped and the next tier is
+read. Only the bucket decides what exists; a tier may lose anything at any time.
+
+    memory   SegmentTier, what was staged; FolderTier in /dev/shm      survives the worker
+    disk     FolderTier on a disk                                      survives the agent
+    peer     PeerTier, ChunkServer                                     survives the node
+    bucket                                                             survives all
+
+Knows nothing of torch or harness. An error of a tier is a miss; errors of the bucket travel as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import hmac
+import http.client
+import os
+import re
+import shutil
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Protocol
+
+from storage.manifest import Manifest, Part, chunk_hash
+from storage.objects import ObjectStore
+from storage.staging import Segment
+
+BLOCK_CHUNKS = 8  # chunks that one process of a node fetches while the others wait: one request of 32 MiB
+NODE_WAIT_S = 60.0  # for another process of this node to fetch a block; then we fetch it ourselves
+PEER_TIMEOUT_S = 2.0  # connect, and each read from a peer; a slower one is not asked again
+FOLDER_LOCK_S = 10.0
+CHUNK_ID = re.compile(r"[0-9a-f]{32}-[0-9]{1,12}")
+
+OnWrong = Callable[[str, str], None]  # (tier's name, what was wrong)
+
+
+def chunk_id(part: Part, i: int) -> str:
+    """The name of chunk `i` of a part in every tier: its hash and its length in bytes."""
+    return f"{part.hashes[i]}-{min(part.nbytes - i * part.chunk_nbytes, part.chunk_nbytes)}"
+
+
+def is_chunk(id: str, data: bytes | memoryview) -> bool:
+    return id == f"{chunk_hash(data)}-{len(data)}"
+
+
+class Tier(Protocol):
+    """A place that may hold chunks. Nothing in it is trusted, and nothing in it is needed."""
+
+    name: str
+
+    def get(self, id: str) -> bytes | memoryview | None:
+        """What is filed under `id`, unverified; None if it has nothing or does not answer."""
+
+    def put(self, chunks: Mapping[str, bytes | memoryview]) -> int:
+        """File chunks, dropping the least recently used ones if there is no room. Returns how many were filed."""
+
+    def drop(self, id: str) -> None:
+        """Forget a chunk; no error if it is not there."""
+
+
+class SegmentTier:
+    """Parts of one snapshot where they were staged; nothing is copied, and nothing can be added."""
+
+    name = "memory"
+
+    def __init__(self, manifest: Manifest, places: Mapping[str, tuple[str, int, int]]):
+        """`places`: part key -> (file, start, end)."""
+        self._chunks: dict[str, memoryview] = {}
+        files: dict[str, Segment] = {}
+        for part in manifest.parts:
+            path, start, end = places.get(part.key, ("", 0, 0))
+            if end - start != part.nbytes:
+                continue
+            with contextlib.suppress(OSError, ValueError):  # gone, or empty
+                files[path] = files.get(path) or Segment.open(Path(path), writable=False)
+                view, size = files[path].view[start:end], part.chunk_nbytes
+                self._chunks |= {chunk_id(part, i): view[i * size : (i + 1) * size] for i in range(len(part.hashes))}
+
+    def get(self, id: str) -> memoryview | None:
+        return self._chunks.get(id)
+
+    def put(self, chunks: Mapping[str, bytes | memoryview]) -> int:
+        return 0
+
+    def drop(self, id: str) -> None:
+        self._chunks.pop(id, None)
+
+
+class FolderTier:
+    """Chunks as files, shared by all processes of a node. At most `budget_nbytes`; the least recently used go first.
+
+    In /dev/shm it is the memory tier, on a disk the disk tier. A reader that has a file open keeps its bytes when it is dropped.
+    """
+
+    def __init__(self, name: str, folder: Path, budget_nbytes: int):
+        if budget_nbytes < 0:
+            raise ValueError(f"the budget of the {name} tier is in bytes, at least 0; found {budget_nbytes}")
+        self.name, self.root, self.budget_nbytes = name, folder, budget_nbytes
+        self._folder = folder / "chunks"
+        self._locks = folder / "locks"
+        for each in (self._folder, self._locks):
+            each.mkdir(parents=True, exist_ok=True)
+
+    def get(self, id: str) -> bytes | None:
+        path = self._folder / id
+        try:
+            data = path.read_bytes()
+            os.utime(path)  # used now
+            return data
+        except OSError:  # not there, or a bad disk, which is a miss too
+            return None
+
+    def put(self, chunks: Mapping[str, bytes | memoryview]) -> int:
+        wanted = {id: data for id, data in chunks.items() if not self._touch(id)}
+        filed = len(chunks) - len(wanted)
+        with self.locked("put", FOLDER_LOCK_S) as mine:
+            if not mine:
+                return filed
+            there = sorted(self._entries())
+            room = self.budget_nbytes - sum(nbytes for _, nbytes, _ in there)
+            for id, data in wanted.items():
+                if len(data) > self.budget_nbytes:
+                    continue
+                while room < len(data) and there:
+                    _, nbytes, old = there.pop(0)
+                    if old not in chunks:
+                        self.drop(old)
+                        room += nbytes
+                if room < len(data):
+                    break
+                try:
+                    self._write(id, data)
+                except OSError:  # the device is smaller than the budget, or broken: go without
+                    break
+                room -= len(data)
+                filed += 1
+        return filed
+
+    def drop(self, id: str) -> None:
+        with contextlib.suppress(OSError):
+            (self._folder / id).unlink()
+
+    def keep(self, ids: Iterable[str]) -> int:
+        """Drop other chunks that are older than the newest of `ids` (newer ones may be of a snapshot on its way). Returns bytes freed."""
+        ids, there = set(ids), list(self._entries())
+        newest_ns = max((used_ns for used_ns, _, id in there if id in ids), default=0)
+        gone = [(nbytes, id) for used_ns, nbytes, id in there if id not in ids and used_ns < newest_ns]
+        for _, id in gone:
+            self.drop(id)
+        return sum(nbytes for nbytes, _ in gone)
+
+    def list(self) -> list[str]:
+        return sorted(id for _, _, id in self._entries())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for _, nbytes, _ in self._entries())
+
+    @contextlib.contextmanager
+    def locked(self, name: str, wait_s: float) -> Iterator[bool]:
+        """One process of the node, and one thread of it, at a time. False: not within `wait_s`. The holder's death frees it."""
+        try:
+            fd = os.open(self._locks / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:  # the folder is gone or the device broken
+            yield False
+            return
+        try:
+            deadline_s, mine = time.monotonic() + wait_s, False
+            while not mine:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    mine = True
+                if not mine and time.monotonic() >= deadline_s:
+                    break
+                if not mine:
+                    time.sleep(0.01)
+            yield mine
+        finally:
+            os.close(fd)
+
+    def _touch(self, id: str) -> bool:
+        try:
+            os.utime(self._folder / id)
+        except OSError:
+            return False
+        return True
+
+    def _write(self, id: str, data: bytes | memoryview) -> None:
+        new = self._folder / f".{uuid.uuid4().hex}"
+        try:
+            new.write_bytes(data)
+            os.replace(new, self._folder / id)
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
+
+    def _entries(self) -> Iterator[tuple[int, int, str]]:
+        """(last use in ns, bytes, id) of every chunk; what a killed writer left half written is none (see OwnedFolder)."""
+        try:
+            names = os.listdir(self._folder)
+        except OSError:
+            return
+        for name in filter(CHUNK_ID.fullmatch, names):
+            with contextlib.suppress(OSError):
+                stat = os.stat(self._folder / name)
+                yield stat.st_mtime_ns, stat.st_size, name
+
+
+class OwnedFolder:
+    """`root`/<hash of `owner`>, ours until `close` or death. Folders beside it that nobody holds are of dead owners and are removed.
+
+    The same owner (a run on a node) finds its folder again after a death; another's is gone. Held by a shared lock on a file in it.
+    """
+
+    def __init__(self, root: Path, owner: str):
+        self.path = root / f"tier-{hashlib.blake2b(owner.encode(), digest_size=8).hexdigest()}"
+        while True:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            try:
+                fd = os.open(self.path / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                fcntl.flock(fd, fcntl.LOCK_SH)
+            except FileNotFoundError:  # a cleaner took the folder from under us
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(self.path / "owner").st_ino == os.fstat(fd).st_ino:
+                    break
+            os.close(fd)
+        self._fd = fd
+        for other in root.glob("tier-*"):
+            if other != self.path:
+                _remove_unowned(other)
+        for half in self.path.glob("chunks/.*"):  # what a killed process was writing
+            half.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _remove_unowned(folder: Path) -> None:
+    try:
+        fd = os.open(folder / "owner", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # not ours to judge: being made, or another user's
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        return
+    finally:
+        os.close(fd)
+
+
+# ---- peers ------------------------------------------------------------------------------------------------------
+class ChunkServer:
+    """Serves chunks that this node's tiers hold to peers that know the run's `secret`, and keeps in `keep` what they leave here.
+
+    GET /chunk/<id> with `Authorization: Bearer <secret>`: 200 and the bytes, 404 if no tier has them, 403 without the secret.
+    PUT: 201 filed, 400 if the bytes do not have that hash, 404 if nothing is kept here, 507 if there is no room.
+    Bound to `addr` only. `tiers` is asked for each request, since what is staged comes and goes.
+    """
+
+    def __init__(self, tiers: Callable[[], Sequence[Tier]], addr: str, secret: str, keep: Tier | None = None, timeout_s: float = 10.0):
+        if not secret:
+            raise ValueError("a chunk server needs a secret; found an empty one")
+        expected = f"Bearer {secret}"
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            timeout = timeout_s  # of a silent peer
+
+            def do_GET(self) -> None:
+                id = self._id()
+                found = _first(tiers(), id) if id else None
+                if id is not None:
+                    self._answer(404 if found is None else 200, b"" if found is None else found)
+
+            def do_PUT(self) -> None:
+                id, nbytes = self._id(), int(self.headers.get("Content-Length", "0"))
+                if id is None:
+                    return
+                if keep is None or not id or nbytes != int(id.partition("-")[2]):
+                    self.close_connection = True  # we do not read what we cannot use
+                    self._answer(404 if keep is None else 400)
+                    return
+                data = self.rfile.read(nbytes)
+                self._answer(400 if not is_chunk(id, data) else 201 if keep.put({id: data}) else 507)
+
+            def _id(self) -> str | None:
+                """The chunk asked for, "" if that is none; None: refused, and told so."""
+                if not hmac.compare_digest(self.headers.get("Authorization", "").encode(), expected.encode()):
+                    self.close_connection = True
+                    self._answer(403)
+                    return None
+                id = self.path.removeprefix("/chunk/")
+                return id if CHUNK_ID.fullmatch(id) else ""
+
+            def _answer(self, code: int, data: bytes | memoryview = b"") -> None:
+                self.send_response(code)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, format: str, *args: Any) -> None:  # peers come and go; that is no news
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, request: Any, client_address: Any) -> None:  # a peer that died in the middle
+                pass
+
+        self._server = Server((addr, 0), Handler)
+        self.addr, self.port = addr, int(self._server.server_address[1])
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="chunk-server", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5.0)
+
+
+def _first(tiers: Sequence[Tier], id: str) -> bytes | memoryview | None:
+    return next((data for tier in tiers if (data := tier.get(id)) is not None), None)
+
+
+class PeerTier:
+    """Chunks that other nodes hold, by their `ChunkServer`s at (address, port). One that fails or is slow once is not asked again."""
+
+    name = "peer"
+
+    def __init__(self, peers: Sequence[tuple[str, int]], secret: str, timeout_s: float = PEER_TIMEOUT_S):
+        self._peers, self._headers, self._timeout_s = list(peers), {"Authorization": f"Bearer {secret}"}, timeout_s
+        self._gone: set[tuple[str, int]] = set()
+        self._local = threading.local()  # connections are kept, one per thread and peer
+
+    def get(self, id: str) -> bytes | None:
+        for peer in self._peers:
+            if peer not in self._gone and (answer := self._ask(peer, "GET", id)) is not None and answer[0] == 200:
+                return answer[1]
+        return None
+
+    def put(self, chunks: Mapping[str, bytes | memoryview]) -> int:
+        """Leave them with the first peer. Stops at the first that it does not take."""
+        for done, (id, data) in enumerate(chunks.items()):
+            if not self._peers or self._peers[0] in self._gone:
+                return done
+            answer = self._ask(self._peers[0], "PUT", id, data)
+            if answer is None or answer[0] != 201:
+                return done
+        return len(chunks)
+
+    def drop(self, id: str) -> None:
+        """A peer that sent wrong bytes has to notice itself, when it reads them."""
+
+    def _ask(self, peer: tuple[str, int], method: str, id: str, body: bytes | memoryview | None = None) -> tuple[int, bytes] | None:
+        """Status and content; None, and never asked again, if it is gone, slow, or of another run."""
+        kept: dict[tuple[str, int], http.client.HTTPConnection] = self._local.__dict__.setdefault("kept", {})
+        connection = kept.setdefault(peer, http.client.HTTPConnection(*peer, timeout=self._timeout_s))
+        deadline_s = time.monotonic() + 2 * self._timeout_s  # in all, since a trickle would pass each read's time-out
+        data = bytearray()
+        try:
+            connection.request(method, f"/chunk/{id}", body=body, headers=self._headers)
+            response = connection.getresponse()
+            while block := response.read(1 << 20):
+                data += block
+                if time.monotonic() > deadline_s or len(data) > int(id.partition("-")[2]):
+                    raise TimeoutError(f"{peer} is too slow, or sends too much")
+            if response.status == 403:
+                raise ConnectionError(f"{peer} is of another run")
+            return response.status, bytes(data)
+        except (OSError, http.client.HTTPException):
+            self._gone.add(peer)
+            connection.close()
+            kept.pop(peer, None)
+            return None
+
+
+# ---- reading through them ---------------------------------------------------------------------------------------
+class Tiered:
+    """A store whose parts of one snapshot are read from the nearest tier that has them right; all else is the bucket's.
+
+    `tiers`, nearest first. `on_wrong(tier, what)` hears of wrong bytes in one; they are dropped there. What has to come from afar is
+    left in the FolderTiers and, if there is one, fetched once per node: other processes wait for it, at most `node_wait_s`.
+    """
+
+    def __init__(
+        self,
+        far: ObjectStore,
+        manifest: Manifest,
+        tiers: Sequence[Tier],
+        on_wrong: OnWrong = lambda tier, what: None,
+        node_wait_s: float = NODE_WAIT_S,
+    ):
+        self.url, self._far, self.tiers, self._on_wrong, self._node_wait_s = far.url, far, list(tiers), on_wrong, node_wait_s
+        self._parts = {part.key: part for part in manifest.parts}
+        self._folders = [t for t in tiers if isinstance(t, FolderTier)]
+        self._near = [t for t in tiers if not isinstance(t, PeerTier)]
+        self._peers = [t for t in tiers if isinstance(t, PeerTier)]
+        self._count = threading.Lock()
+        self.read_nbytes: Counter[str] = Counter()  # by tier's name, "bucket" among them
+
+    @property
+    def tier(self) -> str:
+        """Where the bytes read so far came from, nearest first: "memory", "memory+bucket". "bucket" before any read."""
+        names = [*dict.fromkeys(t.name for t in self.tiers), "bucket"]
+        return "+".join(name for name in names if self.read_nbytes[name]) or "bucket"
+
+    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        part = self._parts.get(key)
+        low, high = start or 0, (part.nbytes if part else 0) if end is None else end
+        if part is None or low % part.chunk_nbytes or (high % part.chunk_nbytes and high != part.nbytes):
+            return self._far.get(key, start, end)  # not whole chunks: nobody could tell whether they are right
+        first, last = low // part.chunk_nbytes, -(-high // part.chunk_nbytes)
+        found = {i: data for i in range(first, last) if (data := self._right(self._near, chunk_id(part, i))) is not None}
+        for block in range(first // BLOCK_CHUNKS, (last - 1) // BLOCK_CHUNKS + 1 if last > first else 0):
+            from_, to = max(first, block * BLOCK_CHUNKS), min(last, (block + 1) * BLOCK_CHUNKS)
+            if any(i not in found for i in range(from_, to)):
+                self._fetch(part, from_, to, found)
+        return b"".join(found[i] for i in range(first, last))
+
+    def _fetch(self, part: Part, low: int, high: int, found: dict[int, bytes | memoryview]) -> None:
+        """Chunks [low, high) of one block that are not `found`, from afar, by one process of this node at a time."""
+        name = hashlib.blake2b(f"{part.key} {low // BLOCK_CHUNKS}".encode(), digest_size=1).hexdigest()  # 256 files, not one a block
+        with self._folders[0].locked(name, self._node_wait_s) if self._folders else contextlib.nullcontext():
+            news: dict[str, bytes | memoryview] = {}
+            missing: list[int] = []
+            for i in range(low, high):
+                if i in found:
+                    continue
+                id = chunk_id(part, i)
+                if (data := self._right(self._folders, id)) is not None:  # while we waited
+                    found[i] = data
+                elif (data := self._right(self._peers, id)) is not None:
+                    found[i] = news[id] = data
+                else:
+                    missing.append(i)
+            size = part.chunk_nbytes
+            for run in _runs(missing):
+                content = self._far.get(part.key, run[0] * size, min((run[-1] + 1) * size, part.nbytes))
+                self._add("bucket", len(content))
+                view = memoryview(content)
+                for k, i in enumerate(run):  # too little of it is for the caller to find out
+                    found[i] = view[k * size : (k + 1) * size]
+                    if is_chunk(chunk_id(part, i), found[i]):
+                        news[chunk_id(part, i)] = found[i]
+            if news:
+                for tier in self._folders:
+                    tier.put(news)
+
+    def _right(self, tiers: Sequence[Tier], id: str) -> bytes | memoryview | None:
+        for tier in tiers:
+            data = tier.get(id)
+            if data is None:
+                continue
+            if is_chunk(id, data):
+                self._add(tier.name, len(data))
+                return data
+            tier.drop(id)
+            self._on_wrong(tier.name, f"chunk {id} in the {tier.name} tier is not what was written; it was dropped and read elsewhere")
+        return None
+
+    def _add(self, name: str, nbytes: int) -> None:
+        with self._count:
+            self.read_nbytes[name] += nbytes
+
+    # ---- the bucket's ----
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self._far.put(key, data)
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        return self._far.create(key, data)
+
+    def list(self, prefix: str) -> list[str]:
+        return self._far.list(prefix)
+
+    def delete(self, key: str) -> None:
+        self._far.delete(key)
+
+    def size(self, key: str) -> int:
+        return self._far.size(key)
+
+
+def blocks(part: Part, content: memoryview) -> Iterator[dict[str, bytes | memoryview]]:
+    """A part as a tier's `put` takes it, a few chunks at a time."""
+    size = part.chunk_nbytes
+    for low in range(0, len(part.hashes), BLOCK_CHUNKS):
+        yield {chunk_id(part, i): content[i * size : (i + 1) * size] for i in range(low, min(low + BLOCK_CHUNKS, len(part.hashes)))}
+
+
+def chunks_of(manifests: Iterable[Manifest]) -> set[str]:
+    return {chunk_id(part, i) for m in manifests for part in m.parts for i in range(len(part.hashes))}
+
+
+def _runs(numbers: Sequence[int]) -> list[list[int]]:
+    """[1, 2, 5] -> [[1, 2], [5]]"""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and runs[-1][-1] + 1 == n:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return runs
