@@ -74,6 +74,7 @@ class AgentConfig:
     node_dir: Path
     accelerator: str = "cpu"
     speed: float = 1.0
+    place: str = ""  # nodes of one place reach each other and form worlds; those of others wait
     min_members: int = 1
     grace_s: float = 30.0  # what a SIGTERM leaves us when nobody says
     drain_lead_s: float = 120.0  # so long before an end that is known long before, we drain
@@ -178,7 +179,9 @@ class Agent:
         nearby = replace(c.nearby, addr=c.addr, share=c.nproc > 1)
         self._uploads = NodeUploader(c.run, self.name, c.stage_dir, c.stage_nbytes, c.node_dir / "uploader.log", nearby)
         probe = ProbeServer(self.name, c.addr)
-        me = Member(self.name, "ready", 0, c.addr, probe.port, free_port(c.addr), nproc=c.nproc, attempt=c.attempt, speed=c.speed)
+        me = Member(
+            self.name, "ready", 0, c.addr, probe.port, free_port(c.addr), nproc=c.nproc, attempt=c.attempt, speed=c.speed, place=c.place
+        )
         self.rendezvous = Rendezvous(self.store, me, beat_s=c.beat_s, dead_s=c.dead_s, join_window_s=1.0, min_members=c.min_members)
         self.journal.record(AgentStarted(self.name, c.attempt, socket.gethostname(), c.nproc, c.accelerator, os.getpid()))
         self._add_spares()

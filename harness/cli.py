@@ -58,6 +58,8 @@ class LaunchFlags:
     policy: str = flag("", "how to choose: a name, or package.module:function; default: cheapest (sky: best_value)")
     dry_run: bool = flag(False, "print the plan (ranked offers, world, first choice and why), and launch nothing")
     clouds: str = flag("", "with --cloud sky --dry-run: plan for these (aws,gcp,...) without asking which ones are enabled")
+    move_saving: float = flag(0.15, "sky: move all nodes to another place when work is cheaper there by this share; 0: never")
+    move_stay_s: float = flag(1800.0, "sky: and when they have been where they are for so long")
     on_demand: bool = flag(False, "sky: offer on-demand nodes too (implied by policies that use them)")
     json: bool = flag(False, "with --dry-run: the plan as JSON")
     budget_usd: float | None = flag(None, "stop before more than this is spent")
@@ -87,7 +89,7 @@ def launch(flags: LaunchFlags) -> int:
     named = flags.policy or ("best_value" if sky else "cheapest")
     policy = policies.resolve(named)
     if sky:
-        policy = policies.together(policy)
+        policy = policies.together(policy, saving=flags.move_saving, stay_s=flags.move_stay_s)
     if flags.dry_run:
         return _plan(flags, task, policy, url, nodes, console)
     store = _checked_store(url)
@@ -390,6 +392,7 @@ def run(flags: RunFlags) -> int:
         node_dir=node_dir,
         accelerator=env.get("HARNESS_OFFER", ""),
         speed=flags.speed,
+        place=_place(env),
         min_members=flags.min_nodes,
         grace_s=flags.grace_s or sigterm_s(env, asked=flags.notices),
         drain_lead_s=flags.drain_lead_s,
@@ -432,6 +435,14 @@ def _address(env: Any) -> str:
     addresses = env.get("SKYPILOT_NODE_IPS", "").split()
     rank = int(env.get("SKYPILOT_NODE_RANK", 0))
     return addresses[rank] if rank < len(addresses) else "127.0.0.1"
+
+
+def _place(env: Any) -> str:
+    """Cloud and region of this node, from SkyPilot: nodes of others are not reached. Empty: unknown, or the local cloud."""
+    about = json.loads(env.get("SKYPILOT_CLUSTER_INFO") or "{}")
+    if about.get("cloud") == "local":
+        return ""
+    return "/".join(str(about[k]).lower() for k in ("cloud", "region") if about.get(k))
 
 
 # ---- looking at a run -------------------------------------------------------------------------------------------

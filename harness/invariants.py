@@ -9,6 +9,7 @@ Pure: knows the bucket's layout and the nouns; knows nothing of how the simulati
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
@@ -126,11 +127,11 @@ class IntendedFirst:
 
 @dataclass
 class NodeLimit:
-    """Never more than `max_nodes` nodes alive, besides those that might not stay. A controller that was overtaken in mid-act may have
-    added one."""
+    """Never more than `max_nodes` nodes alive in one place, besides those that might not stay, and never in more than two places. A
+    controller that was overtaken in mid-act may have added one."""
 
     max_nodes: int
-    alive: set[int] = field(default_factory=set)
+    alive: dict[int, str] = field(default_factory=dict)  # and where
     doubted: set[int] = field(default_factory=set)  # at any time
     late: int = 0
     leading: int = 0
@@ -141,8 +142,12 @@ class NodeLimit:
             self.leading = max(self.leading, event.term)
             self.late += event.act == "launch" and event.term < self.leading
         if isinstance(event, Changed):
-            (self.alive.add if event.node.alive else self.alive.discard)(event.node.attempt)
-            if len(self.alive) > self.max_nodes + len(self.doubted & self.alive) + self.late:
+            self.alive.pop(event.node.attempt, None)
+            if event.node.alive:
+                self.alive[event.node.attempt] = event.node.offer.place
+            places = Counter(self.alive.values())
+            limit = self.max_nodes + len(self.doubted & self.alive.keys()) + self.late
+            if any(count > limit for count in places.values()) or len(places) > 2 + self.late:
                 raise Violation(f"node limit: attempts {sorted(self.alive)} are alive at {event.t:.1f} s, limit {self.max_nodes}")
 
     def at_end(self) -> None: ...

@@ -14,7 +14,7 @@ import pkgutil
 from collections.abc import Callable, Iterable
 from urllib.parse import parse_qsl
 
-from harness.world import BadInput, Decision, Launch, Offer, Policy, Stop, Terminate, View, Wait
+from harness.world import BadInput, Decision, Launch, Node, Offer, Policy, Stop, Terminate, View, Wait
 
 LOOK_AGAIN_S = 10.0  # upper limit of every wait here: prices, capacity and nodes are looked at again after it
 
@@ -123,8 +123,9 @@ def replacing(policy: Policy, *, settle_s: float = 60.0, grace_s: float = 300.0)
         settled = sum(node.up_s is not None and view.now_s - node.up_s >= settle_s for node in sure)
         if view.doubted and settled >= view.max_nodes:
             return Terminate(view.doubted[0], "its replacement is there", grace_s)
-        if len(view.alive) > view.max_nodes + len(view.doubted):  # what was doubted stays after all
-            newest = max(sure, key=lambda node: (node.up_s is None, node.attempt))
+        crowded = [n for n in sure if sum(n.offer.place == m.offer.place for m in view.alive) > view.max_nodes + len(view.doubted)]
+        if crowded:  # what was doubted stays after all
+            newest = max(crowded, key=lambda node: (node.up_s is None, node.attempt))
             return Terminate(newest.attempt, "it is not needed any more", 0.0 if newest.up_s is None else grace_s)
         return policy(dataclasses.replace(view, max_nodes=view.max_nodes + len(view.doubted)))
 
@@ -160,25 +161,72 @@ def within_hours(policy: Policy, *, hours: float) -> Policy:
     return decide
 
 
-def together(policy: Policy, *, move_after_s: float = 300.0) -> Policy:
+def together(
+    policy: Policy,
+    *,
+    move_after_s: float = 300.0,
+    saving: float = 0.15,
+    stay_s: float = 1800.0,
+    settle_s: float = 60.0,
+    grace_s: float = 300.0,
+) -> Policy:
     """All nodes in one place, where they reach each other: the place of the node that is there longest. It is left when nobody is
-    there any more; or when fewer than `min_nodes` are up there, it is full, and nothing was committed for `move_after_s`."""
+    there any more; or when fewer than `min_nodes` are up there, it is full, and nothing was committed for `move_after_s`.
+
+    It is also left for a place that `policy` would take, where work is cheaper by at least the share `saving` (0: never), but not
+    before all nodes have been up for `stay_s`. Then a world as large is made ready there first; when it has been up for `settle_s` the
+    nodes here have `grace_s` to snapshot and leave. Both are paid for meanwhile: minutes, which the saving brings back in `stay_s` or so.
+    """
 
     def decide(view: View) -> Decision:
         if not view.alive:
             return policy(view)
         home = min(view.alive, key=lambda n: (n.up_s is None, n.attempt)).offer.place
-        for node in view.alive:
-            if node.offer.place != home:
-                return Terminate(node.attempt, "the others cannot reach it")
+        nodes, away = _split(view.alive, home)
+        if away:
+            return moving(view, nodes, away)
         here = tuple(o for o in view.offers if o.place == home)
         up = sum(node.up_s is not None for node in view.alive)
         stuck_s = view.now_s - max(view.last_progress_s, view.started_s, *(node.asked_s for node in view.alive))
         if up < view.min_nodes and stuck_s >= move_after_s and not open_offers(view, here) and open_offers(view):
             return Terminate(view.alive[-1].attempt, "too few nodes can be had here: the whole run moves")
+        if saving > 0 and not view.doubted and all(n.up_s is not None and view.now_s - n.up_s >= stay_s for n in nodes):
+            better = tuple(o for o in view.offers if o.place != home and usd_per_work(o) <= (1 - saving) * _cost(nodes))
+            wanted = policy(dataclasses.replace(view, alive=(), offers=tuple(open_offers(view, better))))
+            if isinstance(wanted, Launch):
+                return Launch(wanted.offer, "the whole run will be cheaper there")
         return policy(dataclasses.replace(view, offers=here))
 
+    def moving(view: View, nodes: list[Node], away: list[Node]) -> Decision:
+        """Some nodes are elsewhere already, beside the world that trains."""
+        there, odd = _split(away, min(away, key=lambda n: (n.up_s is None, n.attempt)).offer.place)
+        if odd or saving <= 0 or _cost(there) >= _cost(nodes):
+            return Terminate((odd or away)[-1].attempt, "the others cannot reach it")
+        settled = sum(n.up_s is not None and view.now_s - n.up_s >= settle_s for n in there)
+        if settled >= len(nodes):
+            first, *rest = (n.attempt for n in nodes)
+            return Terminate(first, "the whole run is cheaper elsewhere", grace_s, tuple(rest))
+        if len(there) < len(nodes):
+            room = tuple(o for o in view.offers if o.place == there[0].offer.place and usd_per_work(o) < _cost(nodes))
+            if offers := open_offers(view, room):
+                return Launch(min(offers, key=usd_per_work), "the whole run will be cheaper there")
+            if all(n.up_s is not None for n in there):
+                return Terminate(there[-1].attempt, "there is no room for the whole run")
+        return Wait(LOOK_AGAIN_S, "a cheaper place is made ready")
+
     return decide
+
+
+def _split(nodes: Iterable[Node], place: str) -> tuple[list[Node], list[Node]]:
+    """(those in `place`, the others)"""
+    found = list(nodes)
+    return [n for n in found if n.offer.place == place], [n for n in found if n.offer.place != place]
+
+
+def _cost(nodes: Iterable[Node]) -> float:
+    """`usd_per_work` of a world."""
+    found = list(nodes)
+    return sum(n.offer.usd_per_h for n in found) / sum(n.offer.speed * max(1, n.offer.gpus) for n in found)
 
 
 # ---- by name --------------------------------------------------------------------------------------------------------

@@ -21,7 +21,22 @@ from harness import policies
 from harness.book import Book, bill, how_it_ended
 from harness.facts import AttemptDoubted, AttemptEnded, AttemptIntended, AttemptUp, Decided, Fact, LeaseTaken, RunEnded, Stamped
 from harness.lease import Lease
-from harness.world import DOUBT, LEAVE, BadInput, CloudUnavailable, Decision, Launch, Node, Policy, Stop, Terminate, View, Wait, World
+from harness.world import (
+    DOUBT,
+    LEAVE,
+    BadInput,
+    CloudUnavailable,
+    Decision,
+    Launch,
+    Node,
+    Offer,
+    Policy,
+    Stop,
+    Terminate,
+    View,
+    Wait,
+    World,
+)
 from storage.manifest import Manifest
 from storage.objects import NotFound, ObjectStore, StoreUnavailable
 from storage.snapshots import Snapshots
@@ -215,7 +230,7 @@ class Loop:
     def act(self, decision: Decision) -> None:
         """Intent first, durably; then the act, if we still hold the lease."""
         match decision:
-            case Launch(offer, reason) if len(self.book.open) < self.run.max_nodes + len(self.book.doubted):
+            case Launch(offer, reason) if self.room(offer):
                 attempt = self.book.next_attempt
                 self.note(AttemptIntended(attempt, dataclasses.asdict(offer), reason))
                 self.journal.flush()
@@ -224,14 +239,21 @@ class Loop:
                 self.waiting = None
             case Launch():
                 self.wait(self.run.poll_s, "the policy asked for more than max_nodes")
-            case Terminate(attempt, reason, grace_s):
-                if not self.still_leaving(attempt, reason, grace_s):
-                    self.dismiss(attempt)
+            case Terminate(attempt, reason, grace_s, also):
+                for each in (attempt, *also):
+                    if not self.still_leaving(each, reason, grace_s):
+                        self.dismiss(each)
                 self.wait(self.run.poll_s, reason)
             case Wait(seconds, reason):
                 self.wait(seconds, reason)
             case Stop(reason):
                 self.ask_to_stop(reason, failed=False)
+
+    def room(self, offer: Offer) -> bool:
+        """Limits that hold whatever the policy says: `max_nodes` in a place, and never in more than two places, which a move takes."""
+        places = [node.offer.place for node in self.book.open.values()]
+        limit = self.run.max_nodes + len(self.book.doubted)
+        return places.count(offer.place) < limit and len({*places, offer.place}) <= 2
 
     def wait(self, seconds: float, reason: str) -> None:
         if reason != self.waiting:

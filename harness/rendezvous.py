@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from harness.facts import canonical, digest
+from harness.world import meeting_place
 from storage.objects import NotFound, ObjectStore, StoreError
 
 MEMBERS, EPOCHS = "rdzv/members/", "rdzv/epochs/"
@@ -45,6 +46,7 @@ class Member:
     end: str = ""  # how its last epoch ended for it: facts.EpochLeft.why
     failure: str = ""  # signature of the script's failure that ended its last epoch
     failure_step: int = 0  # newest committed step when it failed
+    place: str = ""  # who is in one place reach each other; an epoch is in one place
 
 
 @dataclass(frozen=True)
@@ -234,7 +236,8 @@ class Rendezvous:
 
     def waiting(self, current: Epoch, alive: list[Member]) -> list[Member]:
         """Those who want in and are not in `current`."""
-        return [m for m in alive if m.state == "ready" and m.member not in current.members]
+        here = {m.place for m in alive if m.member in current.members}
+        return [m for m in alive if m.state == "ready" and m.member not in current.members and m.place in here]
 
     def try_form(self, max_world: int | None, doubtful: bool = False) -> Epoch | None:
         """The newest epoch if we are in it and have not taken part yet; else create the next one when its time has come.
@@ -253,7 +256,9 @@ class Rendezvous:
             self._settled_since = None
             return None
         ready = [m for m in alive if m.state == "ready"]
-        if len(ready) < self._min_members:
+        where = meeting_place([(m.place, m.nproc, m.member in last.members) for m in sorted(ready, key=lambda m: self._order(m, last))])
+        ready = [m for m in ready if m.place == where]
+        if self.me.place != where or len(ready) < self._min_members:
             self._settled_since = None
             return None
         now = self._monotonic()

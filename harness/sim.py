@@ -30,7 +30,7 @@ from harness.journal import Journal, read_facts
 from harness.lease import Lease
 from harness.policies import cheapest, resolve
 from harness.recovery import STOP_KEY, Outcome, RunSpec, recover
-from harness.world import DRAINED, FINISHED, STOPPED, CloudUnavailable, Fenced, Node, NodeState, Offer, Policy, World
+from harness.world import DRAINED, FINISHED, LEAVE, STOPPED, CloudUnavailable, Fenced, Node, NodeState, Offer, Policy, World, meeting_place
 from storage.faults import Crash, FaultyStore, corrupt
 from storage.manifest import Manifest, Ref, SnapshotCorrupt
 from storage.objects import MemoryStore, NotFound, ObjectStore, StoreUnavailable
@@ -392,7 +392,8 @@ class Members:
         member.ready = True
         self.clock.after(5.0, lambda: self.retry(lambda: self.look(member)))
         if self.team and not self.team.over:
-            self.drain(self.team, "resize")
+            if member.offer.place == self.team.members[0].offer.place:
+                self.drain(self.team, "resize")
         else:
             self.form_soon()
 
@@ -400,6 +401,8 @@ class Members:
         """What an agent does all the time: is the run over, or to be stopped?"""
         if member.dead:
             return
+        if member.ready and self.sim.member_store().list(f"{LEAVE}{member.attempt:06d}.json"):
+            self.notice(member.attempt)
         if self.team is None or self.team.over or member not in self.team.members:
             newest = self.snapshots.latest()
             if (newest and newest.data["final"]) or self.stop_asked():
@@ -458,6 +461,10 @@ class Members:
 
     def form(self) -> None:
         members = [m for m in self.all.values() if m.ready]
+        if members:
+            were = self.team.members if self.team else []
+            where = meeting_place([(m.offer.place, 1, m in were) for m in members])
+            members = [m for m in members if m.offer.place == where]
         if len(members) < self.sim.run.min_nodes or (self.team and not self.team.over):
             self.forming = False
             return

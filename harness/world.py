@@ -137,6 +137,18 @@ class View:
     doubted: tuple[int, ...] = ()  # of those alive: attempts that may not stay (facts.AttemptDoubted)
 
 
+def meeting_place(found: Sequence[tuple[str, int, bool]]) -> str:
+    """Where those that want to train together meet. found: of each, its place, its number of workers, whether it was in the last world.
+
+    Where the last world was, for as long as somebody of it is there; else where most workers are, then the first that is named.
+    """
+    candidates = [f for f in found if f[2]] or list(found)
+    workers: dict[str, int] = {}
+    for place, count, _ in candidates:
+        workers[place] = workers.get(place, 0) + count
+    return max(workers, key=lambda place: workers[place])
+
+
 @dataclass(frozen=True)
 class Launch:
     offer: Offer
@@ -148,6 +160,7 @@ class Terminate:
     attempt: int
     reason: str
     grace_s: float = 0.0  # first asked to leave, and ended if it is still there after this
+    also: tuple[int, ...] = ()  # these too, at the same moment
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from harness.policies import (
     patient,
     replacing,
     resolve,
+    together,
     uniform_progress,
     within_budget,
     within_hours,
@@ -165,3 +166,52 @@ def test_your_own_by_dotted_path() -> None:
 def test_a_bad_name_says_what_to_do(name: str, says: str) -> None:
     with pytest.raises(BadInput, match=says):
         resolve(name)
+
+
+# ---- all in one place, and moving on purpose --------------------------------------------------------------------
+EAST, WEST = Offer(1.0, "x/east/a", place="x/east"), Offer(1.5, "x/west/a", place="x/west")
+FLEET = together(cheapest, saving=0.2, stay_s=600.0, settle_s=60.0)
+
+
+def fleet(*alive: Node, **changes: object) -> View:
+    return view(*alive, offers=(EAST, WEST), **changes)
+
+
+def test_all_nodes_are_in_the_place_of_the_first() -> None:
+    assert launched(FLEET(fleet())) == EAST
+    assert launched(FLEET(fleet(blocked={"x/east/a": 2000.0}))) == WEST
+    assert launched(FLEET(fleet(up(1, WEST), now_s=300.0))) == WEST
+    assert isinstance(FLEET(fleet(up(1, EAST), blocked={"x/east/a": 2000.0})), Wait)
+    stray = FLEET(fleet(up(1, EAST), pending(2, WEST)))
+    assert stray == Terminate(2, "the others cannot reach it")
+
+
+def test_it_moves_to_where_it_is_cheaper_only_when_that_pays() -> None:
+    here = up(1, WEST), up(2, WEST)
+    assert isinstance(FLEET(fleet(*here, now_s=600.0)), Wait)  # they have not been there for long
+    assert launched(FLEET(fleet(*here))) == EAST
+    assert isinstance(FLEET(fleet(*here, blocked={"x/east/a": 1001.0})), Wait)  # full there
+    assert isinstance(FLEET(fleet(*here, doubted=(2,))), Wait)
+    assert isinstance(together(cheapest, saving=0.4, stay_s=600.0)(fleet(*here)), Wait)  # a third is not enough
+    assert isinstance(together(cheapest, saving=0.0)(fleet(*here, now_s=1e6)), Wait)
+    assert isinstance(FLEET(fleet(up(1, EAST), up(2, EAST))), Wait)  # there is nothing better
+
+
+def test_a_world_as_large_is_ready_there_before_this_one_is_left() -> None:
+    here = up(1, WEST), up(2, WEST)
+    assert launched(FLEET(fleet(*here, pending(3, EAST)))) == EAST
+    assert isinstance(FLEET(fleet(*here, pending(3, EAST), pending(4, EAST))), Wait)
+    fresh = Node(4, EAST, NodeState.UP, asked_s=900.0, up_s=990.0)
+    assert isinstance(FLEET(fleet(*here, up(3, EAST), fresh)), Wait)
+    assert FLEET(fleet(*here, up(3, EAST), up(4, EAST))) == Terminate(1, "the whole run is cheaper elsewhere", 300.0, (2,))
+    assert FLEET(fleet(*here[:1], up(3, EAST))) == Terminate(1, "the whole run is cheaper elsewhere", 300.0)
+    full = FLEET(fleet(*here, up(3, EAST), blocked={"x/east/a": 2000.0}))
+    assert full == Terminate(3, "there is no room for the whole run")
+
+
+def test_a_move_is_not_mistaken_for_a_crowd() -> None:
+    """What looks for nodes too many leaves those alone that are elsewhere on purpose."""
+    decide = replacing(FLEET)
+    moving = up(1, WEST), up(2, WEST), up(3, EAST), pending(4, EAST)
+    assert isinstance(decide(fleet(*moving)), Wait)
+    assert decide(fleet(*moving, pending(5, EAST))) == Terminate(5, "it is not needed any more", 0.0)

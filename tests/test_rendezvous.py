@@ -164,3 +164,26 @@ def test_racing_members_agree_on_every_epoch(place):
 
 def test_no_epoch_has_no_world():
     assert (NO_EPOCH.world == 0 and newest_epoch(MemoryStore("memory://x", {})) is NO_EPOCH) or NO_EPOCH.epoch == 0
+
+
+def test_a_world_is_in_one_place_and_stays_there(place):
+    """Nodes of another region cannot be reached: they wait, and take over when nobody is left here."""
+    a, b, c, d = (place.member(n, attempt=i) for i, n in enumerate("abcd"))
+    for m, where in ((a, "x/east"), (b, "x/east"), (c, "x/west"), (d, "x/west")):
+        m.say(place=where)
+    epoch = place.form(a, b, c, d)
+    assert epoch.members == ("a", "b")
+    assert a.waiting(epoch, a.members()) == []  # so nobody stops for them
+    a.leave(end="drained")
+    b.say(state="ready", end="resize")
+    assert c.try_form(None) is None
+    epoch = place.form(b, c, d)
+    assert (epoch.members, epoch.reason) == (("b",), "shrink")
+    b.leave(end="drained")
+    assert place.form(c, d).members == ("c", "d")
+
+
+def test_most_workers_decide_where_a_run_begins(place):
+    a, b, c = place.member("a", attempt=1), place.member("b", nproc=2, attempt=2), place.member("c", attempt=3)
+    a.say(place="x/east"), b.say(place="x/west"), c.say(place="x/east", state="gone")
+    assert place.form(a, b).members == ("b",)

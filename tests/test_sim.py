@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from harness import policies
-from harness.facts import AttemptEnded, AttemptIntended, Fact, LeaseTaken, RunEnded, Stamped
+from harness.facts import AttemptEnded, AttemptIntended, Decided, Fact, LeaseTaken, RunEnded, Stamped
 from harness.invariants import Violation
 from harness.journal import Journal
 from harness.lease import Lease
 from harness.recovery import Outcome, RunSpec, recover
 from harness.sim import ON_DEMAND, Build, Job, SimResult, Weather, command, simulate, simulate_many
-from harness.world import View, Wait
+from harness.world import Offer, View, Wait
 from storage.manifest import Manifest, PartList, Ref
 from storage.objects import MemoryStore
 from storage.snapshots import Snapshots
@@ -271,3 +271,17 @@ def test_a_broken_part_is_found(name: str) -> None:
 def test_the_same_storm_breaks_no_rule_with_whole_parts() -> None:
     """The control of the experiment above."""
     assert all(r.outcome == "done" for r in simulate_many(range(12), weather=STORMY))
+
+
+def test_a_fleet_stays_together_and_moves_to_where_it_is_cheaper() -> None:
+    """Places do not reach each other. The cheap one is full at first; when it has room, the run moves there, once, and loses nothing."""
+    west = Offer(1.5, "x/west", place="x/west")
+    east = Offer(1.0, "x/east", place="x/east")
+    fleet = policies.together(policies.cheapest, saving=0.2, stay_s=300.0)
+    moved = 0
+    for seed in range(30):
+        weather = Weather(offers=(east, west), available=0.5, spell_s=300.0, kills_per_h=0.5, calm_s=1500.0, crashes=0.002)
+        r = simulate(seed, fleet, RunSpec(1, 3, poll_s=5.0, exit_grace_s=60.0), weather, Job(total_steps=900))
+        assert (r.outcome, r.committed_step) == ("done", 900)
+        moved += any(isinstance(s.fact, Decided) and "cheaper elsewhere" in s.fact.reason for s in r.facts)
+    assert moved > 10

@@ -79,6 +79,7 @@ class Lab:
         self.home = self.root / "home"  # of the nodes: their shared file system
         self.controller_home = self.root / "controller"
         self.bucket = self.root / "bucket"
+        self.code = self.root / "code"  # what runs: a copy, so that the tree may be worked on meanwhile
 
     # -- up and down --
     def up(self) -> None:
@@ -95,7 +96,17 @@ class Lab:
         for cluster in CLUSTERS:
             self._cluster(cluster)
         self._controller()
+        self.refresh_code()
         self._wait()
+
+    def refresh_code(self) -> None:
+        """Copy this tree's programs to where the lab runs them from."""
+        tree = Path(__file__).resolve().parent.parent.parent
+        for name in ("harness", "storage", "examples", "sky_tasks"):
+            shutil.rmtree(self.code / name, ignore_errors=True)
+            shutil.copytree(tree / name, self.code / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "README.md"):
+            shutil.copy(tree / name, self.code / name)
 
     def down(self) -> None:
         """End everything that `up` and the nodes started: SkyPilot's server, then nodes, then daemons."""
@@ -115,13 +126,12 @@ class Lab:
 
     def env(self) -> dict[str, str]:
         """The environment of a person at the controller: a HOME of its own, this tree's code, nothing reported."""
-        code = str(Path(__file__).resolve().parent.parent.parent)
         keep = {k: v for k, v in os.environ.items() if not k.startswith(("SKYPILOT_", "HARNESS_", "SLURM_", "PYTEST_"))}
         return {
             **keep,
             "HOME": str(self.controller_home),
             "PATH": f"{self.venv}/bin:{os.environ['PATH']}",
-            "PYTHONPATH": code,
+            "PYTHONPATH": str(self.code),
             "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
             "LAB": str(self.root),
         }

@@ -36,7 +36,7 @@ WITHIN_S = 900.0  # of a computer that others use too
 class Scene:
     def __init__(self, lab: Lab, steps: int):
         self.lab, self.url = lab, str(lab.bucket / f"run-{int(time.time())}")
-        self.task = in_lab("train.yaml", lab.venv, lab.root / "train.yaml")
+        self.task = in_lab("train.yaml", lab.venv, lab.root / "train.yaml", lab.code)
         self.steps, self.controller = steps, None
         self.store = open_store(self.url)
 
@@ -133,4 +133,6 @@ class Scene:
 
 if __name__ == "__main__":
     os.umask(0)
-    Scene(Lab(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 600).play()
+    the_lab = Lab(sys.argv[1])
+    the_lab.refresh_code()
+    Scene(the_lab, int(sys.argv[2]) if len(sys.argv) > 2 else 600).play()
