@@ -1,7 +1,8 @@
 """Objects in a bucket: the small interface that everything durable is written through.
 
-`open_store("s3://bucket/prefix")`, `gs://`, `az://`, `file:///path`, `memory://name`, or a plain path. Knows fsspec; knows
-nothing of snapshots, torch or harness. Keys are '/'-separated and relative to the store's URL.
+`open_store("s3://bucket/prefix")`, `gs://`, `az://`, `file:///path`, `memory://name`, or a plain path. Buckets are spoken to by
+obstore (`storage/fast.py`) where it can be, else by fsspec. Knows nothing of snapshots, torch or harness. Keys are '/'-separated and
+relative to the store's URL. What a store really does is found by `probe` (`storage/probe.py`).
 
 Errors:
     StoreError             the store said no: permission, missing bucket, full disk; the message says what to do
@@ -15,8 +16,10 @@ import contextlib
 import errno
 import os
 import threading
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -24,6 +27,9 @@ import fsspec
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_exponential, wait_random
 
 RETRY_WITHIN_S = 60.0  # how long a store may be silent before callers hear of it
+BLOCK_NBYTES = 64 << 20  # of what fsspec uploads of a larger object at once
+BACKENDS = ("obstore", "fsspec")
+Keys = list[str]  # in classes, where `list` is a method
 
 
 class StoreError(Exception):
@@ -63,10 +69,49 @@ class ObjectStore(Protocol):
         """Bytes of an object. Raises NotFound."""
 
 
-def open_store(url: str, *, retry_within_s: float = RETRY_WITHIN_S, **options: Any) -> ObjectStore:
+@runtime_checkable
+class ReadsInto(Protocol):
+    """A store that can read to where the bytes are wanted. All of ours can; `read_into` works with any."""
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        """Fill `buffer` (writable, bytes) with the object's bytes from `start`: how many there were. Raises NotFound.
+
+        Of a large buffer several ranges are read at once, so the object must not be replaced meanwhile.
+        """
+
+
+@runtime_checkable
+class HasUploads(Protocol):
+    """A store in which uploads that were never finished stay, out of sight and on the bill."""
+
+    def abort_stale_uploads(self, older_than_s: float) -> Keys:
+        """Drop unfinished uploads that began at least so long ago: their keys. Clocks differ, so be generous (hours)."""
+
+
+def read_into(store: ObjectStore, key: str, start: int, buffer: memoryview) -> int:
+    """See `ReadsInto`. For any store."""
+    if isinstance(store, ReadsInto):
+        return store.read_into(key, start, buffer)
+    return _copy_into(store.get(key, start, start + buffer.nbytes), buffer)
+
+
+def abort_stale_uploads(store: ObjectStore, older_than_s: float) -> list[str]:
+    """See `HasUploads`. For any store; nothing to do in one that keeps none (Azure drops them itself after a week)."""
+    return store.abort_stale_uploads(older_than_s) if isinstance(store, HasUploads) else []
+
+
+def _copy_into(found: bytes | memoryview, buffer: memoryview) -> int:
+    buffer.cast("B")[: len(found)] = found
+    return len(found)
+
+
+def open_store(
+    url: str, *, retry_within_s: float = RETRY_WITHIN_S, backend: str = "", environ: Mapping[str, str] = os.environ, **options: Any
+) -> ObjectStore:
     """A store rooted at `url`; transient failures are retried for `retry_within_s` seconds.
 
-    `options` go to the fsspec filesystem (credentials by each cloud's own conventions when absent).
+    `options` are spelled as for the cloud's fsspec filesystem (credentials by each cloud's own conventions when absent). `backend`: who
+    speaks to a bucket, "obstore" or "fsspec"; by default (also of the variable STORAGE_BACKEND) obstore wherever it can. Raises StoreError.
     """
     url = normalize(url)
     scheme = url.partition("://")[0]
@@ -74,7 +119,21 @@ def open_store(url: str, *, retry_within_s: float = RETRY_WITHIN_S, **options: A
         return MemoryStore(url)
     if scheme == "file":
         return FileStore(url, **options)
-    return Retrying(FsspecStore(url, **options), retry_within_s)
+    return Retrying(_remote(url, backend or environ.get("STORAGE_BACKEND", ""), environ, options), retry_within_s)
+
+
+def _remote(url: str, backend: str, environ: Mapping[str, str], options: dict[str, Any]) -> ObjectStore:
+    if backend not in ("", *BACKENDS):
+        raise StoreError(f"{url}: wanted one of {', '.join(BACKENDS)} as STORAGE_BACKEND, found {backend!r}")
+    if backend != "fsspec":
+        from storage import fast
+
+        try:
+            return fast.FastStore(url, environ=environ, **options)
+        except fast.Unfit as e:
+            if backend == "obstore":
+                raise StoreError(f"{url}: obstore cannot be used: {e}; leave STORAGE_BACKEND out") from e
+    return FsspecStore(url, **options)
 
 
 def normalize(url: str) -> str:
@@ -121,6 +180,9 @@ class MemoryStore:
 
     def size(self, key: str) -> int:
         return len(self.get(key))
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        return _copy_into(self.get(key, start, start + buffer.nbytes), buffer)
 
 
 class FileStore:
@@ -192,6 +254,27 @@ class FileStore:
         with self._answers(key):
             return self._path(key).stat().st_size
 
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        view, done = buffer.cast("B"), 0
+        with self._answers(key), open(self._path(key), "rb", buffering=0) as f:
+            f.seek(start)
+            while done < len(view):  # one read gives 2 GiB at most
+                n = f.readinto(view[done:])
+                if not n:
+                    break
+                done += n
+        return done
+
+    def abort_stale_uploads(self, older_than_s: float) -> Keys:
+        """Temporary files of writers that died. Those of living ones are younger than any sensible `older_than_s`."""
+        gone = []
+        for path in self._root.rglob(".*.tmp"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime <= time.time() - older_than_s:
+                    path.unlink()
+                    gone.append(path.relative_to(self._root).as_posix())
+        return sorted(gone)
+
     @contextlib.contextmanager
     def _answers(self, key: str) -> Iterator[None]:
         try:
@@ -214,7 +297,10 @@ class FsspecStore:
 
     def __init__(self, url: str, **options: Any):
         self.url = url
-        self._fs, path = fsspec.core.url_to_fs(url, **{"use_listings_cache": False, "skip_instance_cache": True, **options})
+        try:
+            self._fs, path = fsspec.core.url_to_fs(url, **{"use_listings_cache": False, "skip_instance_cache": True, **options})
+        except (ImportError, ValueError) as e:  # the package of this scheme is not installed, or there is no such scheme
+            raise StoreError(f"{url}: {e}; or install obstore, which speaks s3://, gs:// and az://") from e
         self._root = str(path).rstrip("/")
 
     def _path(self, key: str) -> str:
@@ -230,8 +316,20 @@ class FsspecStore:
                 raise
 
     def put(self, key: str, data: bytes | memoryview) -> None:
+        view = memoryview(data).cast("B")
         with self._answers(key):
-            self._fs.pipe_file(self._path(key), bytes(data))
+            if len(view) <= BLOCK_NBYTES:
+                self._fs.pipe_file(self._path(key), bytes(view))  # their clients take nothing else
+                return
+            file = self._fs.open(self._path(key), "wb", block_size=BLOCK_NBYTES)
+            try:
+                for start in range(0, len(view), BLOCK_NBYTES):
+                    file.write(view[start : start + BLOCK_NBYTES])
+            except BaseException:
+                file.discard()  # and not `close`, which would finish the object as far as it got
+                file.closed = True  # or the garbage collector would
+                raise
+            file.close()
 
     def create(self, key: str, data: bytes | memoryview) -> bool:
         with self._answers(key):
@@ -261,6 +359,17 @@ class FsspecStore:
         with self._answers(key):
             return int(self._fs.info(self._path(key))["size"])
 
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        return _copy_into(self.get(key, start, start + buffer.nbytes), buffer)
+
+    def abort_stale_uploads(self, older_than_s: float) -> Keys:
+        """S3 only. Google's resumable uploads and Azure's blocks are dropped by the cloud after a week."""
+        if not hasattr(self._fs, "call_s3"):
+            return []
+        bucket, _, prefix = self._root.partition("/")
+        with self._answers(""):
+            return abort_s3_uploads(self._fs.call_s3, bucket, prefix + "/" if prefix else "", older_than_s)
+
     @contextlib.contextmanager
     def _answers(self, key: str) -> Iterator[None]:
         where = f"{self.url}/{key}"
@@ -275,12 +384,32 @@ class FsspecStore:
         except PermissionError as e:
             raise StoreError(f"{where}: permission denied ({e}); check the credentials and the bucket's policy") from e
         except (OSError, TimeoutError) as e:
+            if getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _says(e, *FULL):
+                raise StoreError(f"{where}: {e}: the store is full; free some space, raise the quota, or choose another run URL") from e
             raise StoreUnavailable(f"{where}: {e}") from e
         except Exception as e:  # client libraries raise their own trees (botocore, google, azure); none may leak
             name = type(e).__name__
             if name in ("NoCredentialsError", "DefaultCredentialsError", "PartialCredentialsError"):
                 raise StoreError(f"{where}: no credentials found ({e}); log in the way your cloud's own tools do") from e
             raise StoreUnavailable(f"{where}: {name}: {e}") from e
+
+
+FULL = ("QuotaExceeded", "StorageFull", "InsufficientStorage", "No space left")  # words of S3-compatible stores and quotas
+
+
+def abort_s3_uploads(call: Callable[..., Any], bucket: str, prefix: str, older_than_s: float) -> list[str]:
+    """`call(operation, **arguments)`: an S3 client. Keys relative to `prefix`."""
+    gone, marker, cutoff = [], dict[str, str](), time.time() - older_than_s
+    while True:
+        page = call("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **marker)
+        for one in page.get("Uploads", []):
+            began: datetime = one["Initiated"]
+            if one["Key"].startswith(prefix) and began.timestamp() <= cutoff:
+                call("abort_multipart_upload", Bucket=bucket, Key=one["Key"], UploadId=one["UploadId"])
+                gone.append(one["Key"][len(prefix) :])
+        if not page.get("IsTruncated"):
+            return sorted(gone)
+        marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
 
 def _is_conflict(e: BaseException) -> bool:
@@ -330,8 +459,13 @@ class Retrying:
             except StoreUnavailable:
                 unknown = True
                 raise
+            if created or not unknown:
+                return created
             # An earlier try of ours may have succeeded unheard: then the object holds exactly our bytes.
-            return created or (unknown and self.inner.get(key) == bytes(data))
+            try:
+                return self.inner.get(key) == data
+            except NotFound:  # it was deleted meanwhile, whoever made it: nobody is there first, so try again
+                raise StoreUnavailable(f"{self.url}/{key}: created and deleted by others at the same time") from None
 
         return self._retry(once)()
 
@@ -343,3 +477,9 @@ class Retrying:
 
     def size(self, key: str) -> int:
         return self._retry(self.inner.size)(key)
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        return self._retry(read_into)(self.inner, key, start, buffer)
+
+    def abort_stale_uploads(self, older_than_s: float) -> Keys:
+        return self._retry(abort_stale_uploads)(self.inner, older_than_s)
