@@ -307,6 +307,9 @@ class FsspecStore:
         return f"{self._root}/{key}"
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        if end is not None and end <= (start or 0):
+            self.size(key)  # NotFound
+            return b""
         with self._answers(key):
             try:
                 return bytes(self._fs.cat_file(self._path(key), start=start, end=end))

@@ -1,37 +1,81 @@
-"""The contract that every object store must pass: memory, files, and S3 (moto, on loopback)."""
+"""The contract that every object store must pass: memory, files, and buckets of real servers on loopback (tests/buckets.py)."""
 
 import os
+import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import buckets
 import fsspec
 import pytest
 
-from storage import FileStore, FsspecStore, MemoryStore, NotFound, ObjectStore, Retrying, StoreError, StoreUnavailable, open_store
-from storage.objects import normalize
+from storage import FileStore, FsspecStore, MemoryStore, NotFound, ObjectStore, Retrying, StoreError, StoreUnavailable, fast, open_store
+from storage.objects import BACKENDS, abort_stale_uploads, normalize, read_into
 
 
 @pytest.fixture(scope="session")
-def s3_url() -> Iterator[dict]:
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    options = {"key": "test", "secret": "test", "endpoint_url": f"http://{host}:{port}"}
-    # The word "bucket" in a bucket's name must not be mistaken for an error about it.
-    fsspec.filesystem("s3", skip_instance_cache=True, **options).mkdir("my-bucket")
-    yield options
-    server.stop()
+def moto_url() -> Iterator[str]:
+    pytest.importorskip("moto.server")
+    with buckets.moto() as url:
+        yield url
 
 
-@pytest.fixture(params=["memory", "file", "s3"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+@pytest.fixture(scope="session")
+def s3_url(moto_url: str) -> dict:
+    return {"key": "test", "secret": "test", "endpoint_url": moto_url}
+
+
+@pytest.fixture(scope="session")
+def gcs_url(moto_url: str) -> dict:
+    return {"token": "anon", "endpoint_url": moto_url}
+
+
+@pytest.fixture(scope="session")
+def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict]:
+    with buckets.weed(tmp_path_factory.mktemp("weed")) as options:
+        fsspec.filesystem("s3", skip_instance_cache=True, **options).mkdir("my-bucket")
+        yield options
+
+
+@pytest.fixture(scope="session")
+def fake_gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict]:
+    with buckets.fake_gcs(tmp_path_factory.mktemp("gcs")) as options:
+        yield options
+
+
+@pytest.fixture(scope="session")
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict]:
+    with buckets.azurite(tmp_path_factory.mktemp("azurite")) as options:
+        yield options
+
+
+SERVERS = {  # scheme, who speaks to it, the fixture that has its options
+    "s3-fsspec-moto": ("s3", "fsspec", "s3_url"),
+    "s3-obstore-moto": ("s3", "obstore", "s3_url"),
+    "s3-obstore-weed": ("s3", "obstore", "weed"),
+    "gs-obstore-moto": ("gs", "obstore", "gcs_url"),
+    "gs-fsspec-fake": ("gs", "fsspec", "fake_gcs"),
+    "az-obstore-azurite": ("az", "obstore", "azurite"),
+}
+
+
+@pytest.fixture(params=["memory", "file", *SERVERS])
+def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], ObjectStore]:
+    """Opens a store whose URL ends with what is given."""
     if request.param == "memory":
-        return open_store(f"memory://{tmp_path}")
+        return lambda tail: open_store(f"memory://{tmp_path}{tail}")
     if request.param == "file":
-        return open_store(f"file://{tmp_path}/runs/x")
-    return open_store(f"s3://my-bucket{tmp_path}", **request.getfixturevalue("s3_url"))
+        return lambda tail: open_store(f"file://{tmp_path}/runs/x{tail}")
+    scheme, backend, fixture = SERVERS[request.param]
+    options = request.getfixturevalue(fixture)
+    return lambda tail: open_store(f"{scheme}://my-bucket{tmp_path}{tail}", backend=backend, **options)
+
+
+@pytest.fixture
+def store(opener: Callable[[str], ObjectStore]) -> ObjectStore:
+    return opener("")
 
 
 def test_it_is_an_object_store(store: ObjectStore) -> None:
@@ -140,23 +184,71 @@ def test_readers_never_see_a_mixture(store: ObjectStore) -> None:
             w.result()
 
 
-def test_two_stores_of_one_url_share_objects(store: ObjectStore, request: pytest.FixtureRequest) -> None:
-    options = request.getfixturevalue("s3_url") if store.url.startswith("s3:") else {}
-    store.put("k", b"v")
-    assert open_store(store.url + "/", **options).get("k") == b"v"
-    assert open_store(store.url + "-other", **options).list("") == []
+def test_two_stores_of_one_url_share_objects(opener: Callable[[str], ObjectStore]) -> None:
+    opener("").put("k", b"v")
+    assert opener("/").get("k") == b"v"
+    assert opener("-other").list("") == []
 
 
-def test_a_missing_bucket_is_an_error_at_once(s3_url: dict) -> None:
-    store = FsspecStore("s3://not-there/x", **s3_url)
-    with pytest.raises(StoreError, match="does not exist") as e:
-        store.put("k", b"v")
-    assert not isinstance(e.value, StoreUnavailable | NotFound)
+def test_large_objects_go_in_parts_and_come_back_to_where_they_are_wanted(store: ObjectStore) -> None:
+    nbytes = 2 * fast.PART_NBYTES + 12_345
+    data = memoryview(random.Random(1).randbytes(nbytes))
+    store.put("big", data)
+    assert store.size("big") == nbytes
+    start, want = 3_000_001, 2 * fast.READ_NBYTES + 77
+    buffer = bytearray(b"-" * (want + 10))
+    assert read_into(store, "big", start, memoryview(buffer)[5 : 5 + want]) == want
+    assert buffer[5 : 5 + want] == data[start : start + want]
+    assert buffer[:5] == buffer[-5:] == b"-----"
 
 
-def test_a_missing_object_in_a_bucket_called_bucket_is_not_found(s3_url: dict) -> None:
+def test_read_into_says_where_the_object_ends(store: ObjectStore) -> None:
+    store.put("r", b"0123456789")
+    buffer = bytearray(b"-" * 8)
+    assert read_into(store, "r", 7, memoryview(buffer)) == 3
+    assert buffer == b"789-----"
+    assert read_into(store, "r", 10, memoryview(buffer)) == 0
+    assert read_into(store, "r", 20, memoryview(buffer)) == 0
+    assert read_into(store, "r", 2, memoryview(buffer)[:0]) == 0
+    long = bytearray(3 * fast.READ_NBYTES)
+    assert read_into(store, "r", 1, memoryview(long)) == 9
+    assert long.startswith(b"123456789")
     with pytest.raises(NotFound):
-        FsspecStore("s3://my-bucket/x", **s3_url).size("k")
+        read_into(store, "missing", 0, memoryview(buffer))
+
+
+def test_unusual_keys(opener: Callable[[str], ObjectStore]) -> None:
+    store = opener("/a b/ünder")
+    keys = ["a b", "per%20cent", "plus+", "tilde~", "ümlaut"]
+    for key in keys:
+        store.put(key, key.encode())
+    assert store.list("") == keys
+    assert [store.get(key).decode() for key in keys] == keys
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_missing_bucket_is_an_error_at_once(s3_url: dict, backend: str) -> None:
+    store = open_store("s3://not-there/x", backend=backend, **s3_url)
+    for call in (lambda: store.put("k", b"v"), lambda: store.create("k", b"v"), lambda: store.get("k")):
+        with pytest.raises(StoreError, match="does not exist") as e:
+            call()
+        assert not isinstance(e.value, StoreUnavailable | NotFound)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_missing_object_in_a_bucket_called_bucket_is_not_found(s3_url: dict, backend: str) -> None:
+    with pytest.raises(NotFound):
+        open_store("s3://my-bucket/x", backend=backend, **s3_url).size("k")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_wrong_credentials_are_an_error_at_once_and_not_repeated_in_it(weed: dict, backend: str) -> None:
+    store = open_store("s3://my-bucket/x", backend=backend, **{**weed, "secret": "other-secret"})
+    for call in (lambda: store.put("k", b"v"), lambda: store.create("k", b"v"), lambda: store.get("k")):
+        with pytest.raises(StoreError, match="permission denied") as e:
+            call()
+        assert not isinstance(e.value, StoreUnavailable)
+        assert "other-secret" not in str(e.value)
 
 
 def test_normalize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

