@@ -282,21 +282,14 @@ def _html_path(url: str) -> str:
 
 
 def _checked_store(url: str, retry_within_s: float = RETRY_WITHIN_S) -> ObjectStore:
-    """The run's bucket, proven to be there and writable before anything is launched. Raises StoreError.
+    """The run's bucket, proven to be there, writable and fit before anything is launched. Raises StoreError.
 
     A person waits for this answer, so silence counts as a refusal sooner than it does once the run is under way.
     """
+    from storage.probe import record, require
+
     store = open_store(url, retry_within_s=PREFLIGHT_S)
-    key = f"control/probe-{secrets.token_hex(4)}"
-    if not store.create(key, b"probe") or store.get(key) != b"probe":
-        raise StoreError(f"{url}: what was written could not be read back; use another bucket")
-    if store.create(key, b"second"):
-        store.delete(key)
-        raise StoreError(
-            f"{url}: this store overwrites on a create-only write (If-None-Match is ignored), so commits would not be safe; use a store "
-            "with conditional writes (AWS S3, GCS, Azure, R2, MinIO, Ceph, SeaweedFS)"
-        )
-    store.delete(key)
+    record(store, require(store))
     return open_store(url, retry_within_s=retry_within_s)
 
 

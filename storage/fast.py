@@ -211,7 +211,7 @@ def _error(where: str, e: Exception) -> StoreError:
         return StoreError(f"{where}: {_short(e)}: the store is full; free some space, raise the quota, or choose another run URL")
     if type(e).__name__ in ("NoCredentialsError", "PartialCredentialsError") or "must be specified" in text or _is_without_identity(text):
         return StoreError(f"{where}: no credentials found ({_short(e)}); log in the way your cloud's own tools do")
-    if "PermanentRedirect" in text or "AuthorizationHeaderMalformed" in text or "301 Moved" in text:
+    if "PermanentRedirect" in text or "AuthorizationHeaderMalformed" in text or "redirect without LOCATION" in text:
         return StoreError(f"{where}: the bucket is in another region ({_short(e)}); set AWS_REGION to the bucket's")
     return StoreUnavailable(f"{where}: {_short(e)}")
 

@@ -14,13 +14,14 @@ import threading
 from collections.abc import Callable
 from typing import Literal, TypeVar, get_args
 
-from storage.objects import ObjectStore, StoreError, StoreUnavailable
+from storage.objects import NotFound, ObjectStore, StoreError, StoreUnavailable, read_into
 
 T = TypeVar("T")
 
-Mode = Literal["before", "after", "full", "torn", "crash-before", "crash-after"]
-"""What happens to one call: no answer and no effect; effect and no answer; disk full; half of what was asked is read; the
-caller dies before it; the caller dies after it took effect."""
+Mode = Literal["before", "after", "full", "torn", "stale", "throttled", "crash-before", "crash-after"]
+"""What happens to one call: no answer and no effect; effect and no answer; disk full; half of what was asked is read; what was there
+before the last change is read or listed; the store asks to slow down, and does so for the next few calls; the caller dies before it; the
+caller dies after it took effect."""
 
 Damage = Literal["flip", "truncate", "extend", "empty", "delete", "swap"]
 
@@ -36,6 +37,8 @@ class FaultyStore:
     unknown       chance that a call takes effect and is not answered
     full          chance that a write finds the disk full
     torn          chance that a read returns only the first half (no store should; hashes must catch it)
+    stale         chance that a read or list shows what was there before the last change through this wrapper (no store should)
+    throttled     chance that a burst of `burst` calls begins in which the store answers 503 SlowDown and does nothing
     delay_s       up to so many seconds before each call, waited with `sleep`
     fail_call     this one call fails in `mode`, whatever the chances are
     """
@@ -49,6 +52,9 @@ class FaultyStore:
         unknown: float = 0.0,
         full: float = 0.0,
         torn: float = 0.0,
+        stale: float = 0.0,
+        throttled: float = 0.0,
+        burst: int = 3,
         delay_s: float = 0.0,
         sleep: Callable[[float], None] | None = None,
         fail_call: int | None = None,
@@ -64,31 +70,79 @@ class FaultyStore:
         self.log: list[tuple[int, str, str, str]] = []
         self._rng, self._lock = rng, threading.Lock()
         self._unavailable, self._unknown, self._full, self._torn = unavailable, unknown, full, torn
+        self._stale, self._throttled, self._burst, self._slow_until = stale, throttled, burst, 0
+        self._keeps_past = stale > 0 or mode == "stale"
+        self._past: dict[str, bytes | None] = {}  # what was there before its last change; None: nothing
+        self._last: str | None = None  # the key of the last change
         self._delay_s, self._sleep = delay_s, sleep
         self._fail_call, self._mode, self._crash = fail_call, mode, crash
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
-        return self._call("get", key, lambda: self.inner.get(key, start, end), tear=_first_half)
+        return self._call("get", key, lambda: self.inner.get(key, start, end), tear=_first_half, old=lambda: self._before(key)[start:end])
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        self._call("put", key, lambda: self.inner.put(key, data), writes=True)
+        self._call("put", key, lambda: self._changed(key, lambda: self.inner.put(key, data)), writes=True)
 
     def create(self, key: str, data: bytes | memoryview) -> bool:
-        return self._call("create", key, lambda: self.inner.create(key, data), writes=True)
+        return self._call("create", key, lambda: self._changed(key, lambda: self.inner.create(key, data)), writes=True)
 
     def list(self, prefix: str) -> list[str]:
-        return self._call("list", prefix, lambda: self.inner.list(prefix))
+        def old() -> list[str]:
+            here = self.inner.list(prefix)
+            if self._last is None or not self._last.startswith(prefix):
+                return here
+            others = [k for k in here if k != self._last]
+            return others if self._past[self._last] is None else sorted([*others, self._last])
+
+        return self._call("list", prefix, lambda: self.inner.list(prefix), old=old)
 
     def delete(self, key: str) -> None:
-        self._call("delete", key, lambda: self.inner.delete(key))
+        self._call("delete", key, lambda: self._changed(key, lambda: self.inner.delete(key)))
 
     def size(self, key: str) -> int:
-        return self._call("size", key, lambda: self.inner.size(key))
+        return self._call("size", key, lambda: self.inner.size(key), old=lambda: len(self._before(key)))
 
-    def _call(self, what: str, key: str, do: Callable[[], T], writes: bool = False, tear: Callable[[T], T] | None = None) -> T:
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        def old() -> int:
+            found = self._before(key)[start : start + buffer.nbytes]
+            buffer[: len(found)] = found
+            return len(found)
+
+        return self._call("read_into", key, lambda: read_into(self.inner, key, start, buffer), tear=lambda n: n // 2, old=old)
+
+    def _changed(self, key: str, do: Callable[[], T]) -> T:
+        """`do` changes `key`; what was there before is kept for those who read late."""
+        if not self._keeps_past:
+            return do()
+        try:
+            before: bytes | None = self.inner.get(key)
+        except NotFound:
+            before = None
+        result = do()
+        if result is not False:  # a create-only write that lost changes nothing
+            self._past[key], self._last = before, key
+        return result
+
+    def _before(self, key: str) -> bytes:
+        if key not in self._past:
+            return self.inner.get(key)
+        found = self._past[key]
+        if found is None:
+            raise NotFound(f"{self.url}/{key} (injected: what was there before)")
+        return found
+
+    def _call(
+        self,
+        what: str,
+        key: str,
+        do: Callable[[], T],
+        writes: bool = False,
+        tear: Callable[[T], T] | None = None,
+        old: Callable[[], T] | None = None,
+    ) -> T:
         with self._lock:  # the fate of call n depends on the seed and n alone, also under threads
             self.calls += 1
-            number, fate = self.calls, self._fate(writes, tear is not None)
+            number, fate = self.calls, self._fate(writes, tear is not None, old is not None)
             delay_s = self._rng.uniform(0, self._delay_s) if self._delay_s else 0.0
             self.log.append((number, what, key, fate or "ok"))
         if self._sleep is not None and delay_s:
@@ -97,6 +151,10 @@ class FaultyStore:
         match fate:
             case "before":
                 raise StoreUnavailable(f"{where}: no answer (injected; nothing was done)")
+            case "throttled":
+                raise StoreUnavailable(f"{where}: 503 SlowDown (injected; nothing was done)")
+            case "stale" if old is not None:
+                return old()
             case "full":
                 raise StoreError(f"{where}: No space left on device (injected): free some space or choose another run URL")
             case "crash-before":
@@ -111,11 +169,19 @@ class FaultyStore:
                 return tear(result)
         return result
 
-    def _fate(self, writes: bool, reads: bool) -> Mode | None:
-        # Always four draws, so that one chance does not shift what another one does.
+    def _fate(self, writes: bool, reads: bool, recalls: bool) -> Mode | None:
+        # Always four draws, so that one chance does not shift what another one does; two more where they are asked for.
         before, after, full, torn = (self._rng.random() for _ in range(4))
+        stale, throttled = (self._rng.random(), self._rng.random()) if self._stale or self._throttled else (1.0, 1.0)
         if self.calls == self._fail_call:
             return self._mode
+        if self.calls <= self._slow_until:
+            return "throttled"
+        if throttled < self._throttled:
+            self._slow_until = self.calls + self._burst - 1
+            return "throttled"
+        if recalls and stale < self._stale:
+            return "stale"
         if before < self._unavailable:
             return "before"
         if after < self._unknown:

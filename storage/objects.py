@@ -101,6 +101,8 @@ def abort_stale_uploads(store: ObjectStore, older_than_s: float) -> list[str]:
 
 
 def _copy_into(found: bytes | memoryview, buffer: memoryview) -> int:
+    if len(found) > buffer.nbytes:
+        raise StoreError(f"the store gave {len(found)} bytes where {buffer.nbytes} were asked for: it ignores ranges; use another store")
     buffer.cast("B")[: len(found)] = found
     return len(found)
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,7 +69,7 @@ def weed(folder: Path) -> Iterator[dict]:
 @contextlib.contextmanager
 def moto() -> Iterator[str]:
     """S3 in this process, with the buckets `my-bucket`. The address. It also speaks the part of Google's XML interface that differs
-    from S3 where we use it: two headers."""
+    from S3 where we use it: two headers, and how much of a path is quoted."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -82,7 +83,10 @@ def moto() -> Iterator[str]:
         if environ.pop("HTTP_X_GOOG_IF_GENERATION_MATCH", None) == "0":
             environ["HTTP_IF_NONE_MATCH"] = "*"
         if environ.get("HTTP_AUTHORIZATION", "").startswith("Bearer "):
-            del environ["HTTP_AUTHORIZATION"]  # Google's; without one it takes a request for one to S3
+            signed = "Credential=test/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+            environ["HTTP_AUTHORIZATION"] = f"AWS4-HMAC-SHA256 {signed}"
+            path, mark, query = environ["RAW_URI"].partition("?")
+            environ["RAW_URI"] = environ["REQUEST_URI"] = urllib.parse.quote(urllib.parse.unquote(path)) + mark + query
         return inner(environ, start_response)
 
     made = make_server("127.0.0.1", 0, app, threaded=True, request_handler=Quiet)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from storage import MemoryStore, NotFound, ObjectStore, StoreError, StoreUnavailable
+from storage import MemoryStore, NotFound, ObjectStore, Retrying, StoreError, StoreUnavailable
 from storage.faults import Crash, FaultyStore, corrupt
 
 
@@ -29,6 +29,7 @@ def test_without_faults_it_is_the_store() -> None:
     ("mode", "error", "happened"),
     [
         ("before", StoreUnavailable, False),
+        ("throttled", StoreUnavailable, False),
         ("after", StoreUnavailable, True),
         ("full", StoreError, False),
         ("crash-before", Crash, False),
@@ -51,6 +52,55 @@ def test_torn_reads() -> None:
     store.put("a", b"0123456789")
     assert store.get("a") == b"01234"
     assert store.get("a") == b"0123456789"
+
+
+def test_torn_reads_to_where_they_are_wanted() -> None:
+    store = FaultyStore(memory(), random.Random(0), fail_call=2, mode="torn")
+    store.put("a", b"0123456789")
+    buffer = bytearray(10)
+    assert store.read_into("a", 0, memoryview(buffer)) == 5
+    assert store.read_into("a", 2, memoryview(buffer)) == 8
+    assert buffer[:8] == b"23456789"
+
+
+def test_stale_reads_show_what_was_before() -> None:
+    def after(change, read):
+        store = FaultyStore(memory(), random.Random(0), fail_call=4, mode="stale")
+        store.put("a", b"old")
+        store.put("b", b"b")
+        change(store)
+        try:
+            return read(store), read(store)
+        except NotFound:
+            return NotFound, read(store)
+
+    assert after(lambda s: s.put("a", b"newer"), lambda s: s.get("a")) == (b"old", b"newer")
+    assert after(lambda s: s.put("a", b"newer"), lambda s: s.get("a", 1, 2)) == (b"l", b"e")
+    assert after(lambda s: s.put("a", b"newer"), lambda s: s.size("a")) == (3, 5)
+    assert after(lambda s: s.create("c", b"c"), lambda s: s.get("c")) == (NotFound, b"c")
+    assert after(lambda s: s.create("c", b"c"), lambda s: s.list("")) == (["a", "b"], ["a", "b", "c"])
+    assert after(lambda s: s.create("a", b"lost"), lambda s: s.get("b")) == (NotFound, b"b")  # b is the last change
+    assert after(lambda s: s.delete("a"), lambda s: s.list("")) == (["a", "b"], ["b"])
+
+
+def test_throttling_comes_in_bursts_and_does_nothing() -> None:
+    inner = memory()
+    store = FaultyStore(inner, random.Random(3), throttled=0.1, burst=4)
+    for i in range(200):
+        with contextlib.suppress(StoreUnavailable):
+            store.put(f"{i:03d}", b"x")
+    fates = [fate for *_, fate in store.log]
+    assert inner.list("") == [key for _, _, key, fate in store.log if fate == "ok"]
+    runs = "".join("t" if fate == "throttled" else "." for fate in fates).strip("t").split(".")
+    assert 40 < fates.count("throttled") < 120
+    assert all(len(run) % 4 == 0 for run in runs)
+
+
+def test_it_sees_through_retries_and_bursts() -> None:
+    store = Retrying(FaultyStore(memory(), random.Random(5), throttled=0.2, unavailable=0.1, unknown=0.1, burst=2))
+    assert store.create("a", b"mine") is True
+    assert store.create("a", b"other") is False
+    assert store.get("a") == b"mine"
 
 
 def test_a_crash_can_be_any_exception() -> None:

@@ -1,18 +1,23 @@
 """The contract that every object store must pass: memory, files, and buckets of real servers on loopback (tests/buckets.py)."""
 
+import errno
+import http.server
 import os
 import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
+import botocore.session
 import buckets
 import fsspec
 import pytest
 
-from storage import FileStore, FsspecStore, MemoryStore, NotFound, ObjectStore, Retrying, StoreError, StoreUnavailable, fast, open_store
-from storage.objects import BACKENDS, abort_stale_uploads, normalize, read_into
+from storage import FileStore, FsspecStore, MemoryStore, NotFound, ObjectStore, Retrying, StoreError, StoreUnavailable, fast, objects, probe
+from storage.fast import FastStore
+from storage.objects import BACKENDS, abort_stale_uploads, normalize, open_store, read_into
 
 
 @pytest.fixture(scope="session")
@@ -305,3 +310,239 @@ def test_a_create_of_unknown_outcome_is_settled_by_reading_back() -> None:
 def test_retries_end() -> None:
     with pytest.raises(StoreUnavailable):
         Retrying(Deaf(10**6), within_s=0.05).create("k", b"x")
+
+
+class Vanishing(Deaf):
+    """The first `create` is done and not answered; then somebody deletes what it made."""
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        created = super().create(key, data)
+        if not created and not self.gone:
+            self.gone = True
+            self.delete(key)
+        return created
+
+    gone = False
+
+
+def test_a_create_of_unknown_outcome_that_is_deleted_before_it_is_read_back_is_done_again() -> None:
+    store = Vanishing(1)
+    assert Retrying(store).create("k", b"mine") is True
+    assert (store.gone, store.get("k")) == (True, b"mine")
+
+
+class FullFiles(fsspec.AbstractFileSystem):
+    """A file system on which a write fails as it does where the disk or the quota is full."""
+
+    protocol = "full"
+    error: OSError = OSError()
+    closed: ClassVar[list[str]] = []
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: object) -> None:
+        raise self.error
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: object) -> object:
+        closed, error = self.closed, self.error
+
+        class File:
+            def write(self, data: bytes) -> None:
+                raise error
+
+            def discard(self) -> None:
+                closed.append("discarded")
+
+            def close(self) -> None:
+                closed.append("finished")
+
+        return File()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), OSError(errno.EDQUOT, "quota"), OSError("QuotaExceeded: 1 TB")])
+def test_a_full_store_is_an_error_at_once(error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.register_implementation("full", FullFiles, clobber=True)
+    FullFiles.error = error
+    FullFiles.closed.clear()
+    monkeypatch.setattr(objects, "BLOCK_NBYTES", 10)
+    store = FsspecStore("full://x/y")
+    for call in (lambda: store.put("k", b"v"), lambda: store.create("k", b"v"), lambda: store.put("k", b"v" * 11)):
+        with pytest.raises(StoreError, match="is full; free some space") as e:
+            call()
+        assert not isinstance(e.value, StoreUnavailable)
+    assert FullFiles.closed == ["discarded"]  # a half-written object is never finished
+
+
+# ---- what a server may answer to obstore --------------------------------------------------------------------------
+@pytest.fixture
+def answers() -> Iterator[tuple[list[tuple[int, str]], FastStore]]:
+    """A server that gives the answers in the list, one after the other, and the last one for ever; and a store that talks to it."""
+    script: list[tuple[int, str]] = []
+
+    class Scripted(http.server.BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, code = script.pop(0) if len(script) > 1 else script[0]
+            body = f"<Error><Code>{code}</Code><Message>so it is</Message></Error>".encode() if code else b""
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("ETag", '"x"')
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_PUT = do_DELETE = answer
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    yield script, FastStore("s3://b/x", {}, key="key", secret="hush", endpoint_url=url)
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "error", "match"),
+    [
+        (503, "SlowDown", StoreUnavailable, "503"),
+        (500, "InternalError", StoreUnavailable, "500"),
+        (409, "ConditionalRequestConflict", StoreUnavailable, "Conflict"),
+        (507, "InsufficientStorage", StoreError, "is full; free some space"),
+        (403, "AccessDenied", StoreError, "permission denied"),
+        (404, "NoSuchBucket", StoreError, "bucket does not exist"),
+        (301, "PermanentRedirect", StoreError, "another region"),
+    ],
+)
+def test_what_a_server_says_becomes_the_right_error(answers, status: int, code: str, error: type, match: str) -> None:  # type: ignore[no-untyped-def]
+    script, store = answers
+    script.append((status, code))
+    with pytest.raises(StoreError, match=match) as e:
+        store.create("k", b"v")
+    assert type(e.value) is error
+    assert "hush" not in str(e.value)
+
+
+def test_a_create_is_never_repeated_unseen(answers) -> None:  # type: ignore[no-untyped-def]
+    """If obstore repeated a write that was done and not answered, it would lose against itself."""
+    script, store = answers
+    script += [(503, "SlowDown"), (412, "PreconditionFailed")]
+    with pytest.raises(StoreUnavailable):
+        store.create("k", b"v")
+    assert store.create("k", b"v") is False
+
+
+def test_backends_are_chosen_by_what_they_can(s3_url: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kind(url: str, **options: object) -> type:
+        return type(open_store(url, **options).inner)  # type: ignore[attr-defined,arg-type]
+
+    assert kind("s3://b/x", **s3_url) is FastStore
+    assert kind("s3://b/x", **s3_url, backend="fsspec") is FsspecStore
+    assert kind("s3://b/x", **s3_url, environ={"STORAGE_BACKEND": "fsspec"}) is FsspecStore
+    assert kind("s3://b/x", **s3_url, use_ssl=False) is FsspecStore  # an option of s3fs alone
+    with pytest.raises(StoreError, match="obstore cannot be used: it has no such option: use_ssl"):
+        open_store("s3://b/x", **s3_url, backend="obstore", use_ssl=False)
+    with pytest.raises(StoreError, match="wanted one of obstore, fsspec"):
+        open_store("s3://b/x", **s3_url, backend="rclone")
+    with pytest.raises(StoreError, match="nosuch"):
+        open_store("nosuch://b/x")
+    assert kind("az://b/x", connection_string="AccountName=a;AccountKey=a2V5;BlobEndpoint=http://127.0.0.1:1/a") is FastStore
+    assert kind("gs://b/x", token="anon", endpoint_url="http://127.0.0.1:1") is FastStore
+
+
+def test_credentials_and_endpoints_by_the_clouds_own_conventions(moto_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile of ~/.aws, which obstore itself does not read."""
+    (tmp_path / "config").write_text(f"[profile mine]\nregion = eu-north-1\nendpoint_url = {moto_url}\n")
+    (tmp_path / "credentials").write_text("[mine]\naws_access_key_id = a\naws_secret_access_key = b\n")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    store = open_store("s3://my-bucket/conventions", backend="obstore")
+    store.put("k", b"v")
+    assert store.get("k") == b"v"
+    (tmp_path / "credentials").write_text("")
+    with pytest.raises(StoreError, match="no credentials found") as e:
+        open_store("s3://my-bucket/conventions", backend="obstore").get("k")
+    assert not isinstance(e.value, StoreUnavailable)
+
+
+# ---- unfinished uploads --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_unfinished_uploads_are_found_and_aborted(weed: dict, tmp_path: Path, backend: str) -> None:
+    client = botocore.session.Session().create_client(
+        "s3",
+        region_name="us-east-1",
+        endpoint_url=weed["endpoint_url"],
+        aws_access_key_id=weed["key"],
+        aws_secret_access_key=weed["secret"],
+    )
+    ours, other = f"{tmp_path}/run"[1:], f"{tmp_path}/other"[1:]
+    for key in (f"{ours}/a", f"{ours}/b/c", f"{other}/a"):
+        began = client.create_multipart_upload(Bucket="my-bucket", Key=key)
+        client.upload_part(Bucket="my-bucket", Key=key, UploadId=began["UploadId"], PartNumber=1, Body=b"x")
+    store = open_store(f"s3://my-bucket/{ours}", backend=backend, **weed)
+    assert abort_stale_uploads(store, older_than_s=3600.0) == []
+    assert abort_stale_uploads(store, older_than_s=-60.0) == ["a", "b/c"]  # in a minute's time
+    assert abort_stale_uploads(store, older_than_s=-60.0) == []
+    left = client.list_multipart_uploads(Bucket="my-bucket", Prefix=f"{tmp_path}"[1:]).get("Uploads", [])
+    assert [one["Key"] for one in left] == [f"{other}/a"]
+
+
+def test_temporary_files_of_dead_writers_are_removed(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    store.put("a/b", b"1")
+    dead = tmp_path / "a" / ".b.123.tmp"
+    dead.write_bytes(b"a writer died here")
+    assert abort_stale_uploads(store, older_than_s=3600.0) == []
+    os.utime(dead, (1.0, 1.0))
+    assert abort_stale_uploads(store, older_than_s=3600.0) == ["a/.b.123.tmp"]
+    assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == ["b"]
+
+
+# ---- what a store really does --------------------------------------------------------------------------------------
+def test_probe(store: ObjectStore) -> None:
+    assert probe.require(store) == probe.Probe(True, True, True, True, True)
+    assert store.list("") == []
+    assert probe.known(store) is None
+    probe.record(store, probe.probe(store))
+    assert probe.known(store) == probe.Probe(True, True, True, True, True)
+
+
+class Overwrites(MemoryStore):
+    """Ignores If-None-Match, as some S3-compatible servers do."""
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        self.put(key, data)
+        return True
+
+
+class Forgets(MemoryStore):
+    """Lists only what it listed before."""
+
+    def list(self, prefix: str) -> list[str]:
+        return []
+
+
+class WholeOnly(MemoryStore):
+    """Ignores ranges."""
+
+    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        return super().get(key)
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing", "says"),
+    [
+        (Overwrites, ["create_only"], "If-None-Match is ignored"),
+        (Forgets, ["list_after_write"], "lists do not show"),
+        (WholeOnly, ["ranges"], "other bytes than those asked for"),
+    ],
+)
+def test_a_store_that_breaks_a_promise_is_refused(kind: type[MemoryStore], missing: list[str], says: str) -> None:
+    store = kind(objects={})
+    assert probe.probe(store).missing == missing
+    with pytest.raises(StoreError, match=says):
+        probe.require(store)
+    assert store._objects == {}

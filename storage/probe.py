@@ -1,0 +1,90 @@
+"""What a store really does, found by trying it. Knows the ObjectStore protocol only.
+
+The commit protocol stands on a few promises (`Probe`); S3-compatible servers break them quietly, by ignoring a condition they do
+not know. `probe` finds out with throw-away keys, `require` refuses what would lose training, and `record` leaves the answer in the
+bucket (`known`) for those who only want to read it.
+
+Without create-only writes there is no substitute: names unique to the attempt and reading back tell a writer what is there now, not
+that nobody replaces it a moment later; so two controllers could lead, and two worlds commit, at once. Such a store is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import asdict, dataclass, fields
+
+from storage.objects import NotFound, ObjectStore, StoreError, read_into
+
+KEY = "control/store.json"
+GOOD = "AWS S3, GCS, Azure, R2, MinIO, Ceph, SeaweedFS"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was seen to hold; the commit protocol needs all of it."""
+
+    read_after_write: bool  # what was written is read, and its replacement after it
+    create_only: bool  # a create-only write does not touch what is there, and says so
+    list_after_write: bool  # a list shows what was just written, and not what was just deleted
+    size: bool  # the size of an object is its size
+    ranges: bool  # a part of an object is that part, also beyond its end
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of what does not hold."""
+        return [f.name for f in fields(self) if not getattr(self, f.name)]
+
+
+WHY = {
+    "read_after_write": "what was written could not be read back",
+    "create_only": "it overwrites on a create-only write (If-None-Match is ignored), so commits would not be safe",
+    "list_after_write": "its lists do not show what was just written or deleted, so snapshots would be overlooked",
+    "size": "it gives wrong sizes of objects, so damage would be overlooked",
+    "ranges": "it gives more or other bytes than those asked for",
+}
+
+
+def probe(store: ObjectStore, token: str = "") -> Probe:
+    """Try it with a few small objects under `control/`, which are deleted again. Raises StoreError if it refuses to be written to."""
+    key = f"control/probe-{token or secrets.token_hex(6)}"
+    try:
+        first = store.create(key, b"0123456789")
+        read = store.get(key) == b"0123456789"
+        size = read and store.size(key) == 10
+        again = store.create(key, b"second")
+        kept = store.get(key)
+        create_only = first and not again and kept == b"0123456789"
+        store.put(key, b"0123456789" * 2)
+        read = read and store.get(key) == b"0123456789" * 2
+        buffer = bytearray(8)
+        ranges = store.get(key, 3, 7) == b"3456" and store.get(key, 20, 30) == b""
+        ranges = ranges and read_into(store, key, 17, memoryview(buffer)) == 3 and buffer[:3] == b"789"
+        listed = store.list(key) == [key]
+    except NotFound:  # of what was just written
+        return Probe(False, False, False, False, False)
+    finally:
+        store.delete(key)
+    return Probe(read, create_only, listed and store.list(key) == [], size, ranges)
+
+
+def require(store: ObjectStore) -> Probe:
+    """`probe`, or a StoreError that says what is missing and what to do."""
+    found = probe(store)
+    if found.missing:
+        reasons = "; ".join(WHY[name] for name in found.missing)
+        raise StoreError(f"{store.url}: {reasons}; use a store with conditional writes and consistent reads ({GOOD})")
+    return found
+
+
+def record(store: ObjectStore, found: Probe) -> None:
+    """Leave the answer in the bucket."""
+    store.put(KEY, json.dumps(asdict(found)).encode())
+
+
+def known(store: ObjectStore) -> Probe | None:
+    """The last answer that was recorded there; None: nobody asked yet, or a version of this code that asked for less."""
+    try:
+        return Probe(**json.loads(store.get(KEY)))
+    except (NotFound, ValueError, TypeError):
+        return None
