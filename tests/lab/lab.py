@@ -114,8 +114,7 @@ class Lab:
             subprocess.run([self.venv / "bin/sky", "api", "stop"], env=self.env(), timeout=60, check=False, capture_output=True)
         for cluster in CLUSTERS:
             for node in cluster.nodes:
-                with contextlib.suppress(FileNotFoundError):
-                    self.power_off(node)
+                self.power_off(node)
         pids = [int(p.read_text()) for p in (self.root / "pids").glob("*")]
         for number in (signal.SIGTERM, signal.SIGKILL):
             for pid in pids:
@@ -139,11 +138,11 @@ class Lab:
     # -- what happens to clouds --
     def power_off(self, node: str) -> int:
         """SIGKILL every process in the node's namespace, as a power cut does. Returns how many there were."""
-        pid = int((self.root / "pids" / f"slurmd-{node}").read_text())
         try:
+            pid = int((self.root / "pids" / f"slurmd-{node}").read_text())
             namespace = os.readlink(f"/proc/{pid}/ns/uts")
         except FileNotFoundError:
-            return 0
+            return 0  # it is off
         victims = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -154,6 +153,7 @@ class Lab:
         for victim in victims:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
+        (self.root / "pids" / f"slurmd-{node}").unlink()  # its number may be another's soon
         return len(victims)
 
     def drain(self, cluster: str) -> None:
@@ -162,8 +162,15 @@ class Lab:
         self.scontrol(cluster, "update", f"nodename={','.join(found.nodes)}", "state=drain", "reason=lab")
 
     def resume(self, cluster: str) -> None:
+        """There is again, on all nodes that are on."""
         found = next(c for c in CLUSTERS if c.name == cluster)
-        self.scontrol(cluster, "update", f"nodename={','.join(found.nodes)}", "state=resume")
+        give_up_s = time.monotonic() + UP_WITHIN_S
+        while not all(s in ("idle", "mixed", "allocated") for s in self.slurm(cluster, "sinfo", "-h", "-N", "-o", "%T").split()):
+            if time.monotonic() > give_up_s:
+                raise SystemExit(f"nodes of {cluster} are not ready after {UP_WITHIN_S:g} s; is one off? look at {self.root}/log")
+            with contextlib.suppress(subprocess.CalledProcessError):  # a node that has not said yet that it is there
+                self.scontrol(cluster, "update", f"nodename={','.join(found.nodes)}", "state=resume")
+            time.sleep(1.0)
 
     def busy(self, cluster: str) -> list[str]:
         """Nodes that hold somebody's job."""

@@ -19,7 +19,8 @@ def in_lab(name: str, venv: Path, into: Path, code: Path = TASKS.parent, **resou
     task["workdir"] = str(code)
     task["envs"] |= {"VENV": str(venv), "TRACKERS": ""}
     # A bucket that is a folder is shared by two users there: what the controller makes, nodes must be able to write.
-    task["run"] = f"umask 0\n{task['run']}"
+    # Machines there are told of their end as on AWS, by a service whose address stands on the local disk.
+    task["run"] = f"umask 0\n[ ! -f {code.parent}/local/metadata ] || . {code.parent}/local/metadata\n{task['run']}"
     into.write_text(yaml.safe_dump(task, sort_keys=False))
     return into
 
