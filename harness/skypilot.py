@@ -260,6 +260,7 @@ class Attempt:
     name: str
     offer: Offer
     asked_s: float
+    asking: bool = False  # a call is on its way that asks for it: nothing that is seen meanwhile says that it was not asked for
     request: str = ""  # launch at the API server that goes on
     tries: int = 0
     up_s: float | None = None
@@ -346,7 +347,7 @@ class SkyPilotCloud:
         with self._lock:
             if attempt in self._attempts:
                 return
-            new = self._attempts[attempt] = Attempt(attempt, f"{self.tag}-{attempt:04d}", offer, self._now())
+            new = self._attempts[attempt] = Attempt(attempt, f"{self.tag}-{attempt:04d}", offer, self._now(), asking=True)
             if offer.name not in self._answers:
                 new.refused, new.reason, new.gone_s = True, "no longer offered", self._now()
                 return
@@ -438,7 +439,7 @@ class SkyPilotCloud:
         return {**self._config, "name": attempt.name, "resources": resources, "envs": {**self.task.envs, **ours}}
 
     def _ask(self, attempt: Attempt) -> None:
-        attempt.tries += 1
+        attempt.tries, attempt.asking = attempt.tries + 1, True
         cloud = attempt.offer.name.split("/")[0]
         idle = None if cloud in ("slurm", "ssh") else IDLE_MINUTES  # those cannot end a node by themselves
         try:
@@ -454,6 +455,8 @@ class SkyPilotCloud:
             self._failed(attempt, e)
         except CloudUnavailable as e:  # it may have been asked for or not: the next look shows
             attempt.trouble = str(e)
+        finally:
+            attempt.asking = False
         self._soon.set()
 
     def _failed(self, attempt: Attempt, error: SkyError) -> None:
@@ -522,6 +525,8 @@ class SkyPilotCloud:
 
     def _step(self, a: Attempt, record: Mapping[str, Any] | None, states: Mapping[str, str]) -> None:
         """Bring one attempt up to date with what was seen."""
+        if a.asking:
+            return
         if record:
             a.seen = True
             launched_s = max(a.asked_s, float(record["launched_at"]))

@@ -99,6 +99,22 @@ def test_launch_is_asked_for_once_and_shown_as_it_goes(cloud, sky):
     assert (node.state, node.asked_s, node.up_s) == (NodeState.UP, 1000.0, 1000.0)  # billed from when SkyPilot had the machine
 
 
+def test_a_look_while_a_launch_is_asked_for_asks_for_no_second_one(task):
+    """Two launches of one cluster are two jobs: the second would train on a node that the first has left for good."""
+
+    class Slow(FakeSky):
+        def launch(self, **arguments):
+            cloud.look()  # the other thread does, all the time
+            return super().launch(**arguments)
+
+    sky = Slow([EAST, WEST])
+    cloud = SkyPilotCloud(task, URL, sky, ask_every_s=0.0, now=sky.now)
+    cloud.look()
+    cloud.launch(1, cloud.offers()[0])
+    cloud.look()
+    assert [m for m, _ in sky.calls].count("launch") == 1
+
+
 def test_clouds_and_nodes_are_not_asked_all_the_time(task, sky):
     """Clouds limit requests, and what is asked of a node costs it processes."""
     cloud = SkyPilotCloud(task, URL, sky, ask_every_s=3.0, now=sky.now)

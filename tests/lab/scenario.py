@@ -129,7 +129,7 @@ class Scene:
         node = self.lab.busy("east")[0]
         epochs = len(self.worlds())
         self.machines[node].protocol.notice("kill", time.time() + GRACE_S)
-        self.until("the notice is seen", lambda: any(f.kind == "kill" for f in self.facts(NoticeSeen)))
+        self.until("the notice is seen", lambda: any(f.notice == "kill" for f in self.facts(NoticeSeen)))
         self.until("it leaves with its state committed", lambda: "drained" in self.ends())
         self.lab.power_off(node)
         self.until("another takes its place", lambda: self.worlds()[epochs:][-1:] == [2])
@@ -196,13 +196,13 @@ class Scene:
     def check(self) -> None:
         """What must be true when it is over."""
         verified = self.harness("verify", self.url)
-        print(verified.stdout.splitlines()[-1])
+        print(f"harness verify: {verified.stdout.splitlines()[-1]}", flush=True)
         left = subprocess.run(
             [self.lab.venv / "bin/sky", "status", "-r"], env=self.lab.env(), capture_output=True, text=True, timeout=300
         ).stdout
         held = [n for c in CLUSTERS for n in self.lab.busy(c.name)]
         bill = self.bill()
-        print(json.dumps(bill))
+        print(json.dumps(bill), flush=True)
         if verified.returncode or "No existing clusters" not in left or held:
             raise SystemExit(f"verify {verified.returncode}, held {held}, sky status:\n{left}\n{verified.stdout}")
         if abs(bill["ours_usd"] - bill["skypilot_usd"]) > 0.25 * bill["skypilot_usd"]:
