@@ -15,7 +15,10 @@ RUN := runs/$(shell date +%Y%m%d-%H%M%S)
 endif
 LAUNCH = $(BIN)/harness launch sky_tasks/train.yaml --cloud local --env STEPS=$(STEPS) --env REDUCE=$(REDUCE) $(ARGS)
 
-.PHONY: install train test check lint types sim walk drill soak clean
+TASK ?= sky_tasks/train.yaml
+LAB ?= /var/tmp/harness-lab
+
+.PHONY: install train launch jobs-launch plan down doctor lab test check lint types sim walk drill soak clean
 install: $(STAMP)
 $(STAMP): requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +34,28 @@ ifneq ($(MARKET),calm)
 	$(LAUNCH) --run $(RUN)-calm --nodes 1 --market calm --brief
 	$(BIN)/harness compare $(RUN) $(RUN)-calm
 endif
+
+plan: install  ## ranked offers, world and first choice of TASK on SkyPilot's clouds; launches nothing (CLOUDS=aws,gcp: without accounts)
+	$(BIN)/harness launch $(TASK) --cloud sky --dry-run --run $(RUN) --nodes $(NODES) $(if $(CLOUDS),--clouds $(CLOUDS)) $(ARGS)
+
+launch: install bucket doctor  ## TASK on SkyPilot's clouds under our recovery loop (costs money): make launch RUN=s3://... NODES=1:8 BUDGET=200
+	$(BIN)/harness launch $(TASK) --cloud sky --run $(RUN) --nodes $(NODES) $(if $(BUDGET),--budget-usd $(BUDGET)) $(ARGS)
+
+jobs-launch: install bucket  ## the same TASK as a managed job of SkyPilot (costs money): make jobs-launch RUN=s3://...
+	$(BIN)/sky jobs launch $(TASK) --env RUN=$(RUN) $(ARGS)
+
+down: install bucket  ## stop RUN and end every node of it; proven by asking SkyPilot
+	$(BIN)/harness down $(RUN)
+
+doctor: install  ## is everything in place for a launch of TASK? costs nothing
+	$(BIN)/harness doctor $(TASK) $(if $(filter command% environment%,$(origin RUN)),--run $(RUN))
+
+.PHONY: bucket
+bucket:
+	@case "$(RUN)" in *://*) ;; *) echo 'name the run: make $(MAKECMDGOALS) RUN=s3://my-bucket/runs/x'; exit 2;; esac
+
+lab: install  ## real SkyPilot on loopback Slurm clusters: everything that can happen to a run (root on Debian; half an hour)
+	$(BIN)/python tests/lab/lab.py play $(LAB)
 
 test: install
 	$(BIN)/python -m pytest -n auto --dist worksteal $(if $(CI),-p no:cacheprovider) tests

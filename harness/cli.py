@@ -736,6 +736,42 @@ def drill(flags: DrillFlags) -> int:
     return drills.command(flags.only, flags.seed, flags.jobs, flags.json, flags.keep, flags.soak, Console())
 
 
+# ---- doctor -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class DoctorFlags:
+    task: str = positional("the SkyPilot task YAML that is to be launched; may be left out", nargs="?")
+    run: str = flag("", "URL of the run: its bucket is tried out")
+    env: tuple[str, ...] = flag((), "NAME=value for the task; repeat for more", metavar="NAME=value")
+    secret: tuple[str, ...] = flag((), "NAME or NAME=value; repeat for more", metavar="NAME=value")
+    json: bool = flag(False, "print the findings as JSON")
+
+
+def doctor(flags: DoctorFlags) -> int:
+    """Is everything in place for a launch? Costs nothing; says what to do about what is missing. Exit status 1 if a launch cannot work."""
+    from harness import doctor as doctors
+    from harness import tasks
+
+    url = normalize(flags.run) if flags.run else ""
+    task = None
+    if flags.task:
+        envs = {**tasks.pairs(flags.env, os.environ), "RUN": url or "none"}
+        task = tasks.load(flags.task, envs, tasks.pairs(flags.secret, os.environ, "--secret"))
+    sky = _sky(url or "doctor")
+
+    def opened(at: str) -> ObjectStore:
+        return open_store(at, retry_within_s=PREFLIGHT_S)
+
+    try:
+        found = doctors.examine(task, url, sky, opened, os.environ, Path.home(), secrets.token_hex(4))
+    finally:
+        sky.close()
+    if flags.json:
+        print(doctors.to_json(found))
+    else:
+        doctors.show(found, Console())
+    return FAILED if any(f.state == doctors.FAIL for f in found) else DONE
+
+
 # ---- main -------------------------------------------------------------------------------------------------------
 COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "launch": (LaunchFlags, launch),
@@ -753,6 +789,7 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "simulate": (SimulateFlags, simulate),
     "fake-metadata": (FakeMetadataFlags, fake_metadata),
     "drill": (DrillFlags, drill),
+    "doctor": (DoctorFlags, doctor),
 }
 
 

@@ -42,7 +42,8 @@ JOB_TIMEOUT_S = 45.0  # a question that goes to the node itself, which may be de
 SICK_S = 30.0  # a cluster that is not whole for that long is given up
 HANGING = 16  # calls without an answer; more, and the process that speaks SkyPilot is replaced
 STALE_S = 180.0  # the oldest look at the clusters that is still taken for the present
-LOOK_EVERY_S = 1.0
+LOOK_EVERY_S = 1.0  # at what the API server knows
+ASK_EVERY_S = 3.0  # a cloud about a cluster, and a node about its job: clouds limit requests, and each of ours costs a node some processes
 LAUNCH_LIMIT_S = 3600.0  # a launch that has neither worked nor failed by then is given up
 TRIES = 3  # of a launch that failed for no reason of its own (a worker of the API server died, a connection broke)
 DOWN_AGAIN_S = 20.0  # after a failed `down`
@@ -259,6 +260,7 @@ class Attempt:
     name: str
     offer: Offer
     asked_s: float
+    asking: bool = False  # a call is on its way that asks for it: nothing that is seen meanwhile says that it was not asked for
     request: str = ""  # launch at the API server that goes on
     tries: int = 0
     up_s: float | None = None
@@ -271,6 +273,8 @@ class Attempt:
     down: str = ""  # request that brings it down
     down_again_s: float = 0.0
     sick_s: float | None = None  # since when it is not whole
+    refreshed_s: float = -math.inf  # when the cloud was asked last
+    polled_s: float = -math.inf  # when the node has answered last
     poll: Future[tuple[str | None, int | None]] | None = None  # the question to the node how its job is
     trouble: str = ""  # the last thing that went wrong
 
@@ -301,6 +305,7 @@ class SkyPilotCloud:
         clouds: Sequence[str] | None = None,
         on_demand: bool = False,
         log_dir: Path | None = None,
+        ask_every_s: float = ASK_EVERY_S,
         now: Callable[[], float] = time.time,
     ):
         if task.managed_secrets:
@@ -308,7 +313,7 @@ class SkyPilotCloud:
             raise BadInput(f"{task.path}: secrets.{name} has no value; give it one with --secret {name}=value")
         self.task, self.tag, self.sky, self.log_dir = task, tag(run_url), sky, log_dir
         self.broken: BadInput | None = None  # why no launch of this task can work
-        self._clouds, self._on_demand, self._now = clouds, on_demand, now
+        self._clouds, self._on_demand, self._ask_every_s, self._now = clouds, on_demand, ask_every_s, now
         self._config: dict[str, Any] = yaml.safe_load(task.path.read_text())
         self._attempts: dict[int, Attempt] = {}
         self._answers: dict[str, dict[str, Any]] = {}
@@ -342,7 +347,7 @@ class SkyPilotCloud:
         with self._lock:
             if attempt in self._attempts:
                 return
-            new = self._attempts[attempt] = Attempt(attempt, f"{self.tag}-{attempt:04d}", offer, self._now())
+            new = self._attempts[attempt] = Attempt(attempt, f"{self.tag}-{attempt:04d}", offer, self._now(), asking=True)
             if offer.name not in self._answers:
                 new.refused, new.reason, new.gone_s = True, "no longer offered", self._now()
                 return
@@ -434,7 +439,7 @@ class SkyPilotCloud:
         return {**self._config, "name": attempt.name, "resources": resources, "envs": {**self.task.envs, **ours}}
 
     def _ask(self, attempt: Attempt) -> None:
-        attempt.tries += 1
+        attempt.tries, attempt.asking = attempt.tries + 1, True
         cloud = attempt.offer.name.split("/")[0]
         idle = None if cloud in ("slurm", "ssh") else IDLE_MINUTES  # those cannot end a node by themselves
         try:
@@ -450,6 +455,8 @@ class SkyPilotCloud:
             self._failed(attempt, e)
         except CloudUnavailable as e:  # it may have been asked for or not: the next look shows
             attempt.trouble = str(e)
+        finally:
+            attempt.asking = False
         self._soon.set()
 
     def _failed(self, attempt: Attempt, error: SkyError) -> None:
@@ -489,8 +496,10 @@ class SkyPilotCloud:
         requests = [r for a in alive for r in (a.request, a.down) if r]
         states = self.sky("requests", CALL_TIMEOUT_S, ids=requests)
         # To ask the cloud about a cluster that is being launched would wait for the launch.
-        settled = [a.name for a in alive if not a.request and not a.down]
-        records = {r["name"]: r for r in self.sky("clusters", REFRESH_TIMEOUT_S, prefix=f"{self.tag}-", refresh=settled)}
+        due = [a for a in alive if not a.request and not a.down and self._now() - a.refreshed_s >= self._ask_every_s]
+        records = {r["name"]: r for r in self.sky("clusters", REFRESH_TIMEOUT_S, prefix=f"{self.tag}-", refresh=[a.name for a in due])}
+        for attempt in due:
+            attempt.refreshed_s = self._now()
         for name in records.keys() - {a.name for a in alive}:
             self._adopt(records[name])
         for attempt in alive:
@@ -516,6 +525,8 @@ class SkyPilotCloud:
 
     def _step(self, a: Attempt, record: Mapping[str, Any] | None, states: Mapping[str, str]) -> None:
         """Bring one attempt up to date with what was seen."""
+        if a.asking:
+            return
         if record:
             a.seen = True
             launched_s = max(a.asked_s, float(record["launched_at"]))
@@ -578,10 +589,10 @@ class SkyPilotCloud:
         a.sick_s = None
         if a.up_s is None:  # adopted in the middle of its launch
             a.up_s = a.billed_s
-        if a.poll is None:
+        if a.poll is None and self._now() - a.polled_s >= self._ask_every_s:
             a.poll = self._pool.submit(self._job, a)
-        elif a.poll.done():
-            poll, a.poll = a.poll, None
+        elif a.poll and a.poll.done():
+            poll, a.poll, a.polled_s = a.poll, None, self._now()
             try:
                 state, a.exit_code = poll.result()
             except (SkyError, CloudUnavailable) as e:  # not reachable: whether it is gone is for a refresh to say

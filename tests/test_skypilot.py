@@ -31,7 +31,7 @@ def sky():
 
 @pytest.fixture
 def cloud(task, sky, request):
-    made = SkyPilotCloud(task, URL, sky, now=sky.now)
+    made = SkyPilotCloud(task, URL, sky, ask_every_s=0.0, now=sky.now)
     made.look()
     made._watcher = True  # the tests look themselves
     yield made
@@ -67,7 +67,7 @@ def test_offers_are_ranked_priced_and_placed(cloud):
 
 def test_a_spot_price_that_is_the_on_demand_price_is_no_offer(task, sky):
     sky.found.append(answer("aws/us-east-1/use1-az4/p5", 5.0, on_demand=5.0))
-    made = SkyPilotCloud(task, URL, sky, now=sky.now)
+    made = SkyPilotCloud(task, URL, sky, ask_every_s=0.0, now=sky.now)
     assert [o.usd_per_h for o in made.offers()] == [10.0, 12.0]
     assert made.no_market == ("aws/us-east-1/use1-az4/p5",)
     assert has_spot_market(answer("a/b/c", 5.0, on_demand=0.0))  # unknown on-demand price
@@ -99,6 +99,39 @@ def test_launch_is_asked_for_once_and_shown_as_it_goes(cloud, sky):
     assert (node.state, node.asked_s, node.up_s) == (NodeState.UP, 1000.0, 1000.0)  # billed from when SkyPilot had the machine
 
 
+def test_a_look_while_a_launch_is_asked_for_asks_for_no_second_one(task):
+    """Two launches of one cluster are two jobs: the second would train on a node that the first has left for good."""
+
+    class Slow(FakeSky):
+        def launch(self, **arguments):
+            cloud.look()  # the other thread does, all the time
+            return super().launch(**arguments)
+
+    sky = Slow([EAST, WEST])
+    cloud = SkyPilotCloud(task, URL, sky, ask_every_s=0.0, now=sky.now)
+    cloud.look()
+    cloud.launch(1, cloud.offers()[0])
+    cloud.look()
+    assert [m for m, _ in sky.calls].count("launch") == 1
+
+
+def test_clouds_and_nodes_are_not_asked_all_the_time(task, sky):
+    """Clouds limit requests, and what is asked of a node costs it processes."""
+    cloud = SkyPilotCloud(task, URL, sky, ask_every_s=3.0, now=sky.now)
+    cloud.look()
+    cloud._watcher = True
+    up(cloud, sky, 1)
+    sky.calls.clear()
+    for _ in range(30):
+        look(cloud, sky, 0.5)
+    asked = [m for m, _ in sky.calls]
+    refreshed = [a["refresh"] for m, a in sky.calls if m == "clusters" and a["refresh"]]
+    assert asked.count("job") <= 6 and len(refreshed) <= 6 and asked.count("clusters") == 90
+    sky.take_away(name(1))
+    assert look(cloud, sky, 3.0)[1].state is NodeState.GONE
+    cloud._pool.shutdown()
+
+
 def test_a_stale_status_is_not_believed(cloud, sky):
     up(cloud, sky, 1)
     sky.take_away(name(1))
@@ -128,7 +161,7 @@ def test_a_node_whose_command_ended_is_brought_down_and_then_gone(cloud, sky, st
 
 
 def test_a_failed_log_is_kept(task, sky, tmp_path):
-    made = SkyPilotCloud(task, URL, sky, now=sky.now, log_dir=tmp_path / "logs")
+    made = SkyPilotCloud(task, URL, sky, ask_every_s=0.0, now=sky.now, log_dir=tmp_path / "logs")
     made.look()
     made._watcher = True
     up(made, sky, 1)
@@ -264,7 +297,7 @@ def test_a_restarted_api_server_loses_no_launch(cloud, sky):
 def test_a_later_controller_adopts_clusters_and_launches(task, cloud, sky):
     up(cloud, sky, 1)
     cloud.launch(2, cloud.offers()[1])
-    later = SkyPilotCloud(task, URL, sky, now=sky.now)
+    later = SkyPilotCloud(task, URL, sky, ask_every_s=0.0, now=sky.now)
     later.look()
     later._watcher = True
     nodes = {n.attempt: n for n in later.nodes()}
@@ -308,7 +341,7 @@ def test_a_silent_server_makes_the_loop_wait(cloud, sky):
 
 
 def test_shutdown_proves_that_nothing_is_left(task, sky, monkeypatch):
-    made = SkyPilotCloud(task, URL, sky, now=sky.now)
+    made = SkyPilotCloud(task, URL, sky, ask_every_s=0.0, now=sky.now)
     made.launch(1, made.offers()[0])
     real_look = made.look
 

@@ -1,5 +1,6 @@
 """A small world for real SkyPilot on one computer: loopback Slurm clusters, each of which SkyPilot takes for a priced region.
 
+    python tests/lab/lab.py play DIR                    everything: install, up, scenario.py, jobs.py, down
     python tests/lab/lab.py up|down|status DIR          (root, on Debian with the packages below; ends exactly what it started)
     python tests/lab/lab.py power-off|node-up DIR NODE  a node dies without a word / comes back
     python tests/lab/lab.py drain|resume DIR CLUSTER    there is no more capacity in a region / there is again
@@ -81,6 +82,18 @@ class Lab:
         self.bucket = self.root / "bucket"
         self.code = self.root / "code"  # what runs: a copy, so that the tree may be worked on meanwhile
 
+    def install(self) -> None:
+        """Packages of the controller, the API server and the nodes, of Debian's Python, which the nodes' user may read."""
+        if (self.venv / "bin" / "sky").exists():
+            return
+        tree = Path(__file__).resolve().parent.parent.parent
+        self.root.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["/usr/bin/python3", "-m", "venv", self.venv], check=True)
+        pip = [self.venv / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, "torch==2.13.0"], check=True)
+        # SkyPilot's server builds a wheel of itself, so it needs these.
+        subprocess.run([*pip, "skypilot[slurm]==0.14.1", f"{tree}[worker]", "setuptools", "wheel"], check=True)
+
     # -- up and down --
     def up(self) -> None:
         if why := unfit():
@@ -114,8 +127,7 @@ class Lab:
             subprocess.run([self.venv / "bin/sky", "api", "stop"], env=self.env(), timeout=60, check=False, capture_output=True)
         for cluster in CLUSTERS:
             for node in cluster.nodes:
-                with contextlib.suppress(FileNotFoundError):
-                    self.power_off(node)
+                self.power_off(node)
         pids = [int(p.read_text()) for p in (self.root / "pids").glob("*")]
         for number in (signal.SIGTERM, signal.SIGKILL):
             for pid in pids:
@@ -139,11 +151,11 @@ class Lab:
     # -- what happens to clouds --
     def power_off(self, node: str) -> int:
         """SIGKILL every process in the node's namespace, as a power cut does. Returns how many there were."""
-        pid = int((self.root / "pids" / f"slurmd-{node}").read_text())
         try:
+            pid = int((self.root / "pids" / f"slurmd-{node}").read_text())
             namespace = os.readlink(f"/proc/{pid}/ns/uts")
         except FileNotFoundError:
-            return 0
+            return 0  # it is off
         victims = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -154,16 +166,24 @@ class Lab:
         for victim in victims:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
+        (self.root / "pids" / f"slurmd-{node}").unlink()  # its number may be another's soon
         return len(victims)
 
-    def drain(self, cluster: str) -> None:
-        """No more capacity: running nodes stay, nothing new is placed."""
+    def drain(self, cluster: str, nodes: tuple[str, ...] = ()) -> None:
+        """No more capacity (on these nodes; default: all): running nodes stay, nothing new is placed."""
         found = next(c for c in CLUSTERS if c.name == cluster)
-        self.scontrol(cluster, "update", f"nodename={','.join(found.nodes)}", "state=drain", "reason=lab")
+        self.scontrol(cluster, "update", f"nodename={','.join(nodes or found.nodes)}", "state=drain", "reason=lab")
 
     def resume(self, cluster: str) -> None:
+        """There is again, on all nodes that are on."""
         found = next(c for c in CLUSTERS if c.name == cluster)
-        self.scontrol(cluster, "update", f"nodename={','.join(found.nodes)}", "state=resume")
+        give_up_s = time.monotonic() + UP_WITHIN_S
+        while not all(s in ("idle", "mixed", "allocated") for s in self.slurm(cluster, "sinfo", "-h", "-N", "-o", "%T").split()):
+            if time.monotonic() > give_up_s:
+                raise SystemExit(f"nodes of {cluster} are not ready after {UP_WITHIN_S:g} s; is one off? look at {self.root}/log")
+            with contextlib.suppress(subprocess.CalledProcessError):  # a node that has not said yet that it is there
+                self.scontrol(cluster, "update", f"nodename={','.join(found.nodes)}", "state=resume")
+            time.sleep(1.0)
 
     def busy(self, cluster: str) -> list[str]:
         """Nodes that hold somebody's job."""
@@ -339,9 +359,28 @@ class Lab:
                 time.sleep(0.5)
 
 
+def play(lab: Lab) -> None:
+    """From nothing to a verdict. What was installed stays for the next time."""
+    if why := unfit():
+        raise SystemExit(why)
+    lab.install()
+    lab.up()
+    try:
+        for script in ("scenario.py", "jobs.py"):
+            subprocess.run([lab.venv / "bin/python", Path(__file__).parent / script, lab.root], env=lab.env(), check=True)
+    except subprocess.CalledProcessError as e:
+        raise SystemExit(f"{Path(e.cmd[1]).name} did not hold; look at {lab.root}/log") from e
+    finally:
+        lab.down()
+
+
 def main() -> None:
+    if len(sys.argv) < 3:
+        raise SystemExit(__doc__)
     what, lab = sys.argv[1], Lab(sys.argv[2])
     match what:
+        case "play":
+            play(lab)
         case "up" | "down":
             getattr(lab, what)()
         case "status":

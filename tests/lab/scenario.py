@@ -1,15 +1,19 @@
 """The whole way, for real: `harness launch --cloud sky` on the lab's two clouds, with everything that can happen to a run.
 
-    python tests/lab/scenario.py DIR [STEPS]     (DIR: of a lab that is up; about ten minutes)
+    python tests/lab/scenario.py DIR     (DIR: of a lab that is up, see lab.py; or `make lab`)
 
-Two members train on the cheaper cloud; one is powered off without a word and there is no more capacity; the run goes on with one;
-that one is powered off too, and the run moves to the dearer cloud; the controller is killed and another one adopts the nodes;
-SkyPilot's API server is restarted under it; the run ends. Then `harness verify` must hold, nothing may be left, and the bill must
-agree with SkyPilot's.
+Two members train on the cheaper cloud. One gets a notice (its machine has the metadata service of AWS) and leaves; another takes its
+place. One is powered off without a word, and there is no more capacity: the run goes on with fewer. The last one is powered off too, and
+the run moves to the dearer cloud. The controller is killed, and another one adopts the nodes; SkyPilot's API server is restarted under
+it. Capacity returns, and the run moves back, because that pays. Then it is stopped, and resumed for its last steps. `harness verify`
+must hold, nothing may be left, and the bill must agree with SkyPilot's.
+
+What is waited for are facts; how long it takes depends on the computer: 10 minutes on an idle one with 2 cores.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -22,32 +26,55 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent.parent)]
 
-from lab import Lab  # noqa: E402
+from lab import CLUSTERS, Lab  # noqa: E402
 from task import in_lab  # noqa: E402
 
-from harness.facts import AttemptEnded, AttemptIntended, AttemptUp, EpochStarted, RunEnded  # noqa: E402
+from harness.facts import AttemptEnded, AttemptIntended, AttemptUp, EpochStarted, NoticeSeen, RunEnded  # noqa: E402
 from harness.journal import read_facts  # noqa: E402
+from harness.metadata import MetadataServer, environment_of, protocol_of  # noqa: E402
 from storage.objects import open_store  # noqa: E402
 from storage.snapshots import Snapshots  # noqa: E402
 
 WITHIN_S = 900.0  # of a computer that others use too
+MANY, FEW = 100_000, 12  # steps: more than the story needs, and those after it
+GRACE_S = 120.0  # of AWS
 
 
 class Scene:
-    def __init__(self, lab: Lab, steps: int):
+    def __init__(self, lab: Lab):
         self.lab, self.url = lab, str(lab.bucket / f"run-{int(time.time())}")
         self.task = in_lab("train.yaml", lab.venv, lab.root / "train.yaml", lab.code)
-        self.steps, self.controller = steps, None
+        self.controller: subprocess.Popen[bytes] | None = None
         self.store = open_store(self.url)
+        self.machines = self.metadata()
 
-    def launch(self) -> None:
-        command = [self.lab.venv / "bin/harness", "launch", self.task, "--cloud", "sky", "--run", self.url, "--nodes", "1:2"]
+    def metadata(self) -> dict[str, MetadataServer]:
+        """Every node gets a metadata service; where it is stands on its local disk."""
+        found = {}
+        for cluster in CLUSTERS:
+            for node in cluster.nodes:
+                found[node] = MetadataServer(protocol_of("aws", node))
+                says = environment_of("aws", found[node].endpoint)
+                where = self.lab.root / "clusters" / cluster.name / "nodes" / node / "metadata"
+                where.write_text("".join(f"export {name}={value}\n" for name, value in says.items()))
+                where.chmod(0o644)
+        return found
+
+    # -- what a person does --
+    def harness(self, *words: str, timeout_s: float = 600.0) -> subprocess.CompletedProcess[str]:
+        command = [str(self.lab.venv / "bin/harness"), *words]
+        return subprocess.run(command, env=self.lab.env(), capture_output=True, text=True, timeout=timeout_s, cwd=self.lab.code)
+
+    def launch(self, steps: int) -> None:
+        command = [str(self.lab.venv / "bin/harness"), "launch", str(self.task), "--cloud", "sky", "--run", self.url, "--nodes", "1:2"]
+        command += ["--env", f"STEPS={steps}", "--budget-usd", "20", "--move-stay-s", "60", "--on-interrupt", "drain"]
         with open(self.lab.root / "log" / "scenario.log", "ab") as log:
             self.controller = subprocess.Popen(
-                ["sh", "-c", 'umask 0; exec "$@"', "sh", *command, "--env", f"STEPS={self.steps}", "--budget-usd", "5"],
-                env=self.lab.env(), stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                ["sh", "-c", 'umask 0; exec "$@"', "sh", *command],
+                env=self.lab.env(), stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self.lab.code,
             )  # fmt: skip
 
+    # -- what the bucket says --
     def facts(self, kind: type) -> list[Any]:
         return [s.fact for s in read_facts(self.store) if isinstance(s.fact, kind)]
 
@@ -55,84 +82,167 @@ class Scene:
         newest = Snapshots(self.store).latest()
         return newest.step if newest else 0
 
-    def places(self) -> set[str]:
+    def worlds(self) -> list[int]:
+        """The size of every epoch, in order."""
+        return [e.world for e in sorted({e.epoch: e for e in self.facts(EpochStarted)}.values(), key=lambda e: e.epoch)]
+
+    def places(self) -> list[str]:
         """Of the attempts that are up."""
         offers = {f.attempt: f.offer["place"] for f in self.facts(AttemptIntended)}
         ended = {f.attempt for f in self.facts(AttemptEnded)}
-        return {offers[f.attempt] for f in self.facts(AttemptUp) if f.attempt not in ended}
+        return sorted(offers[n] for n in {f.attempt for f in self.facts(AttemptUp)} - ended)
+
+    def ends(self) -> list[str]:
+        return [f.end for f in self.facts(AttemptEnded)]
 
     def until(self, what: str, true: Callable[[], bool], within_s: float = WITHIN_S) -> None:
         began_s = time.monotonic()
         while not true():
             if time.monotonic() - began_s > within_s:
                 raise SystemExit(f"not within {within_s:g} s: {what}; look at {self.lab.root}/log/scenario.log and {self.url}")
-            if self.controller and self.controller.poll() not in (None, 0):
+            if self.controller and self.controller.poll() is not None:
                 raise SystemExit(f"the controller ended ({self.controller.returncode}) before: {what}")
             time.sleep(0.5)
         print(f"{time.strftime('%T')}  {what}  ({time.monotonic() - began_s:.1f} s)", flush=True)
 
+    def goes_on(self, what: str) -> None:
+        at = self.step()
+        self.until(what, lambda: self.step() > at)
+
+    # -- the story --
     def play(self) -> None:
-        lab = self.lab
-        self.launch()
-        self.until("two members train in the cheaper cloud", lambda: any(e.world == 2 for e in self.facts(EpochStarted)))
-        self.until("a snapshot is committed", lambda: self.step() > 0)
-        victim, other = lab.busy("east")
-        lab.drain("east")
-        lab.power_off(victim)
-        epochs = len(self.facts(EpochStarted))
-        self.until("the other goes on alone", lambda: any(e.world == 1 for e in self.facts(EpochStarted)[epochs:]))
-        self.until("the loss is known", lambda: any(e.end == "preempted" for e in self.facts(AttemptEnded)))
-        at = self.step()
-        self.until("steps are made alone", lambda: self.step() > at)
-        lab.power_off(other)
-        self.until("the run has moved to the dearer cloud", lambda: self.places() == {"slurm/west"})
-        self.until("two train there", lambda: self.facts(EpochStarted)[-1].world == 2)
-        self.controller.send_signal(signal.SIGKILL)
-        self.controller.wait()
-        before = len(self.facts(AttemptIntended))
-        at = self.step()
-        self.until_without("training goes on without a controller", lambda: self.step() > at)
-        self.launch()
-        time.sleep(20.0)
-        subprocess.run([lab.venv / "bin/sky", "api", "stop"], env=lab.env(), timeout=120, check=True, capture_output=True)
-        print(f"{time.strftime('%T')}  the API server was stopped; whoever needs it starts it")
-        self.until("the run ends", lambda: bool(self.facts(RunEnded)), 1200.0)
-        self.controller.wait(120)
-        if len(self.facts(AttemptIntended)) != before:
-            raise SystemExit("the new controller launched nodes though all were there")
+        self.begin()
+        self.notice()
+        self.losses()
+        self.seats()
+        self.back()
+        self.finish()
         self.check()
 
-    def until_without(self, what: str, true: Callable[[], bool]) -> None:
-        self.controller = None
-        self.until(what, true)
+    def begin(self) -> None:
+        self.launch(MANY)
+        self.until("two members train in the cheaper cloud", lambda: 2 in self.worlds() and set(self.places()) == {"slurm/east"})
+        self.until("a snapshot is committed", lambda: self.step() > 0)
+
+    def notice(self) -> None:
+        """A machine is told that it will be taken, and is."""
+        node = self.lab.busy("east")[0]
+        epochs = len(self.worlds())
+        self.machines[node].protocol.notice("kill", time.time() + GRACE_S)
+        self.until("the notice is seen", lambda: any(f.notice == "kill" for f in self.facts(NoticeSeen)))
+        self.until("it leaves with its state committed", lambda: "drained" in self.ends())
+        self.lab.power_off(node)
+        self.until("another takes its place", lambda: self.worlds()[epochs:][-1:] == [2])
+        if 1 not in self.worlds()[epochs:]:
+            print("          (before the world had become smaller)")
+
+    def losses(self) -> None:
+        """Power cuts, and no more capacity."""
+        victim, other = self.lab.busy("east")
+        self.lab.drain("east")
+        self.lab.power_off(victim)
+        epochs = len(self.worlds())
+        self.until("the other goes on alone", lambda: 1 in self.worlds()[epochs:])
+        self.until("the loss is known", lambda: "preempted" in self.ends())
+        self.goes_on("steps are made alone")
+        self.lab.power_off(other)
+        self.until("the run has moved to the dearer cloud", lambda: set(self.places()) == {"slurm/west"})
+        self.until("two train there", lambda: self.worlds()[-1] == 2 and len(self.places()) == 2)
+
+    def seats(self) -> None:
+        """The controller dies, the API server is restarted: the training goes on, and no node is launched twice."""
+        assert self.controller
+        self.controller.send_signal(signal.SIGKILL)
+        self.controller.wait()
+        self.controller, before = None, len(self.facts(AttemptIntended))
+        self.goes_on("training goes on without a controller")
+        self.launch(MANY)
+        self.goes_on("... and with another one")
+        self.stop_server()
+        self.goes_on("... and while the API server is restarted")
+        if len(self.facts(AttemptIntended)) != before:
+            raise SystemExit("the new controller launched nodes though all were there")
+
+    def stop_server(self) -> None:
+        subprocess.run([self.lab.venv / "bin/sky", "api", "stop"], env=self.lab.env(), timeout=120, check=True, capture_output=True)
+        print(f"{time.strftime('%T')}  the API server was stopped; whoever needs it starts it", flush=True)
+
+    def back(self) -> None:
+        """Machines come back, and there is capacity again where it is cheaper."""
+        for node in CLUSTERS[0].nodes:
+            self.lab.power_off(node)
+            self.lab.node_up(node)
+        self.lab.resume("east")
+        self.until("the run has moved back to the cheaper cloud", lambda: self.places() == ["slurm/east"] * 2)
+        self.until("two train there", lambda: self.worlds()[-1] == 2)
+        self.goes_on("... and make progress")
+
+    def finish(self) -> None:
+        """Stopped by a person, and resumed for its last steps."""
+        assert self.controller
+        told = self.harness("stop", self.url, "--wait-s", "0")
+        if told.returncode:
+            raise SystemExit(f"harness stop failed: {told.stderr}")
+        controller, self.controller = self.controller, None
+        self.until("the run has stopped, its nodes are gone", lambda: controller.poll() is not None)
+        at = self.step()
+        self.launch(at + FEW)
+        controller, self.controller = self.controller, None
+        self.until("it is resumed and ends", lambda: controller.poll() is not None)
+        last = self.facts(RunEnded)[-1]
+        if (last.outcome, last.committed_step) != ("done", at + FEW):
+            raise SystemExit(f"wanted it to be done at step {at + FEW}, found {last}")
 
     def check(self) -> None:
         """What must be true when it is over."""
-        env = self.lab.env()
-        verified = subprocess.run([self.lab.venv / "bin/harness", "verify", self.url], env=env, capture_output=True, text=True, timeout=300)
-        print(verified.stdout.splitlines()[-1])
-        left = subprocess.run([self.lab.venv / "bin/sky", "status", "-r"], env=env, capture_output=True, text=True, timeout=120).stdout
-        held = [n for c in ("east", "west") for n in self.lab.busy(c)]
+        verified = self.harness("verify", self.url)
+        print(f"harness verify: {verified.stdout.splitlines()[-1]}", flush=True)
+        left = subprocess.run(
+            [self.lab.venv / "bin/sky", "status", "-r"], env=self.lab.env(), capture_output=True, text=True, timeout=300
+        ).stdout
+        held = [n for c in CLUSTERS for n in self.lab.busy(c.name)]
+        bill = self.bill()
+        print(json.dumps(bill), flush=True)
+        if verified.returncode or "No existing clusters" not in left or held:
+            raise SystemExit(f"verify {verified.returncode}, held {held}, sky status:\n{left}\n{verified.stdout}")
+        if abs(bill["ours_usd"] - bill["skypilot_usd"]) > 0.25 * bill["skypilot_usd"]:
+            raise SystemExit("the two bills differ by more than a quarter")
+        print("Everything holds.")
+
+    def bill(self) -> dict[str, Any]:
+        """What we say that the run cost, and what SkyPilot says."""
         from harness.skypilot import Broker, tag
         from storage.objects import normalize
 
-        broker = Broker(env, self.lab.root / "log" / "broker.log")
+        broker = Broker(self.lab.env(), self.lab.root / "log" / "broker.log")
         theirs = broker("costs", 120.0, prefix=f"{tag(normalize(self.url))}-")
         broker.close()
         ended = {f.attempt: f for f in self.facts(AttemptEnded)}
         rows = {int(r["name"].rpartition("-")[2]): r["total_cost"] for r in theirs}
         billed = {n: f for n, f in ended.items() if f.end != "no-capacity"}
-        ours_usd, theirs_usd = sum(f.usd for f in billed.values()), sum(rows.get(n, 0.0) for n in billed)
-        print(json.dumps({"ours_usd": round(ours_usd, 4), "skypilot_usd": round(theirs_usd, 4), "attempts": len(ended)}))
-        if verified.returncode or "No existing clusters" not in left or held:
-            raise SystemExit(f"verify {verified.returncode}, held {held}, sky status:\n{left}")
-        if abs(ours_usd - theirs_usd) > 0.25 * theirs_usd:
-            raise SystemExit("the two bills differ by more than a quarter")
-        print("Everything holds.")
+        return {
+            "ours_usd": round(sum(f.usd for f in billed.values()), 4),
+            "skypilot_usd": round(sum(rows.get(n, 0.0) for n in billed), 4),
+            "attempts": len(ended),
+            "ends": {end: self.ends().count(end) for end in sorted(set(self.ends()))},
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dir", help="where the lab's state lies (python tests/lab/lab.py up DIR)")
+    parser.add_argument("--only", default="", help="for work on the lab: begin,losses,... these parts, then finish and check")
+    flags = parser.parse_args()
+    os.umask(0)
+    lab = Lab(flags.dir)
+    lab.refresh_code()
+    scene = Scene(lab)
+    if flags.only:
+        for part in flags.only.split(","):
+            getattr(scene, part)()
+    else:
+        scene.play()
 
 
 if __name__ == "__main__":
-    os.umask(0)
-    the_lab = Lab(sys.argv[1])
-    the_lab.refresh_code()
-    Scene(the_lab, int(sys.argv[2]) if len(sys.argv) > 2 else 600).play()
+    main()

@@ -11,15 +11,16 @@ import yaml
 TASKS = Path(__file__).resolve().parent.parent.parent / "sky_tasks"
 
 
-def in_lab(name: str, venv: Path, into: Path, code: Path = TASKS.parent, **resources: Any) -> Path:
-    """Write `sky_tasks/<name>` for the lab; returns where."""
+def in_lab(name: str, venv: Path, into: Path, code: Path = TASKS.parent, first: str = ":", **resources: Any) -> Path:
+    """Write `sky_tasks/<name>` for the lab; returns where. code: what is sent to nodes; first: a command of theirs before all others."""
     task = yaml.safe_load((TASKS / name).read_text())
     recovery = task["resources"].get("job_recovery") or task["resources"].get("any_of", [{}])[0].get("job_recovery")
     task["resources"] = {"infra": "slurm", "accelerators": "H100:1", "job_recovery": recovery, **resources}
     task["workdir"] = str(code)
     task["envs"] |= {"VENV": str(venv), "TRACKERS": ""}
     # A bucket that is a folder is shared by two users there: what the controller makes, nodes must be able to write.
-    task["run"] = f"umask 0\n{task['run']}"
+    # Machines there are told of their end as on AWS, by a service whose address stands on the local disk.
+    task["run"] = f"umask 0\n{first}\n[ ! -f {code.parent}/local/metadata ] || . {code.parent}/local/metadata\n{task['run']}"
     into.write_text(yaml.safe_dump(task, sort_keys=False))
     return into
 
