@@ -325,6 +325,7 @@ class Saver:
         self._beside = Beside("stage")
         self._layout: _Layout | None = None
         self._free: list[torch.Tensor] = []  # two at most: one being written, one being filled
+        self._base: Manifest | None = None  # the last that we committed
 
     def plan(self, tensors: dict[str, torch.Tensor]) -> None:
         """Agree who writes what. Collective: all ranks call it together. Quick when no rank's structure has changed.
@@ -413,8 +414,10 @@ class Saver:
         its bytes: write it again with the same token, or `release` it.
         """
         staged.arrive()
-        self.snapshots.write(ref, self.rank, self.world, staged.files(), staged.layout.index, data, token)
+        base = self._base if self._base is not None and self.snapshots.stay([self._base.ref]) else None
+        self.snapshots.write(ref, self.rank, self.world, staged.files(), staged.layout.index, data, token, base)
         manifest = self.snapshots.commit(ref, self.world)
+        self._base = manifest or base
         staged.release()
         return manifest
 
@@ -447,7 +450,12 @@ def _save_planner(tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _lay_out(structure: tuple[Any, ...], tensors: dict[str, torch.Tensor], items: Iterable[WriteItem]) -> _Layout:
-    order = {name: i for i, name in enumerate(tensors)}
+    # Large ones first, of the model, then of what comes after it: so adapters lie together behind the frozen weights, whose chunks
+    # stay the same from snapshot to snapshot, and who wants the model alone reads neighbours.
+    top = {name.partition("/")[0]: None for name in tensors}
+    rank = {name: i for i, name in enumerate(top)}
+    by_size = sorted(tensors, key=lambda name: (rank[name.partition("/")[0]], -tensors[name].numel() * tensors[name].element_size()))
+    order = {name: i for i, name in enumerate(by_size)}
     kept: list[WriteItem] = []
     places: list[tuple[int, int]] = []
     index: dict[str, Any] = {}
