@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.tensor import DTensor
 
 from storage.manifest import Manifest, Ref, SnapshotCorrupt
-from storage.snapshots import Snapshots
+from storage.snapshots import Snapshots, scratch
 from storage.staging import Beside
 
 __all__ = ["Saver", "Staged", "destinations", "join", "load", "split"]
@@ -636,11 +636,20 @@ def _batches(pieces: list[_Piece]) -> list[list[_Piece]]:
     return batches
 
 
+_mine = threading.local()
+
+
 def _fill(snapshots: Snapshots, manifest: Manifest, batch: list[_Piece]) -> None:
+    if not hasattr(_mine, "memory"):
+        _mine.memory = scratch()
     start, end = batch[0].start, max(piece.end for piece in batch)
-    data = memoryview(snapshots.read(manifest, batch[0].part, start, end))
+    data = snapshots.read_into(manifest, batch[0].part, start, end, _mine.memory)
     with torch.no_grad():  # per thread
         for piece in batch:
+            found, target = data[piece.start - start : piece.end - start], piece.target
+            if target.is_contiguous() and not target.is_cuda and not target.is_conj() and not target.is_neg():
+                np.copyto(target.reshape(-1).view(torch.uint8).numpy(), np.frombuffer(found, np.uint8))  # as in _copy_bytes
+                continue
             raw = torch.empty(piece.end - piece.start, dtype=torch.uint8)  # aligned for any dtype, which `data` is not
-            raw.numpy().data[:] = data[piece.start - start : piece.end - start]
-            piece.target.copy_(raw.view(piece.target.dtype).as_strided(piece.target.shape, piece.strides))
+            raw.numpy().data[:] = found
+            target.copy_(raw.view(target.dtype).as_strided(target.shape, piece.strides))

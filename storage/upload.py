@@ -219,7 +219,7 @@ class Uploader:
             self._check(job.ref)
             manifest = self.snapshots.commit(job.ref, job.world)
             if manifest is None and pause_s == 1.0 and self.snapshots.hopeless(job.ref, base.ref if base and mine.refers else None):
-                raise StoreError(f"snapshot of step {job.ref.step}: it, or the snapshot that has its unchanged chunks, was pruned meanwhile")
+                raise StoreError(f"snapshot of step {job.ref.step}: it, or the one that has its unchanged chunks, was pruned meanwhile")
         if manifest is not None:
             with self._lock:
                 if self._base is None or self._base.ref < manifest.ref:
