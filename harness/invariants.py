@@ -69,7 +69,7 @@ def _facts(event: Event) -> Iterable[object]:
 
 
 def _committed(event: Event) -> Ref | None:
-    if isinstance(event, Written) and event.key.startswith("snapshots/manifests/"):
+    if isinstance(event, Written) and event.key.startswith("snapshots/manifests/") and event.key.endswith(".json"):
         return Ref.parse(event.key.rpartition("/")[2].removesuffix(".json"))
     return None
 

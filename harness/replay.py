@@ -78,7 +78,8 @@ def replay(store: ObjectStore, scratch: Path, start: int, steps: int, world: int
 
 
 def _copy(store: ObjectStore, copy: ObjectStore, manifest: Manifest) -> None:
-    for key in ("run.json", *store.list(f"{PARTS}{manifest.ref.name}/"), f"{MANIFESTS}{manifest.ref.name}.json"):
+    lists = store.list(f"{PARTS}{manifest.ref.name}/list-")
+    for key in ("run.json", *manifest.objects, *lists, f"{MANIFESTS}{manifest.ref.name}.json"):
         copy.put(key, store.get(key))
 
 

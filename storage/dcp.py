@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.tensor import DTensor
 
 from storage.manifest import Manifest, Ref, SnapshotCorrupt
-from storage.snapshots import Snapshots
+from storage.snapshots import Snapshots, scratch
 from storage.staging import Beside
 
 __all__ = ["Saver", "Staged", "destinations", "join", "load", "split"]
@@ -325,6 +325,7 @@ class Saver:
         self._beside = Beside("stage")
         self._layout: _Layout | None = None
         self._free: list[torch.Tensor] = []  # two at most: one being written, one being filled
+        self._base: Manifest | None = None  # the last that we committed
 
     def plan(self, tensors: dict[str, torch.Tensor]) -> None:
         """Agree who writes what. Collective: all ranks call it together. Quick when no rank's structure has changed.
@@ -413,8 +414,10 @@ class Saver:
         its bytes: write it again with the same token, or `release` it.
         """
         staged.arrive()
-        self.snapshots.write(ref, self.rank, self.world, staged.files(), staged.layout.index, data, token)
+        base = self._base if self._base is not None and self.snapshots.stay([self._base.ref]) else None
+        self.snapshots.write(ref, self.rank, self.world, staged.files(), staged.layout.index, data, token, base)
         manifest = self.snapshots.commit(ref, self.world)
+        self._base = manifest or base
         staged.release()
         return manifest
 
@@ -447,7 +450,12 @@ def _save_planner(tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _lay_out(structure: tuple[Any, ...], tensors: dict[str, torch.Tensor], items: Iterable[WriteItem]) -> _Layout:
-    order = {name: i for i, name in enumerate(tensors)}
+    # Large ones first, of the model, then of what comes after it: so adapters lie together behind the frozen weights, whose chunks
+    # stay the same from snapshot to snapshot, and who wants the model alone reads neighbours.
+    top = {name.partition("/")[0]: None for name in tensors}
+    rank = {name: i for i, name in enumerate(top)}
+    by_size = sorted(tensors, key=lambda name: (rank[name.partition("/")[0]], -tensors[name].numel() * tensors[name].element_size()))
+    order = {name: i for i, name in enumerate(by_size)}
     kept: list[WriteItem] = []
     places: list[tuple[int, int]] = []
     index: dict[str, Any] = {}
@@ -628,11 +636,20 @@ def _batches(pieces: list[_Piece]) -> list[list[_Piece]]:
     return batches
 
 
+_mine = threading.local()
+
+
 def _fill(snapshots: Snapshots, manifest: Manifest, batch: list[_Piece]) -> None:
+    if not hasattr(_mine, "memory"):
+        _mine.memory = scratch()
     start, end = batch[0].start, max(piece.end for piece in batch)
-    data = memoryview(snapshots.read(manifest, batch[0].part, start, end))
+    data = snapshots.read_into(manifest, batch[0].part, start, end, _mine.memory)
     with torch.no_grad():  # per thread
         for piece in batch:
+            found, target = data[piece.start - start : piece.end - start], piece.target
+            if target.is_contiguous() and not target.is_cuda and not target.is_conj() and not target.is_neg():
+                np.copyto(target.reshape(-1).view(torch.uint8).numpy(), np.frombuffer(found, np.uint8))  # as in _copy_bytes
+                continue
             raw = torch.empty(piece.end - piece.start, dtype=torch.uint8)  # aligned for any dtype, which `data` is not
-            raw.numpy().data[:] = data[piece.start - start : piece.end - start]
-            piece.target.copy_(raw.view(piece.target.dtype).as_strided(piece.target.shape, piece.strides))
+            raw.numpy().data[:] = found
+            target.copy_(raw.view(target.dtype).as_strided(target.shape, piece.strides))

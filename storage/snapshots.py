@@ -4,30 +4,44 @@ No torch, no threads, no clock, no randomness: it runs unchanged in the determin
 between any two store calls, and any number of callers may do anything at once; what holds is:
 
     write   parts, under names of this attempt only -> this rank's part list (create-only)
-    commit  all ranks' part lists -> the manifest (create-only, the same bytes whoever writes it) -> look that nothing was pruned
+    commit  all ranks' part lists -> look that no base is doomed -> the manifest (create-only, the same bytes whoever writes it)
+            -> look that nothing was pruned
     read    manifests only; every byte is hashed; what is bad is marked and the next older one used
-    prune   part lists -> manifest -> parts -> manifest again, of snapshots older than the newest whole one
+    prune   of snapshots older than the newest whole one: doom (create-only, for good) -> look who reads -> part lists -> manifest
+            -> look who refers -> parts that nobody refers to -> manifest again
 
 Part lists go first in `prune` and are looked at again at the end of `commit`. So of a late commit and a prune of the same
 snapshot either the commit sees that the lists are gone and takes its manifest back, or the prune deletes that manifest.
+
+Chunks of a part may lie in objects of an older snapshot, its base. A base is doomed before the prune looks who refers to its
+objects, and is looked at after the part lists that refer to them are there. So either the commit sees that the base is doomed,
+or the prune sees the part lists. The same with who reads: they say so, and then look whether the snapshot is doomed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from storage.manifest import CHUNK_NBYTES, Manifest, Part, PartList, Ref, SnapshotCorrupt, canonical, chunk_hash
-from storage.objects import NotFound, ObjectStore, StoreError, StoreUnavailable
+from storage.manifest import CHUNK_NBYTES, Known, Manifest, Part, PartList, Ref, SnapshotCorrupt, canonical, chunk_hash
+from storage.objects import NotFound, ObjectStore, StoreError, StoreUnavailable, read_into
+from storage.retention import Keep
 
 PARTS, MANIFESTS, QUARANTINE = "snapshots/parts/", "snapshots/manifests/", "snapshots/quarantine/"
+READING = "snapshots/reading/"
+DOOM = ".doomed"  # beside the manifests, so that one listing tells of both at one moment
+DOOMED_KEPT = 1000  # marks; a writer whose base was pruned so many snapshots ago is not alive
 VERIFY_NBYTES = 32 << 20  # read at once by `verify`
+WORTH = 0.5  # of an object must be referred to, or its chunks are stored again: nothing old is kept for the sake of a little
 
 Policy = Callable[[Collection[Ref]], Collection[Ref]]  # all refs -> those that stay; `retention.Keep` is one
 OnBad = Callable[[Ref, str], None]
+Memory = Callable[[int], memoryview]
+Expired = Callable[[str, bytes], bool]  # key and content of a lease -> is its owner dead?
 
 
 class Snapshots:
@@ -35,6 +49,7 @@ class Snapshots:
 
     def __init__(self, store: ObjectStore, chunk_nbytes: int = CHUNK_NBYTES):
         self.store, self.chunk_nbytes = store, chunk_nbytes
+        self._refers: dict[Ref, frozenset[str]] = {}  # of committed snapshots, which never change
 
     # ---- writing ------------------------------------------------------------------------------------------------
     def write(
@@ -46,11 +61,14 @@ class Snapshots:
         tensors: dict[str, Any],
         data: dict[str, Any],
         token: str,
+        base: Manifest | None = None,
     ) -> PartList:
         """Store what one rank has of a snapshot, and return the part list that stands for that rank.
 
         files:   name -> bytes. tensors: index whose chunks say `"part": <file name>`. data: plain JSON.
         token:   unique to this attempt (and the same when it is repeated after StoreUnavailable, which is safe).
+        base:    the newest committed snapshot that the caller knows of; chunks that it has are not stored again. If it is pruned
+                 before the commit, nothing is committed.
         The list returned is an earlier attempt's if that one was first; then our parts are garbage that `prune` collects.
         """
         if not 0 <= rank < world:
@@ -59,12 +77,20 @@ class Snapshots:
             if not re.fullmatch(r"[A-Za-z0-9_.\-]+", name):
                 raise ValueError(f"tokens and file names are letters, digits and ._-; found {name!r}")
         keys = {name: f"{PARTS}{ref.name}/r{rank:05d}-{token}-{name}" for name in files}
+        base = base if base is not None and base.ref < ref else None
         parts = tuple(Part.of(keys[name], content, self.chunk_nbytes) for name, content in files.items())
-        for name, content in files.items():
-            self.store.put(keys[name], content)
+        if base is not None:
+            known = _worth(base.known, parts)
+            parts = tuple(part.referring(known) for part in parts)
+        for part, content in zip(parts, files.values(), strict=True):
+            at = 0
+            for place in part.stored():
+                if place.key.startswith(part.key):
+                    self.store.put(place.key, memoryview(content)[at : at + place.nbytes] if part.places else content)
+                at += place.nbytes
         index = {name: {**entry, "chunks": [{**c, "part": keys[c["part"]]} for c in entry["chunks"]]} for name, entry in tensors.items()}
         # Through JSON and back, so that what we return equals what others will read (tuples are lists then).
-        mine = PartList.from_json(PartList(ref, rank, world, token, parts, index, data).to_json())
+        mine = PartList.from_json(PartList(ref, rank, world, token, parts, index, data, base.link if base else None).to_json())
         if self.store.create(_list_key(ref, rank), mine.to_json().encode()):
             return mine
         try:
@@ -75,8 +101,8 @@ class Snapshots:
     def commit(self, ref: Ref, world: int) -> Manifest | None:
         """Write the manifest if all `world` part lists are there. Anybody may call it, any number of times.
 
-        The committed manifest, whoever committed it; None while lists are missing, or if the snapshot was pruned meanwhile.
-        Raises SnapshotCorrupt if the lists contradict each other.
+        The committed manifest, whoever committed it; None while lists are missing, or if the snapshot or its base was pruned
+        meanwhile (then `hopeless` says so). Raises SnapshotCorrupt if the lists contradict each other.
         """
         if world < 1:
             raise ValueError(f"a world has at least 1 rank; found {world}")
@@ -92,20 +118,38 @@ class Snapshots:
                     "an epoch has one world: start a new epoch for another one"
                 )
             manifest = Manifest.merge([PartList.from_json(self.store.get(key)) for key in keys])
-            if not self.store.create(_manifest_key(ref), manifest.to_json().encode()):
+            if not self.stay(manifest.bases) or not self.store.create(_manifest_key(ref), manifest.to_json().encode()):
                 manifest = self.load(ref)
         except NotFound:  # not committed, or pruned while we read
             return None
         present = set(self.store.list(f"{PARTS}{ref.name}/"))
-        if not present.issuperset(keys) or not present.issuperset(p.key for p in manifest.parts):
+        if not present.issuperset(keys) or not present.issuperset(manifest.objects.keys() - manifest.refers):
             self.store.delete(_manifest_key(ref))  # see the module's docstring
             return None
         return manifest
 
+    def stay(self, bases: Collection[Ref]) -> bool:
+        """Are they committed, not doomed, not quarantined? To be asked when what refers to them is there for all to see."""
+        if not bases:
+            return True
+        committed, doomed = self._manifests()
+        return committed.difference(doomed).difference(self.quarantined()).issuperset(bases)
+
+    def hopeless(self, ref: Ref, base: Ref | None) -> bool:
+        """Can a snapshot that is not committed yet never be, since it or its base was pruned or quarantined?"""
+        _, doomed = self._manifests()
+        return ref in doomed or not (base is None or self.stay([base]))
+
     # ---- reading ------------------------------------------------------------------------------------------------
     def refs(self) -> list[Ref]:
-        """All committed snapshots that are not quarantined, newest first."""
-        return sorted(_refs_in(self.store.list(MANIFESTS)) - self.quarantined(), reverse=True)
+        """All committed snapshots that are neither doomed nor quarantined, newest first."""
+        committed, doomed = self._manifests()
+        return sorted(committed - doomed - self.quarantined(), reverse=True)
+
+    def _manifests(self) -> tuple[set[Ref], set[Ref]]:
+        """Committed snapshots and doomed ones, of one moment."""
+        keys = self.store.list(MANIFESTS)
+        return _refs_in(k for k in keys if k.endswith(".json")), _refs_in(k.removesuffix(DOOM) for k in keys if k.endswith(DOOM))
 
     def load(self, ref: Ref) -> Manifest:
         """Raises NotFound (not committed), SnapshotCorrupt, SnapshotTooNew."""
@@ -116,56 +160,74 @@ class Snapshots:
 
     def check(self, manifest: Manifest) -> None:
         """All parts are there and have their sizes (one small request each). Raises SnapshotCorrupt."""
-        for part in manifest.parts:
+        for key, nbytes in manifest.objects.items():
             try:
-                found = self.store.size(part.key)
+                found = self.store.size(key)
             except NotFound:
                 raise SnapshotCorrupt(
-                    f"snapshot {manifest.ref}: its manifest names {len(manifest.parts)} parts, {part.key} is gone; use an older snapshot"
+                    f"snapshot {manifest.ref}: its manifest names {len(manifest.objects)} objects, {key} is gone; use an older snapshot"
                 ) from None
-            if found != part.nbytes:
-                raise SnapshotCorrupt(
-                    f"snapshot {manifest.ref}: {part.key} should have {part.nbytes} bytes, found {found}; use an older snapshot"
-                )
+            if found != nbytes:
+                raise SnapshotCorrupt(f"snapshot {manifest.ref}: {key} should have {nbytes} bytes, found {found}; use an older snapshot")
 
     def verify(self, manifest: Manifest, progress: Callable[[int, int], None] | None = None) -> None:
-        """Read and hash every byte. `progress(bytes done, bytes in all)`. Raises SnapshotCorrupt."""
+        """Read and hash every byte; look that the manifest before it in the chain, if it is still there, is the one that it was.
+
+        `progress(bytes done, bytes in all)`. Raises SnapshotCorrupt.
+        """
         self.check(manifest)
-        done = 0
+        if manifest.previous is not None:
+            broken = False
+            with contextlib.suppress(NotFound, SnapshotCorrupt):  # pruned, or damaged itself
+                found_hash = self.load(manifest.previous.ref).hash
+                broken = found_hash != manifest.previous.hash
+            if broken:
+                raise SnapshotCorrupt(
+                    f"snapshot {manifest.ref} follows {manifest.previous.ref} with the hash {manifest.previous.hash}, which now has "
+                    f"{found_hash}: one of the two manifests is of another run; use an older snapshot"
+                )
+        done, memory = 0, scratch()
         for part in manifest.parts:
             at_once = max(1, VERIFY_NBYTES // part.chunk_nbytes) * part.chunk_nbytes
             for start in range(0, part.nbytes, at_once):
                 end = min(start + at_once, part.nbytes)
-                self.read(manifest, part.key, start, end)
+                self.read_into(manifest, part.key, start, end, memory)
                 done += end - start
                 if progress is not None:
                     progress(done, manifest.nbytes)
 
     def read(self, manifest: Manifest, part_key: str, start: int, end: int) -> bytes:
         """Bytes [start, end) of a part, verified; whole hash chunks are fetched. Raises SnapshotCorrupt."""
+        return bytes(self.read_into(manifest, part_key, start, end, _fresh))
+
+    def read_into(self, manifest: Manifest, part_key: str, start: int, end: int, memory: Memory) -> memoryview:
+        """The same, in memory that the caller has and may use again: `memory(nbytes)` gives at least so many writable bytes."""
         part = manifest.part(part_key)
         if not 0 <= start <= end <= part.nbytes:
             raise ValueError(f"{part_key} has bytes [0, {part.nbytes}); wanted [{start}, {end})")
         if start == end:
-            return b""
+            return memoryview(b"")
         size = part.chunk_nbytes
         first, last = start // size, -(-end // size)
         low, high = first * size, min(last * size, part.nbytes)
-        try:
-            found = self.store.get(part_key, low, high)
-        except NotFound:
-            raise SnapshotCorrupt(f"snapshot {manifest.ref}: {part_key} is gone; use an older snapshot") from None
-        if len(found) != high - low:
-            raise SnapshotCorrupt(
-                f"snapshot {manifest.ref}: {part_key} should have bytes [{low}, {high}), found {len(found)} of them; use an older snapshot"
-            )
-        view = memoryview(found)
+        view = memory(high - low)[: high - low]
+        at = 0
+        for key, from_, to in part.locate(low, high):
+            try:
+                found = read_into(self.store, key, from_, view[at : at + to - from_])
+            except NotFound:
+                raise SnapshotCorrupt(f"snapshot {manifest.ref}: {key} is gone; use an older snapshot") from None
+            if found != to - from_:
+                raise SnapshotCorrupt(
+                    f"snapshot {manifest.ref}: {key} should have bytes [{from_}, {to}), found {found} of them; use an older snapshot"
+                )
+            at += found
         for i in range(first, last):
             if chunk_hash(view[i * size - low : (i + 1) * size - low]) != part.hashes[i]:
                 raise SnapshotCorrupt(
                     f"snapshot {manifest.ref}: {part_key}, bytes from {i * size}: hash differs from what was written; use an older snapshot"
                 )
-        return found if (low, high) == (start, end) else bytes(view[start - low : end - low])
+        return view[start - low : end - low]
 
     def latest(self, on_bad: OnBad | None = None) -> Manifest | None:
         """The newest snapshot whose manifest is good and whose parts have their sizes; None if there is none.
@@ -217,23 +279,21 @@ class Snapshots:
         except (ValueError, KeyError, TypeError):
             return "its mark is unreadable"
 
-    def prune(self, keep: Policy, on_bad: OnBad | None = None) -> list[Ref]:
+    def prune(self, keep: Policy, on_bad: OnBad | None = None, expired: Expired = lambda key, beat: False) -> list[Ref]:
         """Delete what `keep` does not keep, and the parts of abandoned attempts. Returns the refs deleted, newest first.
 
-        Never touches the newest whole snapshot, or anything newer (it may be being written). Quarantined ones go when they are
-        older than all that stay. Safe to repeat after an error, and beside writers, readers and other pruners.
+        Never touches the newest whole snapshot, or anything newer (it may be being written), or one that is being read, or what
+        others refer to. Quarantined ones go when they are older than all that stay. Safe to repeat after an error, and beside
+        writers, readers and other pruners. `expired(lease, beat)`: is whoever wrote that lease surely dead? (`leases.Watch`)
         """
         newest = self.latest(on_bad)
         if newest is None:
             return []
-        objects: dict[Ref, list[str]] = defaultdict(list)
-        for key in self.store.list(PARTS):  # before the manifests: a snapshot committed in between is not taken for an orphan
-            ref = _ref_in(key)
-            if ref is not None:
-                objects[ref].append(key)
-        committed, marked = _refs_in(self.store.list(MANIFESTS)), self.quarantined()
-        candidates = {ref for ref in committed - marked if ref <= newest.ref}
-        stay = (set(keep(candidates)) & candidates) | {newest.ref}
+        objects = self._objects()  # before the manifests: a snapshot committed in between is not taken for an orphan
+        committed, doomed = self._manifests()
+        marked = self.quarantined()
+        candidates = {ref for ref in committed - doomed - marked if ref <= newest.ref}
+        stay = (set(self._chosen(keep, candidates)) & candidates) | {newest.ref}
         oldest = min(stay)
         gone = [
             ref
@@ -241,19 +301,143 @@ class Snapshots:
             if ref < newest.ref and ref not in stay and (ref not in marked or ref < oldest)
         ]
         for ref in gone:
-            self._delete(ref, objects[ref])
-        return gone
+            if ref not in doomed:
+                self.store.create(_doom_key(ref), b"{}")
+        if gone:
+            read = self.being_read(expired)
+            gone = [ref for ref in gone if ref not in read]
+        for ref in gone:
+            self._take_back(ref, objects[ref])
+        objects, needed = self._needed(gone, on_bad) if gone else (objects, frozenset())
+        deleted = [ref for ref in gone if self._delete(ref, [k for k in objects[ref] if k not in needed]) or ref in committed]
+        for ref in sorted(doomed - committed - set(objects), reverse=True)[DOOMED_KEPT:]:
+            self.store.delete(_doom_key(ref))
+        return deleted
 
-    def _delete(self, ref: Ref, keys: list[str]) -> None:
-        lists = [key for key in keys if key.startswith(f"{PARTS}{ref.name}/list-")]
-        for key in lists:
-            self.store.delete(key)
-        self.store.delete(_manifest_key(ref))
+    def _chosen(self, keep: Policy, candidates: set[Ref]) -> Collection[Ref]:
+        if not isinstance(keep, Keep) or not keep.best:
+            return keep(candidates)
+        data: dict[Ref, Mapping[str, Any]] = {}
+        for ref in candidates:
+            with contextlib.suppress(NotFound, SnapshotCorrupt):  # then it is the best at nothing
+                data[ref] = self.load(ref).data
+        return keep(candidates, data)
+
+    def _objects(self) -> defaultdict[Ref, list[str]]:
+        found: defaultdict[Ref, list[str]] = defaultdict(list)
+        for key in self.store.list(PARTS):
+            ref = _ref_in(key)
+            if ref is not None:
+                found[ref].append(key)
+        return found
+
+    def _needed(self, gone: Collection[Ref], on_bad: OnBad | None) -> tuple[defaultdict[Ref, list[str]], frozenset[str]]:
+        """What there is; and of that what snapshots other than `gone`, which are doomed, refer to. To be asked when they are."""
+        objects = self._objects()
+        committed, _ = self._manifests()
+        needed: set[str] = set()
+        others = (committed | set(objects)).difference(gone)
+        for ref in others - self.quarantined():
+            lists = [key for key in objects[ref] if key.startswith(f"{PARTS}{ref.name}/list-")]
+            if ref in committed and ref not in self._refers:
+                try:
+                    self._refers[ref] = self._look_twice(ref)
+                except NotFound:  # somebody else prunes it
+                    pass
+                except SnapshotCorrupt as e:
+                    self.quarantine(ref, str(e))
+                    if on_bad is not None:
+                        on_bad(ref, str(e))
+            if ref in committed and ref in self._refers:
+                needed |= self._refers[ref]
+                continue
+            for key in lists:
+                with contextlib.suppress(NotFound):  # the same
+                    needed |= PartList.from_json(self.store.get(key)).refers
+        return objects, frozenset(needed)
+
+    def _look_twice(self, ref: Ref) -> frozenset[str]:
+        try:
+            return self.load(ref).refers
+        except SnapshotCorrupt:
+            return self.load(ref).refers
+
+    def _take_back(self, ref: Ref, keys: Collection[str]) -> None:
+        """First the part lists: without them nobody commits it."""
         for key in keys:
-            if key not in lists:
+            if key.startswith(f"{PARTS}{ref.name}/list-"):
                 self.store.delete(key)
+        self.store.delete(_manifest_key(ref))
+
+    def _delete(self, ref: Ref, keys: Collection[str]) -> bool:
+        """Was there anything?"""
+        if not keys:
+            return False
+        for key in keys:
+            self.store.delete(key)
         # Once more: a part list that was written after we listed lets a commit look before the parts were gone.
         self.store.delete(_manifest_key(ref))
+        return True
+
+    # ---- who reads ----------------------------------------------------------------------------------------------
+    def begin_reading(self, ref: Ref, token: str) -> bool:
+        """Ask that it is not pruned while we read it: `leases.reading` does, and goes on asking. False: it is doomed already."""
+        self.still_reading(ref, token, 0)
+        committed, doomed = self._manifests()
+        if ref in committed and ref not in doomed:
+            return True
+        self.end_reading(ref, token)
+        return False
+
+    def still_reading(self, ref: Ref, token: str, beat: int) -> None:
+        """`beat` grows: a lease that stands still is a dead reader's."""
+        self.store.put(_lease_key(ref, token), canonical({"ref": ref.name, "beat": beat}))
+
+    def end_reading(self, ref: Ref, token: str) -> None:
+        self.store.delete(_lease_key(ref, token))
+
+    def being_read(self, expired: Expired = lambda key, beat: False) -> set[Ref]:
+        """Snapshots that somebody reads; leases of the dead are removed."""
+        found = set()
+        for key in self.store.list(READING):
+            ref = _ref_in(key.rpartition("/")[0])
+            if ref is None:
+                continue
+            try:
+                beat = self.store.get(key)
+            except NotFound:
+                continue
+            if expired(key, beat):
+                self.store.delete(key)
+            else:
+                found.add(ref)
+        return found
+
+
+def _fresh(nbytes: int) -> memoryview:
+    return memoryview(bytearray(nbytes))
+
+
+def scratch() -> Memory:
+    """Memory that is used again and again, for one thread: new memory costs a page fault every 4 KiB."""
+    have = memoryview(bytearray())
+
+    def memory(nbytes: int) -> memoryview:
+        nonlocal have
+        if len(have) < nbytes:
+            have = memoryview(bytearray(nbytes))
+        return have
+
+    return memory
+
+
+def _worth(known: Known, parts: Collection[Part]) -> Known:
+    """Without the objects of which little would be referred to."""
+    found = {chunk: known[chunk] for p in parts for i, h in enumerate(p.hashes) if (chunk := (h, p.chunk_nbytes_of(i))) in known}
+    used: defaultdict[str, int] = defaultdict(int)
+    for place in found.values():
+        used[place.key] += place.nbytes
+    return {chunk: place for chunk, place in found.items() if used[place.key] >= WORTH * place.of}
 
 
 def _list_key(ref: Ref, rank: int) -> str:
@@ -264,13 +448,21 @@ def _manifest_key(ref: Ref) -> str:
     return f"{MANIFESTS}{ref.name}.json"
 
 
+def _doom_key(ref: Ref) -> str:
+    return f"{MANIFESTS}{ref.name}{DOOM}"
+
+
+def _lease_key(ref: Ref, token: str) -> str:
+    return f"{READING}{ref.name}/{token}"
+
+
 def _ref_in(key: str) -> Ref | None:
     """Foreign objects (editors' backups, directory markers) name no snapshot and are left alone."""
     try:
         return Ref.parse(key.split("/")[2].removesuffix(".json"))
-    except ValueError:
+    except (ValueError, IndexError):
         return None
 
 
-def _refs_in(keys: list[str]) -> set[Ref]:
+def _refs_in(keys: Iterable[str]) -> set[Ref]:
     return {ref for ref in map(_ref_in, keys) if ref is not None}

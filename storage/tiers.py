@@ -403,7 +403,7 @@ class Tiered:
         node_wait_s: float = NODE_WAIT_S,
     ):
         self.url, self._far, self.tiers, self._on_wrong, self._node_wait_s = far.url, far, list(tiers), on_wrong, node_wait_s
-        self._parts = {part.key: part for part in manifest.parts}
+        self._parts = manifest.stored
         self._folders = [t for t in tiers if isinstance(t, FolderTier)]
         self._near = [t for t in tiers if not isinstance(t, PeerTier)]
         self._peers = [t for t in tiers if isinstance(t, PeerTier)]

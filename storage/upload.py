@@ -18,9 +18,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from storage.leases import Watch
 from storage.manifest import Manifest, Ref
 from storage.objects import ObjectStore, StoreError
 from storage.retention import Keep
@@ -138,6 +139,9 @@ class Uploader:
         self._numbers = itertools.count()
         self._lanes = _Lanes(lanes, nice)
         self._deadline_s: float | None = None  # monotonic
+        self._base: Manifest | None = None  # the newest snapshot that we know to be committed
+        self._looked = False
+        self._leases = Watch()
 
     def submit(self, job: Job, view: memoryview, done: Callable[[Outcome], None]) -> None:
         """Returns at once. `view`: the segment's bytes, which must not change until `done` is told. `done` is called exactly once."""
@@ -187,8 +191,11 @@ class Uploader:
         finally:
             one.done(outcome)
         if outcome.state == "committed" and job.keep is not None and self._deadline_s is None:
+            keep = Keep(**job.keep)
+            if self.busy():  # whose base may be the one before this
+                keep = replace(keep, last=max(2, keep.last))
             with contextlib.suppress(StoreError):  # the next commit prunes what this one did not
-                self.snapshots.prune(Keep(**job.keep))
+                self.snapshots.prune(keep, expired=self._leases)
 
     def _send(self, one: _Running) -> tuple[Manifest | None, dict[str, str]]:
         job = one.job
@@ -200,7 +207,8 @@ class Uploader:
         if job.weights:
             data = {**data, "weights": combined([f"{weights_sum(job.tensors, files, job.weights):x}"])}
         snapshots = Snapshots(_Ahead(self.store, self._lanes, one, self._left_s), self.snapshots.chunk_nbytes)
-        mine = snapshots.write(job.ref, job.rank, job.world, files, job.tensors, data, job.token)
+        base = self._newest()
+        mine = snapshots.write(job.ref, job.rank, job.world, files, job.tensors, data, job.token, base)
         self._check(job.ref)  # sending may have taken long
         manifest = self.snapshots.commit(job.ref, job.world)
         one.written = True
@@ -210,9 +218,29 @@ class Uploader:
             pause_s = min(2 * pause_s, 1.0)
             self._check(job.ref)
             manifest = self.snapshots.commit(job.ref, job.world)
+            if manifest is None and pause_s == 1.0 and self.snapshots.hopeless(job.ref, base.ref if base and mine.refers else None):
+                raise StoreError(f"snapshot of step {job.ref.step}: it, or the one that has its unchanged chunks, was pruned meanwhile")
+        if manifest is not None:
+            with self._lock:
+                if self._base is None or self._base.ref < manifest.ref:
+                    self._base = manifest
         names = {f"{job.token}-{name}": name for name in job.files}
         own = {p.key: names[tail] for p in mine.parts if (tail := p.key.rpartition("/")[2].partition("-")[2]) in names}
         return manifest, own
+
+    def _newest(self) -> Manifest | None:
+        """The snapshot whose chunks need not be sent again; None if we cannot tell."""
+        with self._lock:
+            base, looked, self._looked = self._base, self._looked, True
+        if base is not None and not self.snapshots.stay([base.ref]):  # pruned, or found damaged
+            base, looked = None, False
+        if base is None and not looked:
+            with contextlib.suppress(StoreError):
+                refs = self.snapshots.refs()
+                base = self.snapshots.load(refs[0]) if refs else None
+            with self._lock:
+                self._base = base
+        return base
 
     def _is_old(self, one: _Running) -> bool:
         """A later snapshot of the same rank is written: nobody needs this one any more."""

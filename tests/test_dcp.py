@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
 
 import storage.dcp as dcp  # noqa: E402
-from storage import Manifest, MemoryStore, Ref, SnapshotCorrupt, Snapshots, StoreUnavailable, open_store  # noqa: E402
+from storage import Keep, Manifest, MemoryStore, Ref, SnapshotCorrupt, Snapshots, StoreUnavailable, open_store  # noqa: E402
 from storage.dcp import Saver, destinations, join, load, split  # noqa: E402
 from storage.faults import FaultyStore, corrupt  # noqa: E402
 
@@ -266,6 +266,30 @@ def test_a_write_that_was_not_answered_can_be_repeated() -> None:
         found = destinations(manifest, {})
         load(Snapshots(inner), manifest, found)
         assert same(found["w"], tensors["w"])
+
+
+def test_adapters_beside_frozen_weights_are_all_that_is_sent_again() -> None:
+    """As with LoRA: the second snapshot stores what changed, not the model."""
+    store = MemoryStore(objects={})
+    saver = Saver(Snapshots(store, chunk_nbytes=4096))
+    layers = {f"model/{i}/{kind}": torch.randn(shape) for i in range(8) for kind, shape in (("w", (200, 200)), ("a", (4, 200)))}
+    moments = {f"optimizer/{i}/{m}": torch.randn(4, 200) for i in range(8) for m in ("m", "v")}
+    tensors = layers | moments
+    saver.plan(tensors)
+    sizes = []
+    for step in (1, 2, 3):
+        for name, t in tensors.items():
+            if not name.endswith("/w"):
+                t.add_(1)
+        manifest = saver.write(saver.stage(tensors), Ref(1, step), {}, "t")
+        assert manifest is not None
+        sizes.append(manifest.own_nbytes)
+        found = destinations(manifest, {})
+        load(saver.snapshots, manifest, found)
+        assert all(same(t, found[name]) for name, t in tensors.items())
+        saver.snapshots.prune(Keep(1))
+    trained = sum(t.numel() * 4 for name, t in tensors.items() if not name.endswith("/w"))
+    assert sizes[0] > 8 * 200 * 200 * 4 and max(sizes[1:]) <= trained + 2 * 4096
 
 
 def test_load_says_what_does_not_fit_before_it_changes_anything() -> None:

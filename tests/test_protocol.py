@@ -11,7 +11,7 @@ import pytest
 from storage import Keep, Manifest, MemoryStore, NotFound, ObjectStore, Ref, SnapshotCorrupt, Snapshots, StoreUnavailable
 from storage.explore import Actor, Explored, Say, View, Violation, explore
 from storage.manifest import PartList
-from storage.snapshots import PARTS, _list_key, _manifest_key
+from storage.snapshots import DOOM, PARTS, _list_key, _manifest_key
 
 OLD, ZOMBIE, NEW, NEWER = Ref(1, 1), Ref(1, 9), Ref(2, 2), Ref(2, 3)
 Make = Callable[[ObjectStore], Snapshots]
@@ -19,6 +19,10 @@ Make = Callable[[ObjectStore], Snapshots]
 
 def content(ref: Ref, rank: int) -> bytes:
     return f"{ref} rank {rank}".encode()
+
+
+def honest_bytes(ref: Ref, rank: int, found: bytes) -> bool:
+    return found in (content(ref, rank), FROZEN + own(ref, rank))
 
 
 def before(make: Make = Snapshots, refs: tuple[Ref, ...] = (OLD,), world: int = 1) -> dict[str, bytes]:
@@ -97,7 +101,7 @@ def check(make: Make, at_start: Ref | None) -> Callable[[View], str | None]:
         except SnapshotCorrupt as e:
             return manifest.ref, str(e)
         for part in manifest.parts:
-            if honest.store.get(part.key) != content(manifest.ref, int(part.key.split("/r")[1][:5])):
+            if not honest_bytes(manifest.ref, int(part.key.split("/r")[1][:5]), honest.read(manifest, part.key, 0, part.nbytes)):
                 return manifest.ref, f"{part.key} has other bytes than its writer had"
         return manifest.ref, ""
 
@@ -109,7 +113,7 @@ def check(make: Make, at_start: Ref | None) -> Callable[[View], str | None]:
         if committed and (ref is None or ref < max(committed)):
             return f"the newest valid snapshot is {ref}; {max(committed)} was reported committed"
         if view.settled:
-            left = Snapshots(MemoryStore("memory://", dict(view.objects)))
+            left = make(MemoryStore("memory://", dict(view.objects)))
             for one in left.refs():
                 try:
                     left.verify(left.load(one))
@@ -122,7 +126,7 @@ def check(make: Make, at_start: Ref | None) -> Callable[[View], str | None]:
                 return f"{name} found nothing"
             if word[0] == "read" and word[1] is not None:
                 ref, found = word[1], word[2]
-                if found != tuple(content(ref, rank) for rank in range(len(found))):
+                if not all(honest_bytes(ref, rank, one) for rank, one in enumerate(found)):
                     return f"{name} got other bytes of {ref} than were written: {found}"
         return None
 
@@ -181,6 +185,128 @@ def everybody(make: Make) -> Explored:
     return explore({**actors, **others}, before(make), check(make, OLD), max_states=3_000_000)
 
 
+# ---- worlds in which snapshots refer to older ones -----------------------------------------------------------------
+MID, MID2 = Ref(1, 2), Ref(1, 3)  # between OLD and NEW
+FROZEN = b"frozen weights! "  # two chunks, the same in all snapshots
+
+
+def own(ref: Ref, rank: int) -> bytes:
+    """A chunk that no other snapshot has."""
+    return f"{ref.epoch}/{ref.step}/{rank}".encode().ljust(8)
+
+
+def thrifty(kind: type[Snapshots]) -> Make:
+    return lambda store: kind(store, chunk_nbytes=8)
+
+
+def sender(make: Make, ref: Ref, base: Ref | None, rank: int = 0, world: int = 1, token: str = "t") -> Actor:
+    """Sends only what `base` does not have."""
+
+    def act(store: ObjectStore, say: Say) -> None:
+        snapshots = make(store)
+        try:
+            known = snapshots.load(base) if base else None
+        except NotFound:
+            return
+        snapshots.write(ref, rank, world, {"x": FROZEN + own(ref, rank)}, {}, {}, token, known)
+        if snapshots.commit(ref, world):
+            say(("committed", ref))
+
+    return act
+
+
+def pruners_of(make: Make, n: int) -> dict[str, Actor]:
+    return {f"pruner{i}": pruner(make) for i in range(n)}
+
+
+def with_bases(make: Make, chain: list[tuple[Ref, Ref | None]], gone: tuple[Ref, ...] = ()) -> dict[str, bytes]:
+    """A bucket in which these were committed, each with its base, and `gone` were pruned."""
+    objects: dict[str, bytes] = {}
+    store = MemoryStore("memory://", objects)
+    for ref, base in chain:
+        sender(make, ref, base)(store, lambda word: None)
+    if gone:
+        Snapshots(store).prune(lambda refs: set(refs) - set(gone))
+    return objects
+
+
+def its_base_is_pruned(kind: type[Snapshots]) -> Explored:
+    """NEW refers to OLD, which two pruners want to delete, for MID is newer and they keep one; unknown outcomes; a reader."""
+    make = thrifty(kind)
+    actors = {"new": sender(make, NEW, OLD), "pruner": pruner(make), "reader": reader(make)}
+    return explore(actors, with_bases(make, [(OLD, None), (MID, None)]), check(make, MID), unknowns=1, max_states=3_000_000)
+
+
+def a_chain(kind: type[Snapshots], pruners: int = 1) -> Explored:
+    """OLD is pruned, its object lives on by MID alone; NEW refers to that by way of MID while MID is pruned."""
+    make = thrifty(kind)
+    objects = with_bases(make, [(OLD, None), (MID, OLD), (MID2, None)], gone=(OLD,))
+    actors = {"new": sender(make, NEW, MID), **pruners_of(make, pruners)}
+    return explore(actors, objects, check(make, MID2), unknowns=int(pruners == 1), max_states=3_000_000)
+
+
+def two_ranks_with_a_base(kind: type[Snapshots]) -> Explored:
+    """Rank 0 refers to OLD, rank 1 to nothing; each commits; OLD is pruned."""
+    make = thrifty(kind)
+    actors = {"rank0": sender(make, NEW, OLD, 0, 2), "rank1": sender(make, NEW, None, 1, 2), "pruner": pruner(make)}
+    return explore(actors, with_bases(make, [(OLD, None), (MID, None)]), check(make, MID), max_states=3_000_000)
+
+
+def a_late_request_to_commit(kind: type[Snapshots], pruners: int = 1) -> Explored:
+    """All lists of NEW are there, which refers to OLD; the create of its manifest may land whenever it likes, beside pruners."""
+    make = thrifty(kind)
+    objects = with_bases(make, [(OLD, None), (MID, None)])
+    sender(make, NEW, OLD)(MemoryStore("memory://", objects), lambda word: None)
+    del objects[_manifest_key(NEW)]
+    actors = {"committer": committer(make, NEW, 1), **pruners_of(make, pruners)}
+    return explore(actors, objects, check(make, MID), unknowns=1, max_states=3_000_000)
+
+
+def a_damaged_base(kind: type[Snapshots]) -> Explored:
+    """MID, to whose objects NEW refers, turns out damaged: it is marked by a reader while NEW is written and pruned."""
+    make = thrifty(kind)
+    objects = with_bases(make, [(OLD, None), (MID, None)])
+    known = make(MemoryStore("memory://", dict(objects))).load(MID)
+    objects[_manifest_key(MID)] = b"not a manifest"
+
+    def new(store: ObjectStore, say: Say) -> None:
+        snapshots = make(store)
+        snapshots.write(NEW, 0, 1, {"x": FROZEN + own(NEW, 0)}, {}, {}, "t", known)
+        if snapshots.commit(NEW, 1):
+            say(("committed", NEW))
+
+    actors: dict[str, Actor] = {"new": new, "newer": sender(make, NEWER, None), "pruner": pruner(make)}
+    return explore(actors, objects, check(make, OLD), max_states=3_000_000)
+
+
+def a_slow_reader(kind: type[Snapshots], pruners: int = 1) -> Explored:
+    """It says that it reads OLD, and must be able to do so to the end if it was told that it may."""
+    make = thrifty(kind)
+
+    def slow(store: ObjectStore, say: Say) -> None:
+        snapshots = make(store)
+        try:
+            manifest = snapshots.load(OLD)
+        except NotFound:
+            return
+        if snapshots.begin_reading(OLD, "me"):
+            for i, part in enumerate(manifest.parts):
+                say(("piece", OLD, i, snapshots.read(manifest, part.key, 0, part.nbytes)))  # raises if it is gone
+            snapshots.end_reading(OLD, "me")
+
+    actors = {"slow": slow, **pruners_of(make, pruners)}
+    return explore(actors, with_bases(make, [(OLD, None), (MID, OLD), (MID2, None)]), check(make, MID2), max_states=3_000_000)
+
+
+REFERRING = [its_base_is_pruned, a_chain, two_ranks_with_a_base, a_late_request_to_commit, a_damaged_base, a_slow_reader]
+
+
+@pytest.mark.parametrize("world", REFERRING, ids=lambda w: w.__name__)
+def test_what_others_refer_to_or_read_stays(world: Callable[[type[Snapshots]], Explored]) -> None:
+    found = world(Snapshots)
+    assert found.endings > 0 and found.states > 300, found
+
+
 WORLDS = [two_ranks, two_ranks_and_a_reader, two_incarnations, a_zombie, a_late_commit, a_reader_and_a_pruner, two_pruners]
 
 
@@ -215,7 +341,14 @@ class _Later:
         return getattr(self.inner, name)
 
 
-class CommitWithoutSecondLook(Snapshots):
+class SeesTheDoomed(Snapshots):
+    """A mark at a doomed snapshot is not looked at. (That alone is no error: it is there for those that others refer to.)"""
+
+    def refs(self) -> list[Ref]:
+        return sorted(self._manifests()[0] - self.quarantined(), reverse=True)
+
+
+class CommitWithoutSecondLook(SeesTheDoomed):
     """The manifest is written, and nobody looks whether a prune took the parts meanwhile."""
 
     def commit(self, ref: Ref, world: int) -> Manifest | None:
@@ -240,22 +373,22 @@ class CommitOfOneRank(Snapshots):
         return super().commit(ref, world)
 
 
-class ManifestPrunedLast(Snapshots):
+class ManifestPrunedLast(SeesTheDoomed):
     """Parts go first: a snapshot is seen that has none."""
 
-    def _delete(self, ref: Ref, keys: list[str]) -> None:
-        for key in keys:
-            self.store.delete(key)
-        self.store.delete(_manifest_key(ref))
+    def _take_back(self, ref: Ref, keys: Any) -> None: ...
 
 
-class ManifestPrunedFirst(Snapshots):
+class ManifestPrunedFirst(SeesTheDoomed):
     """Part lists outlive the manifest: a late commit finds them and makes it again."""
 
-    def _delete(self, ref: Ref, keys: list[str]) -> None:
+    def _take_back(self, ref: Ref, keys: Any) -> None:
         self.store.delete(_manifest_key(ref))
+
+    def _delete(self, ref: Ref, keys: Any) -> bool:
         for key in sorted(keys, key=lambda k: "/list-" in k):
             self.store.delete(key)
+        return True
 
 
 class NewestByStep(Snapshots):
@@ -271,7 +404,9 @@ class PrunerTrustsNames(Snapshots):
     def prune(self, keep: Any, on_bad: Any = None) -> list[Ref]:
         refs = self.refs()
         for ref in refs[1:]:
-            self._delete(ref, self.store.list(f"{PARTS}{ref.name}/"))
+            keys = self.store.list(f"{PARTS}{ref.name}/")
+            self._take_back(ref, keys)
+            self._delete(ref, keys)
         return refs[1:]
 
 
@@ -289,6 +424,101 @@ class LooksOnce(Snapshots):
             except SnapshotCorrupt as e:
                 self.quarantine(ref, str(e))
         return None
+
+
+class PruneForgetsWhoRefers(Snapshots):
+    """Parts of a pruned snapshot are deleted although another snapshot lies in them."""
+
+    def _needed(self, gone: Any, on_bad: Any) -> Any:
+        return super()._needed(gone, on_bad)[0], frozenset()
+
+
+class PruneLooksAtManifestsOnly(Snapshots):
+    """Who is about to refer, with part lists and no manifest yet, is not seen."""
+
+    def _needed(self, gone: Any, on_bad: Any) -> Any:
+        objects, _ = super()._needed(gone, on_bad)
+        return objects, frozenset(key for ref in self._manifests()[0].difference(gone) for key in self.load(ref).refers)
+
+
+class CommitTrustsItsBase(Snapshots):
+    """Nobody looks whether the base is still there."""
+
+    def stay(self, bases: Any) -> bool:
+        return True
+
+
+class CommitLooksEarly(Snapshots):
+    """The base is looked at before the part list is written, and then no more."""
+
+    def write(self, ref: Ref, rank: int, world: int, files: Any, tensors: Any, data: Any, token: str, base: Any = None) -> PartList:
+        self.looked = base is None or super().stay([base.ref])
+        return super().write(ref, rank, world, files, tensors, data, token, base)
+
+    def stay(self, bases: Any) -> bool:
+        return self.looked
+
+
+class PruneDoomsNobody(Snapshots):
+    """The look who refers comes without a mark before it: a commit between the look and the deletes is not told."""
+
+    def prune(self, keep: Any, on_bad: Any = None, expired: Any = None) -> list[Ref]:
+        real, self.store = self.store, _NoMarks(self.store)  # type: ignore[assignment]
+        try:
+            return super().prune(keep, on_bad)
+        finally:
+            self.store = real
+
+    def _take_back(self, ref: Ref, keys: Any) -> None:
+        """... and the manifest, at which a commit would see it as well, goes last."""
+
+
+class _NoMarks:
+    def __init__(self, inner: ObjectStore):
+        self.inner = inner
+
+    def create(self, key: str, data: bytes) -> bool:
+        return True if key.endswith(DOOM) else self.inner.create(key, data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class PruneAsksNoReader(Snapshots):
+    """Who reads is not looked at."""
+
+    def being_read(self, expired: Any = None) -> set[Ref]:
+        return set()
+
+
+class ReaderDoesNotLookAgain(Snapshots):
+    """It says that it reads, and takes that for an answer."""
+
+    def begin_reading(self, ref: Ref, token: str) -> bool:
+        self.still_reading(ref, token, 0)
+        return True
+
+
+BROKEN_REFERENCES: list[tuple[type[Snapshots], Callable[[type[Snapshots]], Explored]]] = [
+    (PruneForgetsWhoRefers, its_base_is_pruned),
+    (PruneLooksAtManifestsOnly, its_base_is_pruned),
+    (CommitTrustsItsBase, its_base_is_pruned),
+    (CommitTrustsItsBase, a_chain),
+    (CommitLooksEarly, its_base_is_pruned),
+    (PruneDoomsNobody, its_base_is_pruned),
+    (PruneLooksAtManifestsOnly, a_late_request_to_commit),
+    (CommitTrustsItsBase, a_damaged_base),
+    (PruneAsksNoReader, a_slow_reader),
+    (ReaderDoesNotLookAgain, a_slow_reader),
+]
+
+
+@pytest.mark.parametrize(("broken", "world"), BROKEN_REFERENCES, ids=[f"{b.__name__}-{w.__name__}" for b, w in BROKEN_REFERENCES])
+def test_broken_references_are_found(broken: type[Snapshots], world: Callable[[type[Snapshots]], Explored]) -> None:
+    with pytest.raises(Violation) as found:
+        world(broken)
+    print(found.value)
+    assert len(found.value.trace) > 1
 
 
 BROKEN: list[tuple[type[Snapshots], Callable[[Make], Explored]]] = [
@@ -312,5 +542,6 @@ def test_what_is_broken_on_purpose_is_found(broken: type[Snapshots], world: Call
     assert not found.value.why.split(" raised ")[1:], "the mutant is broken in a way that nobody meant"
 
 
-if __name__ == "__main__":  # 1.6 million states, several minutes
-    print(everybody(Snapshots))
+if __name__ == "__main__":  # millions of states, half an hour
+    for larger in (everybody, *(functools.partial(w, pruners=2) for w in (a_chain, a_late_request_to_commit, a_slow_reader))):
+        print(larger, larger(Snapshots), flush=True)  # type: ignore[operator]

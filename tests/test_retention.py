@@ -51,3 +51,20 @@ def test_bad_numbers_are_refused() -> None:
     for bad in ({"last": 0}, {"every": -1}):
         with pytest.raises(ValueError, match="last >= 1"):
             Keep(**bad)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=20), st.integers(1, 3), st.sampled_from(["loss:min", "loss:max"]))
+def test_the_best_survives_pruning_as_we_go(losses: list[float], last: int, best: str) -> None:
+    keep, have, data = Keep(last, best=best), set(), {}
+    for i, loss in enumerate(losses):
+        data[Ref(1, i)] = {"loss": loss}
+        have = keep(have | {Ref(1, i)}, data)
+    wanted = (min if best == "loss:min" else max)(losses)
+    assert wanted in [data[ref]["loss"] for ref in have] and have == keep(set(data), data)
+
+
+def test_a_bad_metric_is_refused() -> None:
+    for bad in ("loss", ":min", "loss:least"):
+        with pytest.raises(ValueError, match="loss:min"):
+            Keep(best=bad)

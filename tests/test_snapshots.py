@@ -11,6 +11,8 @@ import pytest
 
 from storage import Keep, Manifest, MemoryStore, NotFound, ObjectStore, Ref, SnapshotCorrupt, Snapshots, StoreError, StoreUnavailable
 from storage.faults import Crash, FaultyStore, corrupt
+from storage.leases import Watch, reading
+from storage.snapshots import DOOM
 
 T = TypeVar("T")
 CHUNK = 64
@@ -37,6 +39,11 @@ def commit(snaps: Snapshots, ref: Ref, world: int = 1) -> Manifest:
     manifest = snaps.commit(ref, world)
     assert manifest is not None
     return manifest
+
+
+def names_in(store: ObjectStore, prefix: str = "") -> set[str]:
+    """What objects are of, but for the marks of what was pruned."""
+    return {key.split("/")[2].removesuffix(".json") for key in store.list(prefix) if not key.endswith(DOOM)}
 
 
 def never(ref: Ref, why: str) -> None:
@@ -290,8 +297,7 @@ def test_prune_leaves_what_is_kept_and_nothing_else() -> None:
     assert snaps.refs() == [Ref(1, 6), Ref(1, 5), Ref(1, 4), Ref(1, 1)]
     for ref in snaps.refs():
         snaps.verify(snaps.load(ref))
-    names = {key.split("/")[2].removesuffix(".json") for key in snaps.store.list("snapshots/")}
-    assert names == {ref.name for ref in snaps.refs()}
+    assert names_in(snaps.store) == {ref.name for ref in snaps.refs()}
     assert snaps.prune(Keep(last=2, every=4)) == []
 
 
@@ -379,7 +385,7 @@ def test_a_life_without_faults() -> None:
     counting = FaultyStore(store, random.Random(0))
     a_life(store, counting)
     assert counting.calls > 100
-    assert {key.split("/")[2].removesuffix(".json") for key in store.list("")} == {Ref(2, 4).name}
+    assert names_in(store) == {Ref(2, 4).name}
 
 
 @pytest.mark.parametrize("mode", ["before", "after", "crash-before", "crash-after"])
@@ -393,7 +399,7 @@ def test_any_single_call_may_fail(mode: Any) -> None:
         snaps.prune(Keep(1))
         assert snaps.refs() == [Ref(2, 4)], f"call {call}"
         snaps.verify(snaps.load(Ref(2, 4)))
-        assert {key.split("/")[2].removesuffix(".json") for key in store.list("")} == {Ref(2, 4).name}, f"call {call}"
+        assert names_in(store) == {Ref(2, 4).name}, f"call {call}"
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -560,7 +566,7 @@ def everything_at_once(seed: int, crash: float) -> tuple[list[str], list[Ref]]:
     if refs:  # one quiet prune and the bucket holds one whole snapshot, and what may still become a newer one
         assert raw.refs() == refs[:1]
         raw.verify(raw.load(refs[0]))
-        assert min(Ref.parse(key.split("/")[2].removesuffix(".json")) for key in objects) == refs[0]
+        assert min(map(Ref.parse, names_in(raw.store))) == refs[0]
     return turns.history, refs
 
 
@@ -608,7 +614,7 @@ def test_a_late_commit_beside_a_pruner_that_died_half_way() -> None:
                 commit(Snapshots(others), Ref(1, 2))
                 counting = FaultyStore(others, random.Random(0))
                 Snapshots(counting).latest()
-                dies_at = counting.calls + 3 + 2  # three listings, the list of rank 0, the manifest
+                dies_at = counting.calls + 3 + 2 + 2  # three listings, its doom, who reads, the list of rank 0, the manifest
                 with pytest.raises(Crash):
                     Snapshots(FaultyStore(others, random.Random(0), fail_call=dies_at, mode="crash-after")).prune(Keep(1))
                 assert [k.rsplit("-", 1)[1] for k in others.list(f"snapshots/parts/{Ref(1, 1)}/")] == ["a.bin", "b.bin"]
@@ -672,3 +678,136 @@ def test_what_is_stored_is_plain_json_and_the_bytes_that_were_given() -> None:
             assert content(Ref(1, int(key.split("/")[2][:10])), 0).startswith(stored)
     with pytest.raises(NotFound):
         snaps.why(Ref(1, 3))
+
+
+# ---- references to older snapshots ------------------------------------------------------------------------------
+def save(snaps: Snapshots, ref: Ref, body: bytes, base: Manifest | None = None, **data: Any) -> Manifest:
+    chunk = {"offsets": [0], "sizes": [len(body)], "part": "a.bin", "start": 0, "end": len(body)}
+    snaps.write(ref, 0, 1, {"a.bin": body}, {"w": {"shape": [len(body)], "dtype": "uint8", "chunks": [chunk]}}, data, "t", base)
+    manifest = snaps.commit(ref, 1)
+    assert manifest is not None
+    return manifest
+
+
+def whole(snaps: Snapshots, manifest: Manifest) -> bytes:
+    return b"".join(snaps.read(manifest, p.key, 0, p.nbytes) for p in manifest.parts)
+
+
+def changed(body: bytes, *places: tuple[int, int]) -> bytes:
+    found = bytearray(body)
+    for start, end in places:
+        found[start:end] = random.Random(start).randbytes(end - start)
+    return bytes(found)
+
+
+def test_only_changed_chunks_are_stored_again_and_their_objects_outlive_their_snapshot() -> None:
+    store = memory()
+    snaps = Snapshots(store, CHUNK)
+    bodies = [random.Random(1).randbytes(40 * CHUNK + 7)]
+    bodies.append(changed(bodies[0], (10 * CHUNK + 3, 12 * CHUNK), (30 * CHUNK, 30 * CHUNK + 1)))
+    bodies.append(changed(bodies[1], (0, 5), (40 * CHUNK, 40 * CHUNK + 7)))  # the first and the last, short chunk
+    base, kept = None, []
+    for i, body in enumerate(bodies):
+        base = save(snaps, Ref(1, i + 1), body, base)
+        kept.append(base)
+        assert base.nbytes == len(body)
+    assert [m.own_nbytes for m in kept] == [40 * CHUNK + 7, 3 * CHUNK, CHUNK + 7]
+    assert kept[2].bases == (Ref(1, 2),) and kept[2].previous == kept[1].link
+    for manifest, body in zip(kept, bodies, strict=True):
+        snaps.verify(manifest)
+        assert whole(snaps, snaps.load(manifest.ref)) == body
+        for start, end in [(3, 11 * CHUNK), (29 * CHUNK + 1, 31 * CHUNK + 1), (40 * CHUNK - 1, 40 * CHUNK + 7)]:
+            assert snaps.read(manifest, manifest.parts[0].key, start, end) == body[start:end]
+    assert snaps.prune(Keep(1)) == [Ref(1, 2), Ref(1, 1)]
+    assert snaps.refs() == [Ref(1, 3)] and snaps.prune(Keep(1)) == []
+    snaps.verify(kept[2])
+    assert whole(Snapshots(store), snaps.load(Ref(1, 3))) == bodies[2]
+    last = save(snaps, Ref(1, 4), random.Random(9).randbytes(1000), kept[2])
+    assert not last.refers and last.bases == ()
+    snaps.prune(Keep(1))
+    assert names_in(store) == {Ref(1, 4).name}  # nobody refers to them any more
+
+
+def test_little_that_is_unchanged_keeps_no_old_object_alive() -> None:
+    snaps = Snapshots(memory(), CHUNK)
+    first = save(snaps, Ref(1, 1), random.Random(1).randbytes(20 * CHUNK))
+    second = save(snaps, Ref(1, 2), changed(whole(snaps, first), (0, 11 * CHUNK)), first)
+    assert second.own_nbytes == 20 * CHUNK and not second.refers
+
+
+def test_a_base_that_was_pruned_or_found_bad_is_no_base() -> None:
+    snaps, body = Snapshots(memory(), CHUNK), random.Random(1).randbytes(8 * CHUNK)
+    first = save(snaps, Ref(1, 1), body)
+    save(snaps, Ref(1, 2), random.Random(2).randbytes(8 * CHUNK))
+    files = {"a.bin": body}
+    snaps.write(Ref(1, 3), 0, 1, files, {}, {}, "t", first)
+    assert not snaps.hopeless(Ref(1, 3), first.ref)
+    snaps.prune(lambda refs: [])
+    assert snaps.commit(Ref(1, 3), 1) is None and snaps.hopeless(Ref(1, 3), first.ref)
+    second = save(snaps, Ref(1, 5), random.Random(3).randbytes(8 * CHUNK))
+    snaps.quarantine(second.ref, "for the test")
+    snaps.write(Ref(1, 6), 0, 1, {"a.bin": random.Random(3).randbytes(8 * CHUNK)}, {}, {}, "t", second)
+    assert snaps.commit(Ref(1, 6), 1) is None
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate", "delete", "empty", "extend"])
+def test_damage_of_an_object_that_two_snapshots_lie_in_spoils_both_and_no_third(how: Any) -> None:
+    snaps, body = Snapshots(memory(), CHUNK), random.Random(1).randbytes(8 * CHUNK)
+    third = save(snaps, Ref(1, 1), random.Random(2).randbytes(100))
+    first = save(snaps, Ref(1, 2), body)
+    save(snaps, Ref(1, 3), changed(body, (0, 1)), first)
+    corrupt(snaps.store, first.parts[0].key, how, random.Random(4))
+    bad = []
+    while (found := snaps.latest(lambda ref, why: bad.append(ref))) is not None:
+        try:
+            snaps.verify(found)
+            break
+        except SnapshotCorrupt as e:
+            snaps.quarantine(found.ref, str(e))
+    assert found == third
+
+
+def test_another_runs_manifest_in_the_chain_is_found() -> None:
+    snaps, other = Snapshots(memory(), CHUNK), Snapshots(memory(), CHUNK)
+    first = save(snaps, Ref(1, 1), b"one" * 100)
+    second = save(snaps, Ref(1, 2), b"two" * 100, first)
+    snaps.verify(second)
+    wrong = save(other, Ref(1, 1), b"eins" * 100)
+    for key in (*wrong.objects, f"snapshots/manifests/{wrong.ref}.json"):
+        snaps.store.put(key, other.store.get(key))
+    snaps.verify(snaps.load(Ref(1, 1)))  # whole in itself
+    with pytest.raises(SnapshotCorrupt, match="follows"):
+        snaps.verify(second)
+
+
+def test_the_best_by_a_metric_stays() -> None:
+    snaps = Snapshots(memory())
+    for step, loss in enumerate([3.0, 1.0, float("nan"), 2.0, 5.0], 1):
+        save(snaps, Ref(1, step), b"x", loss=loss, metrics={"accuracy": -loss} if step != 4 else {})
+    assert snaps.prune(Keep(1, best="accuracy:max")) == [Ref(1, 4), Ref(1, 3), Ref(1, 1)]
+    assert snaps.refs() == [Ref(1, 5), Ref(1, 2)]
+    assert snaps.prune(Keep(1, best="loss:max")) == [Ref(1, 2)]
+
+
+def test_what_is_read_stays_until_its_reader_is_done_or_dead() -> None:
+    snaps, now_s = three(), [0.0]
+    watch = Watch(60.0, lambda: now_s[0])
+    with reading(snaps, Ref(1, 1)) as ours:
+        assert ours
+        assert snaps.prune(Keep(1), expired=watch) == [Ref(1, 2)]
+        assert snaps.refs() == [Ref(1, 3)]  # it is doomed: nobody else begins to read it
+        snaps.verify(snaps.load(Ref(1, 1)))
+        with reading(snaps, Ref(1, 1)) as too_late:
+            assert not too_late
+    assert snaps.prune(Keep(1), expired=watch) == [Ref(1, 1)]
+
+    snaps = three()
+    assert snaps.begin_reading(Ref(1, 1), "dies")
+    for beat, t_s in enumerate([0.0, 59.0, 118.0], 1):
+        now_s[0] = t_s
+        snaps.still_reading(Ref(1, 1), "dies", beat)
+        assert Ref(1, 1) not in snaps.prune(Keep(1), expired=watch)
+    now_s[0] = 177.0
+    assert snaps.prune(Keep(1), expired=watch) == [] and snaps.being_read() == {Ref(1, 1)}
+    now_s[0] = 178.0
+    assert snaps.prune(Keep(1), expired=watch) == [Ref(1, 1)] and snaps.being_read() == set()
