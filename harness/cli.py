@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from harness.skypilot import Broker, SkyPilotCloud
     from harness.tasks import Task
     from harness.world import Policy
+    from storage.command import Notes
 
 DONE, FAILED, WRONG_INPUT, ENDED_EARLY, INTERRUPTED = 0, 1, 2, 3, 130
 PREFLIGHT_S = 10.0  # how long a bucket may be silent before a launch is refused
@@ -670,6 +671,37 @@ def snapshot(flags: SnapshotFlags) -> int:
     return DONE
 
 
+@dataclass(frozen=True)
+class SnapshotsFlags:
+    words: tuple[str, ...] = positional("list|verify|show|prune|export|copy URL ...; `harness snapshots list --help`", nargs="...")
+
+
+def snapshots(flags: SnapshotsFlags) -> int:
+    """List, verify, show, prune, export (safetensors) or copy a run's snapshots."""
+    from storage.command import main as command
+
+    return command(flags.words or ("--help",), "harness snapshots", _notes)
+
+
+def _notes(store: ObjectStore) -> Notes:
+    """What the record knows of snapshots, and what a copy of them needs to be resumed and audited."""
+    from harness.facts import BrokenChain, SessionStarted, SnapshotCommitted
+    from harness.journal import read_facts
+    from storage.command import Note, Notes
+    from storage.manifest import Ref
+
+    of: dict[Ref, Note] = {}
+    with contextlib.suppress(BrokenChain):  # `harness verify` says so; here it would only be in the way
+        for stamped in read_facts(store):
+            match stamped.fact:
+                case SnapshotCommitted() as f:
+                    of[Ref(f.epoch, f.step)] = Note(stamped.t, f.commit_s, f.why)
+                case SessionStarted() as f if f.resumed_epoch and f.tier != "bucket":
+                    ref = Ref(f.resumed_epoch, f.resumed_step)
+                    of[ref] = replace(of.get(ref, Note()), restored=f.tier)
+    return Notes(of, [*store.list("run.json"), *store.list("samples/")])
+
+
 # ---- simulation -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class FakeMetadataFlags:
@@ -786,6 +818,7 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "down": (DownFlags, down),
     "logs": (LogsFlags, logs),
     "snapshot": (SnapshotFlags, snapshot),
+    "snapshots": (SnapshotsFlags, snapshots),
     "simulate": (SimulateFlags, simulate),
     "fake-metadata": (FakeMetadataFlags, fake_metadata),
     "drill": (DrillFlags, drill),

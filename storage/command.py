@@ -1,0 +1,380 @@
+"""Snapshots at the command line: `python -m storage list|verify|show|prune|export|copy URL`, and `harness snapshots ...`.
+
+Knows nothing of harness; whoever has more to tell of a snapshot (how old, how long it took) gives `Notes`. Exit status: 0 done, 1 it
+failed or something is damaged, 2 the input was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from storage.export import FLOATS, PREFIX, SHARD_NBYTES, export
+from storage.manifest import Manifest, Ref, SnapshotCorrupt, SnapshotTooNew
+from storage.objects import NotFound, ObjectStore, StoreError, abort_stale_uploads, normalize, open_store
+from storage.retention import Keep
+from storage.snapshots import MANIFESTS, Snapshots
+from storage.transfer import copy, would_prune
+
+DONE, FAILED, WRONG_INPUT = 0, 1, 2
+STALE_H = 24.0  # an upload that began so long ago is nobody's any more
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a manifest does not say of its snapshot."""
+
+    committed_at: float | None = None  # wall clock, seconds
+    commit_s: float | None = None  # from the safe point to the commit
+    why: str = ""
+    restored: str = ""  # from which tier it was read when somebody resumed from it
+
+
+@dataclass(frozen=True)
+class Notes:
+    """By snapshot; and what else of the run a copy needs before its manifests (keys, create-only)."""
+
+    of: dict[Ref, Note] = field(default_factory=dict)
+    extra: Collection[str] = ()
+
+
+Tell = Callable[[ObjectStore], Notes]
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(prog=prog, description="Snapshots in a bucket.")
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, help: str) -> argparse.ArgumentParser:
+        one = commands.add_parser(name, help=help, description=help)
+        one.add_argument("url", help="URL of the run")
+        return one
+
+    def step(one: argparse.ArgumentParser) -> None:
+        one.add_argument("--step", type=int, help="the snapshot of this step (default: the newest)")
+
+    one = command("list", "All snapshots: step, age, size, what they are worth.")
+    one.add_argument("--json", action="store_true", help="as JSON")
+    one = command("verify", "Read and hash every byte. Exit status 1 if something is damaged.")
+    one.add_argument("--step", type=int, help="only the snapshot of this step (default: all)")
+    one.add_argument("--quarantine", action="store_true", help="mark what is damaged, so that nobody resumes from it")
+    one.add_argument("--json", action="store_true", help="as JSON")
+    one = command("show", "What is in a snapshot: tensors, parts, data.")
+    step(one)
+    one.add_argument("--json", action="store_true", help="as JSON")
+    one = command("prune", "Delete old snapshots, parts that nobody committed, and uploads that nobody finished.")
+    one.add_argument("--keep-last", type=int, default=3, help="so many stay (default: 3)")
+    one.add_argument("--keep-every", type=int, default=0, metavar="STEPS", help="and the first in every so many steps (default: none)")
+    one.add_argument(
+        "--stale-h", type=float, default=STALE_H, help=f"hours after which an unfinished upload is nobody's (default: {STALE_H:g})"
+    )
+    one.add_argument("--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
+    one = command("export", "Write the model's weights as safetensors, the way Hugging Face reads them.")
+    one.add_argument("out", help="a new or empty folder")
+    step(one)
+    one.add_argument("--dtype", choices=sorted(FLOATS), default="", help="of floating-point tensors (default: as saved)")
+    one.add_argument("--prefix", default=PREFIX, help=f"which tensors; it is taken off their names (default: {PREFIX})")
+    one.add_argument("--shard-gb", type=float, default=SHARD_NBYTES / 1e9, help="largest file, in GB (default: 5)")
+    one.add_argument("--keep-tied", action="store_true", help="store tied weights as often as they have names")
+    one.add_argument("--config", default="", help="a config.json to put beside them")
+    one = command("copy", "Copy committed snapshots to another URL, verified; go on where a broken-off copy stopped.")
+    one.add_argument("target", help="URL to copy to")
+    one.add_argument("--step", type=int, help="only the snapshot of this step (default: all, newest first)")
+    return root
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m storage", tell: Tell = lambda store: Notes()) -> int:
+    """Run one command; its exit status. `tell` knows more about the run."""
+    args = parser(prog).parse_args(argv)
+    console = Console()
+    try:
+        store = open_store(args.url)
+        return int(COMMANDS[args.command](args, store, console, tell))
+    except (StoreError, ValueError) as e:
+        print(f"{prog} {args.command}: {e}", file=sys.stderr)
+        return WRONG_INPUT if isinstance(e, ValueError) else FAILED
+
+
+# ---- list ---------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Row:
+    """One snapshot. `state`: "whole" (of the sizes of its parts; `verify` reads them), "quarantined", "damaged"."""
+
+    step: int
+    epoch: int
+    state: str
+    nbytes: int | None
+    own_nbytes: int | None  # stored for it alone, and not for an older one
+    world: int | None
+    tensors: int | None
+    metrics: dict[str, float]
+    final: bool
+    reason: str  # why it is bad
+    committed_at: float | None
+    commit_s: float | None
+    why: str
+    restored: str
+
+
+def rows(store: ObjectStore, notes: Notes) -> list[Row]:
+    """Newest first. Marks nothing."""
+    snapshots = Snapshots(store)
+    marked = snapshots.quarantined()
+    found = []
+    for ref in sorted(set(_committed(store)) | marked, reverse=True):
+        note = notes.of.get(ref, Note())
+        manifest, state, reason = None, "whole", ""
+        try:
+            manifest = snapshots.load(ref)
+            snapshots.check(manifest)
+        except NotFound:
+            if ref not in marked:  # pruned a moment ago
+                continue
+        except SnapshotTooNew as e:
+            state, reason = "too new", str(e)
+        except SnapshotCorrupt as e:
+            state, reason = "damaged", str(e)
+        if ref in marked:
+            state, reason = "quarantined", snapshots.why(ref)
+        data = manifest.data if manifest else {}
+        metrics = data.get("metrics") if isinstance(data.get("metrics"), dict) else {}
+        numbers = {"loss": data.get("loss"), **(metrics or {})}
+        found.append(
+            Row(
+                ref.step,
+                ref.epoch,
+                state,
+                manifest.nbytes if manifest else None,
+                getattr(manifest, "own_nbytes", manifest.nbytes) if manifest else None,
+                manifest.world if manifest else None,
+                len(manifest.tensors) if manifest else None,
+                {k: float(v) for k, v in numbers.items() if isinstance(v, int | float)},
+                bool(data.get("final")),
+                reason,
+                note.committed_at,
+                note.commit_s,
+                note.why,
+                note.restored,
+            )
+        )
+    return found
+
+
+def _committed(store: ObjectStore) -> list[Ref]:
+    found = []
+    for key in store.list(MANIFESTS):
+        if key.endswith(".json"):
+            try:
+                found.append(Ref.parse(key.removeprefix(MANIFESTS).removesuffix(".json")))
+            except ValueError:  # a stranger's object
+                continue
+    return found
+
+
+def _list(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
+    found = rows(store, tell(store))
+    if args.json:
+        print(json.dumps([asdict(row) for row in found], indent=2))
+        return DONE
+    if not found:
+        console.print(f"There is no snapshot at {normalize(args.url)}.")
+        return DONE
+    console.print(table(found, time.time()))
+    whole = [row for row in found if row.state == "whole"]
+    stored = sum(row.own_nbytes or 0 for row in found)
+    newest = f"the newest is of step {whole[0].step}" if whole else "none is whole"
+    console.print(f"{len(found)} snapshots, {size(stored)} stored; {newest}.", highlight=False)
+    for row in found:
+        if row.reason:
+            console.print(f"step {row.step}, epoch {row.epoch}: {row.reason}", style="red", highlight=False, soft_wrap=True)
+    return DONE
+
+
+def table(found: Sequence[Row], now_s: float) -> Table:
+    """Only the columns that something is known for."""
+    columns: list[tuple[str, Callable[[Row], str]]] = [
+        ("step", lambda r: str(r.step)),
+        ("epoch", lambda r: str(r.epoch)),
+        ("age", lambda r: age(now_s - r.committed_at) if r.committed_at is not None else ""),
+        ("size", lambda r: size(r.nbytes) if r.nbytes is not None else ""),
+        ("new", lambda r: size(r.own_nbytes) if r.own_nbytes is not None and r.own_nbytes != r.nbytes else ""),
+        ("ranks", lambda r: str(r.world or "")),
+        ("commit", lambda r: f"{r.commit_s:.1f} s" if r.commit_s is not None else ""),
+        ("why", lambda r: r.why),
+        ("metrics", lambda r: "  ".join(f"{k} {v:.4g}" for k, v in r.metrics.items())),
+        ("restored from", lambda r: r.restored),
+        ("state", lambda r: f"{r.state}, final" if r.final else r.state),
+    ]
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    shown = [(name, cell) for name, cell in columns if any(cell(row) for row in found)]
+    for name, _ in shown:
+        made.add_column(name, justify="right" if name in ("step", "epoch", "age", "size", "new", "ranks", "commit") else "left")
+    for row in found:
+        made.add_row(*(cell(row) for _, cell in shown), style="" if row.state == "whole" else "red")
+    return made
+
+
+def size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 999.5:
+            return f"{nbytes:.0f} {unit}" if nbytes >= 99.5 or unit == "B" else f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
+
+
+def age(seconds: float) -> str:
+    for unit, per, limit in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172800)):
+        if seconds < limit:
+            return f"{max(0.0, seconds) / per:.0f} {unit}"
+    return f"{seconds / 86400:.0f} d"
+
+
+# ---- verify, show ---------------------------------------------------------------------------------------------------
+def _bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _chosen(store: ObjectStore, step: int | None) -> Ref:
+    refs = Snapshots(store).refs()
+    found = [ref for ref in refs if step is None or ref.step == step]
+    if not found:
+        there = f"there are those of steps {', '.join(str(r.step) for r in refs[:20])}" if refs else "there is none"
+        raise StoreError(f"{store.url}: no snapshot {'' if step is None else f'of step {step} '}that can be used; {there}")
+    return found[0]
+
+
+def _verify(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
+    snapshots = Snapshots(store)
+    refs = snapshots.refs() if args.step is None else [_chosen(store, args.step)]
+    if not refs:
+        raise StoreError(f"{store.url}: there is no snapshot that can be verified")
+    found: dict[Ref, str] = {}
+    for ref in refs:
+        with _bar(console) as bar:
+            task = bar.add_task(f"step {ref.step}")
+            why = ""
+            try:
+                manifest = snapshots.load(ref)
+                snapshots.verify(manifest, lambda done, total, bar=bar, task=task: bar.update(task, completed=done, total=total))  # type: ignore[misc]
+            except NotFound:
+                continue  # pruned
+            except SnapshotCorrupt as e:
+                why = str(e)
+        found[ref] = why
+        if why and args.quarantine:
+            snapshots.quarantine(ref, why)
+        if not args.json:
+            console.print(
+                f"step {ref.step}, epoch {ref.epoch}: {why or 'whole'}", style="red" if why else "", highlight=False, soft_wrap=True
+            )
+    if args.json:
+        print(json.dumps([{"step": r.step, "epoch": r.epoch, "whole": not why, "reason": why} for r, why in found.items()], indent=2))
+    return FAILED if any(found.values()) else DONE
+
+
+def _show(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
+    manifest = Snapshots(store).load(_chosen(store, args.step))
+    if args.json:
+        print(json.dumps(json.loads(manifest.to_json()), indent=2))
+        return DONE
+    console.print(
+        f"step {manifest.step}, epoch {manifest.epoch}, {manifest.world} ranks, {size(manifest.nbytes)} in {len(manifest.parts)} parts"
+    )
+    made = Table("tensor", "shape", "dtype", "chunks", "bytes", box=None, pad_edge=False, header_style="bold")
+    for name, entry in manifest.tensors.items():
+        nbytes = sum(c["end"] - c["start"] for c in entry["chunks"])
+        made.add_row(name, "x".join(map(str, entry["shape"])) or "scalar", str(entry["dtype"]), str(len(entry["chunks"])), size(nbytes))
+    console.print(made)
+    for key, value in manifest.data.items():
+        text = json.dumps(value)
+        console.print(f"{key}: {text if len(text) <= 200 else text[:200] + ' ...'}", highlight=False, markup=False, soft_wrap=True)
+    return DONE
+
+
+# ---- prune ----------------------------------------------------------------------------------------------------------
+def _prune(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
+    keep = Keep(args.keep_last, args.keep_every)
+    gone, deleted = would_prune(store, keep)
+    will = "would delete" if args.dry_run else "deletes"
+    committed = set(_committed(store))
+    for ref in gone:
+        what = "snapshot" if ref in committed else "parts that were never committed"
+        nbytes = sum(n for key, n in deleted.items() if f"/{ref.name}" in key)
+        console.print(f"{will} step {ref.step}, epoch {ref.epoch}: {what}, {size(nbytes)}", highlight=False)
+    if not args.dry_run:
+        Snapshots(store).prune(keep)
+        for key in abort_stale_uploads(store, args.stale_h * 3600):
+            console.print(f"aborted an upload that was never finished: {key}", highlight=False, soft_wrap=True)
+    total = sum(deleted.values())
+    console.print(f"{len(gone)} of {len(committed)} {'would go' if args.dry_run else 'are gone'}, {size(total)} in {len(deleted)} objects.")
+    return DONE
+
+
+# ---- export, copy ---------------------------------------------------------------------------------------------------
+def _export(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
+    snapshots = Snapshots(store)
+    manifest: Manifest = snapshots.load(_chosen(store, args.step))
+    config = Path(args.config) if args.config else None
+    if config is not None and not config.is_file():
+        raise ValueError(f"--config {config}: there is no such file")
+    with _bar(console) as bar:
+        task = bar.add_task(f"step {manifest.step}")
+        made = export(
+            snapshots,
+            manifest,
+            Path(args.out),
+            dtype=args.dtype,
+            prefix=args.prefix,
+            shard_nbytes=int(args.shard_gb * 1e9),
+            keep_tied=args.keep_tied,
+            config=config,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    console.print(
+        f"step {manifest.step}: {made.tensors} tensors, {size(made.nbytes)} in {len(made.files)} files in {args.out}", highlight=False
+    )
+    for name, first in made.tied.items():
+        console.print(f"{name} is tied to {first} and stored once (--keep-tied: twice)", highlight=False)
+    return DONE
+
+
+def _copy(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
+    refs = Snapshots(store).refs() if args.step is None else [_chosen(store, args.step)]
+    if not refs:
+        raise StoreError(f"{store.url}: there is no snapshot that can be copied")
+    target = open_store(args.target)
+    with _bar(console) as bar:
+        tasks = {ref: bar.add_task(f"step {ref.step}", visible=False) for ref in refs}
+        found = copy(
+            store,
+            target,
+            refs,
+            extra=tell(store).extra,
+            progress=lambda ref, done, total: bar.update(tasks[ref], completed=done, total=total, visible=True),
+        )
+    for one in found:
+        more = f" ({size(one.found)} were there)" if one.found and one.state == "copied" else ""
+        what = {"copied": f"copied, {size(one.nbytes)} sent{more}", "there": "was there", "pruned": "was pruned meanwhile"}[one.state]
+        console.print(f"step {one.ref.step}, epoch {one.ref.epoch}: {what}", highlight=False)
+    return DONE
+
+
+COMMANDS: dict[str, Callable[[Any, ObjectStore, Console, Tell], int]] = {
+    "list": _list,
+    "verify": _verify,
+    "show": _show,
+    "prune": _prune,
+    "export": _export,
+    "copy": _copy,
+}

@@ -1,0 +1,250 @@
+"""A snapshot's model weights as safetensors, the way Hugging Face reads them. No torch; memory for one piece of a tensor.
+
+    export(snapshots, manifest, Path("out"), dtype="bf16")
+
+One file `model.safetensors`, or several and `model.safetensors.index.json` when they are big. Every byte is verified as it is read.
+Tensors with the same contents and shape (tied weights) are stored once, and the file says so, as safetensors' own `save_model` does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from storage.manifest import Manifest
+from storage.snapshots import Snapshots
+
+PREFIX = "model/"
+SHARD_NBYTES = 5 * 10**9  # of one file
+READ_NBYTES = 32 << 20  # of one read
+SAMPLE_NBYTES = 4096  # by which tensors that may be tied are told from others
+NAMES = {  # dtype of the manifest -> (safetensors' name, bytes)
+    "float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2), "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1), "int64": ("I64", 8), "int32": ("I32", 4), "int16": ("I16", 2), "int8": ("I8", 1), "uint64": ("U64", 8),
+    "uint32": ("U32", 4), "uint16": ("U16", 2), "uint8": ("U8", 1), "bool": ("BOOL", 1), "complex64": ("C64", 8),
+}  # fmt: skip
+FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # what can be asked for
+
+
+@dataclass(frozen=True)
+class Exported:
+    files: tuple[str, ...]
+    tensors: int
+    nbytes: int  # of tensors
+    tied: dict[str, str]  # left out -> the name that has the same contents
+
+
+def export(
+    snapshots: Snapshots,
+    manifest: Manifest,
+    out: Path,
+    *,
+    dtype: str = "",
+    prefix: str = PREFIX,
+    shard_nbytes: int = SHARD_NBYTES,
+    keep_tied: bool = False,
+    config: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Exported:
+    """Write the tensors whose names begin with `prefix` (which is taken off) into the folder `out`, which must be new or empty.
+
+    dtype: "fp32", "bf16" or "fp16" for floating-point tensors; "": as saved. config: a config.json to put beside them.
+    `progress(bytes done, bytes in all)`. Raises ValueError (input), SnapshotCorrupt, StoreError.
+    """
+    if dtype and dtype not in FLOATS:
+        raise ValueError(f"wanted one of {', '.join(FLOATS)} as dtype, found {dtype!r}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out}: wanted a new or an empty folder")
+    found = {_plain(name.removeprefix(prefix)): name for name in manifest.tensors if name.startswith(prefix)}
+    if not found:
+        tops = sorted({name.partition("/")[0] + "/" for name in manifest.tensors})
+        raise ValueError(
+            f"snapshot {manifest.ref} has no tensors under {prefix!r}; it has some under {', '.join(tops)}: name one as prefix"
+        )
+    reader = _Reader(snapshots, manifest)
+    tied = {} if keep_tied else _tied(reader, found)
+    wanted = [_Tensor(name, key, manifest.tensors[key], FLOATS.get(dtype, "")) for name, key in sorted(found.items()) if name not in tied]
+    shards = list(_shards(wanted, shard_nbytes))
+    out.mkdir(parents=True, exist_ok=True)
+    n = len(shards)
+    names = ["model.safetensors"] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
+    total, done = sum(t.nbytes for t in wanted), 0
+    for shard, file in zip(shards, names, strict=True):
+        temporary = out / f".{file}.tmp"
+        here = {t.name for t in shard}
+        with _create(temporary, shard, {k: v for k, v in tied.items() if v in here}) as views:
+            for nbytes in _fill(reader, shard, views):
+                done += nbytes
+                if progress is not None:
+                    progress(done, total)
+        temporary.rename(out / file)
+    if config is not None:
+        shutil.copyfile(config, out / "config.json")
+    if len(shards) > 1:  # last: who finds it finds all
+        where = {t.name: file for shard, file in zip(shards, names, strict=True) for t in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return Exported(tuple(names), len(wanted), total, tied)
+
+
+def _plain(name: str) -> str:
+    """`split` escapes '/'; torch.compile puts its own module around the model."""
+    plain = ".".join(part.replace("~1", "/").replace("~0", "~") for part in name.split("/"))
+    return plain.replace("_orig_mod.", "")
+
+
+class _Tensor:
+    def __init__(self, name: str, key: str, entry: dict[str, Any], wanted: str):
+        self.name, self.key, self.entry = name, key, entry
+        self.shape = tuple(int(n) for n in entry["shape"])
+        self.saved = str(entry["dtype"])
+        if self.saved not in NAMES:
+            raise ValueError(f"{name!r} has dtype {self.saved}, which safetensors does not know")
+        self.dtype = wanted if wanted and self.saved in ("float64", "float32", "float16", "bfloat16") else self.saved
+        self.nbytes = math.prod(self.shape) * NAMES[self.dtype][1]
+
+
+def _shards(tensors: list[_Tensor], limit: int) -> Iterator[list[_Tensor]]:
+    shard: list[_Tensor] = []
+    nbytes = 0
+    for tensor in tensors:
+        if shard and nbytes + tensor.nbytes > limit:
+            yield shard
+            shard, nbytes = [], 0
+        shard.append(tensor)
+        nbytes += tensor.nbytes
+    yield shard
+
+
+class _create:
+    """A safetensors file, its header written and its tensors views of it: element bytes, by name."""
+
+    def __init__(self, path: Path, tensors: list[_Tensor], tied: dict[str, str]):
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", **tied}}
+        at = 0
+        for t in sorted(tensors, key=lambda t: -NAMES[t.dtype][1]):  # so that each lies at a multiple of its width
+            header[t.name] = {"dtype": NAMES[t.dtype][0], "shape": list(t.shape), "data_offsets": [at, at + t.nbytes]}
+            at += t.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._header, self._start, self._nbytes, self._path = header, 8 + len(text), at, path
+        with open(path, "wb") as f:
+            f.write(len(text).to_bytes(8, "little") + text)
+            f.truncate(self._start + at)
+
+    def __enter__(self) -> dict[str, np.ndarray[Any, Any]]:
+        if self._nbytes == 0:
+            return {name: np.empty(0, np.uint8) for name in self._header}
+        self._map: Any = np.memmap(self._path, np.uint8, "r+", self._start, (self._nbytes,))
+        return {name: self._map[slice(*entry["data_offsets"])] for name, entry in self._header.items() if name != "__metadata__"}
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._nbytes:
+            self._map.flush()
+            del self._map
+        if kind is not None:
+            self._path.unlink(missing_ok=True)
+
+
+def _fill(reader: _Reader, tensors: list[_Tensor], views: dict[str, np.ndarray[Any, Any]]) -> Iterator[int]:
+    """In the order in which the bytes lie in the parts. Yields the bytes written."""
+    boxes = [(chunk["part"], chunk["start"], i, chunk) for i, t in enumerate(tensors) for chunk in t.entry["chunks"]]
+    for _, _, i, chunk in sorted(boxes, key=lambda box: box[:3]):
+        t = tensors[i]
+        width, saved_width = NAMES[t.dtype][1], NAMES[t.saved][1]
+        whole = views[t.name].reshape(*t.shape, width)
+        box = whole[tuple(slice(o, o + n) for o, n in zip(chunk["offsets"], chunk["sizes"], strict=True))]
+        if not chunk["sizes"]:  # a scalar
+            box[...] = _cast(reader.read(chunk["part"], chunk["start"], chunk["end"]), t.saved, t.dtype).reshape(width)
+            yield width
+            continue
+        inner = math.prod(chunk["sizes"][1:]) * saved_width  # bytes of one row
+        rows = max(1, READ_NBYTES // max(1, inner))
+        for first in range(0, chunk["sizes"][0], rows):
+            n = min(rows, chunk["sizes"][0] - first)
+            start = chunk["start"] + first * inner
+            raw = _cast(reader.read(chunk["part"], start, start + n * inner), t.saved, t.dtype)
+            box[first : first + n] = raw.reshape(n, *chunk["sizes"][1:], width)
+            yield n * math.prod(chunk["sizes"][1:]) * width
+
+
+def _cast(raw: np.ndarray[Any, Any], saved: str, wanted: str) -> np.ndarray[Any, Any]:
+    """Bytes of one floating-point type -> bytes of another, rounded to nearest, ties to even."""
+    if saved == wanted:
+        return raw
+    if saved == "bfloat16":
+        values = (raw.view("<u2").astype("<u4") << 16).view("<f4")
+    else:
+        values = raw.view({"float64": "<f8", "float32": "<f4", "float16": "<f2"}[saved])
+    if wanted != "bfloat16":
+        with np.errstate(over="ignore"):
+            return values.astype({"float32": "<f4", "float16": "<f2"}[wanted]).view(np.uint8)
+    with np.errstate(over="ignore"):
+        bits = np.ascontiguousarray(values.astype("<f4")).view("<u4")
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return np.where(nan, (bits >> 16) | 0x40, rounded).astype("<u2").view(np.uint8)
+
+
+class _Reader:
+    """Verified reads through one window of a part, so that neighbours share the chunks that must be fetched whole."""
+
+    def __init__(self, snapshots: Snapshots, manifest: Manifest):
+        self._snapshots, self.manifest = snapshots, manifest
+        self._part, self._low, self._window = "", 0, np.empty(0, np.uint8)
+
+    def read(self, part: str, start: int, end: int) -> np.ndarray[Any, Any]:
+        """Bytes [start, end) of a part, in memory of their own."""
+        if part != self._part or start < self._low or end > self._low + len(self._window):
+            size = self.manifest.part(part)
+            low = start // size.chunk_nbytes * size.chunk_nbytes
+            high = min(size.nbytes, max(low + READ_NBYTES, -(-end // size.chunk_nbytes) * size.chunk_nbytes))
+            self._window = np.frombuffer(self._snapshots.read(self.manifest, part, low, high), np.uint8)
+            self._part, self._low = part, low
+        return self._window[start - self._low : end - self._low].copy()
+
+
+def _tied(reader: _Reader, found: dict[str, str]) -> dict[str, str]:
+    """Matrices that hold the same bytes: name -> the first name with them. Constant ones (fresh norms, zeros) are nobody's twin."""
+    tensors = reader.manifest.tensors
+    groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    for name, key in sorted(found.items()):
+        entry = tensors[key]
+        boxes = tuple((tuple(c["offsets"]), tuple(c["sizes"])) for c in entry["chunks"])
+        if len(entry["shape"]) > 1 and math.prod(entry["shape"]) > 0:
+            groups[(tuple(entry["shape"]), entry["dtype"], boxes)].append(name)
+    for look in (_sample, _hash):
+        finer: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+        for group, names in groups.items():
+            if len(names) > 1:
+                for name in names:
+                    seen = look(reader, tensors[found[name]])
+                    if seen is not None:
+                        finer[(*group, seen)].append(name)
+        groups = finer
+    return {name: names[0] for names in groups.values() for name in names[1:]}
+
+
+def _sample(reader: _Reader, entry: dict[str, Any]) -> bytes | None:
+    chunk = entry["chunks"][0]
+    seen = reader.read(chunk["part"], chunk["start"], min(chunk["end"], chunk["start"] + SAMPLE_NBYTES))
+    width = NAMES.get(str(entry["dtype"]), ("", 1))[1]
+    elements = seen.reshape(-1, width)
+    return None if bool((elements == elements[0]).all()) else seen.tobytes()
+
+
+def _hash(reader: _Reader, entry: dict[str, Any]) -> str:
+    digest = xxhash.xxh3_128()
+    for chunk in entry["chunks"]:
+        for start in range(chunk["start"], chunk["end"], READ_NBYTES):
+            digest.update(reader.read(chunk["part"], start, min(start + READ_NBYTES, chunk["end"])).data)
+    return digest.hexdigest()

@@ -1,0 +1,176 @@
+"""Snapshots from one store to another, and what a prune would do before it is done. No torch.
+
+`copy` moves committed snapshots: objects first, each hashed as it is read, the manifest last and create-only. What is there already is
+hashed where it is, so that a copy can be broken off at any time and begun again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from storage.manifest import Manifest, Ref, SnapshotCorrupt, chunk_hash
+from storage.objects import Keys, NotFound, ObjectStore, StoreError, read_into
+from storage.snapshots import MANIFESTS, QUARANTINE, Policy, Snapshots
+
+LANES = 2  # objects on their way at once; each is in memory whole (dcp cuts a rank's bytes into files of 256 MiB)
+
+Progress = Callable[[Ref, int, int], None]  # snapshot, bytes done, bytes in all
+
+
+@dataclass(frozen=True)
+class Copied:
+    ref: Ref
+    state: str  # "copied" | "there" (already) | "pruned" (at the source, meanwhile)
+    nbytes: int  # sent
+    found: int = 0  # bytes that were there already, and are right
+
+
+def copy(
+    source: ObjectStore, target: ObjectStore, refs: Iterable[Ref], *, extra: Collection[str] = (), progress: Progress | None = None
+) -> list[Copied]:
+    """Copy committed snapshots, in the order of `refs`. `extra`: other objects' keys, copied before them, create-only.
+
+    Raises StoreError if another run's snapshot or object is at the target; SnapshotCorrupt if the source's bytes are not what was
+    committed (then that snapshot is not committed at the target).
+    """
+    for key in extra:
+        _same_or_create(target, key, source.get(key))
+    return [_copy_one(source, target, ref, progress) for ref in refs]
+
+
+def _copy_one(source: ObjectStore, target: ObjectStore, ref: Ref, progress: Progress | None) -> Copied:
+    key = f"{MANIFESTS}{ref.name}.json"
+    try:
+        text = source.get(key)
+        manifest = Snapshots(source).load(ref)
+        if _is_there(target, key, text):
+            return Copied(ref, "there", 0, manifest.nbytes)
+        if target.list(f"{QUARANTINE}{ref.name}.json"):
+            raise StoreError(f"{target.url}: snapshot {ref} is quarantined there; remove its mark, or copy to another URL")
+        wanted = objects(manifest)
+        total, done, sent = sum(one.nbytes for one in wanted.values()), 0, 0
+        with ThreadPoolExecutor(LANES, "copy") as pool:
+            running = [pool.submit(_copy_object, source, target, ref, key, one) for key, one in wanted.items()]
+            try:
+                for one, future in zip(wanted.values(), running, strict=True):
+                    done, sent = done + one.nbytes, sent + future.result()
+                    if progress is not None:
+                        progress(ref, done, total)
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+    except NotFound:
+        return Copied(ref, "pruned", 0)
+    _same_or_create(target, key, text)
+    return Copied(ref, "copied", sent, total - sent)
+
+
+def _copy_object(source: ObjectStore, target: ObjectStore, ref: Ref, key: str, wanted: Stored) -> int:
+    """Bytes sent: 0 if they are there."""
+    buffer = memoryview(bytearray(wanted.nbytes))
+    try:
+        if target.size(key) == wanted.nbytes and read_into(target, key, 0, buffer) == wanted.nbytes and wanted.bad(buffer) is None:
+            return 0
+    except NotFound:
+        pass
+    found = read_into(source, key, 0, buffer)
+    if found != wanted.nbytes or source.size(key) != wanted.nbytes:
+        raise SnapshotCorrupt(f"snapshot {ref}: {key} should have {wanted.nbytes} bytes, found {found}; copy an older snapshot")
+    bad = wanted.bad(buffer)
+    if bad is not None:
+        raise SnapshotCorrupt(f"snapshot {ref}: {key}, bytes from {bad}: hash differs from what was written; copy an older snapshot")
+    target.put(key, buffer)
+    return wanted.nbytes
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One object that a snapshot's bytes lie in."""
+
+    nbytes: int
+    chunk_nbytes: int
+    hashes: tuple[str, ...]  # "": of a chunk that the snapshot does not use
+
+    def bad(self, data: memoryview) -> int | None:
+        """Where the first chunk begins that is not what was written."""
+        for i, wanted in enumerate(self.hashes):
+            if wanted and chunk_hash(data[i * self.chunk_nbytes : (i + 1) * self.chunk_nbytes]) != wanted:
+                return i * self.chunk_nbytes
+        return None
+
+
+def objects(manifest: Manifest) -> dict[str, Stored]:
+    """All objects that a snapshot's bytes lie in, those of older snapshots that it refers to included."""
+    found: dict[str, Any] = getattr(manifest, "stored", None) or {p.key: p for p in manifest.parts}
+    return {key: Stored(p.nbytes, p.chunk_nbytes, p.hashes) for key, p in found.items()}
+
+
+def _is_there(target: ObjectStore, key: str, text: bytes) -> bool:
+    try:
+        found = target.get(key)
+    except NotFound:
+        return False
+    if found != text:
+        raise StoreError(f"{target.url}: {key} is there and differs: another run's; copy to another URL")
+    return True
+
+
+def _same_or_create(target: ObjectStore, key: str, text: bytes) -> None:
+    if not target.create(key, text):
+        _is_there(target, key, text)
+
+
+# ---- what would be pruned -----------------------------------------------------------------------------------------
+class Pretended:
+    """A store in which everything can be read, and writes and deletes only seem to happen. `deleted`: key -> its size."""
+
+    def __init__(self, inner: ObjectStore):
+        self.inner, self.url = inner, inner.url
+        self.deleted: dict[str, int] = {}
+        self._written: dict[str, bytes] = {}
+
+    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        if key in self._written:
+            return self._written[key][start:end]
+        self._look(key)
+        return self.inner.get(key, start, end)
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self._written[key] = bytes(data)
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        if key in self.list(key):
+            return False
+        self.put(key, data)
+        return True
+
+    def list(self, prefix: str) -> Keys:
+        here = {key for key in self.inner.list(prefix) if key not in self.deleted}
+        return sorted(here | {key for key in self._written if key.startswith(prefix)})
+
+    def delete(self, key: str) -> None:
+        self._written.pop(key, None)
+        if key not in self.deleted:
+            with contextlib.suppress(NotFound):
+                self.deleted[key] = self.inner.size(key)
+
+    def size(self, key: str) -> int:
+        if key in self._written:
+            return len(self._written[key])
+        self._look(key)
+        return self.inner.size(key)
+
+    def _look(self, key: str) -> None:
+        if key in self.deleted:
+            raise NotFound(f"{self.url}/{key}")
+
+
+def would_prune(store: ObjectStore, keep: Policy) -> tuple[list[Ref], dict[str, int]]:
+    """What `Snapshots.prune` would delete now: snapshots (and orphaned parts under the refs they were meant for), and objects by size."""
+    pretended = Pretended(store)
+    gone = Snapshots(pretended).prune(keep)
+    return gone, pretended.deleted
