@@ -62,6 +62,7 @@ from harness.progress import Place, Progress
 from harness.uploader import Courier, Local, Remote
 from harness.world import BadInput, Fenced, HarnessError
 from storage import dcp
+from storage.leases import reading
 from storage.manifest import Manifest, Ref, SnapshotCorrupt
 from storage.objects import MemoryStore, ObjectStore, StoreError, open_store
 from storage.retention import Keep
@@ -267,6 +268,7 @@ class Session:
         self._pending: _Pending | None = None
         self._counted: torch.Tensor | None = None  # votes that have arrived but were not acted upon yet (on a GPU)
         self._metrics: dict[str, float] = {}
+        self._last_metrics: dict[str, float] = {}  # of all names, for the manifest
         self._flight: _Flight | None = None
         self._tier = "bucket"  # where the last restore found its bytes
         self._older: list[_Flight] = []  # overtaken by a snapshot that could not wait
@@ -337,6 +339,7 @@ class Session:
         """Metrics of the step that was just updated (validation loss...); they go into its record. All ranks may call it."""
         self._life.tell()
         self._metrics.update({k: float(v) for k, v in metrics.items()})
+        self._last_metrics.update(self._metrics)
         self._fact(Validated(self.step, self.epoch, {k: float(v) for k, v in metrics.items()}))
 
     def alive(self) -> None:
@@ -713,6 +716,7 @@ class Session:
                 "final": final,
                 "parent": self._parent.name if self._parent else "",
                 "samples": self._last_samples,
+                "metrics": dict(self._last_metrics),
                 "environment": environment(self.device),
             }
         unsaved, self._unsaved = self._unsaved, []
@@ -899,33 +903,46 @@ class Session:
         if not self.run_url:
             return None
         while True:
-            newest = self._agree(self._newest)
-            if newest is None:
-                return None
-            ref = Ref.parse(newest)
-            why = ""
-            try:
-                manifest = self.snapshots.load(ref)
-                near = Tiered(self.store, manifest, tiers_for(manifest, self._courier.held(ref)), self._wrong_tier)
-                self._load(manifest, Snapshots(near))
-                self._tier = near.tier
-            except SnapshotCorrupt as e:
-                why = str(e)
-            if self.sum(1.0 if why else 0.0) == 0:
+            with contextlib.ExitStack() as lease:  # nobody prunes it while we load it
+                manifest, again = self._restore_newest(lease)
+            if not again:
                 return manifest
-            if self.rank == 0:
-                why = why or "another rank could not load it"
-                self.snapshots.quarantine(ref, why)
-                self._fact(SnapshotQuarantined(ref.step, ref.epoch, why))
-                print(f"harness: {why}; falling back to the next older snapshot", flush=True)
-            self.sum(0.0)  # nobody looks again before it is quarantined
+
+    def _restore_newest(self, lease: contextlib.ExitStack) -> tuple[Manifest | None, bool]:
+        """True: it was bad, and there may be an older one."""
+        newest = self._agree(functools.partial(self._newest, lease))
+        if newest is None:
+            return None, False
+        ref = Ref.parse(newest)
+        why = ""
+        try:
+            manifest = self.snapshots.load(ref)
+            near = Tiered(self.store, manifest, tiers_for(manifest, self._courier.held(ref)), self._wrong_tier)
+            self._load(manifest, Snapshots(near))
+            self._tier = near.tier
+        except SnapshotCorrupt as e:
+            why = str(e)
+        if self.sum(1.0 if why else 0.0) == 0:
+            return manifest, False
+        if self.rank == 0:
+            why = why or "another rank could not load it"
+            self.snapshots.quarantine(ref, why)
+            self._fact(SnapshotQuarantined(ref.step, ref.epoch, why))
+            print(f"harness: {why}; falling back to the next older snapshot", flush=True)
+        self.sum(0.0)  # nobody looks again before it is quarantined
+        return None, True
 
     def _wrong_tier(self, tier: str, what: str) -> None:
         self._fact(Warned(self.step, self.epoch, what))
 
-    def _newest(self) -> str | None:
-        manifest = self.snapshots.latest(lambda ref, why: self._fact(SnapshotQuarantined(ref.step, ref.epoch, why)))
-        return manifest.ref.name if manifest else None
+    def _newest(self, lease: contextlib.ExitStack) -> str | None:
+        for _ in range(3):
+            manifest = self.snapshots.latest(lambda ref, why: self._fact(SnapshotQuarantined(ref.step, ref.epoch, why)))
+            if manifest is None:
+                return None
+            if lease.enter_context(reading(self.snapshots, manifest.ref)):
+                break  # else it was pruned just now, and there is a newer one (or we may not write, and read without a lease)
+        return manifest.ref.name
 
     def _load(self, manifest: Manifest, snapshots: Snapshots) -> None:
         assert self._model is not None
@@ -1016,14 +1033,16 @@ def attach(
     snapshot_every_steps: int | None = None,
     keep_snapshots: int = 3,
     keep_every_steps: int = 0,
+    keep_best: str = "",
     reduce: str = "fast",
 ) -> Session:
     """Join the run that the environment names. `seed` decides data order and all randomness of the training.
 
     `run`: the run's URL, by default what the agent says. Snapshot interval: every `snapshot_every_steps` steps, or
-    every `snapshot_every_s` seconds, or (neither) derived from what a snapshot costs. Raises BadInput, StoreError.
+    every `snapshot_every_s` seconds, or (neither) derived from what a snapshot costs. `keep_best`: keep also the best one by a
+    metric that the script logs, "accuracy:max", or "loss:min". Raises BadInput, StoreError.
     """
-    keep = Keep(last=keep_snapshots, every=keep_every_steps)
+    keep = Keep(last=keep_snapshots, every=keep_every_steps, best=keep_best)
     return Session(
         dict(os.environ),
         seed=seed,
