@@ -299,10 +299,11 @@ class Agent:
             self._write_mark()
 
     def _doubtful(self) -> bool:
-        """Is it time to look for another node, though we work on?"""
+        """Is it time to look for another node, though this one is still there? At a kill notice it is: clouds take minutes to launch."""
         by_s = time.time() + self.config.doubt_ahead_s
         return any(
-            not n.pause if n.kind == "soft" else n.kind == "maintenance" and (n.deadline_s or 0.0) <= by_s for n in self._notices.values()
+            not n.pause if n.kind == "soft" else n.kind == "kill" or (n.kind == "maintenance" and (n.deadline_s or 0.0) <= by_s)
+            for n in self._notices.values()
         )
 
     def _tell_doubt(self, doubtful: bool) -> None:
@@ -311,7 +312,7 @@ class Agent:
             return
         key = f"{DOUBT}{self.config.attempt:06d}.json"
         if doubtful:
-            said = [f"{n.kind} notice from {n.source}" for n in self._notices.values() if n.kind != "kill"]
+            said = [f"{n.kind} notice from {n.source}" for n in self._notices.values()]
             self.store.create(key, json.dumps({"by": self.name, "reason": ", ".join(said)}).encode())
         else:
             self.store.delete(key)

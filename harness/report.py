@@ -23,6 +23,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from harness import egress
 from harness import records as rec
 from harness.facts import (
     BrokenChain,
@@ -106,6 +107,7 @@ class Summary:
     session: SessionStarted | None
     asked: RunAsked | None
     problems: tuple[str, ...] = ()
+    store: egress.Estimate | None = None
 
     @property
     def wall_s(self) -> float:
@@ -174,6 +176,7 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
         session=sessions[-1] if sessions else None,
         asked=next((s.fact for s in reversed(facts) if isinstance(s.fact, RunAsked)), None),
         problems=tuple(problems),
+        store=egress.estimate(store.url, facts, kept, until_s - min((s.t for s in facts), default=until_s)),
     )
 
 
@@ -481,6 +484,12 @@ def money_rows(s: Summary) -> list[tuple[str, float, str]]:
             ("the same node-hours on demand", cost.on_demand_usd, f"saved {percent(cost.saved)}"),
             ("an on-demand run that nothing disturbs", cost.undisturbed_usd, f"saved {percent(cost.saved_undisturbed)}"),
         ]
+    if s.store and s.store.stored_nbytes:
+        note = f"estimate: {nbytes(s.store.stored_nbytes)} of snapshots; {money(s.store.month_usd)} for each month that they are kept"
+        rows.append(("the bucket's storage meanwhile", s.store.storage_usd, note))
+    if s.store and s.store.moved:
+        ways = "; ".join(f"{nbytes(m.nbytes)} {m.source} to {m.target}" for m in s.store.moved)
+        rows.append(("data between places", s.store.moved_usd, f"estimate: {ways}"))
     return rows
 
 
@@ -577,6 +586,7 @@ def to_json(s: Summary) -> dict[str, Any]:
         "snapshots": {"kept": s.kept, "committed": [dataclasses.asdict(x) for x in s.snapshots]},
         "trouble": [dataclasses.asdict(m) for m in s.marks],
         "problems": s.problems,
+        "store": {**dataclasses.asdict(s.store), "moved_usd": s.store.moved_usd} if s.store else None,
     }
     cleaned: dict[str, Any] = _finite(body)
     return cleaned

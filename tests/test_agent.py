@@ -270,6 +270,7 @@ def test_a_machine_that_azure_takes(nodes):
         before = nodes.step()
         kill = vm.notice("kill", time.time() + 30)
         assert agent.wait(60) == 33, nodes.logs()
+        assert store.list("control/doubt")  # another node is looked for at the notice, not at the end
     assert vm.acknowledged == [kill]
     facts = list(read_facts(store))
     (told_s,) = [s.t for s in facts if isinstance(s.fact, NoticeAcknowledged) and s.fact.heard]

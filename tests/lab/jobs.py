@@ -167,9 +167,7 @@ def ended(stage: Stage, play: Play, steps: int) -> None:
     state = stage.job(play.name)
     if state != "SUCCEEDED":
         log = stage.sky("jobs", "logs", "--controller", "--no-follow", "-n", play.name, fails=True)[-3000:]
-        raise SystemExit(
-            f"{play.name}: wanted SUCCEEDED, found {state}\n{stage.sky('jobs', 'logs', '--controller', '-n', play.name, fails=True)[-3000:]}"
-        )
+        raise SystemExit(f"{play.name}: wanted SUCCEEDED, found {state}\n{log}")
     play.holds(steps)
     if len(set(play.ids.read_text().split())) != 1:
         raise SystemExit(f"SKYPILOT_TASK_ID did not stay the same: {play.ids.read_text()}")

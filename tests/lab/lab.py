@@ -2,7 +2,7 @@
 
     python tests/lab/lab.py play DIR                    everything: install, up, scenario.py, jobs.py, down
     python tests/lab/lab.py up|down|status DIR          (root, on Debian with the packages below; ends exactly what it started)
-    python tests/lab/lab.py power-off|node-up DIR NODE  a node dies without a word / comes back
+    python tests/lab/lab.py power-off|take|node-up DIR NODE  dies without a word / is taken, and the cloud knows / comes back
     python tests/lab/lab.py drain|resume DIR CLUSTER    there is no more capacity in a region / there is again
 
 Every node is a `slurmd` in its own mount and UTS namespace (own host name, own address in 127/8, own local disk), with one GPU that
@@ -168,6 +168,13 @@ class Lab:
                 os.kill(victim, signal.SIGKILL)
         (self.root / "pids" / f"slurmd-{node}").unlink()  # its number may be another's soon
         return len(victims)
+
+    def take(self, node: str) -> None:
+        """The cloud takes a machine: as a power cut, but it knows. (Slurm 22.05 may start a job on a node whose death it has not
+        seen; it then starts that job again elsewhere by itself, when SkyPilot has given it up and forgotten it.)"""
+        self.power_off(node)
+        cluster = next(c.name for c in CLUSTERS if node in c.nodes)
+        self.scontrol(cluster, "update", f"nodename={node}", "state=down", "reason=taken")
 
     def drain(self, cluster: str, nodes: tuple[str, ...] = ()) -> None:
         """No more capacity (on these nodes; default: all): running nodes stay, nothing new is placed."""
@@ -386,7 +393,7 @@ def main() -> None:
         case "status":
             for cluster in CLUSTERS:
                 print(lab.slurm(cluster.name, "sinfo", "-N", "-o", "%N %T %P"), lab.slurm(cluster.name, "squeue"), sep="\n")
-        case "power-off" | "node-up" | "drain" | "resume":
+        case "power-off" | "take" | "node-up" | "drain" | "resume":
             getattr(lab, what.replace("-", "_"))(sys.argv[3])
         case _:
             raise SystemExit(__doc__)

@@ -131,7 +131,7 @@ class Scene:
         self.machines[node].protocol.notice("kill", time.time() + GRACE_S)
         self.until("the notice is seen", lambda: any(f.notice == "kill" for f in self.facts(NoticeSeen)))
         self.until("it leaves with its state committed", lambda: "drained" in self.ends())
-        self.lab.power_off(node)
+        self.lab.take(node)
         self.until("another takes its place", lambda: self.worlds()[epochs:][-1:] == [2])
         if 1 not in self.worlds()[epochs:]:
             print("          (before the world had become smaller)")

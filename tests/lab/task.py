@@ -1,7 +1,12 @@
-"""A task of ours as it runs in the lab: the same file, on the lab's machines (Slurm has no spot nodes) and with its image."""
+"""A task of ours as it runs in the lab: the same file, on the lab's machines (Slurm has no spot nodes) and with its image.
+
+python tests/lab/task.py run NAME VENV RUN [NAME=value ...]     the `run` section of sky_tasks/NAME.yaml on this computer, as a node would
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,5 +30,14 @@ def in_lab(name: str, venv: Path, into: Path, code: Path = TASKS.parent, first: 
     return into
 
 
+def run_here(name: str, venv: Path, run: str, more: dict[str, str]) -> int:
+    """Execute what SkyPilot would on a node; returns its exit status."""
+    task = yaml.safe_load((TASKS / f"{name}.yaml").read_text())
+    envs = {k: str(v or "") for k, v in {**task["envs"], **task.get("secrets", {}), "RUN": run, "VENV": venv, **more}.items()}
+    return subprocess.run(["bash", "-c", task["run"]], cwd=TASKS.parent, env={**os.environ, **envs}).returncode
+
+
 if __name__ == "__main__":
-    print(in_lab(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])))
+    if len(sys.argv) < 5 or sys.argv[1] != "run":
+        sys.exit(__doc__)
+    sys.exit(run_here(sys.argv[2], Path(sys.argv[3]), sys.argv[4], dict(item.split("=", 1) for item in sys.argv[5:])))
