@@ -82,6 +82,8 @@ class AgentConfig:
     acknowledge: bool = True  # tell the cloud, where it can be told, that we have gone
     notify_signal: str = ""  # for scripts without a session: sent to them on a notice
     trackers: str = ""
+    replica: str = ""  # URL of a second bucket that snapshots are copied to
+    replica_cap_usd: float | None = None
     beat_s: float = 1.0
     dead_s: float = 5.0
     tick_s: float = 0.3
@@ -160,7 +162,7 @@ class Agent:
         self._next_flush_s = 0.0
         self._ready: dict[str, Any] | None = None  # what we shall say of ourselves once our uploads are done
         self._settle_until_s = 0.0
-        self._publisher: subprocess.Popen[bytes] | None = None
+        self._helpers: dict[str, subprocess.Popen[bytes]] = {}  # trackers, replica
         self._reason = ""  # in words, of our own end
         self._end = ""  # how our last epoch ended: facts.EpochLeft.why
         self._last_tail: tuple[str, ...] = ()
@@ -213,7 +215,7 @@ class Agent:
             self.rendezvous.leave(end=self._end)
             probe.close()
             self.journal.record(AgentEnded(self.name, code, self._reason))
-            self._end_publisher(wait_s=45.0 if code == FINISHED else 3.0)
+            self._end_helpers(wait_s=45.0 if code == FINISHED else 3.0)
             with contextlib.suppress(StoreError):  # our last words; their loss changes nothing
                 self.journal.flush()
         return code
@@ -464,7 +466,9 @@ class Agent:
             self._order(worker, epoch, rank, local_rank)
         if ranks.start == 0:
             self.journal.record(EpochStarted(epoch.epoch, epoch.members, epoch.world, epoch.reason))
-            self._start_publisher()
+            self._start_helpers()
+        elif "replica" in self._helpers:  # another node's does it now
+            self._helpers["replica"].terminate()
         self._spare_due_s = time.monotonic() + 5.0  # warm the next ones once these are under way
 
     def _tell(self, **changes: Any) -> None:
@@ -479,7 +483,8 @@ class Agent:
             "GROUP_RANK": node, "GROUP_WORLD_SIZE": len(epoch.members), "ROLE_RANK": rank, "ROLE_WORLD_SIZE": epoch.world,
             "ROLE_NAME": "default", "MASTER_ADDR": epoch.addr, "MASTER_PORT": epoch.port,
             "TORCHELASTIC_RUN_ID": "harness", "TORCHELASTIC_RESTART_COUNT": epoch.epoch - 1, "TORCHELASTIC_MAX_RESTARTS": 1_000_000,
-            "HARNESS_RUN": self.config.run, "HARNESS_EPOCH": epoch.epoch, "HARNESS_MARK": self.mark_path,
+            "HARNESS_RUN": self.config.run, "HARNESS_REPLICA": self.config.replica,
+            "HARNESS_EPOCH": epoch.epoch, "HARNESS_MARK": self.mark_path,
             "HARNESS_SPEEDS": json.dumps(speeds), "HARNESS_EPOCH_REASON": epoch.reason, "HARNESS_STAGE": self._uploads.stage.folder,
             "HARNESS_PROGRESS": self.config.node_dir / f"progress-{local_rank}",
         }  # fmt: skip
@@ -750,24 +755,29 @@ class Agent:
         if self.config.attempt and f"{LEAVE}{self.config.attempt:06d}.json" in keys:
             self._must_leave("released", "leave", None)
 
-    # ---- trackers ----------------------------------------------------------------------------------------------
-    def _start_publisher(self) -> None:
-        if not self.config.trackers or (self._publisher and self._publisher.poll() is None):
-            return
-        with open(self.config.node_dir / "trackers.log", "ab") as log:
-            self._publisher = subprocess.Popen(
-                [sys.executable, "-m", "harness.trackers", self.config.run, "--trackers", self.config.trackers],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+    # ---- helpers -----------------------------------------------------------------------------------------------
+    def _start_helpers(self) -> None:
+        c, commands = self.config, dict[str, list[str]]()
+        if c.trackers:
+            commands["trackers"] = [c.run, "--trackers", c.trackers]
+        if c.replica:
+            commands["replica"] = [c.run, c.replica, *([] if c.replica_cap_usd is None else ["--cap-usd", str(c.replica_cap_usd)])]
+            commands["replica"] += ["--here", c.place] if c.place else []
+        for name, words in commands.items():
+            if name in self._helpers and self._helpers[name].poll() is None:
+                continue
+            with open(c.node_dir / f"{name}.log", "ab") as log:
+                self._helpers[name] = subprocess.Popen(
+                    [sys.executable, "-m", f"harness.{name}", *words], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                )
 
-    def _end_publisher(self, wait_s: float) -> None:
-        if self._publisher is None:
-            return
-        self._publisher.terminate()
-        try:
-            self._publisher.wait(wait_s)
-        except subprocess.TimeoutExpired:
-            self._publisher.kill()
-            self._publisher.wait()
+    def _end_helpers(self, wait_s: float) -> None:
+        until_s = time.monotonic() + wait_s
+        for helper in self._helpers.values():
+            helper.terminate()
+        for helper in self._helpers.values():
+            try:
+                helper.wait(max(0.0, until_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                helper.kill()
+                helper.wait()

@@ -338,6 +338,8 @@ class RunFlags:
     drain_lead_s: float = flag(120.0, "how long before an end that is known long before the node drains")
     notify_signal: str = flag("", "for scripts without harness.attach(): send them this signal (USR1, TERM...) on a notice")
     trackers: str = flag("", "where to publish committed steps: wandb, tensorboard, jsonl, or package.module:function, comma-separated")
+    replica: str = flag("", "URL of a second bucket: committed snapshots are copied there; default: HARNESS_REPLICA")
+    replica_cap_usd: float | None = flag(None, "copy nothing that would make it cost more; default: HARNESS_REPLICA_CAP_USD, else no limit")
     stage_gib: float = flag(0.0, "host memory for staged snapshots, in GiB; 0: half of what is free")
     stage_dir: str = flag("", "RAM disk for staged snapshots; default: /dev/shm")
     disk_tier_gib: float = flag(0.0, "keep the last snapshots on this much of the node's disk, too; 0: do not")
@@ -372,6 +374,10 @@ def run(flags: RunFlags) -> int:
         die_with_parent()
     store = _checked_store(normalize(url), retry_within_s=10.0)  # an agent must hear notices while the bucket is silent
     trackers = flags.trackers or env.get("HARNESS_TRACKERS", "")
+    replica = flags.replica or env.get("HARNESS_REPLICA", "")
+    if replica:
+        _checked_store(normalize(replica), retry_within_s=10.0)
+    cap = str(flags.replica_cap_usd) if flags.replica_cap_usd is not None else env.get("HARNESS_REPLICA_CAP_USD", "")
     node_dir = Path(env.get("HARNESS_NODE_DIR") or f"/tmp/harness-{os.getpid()}")
     nearby = normalize(url).startswith("file://")
     sources = detect(dict(env), asked=flags.notices, speaks_for_all=flags.notice_ack == "all")
@@ -393,6 +399,8 @@ def run(flags: RunFlags) -> int:
         acknowledge=flags.notice_ack != "never",
         notify_signal=flags.notify_signal,
         trackers=trackers,
+        replica=replica,
+        replica_cap_usd=float(cap) if cap else None,
         stage_dir=Path(flags.stage_dir) if flags.stage_dir else None,
         stage_nbytes=int(flags.stage_gib * 2**30) or None,
         nearby=NearbyConfig(

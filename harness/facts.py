@@ -284,6 +284,18 @@ class SnapshotCommitted(Fact):
 
 
 @dataclass(frozen=True)
+class SnapshotReplicated(Fact):
+    """A committed snapshot is in a second bucket as well. `usd`: estimate of what bringing `nbytes` there cost."""
+
+    step: int
+    epoch: int
+    url: str
+    nbytes: int
+    seconds: float
+    usd: float
+
+
+@dataclass(frozen=True)
 class SnapshotFailed(Fact):
     step: int
     epoch: int

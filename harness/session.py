@@ -75,6 +75,7 @@ COMMIT_TIMEOUT_S = 600.0  # the longest that leaving waits for its snapshot
 LOSS_EVERY_S = 3600.0  # assumed mean time between losses nobody announced, for the snapshot interval
 FLUSH_S = {"file": 1.0, "memory": 1.0}  # how often facts go to the bucket; elsewhere every FLUSH_REMOTE_S
 FLUSH_REMOTE_S = 10.0
+REPLICA_S = 15.0  # how long a restore waits for a silent second bucket
 
 
 class CommitTimeout(HarnessError):
@@ -275,6 +276,8 @@ class Session:
         self._beside = True  # parameters and optimizer state are copied beside the next forward and backward
         self._preparing: threading.Thread | None = None
         self._courier_at = environ.get("HARNESS_STAGE")
+        second = environ.get("HARNESS_REPLICA", "")
+        self._replica = functools.partial(open_store, second, retry_within_s=REPLICA_S) if second else None
         self._last_snapshot_s = time.monotonic()
         self._commit_s = 0.0
         self._stall_s = 0.01
@@ -910,14 +913,15 @@ class Session:
 
     def _restore_newest(self, lease: contextlib.ExitStack) -> tuple[Manifest | None, bool]:
         """True: it was bad, and there may be an older one."""
-        newest = self._agree(functools.partial(self._newest, lease))
+        newest: str | None = self._agree(functools.partial(self._newest, lease))
         if newest is None:
             return None, False
         ref = Ref.parse(newest)
         why = ""
         try:
             manifest = self.snapshots.load(ref)
-            near = Tiered(self.store, manifest, tiers_for(manifest, self._courier.held(ref)), self._wrong_tier)
+            tiers = tiers_for(manifest, self._courier.held(ref))
+            near = Tiered(self.store, manifest, tiers, self._wrong_tier, replica=self._replica)
             self._load(manifest, Snapshots(near))
             self._tier = near.tier
         except SnapshotCorrupt as e:
@@ -936,13 +940,15 @@ class Session:
         self._fact(Warned(self.step, self.epoch, what))
 
     def _newest(self, lease: contextlib.ExitStack) -> str | None:
+        name = None
         for _ in range(3):
             manifest = self.snapshots.latest(lambda ref, why: self._fact(SnapshotQuarantined(ref.step, ref.epoch, why)))
             if manifest is None:
                 return None
+            name = manifest.ref.name
             if lease.enter_context(reading(self.snapshots, manifest.ref)):
                 break  # else it was pruned just now, and there is a newer one (or we may not write, and read without a lease)
-        return manifest.ref.name
+        return name
 
     def _load(self, manifest: Manifest, snapshots: Snapshots) -> None:
         assert self._model is not None

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from storage.manifest import Manifest, Part, chunk_hash
-from storage.objects import ObjectStore
+from storage.objects import NotFound, ObjectStore, StoreError
 from storage.staging import Segment
 
 BLOCK_CHUNKS = 8  # chunks that one process of a node fetches while the others wait: one request of 32 MiB
@@ -392,6 +392,7 @@ class Tiered:
 
     `tiers`, nearest first. `on_wrong(tier, what)` hears of wrong bytes in one; they are dropped there. What has to come from afar is
     left in the FolderTiers and, if there is one, fetched once per node: other processes wait for it, at most `node_wait_s`.
+    `replica` opens a second bucket, which is asked for what is damaged in the first.
     """
 
     def __init__(
@@ -401,7 +402,10 @@ class Tiered:
         tiers: Sequence[Tier],
         on_wrong: OnWrong = lambda tier, what: None,
         node_wait_s: float = NODE_WAIT_S,
+        replica: Callable[[], ObjectStore] | None = None,
     ):
+        self._open_replica = replica
+        self._replica: ObjectStore | None = None
         self.url, self._far, self.tiers, self._on_wrong, self._node_wait_s = far.url, far, list(tiers), on_wrong, node_wait_s
         self._parts = manifest.stored
         self._folders = [t for t in tiers if isinstance(t, FolderTier)]
@@ -413,7 +417,7 @@ class Tiered:
     @property
     def tier(self) -> str:
         """Where the bytes read so far came from, nearest first: "memory", "memory+bucket". "bucket" before any read."""
-        names = [*dict.fromkeys(t.name for t in self.tiers), "bucket"]
+        names = [*dict.fromkeys(t.name for t in self.tiers), "bucket", "replica"]
         return "+".join(name for name in names if self.read_nbytes[name]) or "bucket"
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
@@ -447,16 +451,39 @@ class Tiered:
                     missing.append(i)
             size = part.chunk_nbytes
             for run in _runs(missing):
-                content = self._far.get(part.key, run[0] * size, min((run[-1] + 1) * size, part.nbytes))
-                self._add("bucket", len(content))
-                view = memoryview(content)
-                for k, i in enumerate(run):  # too little of it is for the caller to find out
-                    found[i] = view[k * size : (k + 1) * size]
-                    if is_chunk(chunk_id(part, i), found[i]):
-                        news[chunk_id(part, i)] = found[i]
+                view = memoryview(self._from_bucket(part, run[0] * size, min((run[-1] + 1) * size, part.nbytes)))
+                self._add("bucket", len(view))
+                for k, i in enumerate(run):
+                    found[i], id = view[k * size : (k + 1) * size], chunk_id(part, i)
+                    if not is_chunk(id, found[i]) and (data := self._from_replica(part, i)) is not None:
+                        found[i] = data
+                    if is_chunk(id, found[i]):  # what is wrong everywhere is for the caller to find out
+                        news[id] = found[i]
             if news:
                 for tier in self._folders:
                     tier.put(news)
+
+    def _from_bucket(self, part: Part, start: int, end: int) -> bytes:
+        try:
+            return self._far.get(part.key, start, end)
+        except NotFound:
+            if self._open_replica is None:
+                raise
+            return b""
+
+    def _from_replica(self, part: Part, i: int) -> bytes | None:
+        """A chunk that is wrong in the bucket."""
+        if self._open_replica is None or not part.hashes[i]:  # "": of other snapshots alone
+            return None
+        size, data = part.chunk_nbytes, b""
+        with contextlib.suppress(StoreError, NotFound):
+            self._replica = self._replica or self._open_replica()
+            data = self._replica.get(part.key, i * size, min((i + 1) * size, part.nbytes))
+        if not is_chunk(chunk_id(part, i), data):
+            return None
+        self._add("replica", len(data))
+        self._on_wrong("bucket", f"{part.key}, bytes from {i * size}: damaged in {self.url}; read from the second bucket")
+        return data
 
     def _right(self, tiers: Sequence[Tier], id: str) -> bytes | memoryview | None:
         for tier in tiers:
