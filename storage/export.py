@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -214,7 +215,7 @@ class _Reader:
 
 
 def _tied(reader: _Reader, found: dict[str, str]) -> dict[str, str]:
-    """Matrices that hold the same bytes: name -> the first name with them. Constant ones (fresh norms, zeros) are nobody's twin."""
+    """Matrices that hold the same bytes: name -> the name that is kept. Constant ones (fresh norms, zeros) are nobody's twin."""
     tensors = reader.manifest.tensors
     groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for name, key in sorted(found.items()):
@@ -231,7 +232,9 @@ def _tied(reader: _Reader, found: dict[str, str]) -> dict[str, str]:
                     if seen is not None:
                         finer[(*group, seen)].append(name)
         groups = finer
-    return {name: names[0] for names in groups.values() for name in names[1:]}
+    # Readers tie a head to its embedding, and look for the embedding.
+    first = {group: min(names, key=lambda n: (not re.search("emb|wte|shared", n), n)) for group, names in groups.items()}
+    return {name: first[group] for group, names in groups.items() for name in names if name != first[group]}
 
 
 def _sample(reader: _Reader, entry: dict[str, Any]) -> bytes | None:

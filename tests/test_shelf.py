@@ -120,7 +120,7 @@ def test_tied_weights_are_stored_once_and_what_only_looks_alike_is_not_tied(tmp_
     model, store = Tied(), memory()
     manifest = save(store, Ref(1, 5), model.state_dict())
     made = export(Snapshots(store), manifest, tmp_path / "out")
-    assert made.tied == {"wte.weight": "lm_head.weight"}
+    assert made.tied == {"lm_head.weight": "wte.weight"}  # the one that Hugging Face looks for
     other = Tied()
     missing, unexpected = safetensors.torch.load_model(other, tmp_path / "out" / "model.safetensors")
     assert (list(missing), list(unexpected)) == ([], [])
