@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -385,8 +386,6 @@ def kills(roles: tuple[str, ...], points: int, seed: int, jobs: int, say: Callab
 
 def _in_parallel(tasks: list[tuple[str, int, int]], jobs: int) -> Iterator[tuple[str, Counter[str]]]:
     """Forked, not threads: a fork with threads about is no place to live in."""
-    import json
-
     waiting, running = tasks[::-1], dict[int, tuple[str, Any, Path]]()
     try:
         while waiting or running:
