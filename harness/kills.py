@@ -70,7 +70,9 @@ def job(ref: Ref, rank: int, world: int = RANKS, keep: int = 2) -> Job:
     ]
     tensors = {f"model/w{rank}": {"shape": [nbytes], "dtype": "uint8", "chunks": chunks}}
     note = {"t_start": time.time(), "stall_s": 0.0, "why": "interval"}
-    return Job(ref, rank, world, f"t{rank}", files, tensors, {"step": ref.step}, "model/", note=note, keep={"last": keep} if rank == 0 else None)
+    return Job(
+        ref, rank, world, f"t{rank}", files, tensors, {"step": ref.step}, "model/", note=note, keep={"last": keep} if rank == 0 else None
+    )
 
 
 def whole(snapshots: Snapshots, manifest: Manifest) -> bool:
@@ -253,7 +255,9 @@ def bucket(role: str, seed: int, points: int, scratch: Path) -> Counter[str]:
             reported |= refs
             newest = look(url, reported)
         except (Broken, SnapshotCorrupt, StoreError) as e:
-            raise Broken(f"{role}, seed {seed}, life {epoch}, kill {kill}: {e} (python -m harness.kills --only {role} --seed {seed})") from e
+            raise Broken(
+                f"{role}, seed {seed}, life {epoch}, kill {kill}: {e} (python -m harness.kills --only {role} --seed {seed})"
+            ) from e
         found["killed" if killed else "too late"] += 1
         found["reported"] += len(refs)
         found["nothing committed in this life"] += newest is None or newest.epoch != epoch
@@ -433,7 +437,9 @@ def main() -> int:
             roles = (flags.only,) if flags.only else ROLES
             for role, found in kills(roles, flags.points, flags.seed, flags.jobs, status.update).items():
                 tried = found["killed"] + found["too late"]
-                notes = f"{found['killed']} hit, {found['reported']} reports, {found['nothing committed in this life']} lives without a commit"
+                notes = (
+                    f"{found['killed']} hit, {found['reported']} reports, {found['nothing committed in this life']} lives without a commit"
+                )
                 table.add_row(f"SIGKILL of the {role}", str(tried), str(tried), notes)
             if not flags.only:
                 status.update("every store call fails once")
