@@ -318,6 +318,16 @@ def every_call(modes: tuple[Mode, ...], every: int = 1) -> Counter[str]:
 
 
 # ---- damage -----------------------------------------------------------------------------------------------------
+def _commit(snapshots: Snapshots, ref: Ref, base: Manifest | None) -> Manifest:
+    for rank in range(RANKS):
+        one, view = job(ref, rank), memoryview(content(ref, rank))
+        files = {name: view[start:end] for name, (start, end) in one.files.items()}
+        snapshots.write(ref, rank, RANKS, files, one.tensors, one.data, one.token, base)
+    manifest = snapshots.commit(ref, RANKS)
+    assert manifest is not None
+    return manifest
+
+
 DAMAGE = ("bit flip", "truncation", "missing", "stale", "mixed parts", "zombie write", "wrong store object")
 
 
@@ -325,14 +335,9 @@ def damaged(how: str, seed: int) -> tuple[bool, bool]:
     """Snapshots 1 to 3 are committed, then 3 is damaged. Was it caught, and was 2, or what is right, used instead?"""
     rng, store = random.Random(f"{how} {seed}"), MemoryStore(objects={})
     snapshots = Snapshots(store, CHUNK_NBYTES)
-    base = None
-    for step in (1, 2, 3):
-        for rank in range(RANKS):
-            one, view = job(Ref(2, step), rank), memoryview(content(Ref(2, step), rank))
-            files = {name: view[start:end] for name, (start, end) in one.files.items()}
-            snapshots.write(one.ref, rank, RANKS, files, one.tensors, one.data, one.token, base if step == 3 else None)
-        base = snapshots.commit(Ref(2, step), RANKS)
-        assert base is not None
+    base = _commit(snapshots, Ref(2, 1), None)
+    for step in (2, 3):
+        base = _commit(snapshots, Ref(2, step), base if step == 3 else None)
     own = sorted(base.objects.keys() - base.refers)  # what it shares with 2 spoils both
     manifest_key, key = f"snapshots/manifests/{base.ref.name}.json", rng.choice(own)
     right = Ref(2, 2)
@@ -349,11 +354,7 @@ def damaged(how: str, seed: int) -> tuple[bool, bool]:
         case "mixed parts":
             corrupt(store, own[0], "swap", rng, other=own[1])
         case "zombie write":  # a writer of an older epoch, further on by its own count, overwrites and commits
-            for rank in range(RANKS):
-                one, view = job(Ref(1, 99), rank), memoryview(content(Ref(1, 99), rank))
-                files = {name: view[start:end] for name, (start, end) in one.files.items()}
-                snapshots.write(one.ref, rank, RANKS, files, one.tensors, one.data, one.token)
-            snapshots.commit(Ref(1, 99), RANKS)
+            _commit(snapshots, Ref(1, 99), None)
             if rng.random() < 0.5:
                 store.put(key, rng.randbytes(store.size(key)))
             else:
