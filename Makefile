@@ -18,7 +18,7 @@ LAUNCH = $(BIN)/harness launch sky_tasks/train.yaml --cloud local --env STEPS=$(
 TASK ?= sky_tasks/train.yaml
 LAB ?= /var/tmp/harness-lab
 
-.PHONY: install train launch jobs-launch plan down doctor lab test check lint types sim walk drill soak clean
+.PHONY: install train launch jobs-launch plan down doctor lab test check lint types sim walk drill campaign soak clean
 install: $(STAMP)
 $(STAMP): requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -74,6 +74,9 @@ walk: install  ## the same weights to the bit over 300 steps in five worlds with
 
 drill: install  ## every fault in every phase (ONLY=worker-kill:step for one cell)
 	$(BIN)/harness drill --seed $(or $(SEED),0) --jobs $(or $(JOBS),2) $(if $(ONLY),--only $(ONLY))
+
+campaign: install  ## POINTS=500 kills of writer, uploader and agent each, every store call failing once, damage of every class; not in CI
+	$(BIN)/python -m harness.kills --points $(or $(POINTS),500) --seed $(or $(SEED),0) --jobs $(or $(JOBS),2)
 
 soak: install  ## one long run with KILLS=1000 seeded kills; not in CI
 	$(BIN)/harness drill --soak $(KILLS) --seed $(or $(SEED),0)

@@ -2,6 +2,7 @@
 
     python benchmarks/snapshots.py --layers 19               # 0.96 GB of parameters and AdamW state, to a local folder, with fsync
     python benchmarks/snapshots.py --layers 5 --rounds 5     # 0.25 GB
+    python benchmarks/snapshots.py --adapters                # what the second snapshot sends when only adapters are trained
     python benchmarks/snapshots.py --store s3://bucket/x     # AWS_ENDPOINT_URL and credentials as usual; only what can write there
 
 Every round takes each way once, in an order that rotates, twice over: while training goes on (blocked_s: how long the training thread
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from harness.session import _only_by_optimizers, _tensor_of
 from harness.uploader import Line, Local, Remote, Server
 from storage import Ref, Snapshots, open_store
 from storage.dcp import Saver, load, split
+from storage.objects import read_into
 from storage.staging import Beside, Stage
 from storage.upload import Job
 
@@ -183,6 +185,54 @@ class BareCopy(Way):
         return done()
 
 
+class BarePut(Way):
+    """The limit of a bucket: the same number of bytes in one multipart put by the fastest client, and read in parallel ranges."""
+
+    def __init__(self, training: Training, folder: str):
+        super().__init__(training, folder)
+        self.url = self.place()
+        self.store = opened(self.url)
+        self.bytes = memoryview(np.random.default_rng(0).bytes(training.nbytes))
+        self.into = memoryview(bytearray(training.nbytes))
+
+    def begin(self) -> Future[Any]:
+        self.store.put("all", self.bytes)
+        return done()
+
+    def load(self) -> None:
+        with ThreadPoolExecutor(8) as pool:
+            starts = range(0, len(self.bytes), 32 << 20)
+            list(pool.map(lambda at: read_into(self.store, "all", at, self.into[at : at + (32 << 20)]), starts))
+
+
+class Adapters(Ours):
+    """Frozen weights and small adapters, as with LoRA: what the second snapshot sends."""
+
+    own_process = False
+
+    def __init__(self, training: Training, folder: str):
+        self.frozen = {f"model/{i}.w": p.detach().clone() for i, p in enumerate(training.model.parameters())}
+        self.small = {f"model/{i}.a": torch.zeros(16, w.shape[-1]) for i, w in enumerate(self.frozen.values())}
+        self.small |= {f"optimizer/{i}/{m}": torch.zeros(16, w.shape[-1]) for i, w in enumerate(self.frozen.values()) for m in "mv"}
+        super().__init__(training, folder)
+
+    def measure(self) -> None:
+        snapshots, saver = Snapshots(self.store), Saver(Snapshots(self.store))
+        tensors = {**self.frozen, **self.small}
+        saver.plan(tensors)
+        for step in (1, 2, 3):
+            for t in self.small.values():
+                t.add_(1)
+            t0 = time.perf_counter()
+            manifest = saver.write(saver.stage(tensors), Ref(1, step), {}, "t")
+            assert manifest is not None
+            seconds, sent = time.perf_counter() - t0, manifest.own_nbytes
+            changed = sum(t.numel() * t.element_size() for t in self.small.values())
+            print(f"adapters: snapshot {step} of {manifest.nbytes / 1e6:.1f} MB ({changed / 1e6:.2f} MB of them change) "
+                  f"sent {sent / 1e6:.2f} MB in {seconds:.3f} s")  # fmt: skip
+        snapshots.verify(manifest)
+
+
 class TorchSave(Way):
     def begin(self) -> Future[Any]:
         self.path = self.place()
@@ -252,7 +302,7 @@ class DcpAsyncFsspec(DcpAsync):
 
 
 FOLDER_WAYS = (Ours, OursInThread, BareCopy, TorchSave, DcpSave, DcpFsspec, DcpAsync, DcpAsyncProcess)
-BUCKET_WAYS = (Ours, BareCopy, DcpFsspec, DcpAsyncFsspec)
+BUCKET_WAYS = (Ours, BareCopy, BarePut, DcpFsspec, DcpAsyncFsspec)
 
 
 def opened(url: str) -> Any:
@@ -349,6 +399,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of torch; leave a core to the drain")
     parser.add_argument("--store", default="", help="URL prefix instead of a temporary folder")
     parser.add_argument("--ways", default="", help="comma-separated; default: all that can write there")
+    parser.add_argument("--adapters", action="store_true", help="measure only what a second snapshot sends when most weights are frozen")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--measure-memory", help=argparse.SUPPRESS)
@@ -367,6 +418,10 @@ def main() -> None:
     flags.folder = flags.store or temporary
     kinds = [k for k in (BUCKET_WAYS if flags.store else FOLDER_WAYS) if not flags.ways or k.__name__ in flags.ways.split(",")]
     training = Training(flags)
+    if flags.adapters:
+        way = Adapters(training, flags.folder)
+        way.measure()
+        os._exit(0)
     ways = [kind(training, flags.folder) for kind in kinds]
     print(f"{training.nbytes / 1e9:.2f} GB of state on {training.device}, {flags.threads} thread(s), {flags.rounds} rounds, {flags.folder}")
     found: dict[str, list[dict[str, float]]] = {type(w).__name__: [] for w in ways}

@@ -940,15 +940,13 @@ class Session:
         self._fact(Warned(self.step, self.epoch, what))
 
     def _newest(self, lease: contextlib.ExitStack) -> str | None:
-        name = None
+        found = None
         for _ in range(3):
             manifest = self.snapshots.latest(lambda ref, why: self._fact(SnapshotQuarantined(ref.step, ref.epoch, why)))
-            if manifest is None:
-                return None
-            name = manifest.ref.name
-            if lease.enter_context(reading(self.snapshots, manifest.ref)):
+            found = manifest.ref.name if manifest else None
+            if manifest is None or lease.enter_context(reading(self.snapshots, manifest.ref)):
                 break  # else it was pruned just now, and there is a newer one (or we may not write, and read without a lease)
-        return name
+        return found
 
     def _load(self, manifest: Manifest, snapshots: Snapshots) -> None:
         assert self._model is not None
