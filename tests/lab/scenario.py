@@ -124,6 +124,13 @@ class Scene:
         self.until("two members train in the cheaper cloud", lambda: 2 in self.worlds() and set(self.places()) == {"slurm/east"})
         self.until("a snapshot is committed", lambda: self.step() > 0)
 
+    def dear(self) -> None:
+        """To begin where it is dearer, for lack of capacity (instead of `begin`; `back` can follow)."""
+        self.lab.drain("east")
+        self.launch(MANY)
+        self.until("two members train in the dearer cloud", lambda: self.worlds()[-1:] == [2] and set(self.places()) == {"slurm/west"})
+        self.until("a snapshot is committed", lambda: self.step() > 0)
+
     def notice(self) -> None:
         """A machine is told that it will be taken, and is."""
         node = self.lab.busy("east")[0]
@@ -231,7 +238,7 @@ class Scene:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dir", help="where the lab's state lies (python tests/lab/lab.py up DIR)")
-    parser.add_argument("--only", default="", help="for work on the lab: begin,losses,... these parts, then finish and check")
+    parser.add_argument("--only", default="", help="these parts: begin or dear,notice,losses,seats,back,finish,check")
     flags = parser.parse_args()
     os.umask(0)
     lab = Lab(flags.dir)
