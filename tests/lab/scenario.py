@@ -29,7 +29,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 from lab import CLUSTERS, Lab  # noqa: E402
 from task import in_lab  # noqa: E402
 
-from harness.facts import AttemptEnded, AttemptIntended, AttemptUp, EpochStarted, NoticeSeen, RunEnded  # noqa: E402
+from harness.facts import AttemptEnded, AttemptIntended, AttemptUp, EpochStarted, NoticeSeen, RunEnded, StepDone  # noqa: E402
 from harness.journal import read_facts  # noqa: E402
 from harness.metadata import MetadataServer, environment_of, protocol_of  # noqa: E402
 from storage.objects import open_store  # noqa: E402
@@ -120,9 +120,12 @@ class Scene:
         self.check()
 
     def begin(self) -> None:
+        began_s = time.time()
         self.launch(MANY)
         self.until("two members train in the cheaper cloud", lambda: 2 in self.worlds() and set(self.places()) == {"slurm/east"})
         self.until("a snapshot is committed", lambda: self.step() > 0)
+        first_s = min(s.t for s in read_facts(self.store) if isinstance(s.fact, StepDone))
+        print(f"          from harness launch to the first step: {first_s - began_s:.1f} s", flush=True)
 
     def dear(self) -> None:
         """To begin where it is dearer, for lack of capacity (instead of `begin`; `back` can follow)."""
