@@ -105,6 +105,27 @@ def test_setup_does_nothing_the_second_time(path, tmp_path):
         assert calls.read_text().splitlines() == made
 
 
+@pytest.mark.parametrize(("heeds", "code"), [(True, 0), (False, 1)])
+def test_the_smoke_task_tells_the_agent_itself_to_go(tmp_path, heeds, code):
+    """Its `run` section, executed with an agent that says what it is asked, and drains when it is told to."""
+    task = load(ROOT / "sky_tasks" / "smoke.yaml", {"RUN": str(tmp_path / "run")}, use_skypilot=False)
+    said = tmp_path / "said"
+    fake = tmp_path / "venv" / "bin" / "harness"
+    fake.parent.mkdir(parents=True)
+    fake.write_text(
+        f'#!/bin/bash\necho "$1 $2 $3" >> {said}\n'
+        '[ "$1" = status ] && { echo \'{"snapshot": 10}\'; exit 0; }\n'
+        f'if [ "$1" = run ] && [ ! -e {tmp_path}/began ]; then\n'
+        f'  touch {tmp_path}/began; trap "exit {33 if heeds else 5}" TERM; for i in $(seq 600); do sleep 0.1; done; exit 9\nfi\n'
+    )
+    fake.chmod(0o755)
+    env = {**os.environ, **task.envs, "VENV": str(tmp_path / "venv")}
+    ended = subprocess.run(["bash", "-c", task.run], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == code, ended.stderr
+    asked = [line.split()[0] for line in said.read_text().splitlines() if not line.startswith("status")]
+    assert asked == (["run", "run", "run", "verify", "compare", "report"] if heeds else ["run"])
+
+
 @pytest.mark.parametrize("path", [p for p in TASKS if p.stem not in ("controller", "drill")], ids=lambda p: p.stem)
 def test_skypilot_ranks_spot_by_the_catalog(sky, path):
     accelerators, nodes = wanted(path)

@@ -29,7 +29,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 from lab import CLUSTERS, Lab  # noqa: E402
 from task import in_lab  # noqa: E402
 
-from harness.facts import AttemptEnded, AttemptIntended, AttemptUp, EpochStarted, NoticeSeen, RunEnded  # noqa: E402
+from harness.facts import AttemptEnded, AttemptIntended, AttemptUp, EpochStarted, NoticeSeen, RunEnded, StepDone  # noqa: E402
 from harness.journal import read_facts  # noqa: E402
 from harness.metadata import MetadataServer, environment_of, protocol_of  # noqa: E402
 from storage.objects import open_store  # noqa: E402
@@ -120,8 +120,18 @@ class Scene:
         self.check()
 
     def begin(self) -> None:
+        began_s = time.time()
         self.launch(MANY)
         self.until("two members train in the cheaper cloud", lambda: 2 in self.worlds() and set(self.places()) == {"slurm/east"})
+        self.until("a snapshot is committed", lambda: self.step() > 0)
+        first_s = min(s.t for s in read_facts(self.store) if isinstance(s.fact, StepDone))
+        print(f"          from harness launch to the first step: {first_s - began_s:.1f} s", flush=True)
+
+    def dear(self) -> None:
+        """To begin where it is dearer, for lack of capacity (instead of `begin`; `back` can follow)."""
+        self.lab.drain("east")
+        self.launch(MANY)
+        self.until("two members train in the dearer cloud", lambda: self.worlds()[-1:] == [2] and set(self.places()) == {"slurm/west"})
         self.until("a snapshot is committed", lambda: self.step() > 0)
 
     def notice(self) -> None:
@@ -231,7 +241,7 @@ class Scene:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dir", help="where the lab's state lies (python tests/lab/lab.py up DIR)")
-    parser.add_argument("--only", default="", help="for work on the lab: begin,losses,... these parts, then finish and check")
+    parser.add_argument("--only", default="", help="these parts: begin or dear,notice,losses,seats,back,finish,check")
     flags = parser.parse_args()
     os.umask(0)
     lab = Lab(flags.dir)
