@@ -104,18 +104,19 @@ def test_join_notice_and_loss(nodes):
 
 def test_a_member_that_goes_before_its_workers_begin_is_not_waited_for(nodes):
     """Told to go between the sealing of an epoch that names it and its own look at it."""
-    from harness.rendezvous import Member, ProbeServer, Rendezvous
+    from harness.lines import Lines
+    from harness.rendezvous import Member, Rendezvous
 
     first = nodes.start(*SLOW)
     nodes.until(lambda: nodes.step() >= 10)
-    probe = ProbeServer("m0002", "127.0.0.1")
-    me = Member("m0002", "ready", 0, "127.0.0.1", probe.port, 29500, nproc=1, attempt=2)
-    second = Rendezvous(open_store(str(nodes.run)), me)
+    lines = Lines("m0002", "127.0.0.1")
+    me = Member("m0002", "ready", 0, "127.0.0.1", lines.port, 29500, nproc=1, attempt=2)
+    second = Rendezvous(open_store(str(nodes.run)), me, lines)
     second.start()
     nodes.until(lambda: any(e.world == 2 for e in nodes.facts(EpochStarted)))
     second.leave(end="")
     nodes.until(lambda: len(nodes.facts(EpochStarted)) == 3, timeout_s=25)  # not the half minute that a planned end may take
-    probe.close()
+    lines.close()
     assert first.wait(90) == 0, nodes.logs()
     assert [e.why for e in nodes.facts(EpochLeft)] == ["resize", "resize", "finished"]
     assert [e.reason for e in nodes.facts(EpochStarted)] == ["start", "grow", "shrink"]

@@ -3,10 +3,12 @@
 import json
 import socket
 import threading
+import time
 
 import pytest
 
-from harness.rendezvous import NO_EPOCH, Member, ProbeServer, Rendezvous, newest_epoch
+from harness.lines import Lines
+from harness.rendezvous import NO_EPOCH, Member, Rendezvous, newest_epoch
 from storage.objects import MemoryStore
 
 
@@ -22,31 +24,46 @@ class Ticks:
 
 @pytest.fixture
 def place():
-    return Place()
+    place = Place()
+    yield place
+    place.close()
 
 
 class Place:
+    """Members on one store, with real lines between them and one clock that the test moves."""
+
     def __init__(self):
-        self.store, self.clock, self.probes = MemoryStore("memory://rdzv", {}), Ticks(), {}
+        self.store, self.clock, self.lines = MemoryStore("memory://rdzv", {}), Ticks(), {}
 
     def member(self, name, nproc=1, attempt=0) -> Rendezvous:
-        probe = self.probes[name] = ProbeServer(name, "127.0.0.1")
-        me = Member(name, "ready", 0, "127.0.0.1", probe.port, 29500, nproc=nproc, attempt=attempt)
-        r = Rendezvous(self.store, me, beat_s=1.0, dead_s=5.0, join_window_s=1.0, monotonic=self.clock)
+        lines = self.lines[name] = Lines(name, "127.0.0.1", pulse_s=0.2)
+        me = Member(name, "ready", 0, "127.0.0.1", lines.port, 29500, nproc=nproc, attempt=attempt)
+        r = Rendezvous(self.store, me, lines, beat_s=1.0, dead_s=5.0, join_window_s=1.0, monotonic=self.clock)
         r.say()
         return r
+
+    def close(self):
+        for lines in self.lines.values():
+            lines.close()
+
+    def resolved(self, m):
+        """Does it know of everybody whom it follows whether they are there?"""
+        return all(h.up or h.refused for h in map(m.lines.heard, m.lines._wanted))
 
     def beat(self, *members, seconds=1.0):
         self.clock.now += seconds
         for m in members:
             m.say()
 
-    def form(self, *members, max_world=None, doubtful=False, rounds=12):
+    def form(self, *members, max_world=None, rounds=12):
         """Let everybody look around until an epoch has been entered by all that are in it."""
         entered = {}
         for _ in range(rounds):
             for m in members:
-                epoch = m.try_form(max_world, doubtful)
+                m.look()
+            until(lambda: all(self.resolved(m) for m in members))
+            for m in members:
+                epoch = m.try_form(max_world)
                 if epoch is not None:
                     m.say(state="in", epoch=epoch.epoch)
                     entered[m.me.member] = epoch
@@ -54,6 +71,13 @@ class Place:
                 return next(iter(entered.values()))
             self.beat(*members)
         return None
+
+
+def until(condition, timeout_s=30):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def test_members_that_come_together_start_together(place):
@@ -80,9 +104,10 @@ def test_nobody_forms_while_a_member_still_trains(place):
 def test_a_refused_connection_is_a_death_at_once(place):
     a, b = place.member("a"), place.member("b")
     place.form(a, b)
-    place.probes["b"].close()
+    place.lines["b"].close()
+    until(lambda: a.lines.heard("b").refused)
     a.say(state="ready", end="peer-lost")
-    epoch = a.try_form(None, doubtful=True)  # no time has passed
+    epoch = a.try_form(None)  # no time has passed
     assert (epoch.members, epoch.reason) == (("a",), "loss")
 
 
@@ -90,17 +115,78 @@ def test_silence_is_a_death_only_after_its_time(place):
     """b is frozen: its socket still takes connections but nothing answers."""
     a, b = place.member("a"), place.member("b")
     place.form(a, b)
-    a.look()
-    place.probes["b"].close()
-    frozen = socket.create_server(("127.0.0.1", place.probes["b"].port))
+    port = place.lines["b"].port
+    place.lines["b"].close()
+    frozen = socket.create_server(("127.0.0.1", port))
+    until(lambda: not a.lines.heard("b").up and not a.lines.heard("b").refused)
     a.say(state="ready")
     for _ in range(4):
         place.beat(a)
         assert a.try_form(None) is None
-    for _ in range(3):
+    for _ in range(2):
         place.beat(a)
+        a.look()
     assert a.try_form(None).members == ("a",)
     frozen.close()
+
+
+def test_a_member_that_is_cut_off_lives_by_its_beats(place):
+    a, b = place.member("a"), place.member("b")
+    place.form(a, b)
+    place.lines["b"].close()
+    cut = socket.create_server(("127.0.0.1", place.lines["b"].port))
+    until(lambda: not a.lines.heard("b").up)
+    a.say(state="ready")
+    for _ in range(20):
+        place.beat(a, b)
+        assert a.try_form(None) is None
+    assert [m.state for m in a.watch(["b"])] == ["in", "ready"]
+    cut.close()
+
+
+def test_who_stood_still_itself_finds_nobody_dead_for_that(place):
+    a, b = place.member("a"), place.member("b")
+    place.form(a, b)
+    place.lines["b"].close()
+    cut = socket.create_server(("127.0.0.1", place.lines["b"].port))
+    until(lambda: not a.lines.heard("b").up)
+    a.watch(["b"])
+    place.clock.now += 60.0
+    assert [m.state for m in a.watch(["b"])] == ["in", "in"]
+    cut.close()
+
+
+def test_news_comes_over_the_line_and_a_newcomer_knocks(place):
+    """No time passes, and the bucket is not listed for it."""
+    a, b = place.member("a"), place.member("b")
+    place.form(a, b)
+    listed = place.store.list
+    b.say(state="ready", end="resize")
+    until(lambda: b"resize" in a.lines.heard("b").record)
+    place.store.list = None
+    assert {m.member: m.state for m in a.watch(["b"])} == {"a": "in", "b": "ready"}
+    place.store.list = listed
+    c = place.member("c")
+    c.look()
+    until(lambda: c.lines.all_up() and a.lines._knocked.is_set())
+    place.clock.now += 1.0
+    assert {m.member for m in a.look()} == {"a", "b", "c"}
+
+
+def test_a_warming_member_is_not_waited_for_by_those_who_train(place):
+    a, b = place.member("a"), place.member("b")
+    b.say(state="warming")
+    for _ in range(4):
+        place.beat(a, b)
+        assert a.try_form(None) is None  # nothing trains yet: its second is well spent
+    b.leave(end="")
+    until(lambda: b"gone" in a.lines.heard("b").record or not a.lines.heard("b").up)
+    assert place.form(a).members == ("a",)
+    c = place.member("c")
+    c.say(state="warming")
+    a.say(state="ready")
+    place.beat(a, c)
+    assert a.try_form(None).members == ("a",)
 
 
 def test_goodbye_needs_no_waiting(place):
@@ -120,9 +206,8 @@ def test_what_does_not_fit_stays_a_spare(place):
 
 
 def test_a_stranger_from_long_ago_is_not_waited_for(place):
-    ghost = place.member("ghost")
-    place.probes["ghost"].close()
-    del ghost
+    place.member("ghost")
+    place.lines["ghost"].close()
     a = place.member("a")
     assert place.form(a).members == ("a",)
 
