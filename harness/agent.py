@@ -58,6 +58,8 @@ SAME_KILL_LIMIT = 10  # signals from outside (out of memory, an operator), hangs
 LAST_WORDS_S = 2.0  # before a deadline: what the end will be is written while it still can be
 WARM_S = 60.0  # a newcomer's workers may take so long to import what they need before others make room for it
 FENCE_S = 2.0  # between two looks for a newer epoch while all our peers are heard
+SPARE_SETS = 2  # of warm workers: one loss may follow another, or a join, before new ones are warm
+SPARE_S = 1.0  # after an epoch's start, and not before its script is attached, the next workers are warmed
 LINGER_S = 0.2  # for workers to end by themselves once it is known which one failed
 PEER_LEFT_S = 1.0  # for ours to notice that a peer's have failed
 KILL_S = 20.0  # for a killed worker to be gone; after that the kernel holds it, and the node is unfit
@@ -473,7 +475,8 @@ class Agent:
         self._tell(state="in", epoch=epoch.epoch, end="", failure="", failure_step=0, master_port=free_port(self.config.addr))
         ranks = epoch.ranks(self.name)
         self._add_spares()
-        self._workers, self._spares = self._spares, []
+        warmest = sorted(self._spares, key=lambda w: not w.warm())
+        self._workers, self._spares = warmest[: self.config.nproc], warmest[self.config.nproc :]
         for local_rank, (worker, rank) in enumerate(zip(self._workers, ranks, strict=True)):
             worker.rank = rank
             worker.pulse = progress.Pulse(signs[local_rank], self.config.hang, 2.0**self._hangs, since_s=time.monotonic())
@@ -481,7 +484,7 @@ class Agent:
         if ranks.start == 0:
             self.journal.record(EpochStarted(epoch.epoch, epoch.members, epoch.world, epoch.reason))
             self._start_publisher()
-        self._spare_due_s = time.monotonic() + 5.0  # warm the next ones once these are under way
+        self._spare_due_s = time.monotonic() + SPARE_S  # warm the next ones once these are under way
 
     def _tell(self, **changes: Any) -> None:
         with contextlib.suppress(StoreUnavailable):  # what we say of ourselves goes out with the next heartbeat then
@@ -505,10 +508,10 @@ class Agent:
             worker.process.stdin.write(json.dumps(order).encode() + b"\n")
             worker.process.stdin.close()
 
-    def _add_spares(self) -> None:
-        """Worker processes that have torch imported and wait for their orders (no CUDA context, no rank yet)."""
+    def _add_spares(self, sets: int = 1) -> None:
+        """Worker processes that have torch imported and wait for their orders (no CUDA context, no rank yet): `sets` for each rank."""
         self._spares = [w for w in self._spares if w.process.poll() is None]
-        while len(self._spares) < self.config.nproc:
+        while len(self._spares) < sets * self.config.nproc:
             error_file = self.config.node_dir / f"error-{secrets.token_hex(4)}.json"
             warm_file = error_file.with_suffix(".warm")
             env = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file), "PYTHONUNBUFFERED": "1", "HARNESS_WARM": str(warm_file)}
@@ -548,7 +551,7 @@ class Agent:
         if not ended:
             if self._spare_due_s and now > self._spare_due_s and (self._attached() or now > self._spare_due_s + 30.0):
                 self._spare_due_s = 0.0  # the script is under way: warming its successor does not slow its start
-                self._add_spares()
+                self._add_spares(SPARE_SETS)
             return None
         self._first_end_s = self._first_end_s or now
         # After a failure the others only need time to write their own error, and none once we know whose fault it is; after a
@@ -722,7 +725,8 @@ class Agent:
             self._reason = stop
             self._want("stop", Want.STOP)
         self._heed_requests()
-        if self._due("fence", now, self.config.tick_s if not self._lines.all_up() else FENCE_S) and self.rendezvous.newest().epoch > epoch.epoch:
+        fence_s = FENCE_S if self._lines.all_up() else self.config.tick_s
+        if self._due("fence", now, fence_s) and self.rendezvous.newest().epoch > epoch.epoch:
             return self._abandon("a newer epoch exists without us")
         first = next(n for n in epoch.members if n == self.name or n not in self._absent) == self.name
         everybody = {m.member: m for m in (self.rendezvous.look() if first else self.rendezvous.watch(epoch.members))}

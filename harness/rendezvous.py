@@ -198,11 +198,17 @@ class Rendezvous:
 
     def _heartbeat(self) -> None:
         while not self._stop.wait(self._beat_s / 2):
-            calm = self.me.state == "in" and self.lines.all_up()
-            doubt = not calm and self.me.beat_s > self._beat_s
-            if doubt or self._monotonic() - self._said_s >= (self._calm_s if calm else self._beat_s):
-                with contextlib.suppress(StoreError):  # a missed beat is what silence means; the next one may get through
-                    self.say()
+            with contextlib.suppress(StoreError):  # a missed beat is what silence means; the next one may get through
+                self.beat_if_due()
+
+    def beat_if_due(self) -> bool:
+        """Rewrite our object if it is time to: every `beat_s`, at once when a line has just been lost, else every `calm_s`."""
+        calm = self.me.state == "in" and self.lines.all_up()
+        doubt = not calm and self.me.beat_s > self._beat_s
+        due = doubt or self._monotonic() - self._said_s >= (self._calm_s if calm else self._beat_s)
+        if due:
+            self.say()
+        return due
 
     # ---- what we see -------------------------------------------------------------------------------------------
     def newest(self) -> Epoch:

@@ -1,14 +1,17 @@
 """The rendezvous: one epoch at a time, formed without waiting for the dead. Members here are real objects on one store."""
 
+import collections
 import json
 import socket
 import threading
 import time
+from dataclasses import asdict
 
 import pytest
 
-from harness.lines import Lines
-from harness.rendezvous import NO_EPOCH, Member, Rendezvous, newest_epoch
+from harness.agent import Agent, AgentConfig
+from harness.lines import Heard, Lines
+from harness.rendezvous import NO_EPOCH, Epoch, Member, Rendezvous, encode_epoch, epoch_key, newest_epoch
 from storage.objects import MemoryStore
 
 
@@ -249,3 +252,87 @@ def test_racing_members_agree_on_every_epoch(place):
 
 def test_no_epoch_has_no_world():
     assert (NO_EPOCH.world == 0 and newest_epoch(MemoryStore("memory://x", {})) is NO_EPOCH) or NO_EPOCH.epoch == 0
+
+
+class Counting(MemoryStore):
+    """Counts requests by what object stores bill: writes and lists, and reads."""
+
+    def __init__(self):
+        super().__init__("memory://counted", {})
+        self.counts = collections.Counter()
+
+    def __getattribute__(self, name):
+        if name in ("get", "put", "create", "list", "delete", "size"):
+            self.counts[name] += 1
+        return super().__getattribute__(name)
+
+
+class Ears:
+    """Lines on which everybody is heard."""
+
+    def __init__(self):
+        self.up, self.changed = True, threading.Event()
+
+    def follow(self, members):
+        pass
+
+    def heard(self, name):
+        return Heard(up=self.up, seen=True)
+
+    def all_up(self):
+        return self.up
+
+    def knocked(self):
+        return False
+
+    def tell(self, record):
+        pass
+
+
+def minutes10(tmp_path, members, first, up):
+    """Requests of one node in ten minutes of calm training, by the agent's own loop at its own pace (its heartbeat's are added)."""
+    clock, store, ears = Ticks(), Counting(), Ears()
+    names = tuple(f"m{i}" for i in range(members))
+    for name in names:
+        store.put(f"rdzv/members/{name}.json", json.dumps(asdict(Member(name, "in", 1, "127.0.0.1", 1, 1, 1, 0))).encode())
+    agent = Agent(AgentConfig("memory://counted", [], 1, 1, "127.0.0.1", tmp_path, control_s=5.0), store, [])
+    agent.name, agent._lines = names[0 if first else 1], ears
+    agent._epoch = Epoch(1, names, (1,) * members, (1.0,) * members, "", 0, "start")
+    store.create(epoch_key(1), encode_epoch(agent._epoch))
+    store.create("run.json", json.dumps({"global_batch": 64, "micro_batch": 4}).encode())
+    me = Member(agent.name, "in", 1, "127.0.0.1", 1, 1, 1, 0)
+    agent.rendezvous = Rendezvous(store, me, ears, beat_s=1.0, dead_s=5.0, monotonic=clock)
+    agent._watch_peers(0.0)
+    ears.up = up
+    store.counts.clear()
+    beats = 0
+    while clock.now < 600:
+        clock.now += 0.3
+        agent._watch_peers(clock.now)
+        beats += agent.rendezvous.beat_if_due()
+        if not up:  # the others beat too, then
+            for name in names:
+                r = agent.rendezvous._seen.get(name)
+                if r:
+                    r.sign_s = clock.now
+    assert beats > 0
+    return store.counts
+
+
+@pytest.mark.parametrize("members", [1, 8])
+def test_what_calm_training_costs_is_bounded_and_does_not_grow_with_the_world(tmp_path, members):
+    """docs/RENDEZVOUS.md names these numbers."""
+    first = minutes10(tmp_path, members, True, up=True)
+    print(first)
+    assert first["put"] <= 60 and first["list"] <= 120 + 60 and first["get"] <= 300 and set(first) == {"put", "list", "get"}
+    if members > 1:
+        other = minutes10(tmp_path, members, False, up=True)
+        print(other)
+        assert other["put"] <= 60 and other["list"] <= 120 and other["get"] <= 300
+
+
+def test_what_training_without_lines_costs_is_bounded_too(tmp_path):
+    """Every peer is read once per beat then, and the next epoch looked for at every tick."""
+    counts = minutes10(tmp_path, 4, True, up=False)
+    print(counts)
+    assert counts["list"] <= 120 + 60 and counts["put"] <= 600 and counts["get"] <= 3 * 600 + 2000
