@@ -197,6 +197,7 @@ def test_goodbye_needs_no_waiting(place):
     place.form(a, b)
     a.say(state="ready", end="resize")
     b.leave(end="drained")
+    until(lambda: b"drained" in a.lines.heard("b").record)
     epoch = a.try_form(None)
     assert (epoch.members, epoch.reason) == (("a",), "shrink")
 
