@@ -34,7 +34,6 @@ ROOT = Path(__file__).resolve().parent.parent
 SYSTEMS = ("harness", "torchrun-best", "torchrun", "bucket")
 KINDS = ("worker", "node", "first", "join")
 BEFORE_S = 120.0  # for a system to train at all
-CALM_S = 8.0  # of training before each loss
 EVERY = 20  # steps between snapshots
 GLOBAL_BATCH, MICRO_BATCH, LENGTH = 8, 2, 64
 
@@ -122,6 +121,7 @@ class System:
     name: str
     folder: Path
     nproc: int
+    calm_s: float
     nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     number: int = 0
     port: int = 0
@@ -195,8 +195,8 @@ class System:
 
 
 @contextlib.contextmanager
-def system(name: str, folder: Path, nproc: int) -> Iterator[System]:
-    made = System(name, folder, nproc)
+def system(name: str, folder: Path, nproc: int, calm_s: float) -> Iterator[System]:
+    made = System(name, folder, nproc, calm_s)
     try:
         yield made
     finally:
@@ -221,7 +221,7 @@ def settle(s: System, world: int) -> set[int]:
     """Wait until `world` ranks train, and a while longer. The processes that ever trained."""
     if s.wait(world, set(), BEFORE_S, 0.0) is None:
         fail(s, f"it never trained with {world} ranks")
-    time.sleep(CALM_S)
+    time.sleep(s.calm_s)
     return {ln.pid for ln in s.lines()}
 
 
@@ -268,15 +268,15 @@ def parts(s: System, t0: float, line: Line) -> dict[str, float]:
     return found
 
 
-def play(name: str, kinds: list[str], folder: Path, limit_s: float) -> list[Sample]:
+def play(name: str, kinds: list[str], folder: Path, limit_s: float, calm_s: float) -> list[Sample]:
     """Each kind once."""
     samples = []
     if "worker" in kinds:
-        with system(name, folder / "one", 2) as s:
+        with system(name, folder / "one", 2, calm_s) as s:
             s.start()
             samples.append(lose(s, "worker", 2, limit_s))
     if {"node", "first", "join"} & set(kinds):
-        with system(name, folder / "two", 1) as s:
+        with system(name, folder / "two", 1, calm_s) as s:
             s.start()
             samples.append(join(s, limit_s))
             if samples[-1].seconds is None:
@@ -292,8 +292,7 @@ def play(name: str, kinds: list[str], folder: Path, limit_s: float) -> list[Samp
 
 def show(samples: list[Sample]) -> None:
     def median(name: str, kind: str) -> float | None:
-        times = [x.seconds for x in samples if (x.system, x.kind) == (name, kind)]
-        good = [t for t in times if t is not None]
+        good = [x.seconds for x in samples if (x.system, x.kind) == (name, kind) and x.seconds is not None]
         return statistics.median(good) if good else None
 
     print(f"\n{'':16}{'':10}{'n':>4}{'never':>7}{'median s':>10}{'min':>8}{'p95':>8}{'x harness':>11}")
@@ -324,6 +323,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--limit-s", type=float, default=90.0, help="longest wait for a step after a loss")
+    parser.add_argument("--calm-s", type=float, default=8.0, help="training before each loss, for all systems; ours warms spare workers then")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", default="", help="write all samples here, as JSON")
     flags = parser.parse_args()
@@ -338,7 +338,7 @@ def main() -> None:
             for name in systems:
                 if name == "torchrun" and i:  # its times are those of its time-outs: once is enough
                     continue
-                new = play(name, flags.kinds, Path(folder) / f"{i}-{name}", flags.limit_s)
+                new = play(name, flags.kinds, Path(folder) / f"{i}-{name}", flags.limit_s, flags.calm_s)
                 samples += new
                 words = [f"{x.kind} never" if x.seconds is None else f"{x.kind} {x.seconds:.2f} s" for x in new]
                 print(f"round {i + 1} {name}: " + ", ".join(words), flush=True)

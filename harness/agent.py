@@ -550,8 +550,10 @@ class Agent:
         ended = [c for c in codes if c is not None]
         if not ended:
             if self._spare_due_s and now > self._spare_due_s and (self._attached() or now > self._spare_due_s + 30.0):
-                self._spare_due_s = 0.0  # the script is under way: warming its successor does not slow its start
-                self._add_spares(SPARE_SETS)
+                # The script is under way: warming its successors does not slow its start. One set after the other, so one is soon warm.
+                warm = len(self._spares) >= self.config.nproc and all(w.warm() for w in self._spares)
+                self._add_spares(SPARE_SETS if warm else 1)
+                self._spare_due_s = now + SPARE_S if len(self._spares) < SPARE_SETS * self.config.nproc else 0.0
             return None
         self._first_end_s = self._first_end_s or now
         # After a failure the others only need time to write their own error, and none once we know whose fault it is; after a
