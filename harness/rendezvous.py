@@ -265,7 +265,8 @@ class Rendezvous:
             if seen is None:
                 return None
         if heard.record:
-            self._update(seen, Member(**json.loads(heard.record)), now)
+            with contextlib.suppress(ValueError, TypeError):  # not a record of our kind: the bucket will say it
+                self._update(seen, Member(**json.loads(heard.record)), now)
         if heard.up:
             seen.sign_s, seen.dead, seen.moved = now, False, True
         if seen.member.state == "gone":

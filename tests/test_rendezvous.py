@@ -1,8 +1,10 @@
 """The rendezvous: one epoch at a time, formed without waiting for the dead. Members here are real objects on one store."""
 
 import collections
+import contextlib
 import json
 import socket
+import struct
 import threading
 import time
 from dataclasses import asdict
@@ -253,6 +255,37 @@ def test_racing_members_agree_on_every_epoch(place):
 
 def test_no_epoch_has_no_world():
     assert (NO_EPOCH.world == 0 and newest_epoch(MemoryStore("memory://x", {})) is NO_EPOCH) or NO_EPOCH.epoch == 0
+
+
+def test_lines_tell_living_dead_silent_and_strangers_apart():
+    a, b = Lines("a", "127.0.0.1", pulse_s=0.2), Lines("b", "127.0.0.1", pulse_s=0.2)
+    try:
+        b.tell(b'{"n": 1}')
+        a.follow({"b": ("127.0.0.1", b.port), "other": ("127.0.0.1", b.port)})  # another member had this port once
+        until(lambda: a.heard("b") == Heard(True, False, b'{"n": 1}', True) and a.heard("other").refused)
+        until(b.knocked)
+        with socket.create_connection(("127.0.0.1", b.port)) as stranger, socket.create_connection(("127.0.0.1", b.port)) as rude:
+            stranger.sendall(b"\xff\x00" * 3000)
+            rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ends with a reset
+            rude.sendall(b"x")
+        b.tell(b'{"n": 2}')
+        until(lambda: a.heard("b").record == b'{"n": 2}')
+        a.follow({"b": ("127.0.0.1", b.port)})
+        until(a.all_up)
+        b.close()
+        until(lambda: a.heard("b") == Heard(False, True, b'{"n": 2}', True))
+        chatter = socket.create_server(("127.0.0.1", 0))
+        a.follow({"endless": chatter.getsockname()})
+        talk, _ = chatter.accept()
+        talk.sendall(b"endless\n")
+        with contextlib.suppress(OSError):  # hung up
+            while True:
+                talk.sendall(b"x" * 100_000)
+        assert not a.heard("endless").record
+        talk.close()
+        chatter.close()
+    finally:
+        a.close()
 
 
 class Counting(MemoryStore):
