@@ -79,7 +79,7 @@ def nodes(tmp_path):
 
 
 SLOW = ("--total", 120, "--every", 10, "--sleep-s", 0.03)
-LONG = 400  # steps: a newcomer is let in once its workers have imported what they need, which takes a busy machine seconds
+LONG = 300  # steps: a newcomer is let in once its workers have imported what they need, which takes a busy machine seconds
 
 
 def test_join_notice_and_loss(nodes):
