@@ -41,10 +41,11 @@ from harness.facts import (
     WorkerHung,
 )
 from harness.journal import Journal
+from harness.lines import Lines
 from harness.marks import Want
 from harness.nearby import NearbyConfig
 from harness.notices import Notice, Source, watch
-from harness.rendezvous import NO_EPOCH, Epoch, Member, ProbeServer, Rendezvous, free_port, newest_epoch
+from harness.rendezvous import NO_EPOCH, Epoch, Member, Rendezvous, free_port
 from harness.uploader import NodeUploader
 from harness.worker import DUMP_SIGNAL
 from harness.world import DOUBT, DRAINED, FENCED, FINISHED, LEAVE, RESIZE, STOPPED, UNFIT
@@ -52,9 +53,16 @@ from storage.objects import NotFound, ObjectStore, StoreError, StoreUnavailable
 from storage.snapshots import Snapshots
 
 TAIL_LINES = 40
+NO_LIMIT = 1 << 30
 SAME_FAILURE_LIMIT = 3  # the same failure of the script at the same committed step: stop, it will not get better
 SAME_KILL_LIMIT = 10  # signals from outside (out of memory, an operator), hangs and a silent bucket may be bad luck for longer
 LAST_WORDS_S = 2.0  # before a deadline: what the end will be is written while it still can be
+WARM_S = 60.0  # a newcomer's workers may take so long to import what they need before others make room for it
+FENCE_S = 2.0  # between two looks for a newer epoch while all our peers are heard
+SPARE_SETS = 2  # of warm workers: one loss may follow another, or a join, before new ones are warm
+SPARE_S = 1.0  # after an epoch's start, and not before its script is attached, the next workers are warmed
+LINGER_S = 0.2  # for workers to end by themselves once it is known which one failed
+PEER_LEFT_S = 1.0  # for ours to notice that a peer's have failed
 KILL_S = 20.0  # for a killed worker to be gone; after that the kernel holds it, and the node is unfit
 DUMP_S = 1.0  # for a hung worker to write where it hangs
 FROZEN_S = 3.0  # our own loop stood still for so long: nobody else's silence is judged by that time
@@ -87,6 +95,7 @@ class AgentConfig:
     beat_s: float = 1.0
     dead_s: float = 5.0
     tick_s: float = 0.3
+    control_s: float = 0.3  # how often to look for what people ask of the run; each look is a list, which object stores bill
     flush_s: float = 1.0
     wait_limit_s: float = 3600.0  # how long to wait for a place in an epoch
     stage_dir: Path | None = None  # a RAM disk for staged snapshots; None: /dev/shm
@@ -107,8 +116,13 @@ class Worker:
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     reader: threading.Thread | None = None
     pulse: progress.Pulse | None = None  # from when its epoch begins
+    warm_file: Path = Path(os.devnull)  # there once it has imported what scripts need
     hung: str = ""  # in words, when it was killed for that
     guilty: bool = False  # of the hang; else it was waiting for others
+
+    def warm(self) -> bool:
+        """It waits for its orders, or has ended and never will."""
+        return self.warm_file.exists() or self.process.poll() is not None
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -147,11 +161,12 @@ class Agent:
         self._workers: list[Worker] = []
         self._spares: list[Worker] = []
         self._epoch: Epoch = NO_EPOCH  # the one whose workers run, else NO_EPOCH
-        self._broken = False  # the last epoch ended badly: ask silent peers at once
+        self._absent: set[str] = set()  # members of our epoch that are gone or dead
         self._wants: dict[str, tuple[Want, float | None]] = {}  # who wants what, until when
         self._leaving: str = ""  # why we go, once we know that we must
         self._notices: dict[str, Notice] = {}  # in force, by id
         self._doubt_told = False  # that this node may not stay stands in the bucket
+        self._control: set[str] = set()  # what lies under control/, as we saw it last
         self._control_seen: set[str] | None = None  # what was asked of the run before we looked first is not for us
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._first_end_s: float | None = None
@@ -160,6 +175,9 @@ class Agent:
         self._ready_since_s = time.monotonic()
         self._next_tick_s = 0.0
         self._next_flush_s = 0.0
+        self._due_s: dict[str, float] = {}  # when to look at what next
+        self._room: int | None = None  # ranks that a step has work for, once that is known
+        self._warm_by_s = time.monotonic() + WARM_S
         self._ready: dict[str, Any] | None = None  # what we shall say of ourselves once our uploads are done
         self._settle_until_s = 0.0
         self._helpers: dict[str, subprocess.Popen[bytes]] = {}  # trackers, replica
@@ -180,11 +198,12 @@ class Agent:
         c.node_dir.mkdir(parents=True, exist_ok=True)
         nearby = replace(c.nearby, addr=c.addr, share=c.nproc > 1)
         self._uploads = NodeUploader(c.run, self.name, c.stage_dir, c.stage_nbytes, c.node_dir / "uploader.log", nearby)
-        probe = ProbeServer(self.name, c.addr)
+        self._lines = Lines(self.name, c.addr, c.beat_s / 2)
         me = Member(
-            self.name, "ready", 0, c.addr, probe.port, free_port(c.addr), nproc=c.nproc, attempt=c.attempt, speed=c.speed, place=c.place
-        )
-        self.rendezvous = Rendezvous(self.store, me, beat_s=c.beat_s, dead_s=c.dead_s, join_window_s=1.0, min_members=c.min_members)
+            *(self.name, "warming", 0, c.addr, self._lines.port, free_port(c.addr)),
+            nproc=c.nproc, attempt=c.attempt, speed=c.speed, place=c.place,
+        )  # fmt: skip
+        self.rendezvous = Rendezvous(self.store, me, self._lines, beat_s=c.beat_s, dead_s=c.dead_s, min_members=c.min_members)
         self.journal.record(AgentStarted(self.name, c.attempt, socket.gethostname(), c.nproc, c.accelerator, os.getpid()))
         self._add_spares()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -213,7 +232,7 @@ class Agent:
                 self._acknowledge()
             self._uploads.close()
             self.rendezvous.leave(end=self._end)
-            probe.close()
+            self._lines.close()
             self.journal.record(AgentEnded(self.name, code, self._reason))
             self._end_helpers(wait_s=45.0 if code == FINISHED else 3.0)
             with contextlib.suppress(StoreError):  # our last words; their loss changes nothing
@@ -227,7 +246,8 @@ class Agent:
             self._notice_own_sleep(now)
             if code is None and self._epoch is not NO_EPOCH:
                 code = self._watch_workers(now)
-            if code is None and now >= self._next_tick_s:
+            if code is None and (now >= self._next_tick_s or self._lines.changed.is_set()):
+                self._lines.changed.clear()
                 self._next_tick_s = now + self.config.tick_s
                 self._heed_known_ends()
                 with contextlib.suppress(StoreUnavailable):  # training goes on while the bucket is silent
@@ -405,20 +425,24 @@ class Agent:
     def _seek_epoch(self, now: float) -> int | None:
         if not self._say_ready(now):
             return None
-        if (stop := self._stop_order()) is not None:
+        if (stop := self._stop_order(now)) is not None:
             self._reason = stop
             return STOPPED
+        if self.rendezvous.me.state == "warming":
+            if not (self._leaving or now >= self._warm_by_s or all(w.warm() for w in self._spares)):
+                return None
+            self._tell(state="ready")
         if self._leaving:
             self._reason = self._leaving
             return self._gone_code()
-        last = newest_epoch(self.store)
+        last = self.rendezvous.newest()
         me = self.rendezvous.me
         again = me.failure and (me.failure, me.failure_step) == (last.failure, last.failure_step)
         not_its_fault = me.failure.startswith(("SIG", "Hung")) or "StoreUnavailable" in me.failure
         limit = SAME_KILL_LIMIT if not_its_fault else SAME_FAILURE_LIMIT
         if me.failure.startswith("BadInput") or (again and last.streak + 1 >= limit):
             return self._give_up(last.streak + 1 if again else 1)
-        epoch = self.rendezvous.try_form(self._max_world(), doubtful=self._broken)
+        epoch = self.rendezvous.try_form(self._max_world())
         if epoch is not None:
             self._enter(epoch)
             return None
@@ -443,12 +467,14 @@ class Agent:
         return STOPPED
 
     def _max_world(self) -> int | None:
-        try:
-            identity = json.loads(self.store.get("run.json"))
-        except NotFound:
-            return None
-        micro_batch = identity.get("micro_batch") or 0
-        return identity["global_batch"] // micro_batch if micro_batch else None
+        if self._room is None:
+            try:
+                identity = json.loads(self.store.get("run.json"))  # never changes
+            except NotFound:
+                return None
+            micro_batch = identity.get("micro_batch") or 0
+            self._room = identity["global_batch"] // micro_batch if micro_batch else NO_LIMIT
+        return None if self._room == NO_LIMIT else self._room
 
     def _enter(self, epoch: Epoch) -> None:
         signs = [self.config.node_dir / f"progress-{i}" for i in range(self.config.nproc)]
@@ -459,7 +485,8 @@ class Agent:
         self._tell(state="in", epoch=epoch.epoch, end="", failure="", failure_step=0, master_port=free_port(self.config.addr))
         ranks = epoch.ranks(self.name)
         self._add_spares()
-        self._workers, self._spares = self._spares, []
+        warmest = sorted(self._spares, key=lambda w: not w.warm())
+        self._workers, self._spares = warmest[: self.config.nproc], warmest[self.config.nproc :]
         for local_rank, (worker, rank) in enumerate(zip(self._workers, ranks, strict=True)):
             worker.rank = rank
             worker.pulse = progress.Pulse(signs[local_rank], self.config.hang, 2.0**self._hangs, since_s=time.monotonic())
@@ -469,7 +496,7 @@ class Agent:
             self._start_helpers()
         elif "replica" in self._helpers:  # another node's does it now
             self._helpers["replica"].terminate()
-        self._spare_due_s = time.monotonic() + 5.0  # warm the next ones once these are under way
+        self._spare_due_s = time.monotonic() + SPARE_S  # warm the next ones once these are under way
 
     def _tell(self, **changes: Any) -> None:
         with contextlib.suppress(StoreUnavailable):  # what we say of ourselves goes out with the next heartbeat then
@@ -494,12 +521,13 @@ class Agent:
             worker.process.stdin.write(json.dumps(order).encode() + b"\n")
             worker.process.stdin.close()
 
-    def _add_spares(self) -> None:
-        """Worker processes that have torch imported and wait for their orders (no CUDA context, no rank yet)."""
+    def _add_spares(self, sets: int = 1) -> None:
+        """Worker processes that have torch imported and wait for their orders (no CUDA context, no rank yet): `sets` for each rank."""
         self._spares = [w for w in self._spares if w.process.poll() is None]
-        while len(self._spares) < self.config.nproc:
+        while len(self._spares) < sets * self.config.nproc:
             error_file = self.config.node_dir / f"error-{secrets.token_hex(4)}.json"
-            env = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file), "PYTHONUNBUFFERED": "1"}
+            warm_file = error_file.with_suffix(".warm")
+            env = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file), "PYTHONUNBUFFERED": "1", "HARNESS_WARM": str(warm_file)}
             env.setdefault("OMP_NUM_THREADS", "1")
             if self.config.addr.startswith("127."):
                 env.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -511,7 +539,7 @@ class Agent:
                 env=env,
                 start_new_session=True,
             )
-            worker = Worker(process, error_file)
+            worker = Worker(process, error_file, warm_file=warm_file)
             assert process.stdout is not None
             worker.reader = threading.Thread(target=self._read, args=(worker, process.stdout), daemon=True)
             worker.reader.start()
@@ -535,12 +563,17 @@ class Agent:
         ended = [c for c in codes if c is not None]
         if not ended:
             if self._spare_due_s and now > self._spare_due_s and (self._attached() or now > self._spare_due_s + 30.0):
-                self._spare_due_s = 0.0  # the script is under way: warming its successor does not slow its start
-                self._add_spares()
+                # The script is under way: warming its successors does not slow its start. One set after the other, so one is soon warm.
+                warm = len(self._spares) >= self.config.nproc and all(w.warm() for w in self._spares)
+                self._add_spares(SPARE_SETS if warm else 1)
+                self._spare_due_s = now + SPARE_S if len(self._spares) < SPARE_SETS * self.config.nproc else 0.0
             return None
         self._first_end_s = self._first_end_s or now
-        # After a failure the others only need time to write their own error; after a planned end they may still be saving.
-        linger_s = 3.0 if any(c not in (FINISHED, DRAINED, RESIZE, STOPPED) for c in ended) else 60.0
+        # After a failure the others only need time to write their own error, and none once we know whose fault it is; after a
+        # planned end they may still be saving.
+        linger_s = 60.0
+        if any(c not in (FINISHED, DRAINED, RESIZE, STOPPED) for c in ended):
+            linger_s = LINGER_S if any(self._guilty(w) for w in self._workers) else 3.0
         if len(ended) < len(codes) and now - self._first_end_s < linger_s:
             return None
         return self._leave([w.code for w in self._end_workers()])
@@ -647,7 +680,6 @@ class Agent:
         if code is None and self._hangs >= self.config.hangs_allowed:
             self._unfit = f"its workers hung {self._hangs} times"
             code = UNFIT
-        self._broken = why in ("failed", "killed", "hung", "unfit", "peer-lost")
         self.journal.record(EpochLeft(epoch.epoch, self.name, why))
         self._reason, self._end = (f"unfit: {self._unfit}" if code == UNFIT else why), why
         if code == FINISHED or code is None:
@@ -660,6 +692,13 @@ class Agent:
             self._add_spares()
             self._next_tick_s = 0.0
         return code
+
+    @staticmethod
+    def _guilty(worker: Worker) -> bool:
+        """Has it ended by a fault of its own, not of a peer's?"""
+        if worker.process.poll() in (None, FINISHED, DRAINED, RESIZE, STOPPED):
+            return False
+        return not any(sign in worker.failure()[1] for sign in PEER_LOST)
 
     def _diagnose(self, epoch: Epoch) -> tuple[str, str]:
         """Who failed and who is only a victim: ("failed" | "killed" | "peer-lost", signature of our own failure)."""
@@ -697,13 +736,16 @@ class Agent:
         epoch = self._epoch
         if self._attached():
             self._uploads.ensure()
-        if (stop := self._stop_order()) is not None:
+        if (stop := self._stop_order(now)) is not None:
             self._reason = stop
             self._want("stop", Want.STOP)
         self._heed_requests()
-        if newest_epoch(self.store).epoch > epoch.epoch:
+        fence_s = FENCE_S if self._lines.all_up() else self.config.tick_s
+        if self._due("fence", now, fence_s) and self.rendezvous.newest().epoch > epoch.epoch:
             return self._abandon("a newer epoch exists without us")
-        everybody = {m.member: m for m in self.rendezvous.look()}
+        first = next(n for n in epoch.members if n == self.name or n not in self._absent) == self.name
+        everybody = {m.member: m for m in (self.rendezvous.look() if first else self.rendezvous.watch(epoch.members))}
+        self._absent = {n for n, m in everybody.items() if m.state in ("gone", "dead")}
         peers = [everybody[n] for n in epoch.members if n != self.name and n in everybody]
         if dead := [p.member for p in peers if p.state == "dead"]:
             return self._abandon(f"lost {', '.join(dead)}")
@@ -713,7 +755,7 @@ class Agent:
         if left:
             self._peer_left_s = self._peer_left_s or now
             planned = all(p.end in ("resize", "drained", "stopped", "") for p in left)
-            if now - self._peer_left_s > (30.0 if planned else 5.0):
+            if now - self._peer_left_s > (30.0 if planned else PEER_LEFT_S):
                 return self._abandon(f"{left[0].member} has left this epoch and our workers did not notice")
         self._invite(now, epoch, list(everybody.values()))
         return None
@@ -730,7 +772,7 @@ class Agent:
         alive = [m for m in everybody if m.state not in ("gone", "dead")]
         first = next((n for n in epoch.members if any(m.member == n for m in alive)), None)
         room = self._max_world()
-        room = room - epoch.world if room is not None else 1 << 30
+        room = room - epoch.world if room is not None else NO_LIMIT
         waiting = [m for m in self.rendezvous.waiting(epoch, alive) if m.nproc <= room]
         if first != self.name or not waiting:
             self._waiting_since_s = None
@@ -739,15 +781,24 @@ class Agent:
         if now - self._waiting_since_s >= 1.0:  # join in batches
             self._want("grow", Want.RESIZE)
 
-    def _stop_order(self) -> str | None:
-        try:
-            return str(json.loads(self.store.get("control/stop.json"))["reason"])
-        except NotFound:
+    def _due(self, what: str, now: float, every_s: float) -> bool:
+        """Is it time for this look at the bucket? Then the next one is in `every_s`."""
+        if now < self._due_s.get(what, 0.0):
+            return False
+        self._due_s[what] = now + every_s
+        return True
+
+    def _stop_order(self, now: float) -> str | None:
+        """Why the run shall stop, if it shall. One list tells of everything that is asked of it."""
+        if self._due("control", now, self.config.control_s):
+            self._control = set(self.store.list("control/"))
+        if "control/stop.json" not in self._control:
             return None
+        return str(json.loads(self.store.get("control/stop.json"))["reason"])
 
     def _heed_requests(self) -> None:
         """What people ask of the run, and controllers of this node."""
-        keys = set(self.store.list("control/"))
+        keys = self._control
         for key in sorted(keys - self._control_seen if self._control_seen is not None else set()):
             if key.startswith("control/snapshot-"):
                 self._want(key, Want.SNAPSHOT)

@@ -406,8 +406,9 @@ def run(flags: RunFlags) -> int:
         nearby=NearbyConfig(
             disk_nbytes=int(flags.disk_tier_gib * 2**30), disk_root=flags.disk_tier_dir or str(node_dir / "disk-tier"), peer=flags.peer_tier
         ).checked(),
-        beat_s=flags.beat_s or (1.0 if nearby else 3.0),  # a heartbeat is a request that object stores bill
+        beat_s=flags.beat_s or (1.0 if nearby else 2.0),
         dead_s=flags.dead_s or (5.0 if nearby else 10.0),
+        control_s=0.3 if nearby else 5.0,
         hang=_hang_limits(flags.hang_after_s, flags.stuck_after_s),
         gpu_health=flags.gpu_health,
     )

@@ -1,13 +1,16 @@
 """Who trains together: a rendezvous in the bucket. Runs in the node agent.
 
-Members heartbeat by rewriting one small object each; an epoch is one create-only object that names members, ranks and
-master. No node hosts anything whose loss ends the run, and joining needs no more than the run URL. Knows nothing of
-torch or clouds.
+An epoch is one create-only object that names members, ranks and master; a member is one small object that its owner rewrites.
+No node hosts anything whose loss ends the run, and joining needs no more than the run URL. Knows nothing of torch or clouds.
 
 An epoch n+1 may be created when every member of epoch n has left it, said goodbye, or is dead. Only one object of that
 name can ever be created, so two epochs at once cannot begin; whoever lost the race finds itself in the winner's epoch or
-waits for the next one. Death is judged by each observer's own monotonic clock (a beat that no longer changes) and by a
-direct question (a refused connection is a death at once), never by comparing clocks of two machines.
+waits for the next one. Death is judged by each observer's own monotonic clock (no sign of life for `dead_s`) and by a
+refused connection, which is a death at once; never by comparing clocks of two machines.
+
+Signs of life and news come over open connections (lines.py), so that the bucket is asked little while all is well: members
+whose lines are up rewrite their object every `calm_s` only, and everybody else every `beat_s`. What it costs, the model that
+checks it, and what is guaranteed: docs/RENDEZVOUS.md.
 """
 
 from __future__ import annotations
@@ -17,16 +20,22 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from harness.facts import canonical, digest
+from harness.lines import Address, Heard
 from harness.world import meeting_place
 from storage.objects import NotFound, ObjectStore, StoreError
 
 MEMBERS, EPOCHS = "rdzv/members/", "rdzv/epochs/"
-PROBE_TIMEOUT_S = 0.5
+CALM_S = 10.0  # between two signs of life in the bucket, and two looks for newcomers, while lines say the same
+FRESH_S = 10.0  # so long after a change those who wait look often
+LIST_S = 1.0  # ... so often
+KNOCK_S = 0.3  # and not more often than this because somebody calls
+GHOST_S = 60.0  # between two looks at one found dead, which may not be
+TURN_S = 2.0  # how long the next in order waits for the one before it to create the epoch
 
 
 @dataclass(frozen=True)
@@ -34,10 +43,10 @@ class Member:
     """What a member says of itself. `epoch` is the last one it took part in (0: none yet)."""
 
     member: str
-    state: str  # "ready": wants a new epoch | "in": its workers run | "gone": goodbye
+    state: str  # "warming": not ready yet | "ready": wants a new epoch | "in": its workers run | "gone": goodbye
     epoch: int
     addr: str
-    probe_port: int  # answers with the member's name
+    probe_port: int  # where its lines are had
     master_port: int  # free at the moment; used if this member gets rank 0
     nproc: int
     attempt: int
@@ -47,6 +56,7 @@ class Member:
     failure: str = ""  # signature of the script's failure that ended its last epoch
     failure_step: int = 0  # newest committed step when it failed
     place: str = ""  # who is in one place reach each other; an epoch is in one place
+    beat_s: float = 0.0  # a promise: its object is rewritten at least so often; 0: as everybody's
 
 
 @dataclass(frozen=True)
@@ -105,77 +115,82 @@ def free_port(addr: str) -> int:
         return int(s.getsockname()[1])
 
 
-class ProbeServer:
-    """Answers every connection with the member's name, so that peers can tell a living agent from a dead one at once."""
+class Ears(Protocol):
+    """What the rendezvous needs of `lines.Lines`."""
 
-    def __init__(self, name: str, addr: str):
-        self._name = name.encode()
-        self._socket = socket.create_server((addr, 0), backlog=64)
-        self.port = int(self._socket.getsockname()[1])
-        threading.Thread(target=self._serve, name="probe", daemon=True).start()
+    def follow(self, members: Mapping[str, Address]) -> None:
+        """Keep a line to each of these."""
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return  # closed
-            with contextlib.suppress(OSError), connection:
-                connection.settimeout(PROBE_TIMEOUT_S)
-                connection.sendall(self._name)
+    def heard(self, name: str) -> Heard:
+        """What is known of a member over its line."""
 
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
-        self._socket.close()
+    def all_up(self) -> bool:
+        """Is everybody heard who is followed?"""
+
+    def knocked(self) -> bool:
+        """Has a stranger called since we were asked last?"""
+
+    def tell(self, record: bytes) -> None:
+        """Our newest record, to all who follow us."""
 
 
-def probe(member: Member) -> bool | None:
-    """True: it answered. False: its machine says that nobody is there. None: no answer (cut off, frozen, slow)."""
-    try:
-        with socket.create_connection((member.addr, member.probe_port), PROBE_TIMEOUT_S) as s:
-            s.settimeout(PROBE_TIMEOUT_S)
-            found = s.recv(256)
-    except ConnectionError:
-        return False
-    except OSError:
-        return None
-    return found == member.member.encode()
+@dataclass
+class _Seen:
+    """What we know of another member."""
+
+    member: Member
+    sign_s: float  # of its last sign of life, by our own clock
+    moved: bool = False  # we saw its object change, or heard it
+    read_s: float = 0.0  # when we last read its object
+    dead: bool = False
 
 
 class Rendezvous:
-    """One member's view. `beat_s`: how often it says that it lives; `dead_s`: silence that means death."""
+    """One member's view. `beat_s`: how often it says that it lives; `dead_s`: silence that means death; `calm_s` takes the place
+    of `beat_s` while we train and hear everybody over lines."""
 
     def __init__(
         self,
         store: ObjectStore,
         me: Member,
+        lines: Ears,
         *,
         beat_s: float = 1.0,
         dead_s: float = 5.0,
+        calm_s: float = CALM_S,
         join_window_s: float = 1.0,
         min_members: int = 1,
         monotonic: Callable[[], float] = time.monotonic,
     ):
-        self.store, self.me = store, me
-        self._beat_s, self._dead_s, self._join_window_s, self._min_members = beat_s, dead_s, join_window_s, min_members
+        self.store, self.me, self.lines = store, me, lines
+        self._beat_s, self._dead_s, self._calm_s = beat_s, dead_s, max(calm_s, beat_s)
+        self._join_window_s, self._min_members = join_window_s, min_members
         self._monotonic = monotonic
-        self._seen: dict[str, tuple[int, float]] = {}  # member -> (beat, when it changed, by our own clock)
-        self._dead: dict[str, int] = {}  # member -> beat at which it was found dead
+        self._newest: Epoch | None = None  # as far as we have looked
+        self._seen: dict[str, _Seen] = {}
+        self._listed_s = -float("inf")
+        self._looked_s = monotonic()
+        self._fresh_s = monotonic()  # when something last changed
+        self._said_s = -float("inf")
         self._settled_since: float | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True)
 
+    # ---- what we say -------------------------------------------------------------------------------------------
     def start(self) -> None:
         self.say()
         self._thread.start()
 
     def say(self, **changes: Any) -> None:
-        """Change what we say of ourselves, at once."""
+        """Change what we say of ourselves, at once. Raises StoreError; followers have heard it then all the same."""
         with self._lock:
-            self.me = replace(self.me, beat=self.me.beat + 1, **changes)
-            self.store.put(f"{MEMBERS}{self.me.member}.json", json.dumps(asdict(self.me)).encode())
+            calm = changes.get("state", self.me.state) == "in" and self.lines.all_up()
+            self.me = replace(self.me, beat=self.me.beat + 1, beat_s=self._calm_s if calm else self._beat_s, **changes)
+            record = json.dumps(asdict(self.me)).encode()
+            self.lines.tell(record)
+            self._said_s = self._fresh_s = self._monotonic()
+            self.store.put(f"{MEMBERS}{self.me.member}.json", record)
 
     def leave(self, end: str) -> None:
         """Goodbye: nobody needs to wait for us any more. `end`: how our last epoch ended."""
@@ -184,75 +199,124 @@ class Rendezvous:
             self.say(state="gone", end=end)
 
     def _heartbeat(self) -> None:
-        while not self._stop.wait(self._beat_s):
+        while not self._stop.wait(self._beat_s / 2):
             with contextlib.suppress(StoreError):  # a missed beat is what silence means; the next one may get through
-                self.say()
+                self.beat_if_due()
+
+    def beat_if_due(self) -> bool:
+        """Rewrite our object if it is time to: every `beat_s`, at once when a line has just been lost, else every `calm_s`."""
+        calm = self.me.state == "in" and self.lines.all_up()
+        doubt = not calm and self.me.beat_s > self._beat_s
+        due = doubt or self._monotonic() - self._said_s >= (self._calm_s if calm else self._beat_s)
+        if due:
+            self.say()
+        return due
+
+    # ---- what we see -------------------------------------------------------------------------------------------
+    def newest(self) -> Epoch:
+        """The newest epoch. Numbers have no gaps, so one missing object proves it: no list is needed after the first look."""
+        if self._newest is None:
+            self._newest = newest_epoch(self.store)
+        while True:
+            try:
+                self._newest = read_epoch(self.store, self._newest.epoch + 1)
+                self._fresh_s = self._monotonic()
+            except NotFound:
+                return self._newest
 
     def members(self) -> list[Member]:
         """Everybody who is not gone or dead, by our own observation."""
         return [m for m in self.look() if m.state not in ("gone", "dead")]
 
     def look(self) -> list[Member]:
-        """Everybody who ever said something; those found dead have state "dead"."""
-        found = []
-        for key in self.store.list(MEMBERS):
-            try:
-                member = Member(**json.loads(self.store.get(key)))
-            except NotFound:
-                continue
-            if member.state != "gone" and member.member != self.me.member and not self._lives(member):
-                member = replace(member, state="dead")
-            found.append(member)
-        return found
-
-    def _lives(self, member: Member) -> bool:
+        """Everybody who ever said something; those found dead have state "dead". Newcomers are looked for when somebody calls,
+        often while something changes, and every `calm_s` else."""
         now = self._monotonic()
-        if self._dead.get(member.member) == member.beat:
-            return False
-        known = self._seen.get(member.member)
-        if known is None or known[0] != member.beat:
-            first_sight = known is None
-            self._seen[member.member] = (member.beat, now)
-            if not first_sight:
-                return True
-            answer = probe(member)  # an object that we never saw change may be years old
-            if answer is True:
-                return True
-        elif now - known[1] < 2 * self._beat_s:
-            return True
+        often = self.me.state != "in" and now - self._fresh_s < FRESH_S
+        silent_s = now - self._listed_s
+        knocked = silent_s >= KNOCK_S and self.lines.knocked()
+        if knocked or silent_s >= (LIST_S if often else self._calm_s):
+            self._listed_s = now
+            for seen in self._seen.values():
+                seen.read_s = -float("inf") if knocked else seen.read_s  # one found dead may be who calls
+            names = [k.removeprefix(MEMBERS).removesuffix(".json") for k in self.store.list(MEMBERS)]
         else:
-            answer = probe(member)
-            if answer is not False and now - known[1] < self._dead_s:
-                return True
-        self._dead[member.member] = member.beat
-        return False
+            names = list(self._seen)
+        return self.watch(names)
 
-    def ask(self, member: Member) -> bool:
-        """Is it there right now? For when there is reason to doubt; a refused connection is believed at once."""
-        if probe(member) is False:
-            self._dead[member.member] = member.beat
-            return False
-        return True
+    def watch(self, names: Iterable[str]) -> list[Member]:
+        """As `look`, for these members: without a list, and nobody is asked for who is heard over a line."""
+        now = self._monotonic()
+        if (gap_s := now - self._looked_s) > self._dead_s / 2:  # we stood still: nobody's silence is judged by that time
+            for seen in self._seen.values():
+                seen.sign_s += gap_s
+        self._looked_s = now
+        found = [self._judge(name, now) for name in names if name != self.me.member]
+        follow = {n: s.member for n, s in self._seen.items() if not s.dead and s.member.state != "gone"}
+        self.lines.follow({n: (m.addr, m.probe_port) for n, m in follow.items()})
+        return [*(m for m in found if m is not None), self.me]
 
+    def _judge(self, name: str, now: float) -> Member | None:
+        """What we know of one member now; state "dead" if it is; None: it never said anything."""
+        seen = self._seen.get(name)
+        if seen is not None and seen.member.state == "gone":  # for ever: a name is used once
+            return seen.member
+        heard = self.lines.heard(name)
+        if seen is None or (not heard.up and now - seen.read_s >= (GHOST_S if seen.dead else self._beat_s)):
+            seen = self._read(name, now, seen)
+            if seen is None:
+                return None
+        if heard.record:
+            with contextlib.suppress(ValueError, TypeError):  # not a record of our kind: the bucket will say it
+                self._update(seen, Member(**json.loads(heard.record)), now)
+        if heard.up:
+            seen.sign_s, seen.dead, seen.moved = now, False, True
+        if seen.member.state == "gone":
+            return seen.member
+        if not seen.dead:
+            silent_s = now - seen.sign_s
+            refused = heard.refused and (heard.seen or not seen.moved or silent_s >= 2 * self._beat_s)
+            # Whose line to us fell silent sees ours fall silent, and beats in the bucket from then on; who never had one may not.
+            patience_s = self._dead_s + (0.0 if heard.seen or seen.member.beat_s <= self._beat_s else seen.member.beat_s)
+            seen.dead = refused or silent_s >= patience_s
+            if seen.dead:
+                self._fresh_s = now
+        return replace(seen.member, state="dead") if seen.dead else seen.member
+
+    def _read(self, name: str, now: float, seen: _Seen | None) -> _Seen | None:
+        try:
+            member = Member(**json.loads(self.store.get(f"{MEMBERS}{name}.json")))
+        except NotFound:
+            return None
+        if seen is None:  # it may be years old, or be written at this moment: its line will tell, or its next beat
+            seen = self._seen[name] = _Seen(member, now)
+            self._fresh_s = now
+        seen.read_s = now
+        self._update(seen, member, now)
+        return seen
+
+    def _update(self, seen: _Seen, member: Member, now: float) -> None:
+        if member.beat > seen.member.beat:
+            if (member.state, member.epoch) != (seen.member.state, seen.member.epoch):
+                self._fresh_s = now
+            seen.member, seen.sign_s, seen.moved, seen.dead = member, now, True, False
+
+    # ---- epochs ------------------------------------------------------------------------------------------------
     def waiting(self, current: Epoch, alive: list[Member]) -> list[Member]:
         """Those who want in and are not in `current`."""
         here = {m.place for m in alive if m.member in current.members}
         return [m for m in alive if m.state == "ready" and m.member not in current.members and m.place in here]
 
-    def try_form(self, max_world: int | None, doubtful: bool = False) -> Epoch | None:
-        """The newest epoch if we are in it and have not taken part yet; else create the next one when its time has come.
-
-        `doubtful`: the last epoch broke, so ask its silent members directly instead of waiting for their silence.
-        """
-        last = newest_epoch(self.store)
+    def try_form(self, max_world: int | None) -> Epoch | None:
+        """The newest epoch if we are in it and have not taken part yet; else create the next one when its time has come."""
+        last = self.newest()
         if self.me.member in last.members and last.epoch > self.me.epoch:
             return last
         alive = self.members()
         by_name = {m.member: m for m in alive}
         unsettled = [by_name[n] for n in last.members if n in by_name and not self._has_left(by_name[n], last.epoch)]
-        if doubtful:
-            unsettled = [m for m in unsettled if self.ask(m)]
-        if unsettled:
+        fresh_start = not any(n in by_name for n in last.members)
+        if unsettled or (fresh_start and any(m.state == "warming" for m in alive)):
             self._settled_since = None
             return None
         ready = [m for m in alive if m.state == "ready"]
@@ -264,11 +328,10 @@ class Rendezvous:
         now = self._monotonic()
         if self._settled_since is None:
             self._settled_since = now
-        fresh_start = last.epoch == 0 or not any(m.member in last.members for m in ready)
         # Whoever comes first in the order creates the epoch; the others step in should it fail to.
         order = sorted(ready, key=lambda m: self._order(m, last))
         turn = next(i for i, m in enumerate(order) if m.member == self.me.member)
-        if now - self._settled_since < (self._join_window_s if fresh_start else 0.0) + 2.0 * turn:
+        if now - self._settled_since < (self._join_window_s if fresh_start else 0.0) + TURN_S * turn:
             return None
         proposal = self._propose(last, order, max_world)
         if self.me.member not in proposal.members:

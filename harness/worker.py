@@ -79,9 +79,13 @@ def main() -> None:
     ):  # a Ctrl-C or a cloud's SIGTERM is for the agent, which tells us in its own way
         signal.signal(signum, signal.SIG_IGN)
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
-    for module in ("numpy", "torch", "torch.distributed", "torch.utils.data", "torch.distributed.checkpoint", "harness.session"):
+    # torch._dynamo: the first optimizer that is made imports it, which takes as long as half of torch.
+    for module in ("numpy", "torch", "torch.distributed", "torch.distributed.checkpoint", "harness.session", "torch._dynamo"):
         with contextlib.suppress(ImportError):  # the script may need none of them
             importlib.import_module(module)
+    if warm_file := os.environ.pop("HARNESS_WARM", ""):
+        with contextlib.suppress(OSError):  # then the agent counts on us a little later
+            open(warm_file, "x").close()
     line = sys.stdin.readline()
     if not line:  # the agent is gone or does not need us
         sys.exit(0)

@@ -146,7 +146,7 @@ def meeting_place(found: Sequence[tuple[str, int, bool]]) -> str:
     workers: dict[str, int] = {}
     for place, count, _ in candidates:
         workers[place] = workers.get(place, 0) + count
-    return max(workers, key=lambda place: workers[place])
+    return max(workers, key=lambda place: workers[place], default="")
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,19 @@
 """The rendezvous: one epoch at a time, formed without waiting for the dead. Members here are real objects on one store."""
 
+import collections
+import contextlib
 import json
 import socket
+import struct
 import threading
+import time
+from dataclasses import asdict
 
 import pytest
 
-from harness.rendezvous import NO_EPOCH, Member, ProbeServer, Rendezvous, newest_epoch
+from harness.agent import Agent, AgentConfig
+from harness.lines import Heard, Lines
+from harness.rendezvous import NO_EPOCH, Epoch, Member, Rendezvous, encode_epoch, epoch_key, newest_epoch
 from storage.objects import MemoryStore
 
 
@@ -22,31 +29,46 @@ class Ticks:
 
 @pytest.fixture
 def place():
-    return Place()
+    place = Place()
+    yield place
+    place.close()
 
 
 class Place:
+    """Members on one store, with real lines between them and one clock that the test moves."""
+
     def __init__(self):
-        self.store, self.clock, self.probes = MemoryStore("memory://rdzv", {}), Ticks(), {}
+        self.store, self.clock, self.lines = MemoryStore("memory://rdzv", {}), Ticks(), {}
 
     def member(self, name, nproc=1, attempt=0) -> Rendezvous:
-        probe = self.probes[name] = ProbeServer(name, "127.0.0.1")
-        me = Member(name, "ready", 0, "127.0.0.1", probe.port, 29500, nproc=nproc, attempt=attempt)
-        r = Rendezvous(self.store, me, beat_s=1.0, dead_s=5.0, join_window_s=1.0, monotonic=self.clock)
+        lines = self.lines[name] = Lines(name, "127.0.0.1", pulse_s=0.2)
+        me = Member(name, "ready", 0, "127.0.0.1", lines.port, 29500, nproc=nproc, attempt=attempt)
+        r = Rendezvous(self.store, me, lines, beat_s=1.0, dead_s=5.0, join_window_s=1.0, monotonic=self.clock)
         r.say()
         return r
+
+    def close(self):
+        for lines in self.lines.values():
+            lines.close()
+
+    def resolved(self, m):
+        """Does it know of everybody whom it follows whether they are there?"""
+        return all(h.up or h.refused for h in map(m.lines.heard, m.lines._wanted))
 
     def beat(self, *members, seconds=1.0):
         self.clock.now += seconds
         for m in members:
             m.say()
 
-    def form(self, *members, max_world=None, doubtful=False, rounds=12):
+    def form(self, *members, max_world=None, rounds=12):
         """Let everybody look around until an epoch has been entered by all that are in it."""
         entered = {}
         for _ in range(rounds):
             for m in members:
-                epoch = m.try_form(max_world, doubtful)
+                m.look()
+            until(lambda: all(self.resolved(m) for m in members))
+            for m in members:
+                epoch = m.try_form(max_world)
                 if epoch is not None:
                     m.say(state="in", epoch=epoch.epoch)
                     entered[m.me.member] = epoch
@@ -54,6 +76,13 @@ class Place:
                 return next(iter(entered.values()))
             self.beat(*members)
         return None
+
+
+def until(condition, timeout_s=30):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def test_members_that_come_together_start_together(place):
@@ -80,9 +109,10 @@ def test_nobody_forms_while_a_member_still_trains(place):
 def test_a_refused_connection_is_a_death_at_once(place):
     a, b = place.member("a"), place.member("b")
     place.form(a, b)
-    place.probes["b"].close()
+    place.lines["b"].close()
+    until(lambda: a.lines.heard("b").refused)
     a.say(state="ready", end="peer-lost")
-    epoch = a.try_form(None, doubtful=True)  # no time has passed
+    epoch = a.try_form(None)  # no time has passed
     assert (epoch.members, epoch.reason) == (("a",), "loss")
 
 
@@ -90,17 +120,78 @@ def test_silence_is_a_death_only_after_its_time(place):
     """b is frozen: its socket still takes connections but nothing answers."""
     a, b = place.member("a"), place.member("b")
     place.form(a, b)
-    a.look()
-    place.probes["b"].close()
-    frozen = socket.create_server(("127.0.0.1", place.probes["b"].port))
+    port = place.lines["b"].port
+    place.lines["b"].close()
+    frozen = socket.create_server(("127.0.0.1", port))
+    until(lambda: not a.lines.heard("b").up and not a.lines.heard("b").refused)
     a.say(state="ready")
     for _ in range(4):
         place.beat(a)
         assert a.try_form(None) is None
-    for _ in range(3):
+    for _ in range(2):
         place.beat(a)
+        a.look()
     assert a.try_form(None).members == ("a",)
     frozen.close()
+
+
+def test_a_member_that_is_cut_off_lives_by_its_beats(place):
+    a, b = place.member("a"), place.member("b")
+    place.form(a, b)
+    place.lines["b"].close()
+    cut = socket.create_server(("127.0.0.1", place.lines["b"].port))
+    until(lambda: not a.lines.heard("b").up)
+    a.say(state="ready")
+    for _ in range(20):
+        place.beat(a, b)
+        assert a.try_form(None) is None
+    assert [m.state for m in a.watch(["b"])] == ["in", "ready"]
+    cut.close()
+
+
+def test_who_stood_still_itself_finds_nobody_dead_for_that(place):
+    a, b = place.member("a"), place.member("b")
+    place.form(a, b)
+    place.lines["b"].close()
+    cut = socket.create_server(("127.0.0.1", place.lines["b"].port))
+    until(lambda: not a.lines.heard("b").up)
+    a.watch(["b"])
+    place.clock.now += 60.0
+    assert [m.state for m in a.watch(["b"])] == ["in", "in"]
+    cut.close()
+
+
+def test_news_comes_over_the_line_and_a_newcomer_knocks(place):
+    """No time passes, and the bucket is not listed for it."""
+    a, b = place.member("a"), place.member("b")
+    place.form(a, b)
+    listed = place.store.list
+    b.say(state="ready", end="resize")
+    until(lambda: b"resize" in a.lines.heard("b").record)
+    place.store.list = None
+    assert {m.member: m.state for m in a.watch(["b"])} == {"a": "in", "b": "ready"}
+    place.store.list = listed
+    c = place.member("c")
+    c.look()
+    until(lambda: c.lines.all_up() and a.lines._knocked.is_set())
+    place.clock.now += 1.0
+    assert {m.member for m in a.look()} == {"a", "b", "c"}
+
+
+def test_a_warming_member_is_not_waited_for_by_those_who_train(place):
+    a, b = place.member("a"), place.member("b")
+    b.say(state="warming")
+    for _ in range(4):
+        place.beat(a, b)
+        assert a.try_form(None) is None  # nothing trains yet: its second is well spent
+    b.leave(end="")
+    until(lambda: b"gone" in a.lines.heard("b").record or not a.lines.heard("b").up)
+    assert place.form(a).members == ("a",)
+    c = place.member("c")
+    c.say(state="warming")
+    a.say(state="ready")
+    place.beat(a, c)
+    assert a.try_form(None).members == ("a",)
 
 
 def test_goodbye_needs_no_waiting(place):
@@ -108,6 +199,7 @@ def test_goodbye_needs_no_waiting(place):
     place.form(a, b)
     a.say(state="ready", end="resize")
     b.leave(end="drained")
+    until(lambda: b"drained" in a.lines.heard("b").record)
     epoch = a.try_form(None)
     assert (epoch.members, epoch.reason) == (("a",), "shrink")
 
@@ -120,9 +212,8 @@ def test_what_does_not_fit_stays_a_spare(place):
 
 
 def test_a_stranger_from_long_ago_is_not_waited_for(place):
-    ghost = place.member("ghost")
-    place.probes["ghost"].close()
-    del ghost
+    place.member("ghost")
+    place.lines["ghost"].close()
     a = place.member("a")
     assert place.form(a).members == ("a",)
 
@@ -187,3 +278,118 @@ def test_most_workers_decide_where_a_run_begins(place):
     a, b, c = place.member("a", attempt=1), place.member("b", nproc=2, attempt=2), place.member("c", attempt=3)
     a.say(place="x/east"), b.say(place="x/west"), c.say(place="x/east", state="gone")
     assert place.form(a, b).members == ("b",)
+
+
+def test_lines_tell_living_dead_silent_and_strangers_apart():
+    a, b = Lines("a", "127.0.0.1", pulse_s=0.2), Lines("b", "127.0.0.1", pulse_s=0.2)
+    try:
+        b.tell(b'{"n": 1}')
+        a.follow({"b": ("127.0.0.1", b.port), "other": ("127.0.0.1", b.port)})  # another member had this port once
+        until(lambda: a.heard("b") == Heard(True, False, b'{"n": 1}', True) and a.heard("other").refused)
+        until(b.knocked)
+        with socket.create_connection(("127.0.0.1", b.port)) as stranger, socket.create_connection(("127.0.0.1", b.port)) as rude:
+            stranger.sendall(b"\xff\x00" * 3000)
+            rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ends with a reset
+            rude.sendall(b"x")
+        b.tell(b'{"n": 2}')
+        until(lambda: a.heard("b").record == b'{"n": 2}')
+        a.follow({"b": ("127.0.0.1", b.port)})
+        until(a.all_up)
+        b.close()
+        until(lambda: a.heard("b") == Heard(False, True, b'{"n": 2}', True))
+        chatter = socket.create_server(("127.0.0.1", 0))
+        a.follow({"endless": chatter.getsockname()})
+        talk, _ = chatter.accept()
+        talk.sendall(b"endless\n")
+        with contextlib.suppress(OSError):  # hung up
+            while True:
+                talk.sendall(b"x" * 100_000)
+        assert not a.heard("endless").record
+        talk.close()
+        chatter.close()
+    finally:
+        a.close()
+
+
+class Counting(MemoryStore):
+    """Counts requests by what object stores bill: writes and lists, and reads."""
+
+    def __init__(self):
+        super().__init__("memory://counted", {})
+        self.counts = collections.Counter()
+
+    def __getattribute__(self, name):
+        if name in ("get", "put", "create", "list", "delete", "size"):
+            self.counts[name] += 1
+        return super().__getattribute__(name)
+
+
+class Ears:
+    """Lines on which everybody is heard."""
+
+    def __init__(self):
+        self.up, self.changed = True, threading.Event()
+
+    def follow(self, members):
+        pass
+
+    def heard(self, name):
+        return Heard(up=self.up, seen=True)
+
+    def all_up(self):
+        return self.up
+
+    def knocked(self):
+        return False
+
+    def tell(self, record):
+        pass
+
+
+def minutes10(tmp_path, members, first, up):
+    """Requests of one node in ten minutes of calm training, by the agent's own loop at its own pace (its heartbeat's are added)."""
+    clock, store, ears = Ticks(), Counting(), Ears()
+    names = tuple(f"m{i}" for i in range(members))
+    for name in names:
+        store.put(f"rdzv/members/{name}.json", json.dumps(asdict(Member(name, "in", 1, "127.0.0.1", 1, 1, 1, 0))).encode())
+    agent = Agent(AgentConfig("memory://counted", [], 1, 1, "127.0.0.1", tmp_path, control_s=5.0), store, [])
+    agent.name, agent._lines = names[0 if first else 1], ears
+    agent._epoch = Epoch(1, names, (1,) * members, (1.0,) * members, "", 0, "start")
+    store.create(epoch_key(1), encode_epoch(agent._epoch))
+    store.create("run.json", json.dumps({"global_batch": 64, "micro_batch": 4}).encode())
+    me = Member(agent.name, "in", 1, "127.0.0.1", 1, 1, 1, 0)
+    agent.rendezvous = Rendezvous(store, me, ears, beat_s=1.0, dead_s=5.0, monotonic=clock)
+    agent._watch_peers(0.0)
+    ears.up = up
+    store.counts.clear()
+    beats = 0
+    while clock.now < 600:
+        clock.now += 0.3
+        agent._watch_peers(clock.now)
+        beats += agent.rendezvous.beat_if_due()
+        if not up:  # the others beat too, then
+            for name in names:
+                r = agent.rendezvous._seen.get(name)
+                if r:
+                    r.sign_s = clock.now
+    assert beats > 0
+    return store.counts
+
+
+@pytest.mark.parametrize("members", [1, 8])
+def test_what_calm_training_costs_is_bounded_and_does_not_grow_with_the_world(tmp_path, members):
+    """docs/RENDEZVOUS.md names these numbers."""
+    first = minutes10(tmp_path, members, True, up=True)
+    print(first)
+    assert first["put"] <= 60 and first["list"] <= 120 + 60 and first["get"] <= 300 and set(first) == {"put", "list", "get"}
+    if members > 1:
+        other = minutes10(tmp_path, members, False, up=True)
+        print(other)
+        assert other["put"] <= 60 and other["list"] <= 120 and other["get"] <= 300
+
+
+def test_what_training_without_lines_costs_is_bounded_too(tmp_path):
+    """Every peer is read once per beat then, and the next epoch looked for at every tick."""
+    counts = minutes10(tmp_path, 4, True, up=False)
+    print(counts)
+    assert counts["list"] <= 120 + 60 and counts["put"] <= 600 and counts["get"] <= 3 * 600 + 2000

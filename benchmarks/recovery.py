@@ -1,0 +1,351 @@
+"""From a loss to the next optimizer step: this harness beside plain torchrun with a DCP checkpoint, on the same model, taking turns.
+
+    worker   SIGKILL of one worker of two on a node               node     SIGKILL of a whole node (agent and workers) of two
+    first    ... of the node that holds rank 0 and the master     join     from a new node's start to the first step of two nodes
+
+    python benchmarks/recovery.py                     # all systems, about a quarter of an hour
+    python benchmarks/recovery.py --quick             # fewer repetitions, without torchrun's default settings
+    python benchmarks/recovery.py --systems harness --kinds node first --rounds 5
+
+Systems: `harness`; `torchrun-best` (last call 1 s, keep-alive 3 x 1 s, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1); `torchrun` (its defaults);
+`bucket` (torchrun with our rendezvous, --rdzv-backend=bucket). In every round each system does each kind once, so that what else the
+machine does falls on all alike. A time counts from just before the kill to the end of the first optimizer step of any new worker.
+`never` means that the survivors ended, or that there was no step within --limit-s. Nothing is excluded.
+The table at the end says where the harness's time goes, from its workers' own marks and its agents' facts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SYSTEMS = ("harness", "torchrun-best", "torchrun", "bucket")
+KINDS = ("worker", "node", "first", "join")
+BEFORE_S = 120.0  # for a system to train at all
+EVERY = 20  # steps between snapshots
+GLOBAL_BATCH, MICRO_BATCH, LENGTH = 8, 2, 64
+
+
+# ---- the training, in each system's own words --------------------------------------------------------------------------
+def say(what: str, step: int, world: int) -> None:
+    """A line in our own log: time, what, step, world, rank."""
+    with open(Path(os.environ["BENCH_LOG"]) / f"{os.getpid()}.log", "a") as f:
+        f.write(json.dumps([time.time(), what, step, world, int(os.environ["RANK"])]) + "\n")
+
+
+def train(system: str) -> None:
+    say("script", 0, 0)
+    import torch
+
+    sys.path.insert(0, str(ROOT / "examples"))
+    from gpt import GPT, SIZES
+    from torch.nn import functional as F
+
+    torch.manual_seed(0)
+    data = [torch.randint(256, (LENGTH + 1,)) for _ in range(1024)]
+    dataset = [(row[:-1], row[1:]) for row in data]
+    model = GPT(SIZES["1m"], LENGTH)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if system == "harness":
+        import harness
+
+        run = harness.attach(snapshot_every_steps=EVERY)
+        say("attached", 0, run.world)
+        run.prepare(model, optimizer)
+        say("prepared", run.step, run.world)
+        for step in run.steps(dataset, total=1_000_000, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x).flatten(0, 1), y.flatten()))
+            step.update()
+            say("step", step.number, run.world)
+        return
+
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    say("attached", 0, world)
+    ddp, folder, begun = DistributedDataParallel(model), Path(os.environ["BENCH_CHECKPOINTS"]), [0]
+    if rank == 0:
+        begun = [max((int(p.parent.name) for p in folder.glob("*/.metadata")), default=0)]
+    dist.broadcast_object_list(begun)
+    if begun[0]:
+        weights, moments = get_state_dict(ddp, optimizer)
+        state = {"model": weights, "optimizer": moments}
+        dcp.load(state, checkpoint_id=str(folder / str(begun[0])))
+        set_state_dict(ddp, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    say("prepared", begun[0], world)
+    for step in range(begun[0] + 1, 1_000_000):
+        for i in range(rank, GLOBAL_BATCH // MICRO_BATCH, world):
+            rows = [dataset[(step * GLOBAL_BATCH + i * MICRO_BATCH + j) % len(dataset)] for j in range(MICRO_BATCH)]
+            x, y = (torch.stack(t) for t in zip(*rows, strict=True))
+            last = i + world >= GLOBAL_BATCH // MICRO_BATCH
+            with contextlib.nullcontext() if last else ddp.no_sync():
+                F.cross_entropy(ddp(x).flatten(0, 1), y.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        say("step", step, world)
+        if step % EVERY == 0:
+            weights, moments = get_state_dict(ddp, optimizer)
+            dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=str(folder / str(step)))
+
+
+# ---- what trains it ----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Line:
+    t: float
+    what: str
+    step: int
+    world: int
+    rank: int
+    pid: int
+
+
+@dataclass
+class System:
+    name: str
+    folder: Path
+    nproc: int
+    calm_s: float
+    nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    number: int = 0
+    port: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("log", "checkpoints"):
+            (self.folder / name).mkdir(parents=True)
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            self.port = s.getsockname()[1]
+
+    def start(self) -> None:
+        self.number += 1
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "AWS_", "TORCH"))}
+        env |= {"BENCH_LOG": str(self.folder / "log"), "BENCH_CHECKPOINTS": str(self.folder / "checkpoints"), "PYTHONPATH": str(ROOT)}
+        env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HARNESS_NODE_DIR": str(self.folder / f"node{self.number}")}
+        script = [str(Path(__file__).resolve()), "--train", "harness" if self.name == "harness" else "torchrun"]
+        if self.name == "harness":
+            words = ["-m", "harness.cli", "run", "--run", str(self.folder / "run"), "--nproc", str(self.nproc), "--gpu-health", "off", "--"]
+        else:
+            words = ["-m", "torch.distributed.run", "--nnodes=1:2", f"--nproc-per-node={self.nproc}", "--max-restarts=1000", "--rdzv-id=x"]
+            if self.name == "bucket":
+                words += ["--rdzv-backend=bucket", f"--rdzv-endpoint=file://{self.folder / 'bucket'}"]
+            else:
+                words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.port}", "--local-addr=127.0.0.1"]
+            if self.name == "torchrun-best":
+                env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+                words += ["--rdzv-conf=last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"]
+        with open(self.folder / f"node{self.number}.log", "wb") as log:
+            self.nodes.append(
+                subprocess.Popen([sys.executable, *words, *script], env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            )
+
+    def lines(self) -> list[Line]:
+        found = []
+        for path in (self.folder / "log").glob("*.log"):
+            for text in path.read_text().splitlines(keepends=True):
+                if text.endswith("\n"):
+                    found.append(Line(*json.loads(text), pid=int(path.stem)))
+        return sorted(found, key=lambda ln: ln.t)
+
+    def wait(self, world: int, pids: set[int], limit_s: float, since: float) -> Line | None:
+        """The first step of `world` ranks by a process that is not one of `pids`; None: there will be none."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            for line in self.lines():
+                if line.what == "step" and line.world == world and line.pid not in pids and line.t > since:
+                    return line
+            if all(node.poll() is not None for node in self.nodes):
+                return None
+            time.sleep(0.05)
+        return None
+
+    def kill(self, which: int) -> None:
+        """A node and everything on it."""
+        import psutil
+
+        node = self.nodes.pop(which)
+        tree = [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
+        for p in tree:
+            with contextlib.suppress(psutil.Error):
+                p.kill()
+        node.wait()
+
+    def close(self) -> None:
+        while self.nodes:
+            if self.nodes[0].poll() is None:
+                self.kill(0)
+            else:
+                self.nodes.pop(0)
+
+
+@contextlib.contextmanager
+def system(name: str, folder: Path, nproc: int, calm_s: float) -> Iterator[System]:
+    made = System(name, folder, nproc, calm_s)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def fail(s: System, why: str) -> None:
+    logs = "\n".join(f"--- {p.name}\n{p.read_text(errors='replace')[-3000:]}" for p in sorted(s.folder.glob("node*.log")))
+    raise SystemExit(f"{s.name}: {why}\n{logs}")
+
+
+# ---- samples -----------------------------------------------------------------------------------------------------------
+@dataclass
+class Sample:
+    system: str
+    kind: str
+    seconds: float | None  # None: never
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+def settle(s: System, world: int) -> set[int]:
+    """Wait until `world` ranks train, and a while longer. The processes that ever trained."""
+    if s.wait(world, set(), BEFORE_S, 0.0) is None:
+        fail(s, f"it never trained with {world} ranks")
+    time.sleep(s.calm_s)
+    return {ln.pid for ln in s.lines()}
+
+
+def lose(s: System, kind: str, world: int, limit_s: float) -> Sample:
+    pids = settle(s, s.nproc * len(s.nodes))
+    if kind == "worker":
+        newest = [ln for ln in s.lines() if ln.what == "step"][-s.nproc :]
+        victim = max(newest, key=lambda ln: ln.rank).pid
+        t0 = time.time()
+        os.kill(victim, 9)
+    else:
+        t0 = time.time()
+        s.kill(0 if kind == "first" else -1)
+    line = s.wait(world, pids, limit_s, t0)
+    return Sample(s.name, kind, line.t - t0 if line else None, parts(s, t0, line) if line else {})
+
+
+def join(s: System, limit_s: float) -> Sample:
+    settle(s, s.nproc)
+    t0 = time.time()
+    s.start()
+    line = s.wait(2 * s.nproc, set(), limit_s, t0)
+    return Sample(s.name, "join", line.t - t0 if line else None, parts(s, t0, line) if line else {})
+
+
+def parts(s: System, t0: float, line: Line) -> dict[str, float]:
+    """Where the time went until `line`, by marks of the process that wrote it and the agents' facts. Seconds each."""
+    found, last = {}, t0
+    if s.name == "harness":
+        from harness.facts import EpochLeft, EpochStarted
+        from harness.journal import read_facts
+        from storage.objects import open_store
+
+        time.sleep(2.5)  # facts are written every second
+        facts = [f for f in read_facts(open_store(str(s.folder / "run"))) if f.t > t0]
+        for name, kind in (("noticed, workers ended", EpochLeft), ("next epoch agreed", EpochStarted)):
+            times = [f.t for f in facts if isinstance(f.fact, kind)]
+            if times:
+                end = max(t for t in times if t < line.t) if any(t < line.t for t in times) else last
+                found[name], last = end - last, end
+    marks = {ln.what: ln.t for ln in reversed(s.lines()) if ln.pid == line.pid}
+    for name, what in (("worker began", "script"), ("process group", "attached"), ("restored", "prepared"), ("first step", "step")):
+        found[name], last = marks[what] - last, marks[what]
+    return found
+
+
+def play(name: str, kinds: list[str], folder: Path, limit_s: float, calm_s: float) -> list[Sample]:
+    """Each kind once."""
+    samples = []
+    if "worker" in kinds:
+        with system(name, folder / "one", 2, calm_s) as s:
+            s.start()
+            samples.append(lose(s, "worker", 2, limit_s))
+    if {"node", "first", "join"} & set(kinds):
+        with system(name, folder / "two", 1, calm_s) as s:
+            s.start()
+            samples.append(join(s, limit_s))
+            if samples[-1].seconds is None:
+                return samples
+            if "node" in kinds:
+                samples.append(lose(s, "node", 1, limit_s))
+            if "first" in kinds and samples[-1].seconds is not None:
+                if "node" in kinds:
+                    samples.append(join(s, limit_s))
+                samples.append(lose(s, "first", 1, limit_s))
+    return samples
+
+
+def show(samples: list[Sample]) -> None:
+    def median(name: str, kind: str) -> float | None:
+        good = [x.seconds for x in samples if (x.system, x.kind) == (name, kind) and x.seconds is not None]
+        return statistics.median(good) if good else None
+
+    print(f"\n{'':16}{'':10}{'n':>4}{'never':>7}{'median s':>10}{'min':>8}{'p95':>8}{'x harness':>11}")
+    for kind in KINDS:
+        for name in SYSTEMS:
+            times = [x.seconds for x in samples if (x.system, x.kind) == (name, kind)]
+            if not times:
+                continue
+            good, ours = sorted(t for t in times if t is not None), median("harness", kind)
+            words = f"{name:16}{kind:10}{len(times):4d}{len(times) - len(good):7d}"
+            if good:
+                p95 = good[min(len(good) - 1, round(0.95 * (len(good) - 1)))]
+                words += f"{statistics.median(good):10.2f}{good[0]:8.2f}{p95:8.2f}{statistics.median(good) / ours if ours else 0:11.1f}"
+            print(words)
+    for name in SYSTEMS:
+        for kind in KINDS:
+            mine = [x for x in samples if x.system == name and x.kind == kind and x.parts]
+            if mine:
+                keys = list(dict.fromkeys(k for x in mine for k in x.parts))
+                each = {k: statistics.median(x.parts.get(k, 0.0) for x in mine) for k in keys}
+                print(f"where it goes, {name} {kind}: " + ", ".join(f"{k} {v:.2f}" for k, v in each.items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--train", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--limit-s", type=float, default=90.0, help="longest wait for a step after a loss")
+    parser.add_argument("--calm-s", type=float, default=8.0, help="training before each loss (ours warms spare workers then)")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", default="", help="write all samples here, as JSON")
+    flags = parser.parse_args()
+    if flags.train:
+        train(flags.train)
+        return
+    rounds = 1 if flags.quick else flags.rounds
+    systems = [s for s in flags.systems if not (flags.quick and s in ("torchrun", "bucket"))]
+    samples: list[Sample] = []
+    with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
+        for i in range(rounds):
+            for name in systems:
+                if name == "torchrun" and i:  # its times are those of its time-outs: once is enough
+                    continue
+                new = play(name, flags.kinds, Path(folder) / f"{i}-{name}", flags.limit_s, flags.calm_s)
+                samples += new
+                words = [f"{x.kind} never" if x.seconds is None else f"{x.kind} {x.seconds:.2f} s" for x in new]
+                print(f"round {i + 1} {name}: " + ", ".join(words), flush=True)
+                if flags.out:
+                    Path(flags.out).write_text(json.dumps([vars(x) for x in samples]))
+    show(samples)
+
+
+if __name__ == "__main__":
+    main()
