@@ -20,6 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from storage.export import FLOATS, PREFIX, SHARD_NBYTES, export
+from storage.leases import reading
 from storage.manifest import Manifest, Ref, SnapshotCorrupt, SnapshotTooNew
 from storage.objects import NotFound, ObjectStore, StoreError, abort_stale_uploads, normalize, open_store
 from storage.retention import Keep
@@ -75,6 +76,9 @@ def parser(prog: str) -> argparse.ArgumentParser:
     one = command("prune", "Delete old snapshots, parts that nobody committed, and uploads that nobody finished.")
     one.add_argument("--keep-last", type=int, default=3, help="so many stay (default: 3)")
     one.add_argument("--keep-every", type=int, default=0, metavar="STEPS", help="and the first in every so many steps (default: none)")
+    one.add_argument(
+        "--keep-best", default="", metavar="NAME:min|max", help="and the best by a metric, for example loss:min (default: none)"
+    )
     one.add_argument(
         "--stale-h", type=float, default=STALE_H, help=f"hours after which an unfinished upload is nobody's (default: {STALE_H:g})"
     )
@@ -155,7 +159,7 @@ def rows(store: ObjectStore, notes: Notes) -> list[Row]:
                 ref.epoch,
                 state,
                 manifest.nbytes if manifest else None,
-                getattr(manifest, "own_nbytes", manifest.nbytes) if manifest else None,
+                manifest.own_nbytes if manifest else None,
                 manifest.world if manifest else None,
                 len(manifest.tensors) if manifest else None,
                 {k: float(v) for k, v in numbers.items() if isinstance(v, int | float)},
@@ -261,7 +265,7 @@ def _verify(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
         raise StoreError(f"{store.url}: there is no snapshot that can be verified")
     found: dict[Ref, str] = {}
     for ref in refs:
-        with _bar(console) as bar:
+        with _bar(console) as bar, reading(snapshots, ref):
             task = bar.add_task(f"step {ref.step}")
             why = ""
             try:
@@ -304,7 +308,7 @@ def _show(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
 
 # ---- prune ----------------------------------------------------------------------------------------------------------
 def _prune(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
-    keep = Keep(args.keep_last, args.keep_every)
+    keep = Keep(args.keep_last, args.keep_every, args.keep_best)
     gone, deleted = would_prune(store, keep)
     will = "would delete" if args.dry_run else "deletes"
     committed = set(_committed(store))
@@ -328,7 +332,7 @@ def _export(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
     config = Path(args.config) if args.config else None
     if config is not None and not config.is_file():
         raise ValueError(f"--config {config}: there is no such file")
-    with _bar(console) as bar:
+    with _bar(console) as bar, reading(snapshots, manifest.ref):
         task = bar.add_task(f"step {manifest.step}")
         made = export(
             snapshots,

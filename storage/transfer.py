@@ -10,9 +10,9 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
-from storage.manifest import Manifest, Ref, SnapshotCorrupt, chunk_hash
+from storage.leases import reading
+from storage.manifest import Part, Ref, SnapshotCorrupt, chunk_hash
 from storage.objects import Keys, NotFound, ObjectStore, StoreError, read_into
 from storage.snapshots import MANIFESTS, QUARANTINE, Policy, Snapshots
 
@@ -39,7 +39,11 @@ def copy(
     """
     for key in extra:
         _same_or_create(target, key, source.get(key))
-    return [_copy_one(source, target, ref, progress) for ref in refs]
+    found = []
+    for ref in refs:
+        with reading(Snapshots(source), ref):
+            found.append(_copy_one(source, target, ref, progress))
+    return found
 
 
 def _copy_one(source: ObjectStore, target: ObjectStore, ref: Ref, progress: Progress | None) -> Copied:
@@ -51,7 +55,7 @@ def _copy_one(source: ObjectStore, target: ObjectStore, ref: Ref, progress: Prog
             return Copied(ref, "there", 0, manifest.nbytes)
         if target.list(f"{QUARANTINE}{ref.name}.json"):
             raise StoreError(f"{target.url}: snapshot {ref} is quarantined there; remove its mark, or copy to another URL")
-        wanted = objects(manifest)
+        wanted = manifest.stored  # those of older snapshots that it refers to included
         total, done, sent = sum(one.nbytes for one in wanted.values()), 0, 0
         with ThreadPoolExecutor(LANES, "copy") as pool:
             running = [pool.submit(_copy_object, source, target, ref, key, one) for key, one in wanted.items()]
@@ -69,44 +73,30 @@ def _copy_one(source: ObjectStore, target: ObjectStore, ref: Ref, progress: Prog
     return Copied(ref, "copied", sent, total - sent)
 
 
-def _copy_object(source: ObjectStore, target: ObjectStore, ref: Ref, key: str, wanted: Stored) -> int:
+def _copy_object(source: ObjectStore, target: ObjectStore, ref: Ref, key: str, wanted: Part) -> int:
     """Bytes sent: 0 if they are there."""
     buffer = memoryview(bytearray(wanted.nbytes))
     try:
-        if target.size(key) == wanted.nbytes and read_into(target, key, 0, buffer) == wanted.nbytes and wanted.bad(buffer) is None:
+        if target.size(key) == wanted.nbytes and read_into(target, key, 0, buffer) == wanted.nbytes and _bad(wanted, buffer) is None:
             return 0
     except NotFound:
         pass
     found = read_into(source, key, 0, buffer)
     if found != wanted.nbytes or source.size(key) != wanted.nbytes:
         raise SnapshotCorrupt(f"snapshot {ref}: {key} should have {wanted.nbytes} bytes, found {found}; copy an older snapshot")
-    bad = wanted.bad(buffer)
+    bad = _bad(wanted, buffer)
     if bad is not None:
         raise SnapshotCorrupt(f"snapshot {ref}: {key}, bytes from {bad}: hash differs from what was written; copy an older snapshot")
     target.put(key, buffer)
     return wanted.nbytes
 
 
-@dataclass(frozen=True)
-class Stored:
-    """One object that a snapshot's bytes lie in."""
-
-    nbytes: int
-    chunk_nbytes: int
-    hashes: tuple[str, ...]  # "": of a chunk that the snapshot does not use
-
-    def bad(self, data: memoryview) -> int | None:
-        """Where the first chunk begins that is not what was written."""
-        for i, wanted in enumerate(self.hashes):
-            if wanted and chunk_hash(data[i * self.chunk_nbytes : (i + 1) * self.chunk_nbytes]) != wanted:
-                return i * self.chunk_nbytes
-        return None
-
-
-def objects(manifest: Manifest) -> dict[str, Stored]:
-    """All objects that a snapshot's bytes lie in, those of older snapshots that it refers to included."""
-    found: dict[str, Any] = getattr(manifest, "stored", None) or {p.key: p for p in manifest.parts}
-    return {key: Stored(p.nbytes, p.chunk_nbytes, p.hashes) for key, p in found.items()}
+def _bad(wanted: Part, data: memoryview) -> int | None:
+    """Where the first chunk begins that is not what was written. Chunks that the snapshot does not use have no hash."""
+    for i, of in enumerate(wanted.hashes):
+        if of and chunk_hash(data[i * wanted.chunk_nbytes : (i + 1) * wanted.chunk_nbytes]) != of:
+            return i * wanted.chunk_nbytes
+    return None
 
 
 def _is_there(target: ObjectStore, key: str, text: bytes) -> bool:

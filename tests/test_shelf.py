@@ -209,6 +209,28 @@ def test_a_copy_that_is_broken_off_anywhere_goes_on_and_never_commits_half(mode)
         assert Snapshots(inner).refs() == refs
 
 
+def test_a_copy_of_the_newest_brings_what_it_refers_to():
+    """Chunks that did not change lie in objects of an older snapshot."""
+    source, target = memory(), memory()
+    snapshots, frozen = Snapshots(source, 64), random.Random(0).randbytes(1024)
+    chunks = [{"offsets": [0], "sizes": [1024], "part": "a", "start": 0, "end": 1024}]
+    index = {"model/w": {"shape": [1024], "dtype": "uint8", "chunks": chunks}}
+    for step in (10, 20):
+        base = snapshots.latest()
+        snapshots.write(Ref(1, step), 0, 1, {"a": frozen[:900] + bytes([step]) * 124}, index, {}, f"t{step}", base)
+        snapshots.commit(Ref(1, step), 1)
+    newest = snapshots.load(Ref(1, 20))
+    assert newest.refers
+    copy(source, target, [Ref(1, 20)])
+    Snapshots(target).verify(Snapshots(target).load(Ref(1, 20)))
+    assert Snapshots(target).refs() == [Ref(1, 20)]
+    _, deleted = would_prune(source, Keep(1))
+    before = set(source.list(""))
+    snapshots.prune(Keep(1))
+    assert before - set(source.list("")) == set(deleted)
+    snapshots.verify(newest)
+
+
 def test_what_a_broken_off_copy_left_is_hashed_before_it_is_believed():
     source, target = filled((10,)), memory()
     (ref,) = Snapshots(source).refs()
