@@ -45,6 +45,7 @@ CONNECT_TIMEOUT_S = 10.0
 SILENCE_TIMEOUT_S = 60.0  # of a read
 PART_RETRIES = 3  # of one part: a lost connection shall not cost the whole object
 REGION_TIMEOUT_S = 5.0
+NO_CREDENTIALS = "no credentials found; log in the way your cloud's own tools do (aws configure, aws sso login)"
 
 
 class Unfit(Exception):
@@ -187,6 +188,8 @@ class FastStore:
         except FileNotFoundError as e:
             raise _not_found(where, str(e)) from e
         except (errors.PermissionDeniedError, errors.UnauthenticatedError) as e:
+            if NO_CREDENTIALS in str(e):
+                raise StoreError(f"{where}: {NO_CREDENTIALS}") from e
             raise StoreError(f"{where}: permission denied ({_short(e)}); check the credentials and the bucket's policy") from e
         except errors.BaseError as e:
             raise _error(where, e) from e
@@ -309,7 +312,7 @@ class _ByBotocore:
     def __call__(self) -> dict[str, Any]:
         found = self._session.get_credentials()
         if found is None:
-            raise StoreError("no credentials found; log in the way your cloud's own tools do (aws configure, aws sso login)")
+            raise StoreError(NO_CREDENTIALS)
         frozen = found.get_frozen_credentials()
         return {
             "access_key_id": frozen.access_key,

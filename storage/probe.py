@@ -48,8 +48,8 @@ WHY = {
 def probe(store: ObjectStore, token: str = "") -> Probe:
     """Try it with a few small objects under `control/`, which are deleted again. Raises StoreError if it refuses to be written to."""
     key = f"control/probe-{token or secrets.token_hex(6)}"
+    first = store.create(key, b"0123456789")
     try:
-        first = store.create(key, b"0123456789")
         read = store.get(key) == b"0123456789"
         size = read and store.size(key) == 10
         again = store.create(key, b"second")
