@@ -75,6 +75,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     one = command("prune", "Delete old snapshots, parts that nobody committed, and uploads that nobody finished.")
     one.add_argument("--keep-last", type=int, default=3, help="so many stay (default: 3)")
     one.add_argument("--keep-every", type=int, default=0, metavar="STEPS", help="and the first in every so many steps (default: none)")
+    one.add_argument("--keep-best", default="", metavar="METRIC:min|max", help="and the best one by a metric that the script logged, or loss:min")
     one.add_argument(
         "--stale-h", type=float, default=STALE_H, help=f"hours after which an unfinished upload is nobody's (default: {STALE_H:g})"
     )
@@ -304,7 +305,7 @@ def _show(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
 
 # ---- prune ----------------------------------------------------------------------------------------------------------
 def _prune(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
-    keep = Keep(args.keep_last, args.keep_every)
+    keep = Keep(args.keep_last, args.keep_every, args.keep_best)
     gone, deleted = would_prune(store, keep)
     will = "would delete" if args.dry_run else "deletes"
     committed = set(_committed(store))
