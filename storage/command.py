@@ -75,7 +75,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     one = command("prune", "Delete old snapshots, parts that nobody committed, and uploads that nobody finished.")
     one.add_argument("--keep-last", type=int, default=3, help="so many stay (default: 3)")
     one.add_argument("--keep-every", type=int, default=0, metavar="STEPS", help="and the first in every so many steps (default: none)")
-    one.add_argument("--keep-best", default="", metavar="METRIC:min|max", help="and the best one by a metric that the script logged, or loss:min")
+    one.add_argument("--keep-best", default="", metavar="METRIC:min|max", help="and the best by a logged metric, or loss:min")
     one.add_argument(
         "--stale-h", type=float, default=STALE_H, help=f"hours after which an unfinished upload is nobody's (default: {STALE_H:g})"
     )
