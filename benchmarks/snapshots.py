@@ -15,6 +15,7 @@ The first round warms up and is not counted.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -426,18 +427,18 @@ def main() -> None:
     print(f"{training.nbytes / 1e9:.2f} GB of state on {training.device}, {flags.threads} thread(s), {flags.rounds} rounds, {flags.folder}")
     found: dict[str, list[dict[str, float]]] = {type(w).__name__: [] for w in ways}
     try:
-        for i in range(flags.rounds + 1):
-            for way in ways[i % len(ways) :] + ways[: i % len(ways)]:
-                result = one_round(way)
-                if i:
-                    found[type(way).__name__].append(result)
-                if temporary:
-                    for old in Path(temporary).glob(f"{type(way).__name__.lower()}-*"):
-                        if not isinstance(way, Ours):
+        with contextlib.suppress(KeyboardInterrupt):  # then what was measured so far is printed
+            for i in range(flags.rounds + 1):
+                for way in ways[i % len(ways) :] + ways[: i % len(ways)]:
+                    result = one_round(way)
+                    if i:
+                        found[type(way).__name__].append(result)
+                    if temporary and not isinstance(way, Ours):
+                        for old in Path(temporary).glob(f"{type(way).__name__.lower()}-*"):
                             shutil.rmtree(old, ignore_errors=True) if old.is_dir() else old.unlink()
         columns = ("blocked_s", "drain_x", "rest_s", "durable_s", "cpu_s_per_gb", "load_s", "base_step_s")
         print(f"{'median (min-max)':18}" + "".join(f"{c:>24}" for c in columns) + f"{'memory_mb':>12}")
-        for name, results in found.items():
+        for name, results in ((name, results) for name, results in found.items() if results):
             cells = []
             for c in columns:
                 values = [r[c] for r in results]

@@ -59,13 +59,14 @@ class Snapshots:
         world: int,
         files: Mapping[str, bytes | memoryview],
         tensors: dict[str, Any],
-        data: dict[str, Any],
+        data: dict[str, Any] | Callable[[], dict[str, Any]],
         token: str,
         base: Manifest | None = None,
     ) -> PartList:
         """Store what one rank has of a snapshot, and return the part list that stands for that rank.
 
-        files:   name -> bytes. tensors: index whose chunks say `"part": <file name>`. data: plain JSON.
+        files:   name -> bytes. tensors: index whose chunks say `"part": <file name>`. data: plain JSON, or what
+                 makes it, called when the parts are put (which a store may do in the background).
         token:   unique to this attempt (and the same when it is repeated after StoreUnavailable, which is safe).
         base:    the newest committed snapshot that the caller knows of; chunks that it has are not stored again. If it is pruned
                  before the commit, nothing is committed.
@@ -89,6 +90,7 @@ class Snapshots:
                     self.store.put(place.key, memoryview(content)[at : at + place.nbytes] if part.places else content)
                 at += place.nbytes
         index = {name: {**entry, "chunks": [{**c, "part": keys[c["part"]]} for c in entry["chunks"]]} for name, entry in tensors.items()}
+        data = data() if callable(data) else data
         # Through JSON and back, so that what we return equals what others will read (tuples are lists then).
         mine = PartList.from_json(PartList(ref, rank, world, token, parts, index, data, base.link if base else None).to_json())
         if self.store.create(_list_key(ref, rank), mine.to_json().encode()):

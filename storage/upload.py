@@ -203,9 +203,12 @@ class Uploader:
             self.store.create(key, text.encode())
         self._check(job.ref)
         files = {name: one.view[start:end] for name, (start, end) in job.files.items()}
-        data = job.data
-        if job.weights:
-            data = {**data, "weights": combined([f"{weights_sum(job.tensors, files, job.weights):x}"])}
+
+        def data() -> dict[str, Any]:  # made while the lanes send
+            if not job.weights:
+                return job.data
+            return {**job.data, "weights": combined([f"{weights_sum(job.tensors, files, job.weights):x}"])}
+
         snapshots = Snapshots(_Ahead(self.store, self._lanes, one, self._left_s), self.snapshots.chunk_nbytes)
         base = self._newest()
         mine = snapshots.write(job.ref, job.rank, job.world, files, job.tensors, data, job.token, base)

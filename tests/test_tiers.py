@@ -63,6 +63,20 @@ def test_the_nearest_tier_is_read_and_what_comes_from_afar_is_left_there(bucket,
     assert read(third, manifest) == BODY and third.tier == "memory+disk" and third.read_nbytes["disk"] == CHUNK
 
 
+def test_what_lies_in_an_older_snapshots_object_comes_from_near_as_well(bucket, tiers):
+    first = commit(bucket)
+    body = BODY[: 4 * CHUNK] + random.Random(8).randbytes(CHUNK) + BODY[5 * CHUNK :]
+    snapshots, ref = Snapshots(bucket, CHUNK), Ref(1, 6)
+    snapshots.write(ref, 0, 1, {"a.bin": body}, {}, {}, "t", first)
+    second = snapshots.commit(ref, 1)
+    assert second is not None and second.own_nbytes == CHUNK
+    fill(tiers, first)
+    store = Tiered(bucket, second, tiers)
+    assert read(store, second) == body
+    assert dict(store.read_nbytes) == {"memory": len(BODY) - CHUNK, "bucket": CHUNK}
+    assert read(store, second, 3 * CHUNK + 5, 6 * CHUNK) == body[3 * CHUNK + 5 : 6 * CHUNK]
+
+
 def test_every_range_is_what_the_bucket_has(bucket, tiers):
     manifest, rng = commit(bucket), random.Random(3)
     store = Tiered(bucket, manifest, tiers)
