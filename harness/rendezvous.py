@@ -252,7 +252,9 @@ class Rendezvous:
                 seen.sign_s += gap_s
         self._looked_s = now
         found = [self._judge(name, now) for name in names if name != self.me.member]
-        follow = {n: s.member for n, s in self._seen.items() if not s.dead and s.member.state != "gone"}
+        # Who is in another place cannot be reached; a line that never comes up would keep us from being calm.
+        here = {n: s.member for n, s in self._seen.items() if s.member.place == self.me.place}
+        follow = {n: m for n, m in here.items() if not self._seen[n].dead and m.state != "gone"}
         self.lines.follow({n: (m.addr, m.probe_port) for n, m in follow.items()})
         return [*(m for m in found if m is not None), self.me]
 

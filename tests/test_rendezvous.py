@@ -265,6 +265,7 @@ def test_a_world_is_in_one_place_and_stays_there(place):
     epoch = place.form(a, b, c, d)
     assert epoch.members == ("a", "b")
     assert a.waiting(epoch, a.members()) == []  # so nobody stops for them
+    assert set(a.lines._wanted) == {"b"}  # nor waits for lines that never come up
     a.leave(end="drained")
     b.say(state="ready", end="resize")
     assert c.try_form(None) is None
