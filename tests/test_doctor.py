@@ -31,6 +31,16 @@ class Sky(FakeSky):
         return {"endpoint": "http://127.0.0.1:46580", "status": self.says, "version": "0.14.1"}
 
 
+REAL_PROBE = doctor.GPU_PROBE
+NO_GPU = """import json; print(json.dumps({"torch": "2", "cuda": None, "nccl": None, "gpus": []}))"""
+
+
+@pytest.fixture(autouse=True)
+def no_torch(monkeypatch):
+    """Importing torch costs seconds of a core; one test looks at the real answer."""
+    monkeypatch.setattr(doctor, "GPU_PROBE", NO_GPU)
+
+
 @pytest.fixture
 def task(tmp_path):
     path = tmp_path / "task.yaml"
@@ -175,6 +185,7 @@ def test_a_quota_that_cannot_be_asked_says_how(tmp_path, task):
 
 
 def test_gpus_are_asked_in_a_process_that_may_fail(monkeypatch):
+    monkeypatch.setattr(doctor, "GPU_PROBE", REAL_PROBE)
     assert doctor.gpus().state in (OK, WARN)
     monkeypatch.setattr(doctor, "GPU_PROBE", "raise RuntimeError('no kernel image is available')")
     found = doctor.gpus()

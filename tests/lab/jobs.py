@@ -154,7 +154,11 @@ def elastic(stage: Stage) -> None:
     stage.lab.drain(other.name, other.nodes[1:])
     stage.lab.power_off(victim)
     print(f"{time.strftime('%T')}  {victim} is off at step {play.step()}; one node is left, in {other.name}", flush=True)
-    stage.until("the job goes on with one node", lambda: play.worlds()[-1] == 1 and stage.lab.busy(other.name) == [other.nodes[0]])
+    stage.until("the job is started again on one node", lambda: len(play.ids.read_text().split()) == 3)
+    if stage.lab.busy(other.name) != [other.nodes[0]]:
+        raise SystemExit(f"wanted it on {other.nodes[0]}, found {stage.busy()}")
+    at = play.step()
+    stage.until("... and goes on", lambda: play.step() > at)
     stage.until(
         "the job ends", lambda: stage.job(play.name) not in ("PENDING", "SUBMITTED", "STARTING", "RUNNING", "RECOVERING", "UNKNOWN")
     )
