@@ -24,8 +24,8 @@ from harness.journal import Journal, read_facts
 from storage.manifest import Ref, SnapshotCorrupt
 from storage.objects import ObjectStore, StoreError, open_store
 from storage.retention import Keep
-from storage.snapshots import Snapshots
-from storage.transfer import copy, objects
+from storage.snapshots import PARTS, Snapshots
+from storage.transfer import copy
 
 LOOK_S = 2.0
 FINISH_S = 30.0  # after SIGTERM: to copy what was committed last
@@ -50,7 +50,8 @@ class Replica:
         manifest = snapshots.latest()
         if manifest is None or manifest.ref in there.refs():
             return None
-        nbytes = sum(one.nbytes for one in objects(manifest).values())
+        present = set(self.target.list(PARTS))
+        nbytes = sum(one.nbytes for key, one in manifest.stored.items() if key not in present)
         usd = transfer_usd(self.here, self.there, nbytes)
         if self.cap_usd is not None and self.spent_usd + usd > self.cap_usd:
             if not self._told:
