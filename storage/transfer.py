@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from storage.leases import reading
-from storage.manifest import Part, Ref, SnapshotCorrupt, chunk_hash
+from storage.manifest import Manifest, Part, Ref, SnapshotCorrupt, chunk_hash
 from storage.objects import Keys, NotFound, ObjectStore, StoreError, read_into
 from storage.snapshots import MANIFESTS, QUARANTINE, Policy, Snapshots
 
@@ -55,7 +55,7 @@ def _copy_one(source: ObjectStore, target: ObjectStore, ref: Ref, progress: Prog
             return Copied(ref, "there", 0, manifest.nbytes)
         if target.list(f"{QUARANTINE}{ref.name}.json"):
             raise StoreError(f"{target.url}: snapshot {ref} is quarantined there; remove its mark, or copy to another URL")
-        wanted = manifest.stored  # those of older snapshots that it refers to included
+        wanted = objects(manifest)
         total, done, sent = sum(one.nbytes for one in wanted.values()), 0, 0
         with ThreadPoolExecutor(LANES, "copy") as pool:
             running = [pool.submit(_copy_object, source, target, ref, key, one) for key, one in wanted.items()]
@@ -89,6 +89,11 @@ def _copy_object(source: ObjectStore, target: ObjectStore, ref: Ref, key: str, w
         raise SnapshotCorrupt(f"snapshot {ref}: {key}, bytes from {bad}: hash differs from what was written; copy an older snapshot")
     target.put(key, buffer)
     return wanted.nbytes
+
+
+def objects(manifest: Manifest) -> dict[str, Part]:
+    """All stored objects that a snapshot's bytes lie in, by key: those of older snapshots that it refers to included."""
+    return manifest.stored
 
 
 def _bad(wanted: Part, data: memoryview) -> int | None:
