@@ -441,7 +441,8 @@ def main() -> int:
             roles = (flags.only,) if flags.only else ROLES
             for role, found in kills(roles, flags.points, flags.seed, flags.jobs, status.update).items():
                 tried = found["killed"]
-                notes = f"{found['too late']} more came too late, {found['reported']} reports, {found['nothing committed in this life']} without a commit"
+                nothing = found["nothing committed in this life"]
+                notes = f"{found['too late']} more came too late, {found['reported']} reports, {nothing} lives without a commit"
                 table.add_row(f"SIGKILL of the {role}", str(tried), str(tried), notes)
             if not flags.only:
                 status.update("every store call fails once")
