@@ -25,7 +25,7 @@ from storage.manifest import Ref, SnapshotCorrupt
 from storage.objects import ObjectStore, StoreError, open_store
 from storage.retention import Keep
 from storage.snapshots import Snapshots
-from storage.transfer import copy, objects
+from storage.transfer import copy
 
 LOOK_S = 2.0
 FINISH_S = 30.0  # after SIGTERM: to copy what was committed last
@@ -50,7 +50,7 @@ class Replica:
         manifest = snapshots.latest()
         if manifest is None or manifest.ref in there.refs():
             return None
-        nbytes = sum(one.nbytes for one in objects(manifest).values())
+        nbytes = sum(manifest.objects.values())
         usd = transfer_usd(self.here, self.there, nbytes)
         if self.cap_usd is not None and self.spent_usd + usd > self.cap_usd:
             if not self._told:
