@@ -135,6 +135,11 @@ class Lab:
                     os.kill(pid, number)
             time.sleep(2.0 if number == signal.SIGTERM else 0.0)
         shutil.rmtree(self.root / "pids", ignore_errors=True)
+        uid = pwd.getpwnam(USER).pw_uid  # what SkyPilot has started over ssh outlives sshd; the user is the lab's own
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and entry.stat().st_uid == uid:
+                    os.kill(int(entry.name), signal.SIGKILL)
 
     def env(self) -> dict[str, str]:
         """The environment of a person at the controller: a HOME of its own, this tree's code, nothing reported."""
