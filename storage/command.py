@@ -76,7 +76,6 @@ def parser(prog: str) -> argparse.ArgumentParser:
     one = command("prune", "Delete old snapshots, parts that nobody committed, and uploads that nobody finished.")
     one.add_argument("--keep-last", type=int, default=3, help="so many stay (default: 3)")
     one.add_argument("--keep-every", type=int, default=0, metavar="STEPS", help="and the first in every so many steps (default: none)")
-    one.add_argument("--keep-best", default="", metavar="METRIC:min|max", help="and the best by a logged metric, or loss:min")
     one.add_argument(
         "--keep-best", default="", metavar="NAME:min|max", help="and the best by a metric, for example loss:min (default: none)"
     )

@@ -273,7 +273,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def start_uploader(folder, run):
     order = {"run": run, "folder": str(folder), "budget_nbytes": 1 << 30, "member": "m1"}
-    return subprocess.Popen([sys.executable, "-m", "harness.uploader", json.dumps(order)], stdin=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-m", "harness.uploader", json.dumps(order)], stdin=subprocess.PIPE)
+    Line(folder, connect_s=WAIT_S).close()  # a loaded machine takes longer to start it than a trainer would wait
+    return process
 
 
 def test_a_worker_that_dies_after_handing_over_costs_no_upload(tmp_path):
