@@ -109,20 +109,20 @@ def test_a_member_that_goes_before_its_workers_begin_is_not_waited_for(nodes):
     from harness.lines import Lines
     from harness.rendezvous import Member, Rendezvous
 
-    first = nodes.start(*SLOW)
+    first = nodes.start(*SLOW, "--total", LONG)
     nodes.until(lambda: nodes.step() >= 10)
     lines = Lines("m0002", "127.0.0.1")
     me = Member("m0002", "ready", 0, "127.0.0.1", lines.port, 29500, nproc=1, attempt=2)
     second = Rendezvous(open_store(str(nodes.run)), me, lines)
     second.start()
-    nodes.until(lambda: any(e.world == 2 for e in nodes.facts(EpochStarted)))
+    nodes.until(lambda: second.look() and any(e.world == 2 for e in nodes.facts(EpochStarted)))  # who looks is heard
     second.leave(end="")
     nodes.until(lambda: len(nodes.facts(EpochStarted)) == 3, timeout_s=25)  # not the half minute that a planned end may take
     lines.close()
     assert first.wait(90) == 0, nodes.logs()
     assert [e.why for e in nodes.facts(EpochLeft)] == ["resize", "resize", "finished"]
     assert [e.reason for e in nodes.facts(EpochStarted)] == ["start", "grow", "shrink"]
-    assert [r.step for r in history(nodes.run)] == list(range(1, 121))
+    assert [r.step for r in history(nodes.run)] == list(range(1, LONG + 1))
 
 
 def test_a_script_that_keeps_failing_is_stopped_with_its_words(nodes):

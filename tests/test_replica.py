@@ -74,7 +74,8 @@ def test_nothing_is_copied_beyond_the_cap(buckets):
     assert "--replica-cap-usd" in warned.what
 
 
-def test_a_silent_second_bucket_is_tried_again(buckets):
+def test_a_silent_second_bucket_is_tried_again(buckets, monkeypatch):
+    monkeypatch.setattr("harness.replica.LOOK_S", 0.02)
     source, target = buckets
     commit(source, 1, b"x" * 3000)
     said, stop = [], threading.Event()

@@ -130,7 +130,8 @@ def bucket(request, tmp_path):
     server.start()
     host, port = server.get_host_and_port()
     options = {"key": "test", "secret": "test", "endpoint_url": f"http://{host}:{port}"}
-    fsspec.filesystem("s3", skip_instance_cache=True, **options).mkdir("my-bucket")
+    with contextlib.suppress(FileExistsError):  # moto's servers of one process share their buckets
+        fsspec.filesystem("s3", skip_instance_cache=True, **options).mkdir("my-bucket")
     yield "s3://my-bucket/runs/x", options
     server.stop()
 
