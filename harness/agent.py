@@ -60,6 +60,7 @@ LAST_WORDS_S = 2.0  # before a deadline: what the end will be is written while i
 WARM_S = 60.0  # a newcomer's workers may take so long to import what they need before others make room for it
 FENCE_S = 2.0  # between two looks for a newer epoch while all our peers are heard
 SPARE_SETS = 2  # of warm workers: one loss may follow another, or a join, before new ones are warm
+CORES_PER_SPARE = 4  # with fewer cores a worker, a second set would be imported at the expense of the training
 SPARE_S = 1.0  # after an epoch's start, and not before its script is attached, the next workers are warmed
 LINGER_S = 0.2  # for workers to end by themselves once it is known which one failed
 PEER_LEFT_S = 1.0  # for ours to notice that a peer's have failed
@@ -565,8 +566,9 @@ class Agent:
             if self._spare_due_s and now > self._spare_due_s and (self._attached() or now > self._spare_due_s + 30.0):
                 # The script is under way: warming its successors does not slow its start. One set after the other, so one is soon warm.
                 warm = len(self._spares) >= self.config.nproc and all(w.warm() for w in self._spares)
-                self._add_spares(SPARE_SETS if warm else 1)
-                self._spare_due_s = now + SPARE_S if len(self._spares) < SPARE_SETS * self.config.nproc else 0.0
+                sets = SPARE_SETS if (os.cpu_count() or 1) >= CORES_PER_SPARE * self.config.nproc else 1
+                self._add_spares(sets if warm else 1)
+                self._spare_due_s = now + SPARE_S if len(self._spares) < sets * self.config.nproc else 0.0
             return None
         self._first_end_s = self._first_end_s or now
         # After a failure the others only need time to write their own error, and none once we know whose fault it is; after a
