@@ -410,7 +410,7 @@ def drill(ground: Ground, fault: str, phase: str, seed: int) -> Result:
         stack.callback(scene.close)
         try:
             outcome, why = "passed", ""
-            play(ground, scene, FAULTS[fault], phase)
+            play(ground, scene, fault, phase)
             judge(ground, scene)
         except (AssertionError, NotReached, StoreError, OSError, subprocess.SubprocessError, RuntimeError, ValueError) as e:
             outcome, why = "FAILED", f"{type(e).__name__}: {e}"
@@ -432,7 +432,7 @@ def _unique() -> str:
     return f"{next(_count):x}"[-3:]
 
 
-def play(ground: Ground, s: Scene, fault: Fault, phase: str) -> None:
+def play(ground: Ground, s: Scene, fault: str, phase: str) -> None:
     """Start, wait for the phase, let the fault happen, and see the run to its end."""
     if phase == "resume":
         shutil.copytree(ground.half, s.run)
@@ -444,8 +444,8 @@ def play(ground: Ground, s: Scene, fault: Fault, phase: str) -> None:
     s.victim = next(i for i, n in enumerate(s.nodes) if (n.folder / "reached").exists())
     s.reached = int((s.node.folder / "reached").read_text() or 0)
     time.sleep(s.rng.uniform(0.0, 0.2))
-    fault(s)
-    time.sleep(STAND_S.get(fault.__name__.replace("_", "-"), 0.3))  # what was done to them happens while they stand there
+    FAULTS[fault](s)
+    time.sleep(STAND_S.get(fault, 0.3))  # what was done to them happens while they stand there
     for node in s.nodes:
         node.forget("hold.json")
     relaunched = 0

@@ -8,12 +8,11 @@ Where the bucket is follows from its URL; in which region nobody says, so the fi
 
 from __future__ import annotations
 
-import csv
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 
+from harness import tables
 from harness.facts import AgentStarted, AttemptIntended, EpochStarted, SessionStarted, SnapshotCommitted, Stamped
 
 CLOUD_OF = {"s3": "aws", "gs": "gcp", "gcs": "gcp", "az": "azure", "abfs": "azure", "abfss": "azure", "r2": "cloudflare", "oci": "oci"}
@@ -52,8 +51,7 @@ class Estimate:
 @functools.cache
 def prices() -> Mapping[tuple[str, str], float]:
     """(cloud, "internet" | "region" | "storage") -> USD per GB."""
-    lines = (line for line in resources.files("harness").joinpath("egress.csv").read_text().splitlines() if not line.startswith("#"))
-    return {(row["cloud"], row["what"]): float(row["usd_per_gb"]) for row in csv.DictReader(lines)}
+    return {(row["cloud"], row["what"]): float(row["usd_per_gb"]) for row in tables.rows("egress.csv")}
 
 
 def transfer_usd(source: str, target: str, nbytes: int) -> float:

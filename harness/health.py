@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import importlib
 import json
 import subprocess
@@ -21,9 +20,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
-from importlib import resources
 from pathlib import Path
 from typing import IO, Any
+
+from harness import tables
 
 LOOK_EVERY_S = 5.0  # ECC counters, recovery action, clocks; XIDs come as events at once
 SILENT_S = 60.0  # a look that takes longer has hung in the driver
@@ -75,8 +75,7 @@ class Verdict:
 
 def xid_table() -> dict[int, tuple[Action, str]]:
     """XID -> what is done, what it means. Package data; its sources stand in the file."""
-    lines = (line for line in resources.files("harness").joinpath("xids.csv").read_text().splitlines() if not line.startswith("#"))
-    return {int(row["xid"]): (Action[row["action"].upper()], row["name"]) for row in csv.DictReader(lines)}
+    return {int(row["xid"]): (Action[row["action"].upper()], row["name"]) for row in tables.rows("xids.csv")}
 
 
 @dataclass

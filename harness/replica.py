@@ -43,12 +43,18 @@ class Replica:
         self.here, self.there = here or _cloud(source.url), there or _cloud(target.url)
         self.spent_usd = sum(s.fact.usd for s in read_facts(source) if isinstance(s.fact, SnapshotReplicated))
         self._told = False
+        self._done: Ref | None = None  # the newest that needs nothing more
 
     def look(self) -> Ref | None:
         """Copy the newest committed snapshot, if it is not there: its ref. Raises StoreError, SnapshotCorrupt."""
         snapshots, there = Snapshots(self.source), Snapshots(self.target)
+        if snapshots.refs()[:1] == [self._done]:  # one listing, and not a request for each part
+            return None
         manifest = snapshots.latest()
-        if manifest is None or manifest.ref in there.refs():
+        if manifest is None:
+            return None
+        if manifest.ref in there.refs():
+            self._done = manifest.ref
             return None
         present = set(self.target.list(PARTS))
         nbytes = sum(one.nbytes for key, one in manifest.stored.items() if key not in present)
@@ -59,7 +65,7 @@ class Replica:
                 why = f"nothing more is copied to {self.target.url}: {why}; raise --replica-cap-usd"
                 self.journal.record(Warned(manifest.step, manifest.epoch, why))
                 self.journal.flush()
-            self._told = True
+            self._told, self._done = True, manifest.ref
             return None
         t0 = time.monotonic()
         records = set(self.source.list("samples/")) - set(self.target.list("samples/"))
@@ -71,6 +77,7 @@ class Replica:
         self.journal.record(SnapshotReplicated(manifest.step, manifest.epoch, self.target.url, copied.nbytes, time.monotonic() - t0, usd))
         self.journal.flush()
         there.prune(Keep(last=KEEP))
+        self._done = manifest.ref
         return manifest.ref
 
     def run(self, stop: threading.Event, say: Callable[[str], None]) -> None:

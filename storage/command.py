@@ -24,7 +24,7 @@ from storage.leases import reading
 from storage.manifest import Manifest, Ref, SnapshotCorrupt, SnapshotTooNew
 from storage.objects import NotFound, ObjectStore, StoreError, abort_stale_uploads, normalize, open_store
 from storage.retention import Keep
-from storage.snapshots import MANIFESTS, Snapshots
+from storage.snapshots import Snapshots
 from storage.transfer import copy, would_prune
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
@@ -135,7 +135,7 @@ def rows(store: ObjectStore, notes: Notes) -> list[Row]:
     snapshots = Snapshots(store)
     marked = snapshots.quarantined()
     found = []
-    for ref in sorted(set(_committed(store)) | marked, reverse=True):
+    for ref in sorted(snapshots.manifests()[0] | marked, reverse=True):
         note = notes.of.get(ref, Note())
         manifest, state, reason = None, "whole", ""
         try:
@@ -171,17 +171,6 @@ def rows(store: ObjectStore, notes: Notes) -> list[Row]:
                 note.restored,
             )
         )
-    return found
-
-
-def _committed(store: ObjectStore) -> list[Ref]:
-    found = []
-    for key in store.list(MANIFESTS):
-        if key.endswith(".json"):
-            try:
-                found.append(Ref.parse(key.removeprefix(MANIFESTS).removesuffix(".json")))
-            except ValueError:  # a stranger's object
-                continue
     return found
 
 
@@ -311,7 +300,7 @@ def _prune(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
     keep = Keep(args.keep_last, args.keep_every, args.keep_best)
     gone, deleted = would_prune(store, keep)
     will = "would delete" if args.dry_run else "deletes"
-    committed = set(_committed(store))
+    committed = Snapshots(store).manifests()[0]
     for ref in gone:
         what = "snapshot" if ref in committed else "parts that were never committed"
         nbytes = sum(n for key, n in deleted.items() if f"/{ref.name}" in key)

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from storage.objects import FULL, Keys, NotFound, StoreError, StoreUnavailable, abort_s3_uploads
+from storage.objects import FULL, Keys, NotFound, StoreError, StoreUnavailable, abort_s3_uploads, denied, full, no_bucket, no_credentials
 
 try:
     import obstore
@@ -190,7 +190,7 @@ class FastStore:
         except (errors.PermissionDeniedError, errors.UnauthenticatedError) as e:
             if NO_CREDENTIALS in str(e):
                 raise StoreError(f"{where}: {NO_CREDENTIALS}") from e
-            raise StoreError(f"{where}: permission denied ({_short(e)}); check the credentials and the bucket's policy") from e
+            raise denied(where, _short(e)) from e
         except errors.BaseError as e:
             raise _error(where, e) from e
         except Exception as e:  # of credential providers and of botocore; each has a tree of its own, and none may leak
@@ -200,7 +200,7 @@ class FastStore:
 def _not_found(where: str, text: str) -> StoreError:
     codes = set(re.findall(r"<Code>(\w+)</Code>", text))
     if codes & {"NoSuchBucket", "ContainerNotFound"} or "The specified bucket does not exist" in text:
-        return StoreError(f"{where}: the bucket does not exist; create it or name another in the run URL")
+        return no_bucket(where)
     if "NoSuchUpload" in codes:  # somebody aborted it; it can be begun again
         return StoreUnavailable(f"{where}: the upload was aborted by others")
     return NotFound(where)
@@ -209,11 +209,11 @@ def _not_found(where: str, text: str) -> StoreError:
 def _error(where: str, e: Exception) -> StoreError:
     text = str(e)
     if "NoSuchBucket" in text or "ContainerNotFound" in text:
-        return StoreError(f"{where}: the bucket does not exist; create it or name another in the run URL")
+        return no_bucket(where)
     if any(word in text for word in FULL):
-        return StoreError(f"{where}: {_short(e)}: the store is full; free some space, raise the quota, or choose another run URL")
+        return full(where, _short(e))
     if type(e).__name__ in ("NoCredentialsError", "PartialCredentialsError") or "must be specified" in text or _is_without_identity(text):
-        return StoreError(f"{where}: no credentials found ({_short(e)}); log in the way your cloud's own tools do")
+        return no_credentials(where, _short(e))
     if "PermanentRedirect" in text or "AuthorizationHeaderMalformed" in text or "redirect without LOCATION" in text:
         return StoreError(f"{where}: the bucket is in another region ({_short(e)}); set AWS_REGION to the bucket's")
     return StoreUnavailable(f"{where}: {_short(e)}")

@@ -384,19 +384,36 @@ class FsspecStore:
             raise
         except FileNotFoundError as e:
             if _says(e, "NoSuchBucket", "specified bucket", "specified container"):
-                raise StoreError(f"{where}: the bucket does not exist; create it or name another in the run URL") from e
+                raise no_bucket(where) from e
             raise NotFound(where) from e
         except PermissionError as e:
-            raise StoreError(f"{where}: permission denied ({e}); check the credentials and the bucket's policy") from e
+            raise denied(where, e) from e
         except (OSError, TimeoutError) as e:
             if getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _says(e, *FULL):
-                raise StoreError(f"{where}: {e}: the store is full; free some space, raise the quota, or choose another run URL") from e
+                raise full(where, e) from e
             raise StoreUnavailable(f"{where}: {e}") from e
         except Exception as e:  # client libraries raise their own trees (botocore, google, azure); none may leak
             name = type(e).__name__
             if name in ("NoCredentialsError", "DefaultCredentialsError", "PartialCredentialsError"):
-                raise StoreError(f"{where}: no credentials found ({e}); log in the way your cloud's own tools do") from e
+                raise no_credentials(where, e) from e
             raise StoreUnavailable(f"{where}: {name}: {e}") from e
+
+
+# What a bucket's refusals are told as, whoever speaks to it.
+def no_bucket(where: str) -> StoreError:
+    return StoreError(f"{where}: the bucket does not exist; create it or name another in the run URL")
+
+
+def denied(where: str, e: object) -> StoreError:
+    return StoreError(f"{where}: permission denied ({e}); check the credentials and the bucket's policy")
+
+
+def full(where: str, e: object) -> StoreError:
+    return StoreError(f"{where}: {e}: the store is full; free some space, raise the quota, or choose another run URL")
+
+
+def no_credentials(where: str, e: object) -> StoreError:
+    return StoreError(f"{where}: no credentials found ({e}); log in the way your cloud's own tools do")
 
 
 FULL = ("QuotaExceeded", "StorageFull", "InsufficientStorage", "No space left")  # words of S3-compatible stores and quotas

@@ -134,21 +134,21 @@ class Snapshots:
         """Are they committed, not doomed, not quarantined? To be asked when what refers to them is there for all to see."""
         if not bases:
             return True
-        committed, doomed = self._manifests()
+        committed, doomed = self.manifests()
         return committed.difference(doomed).difference(self.quarantined()).issuperset(bases)
 
     def hopeless(self, ref: Ref, base: Ref | None) -> bool:
         """Can a snapshot that is not committed yet never be, since it or its base was pruned or quarantined?"""
-        _, doomed = self._manifests()
+        _, doomed = self.manifests()
         return ref in doomed or not (base is None or self.stay([base]))
 
     # ---- reading ------------------------------------------------------------------------------------------------
     def refs(self) -> list[Ref]:
         """All committed snapshots that are neither doomed nor quarantined, newest first."""
-        committed, doomed = self._manifests()
+        committed, doomed = self.manifests()
         return sorted(committed - doomed - self.quarantined(), reverse=True)
 
-    def _manifests(self) -> tuple[set[Ref], set[Ref]]:
+    def manifests(self) -> tuple[set[Ref], set[Ref]]:
         """Committed snapshots and doomed ones, of one moment."""
         keys = self.store.list(MANIFESTS)
         return _refs_in(k for k in keys if k.endswith(".json")), _refs_in(k.removesuffix(DOOM) for k in keys if k.endswith(DOOM))
@@ -292,7 +292,7 @@ class Snapshots:
         if newest is None:
             return []
         objects = self._objects()  # before the manifests: a snapshot committed in between is not taken for an orphan
-        committed, doomed = self._manifests()
+        committed, doomed = self.manifests()
         marked = self.quarantined()
         candidates = {ref for ref in committed - doomed - marked if ref <= newest.ref}
         stay = (set(self._chosen(keep, candidates)) & candidates) | {newest.ref}
@@ -336,7 +336,7 @@ class Snapshots:
     def _needed(self, gone: Collection[Ref], on_bad: OnBad | None) -> tuple[defaultdict[Ref, list[str]], frozenset[str]]:
         """What there is; and of that what snapshots other than `gone`, which are doomed, refer to. To be asked when they are."""
         objects = self._objects()
-        committed, _ = self._manifests()
+        committed, _ = self.manifests()
         needed: set[str] = set()
         others = (committed | set(objects)).difference(gone)
         for ref in others - self.quarantined():
@@ -385,7 +385,7 @@ class Snapshots:
     def begin_reading(self, ref: Ref, token: str) -> bool:
         """Ask that it is not pruned while we read it: `leases.reading` does, and goes on asking. False: it is doomed already."""
         self.still_reading(ref, token, 0)
-        committed, doomed = self._manifests()
+        committed, doomed = self.manifests()
         if ref in committed and ref not in doomed:
             return True
         self.end_reading(ref, token)

@@ -160,7 +160,7 @@ def test_a_broken_script_stops_the_run_with_its_reason(campaign, flags, says):
     assert "Traceback (most recent call last):\n  File" not in c.output().split("Last words")[0]
     assert not c.left_over()
     if "every" in flags:
-        assert c.step() >= 10  # nothing was lost (11: the second node came just then)
+        assert c.step() in (10, 11)  # nothing was lost (11: the second node came just then)
 
 
 @pytest.mark.parametrize(

@@ -345,7 +345,7 @@ class SeesTheDoomed(Snapshots):
     """A mark at a doomed snapshot is not looked at. (That alone is no error: it is there for those that others refer to.)"""
 
     def refs(self) -> list[Ref]:
-        return sorted(self._manifests()[0] - self.quarantined(), reverse=True)
+        return sorted(self.manifests()[0] - self.quarantined(), reverse=True)
 
 
 class CommitWithoutSecondLook(SeesTheDoomed):
@@ -438,7 +438,7 @@ class PruneLooksAtManifestsOnly(Snapshots):
 
     def _needed(self, gone: Any, on_bad: Any) -> Any:
         objects, _ = super()._needed(gone, on_bad)
-        return objects, frozenset(key for ref in self._manifests()[0].difference(gone) for key in self.load(ref).refers)
+        return objects, frozenset(key for ref in self.manifests()[0].difference(gone) for key in self.load(ref).refers)
 
 
 class CommitTrustsItsBase(Snapshots):

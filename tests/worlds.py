@@ -29,11 +29,14 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def environment():
+    mine = {k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "SKYPILOT_"))}
+    return mine | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
+
+
 def start(run, world=1, *flags, env=None, script=TRAINER):
     """`world` processes of the script on `run`; returns the Popen objects."""
-    base = {k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "SKYPILOT_"))}
-    base |= {"HARNESS_RUN": str(run), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
-    port = free_port()
+    base, port = environment() | {"HARNESS_RUN": str(run)}, free_port()
     processes = []
     for rank in range(world):
         own = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -54,28 +57,22 @@ def finish(processes, timeout_s=120) -> Ended:
     return Ended([p.returncode for p in processes], "\n".join(outputs))
 
 
-def train(run, world=1, *flags, env=None, codes=(0,)) -> Ended:
-    """Run to the end; every exit code must be one of `codes`."""
-    ended = finish(start(run, world, *flags, env=env))
-    assert set(ended.codes) <= set(codes), ended.output
-    return ended
-
-
 class Nursery:
     """Many worlds, one after the other, of processes that are forked and not started: seconds cheaper per rank."""
 
     def __init__(self):
-        script = str(Path(__file__).parent / "nursery.py")
-        base = {k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "SKYPILOT_"))}
-        base |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
-        self.process = subprocess.Popen([sys.executable, script], env=base, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, str(Path(__file__).parent / "nursery.py")]
+        self.process = subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.count = 0
 
-    def train(self, run, world=1, *flags, env=None, codes=(0,), script=TRAINER, kill_after_s=None) -> Ended:
-        """Like `train`; `kill_after_s`: SIGKILL to every rank then."""
-        log = Path(f"{run}.log")
+    def train(self, run, world=1, *flags, env=None, codes=(0,), script=TRAINER, kill_after_s=None, timeout_s=120) -> Ended:
+        """Run to the end; every exit code must be one of `codes`. `kill_after_s`: SIGKILL to every rank then."""
+        self.count += 1
+        log = Path(f"{run}.{self.count}.log")
         place = {"HARNESS_RUN": str(run), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        job = {"script": str(script), "world": world, "flags": [str(f) for f in flags], "env": place | (env or {}), "log": str(log)}
-        job["kill_after_s"] = kill_after_s
+        env = {k: str(v) for k, v in (environment() | place | (env or {})).items()}
+        job = {"script": str(script), "world": world, "flags": [str(f) for f in flags], "env": env, "log": str(log)}
+        job |= {"kill_after_s": kill_after_s, "timeout_s": timeout_s}
         print(json.dumps(job), file=self.process.stdin, flush=True)
         ended = Ended(json.loads(self.process.stdout.readline()), log.read_text())
         assert set(ended.codes) <= set(codes), ended.output
@@ -87,6 +84,16 @@ class Nursery:
         self.process.stdout.close()
 
 
+_nursery: list[Nursery] = []  # one for the process; it ends when its stdin does
+
+
+def train(run, world=1, *flags, **kwargs) -> Ended:
+    """`Nursery.train` in a nursery that all tests share."""
+    if not _nursery:
+        _nursery.append(Nursery())
+    return _nursery[0].train(run, world, *flags, **kwargs)
+
+
 def newest(run):
     return Snapshots(open_store(str(run))).latest()
 
@@ -96,4 +103,4 @@ def history(run) -> list[records.StepRecord]:
     store = open_store(str(run))
     manifest = Snapshots(store).latest()
     named = manifest.data["samples"]
-    return read_records(store, named["key"], named["head"], records.genesis(__import__("json").loads(store.get("run.json"))))
+    return read_records(store, named["key"], named["head"], records.genesis(json.loads(store.get("run.json"))))
