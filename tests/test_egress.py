@@ -7,7 +7,7 @@ from importlib import resources
 import pytest
 from rich.console import Console
 
-from harness import egress, report
+from harness import report
 from harness.egress import estimate, prices, transfer_usd
 from harness.facts import AgentStarted, AttemptIntended, EpochStarted, SessionStarted, SnapshotCommitted, Stamped
 from storage.objects import MemoryStore
