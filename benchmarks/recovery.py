@@ -323,7 +323,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--limit-s", type=float, default=90.0, help="longest wait for a step after a loss")
-    parser.add_argument("--calm-s", type=float, default=8.0, help="training before each loss (ours warms spare workers then)")
+    parser.add_argument("--calm-s", type=float, default=8.0, help="training before each loss")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", default="", help="write all samples here, as JSON")
     flags = parser.parse_args()

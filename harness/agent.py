@@ -45,6 +45,7 @@ from harness.lines import Lines
 from harness.marks import Want
 from harness.nearby import NearbyConfig
 from harness.notices import Notice, Source, watch
+from harness.nursery import Forked, Nursery
 from harness.rendezvous import NO_EPOCH, Epoch, Member, Rendezvous, free_port
 from harness.uploader import NodeUploader
 from harness.worker import DUMP_SIGNAL
@@ -59,9 +60,6 @@ SAME_KILL_LIMIT = 10  # signals from outside (out of memory, an operator), hangs
 LAST_WORDS_S = 2.0  # before a deadline: what the end will be is written while it still can be
 WARM_S = 60.0  # a newcomer's workers may take so long to import what they need before others make room for it
 FENCE_S = 2.0  # between two looks for a newer epoch while all our peers are heard
-SPARE_SETS = 2  # of warm workers: one loss may follow another, or a join, before new ones are warm
-CORES_PER_SPARE = 4  # with fewer cores a worker, a second set would be imported at the expense of the training
-SPARE_S = 1.0  # after an epoch's start, and not before its script is attached, the next workers are warmed
 LINGER_S = 0.2  # for workers to end by themselves once it is known which one failed
 PEER_LEFT_S = 1.0  # for ours to notice that a peer's have failed
 KILL_S = 20.0  # for a killed worker to be gone; after that the kernel holds it, and the node is unfit
@@ -111,26 +109,14 @@ class AgentConfig:
 
 @dataclass
 class Worker:
-    process: subprocess.Popen[bytes]
+    process: Forked
     error_file: Path
-    rank: int = -1
+    rank: int
+    pulse: progress.Pulse
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     reader: threading.Thread | None = None
-    pulse: progress.Pulse | None = None  # from when its epoch begins
-    warm_file: Path = Path(os.devnull)  # there once it has imported what scripts need
     hung: str = ""  # in words, when it was killed for that
     guilty: bool = False  # of the hang; else it was waiting for others
-
-    def warm(self) -> bool:
-        """It waits for its orders, or has ended and never will."""
-        return self.warm_file.exists() or self.process.poll() is not None
-
-    def kill(self) -> None:
-        if self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in a driver cannot be killed
-            self.process.wait(KILL_S)
 
     @property
     def code(self) -> int:
@@ -160,7 +146,6 @@ class Agent:
         self.snapshots = Snapshots(store)
         self.mark_path = config.node_dir / "mark.json"
         self._workers: list[Worker] = []
-        self._spares: list[Worker] = []
         self._epoch: Epoch = NO_EPOCH  # the one whose workers run, else NO_EPOCH
         self._absent: set[str] = set()  # members of our epoch that are gone or dead
         self._wants: dict[str, tuple[Want, float | None]] = {}  # who wants what, until when
@@ -186,7 +171,6 @@ class Agent:
         self._end = ""  # how our last epoch ended: facts.EpochLeft.why
         self._last_tail: tuple[str, ...] = ()
         self._killed_by_us = False
-        self._spare_due_s = 0.0  # when to warm the next workers; 0: not planned
         self._hangs = 0  # of our own workers, not of those that waited for others
         self._unfit = ""  # why no run should come back to this node
         self._unfit_by_s: float | None = None  # when workers on it are ended, if they have not left by then
@@ -206,7 +190,7 @@ class Agent:
         )  # fmt: skip
         self.rendezvous = Rendezvous(self.store, me, self._lines, beat_s=c.beat_s, dead_s=c.dead_s, min_members=c.min_members)
         self.journal.record(AgentStarted(self.name, c.attempt, socket.gethostname(), c.nproc, c.accelerator, os.getpid()))
-        self._add_spares()
+        self._nursery = self._new_nursery()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda n, _: self._inbox.put(("signal", signal.Signals(n).name)))
         signal.signal(signal.SIGUSR1, lambda *_: self._inbox.put(("snapshot", "SIGUSR1")))
@@ -226,8 +210,7 @@ class Agent:
         finally:
             watcher.stop()
             monitor.stop()
-            for worker in self._workers + self._spares:
-                worker.kill()
+            self._nursery.close()
             self._uploads.settle(self._settle_s())
             if code in (DRAINED, FINISHED):
                 self._acknowledge()
@@ -267,8 +250,7 @@ class Agent:
         gap_s, self._last_loop_s = now - self._last_loop_s, now
         if gap_s > FROZEN_S:
             for worker in self._workers:
-                if worker.pulse is not None:
-                    worker.pulse.forgive(gap_s)
+                worker.pulse.forgive(gap_s)
 
     # ---- what others tell us -----------------------------------------------------------------------------------
     def _hear(self) -> int | None:
@@ -293,6 +275,7 @@ class Agent:
     def _heed(self, notice: Notice) -> None:
         """A notice is new, or says something else than before."""
         self._notices[notice.id] = notice
+        self._next_tick_s = 0.0  # who launched us hears of it now: our workers may be gone within a tick
         self.journal.record(NoticeSeen(self.name, notice.source, notice.kind, notice.id, notice.deadline_s))
         if notice.kind == "soft":
             self._want(f"notice:{notice.id}", Want.SNAPSHOT)
@@ -430,7 +413,7 @@ class Agent:
             self._reason = stop
             return STOPPED
         if self.rendezvous.me.state == "warming":
-            if not (self._leaving or now >= self._warm_by_s or all(w.warm() for w in self._spares)):
+            if not (self._leaving or now >= self._warm_by_s or self._nursery.warm()):
                 return None
             self._tell(state="ready")
         if self._leaving:
@@ -485,27 +468,23 @@ class Agent:
         self._epoch, self._first_end_s, self._peer_left_s, self._waiting_since_s = epoch, None, None, None
         self._tell(state="in", epoch=epoch.epoch, end="", failure="", failure_step=0, master_port=free_port(self.config.addr))
         ranks = epoch.ranks(self.name)
-        self._add_spares()
-        warmest = sorted(self._spares, key=lambda w: not w.warm())
-        self._workers, self._spares = warmest[: self.config.nproc], warmest[self.config.nproc :]
-        for local_rank, (worker, rank) in enumerate(zip(self._workers, ranks, strict=True)):
-            worker.rank = rank
-            worker.pulse = progress.Pulse(signs[local_rank], self.config.hang, 2.0**self._hangs, since_s=time.monotonic())
-            self._order(worker, epoch, rank, local_rank)
+        self._warm_up()
+        self._workers = [self._start(epoch, rank, local_rank) for local_rank, rank in enumerate(ranks)]
         if ranks.start == 0:
             self.journal.record(EpochStarted(epoch.epoch, epoch.members, epoch.world, epoch.reason))
             self._start_helpers()
         elif "replica" in self._helpers:  # another node's does it now
             self._helpers["replica"].terminate()
-        self._spare_due_s = time.monotonic() + SPARE_S  # warm the next ones once these are under way
 
     def _tell(self, **changes: Any) -> None:
         with contextlib.suppress(StoreUnavailable):  # what we say of ourselves goes out with the next heartbeat then
             self.rendezvous.say(**changes)
 
-    def _order(self, worker: Worker, epoch: Epoch, rank: int, local_rank: int) -> None:
+    def _start(self, epoch: Epoch, rank: int, local_rank: int) -> Worker:
         speeds = [speed for speed, n in zip(epoch.speeds, epoch.nproc, strict=True) for _ in range(n)]
         node = epoch.members.index(self.name)
+        sign = self.config.node_dir / f"progress-{local_rank}"
+        error_file = self.config.node_dir / f"error-{secrets.token_hex(4)}.json"
         env = {
             "RANK": rank, "WORLD_SIZE": epoch.world, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": self.config.nproc,
             "GROUP_RANK": node, "GROUP_WORLD_SIZE": len(epoch.members), "ROLE_RANK": rank, "ROLE_WORLD_SIZE": epoch.world,
@@ -514,44 +493,33 @@ class Agent:
             "HARNESS_RUN": self.config.run, "HARNESS_REPLICA": self.config.replica,
             "HARNESS_EPOCH": epoch.epoch, "HARNESS_MARK": self.mark_path,
             "HARNESS_SPEEDS": json.dumps(speeds), "HARNESS_EPOCH_REASON": epoch.reason, "HARNESS_STAGE": self._uploads.stage.folder,
-            "HARNESS_PROGRESS": self.config.node_dir / f"progress-{local_rank}",
+            "HARNESS_PROGRESS": sign, "TORCHELASTIC_ERROR_FILE": error_file,
         }  # fmt: skip
-        order = {"env": {k: str(v) for k, v in env.items()}, "argv": self.config.argv}
-        assert worker.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died while waiting; its exit code tells
-            worker.process.stdin.write(json.dumps(order).encode() + b"\n")
-            worker.process.stdin.close()
+        process, out = self._nursery.fork({"env": {k: str(v) for k, v in env.items()}, "argv": self.config.argv})
+        pulse = progress.Pulse(sign, self.config.hang, 2.0**self._hangs, since_s=time.monotonic())
+        worker = Worker(process, error_file, rank, pulse)
+        worker.reader = threading.Thread(target=self._read, args=(worker, out), daemon=True)
+        worker.reader.start()
+        return worker
 
-    def _add_spares(self, sets: int = 1) -> None:
-        """Worker processes that have torch imported and wait for their orders (no CUDA context, no rank yet): `sets` for each rank."""
-        self._spares = [w for w in self._spares if w.process.poll() is None]
-        while len(self._spares) < sets * self.config.nproc:
-            error_file = self.config.node_dir / f"error-{secrets.token_hex(4)}.json"
-            warm_file = error_file.with_suffix(".warm")
-            env = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file), "PYTHONUNBUFFERED": "1", "HARNESS_WARM": str(warm_file)}
-            env.setdefault("OMP_NUM_THREADS", "1")
-            if self.config.addr.startswith("127."):
-                env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            process = subprocess.Popen(
-                [sys.executable, "-m", "harness.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=env,
-                start_new_session=True,
-            )
-            worker = Worker(process, error_file, warm_file=warm_file)
-            assert process.stdout is not None
-            worker.reader = threading.Thread(target=self._read, args=(worker, process.stdout), daemon=True)
-            worker.reader.start()
-            self._spares.append(worker)
+    def _new_nursery(self) -> Nursery:
+        env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
+        if self.config.addr.startswith("127."):
+            env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return Nursery(env)
+
+    def _warm_up(self) -> None:
+        """See to it that there is a warm process to fork from: the last one may have been killed."""
+        if self._nursery.ended():
+            self._nursery = self._new_nursery()
 
     @staticmethod
     def _read(worker: Worker, stream: IO[bytes]) -> None:
-        for raw in stream:
-            line = raw.decode(errors="replace").rstrip("\n")
-            worker.tail.append(line)
-            print(f"[{worker.rank}] {line}", flush=True)
+        with stream:
+            for raw in stream:
+                line = raw.decode(errors="replace").rstrip("\n")
+                worker.tail.append(line)
+                print(f"[{worker.rank}] {line}", flush=True)
 
     # ---- in an epoch -------------------------------------------------------------------------------------------
     def _watch_workers(self, now: float) -> int | None:
@@ -563,12 +531,6 @@ class Agent:
         codes = [w.process.poll() for w in self._workers]
         ended = [c for c in codes if c is not None]
         if not ended:
-            if self._spare_due_s and now > self._spare_due_s and (self._attached() or now > self._spare_due_s + 30.0):
-                # The script is under way: warming its successors does not slow its start. One set after the other, so one is soon warm.
-                warm = len(self._spares) >= self.config.nproc and all(w.warm() for w in self._spares)
-                sets = SPARE_SETS if (os.cpu_count() or 1) >= CORES_PER_SPARE * self.config.nproc else 1
-                self._add_spares(sets if warm else 1)
-                self._spare_due_s = now + SPARE_S if len(self._spares) < sets * self.config.nproc else 0.0
             return None
         self._first_end_s = self._first_end_s or now
         # After a failure the others only need time to write their own error, and none once we know whose fault it is; after a
@@ -584,7 +546,7 @@ class Agent:
         """Name workers that give no sign of life, and have them write down where they hang."""
         hung: list[Worker] = []
         for worker in self._workers:
-            if worker.pulse is None or worker.process.poll() is not None:
+            if worker.process.poll() is not None:
                 continue
             worker.pulse.look(now)
             state = progress.state_of(worker.process.pid) if now - worker.pulse.since_s > worker.pulse.bound_s(stopped=True) else ""
@@ -601,7 +563,6 @@ class Agent:
 
     def _report_hung(self, worker: Worker, now: float, state: str) -> None:
         pulse = worker.pulse
-        assert pulse is not None
         sign = pulse.sign or progress.Sign(0, 0, progress.Place.START)
         worker.guilty = not pulse.waits(state)
         self.journal.record(
@@ -628,7 +589,7 @@ class Agent:
             if want is Want.SNAPSHOT or deadline_s is None or who in self._grace_spent or now_s < deadline_s - LAST_WORDS_S:
                 continue
             self._grace_spent.add(who)
-            signs = [w.pulse.sign for w in self._workers if w.pulse is not None and w.pulse.sign is not None]
+            signs = [w.pulse.sign for w in self._workers if w.pulse.sign is not None]
             step = max((s.step for s in signs), default=-1)
             committed = -1
             with contextlib.suppress(StoreUnavailable):
@@ -645,7 +606,7 @@ class Agent:
 
     def _end_workers(self) -> list[Worker]:
         for worker in self._workers:
-            worker.kill()
+            worker.process.kill(KILL_S)
             if worker.reader:
                 worker.reader.join(2.0)  # let its last words through; bounded, as a grandchild may hold the pipe open
         if stuck := [w.rank for w in self._workers if w.process.returncode is None]:
@@ -655,7 +616,6 @@ class Agent:
     def _leave(self, codes: list[int]) -> int | None:
         """Our workers of this epoch have ended with `codes`: what now?"""
         epoch, self._epoch, self._ready_since_s = self._epoch, NO_EPOCH, time.monotonic()
-        self._spare_due_s = 0.0
         failure, step = "", 0
         code: int | None
         if self._unfit and any(c not in (FINISHED, RESIZE, DRAINED, STOPPED) for c in codes):  # killed by us, or by their GPU
@@ -691,7 +651,7 @@ class Agent:
             self._ready = {"state": "ready", "end": why, "failure": failure, "failure_step": step}
             self._settle_until_s = time.monotonic() + self._settle_s()
             self._say_ready(time.monotonic())
-            self._add_spares()
+            self._warm_up()
             self._next_tick_s = 0.0
         return code
 

@@ -119,11 +119,11 @@ class Drilled:
         return sorted(found, key=lambda p: (p.pid != self.process.pid, p.pid))
 
     def workers(self) -> list[psutil.Process]:
-        """Those that train first (they have used the most processor time), spares last."""
+        """Those that train; the one that has used the most processor time first."""
         ours = []
         for p in self.processes():
             with contextlib.suppress(psutil.Error):
-                if "harness.worker" in p.cmdline():
+                if p.name().startswith("rank-"):
                     ours.append((p.cpu_times().user, p))
         return [p for _, p in sorted(ours, key=lambda pair: -pair[0])]
 

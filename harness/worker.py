@@ -1,7 +1,8 @@
-"""The process in which the user's script runs. Started by the agent ahead of time, so that torch is imported already.
+"""The processes in which the user's script runs, forked from one per node that has torch imported already.
 
-`python -m harness.worker` imports torch, then waits on its standard input for one line of JSON: environment and command
-of the script. It dies with its agent. A script's exception is written to TORCHELASTIC_ERROR_FILE, as torchrun does.
+`python -m harness.worker FD` imports torch, then forks a worker for each request on the socket FD (`harness.nursery` asks): environment,
+command and a pipe for its output. It dies with its agent, and they with it. A script's exception is written to TORCHELASTIC_ERROR_FILE,
+as torchrun does.
 """
 
 from __future__ import annotations
@@ -10,18 +11,22 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import json
 import os
 import runpy
+import select
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from typing import Any, NoReturn
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+MESSAGE_NBYTES = 1 << 20
 DUMP_SIGNAL = signal.SIGUSR2  # the agent asks a hung worker where it hangs
 
 
@@ -68,31 +73,99 @@ def run(order: dict[str, Any]) -> None:
         raise
 
 
-def main() -> None:
+def serve(fd: int) -> None:
+    """Import, then fork for as long as the agent lives."""
     parent = os.getppid()
     die_with_parent()
     if os.getppid() != parent:  # it died before we could ask to die with it
         sys.exit(1)
-    for signum in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # a Ctrl-C or a cloud's SIGTERM is for the agent, which tells us in its own way
+    for signum in (signal.SIGINT, signal.SIGTERM):  # a Ctrl-C or a cloud's SIGTERM is for the agent, which tells workers in its own way
         signal.signal(signum, signal.SIG_IGN)
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     # torch._dynamo: the first optimizer that is made imports it, which takes as long as half of torch.
     for module in ("numpy", "torch", "torch.distributed", "torch.distributed.checkpoint", "harness.session", "torch._dynamo"):
         with contextlib.suppress(ImportError):  # the script may need none of them
             importlib.import_module(module)
-    if warm_file := os.environ.pop("HARNESS_WARM", ""):
-        with contextlib.suppress(OSError):  # then the agent counts on us a little later
-            open(warm_file, "x").close()
-    line = sys.stdin.readline()
-    if not line:  # the agent is gone or does not need us
-        sys.exit(0)
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    gc.collect()
+    gc.freeze()  # what is there for good is neither looked at by collections nor copied by them
+    agent = socket.socket(fileno=fd)
+    awake, alarm = socket.socketpair()
+    awake.setblocking(False)
+    alarm.setblocking(False)
+    signal.set_wakeup_fd(alarm.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    agent.send(b'{"warm": true}')
+    living: dict[int, int] = {}  # number of the request -> process
+    ended: dict[int, int] = {}  # not reaped: until the agent has heard of the end, nobody else may have the id
+    while True:
+        if agent in select.select([agent, awake], [], [])[0]:
+            data, fds, _, _ = socket.recv_fds(agent, MESSAGE_NBYTES, 1)
+            if not data:
+                return
+            request = json.loads(data)
+            if "reap" in request:
+                os.waitpid(ended.pop(request["reap"]), 0)
+                continue
+            pid = os.fork()
+            if pid == 0:
+                for one in (agent, awake, alarm):
+                    one.close()
+                become_worker(request["order"], fds[0])
+            os.close(fds[0])
+            living[request["fork"]] = pid
+            agent.send(json.dumps({"fork": request["fork"], "pid": pid}).encode())
+        with contextlib.suppress(BlockingIOError):
+            awake.recv(4096)
+        for number, pid in list(living.items()):
+            if (end := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                ended[number] = living.pop(number)
+                code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+                agent.send(json.dumps({"fork": number, "code": code}).encode())
+
+
+def become_worker(order: dict[str, Any], out: int) -> NoReturn:
+    """In the fork: run the script as if this were a process of its own."""
+    parent = os.getppid()
+    os.setsid()
+    die_with_parent()
+    if os.getppid() != parent:
+        os._exit(1)
+    signal.set_wakeup_fd(-1)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(signum, signal.SIG_DFL)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.close(out)
+    name_process(f"rank-{order['env'].get('RANK', '')}")
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if (
+        torch is not None and torch.cuda._is_in_bad_fork()
+    ):  # an import (of the site's own) has touched CUDA: begin anew, which takes an import
+        pipe = os.memfd_create("order")
+        os.write(pipe, json.dumps(order).encode())
+        os.lseek(pipe, 0, os.SEEK_SET)
+        os.dup2(pipe, 0)
+        os.execv(sys.executable, [sys.executable, "-m", "harness.worker", "-"])
+    if numpy is not None:
+        numpy.random.seed()  # each process has its own, as if it had imported numpy itself; Python's does so by itself
+    leave(exit_code(order))
+
+
+def name_process(name: str) -> None:
+    """What `top` and `ps -o comm` show."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_NAME, name.encode()[:15])
+
+
+def main() -> None:
+    if sys.argv[1] != "-":
+        serve(int(sys.argv[1]))
+        return
+    die_with_parent()
+    faulthandler.register(DUMP_SIGNAL, all_threads=True)
+    order = json.loads(sys.stdin.readline())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    leave(exit_code(json.loads(line)))
+    leave(exit_code(order))
 
 
 def exit_code(order: dict[str, Any]) -> int:
