@@ -62,6 +62,7 @@ WARM_S = 60.0  # a newcomer's workers may take so long to import what they need 
 FENCE_S = 2.0  # between two looks for a newer epoch while all our peers are heard
 LINGER_S = 0.2  # for workers to end by themselves once it is known which one failed
 PEER_LEFT_S = 1.0  # for ours to notice that a peer's have failed
+BATCH_S = 5.0  # for others that are warming up already to join together with who is ready
 KILL_S = 20.0  # for a killed worker to be gone; after that the kernel holds it, and the node is unfit
 DUMP_S = 1.0  # for a hung worker to write where it hangs
 FROZEN_S = 3.0  # our own loop stood still for so long: nobody else's silence is judged by that time
@@ -181,6 +182,7 @@ class Agent:
     def execute(self) -> int:
         c = self.config
         c.node_dir.mkdir(parents=True, exist_ok=True)
+        self._nursery = self._new_nursery()  # first of all: its imports take longest
         nearby = replace(c.nearby, addr=c.addr, share=c.nproc > 1)
         self._uploads = NodeUploader(c.run, self.name, c.stage_dir, c.stage_nbytes, c.node_dir / "uploader.log", nearby)
         self._lines = Lines(self.name, c.addr, c.beat_s / 2)
@@ -190,7 +192,6 @@ class Agent:
         )  # fmt: skip
         self.rendezvous = Rendezvous(self.store, me, self._lines, beat_s=c.beat_s, dead_s=c.dead_s, min_members=c.min_members)
         self.journal.record(AgentStarted(self.name, c.attempt, socket.gethostname(), c.nproc, c.accelerator, os.getpid()))
-        self._nursery = self._new_nursery()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda n, _: self._inbox.put(("signal", signal.Signals(n).name)))
         signal.signal(signal.SIGUSR1, lambda *_: self._inbox.put(("snapshot", "SIGUSR1")))
@@ -740,7 +741,8 @@ class Agent:
             self._waiting_since_s = None
             return
         self._waiting_since_s = self._waiting_since_s or now
-        if now - self._waiting_since_s >= 1.0:  # join in batches
+        warming = any(m.state == "warming" and m.place == self.config.place for m in alive)
+        if not warming or now - self._waiting_since_s >= BATCH_S:
             self._want("grow", Want.RESIZE)
 
     def _due(self, what: str, now: float, every_s: float) -> bool:

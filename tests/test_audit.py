@@ -62,7 +62,7 @@ def test_every_flipped_byte_is_found(run):
     assert set(by_class) == {"facts", "run.json", "rdzv/epochs", "samples", "snapshots/manifests", "snapshots/parts", "part lists"}
     missed = []
     for keys in by_class.values():
-        for _ in range(25):
+        for _ in range(45):
             key = rng.choice(keys)
             data = run.store.get(key)
             at, bit = rng.randrange(len(data)), 1 << rng.randrange(8)

@@ -20,7 +20,7 @@ def ground(tmp_path_factory):
     return drill.prepare(tmp_path_factory.mktemp("drill"), drill.can_isolate())
 
 
-@pytest.mark.parametrize(("fault", "phase"), [("agent-stop", "step"), ("node-kill", "commit")])
+@pytest.mark.parametrize(("fault", "phase"), [("worker-stop", "upload"), ("agent-stop", "step"), ("node-kill", "commit")])
 def test_a_cell_ends_with_the_weights_of_a_calm_run(ground, fault, phase):
     result = drill.drill(ground, fault, phase, seed=0)
     logs = drill._last_words(ground.folder / f"{fault}-{phase}-0") if result.outcome != "passed" else ""

@@ -61,7 +61,7 @@ def test_the_demo_market(campaign, tmp_path):
     assert same.returncode == 0 and "identical from step 1 to 200" in same.stdout, same.stdout
     assert len({r.world for r in records}) >= 2
     reasons = {e.reason for e in c.facts(EpochStarted)}
-    assert "start" in reasons and reasons & {"grow", "shrink", "loss"}  # which ones depends on how quick this machine is
+    assert {"start", "grow"} <= reasons and reasons & {"shrink", "loss"}
     # Nothing is lost on a notice: what was trained until the ranks left is what was committed.
     noticed = [f for f in c.facts(SnapshotCommitted) if f.why == "notice"]
     assert c.facts(NoticeSeen) and noticed
@@ -79,7 +79,7 @@ def calm_weights(tmp_path_factory):
     return newest(run).data["weights"]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(3))
 def test_sigkill_of_anything_at_any_moment(campaign, seed, calm_weights):
     """Controller, provider, agents, workers, all at once; the same command again finishes the run, with the same weights."""
     rng = random.Random(seed)
@@ -149,7 +149,9 @@ def test_a_budget_is_kept(campaign):
     ("flags", "says"),
     [
         ("--fail-at 12 --every 10", "planned failure at step 12"),
+        ("--nan-at 12 --every 10", "the loss is nan"),
         ("--global-batch 46", "multiple"),
+        ("--no-such-flag", "unrecognized arguments"),
     ],
 )
 def test_a_broken_script_stops_the_run_with_its_reason(campaign, flags, says):
