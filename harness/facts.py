@@ -281,6 +281,8 @@ class SnapshotCommitted(Fact):
     why: str  # "interval" | "notice" | "resize" | "request" | "final"
     t_start: float  # safe point, wall clock
     weights: str = ""  # hash of the model's weights, where it was made
+    slowdown: float = 0.0  # of the steps beside rank 0's sending: 0.1 is a tenth longer; 0 also if it was too short to tell
+    requests: int = 0  # that rank 0's node had on their way at once in the end (storage/throttle.py); 0: not known
 
 
 @dataclass(frozen=True)

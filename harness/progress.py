@@ -31,6 +31,7 @@ class Place(IntEnum):
 
 
 WAITS_FOR_OTHERS = (Place.REDUCE, Place.SAVING, Place.LEAVING)
+WAITS_FOR_SNAPSHOTS = (Place.SAVING, Place.LEAVING)
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Progress:
     """The worker's side. `tell` costs one small write into the page cache."""
 
     def __init__(self, path: str | None):
+        self.path = path or ""
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600) if path else -1
         self._beats, self._step, self._place = 0, 0, Place.START
 
@@ -54,6 +56,10 @@ class Progress:
         self._step = self._step if step is None else step
         if self._fd >= 0:
             os.pwrite(self._fd, LAYOUT.pack(self._beats, self._step, self._place), 0)
+
+    @property
+    def sign(self) -> Sign:
+        return Sign(self._beats, self._step, self._place)
 
 
 def read(path: Path) -> Sign | None:

@@ -23,9 +23,11 @@ import math
 import os
 import secrets
 import signal
+import statistics
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -72,6 +74,8 @@ from storage.tiers import Tiered
 from storage.upload import Job, Outcome
 
 COMMIT_TIMEOUT_S = 600.0  # the longest that leaving waits for its snapshot
+CALM_STEPS = 5  # that say how long a step takes
+SENDING = 0.25  # of the snapshot interval may pass until the commit, for the sake of the training's speed (a third would make it longer)
 LOSS_EVERY_S = 3600.0  # assumed mean time between losses nobody announced, for the snapshot interval
 FLUSH_S = {"file": 1.0, "memory": 1.0}  # how often facts go to the bucket; elsewhere every FLUSH_REMOTE_S
 FLUSH_REMOTE_S = 10.0
@@ -117,6 +121,7 @@ class _Flight:
     agreed: Any = None
     finished: bool = False  # training may change the state
     stall_s: float = 0.0
+    within_s: float = 0.0  # see `Job`
     waiting_since_s: float | None = None
     landed: threading.Event = field(default_factory=threading.Event)
     outcome: Outcome | None = None
@@ -194,6 +199,7 @@ class Step:
     def update(self, clip_norm: float | None = None) -> None:
         """Sum over all ranks, divide by the global weight, clip, and let optimizers and schedulers step."""
         self._session._update(self, clip_norm)
+        self._session._time_step()
         self._session._life.tell(Place.COMPUTE, self._session.step)
         self.updated = True
 
@@ -279,6 +285,8 @@ class Session:
         second = environ.get("HARNESS_REPLICA", "")
         self._replica = functools.partial(open_store, second, retry_within_s=REPLICA_S) if second else None
         self._last_snapshot_s = time.monotonic()
+        self._calm_steps_s: deque[float] = deque(maxlen=4 * CALM_STEPS)
+        self._updated_s, self._calm = 0.0, False
         self._commit_s = 0.0
         self._stall_s = 0.01
         self._total = 0
@@ -563,10 +571,28 @@ class Session:
             return False
         if self._every_steps:
             return self.step % self._every_steps == 0
-        every_s = self._every_s
-        if every_s is None:  # Young: sqrt(2 * cost * time between losses); never so often that uploads overlap
-            every_s = min(900.0, max(10.0, math.sqrt(2 * self._stall_s * LOSS_EVERY_S), 3 * self._commit_s))
-        return time.monotonic() - self._last_snapshot_s >= every_s
+        return time.monotonic() - self._last_snapshot_s >= self._interval_s()
+
+    def _interval_s(self) -> float:
+        """Between two snapshots. 0: unknown, since they are counted in steps and no step was measured."""
+        if self._every_steps:
+            return self._every_steps * self._calm_step_s
+        if self._every_s is not None:
+            return self._every_s
+        # Young: sqrt(2 * cost * time between losses); never so often that uploads overlap
+        return min(900.0, max(10.0, math.sqrt(2 * self._stall_s * LOSS_EVERY_S), 3 * self._commit_s))
+
+    def _time_step(self) -> None:
+        """How long a step takes while no snapshot is on its way, for who sends the next one."""
+        now, calm = time.perf_counter(), self._flight is None or self._flight.landed.is_set()
+        if calm and self._calm:
+            self._calm_steps_s.append(now - self._updated_s)
+        self._updated_s, self._calm = now, calm
+
+    @property
+    def _calm_step_s(self) -> float:
+        """Median; 0: too few were seen."""
+        return statistics.median(self._calm_steps_s) if len(self._calm_steps_s) >= CALM_STEPS else 0.0
 
     def _settle(self) -> None:
         """Wait for the numbers of the pending step, make its record, and look at them. Raises NonFiniteLoss."""
@@ -660,7 +686,7 @@ class Session:
 
     @functools.cached_property
     def _courier(self) -> Courier:
-        local = Local(self.store, self._record_outcome)
+        local = Local(self.store, self._record_outcome, self._life)
         if self._courier_at:
             try:
                 return Remote(Path(self._courier_at), self.epoch, self.local_rank, local)
@@ -729,6 +755,8 @@ class Session:
         if unsaved:
             self._last_samples = data.get("samples")
         flight = _Flight(ref, t_start, why, unsaved, tensors, data)
+        if why == "interval":
+            flight.within_s = SENDING * self._interval_s()
         changed = not self._saver.fits(tensors)
         if not self._saver.planned or self._control is None:
             if changed:
@@ -801,7 +829,8 @@ class Session:
             before = {rec.key(flight.records): rec.encode(flight.records).decode()} if flight.records and self.rank == 0 else {}
             job = Job(
                 flight.ref, self.rank, self.world, f"{self._token}{self.rank}", dict(staged.layout.files), staged.layout.index, flight.data,
-                weights="model/", before=before, keep=asdict(self._keep) if self.rank == 0 else None,
+                weights="model/", before=before, keep=asdict(self._keep) if self.rank == 0 else None, step_s=self._calm_step_s,
+                within_s=flight.within_s, watch=self._life.path or "here",
                 note={"t_start": flight.t_start, "stall_s": stall_s, "why": flight.why},
             )  # fmt: skip
             self._courier.send(job, segment, lambda outcome: self._landed(flight, outcome))
@@ -826,11 +855,8 @@ class Session:
         note, ref = job.note, job.ref
         if outcome.state == "committed":
             commit_s = time.time() - note["t_start"]
-            self._fact(
-                SnapshotCommitted(
-                    *(ref.step, ref.epoch, outcome.nbytes, note["stall_s"], commit_s, note["why"], note["t_start"]), weights=outcome.weights
-                )
-            )
+            told = (ref.step, ref.epoch, outcome.nbytes, note["stall_s"], commit_s, note["why"], note["t_start"])
+            self._fact(SnapshotCommitted(*told, outcome.weights, outcome.slowdown, outcome.requests))
         else:
             self._fact(SnapshotFailed(ref.step, ref.epoch, outcome.error))
         if self.journal is not None:

@@ -32,6 +32,8 @@ from typing import Any, Protocol
 from harness.facts import DrainVerdict, SnapshotCommitted, SnapshotFailed
 from harness.journal import Journal
 from harness.nearby import NEAR, Nearby, NearbyConfig
+from harness.progress import WAITS_FOR_SNAPSHOTS, Progress, Sign
+from harness.progress import read as read_sign
 from harness.rendezvous import newest_epoch
 from harness.world import Fenced
 from storage.manifest import Ref, SnapshotCorrupt
@@ -90,6 +92,11 @@ def _socket_in(folder: Path) -> Iterator[str]:
         os.close(fd)
 
 
+def _seen(sign: Sign | None) -> tuple[int, bool] | None:
+    """As `storage.upload.Watch`."""
+    return None if sign is None else (sign.step, sign.place in WAITS_FOR_SNAPSHOTS)
+
+
 @dataclass
 class _Slot:
     segment: Segment
@@ -99,8 +106,9 @@ class _Slot:
 class Local:
     """In the trainer's own process, in memory of its own."""
 
-    def __init__(self, store: ObjectStore, on_outcome: Callable[[Job, Outcome], None]):
-        self._uploader = Uploader(store, fence(store), on_outcome, nice=NICE)
+    def __init__(self, store: ObjectStore, on_outcome: Callable[[Job, Outcome], None], progress: Progress | None = None):
+        seen = (lambda where: _seen(progress.sign)) if progress is not None else (lambda where: None)
+        self._uploader = Uploader(store, fence(store), on_outcome, nice=NICE, watch=seen)
         self._slots: list[_Slot] = []
 
     def segment(self, nbytes: int) -> Segment:
@@ -363,7 +371,7 @@ class Server:
         self.snapshots = Snapshots(store)
         self.journal = Journal(store, f"uploader-{member}-{secrets.token_hex(3)}", time.time)
         self.segments = Segments(folder, budget_nbytes)
-        self.uploader = Uploader(store, fence(store), self._record, nice=NICE)
+        self.uploader = Uploader(store, fence(store), self._record, nice=NICE, watch=lambda path: _seen(read_sign(Path(path))))
         self._kept: dict[str, _Kept] = {}
         self._lock = threading.Lock()
         self._expected: dict[tuple[Ref, int], tuple[bool, float, float]] = {}
@@ -497,11 +505,8 @@ class Server:
         note, ref = job.note, job.ref
         if job.rank == 0 and outcome.state == "committed":
             commit_s = time.time() - note["t_start"]
-            self.journal.record(
-                SnapshotCommitted(
-                    *(ref.step, ref.epoch, outcome.nbytes, note["stall_s"], commit_s, note["why"], note["t_start"]), weights=outcome.weights
-                )
-            )
+            told = (ref.step, ref.epoch, outcome.nbytes, note["stall_s"], commit_s, note["why"], note["t_start"])
+            self.journal.record(SnapshotCommitted(*told, outcome.weights, outcome.slowdown, outcome.requests))
         elif job.rank == 0:
             self.journal.record(SnapshotFailed(ref.step, ref.epoch, outcome.error))
         expected = self._expected.pop((ref, job.rank), None)

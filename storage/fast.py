@@ -62,6 +62,7 @@ class FastStore:
         scheme, _, rest = url.partition("://")
         bucket, _, prefix = rest.partition("/")
         self._bucket, self._prefix, self._s3 = bucket, prefix, None
+        self.puts_at_once = AT_ONCE
         match scheme:
             case "s3" | "s3a":
                 build, self._s3 = _s3(bucket, dict(options), environ)
@@ -139,7 +140,7 @@ class FastStore:
                 obstore.put(self._parts, key, view, use_multipart=False)
             else:
                 part = max(PART_NBYTES, -(-len(view) // MAX_PARTS))
-                obstore.put(self._parts, key, view, use_multipart=True, chunk_size=part, max_concurrency=AT_ONCE)
+                obstore.put(self._parts, key, view, use_multipart=True, chunk_size=part, max_concurrency=self.puts_at_once)
 
     def create(self, key: str, data: bytes | memoryview) -> bool:
         with self._answers(key):

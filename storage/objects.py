@@ -81,6 +81,13 @@ class ReadsInto(Protocol):
 
 
 @runtime_checkable
+class PutsInPieces(Protocol):
+    """A store that sends a large object by several requests at once."""
+
+    puts_at_once: int  # requests of one put; may be lowered, for the puts that begin from then on
+
+
+@runtime_checkable
 class HasUploads(Protocol):
     """A store in which uploads that were never finished stay, out of sight and on the bill."""
 
@@ -93,6 +100,17 @@ def read_into(store: ObjectStore, key: str, start: int, buffer: memoryview) -> i
     if isinstance(store, ReadsInto):
         return store.read_into(key, start, buffer)
     return _copy_into(store.get(key, start, start + buffer.nbytes), buffer)
+
+
+def puts_at_once(store: ObjectStore) -> int:
+    """Requests that one put makes at once. For any store."""
+    return store.puts_at_once if isinstance(store, PutsInPieces) else 1
+
+
+def limit_puts(store: ObjectStore, requests: int) -> None:
+    """No more than so many requests of one put at once, from the next put on. For any store."""
+    if isinstance(store, PutsInPieces):
+        store.puts_at_once = requests
 
 
 def abort_stale_uploads(store: ObjectStore, older_than_s: float) -> list[str]:
@@ -505,3 +523,11 @@ class Retrying:
 
     def abort_stale_uploads(self, older_than_s: float) -> Keys:
         return self._retry(abort_stale_uploads)(self.inner, older_than_s)
+
+    @property
+    def puts_at_once(self) -> int:
+        return puts_at_once(self.inner)
+
+    @puts_at_once.setter
+    def puts_at_once(self, requests: int) -> None:
+        limit_puts(self.inner, requests)

@@ -3,6 +3,7 @@
 An `Uploader` takes `Job`s whose bytes lie in host memory (`staging.Segment`) and reports an `Outcome` of each, once. It may run in the
 trainer's process or, better, in one of its own that outlives the trainer. Parts of older snapshots go first. When a deadline is set
 (`drain`), what is surest goes first, and what is not written when time is up is given up, so that the last word said of it is true.
+Without one it watches the training's steps, where it is told how, and sends less at once when that helps them (`throttle.py`).
 
     outcome.state   "committed"   the manifest is there
                     "failed"      not committed by us, and our share is not written: nobody can commit it
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
+import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,11 +24,12 @@ from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from storage.leases import Watch
+from storage.leases import Watch as LeaseWatch
 from storage.manifest import Manifest, Ref
-from storage.objects import ObjectStore, StoreError
+from storage.objects import ObjectStore, StoreError, limit_puts, puts_at_once
 from storage.retention import Keep
 from storage.snapshots import Snapshots
+from storage.throttle import Throttle, levels
 from storage.weights import combined, weights_sum
 
 LANES = 4  # parts on their way at once
@@ -33,8 +37,12 @@ COMMIT_TIMEOUT_S = 600.0  # the longest wait for the other ranks' shares
 MARGIN = 0.8  # of a drain's time that is planned with; bandwidth varies
 GIVE_UP_BEFORE_S = 0.5  # the deadline: time to say so
 LOOK_AGAIN_S = 0.5  # whether a deadline has been set meanwhile
+WINDOW_STEPS = 3  # steps whose median says how fast the training goes
+LOOKS_PER_STEP = 8  # at the training, within a longest and a shortest time between two
+LOOK_S = (0.02, 0.5)
 
 Check = Callable[[Ref], None]  # raises when a snapshot may no longer be committed
+Watch = Callable[[str], tuple[int, bool] | None]  # what a job's `watch` says: steps done; does the training wait for us? None: unknown
 
 
 class OutOfTime(StoreError):
@@ -55,6 +63,9 @@ class Job:
     weights: str = ""  # prefix of the tensors that data["weights"] is the hash of; "": none is made
     before: dict[str, str] = field(default_factory=dict)  # objects to create before all else: key -> text
     keep: dict[str, Any] | None = None  # fields of retention.Keep: prune after the commit; None: another rank does
+    step_s: float = 0.0  # of an undisturbed training step; 0: unknown
+    within_s: float = 0.0  # it may take so long for the sake of the training's speed; 0: full speed
+    watch: str = ""  # where the training's progress is seen, for `Watch`
     note: dict[str, Any] = field(default_factory=dict)  # the caller's own, returned with the outcome
 
     @property
@@ -82,6 +93,8 @@ class Outcome:
     kind: str = ""  # name of the error's class
     parts: dict[str, str] = field(default_factory=dict)  # of what we wrote: part key -> file name
     note: dict[str, Any] = field(default_factory=dict)
+    slowdown: float = 0.0  # of the training's steps while it was sent: 0.1 is a tenth longer; 0 also if it was not measured
+    requests: int = 0  # puts, times requests of each, that the throttle left at once in the end
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "ref": self.ref.name}
@@ -131,6 +144,7 @@ class Uploader:
         lanes: int = LANES,
         nice: int = 0,
         commit_timeout_s: float = COMMIT_TIMEOUT_S,
+        watch: Watch = lambda where: None,
     ):
         self.store, self.snapshots, self._check, self._on_outcome = store, Snapshots(store), check, on_outcome
         self._commit_timeout_s, self._nice = commit_timeout_s, nice
@@ -138,10 +152,12 @@ class Uploader:
         self._running: dict[int, _Running] = {}
         self._numbers = itertools.count()
         self._lanes = _Lanes(lanes, nice)
+        self._watch, self._levels, self._level = watch, levels(lanes, puts_at_once(store)), 0
+        self.throttle, self._watching = Throttle(len(self._levels)), False
         self._deadline_s: float | None = None  # monotonic
         self._base: Manifest | None = None  # the newest snapshot that we know to be committed
         self._looked = False
-        self._leases = Watch()
+        self._leases = LeaseWatch()
 
     def submit(self, job: Job, view: memoryview, done: Callable[[Outcome], None]) -> None:
         """Returns at once. `view`: the segment's bytes, which must not change until `done` is told. `done` is called exactly once."""
@@ -149,6 +165,7 @@ class Uploader:
             one = _Running(job, view, done, next(self._numbers), job.nbytes, time.monotonic())
             self._running[one.number] = one
         self._plan()
+        self._pace(hurry=False)
         threading.Thread(target=self._run, args=(one,), name=f"upload-{job.ref}", daemon=True).start()
 
     def busy(self) -> int:
@@ -159,6 +176,7 @@ class Uploader:
     def drain(self, deadline_s: float | None) -> Forecast | None:
         """Be done by `deadline_s` (monotonic clock; None: no hurry). Holds also for what is submitted later. Returns what to expect."""
         self._deadline_s = deadline_s
+        self._pace(hurry=False)
         return self._plan()
 
     def forecast(self) -> Forecast | None:
@@ -180,7 +198,7 @@ class Uploader:
             outcome = Outcome(
                 job.ref, job.rank, state, manifest.nbytes if manifest else 0, str((manifest and manifest.data.get("weights")) or ""),
                 time.monotonic() - one.t_start, f"snapshot of step {job.ref.step} is {error}" if error else "",
-                "CommitTimeout" if error else "", parts, job.note,
+                "CommitTimeout" if error else "", parts, job.note, one.slowdown, one.requests,
             )  # fmt: skip
         except Exception as e:  # whatever it is, the one who waits for us must hear of it
             outcome = Outcome(job.ref, job.rank, "failed", error=str(e) or repr(e), kind=type(e).__name__, note=job.note)
@@ -212,6 +230,7 @@ class Uploader:
         snapshots = Snapshots(_Ahead(self.store, self._lanes, one, self._left_s), self.snapshots.chunk_nbytes)
         base = self._newest()
         mine = snapshots.write(job.ref, job.rank, job.world, files, job.tensors, data, job.token, base)
+        one.requests = math.prod(self._levels[self._level])
         self._check(job.ref)  # sending may have taken long
         manifest = self.snapshots.commit(job.ref, job.world)
         one.written = True
@@ -262,6 +281,49 @@ class Uploader:
             )
         return left_s
 
+    # ---- how much at once -------------------------------------------------------------------------------------------
+    def _pace(self, hurry: bool) -> int:
+        """Set how much may be on its way: as the throttle says, or all of it when there is a deadline or somebody waits. The level."""
+        with self._lock:
+            sending = [one for one in self._running.values() if not one.written]
+            left = sum(one.left for one in sending)
+            left_s = min((one.t_start + one.job.within_s - time.monotonic() for one in sending), default=0.0)
+            level = 0 if hurry or self._deadline_s is not None else self.throttle.allowed(left, left_s)
+            watched = next((one for one in sending if one.job.watch and one.job.step_s > 0 and one.job.within_s > 0), None)
+            begin, self._watching = watched is not None and not self._watching, self._watching or watched is not None
+            self._level, (self._lanes.limit, requests) = level, self._levels[level]
+            limit_puts(self.store, requests)
+        if begin:
+            threading.Thread(target=self._look, args=(watched,), name="upload-pace", daemon=True).start()
+        return level
+
+    def _look(self, one: _Running) -> None:
+        """Watches the training for as long as this job is sent."""
+        pause_s = min(max(one.job.step_s / LOOKS_PER_STEP, LOOK_S[0]), LOOK_S[1])
+        window, before = _Window(-1, 0, 0.0), list[float]()
+        while one.number in self._running and not one.written:
+            seen = self._watch(one.job.watch)
+            waits = seen is not None and seen[1]
+            level, now, sent = self._pace(hurry=waits), time.monotonic(), self._lanes.sent_nbytes
+            if seen is None or waits or window.level != level or self._lanes.busy > self._lanes.limit:
+                window = _Window(level, sent, now)
+            if seen is not None:
+                window.look(seen[0], now)
+            if window.steps_s:
+                slowdown = window.slowdown(one.job.step_s)
+                one.slowdown = max(0.0, statistics.median([*before, slowdown]))
+                if len(window.steps_s) >= WINDOW_STEPS and sent > window.sent:
+                    before.append(slowdown)
+                    self.throttle.observe(level, slowdown, sent - window.sent, now - window.t_start)
+                    window = replace(window, sent=sent, t_start=now, steps_s=[])
+            time.sleep(pause_s)
+        if len(window.steps_s) == WINDOW_STEPS - 1:  # it was short; better so than never
+            sent, now = self._lanes.sent_nbytes, time.monotonic()
+            self.throttle.observe(window.level, window.slowdown(one.job.step_s), sent - window.sent, now - window.t_start)
+        with self._lock:
+            self._watching = False
+        self._pace(hurry=False)  # for who comes next
+
     # ---- order --------------------------------------------------------------------------------------------------
     def _plan(self) -> Forecast | None:
         """Which refs' parts go first."""
@@ -288,6 +350,30 @@ class _Running:
     left: int  # bytes still to send
     t_start: float
     written: bool = False
+    slowdown: float = 0.0
+    requests: int = 0
+
+
+@dataclass
+class _Window:
+    """Some steps of the training while the level was the same."""
+
+    level: int
+    sent: int  # bytes, when it began
+    t_start: float
+    steps_s: list[float] = field(default_factory=list)
+    last: tuple[int, float] | None = None  # steps done, and when that was first seen
+
+    def look(self, steps: int, now: float) -> None:
+        if self.last is None:
+            self.last = steps, -1.0  # how long ago it ended nobody knows
+        elif steps != self.last[0]:
+            if self.last[1] >= 0 and steps > self.last[0]:
+                self.steps_s += [(now - self.last[1]) / (steps - self.last[0])] * (steps - self.last[0])
+            self.last = steps, now
+
+    def slowdown(self, step_s: float) -> float:
+        return statistics.median(self.steps_s) / step_s - 1.0
 
 
 class _Ahead:
@@ -347,7 +433,8 @@ class _Lanes:
         self._condition = threading.Condition()
         self._numbers = itertools.count()
         self._n, self._nice, self._started = n, nice, 0
-        self._busy, self._busy_since_s = 0, 0.0
+        self._busy, self._busy_since_s, self._limit = 0, 0.0, n
+        self.sent_nbytes = 0
         self._sent_nbytes, self._sent_s, self._period_nbytes = 0.0, 0.0, 0
 
     def submit(self, ref: Ref, task: Callable[[], int]) -> Future[None]:
@@ -362,6 +449,21 @@ class _Lanes:
         return future
 
     @property
+    def busy(self) -> int:
+        return self._busy
+
+    @property
+    def limit(self) -> int:
+        """So many puts at once; those that are on their way go on."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, puts: int) -> None:
+        with self._condition:
+            self._limit = puts
+            self._condition.notify_all()
+
+    @property
     def nbytes_per_s(self) -> float:
         with self._condition:
             sent_s = self._sent_s + (time.monotonic() - self._busy_since_s if self._busy else 0.0)
@@ -372,7 +474,7 @@ class _Lanes:
         _be_nice(self._nice)
         while True:
             with self._condition:
-                while not self._tasks:
+                while not self._tasks or self._busy >= self._limit:
                     self._condition.wait()
                 chosen = min(self._tasks, key=lambda t: (self.order.get(t[0], 1 << 30), t[1]))
                 self._tasks.remove(chosen)
@@ -387,7 +489,9 @@ class _Lanes:
                 error = e
             with self._condition:
                 self._busy -= 1
+                self._condition.notify()  # who waits for the limit
                 self._period_nbytes += nbytes
+                self.sent_nbytes += nbytes
                 if self._busy == 0:  # older measurements count half as much each time
                     self._sent_s = self._sent_s / 2 + time.monotonic() - self._busy_since_s
                     self._sent_nbytes, self._period_nbytes = self._sent_nbytes / 2 + self._period_nbytes, 0
