@@ -26,7 +26,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,6 +39,7 @@ BLOCK_CHUNKS = 8  # chunks that one process of a node fetches while the others w
 NODE_WAIT_S = 60.0  # for another process of this node to fetch a block; then we fetch it ourselves
 PEER_TIMEOUT_S = 2.0  # connect, and each read from a peer; a slower one is not asked again
 FOLDER_LOCK_S = 10.0
+ROOM_SHARE = 16  # of a full folder's budget one part is cleared at a time
 CHUNK_ID = re.compile(r"[0-9a-f]{32}-[0-9]{1,12}")
 
 OnWrong = Callable[[str, str], None]  # (tier's name, what was wrong)
@@ -108,6 +109,7 @@ class FolderTier:
         self.name, self.root, self.budget_nbytes = name, folder, budget_nbytes
         self._folder = folder / "chunks"
         self._locks = folder / "locks"
+        self._count = folder / "used"
         for each in (self._folder, self._locks):
             each.mkdir(parents=True, exist_ok=True)
 
@@ -123,28 +125,53 @@ class FolderTier:
     def put(self, chunks: Mapping[str, bytes | memoryview]) -> int:
         wanted = {id: data for id, data in chunks.items() if not self._touch(id)}
         filed = len(chunks) - len(wanted)
-        with self.locked("put", FOLDER_LOCK_S) as mine:
+        wanted = {id: data for id, data in wanted.items() if len(data) <= self.budget_nbytes}
+        with self.locked("put", FOLDER_LOCK_S) if wanted else contextlib.nullcontext(False) as mine:
             if not mine:
                 return filed
-            there = sorted(self._entries())
-            room = self.budget_nbytes - sum(nbytes for _, nbytes, _ in there)
+            need, used = sum(map(len, wanted.values())), self._used()
+            if used is None or used + need > self.budget_nbytes:
+                used = self._make_room(need, chunks)
+            self._note(used + need)  # before, so that a death leaves too much and never too little
             for id, data in wanted.items():
-                if len(data) > self.budget_nbytes:
-                    continue
-                while room < len(data) and there:
-                    _, nbytes, old = there.pop(0)
-                    if old not in chunks:
-                        self.drop(old)
-                        room += nbytes
-                if room < len(data):
+                if used + len(data) > self.budget_nbytes:
                     break
                 try:
                     self._write(id, data)
                 except OSError:  # the device is smaller than the budget, or broken: go without
                     break
-                room -= len(data)
+                used += len(data)
                 filed += 1
+            self._note(used)
         return filed
+
+    def _make_room(self, need: int, stay: Collection[str]) -> int:
+        """Drop the least recently used for `need` bytes, and for a share of the budget, so that the folder is not listed for each put.
+        Returns the bytes that are there then."""
+        there = sorted(self._entries())
+        used = sum(nbytes for _, nbytes, _ in there)
+        if used + need <= self.budget_nbytes:
+            return used
+        for _, nbytes, id in there:
+            if used + max(need, self.budget_nbytes // ROOM_SHARE) <= self.budget_nbytes:
+                break
+            if id not in stay:
+                self.drop(id)
+                used -= nbytes
+        return used
+
+    def _used(self) -> int | None:
+        """At most so many bytes are there (what was dropped since is not taken off); None: nobody counted. For who holds "put"."""
+        try:
+            return int(self._count.read_bytes())
+        except (OSError, ValueError):
+            return None
+
+    def _note(self, used: int) -> None:
+        try:
+            self._count.write_bytes(b"%d" % used)
+        except OSError:
+            self._count.unlink(missing_ok=True)
 
     def drop(self, id: str) -> None:
         with contextlib.suppress(OSError):

@@ -15,7 +15,7 @@ import pytest
 from storage import Manifest, MemoryStore, Ref, SnapshotCorrupt, Snapshots
 from storage.faults import corrupt
 from storage.staging import Segment
-from storage.tiers import ChunkServer, FolderTier, OwnedFolder, PeerTier, SegmentTier, Tiered, blocks, chunk_id, chunks_of
+from storage.tiers import ROOM_SHARE, ChunkServer, FolderTier, OwnedFolder, PeerTier, SegmentTier, Tiered, blocks, chunk_id, chunks_of
 
 CHUNK = 1 << 10
 BODY = random.Random(7).randbytes(21 * CHUNK + 77)
@@ -158,6 +158,36 @@ def test_a_folder_keeps_its_budget_and_drops_the_least_recently_used(tmp_path):
     assert tier.put({f"{9:032x}-{4 * CHUNK}": bytes(4 * CHUNK)}) == 0 and tier.nbytes == 3 * CHUNK
     with pytest.raises(ValueError, match="at least 0"):
         FolderTier("disk", tmp_path, -1)
+
+
+class Listed(FolderTier):
+    """Counts how often its folder is listed."""
+
+    times = 0
+
+    def _entries(self):
+        self.times += 1
+        return super()._entries()
+
+
+def test_a_folder_is_not_listed_for_every_block(tmp_path):
+    tier, other = Listed("disk", tmp_path, 64 * 100), Listed("disk", tmp_path, 64 * 100)  # of another process
+    for i in range(500):
+        assert (tier if i % 2 else other).put({f"{i:032x}-100": bytes(100)}) == 1
+        os.utime(tmp_path / "chunks" / f"{i:032x}-100", (i, i))  # clocks are coarse
+    assert tier.times + other.times <= 2 + 500 // (64 // ROOM_SHARE)
+    newest = tier.list()
+    assert 60 <= len(newest) <= 64 and newest == [f"{i:032x}-100" for i in range(500 - len(newest), 500)]
+    assert tier.nbytes <= tier.budget_nbytes
+    for id in newest[:30]:
+        tier.drop(id)
+    tier.times = 0
+    assert tier.put({f"{1000 + i:032x}-100": bytes(100) for i in range(8)}) == 8 and tier.times == 1  # seems full, and is not
+    assert set(newest[30:]) < set(tier.list())
+    for content in (b"", b"no number"):  # of a dead writer
+        (tmp_path / "used").write_bytes(content)
+        assert tier.put({f"{2000:032x}-100": bytes(100)}) == 1
+        tier.drop(f"{2000:032x}-100")
 
 
 def test_near_tiers_keep_the_last_snapshots(bucket, tiers):
