@@ -694,8 +694,9 @@ def snapshots(flags: SnapshotsFlags) -> int:
 
 def _notes(store: ObjectStore) -> Notes:
     """What the record knows of snapshots, and what a copy of them needs to be resumed and audited."""
-    from harness.facts import BrokenChain, SessionStarted, SnapshotCommitted
+    from harness.facts import BrokenChain, SessionStarted, SnapshotCommitted, SnapshotReplicated
     from harness.journal import read_facts
+    from harness.uploader import seen_here
     from storage.command import Note, Notes
     from storage.manifest import Ref
 
@@ -704,11 +705,15 @@ def _notes(store: ObjectStore) -> Notes:
         for stamped in read_facts(store):
             match stamped.fact:
                 case SnapshotCommitted() as f:
-                    of[Ref(f.epoch, f.step)] = Note(stamped.t, f.commit_s, f.why)
+                    ref = Ref(f.epoch, f.step)
+                    of[ref] = replace(of.get(ref, Note()), committed_at=stamped.t, commit_s=f.commit_s, why=f.why)
+                case SnapshotReplicated() as f:
+                    ref = Ref(f.epoch, f.step)
+                    of[ref] = replace(of.get(ref, Note()), copies=(*of.get(ref, Note()).copies, f.url))
                 case SessionStarted() as f if f.resumed_epoch and f.tier != "bucket":
                     ref = Ref(f.resumed_epoch, f.resumed_step)
                     of[ref] = replace(of.get(ref, Note()), restored=f.tier)
-    return Notes(of, [*store.list("run.json"), *store.list("samples/")])
+    return Notes(of, [*store.list("run.json"), *store.list("samples/")], seen_here())
 
 
 # ---- simulation -------------------------------------------------------------------------------------------------

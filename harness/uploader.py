@@ -31,16 +31,16 @@ from typing import Any, Protocol
 
 from harness.facts import DrainVerdict, SnapshotCommitted, SnapshotFailed
 from harness.journal import Journal
-from harness.nearby import NEAR, Nearby, NearbyConfig
+from harness.nearby import NEAR, Nearby, NearbyConfig, tiers_for
 from harness.progress import WAITS_FOR_SNAPSHOTS, Progress, Sign
 from harness.progress import read as read_sign
 from harness.rendezvous import newest_epoch
 from harness.world import Fenced
-from storage.manifest import Ref, SnapshotCorrupt
+from storage.manifest import Manifest, Ref, SnapshotCorrupt
 from storage.objects import ObjectStore, StoreError, open_store
 from storage.snapshots import Snapshots
-from storage.staging import Segment, Segments, Stage, StageFull, sweep
-from storage.tiers import SegmentTier
+from storage.staging import PREFIX, Segment, Segments, Stage, StageFull, default_parent, sweep
+from storage.tiers import FolderTier, SegmentTier, share
 from storage.upload import Forecast, Job, Outcome, Uploader
 
 ANSWER_S = 30.0  # the longest wait for an answer of the uploader (making a big segment takes seconds)
@@ -278,6 +278,26 @@ class Remote:
             return dict(self._line.ask("held", ref=ref.name)["near"])
         except (ConnectionError, StageFull):
             return {}
+
+
+def seen_here(parent: Path | None = None) -> Callable[[Manifest], dict[str, float]]:
+    """What the uploaders of this node and user have of a snapshot: tier -> share of its bytes, nearest first. Nobody answers: {}."""
+    lines = []
+    for folder in (parent or default_parent()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # of a dead agent, or another user's
+            lines.append(Line(folder, connect_s=0.0))
+
+    def near(manifest: Manifest) -> dict[str, float]:
+        chunks: dict[str, set[str]] = {}
+        for line in lines:
+            with contextlib.suppress(OSError, StoreError):
+                held = line.ask("held", answer_s=AGENT_ANSWER_S, ref=manifest.ref.name)["near"]
+                for tier in tiers_for(manifest, {**held, "peers": []}):
+                    if isinstance(tier, SegmentTier | FolderTier):
+                        chunks.setdefault(tier.name, set()).update(tier.list())
+        return {name: found for name, ids in chunks.items() if (found := share(manifest, ids))}
+
+    return near
 
 
 # ---- the agent's side -------------------------------------------------------------------------------------------
@@ -545,4 +565,4 @@ if __name__ == "__main__":
     main()
 
 
-__all__ = ["Courier", "Line", "Local", "NodeUploader", "Remote", "Server", "fence"]
+__all__ = ["Courier", "Line", "Local", "NodeUploader", "Remote", "Server", "fence", "seen_here"]

@@ -39,14 +39,19 @@ class Note:
     commit_s: float | None = None  # from the safe point to the commit
     why: str = ""
     restored: str = ""  # from which tier it was read when somebody resumed from it
+    copies: tuple[str, ...] = ()  # URLs of other buckets that have it
 
 
 @dataclass(frozen=True)
 class Notes:
-    """By snapshot; and what else of the run a copy needs before its manifests (keys, create-only)."""
+    """By snapshot; and what else of the run a copy needs before its manifests (keys, create-only).
+
+    `near`: tiers of this node that have bytes of a snapshot, and which share of them, nearest first.
+    """
 
     of: dict[Ref, Note] = field(default_factory=dict)
     extra: Collection[str] = ()
+    near: Callable[[Manifest], dict[str, float]] = lambda manifest: {}
 
 
 Tell = Callable[[ObjectStore], Notes]
@@ -128,6 +133,7 @@ class Row:
     commit_s: float | None
     why: str
     restored: str
+    tiers: dict[str, float]  # where it lies, as far as can be seen from here: tier or URL -> share of its bytes
 
 
 def rows(store: ObjectStore, notes: Notes) -> list[Row]:
@@ -169,6 +175,7 @@ def rows(store: ObjectStore, notes: Notes) -> list[Row]:
                 note.commit_s,
                 note.why,
                 note.restored,
+                ({**notes.near(manifest), "bucket": 1.0} if manifest and state == "whole" else {}) | dict.fromkeys(note.copies, 1.0),
             )
         )
     return found
@@ -205,6 +212,7 @@ def table(found: Sequence[Row], now_s: float) -> Table:
         ("commit", lambda r: f"{r.commit_s:.1f} s" if r.commit_s is not None else ""),
         ("why", lambda r: r.why),
         ("metrics", lambda r: "  ".join(f"{k} {v:.4g}" for k, v in r.metrics.items())),
+        ("lies in", lambda r: ", ".join(tier if share > 0.9995 else f"{tier} {share:.0%}" for tier, share in r.tiers.items())),
         ("restored from", lambda r: r.restored),
         ("state", lambda r: f"{r.state}, final" if r.final else r.state),
     ]

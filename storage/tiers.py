@@ -96,6 +96,9 @@ class SegmentTier:
     def drop(self, id: str) -> None:
         self._chunks.pop(id, None)
 
+    def list(self) -> list[str]:
+        return sorted(self._chunks)
+
 
 class FolderTier:
     """Chunks as files, shared by all processes of a node. At most `budget_nbytes`; the least recently used go first.
@@ -550,6 +553,12 @@ def blocks(part: Part, content: memoryview) -> Iterator[dict[str, bytes | memory
     size = part.chunk_nbytes
     for low in range(0, len(part.hashes), BLOCK_CHUNKS):
         yield {chunk_id(part, i): content[i * size : (i + 1) * size] for i in range(low, min(low + BLOCK_CHUNKS, len(part.hashes)))}
+
+
+def share(manifest: Manifest, ids: Collection[str]) -> float:
+    """Of the snapshot's bytes, those whose chunks are among `ids`."""
+    sizes = {id: int(id.partition("-")[2]) for id in chunks_of([manifest])}
+    return sum(nbytes for id, nbytes in sizes.items() if id in ids) / max(1, sum(sizes.values()))
 
 
 def chunks_of(manifests: Iterable[Manifest]) -> set[str]:

@@ -83,7 +83,7 @@ class Campaign:
 
     # ---- killing -----------------------------------------------------------------------------------------------
     def processes(self, what: str) -> list[psutil.Process]:
-        """"controller", "provider", "agent" or "worker" of this run, by command line and environment."""
+        """ "controller", "provider", "agent" or "worker" of this run, by command line and environment."""
         found = []
         for p in psutil.process_iter(["cmdline", "environ"]):
             try:

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from harness import cli
-from harness.facts import SessionStarted, SnapshotCommitted
+from harness.facts import SessionStarted, SnapshotCommitted, SnapshotReplicated
 from harness.journal import Journal
 from storage import Keep, MemoryStore, Ref, SnapshotCorrupt, Snapshots, StoreError, dcp, open_store
-from storage.command import age, main, size
+from storage.command import Notes, age, main, size
 from storage.export import export
 from storage.faults import FaultyStore, corrupt
 from storage.transfer import copy, would_prune
@@ -285,6 +285,7 @@ def test_list(run, capsys):
     store = open_store(run)
     journal = Journal(store, "worker-x", lambda: 1000.0)
     journal.record(SnapshotCommitted(20, 1, 1200, 0.1, 2.5, "interval", 990.0))
+    journal.record(SnapshotReplicated(20, 1, "gs://second/x", 1200, 0.1, 0.0))
     journal.record(SessionStarted(2, 1, 20, 1, 30, 8, 1, (8,), "exact", "ddp", "cpu", 0.1, "memory"))
     journal.flush()
     corrupt(store, Snapshots(store).load(Ref(1, 10)).parts[0].key, "truncate", random.Random(0))
@@ -298,10 +299,14 @@ def test_list(run, capsys):
     assert rows[30]["reason"] == "it would not load"
     assert rows[30]["final"] is True
     assert (rows[20]["commit_s"], rows[20]["why"], rows[20]["restored"], rows[20]["committed_at"]) == (2.5, "interval", "memory", 1000.0)
+    assert (rows[20]["tiers"], rows[10]["tiers"], rows[30]["tiers"]) == ({"bucket": 1.0, "gs://second/x": 1.0}, {}, {})
     assert rows[20]["metrics"] == {"loss": 0.05, "accuracy": 0.5}
     assert store.list("snapshots/quarantine/") == ["snapshots/quarantine/0000000030-e000001.json"]  # looking marks nothing
     assert main(["list", run]) == 0
     shown = capsys.readouterr().out
+    assert " bucket " in shown and "memory" not in shown  # all that the storage engine alone can see
+    near = Notes(near=lambda manifest: {"memory": 1.0, "disk": 0.5})
+    assert [main(["list", run], tell=lambda store: near), "50%" in " ".join(capsys.readouterr().out.split())] == [0, True]
     assert "3 snapshots" in shown and "the newest is of step 20" in shown and "it would not load" in shown
 
 

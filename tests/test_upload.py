@@ -15,9 +15,10 @@ from harness.facts import DrainVerdict, SnapshotCommitted, SnapshotFailed
 from harness.journal import read_facts
 from harness.nearby import NearbyConfig
 from harness.rendezvous import Epoch, encode_epoch, epoch_key
-from harness.uploader import Line, Local, Remote, Server
+from harness.uploader import Line, Local, Remote, Server, seen_here
 from storage import MemoryStore, Ref, Snapshots, StoreError, open_store
 from storage.staging import Segment, Stage, StageFull
+from storage.tiers import FolderTier, blocks
 from storage.upload import Job, Outcome, Uploader, forecast
 
 R1, R2, R3 = Ref(1, 10), Ref(1, 20), Ref(1, 30)
@@ -221,6 +222,29 @@ def test_a_session_hands_over_and_reads_its_parts_back(tmp_path):
         assert newer.held(R1)["parts"] == {}  # who reserves has restored
         facts = [s.fact for s in read_facts(store, "uploader-m0001-x")]
         assert [f.kind for f in facts] == ["SnapshotCommitted"] and facts[0].weights == told.outcomes[0].weights
+
+
+def test_what_a_node_has_of_a_snapshot_can_be_seen(tmp_path):
+    store, told = MemoryStore(objects={}), Told()
+    nobody = seen_here(tmp_path)
+    with served(tmp_path, store) as (folder, server):
+        remote = Remote(folder, 1, 0, Local(store, lambda job, outcome: None))
+        for rank, view in ((0, remote.segment(4000)), (1, Segment.anonymous(4000))):
+            view.view[:] = VIEW[4000 * rank : 4000 * rank + 4000]
+            remote.send(job(rank=rank, world=2), view, told)
+        told.wait(2)
+        manifest = Snapshots(store).latest()
+        near = seen_here(tmp_path)
+        assert nobody(manifest) == {}
+        assert near(manifest) == {"memory": 0.5}  # the other half is another node's
+        disk = FolderTier("disk", tmp_path / "disk", 1 << 20)
+        disk.put(next(blocks(manifest.parts[-1], VIEW[7000:8000])))
+        server.nearby._folders.append(disk)
+        assert near(manifest) == {"memory": 0.5, "disk": 0.125}
+        told = Told()
+        remote.send(job(R2), Segment.anonymous(4000), told)
+        told.wait()
+        assert near(Snapshots(store).latest()) == {}
 
 
 def test_short_memory_means_the_trainers_own(tmp_path, capsys):
