@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from harness.nearby import NearbyConfig
-from harness.session import _only_by_optimizers, _tensor_of
+from harness.session import _between_updates, _tensor_of
 from harness.uploader import Line, Local, Remote, Server
 from storage import Ref, Snapshots, open_store
 from storage.dcp import Saver, load, split
@@ -136,7 +136,7 @@ class Ours(Way):
         self.tensors = tensors
         assert self.saver.fits(tensors)
         segment = self.courier.segment(self.saver.nbytes)
-        staged = self.staged = self.saver.begin(tensors, _only_by_optimizers(self.training.model, tensors), _tensor_of(segment))
+        staged = self.staged = self.saver.begin(tensors, _between_updates(self.training.model, tensors), _tensor_of(segment))
         future: Future[Any] = Future()
         job = Job(Ref(1, self.n), 0, 1, f"t{self.n}", staged.layout.files, staged.layout.index, {"state": plain}, weights="model/",
                   keep={"last": 1, "every": 0}, note={"t_start": time.time(), "stall_s": 0.0, "why": "interval"})  # fmt: skip

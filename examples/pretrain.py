@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, flags.warmup, flags.steps))
     scaler = torch.amp.GradScaler(run.device.type) if flags.dtype == "fp16" else None
     ema = Ema(model, flags.ema_decay) if flags.ema else None
-    run.prepare(model, optimizer, scheduler, scaler, **({"ema": ema} if ema else {}))
+    run.prepare(model, optimizer, scheduler, scaler, **({"ema": ema, "after_update": ["ema"]} if ema else {}))
     run.tokens_per_sample, run.flops_per_sample = flags.seq, flops * flags.seq
     run.print(
         f"{parameters / 1e6:.2f} M parameters, {len(train)} samples of {flags.seq} bytes, {run.world} ranks on {run.device.type}, "

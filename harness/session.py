@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from harness import records as rec
 from harness.batch import Batching, Plan, digest, plan, sample_hash, seed_for
@@ -364,12 +365,20 @@ class Session:
         optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer],
         scheduler: Any = None,
         scaler: Any = None,
+        after_update: Collection[str] = (),
         **others: Any,
     ) -> nn.Module:
         """Say what makes up the training state: model, optimizers, scheduler, GradScaler, and anything with a `state_dict`.
 
         The model moves to this rank's device (its parameters stay the same objects); its gradients will be summed over ranks.
+        `after_update`: those of the others (an average of the weights) whose tensors change, if at all, between `step.update()` and the
+        end of the loop's body, as an `AveragedModel`'s are taken to: a snapshot copies them beside the next forward and backward. Others
+        it copies while training stands still. Who breaks the promise loses that snapshot, is told so, and is not believed again.
         """
+        if unknown := sorted(set(after_update) - set(others)):
+            raise BadInput(
+                f"prepare(after_update={unknown!r}): wanted names of what else it is given, found only {', '.join(others) or 'none'}"
+            )
         model.to(self.device)
         same_everywhere(model)
         self._model = model
@@ -393,6 +402,7 @@ class Session:
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
                 raise BadInput(f"prepare({name}=...): {type(thing).__name__} has no state_dict/load_state_dict, so it cannot be resumed")
             self._saved[name] = thing
+        self._after_update = {*after_update, *(name for name, thing in others.items() if isinstance(thing, AveragedModel))}
         if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
             if self.reduce != "fast":
                 raise BadInput(
@@ -767,7 +777,7 @@ class Session:
             flight.agreed = dist.all_reduce(flight.changed, group=self._control, async_op=True)
         if flight.agreed is None or not changed:
             flight.segment = self._segment()
-            later = _only_by_optimizers(self._model, tensors) if self._beside else set()
+            later = _between_updates(self._model, tensors, self._after_update) if self._beside else set()
             flight.staged = self._saver.begin(tensors, later, _tensor_of(flight.segment))
         self._parent, self._flight = ref, flight
         self._last_snapshot_s = time.monotonic()
@@ -1039,11 +1049,17 @@ def _tensor_of(segment: Segment) -> torch.Tensor:
     return torch.frombuffer(segment.view, dtype=torch.uint8)
 
 
-def _only_by_optimizers(model: nn.Module | None, tensors: dict[str, torch.Tensor]) -> set[str]:
-    """Names of tensors that nothing but an optimizer's step changes: parameters and the optimizers' own state."""
+def _between_updates(model: nn.Module | None, tensors: dict[str, torch.Tensor], after_update: Collection[str] = ()) -> set[str]:
+    """Names of tensors that nothing changes from the end of a step to the next optimizer's step: parameters, the optimizers' own
+    state, and what is promised to change only behind it."""
     assert model is not None
     later = {f"model/{name}" for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {name for name in tensors if name in later or (name.startswith("optimizer/") and name.split("/")[2] == "state")}
+    tops = set(after_update)
+    return {
+        name
+        for name in tensors
+        if name in later or (name.startswith("optimizer/") and name.split("/")[2] == "state") or name.partition("/")[0] in tops
+    }
 
 
 def _winner(wants: torch.Tensor) -> Want:

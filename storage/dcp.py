@@ -193,7 +193,7 @@ class Staged:
         self.copy.arrive()
 
     def touched(self) -> list[str]:
-        """Tensors that were changed in place since `begin`, which they must not be before `wait` has returned."""
+        """Tensors of `later` that were changed in place since `begin`, which they must not be before `wait` has returned."""
         return self.copy.touched()
 
     def files(self) -> dict[str, memoryview]:
@@ -225,11 +225,11 @@ class _Copy:
     """
 
     def __init__(self, now: list[_Move], later: list[_Move], beside: Beside):
-        self._all, self._later = now + later, later
+        self._promised = later  # not to be changed before `wait`
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._events: list[torch.cuda.Event] = []
-        on_gpu = [m for m in self._all if m.source.is_cuda]
+        on_gpu = [m for m in now + later if m.source.is_cuda]
         with torch.no_grad():
             if on_gpu:
                 self._copy_on_gpu([m for m in now if m.source.is_cuda], [m for m in later if m.source.is_cuda])
@@ -278,7 +278,7 @@ class _Copy:
             raise self._error
 
     def touched(self) -> list[str]:
-        return sorted({m.name for m in self._all if _version(m.source) != m.version})
+        return sorted({m.name for m in self._promised if _version(m.source) != m.version})
 
 
 def _copy_bytes(move: _Move) -> None:

@@ -7,7 +7,10 @@ import pytest
 from worlds import finish, history, newest, start, train
 
 from harness.batch import Batching, expected_digest
+from harness.facts import SnapshotFailed
+from harness.journal import read_facts
 from harness.marks import Want, write
+from storage import dcp
 from storage.objects import open_store
 from storage.snapshots import Snapshots
 
@@ -58,6 +61,43 @@ def test_the_world_may_change_on_the_way(calm, tmp_path):
         train(run, world, "--total", total, "--parallel", parallel)
     assert [r.world for r in history(run)] == [2] * 8 + [5] * 7 + [1] * 7 + [3] * 8
     assert losses(run) == pytest.approx(losses(calm), rel=1e-3)
+
+
+AVERAGES = """
+import sys, torch, harness
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+run = harness.attach(snapshot_every_steps=2)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+averages = {"ema": AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)), "other": AveragedModel(model)}
+run.prepare(model, torch.optim.AdamW(model.parameters()), **averages)
+run._after_update -= {"other"} if "early" not in sys.argv else set()  # as one of a class that we do not know
+for step in run.steps(torch.utils.data.TensorDataset(torch.randn(64, 8)), total=6, global_batch=4, micro_batch=4):
+    averages["other"].update_parameters(model)  # not where averages are updated
+    for (x,) in step:
+        step.backward(model(x).square().mean())
+    step.update()
+    averages["ema"].update_parameters(model)
+print("ema", averages["ema"].module[0].weight.double().sum().item())
+"""
+
+
+@pytest.mark.parametrize("early", [[], ["early"]])
+def test_averages_are_copied_beside_the_training_and_who_breaks_the_promise_is_told(tmp_path, early):
+    script = tmp_path / "script.py"
+    script.write_text(AVERAGES)
+    ended = finish(start(tmp_path / "run", 1, *early, script=script))
+    assert ended.codes == [0], ended.output
+    told = "was changed in place between two optimizer steps"
+    assert ended.output.count(told) == len(early) and ("'other/" in ended.output) == bool(early)
+    store = open_store(str(tmp_path / "run"))
+    snapshots = Snapshots(store)
+    manifest = snapshots.latest()
+    snapshots.verify(manifest)
+    tensors = {name: t for name, t in dcp.destinations(manifest, {}).items() if name == "ema/module.0.weight"}
+    dcp.load(snapshots, manifest, tensors)
+    assert f"ema {tensors['ema/module.0.weight'].double().sum().item()}" in ended.output
+    failed = [s.fact for s in read_facts(store) if isinstance(s.fact, SnapshotFailed)]
+    assert len(failed) <= len(early)
 
 
 def test_shares_follow_speeds(calm, tmp_path):

@@ -117,9 +117,9 @@ def test_begin_copies_the_rest_later_and_finds_what_was_touched():
     staged = saver.begin(tensors, {"p", "p2"}, buffer)
     tensors["buffer"].add_(1)  # is copied already
     staged.wait()
-    assert staged.touched() == ["buffer"]
+    assert staged.touched() == []
     tensors["p"].zero_()
-    assert staged.touched() == ["buffer", "p"]
+    assert staged.touched() == ["p"]
     manifest = saver.write(staged, Ref(1, 1), {}, "t")
     loaded = {name: torch.empty_like(t) for name, t in before.items()}
     load(saver.snapshots, manifest, loaded)
