@@ -1,15 +1,16 @@
-"""What a snapshot costs the training, here and with its peers, interleaved in one run. One process, CPU or GPU. No assertions.
+"""What a snapshot costs the training, here and with its peers, interleaved in one run; the targets beside it. CPU or GPU. No assertions.
 
-    python benchmarks/snapshots.py --layers 19               # 0.96 GB of parameters and AdamW state, to a local folder, with fsync
-    python benchmarks/snapshots.py --layers 5 --rounds 5     # 0.25 GB
+    python benchmarks/snapshots.py                           # 1 GB of parameters and AdamW state, to a local folder, with fsync
+    python benchmarks/snapshots.py --store seaweed           # ... to an S3 server on this machine, which it starts
+    python benchmarks/snapshots.py --store s3://bucket/x     # AWS_ENDPOINT_URL and credentials as usual
     python benchmarks/snapshots.py --adapters                # what the second snapshot sends when only adapters are trained
-    python benchmarks/snapshots.py --store s3://bucket/x     # AWS_ENDPOINT_URL and credentials as usual; only what can write there
 
-Every round takes each way once, in an order that rotates, twice over: while training goes on (blocked_s: how long the training thread
-stood still, in the snapshot and before the next optimizer step; drain_x: step time until it is durable over that without a snapshot), and
-at rest (rest_s: blocked when nothing can overlap; durable_s; cpu_s of all our processes per GB). `memory` runs each way once in a process
-of its own: the peak of the proportional set size of the whole process tree above that before the snapshot, in MB.
-The first round warms up and is not counted.
+Every round takes each way once, in an order that rotates. While training goes on, those that overlap with it: blocked_s (how long the
+training thread stood still, in the snapshot and before the next optimizer step) and drain_x (step time until it is durable, over that
+without a snapshot). At rest: rest_s (blocked when nothing can overlap), durable_s, cpu_s of all our processes per GB. load_s: onto two
+processes that have a half of each tensor, from what one process wrote. memory_mb, of each way in a process of its own: the peak of the
+proportional set size of the process tree above that before its first snapshot (which holds a stage in RAM: one copy of the state).
+Ratios are medians of the ratios within a round. The first round warms up and is not counted. Look at `uptime` before you believe it.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import warnings
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,6 +44,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from harness.nearby import NearbyConfig
+from harness.progress import Place, Progress
 from harness.session import _between_updates, _tensor_of
 from harness.uploader import Line, Local, Remote, Server
 from storage import Ref, Snapshots, open_store
@@ -49,6 +54,9 @@ from storage.staging import Beside, Stage
 from storage.upload import Job
 
 DRAIN_LIMIT_S = 300.0
+READERS = 2  # the world that loads
+WITHIN_S = 15.0  # a quarter of an interval of a minute, as the session would say
+BUCKET = "bench-bucket"
 
 
 class Training:
@@ -58,6 +66,7 @@ class Training:
         self.model = nn.Sequential(*[nn.Linear(flags.width, flags.width, bias=False) for _ in range(flags.layers)]).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.x = torch.randn(flags.batch, flags.width, device=self.device)
+        self.progress, self.steps, self.base_s = Progress(f"{tempfile.gettempdir()}/progress-{os.getpid()}"), 0, 0.0
         self.step()
         self.nbytes = sum(t.numel() * t.element_size() for t in split(self.state())[0].values())
 
@@ -75,11 +84,17 @@ class Training:
         self.optimizer.zero_grad()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+        self.steps += 1
+        self.progress.tell(Place.COMPUTE, self.steps)
         return time.perf_counter() - t0, waited
 
 
 class Way:
-    """`begin` blocks the training; `before_optimizer` may block it once more; `durable` is a future."""
+    """`begin` blocks the training and returns a future of its being durable; `before_optimizer` may block it once more."""
+
+    overlaps = False  # with the training: worth a look at what that feels of it
+    reads = ""  # what a reader is told to load it by
+    training_goes_on = False
 
     def __init__(self, training: Training, folder: str):
         self.training, self.folder, self.n = training, folder, 0
@@ -93,7 +108,9 @@ class Way:
     def begin(self) -> Future[Any]:
         raise NotImplementedError
 
-    def load(self) -> None: ...
+    def where(self) -> str:
+        """Of what was saved last."""
+        return ""
 
     def close(self) -> None: ...
 
@@ -107,7 +124,7 @@ def done(value: Any = None) -> Future[Any]:
 class Ours(Way):
     """Copied beside the training, sent by the uploader process."""
 
-    own_process = True
+    own_process, overlaps, reads = True, True, "ours"
 
     def __init__(self, training: Training, folder: str):
         super().__init__(training, folder)
@@ -139,7 +156,8 @@ class Ours(Way):
         staged = self.staged = self.saver.begin(tensors, _between_updates(self.training.model, tensors), _tensor_of(segment))
         future: Future[Any] = Future()
         job = Job(Ref(1, self.n), 0, 1, f"t{self.n}", staged.layout.files, staged.layout.index, {"state": plain}, weights="model/",
-                  keep={"last": 1, "every": 0}, note={"t_start": time.time(), "stall_s": 0.0, "why": "interval"})  # fmt: skip
+                  keep={"last": 1, "every": 0}, note={"t_start": time.time(), "stall_s": 0.0, "why": "interval"}, step_s=self.training.base_s, watch=self.training.progress.path,
+                  within_s=WITHIN_S if self.training_goes_on else 0.0)  # fmt: skip
 
         def send() -> None:
             staged.arrive()
@@ -152,11 +170,8 @@ class Ours(Way):
         if self.staged is not None:
             self.staged.wait()
 
-    def load(self) -> None:
-        snapshots = Snapshots(self.store)
-        manifest = snapshots.latest()
-        assert manifest is not None
-        load(snapshots, manifest, {name: torch.empty_like(t) for name, t in self.tensors.items()})
+    def where(self) -> str:
+        return self.url
 
     def close(self) -> None:
         if self.own_process:
@@ -177,33 +192,34 @@ class BareCopy(Way):
     def begin(self) -> Future[Any]:
         tensors = list(split(self.training.state())[0].values())
         if not hasattr(self, "buffers"):
-            self.buffers = [torch.empty(t.shape, dtype=t.dtype).fill_(0) for t in tensors]
+            self.buffers = [torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda).fill_(0) for t in tensors]
         for t, b in zip(tensors, self.buffers, strict=True):
             if t.is_cuda:
-                b.copy_(t)
+                b.copy_(t, non_blocking=True)
             else:
                 np.copyto(b.numpy(), t.numpy())
+        if self.training.device.type == "cuda":
+            torch.cuda.synchronize()
         return done()
 
 
 class BarePut(Way):
-    """The limit of a bucket: the same number of bytes in one multipart put by the fastest client, and read in parallel ranges."""
+    """The limit of a store: the same number of bytes in one (multipart) put by the fastest client, and read in parallel ranges."""
+
+    reads = "bare"
 
     def __init__(self, training: Training, folder: str):
         super().__init__(training, folder)
         self.url = self.place()
         self.store = opened(self.url)
         self.bytes = memoryview(np.random.default_rng(0).bytes(training.nbytes))
-        self.into = memoryview(bytearray(training.nbytes))
 
     def begin(self) -> Future[Any]:
         self.store.put("all", self.bytes)
         return done()
 
-    def load(self) -> None:
-        with ThreadPoolExecutor(8) as pool:
-            starts = range(0, len(self.bytes), 32 << 20)
-            list(pool.map(lambda at: read_into(self.store, "all", at, self.into[at : at + (32 << 20)]), starts))
+    def where(self) -> str:
+        return self.url
 
 
 class Adapters(Ours):
@@ -243,9 +259,6 @@ class TorchSave(Way):
             os.fsync(f.fileno())
         return done()
 
-    def load(self) -> None:
-        torch.load(self.path, weights_only=True)
-
 
 class DcpSave(Way):
     def begin(self) -> Future[Any]:
@@ -253,28 +266,23 @@ class DcpSave(Way):
         dcp.save(split(self.training.state())[0], storage_writer=dcp.FileSystemWriter(self.path), no_dist=True)
         return done()
 
-    def load(self) -> None:
-        tensors = {name: torch.empty_like(t) for name, t in split(self.training.state())[0].items()}
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(self.path), no_dist=True)
-
 
 class DcpFsspec(Way):
+    reads = "dcp"
+
     def begin(self) -> Future[Any]:
         self.path = self.place()
         dcp.save(split(self.training.state())[0], storage_writer=FsspecWriter(self.path), no_dist=True)
         return done()
 
-    def load(self) -> None:
-        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
-
-        tensors = {name: torch.empty_like(t) for name, t in split(self.training.state())[0].items()}
-        dcp.load(tensors, storage_reader=FsspecReader(self.path), no_dist=True)
+    def where(self) -> str:
+        return self.path
 
 
 class DcpAsync(Way):
     """dcp.async_save with its best stager without a GPU: into shared memory that is used again."""
 
-    kind = AsyncCheckpointerType.THREAD
+    kind, overlaps = AsyncCheckpointerType.THREAD, True
 
     def __init__(self, training: Training, folder: str):
         super().__init__(training, folder)
@@ -302,8 +310,9 @@ class DcpAsyncFsspec(DcpAsync):
         return FsspecWriter(path)
 
 
-FOLDER_WAYS = (Ours, OursInThread, BareCopy, TorchSave, DcpSave, DcpFsspec, DcpAsync, DcpAsyncProcess)
+FOLDER_WAYS = (Ours, BareCopy, BarePut, TorchSave, DcpSave, DcpFsspec, DcpAsync)
 BUCKET_WAYS = (Ours, BareCopy, BarePut, DcpFsspec, DcpAsyncFsspec)
+MORE_WAYS = (OursInThread, DcpAsyncProcess)  # by --ways
 
 
 def opened(url: str) -> Any:
@@ -342,18 +351,20 @@ def tree_pss() -> int:
     return total
 
 
-def one_round(way: Way) -> dict[str, float]:
-    training = way.training
-    base = statistics.median(training.step()[0] for _ in range(3))
-    t0 = time.perf_counter()
-    future = way.begin()
-    blocked = time.perf_counter() - t0
-    seconds, waited = training.step(way.before_optimizer)
-    steps = [seconds - waited]
-    while not future.done() and time.perf_counter() - t0 < DRAIN_LIMIT_S:
-        steps.append(training.step()[0])
-    future.result(DRAIN_LIMIT_S)
-    found = {"base_step_s": base, "blocked_s": blocked + waited, "drain_x": statistics.mean(steps) / base}
+def one_round(way: Way, readers: Readers) -> dict[str, float]:
+    training, found = way.training, dict[str, float]()
+    if way.overlaps:
+        base = training.base_s = statistics.median(training.step()[0] for _ in range(3))
+        way.training_goes_on, t0 = True, time.perf_counter()
+        future = way.begin()
+        blocked = time.perf_counter() - t0
+        seconds, waited = training.step(way.before_optimizer)
+        steps = [seconds - waited]
+        while not future.done() and time.perf_counter() - t0 < DRAIN_LIMIT_S:
+            steps.append(training.step()[0])
+        future.result(DRAIN_LIMIT_S)
+        found = {"base_step_s": base, "blocked_s": blocked + waited, "drain_x": statistics.mean(steps) / base}
+        way.training_goes_on = False
     cpu, t0 = tree_cpu_s(), time.perf_counter()
     future = way.begin()
     way.before_optimizer()
@@ -361,10 +372,84 @@ def one_round(way: Way) -> dict[str, float]:
     future.result(DRAIN_LIMIT_S)
     found["durable_s"] = time.perf_counter() - t0
     found["cpu_s_per_gb"] = (tree_cpu_s() - cpu) / (training.nbytes / 1e9)
-    t0 = time.perf_counter()
-    way.load()
-    found["load_s"] = time.perf_counter() - t0
+    if way.reads:
+        found["load_s"] = readers.load(way.reads, way.where())
     return found
+
+
+# ---- the world that loads ---------------------------------------------------------------------------------------
+class Readers:
+    """Processes that are there before the clock starts. Each has its rows of every matrix, as FSDP2 shards them."""
+
+    def __init__(self, training: Training):
+        shapes = {name: [list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in split(training.state())[0].items()}
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        self._processes = []
+        for rank in range(READERS):
+            order = json.dumps([rank, port, shapes])
+            self._processes.append(
+                subprocess.Popen([sys.executable, __file__, "--read", order], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
+        self._answers()
+
+    def load(self, how: str, where: str) -> float:
+        """Seconds until all have it."""
+        t0 = time.perf_counter()
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps([how, where]) + "\n")
+            process.stdin.flush()
+        self._answers()
+        return time.perf_counter() - t0
+
+    def _answers(self) -> None:
+        for process in self._processes:
+            assert process.stdout is not None
+            while (line := process.stdout.readline()) != "ready\n":
+                if not line:
+                    raise SystemExit("a reader died; its error is above")
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+def read(order: str) -> None:
+    """One of them."""
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    rank, port, shapes = json.loads(order)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=READERS)
+    mesh = init_device_mesh("cpu", (READERS,))
+    tensors: dict[str, torch.Tensor] = {}
+    for name, (shape, kind) in shapes.items():
+        local = torch.zeros([shape[0] // READERS, *shape[1:]] if shape else [], dtype=getattr(torch, kind))
+        tensors[name] = DTensor.from_local(local, mesh, [Shard(0)]) if shape else local
+    mine = memoryview(bytearray(b"\1") * sum(t.numel() * t.element_size() // (READERS if t.dim() else 1) for t in tensors.values()))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        how, where = json.loads(line)
+        match how:
+            case "ours":
+                snapshots = Snapshots(opened(where))
+                manifest = snapshots.latest()
+                assert manifest is not None
+                load(snapshots, manifest, tensors)
+            case "dcp":
+                dcp.load(tensors, storage_reader=FsspecReader(where))
+            case "bare":
+                store = opened(where)
+                with ThreadPoolExecutor(8) as pool:
+                    starts = range(0, len(mine), 32 << 20)
+                    list(pool.map(lambda at: read_into(store, "all", rank * len(mine) + at, mine[at : at + (32 << 20)]), starts))  # noqa: B023
+        print("ready", flush=True)
+    os._exit(0)
 
 
 def memory(kind: type[Way], flags: argparse.Namespace) -> float:
@@ -391,23 +476,58 @@ def memory(kind: type[Way], flags: argparse.Namespace) -> float:
     return (peak - before) / 1e6
 
 
+@contextlib.contextmanager
+def place(store: str) -> Iterator[str]:
+    """The folder, or a prefix of a bucket."""
+    if store not in ("", "seaweed"):
+        yield store
+        return
+    with tempfile.TemporaryDirectory(prefix="snapshots-", ignore_cleanup_errors=True) as folder:
+        if not store:
+            yield folder
+            return
+        sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+        import buckets
+        import fsspec
+
+        with buckets.weed(Path(folder)) as options:
+            names = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_ENDPOINT_URL": "endpoint_url"}
+            os.environ |= {variable: options[name] for variable, name in names.items()} | {"AWS_REGION": "us-east-1"}
+            fsspec.filesystem("s3").mkdir(BUCKET)
+            yield f"s3://{BUCKET}/x"
+
+
+def clear(way: Way) -> None:
+    """What a peer has saved; ours prunes itself."""
+    if not isinstance(way, (Ours, BarePut)):
+        import fsspec
+
+        fs, root = fsspec.url_to_fs(way.folder)
+        for old in fs.glob(f"{root}/{type(way).__name__.lower()}-{os.getpid()}-*"):
+            fs.rm(old, recursive=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=19)
+    parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="of torch; leave a core to the drain")
-    parser.add_argument("--store", default="", help="URL prefix instead of a temporary folder")
-    parser.add_argument("--ways", default="", help="comma-separated; default: all that can write there")
+    parser.add_argument("--store", default="", help='"seaweed", or a URL prefix, instead of a temporary folder')
+    parser.add_argument("--ways", default="", help="comma-separated; default: the targets' peers that can write there")
     parser.add_argument("--adapters", action="store_true", help="measure only what a second snapshot sends when most weights are frozen")
-    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--memory", default="Ours", help="comma-separated ways whose memory is measured, or all; default: ours")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--read", help=argparse.SUPPRESS)
     parser.add_argument("--measure-memory", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     flags = parser.parse_args()
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     if flags.serve:
         serve(flags.serve)
+    if flags.read:
+        read(flags.read)
     torch.set_num_threads(flags.threads)
     if not dist.is_initialized():  # async_save wants a group
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -415,58 +535,96 @@ def main() -> None:
         print(json.dumps(memory(globals()[flags.measure_memory], flags)))
         sys.stdout.flush()
         os._exit(0)
-    temporary = None if flags.store else tempfile.mkdtemp(prefix="snapshots-")
-    flags.folder = flags.store or temporary
-    kinds = [k for k in (BUCKET_WAYS if flags.store else FOLDER_WAYS) if not flags.ways or k.__name__ in flags.ways.split(",")]
+    with place(flags.store) as flags.folder:
+        measure(flags)
+    sys.stdout.flush()
+    os._exit(0)  # async_save leaves a process that does not end by itself
+
+
+def measure(flags: argparse.Namespace) -> None:
+    usual = BUCKET_WAYS if flags.store else FOLDER_WAYS
+    kinds = [k for k in (*usual, *MORE_WAYS) if (k.__name__ in flags.ways.split(",") if flags.ways else k in usual)]
     training = Training(flags)
     if flags.adapters:
-        way = Adapters(training, flags.folder)
-        way.measure()
-        os._exit(0)
-    ways = [kind(training, flags.folder) for kind in kinds]
-    print(f"{training.nbytes / 1e9:.2f} GB of state on {training.device}, {flags.threads} thread(s), {flags.rounds} rounds, {flags.folder}")
+        Adapters(training, flags.folder).measure()
+        return
+    ways, readers = [kind(training, flags.folder) for kind in kinds], Readers(training)
+    load_1m = os.getloadavg()[0]
+    print(
+        f"{training.nbytes / 1e9:.2f} GB of state on {training.device}, {flags.threads} thread(s), {flags.rounds} rounds, "
+        f"{flags.store or 'a folder'}; load of the machine before: {load_1m:.1f}",
+        flush=True,
+    )
     found: dict[str, list[dict[str, float]]] = {type(w).__name__: [] for w in ways}
+    extra: dict[str, float] = {}
     try:
         with contextlib.suppress(KeyboardInterrupt):  # then what was measured so far is printed
             for i in range(flags.rounds + 1):
                 for way in ways[i % len(ways) :] + ways[: i % len(ways)]:
-                    result = one_round(way)
+                    result = one_round(way, readers)
                     if i:
                         found[type(way).__name__].append(result)
-                    if temporary and not isinstance(way, Ours):
-                        for old in Path(temporary).glob(f"{type(way).__name__.lower()}-*"):
-                            shutil.rmtree(old, ignore_errors=True) if old.is_dir() else old.unlink()
-        columns = ("blocked_s", "drain_x", "rest_s", "durable_s", "cpu_s_per_gb", "load_s", "base_step_s")
-        print(f"{'median (min-max)':18}" + "".join(f"{c:>24}" for c in columns) + f"{'memory_mb':>12}")
-        for name, results in ((name, results) for name, results in found.items() if results):
-            cells = []
-            for c in columns:
-                values = [r[c] for r in results]
-                cells.append(f"{statistics.median(values):.4g} ({min(values):.3g}-{max(values):.3g})")
-            extra = "" if flags.no_memory else f"{memory_of(name, flags):.0f}"
-            print(f"{name:18}" + "".join(f"{c:>24}" for c in cells) + f"{extra:>12}", flush=True)
+                    clear(way)
+                print(f"round {i} of {flags.rounds}, load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
     finally:
+        readers.close()
         for way in ways:
             way.close()
-        if temporary:
-            shutil.rmtree(temporary, ignore_errors=True)
-    os._exit(0)  # async_save leaves a process that does not end by itself
+    for name in found:
+        if flags.memory == "all" or name in flags.memory.split(","):
+            extra[name] = memory_of(name, flags)
+    show(found, extra)
+    verdicts(found, extra, training.nbytes, bool(flags.store))
+
+
+def show(found: dict[str, list[dict[str, float]]], extra: dict[str, float]) -> None:
+    columns = ("blocked_s", "drain_x", "rest_s", "durable_s", "cpu_s_per_gb", "load_s", "base_step_s")
+    print(f"{'median (min-max)':16}" + "".join(f"{c:>22}" for c in columns) + f"{'memory_mb':>11}")
+    for name, results in found.items():
+        cells = []
+        for c in columns:
+            values = [r[c] for r in results if c in r]
+            cells.append(f"{statistics.median(values):.3g} ({min(values):.3g}-{max(values):.3g})" if values else "")
+        print(f"{name:16}" + "".join(f"{c:>22}" for c in cells) + (f"{extra[name]:11.0f}" if name in extra else ""), flush=True)
+
+
+def verdicts(found: dict[str, list[dict[str, float]]], extra: dict[str, float], nbytes: int, bucket: bool) -> None:
+    """Every target, by the ratios within the rounds: median (min-max)."""
+    background = "DcpAsyncFsspec" if bucket else "DcpAsync"
+
+    def line(what: str, column: str, peer: str, target: str, over: bool = False, own: str = "") -> None:
+        """`over`: the peer's over ours (a speed), else ours over the peer's (a cost)."""
+        pairs = [(o[own or column], p[column]) for o, p in zip(found.get("Ours", []), found.get(peer, []), strict=False) if column in p]
+        if not pairs:
+            return
+        ratios = [p / o if over else o / p for o, p in pairs]
+        middle, bound = statistics.median(ratios), float(target.split()[1])
+        met = middle >= bound if target.startswith(">=") else middle <= bound
+        print(f"{what:58}{peer:16}{middle:8.3g} ({min(ratios):.3g}-{max(ratios):.3g})".ljust(104) + f"{target:10}{'yes' if met else 'NO'}")
+
+    print("\n" + f"{'target':58}{'peer':16}{'ratio':>8}".ljust(105) + f"{'wanted':10}met")
+    line("blocked while training, over its best async save", "blocked_s", background, "<= 0.2")
+    line("blocked when nothing can overlap, over the bare copy", "rest_s", "BareCopy", "<= 1.1")
+    line("training while it drains, over that beside its drain", "drain_x", background, "<= 1.0")
+    line("durable, speed over dcp.save through fsspec", "durable_s", "DcpFsspec", ">= 2", over=True)
+    line("durable, speed over a bare put of the same bytes", "durable_s", "BarePut", ">= 0.8", over=True)
+    line("load onto another world, speed over DCP through fsspec", "load_s", "DcpFsspec", ">= 2", over=True)
+    line("load onto another world, speed over a bare parallel read", "load_s", "BarePut", ">= 0.7", over=True)
+    for peer in found:
+        if peer not in ("Ours", "OursInThread", "BareCopy", "BarePut"):
+            line("CPU seconds per GB saved", "cpu_s_per_gb", peer, "<= 1.0")
+    if "Ours" in extra:
+        over_mb = extra["Ours"] - nbytes / 1e6
+        print(
+            f"{'peak extra memory, MB above one copy of the state':74}{over_mb:8.0f}".ljust(104)
+            + f"{'<= 256':10}{'yes' if over_mb <= 256 else 'NO'}"
+        )
 
 
 def memory_of(name: str, flags: argparse.Namespace) -> float:
-    words = [
-        "--measure-memory",
-        name,
-        "--folder",
-        flags.folder,
-        "--layers",
-        flags.layers,
-        "--width",
-        flags.width,
-        "--threads",
-        flags.threads,
-    ]
-    ended = subprocess.run([sys.executable, __file__, *map(str, words)], capture_output=True, text=True, timeout=600)
+    options = {"measure-memory": name, "folder": flags.folder, "layers": flags.layers, "width": flags.width, "threads": flags.threads}
+    words = [word for option, value in options.items() for word in (f"--{option}", str(value))]
+    ended = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True, timeout=600)
     return float(ended.stdout.splitlines()[-1]) if ended.returncode == 0 else float("nan")
 
 
