@@ -9,7 +9,7 @@ Every round takes each way once, in an order that rotates. While training goes o
 training thread stood still, in the snapshot and before the next optimizer step) and drain_x (step time until it is durable, over that
 without a snapshot). At rest: rest_s (blocked when nothing can overlap), durable_s, cpu_s of all our processes per GB. load_s: onto two
 processes that have a half of each tensor, from what one process wrote. memory_mb, of each way in a process of its own: the peak of the
-proportional set size of the process tree above that before its first snapshot (which holds a stage in RAM: one copy of the state).
+proportional set size of the process tree in two snapshots, above that of training alone (a stage in RAM is one copy of the state).
 Ratios are medians of the ratios within a round. The first round warms up and is not counted. Look at `uptime` before you believe it.
 """
 
@@ -42,10 +42,9 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from harness.nearby import NearbyConfig
 from harness.progress import Place, Progress
 from harness.session import _between_updates, _tensor_of
-from harness.uploader import Line, Local, Remote, Server
+from harness.uploader import Line, Local, Remote
 from storage import Ref, Snapshots, open_store
 from storage.dcp import Saver, load, split
 from storage.objects import read_into
@@ -137,7 +136,7 @@ class Ours(Way):
         if self.own_process:
             self.stage = Stage()
             order = json.dumps([self.url, str(self.stage.folder), self.stage.budget_nbytes])
-            self.process = subprocess.Popen([sys.executable, __file__, "--serve", order], stdin=subprocess.PIPE)
+            self.process = subprocess.Popen([sys.executable, "-c", SERVE, order], stdin=subprocess.PIPE, start_new_session=True)
             Line(self.stage.folder, connect_s=60.0).close()
             self.courier: Any = Remote(self.stage.folder, 1, 0, local)
         else:
@@ -321,13 +320,20 @@ def opened(url: str) -> Any:
     return open_store(url, durable=True) if "://" not in url else open_store(url)
 
 
-def serve(order: str) -> None:
-    url, folder, budget = json.loads(order)
-    os.nice(10)
-    server = Server(opened(url), Path(folder), budget, "bench", NearbyConfig())
-    threading.Thread(target=server.serve, daemon=True).start()
-    sys.stdin.read()
-    os._exit(0)
+# The uploader process, which imports no torch; `harness.uploader` but for the fsync.
+SERVE = """
+import json, os, sys, threading
+from pathlib import Path
+from harness.nearby import NearbyConfig
+from harness.uploader import NICE, Server
+from storage.objects import open_store
+url, folder, budget = json.loads(sys.argv[1])
+os.nice(NICE)
+server = Server(open_store(url, **({} if "://" in url else {"durable": True})), Path(folder), budget, "bench", NearbyConfig())
+threading.Thread(target=server.serve, daemon=True).start()
+sys.stdin.read()
+os._exit(0)
+"""
 
 
 def tree_cpu_s() -> float:
@@ -392,7 +398,13 @@ class Readers:
         for rank in range(READERS):
             order = json.dumps([rank, port, shapes])
             self._processes.append(
-                subprocess.Popen([sys.executable, __file__, "--read", order], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+                subprocess.Popen(
+                    [sys.executable, __file__, "--read", order],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    start_new_session=True,  # an interrupt is for us
+                )
             )
         self._answers()
 
@@ -455,27 +467,34 @@ def read(order: str) -> None:
 
 
 def memory(kind: type[Way], flags: argparse.Namespace) -> float:
-    """Peak extra MB of the first and second snapshot of one way, in this (fresh) process."""
-    training = Training(flags)
-    before = tree_pss()
-    way = kind(training, flags.folder)
-    peak, stop = 0, threading.Event()
+    """Peak MB of two snapshots of one way above the peak of training alone, in this (fresh) process and its children."""
+    training, way = Training(flags), None
+    peaks = []
+    for begun in (False, True):
+        peak, stop = 0, threading.Event()
 
-    def watch() -> None:
-        nonlocal peak
-        while not stop.wait(0.02):
-            peak = max(peak, tree_pss())
+        def watch(stop: threading.Event = stop) -> None:
+            nonlocal peak
+            while not stop.wait(0.1):
+                peak = max(peak, tree_pss())
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    for _ in range(2):
-        future = way.begin()
-        training.step(way.before_optimizer)
-        future.result(DRAIN_LIMIT_S)
-    stop.set()
-    watcher.join()
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        if begun:
+            way = kind(training, flags.folder)
+        for _ in range(2):
+            if way is None:
+                training.step()
+                continue
+            future = way.begin()
+            training.step(way.before_optimizer)
+            future.result(DRAIN_LIMIT_S)
+        stop.set()
+        watcher.join()
+        peaks.append(peak)
+    assert way is not None
     way.close()
-    return (peak - before) / 1e6
+    return (peaks[1] - peaks[0]) / 1e6
 
 
 @contextlib.contextmanager
@@ -520,14 +539,11 @@ def main() -> None:
     parser.add_argument("--ways", default="", help="comma-separated; default: the targets' peers that can write there")
     parser.add_argument("--adapters", action="store_true", help="measure only what a second snapshot sends when most weights are frozen")
     parser.add_argument("--memory", default="Ours", help="comma-separated ways whose memory is measured, or all; default: ours")
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--read", help=argparse.SUPPRESS)
     parser.add_argument("--measure-memory", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    if flags.serve:
-        serve(flags.serve)
     if flags.read:
         read(flags.read)
     torch.set_num_threads(flags.threads)
