@@ -40,8 +40,8 @@ from storage.staging import Beside
 __all__ = ["Saver", "Staged", "destinations", "join", "load", "split"]
 
 FILE_NBYTES = 256 << 20  # a rank's bytes are cut into files of about this size: what one failed request repeats
-READ_NBYTES = 32 << 20  # one request of a load; its first and last hash chunks are fetched whole
-READ_THREADS = 8
+READ_NBYTES = 8 << 20  # one request of a load, whole hash chunks: so little that it stays in a processor's cache until it is copied
+READ_THREADS = 16
 ALIGN = 64  # bytes; any dtype can be viewed there
 
 if sys.byteorder != "little":  # the index has no byte order, so it must have only one
@@ -594,7 +594,8 @@ def _dtype_of(manifest: Manifest, name: str) -> torch.dtype:
 
 
 def _pieces(chunk: dict[str, Any], item: ReadItem, target: torch.Tensor) -> Iterable[_Piece]:
-    """Cut a box along its first dimensions until each piece spans at most READ_NBYTES."""
+    """Cut a box until each piece spans at most READ_NBYTES: what is contiguous here and there at multiples of that, so that no hash
+    chunk is read twice; else along its first dimensions."""
     strides, step = [], 1
     for size in reversed(chunk["sizes"]):
         strides.append(step)
@@ -605,11 +606,21 @@ def _pieces(chunk: dict[str, Any], item: ReadItem, target: torch.Tensor) -> Iter
     if nbytes != step * width:
         raise SnapshotCorrupt(f"{item.storage_index.fqn!r}: {step} elements of {width} bytes in {nbytes} bytes; use an older snapshot")
 
+    def at_multiples(at: int, flat: torch.Tensor) -> Iterable[_Piece]:
+        done = 0
+        while done < len(flat):
+            n = min(max(1, (READ_NBYTES - at % READ_NBYTES) // width), len(flat) - done)
+            yield _Piece(chunk["part"], at, at + n * width, (1,), flat[done : done + n])
+            done, at = done + n, at + n * width
+
     def cut(offsets: list[int], box: torch.Tensor) -> Iterable[_Piece]:
         span = (sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True)) + 1) * width
         dim = next((d for d, n in enumerate(box.shape) if n > 1), None)
+        start = chunk["start"] + sum(o * s for o, s in zip(offsets, strides, strict=True)) * width
+        if span == box.numel() * width and box.is_contiguous():
+            yield from at_multiples(start, box.reshape(-1))
+            return
         if span <= READ_NBYTES or dim is None:
-            start = chunk["start"] + sum(o * s for o, s in zip(offsets, strides, strict=True)) * width
             yield _Piece(chunk["part"], start, start + span, tuple(strides), box)
             return
         rows = max(1, READ_NBYTES // (strides[dim] * width))
@@ -626,8 +637,8 @@ def _batches(pieces: list[_Piece]) -> list[list[_Piece]]:
     end = 0
     for piece in sorted(pieces, key=lambda p: (p.part, p.start)):
         last = batches[-1] if batches else None
-        near = last is not None and last[0].part == piece.part and piece.start - end <= READ_NBYTES // 16
-        if last is not None and near and piece.end - last[0].start <= READ_NBYTES:
+        near = last is not None and last[0].part == piece.part and piece.start - end <= READ_NBYTES // 4
+        if last is not None and near and piece.start // READ_NBYTES == last[0].start // READ_NBYTES:
             last.append(piece)
             end = max(end, piece.end)
         else:

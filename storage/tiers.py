@@ -35,7 +35,7 @@ from storage.manifest import Manifest, Part, chunk_hash
 from storage.objects import NotFound, ObjectStore, StoreError
 from storage.staging import Segment
 
-BLOCK_CHUNKS = 8  # chunks that one process of a node fetches while the others wait: one request of 32 MiB
+BLOCK_CHUNKS = 2  # chunks that one process of a node fetches while the others wait: one request of a load, 8 MiB
 NODE_WAIT_S = 60.0  # for another process of this node to fetch a block; then we fetch it ourselves
 PEER_TIMEOUT_S = 2.0  # connect, and each read from a peer; a slower one is not asked again
 FOLDER_LOCK_S = 10.0
