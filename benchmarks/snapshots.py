@@ -7,7 +7,7 @@
 
 Every round takes each way once, in an order that rotates. While training goes on, those that overlap with it: blocked_s (how long the
 training thread stood still, in the snapshot and before the next optimizer step) and drain_x (step time until it is durable, over that
-without a snapshot). At rest: rest_s (blocked when nothing can overlap), durable_s, cpu_s of all our processes per GB. load_s: onto two
+without a snapshot). At rest: rest_s (blocked when nothing can overlap), durable_s, cpu_s of all our processes (not the server) per GB. load_s: onto two
 processes that have a half of each tensor, from what one process wrote. memory_mb, of each way in a process of its own: the peak of the
 proportional set size of the process tree in two snapshots, above that of training alone (a stage in RAM is one copy of the state).
 Ratios are medians of the ratios within a round. The first round warms up and is not counted. Look at `uptime` before you believe it.
@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from harness.progress import Place, Progress
 from harness.session import _between_updates, _tensor_of
 from harness.uploader import Line, Local, Remote
-from storage import Ref, Snapshots, open_store
+from storage import Keep, Ref, Snapshots, open_store
 from storage.dcp import Saver, load, split
 from storage.objects import read_into
 from storage.staging import Beside, Stage
@@ -156,7 +156,7 @@ class Ours(Way):
         note = {"t_start": time.time(), "stall_s": 0.0, "why": "interval"}
         job = Job(
             Ref(1, self.n), 0, 1, f"t{self.n}", staged.layout.files, staged.layout.index, {"state": plain}, weights="model/",
-            keep={"last": 1, "every": 0}, step_s=self.training.base_s, within_s=WITHIN_S if self.training_goes_on else 0.0,
+            step_s=self.training.base_s, within_s=WITHIN_S if self.training_goes_on else 0.0,
             watch=self.training.progress.path, note=note,
         )  # fmt: skip
 
@@ -341,6 +341,8 @@ def tree_cpu_s() -> float:
     me = psutil.Process()
     for process in [me, *me.children(recursive=True)]:
         try:
+            if process.name() == "weed":  # the server, which would hide what its clients cost
+                continue
             times = process.cpu_times()
         except psutil.NoSuchProcess:
             continue
@@ -519,8 +521,10 @@ def place(store: str) -> Iterator[str]:
 
 
 def clear(way: Way) -> None:
-    """What a peer has saved; ours prunes itself."""
-    if not isinstance(way, (Ours, BarePut)):
+    """Old ones go, beside the clock: nobody is charged for that."""
+    if isinstance(way, Ours):
+        Snapshots(way.store).prune(Keep(1))
+    elif not isinstance(way, BarePut):
         import fsspec
 
         fs, root = fsspec.url_to_fs(way.folder)

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 BLOCK = 1 << 14  # words; k(i) = inner[i % BLOCK] * outer(i // BLOCK)
-AT_ONCE = 64  # blocks: few calls, and still in a processor's cache
+AT_ONCE = 8  # blocks: few calls, and in a processor's cache as 64-bit numbers
 MASK = (1 << 64) - 1
 
 
@@ -66,11 +66,13 @@ def _runs(shape: list[int], sizes: list[int], offsets: list[int]) -> Iterator[tu
 
 def _run_sum(words: np.ndarray[Any, Any], first: int) -> int:
     total, at = 0, 0
+    wide = np.empty((min(AT_ONCE, len(words) // BLOCK), BLOCK), np.uint64)
     while at < len(words):
         block, inside = divmod(first + at, BLOCK)
         if inside == 0 and len(words) - at >= BLOCK:  # whole blocks, many at once
             n = min(AT_ONCE, (len(words) - at) // BLOCK)
-            sums = np.multiply(words[at : at + n * BLOCK].reshape(n, BLOCK), _INNER, dtype=np.uint64).sum(axis=1, dtype=np.uint64)
+            np.copyto(wide[:n], words[at : at + n * BLOCK].reshape(n, BLOCK))
+            sums = np.multiply(wide[:n], _INNER, out=wide[:n]).sum(axis=1)
             total += sum(int(s) * _outer(block + i) for i, s in enumerate(sums))
             at += n * BLOCK
         else:
