@@ -61,6 +61,9 @@ class Calls:
         clouds: None means those that the API server has enabled. on_demand: also what each costs when it is not spot.
         """
         names = self.enabled() if clouds is None else list(clouds)
+        if not names:  # nobody has asked this server yet; its own `launch` would ask now as well
+            self.check()
+            names = self.enabled()
         with self._optimizing:
             return self._offers(config, names, bare=clouds is not None, on_demand=on_demand)
 

@@ -27,6 +27,8 @@ from pathlib import Path
 USER = "skylab"
 PACKAGES = "slurm-wlm munge openssh-server rsync netcat-openbsd"
 GPU = "H100"
+SKYPILOT = "0.14.1"
+PYTHON = "/usr/bin/python3.11"  # Debian 12's; one that the nodes' user may run, and that SkyPilot's runtime works with
 UP_WITHIN_S = 60.0
 
 
@@ -68,6 +70,8 @@ def unfit() -> str:
     if os.geteuid() != 0:
         return "the lab needs root (namespaces, munge, a user of its own)"
     missing = [p for p in ("slurmctld", "slurmd", "munged", "rsync", "nc", "/usr/sbin/sshd") if shutil.which(p) is None]
+    if not Path(PYTHON).exists():
+        return f"the lab needs {PYTHON} with venv (Debian 12's python3-venv)"
     return f"the lab needs {', '.join(missing)}: apt-get install -y --no-install-recommends {PACKAGES}" if missing else ""
 
 
@@ -80,19 +84,26 @@ class Lab:
         self.home = self.root / "home"  # of the nodes: their shared file system
         self.controller_home = self.root / "controller"
         self.bucket = self.root / "bucket"
+        self.image = self.root / "image" / "lib" / Path(PYTHON).name / "site-packages"  # of SkyPilot's runtime on nodes
         self.code = self.root / "code"  # what runs: a copy, so that the tree may be worked on meanwhile
 
     def install(self) -> None:
         """Packages of the controller, the API server and the nodes, of Debian's Python, which the nodes' user may read."""
-        if (self.venv / "bin" / "sky").exists():
+        if (self.image / "sky").is_dir():
             return
         tree = Path(__file__).resolve().parent.parent.parent
         self.root.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["/usr/bin/python3", "-m", "venv", self.venv], check=True)
+        subprocess.run([PYTHON, "-m", "venv", self.venv], check=True)
         pip = [self.venv / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*pip, "torch==2.13.0"], check=True)
         # SkyPilot's server builds a wheel of itself, so it needs these.
-        subprocess.run([*pip, "skypilot[slurm]==0.14.1", f"{tree}[worker]", "setuptools", "wheel"], check=True)
+        subprocess.run([*pip, f"skypilot[slurm]=={SKYPILOT}", f"{tree}[worker]", "setuptools", "wheel", "uv"], check=True)
+        # The runtime that SkyPilot installs on every node, as a machine image may bring it: a minute of two cores less for each launch.
+        uv, image = self.venv / "bin" / "uv", self.root / "image"
+        subprocess.run([uv, "venv", "--quiet", "--seed", "--python", PYTHON, image], check=True)
+        there = {**os.environ, "VIRTUAL_ENV": str(image), "UV_CACHE_DIR": str(self.root / "uvcache")}
+        runtime = [uv, "pip", "install", "--quiet", "--compile-bytecode", f"skypilot[slurm,remote]=={SKYPILOT}", "click<8.3.0"]
+        subprocess.run(runtime, env=there, check=True)
 
     # -- up and down --
     def up(self) -> None:
@@ -100,6 +111,7 @@ class Lab:
             raise SystemExit(why)
         for name in ("pids", "log", "bin", "etc", "munge", "dev", "local", "uvcache"):
             (self.root / name).mkdir(parents=True, exist_ok=True)
+        (self.root / "began").touch()
         self.bucket.mkdir(exist_ok=True)
         for name in ("local", "uvcache", "bucket"):
             (self.root / name).chmod(0o1777)
@@ -112,6 +124,12 @@ class Lab:
         self.refresh_code()
         self._wait()
 
+    def jobs_here(self, here: bool) -> None:
+        """Managed jobs run in the API server's own processes (a dozen of them, which start with it), or cannot be launched."""
+        path = self.controller_home / ".sky" / "config.yaml"
+        config = json.loads(path.read_text())
+        path.write_text(json.dumps({**config, "jobs": {"controller": {"consolidation_mode": here}}}))
+
     def refresh_code(self) -> None:
         """Copy this tree's programs to where the lab runs them from."""
         tree = Path(__file__).resolve().parent.parent.parent
@@ -120,6 +138,7 @@ class Lab:
             shutil.copytree(tree / name, self.code / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "README.md"):
             shutil.copy(tree / name, self.code / name)
+        subprocess.run([self.venv / "bin/python", "-m", "compileall", "-q", self.code], check=True)  # once, and not on each node
 
     def down(self) -> None:
         """End everything that `up` and the nodes started: SkyPilot's server, then nodes, then daemons."""
@@ -135,15 +154,38 @@ class Lab:
                     os.kill(pid, number)
             time.sleep(2.0 if number == signal.SIGTERM else 0.0)
         shutil.rmtree(self.root / "pids", ignore_errors=True)
-        uid = pwd.getpwnam(USER).pw_uid  # what SkyPilot has started over ssh outlives sshd; the user is the lab's own
+        self._end_strays()
+        self._sweep_semaphores()
+
+    def _end_strays(self) -> None:
+        """What outlives who started it: what SkyPilot runs over ssh as the nodes' user, and watchdogs of the API server."""
+        uid, ours = pwd.getpwnam(USER).pw_uid, f"{self.venv}/bin/".encode()
+        keep, pid = set(), os.getpid()
+        while pid > 1:
+            keep.add(pid)
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and entry.stat().st_uid == uid:
+                if not entry.name.isdigit() or int(entry.name) in keep:
+                    continue
+                if entry.stat().st_uid == uid or (entry / "cmdline").read_bytes().startswith(ours):
                     os.kill(int(entry.name), signal.SIGKILL)
+
+    def _sweep_semaphores(self) -> None:
+        """Those that SkyPilot's server leaves in shared memory: made since the lab came up, and open nowhere."""
+        began_s = (self.root / "began").stat().st_mtime
+        used = set()
+        for maps in Path("/proc").glob("[0-9]*/maps"):
+            with contextlib.suppress(OSError):
+                used |= {line.split()[-1] for line in maps.read_text().splitlines() if "/dev/shm/sem.mp-" in line}
+        for path in Path("/dev/shm").glob("sem.mp-*"):
+            with contextlib.suppress(FileNotFoundError):
+                if str(path) not in used and path.stat().st_mtime >= began_s:
+                    path.unlink()
 
     def env(self) -> dict[str, str]:
         """The environment of a person at the controller: a HOME of its own, this tree's code, nothing reported."""
-        keep = {k: v for k, v in os.environ.items() if not k.startswith(("SKYPILOT_", "HARNESS_", "SLURM_", "PYTEST_"))}
+        keep = {k: v for k, v in os.environ.items() if not k.startswith(("SKYPILOT_", "HARNESS_", "SLURM_", "PYTEST_", "PYTHON"))}
         return {
             **keep,
             "HOME": str(self.controller_home),
@@ -251,20 +293,19 @@ class Lab:
             os.chown(path, uid, gid)
 
     def _programs(self) -> None:
-        """What a machine image would bring: uv (SkyPilot's runtime is installed with it), and an answer to its installer's URL."""
-        if not (self.root / "bin" / "uv").exists():
-            fetched = self.root / "etc" / "uv-wheel"
-            subprocess.run([self.venv / "bin/pip", "download", "-q", "--no-deps", "-d", fetched, "uv"], check=True)
-            wheel = next(fetched.glob("uv-*.whl"))
-            subprocess.run([sys.executable, "-m", "zipfile", "-e", wheel, fetched / "x"], check=True)
-            shutil.copy(next((fetched / "x").glob("uv-*.data/scripts/uv")), self.root / "bin" / "uv")
-            (self.root / "bin" / "uv").chmod(0o755)
+        """What a machine image would bring: uv, SkyPilot's runtime, and an answer to uv's installer's URL."""
+        shutil.copy(self.venv / "bin" / "uv", self.root / "bin" / "uv")
         self._script(
             "uv-on-node",  # SkyPilot asks for a Python that would be downloaded; Debian's will do
-            'a=(); p=; for x in "$@"; do [ "$p" = --python ] && [ "$x" = 3.10 ] && x=/usr/bin/python3.11; a+=("$x"); p=$x; done\n'
+            f'a=(); p=; for x in "$@"; do [ "$p" = --python ] && [ "$x" = 3.10 ] && x={PYTHON}; a+=("$x"); p=$x; done\n'
             "export UV_SYSTEM_CERTS=1 SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt UV_PYTHON_DOWNLOADS=never UV_LINK_MODE=symlink\n"
             f"export UV_CACHE_DIR={self.root}/uvcache\n"
-            f'exec {self.root}/bin/uv "${{a[@]}}"\n',
+            # The runtime is in the image: all of its environments share one folder of packages, compiled once.
+            f"under=lib/{Path(PYTHON).name}/site-packages\n"
+            'case "$1 $2" in "pip install" | "pip uninstall") [ -L "$VIRTUAL_ENV/$under" ] && exit 0;; esac\n'
+            f'{self.root}/bin/uv "${{a[@]}}" || exit $?\n'
+            'for x in "$@"; do case "$1 $x" in "venv "*/skypilot-runtime)\n'
+            f'  rm -rf "$x/$under" && ln -s {self.image} "$x/$under";; esac; done\n',
         )
         self._script(
             "curl",
@@ -352,7 +393,7 @@ class Lab:
             }
             for c in CLUSTERS
         }
-        config = {"slurm": {"provision_timeout": 20, "cluster_configs": configs}, "jobs": {"controller": {"consolidation_mode": True}}}
+        config = {"slurm": {"provision_timeout": 20, "cluster_configs": configs}}
         (sky / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
         # A file that is not the downloaded one is never replaced from the network. Any task that names an accelerator needs it.
         source = Path(__file__).parent.parent / "data" / "catalog" / "common" / "accelerators.csv"

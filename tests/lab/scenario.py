@@ -29,8 +29,19 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 from lab import CLUSTERS, Lab  # noqa: E402
 from task import in_lab  # noqa: E402
 
-from harness.facts import AttemptEnded, AttemptIntended, AttemptUp, EpochStarted, NoticeSeen, RunEnded, StepDone  # noqa: E402
-from harness.journal import read_facts  # noqa: E402
+from harness.facts import (  # noqa: E402
+    AttemptEnded,
+    AttemptIntended,
+    AttemptUp,
+    Decided,
+    EpochStarted,
+    LeaseTaken,
+    NoticeSeen,
+    RunEnded,
+    SnapshotCommitted,
+    Stamped,
+)
+from harness.journal import Follower  # noqa: E402
 from harness.metadata import MetadataServer, environment_of, protocol_of  # noqa: E402
 from storage.objects import open_store  # noqa: E402
 from storage.snapshots import Snapshots  # noqa: E402
@@ -38,6 +49,7 @@ from storage.snapshots import Snapshots  # noqa: E402
 WITHIN_S = 900.0  # of a computer that others use too
 MANY, FEW = 100_000, 12  # steps: more than the story needs, and those after it
 GRACE_S = 120.0  # of AWS
+DECIDED_WITHIN_S = 5.0  # of the fact that a node is gone, while the controller is there
 
 
 class Scene:
@@ -47,6 +59,8 @@ class Scene:
         self.controller: subprocess.Popen[bytes] | None = None
         self.store = open_store(self.url)
         self.machines = self.metadata()
+        self.follower, self.known = Follower(self.store), list[Stamped]()
+        self.done: list[tuple[float, str]] = []  # when what was done to the run
 
     def metadata(self) -> dict[str, MetadataServer]:
         """Every node gets a metadata service; where it is stands on its local disk."""
@@ -75,8 +89,12 @@ class Scene:
             )  # fmt: skip
 
     # -- what the bucket says --
+    def stamped(self) -> list[Stamped]:
+        self.known += self.follower.poll()
+        return self.known
+
     def facts(self, kind: type) -> list[Any]:
-        return [s.fact for s in read_facts(self.store) if isinstance(s.fact, kind)]
+        return [s.fact for s in self.stamped() if isinstance(s.fact, kind)]
 
     def step(self) -> int:
         newest = Snapshots(self.store).latest()
@@ -105,6 +123,10 @@ class Scene:
             time.sleep(0.5)
         print(f"{time.strftime('%T')}  {what}  ({time.monotonic() - began_s:.1f} s)", flush=True)
 
+    def did(self, what: str) -> None:
+        self.done.append((time.time(), what))
+        print(f"{time.strftime('%T')}  -- {what}", flush=True)
+
     def goes_on(self, what: str) -> None:
         at = self.step()
         self.until(what, lambda: self.step() > at)
@@ -120,12 +142,10 @@ class Scene:
         self.check()
 
     def begin(self) -> None:
-        began_s = time.time()
+        self.did("harness launch, 1 to 2 nodes")
         self.launch(MANY)
         self.until("two members train in the cheaper cloud", lambda: 2 in self.worlds() and set(self.places()) == {"slurm/east"})
         self.until("a snapshot is committed", lambda: self.step() > 0)
-        first_s = min(s.t for s in read_facts(self.store) if isinstance(s.fact, StepDone))
-        print(f"          from harness launch to the first step: {first_s - began_s:.1f} s", flush=True)
 
     def dear(self) -> None:
         """To begin where it is dearer, for lack of capacity (instead of `begin`; `back` can follow)."""
@@ -139,9 +159,11 @@ class Scene:
         node = self.lab.busy("east")[0]
         epochs = len(self.worlds())
         self.machines[node].protocol.notice("kill", time.time() + GRACE_S)
+        self.did(f"{node} is told that it will be taken")
         self.until("the notice is seen", lambda: any(f.notice == "kill" for f in self.facts(NoticeSeen)))
         self.until("it leaves with its state committed", lambda: "drained" in self.ends())
         self.lab.take(node)
+        self.did(f"{node} is taken")
         self.until("another takes its place", lambda: self.worlds()[epochs:][-1:] == [2])
         if 1 not in self.worlds()[epochs:]:
             print("          (before the world had become smaller)")
@@ -151,11 +173,13 @@ class Scene:
         victim, other = self.lab.busy("east")
         self.lab.drain("east")
         self.lab.power_off(victim)
+        self.did(f"no capacity in east; {victim} is powered off")
         epochs = len(self.worlds())
         self.until("the other goes on alone", lambda: 1 in self.worlds()[epochs:])
         self.until("the loss is known", lambda: "preempted" in self.ends())
         self.goes_on("steps are made alone")
         self.lab.power_off(other)
+        self.did(f"{other} is powered off")
         self.until("the run has moved to the dearer cloud", lambda: set(self.places()) == {"slurm/west"})
         self.until("two train there", lambda: self.worlds()[-1] == 2 and len(self.places()) == 2)
 
@@ -164,10 +188,14 @@ class Scene:
         assert self.controller
         self.controller.send_signal(signal.SIGKILL)
         self.controller.wait()
+        self.did("the controller is killed")
         self.controller, before = None, len(self.facts(AttemptIntended))
         self.goes_on("training goes on without a controller")
+        terms = len(self.facts(LeaseTaken))
         self.launch(MANY)
-        self.goes_on("... and with another one")
+        self.did("another controller is launched")
+        self.until("it leads the run", lambda: len(self.facts(LeaseTaken)) > terms)
+        self.goes_on("... and training goes on with it")
         self.stop_server()
         self.goes_on("... and while the API server is restarted")
         if len(self.facts(AttemptIntended)) != before:
@@ -175,7 +203,7 @@ class Scene:
 
     def stop_server(self) -> None:
         subprocess.run([self.lab.venv / "bin/sky", "api", "stop"], env=self.lab.env(), timeout=120, check=True, capture_output=True)
-        print(f"{time.strftime('%T')}  the API server was stopped; whoever needs it starts it", flush=True)
+        self.did("the API server was stopped; whoever needs it starts it")
 
     def back(self) -> None:
         """Machines come back, and there is capacity again where it is cheaper."""
@@ -183,6 +211,7 @@ class Scene:
             self.lab.power_off(node)
             self.lab.node_up(node)
         self.lab.resume("east")
+        self.did("there is capacity in east again")
         self.until("the run has moved back to the cheaper cloud", lambda: self.places() == ["slurm/east"] * 2)
         self.until("two train there", lambda: self.worlds()[-1] == 2)
         self.goes_on("... and make progress")
@@ -197,6 +226,7 @@ class Scene:
         self.until("the run has stopped, its nodes are gone", lambda: controller.poll() is not None)
         at = self.step()
         self.launch(at + FEW)
+        self.did(f"stopped by a person at step {at}, and launched again for {FEW} steps")
         controller, self.controller = self.controller, None
         self.until("it is resumed and ends", lambda: controller.poll() is not None)
         last = self.facts(RunEnded)[-1]
@@ -205,6 +235,8 @@ class Scene:
 
     def check(self) -> None:
         """What must be true when it is over."""
+        self.table()
+        late = [f"attempt {n}: {s:.1f} s" for n, s in self.decisions() if s > DECIDED_WITHIN_S]
         verified = self.harness("verify", self.url)
         print(f"harness verify: {verified.stdout.splitlines()[-1]}", flush=True)
         left = subprocess.run(
@@ -217,7 +249,29 @@ class Scene:
             raise SystemExit(f"verify {verified.returncode}, held {held}, sky status:\n{left}\n{verified.stdout}")
         if abs(bill["ours_usd"] - bill["skypilot_usd"]) > 0.25 * bill["skypilot_usd"]:
             raise SystemExit("the two bills differ by more than a quarter")
+        if late:
+            raise SystemExit(f"decided later than {DECIDED_WITHIN_S:g} s after a loss: {', '.join(late)}")
         print("Everything holds.")
+
+    def decisions(self) -> list[tuple[int, float]]:
+        """(attempt that was lost, seconds from the fact that it is gone to the fact that another is launched), unless one was already."""
+        found = []
+        for s in self.stamped():
+            if isinstance(s.fact, AttemptEnded) and s.fact.end == "preempted":
+                after = [i for i in self.stamped() if isinstance(i.fact, AttemptIntended) and i.t >= s.t and i.writer == s.writer]
+                found += [(s.fact.attempt, i.t - s.t) for i in after[:1]]
+        return found
+
+    def table(self) -> None:
+        """What happened and when, from the facts, beside what was done to the run."""
+        rows = [*((t, "", what) for t, what in self.done), *((s.t, s.fact.kind, said) for s in self.stamped() if (said := words(s)))]
+        began_s = min(t for t, _, _ in rows)
+        print("\n      s  fact               what")
+        for t, kind, what in sorted(rows):
+            print(f"{t - began_s:7.1f}  {kind or '(done to it)':<17}  {what}")
+        for attempt, seconds in self.decisions():
+            print(f"decided {seconds:.2f} s after attempt {attempt} was known to be lost")
+        print(f"{time.time() - began_s:.0f} s in all", flush=True)
 
     def bill(self) -> dict[str, Any]:
         """What we say that the run cost, and what SkyPilot says."""
@@ -236,6 +290,31 @@ class Scene:
             "attempts": len(ended),
             "ends": {end: self.ends().count(end) for end in sorted(set(self.ends()))},
         }
+
+
+def words(s: Stamped) -> str:
+    """One line of the table; empty for what happens all the time."""
+    match s.fact:
+        case LeaseTaken():
+            return f"controller {s.fact.term}"
+        case AttemptIntended():
+            return f"attempt {s.fact.attempt} on {s.fact.offer['name']}: {s.fact.reason}"
+        case AttemptUp():
+            return f"attempt {s.fact.attempt}, {s.t - s.fact.up_s:.0f} s billed by now"
+        case AttemptEnded():
+            return f"attempt {s.fact.attempt} {s.fact.end}, {s.fact.usd:.4f} USD, at step {s.fact.committed_step} ({s.fact.reason[:60]})"
+        case NoticeSeen():
+            return f"{s.fact.member}: {s.fact.notice} from {s.fact.source}"
+        case EpochStarted():
+            return f"epoch {s.fact.epoch}, world {s.fact.world}: {s.fact.reason}"
+        case SnapshotCommitted() if s.fact.why != "interval":
+            return f"step {s.fact.step}, for {s.fact.why}"
+        case Decided() if s.fact.decision != "wait":
+            return f"{s.fact.decision}: {s.fact.reason}"
+        case RunEnded():
+            return f"{s.fact.outcome} at step {s.fact.committed_step}: {s.fact.reason}"
+        case _:
+            return ""
 
 
 def main() -> None:

@@ -25,7 +25,9 @@ def in_lab(name: str, venv: Path, into: Path, code: Path = TASKS.parent, first: 
     task["envs"] |= {"VENV": str(venv), "TRACKERS": ""}
     # A bucket that is a folder is shared by two users there: what the controller makes, nodes must be able to write.
     # Machines there are told of their end as on AWS, by a service whose address stands on the local disk.
-    task["run"] = f"umask 0\n{first}\n[ ! -f {code.parent}/local/metadata ] || . {code.parent}/local/metadata\n{task['run']}"
+    # Training must not starve the controller and the API server, which are elsewhere in real life.
+    kind = "umask 0\nrenice -n 10 -p $$ > /dev/null"
+    task["run"] = f"{kind}\n{first}\n[ ! -f {code.parent}/local/metadata ] || . {code.parent}/local/metadata\n{task['run']}"
     into.write_text(yaml.safe_dump(task, sort_keys=False))
     return into
 
