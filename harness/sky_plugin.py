@@ -1,8 +1,8 @@
 """A plugin of SkyPilot's API server: the recovery strategy ELASTIC, for people who use plain `sky jobs launch`.
 
 SkyPilot's own strategies ask for as many nodes as before, again and again. ELASTIC takes what there is: after a loss it tries all nodes
-everywhere but in the place that has just failed, then all nodes anywhere, then one fewer, down to `min_nodes`; and it grows back to the
-full number at the next recovery. The training itself goes on on any number of nodes (that is what the rest of this package is for).
+everywhere but in the region that has just failed, then there, then one fewer, down to `min_nodes`; and it grows back to the full
+number at the next recovery. The training itself goes on on any number of nodes (that is what the rest of this package is for).
 
     ~/.sky/plugins.yaml                              resources of the task
     plugins:                                         job_recovery:
@@ -23,26 +23,28 @@ from typing import Any
 
 NAME = "ELASTIC"
 ROUND_PAUSE_S = 30.0  # between two rounds in which nothing was to be had
-SPURIOUS_TRIES = 2  # of one rung: a worker of the API server may die for reasons that are nobody's capacity
+SPURIOUS_TRIES = 2  # of one rung that did not fail for lack of capacity: a worker of the API server may die for reasons of its own
 
 
-def ladder(full: int, least: int, failed_here: bool) -> Iterator[tuple[int, bool]]:
-    """(nodes, avoid the place that failed) in the order in which they are tried."""
+def ladder(full: int, least: int, failed_here: bool) -> Iterator[tuple[int, str]]:
+    """(nodes, where) in the order in which they are tried; where: "elsewhere" than the region that failed, "there" again, "anywhere"."""
     for nodes in range(full, max(1, least) - 1, -1):
-        if failed_here:
-            yield nodes, True
-        yield nodes, False
+        yield from [(nodes, "elsewhere"), (nodes, "there")] if failed_here else [(nodes, "anywhere")]
 
 
 def base_class() -> Any:
     """SkyPilot's base of strategies with what ELASTIC adds. SkyPilot is imported here, in its own server only."""
     strategies: Any = importlib.import_module("sky.jobs.recovery_strategy")
     states: Any = importlib.import_module("sky.global_user_state")
+    errors: Any = importlib.import_module("sky.exceptions")
 
     class Elastic(strategies.StrategyExecutor):  # type: ignore[misc]
         """Relaunch with as many nodes as there are, away from the place that failed."""
 
         min_nodes = 1
+        pause_s = ROUND_PAUSE_S
+        suitable = staticmethod(suitable)
+        full_house = False  # the last launch failed for lack of capacity
 
         def set_strategy_config(self, config: dict[str, Any]) -> None:
             self.min_nodes = int(config.pop("min_nodes", 1))
@@ -64,26 +66,37 @@ def base_class() -> Any:
             handle = await asyncio.to_thread(states.get_handle_from_cluster_name, self.cluster_name)
             self.last = handle.launched_resources if handle is not None else None
 
+        async def _await_launch_request(self, *args: Any, **kwargs: Any) -> Any:
+            """SkyPilot swallows why a launch failed; here it passes by."""
+            try:
+                return await super()._await_launch_request(*args, **kwargs)
+            except errors.ResourcesUnavailableError:
+                self.full_house = True
+                raise
+
         async def recover(self) -> float:
             failed = self.last
             await asyncio.to_thread(self._cleanup_cluster)
             task = self.dag.tasks[0]
             wanted = task.resources
             while True:
-                for nodes, avoid in ladder(self.full, self.min_nodes, failed is not None):
+                for nodes, where in ladder(self.full, self.min_nodes, failed is not None):
                     task.num_nodes = nodes
-                    places = await asyncio.to_thread(elsewhere, task, failed) if avoid else wanted
+                    places = wanted if where == "anywhere" else await asyncio.to_thread(self.suitable, task, failed, where)
                     for _ in range(SPURIOUS_TRIES if places else 0):
-                        strategies.logger.info(f"{NAME}: {nodes} of {self.full} nodes, {'elsewhere' if avoid else 'anywhere'}")
+                        strategies.logger.info(f"{NAME}: {nodes} of {self.full} nodes, {where}")
                         task.set_resources(places)
                         submitted_s = await self._try()
                         task.set_resources(wanted)
                         if submitted_s is not None:
                             return submitted_s
-                await asyncio.sleep(ROUND_PAUSE_S)
+                        if self.full_house:
+                            break
+                await asyncio.sleep(self.pause_s)
 
         async def _try(self) -> float | None:
             """One launch. An error that is not about capacity is a reason to try once more, not to lose the job."""
+            self.full_house = False
             try:
                 found: float | None = await self._launch(max_retry=1, raise_on_failure=False, recovery=True)
                 return found
@@ -97,13 +110,13 @@ def base_class() -> Any:
     return Elastic
 
 
-def elsewhere(task: Any, failed: Any) -> set[Any]:
-    """Every place that suits the task, but for the region that failed. (`Task.blocked_resources`, which SkyPilot's own strategies set,
-    does not travel to the API server in 0.14, so the other places are named one by one.)"""
+def suitable(task: Any, failed: Any, where: str) -> set[Any]:
+    """Every place that suits the task: in the region that failed ("there"), or in all others. (`Task.blocked_resources`, which
+    SkyPilot's own strategies set, does not travel to the API server in 0.14, so places are named one by one.)"""
     optimizer: Any = importlib.import_module("sky.optimizer")
     launchable, *_ = optimizer._fill_in_launchable_resources(task, None, quiet=True)
     found = {r for choices in launchable.values() for r in choices}
-    return {r for r in found if not (r.cloud.is_same_cloud(failed.cloud) and r.region == failed.region)}
+    return {r for r in found if (r.cloud.is_same_cloud(failed.cloud) and r.region == failed.region) == (where == "there")}
 
 
 def register() -> None:

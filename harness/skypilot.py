@@ -44,6 +44,8 @@ HANGING = 16  # calls without an answer; more, and the process that speaks SkyPi
 STALE_S = 180.0  # the oldest look at the clusters that is still taken for the present
 LOOK_EVERY_S = 1.0  # at what the API server knows
 ASK_EVERY_S = 3.0  # a cloud about a cluster, and a node about its job: clouds limit requests, and each of ours costs a node some processes
+REST = 4.0  # and no sooner than after so many times what the last answer took: who is slow has other things to do
+REST_LIMIT_S = 60.0  # but after so long in any case
 LAUNCH_LIMIT_S = 3600.0  # a launch that has neither worked nor failed by then is given up
 TRIES = 3  # of a launch that failed for no reason of its own (a worker of the API server died, a connection broke)
 DOWN_AGAIN_S = 20.0  # after a failed `down`
@@ -273,8 +275,9 @@ class Attempt:
     down: str = ""  # request that brings it down
     down_again_s: float = 0.0
     sick_s: float | None = None  # since when it is not whole
-    refreshed_s: float = -math.inf  # when the cloud was asked last
-    polled_s: float = -math.inf  # when the node has answered last
+    refresh_s: float = -math.inf  # when the cloud is to be asked again
+    poll_s: float = -math.inf  # and the node
+    polling_s: float = -math.inf  # when the node was asked
     poll: Future[tuple[str | None, int | None]] | None = None  # the question to the node how its job is
     trouble: str = ""  # the last thing that went wrong
 
@@ -496,15 +499,20 @@ class SkyPilotCloud:
         requests = [r for a in alive for r in (a.request, a.down) if r]
         states = self.sky("requests", CALL_TIMEOUT_S, ids=requests)
         # To ask the cloud about a cluster that is being launched would wait for the launch.
-        due = [a for a in alive if not a.request and not a.down and self._now() - a.refreshed_s >= self._ask_every_s]
+        began_s = self._now()
+        due = [a for a in alive if not a.request and not a.down and began_s >= a.refresh_s]
         records = {r["name"]: r for r in self.sky("clusters", REFRESH_TIMEOUT_S, prefix=f"{self.tag}-", refresh=[a.name for a in due])}
         for attempt in due:
-            attempt.refreshed_s = self._now()
+            attempt.refresh_s = self._again_s(began_s)
         for name in records.keys() - {a.name for a in alive}:
             self._adopt(records[name])
         for attempt in alive:
             self._step(attempt, records.get(attempt.name), states)
         self._looked_s = self._now()
+
+    def _again_s(self, asked_s: float) -> float:
+        """When to ask again what was asked then and answered now."""
+        return self._now() + max(self._ask_every_s, min(REST_LIMIT_S, REST * (self._now() - asked_s)))
 
     def _adopt(self, record: Mapping[str, Any]) -> None:
         """A cluster that an earlier controller launched."""
@@ -589,10 +597,10 @@ class SkyPilotCloud:
         a.sick_s = None
         if a.up_s is None:  # adopted in the middle of its launch
             a.up_s = a.billed_s
-        if a.poll is None and self._now() - a.polled_s >= self._ask_every_s:
-            a.poll = self._pool.submit(self._job, a)
+        if a.poll is None and self._now() >= a.poll_s:
+            a.poll, a.polling_s = self._pool.submit(self._job, a), self._now()
         elif a.poll and a.poll.done():
-            poll, a.poll, a.polled_s = a.poll, None, self._now()
+            poll, a.poll, a.poll_s = a.poll, None, self._again_s(a.polling_s)
             try:
                 state, a.exit_code = poll.result()
             except (SkyError, CloudUnavailable) as e:  # not reachable: whether it is gone is for a refresh to say

@@ -81,7 +81,7 @@ class Scene:
 
     def launch(self, steps: int) -> None:
         command = [str(self.lab.venv / "bin/harness"), "launch", str(self.task), "--cloud", "sky", "--run", self.url, "--nodes", "1:2"]
-        command += ["--env", f"STEPS={steps}", "--budget-usd", "20", "--move-stay-s", "60", "--on-interrupt", "drain"]
+        command += ["--env", f"STEPS={steps}", "--budget-usd", "20", "--move-stay-s", "120", "--on-interrupt", "drain"]
         with open(self.lab.root / "log" / "scenario.log", "ab") as log:
             self.controller = subprocess.Popen(
                 ["sh", "-c", 'umask 0; exec "$@"', "sh", *command],
@@ -208,6 +208,7 @@ class Scene:
     def back(self) -> None:
         """Machines come back, and there is capacity again where it is cheaper."""
         for node in CLUSTERS[0].nodes:
+            self.machines[node].protocol.cancel()
             self.lab.power_off(node)
             self.lab.node_up(node)
         self.lab.resume("east")
