@@ -132,6 +132,24 @@ def test_clouds_and_nodes_are_not_asked_all_the_time(task, sky):
     cloud._pool.shutdown()
 
 
+def test_who_is_slow_to_answer_is_asked_less_often(task):
+    class Slow(FakeSky):
+        def clusters(self, prefix, refresh=()):
+            self.tick(5.0 if refresh else 0.0)
+            return super().clusters(prefix, refresh)
+
+    sky = Slow([EAST, WEST])
+    cloud = SkyPilotCloud(task, URL, sky, ask_every_s=3.0, now=sky.now)
+    cloud.look()
+    cloud._watcher = True
+    up(cloud, sky, 1)
+    began_s, sky.calls = sky.now(), []
+    while sky.now() - began_s < 100.0:
+        look(cloud, sky, 1.0)
+    assert 3 <= len([a for m, a in sky.calls if m == "clusters" and a["refresh"]]) <= 5  # every 25 s: 5 for the answer, 20 of rest
+    cloud._pool.shutdown()
+
+
 def test_a_stale_status_is_not_believed(cloud, sky):
     up(cloud, sky, 1)
     sky.take_away(name(1))

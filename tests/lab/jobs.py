@@ -1,10 +1,13 @@
-"""The task files without our recovery loop: plain `sky launch`, `sky jobs launch`, and a gang under the strategy ELASTIC.
+"""The task files by other ways than our recovery loop: plain `sky launch`, `sky jobs launch`, a gang under the strategy ELASTIC.
 
-    python tests/lab/jobs.py DIR [--only plain,managed,elastic]     (DIR: of a lab that is up, see lab.py; or `make lab`)
+    python tests/lab/jobs.py DIR [--only plain,managed,...]     (DIR: of a lab that is up, see lab.py; or `make lab`)
 
-plain:    one node trains to the end.
-managed:  the node is powered off; SkyPilot recovers the job, which resumes from the bucket under the same SKYPILOT_TASK_ID.
-elastic:  two nodes; one is powered off, and only one node is left anywhere: the job goes on with that one.
+plain:      one node trains to the end; and how much sooner its first step is than that of `harness launch` with one node.
+canary:     canary.yaml by `sky launch`.
+controller: the commands of controller.yaml, on this computer: they lead a run, and nothing is left.
+drill:      the commands of drill.yaml, on this computer.
+managed:    the node is powered off; SkyPilot recovers the job, which resumes from the bucket under the same SKYPILOT_TASK_ID.
+elastic:    two nodes; one is powered off, and only one node is left anywhere: the job goes on with that one.
 
 Every run must hold under `harness verify`, and nothing may be left. SkyPilot's server gets our plugin, as docs/CLOUDS.md tells; its network
 probe is pointed at the server itself, since job controllers ask public addresses otherwise, which a closed network does not reach.
@@ -26,14 +29,15 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent.parent)]
 
 from lab import CLUSTERS, Lab  # noqa: E402
-from task import in_lab  # noqa: E402
+from task import in_lab, run_here  # noqa: E402
 
-from harness.facts import EpochStarted, StepDone  # noqa: E402
+from harness.facts import EpochStarted, Fact, RunEnded, StepDone  # noqa: E402
 from harness.journal import read_facts  # noqa: E402
 from storage.objects import open_store  # noqa: E402
 from storage.snapshots import Snapshots  # noqa: E402
 
 WITHIN_S = 900.0
+MORE_WITHIN_S = 20.0  # that `harness launch` may take to the first step beyond what `sky launch` takes
 SERVER = "http://127.0.0.1:46580"
 STATES = "PENDING|SUBMITTED|STARTING|RUNNING|RECOVERING|SUCCEEDED|FAILED[A-Z_]*|CANCELL[A-Z]*"
 
@@ -46,6 +50,7 @@ class Stage:
         """Register the plugin; the server reads it when it starts."""
         plugin = {"class": "harness.sky_plugin.ElasticPlugin", "parameters": {"network_probe": f"{SERVER}/api/health"}}
         (self.lab.controller_home / ".sky" / "plugins.yaml").write_text(json.dumps({"plugins": [plugin]}))
+        self.lab.jobs_here(True)
         self.sky("api", "stop", fails=True)
         self.sky("api", "start")
 
@@ -56,6 +61,13 @@ class Stage:
         )
         if done.returncode and not fails:
             raise SystemExit(f"sky {' '.join(words)} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        return done.stdout
+
+    def harness(self, *words: str, timeout_s: float = WITHIN_S) -> str:
+        command = ["sh", "-c", 'umask 0; exec "$@"', "sh", str(self.lab.venv / "bin/harness"), *words]
+        done = subprocess.run(command, env=self.lab.env(), capture_output=True, text=True, timeout=timeout_s, cwd=self.lab.code)
+        if done.returncode:
+            raise SystemExit(f"harness {' '.join(words)} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-2000:]}")
         return done.stdout
 
     def until(self, what: str, true: Callable[[], bool], within_s: float = WITHIN_S) -> None:
@@ -100,27 +112,82 @@ class Play:
         newest = Snapshots(self.store).latest()
         return newest.step if newest else 0
 
+    def facts(self, kind: type[Fact]) -> list[Any]:
+        """(when, fact)"""
+        return [(s.t, s.fact) for s in read_facts(self.store) if isinstance(s.fact, kind)]
+
     def worlds(self) -> list[int]:
-        found = {s.fact.epoch: s.fact.world for s in read_facts(self.store) if isinstance(s.fact, EpochStarted)}
+        found = {f.epoch: f.world for _, f in self.facts(EpochStarted)}
         return [found[e] for e in sorted(found)]
 
     def holds(self, steps: int) -> None:
-        verify = [str(self.stage.lab.venv / "bin/harness"), "verify", self.url]
-        done = subprocess.run(verify, env=self.stage.lab.env(), capture_output=True, text=True, timeout=300)
+        self.stage.harness("verify", self.url)
         ids = self.ids.read_text().split()
         print(f"          step {self.step()}, worlds {self.worlds()}, {len(ids)} starts, {len(set(ids))} SKYPILOT_TASK_ID", flush=True)
-        if done.returncode or self.step() != steps:
-            raise SystemExit(f"wanted step {steps} and a run that holds, found step {self.step()}\n{done.stdout}")
+        if self.step() != steps:
+            raise SystemExit(f"wanted step {steps}, found step {self.step()} in {self.url}")
 
 
 def plain(stage: Stage) -> None:
-    play = Play(stage, "plain", "train.yaml")
-    began_s = time.time()
-    stage.sky("launch", "-c", "plain", *play.given(8))
-    first_s = min(s.t for s in read_facts(play.store) if isinstance(s.fact, StepDone))
-    print(f"          from sky launch to the first step: {first_s - began_s:.1f} s", flush=True)
+    first_s = {}
+    for name in ("sky-launch", "harness-launch"):
+        play, began_s = Play(stage, name, "train.yaml"), time.time()
+        if name == "sky-launch":
+            stage.sky("launch", "-c", "plain", *play.given(8))
+        else:
+            _, *given = play.given(8)
+            given.remove("-y")
+            stage.harness("launch", str(play.task), "--cloud", "sky", "--run", play.url, "--nodes", "1", "--brief", *given)
+        first_s[name] = min(t for t, _ in play.facts(StepDone)) - began_s
+        print(f"          {name}: {first_s[name]:.1f} s to the first step", flush=True)
+        play.holds(8)
+        if name == "sky-launch":
+            stage.sky("down", "-y", "plain")
+    more_s = first_s["harness-launch"] - first_s["sky-launch"]
+    print(f"          harness launch takes {more_s:.1f} s more", flush=True)
+    if more_s > MORE_WITHIN_S:
+        raise SystemExit(f"wanted at most {MORE_WITHIN_S:g} s more than sky launch")
+
+
+def canary(stage: Stage) -> None:
+    play = Play(stage, "canary", "canary.yaml")
+    env = {"RUN": play.url, "STEPS": "12", "ARGS": "--size 1m", "LIMIT_S": "600"}
+    stage.sky("launch", "-y", "-c", "canary", str(play.task), *(word for k, v in env.items() for word in ("--env", f"{k}={v}")))
+    log = stage.sky("logs", "canary", "--no-follow", fails=True)
+    stage.sky("down", "-y", "canary")
+    play.holds(12)
+    print(f"          it says: {log.strip().splitlines()[-1][:120]}", flush=True)
+
+
+def controller(stage: Stage) -> None:
+    """Its machine is this one: what its commands find there is the same."""
+    play = Play(stage, "lead", "train.yaml")
+    seat = stage.lab.code / ".venv"
+    seat.unlink(missing_ok=True)
+    seat.symlink_to(stage.lab.venv)
+    given = {"TASK": str(play.task), "NODES": "1:1", "BUDGET_USD": "2", "ARGS": "--env STEPS=8 --brief"}
+    try:
+        here(stage, "controller", play, given)
+    finally:
+        seat.unlink()
     play.holds(8)
-    stage.sky("down", "-y", "plain")
+    if [f.outcome for _, f in play.facts(RunEnded)] != ["done"]:
+        raise SystemExit(f"wanted a run that was led to its end, found {play.facts(RunEnded)}")
+
+
+def drill(stage: Stage) -> None:
+    play = Play(stage, "drill", "train.yaml")
+    here(stage, "drill", play, {"STEPS": "40", "NODES": "1:2"})
+    play.holds(40)
+
+
+def here(stage: Stage, name: str, play: Play, given: dict[str, str]) -> None:
+    log = stage.lab.root / "log" / f"{name}.log"
+    with open(log, "ab") as out:
+        code = run_here(name, stage.lab.venv, play.url, given, env=stage.lab.env(), cwd=stage.lab.code, out=out)
+    print(f"          the commands of {name}.yaml ended with {code}", flush=True)
+    if code:
+        raise SystemExit(f"wanted 0, see {log}")
 
 
 def managed(stage: Stage) -> None:
@@ -168,6 +235,9 @@ def elastic(stage: Stage) -> None:
         stage.lab.resume(cluster.name)
 
 
+PARTS = {"plain": plain, "canary": canary, "controller": controller, "drill": drill, "managed": managed, "elastic": elastic}
+
+
 def ended(stage: Stage, play: Play, steps: int) -> None:
     state = stage.job(play.name)
     if state != "SUCCEEDED":
@@ -181,16 +251,19 @@ def ended(stage: Stage, play: Play, steps: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dir", help="where the lab's state lies (python tests/lab/lab.py up DIR)")
-    parser.add_argument("--only", default="plain,managed,elastic")
+    parser.add_argument("--only", default=",".join(PARTS))
     flags = parser.parse_args()
     os.umask(0)
     lab = Lab(flags.dir)
     lab.refresh_code()
     stage = Stage(lab)
-    stage.server()
+    server = False
     for name in flags.only.split(","):
+        if name in ("managed", "elastic") and not server:
+            stage.server()
+            server = True
         print(f"{time.strftime('%T')}  == {name}", flush=True)
-        {"plain": plain, "managed": managed, "elastic": elastic}[name](stage)
+        PARTS[name](stage)
     stage.until("no node is held", lambda: not stage.busy(), 120.0)
     if "No existing clusters" not in (left := stage.sky("status", "-r")):
         raise SystemExit(f"something is left:\n{left}")

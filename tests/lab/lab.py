@@ -1,6 +1,8 @@
 """A small world for real SkyPilot on one computer: loopback Slurm clusters, each of which SkyPilot takes for a priced region.
 
+    python tests/lab/lab.py fit                         may this computer have a lab? If not, says why and ends with 1
     python tests/lab/lab.py play DIR                    everything: install, up, scenario.py, jobs.py, down
+    python tests/lab/lab.py short DIR                   install, up, scenario.py --short, down (tests/test_lab.py)
     python tests/lab/lab.py up|down|status DIR          (root, on Debian with the packages below; ends exactly what it started)
     python tests/lab/lab.py power-off|take|node-up DIR NODE  dies without a word / is taken, and the cloud knows / comes back
     python tests/lab/lab.py drain|resume DIR CLUSTER    there is no more capacity in a region / there is again
@@ -412,15 +414,16 @@ class Lab:
                 time.sleep(0.5)
 
 
-def play(lab: Lab) -> None:
+def play(lab: Lab, *scripts: str) -> None:
     """From nothing to a verdict. What was installed stays for the next time."""
     if why := unfit():
         raise SystemExit(why)
     lab.install()
     lab.up()
     try:
-        for script in ("scenario.py", "jobs.py"):
-            subprocess.run([lab.venv / "bin/python", Path(__file__).parent / script, lab.root], env=lab.env(), check=True)
+        for script in scripts:
+            name, *words = script.split()
+            subprocess.run([lab.venv / "bin/python", Path(__file__).parent / name, lab.root, *words], env=lab.env(), check=True)
     except subprocess.CalledProcessError as e:
         raise SystemExit(f"{Path(e.cmd[1]).name} did not hold; look at {lab.root}/log") from e
     finally:
@@ -428,12 +431,16 @@ def play(lab: Lab) -> None:
 
 
 def main() -> None:
+    if sys.argv[1:] == ["fit"]:
+        raise SystemExit(unfit() or 0)
     if len(sys.argv) < 3:
         raise SystemExit(__doc__)
     what, lab = sys.argv[1], Lab(sys.argv[2])
     match what:
         case "play":
-            play(lab)
+            play(lab, "scenario.py", "jobs.py")
+        case "short":
+            play(lab, "scenario.py --short")
         case "up" | "down":
             getattr(lab, what)()
         case "status":

@@ -1,6 +1,6 @@
 """The whole way, for real: `harness launch --cloud sky` on the lab's two clouds, with everything that can happen to a run.
 
-    python tests/lab/scenario.py DIR     (DIR: of a lab that is up, see lab.py; or `make lab`)
+    python tests/lab/scenario.py DIR [--short]     (DIR: of a lab that is up, see lab.py; or `make lab`)
 
 Two members train on the cheaper cloud. One gets a notice (its machine has the metadata service of AWS) and leaves; another takes its
 place. One is powered off without a word, and there is no more capacity: the run goes on with fewer. The last one is powered off too, and
@@ -50,6 +50,10 @@ WITHIN_S = 900.0  # of a computer that others use too
 MANY, FEW = 100_000, 12  # steps: more than the story needs, and those after it
 GRACE_S = 120.0  # of AWS
 DECIDED_WITHIN_S = 5.0  # of the fact that a node is gone, while the controller is there
+
+
+WHOLE = ("begin", "notice", "losses", "seats", "back", "stop", "resume", "check")
+SHORT = ("begin", "losses", "stop", "check")
 
 
 class Scene:
@@ -132,15 +136,6 @@ class Scene:
         self.until(what, lambda: self.step() > at)
 
     # -- the story --
-    def play(self) -> None:
-        self.begin()
-        self.notice()
-        self.losses()
-        self.seats()
-        self.back()
-        self.finish()
-        self.check()
-
     def begin(self) -> None:
         self.did("harness launch, 1 to 2 nodes")
         self.launch(MANY)
@@ -217,19 +212,23 @@ class Scene:
         self.until("two train there", lambda: self.worlds()[-1] == 2)
         self.goes_on("... and make progress")
 
-    def finish(self) -> None:
-        """Stopped by a person, and resumed for its last steps."""
+    def stop(self) -> None:
+        """Stopped by a person."""
         assert self.controller
         told = self.harness("stop", self.url, "--wait-s", "0")
         if told.returncode:
             raise SystemExit(f"harness stop failed: {told.stderr}")
         controller, self.controller = self.controller, None
+        self.did("a person asks it to stop")
         self.until("the run has stopped, its nodes are gone", lambda: controller.poll() is not None)
+
+    def resume(self) -> None:
+        """And resumed for its last steps."""
         at = self.step()
         self.launch(at + FEW)
-        self.did(f"stopped by a person at step {at}, and launched again for {FEW} steps")
+        self.did(f"launched again, for {FEW} more steps than the {at} that it has")
         controller, self.controller = self.controller, None
-        self.until("it is resumed and ends", lambda: controller.poll() is not None)
+        self.until("it is resumed and ends", lambda: controller is not None and controller.poll() is not None)
         last = self.facts(RunEnded)[-1]
         if (last.outcome, last.committed_step) != ("done", at + FEW):
             raise SystemExit(f"wanted it to be done at step {at + FEW}, found {last}")
@@ -321,17 +320,15 @@ def words(s: Stamped) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dir", help="where the lab's state lies (python tests/lab/lab.py up DIR)")
-    parser.add_argument("--only", default="", help="these parts: begin or dear,notice,losses,seats,back,finish,check")
+    parser.add_argument("--only", default=",".join(WHOLE), help="these parts, in order; `dear` instead of `begin` is another one")
+    parser.add_argument("--short", action="store_const", dest="only", const=",".join(SHORT), help=f"only {', '.join(SHORT)}")
     flags = parser.parse_args()
     os.umask(0)
     lab = Lab(flags.dir)
     lab.refresh_code()
     scene = Scene(lab)
-    if flags.only:
-        for part in flags.only.split(","):
-            getattr(scene, part)()
-    else:
-        scene.play()
+    for part in flags.only.split(","):
+        getattr(scene, part)()
 
 
 if __name__ == "__main__":

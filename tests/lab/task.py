@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,14 @@ def in_lab(name: str, venv: Path, into: Path, code: Path = TASKS.parent, first: 
     return into
 
 
-def run_here(name: str, venv: Path, run: str, more: dict[str, str]) -> int:
+def run_here(
+    name: str, venv: Path, run: str, more: dict[str, str], env: Mapping[str, str] = os.environ, cwd: Path = TASKS.parent, out: Any = None
+) -> int:
     """Execute what SkyPilot would on a node; returns its exit status."""
     task = yaml.safe_load((TASKS / f"{name}.yaml").read_text())
     envs = {k: str(v or "") for k, v in {**task["envs"], **task.get("secrets", {}), "RUN": run, "VENV": venv, **more}.items()}
-    return subprocess.run(["bash", "-c", task["run"]], cwd=TASKS.parent, env={**os.environ, **envs}).returncode
+    script = f"umask 0\n{task['run']}"
+    return subprocess.run(["bash", "-c", script], cwd=cwd, env={**env, **envs}, stdin=subprocess.DEVNULL, stdout=out, stderr=out).returncode
 
 
 if __name__ == "__main__":

@@ -1,0 +1,40 @@
+"""Real SkyPilot on real Slurm clusters, in short: two nodes on the cheaper cloud, power cuts, the move to the dearer one, a bill.
+
+Off unless HARNESS_LAB names a folder for the lab's state (it stays, so that the next time nothing is installed): it takes both cores of
+a small computer for minutes, and needs root and Debian's Slurm. `.ci/run` sets it where `tests/lab/lab.py fit` says yes. The long form is
+`make lab`.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "lab"))
+from lab import unfit
+
+FOLDER = os.environ.get("HARNESS_LAB", "")
+WITHIN_S = 1500.0  # a bound for a computer that is slow, not what it takes
+
+why = unfit() or ("" if FOLDER else "HARNESS_LAB names no folder for it (it takes minutes and two cores)")
+
+
+@pytest.mark.skipif(bool(why), reason=why)
+@pytest.mark.timeout(WITHIN_S + 60)
+def test_a_run_goes_on_in_the_dearer_cloud_and_nothing_is_left():
+    command = [sys.executable, str(Path(__file__).parent / "lab" / "lab.py"), "short", FOLDER]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=WITHIN_S)
+    assert done.returncode == 0 and "Everything holds." in done.stdout, done.stdout[-6000:]
+    left = [p.name for p in Path("/proc").iterdir() if p.name.isdigit() and runs_in(p, f"{Path(FOLDER).resolve()}/")]
+    assert left == []
+
+
+def runs_in(process, folder):
+    """Is it a program or a daemon of the lab?"""
+    try:
+        words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return False
+    return any(word.startswith(folder) for word in words)
