@@ -44,7 +44,7 @@ HANGING = 16  # calls without an answer; more, and the process that speaks SkyPi
 STALE_S = 180.0  # the oldest look at the clusters that is still taken for the present
 LOOK_EVERY_S = 1.0  # at what the API server knows
 ASK_EVERY_S = 3.0  # a cloud about a cluster, and a node about its job: clouds limit requests, and each of ours costs a node some processes
-REST = 4.0  # and no sooner than after so many times what the last answer took: who is slow has other things to do
+REST_CLOUD, REST_NODE = 1.0, 4.0  # and no sooner than after so many times what the last answer took: who is slow has other things to do
 REST_LIMIT_S = 60.0  # but after so long in any case
 LAUNCH_LIMIT_S = 3600.0  # a launch that has neither worked nor failed by then is given up
 TRIES = 3  # of a launch that failed for no reason of its own (a worker of the API server died, a connection broke)
@@ -503,16 +503,16 @@ class SkyPilotCloud:
         due = [a for a in alive if not a.request and not a.down and began_s >= a.refresh_s]
         records = {r["name"]: r for r in self.sky("clusters", REFRESH_TIMEOUT_S, prefix=f"{self.tag}-", refresh=[a.name for a in due])}
         for attempt in due:
-            attempt.refresh_s = self._again_s(began_s)
+            attempt.refresh_s = self._again_s(began_s, REST_CLOUD)
         for name in records.keys() - {a.name for a in alive}:
             self._adopt(records[name])
         for attempt in alive:
             self._step(attempt, records.get(attempt.name), states)
         self._looked_s = self._now()
 
-    def _again_s(self, asked_s: float) -> float:
+    def _again_s(self, asked_s: float, rest: float) -> float:
         """When to ask again what was asked then and answered now."""
-        return self._now() + max(self._ask_every_s, min(REST_LIMIT_S, REST * (self._now() - asked_s)))
+        return self._now() + max(self._ask_every_s, min(REST_LIMIT_S, rest * (self._now() - asked_s)))
 
     def _adopt(self, record: Mapping[str, Any]) -> None:
         """A cluster that an earlier controller launched."""
@@ -600,7 +600,7 @@ class SkyPilotCloud:
         if a.poll is None and self._now() >= a.poll_s:
             a.poll, a.polling_s = self._pool.submit(self._job, a), self._now()
         elif a.poll and a.poll.done():
-            poll, a.poll, a.poll_s = a.poll, None, self._again_s(a.polling_s)
+            poll, a.poll, a.poll_s = a.poll, None, self._again_s(a.polling_s, REST_NODE)
             try:
                 state, a.exit_code = poll.result()
             except (SkyError, CloudUnavailable) as e:  # not reachable: whether it is gone is for a refresh to say

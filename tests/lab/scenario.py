@@ -3,8 +3,8 @@
     python tests/lab/scenario.py DIR [--short]     (DIR: of a lab that is up, see lab.py; or `make lab`)
 
 Two members train on the cheaper cloud. One gets a notice (its machine has the metadata service of AWS) and leaves; another takes its
-place. One is powered off without a word, and there is no more capacity: the run goes on with fewer. The last one is powered off too, and
-the run moves to the dearer cloud. The controller is killed, and another one adopts the nodes; SkyPilot's API server is restarted under
+place. One is powered off without a word, and there is no more capacity: the run goes on with fewer. The last one is taken too, and the
+run moves to the dearer cloud. The controller is killed, and another one adopts the nodes; SkyPilot's API server is restarted under
 it. Capacity returns, and the run moves back, because that pays. Then it is stopped, and resumed for its last steps. `harness verify`
 must hold, nothing may be left, and the bill must agree with SkyPilot's.
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -173,8 +174,8 @@ class Scene:
         self.until("the other goes on alone", lambda: 1 in self.worlds()[epochs:])
         self.until("the loss is known", lambda: "preempted" in self.ends())
         self.goes_on("steps are made alone")
-        self.lab.power_off(other)
-        self.did(f"{other} is powered off")
+        self.lab.take(other)
+        self.did(f"{other} is taken")
         self.until("the run has moved to the dearer cloud", lambda: set(self.places()) == {"slurm/west"})
         self.until("two train there", lambda: self.worlds()[-1] == 2 and len(self.places()) == 2)
 
@@ -255,11 +256,18 @@ class Scene:
 
     def decisions(self) -> list[tuple[int, float]]:
         """(attempt that was lost, seconds from the fact that it is gone to the fact that another is launched), unless one was already."""
+        intended = {s.fact.attempt: s for s in self.stamped() if isinstance(s.fact, AttemptIntended)}
+        settled = {
+            s.fact.attempt: s.t for s in reversed(self.stamped()) if isinstance(s.fact, (AttemptUp, AttemptEnded))
+        }  # the first of both
         found = []
         for s in self.stamped():
-            if isinstance(s.fact, AttemptEnded) and s.fact.end == "preempted":
-                after = [i for i in self.stamped() if isinstance(i.fact, AttemptIntended) and i.t >= s.t and i.writer == s.writer]
-                found += [(s.fact.attempt, i.t - s.t) for i in after[:1]]
+            if not isinstance(s.fact, AttemptEnded) or s.fact.end != "preempted":
+                continue
+            pending = [n for n, i in intended.items() if i.t < s.t < settled.get(n, math.inf)]
+            after = [i.t for i in intended.values() if i.t >= s.t and i.writer == s.writer]
+            if after and not pending:
+                found.append((s.fact.attempt, min(after) - s.t))
         return found
 
     def table(self) -> None:
