@@ -18,7 +18,7 @@ LAUNCH = $(BIN)/harness launch sky_tasks/train.yaml --cloud local --env STEPS=$(
 TASK ?= sky_tasks/train.yaml
 LAB ?= /var/tmp/harness-lab
 
-.PHONY: install train launch jobs-launch plan down doctor lab test check lint types sim walk drill campaign soak clean
+.PHONY: install train launch jobs-launch plan down doctor lab lab-short test check lint types sim walk drill campaign soak clean
 install: $(STAMP)
 $(STAMP): requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -56,6 +56,9 @@ bucket:
 
 lab: install  ## real SkyPilot on loopback Slurm clusters: everything that can happen to a run (root on Debian; half an hour)
 	$(BIN)/python tests/lab/lab.py play $(LAB)
+
+lab-short: install  ## its first minutes as a test: two nodes, power cuts, the move to the dearer cloud, stop, verify, nothing left
+	HARNESS_LAB=$(LAB) $(BIN)/python -m pytest $(if $(CI),-p no:cacheprovider) tests/test_lab.py
 
 test: install
 	$(BIN)/python -m pytest -n auto --dist worksteal $(if $(CI),-p no:cacheprovider) tests

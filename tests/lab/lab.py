@@ -72,9 +72,12 @@ def unfit() -> str:
     if os.geteuid() != 0:
         return "the lab needs root (namespaces, munge, a user of its own)"
     missing = [p for p in ("slurmctld", "slurmd", "munged", "rsync", "nc", "/usr/sbin/sshd") if shutil.which(p) is None]
+    if missing:
+        return f"the lab needs {', '.join(missing)}: apt-get install -y --no-install-recommends {PACKAGES}"
     if not Path(PYTHON).exists():
         return f"the lab needs {PYTHON} with venv (Debian 12's python3-venv)"
-    return f"the lab needs {', '.join(missing)}: apt-get install -y --no-install-recommends {PACKAGES}" if missing else ""
+    tried = subprocess.run(["unshare", "--mount", "--uts", "true"], capture_output=True, text=True)
+    return f"the lab needs namespaces, and may not make them here: {tried.stderr.strip()}" if tried.returncode else ""
 
 
 class Lab:

@@ -257,9 +257,10 @@ class Scene:
     def decisions(self) -> list[tuple[int, float]]:
         """(attempt that was lost, seconds from the fact that it is gone to the fact that another is launched), unless one was already."""
         intended = {s.fact.attempt: s for s in self.stamped() if isinstance(s.fact, AttemptIntended)}
-        settled = {
-            s.fact.attempt: s.t for s in reversed(self.stamped()) if isinstance(s.fact, (AttemptUp, AttemptEnded))
-        }  # the first of both
+        settled: dict[int, float] = {}  # when it was up, or gone without
+        for s in self.stamped():
+            if isinstance(s.fact, (AttemptUp, AttemptEnded)):
+                settled.setdefault(s.fact.attempt, s.t)
         found = []
         for s in self.stamped():
             if not isinstance(s.fact, AttemptEnded) or s.fact.end != "preempted":
