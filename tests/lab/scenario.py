@@ -194,8 +194,9 @@ class Scene:
         self.goes_on("... and training goes on with it")
         self.stop_server()
         self.goes_on("... and while the API server is restarted")
-        if len(self.facts(AttemptIntended)) != before:
-            raise SystemExit("the new controller launched nodes though all were there")
+        new = [f for f in self.facts(AttemptIntended)[before:] if "cheaper there" not in f.reason]  # to make a move ready is no doubling
+        if new:
+            raise SystemExit(f"the new controller launched nodes though all were there: {new}")
 
     def stop_server(self) -> None:
         subprocess.run([self.lab.venv / "bin/sky", "api", "stop"], env=self.lab.env(), timeout=120, check=True, capture_output=True)
