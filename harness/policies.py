@@ -120,7 +120,7 @@ def replacing(policy: Policy, *, settle_s: float = 60.0, grace_s: float = 300.0)
 
     def decide(view: View) -> Decision:
         sure = [node for node in view.alive if node.attempt not in view.doubted]
-        settled = sum(node.up_s is not None and view.now_s - node.up_s >= settle_s for node in sure)
+        settled = sum(node.been_up_s(view.now_s) >= settle_s for node in sure)
         if view.doubted and settled >= view.max_nodes:
             return Terminate(view.doubted[0], "its replacement is there", grace_s)
         crowded = [n for n in sure if sum(n.offer.place == m.offer.place for m in view.alive) > view.max_nodes + len(view.doubted)]
@@ -202,7 +202,7 @@ def together(
         there, odd = _split(away, min(away, key=lambda n: (n.up_s is None, n.attempt)).offer.place)
         if odd or saving <= 0 or _cost(there) >= _cost(nodes):
             return Terminate((odd or away)[-1].attempt, "the others cannot reach it")
-        settled = sum(n.up_s is not None and view.now_s - n.up_s >= settle_s for n in there)
+        settled = sum(n.been_up_s(view.now_s) >= settle_s for n in there)
         if settled >= len(nodes):
             first, *rest = (n.attempt for n in nodes)
             return Terminate(first, "the whole run is cheaper elsewhere", grace_s, tuple(rest))

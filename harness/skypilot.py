@@ -44,7 +44,7 @@ HANGING = 16  # calls without an answer; more, and the process that speaks SkyPi
 STALE_S = 180.0  # the oldest look at the clusters that is still taken for the present
 LOOK_EVERY_S = 1.0  # at what the API server knows
 ASK_EVERY_S = 3.0  # a cloud about a cluster, and a node about its job: clouds limit requests, and each of ours costs a node some processes
-REST_CLOUD, REST_NODE = 1.0, 4.0  # and no sooner than after so many times what the last answer took: who is slow has other things to do
+REST_CLOUD, REST_NODE = 1.0, 2.0  # and no sooner than after so many times what the last answer took: who is slow has other things to do
 REST_LIMIT_S = 60.0  # but after so long in any case
 LAUNCH_LIMIT_S = 3600.0  # a launch that has neither worked nor failed by then is given up
 TRIES = 3  # of a launch that failed for no reason of its own (a worker of the API server died, a connection broke)
@@ -266,6 +266,7 @@ class Attempt:
     request: str = ""  # launch at the API server that goes on
     tries: int = 0
     up_s: float | None = None
+    at_work_s: float | None = None  # when it was seen first that its launch has ended, which is when its command begins
     billed_s: float | None = None  # the earliest that SkyPilot says it was launched
     gone_s: float | None = None
     exit_code: int | None = None
@@ -289,7 +290,8 @@ class Attempt:
         state = NodeState.PENDING if self.up_s is None else NodeState.UP
         if self.gone_s is not None:
             state = NodeState.NO_CAPACITY if self.refused else NodeState.GONE
-        return Node(self.number, self.offer, state, self.asked_s, self.up_s, self.gone_s, self.exit_code, self.reason)
+        at_work_s = None if self.up_s is None else self.at_work_s
+        return Node(self.number, self.offer, state, self.asked_s, self.up_s, self.gone_s, self.exit_code, self.reason, at_work_s)
 
 
 class SkyPilotCloud:
@@ -528,6 +530,7 @@ class SkyPilotCloud:
         found.request = self.sky("launching", CALL_TIMEOUT_S, name=found.name) or ""
         if not found.request and record["ever_up"]:
             found.up_s = found.asked_s  # when it was there first, the record does not say any more: rather too early than too late
+            found.at_work_s = self._now()
         with self._lock:
             self._attempts.setdefault(found.number, found)
 
@@ -569,7 +572,7 @@ class SkyPilotCloud:
             return
         a.request = ""
         if a.up_s is None and not a.over:
-            a.up_s = a.billed_s or a.asked_s
+            a.up_s, a.at_work_s = a.billed_s or a.asked_s, self._now()
 
     def _vanished(self, a: Attempt) -> None:
         """The cloud does not know it (any more)."""
@@ -596,7 +599,7 @@ class SkyPilotCloud:
             return
         a.sick_s = None
         if a.up_s is None:  # adopted in the middle of its launch
-            a.up_s = a.billed_s
+            a.up_s, a.at_work_s = a.billed_s, self._now()
         if a.poll is None and self._now() >= a.poll_s:
             a.poll, a.polling_s = self._pool.submit(self._job, a), self._now()
         elif a.poll and a.poll.done():

@@ -81,6 +81,12 @@ class Node:
     gone_s: float | None = None
     exit_code: int | None = None  # of the node's command, when the cloud knows it
     reason: str = ""  # "preempted", "exited", "terminated", "killed", ... as the cloud tells it
+    at_work_s: float | None = None  # when its command began, if that was (much) later than up_s, from which it is billed
+
+    def been_up_s(self, now_s: float) -> float:
+        """Seconds for which its command has been at work; below 0 if it is not yet."""
+        began_s = self.up_s if self.at_work_s is None else self.at_work_s
+        return -1.0 if began_s is None else now_s - began_s
 
     @property
     def alive(self) -> bool:

@@ -203,6 +203,8 @@ def test_a_world_as_large_is_ready_there_before_this_one_is_left() -> None:
     assert isinstance(FLEET(fleet(*here, pending(3, EAST), pending(4, EAST))), Wait)
     fresh = Node(4, EAST, NodeState.UP, asked_s=900.0, up_s=990.0)
     assert isinstance(FLEET(fleet(*here, up(3, EAST), fresh)), Wait)
+    billed_while_it_is_set_up = Node(4, EAST, NodeState.UP, asked_s=0.0, up_s=1.0, at_work_s=990.0)
+    assert isinstance(FLEET(fleet(*here, up(3, EAST), billed_while_it_is_set_up)), Wait)
     assert FLEET(fleet(*here, up(3, EAST), up(4, EAST))) == Terminate(1, "the whole run is cheaper elsewhere", 300.0, (2,))
     assert FLEET(fleet(*here[:1], up(3, EAST))) == Terminate(1, "the whole run is cheaper elsewhere", 300.0)
     full = FLEET(fleet(*here, up(3, EAST), blocked={"x/east/a": 2000.0}))

@@ -97,6 +97,7 @@ def test_launch_is_asked_for_once_and_shown_as_it_goes(cloud, sky):
     assert look(cloud, sky, 5.0)[1].state is NodeState.PENDING
     node = look(cloud, sky, 20.0)[1]
     assert (node.state, node.asked_s, node.up_s) == (NodeState.UP, 1000.0, 1000.0)  # billed from when SkyPilot had the machine
+    assert node.at_work_s == sky.now_s and node.been_up_s(sky.now_s + 5.0) == 5.0  # but its command began only now
 
 
 def test_a_look_while_a_launch_is_asked_for_asks_for_no_second_one(task):
