@@ -45,6 +45,7 @@ STATES = "PENDING|SUBMITTED|STARTING|RUNNING|RECOVERING|SUCCEEDED|FAILED[A-Z_]*|
 class Stage:
     def __init__(self, lab: Lab):
         self.lab = lab
+        self.late: list[str] = []  # what took too long; said at the end
 
     def server(self) -> None:
         """Register the plugin; the server reads it when it starts."""
@@ -129,24 +130,24 @@ class Play:
 
 
 def plain(stage: Stage) -> None:
-    first_s = {}
-    for name in ("sky-launch", "harness-launch"):
-        play, began_s = Play(stage, name, "train.yaml"), time.time()
+    """By turns, twice; what counts is the better one of each, since others may use this computer too."""
+    first_s: dict[str, list[float]] = {"sky-launch": [], "harness-launch": []}
+    for name in [*first_s] * 2:
+        play, began_s = Play(stage, f"{name}-{len(first_s[name])}", "train.yaml"), time.time()
         if name == "sky-launch":
             stage.sky("launch", "-c", "plain", *play.given(8))
         else:
-            _, *given = play.given(8)
-            given.remove("-y")
-            stage.harness("launch", str(play.task), "--cloud", "sky", "--run", play.url, "--nodes", "1", "--brief", *given)
-        first_s[name] = min(t for t, _ in play.facts(StepDone)) - began_s
-        print(f"          {name}: {first_s[name]:.1f} s to the first step", flush=True)
+            env = [word for word in play.given(8)[1:] if word != "-y"]
+            stage.harness("launch", str(play.task), "--cloud", "sky", "--run", play.url, "--nodes", "1", "--brief", *env)
+        first_s[name].append(min(t for t, _ in play.facts(StepDone)) - began_s)
+        print(f"          {name}: {first_s[name][-1]:.1f} s to the first step", flush=True)
         play.holds(8)
         if name == "sky-launch":
             stage.sky("down", "-y", "plain")
-    more_s = first_s["harness-launch"] - first_s["sky-launch"]
+    more_s = min(first_s["harness-launch"]) - min(first_s["sky-launch"])
     print(f"          harness launch takes {more_s:.1f} s more", flush=True)
     if more_s > MORE_WITHIN_S:
-        raise SystemExit(f"wanted at most {MORE_WITHIN_S:g} s more than sky launch")
+        stage.late.append(f"from harness launch to the first step: {more_s:.1f} s more than sky launch takes, wanted {MORE_WITHIN_S:g} s")
 
 
 def canary(stage: Stage) -> None:
@@ -267,6 +268,8 @@ def main() -> None:
     stage.until("no node is held", lambda: not stage.busy(), 120.0)
     if "No existing clusters" not in (left := stage.sky("status", "-r")):
         raise SystemExit(f"something is left:\n{left}")
+    if stage.late:
+        raise SystemExit("\n".join(stage.late))
     print("Everything holds.")
 
 
