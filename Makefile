@@ -54,7 +54,7 @@ doctor: install  ## is everything in place for a launch of TASK? costs nothing
 bucket:
 	@case "$(RUN)" in *://*) ;; *) echo 'name the run: make $(MAKECMDGOALS) RUN=s3://my-bucket/runs/x'; exit 2;; esac
 
-lab: install  ## real SkyPilot on loopback Slurm clusters: everything that can happen to a run (root on Debian; half an hour)
+lab: install  ## real SkyPilot on loopback Slurm clusters: everything that can happen to a run (root on Debian 12; half an hour and more)
 	$(BIN)/python tests/lab/lab.py play $(LAB)
 
 lab-short: install  ## its first minutes as a test: two nodes, power cuts, the move to the dearer cloud, stop, verify, nothing left
