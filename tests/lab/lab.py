@@ -32,6 +32,7 @@ GPU = "H100"
 SKYPILOT = "0.14.1"
 PYTHON = "/usr/bin/python3.11"  # Debian 12's; one that the nodes' user may run, and that SkyPilot's runtime works with
 UP_WITHIN_S = 60.0
+SERVER_PORT = 46580  # SkyPilot's own choice
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,9 @@ class Lab:
     def up(self) -> None:
         if why := unfit():
             raise SystemExit(why)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", SERVER_PORT)) == 0:
+                raise SystemExit(f"an API server of SkyPilot runs here already (port {SERVER_PORT}), and the lab needs its own: `sky api stop`")
         for name in ("pids", "log", "bin", "etc", "munge", "dev", "local", "uvcache"):
             (self.root / name).mkdir(parents=True, exist_ok=True)
         (self.root / "began").touch()
