@@ -117,7 +117,7 @@ class Lab:
             raise SystemExit(why)
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", SERVER_PORT)) == 0:
-                raise SystemExit(f"an API server of SkyPilot runs here already (port {SERVER_PORT}), and the lab needs its own: `sky api stop`")
+                raise SystemExit(f"SkyPilot's API server runs here already (port {SERVER_PORT}); the lab needs its own: `sky api stop`")
         for name in ("pids", "log", "bin", "etc", "munge", "dev", "local", "uvcache"):
             (self.root / name).mkdir(parents=True, exist_ok=True)
         (self.root / "began").touch()
