@@ -483,9 +483,7 @@ class Server:
                     kept.parts = {key: job.files[name] for key, name in outcome.parts.items()}
             done(outcome)
 
-        self.uploader.submit(job, kept.segment.view, landed)
-        if self._deadline_s is not None:
-            self._expect(self.uploader.forecast(), job)
+        self.uploader.submit(job, kept.segment.view, landed, lambda forecast: self._expect(forecast, job))
 
     def _held(self, ref: Ref) -> dict[str, Place]:
         with self._lock:

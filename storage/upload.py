@@ -159,12 +159,15 @@ class Uploader:
         self._looked = False
         self._leases = LeaseWatch()
 
-    def submit(self, job: Job, view: memoryview, done: Callable[[Outcome], None]) -> None:
-        """Returns at once. `view`: the segment's bytes, which must not change until `done` is told. `done` is called exactly once."""
+    def submit(
+        self, job: Job, view: memoryview, done: Callable[[Outcome], None], expect: Callable[[Forecast | None], None] = lambda forecast: None
+    ) -> None:
+        """Returns at once. `view`: the segment's bytes, which must not change until `done` is told. `done` is called exactly once.
+        `expect` is told what to expect before anything is sent."""
         with self._lock:
             one = _Running(job, view, done, next(self._numbers), job.nbytes, time.monotonic())
             self._running[one.number] = one
-        self._plan()
+        expect(self._plan())
         self._pace(hurry=False)
         threading.Thread(target=self._run, args=(one,), name=f"upload-{job.ref}", daemon=True).start()
 
@@ -177,9 +180,6 @@ class Uploader:
         """Be done by `deadline_s` (monotonic clock; None: no hurry). Holds also for what is submitted later. Returns what to expect."""
         self._deadline_s = deadline_s
         self._pace(hurry=False)
-        return self._plan()
-
-    def forecast(self) -> Forecast | None:
         return self._plan()
 
     @property

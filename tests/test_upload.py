@@ -268,7 +268,7 @@ def test_the_verdict_of_a_drain_is_said_and_true(tmp_path, enough):
         agent.ask("drain", deadline_s=time.time() + (WAIT_S if enough else 0.7))
         remote.send(job(), remote.segment(4000), told)
         assert told.wait().state == ("committed" if enough else "failed")
-        until(lambda: read_facts(store, "uploader-"))
+        until(lambda: any(isinstance(s.fact, DrainVerdict) for s in read_facts(store, "uploader-")))
         facts = [s.fact for s in read_facts(store, "uploader-")]
         verdict = next(f for f in facts if isinstance(f, DrainVerdict))
         assert verdict.committed is enough and verdict.last_good_step == (10 if enough else 0)
