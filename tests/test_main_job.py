@@ -50,15 +50,15 @@ def assert_whole(c: Campaign, total=120):
 
 def test_the_demo_market(campaign, tmp_path):
     """Noticed preemption, unnoticed kill, outage, return: the same training as undisturbed."""
-    c = campaign(market="demo", nodes="1:3", flags="--total 400 --every 10 --sleep-s 0.08 --reduce exact")
+    c = campaign(market="demo", nodes="1:3", flags="--total 300 --every 10 --sleep-s 0.08 --reduce exact")
     c.launch()
     assert c.wait() == 0, c.logs()
-    records = assert_whole(c, 400)
-    train(tmp_path / "calm", 1, "--total", 400, "--every", 50, "--reduce", "exact")
+    records = assert_whole(c, 300)
+    train(tmp_path / "calm", 1, "--total", 300, "--every", 50, "--reduce", "exact")
     assert [r.loss for r in records] == [r.loss for r in history(tmp_path / "calm")]
     assert newest(c.run).data["weights"] == newest(tmp_path / "calm").data["weights"]
     same = harness("compare", c.run, tmp_path / "calm")
-    assert same.returncode == 0 and "identical from step 1 to 400" in same.stdout, same.stdout
+    assert same.returncode == 0 and "identical from step 1 to 300" in same.stdout, same.stdout
     assert len({r.world for r in records}) >= 2
     reasons = {e.reason for e in c.facts(EpochStarted)}
     assert {"start", "grow"} <= reasons and reasons & {"shrink", "loss"}
