@@ -61,7 +61,8 @@ def test_the_demo_market(campaign, tmp_path):
     assert same.returncode == 0 and "identical from step 1 to 300" in same.stdout, same.stdout
     assert len({r.world for r in records}) >= 2
     reasons = {e.reason for e in c.facts(EpochStarted)}
-    assert {"start", "grow"} <= reasons and reasons & {"shrink", "loss"}
+    # A slow machine's newcomers get in when a loss forms the next world, so there may be no "grow"; test_agent.py has that for sure.
+    assert "start" in reasons and reasons & {"shrink", "loss"}
     # Nothing is lost on a notice: what was trained until the ranks left is what was committed.
     noticed = [f for f in c.facts(SnapshotCommitted) if f.why == "notice"]
     assert c.facts(NoticeSeen) and noticed

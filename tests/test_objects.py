@@ -162,7 +162,9 @@ def test_create_only_once(store: ObjectStore) -> None:
     assert store.create("c", b"third") is True
 
 
-def test_create_race_has_exactly_one_winner(store: ObjectStore) -> None:
+def test_create_race_has_exactly_one_winner(store: ObjectStore, request: pytest.FixtureRequest) -> None:
+    if "moto" in request.node.name:
+        pytest.skip("moto looks and then writes, without a lock; SeaweedFS is who answers races here")
     writers = 8
     barrier = threading.Barrier(writers)
 
