@@ -114,8 +114,8 @@ class Worker:
     error_file: Path
     rank: int
     pulse: progress.Pulse
-    tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
-    reader: threading.Thread | None = None
+    tail: deque[str]
+    reader: threading.Thread  # of what it prints
     hung: str = ""  # in words, when it was killed for that
     guilty: bool = False  # of the hang; else it was waiting for others
 
@@ -498,10 +498,10 @@ class Agent:
         }  # fmt: skip
         process, out = self._nursery.fork({"env": {k: str(v) for k, v in env.items()}, "argv": self.config.argv})
         pulse = progress.Pulse(sign, self.config.hang, 2.0**self._hangs, since_s=time.monotonic())
-        worker = Worker(process, error_file, rank, pulse)
-        worker.reader = threading.Thread(target=self._read, args=(worker, out), daemon=True)
-        worker.reader.start()
-        return worker
+        tail: deque[str] = deque(maxlen=TAIL_LINES)
+        reader = threading.Thread(target=self._read, args=(rank, out, tail), daemon=True)
+        reader.start()
+        return Worker(process, error_file, rank, pulse, tail, reader)
 
     def _new_nursery(self) -> Nursery:
         env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
@@ -515,12 +515,12 @@ class Agent:
             self._nursery = self._new_nursery()
 
     @staticmethod
-    def _read(worker: Worker, stream: IO[bytes]) -> None:
+    def _read(rank: int, stream: IO[bytes], tail: deque[str]) -> None:
         with stream:
             for raw in stream:
                 line = raw.decode(errors="replace").rstrip("\n")
-                worker.tail.append(line)
-                print(f"[{worker.rank}] {line}", flush=True)
+                tail.append(line)
+                print(f"[{rank}] {line}", flush=True)
 
     # ---- in an epoch -------------------------------------------------------------------------------------------
     def _watch_workers(self, now: float) -> int | None:
@@ -608,8 +608,7 @@ class Agent:
     def _end_workers(self) -> list[Worker]:
         for worker in self._workers:
             worker.process.kill(KILL_S)
-            if worker.reader:
-                worker.reader.join(2.0)  # let its last words through; bounded, as a grandchild may hold the pipe open
+            worker.reader.join(2.0)  # let its last words through; bounded, as a grandchild may hold the pipe open
         if stuck := [w.rank for w in self._workers if w.process.returncode is None]:
             self._unfit = self._unfit or f"rank {stuck[0]} cannot be killed: it hangs in the kernel, most likely in a driver"
         return self._workers

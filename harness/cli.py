@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -700,19 +701,19 @@ def _notes(store: ObjectStore) -> Notes:
     from storage.command import Note, Notes
     from storage.manifest import Ref
 
-    of: dict[Ref, Note] = {}
+    of: defaultdict[Ref, Note] = defaultdict(Note)
     with contextlib.suppress(BrokenChain):  # `harness verify` says so; here it would only be in the way
         for stamped in read_facts(store):
             match stamped.fact:
                 case SnapshotCommitted() as f:
                     ref = Ref(f.epoch, f.step)
-                    of[ref] = replace(of.get(ref, Note()), committed_at=stamped.t, commit_s=f.commit_s, why=f.why)
+                    of[ref] = replace(of[ref], committed_at=stamped.t, commit_s=f.commit_s, why=f.why)
                 case SnapshotReplicated() as f:
                     ref = Ref(f.epoch, f.step)
-                    of[ref] = replace(of.get(ref, Note()), copies=(*of.get(ref, Note()).copies, f.url))
+                    of[ref] = replace(of[ref], copies=(*of[ref].copies, f.url))
                 case SessionStarted() as f if f.resumed_epoch and f.tier != "bucket":
                     ref = Ref(f.resumed_epoch, f.resumed_step)
-                    of[ref] = replace(of.get(ref, Note()), restored=f.tier)
+                    of[ref] = replace(of[ref], restored=f.tier)
     return Notes(of, [*store.list("run.json"), *store.list("samples/")], seen_here())
 
 

@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 from harness.progress import state_of
+from harness.worker import MESSAGE_NBYTES
 
-MESSAGE_NBYTES = 1 << 20
 NO_MORE_S = 5.0  # for the warm process to tell that a worker which has ended has ended
 
 

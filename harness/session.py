@@ -47,7 +47,6 @@ from harness.facts import (
     GuardTripped,
     SessionEnded,
     SessionStarted,
-    SnapshotCommitted,
     SnapshotFailed,
     SnapshotQuarantined,
     StepDone,
@@ -62,7 +61,7 @@ from harness.marks import EXIT_CODE, Mark, MarkReader, Want
 from harness.nearby import tiers_for
 from harness.parallel import Strategy, same_everywhere, shard, strategy_for
 from harness.progress import Place, Progress
-from harness.uploader import Courier, Local, Remote
+from harness.uploader import Courier, Local, Remote, fact_of
 from harness.world import BadInput, Fenced, HarnessError
 from storage import dcp
 from storage.leases import reading
@@ -862,13 +861,7 @@ class Session:
 
     def _record_outcome(self, job: Job, outcome: Outcome) -> None:
         """Of what was sent from this process; the uploader process records the rest."""
-        note, ref = job.note, job.ref
-        if outcome.state == "committed":
-            commit_s = time.time() - note["t_start"]
-            told = (ref.step, ref.epoch, outcome.nbytes, note["stall_s"], commit_s, note["why"], note["t_start"])
-            self._fact(SnapshotCommitted(*told, outcome.weights, outcome.slowdown, outcome.requests))
-        else:
-            self._fact(SnapshotFailed(ref.step, ref.epoch, outcome.error))
+        self._fact(fact_of(job, outcome))
         if self.journal is not None:
             with contextlib.suppress(StoreError):  # so that who dies now has not committed in silence
                 self.journal.flush()

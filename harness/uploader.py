@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness.facts import DrainVerdict, SnapshotCommitted, SnapshotFailed
+from harness.facts import DrainVerdict, Fact, SnapshotCommitted, SnapshotFailed
 from harness.journal import Journal
 from harness.nearby import NEAR, Nearby, NearbyConfig, tiers_for
 from harness.progress import WAITS_FOR_SNAPSHOTS, Progress, Sign
@@ -280,6 +280,18 @@ class Remote:
             return {}
 
 
+def fact_of(job: Job, outcome: Outcome) -> Fact:
+    """What the journal says of a job that is done."""
+    note, ref = job.note, job.ref
+    if outcome.state != "committed":
+        return SnapshotFailed(ref.step, ref.epoch, outcome.error)
+    commit_s = time.time() - note["t_start"]
+    return SnapshotCommitted(
+        ref.step, ref.epoch, outcome.nbytes, note["stall_s"], commit_s, note["why"], note["t_start"], outcome.weights, outcome.slowdown,
+        outcome.requests,
+    )  # fmt: skip
+
+
 def seen_here(parent: Path | None = None) -> Callable[[Manifest], dict[str, float]]:
     """What the uploaders of this node and user have of a snapshot: tier -> share of its bytes, nearest first. Nobody answers: {}."""
     lines = []
@@ -520,13 +532,9 @@ class Server:
         print(f"harness: {left_s:.1f} s left, {need_s:.1f} s needed: the snapshot of step {job.ref.step} {word}", flush=True)
 
     def _record(self, job: Job, outcome: Outcome) -> None:
-        note, ref = job.note, job.ref
-        if job.rank == 0 and outcome.state == "committed":
-            commit_s = time.time() - note["t_start"]
-            told = (ref.step, ref.epoch, outcome.nbytes, note["stall_s"], commit_s, note["why"], note["t_start"])
-            self.journal.record(SnapshotCommitted(*told, outcome.weights, outcome.slowdown, outcome.requests))
-        elif job.rank == 0:
-            self.journal.record(SnapshotFailed(ref.step, ref.epoch, outcome.error))
+        ref = job.ref
+        if job.rank == 0:
+            self.journal.record(fact_of(job, outcome))
         expected = self._expected.pop((ref, job.rank), None)
         with contextlib.suppress(StoreError):  # kept, and tried again with the next fact
             if expected is not None:
@@ -541,10 +549,7 @@ class Server:
 def main() -> None:
     from harness.worker import die_with_parent
 
-    parent = os.getppid()
     die_with_parent()
-    if os.getppid() != parent:
-        sys.exit(1)
     for number in (signal.SIGINT, signal.SIGTERM):  # they are for the agent
         signal.signal(number, signal.SIG_IGN)
     order = json.loads(sys.argv[1])
@@ -563,4 +568,4 @@ if __name__ == "__main__":
     main()
 
 
-__all__ = ["Courier", "Line", "Local", "NodeUploader", "Remote", "Server", "fence", "seen_here"]
+__all__ = ["Courier", "Line", "Local", "NodeUploader", "Remote", "Server", "fact_of", "fence", "seen_here"]

@@ -30,10 +30,16 @@ MESSAGE_NBYTES = 1 << 20
 DUMP_SIGNAL = signal.SIGUSR2  # the agent asks a hung worker where it hangs
 
 
-def die_with_parent() -> None:
-    """Linux: be killed when the parent dies, however it dies. Elsewhere there is no such call; pipes closing must do."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Linux: be killed when the parent dies, however it dies. Elsewhere there is no such call; pipes closing must do.
+
+    `parent`: its id, from before we were forked; it may have died before we could ask to die with it.
+    """
+    parent = os.getppid() if parent is None else parent
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def write_error(error: BaseException) -> None:
@@ -75,10 +81,7 @@ def run(order: dict[str, Any]) -> None:
 
 def serve(fd: int) -> None:
     """Import, then fork for as long as the agent lives."""
-    parent = os.getppid()
     die_with_parent()
-    if os.getppid() != parent:  # it died before we could ask to die with it
-        sys.exit(1)
     for signum in (signal.SIGINT, signal.SIGTERM):  # a Ctrl-C or a cloud's SIGTERM is for the agent, which tells workers in its own way
         signal.signal(signum, signal.SIG_IGN)
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
@@ -106,8 +109,10 @@ def serve(fd: int) -> None:
             if "reap" in request:
                 os.waitpid(ended.pop(request["reap"]), 0)
                 continue
+            warm = os.getpid()
             pid = os.fork()
             if pid == 0:
+                die_with_parent(warm)
                 for one in (agent, awake, alarm):
                     one.close()
                 become_worker(request["order"], fds[0])
@@ -125,11 +130,7 @@ def serve(fd: int) -> None:
 
 def become_worker(order: dict[str, Any], out: int) -> NoReturn:
     """In the fork: run the script as if this were a process of its own."""
-    parent = os.getppid()
     os.setsid()
-    die_with_parent()
-    if os.getppid() != parent:
-        os._exit(1)
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(signum, signal.SIG_DFL)
@@ -138,9 +139,7 @@ def become_worker(order: dict[str, Any], out: int) -> NoReturn:
     os.close(out)
     name_process(f"rank-{order['env'].get('RANK', '')}")
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    if (
-        torch is not None and torch.cuda._is_in_bad_fork()
-    ):  # an import (of the site's own) has touched CUDA: begin anew, which takes an import
+    if torch is not None and torch.cuda._is_in_bad_fork():  # an import of the site's own has touched CUDA: begin anew
         pipe = os.memfd_create("order")
         os.write(pipe, json.dumps(order).encode())
         os.lseek(pipe, 0, os.SEEK_SET)

@@ -27,7 +27,6 @@ import fsspec
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_exponential, wait_random
 
 RETRY_WITHIN_S = 60.0  # how long a store may be silent before callers hear of it
-WRITE_NBYTES = 1 << 20  # to a file: where the kernel looks for huge pages for more at once, that costs three times the CPU (ext4, 6.18)
 BLOCK_NBYTES = 64 << 20  # of what fsspec uploads of a larger object at once
 BACKENDS = ("obstore", "fsspec")
 Keys = list[str]  # in classes, where `list` is a method
@@ -236,7 +235,7 @@ class FileStore:
                 with open(temporary, "wb", buffering=0) as f:
                     view, at = memoryview(data).cast("B"), 0
                     while at < len(view):
-                        at += f.write(view[at : at + WRITE_NBYTES])
+                        at += f.write(view[at:])
                     if self._durable:
                         os.fsync(f.fileno())
                 yield temporary, path

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import psutil
-from worlds import TRAINER, newest
+from worlds import TRAINER, newest, until
 
 from harness.journal import read_facts
 from storage.objects import open_store
@@ -75,11 +75,11 @@ class Campaign:
         return [s.fact for s in read_facts(open_store(str(self.run))) if isinstance(s.fact, kinds)]
 
     def until(self, condition, timeout_s=120):
-        deadline = time.monotonic() + timeout_s
-        while not condition():
+        def true():
             assert self.process.poll() is None, self.logs()
-            assert time.monotonic() < deadline, self.logs()
-            time.sleep(0.05)
+            return condition()
+
+        until(true, self.logs, timeout_s, every_s=0.05)
 
     # ---- killing -----------------------------------------------------------------------------------------------
     def processes(self, what: str) -> list[psutil.Process]:

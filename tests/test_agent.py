@@ -11,7 +11,7 @@ from email.utils import formatdate
 from pathlib import Path
 
 import pytest
-from worlds import TRAINER, history, newest
+from worlds import TRAINER, history, newest, until
 
 from harness.facts import (
     EpochLeft,
@@ -54,10 +54,7 @@ class Nodes:
         return [s.fact for s in read_facts(open_store(str(self.run))) if isinstance(s.fact, kind)]
 
     def until(self, condition, timeout_s=90):
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, self.logs()
-            time.sleep(0.1)
+        until(condition, self.logs, timeout_s, every_s=0.1)
 
     def step(self):
         manifest = newest(self.run)

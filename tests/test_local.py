@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from worlds import until
 
 from harness import provider
 from harness.facts import Chain, SessionStarted, StepDone
@@ -28,14 +29,6 @@ WAIT_S = 30.0  # for anything that takes some 0.1 s when the machine is not busy
 SLEEP = "sleep 300"
 # Four processes: the node's command with a child, and another child with a session, and a child, of its own.
 FAMILY = "sleep 300 & setsid bash -c 'sleep 300 & wait' & echo started; wait"
-
-
-def until(condition, what="condition", within_s=WAIT_S):
-    give_up_s = time.monotonic() + within_s
-    while not (found := condition()):
-        assert time.monotonic() < give_up_s, f"waited {within_s} s for {what}"
-        time.sleep(0.02)
-    return found
 
 
 def of_cloud(state_dir: Path, nodes_only: bool = False) -> dict[int, dict[str, str]]:

@@ -10,6 +10,7 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from worlds import until
 
 from harness import sources
 from harness.metadata import AwsImds, AzureScheduledEvents, GcpMetadata, MetadataServer, environment_of, protocol_of
@@ -53,13 +54,6 @@ def source_of(cloud, endpoint, kind="kill", **options):
         case "azure":
             return AzureSource(endpoint, **({"first_timeout_s": 2.0, "pace_s": 0.02} | options))
     raise AssertionError(cloud)
-
-
-def until(condition, timeout_s=30):
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
 
 
 class Ear:

@@ -5,9 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
+from worlds import until
 
 from harness.nursery import Nursery
 from harness.progress import state_of
@@ -44,13 +44,6 @@ def start(request, tmp_path):
         return nursery.fork(order)
 
     return start
-
-
-def until(true, within_s=60.0):
-    deadline_s = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def test_a_script_finds_what_a_process_of_its_own_would_have(start):

@@ -6,10 +6,10 @@ import json
 import socket
 import struct
 import threading
-import time
 from dataclasses import asdict
 
 import pytest
+from worlds import until
 
 from harness.agent import Agent, AgentConfig
 from harness.lines import Heard, Lines
@@ -76,13 +76,6 @@ class Place:
                 return next(iter(entered.values()))
             self.beat(*members)
         return None
-
-
-def until(condition, timeout_s=30):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_members_that_come_together_start_together(place):

@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from worlds import until
 
 from harness.facts import DrainVerdict, SnapshotCommitted, SnapshotFailed
 from harness.journal import read_facts
@@ -68,13 +69,6 @@ class Gated(MemoryStore):
             with self._counting:
                 self.at_once -= 1
         super().put(key, data)
-
-
-def until(condition):
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited in vain"
-        time.sleep(0.01)
 
 
 VIEW = memoryview(bytearray(os.urandom(8000)))

@@ -1,14 +1,18 @@
 """Starts real worlds of real worker processes for the tests, with torchrun's environment but no agent."""
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import records
+from harness import nursery, records
 from harness.journal import read_records
 from storage.objects import open_store
 from storage.snapshots import Snapshots
@@ -21,6 +25,15 @@ PRETRAIN = Path(__file__).parent.parent / "examples" / "pretrain.py"
 class Ended:
     codes: list[int]
     output: str
+
+
+def until(condition, what="a condition", within_s=60.0, every_s=0.01):
+    """What `condition` says, when that is true. `what`: for whoever reads why it failed; text, or what makes it."""
+    deadline_s = time.monotonic() + within_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline_s, f"waited {within_s} s for {what() if callable(what) else what}"
+        time.sleep(every_s)
+    return found
 
 
 def free_port() -> int:
@@ -58,33 +71,38 @@ def finish(processes, timeout_s=120) -> Ended:
 
 
 class Nursery:
-    """Many worlds, one after the other, of processes that are forked and not started: seconds cheaper per rank."""
+    """Many worlds, one after the other, of processes that are forked as an agent forks them: seconds cheaper per rank."""
 
     def __init__(self):
-        command = [sys.executable, str(Path(__file__).parent / "nursery.py")]
-        self.process = subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.count = 0
+        self._warm = nursery.Nursery(environment())
 
     def train(self, run, world=1, *flags, env=None, codes=(0,), script=TRAINER, kill_after_s=None, timeout_s=120) -> Ended:
         """Run to the end; every exit code must be one of `codes`. `kill_after_s`: SIGKILL to every rank then."""
-        self.count += 1
-        log = Path(f"{run}.{self.count}.log")
-        place = {"HARNESS_RUN": str(run), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        env = {k: str(v) for k, v in (environment() | place | (env or {})).items()}
-        job = {"script": str(script), "world": world, "flags": [str(f) for f in flags], "env": env, "log": str(log)}
-        job |= {"kill_after_s": kill_after_s, "timeout_s": timeout_s}
-        print(json.dumps(job), file=self.process.stdin, flush=True)
-        ended = Ended(json.loads(self.process.stdout.readline()), log.read_text())
+        base = environment() | {"HARNESS_RUN": str(run), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        base |= {"LOCAL_RANK": "0", "WORLD_SIZE": str(world)} | {k: str(v) for k, v in (env or {}).items()}
+        argv = [str(script), *map(str, flags)]
+        ranks, streams = zip(*(self._warm.fork({"env": base | {"RANK": str(rank)}, "argv": argv}) for rank in range(world)), strict=True)
+        with ThreadPoolExecutor(world) as threads:
+            outputs = threads.map(lambda stream: stream.read().decode(), streams)
+            kill_at_s = time.monotonic() + (timeout_s if kill_after_s is None else kill_after_s)
+            for rank in ranks:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    rank.wait(max(0.0, kill_at_s - time.monotonic()))
+            for rank in ranks:
+                rank.send_signal(signal.SIGKILL)  # all at once: none fails for another's end
+            for rank in ranks:
+                rank.kill(10)
+            ended = Ended([rank.returncode for rank in ranks], "\n".join(outputs))
+        for stream in streams:
+            stream.close()
         assert set(ended.codes) <= set(codes), ended.output
         return ended
 
     def close(self):
-        self.process.stdin.close()
-        self.process.wait(timeout=10)
-        self.process.stdout.close()
+        self._warm.close()
 
 
-_nursery: list[Nursery] = []  # one for the process; it ends when its stdin does
+_nursery: list[Nursery] = []  # one for the process, and it dies with it
 
 
 def train(run, world=1, *flags, **kwargs) -> Ended:
