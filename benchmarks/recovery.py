@@ -2,6 +2,7 @@
 
     worker   SIGKILL of one worker of two on a node               node     SIGKILL of a whole node (agent and workers) of two
     first    ... of the node that holds rank 0 and the master     join     from a new node's start to the first step of two nodes
+    pause    of a join: from the last step of one node to the first of two, and how many steps are done again
 
     python benchmarks/recovery.py                     # all systems, about a quarter of an hour
     python benchmarks/recovery.py --quick             # fewer repetitions, without torchrun's default settings
@@ -32,7 +33,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SYSTEMS = ("harness", "torchrun-best", "torchrun", "bucket")
-KINDS = ("worker", "node", "first", "join")
+KINDS = ("worker", "node", "first", "join")  # what can be asked for
+SHOWN = (*KINDS, "pause")
 BEFORE_S = 120.0  # for a system to train at all
 EVERY = 20  # steps between snapshots
 GLOBAL_BATCH, MICRO_BATCH, LENGTH = 8, 2, 64
@@ -239,12 +241,17 @@ def lose(s: System, kind: str, world: int, limit_s: float) -> Sample:
     return Sample(s.name, kind, line.t - t0 if line else None, parts(s, t0, line) if line else {})
 
 
-def join(s: System, limit_s: float) -> Sample:
+def join(s: System, limit_s: float) -> list[Sample]:
+    """The join, and the pause that it is to those who train."""
     settle(s, s.nproc)
     t0 = time.time()
     s.start()
     line = s.wait(2 * s.nproc, set(), limit_s, t0)
-    return Sample(s.name, "join", line.t - t0 if line else None, parts(s, t0, line) if line else {})
+    if line is None:
+        return [Sample(s.name, "pause", None), Sample(s.name, "join", None)]
+    last = [ln for ln in s.lines() if ln.what == "step" and ln.world == s.nproc and ln.t < line.t][-1]
+    again = {"steps done again": last.step + 1.0 - line.step}
+    return [Sample(s.name, "pause", line.t - last.t, again), Sample(s.name, "join", line.t - t0, parts(s, t0, line))]
 
 
 def parts(s: System, t0: float, line: Line) -> dict[str, float]:
@@ -278,14 +285,14 @@ def play(name: str, kinds: list[str], folder: Path, limit_s: float, calm_s: floa
     if {"node", "first", "join"} & set(kinds):
         with system(name, folder / "two", 1, calm_s) as s:
             s.start()
-            samples.append(join(s, limit_s))
+            samples += join(s, limit_s)
             if samples[-1].seconds is None:
                 return samples
             if "node" in kinds:
                 samples.append(lose(s, "node", 1, limit_s))
             if "first" in kinds and samples[-1].seconds is not None:
                 if "node" in kinds:
-                    samples.append(join(s, limit_s))
+                    samples += join(s, limit_s)
                 samples.append(lose(s, "first", 1, limit_s))
     return samples
 
@@ -296,7 +303,7 @@ def show(samples: list[Sample]) -> None:
         return statistics.median(good) if good else None
 
     print(f"\n{'':16}{'':10}{'n':>4}{'never':>7}{'median s':>10}{'min':>8}{'p95':>8}{'x harness':>11}")
-    for kind in KINDS:
+    for kind in SHOWN:
         for name in SYSTEMS:
             times = [x.seconds for x in samples if (x.system, x.kind) == (name, kind)]
             if not times:
@@ -308,7 +315,7 @@ def show(samples: list[Sample]) -> None:
                 words += f"{statistics.median(good):10.2f}{good[0]:8.2f}{p95:8.2f}{statistics.median(good) / ours if ours else 0:11.1f}"
             print(words)
     for name in SYSTEMS:
-        for kind in KINDS:
+        for kind in SHOWN:
             mine = [x for x in samples if x.system == name and x.kind == kind and x.parts]
             if mine:
                 keys = list(dict.fromkeys(k for x in mine for k in x.parts))

@@ -6,8 +6,8 @@
     python benchmarks/snapshots.py --adapters                # what the second snapshot sends when only adapters are trained
 
 Every round takes each way once, in an order that rotates. While training goes on, those that overlap with it: blocked_s (how long the
-training thread stood still, in the snapshot and before the next optimizer step) and drain_x (step time until it is durable, over that
-without a snapshot). At rest: rest_s (blocked when nothing can overlap), durable_s, cpu_s of all our processes (not the server)
+training thread stood still, in the snapshot and before the next optimizer step), drain_x (step time until it is durable, over that
+without a snapshot) and lost_s (what the steps until then took longer, and blocked_s). At rest: rest_s (blocked when nothing can overlap), durable_s, cpu_s of all our processes (not the server)
 per GB. load_s: onto two processes that have a half of each tensor, from what one process wrote. memory_mb, of each way in a
 process of its own: the peak of the proportional set size of the process tree in two snapshots, above that of training alone (a
 stage in RAM is one copy of the state).
@@ -374,7 +374,8 @@ def one_round(way: Way, readers: Readers) -> dict[str, float]:
         while not future.done() and time.perf_counter() - t0 < DRAIN_LIMIT_S:
             steps.append(training.step()[0])
         future.result(DRAIN_LIMIT_S)
-        found = {"base_step_s": base, "blocked_s": blocked + waited, "drain_x": statistics.mean(steps) / base}
+        lost = blocked + waited + sum(steps) - len(steps) * base
+        found = {"base_step_s": base, "blocked_s": blocked + waited, "drain_x": statistics.mean(steps) / base, "lost_s": lost}
         way.training_goes_on = False
     cpu, t0 = tree_cpu_s(), time.perf_counter()
     future = way.begin()
@@ -601,7 +602,7 @@ def measure(flags: argparse.Namespace) -> None:
 
 
 def show(found: dict[str, list[dict[str, float]]], extra: dict[str, float]) -> None:
-    columns = ("blocked_s", "drain_x", "rest_s", "durable_s", "cpu_s_per_gb", "load_s", "base_step_s")
+    columns = ("blocked_s", "drain_x", "lost_s", "rest_s", "durable_s", "cpu_s_per_gb", "load_s", "base_step_s")
     print(f"{'median (min-max)':16}" + "".join(f"{c:>22}" for c in columns) + f"{'memory_mb':>11}")
     for name, results in found.items():
         cells = []
@@ -629,6 +630,7 @@ def verdicts(found: dict[str, list[dict[str, float]]], extra: dict[str, float], 
     line("blocked while training, over its best async save", "blocked_s", background, "<= 0.2")
     line("blocked when nothing can overlap, over the bare copy", "rest_s", "BareCopy", "<= 1.1")
     line("training while it drains, over that beside its drain", "drain_x", background, "<= 1.0")
+    line("seconds of training lost, over those to its save", "lost_s", background, "<= 1.0")
     if bucket:  # fsspec does not sync what it writes to a folder
         line("durable, speed over dcp.save through fsspec", "durable_s", "DcpFsspec", ">= 2", over=True)
     line("durable, speed over a bare put of the same bytes", "durable_s", "BarePut", ">= 0.8", over=True)
