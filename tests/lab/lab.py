@@ -107,8 +107,8 @@ class Lab:
         # The runtime that SkyPilot installs on every node, as a machine image may bring it: a minute of two cores less for each launch.
         uv, image = self.venv / "bin" / "uv", self.root / "image"
         subprocess.run([uv, "venv", "--quiet", "--seed", "--python", PYTHON, image], check=True)
-        there = {**os.environ, "VIRTUAL_ENV": str(image), "UV_CACHE_DIR": str(self.root / "uvcache")}
-        runtime = [uv, "pip", "install", "--quiet", "--compile-bytecode", f"skypilot[slurm,remote]=={SKYPILOT}", "click<8.3.0"]
+        there = {**os.environ, "VIRTUAL_ENV": str(image)}
+        runtime = [uv, "pip", "install", "--quiet", "--no-cache", "--compile-bytecode", f"skypilot[slurm,remote]=={SKYPILOT}", "click<8.3.0"]
         subprocess.run(runtime, env=there, check=True)
 
     # -- up and down --
