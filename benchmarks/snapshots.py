@@ -7,10 +7,10 @@
 
 Every round takes each way once, in an order that rotates. While training goes on, those that overlap with it: blocked_s (how long the
 training thread stood still, in the snapshot and before the next optimizer step), drain_x (step time until it is durable, over that
-without a snapshot) and lost_s (what the steps until then took longer, and blocked_s). At rest: rest_s (blocked when nothing can overlap), durable_s, cpu_s of all our processes (not the server)
-per GB. load_s: onto two processes that have a half of each tensor, from what one process wrote. memory_mb, of each way in a
-process of its own: the peak of the proportional set size of the process tree in two snapshots, above that of training alone (a
-stage in RAM is one copy of the state).
+without a snapshot) and lost_s (what the steps until then took longer, and blocked_s). At rest: rest_s (blocked when nothing can
+overlap), durable_s, cpu_s of all our processes (not the server) per GB. load_s: onto two processes that have a half of each tensor,
+from what one process wrote. memory_mb, of each way in a process of its own: the peak of the proportional set size of the process tree
+in two snapshots, above that of training alone (a stage in RAM is one copy of the state).
 Ratios are medians of the ratios within a round. The first round warms up and is not counted. Look at `uptime` before you believe it.
 """
 

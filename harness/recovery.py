@@ -221,7 +221,9 @@ class Loop:
         if book.failures >= run.max_failures_at_one_step:
             return f"the script failed {book.failures} times in a row after step {book.step}; see the workers' logs"
         if book.fruitless >= run.max_attempts_without_progress * run.max_nodes:
-            return f"{book.fruitless} attempts in a row ended without a new snapshot after step {book.step}"
+            last = max(book.ended.values(), key=lambda e: (e.gone_s, e.attempt))
+            why = last.reason if last.reason in ("", last.end) else f"{last.end}: {last.reason}"
+            return f"{book.fruitless} attempts in a row ended without a new snapshot after step {book.step} (the last: {why or last.end})"
         if view.now_s - max(view.last_progress_s, view.started_s) >= run.max_hours_without_progress * 3600:
             what = "though nodes are up" if any(n.up_s is not None for n in view.alive) else "for lack of capacity"
             return f"no new snapshot after step {book.step} for {run.max_hours_without_progress:g} h, {what}"

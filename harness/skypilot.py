@@ -32,7 +32,7 @@ import yaml
 
 from harness.guards import peak_flops
 from harness.tasks import Task
-from harness.world import BadInput, CloudUnavailable, HarnessError, Node, NodeState, Offer
+from harness.world import UNFIT, BadInput, CloudUnavailable, HarnessError, Node, NodeState, Offer
 
 CALL_TIMEOUT_S = 60.0  # a question to the API server
 REFRESH_TIMEOUT_S = 120.0  # a question that the API server passes on to clouds
@@ -473,10 +473,14 @@ class SkyPilotCloud:
         if kind == "again" and attempt.tries < TRIES:
             self._ask(attempt)
             return
-        said = error.history[-1][1] if error.history else error.message
+        said = " ".join((error.history[-1][1] if error.history else error.message).split())
         attempt.reason = f"{kind}: {said}"[:500]
         if kind == "setup":
             attempt.exit_code, attempt.up_s = 1, attempt.billed_s or attempt.asked_s
+            return
+        if kind == "again":  # machines, if there were any, are billed; and this must not go on all night
+            attempt.reason = f"its launch failed {TRIES} times: {said}"[:500]
+            attempt.exit_code, attempt.up_s = UNFIT, attempt.billed_s
             return
         attempt.refused = True
         if kind == "credentials":

@@ -10,7 +10,7 @@ from fakesky import FakeSky, answer
 from harness.broker import told
 from harness.skypilot import TRIES, Broker, SkyError, SkyPilotCloud, bring_down, has_spot_market, tag, tails, verdict
 from harness.tasks import load
-from harness.world import BadInput, CloudUnavailable, NodeState
+from harness.world import UNFIT, BadInput, CloudUnavailable, NodeState
 
 EAST, WEST = answer("aws/us-east-1/use1-az1/p5", 10.0), answer("nebius/eu-north1/p5", 12.0)
 URL = "s3://b/runs/x"
@@ -294,7 +294,10 @@ def test_spurious_errors_are_tried_again_but_not_forever(cloud, sky):
     cloud.launch(2, cloud.offers()[0])
     for _ in range(TRIES + 1):
         nodes = look(cloud, sky, 20.0)
-    assert nodes[2].state is NodeState.NO_CAPACITY
+    nodes = look(cloud, sky, 1.0)
+    # A limit counts it; what SkyPilot showed is billed.
+    assert (nodes[2].state, nodes[2].exit_code, nodes[2].up_s) == (NodeState.GONE, UNFIT, 1080.0)
+    assert nodes[2].reason == "its launch failed 3 times: x"
 
 
 def test_a_setup_that_fails_is_the_scripts_fault_and_is_billed(cloud, sky):

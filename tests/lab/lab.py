@@ -108,8 +108,9 @@ class Lab:
         uv, image = self.venv / "bin" / "uv", self.root / "image"
         subprocess.run([uv, "venv", "--quiet", "--seed", "--python", PYTHON, image], check=True)
         there = {**os.environ, "VIRTUAL_ENV": str(image)}
-        runtime = [uv, "pip", "install", "--quiet", "--no-cache", "--compile-bytecode", f"skypilot[slurm,remote]=={SKYPILOT}", "click<8.3.0"]
-        subprocess.run(runtime, env=there, check=True)
+        runtime = [f"skypilot[slurm,remote]=={SKYPILOT}", "click<8.3.0"]
+        # Without a cache: root would own it, and the nodes' user could not write there.
+        subprocess.run([uv, "pip", "install", "--quiet", "--no-cache", "--compile-bytecode", *runtime], env=there, check=True)
 
     # -- up and down --
     def up(self) -> None:
