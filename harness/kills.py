@@ -30,7 +30,7 @@ from typing import Any, NoReturn, TypeVar
 from harness.facts import SnapshotCommitted
 from harness.journal import read_facts
 from harness.nearby import NearbyConfig
-from harness.uploader import Local, Remote, Server
+from harness.uploader import Local, Server, courier_at
 from harness.worker import die_with_parent
 from storage.faults import FaultyStore, Mode, corrupt
 from storage.manifest import Manifest, Ref, SnapshotCorrupt
@@ -152,7 +152,7 @@ def _rank(url: str, stage: Path, epoch: int, rank: int, told: int) -> None:
     die_with_parent()
     local = Local(open_store(url), lambda job, outcome: None)
     _thrifty(local._uploader)
-    courier = Remote(stage, epoch, rank, local)
+    courier = courier_at(stage, epoch, rank, local)
     for step in range(epoch * STEPS, epoch * STEPS + STEPS):
         ref, done = Ref(epoch, step), threading.Event()
         one, segment = job(ref, rank), courier.segment(FROZEN_NBYTES + TRAINED_NBYTES)
@@ -174,11 +174,12 @@ def _agent(url: str, folder: Path, epoch: int, told: int, deadly: tuple[int, boo
     children += [_fork(lambda rank=rank: _rank(url, stage.folder, epoch, rank, told)) for rank in range(RANKS)]  # type: ignore[misc]
     os.write(pids, " ".join(map(str, children)).encode() + b"\n")
     os.close(pids)
-    for pid in children[1:]:
-        os.waitpid(pid, 0)
+    failed = [status for pid in children[1:] if (status := os.waitpid(pid, 0)[1])]
     os.kill(children[0], signal.SIGKILL)
     os.waitpid(children[0], 0)
     stage.close()
+    if failed:
+        os._exit(1)
 
 
 def life(url: str, folder: Path, epoch: int, kill: tuple[str, float, bool] | None) -> tuple[set[Ref], float, bool]:

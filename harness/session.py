@@ -61,7 +61,7 @@ from harness.marks import EXIT_CODE, Mark, MarkReader, Want
 from harness.nearby import tiers_for
 from harness.parallel import Strategy, same_everywhere, shard, strategy_for
 from harness.progress import Place, Progress
-from harness.uploader import Courier, Local, Remote, fact_of
+from harness.uploader import Courier, Local, courier_at, fact_of
 from harness.world import BadInput, Fenced, HarnessError
 from storage import dcp
 from storage.leases import reading
@@ -696,12 +696,7 @@ class Session:
     @functools.cached_property
     def _courier(self) -> Courier:
         local = Local(self.store, self._record_outcome, self._life)
-        if self._courier_at:
-            try:
-                return Remote(Path(self._courier_at), self.epoch, self.local_rank, local)
-            except ConnectionError as e:
-                print(f"harness: {e}; snapshots are sent from this process", flush=True)
-        return local
+        return courier_at(Path(self._courier_at), self.epoch, self.local_rank, local) if self._courier_at else local
 
     def _prepare_stage(self) -> None:
         """After the first step, when the optimizer has its state: plan, and take the memory before the first snapshot needs it."""
