@@ -101,8 +101,31 @@ def apportion(amount: int, weights: dict[str, int]) -> dict[str, int]:
 
 
 # ---- rows -------------------------------------------------------------------------------------------------------
+class Billed:
+    """Time and money by bucket: `ns` in 1e-9 s, `nusd` in 1e-9 USD."""
+
+    ns: dict[str, int]
+    nusd: dict[str, int]
+
+    @property
+    def billed_ns(self) -> int:
+        return sum(self.ns.values())
+
+    @property
+    def billed_s(self) -> float:
+        return self.billed_ns / NANO
+
+    @property
+    def billed_nusd(self) -> int:
+        return sum(self.nusd.values())
+
+    @property
+    def usd(self) -> float:
+        return self.billed_nusd / NANO
+
+
 @dataclass(frozen=True)
-class AttemptRow:
+class AttemptRow(Billed):
     """One attempt and where its billed time went. `name` is its number; of a node that no controller launched, its member."""
 
     name: str
@@ -122,22 +145,6 @@ class AttemptRow:
     segments: tuple[Segment, ...]
     ns: dict[str, int]  # by bucket; adds up to billed_ns
     nusd: dict[str, int]  # 1e-9 USD by bucket; adds up to billed_nusd
-
-    @property
-    def billed_ns(self) -> int:
-        return sum(self.ns.values())
-
-    @property
-    def billed_s(self) -> float:
-        return self.billed_ns / NANO
-
-    @property
-    def billed_nusd(self) -> int:
-        return sum(self.nusd.values())
-
-    @property
-    def usd(self) -> float:
-        return self.billed_nusd / NANO
 
 
 @dataclass(frozen=True)
@@ -222,25 +229,13 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Ledger:
+class Ledger(Billed):
     attempts: tuple[AttemptRow, ...]
     epochs: tuple[EpochRow, ...]
     notices: tuple[NoticeRow, ...]
     cost: Cost
     ns: dict[str, int] = field(default_factory=dict)
     nusd: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def billed_ns(self) -> int:
-        return sum(self.ns.values())
-
-    @property
-    def billed_s(self) -> float:
-        return self.billed_ns / NANO
-
-    @property
-    def usd(self) -> float:
-        return sum(self.nusd.values()) / NANO
 
     @property
     def goodput(self) -> float:
