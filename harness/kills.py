@@ -226,7 +226,7 @@ def usual_s() -> float:
     """How long a life without a kill takes here, now."""
     if not _usual_s:
         with tempfile.TemporaryDirectory() as scratch:
-            _usual_s.extend(life(f"file://{scratch}/run", Path(scratch) / "stage", 1, None)[1] for _ in range(3))
+            _usual_s.extend(life(f"file://{scratch}/run", Path(scratch) / "stage", epoch, None)[1] for epoch in (1, 2, 3))
     return sorted(_usual_s)[1]
 
 
@@ -264,6 +264,8 @@ def bucket(role: str, seed: int, points: int, scratch: Path) -> Counter[str]:
         found["killed" if killed else "too late"] += 1
         found["reported"] += len(refs)
         found["nothing committed in this life"] += newest is None or newest.epoch != epoch
+    if found["killed"] < points:
+        raise Broken(f"{role}, seed {seed}: only {found['killed']} of {points} kills came before the end of a life")
     epoch += 1
     refs, _, _ = life(url, scratch / "stage", epoch, None)
     if look(url, reported | refs) != Ref(epoch, epoch * STEPS + STEPS - 1):
