@@ -61,7 +61,7 @@ lab-short: install  ## its first minutes as a test: two nodes, power cuts, the m
 	HARNESS_LAB=$(LAB) $(BIN)/python -m pytest $(if $(CI),-p no:cacheprovider) tests/test_lab.py
 
 test: install
-	$(BIN)/python -m pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist worksteal $(if $(CI),-p no:cacheprovider) tests
+	$(BIN)/python -m pytest -n auto --dist worksteal $(if $(CI),-p no:cacheprovider) tests
 
 check: lint types test
 lint: install

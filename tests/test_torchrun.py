@@ -36,7 +36,8 @@ while not (folder / "end").exists() or step < 5:
     end = torch.tensor([(folder / "end").exists()], dtype=torch.int)
     dist.broadcast(end, 0)
     if rank == 0:
-        (folder / "step").write_text(str(step))
+        (folder / "new").write_text(str(step))
+        os.replace(folder / "new", folder / "step")  # whole or not at all: we are killed at any moment
         with open(folder / "steps", "a") as f:
             f.write(json.dumps([step, world, os.environ["HARNESS_EPOCH"], os.environ["HARNESS_RUN"]]) + "\\n")
     if int(end) and step >= 5:
