@@ -232,8 +232,10 @@ class BucketRendezvous(RendezvousHandler):
                         self._look(self._epoch)
                     finally:
                         self._lock.release()
-            self._lines.changed.wait(TICK_S)
-            if self._epoch is not NO_EPOCH:
+            if self._epoch is NO_EPOCH:
+                self._stop.wait(TICK_S)  # `changed` is then for `next_rendezvous`; who waited for it here would spin until that clears it
+            else:
+                self._lines.changed.wait(TICK_S)
                 self._lines.changed.clear()
 
     def _look(self, epoch: Epoch) -> None:

@@ -1,6 +1,7 @@
 """Plain torchrun with the rendezvous in the bucket: nodes join, are killed, and finish; no node's loss ends the run."""
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -9,17 +10,19 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import fsspec
 import pytest
+import worlds
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
-from worlds import until
 
 from harness.torchrun import BucketRendezvous, closed_key
 from storage.objects import open_store
 
 ROOT = Path(__file__).parent.parent
+until = functools.partial(worlds.until, within_s=150, every_s=0.05)
 SCRIPT = """
 import json, os, pathlib, sys, time
 import torch, torch.distributed as dist
@@ -95,15 +98,15 @@ def test_nodes_join_the_one_with_rank_0_is_killed_and_the_run_finishes(torchruns
         return "\n".join(f"--- {p.name}\n{p.read_text()[-4000:]}" for p in sorted(tmp_path.glob("log*")))
 
     first = torchruns()
-    until(lambda: len(steps()) > 3, logs, 150)
+    until(lambda: len(steps()) > 3, logs)
     second = torchruns()
-    until(lambda: steps()[-1][1] == 2, logs, 150)  # it has joined, and nothing has failed for it
+    until(lambda: steps()[-1][1] == 2, logs)  # it has joined, and nothing has failed for it
     assert first.poll() is None
     kill_node(first)  # it hosted the store and the master port
     alone = len(steps())
-    until(lambda: len(steps()) > alone + 3 and steps()[-1][1] == 1, logs, 150)
+    until(lambda: len(steps()) > alone + 3 and steps()[-1][1] == 1, logs)
     third = torchruns()
-    until(lambda: steps()[-1][1] == 2, logs, 150)
+    until(lambda: steps()[-1][1] == 2, logs)
     (tmp_path / "end").touch()
     assert second.wait(120) == 0 and third.wait(120) == 0, logs()
     numbers = [s[0] for s in steps()]
@@ -192,3 +195,33 @@ def test_handlers_meet_in_a_store_of_each_epochs_own(bucket):
     later = agents.make()  # the same command again: a new life, not a closed door
     assert agents.meet(later)[0][:2] == (0, 1)
     later.shutdown()
+
+
+def test_an_agent_waits_for_a_slow_bucket_without_spinning(tmp_path):
+    agents = Agents(f"{tmp_path}/runs/x", {})
+    handler = agents.make(join_timeout_s=1.0)
+    looks, asked, answered = itertools.count(), threading.Event(), threading.Event()
+
+    class Changed(threading.Event):
+        def wait(self, timeout=None):
+            next(looks)
+            return super().wait(timeout)
+
+    def get(key, *rest, _get=handler._store.get):
+        asked.set()
+        answered.wait(60)
+        return _get(key, *rest)
+
+    handler._lines.changed = Changed()
+    handler._store.get = get
+    got = []
+    asks = threading.Thread(target=lambda: got.extend(agents.meet(handler)), daemon=True)
+    asks.start()
+    assert asked.wait(60)
+    handler._lines.changed.set()  # somebody's word, which `next_rendezvous` will hear when the bucket has answered
+    time.sleep(1.0)
+    seen = next(looks)
+    answered.set()
+    asks.join(60)
+    handler.shutdown()
+    assert got and seen < 50
