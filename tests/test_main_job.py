@@ -69,6 +69,8 @@ def test_the_demo_market(campaign, tmp_path):
     assert c.facts(NoticeSeen) and noticed
     left = {(f.epoch, f.step) for f in c.facts(SessionEnded)}
     assert all((f.epoch, f.step) in left for f in noticed)
+    planned = {(f.epoch, f.step) for f in c.facts(SessionEnded) if f.why in ("resize", "drained")}
+    assert planned and planned <= {(f.epoch, f.step) for f in c.facts(SnapshotCommitted)}
     assert (c.run / "report.html").stat().st_size > 10_000
     assert "goodput" in c.output().lower()
 

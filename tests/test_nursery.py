@@ -79,7 +79,7 @@ def test_an_end_by_a_signal_is_told_and_what_was_started_ends_too(start):
     assert process.poll() is None
     process.kill(20.0)
     assert process.poll() == -signal.SIGKILL
-    until(lambda: state_of(child) in ("", "Z"))
+    until(lambda: state_of(child) in ("", "Z"), within_s=60)
     process.send_signal(signal.SIGTERM)  # too late, and nobody else's
 
 
@@ -89,7 +89,7 @@ def test_when_the_warm_process_is_killed_all_count_as_killed(nursery, start):
     assert nursery.warm() and not nursery.ended()
     nursery._process.kill()
     assert process.wait(20) == -signal.SIGKILL
-    until(lambda: state_of(pid) in ("", "Z"))
+    until(lambda: state_of(pid) in ("", "Z"), within_s=60)
     assert nursery.ended()
     late, out = start("print('never')")
     assert late.wait(20) == -signal.SIGKILL and out.read() == b""
@@ -115,7 +115,7 @@ def test_workers_die_with_whoever_asked_for_them(env, tmp_path):
     with subprocess.Popen([sys.executable, "-c", agent], env=env, stdout=subprocess.PIPE, text=True) as process:
         warm, worker = map(int, process.stdout.readline().split())
         process.kill()
-    until(lambda: all(state_of(pid) in ("", "Z") for pid in (warm, worker)))
+    until(lambda: all(state_of(pid) in ("", "Z") for pid in (warm, worker)), within_s=60)
 
 
 def test_where_cuda_was_touched_the_fork_begins_anew(env, tmp_path):

@@ -1,6 +1,7 @@
 """The upload engine and the uploader process, over real sockets and shared memory."""
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ import threading
 import time
 
 import pytest
-from worlds import until
+import worlds
 
 from harness.facts import DrainVerdict, SnapshotCommitted, SnapshotFailed
 from harness.journal import read_facts
@@ -24,6 +25,7 @@ from storage.upload import Job, Outcome, Uploader, forecast
 
 R1, R2, R3 = Ref(1, 10), Ref(1, 20), Ref(1, 30)
 WAIT_S = 60
+until = functools.partial(worlds.until, within_s=WAIT_S)
 
 
 def job(ref=R1, rank=0, world=1, nbytes=1000, n=4, **more):

@@ -27,7 +27,7 @@ class Ended:
     output: str
 
 
-def until(condition, what="a condition", within_s=60.0, every_s=0.01):
+def until(condition, what="a condition", within_s=30.0, every_s=0.01):
     """What `condition` says, when that is true. `what`: for whoever reads why it failed; text, or what makes it."""
     deadline_s = time.monotonic() + within_s
     while not (found := condition()):
