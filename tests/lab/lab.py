@@ -106,8 +106,8 @@ class Lab:
         subprocess.run([*pip, f"skypilot[slurm]=={SKYPILOT}", f"{tree}[worker]", "setuptools", "wheel", "uv"], check=True)
         # The runtime that SkyPilot installs on every node, as a machine image may bring it: a minute of two cores less for each launch.
         uv, image = self.venv / "bin" / "uv", self.root / "image"
-        subprocess.run([uv, "venv", "--quiet", "--seed", "--python", PYTHON, image], check=True)
-        there = {**os.environ, "VIRTUAL_ENV": str(image)}
+        there = {**os.environ, "VIRTUAL_ENV": str(image), "UV_SYSTEM_CERTS": "1"}  # whom pip trusts, uv shall trust
+        subprocess.run([uv, "venv", "--quiet", "--seed", "--python", PYTHON, image], env=there, check=True)
         runtime = [f"skypilot[slurm,remote]=={SKYPILOT}", "click<8.3.0"]
         # Without a cache: root would own it, and the nodes' user could not write there.
         subprocess.run([uv, "pip", "install", "--quiet", "--no-cache", "--compile-bytecode", *runtime], env=there, check=True)
