@@ -85,12 +85,14 @@ def serve(fd: int) -> None:
     for signum in (signal.SIGINT, signal.SIGTERM):  # a Ctrl-C or a cloud's SIGTERM is for the agent, which tells workers in its own way
         signal.signal(signum, signal.SIG_IGN)
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
+    gc.disable()  # imports make next to no garbage, and looking for it in them is a tenth of their time
     # torch._dynamo: the first optimizer that is made imports it, which takes as long as half of torch; numpy.ma: numpy.unique does.
     for module in ("numpy", "numpy.ma", "torch", "torch.distributed", "torch.distributed.checkpoint", "harness.session", "torch._dynamo"):
         with contextlib.suppress(ImportError):  # the script may need none of them
             importlib.import_module(module)
     gc.collect()
     gc.freeze()  # what is there for good is neither looked at by collections nor copied by them
+    gc.enable()
     agent = socket.socket(fileno=fd)
     awake, alarm = socket.socketpair()
     awake.setblocking(False)
