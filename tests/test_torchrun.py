@@ -1,7 +1,6 @@
 """Plain torchrun with the rendezvous in the bucket: nodes join, are killed, and finish; no node's loss ends the run."""
 
 import contextlib
-import functools
 import itertools
 import json
 import os
@@ -15,14 +14,13 @@ from pathlib import Path
 
 import fsspec
 import pytest
-import worlds
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+from worlds import until
 
 from harness.torchrun import BucketRendezvous, closed_key
 from storage.objects import open_store
 
 ROOT = Path(__file__).parent.parent
-until = functools.partial(worlds.until, within_s=150, every_s=0.05)
 SCRIPT = """
 import json, os, pathlib, sys, time
 import torch, torch.distributed as dist
@@ -98,15 +96,15 @@ def test_nodes_join_the_one_with_rank_0_is_killed_and_the_run_finishes(torchruns
         return "\n".join(f"--- {p.name}\n{p.read_text()[-4000:]}" for p in sorted(tmp_path.glob("log*")))
 
     first = torchruns()
-    until(lambda: len(steps()) > 3, logs)
+    until(lambda: len(steps()) > 3, logs, 150)
     second = torchruns()
-    until(lambda: steps()[-1][1] == 2, logs)  # it has joined, and nothing has failed for it
+    until(lambda: steps()[-1][1] == 2, logs, 150)  # it has joined, and nothing has failed for it
     assert first.poll() is None
     kill_node(first)  # it hosted the store and the master port
     alone = len(steps())
-    until(lambda: len(steps()) > alone + 3 and steps()[-1][1] == 1, logs)
+    until(lambda: len(steps()) > alone + 3 and steps()[-1][1] == 1, logs, 150)
     third = torchruns()
-    until(lambda: steps()[-1][1] == 2, logs)
+    until(lambda: steps()[-1][1] == 2, logs, 150)
     (tmp_path / "end").touch()
     assert second.wait(120) == 0 and third.wait(120) == 0, logs()
     numbers = [s[0] for s in steps()]
@@ -173,7 +171,7 @@ def test_handlers_meet_in_a_store_of_each_epochs_own(bucket):
     c = agents.make()
     waits = threading.Thread(target=lambda: agents.meet(c))
     waits.start()
-    until(lambda: a.num_nodes_waiting() == 1 and b.num_nodes_waiting() == 1, "both to see who waits")
+    until(lambda: a.num_nodes_waiting() == 1 and b.num_nodes_waiting() == 1, "both to see who waits", 60)
     again = agents.meet(a, b)
     waits.join(60)
     assert {g[1] for g in again} == {3}
@@ -184,7 +182,7 @@ def test_handlers_meet_in_a_store_of_each_epochs_own(bucket):
     first._lines.close()  # it hosts the store; to the others it is dead
     first._rendezvous._stop.set()
     first._stop.set()
-    until(lambda: other.num_nodes_waiting() > 0 and c.num_nodes_waiting() > 0, "both to notice")
+    until(lambda: other.num_nodes_waiting() > 0 and c.num_nodes_waiting() > 0, "both to notice", 60)
     assert {g[1] for g in agents.meet(other, c)} == {2}
     assert not c.is_closed()
     other.shutdown()
