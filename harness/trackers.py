@@ -56,7 +56,7 @@ from tenacity import (
 from harness import records as rec
 from harness.facts import canonical, digest
 from harness.world import BadInput
-from storage.objects import NotFound, ObjectStore, StoreUnavailable, open_store
+from storage.objects import NotFound, ObjectStore, StoreUnavailable, checked_key, open_store
 from storage.snapshots import Snapshots
 
 log = logging.getLogger("harness.trackers")
@@ -492,7 +492,11 @@ def collect(store: ObjectStore, folder: Path) -> list[Path]:
                 data = store.get(marker["folder"] + inside)
                 if digest(data) != wanted:
                     raise BadInput(f"{marker['folder']}{inside}: wanted what was published, found other bytes; it was changed")
-                target = folder / name / _place(name, inside, marker)
+                try:
+                    place = checked_key(f"{checked_key(name)}/{_place(name, checked_key(inside), marker)}")
+                except ValueError as e:
+                    raise BadInput(f"tracker {name!r}: a marker or its key leads out of {folder}: {e}; it was changed") from e
+                target = folder / place
                 target.parent.mkdir(parents=True, exist_ok=True)
                 if name == "jsonl" and marker["first"] > 1:
                     with open(target, "ab") as f:
@@ -506,11 +510,9 @@ def collect(store: ObjectStore, folder: Path) -> list[Path]:
 
 def _place(name: str, inside: str, marker: dict[str, Any]) -> str:
     """Batches that started in the same second have run directories of the same name; the steps tell them apart."""
-    path = PurePosixPath(inside)
-    if path.is_absolute() or ".." in path.parts:
-        raise BadInput(f"tracker {name}: a marker names {inside!r}, which lies outside of its folder; it was changed")
     if name != "wandb":
         return inside
+    path = PurePosixPath(inside)
     return f"{path.parts[0]}-{marker['first']:010d}/{'/'.join(path.parts[1:])}"
 
 

@@ -25,9 +25,10 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from storage.objects import StoreError
+from storage.objects import StoreError, checked_key
 from storage.weights import combined
 
+PARTS = "snapshots/parts/"  # where all parts and part lists lie
 FORMAT = 2  # of manifests and part lists; 1 had no `places`, `previous` and `bases`
 CHUNK_NBYTES = 4 << 20  # one hash per chunk: what the smallest verified read fetches
 MIN_GAP = 2  # chunks; see Part.referring
@@ -176,8 +177,11 @@ class Part:
 
     @classmethod
     def from_dict(cls, body: dict[str, Any]) -> Part:
-        places = tuple(Place(str(key), int(start), int(nbytes), int(of)) for key, start, nbytes, of in body.get("places", ()))
-        part = cls(str(body["key"]), int(body["nbytes"]), int(body["chunk_nbytes"]), tuple(map(str, body["hashes"])), places)
+        places = tuple(
+            Place(checked_key(str(key), PARTS), int(start), int(nbytes), int(of)) for key, start, nbytes, of in body.get("places", ())
+        )
+        key = checked_key(str(body["key"]), PARTS)
+        part = cls(key, int(body["nbytes"]), int(body["chunk_nbytes"]), tuple(map(str, body["hashes"])), places)
         if part.chunk_nbytes < 1 or len(part.hashes) != -(-part.nbytes // part.chunk_nbytes):
             raise ValueError(f"{part.key}: {len(part.hashes)} hashes do not fit {part.nbytes} bytes")
         if sum(p.nbytes for p in part.stored()) != part.nbytes or any(p.start < 0 or p.start + p.nbytes > p.of for p in places):

@@ -95,6 +95,31 @@ class HasUploads(Protocol):
         """Drop unfinished uploads that began at least so long ago: their keys. Clocks differ, so be generous (hours)."""
 
 
+MAX_KEY_BYTES = 1024  # of a key; what S3, GCS and Azure allow
+
+
+def why_not_a_key(key: str) -> str:
+    """What is wrong with a key, "" if nothing: a store's keys name objects under its own root and nothing else."""
+    parts = key.split("/")
+    if not key or "" in parts:
+        return "it has an empty part" if key.strip("/") else "it is empty"
+    if "." in parts or ".." in parts:
+        return "it has a part '.' or '..'"
+    if "\\" in key or any(ord(c) < 32 or ord(c) == 127 for c in key):
+        return "it has a backslash or a control character"
+    return f"it has more than {MAX_KEY_BYTES} bytes" if len(key.encode("utf-8", "replace")) > MAX_KEY_BYTES else ""
+
+
+def checked_key(key: str, under: str = "") -> str:
+    """The same key, if it is one, and lies under the prefix `under`. Of keys that somebody else wrote (manifests, part lists, markers):
+    they may name files anywhere on this machine. Raises ValueError.
+    """
+    why = why_not_a_key(key) or ("" if key.startswith(under) else f"it does not lie under {under}")
+    if why:
+        raise ValueError(f"wanted the key of an object{f' under {under}' if under else ''}, found {key!r}: {why}")
+    return key
+
+
 def read_into(store: ObjectStore, key: str, start: int, buffer: memoryview) -> int:
     """See `ReadsInto`. For any store."""
     if isinstance(store, ReadsInto):
@@ -205,6 +230,12 @@ class MemoryStore:
         return _copy_into(self.get(key, start, start + buffer.nbytes), buffer)
 
 
+def _refuse_to_leave(url: str, key: str) -> None:
+    """No key leads out of its store, whoever made it: an absolute one, or one with "..", would be another file of this machine."""
+    if why := why_not_a_key(key):
+        raise StoreError(f"{url}: {key!r} is no key of an object here: {why}; whoever named it is damaged, or means harm")
+
+
 class FileStore:
     """`file://`: atomic by rename (put) and by link (create-only). `durable` adds fsync."""
 
@@ -213,6 +244,7 @@ class FileStore:
         self._root = Path(url.removeprefix("file://"))
 
     def _path(self, key: str) -> Path:
+        _refuse_to_leave(self.url, key)
         return self._root / key
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
@@ -255,7 +287,8 @@ class FileStore:
             return True
 
     def list(self, prefix: str) -> list[str]:
-        folder = self._path(prefix if prefix.endswith("/") else prefix.rpartition("/")[0])
+        inside = prefix.rpartition("/")[0]
+        folder = self._path(inside) if inside else self._root
         found = []
         for parent, _, names in os.walk(folder):
             base = os.path.relpath(parent, self._root)
@@ -325,6 +358,7 @@ class FsspecStore:
         self._root = str(path).rstrip("/")
 
     def _path(self, key: str) -> str:
+        _refuse_to_leave(self.url, key)
         return f"{self._root}/{key}"
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:

@@ -28,10 +28,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from storage.manifest import CHUNK_NBYTES, Known, Manifest, Part, PartList, Ref, SnapshotCorrupt, canonical, chunk_hash
+from storage.manifest import PARTS as PARTS
 from storage.objects import NotFound, ObjectStore, StoreError, StoreUnavailable, read_into
 from storage.retention import Keep
 
-PARTS, MANIFESTS, QUARANTINE = "snapshots/parts/", "snapshots/manifests/", "snapshots/quarantine/"
+MANIFESTS, QUARANTINE = "snapshots/manifests/", "snapshots/quarantine/"
 READING = "snapshots/reading/"
 DOOM = ".doomed"  # beside the manifests, so that one listing tells of both at one moment
 DOOMED_KEPT = 1000  # marks; a writer whose base was pruned so many snapshots ago is not alive

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from storage.leases import reading
 from storage.manifest import Manifest, Part, Ref, SnapshotCorrupt, chunk_hash
-from storage.objects import Keys, NotFound, ObjectStore, StoreError, read_into
+from storage.objects import Keys, NotFound, ObjectStore, StoreError, read_into, why_not_a_key
 from storage.snapshots import MANIFESTS, QUARANTINE, Policy, Snapshots
 
 LANES = 2  # objects on their way at once; each is in memory whole (dcp cuts a rank's bytes into files of 256 MiB)
@@ -32,12 +32,13 @@ class Copied:
 def copy(
     source: ObjectStore, target: ObjectStore, refs: Iterable[Ref], *, extra: Collection[str] = (), progress: Progress | None = None
 ) -> list[Copied]:
-    """Copy committed snapshots, in the order of `refs`. `extra`: other objects' keys, copied before them, create-only.
+    """Copy committed snapshots, in the order of `refs`. `extra`: other objects' keys, copied before them, create-only (what is no key of
+    an object under its store's root is left out: a bucket may list anything).
 
     Raises StoreError if another run's snapshot or object is at the target; SnapshotCorrupt if the source's bytes are not what was
     committed (then that snapshot is not committed at the target).
     """
-    for key in extra:
+    for key in (k for k in extra if not why_not_a_key(k)):
         _same_or_create(target, key, source.get(key))
     found = []
     for ref in refs:

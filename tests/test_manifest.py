@@ -46,7 +46,7 @@ def test_ref_name_is_what_the_docs_say() -> None:
 
 
 def test_part_hashes_every_chunk() -> None:
-    part = Part.of("k", bytes(2500), 1000)
+    part = Part.of("snapshots/parts/k", bytes(2500), 1000)
     assert (part.nbytes, len(part.hashes)) == (2500, 3)
     assert part.hashes[0] == part.hashes[1] != part.hashes[2]
     assert all(len(h) == 32 for h in part.hashes)
