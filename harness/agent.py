@@ -618,6 +618,8 @@ class Agent:
         epoch, self._epoch, self._ready_since_s = self._epoch, NO_EPOCH, time.monotonic()
         failure, step = "", 0
         code: int | None
+        if unfit := next((w for w in self._workers if w.code == UNFIT), None):  # it cannot read what others can
+            self._unfit = self._unfit or unfit.failure()[1]
         if self._unfit and any(c not in (FINISHED, RESIZE, DRAINED, STOPPED) for c in codes):  # killed by us, or by their GPU
             why, code = "unfit", UNFIT
         elif self._leaving and not self._attached():  # it heard the notice in its own way; whether it is done only it knows

@@ -352,6 +352,7 @@ class RunFlags:
     gpu_health: str = flag("auto", "auto (NVML, where there is a driver), off, or the file that drives a fake one")
     beat_s: float = flag(0.0, "how often this node says that it lives; 0: 1 s for a folder, 3 s for a bucket")
     dead_s: float = flag(0.0, "silence of a node that means its death; 0: 5 s for a folder, 10 s for a bucket")
+    allow_rewind: bool = flag(False, "go on though committed steps must be done again (HARNESS_ALLOW_REWIND)")
     addr: str = flag("", "this node's address as the other nodes see it; default: from SkyPilot, else loopback")
 
 
@@ -371,6 +372,8 @@ def run(flags: RunFlags) -> int:
         raise BadInput("no script: write `harness run --run URL -- train.py --its-flags`")
     if argv[0] != "-m" and not Path(argv[0]).is_file():
         raise BadInput(f"{argv[0]}: no such file (working directory: {Path.cwd()})")
+    if flags.allow_rewind:
+        env["HARNESS_ALLOW_REWIND"] = "1"  # for its workers
     if env.get("HARNESS_NODE_DIR"):  # a node of the local cloud dies as a whole, like a machine
         die_with_parent()
     store = _checked_store(normalize(url), retry_within_s=10.0)  # an agent must hear notices while the bucket is silent

@@ -169,6 +169,7 @@ class Scene:
         prefix, address = self.net.add() if self.net else ([], "127.0.0.1")
         path = os.pathsep.join([str(folder), str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
         env = plain_environment() | {"HARNESS_NODE_DIR": str(folder), "HARNESS_ATTEMPT": str(number), "PYTHONPATH": path}
+        env["HARNESS_HOST"] = f"node-{number}"
         env |= {"GLOO_SOCKET_IFNAME": "eth0" if self.net else "lo"}
         command = [*prefix, sys.executable, "-m", "harness.cli", "run", "--run", str(self.run), *AGENT, "--addr", address]
         with open(self.folder / f"node{number}.log", "wb") as log:

@@ -484,6 +484,7 @@ def node_env(config: Config, machine: Machine, folder: Path, endpoint: str, inst
         "SKYPILOT_INTERNAL_JOB_ID": "1",
         "HARNESS_ATTEMPT": str(machine.attempt),
         "HARNESS_NODE_DIR": str(folder),
+        "HARNESS_HOST": f"local-{machine.attempt}",
         "HARNESS_OFFER": machine.offer.name,
         "HARNESS_PROVIDER": instance,
         **environment_of(config.notices, endpoint),

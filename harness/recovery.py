@@ -159,7 +159,7 @@ class Loop:
         """The newest snapshot's step, and whether it is the run's last. Parts are looked at only when there is a newer one."""
         snapshots = Snapshots(self.world.store)
         if self.newest is None or snapshots.refs()[:1] != [self.newest.ref]:
-            self.newest = snapshots.latest()
+            self.newest = snapshots.latest() or self.newest  # what was committed does not vanish: the listing is not whole
         if self.newest is None:
             return 0, False
         self.book.progress(self.world.clock.now(), self.newest.step)

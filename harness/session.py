@@ -23,6 +23,7 @@ import math
 import os
 import secrets
 import signal
+import socket
 import statistics
 import sys
 import threading
@@ -62,11 +63,13 @@ from harness.nearby import tiers_for
 from harness.parallel import Strategy, same_everywhere, shard, strategy_for
 from harness.progress import Place, Progress
 from harness.uploader import Courier, Local, courier_at, fact_of
-from harness.world import BadInput, Fenced, HarnessError
+from harness.worker import write_error
+from harness.world import RESIZE, UNFIT, BadInput, Fenced, HarnessError
 from storage import dcp
 from storage.leases import reading
-from storage.manifest import Manifest, Ref, SnapshotCorrupt
-from storage.objects import MemoryStore, ObjectStore, StoreError, open_store
+from storage.manifest import Manifest, Ref
+from storage.objects import MemoryStore, ObjectStore, StoreError, StoreUnavailable, open_store
+from storage.restore import Patience, Restore, Rewind
 from storage.retention import Keep
 from storage.snapshots import Snapshots
 from storage.staging import Beside, Segment, StageFull
@@ -251,6 +254,10 @@ class Session:
         self._control = dist.new_group(backend="gloo") if dist.is_initialized() and self.world > 1 else None
         self._marks = MarkReader(Path(environ["HARNESS_MARK"]) if "HARNESS_MARK" in environ else None)
         self._signalled = Want.NOTHING
+        self._host = environ.get("HARNESS_HOST") or _machine()
+        self._allow_rewind = environ.get("HARNESS_ALLOW_REWIND", "") not in ("", "0")
+        self._seen_path = Path(environ["HARNESS_MARK"]).with_name("seen.json") if "HARNESS_MARK" in environ else None
+        self._epoch_is_told = "HARNESS_EPOCH" in environ and "HARNESS_STAGE" not in environ  # by hand: it may lie nowhere
         self._open_bucket(run or environ.get("HARNESS_RUN"), environ)
         if "HARNESS_MARK" in environ:
             Path(environ["HARNESS_MARK"]).with_name("attached").touch()
@@ -272,6 +279,7 @@ class Session:
         self._last_samples: dict[str, Any] | None = None
         self._parent: Ref | None = None
         self._resumed_final = False
+        self._resumed_ref = ""  # the snapshot that this epoch went on from
         self._pending: _Pending | None = None
         self._counted: torch.Tensor | None = None  # votes that have arrived but were not acted upon yet (on a GPU)
         self._metrics: dict[str, float] = {}
@@ -476,6 +484,7 @@ class Session:
         manifest = self._restore()
         if manifest is not None:
             self.step, self._parent = manifest.step, manifest.ref
+            self._resumed_ref = manifest.ref.name
             self._resumed_final = bool(manifest.data.get("final"))
             self._last_samples = manifest.data.get("samples")
             self._head = self._last_samples["head"] if self._last_samples else self._genesis()
@@ -751,6 +760,7 @@ class Session:
                 "samples": self._last_samples,
                 "metrics": dict(self._last_metrics),
                 "environment": environment(self.device),
+                "resumed": self._resumed_ref,  # its line was begun under the guard of storage/restore.py
             }
         unsaved, self._unsaved = self._unsaved, []
         if unsaved and self.rank == 0:
@@ -848,6 +858,7 @@ class Session:
     def _landed(self, flight: _Flight, outcome: Outcome) -> None:
         flight.outcome = outcome
         if outcome.state == "committed":
+            self._note_seen(flight.ref)
             self._commit_s = time.time() - flight.t_start
         else:
             known = {"Fenced": Fenced, "CommitTimeout": CommitTimeout}
@@ -925,52 +936,143 @@ class Session:
     def _genesis(self) -> str:
         return rec.genesis(getattr(self, "_identity", {}))
 
+    def _gather(self, value: Any) -> list[Any]:
+        """Each rank's value, in their order. Every rank must call it."""
+        self._life.tell()
+        if self._control is None:
+            return [value]
+        every: list[Any] = [None] * self.world
+        dist.all_gather_object(every, value, group=self._control)
+        return every
+
     def _restore(self) -> Manifest | None:
-        """Every rank loads the same snapshot; one that turns out bad on any rank is quarantined, and the next older one is taken."""
+        """Every rank loads the same snapshot. `storage/restore.py` says what is done about one that some rank cannot read."""
         if not self.run_url:
             return None
+        reopen = functools.partial(open_store, self.run_url)
+        seen = max((Ref.parse(name) for name in self._gather(self._seen()) if name), default=None)
+        restore = Restore(
+            self.snapshots,
+            self._host,
+            Patience(reopen, self._pause),
+            epoch=self.epoch,
+            seen=seen,
+            must_list=self._surely_there(),
+            allow_rewind=self._allow_rewind,
+            tell=self._note_reading,
+            on_bad=self._note_bad,
+        )
         while True:
             with contextlib.ExitStack() as lease:  # nobody prunes it while we load it
-                manifest, again = self._restore_newest(lease)
+                manifest, again = self._restore_newest(restore, lease)
             if not again:
+                if manifest is not None:
+                    self._note_seen(manifest.ref)
                 return manifest
 
-    def _restore_newest(self, lease: contextlib.ExitStack) -> tuple[Manifest | None, bool]:
+    def _restore_newest(self, restore: Restore, lease: contextlib.ExitStack) -> tuple[Manifest | None, bool]:
         """True: it was bad, and there may be an older one."""
-        newest: str | None = self._agree(functools.partial(self._newest, lease))
+        newest: str | None = self._agree(functools.partial(self._newest, restore, lease))
         if newest is None:
             return None, False
-        ref = Ref.parse(newest)
-        why = ""
+        ref, manifest, why, silent = Ref.parse(newest), None, "", ""
         try:
-            manifest = self.snapshots.load(ref)
-            tiers = tiers_for(manifest, self._courier.held(ref))
-            near = Tiered(self.store, manifest, tiers, self._wrong_tier, replica=self._replica)
-            self._load(manifest, Snapshots(near))
-            self._tier = near.tier
-        except SnapshotCorrupt as e:
-            why = str(e)
-        if self.sum(1.0 if why else 0.0) == 0:
+            manifest, why = restore.read(ref, functools.partial(self._load_newest, ref))
+        except StoreUnavailable as e:
+            silent = str(e)
+        found = self._gather((self._host, why, silent))
+        if silences := [text for _, _, text in found if text]:
+            raise StoreUnavailable(silences[0])
+        bad = {host: text for host, text, _ in found if text}
+        if not bad:
             return manifest, False
-        if self.rank == 0:
-            why = why or "another rank could not load it"
-            self.snapshots.quarantine(ref, why)
-            self._fact(SnapshotQuarantined(ref.step, ref.epoch, why))
-            print(f"harness: {why}; falling back to the next older snapshot", flush=True)
-        self.sum(0.0)  # nobody looks again before it is quarantined
+        refuted, second = False, next((rank for rank, (host, _, _) in enumerate(found) if host not in bad), None)
+        if second is not None:  # somebody on another host has read it, or its share of it: it shall read all of it
+            said = self._gather(self._second_look(restore, ref) if self.rank == second else None)[second]
+            refuted = said == ""
+            if said:
+                bad[found[second][0]] = said
+        unfit: dict[str, str] = self._agree(lambda: restore.blame(ref, bad, refuted))
+        if unfit:
+            self._leave_unfit(unfit)
         return None, True
+
+    def _load_newest(self, ref: Ref, snapshots: Snapshots, look: int) -> Manifest:
+        manifest = snapshots.load(ref)
+        tiers = tiers_for(manifest, self._courier.held(ref)) if look == 0 else []
+        near = Tiered(snapshots.store, manifest, tiers, self._wrong_tier, replica=self._replica)
+        self._load(manifest, Snapshots(near))
+        self._tier = near.tier
+        return manifest
+
+    def _second_look(self, restore: Restore, ref: Ref) -> str | None:
+        """Why this rank finds it bad too; "": it is whole; None: the store did not let it say."""
+        try:
+            return restore.verify(ref, lambda done, total: self._life.tell())
+        except StoreUnavailable:
+            return None
+
+    def _leave_unfit(self, unfit: dict[str, str]) -> None:
+        """Not the snapshot is bad, but some hosts. They end for good; the others form a world without them."""
+        for host, why in unfit.items():
+            what = f"host {host} is unfit to read snapshots: {why}"
+            self._fact(Warned(self.step, self.epoch, what))
+            if host == self._host or self.rank == 0:
+                print(f"harness: {what}", flush=True)
+        mine = unfit.get(self._host)
+        if mine:
+            write_error(HarnessError(f"this host is unfit to read snapshots: {mine}"))
+        self._leave("unfit" if mine else "resize")
+        sys.stdout.flush()
+        sys.exit(UNFIT if mine else RESIZE)
+
+    def _pause(self, seconds: float) -> None:
+        self._life.tell()
+        time.sleep(seconds)
+
+    def _note_reading(self, ref: Ref, what: str) -> None:
+        self._fact(Warned(ref.step, self.epoch, what))
+        print(f"harness: {what}", flush=True)
+
+    def _note_bad(self, ref: Ref, why: str) -> None:
+        self._fact(SnapshotQuarantined(ref.step, ref.epoch, why))
+        print(f"harness: {why}; falling back to the next older snapshot", flush=True)
 
     def _wrong_tier(self, tier: str, what: str) -> None:
         self._fact(Warned(self.step, self.epoch, what))
 
-    def _newest(self, lease: contextlib.ExitStack) -> str | None:
+    def _newest(self, restore: Restore, lease: contextlib.ExitStack) -> str | None:
         found = None
         for _ in range(3):
-            manifest = self.snapshots.latest(lambda ref, why: self._fact(SnapshotQuarantined(ref.step, ref.epoch, why)))
-            found = manifest.ref.name if manifest else None
-            if manifest is None or lease.enter_context(reading(self.snapshots, manifest.ref)):
+            try:
+                found = restore.choose(lambda done, total: self._life.tell())
+            except Rewind as e:  # a person has to decide; agents stop the run for that
+                raise BadInput(str(e)) from e
+            if found is None or lease.enter_context(reading(self.snapshots, found)):
                 break  # else it was pruned just now, and there is a newer one (or we may not write, and read without a lease)
-        return found
+        return found.name if found else None
+
+    def _surely_there(self) -> str:
+        """A key that the listing must show, if it tells the truth; "" if we know of none."""
+        if hasattr(self, "_identity"):
+            return "run.json"
+        return "" if self._epoch_is_told else f"rdzv/epochs/{self.epoch:06d}.json"
+
+    def _seen(self) -> str:
+        """The newest snapshot that workers of this node saw committed, whatever the bucket says of it now; "": none."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            body = json.loads(self._seen_path.read_text()) if self._seen_path else {}
+            return Ref.parse(body["ref"]).name if body["run"] == self.run_url else ""
+        return ""
+
+    def _note_seen(self, ref: Ref) -> None:
+        if self._seen_path is None or self.local_rank != 0:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            if not (before := self._seen()) or Ref.parse(before) < ref:
+                new = self._seen_path.with_suffix(".new")
+                new.write_text(json.dumps({"run": self.run_url, "ref": ref.name}))
+                new.replace(self._seen_path)
 
     def _load(self, manifest: Manifest, snapshots: Snapshots) -> None:
         assert self._model is not None
@@ -1031,6 +1133,13 @@ class _Many:
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
+
+
+def _machine() -> str:
+    """What tells this machine from others, and not one process of it from another."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
 
 
 def _tensor_of(segment: Segment) -> torch.Tensor:

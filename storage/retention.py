@@ -15,7 +15,8 @@ class Keep:
     """Keep the newest `last` snapshots and, of the line of training that led to the newest, the first in every `every` steps and
     the one with the best metric.
 
-    `last` counts spare snapshots too: with 1 there is nothing to fall back to if the newest is damaged.
+    `last` counts spare snapshots too: with 1 there is nothing to fall back to if the newest is damaged. Snapshots of greater steps
+    than the newest one's stay besides: that is work which the new line of training has still to do again.
     """
 
     last: int = 3
@@ -34,7 +35,7 @@ class Keep:
         `data`: of the manifests, wanted only with `best`; a snapshot without it, or without that number, is never the best.
         """
         ordered = sorted(refs, reverse=True)
-        stay = set(ordered[: self.last])
+        stay = set(ordered[: self.last]) | {ref for ref in ordered if ref.step > ordered[0].step}
         if self.every:
             first: dict[int, Ref] = {}
             for ref in lineage(ordered):  # newest first, so the last one that is set is the first of its span

@@ -6,7 +6,8 @@ between any two store calls, and any number of callers may do anything at once; 
     write   parts, under names of this attempt only -> this rank's part list (create-only)
     commit  all ranks' part lists -> look that no base is doomed -> the manifest (create-only, the same bytes whoever writes it)
             -> look that nothing was pruned
-    read    manifests only; every byte is hashed; what is bad is marked and the next older one used
+    read    manifests only; every byte is hashed; what is bad is passed over. Whether it is the snapshot that is bad or who reads it
+            is judged by `storage/restore.py`, which alone marks
     prune   of snapshots older than the newest whole one: doom (create-only, for good) -> look who reads -> part lists -> manifest
             -> look who refers -> parts that nobody refers to -> manifest again
 
@@ -23,20 +24,22 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from storage.manifest import CHUNK_NBYTES, Known, Manifest, Part, PartList, Ref, SnapshotCorrupt, canonical, chunk_hash
 from storage.manifest import PARTS as PARTS
-from storage.objects import NotFound, ObjectStore, StoreError, StoreUnavailable, read_into
+from storage.objects import NotFound, ObjectStore, StoreUnavailable, read_into
 from storage.retention import Keep
 
 MANIFESTS, QUARANTINE = "snapshots/manifests/", "snapshots/quarantine/"
 READING = "snapshots/reading/"
+DOUBTS = "snapshots/doubts/"  # {ref}/{host}.json: what a host could not read whole, however often it looked
 DOOM = ".doomed"  # beside the manifests, so that one listing tells of both at one moment
 DOOMED_KEPT = 1000  # marks; a writer whose base was pruned so many snapshots ago is not alive
 VERIFY_NBYTES = 32 << 20  # read at once by `verify`
+RELISTS = 5  # times that one snapshot may be listed and then not be found, before the store is said to contradict itself
 WORTH = 0.5  # of an object must be referred to, or its chunks are stored again: nothing old is kept for the sake of a little
 
 Policy = Callable[[Collection[Ref]], Collection[Ref]]  # all refs -> those that stay; `retention.Keep` is one
@@ -235,40 +238,58 @@ class Snapshots:
     def latest(self, on_bad: OnBad | None = None) -> Manifest | None:
         """The newest snapshot whose manifest is good and whose parts have their sizes; None if there is none.
 
-        Bad ones are quarantined, told to `on_bad(ref, why)`, and passed over. StoreUnavailable travels: silence proves nothing.
+        Bad ones are told to `on_bad(ref, why)` and passed over. Nothing is marked: who only looks cannot tell a bad snapshot from a bad
+        look (`storage/restore.py` can). StoreUnavailable travels: silence proves nothing, nor does a store that lists what it does not
+        find.
         """
-        refs, doubted = self.refs(), None
+        refs, doubted, passed, lost = self.refs(), None, set[Ref](), Counter[Ref]()
         while refs:
             ref = refs.pop(0)
             try:
                 manifest = self.load(ref)
                 self.check(manifest)
                 return manifest
-            except NotFound:  # pruned since we listed it: so there is a newer one now, and going on would end too old
-                refs = self.refs()
+            except NotFound as e:  # pruned since we listed it: so there is a newer one now, and going on would end too old
+                lost[ref] += 1
+                if lost[ref] > RELISTS:
+                    raise StoreUnavailable(f"snapshot {ref} is listed, and not found: the store contradicts itself") from e
+                refs = [r for r in self.refs() if r not in passed]
                 continue
             except SnapshotCorrupt as e:
                 why = str(e)
-            # Look twice: a mark is for ever, one bad read is no proof, and if parts are gone because somebody prunes then
-            # the manifest, which goes first, is gone by now.
+            # Look twice: if parts are gone because somebody prunes then the manifest, which goes first, is gone by now.
             if doubted != ref:
                 doubted = ref
                 refs.insert(0, ref)
                 continue
-            try:
-                self.quarantine(ref, why)
-            except StoreUnavailable:
-                raise
-            except StoreError as e:  # a reader without the right to write can still use an older one
-                why = f"{why} (and it could not be marked: {e})"
+            passed.add(ref)
             if on_bad is not None:
                 on_bad(ref, why)
         return None
 
     # ---- marking and deleting -----------------------------------------------------------------------------------
     def quarantine(self, ref: Ref, why: str) -> None:
-        """Never use this snapshot again. The first reason stays."""
+        """Do not use this snapshot (until somebody reads it whole and takes the mark back). The first reason stays."""
         self.store.create(f"{QUARANTINE}{ref.name}.json", canonical({"ref": ref.name, "why": why}))
+
+    def pardon(self, ref: Ref) -> None:
+        """It was read whole: take its mark back, and what was said against it."""
+        self.unmark(ref)
+        for key in self.store.list(f"{DOUBTS}{ref.name}/"):
+            self.store.delete(key)
+
+    def unmark(self, ref: Ref) -> None:
+        """Take the mark back; what hosts said stays."""
+        self.store.delete(f"{QUARANTINE}{ref.name}.json")
+
+    def doubt(self, ref: Ref, host: str, why: str) -> None:
+        """A host says that it cannot read it whole. Alone that is no proof: two hosts' word is."""
+        self.store.create(f"{DOUBTS}{ref.name}/{host_word(host)}.json", canonical({"ref": ref.name, "host": host, "why": why}))
+
+    def doubters(self, ref: Ref) -> set[str]:
+        """Hosts that could not read it whole, as `doubt` names them in keys."""
+        prefix = f"{DOUBTS}{ref.name}/"
+        return {key.removeprefix(prefix).removesuffix(".json") for key in self.store.list(prefix)}
 
     def quarantined(self) -> set[Ref]:
         """Marked snapshots; `why` says why."""
@@ -286,7 +307,8 @@ class Snapshots:
         """Delete what `keep` does not keep, and the parts of abandoned attempts. Returns the refs deleted, newest first.
 
         Never touches the newest whole snapshot, or anything newer (it may be being written), or one that is being read, or what
-        others refer to. Quarantined ones go when they are older than all that stay. Safe to repeat after an error, and beside
+        others refer to, or a snapshot of a greater step than the newest one's: that is work which the new line of training has still
+        to do again. Quarantined ones go when they are older than all that stay. Safe to repeat after an error, and beside
         writers, readers and other pruners. `expired(lease, beat)`: is whoever wrote that lease surely dead? (`leases.Watch`)
         """
         newest = self.latest(on_bad)
@@ -294,10 +316,14 @@ class Snapshots:
             return []
         objects = self._objects()  # before the manifests: a snapshot committed in between is not taken for an orphan
         committed, doomed = self.manifests()
+        if newest.ref not in committed:  # pruned by now, or a listing that does not show all: no moment to delete anything
+            return []
         marked = self.quarantined()
+        ahead = {ref for ref in committed - doomed if ref.step > newest.step}
         candidates = {ref for ref in committed - doomed - marked if ref <= newest.ref}
         stay = (set(self._chosen(keep, candidates)) & candidates) | {newest.ref}
         oldest = min(stay)
+        stay |= ahead
         gone = [
             ref
             for ref in sorted(committed | set(objects), reverse=True)
@@ -311,8 +337,11 @@ class Snapshots:
             gone = [ref for ref in gone if ref not in read]
         for ref in gone:
             self._take_back(ref, objects[ref])
-        objects, needed = self._needed(gone, on_bad) if gone else (objects, frozenset())
+        objects, needed = self._needed(gone, newest.ref) if gone else (objects, frozenset())
         deleted = [ref for ref in gone if self._delete(ref, [k for k in objects[ref] if k not in needed]) or ref in committed]
+        for ref in marked.intersection(deleted):
+            for key in self.store.list(f"{DOUBTS}{ref.name}/"):
+                self.store.delete(key)
         for ref in sorted(doomed - committed - set(objects), reverse=True)[DOOMED_KEPT:]:
             self.store.delete(_doom_key(ref))
         return deleted
@@ -334,36 +363,44 @@ class Snapshots:
                 found[ref].append(key)
         return found
 
-    def _needed(self, gone: Collection[Ref], on_bad: OnBad | None) -> tuple[defaultdict[Ref, list[str]], frozenset[str]]:
-        """What there is; and of that what snapshots other than `gone`, which are doomed, refer to. To be asked when they are."""
+    def _needed(self, gone: Collection[Ref], newest: Ref) -> tuple[defaultdict[Ref, list[str]], frozenset[str]]:
+        """What there is; and of that what snapshots other than `gone`, which are doomed, refer to. To be asked when they are.
+
+        Quarantined ones count: their marks may be taken back. What cannot be told to refer to nothing refers to everything; so does
+        everybody if the listing does not show `newest`, or objects that are not found: it is not to be believed then.
+        """
         objects = self._objects()
-        committed, _ = self.manifests()
-        needed: set[str] = set()
-        others = (committed | set(objects)).difference(gone)
-        for ref in others - self.quarantined():
+        committed, doomed = self.manifests()
+        needed, lost = set[str](), set[str]()
+        everything = frozenset(key for keys in objects.values() for key in keys)
+        if newest not in committed:
+            return objects, everything
+        for ref in (committed | set(objects)).difference(gone):
             lists = [key for key in objects[ref] if key.startswith(f"{PARTS}{ref.name}/list-")]
             if ref in committed and ref not in self._refers:
                 try:
-                    self._refers[ref] = self._look_twice(ref)
+                    self._refers[ref] = self.load(ref).refers
                 except NotFound:  # somebody else prunes it
+                    lost.add(_manifest_key(ref))
+                except SnapshotCorrupt:  # its part lists say the same
                     pass
-                except SnapshotCorrupt as e:
-                    self.quarantine(ref, str(e))
-                    if on_bad is not None:
-                        on_bad(ref, str(e))
             if ref in committed and ref in self._refers:
                 needed |= self._refers[ref]
                 continue
+            if ref in committed - doomed and not lists:
+                return objects, everything
             for key in lists:
-                with contextlib.suppress(NotFound):  # the same
+                try:
                     needed |= PartList.from_json(self.store.get(key)).refers
+                except NotFound:  # pruned as well
+                    lost.add(key)
+                except SnapshotCorrupt:
+                    return objects, everything
+        if lost:
+            listed = {*self.store.list(MANIFESTS), *self.store.list(PARTS)}
+            if lost & listed or _manifest_key(newest) not in listed:
+                return objects, everything
         return objects, frozenset(needed)
-
-    def _look_twice(self, ref: Ref) -> frozenset[str]:
-        try:
-            return self.load(ref).refers
-        except SnapshotCorrupt:
-            return self.load(ref).refers
 
     def _take_back(self, ref: Ref, keys: Collection[str]) -> None:
         """First the part lists: without them nobody commits it."""
@@ -441,6 +478,11 @@ def _worth(known: Known, parts: Collection[Part]) -> Known:
     for place in found.values():
         used[place.key] += place.nbytes
     return {chunk: place for chunk, place in found.items() if used[place.key] >= WORTH * place.of}
+
+
+def host_word(text: str) -> str:
+    """A host's name, as it stands in keys."""
+    return re.sub(r"[^A-Za-z0-9_-]", "_", text)[:64] or "_"
 
 
 def _list_key(ref: Ref, rank: int) -> str:
