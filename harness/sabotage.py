@@ -7,6 +7,8 @@ files in one folder, so it can begin and end at any moment from outside:
     outage                                      the store does not answer
     delay                                       seconds that each call to the store takes longer
     clock                                       seconds by which the wall clock is off
+    damage.json {"how": ..., "prefix": ..., "reads": n}    what is read of keys with that prefix is damaged, n times in each process
+                                                (-1: always): "flip" a bit, "gone" (404), "hidden" (404, and not listed either)
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from storage import objects
-from storage.objects import ObjectStore, Retrying, StoreUnavailable
+from storage.objects import NotFound, ObjectStore, Retrying, StoreUnavailable
 
 T = TypeVar("T")
 
@@ -34,7 +36,7 @@ class Folder:
     """Reads the orders."""
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self.damaged = path, 0
 
     def _order(self, name: str) -> str | None:
         try:
@@ -58,6 +60,15 @@ class Folder:
     def number(self, name: str) -> float:
         text = self._order(name)
         return float(text) if text else 0.0
+
+    def damage(self, key: str) -> str:
+        """How this read is damaged; "": it is not."""
+        text = self._order("damage.json")
+        order = json.loads(text) if text else {}
+        if not order or not key.startswith(order["prefix"]) or 0 <= order["reads"] <= self.damaged:
+            return ""
+        self.damaged += 1
+        return str(order["how"])
 
     def silent(self) -> bool:
         return (self.path / "outage").exists()
@@ -83,7 +94,14 @@ class SabotagedStore:
         return self._call(what, key, do)
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
-        return self._call("get", key, lambda: self.inner.get(key, start, end))
+        def read() -> bytes:
+            how = self._folder.damage(key)
+            found = self.inner.get(key, start, end)
+            if how in ("gone", "hidden"):
+                raise NotFound(f"{self.url}/{key} (drill)")
+            return bytes([found[0] ^ 1]) + found[1:] if how and found else found
+
+        return self._call("get", key, read)
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         self._write("put", key, lambda: self.inner.put(key, data))
@@ -92,7 +110,7 @@ class SabotagedStore:
         return self._write("create", key, lambda: self.inner.create(key, data))
 
     def list(self, prefix: str) -> list[str]:
-        return self._call("list", prefix, lambda: self.inner.list(prefix))
+        return self._call("list", prefix, lambda: [] if self._folder.damage(prefix) == "hidden" else self.inner.list(prefix))
 
     def delete(self, key: str) -> None:
         self._call("delete", key, lambda: self.inner.delete(key))

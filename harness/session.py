@@ -69,7 +69,7 @@ from storage import dcp
 from storage.leases import reading
 from storage.manifest import Manifest, Ref
 from storage.objects import MemoryStore, ObjectStore, StoreError, StoreUnavailable, open_store
-from storage.restore import Patience, Restore, Rewind
+from storage.restore import PAUSES_S, Patience, Restore, Rewind
 from storage.retention import Keep
 from storage.snapshots import Snapshots
 from storage.staging import Beside, Segment, StageFull
@@ -255,6 +255,7 @@ class Session:
         self._marks = MarkReader(Path(environ["HARNESS_MARK"]) if "HARNESS_MARK" in environ else None)
         self._signalled = Want.NOTHING
         self._host = environ.get("HARNESS_HOST") or _machine()
+        self._look_again_s = _seconds("HARNESS_LOOK_AGAIN_S", environ.get("HARNESS_LOOK_AGAIN_S", ""), PAUSES_S)
         self._allow_rewind = environ.get("HARNESS_ALLOW_REWIND", "") not in ("", "0")
         self._seen_path = Path(environ["HARNESS_MARK"]).with_name("seen.json") if "HARNESS_MARK" in environ else None
         self._epoch_is_told = "HARNESS_EPOCH" in environ and "HARNESS_STAGE" not in environ  # by hand: it may lie nowhere
@@ -954,7 +955,7 @@ class Session:
         restore = Restore(
             self.snapshots,
             self._host,
-            Patience(reopen, self._pause),
+            Patience(reopen, self._pause, self._look_again_s),
             epoch=self.epoch,
             seen=seen,
             must_list=self._surely_there(),
@@ -1133,6 +1134,17 @@ class _Many:
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
+
+
+def _seconds(name: str, text: str, usual: tuple[float, ...]) -> tuple[float, ...]:
+    """ "1,3,8"; `usual` if there is no text. Raises BadInput."""
+    try:
+        found = tuple(float(word) for word in text.split(",")) if text else usual
+    except ValueError:
+        found = (-1.0,)
+    if not all(0.0 <= each <= 600.0 for each in found):
+        raise BadInput(f"{name}={text!r}: wanted seconds between 0 and 600, separated by commas, for example 1,3,8")
+    return found
 
 
 def _machine() -> str:

@@ -1,16 +1,22 @@
 """The session with real processes and a real process group: same samples, same batch, same result on any world."""
 
 import json
+import os
+import random
+import shutil
+import subprocess
+import sys
 import time
 
 import pytest
-from worlds import finish, history, newest, start, train
+from worlds import TRAINER, environment, finish, free_port, history, newest, start, train
 
 from harness.batch import Batching, expected_digest
-from harness.facts import SnapshotFailed
+from harness.facts import SnapshotFailed, Warned
 from harness.journal import read_facts
 from harness.marks import Want, write
 from storage import dcp
+from storage.faults import corrupt
 from storage.objects import open_store
 from storage.snapshots import Snapshots
 
@@ -204,19 +210,88 @@ def test_a_loss_that_is_not_finite_is_never_committed(tmp_path):
     assert newest(tmp_path / "run").step == 10
 
 
-def test_a_bad_snapshot_is_quarantined_and_the_older_one_used(tmp_path, calm):
+# ---- damaged snapshots, and damaged readers ---------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def half_way(tmp_path_factory):
+    """Snapshots of steps 5, 10 and 15."""
+    run = tmp_path_factory.mktemp("half") / "run"
+    train(run, 1, "--total", 15, "--every", 5)
+    return run
+
+
+def rot(run, *steps):
+    snapshots = Snapshots(open_store(str(run)))
+    for ref in (r for r in snapshots.refs() if r.step in steps):
+        corrupt(snapshots.store, snapshots.load(ref).parts[0].key, "flip", random.Random(1))
+
+
+def marks(run):
+    return {ref.step for ref in Snapshots(open_store(str(run))).quarantined()}
+
+
+def sabotaged(folder, run, world=1, *flags, **bad):
+    """A world of `world` hosts; the last one reads as `bad` says (harness/sabotage.py)."""
+    port, processes = free_port(), []
+    for rank in range(world):
+        node = folder / f"node-{rank}"
+        node.mkdir(parents=True)
+        (node / "sitecustomize.py").write_text(f"from harness import sabotage\nsabotage.arm({str(node)!r})\n")
+        if rank == world - 1:
+            (node / "damage.json").write_text(json.dumps(bad))
+        path = os.pathsep.join([str(node), *sys.path])
+        own = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        own |= {"HARNESS_HOST": f"host-{rank}", "HARNESS_RUN": run, "PYTHONPATH": path}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, TRAINER, "--every", "5", *map(str, flags)],
+                env=environment() | {k: str(v) for k, v in own.items()},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    return finish(processes)
+
+
+def test_a_bad_snapshot_is_quarantined_and_the_older_one_used(tmp_path, calm, half_way):
     run = tmp_path / "run"
-    train(run, 1, "--total", 25)
-    store = open_store(str(run))
-    bad = Snapshots(store).latest()
-    key = bad.parts[0].key
-    data = bytearray(store.get(key))
-    data[len(data) // 2] ^= 1
-    store.put(key, bytes(data))
+    shutil.copytree(half_way, run)
+    rot(run, 15)
     ended = train(run, 2)
-    assert "falling back" in ended.output and "resumed from step 20" in ended.output
-    assert json.loads(store.get(f"snapshots/quarantine/{bad.ref.name}.json"))
+    assert "falling back" in ended.output and "resumed from step 10" in ended.output and marks(run) == {15}
     assert losses(run) == pytest.approx(losses(calm), rel=1e-4)
+
+
+def test_two_bad_snapshots_are_a_bad_reader_until_a_second_host_says_so_and_then_a_persons_business(tmp_path, half_way):
+    run = tmp_path / "run"
+    shutil.copytree(half_way, run)
+    rot(run, 10, 15)
+    ended = train(run, 1, env={"HARNESS_HOST": "one"}, codes=(37,))
+    assert "unfit to read snapshots: it can read neither" in ended.output and marks(run) == set()
+    ended = train(run, 1, env={"HARNESS_HOST": "two"}, codes=(1,))
+    assert "BadInput" in ended.output and "would go on from step 5" in ended.output and "--allow-rewind" in ended.output
+    assert "resumed from step 5" in train(run, 1, "--total", 7, env={"HARNESS_HOST": "two", "HARNESS_ALLOW_REWIND": "1"}).output
+    assert {ref.step for ref in Snapshots(open_store(str(run))).manifests()[0]} == {5, 7, 10, 15}  # what is ahead stays
+    assert "resumed from step 7" in train(run, 1, "--total", 8).output  # it was allowed once and for all
+
+
+def test_one_damaged_read_changes_nothing(tmp_path, half_way):
+    run = tmp_path / "run"
+    shutil.copytree(half_way, run)
+    ended = sabotaged(tmp_path, run, 1, "--total", 16, how="flip", prefix="snapshots/parts/", reads=1)
+    assert ended.codes == [0] and "resumed from step 15" in ended.output and marks(run) == set(), ended.output
+    told = [s.fact.what for s in read_facts(open_store(str(run))) if isinstance(s.fact, Warned)]
+    assert len(told) == 1 and "a read of it was damaged and right at look 2" in told[0]
+
+
+def test_a_host_whose_reads_are_always_damaged_ends_and_the_others_go_on(tmp_path, half_way):
+    """On b30688c it quarantined every snapshot, and the run began anew."""
+    run = tmp_path / "run"
+    shutil.copytree(half_way, run)
+    ended = sabotaged(tmp_path, run, 2, how="flip", prefix="snapshots/parts/", reads=-1)
+    assert ended.codes == [34, 37] and "which another host reads whole" in ended.output, ended.output
+    assert marks(run) == set()
+    assert "resumed from step 15" in train(run, 1, "--total", 16).output
 
 
 def test_without_a_run_it_is_an_ordinary_script(tmp_path):
