@@ -292,7 +292,7 @@ def _checked_store(url: str, retry_within_s: float = RETRY_WITHIN_S) -> ObjectSt
 
     store = open_store(url, retry_within_s=PREFLIGHT_S)
     record(store, require(store))
-    return open_store(url, retry_within_s=retry_within_s)
+    return open_store(url, retry_within_s=retry_within_s, answered=True)
 
 
 def _existing_store(url: str) -> ObjectStore:
@@ -374,6 +374,7 @@ def run(flags: RunFlags) -> int:
     if env.get("HARNESS_NODE_DIR"):  # a node of the local cloud dies as a whole, like a machine
         die_with_parent()
     store = _checked_store(normalize(url), retry_within_s=10.0)  # an agent must hear notices while the bucket is silent
+    os.environ["STORAGE_ANSWERED"] = normalize(url)  # for whom we start: to them a refusal is an outage as well
     trackers = flags.trackers or env.get("HARNESS_TRACKERS", "")
     replica = flags.replica or env.get("HARNESS_REPLICA", "")
     if replica:

@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from email.utils import formatdate
 from pathlib import Path
 
+import buckets
 import pytest
 from worlds import TRAINER, history, newest, until
 
@@ -33,7 +35,7 @@ class Nodes:
     """Agents as processes; whatever is left is killed at the end of the test."""
 
     def __init__(self, run):
-        self.run, self.processes = run, []
+        self.run, self.url, self.processes = run, str(run), []
 
     def start(self, *flags, script=TRAINER, agent=(), env=None):
         n = len(self.processes) + 1
@@ -41,7 +43,7 @@ class Nodes:
         base = {k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "SKYPILOT_", "AWS_"))}
         with open(self.run.parent / f"node{n}.log", "wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "harness.cli", "run", "--run", str(self.run), *agent, "--", str(script), *map(str, flags)],
+                [sys.executable, "-m", "harness.cli", "run", "--run", self.url, *agent, "--", str(script), *map(str, flags)],
                 env=base | {"HARNESS_NODE_DIR": str(node_dir), "HARNESS_ATTEMPT": str(n), **(env or {})},
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -51,13 +53,13 @@ class Nodes:
         return process
 
     def facts(self, kind):
-        return [s.fact for s in read_facts(open_store(str(self.run))) if isinstance(s.fact, kind)]
+        return [s.fact for s in read_facts(open_store(self.url)) if isinstance(s.fact, kind)]
 
     def until(self, condition, timeout_s=90):
         until(condition, self.logs, timeout_s, every_s=0.1)
 
     def step(self):
-        manifest = newest(self.run)
+        manifest = newest(self.url)
         return manifest.step if manifest else 0
 
     def logs(self):
@@ -120,6 +122,25 @@ def test_a_member_that_goes_before_its_workers_begin_is_not_waited_for(nodes):
     assert [e.why for e in nodes.facts(EpochLeft)] == ["resize", "resize", "finished"]
     assert [e.reason for e in nodes.facts(EpochStarted)] == ["start", "grow", "shrink"]
     assert [r.step for r in history(nodes.run)] == list(range(1, LONG + 1))
+
+
+def test_a_spell_of_refusals_does_not_end_a_run(nodes, monkeypatch):
+    """The bucket says 403 to everybody for a while, as with an expired token: training goes on, and what was made is committed later."""
+    refuses = threading.Event()
+    with buckets.moto(refuses) as url:
+        account = {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
+        for name, value in account.items():
+            monkeypatch.setenv(name, value)
+        nodes.url = "s3://my-bucket/run"
+        agent = nodes.start("--total", 100, "--every", 10, "--sleep-s", 0.05, env=account)
+        nodes.until(lambda: nodes.step() >= 10)
+        refuses.set()
+        time.sleep(2.5)  # the agent asks for something every 2 s at most
+        refuses.clear()
+        assert agent.poll() is None, nodes.logs()
+        assert agent.wait(90) == 0, nodes.logs()
+        assert [r.step for r in history(nodes.url)] == list(range(1, 101))
+        assert [e.why for e in nodes.facts(EpochLeft)] == ["finished"]
 
 
 def test_a_script_that_keeps_failing_is_stopped_with_its_words(nodes):
