@@ -153,6 +153,32 @@ def test_a_script_that_keeps_failing_is_stopped_with_its_words(nodes):
     assert nodes.step() == 10
 
 
+@pytest.mark.parametrize(("text", "times", "says"), [("", 3, "crash loop"), (" of {uuid.uuid4()}", 20, "20 epochs in a row")])
+def test_words_of_a_lost_peer_prove_nothing_where_nobody_is_lost(nodes, tmp_path, text, times, says):
+    """One node, one rank: nobody else can have failed. Nor is a failure whose words are new each time tried for ever."""
+    script = tmp_path / "reads.py"
+    script.write_text(f"import uuid\nraise RuntimeError(f'Read error{text}: NCCL timed out after 30 s, Connection closed by peer')\n")
+    nodes.start(script=script)
+    assert nodes.codes(60) == [35], nodes.logs()
+    assert [(f.rank, f.error) for f in nodes.facts(WorkerFailed)] == [(0, "RuntimeError")] * times
+    stop = json.loads(open_store(str(nodes.run)).get("control/stop.json"))
+    assert stop["failed"] is True and says in stop["reason"] and "Read error" in stop["reason"]
+
+
+def test_of_two_ranks_only_the_one_that_failed_first_is_to_blame(nodes, tmp_path):
+    """Its words are those of a lost peer; the other's as well, and they are true."""
+    script = tmp_path / "two.py"
+    script.write_text(
+        "import os, torch\nimport torch.distributed as dist\ndist.init_process_group('gloo')\nx = torch.ones(1)\ndist.all_reduce(x)\n"
+        "if os.environ['RANK'] == '1':\n    raise RuntimeError('Read error: the tape is torn')\ndist.all_reduce(x)\n"
+    )
+    nodes.start(script=script, agent=("--nproc", "2"))
+    assert nodes.codes(60) == [35], nodes.logs()
+    failed = nodes.facts(WorkerFailed)
+    assert {(f.rank, f.error) for f in failed} == {(0, "PeerLost"), (1, "RuntimeError")} and len(failed) == 6
+    assert "the tape is torn" in json.loads(open_store(str(nodes.run)).get("control/stop.json"))["reason"]
+
+
 def test_bad_input_is_not_tried_again(nodes):
     nodes.start("--global-batch", 46)
     assert nodes.codes() == [35]
