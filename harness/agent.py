@@ -46,6 +46,7 @@ from harness.marks import Want
 from harness.nearby import NearbyConfig
 from harness.notices import Notice, Source, watch
 from harness.nursery import Forked, Nursery
+from harness.orders import CONTROL, SNAPSHOT, STOP_KEY, StopOrder, ask_to_stop, stop_order
 from harness.rendezvous import NO_EPOCH, Epoch, Member, Rendezvous, free_port
 from harness.uploader import NodeUploader
 from harness.worker import DUMP_SIGNAL
@@ -465,8 +466,7 @@ class Agent:
     def _give_up(self, reason: str) -> int:
         """More tries would only burn money."""
         self._reason = reason
-        body = {"reason": self._reason, "by": self.name, "failed": True, "log_tail": list(self._last_tail)}
-        self.store.create("control/stop.json", json.dumps(body).encode())
+        ask_to_stop(self.store, StopOrder(self._reason, self.name, failed=True, log_tail=self._last_tail))
         return STOPPED
 
     def _max_world(self) -> int | None:
@@ -807,16 +807,15 @@ class Agent:
     def _stop_order(self, now: float) -> str | None:
         """Why the run shall stop, if it shall. One list tells of everything that is asked of it."""
         if self._due("control", now, self.config.control_s):
-            self._control = set(self.store.list("control/"))
-        if "control/stop.json" not in self._control:
-            return None
-        return str(json.loads(self.store.get("control/stop.json"))["reason"])
+            self._control = set(self.store.list(CONTROL))
+        order = stop_order(self.store) if STOP_KEY in self._control else None
+        return order.reason if order else None
 
     def _heed_requests(self) -> None:
         """What people ask of the run, and controllers of this node."""
         keys = self._control
         for key in sorted(keys - self._control_seen if self._control_seen is not None else set()):
-            if key.startswith("control/snapshot-"):
+            if key.startswith(SNAPSHOT):
                 self._want(key, Want.SNAPSHOT)
         self._control_seen = keys
         if self.config.attempt and f"{LEAVE}{self.config.attempt:06d}.json" in keys:

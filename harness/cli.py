@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from harness.config import Parser, add_flags, build, flag, positional
+from harness.orders import SNAPSHOT, STOP_KEY, StopOrder, ask_to_stop, stop_order
 from harness.world import BadInput, Fenced, HarnessError
 from storage.objects import RETRY_WITHIN_S, NotFound, ObjectStore, StoreError, normalize, open_store
 
@@ -98,10 +99,9 @@ def launch(flags: LaunchFlags) -> int:
     if _is_final(store):
         console.print(f"The run at {url} is finished already; this is its report. For another training, name another run URL.")
         return _report(store, console, flags.html or _html_path(url))
-    with contextlib.suppress(NotFound):
-        why = json.loads(store.get("control/stop.json"))["reason"]
-        console.print(f"This run was stopped earlier ({why}); going on.")
-        store.delete("control/stop.json")
+    if before := stop_order(store):
+        console.print(f"This run was stopped earlier ({before.reason}); going on.", markup=False, highlight=False)
+        store.delete(STOP_KEY)
     console.print(f"run     {url}\nwatch   harness status {url}\nstop    harness stop {url}", highlight=False, soft_wrap=True)
 
     clock = RealClock()
@@ -588,7 +588,7 @@ def stop(flags: StopFlags) -> int:
 
 
 def _ask_stop(store: ObjectStore, reason: str) -> None:
-    store.create("control/stop.json", json.dumps({"reason": reason, "by": "user", "failed": False}).encode())
+    ask_to_stop(store, StopOrder(reason, "user"))
 
 
 @dataclass(frozen=True)
@@ -677,7 +677,7 @@ class SnapshotFlags:
 
 def snapshot(flags: SnapshotFlags) -> int:
     """Ask a running training for a snapshot at its next step boundary."""
-    _existing_store(flags.url).create(f"control/snapshot-{secrets.token_hex(6)}.json", b"{}")
+    _existing_store(flags.url).create(f"{SNAPSHOT}{secrets.token_hex(6)}.json", b"{}")
     Console().print("Asked.")
     return DONE
 

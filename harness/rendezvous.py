@@ -281,7 +281,7 @@ class Rendezvous:
         """The newest epoch. Numbers have no gaps, so one missing object proves it: no list is needed after the first look."""
         if self._newest is None:
             self._newest = newest_epoch(self.store)
-            self._number = self._newest.epoch
+        self._number = max(self._number, self._newest.epoch)
         while True:
             try:
                 self._newest = read_epoch(self.store, self._number + 1)

@@ -252,6 +252,15 @@ def test_stop_drains_everybody_and_a_request_makes_a_snapshot(nodes):
     assert nodes.step() > before and f"Stopped at step {nodes.step()}" in ended.stdout
 
 
+def test_an_empty_stop_order_is_one(nodes):
+    """`touch` is enough: the agent drains."""
+    agent = nodes.start("--total", 100_000, "--every", 20, "--sleep-s", 0.02)
+    nodes.until(lambda: nodes.step() >= 20)
+    open_store(str(nodes.run)).create("control/stop.json", b"")
+    assert agent.wait(60) == 35, nodes.logs()
+    assert [e.why for e in nodes.facts(EpochLeft)] == ["stopped"] and nodes.facts(SnapshotCommitted)[-1].why == "stop"
+
+
 @pytest.mark.parametrize("how", ["signal", "file"])
 def test_an_unchanged_script_hears_of_notices(nodes, tmp_path, how):
     """The shallowest integration: no line of ours in the script."""
