@@ -46,6 +46,7 @@ from harness.marks import Want
 from harness.nearby import NearbyConfig
 from harness.notices import Notice, Source, watch
 from harness.nursery import Forked, Nursery
+from harness.orders import CONTROL, SNAPSHOT, STOP_KEY, StopOrder, ask_to_stop, stop_order
 from harness.rendezvous import NO_EPOCH, Epoch, Member, Rendezvous, free_port
 from harness.uploader import NodeUploader
 from harness.worker import DUMP_SIGNAL
@@ -56,6 +57,8 @@ from storage.snapshots import Snapshots
 TAIL_LINES = 40
 NO_LIMIT = 1 << 30
 SAME_FAILURE_LIMIT = 3  # the same failure of the script at the same committed step: stop, it will not get better
+FRUITLESS_LIMIT = 20  # epochs that ended by some failure, of whomever, one after the other without a new snapshot: stop as well
+FRUITLESS_S = 600.0  # ... of a script without a session, whose progress we cannot see: that ended within so long
 SAME_KILL_LIMIT = 10  # signals from outside (out of memory, an operator), hangs and a silent bucket may be bad luck for longer
 LAST_WORDS_S = 2.0  # before a deadline: what the end will be is written while it still can be
 WARM_S = 60.0  # a newcomer's workers may take so long to import what they need before others make room for it
@@ -67,9 +70,14 @@ KILL_S = 20.0  # for a killed worker to be gone; after that the kernel holds it,
 DUMP_S = 1.0  # for a hung worker to write where it hangs
 FROZEN_S = 3.0  # our own loop stood still for so long: nobody else's silence is judged by that time
 
-PEER_LOST = ("Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "connectFullMesh", "Socket Timeout",
-             "NCCL", "ncclRemoteError", "Timed out waiting", "timed out after", "recvValue failed", "failed to recv", "Read error",
-             "Write error", "Socket closed", "EADDRINUSE", "Application timeout")  # fmt: skip
+# What a worker's error is like when the connection to another rank breaks. A hint that makes us look at the others, and no proof.
+LOST_TYPES = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError", "ConnectionResetError",
+              "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError")  # fmt: skip
+LOST_WORDS = ("Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "connectFullMesh", "Socket Timeout",
+              "NCCL", "ncclRemoteError", "Timed out waiting", "timed out after", "recvValue failed", "failed to recv", "Read error",
+              "Write error", "Socket closed", "EADDRINUSE", "Application timeout")  # fmt: skip
+FAILING = "failing"  # said of ourselves at once when a worker of ours has failed by itself, for those whose workers feel it
+ORDERLY = (FINISHED, DRAINED, RESIZE, STOPPED)
 
 
 @dataclass(frozen=True)
@@ -118,11 +126,19 @@ class Worker:
     reader: threading.Thread  # of what it prints
     hung: str = ""  # in words, when it was killed for that
     guilty: bool = False  # of the hang; else it was waiting for others
+    ended_by_us: bool = False  # it was still at work
 
     @property
     def code(self) -> int:
         """Of its end. One that even SIGKILL did not end counts as killed."""
         return -signal.SIGKILL if self.process.returncode is None else self.process.returncode
+
+    @property
+    def failed_s(self) -> float:
+        """When its error was written; of use only beside those of this node's other workers."""
+        with contextlib.suppress(OSError):
+            return self.error_file.stat().st_mtime_ns / 1e9
+        return float("inf")
 
     def failure(self) -> tuple[str, str]:
         """Type and text of what ended it, from its error file, else from its exit code."""
@@ -158,6 +174,8 @@ class Agent:
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._first_end_s: float | None = None
         self._peer_left_s: float | None = None
+        self._entered_s = 0.0  # when our epoch began
+        self._fruitless, self._fruitful_step = 0, -1  # epochs in a row without a new snapshot; the newest one's step
         self._waiting_since_s: float | None = None
         self._ready_since_s = time.monotonic()
         self._next_tick_s = 0.0
@@ -171,7 +189,6 @@ class Agent:
         self._reason = ""  # in words, of our own end
         self._end = ""  # how our last epoch ended: facts.EpochLeft.why
         self._last_tail: tuple[str, ...] = ()
-        self._killed_by_us = False
         self._hangs = 0  # of our own workers, not of those that waited for others
         self._unfit = ""  # why no run should come back to this node
         self._unfit_by_s: float | None = None  # when workers on it are ended, if they have not left by then
@@ -425,8 +442,18 @@ class Agent:
         again = me.failure and (me.failure, me.failure_step) == (last.failure, last.failure_step)
         not_its_fault = me.failure.startswith(("SIG", "Hung")) or "StoreUnavailable" in me.failure
         limit = SAME_KILL_LIMIT if not_its_fault else SAME_FAILURE_LIMIT
-        if me.failure.startswith("BadInput") or (again and last.streak + 1 >= limit):
-            return self._give_up(last.streak + 1 if again else 1)
+        if me.failure.startswith("BadInput"):
+            return self._give_up(me.failure.removeprefix("BadInput: "))
+        if again and last.streak + 1 >= limit:
+            return self._give_up(
+                f"crash loop: the script failed {last.streak + 1} times in a row at the same point (after step {me.failure_step}): "
+                f"{me.failure}. Mend the script, then launch again: the run resumes at step {me.failure_step}."
+            )
+        if self._fruitless >= FRUITLESS_LIMIT:
+            return self._give_up(
+                f"{self._fruitless} epochs in a row ended without a new snapshot after step {max(0, self._fruitful_step)} "
+                f"(the last: {self._end}{', ' + me.failure if me.failure else ''}); see the workers' logs, then launch again."
+            )
         epoch = self.rendezvous.try_form(self._max_world())
         if epoch is not None:
             self._enter(epoch)
@@ -436,29 +463,20 @@ class Agent:
             return FENCED
         return None
 
-    def _give_up(self, times: int) -> int:
-        """The script fails for a reason of its own; more tries would only burn money."""
-        me = self.rendezvous.me
-        self._reason = (
-            me.failure.removeprefix("BadInput: ")
-            if times == 1
-            else (
-                f"crash loop: the script failed {times} times in a row at the same point (after step {me.failure_step}): {me.failure}. "
-                f"Mend the script, then launch again: the run resumes at step {me.failure_step}."
-            )
-        )
-        body = {"reason": self._reason, "by": self.name, "failed": True, "log_tail": list(self._last_tail)}
-        self.store.create("control/stop.json", json.dumps(body).encode())
+    def _give_up(self, reason: str) -> int:
+        """More tries would only burn money."""
+        self._reason = reason
+        ask_to_stop(self.store, StopOrder(self._reason, self.name, failed=True, log_tail=self._last_tail))
         return STOPPED
 
     def _max_world(self) -> int | None:
         if self._room is None:
             try:
                 identity = json.loads(self.store.get("run.json"))  # never changes
-            except NotFound:
+                micro_batch = int(identity.get("micro_batch") or 0)
+                self._room = int(identity["global_batch"]) // micro_batch if micro_batch else NO_LIMIT
+            except (NotFound, ValueError, KeyError, TypeError, AttributeError):  # not there yet, or not ours: workers say what is wrong
                 return None
-            micro_batch = identity.get("micro_batch") or 0
-            self._room = identity["global_batch"] // micro_batch if micro_batch else NO_LIMIT
         return None if self._room == NO_LIMIT else self._room
 
     def _enter(self, epoch: Epoch) -> None:
@@ -466,6 +484,7 @@ class Agent:
         for path in (self.mark_path, self.mark_path.with_name("attached"), *signs):
             path.unlink(missing_ok=True)
         self._wants.clear()
+        self._entered_s = time.monotonic()
         self._epoch, self._first_end_s, self._peer_left_s, self._waiting_since_s = epoch, None, None, None
         self._tell(state="in", epoch=epoch.epoch, end="", failure="", failure_step=0, master_port=free_port(self.config.addr))
         ranks = epoch.ranks(self.name)
@@ -536,10 +555,17 @@ class Agent:
         self._first_end_s = self._first_end_s or now
         # After a failure the others only need time to write their own error, and none once we know whose fault it is; after a
         # planned end they may still be saving.
-        linger_s = 60.0
-        if any(c not in (FINISHED, DRAINED, RESIZE, STOPPED) for c in ended):
-            linger_s = LINGER_S if any(self._guilty(w) for w in self._workers) else 3.0
+        linger_s, evidence_s = 60.0, 0.0
+        if any(c not in ORDERLY for c in ended):
+            guilty = any(self._guilty(w) for w in self._workers)
+            if guilty and self.rendezvous.me.end != FAILING:
+                self.rendezvous.mention(end=FAILING)
+            linger_s = LINGER_S if guilty else 3.0
+            # Only the others can prove that it was one of them; by then who is dead is known to be.
+            evidence_s = 0.0 if guilty or len(self._epoch.members) == 1 else self.config.dead_s + self.config.beat_s
         if len(ended) < len(codes) and now - self._first_end_s < linger_s:
+            return None
+        if now - self._first_end_s < evidence_s and not self._lost_member(self._epoch):
             return None
         return self._leave([w.code for w in self._end_workers()])
 
@@ -607,6 +633,7 @@ class Agent:
 
     def _end_workers(self) -> list[Worker]:
         for worker in self._workers:
+            worker.ended_by_us = worker.process.poll() is None
             worker.process.kill(KILL_S)
             worker.reader.join(2.0)  # let its last words through; bounded, as a grandchild may hold the pipe open
         if stuck := [w.rank for w in self._workers if w.process.returncode is None]:
@@ -640,7 +667,9 @@ class Agent:
             why, failure = self._diagnose(epoch)
             code = None
             with contextlib.suppress(StoreUnavailable):  # then the failure counts as one at the start
-                step = max((r.step for r in self.snapshots.refs()), default=0) if failure else 0
+                committed = max((r.step for r in self.snapshots.refs()), default=0)
+                step = committed if failure else 0
+                self._count_fruitless(committed)
         if code is None and self._hangs >= self.config.hangs_allowed:
             self._unfit = f"its workers hung {self._hangs} times"
             code = UNFIT
@@ -657,24 +686,50 @@ class Agent:
             self._next_tick_s = 0.0
         return code
 
+    def _count_fruitless(self, committed: int) -> None:
+        """An epoch of ours was broken off. Without a controller nobody else counts what commits nothing."""
+        unseen = not self._attached() and time.monotonic() - self._entered_s >= FRUITLESS_S
+        self._fruitless = 1 if unseen or committed > self._fruitful_step else self._fruitless + 1
+        self._fruitful_step = max(self._fruitful_step, committed)
+
     @staticmethod
-    def _guilty(worker: Worker) -> bool:
-        """Has it ended by a fault of its own, not of a peer's?"""
-        if worker.process.poll() in (None, FINISHED, DRAINED, RESIZE, STOPPED):
+    def _suspect(worker: Worker) -> bool:
+        """Has it failed as workers do whose peer was lost? Its words prove nothing: see `_lost_member`."""
+        if worker.hung or worker.process.poll() in (None, *ORDERLY):
             return False
-        return not any(sign in worker.failure()[1] for sign in PEER_LOST)
+        kind, text = worker.failure()
+        return kind in LOST_TYPES or any(sign in text for sign in LOST_WORDS)
+
+    def _guilty(self, worker: Worker) -> bool:
+        """Has it ended by a fault of its own, for all that can be seen of it alone?"""
+        return worker.process.poll() not in (None, *ORDERLY) and not self._suspect(worker)
+
+    def _lost_member(self, epoch: Epoch) -> str:
+        """Another member of this epoch that is dead, gone, or has failed, or whose line fell; "": all are fine, as far as can be told."""
+        with contextlib.suppress(StoreUnavailable):
+            for m in self.rendezvous.watch(epoch.members):
+                if m.member == self.name or m.end == "finished":
+                    continue
+                left = m.epoch > epoch.epoch or (m.epoch == epoch.epoch and (m.state == "ready" or m.end == FAILING))
+                heard = self._lines.heard(m.member)
+                if left or m.state in ("gone", "dead") or (heard.seen and not heard.up):
+                    return m.member
+        return ""
 
     def _diagnose(self, epoch: Epoch) -> tuple[str, str]:
-        """Who failed and who is only a victim: ("failed" | "killed" | "peer-lost", signature of our own failure)."""
+        """Who failed and who is only a victim: ("failed" | "killed" | "peer-lost", signature of our own failure).
+
+        A victim is one whose error looks like it *and* beside whom somebody else was lost: another worker of this node, or a member.
+        """
+        failed = [w for w in self._workers if w.code not in (FINISHED, RESIZE) and (w.hung or not w.ended_by_us)]
+        suspects = [w for w in failed if self._suspect(w)]
+        victims = {w.rank for w in [*suspects, *(w for w in failed if w.hung and not w.guilty)]}
+        if suspects and len(suspects) == len(failed) and not self._lost_member(epoch):
+            victims.discard(min(suspects, key=lambda w: w.failed_s).rank)  # nobody else was lost before it, so it was the first
         verdict, signature = "peer-lost", ""
-        for worker in self._workers:
-            code = worker.code
-            if code in (FINISHED, RESIZE):
-                continue
+        for worker in failed:
+            code, victim = worker.code, worker.rank in victims
             kind, text = worker.failure()
-            if code == -signal.SIGKILL and self._killed_by_us:
-                continue
-            victim = not worker.guilty if worker.hung else any(sign in text for sign in PEER_LOST)
             kind, text = ("PeerLost", text[:200]) if victim else (kind, text[:2000])
             tail = "\n".join(worker.tail)
             self.journal.record(WorkerFailed(self.name, epoch.epoch, worker.rank, code, kind, text, tail))
@@ -684,7 +739,6 @@ class Agent:
                 verdict = "hung" if worker.hung else "killed" if code < 0 else "failed"
                 signature = kind if code < 0 else f"{kind}: {text[:300]}"
                 self._last_tail = tuple(worker.tail)
-        self._killed_by_us = False
         return verdict, signature
 
     def _finish_for_script(self, epoch: Epoch) -> None:
@@ -727,7 +781,6 @@ class Agent:
     def _abandon(self, why: str, code: int = -signal.SIGKILL) -> int | None:
         """End our workers; `code`: what their end shall count as."""
         print(f"harness run: epoch {self._epoch.epoch} is over: {why}", flush=True)
-        self._killed_by_us = True
         self._end_workers()
         return self._leave([code] * len(self._workers))
 
@@ -756,16 +809,15 @@ class Agent:
     def _stop_order(self, now: float) -> str | None:
         """Why the run shall stop, if it shall. One list tells of everything that is asked of it."""
         if self._due("control", now, self.config.control_s):
-            self._control = set(self.store.list("control/"))
-        if "control/stop.json" not in self._control:
-            return None
-        return str(json.loads(self.store.get("control/stop.json"))["reason"])
+            self._control = set(self.store.list(CONTROL))
+        order = stop_order(self.store) if STOP_KEY in self._control else None
+        return order.reason if order else None
 
     def _heed_requests(self) -> None:
         """What people ask of the run, and controllers of this node."""
         keys = self._control
         for key in sorted(keys - self._control_seen if self._control_seen is not None else set()):
-            if key.startswith("control/snapshot-"):
+            if key.startswith(SNAPSHOT):
                 self._want(key, Want.SNAPSHOT)
         self._control_seen = keys
         if self.config.attempt and f"{LEAVE}{self.config.attempt:06d}.json" in keys:

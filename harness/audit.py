@@ -171,7 +171,10 @@ class _Audit:
 
     # ---- worlds -------------------------------------------------------------------------------------------------
     def _epochs(self) -> tuple[int, str]:
-        keys = self.store.list(EPOCHS)
+        listed = self.store.list(EPOCHS)
+        keys = [key for key in listed if key[len(EPOCHS) :].removesuffix(".json").isdecimal()]
+        if foreign := sorted(set(listed) - set(keys)):
+            self.notes.append(f"not ours, and read by nobody: {', '.join(foreign)}")
         unsealed = 0
         for number, key in enumerate(keys, 1):
             if key != epoch_key(number):
@@ -185,9 +188,9 @@ class _Audit:
                 raise Violation(f"{key}: wanted hash {seal}, found {digest(canonical(body))}; it was changed")
             unsealed += seal is None
             names = {f.name for f in dataclasses.fields(Epoch)}
-            if set(body) != names or body["epoch"] != number:
+            if not names <= set(body) or body["epoch"] != number:
                 raise Violation(f"{key}: wanted epoch {number} with {sorted(names)}, found {body}")
-            values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in body.items()}
+            values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in body.items() if k in names}
             epoch = Epoch(**values)
             sizes = {len(epoch.members), len(set(epoch.members)), len(epoch.nproc), len(epoch.speeds)}
             if len(sizes) != 1 or not (_all(epoch.members, str) and _all(epoch.nproc, int)):

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from harness.config import Parser, add_flags, build, flag, positional
+from harness.orders import SNAPSHOT, STOP_KEY, StopOrder, ask_to_stop, stop_order
 from harness.world import BadInput, Fenced, HarnessError
 from storage.objects import RETRY_WITHIN_S, NotFound, ObjectStore, StoreError, normalize, open_store
 
@@ -98,10 +99,9 @@ def launch(flags: LaunchFlags) -> int:
     if _is_final(store):
         console.print(f"The run at {url} is finished already; this is its report. For another training, name another run URL.")
         return _report(store, console, flags.html or _html_path(url))
-    with contextlib.suppress(NotFound):
-        why = json.loads(store.get("control/stop.json"))["reason"]
-        console.print(f"This run was stopped earlier ({why}); going on.")
-        store.delete("control/stop.json")
+    if before := stop_order(store):
+        console.print(f"This run was stopped earlier ({before.reason}); going on.", markup=False, highlight=False)
+        store.delete(STOP_KEY)
     console.print(f"run     {url}\nwatch   harness status {url}\nstop    harness stop {url}", highlight=False, soft_wrap=True)
 
     clock = RealClock()
@@ -292,7 +292,7 @@ def _checked_store(url: str, retry_within_s: float = RETRY_WITHIN_S) -> ObjectSt
 
     store = open_store(url, retry_within_s=PREFLIGHT_S)
     record(store, require(store))
-    return open_store(url, retry_within_s=retry_within_s)
+    return open_store(url, retry_within_s=retry_within_s, answered=True)
 
 
 def _existing_store(url: str) -> ObjectStore:
@@ -377,6 +377,7 @@ def run(flags: RunFlags) -> int:
     if env.get("HARNESS_NODE_DIR"):  # a node of the local cloud dies as a whole, like a machine
         die_with_parent()
     store = _checked_store(normalize(url), retry_within_s=10.0)  # an agent must hear notices while the bucket is silent
+    os.environ["STORAGE_ANSWERED"] = normalize(url)  # for whom we start: to them a refusal is an outage as well
     trackers = flags.trackers or env.get("HARNESS_TRACKERS", "")
     replica = flags.replica or env.get("HARNESS_REPLICA", "")
     if replica:
@@ -590,7 +591,7 @@ def stop(flags: StopFlags) -> int:
 
 
 def _ask_stop(store: ObjectStore, reason: str) -> None:
-    store.create("control/stop.json", json.dumps({"reason": reason, "by": "user", "failed": False}).encode())
+    ask_to_stop(store, StopOrder(reason, "user"))
 
 
 @dataclass(frozen=True)
@@ -679,7 +680,7 @@ class SnapshotFlags:
 
 def snapshot(flags: SnapshotFlags) -> int:
     """Ask a running training for a snapshot at its next step boundary."""
-    _existing_store(flags.url).create(f"control/snapshot-{secrets.token_hex(6)}.json", b"{}")
+    _existing_store(flags.url).create(f"{SNAPSHOT}{secrets.token_hex(6)}.json", b"{}")
     Console().print("Asked.")
     return DONE
 

@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.audit import audit
+from harness.orders import StopOrder, ask_to_stop
 from harness.world import DRAINED, STOPPED, BadInput
 from storage.objects import StoreError, open_store
 from storage.snapshots import Snapshots
@@ -524,7 +525,7 @@ def soak(folder: Path, kills: int, seed: int, tell: Callable[[str], None]) -> st
                 f"{done}/{kills} {kind} of node {s.node.number} after step {step}, {done / (time.monotonic() - t0) * 60:.1f} kills a minute"
             )
         minutes = (time.monotonic() - t0) / 60
-        store.create("control/stop.json", json.dumps({"reason": "soaked", "by": "drill", "failed": False}).encode())
+        ask_to_stop(store, StopOrder("soaked", "drill"))
         _until(lambda: all(n.process.poll() is not None for n in s.nodes), FINISH_S, s, AssertionError("nodes did not stop"))
     finally:
         s.close()

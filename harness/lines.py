@@ -227,7 +227,10 @@ class Lines:
         family = socket.AF_INET6 if ":" in line.address[0] else socket.AF_INET
         line.socket, line.buffer, line.greeted, line.last_s = socket.socket(family, socket.SOCK_STREAM), b"", False, now
         line.socket.setblocking(False)
-        code = line.socket.connect_ex(line.address)
+        try:
+            code = line.socket.connect_ex(line.address)
+        except (OSError, OverflowError, TypeError, ValueError):  # what a member says of itself need not be an address
+            code = errno.EINVAL
         if code in (0, errno.EINPROGRESS):
             self._selector.register(line.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, line)
         else:

@@ -112,9 +112,9 @@ class Nearby:
             return []
 
     def _where(self, member: str) -> tuple[str, int] | None:
-        with contextlib.suppress(StoreError, NotFound, ValueError):
+        with contextlib.suppress(StoreError, NotFound, ValueError, TypeError):
             addr, port = json.loads(self.store.get(f"{CHUNKS}{member}.json"))
-            return str(addr), int(port)
+            return (str(addr), int(port)) if 0 < int(port) < 65536 else None
         return None
 
     def told(self) -> dict[str, Any]:

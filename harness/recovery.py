@@ -21,6 +21,7 @@ from harness import policies
 from harness.book import Book, bill, how_it_ended
 from harness.facts import AttemptDoubted, AttemptEnded, AttemptIntended, AttemptUp, Decided, Fact, LeaseTaken, RunEnded, Stamped
 from harness.lease import Lease
+from harness.orders import STOP_KEY, StopOrder, ask_to_stop, stop_order
 from harness.world import (
     DOUBT,
     LEAVE,
@@ -38,10 +39,9 @@ from harness.world import (
     World,
 )
 from storage.manifest import Manifest
-from storage.objects import NotFound, ObjectStore, StoreUnavailable
+from storage.objects import ObjectStore, StoreUnavailable
 from storage.snapshots import Snapshots
 
-STOP_KEY = "control/stop.json"  # {"reason", "by", "failed"}: written by people, agents and this loop; read by agents too
 REPEAT_S = 30.0  # a node that does not go is told again after this
 
 
@@ -145,8 +145,8 @@ class Loop:
         self.reconcile(step)
         if final:
             return self.end("done", f"step {step} is the last and is committed", step)
-        if stop := self.stop_request():
-            return self.end("failed" if stop.get("failed") else "stopped", str(stop["reason"]), step)
+        if stop := stop_order(self.world.store):
+            return self.end("failed" if stop.failed else "stopped", stop.reason, step)
         self.ending_s = None
         view = self.view(step)
         if broken := self.broken(view):
@@ -283,20 +283,12 @@ class Loop:
             self.told_s[attempt] = now
             self.note(Decided("terminate", f"attempt {attempt}"))
 
-    def stop_request(self) -> dict[str, object] | None:
-        try:
-            return {"reason": "stop requested", **json.loads(self.world.store.get(STOP_KEY))}
-        except NotFound:
-            return None
-        except (ValueError, TypeError):  # whoever wrote it meant something
-            return {"reason": f"stop requested ({STOP_KEY} is unreadable)"}
-
     def ask_to_stop(self, reason: str, failed: bool) -> None:
         """Every stop is a request in the bucket: agents drain on it, and a successor carries it out."""
         self.note(Decided("stop", reason))
         self.journal.flush()
         self.lease.check()
-        self.world.store.create(STOP_KEY, json.dumps({"reason": reason, "by": "controller", "failed": failed}).encode())
+        ask_to_stop(self.world.store, StopOrder(reason, "controller", failed))
 
     def end(self, outcome: str, reason: str, step: int) -> Outcome | None:
         """Let nodes leave by themselves, send away who stays, and be sure that nothing is left."""

@@ -11,18 +11,23 @@ refused connection, which is a death at once; never by comparing clocks of two m
 Signs of life and news come over open connections (lines.py), so that the bucket is asked little while all is well: members
 whose lines are up rewrite their object every `calm_s` only, and everybody else every `beat_s`. What it costs, the model that
 checks it, and what is guaranteed: docs/RENDEZVOUS.md.
+
+Whatever else lies under `rdzv/` stops nobody: unknown fields are ignored, missing ones have their defaults where one is sane, and an object
+that still makes no sense is passed over, and told once. An epoch's number that such an object takes is never used.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Protocol, TypeVar
 
 from harness.facts import canonical, digest
 from harness.lines import Address, Heard
@@ -35,6 +40,7 @@ FRESH_S = 10.0  # so long after a change those who wait look often
 LIST_S = 1.0  # ... so often
 KNOCK_S = 0.3  # and not more often than this because somebody calls
 GHOST_S = 60.0  # between two looks at one found dead, which may not be
+MENTION_S = 0.05  # for the beat that is on its way
 TURN_S = 2.0  # how long the next in order waits for the one before it to create the epoch
 
 
@@ -49,7 +55,7 @@ class Member:
     probe_port: int  # where its lines are had
     master_port: int  # free at the moment; used if this member gets rank 0
     nproc: int
-    attempt: int
+    attempt: int = 0
     speed: float = 1.0
     beat: int = 0
     end: str = ""  # how its last epoch ended for it: facts.EpochLeft.why
@@ -97,16 +103,62 @@ def encode_epoch(epoch: Epoch) -> bytes:
     return json.dumps({**body, "h": digest(canonical(body))}).encode()
 
 
+T = TypeVar("T", Member, Epoch)
+KINDS: dict[str, Callable[[Any], bool]] = {  # by annotation: what JSON may hold there
+    "str": lambda v: isinstance(v, str),
+    "int": lambda v: type(v) is int and v >= 0,
+    "float": lambda v: type(v) in (int, float) and math.isfinite(v) and v >= 0,
+}
+
+
+def decode(kind: type[T], data: bytes) -> T:
+    """A member or an epoch as it lies in the bucket. Unknown fields are ignored. Raises ValueError if what it says makes no sense."""
+    try:
+        body = json.loads(data)
+    except RecursionError as e:
+        raise ValueError("wanted JSON, found brackets without end") from e
+    if not isinstance(body, dict):
+        raise ValueError(f"wanted a JSON object, found {type(body).__name__}")
+    values: dict[str, Any] = {}
+    for f in fields(kind):
+        if f.name not in body:
+            continue
+        value, many = body[f.name], re.fullmatch(r"tuple\[(\w+), \.\.\.\]", str(f.type))
+        fits = KINDS[many[1] if many else str(f.type)]
+        if not (isinstance(value, list) and all(map(fits, value)) if many else fits(value)):
+            raise ValueError(f"wanted {f.name} of type {f.type}, found {value!r:.60}")
+        values[f.name] = tuple(value) if many else value
+    try:
+        found = kind(**values)
+    except TypeError as e:
+        raise ValueError(str(e)) from e
+    ports = (found.probe_port, found.master_port) if isinstance(found, Member) else (found.port,)
+    if max(ports) > 65535:
+        raise ValueError(f"wanted ports up to 65535, found {max(ports)}")
+    if isinstance(found, Epoch) and not (found.members and len(found.members) == len(found.nproc) == len(found.speeds)):
+        raise ValueError(f"wanted members with a number of workers and a speed each, found {len(found.members)}")
+    return found
+
+
 def read_epoch(store: ObjectStore, epoch: int) -> Epoch:
-    body: dict[str, Any] = json.loads(store.get(epoch_key(epoch)))
-    body.pop("h", None)
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in body.items()}
-    return Epoch(**values)
+    """Raises NotFound; ValueError for an object that is no epoch of this number."""
+    found = decode(Epoch, store.get(epoch_key(epoch)))
+    if found.epoch != epoch:
+        raise ValueError(f"wanted epoch {epoch}, found {found.epoch}")
+    return found
+
+
+def epoch_numbers(store: ObjectStore) -> list[int]:
+    """Numbers that are taken, ascending; by what does not matter."""
+    found = (re.fullmatch(r"([0-9]{6,})\.json", key.removeprefix(EPOCHS)) for key in store.list(EPOCHS))
+    return sorted(int(m[1]) for m in found if m)
 
 
 def newest_epoch(store: ObjectStore) -> Epoch:
-    keys = store.list(EPOCHS)
-    return read_epoch(store, int(keys[-1].removeprefix(EPOCHS).removesuffix(".json"))) if keys else NO_EPOCH
+    for number in reversed(epoch_numbers(store)):
+        with contextlib.suppress(NotFound, ValueError):
+            return read_epoch(store, number)
+    return NO_EPOCH
 
 
 def free_port(addr: str) -> int:
@@ -167,6 +219,8 @@ class Rendezvous:
         self._join_window_s, self._min_members = join_window_s, min_members
         self._monotonic = monotonic
         self._newest: Epoch | None = None  # as far as we have looked
+        self._number = 0  # the greatest that is taken: by `_newest`, or by what is no epoch
+        self._odd: set[str] = set()  # objects that make no sense, and were told
         self._seen: dict[str, _Seen] = {}
         self._listed_s = -float("inf")
         self._looked_s = monotonic()
@@ -191,6 +245,16 @@ class Rendezvous:
             self.lines.tell(record)
             self._said_s = self._fresh_s = self._monotonic()
             self.store.put(f"{MEMBERS}{self.me.member}.json", record)
+
+    def mention(self, **changes: Any) -> None:
+        """As `say`, but only to who hears us over a line; the bucket learns it with the next beat. Does not wait for the bucket, so
+        that it may say nothing while a beat is on its way."""
+        if self._lock.acquire(timeout=MENTION_S):
+            try:
+                self.me = replace(self.me, beat=self.me.beat + 1, **changes)
+                self.lines.tell(json.dumps(asdict(self.me)).encode())
+            finally:
+                self._lock.release()
 
     def leave(self, end: str) -> None:
         """Goodbye: nobody needs to wait for us any more. `end`: how our last epoch ended."""
@@ -217,12 +281,21 @@ class Rendezvous:
         """The newest epoch. Numbers have no gaps, so one missing object proves it: no list is needed after the first look."""
         if self._newest is None:
             self._newest = newest_epoch(self.store)
+        self._number = max(self._number, self._newest.epoch)
         while True:
             try:
-                self._newest = read_epoch(self.store, self._newest.epoch + 1)
+                self._newest = read_epoch(self.store, self._number + 1)
                 self._fresh_s = self._monotonic()
             except NotFound:
                 return self._newest
+            except ValueError as e:  # its number is taken all the same
+                self._pass_over(epoch_key(self._number + 1), e)
+            self._number += 1
+
+    def _pass_over(self, key: str, why: ValueError) -> None:
+        if key not in self._odd:
+            self._odd.add(key)
+            print(f"harness: {self.store.url}/{key} is passed over: {why}", flush=True)
 
     def members(self) -> list[Member]:
         """Everybody who is not gone or dead, by our own observation."""
@@ -239,7 +312,7 @@ class Rendezvous:
             self._listed_s = now
             for seen in self._seen.values():
                 seen.read_s = -float("inf") if knocked else seen.read_s  # one found dead may be who calls
-            names = [k.removeprefix(MEMBERS).removesuffix(".json") for k in self.store.list(MEMBERS)]
+            names = [m[1] for k in self.store.list(MEMBERS) if (m := re.fullmatch(r"([^/]+)\.json", k.removeprefix(MEMBERS)))]
         else:
             names = list(self._seen)
         return self.watch(names)
@@ -269,8 +342,8 @@ class Rendezvous:
             if seen is None:
                 return None
         if heard.record:
-            with contextlib.suppress(ValueError, TypeError):  # not a record of our kind: the bucket will say it
-                self._update(seen, Member(**json.loads(heard.record)), now)
+            with contextlib.suppress(ValueError):  # not a record of our kind: the bucket will say it
+                self._update(seen, decode(Member, heard.record), now)
         if heard.up:
             seen.sign_s, seen.dead, seen.moved = now, False, True
         if seen.member.state == "gone":
@@ -286,10 +359,18 @@ class Rendezvous:
         return replace(seen.member, state="dead") if seen.dead else seen.member
 
     def _read(self, name: str, now: float, seen: _Seen | None) -> _Seen | None:
+        key = f"{MEMBERS}{name}.json"
         try:
-            member = Member(**json.loads(self.store.get(f"{MEMBERS}{name}.json")))
+            member = decode(Member, self.store.get(key))
+            if member.member != name:
+                raise ValueError(f"wanted what {name} says of itself, found what {member.member} says")
         except NotFound:
             return None
+        except ValueError as e:  # what it said before it still counts, but is no sign of life
+            self._pass_over(key, e)
+            if seen is not None:
+                seen.read_s = now
+            return seen
         if seen is None:  # it may be years old, or be written at this moment: its line will tell, or its next beat
             seen = self._seen[name] = _Seen(member, now)
             self._fresh_s = now
@@ -377,7 +458,7 @@ class Rendezvous:
             streak = last.streak + 1 if same else 1
         first = chosen[0] if chosen else self.me
         return Epoch(
-            epoch=last.epoch + 1,
+            epoch=self._number + 1,
             members=tuple(m.member for m in chosen),
             nproc=tuple(m.nproc for m in chosen),
             speeds=tuple(m.speed for m in chosen),

@@ -318,10 +318,10 @@ class Session:
 
     def _own_epoch(self) -> int:
         """Without an agent (plain torchrun, or one process) the epoch is ours to make."""
-        from harness.rendezvous import Epoch, encode_epoch, epoch_key, newest_epoch
+        from harness.rendezvous import Epoch, encode_epoch, epoch_key, epoch_numbers
 
         while True:
-            number = newest_epoch(self.store).epoch + 1
+            number = max(epoch_numbers(self.store), default=0) + 1
             epoch = Epoch(number, ("torchrun",), (self.world,), (1.0,), "", 0, "start")
             if self.store.create(epoch_key(number), encode_epoch(epoch)):
                 return number

@@ -28,8 +28,9 @@ from harness.facts import Stamped, digest
 from harness.invariants import Acted, Changed, Checker, Event, Violation, Written, record_hash
 from harness.journal import Journal, read_facts
 from harness.lease import Lease
+from harness.orders import STOP_KEY, StopOrder
 from harness.policies import cheapest, resolve
-from harness.recovery import STOP_KEY, Outcome, RunSpec, recover
+from harness.recovery import Outcome, RunSpec, recover
 from harness.world import DRAINED, FINISHED, LEAVE, STOPPED, CloudUnavailable, Fenced, Node, NodeState, Offer, Policy, World, meeting_place
 from storage.faults import Crash, FaultyStore, corrupt
 from storage.manifest import Manifest, Ref, SnapshotCorrupt
@@ -747,7 +748,7 @@ class Simulation:
         limit_s = run.max_hours_without_progress * 3600 if weather.calm_s == math.inf or weather.fails_at_step else 0.0
         self.clock.horizon_s = (0.0 if weather.calm_s == math.inf else weather.calm_s) + work_s + limit_s + 1800
         if weather.stop_at_s is not None:
-            request = json.dumps({"reason": "somebody asked for it", "by": "user", "failed": False}).encode()
+            request = StopOrder("somebody asked for it", "user").to_json()
             self.clock.after(weather.stop_at_s, lambda: self.store.put(STOP_KEY, request))
 
     def emit(self, event: Event) -> None:

@@ -4,7 +4,18 @@
 """
 
 from storage.manifest import Manifest, Part, PartList, Ref, SnapshotCorrupt, SnapshotTooNew
-from storage.objects import FileStore, FsspecStore, MemoryStore, NotFound, ObjectStore, Retrying, StoreError, StoreUnavailable, open_store
+from storage.objects import (
+    FileStore,
+    FsspecStore,
+    MemoryStore,
+    NotFound,
+    ObjectStore,
+    Retrying,
+    StoreError,
+    StoreRefused,
+    StoreUnavailable,
+    open_store,
+)
 from storage.retention import Keep
 from storage.snapshots import Snapshots
 
@@ -24,6 +35,7 @@ __all__ = [
     "SnapshotTooNew",
     "Snapshots",
     "StoreError",
+    "StoreRefused",
     "StoreUnavailable",
     "open_store",
 ]

@@ -25,7 +25,19 @@ from typing import Any
 
 import numpy as np
 
-from storage.objects import FULL, Keys, NotFound, StoreError, StoreUnavailable, abort_s3_uploads, denied, full, no_bucket, no_credentials
+from storage.objects import (
+    FULL,
+    Keys,
+    NotFound,
+    StoreError,
+    StoreRefused,
+    StoreUnavailable,
+    abort_s3_uploads,
+    denied,
+    full,
+    no_bucket,
+    no_credentials,
+)
 
 try:
     import obstore
@@ -190,7 +202,7 @@ class FastStore:
             raise _not_found(where, str(e)) from e
         except (errors.PermissionDeniedError, errors.UnauthenticatedError) as e:
             if NO_CREDENTIALS in str(e):
-                raise StoreError(f"{where}: {NO_CREDENTIALS}") from e
+                raise StoreRefused(f"{where}: {NO_CREDENTIALS}") from e
             raise denied(where, _short(e)) from e
         except errors.BaseError as e:
             raise _error(where, e) from e
@@ -216,7 +228,7 @@ def _error(where: str, e: Exception) -> StoreError:
     if type(e).__name__ in ("NoCredentialsError", "PartialCredentialsError") or "must be specified" in text or _is_without_identity(text):
         return no_credentials(where, _short(e))
     if "PermanentRedirect" in text or "AuthorizationHeaderMalformed" in text or "redirect without LOCATION" in text:
-        return StoreError(f"{where}: the bucket is in another region ({_short(e)}); set AWS_REGION to the bucket's")
+        return StoreRefused(f"{where}: the bucket is in another region ({_short(e)}); set AWS_REGION to the bucket's")
     return StoreUnavailable(f"{where}: {_short(e)}")
 
 
@@ -313,7 +325,7 @@ class _ByBotocore:
     def __call__(self) -> dict[str, Any]:
         found = self._session.get_credentials()
         if found is None:
-            raise StoreError(NO_CREDENTIALS)
+            raise StoreRefused(NO_CREDENTIALS)
         frozen = found.get_frozen_credentials()
         return {
             "access_key_id": frozen.access_key,

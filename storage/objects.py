@@ -5,15 +5,21 @@ obstore (`storage/fast.py`) where it can be, else by fsspec. Knows nothing of sn
 relative to the store's URL. What a store really does is found by `probe` (`storage/probe.py`).
 
 Errors:
-    StoreError             the store said no: permission, missing bucket, full disk; the message says what to do
+    StoreError             the store said no; the message says what to do
       ├─ NotFound          no such object
+      ├─ StoreRefused      it lets us do nothing: credentials, permission, missing bucket, full disk
       └─ StoreUnavailable  it did not answer or asked to slow down; the outcome of a write is UNKNOWN
+
+A store that has answered does not lose its bucket or its permissions for good in the middle of a run, but tokens expire, policies are
+rolled out, and metadata servers time out. So a refusal by a store that has answered is told as StoreUnavailable until it has lasted
+PATIENCE_S (`Patience`). One that never answered refuses at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import threading
 import time
@@ -21,15 +27,18 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import fsspec
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_exponential, wait_random
 
 RETRY_WITHIN_S = 60.0  # how long a store may be silent before callers hear of it
+PATIENCE_S = 900.0  # how long a store that has answered may refuse before it is believed; the variable STORAGE_PATIENCE_S changes it
+SPELL_GAP_S = 120.0  # two refusals that are further apart, with nothing asked between them, are of two spells
 BLOCK_NBYTES = 64 << 20  # of what fsspec uploads of a larger object at once
 BACKENDS = ("obstore", "fsspec")
 Keys = list[str]  # in classes, where `list` is a method
+T = TypeVar("T")
 
 
 class StoreError(Exception):
@@ -38,6 +47,10 @@ class StoreError(Exception):
 
 class NotFound(StoreError):
     """No such object."""
+
+
+class StoreRefused(StoreError):
+    """It lets us do nothing: no credentials, no permission, no such bucket, no space."""
 
 
 class StoreUnavailable(StoreError):
@@ -151,9 +164,18 @@ def _copy_into(found: bytes | memoryview, buffer: memoryview) -> int:
 
 
 def open_store(
-    url: str, *, retry_within_s: float = RETRY_WITHIN_S, backend: str = "", environ: Mapping[str, str] = os.environ, **options: Any
+    url: str,
+    *,
+    retry_within_s: float = RETRY_WITHIN_S,
+    answered: bool = False,
+    backend: str = "",
+    environ: Mapping[str, str] = os.environ,
+    **options: Any,
 ) -> ObjectStore:
     """A store rooted at `url`; transient failures are retried for `retry_within_s` seconds.
+
+    `answered`: it is known to be there and to let us read and write, so that a refusal is taken for an outage for
+    STORAGE_PATIENCE_S seconds. Who starts a process can tell it the same by the variable STORAGE_ANSWERED, the store's URL.
 
     `options` are spelled as for the cloud's fsspec filesystem (credentials by each cloud's own conventions when absent). `backend`: who
     speaks to a bucket, "obstore" or "fsspec"; by default (also of the variable STORAGE_BACKEND) obstore wherever it can. Raises StoreError.
@@ -162,9 +184,22 @@ def open_store(
     scheme = url.partition("://")[0]
     if scheme == "memory":
         return MemoryStore(url)
+    patience = Patience(_patience_s(environ), answered or environ.get("STORAGE_ANSWERED") == url)
     if scheme == "file":
-        return FileStore(url, **options)
-    return Retrying(_remote(url, backend or environ.get("STORAGE_BACKEND", ""), environ, options), retry_within_s)
+        return Retrying(FileStore(url, **options), retry_within_s, patience)
+    inner = _remote(url, backend or environ.get("STORAGE_BACKEND", ""), environ, options)
+    return Retrying(inner, retry_within_s, patience)
+
+
+def _patience_s(environ: Mapping[str, str]) -> float:
+    text = environ.get("STORAGE_PATIENCE_S", "")
+    try:
+        found = float(text or PATIENCE_S)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise StoreError(f"STORAGE_PATIENCE_S: wanted a number of seconds, found {text!r}")
+    return found
 
 
 def _remote(url: str, backend: str, environ: Mapping[str, str], options: dict[str, Any]) -> ObjectStore:
@@ -187,6 +222,9 @@ def normalize(url: str) -> str:
         return f"file://{Path(url).expanduser().resolve().as_posix()}"  # not as_uri: it would quote spaces, fsspec does not
     return url.rstrip("/")
 
+
+# What network file systems say while their server restarts or a lease is renewed.
+FALTERING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.ECONNRESET, errno.EAGAIN}
 
 _memory: dict[str, bytes] = {}  # memory:// of this process; fsspec's own has no create-only write
 _memory_lock = threading.Lock()
@@ -262,7 +300,7 @@ class FileStore:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
             except (FileNotFoundError, NotADirectoryError) as e:
-                raise StoreError(f"{path.parent}: this folder cannot be made ({e.strerror}); check the path of the run URL") from e
+                raise StoreRefused(f"{path.parent}: this folder cannot be made ({e.strerror}); check the path of the run URL") from e
             try:
                 with open(temporary, "wb", buffering=0) as f:
                     view, at = memoryview(data).cast("B"), 0
@@ -290,7 +328,7 @@ class FileStore:
         inside = prefix.rpartition("/")[0]
         folder = self._path(inside) if inside else self._root
         found = []
-        for parent, _, names in os.walk(folder):
+        for parent, _, names in self._walk(folder):
             base = os.path.relpath(parent, self._root)
             for name in names:
                 if name.startswith(".") and name.endswith(".tmp"):
@@ -299,6 +337,16 @@ class FileStore:
                 if key.startswith(prefix):
                     found.append(key)
         return sorted(found)
+
+    def _walk(self, folder: Path) -> Iterator[tuple[str, Keys, Keys]]:
+        """A folder that is not there holds nothing; one that cannot be read is no empty one."""
+
+        def failed(e: OSError) -> None:
+            if not isinstance(e, FileNotFoundError | NotADirectoryError):
+                raise e
+
+        with self._answers(""):
+            yield from os.walk(folder, onerror=failed)
 
     def delete(self, key: str) -> None:
         with self._answers(key):
@@ -336,13 +384,16 @@ class FileStore:
         except (FileNotFoundError, NotADirectoryError) as e:
             raise NotFound(f"{self.url}/{key}") from e
         except OSError as e:
+            if e.errno in FALTERING:
+                raise StoreUnavailable(f"{self.url}/{key}: {e.strerror}") from e
             hint = {
                 errno.ENOSPC: "the disk is full; free some space or choose another run URL",
+                errno.EDQUOT: "the quota is used up; free some space or choose another run URL",
                 errno.EACCES: "permission denied; choose a run URL that you may write to",
                 errno.EPERM: "permission denied; choose a run URL that you may write to",
                 errno.EROFS: "the file system is read-only; choose another run URL",
             }.get(e.errno or 0, "check the path")
-            raise StoreError(f"{self.url}/{key}: {e.strerror or e}: {hint}") from e
+            raise StoreRefused(f"{self.url}/{key}: {e.strerror or e}: {hint}") from e
 
 
 class FsspecStore:
@@ -453,20 +504,20 @@ class FsspecStore:
 
 
 # What a bucket's refusals are told as, whoever speaks to it.
-def no_bucket(where: str) -> StoreError:
-    return StoreError(f"{where}: the bucket does not exist; create it or name another in the run URL")
+def no_bucket(where: str) -> StoreRefused:
+    return StoreRefused(f"{where}: the bucket does not exist; create it or name another in the run URL")
 
 
-def denied(where: str, e: object) -> StoreError:
-    return StoreError(f"{where}: permission denied ({e}); check the credentials and the bucket's policy")
+def denied(where: str, e: object) -> StoreRefused:
+    return StoreRefused(f"{where}: permission denied ({e}); check the credentials and the bucket's policy")
 
 
-def full(where: str, e: object) -> StoreError:
-    return StoreError(f"{where}: {e}: the store is full; free some space, raise the quota, or choose another run URL")
+def full(where: str, e: object) -> StoreRefused:
+    return StoreRefused(f"{where}: {e}: the store is full; free some space, raise the quota, or choose another run URL")
 
 
-def no_credentials(where: str, e: object) -> StoreError:
-    return StoreError(f"{where}: no credentials found ({e}); log in the way your cloud's own tools do")
+def no_credentials(where: str, e: object) -> StoreRefused:
+    return StoreRefused(f"{where}: no credentials found ({e}); log in the way your cloud's own tools do")
 
 
 FULL = ("QuotaExceeded", "StorageFull", "InsufficientStorage", "No space left")  # words of S3-compatible stores and quotas
@@ -506,11 +557,57 @@ def _causes(e: BaseException | None) -> Iterator[BaseException]:
         e = e.__cause__
 
 
-class Retrying:
-    """Repeats calls that were not answered. A `create` whose outcome is unknown is settled by reading back."""
+class Patience:
+    """What a store's refusal means: an outage, while the store has answered before and has refused for less than `patience_s`.
 
-    def __init__(self, inner: ObjectStore, within_s: float = RETRY_WITHIN_S):
+    Each kind of operation is judged by itself, since each may have a permission of its own: who may read but never write is told so at
+    once. Knows no store; `monotonic` in seconds.
+    """
+
+    KINDS = ("read", "list", "write", "delete")
+
+    def __init__(self, patience_s: float = PATIENCE_S, answered: bool = False, monotonic: Callable[[], float] = time.monotonic):
+        self.patience_s, self._monotonic = patience_s, monotonic
+        self._answered = set(self.KINDS if answered else ())
+        self._spells: dict[str, tuple[float, float]] = {}  # kind -> its first refusal in a row, its last one
+
+    @contextlib.contextmanager
+    def judge(self, kind: str) -> Iterator[None]:
+        """Around one call. StoreRefused becomes StoreUnavailable where it need not be final."""
+        try:
+            yield
+        except StoreUnavailable:
+            raise
+        except StoreRefused as e:
+            raise self._judged(kind, e) from e
+        except NotFound:
+            self._hear(kind)
+            raise
+        self._hear(kind)
+
+    def _hear(self, kind: str) -> None:
+        self._answered.add(kind)
+        self._spells.pop(kind, None)
+
+    def _judged(self, kind: str, e: StoreRefused) -> StoreError:
+        if kind not in self._answered:
+            return e
+        now = self._monotonic()
+        first_s, last_s = self._spells.get(kind, (now, now))
+        if now - last_s > SPELL_GAP_S:
+            first_s = now
+        self._spells[kind] = first_s, now
+        if now - first_s < self.patience_s:
+            return StoreUnavailable(f"{e} (it has answered before, so this counts as an outage for {self.patience_s:g} s)")
+        return StoreRefused(f"{e} (it has said so for {now - first_s:.0f} s, although it had answered before)")
+
+
+class Retrying:
+    """Repeats calls that were not answered. A `create` whose outcome is unknown is settled by reading back. `patience`: with refusals."""
+
+    def __init__(self, inner: ObjectStore, within_s: float = RETRY_WITHIN_S, patience: Patience | None = None):
         self.inner, self.url = inner, inner.url
+        self._patience = patience or Patience()
         self._retry = retry(
             retry=retry_if_exception_type(StoreUnavailable),
             wait=wait_exponential(multiplier=0.1, max=5.0) + wait_random(0.0, 0.5),
@@ -519,10 +616,10 @@ class Retrying:
         )
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
-        return self._retry(self.inner.get)(key, start, end)
+        return self._call("read", self.inner.get, key, start, end)
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        self._retry(self.inner.put)(key, data)
+        self._call("write", self.inner.put, key, data)
 
     def create(self, key: str, data: bytes | memoryview) -> bool:
         unknown = False
@@ -542,19 +639,26 @@ class Retrying:
             except NotFound:  # it was deleted meanwhile, whoever made it: nobody is there first, so try again
                 raise StoreUnavailable(f"{self.url}/{key}: created and deleted by others at the same time") from None
 
-        return self._retry(once)()
+        return self._call("write", once)
 
     def list(self, prefix: str) -> list[str]:
-        return self._retry(self.inner.list)(prefix)
+        return self._call("list", self.inner.list, prefix)
 
     def delete(self, key: str) -> None:
-        self._retry(self.inner.delete)(key)
+        self._call("delete", self.inner.delete, key)
 
     def size(self, key: str) -> int:
-        return self._retry(self.inner.size)(key)
+        return self._call("read", self.inner.size, key)
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        return self._retry(read_into)(self.inner, key, start, buffer)
+        return self._call("read", read_into, self.inner, key, start, buffer)
+
+    def _call(self, kind: str, do: Callable[..., T], *words: Any) -> T:
+        def once() -> T:
+            with self._patience.judge(kind):
+                return do(*words)
+
+        return self._retry(once)()
 
     def abort_stale_uploads(self, older_than_s: float) -> Keys:
         return self._retry(abort_stale_uploads)(self.inner, older_than_s)

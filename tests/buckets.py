@@ -15,7 +15,7 @@ import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -71,9 +71,9 @@ def weed(folder: Path) -> Iterator[dict]:
 
 
 @contextlib.contextmanager
-def moto() -> Iterator[str]:
-    """S3 in this process, with the buckets `my-bucket`. The address. It also speaks the part of Google's XML interface that differs
-    from S3 where we use it: two headers, and how much of a path is quoted."""
+def moto(refuses: threading.Event | None = None) -> Iterator[str]:
+    """S3 in this process, with the buckets `my-bucket`. The address. While `refuses` is set it says 403 to everybody. It also speaks
+    the part of Google's XML interface that differs from S3 where we use it: two headers, and how much of a path is quoted."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -83,7 +83,10 @@ def moto() -> Iterator[str]:
 
     inner = DomainDispatcherApplication(create_backend_app)
 
-    def app(environ: dict, start_response: object) -> object:
+    def app(environ: dict, start_response: Callable) -> object:
+        if refuses is not None and refuses.is_set():
+            start_response("403 Forbidden", [("Content-Type", "application/xml")])
+            return [b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"]
         if environ.pop("HTTP_X_GOOG_IF_GENERATION_MATCH", None) == "0":
             environ["HTTP_IF_NONE_MATCH"] = "*"
         if environ.get("HTTP_AUTHORIZATION", "").startswith("Bearer "):

@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from email.utils import formatdate
 from pathlib import Path
 
+import buckets
 import pytest
 from worlds import TRAINER, history, newest, until
 
@@ -33,7 +35,7 @@ class Nodes:
     """Agents as processes; whatever is left is killed at the end of the test."""
 
     def __init__(self, run):
-        self.run, self.processes = run, []
+        self.run, self.url, self.processes = run, str(run), []
 
     def start(self, *flags, script=TRAINER, agent=(), env=None):
         n = len(self.processes) + 1
@@ -41,7 +43,7 @@ class Nodes:
         base = {k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "SKYPILOT_", "AWS_"))}
         with open(self.run.parent / f"node{n}.log", "wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "harness.cli", "run", "--run", str(self.run), *agent, "--", str(script), *map(str, flags)],
+                [sys.executable, "-m", "harness.cli", "run", "--run", self.url, *agent, "--", str(script), *map(str, flags)],
                 env=base | {"HARNESS_NODE_DIR": str(node_dir), "HARNESS_ATTEMPT": str(n), **(env or {})},
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -51,13 +53,13 @@ class Nodes:
         return process
 
     def facts(self, kind):
-        return [s.fact for s in read_facts(open_store(str(self.run))) if isinstance(s.fact, kind)]
+        return [s.fact for s in read_facts(open_store(self.url)) if isinstance(s.fact, kind)]
 
     def until(self, condition, timeout_s=90):
         until(condition, self.logs, timeout_s, every_s=0.1)
 
     def step(self):
-        manifest = newest(self.run)
+        manifest = newest(self.url)
         return manifest.step if manifest else 0
 
     def logs(self):
@@ -122,6 +124,25 @@ def test_a_member_that_goes_before_its_workers_begin_is_not_waited_for(nodes):
     assert [r.step for r in history(nodes.run)] == list(range(1, LONG + 1))
 
 
+def test_a_spell_of_refusals_does_not_end_a_run(nodes, monkeypatch):
+    """The bucket says 403 to everybody for a while, as with an expired token: training goes on, and what was made is committed later."""
+    refuses = threading.Event()
+    with buckets.moto(refuses) as url:
+        account = {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
+        for name, value in account.items():
+            monkeypatch.setenv(name, value)
+        nodes.url = "s3://my-bucket/run"
+        agent = nodes.start("--total", 100, "--every", 10, "--sleep-s", 0.05, env=account)
+        nodes.until(lambda: nodes.step() >= 10)
+        refuses.set()
+        time.sleep(2.5)  # the agent asks for something every 2 s at most
+        refuses.clear()
+        assert agent.poll() is None, nodes.logs()
+        assert agent.wait(90) == 0, nodes.logs()
+        assert [r.step for r in history(nodes.url)] == list(range(1, 101))
+        assert [e.why for e in nodes.facts(EpochLeft)] == ["finished"]
+
+
 def test_a_script_that_keeps_failing_is_stopped_with_its_words(nodes):
     nodes.start("--fail-at", 12, "--every", 10)
     assert nodes.codes() == [35]
@@ -130,6 +151,32 @@ def test_a_script_that_keeps_failing_is_stopped_with_its_words(nodes):
     failures = nodes.facts(WorkerFailed)
     assert len(failures) == 3 and all("ValueError" in f.error and "planned failure" in f.log_tail for f in failures)
     assert nodes.step() == 10
+
+
+@pytest.mark.parametrize(("text", "times", "says"), [("", 3, "crash loop"), (" of {uuid.uuid4()}", 20, "20 epochs in a row")])
+def test_words_of_a_lost_peer_prove_nothing_where_nobody_is_lost(nodes, tmp_path, text, times, says):
+    """One node, one rank: nobody else can have failed. Nor is a failure whose words are new each time tried for ever."""
+    script = tmp_path / "reads.py"
+    script.write_text(f"import uuid\nraise RuntimeError(f'Read error{text}: NCCL timed out after 30 s, Connection closed by peer')\n")
+    nodes.start(script=script)
+    assert nodes.codes(60) == [35], nodes.logs()
+    assert [(f.rank, f.error) for f in nodes.facts(WorkerFailed)] == [(0, "RuntimeError")] * times
+    stop = json.loads(open_store(str(nodes.run)).get("control/stop.json"))
+    assert stop["failed"] is True and says in stop["reason"] and "Read error" in stop["reason"]
+
+
+def test_of_two_ranks_only_the_one_that_failed_first_is_to_blame(nodes, tmp_path):
+    """Its words are those of a lost peer; the other's as well, and they are true."""
+    script = tmp_path / "two.py"
+    script.write_text(
+        "import os, torch\nimport torch.distributed as dist\ndist.init_process_group('gloo')\nx = torch.ones(1)\ndist.all_reduce(x)\n"
+        "if os.environ['RANK'] == '1':\n    raise RuntimeError('Read error: the tape is torn')\ndist.all_reduce(x)\n"
+    )
+    nodes.start(script=script, agent=("--nproc", "2"))
+    assert nodes.codes(60) == [35], nodes.logs()
+    failed = nodes.facts(WorkerFailed)
+    assert {(f.rank, f.error) for f in failed} == {(0, "PeerLost"), (1, "RuntimeError")} and len(failed) == 6
+    assert "the tape is torn" in json.loads(open_store(str(nodes.run)).get("control/stop.json"))["reason"]
 
 
 def test_bad_input_is_not_tried_again(nodes):
@@ -203,6 +250,15 @@ def test_stop_drains_everybody_and_a_request_makes_a_snapshot(nodes):
     assert ended.returncode == 0, ended.stderr
     assert nodes.codes() == [35]
     assert nodes.step() > before and f"Stopped at step {nodes.step()}" in ended.stdout
+
+
+def test_an_empty_stop_order_is_one(nodes):
+    """`touch` is enough: the agent drains."""
+    agent = nodes.start("--total", 100_000, "--every", 20, "--sleep-s", 0.02)
+    nodes.until(lambda: nodes.step() >= 20)
+    open_store(str(nodes.run)).create("control/stop.json", b"")
+    assert agent.wait(60) == 35, nodes.logs()
+    assert [e.why for e in nodes.facts(EpochLeft)] == ["stopped"] and nodes.facts(SnapshotCommitted)[-1].why == "stop"
 
 
 @pytest.mark.parametrize("how", ["signal", "file"])

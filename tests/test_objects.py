@@ -15,7 +15,20 @@ import buckets
 import fsspec
 import pytest
 
-from storage import FileStore, FsspecStore, MemoryStore, NotFound, ObjectStore, Retrying, StoreError, StoreUnavailable, fast, objects, probe
+from storage import (
+    FileStore,
+    FsspecStore,
+    MemoryStore,
+    NotFound,
+    ObjectStore,
+    Retrying,
+    StoreError,
+    StoreRefused,
+    StoreUnavailable,
+    fast,
+    objects,
+    probe,
+)
 from storage.fast import FastStore
 from storage.objects import BACKENDS, abort_stale_uploads, normalize, open_store, read_into
 
@@ -409,10 +422,10 @@ def answers() -> Iterator[tuple[list[tuple[int, str]], FastStore]]:
         (503, "SlowDown", StoreUnavailable, "503"),
         (500, "InternalError", StoreUnavailable, "500"),
         (409, "ConditionalRequestConflict", StoreUnavailable, "Conflict"),
-        (507, "InsufficientStorage", StoreError, "is full; free some space"),
-        (403, "AccessDenied", StoreError, "permission denied"),
-        (404, "NoSuchBucket", StoreError, "bucket does not exist"),
-        (301, "PermanentRedirect", StoreError, "another region"),
+        (507, "InsufficientStorage", StoreRefused, "is full; free some space"),
+        (403, "AccessDenied", StoreRefused, "permission denied"),
+        (404, "NoSuchBucket", StoreRefused, "bucket does not exist"),
+        (301, "PermanentRedirect", StoreRefused, "another region"),
     ],
 )
 def test_what_a_server_says_becomes_the_right_error(answers, status: int, code: str, error: type, match: str) -> None:  # type: ignore[no-untyped-def]
@@ -422,6 +435,67 @@ def test_what_a_server_says_becomes_the_right_error(answers, status: int, code: 
         store.create("k", b"v")
     assert type(e.value) is error
     assert "hush" not in str(e.value)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_refusal_is_an_outage_where_the_store_has_answered(backend: str) -> None:
+    """An expired token, a policy on its way: nobody may take that for the end. Who was never let in is told so at once."""
+    refuses = threading.Event()
+    with buckets.moto(refuses) as url:
+
+        def store(patience_s: float, **more: object) -> ObjectStore:
+            environ = {"STORAGE_PATIENCE_S": str(patience_s)}
+            known = {"backend": backend, "key": "a", "secret": "b", "endpoint_url": url, "environ": environ, "retry_within_s": 0.05}
+            return open_store("s3://my-bucket/refusals", **known, **more)
+
+        patient, hasty, newcomer, told = store(900.0), store(0.0), store(900.0), store(900.0, answered=True)
+        for one in (patient, hasty):
+            one.put("k", b"v")
+        refuses.set()
+        with pytest.raises(StoreUnavailable, match="has answered before"):
+            patient.put("k", b"w")
+        with pytest.raises(StoreUnavailable):
+            told.put("k", b"w")
+        with pytest.raises(StoreError, match="although it had answered") as late:
+            hasty.put("k", b"w")
+        with pytest.raises(StoreError, match="permission denied") as never:
+            newcomer.put("k", b"w")
+        assert not isinstance(late.value, StoreUnavailable) and not isinstance(never.value, StoreUnavailable)
+        refuses.clear()
+        patient.put("k", b"w")
+        assert newcomer.get("k") == b"w"
+
+
+def test_patience_ends_and_begins_anew() -> None:
+    now = [0.0]
+    patience = objects.Patience(900.0, monotonic=lambda: now[0])
+
+    def call(kind: str, t: float, refuses: bool = True) -> type | None:
+        now[0] = t
+        try:
+            with patience.judge(kind):
+                if refuses:
+                    raise StoreRefused("denied")
+        except StoreError as e:
+            return type(e)
+        return None
+
+    assert call("write", 0) is StoreRefused  # it has never answered
+    assert call("write", 1, refuses=False) is call("read", 1, refuses=False) is None
+    assert call("delete", 2) is StoreRefused  # that is asked by a permission of its own
+    assert {call("write", t) for t in range(2, 900, 60)} == {StoreUnavailable}
+    assert call("write", 902) is StoreRefused
+    assert call("write", 903, refuses=False) is None
+    assert call("write", 904) is StoreUnavailable
+    assert call("write", 4000) is StoreUnavailable  # nothing was asked meanwhile: another spell
+    assert call("read", 4001) is StoreUnavailable
+
+
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path: Path) -> None:
+    """A network file system whose server restarts: who took that for an empty run would begin it anew."""
+    (tmp_path / "run").symlink_to(tmp_path / "run")  # any error but "no such folder"
+    with pytest.raises(StoreError):
+        open_store(f"file://{tmp_path}/run").list("snapshots/")
 
 
 def test_a_create_is_never_repeated_unseen(answers) -> None:  # type: ignore[no-untyped-def]

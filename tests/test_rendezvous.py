@@ -6,7 +6,7 @@ import json
 import socket
 import struct
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from worlds import until
@@ -55,6 +55,11 @@ class Place:
         """Does it know of everybody whom it follows whether they are there?"""
         return all(h.up or h.refused for h in map(m.lines.heard, m.lines._wanted))
 
+    def up_to_date(self, m, members):
+        """Has it heard the last word of each of these whom it hears? Rounds pass faster than lines carry."""
+        heard = [(m.lines.heard(o.me.member), o.me.beat) for o in members if o.me.member in m.lines._wanted]
+        return all(not h.up or (h.record and json.loads(h.record)["beat"] >= beat) for h, beat in heard)
+
     def beat(self, *members, seconds=1.0):
         self.clock.now += seconds
         for m in members:
@@ -66,7 +71,7 @@ class Place:
         for _ in range(rounds):
             for m in members:
                 m.look()
-            until(lambda: all(self.resolved(m) for m in members))
+            until(lambda: all(self.resolved(m) and self.up_to_date(m, members) for m in members))
             for m in members:
                 epoch = m.try_form(max_world)
                 if epoch is not None:
@@ -244,6 +249,68 @@ def test_racing_members_agree_on_every_epoch(place):
     only = newest_epoch(place.store)
     assert all(e is None or e == only for e in seen) and any(e is not None for e in seen)
     assert json.loads(place.store.get(keys[0]))["members"] == list(only.members)
+
+
+ODD = [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"beat": 3}']
+
+
+def told(member: Member, /, **changes) -> bytes:
+    return json.dumps({**asdict(member), **changes}).encode()
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_objects_under_rdzv_stop_nobody(place, odd, capsys):
+    """Empty, cut, of another kind, in a folder of their own: whoever wrote them, the run forms its epochs all the same."""
+    for name in ("ghost.json", "sub/x.json", "y.json~"):
+        place.store.put(f"rdzv/members/{name}", odd)
+    for name in ("x.json~", "000001.json~", "000002.json"):
+        place.store.put(f"rdzv/epochs/{name}", odd)
+    a, b = place.member("a"), place.member("b")
+    assert place.form(a, b).members == ("a", "b")
+    assert a.newest().epoch == newest_epoch(place.store).epoch == 1
+    a.say(state="ready"), b.say(state="ready")
+    epoch = place.form(a, b)
+    assert (epoch.epoch, epoch.members) == (3, ("a", "b"))  # the number 2 is taken by what is no epoch
+    assert newest_epoch(place.store) == epoch and {m.member for m in a.members()} == {"a", "b"}
+    assert capsys.readouterr().out.count("rdzv/members/ghost.json is passed over") == 2  # by each of us once
+
+
+@pytest.mark.parametrize(
+    ("changes", "there"),
+    [
+        ({"colour": "red", "pace": [1]}, True),  # of a newer version
+        ({"speed": 2}, True),
+        ({"nproc": "two"}, False),
+        ({"nproc": True}, False),
+        ({"speed": float("nan")}, False),
+        ({"probe_port": 70_000}, False),
+        ({"addr": None}, False),
+        ({"member": "a"}, False),
+    ],
+)
+def test_a_member_of_another_version_counts_if_it_makes_sense(place, changes, there):
+    a, c = place.member("a"), place.member("c")
+    place.store.put(f"rdzv/members/{c.me.member}.json", told(replace(c.me, state="ready", beat=9), **changes))
+    assert ([m.member for m in a.look()] == ["c", "a"]) == there
+
+
+def test_epochs_and_members_of_older_versions_are_read():
+    store = MemoryStore("memory://older", {})
+    epoch = {"epoch": 1, "members": ["a"], "nproc": [2], "speeds": [1.0], "addr": "h", "port": 1, "reason": "start"}
+    store.put(epoch_key(1), json.dumps({**epoch, "unheard-of": {}}).encode())
+    assert newest_epoch(store) == Epoch(1, ("a",), (2,), (1.0,), "h", 1, "start")
+    for broken in ({**epoch, "epoch": 7}, {**epoch, "nproc": []}, {**epoch, "members": "a"}, {**epoch, "port": -1}):
+        store.put(epoch_key(2), json.dumps(broken).encode())
+        assert newest_epoch(store).epoch == 1
+
+
+def test_an_address_that_is_none_does_not_end_the_lines():
+    lines, other = Lines("a", "127.0.0.1", pulse_s=0.1), Lines("b", "127.0.0.1", pulse_s=0.1)
+    try:
+        lines.follow({"x": ("127.0.0.1", 70_000), "y": ("\0", 5), "z": ("no such host.", 5), "b": ("127.0.0.1", other.port)})
+        until(lambda: lines.heard("b").up)
+    finally:
+        lines.close(), other.close()
 
 
 def test_no_epoch_has_no_world():
