@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PURE = ["facts", "world", "policies", "recovery", "book", "batch", "ledger", "market", "lease", "sim", "records", "invariants"]
+PURE += ["beats", "leaderless"]
 BANNED = {"torch", "sky", "socket", "subprocess", "http", "urllib", "threading", "asyncio", "os", "rich", "wandb"}
 
 

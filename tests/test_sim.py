@@ -90,7 +90,7 @@ def test_without_capacity_it_stops_and_says_so() -> None:
 
 
 def test_a_budget_holds_in_every_world() -> None:
-    run = RunSpec(1, 3, poll_s=5.0, budget_usd=0.2, exit_grace_s=60.0)
+    run = RunSpec(1, 3, poll_s=5.0, budget_usd=0.4, exit_grace_s=60.0, launch_s=60.0, terminate_s=10.0)
     ends = Counter(r.outcome for r in simulate_many(range(20), run=run))
     assert ends["stopped"] > 12
 
