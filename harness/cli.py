@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
@@ -168,7 +169,8 @@ def launch(flags: LaunchFlags) -> int:
                     view.end()
                     what = _answer(asked, draining, flags.on_interrupt, console)
                     draining = what in ("drain", "kill")
-                    if (code := _interrupted(what, store, cloud, console, url)) is not None:
+                    by = f"told to end by {asked}" if isinstance(asked, Told) else "interrupted with Ctrl-C"
+                    if (code := _interrupted(what, by, store, cloud, console, url)) is not None:
                         return code
                     asked = None
                 view.show()
@@ -181,8 +183,10 @@ def launch(flags: LaunchFlags) -> int:
                 view.end()
                 console.print(f"[red]{e}[/]\nNothing was touched. Watch it with: harness status {url}")
                 return FAILED
-            except (StoreError, HarnessError) as e:
+            except Exception as e:  # also a fault of our own: whatever it is, the nodes are none the worse, and somebody must know
                 view.end()
+                if not isinstance(e, (StoreError, HarnessError)):
+                    traceback.print_exc()
                 return _give_up(e, store, cloud, console, url)
         cloud.shutdown()
     _report(store, console, flags.html or _html_path(url), flags.brief)
@@ -361,8 +365,6 @@ def _newest_steps(store: ObjectStore) -> list[tuple[float, int]]:
 def _answer(asked: KeyboardInterrupt, draining: bool, what: str, console: Console) -> str:
     """What an interruption shall do: "drain", "leave", "kill" or "carry on". The second one, while nodes drain, kills."""
     told = isinstance(asked, Told)
-    if told:
-        console.print(f"\n{asked}.", highlight=False)
     if draining:
         return "kill"
     if what != "ask":
@@ -378,16 +380,16 @@ def _answer(asked: KeyboardInterrupt, draining: bool, what: str, console: Consol
         return "kill"
 
 
-def _interrupted(what: str, store: ObjectStore, cloud: LocalCloud | SkyPilotCloud, console: Console, url: str) -> int | None:
-    """Do what was answered. None: go on leading (until the drain is over)."""
+def _interrupted(what: str, by: str, store: ObjectStore, cloud: LocalCloud | SkyPilotCloud, console: Console, url: str) -> int | None:
+    """Do what was answered to what happened (`by`). None: go on leading (until the drain is over)."""
     if what == "carry on":
         return None
     if what == "leave":
         console.print(f"Left running. Lead it again with the same command; watch: harness status {url}; end it: harness stop {url}")
         return INTERRUPTED
     if what == "drain":
-        console.print("Draining: a snapshot is made, then everything is ended. Ctrl-C again kills at once.")
-        _ask_stop(store, "the controller was interrupted")
+        console.print(f"{by[0].upper()}{by[1:]}. Draining: a snapshot is made, then everything is ended. The same again kills at once.")
+        _ask_stop(store, f"the controller was {by}")
         return None
     console.print("Ending all nodes ...")
     with contextlib.suppress(HarnessError):
@@ -731,7 +733,8 @@ def stop(flags: StopFlags) -> int:
     """Drain the whole run: all ranks snapshot at the same step boundary and leave; nobody comes back by itself."""
     store, console = _existing_store(flags.url), Console()
     _ask_stop(store, flags.reason)
-    left = _Ending(store).wait(flags.wait_s)
+    url = normalize(flags.url)
+    left = _Ending(store, _local_cloud(url).gone if _is_local(url) else set).wait(flags.wait_s)
     if not left:
         from storage.snapshots import Snapshots
 
@@ -752,14 +755,15 @@ LED_S = 25.0  # a controller that has not beaten for so long does not end anythi
 class _Ending:
     """What the bucket tells of a run that is coming to its end: whose members beat, which attempts are open, whether somebody leads."""
 
-    def __init__(self, store: ObjectStore):
+    def __init__(self, store: ObjectStore, gone: Callable[[], Collection[int]] = set):
+        """`gone`: attempts of which a cloud at hand knows that they are over."""
         from harness.beats import Beats
         from harness.book import Book
         from harness.journal import Follower
 
         self._store, self._beats, self._facts = store, Beats(store, time.monotonic), Follower(store, "facts/controller-")
         self._sign, self._led_s = (0, b""), time.monotonic()
-        self.book, self.damage = Book(random.Random(0)), ""
+        self.book, self.damage, self._gone = Book(random.Random(0)), "", gone
 
     def look(self) -> list[Beat]:
         """Members that are not known to have ended. One that died never says goodbye: that a cloud has proven its attempt to be gone
@@ -775,7 +779,7 @@ class _Ending:
             self._sign, self._led_s = sign, time.monotonic()
         if not sign[0] or sign[1] == RELEASED:
             self._led_s = -LED_S
-        ended = {n for n, e in self.book.ended.items() if e.end != "lost"}
+        ended = {n for n, e in self.book.ended.items() if e.end != "lost"}.union(self._gone())
         return [b for b in self._beats.look() if not b.silent() and b.attempt not in ended]
 
     @property
@@ -807,15 +811,12 @@ def down(flags: DownFlags) -> int:
     """Stop a run and end every node of it, wherever it came from; what is left running, or cannot be proven to be gone, is named."""
     store, console, url = _existing_store(flags.url), Console(), normalize(flags.url)
     _ask_stop(store, flags.reason)
-    ending = _Ending(store)
+    local = _local_cloud(url) if _is_local(url) else None
+    ending = _Ending(store, local.gone if local else set)
     ending.wait(flags.grace_s)
-    if _is_local(url):
-        from harness.local import LocalCloud
-        from harness.tasks import Task
-
-        cloud = LocalCloud(_state_dir(url), Task(Path("-"), "down", "true"), run_url=url)
-        cloud.shutdown()
-        gone, where = {n.attempt for n in cloud.nodes()}, "this computer"
+    if local:
+        local.shutdown()
+        gone, where = local.gone(), "this computer"
         console.print("This computer runs no node of this run.")
     else:
         gone, where = _down_sky(url, flags.timeout_s, console), "SkyPilot's API server"
@@ -867,6 +868,14 @@ def _prove(ending: _Ending, gone: Collection[int], where: str, url: str, timeout
     for doubt in doubts:
         console.print(doubt, markup=False, highlight=False, soft_wrap=True)
     return FAILED
+
+
+def _local_cloud(url: str) -> LocalCloud:
+    """The one of this computer that led the run: to look, and to end it."""
+    from harness.local import LocalCloud
+    from harness.tasks import Task
+
+    return LocalCloud(_state_dir(url), Task(Path("-"), "down", "true"), run_url=url)
 
 
 def _is_local(url: str) -> bool:

@@ -274,9 +274,10 @@ class Loop:
         if book.failures >= run.max_failures_at_one_step:
             return f"the script failed {book.failures} times in a row after step {book.step}; see the workers' logs"
         if book.idle >= run.max_idle_ends or book.early >= run.max_early_ends:
+            times = max(book.early, book.idle)
             return (
-                f"the script ended with exit code 0 before its last step {max(book.early, book.idle)} times in a row, the last time after step "
-                f"{book.step}, and made no final snapshot; call run.finish() where it is done, or let run.steps() come to its end"
+                f"the script ended with exit code 0 before its last step {times} times in a row, the last time after step {book.step}, "
+                "and made no final snapshot; call run.finish() where it is done, or let run.steps() come to its end"
             )
         if book.fruitless >= run.max_attempts_without_progress * run.max_nodes:
             last = max(book.ended.values(), key=lambda e: (e.gone_s, e.attempt))
