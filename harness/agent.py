@@ -41,6 +41,8 @@ from harness.facts import (
     WorkerHung,
 )
 from harness.journal import Journal
+from harness.leaderless import LOOK_EVERY_S, Leaderless
+from harness.lease import sign_of_life
 from harness.lines import Lines
 from harness.marks import Want
 from harness.nearby import NearbyConfig
@@ -114,6 +116,8 @@ class AgentConfig:
     hangs_allowed: int = 3  # so many hangs of our own workers: this node is unfit
     gpu_health: str = "off"  # "auto": by NVML; "off"; or the path of a script for the fake (harness/health.py)
     unfit_grace_s: float = 60.0  # how long workers on a sick GPU have to reach a step boundary
+    leaderless_s: float = 0.0  # so long this node goes on when nobody leads the run any more; 0: for ever
+    lease_s: float = LOOK_EVERY_S  # how often to look whether somebody does
 
 
 @dataclass
@@ -193,6 +197,7 @@ class Agent:
         self._unfit = ""  # why no run should come back to this node
         self._unfit_by_s: float | None = None  # when workers on it are ended, if they have not left by then
         self._grace_spent: set[str] = set()  # the notices whose last words are written
+        self._leaderless = Leaderless(config.leaderless_s)
         self._last_loop_s = time.monotonic()
 
     # ---- life --------------------------------------------------------------------------------------------------
@@ -254,6 +259,7 @@ class Agent:
                 self._heed_known_ends()
                 with contextlib.suppress(StoreUnavailable):  # training goes on while the bucket is silent
                     self._tell_doubt(self._doubtful())
+                    self._heed_leader(now)
                     code = self._seek_epoch(now) if self._epoch is NO_EPOCH else self._watch_peers(now)
             if now >= self._next_flush_s:
                 self._next_flush_s = now + self.config.flush_s
@@ -386,6 +392,15 @@ class Agent:
 
     def _gone_code(self) -> int:
         return UNFIT if self._unfit else DRAINED
+
+    def _heed_leader(self, now: float) -> None:
+        """Does anybody lead the run? If nobody has for too long, this node drains. Raises StoreUnavailable; then it looks again later."""
+        if not self._leaderless.bound_s or self._leaving or not self._due("lease", now, self.config.lease_s):
+            return
+        if why := self._leaderless.see(now, *sign_of_life(self.store, self._leaderless.term)):
+            self.journal.record(NoticeSeen(self.name, "lease", "kill", why, None))
+            print(f"harness run: {why}; this node drains", flush=True)
+            self._must_leave(why, "leaderless", None)
 
     def _want(self, who: str, want: Want, deadline_s: float | None = None) -> None:
         if self._wants.get(who) != (want, deadline_s) or want is Want.SNAPSHOT:

@@ -1,7 +1,8 @@
 """The `harness` command: the only place that builds the real world (clock, cloud, randomness, store).
 
 Each sub-command is one frozen dataclass (its flags) and one function. Exit status: 0 it is done, 1 it failed, 2 the input was
-wrong, 3 it was stopped before its end, 130 interrupted.
+wrong, 3 it was stopped before its end, 4 (`launch`) the controller cannot go on and has left the nodes training, 130 interrupted.
+A supervisor starts `launch` again on 1 and 4.
 """
 
 from __future__ import annotations
@@ -11,24 +12,28 @@ import json
 import os
 import random
 import secrets
+import signal
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from harness.config import Parser, add_flags, build, flag, positional
+from harness.config import Bounds, Parser, add_flags, build, flag, positional
 from harness.orders import SNAPSHOT, STOP_KEY, StopOrder, ask_to_stop, stop_order
-from harness.world import BadInput, Fenced, HarnessError
+from harness.world import BadInput, CloudUnavailable, Fenced, HarnessError
 from storage.objects import RETRY_WITHIN_S, NotFound, ObjectStore, StoreError, normalize, open_store
 
 if TYPE_CHECKING:
+    from harness.beats import Beat
+    from harness.book import Book
     from harness.local import LocalCloud
     from harness.progress import Limits
     from harness.recovery import RunSpec
@@ -37,7 +42,8 @@ if TYPE_CHECKING:
     from harness.world import Policy
     from storage.command import Notes
 
-DONE, FAILED, WRONG_INPUT, ENDED_EARLY, INTERRUPTED = 0, 1, 2, 3, 130
+DONE, FAILED, WRONG_INPUT, ENDED_EARLY, LEFT, INTERRUPTED = 0, 1, 2, 3, 4, 130
+SAME_S = 3.0  # a terminal that closes and a service manager that stops us send several signals: within this they are one
 PREFLIGHT_S = 10.0  # how long a bucket may be silent before a launch is refused
 
 
@@ -49,27 +55,64 @@ class RealClock:
         time.sleep(seconds)
 
 
+# ---- what flags may say -----------------------------------------------------------------------------------------
+def _nodes(text: str) -> tuple[int, int]:
+    """LOW:HIGH or N. Raises ValueError that says what is wanted."""
+    low, _, high = text.partition(":")
+    if not (low.isdecimal() and (high or low).isdecimal()) or not 1 <= int(low) <= int(high or low):
+        raise ValueError(f"wanted LOW:HIGH or N with 1 <= LOW <= HIGH, for example 1:4; found {text!r}")
+    return int(low), int(high or low)
+
+
+def _workers(text: str) -> None:
+    """A number of workers, or auto. Raises ValueError that says what is wanted."""
+    if text != "auto" and not (text.isdecimal() and int(text) >= 1):
+        raise ValueError(f"wanted a number of at least 1, or auto; found {text!r}")
+
+
+def _moment(text: str) -> None:
+    _of_sources("moment", text)
+
+
+def _duration(text: str) -> None:
+    _of_sources("duration", text)
+
+
+def _of_sources(parser: str, text: str) -> None:
+    """Raises ValueError that says what is wanted."""
+    from harness import sources
+
+    try:
+        if text:
+            getattr(sources, parser)(text)
+    except BadInput as e:
+        raise ValueError(str(e)) from None
+
+
 # ---- launch -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class LaunchFlags:
     task: str = positional("the SkyPilot task YAML")
     run: str = flag("", "URL of the run (s3://, gs://, az://, file:// or a path); default: a new folder under runs/")
     cloud: str = flag("local", "where nodes come from: local (this computer), sky (SkyPilot: costs money)", choices=["local", "sky"])
-    nodes: str = flag("1:1", "how many nodes, LOW:HIGH or N")
+    nodes: str = flag("1:1", "how many nodes, LOW:HIGH or N", check=_nodes)
     market: str = flag("demo", "local cloud only: demo, calm, seed:N, or the path of a trace")
     local_notices: str = flag("aws", "local cloud only: whose metadata service its nodes have", choices=["aws", "gcp", "azure"])
     policy: str = flag("", "how to choose: a name, or package.module:function; default: cheapest (sky: best_value)")
     dry_run: bool = flag(False, "print the plan (ranked offers, world, first choice and why), and launch nothing")
     clouds: str = flag("", "with --cloud sky --dry-run: plan for these (aws,gcp,...) without asking which ones are enabled")
-    move_saving: float = flag(0.15, "sky: move all nodes to another place when work is cheaper there by this share; 0: never")
+    move_saving: float = flag(0.15, "sky: move all nodes to another place when work is cheaper there by this share; 0: never", at_most=1)
     move_stay_s: float = flag(1800.0, "sky: and when they have been where they are for so long")
     on_demand: bool = flag(False, "sky: offer on-demand nodes too (implied by policies that use them)")
     json: bool = flag(False, "with --dry-run: the plan as JSON")
-    budget_usd: float | None = flag(None, "stop before more than this is spent")
-    max_hours: float | None = flag(None, "stop after this many hours")
+    budget_usd: float | None = flag(None, "stop before more than this is spent", above=0)
+    max_hours: float | None = flag(None, "stop after this many hours", above=0)
     env: tuple[str, ...] = flag((), "NAME=value for the task; repeat for more", metavar="NAME=value")
     secret: tuple[str, ...] = flag((), "NAME or NAME=value, kept out of logs; repeat for more", metavar="NAME=value")
-    on_interrupt: str = flag("ask", "what Ctrl-C does: ask, drain, leave or kill", choices=["ask", "drain", "leave", "kill"])
+    on_interrupt: str = flag(
+        "ask", "what Ctrl-C does: ask, drain, leave or kill; so do SIGTERM and SIGHUP, which drain instead of asking",
+        choices=["ask", "drain", "leave", "kill"],
+    )  # fmt: skip
     html: str = flag("", "also write the report as this HTML file (default: report.html in the run's folder, if it has one)")
     brief: bool = flag(False, "end without the report in the terminal")
 
@@ -96,7 +139,11 @@ def launch(flags: LaunchFlags) -> int:
     if flags.dry_run:
         return _plan(flags, task, policy, url, nodes, console)
     store = _checked_store(url)
-    if _is_final(store):
+    try:
+        final = _is_final(store)
+    except StoreError as e:
+        return _give_up(e, store, None, console, url)
+    if final:
         console.print(f"The run at {url} is finished already; this is its report. For another training, name another run URL.")
         return _report(store, console, flags.html or _html_path(url))
     if before := stop_order(store):
@@ -111,35 +158,137 @@ def launch(flags: LaunchFlags) -> int:
     cloud = _cloud(flags, task, url, nodes)
     world = World(clock, cloud, store, random.Random())
     journal.record(RunAsked(flags.task, *nodes, named, "" if sky else flags.market, flags.budget_usd))
-    stop_view = _show(store, console)
-    try:
+    lease = Lease(store, clock, holder, ttl_s=20.0 if sky else 5.0)
+    view = _View(store, console)
+    asked: KeyboardInterrupt | None = None  # an interruption that is not answered yet
+    draining = False
+    with _heed_signals(_state_dir(url, "controller") / "log"):
         while True:
             try:
-                outcome = recover(run, policy, world, journal, Lease(store, clock, holder, ttl_s=20.0 if sky else 5.0))
+                if asked is not None:
+                    view.end()
+                    what = _answer(asked, draining, flags.on_interrupt, console)
+                    draining = what in ("drain", "kill")
+                    by = f"told to end by {asked}" if isinstance(asked, Told) else "interrupted with Ctrl-C"
+                    if (code := _interrupted(what, by, store, cloud, console, url)) is not None:
+                        return code
+                    asked = None
+                view.show()
+                outcome = recover(run, policy, world, journal, lease)
+                view.end()
                 break
-            except KeyboardInterrupt:
-                stop_view()
-                answer = _interrupted(store, cloud, flags.on_interrupt, console, url)
-                if answer is not None:
-                    return answer
-                stop_view = _show(store, console)
-    except Fenced as e:
-        stop_view()
-        console.print(f"[red]{e}[/]\nNothing was touched. Watch it with: harness status {url}")
-        return FAILED
-    except (StoreError, BadInput):  # nothing can be committed, or launched, any more: nodes would only burn money
-        stop_view()
+            except KeyboardInterrupt as e:
+                asked = e
+            except Fenced as e:
+                view.end()
+                console.print(f"[red]{e}[/]\nNothing was touched. Watch it with: harness status {url}")
+                return FAILED
+            except Exception as e:  # also a fault of our own: whatever it is, the nodes are none the worse, and somebody must know
+                view.end()
+                if not isinstance(e, (StoreError, HarnessError)):
+                    traceback.print_exc()
+                return _give_up(e, store, cloud, console, url)
         cloud.shutdown()
-        raise
-    stop_view()
-    cloud.shutdown()
     _report(store, console, flags.html or _html_path(url), flags.brief)
+    if outcome.unproven:
+        names = _attempts(outcome.unproven)
+        words = f"{names}: this cloud never showed their machines. Look whether they are gone: harness down {url}"
+        console.print(f"\n{words}", style="bold red", highlight=False, soft_wrap=True)
     if outcome.outcome == "done":
         return DONE
     console.print(f"\n[bold red]{outcome.outcome}[/]: {outcome.reason}", highlight=False, soft_wrap=True)
     _print_tail(store, console)
     console.print(f"The run stands at step {outcome.committed_step}; the same command resumes it from there.", highlight=False)
     return FAILED if outcome.outcome == "failed" else ENDED_EARLY
+
+
+def _give_up(error: Exception, store: ObjectStore, cloud: LocalCloud | SkyPilotCloud | None, console: Console, url: str) -> int:
+    """This controller cannot lead on. Nodes need none in order to train, so they are left as they are. A mistake in the input that is
+    found before there are any ends everything: then it raises `error`."""
+    if cloud is not None:
+        if isinstance(error, BadInput) and _nothing_runs(store, cloud):
+            cloud.shutdown()
+            raise error
+        cloud.close()
+    said = f"""harness launch: {error}
+This controller cannot lead the run on. It has touched no node: nodes go on training and commit snapshots without it.
+  lead them again   the same command, once the cause is mended (exit status {LEFT}: a supervisor may try again)
+  watch them        harness status {url}
+  end them          harness down {url}
+Until then no lost node is replaced, and neither --budget-usd nor --max-hours is kept.
+Without a controller for longer than `harness run --leaderless-hours` (24) nodes drain."""
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
+    return LEFT
+
+
+def _nothing_runs(store: ObjectStore, cloud: LocalCloud | SkyPilotCloud) -> bool:
+    """Is it sure that no node of this run is there? Then a mistake in the input has cost nothing yet."""
+    from harness.beats import Beats
+    from harness.facts import BrokenChain
+
+    try:
+        book = _book(store)
+        if any(n.alive for n in cloud.nodes()) or any(n.up_s is not None for n in book.open.values()):
+            return False
+        return not any(b.attempt in book.open and not b.gone for b in Beats(store, time.monotonic).look())
+    except (HarnessError, StoreError, BrokenChain):
+        return False
+
+
+def _attempts(numbers: Collection[int]) -> str:
+    return f"attempt{'s' if len(numbers) > 1 else ''} {', '.join(map(str, sorted(numbers)))}"
+
+
+def _cluster(url: str, attempt: int) -> str:
+    from harness.skypilot import cluster
+
+    return cluster(url, attempt)
+
+
+def _book(store: ObjectStore) -> Book:
+    """What the controllers of a run have written down. Raises BrokenChain."""
+    from harness.book import Book
+    from harness.journal import read_facts
+
+    return Book.of(read_facts(store, "controller-"), random.Random(0))
+
+
+class Told(KeyboardInterrupt):
+    """A signal asks the controller to end; like Ctrl-C where nobody can be asked."""
+
+
+@contextlib.contextmanager
+def _heed_signals(log: Path) -> Iterator[None]:
+    """SIGTERM and SIGHUP raise Told meanwhile. What a closed terminal would have shown goes to `log`."""
+    terminal = sys.stdout.isatty() or sys.stderr.isatty()  # a terminal that has gone does not say any more that it was one
+    heard_s = -SAME_S
+
+    def told(number: int, _: object) -> None:
+        nonlocal heard_s
+        if number == signal.SIGHUP and terminal:
+            _write_to(log)
+        before_s, heard_s = heard_s, time.monotonic()
+        if heard_s - before_s >= SAME_S:
+            raise Told(signal.Signals(number).name)
+
+    # One that is ignored stays so (`nohup harness launch`).
+    heeded = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, told) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _write_to(log: Path) -> None:
+    """The terminal has gone: from here on we write to a file. To write to where it was is an error."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    out, null = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), os.open(os.devnull, os.O_RDONLY)
+    for standard, target in ((0, null), (1, out), (2, out)):
+        os.dup2(target, standard)
+    os.close(out)
+    os.close(null)
 
 
 def _run_spec(flags: LaunchFlags, nodes: tuple[int, int]) -> RunSpec:
@@ -149,7 +298,8 @@ def _run_spec(flags: LaunchFlags, nodes: tuple[int, int]) -> RunSpec:
     if flags.cloud == "sky":
         return replace(wanted, poll_s=1.0, lost_after_s=90.0, block_limit_s=600.0, exit_grace_s=180.0, terminate_timeout_s=900.0)
     # The local cloud answers at once, so everything that waits for a cloud is short.
-    return replace(wanted, poll_s=0.5, lost_after_s=10.0, block_limit_s=6.0, exit_grace_s=90.0)
+    local = replace(wanted, poll_s=0.5, lost_after_s=10.0, block_limit_s=6.0, exit_grace_s=90.0, max_refused_s=10.0)
+    return replace(local, launch_s=5.0, terminate_s=5.0)
 
 
 def _cloud(flags: LaunchFlags, task: Task, url: str, nodes: tuple[int, int]) -> LocalCloud | SkyPilotCloud:
@@ -212,24 +362,34 @@ def _newest_steps(store: ObjectStore) -> list[tuple[float, int]]:
     return [(float(r["dt"]), len(r["shares"])) for r in lines if r.get("dt")]
 
 
-def _interrupted(store: ObjectStore, cloud: Any, what: str, console: Console, url: str) -> int | None:
-    """Ctrl-C: what now? None: go on leading (until the drain is over)."""
-    if what == "ask":
-        what = "drain"
-        if sys.stdin.isatty() and sys.stdout.isatty():
-            console.print("\n[bold]Interrupted.[/] d = drain: snapshot, then stop   l = leave it running   k = kill now   c = carry on")
-            try:
-                what = {"l": "leave", "k": "kill", "c": "carry on"}.get(console.input("> ").strip().lower()[:1], "drain")
-            except (KeyboardInterrupt, EOFError):
-                what = "kill"
+def _answer(asked: KeyboardInterrupt, draining: bool, what: str, console: Console) -> str:
+    """What an interruption shall do: "drain", "leave", "kill" or "carry on". The second one, while nodes drain, kills."""
+    told = isinstance(asked, Told)
+    if draining:
+        return "kill"
+    if what != "ask":
+        return what
+    if told or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return "drain"
+    console.print("\n[bold]Interrupted.[/] d = drain: snapshot, then stop   l = leave it running   k = kill now   c = carry on")
+    try:
+        return {"l": "leave", "k": "kill", "c": "carry on"}.get(console.input("> ").strip().lower()[:1], "drain")
+    except (Told, EOFError):
+        return "drain"
+    except KeyboardInterrupt:
+        return "kill"
+
+
+def _interrupted(what: str, by: str, store: ObjectStore, cloud: LocalCloud | SkyPilotCloud, console: Console, url: str) -> int | None:
+    """Do what was answered to what happened (`by`). None: go on leading (until the drain is over)."""
     if what == "carry on":
         return None
     if what == "leave":
         console.print(f"Left running. Lead it again with the same command; watch: harness status {url}; end it: harness stop {url}")
         return INTERRUPTED
     if what == "drain":
-        console.print("Draining: a snapshot is made, then everything is ended. Ctrl-C again kills at once.")
-        _ask_stop(store, "interrupted with Ctrl-C")
+        console.print(f"{by[0].upper()}{by[1:]}. Draining: a snapshot is made, then everything is ended. The same again kills at once.")
+        _ask_stop(store, f"the controller was {by}")
         return None
     console.print("Ending all nodes ...")
     with contextlib.suppress(HarnessError):
@@ -240,30 +400,26 @@ def _interrupted(store: ObjectStore, cloud: Any, what: str, console: Console, ur
     return INTERRUPTED
 
 
-def _show(store: ObjectStore, console: Console) -> Callable[[], None]:
-    """The live view, in a thread of its own; returns how to end it."""
-    from harness.monitor import follow
+class _View:
+    """The live view, in a thread of its own."""
 
-    done = threading.Event()
-    thread = threading.Thread(target=follow, args=(store, done.is_set, console), kwargs={"until_ended": False}, daemon=True)
-    thread.start()
+    def __init__(self, store: ObjectStore, console: Console):
+        self._store, self._console = store, console
+        self._done: threading.Event | None = None
 
-    def stop() -> None:
-        done.set()
-        thread.join(10.0)
+    def show(self) -> None:
+        from harness.monitor import follow
 
-    return stop
+        done = self._done = threading.Event()
+        about = {"until_ended": False}
+        self._thread = threading.Thread(target=follow, args=(self._store, done.is_set, self._console), kwargs=about, daemon=True)
+        self._thread.start()
 
-
-def _nodes(text: str) -> tuple[int, int]:
-    low, _, high = text.partition(":")
-    try:
-        found = int(low), int(high or low)
-    except ValueError:
-        raise BadInput(f"--nodes {text}: wanted LOW:HIGH or N, for example 1:4") from None
-    if not 1 <= found[0] <= found[1]:
-        raise BadInput(f"--nodes {text}: wanted 1 <= LOW <= HIGH")
-    return found
+    def end(self) -> None:
+        if self._done is not None:
+            self._done.set()
+            self._thread.join(10.0)
+            self._done = None
 
 
 def _new_run(task: str) -> str:
@@ -327,15 +483,16 @@ def _print_tail(store: ObjectStore, console: Console) -> None:
 class RunFlags:
     script: tuple[str, ...] = positional("-- script.py and its arguments, or -- -m module", nargs="*")
     run: str = flag("", "URL of the run; default: HARNESS_RUN")
-    nproc: str = flag("auto", "workers on this node: a number, or auto (one per GPU, else one)")
-    speed: float = flag(1.0, "relative speed of this node's workers, for uneven shares on mixed hardware")
-    min_nodes: int = flag(1, "do not train with fewer nodes than this")
+    nproc: str = flag("auto", "workers on this node: a number, or auto (one per GPU, else one)", check=_workers)
+    speed: float = flag(1.0, "relative speed of this node's workers, for uneven shares on mixed hardware", above=0)
+    min_nodes: int = flag(1, "do not train with fewer nodes than this", at_least=1)
     grace_s: float = flag(0.0, "how long a SIGTERM leaves us before the end; 0: what this cloud promises, 30 s where it promises nothing")
     notices: str = flag("", "where to listen for notices, such as aws,kubernetes, or none; default: what this machine says of itself")
     notice_ack: str = flag("own", "tell Azure that this node has gone: own, all (every machine that an event names is ours), never",
                            choices=["own", "all", "never"])  # fmt: skip
-    leave_at: str = flag("", "when this node ends, such as the end of a capacity block: 2026-11-21T08:00:00Z, or seconds since 1970")
-    leave_after: str = flag("", "this node ends so long after its start: 12h, 90m, seconds")
+    leave_at: str = flag("", "when this node ends, such as the end of a capacity block: 2026-11-21T08:00:00Z, or seconds since 1970",
+                         check=_moment)  # fmt: skip
+    leave_after: str = flag("", "this node ends so long after its start: 12h, 90m, seconds", check=_duration)
     drain_lead_s: float = flag(120.0, "how long before an end that is known long before the node drains")
     notify_signal: str = flag("", "for scripts without harness.attach(): send them this signal (USR1, TERM...) on a notice")
     trackers: str = flag("", "where to publish committed steps: wandb, tensorboard, jsonl, or package.module:function, comma-separated")
@@ -350,15 +507,17 @@ class RunFlags:
     hang_after_s: float = flag(0.0, "a worker without a sign of life for so long is hung; 0: ten times its slowest step, at least 300 s")
     stuck_after_s: float = flag(0.0, "the same for start-up, resuming and saving; 0: 1800 s and 900 s")
     gpu_health: str = flag("auto", "auto (NVML, where there is a driver), off, or the file that drives a fake one")
-    beat_s: float = flag(0.0, "how often this node says that it lives; 0: 1 s for a folder, 3 s for a bucket")
+    beat_s: float = flag(0.0, "how often this node says that it lives; 0: 1 s for a folder, 2 s for a bucket")
     dead_s: float = flag(0.0, "silence of a node that means its death; 0: 5 s for a folder, 10 s for a bucket")
     allow_rewind: bool = flag(False, "go on though committed steps must be done again (HARNESS_ALLOW_REWIND)")
+    leaderless_hours: float = flag(24.0, "a controller that led this run has been silent for so long: drain; 0: train on")
     addr: str = flag("", "this node's address as the other nodes see it; default: from SkyPilot, else loopback")
 
 
 def run(flags: RunFlags) -> int:
     """Be this node's agent: join the run, start the script's workers, heed notices."""
     from harness.agent import Agent, AgentConfig
+    from harness.leaderless import LOOK_EVERY_S
     from harness.nearby import NearbyConfig
     from harness.sources import LimitSource, detect, duration, moment, sigterm_s
     from harness.worker import die_with_parent
@@ -382,7 +541,12 @@ def run(flags: RunFlags) -> int:
     replica = flags.replica or env.get("HARNESS_REPLICA", "")
     if replica:
         _checked_store(normalize(replica), retry_within_s=10.0)
-    cap = str(flags.replica_cap_usd) if flags.replica_cap_usd is not None else env.get("HARNESS_REPLICA_CAP_USD", "")
+    cap_usd = flags.replica_cap_usd
+    if cap_usd is None and (said := env.get("HARNESS_REPLICA_CAP_USD", "")):
+        try:
+            cap_usd = Bounds().of(said, float)
+        except ValueError as e:
+            raise BadInput(f"HARNESS_REPLICA_CAP_USD: {e}") from None
     node_dir = Path(env.get("HARNESS_NODE_DIR") or f"/tmp/harness-{os.getpid()}")
     nearby = normalize(url).startswith("file://")
     sources = detect(dict(env), asked=flags.notices, speaks_for_all=flags.notice_ack == "all")
@@ -405,7 +569,7 @@ def run(flags: RunFlags) -> int:
         notify_signal=flags.notify_signal,
         trackers=trackers,
         replica=replica,
-        replica_cap_usd=float(cap) if cap else None,
+        replica_cap_usd=cap_usd,
         stage_dir=Path(flags.stage_dir) if flags.stage_dir else None,
         stage_nbytes=int(flags.stage_gib * 2**30) or None,
         nearby=NearbyConfig(
@@ -416,6 +580,8 @@ def run(flags: RunFlags) -> int:
         control_s=0.3 if nearby else 5.0,
         hang=_hang_limits(flags.hang_after_s, flags.stuck_after_s),
         gpu_health=flags.gpu_health,
+        leaderless_s=flags.leaderless_hours * 3600,
+        lease_s=min(LOOK_EVERY_S, flags.leaderless_hours * 900),
     )
     return Agent(config, store, sources).execute()
 
@@ -429,10 +595,7 @@ def _hang_limits(hang_after_s: float, stuck_after_s: float) -> Limits:
 
 def _nproc(text: str, env: Any) -> int:
     if text != "auto":
-        try:
-            return max(1, int(text))
-        except ValueError:
-            raise BadInput(f"--nproc {text}: wanted a number or auto") from None
+        return int(text)
     if "CUDA_VISIBLE_DEVICES" in env:
         return max(1, len([d for d in env["CUDA_VISIBLE_DEVICES"].split(",") if d.strip() not in ("", "-1")]))
     found = [p for p in Path("/dev").glob("nvidia[0-9]*") if p.name.removeprefix("nvidia").isdigit()]
@@ -538,10 +701,10 @@ class ReplayFlags:
     url: str = positional("URL of the run")
     script: tuple[str, ...] = positional("-- script.py and its arguments, as the run was trained", nargs="*")
     start: int = flag(0, "the snapshot to begin from, by its step (see `harness report`)", metavar="STEP")
-    steps: int = flag(10, "how many steps")
-    nodes: int = flag(1, "how many workers")
+    steps: int = flag(10, "how many steps", at_least=1)
+    nodes: int = flag(1, "how many workers", at_least=1)
     into: str = flag("", "an empty folder for the copy; default: a temporary one that is removed")
-    timeout_s: float = flag(3600.0, "the longest that it may take")
+    timeout_s: float = flag(3600.0, "the longest that it may take", above=0)
 
 
 def replay(flags: ReplayFlags) -> int:
@@ -574,20 +737,66 @@ def stop(flags: StopFlags) -> int:
     """Drain the whole run: all ranks snapshot at the same step boundary and leave; nobody comes back by itself."""
     store, console = _existing_store(flags.url), Console()
     _ask_stop(store, flags.reason)
-    from harness.rendezvous import MEMBERS
+    url = normalize(flags.url)
+    left = _Ending(store, _local_cloud(url).gone if _is_local(url) else set).wait(flags.wait_s)
+    if not left:
+        from storage.snapshots import Snapshots
 
-    deadline_s = time.monotonic() + flags.wait_s
-    while time.monotonic() < deadline_s:
-        states = [json.loads(store.get(k)) for k in store.list(MEMBERS)]
-        if all(s["state"] == "gone" for s in states):
-            from storage.snapshots import Snapshots
-
-            newest = Snapshots(store).latest()
-            console.print(f"Stopped at step {newest.step if newest else 0}. `harness launch` with the same --run resumes it.")
-            return DONE
-        time.sleep(0.3)
+        newest = Snapshots(store).latest()
+        console.print(f"Stopped at step {newest.step if newest else 0}. `harness launch` with the same --run resumes it.")
+        return DONE
     console.print("Asked; nodes will snapshot and leave at their next step boundary.")
-    return DONE if flags.wait_s == 0 else FAILED
+    if flags.wait_s == 0:
+        return DONE
+    names = ", ".join(sorted(b.member for b in left))
+    console.print(f"After {flags.wait_s:g} s these still beat: {names}", highlight=False, soft_wrap=True)
+    return FAILED
+
+
+LED_S = 25.0  # a controller that has not beaten for so long does not end anything any more
+
+
+class _Ending:
+    """What the bucket tells of a run that is coming to its end: whose members beat, which attempts are open, whether somebody leads."""
+
+    def __init__(self, store: ObjectStore, gone: Callable[[], Collection[int]] = set):
+        """`gone`: attempts of which a cloud at hand knows that they are over."""
+        from harness.beats import Beats
+        from harness.book import Book
+        from harness.journal import Follower
+
+        self._store, self._beats, self._facts = store, Beats(store, time.monotonic), Follower(store, "facts/controller-")
+        self._sign, self._led_s = (0, b""), time.monotonic()
+        self.book, self.damage, self._gone = Book(random.Random(0)), "", gone
+
+    def look(self) -> list[Beat]:
+        """Members that are not known to have ended. One that died never says goodbye: that a cloud has proven its attempt to be gone
+        (a fact of the controller) tells, or its silence."""
+        from harness.lease import RELEASED, sign_of_life
+
+        try:
+            for stamped in self._facts.poll():
+                self.book.add(stamped.t, stamped.fact)
+        except (ValueError, KeyError, TypeError) as e:
+            self.damage = f"{type(e).__name__}: {e}"
+        if (sign := sign_of_life(self._store, self._sign[0])) != self._sign:
+            self._sign, self._led_s = sign, time.monotonic()
+        if not sign[0] or sign[1] == RELEASED:
+            self._led_s = -LED_S
+        ended = {n for n, e in self.book.ended.items() if e.end != "lost"}.union(self._gone())
+        return [b for b in self._beats.look() if not b.silent() and b.attempt not in ended]
+
+    @property
+    def led(self) -> bool:
+        """May a controller be at work?"""
+        return time.monotonic() - self._led_s < LED_S
+
+    def wait(self, within_s: float, over: Callable[[list[Beat]], bool] = lambda beating: not beating) -> list[Beat]:
+        """Until it is over, or for so long; who beats then."""
+        give_up_s = time.monotonic() + within_s
+        while not over(beating := self.look()) and time.monotonic() < give_up_s:
+            time.sleep(0.5)
+        return beating
 
 
 def _ask_stop(store: ObjectStore, reason: str) -> None:
@@ -603,31 +812,74 @@ class DownFlags:
 
 
 def down(flags: DownFlags) -> int:
-    """Stop a run and end every node of it, wherever it came from; what is left running is named."""
-    from harness.rendezvous import MEMBERS
-
+    """Stop a run and end every node of it, wherever it came from; what is left running, or cannot be proven to be gone, is named."""
     store, console, url = _existing_store(flags.url), Console(), normalize(flags.url)
     _ask_stop(store, flags.reason)
-    give_up_s = time.monotonic() + flags.grace_s
-    while time.monotonic() < give_up_s and any(json.loads(store.get(k))["state"] != "gone" for k in store.list(MEMBERS)):
-        time.sleep(0.5)
-    if _is_local(url):
-        from harness.local import LocalCloud
-        from harness.tasks import Task
+    local = _local_cloud(url) if _is_local(url) else None
+    ending = _Ending(store, local.gone if local else set)
+    ending.wait(flags.grace_s)
+    if local:
+        local.shutdown()
+        gone, where = local.gone(), "this computer"
+        console.print("This computer runs no node of this run.")
+    else:
+        gone, where = _down_sky(url, flags.timeout_s, console), "SkyPilot's API server"
+    return _prove(ending, gone, where, url, flags.timeout_s, console)
 
-        LocalCloud(_state_dir(url), Task(Path("-"), "down", "true"), run_url=url).shutdown()
-        console.print("Nothing of this run is left on this computer.")
-        return DONE
-    from harness.skypilot import bring_down
+
+def _down_sky(url: str, timeout_s: float, console: Console) -> set[int]:
+    """End every cluster that SkyPilot knows of. Returns the attempts that it has, or had, and that are gone."""
+    from harness.skypilot import SkyError, bring_down, known_once
 
     sky = _sky(url)
     try:
-        ended = bring_down(sky, url, flags.timeout_s)
+        ended = bring_down(sky, url, timeout_s)
+        console.print(f"SkyPilot brought down {', '.join(ended)}." if ended else "SkyPilot knows of no cluster of this run.")
+        gone = {int(number) for _, _, number in (name.rpartition("-") for name in ended) if number.isdecimal()}
+        with contextlib.suppress(SkyError, CloudUnavailable):  # then it proves nothing about the others
+            gone |= known_once(sky, url)
+        return gone
     finally:
         sky.close()
-    console.print(f"SkyPilot brought down {', '.join(ended)}." if ended else "SkyPilot knows of no cluster of this run.")
-    console.print("Nothing of it is left.")
-    return DONE
+
+
+def _prove(ending: _Ending, gone: Collection[int], where: str, url: str, timeout_s: float, console: Console) -> int:
+    """Is nothing left, of all that the bucket knows of? What `where` does not know may have been launched from elsewhere: such nodes are
+    asked to stop through the bucket, and waited for; that their machines are gone cannot be proven from here."""
+
+    def unknown() -> set[int]:
+        return {*ending.book.open, *ending.book.unproven}.difference(gone)
+
+    def strangers(beating: list[Beat]) -> list[Beat]:
+        return [b for b in beating if b.attempt not in gone]
+
+    # A controller elsewhere may be bringing down what it launched, and then says so.
+    beating = strangers(ending.wait(timeout_s, lambda seen: not strangers(seen) and not (unknown() and ending.led)))
+    doubts = [f"The controller's facts cannot be read ({ending.damage}): they do not tell what was launched."] if ending.damage else []
+    if beating:
+        names = ", ".join(sorted(b.member for b in beating))
+        doubts.append(f"STILL RUNNING AND BILLED: {names} beat in the bucket, and {where} does not show them. They are asked to stop.")
+    if quiet := sorted(unknown() - {b.attempt for b in beating}):
+        names = f"{_attempts(quiet)} ({', '.join(_cluster(url, n) for n in quiet)})"
+        doubts.append(f"NOT PROVEN TO BE GONE: {names}: open in the facts, silent in the bucket, and {where} knows nothing of them.")
+    if not doubts:
+        console.print("Nothing of this run is left.")
+        return DONE
+    doubts.append(
+        "They were launched through another API server, another computer or another user, or that server has lost its memory. Run "
+        f"`harness down {url}` where they were launched from, or look for these names in `sky status -r` and in the cloud's console."
+    )
+    for doubt in doubts:
+        console.print(doubt, markup=False, highlight=False, soft_wrap=True)
+    return FAILED
+
+
+def _local_cloud(url: str) -> LocalCloud:
+    """The one of this computer that led the run: to look, and to end it."""
+    from harness.local import LocalCloud
+    from harness.tasks import Task
+
+    return LocalCloud(_state_dir(url), Task(Path("-"), "down", "true"), run_url=url)
 
 
 def _is_local(url: str) -> bool:
@@ -637,7 +889,7 @@ def _is_local(url: str) -> bool:
 @dataclass(frozen=True)
 class LogsFlags:
     url: str = positional("URL of the run")
-    attempt: int | None = flag(None, "of this attempt only (see `harness report`); default: all that are there")
+    attempt: int | None = flag(None, "of this attempt only (see `harness report`); default: all that are there", at_least=1)
     lines: int = flag(50, "how many lines of each")
 
 
@@ -725,9 +977,9 @@ def _notes(store: ObjectStore) -> Notes:
 @dataclass(frozen=True)
 class FakeMetadataFlags:
     cloud: str = flag("aws", "whose metadata service: aws, gcp or azure", choices=["aws", "gcp", "azure"])
-    port: int = flag(1338, "where to listen, on loopback; 0: a free port")
+    port: int = flag(1338, "where to listen, on loopback; 0: a free port", at_most=65535)
     name: str = flag("fake-0", "name of the machine")
-    clock_ahead_s: float = flag(0.0, "how far the cloud's clock is ahead of ours")
+    clock_ahead_s: float = flag(0.0, "how far the cloud's clock is ahead of ours", at_least=None)
 
 
 def fake_metadata(flags: FakeMetadataFlags) -> int:
@@ -756,7 +1008,7 @@ def fake_metadata(flags: FakeMetadataFlags) -> int:
 
 @dataclass(frozen=True)
 class SimulateFlags:
-    seeds: int = flag(200, "how many seeded worlds")
+    seeds: int = flag(200, "how many seeded worlds", at_least=1)
     seed: int | None = flag(None, "one world only, with the log of its facts")
     first: int = flag(0, "the first seed")
     policy: str = flag("cheapest", "a name, or package.module:function")
@@ -774,7 +1026,7 @@ def simulate(flags: SimulateFlags) -> int:
 class DrillFlags:
     only: tuple[str, ...] = flag((), "FAULT:PHASE, either may be *; repeat for more (default: the whole matrix)", metavar="FAULT:PHASE")
     seed: int = flag(0, "which node, which moment")
-    jobs: int = flag(1, "cells at the same time; about one per core")
+    jobs: int = flag(1, "cells at the same time; about one per core", at_least=1)
     json: bool = flag(False, "print the results as JSON")
     soak: int = flag(0, "instead of the matrix: one long run with so many kills", metavar="KILLS")
     keep: str = flag("", "keep runs and logs in this empty folder")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -43,6 +43,7 @@ class Acted:
     term: int
     act: str  # "launch" | "terminate"
     attempt: int
+    blind: bool = False  # the last that its controller asked of the bucket was refused, or not answered
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,18 @@ class OneHand:
                 raise Violation(
                     f"one hand: term {event.term} did {event.act} of attempt {event.attempt} at {event.t:.1f} s, after term {self.leading}"
                 )
+
+    def at_end(self) -> None: ...
+
+
+@dataclass
+class Seeing:
+    """Nothing is done to nodes by a controller whose last question to the bucket was refused, or not answered: it does not know whether
+    it still leads, or what is asked of the run. Its trouble is not theirs."""
+
+    def see(self, event: Event) -> None:
+        if isinstance(event, Acted) and event.blind:
+            raise Violation(f"seeing: term {event.term} did {event.act} of attempt {event.attempt} at {event.t:.1f} s without its bucket")
 
     def at_end(self) -> None: ...
 
@@ -269,8 +282,10 @@ def record_hash(record: dict[str, str | int]) -> str:
 
 @dataclass
 class Ledger:
-    """Bills add up: what the facts say of each attempt is what the cloud charges for it, to the second."""
+    """Bills add up: what the facts say of each attempt is what the cloud charges for it, to the second. `estimated`: of these only that
+    they have one, as a controller that speaks to another API server does not see how they end."""
 
+    estimated: Collection[int] = ()
     nodes: dict[int, Node] = field(default_factory=dict)
     ended: dict[int, AttemptEnded] = field(default_factory=dict)
 
@@ -289,6 +304,8 @@ class Ledger:
         for attempt, node in self.nodes.items():
             seconds, usd = _charge(node)
             fact = self.ended.get(attempt)
+            if fact is not None and attempt in self.estimated:
+                continue
             if fact is None or abs(fact.billed_s - seconds) > 1e-6 or abs(fact.usd - usd) > 1e-9:
                 raise Violation(f"ledger: attempt {attempt} is charged {seconds} s and {usd} USD; the facts say {fact}")
         for attempt in self.ended.keys() - self.nodes.keys():

@@ -116,6 +116,11 @@ class LocalCloud:
             self._call("POST", "/terminate", {"attempt": attempt})
 
     # -- more than a Cloud --
+    def gone(self) -> set[int]:
+        """Attempts that are surely over. Unlike `nodes` it starts no provider: where none lives, no node does."""
+        alive = {n.attempt for n in self.nodes() if n.alive} if not self._closed and self._alive() else set()
+        return {n.attempt for n in self._history()} - alive
+
     def log_path(self, attempt: int) -> Path:
         return self.state_dir / "nodes" / str(attempt) / "log"
 

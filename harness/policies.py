@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import pkgutil
 from collections.abc import Callable, Iterable
 from urllib.parse import parse_qsl
@@ -132,20 +133,28 @@ def replacing(policy: Policy, *, settle_s: float = 60.0, grace_s: float = 300.0)
     return decide
 
 
-def within_budget(policy: Policy, *, usd: float, reserve_s: float = 60.0) -> Policy:
-    """Stop just before `usd` are spent: what all nodes cost in `reserve_s` is kept back to drain them. Nothing is started
-    that could not run for at least that long."""
+def reserve_usd(view: View) -> float:
+    """What the nodes that are there will cost yet, if all are asked to leave now: drain and termination, and the launch of those that are
+    not up (SkyPilot bills it, and tells when it is over)."""
+    waits_s = ((node, view.leave_s + (view.launch_s if node.up_s is None else 0.0)) for node in view.alive)
+    return sum(node.offer.usd_per_h * seconds / 3600 for node, seconds in waits_s)
+
+
+def within_budget(policy: Policy, *, usd: float) -> Policy:
+    """Stop just before `usd` are spent: what it costs to have all nodes gone is kept back (`reserve_usd`). Nothing is started that
+    could not work for at least as long as it takes to leave."""
 
     def decide(view: View) -> Decision:
-        burn = sum(node.offer.usd_per_h for node in view.alive) * reserve_s / 3600
-        if view.spent_usd + burn >= usd:
+        bound = view.spent_usd + reserve_usd(view)
+        if bound >= usd:
             return Stop(f"the budget of {usd:g} USD is spent")
         decision = policy(view)
-        if not isinstance(decision, Launch) or view.spent_usd + burn + 2 * decision.offer.usd_per_h * reserve_s / 3600 < usd:
+        least_s = view.launch_s + 2 * view.leave_s
+        if not isinstance(decision, Launch) or bound + decision.offer.usd_per_h * least_s / 3600 < usd:
             return decision
         if view.alive:
             return Wait(LOOK_AGAIN_S, "the rest of the budget is for the nodes that are there")
-        return Stop(f"what is left of the budget of {usd:g} USD does not pay for {2 * reserve_s:g} s of {decision.offer.name}")
+        return Stop(f"what is left of the budget of {usd:g} USD does not pay for {least_s:g} s of {decision.offer.name}")
 
     return decide
 
@@ -261,6 +270,9 @@ def resolve(name: str) -> Policy:
 
 def _value(text: str) -> float | str:
     try:
-        return float(text)
+        found = float(text)
     except ValueError:
         return text
+    if not math.isfinite(found):
+        raise BadInput(f"the option {text!r} of a policy: wanted a finite number")
+    return found

@@ -14,11 +14,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from harness import policies
-from harness.book import Book, bill, how_it_ended
+from harness.beats import Beat, Beats
+from harness.book import UNSHOWN, Book, bill, how_it_ended
 from harness.facts import AttemptDoubted, AttemptEnded, AttemptIntended, AttemptUp, Decided, Fact, LeaseTaken, RunEnded, Stamped
 from harness.lease import Lease
 from harness.orders import STOP_KEY, StopOrder, ask_to_stop, stop_order
@@ -30,6 +32,7 @@ from harness.world import (
     Decision,
     Launch,
     Node,
+    NodeState,
     Offer,
     Policy,
     Stop,
@@ -38,11 +41,14 @@ from harness.world import (
     Wait,
     World,
 )
-from storage.manifest import Manifest
-from storage.objects import ObjectStore, StoreUnavailable
+from storage.manifest import Manifest, SnapshotTooNew
+from storage.objects import ObjectStore, StoreError, StoreUnavailable
 from storage.snapshots import Snapshots
 
+ENDED_UNSHOWN = f"{UNSHOWN}, and its agent has ended: look for its machine where it was launched from"
 REPEAT_S = 30.0  # a node that does not go is told again after this
+LISTEN_S = 5.0  # between two looks at who beats, while the cloud does not show everybody
+LOST_S = 7200.0  # an attempt that was given up may still come up until then: nobody's launch takes longer
 
 
 @dataclass(frozen=True)
@@ -57,11 +63,16 @@ class RunSpec:
     max_hours_without_progress: float = 24.0  # without capacity, or with nodes that commit nothing
     max_attempts_without_progress: int = 20  # for each of max_nodes; refusals by the cloud do not count
     max_failures_at_one_step: int = 3  # one after the other: the script itself is at fault
+    max_idle_ends: int = 3  # with exit code 0 and without progress, one after the other: the script thinks that it is done
+    max_early_ends: int = 10  # with exit code 0, though each of them got a little further
     max_outage_s: float = 3600.0  # of cloud or bucket, before the controller gives up (nodes go on; launch it again)
+    max_refused_s: float = 300.0  # the same of a bucket that answers "no": credentials that are renewed, a policy that is changed
     lost_after_s: float = 20.0  # an intended node that the cloud has not shown by then was never launched
     block_limit_s: float = 60.0  # the longest that an offer without capacity is left alone
     exit_grace_s: float = 120.0  # for nodes to drain and leave by themselves when the run ends
     terminate_timeout_s: float = 600.0  # for them to be surely gone
+    launch_s: float = 600.0  # what the budget assumes of a launch until some were timed; of a drain it assumes exit_grace_s
+    terminate_s: float = 300.0  # ... and of the cloud's part of an end
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:
@@ -73,6 +84,7 @@ class Outcome:
     outcome: str  # "done" | "stopped" | "failed"
     reason: str
     committed_step: int
+    unproven: tuple[int, ...] = ()  # attempts whose agents have ended, and whose machines this cloud cannot prove to be gone
 
 
 class Journal(Protocol):
@@ -86,7 +98,8 @@ class Journal(Protocol):
 def recover(run: RunSpec, policy: Policy, world: World, journal: Journal, lease: Lease) -> Outcome:
     """Lead `run` until it is done, stopped or failed; returns only when no node of it is left.
 
-    Raises Fenced when another controller leads it (nothing is touched then).
+    Raises Fenced when another controller leads it (nothing is touched then). Raises StoreError or CloudUnavailable when bucket or
+    cloud were silent, or refused, for too long: nodes are left as they are, and whoever calls this again leads them on.
     """
     policy = policies.replacing(policy)
     if run.budget_usd is not None:
@@ -101,8 +114,11 @@ def recover(run: RunSpec, policy: Policy, world: World, journal: Journal, lease:
         try:
             outcome = loop.round()
             answered_s = world.clock.now()
-        except (CloudUnavailable, StoreUnavailable):  # whatever was cut off here is seen, and done again, in the next round
-            if world.clock.now() - answered_s > run.max_outage_s:
+        except SnapshotTooNew:
+            raise
+        except (CloudUnavailable, StoreError) as e:  # whatever was cut off here is seen, and done again, in the next round
+            silent = isinstance(e, (CloudUnavailable, StoreUnavailable))
+            if world.clock.now() - answered_s > (run.max_outage_s if silent else run.max_refused_s):
                 raise
             world.clock.sleep(run.poll_s)
             continue
@@ -130,9 +146,18 @@ class Loop:
     told_s: dict[int, float] = field(default_factory=dict)  # told to go: when
     asked_s: dict[int, float] = field(default_factory=dict)  # asked to leave: when
     strays: list[Node] = field(default_factory=list)  # alive, but not in the book
+    shown: set[int] = field(default_factory=set)  # attempts that the cloud knows
+    beating: set[int] = field(default_factory=set)  # attempts that it does not, and that beat in the bucket
+    late: dict[int, Node] = field(default_factory=dict)  # given up as lost, and seen to beat since
+    beats: Beats = field(init=False)
+    heard: list[Beat] = field(default_factory=list)
+    heard_s: float = -math.inf
     newest: Manifest | None = None
     ending_s: float | None = None
     waiting: str | None = None  # the reason written down last
+
+    def __post_init__(self) -> None:
+        self.beats = Beats(self.world.store, self.world.clock.now)
 
     def note(self, fact: Fact) -> None:
         self.journal.record(fact)
@@ -167,8 +192,9 @@ class Loop:
 
     def reconcile(self, step: int) -> None:
         """Make the book agree with what the cloud shows: adopt, close, and send away what nobody asked for."""
-        now, book = self.world.clock.now(), self.book
+        book = self.book
         shown = {node.attempt: node for node in self.world.cloud.nodes()}
+        self.shown = set(shown)
         # Launched by a controller while it was being fenced, or given up as lost: nobody counts on them.
         self.strays = [node for node in shown.values() if node.alive and node.attempt not in book.open]
         for node in self.strays:
@@ -182,15 +208,40 @@ class Loop:
                 book.open[node.attempt] = node
             elif not node.alive and (ended is None or (ended.end == "lost" and node.up_s is not None)):
                 self.close(node, how_it_ended(node), step)
-        for node in [n for n in book.open.values() if n.attempt not in shown]:
-            if now - self.unseen_s.setdefault(node.attempt, now) >= self.run.lost_after_s:
-                reason = "never launched" if node.up_s is None else "the cloud knows nothing of it any more"
-                self.close(dataclasses.replace(node, reason=reason), "lost", step)
+        self.reconcile_unshown(step)
         said = set(self.world.store.list(DOUBT))
         for attempt in sorted(book.open):
             if (doubted := f"{DOUBT}{attempt:06d}.json" in said) != (attempt in book.doubted):
                 self.note(AttemptDoubted(attempt, doubted))
         self.journal.flush()
+
+    def reconcile_unshown(self, step: int) -> None:
+        """Attempts that the cloud does not show. Another API server may have launched them: one whose member beats in the bucket is
+        alive, is billed, and is asked to leave through the bucket when it must go; it is lost only when it beats no more."""
+        now, book = self.world.clock.now(), self.book
+        unshown = {n: node for n, node in book.open.items() if n not in self.shown}
+        given_up = (e for e in book.ended.values() if e.end == "lost" and e.attempt in book.offers and now - e.gone_s < LOST_S)
+        lost = ({e.attempt for e in given_up} | self.late.keys()) - self.shown
+        if (unshown or lost) and now - self.heard_s >= LISTEN_S:
+            self.heard, self.heard_s = self.beats.look({*unshown, *lost}), now
+        alive = {beat.attempt for beat in self.heard if not beat.silent(self.run.lost_after_s)}
+        moved = {beat.attempt for beat in self.heard if beat.moved}
+        self.beating = alive & moved & {*unshown, *lost}
+        for attempt, node in unshown.items():
+            unseen_s = now - self.unseen_s.setdefault(attempt, now)
+            if attempt in self.beating and node.up_s is None:  # since when, nobody says: rather too early than too late
+                self.note(AttemptUp(attempt, node.asked_s))
+            elif attempt not in alive and unseen_s >= self.run.lost_after_s:
+                known = "never launched" if node.up_s is None else "the cloud knows nothing of it any more"
+                self.close(dataclasses.replace(node, reason=ENDED_UNSHOWN if attempt in moved else known), "lost", step)
+        for attempt in sorted(lost):  # given up, and here after all: nobody counts on it
+            if attempt in self.beating:
+                asked_s = book.ended[attempt].asked_s
+                self.late[attempt] = Node(attempt, book.offers[attempt], NodeState.UP, asked_s, asked_s)
+                self.strays.append(self.late[attempt])
+                self.dismiss(attempt)
+            elif attempt in self.late and attempt not in alive:
+                self.close(dataclasses.replace(self.late.pop(attempt), reason=ENDED_UNSHOWN), "lost", step)
 
     def close(self, node: Node, end: str, step: int) -> None:
         gone_s = self.world.clock.now() if node.gone_s is None else node.gone_s
@@ -213,6 +264,8 @@ class Loop:
             attempts=len(book.open) + len(book.ended),
             losses=book.losses,
             doubted=tuple(sorted(book.doubted)),
+            launch_s=book.launch_s(self.run.launch_s),
+            leave_s=book.leave_s(self.run.exit_grace_s, self.run.terminate_s) + 2 * self.run.poll_s,
         )
 
     def broken(self, view: View) -> str | None:
@@ -220,6 +273,12 @@ class Loop:
         run, book = self.run, self.book
         if book.failures >= run.max_failures_at_one_step:
             return f"the script failed {book.failures} times in a row after step {book.step}; see the workers' logs"
+        if book.idle >= run.max_idle_ends or book.early >= run.max_early_ends:
+            times = max(book.early, book.idle)
+            return (
+                f"the script ended with exit code 0 before its last step {times} times in a row, the last time after step {book.step}, "
+                "and made no final snapshot; call run.finish() where it is done, or let run.steps() come to its end"
+            )
         if book.fruitless >= run.max_attempts_without_progress * run.max_nodes:
             last = max(book.ended.values(), key=lambda e: (e.gone_s, e.attempt))
             why = last.reason if last.reason in ("", last.end) else f"{last.end}: {last.reason}"
@@ -269,10 +328,14 @@ class Loop:
         now = self.world.clock.now()
         if grace_s > 0 and attempt not in self.asked_s:
             self.lease.check()
-            if self.world.store.create(f"{LEAVE}{attempt:06d}.json", json.dumps({"reason": reason, "by": "controller"}).encode()):
+            if self.ask_to_leave(attempt, reason):
                 self.note(Decided("release", f"attempt {attempt}: {reason}"))
             self.asked_s[attempt] = now
         return now < self.asked_s.get(attempt, now - grace_s) + grace_s
+
+    def ask_to_leave(self, attempt: int, reason: str) -> bool:
+        """Through the bucket. False: it was asked before."""
+        return self.world.store.create(f"{LEAVE}{attempt:06d}.json", json.dumps({"reason": reason, "by": "controller"}).encode())
 
     def dismiss(self, attempt: int) -> None:
         """Have a node terminated; again from time to time for as long as it is seen."""
@@ -280,6 +343,8 @@ class Loop:
         if now - self.told_s.get(attempt, -REPEAT_S) >= REPEAT_S:
             self.lease.check()
             self.world.cloud.terminate(attempt)
+            if attempt in self.beating:  # the cloud cannot end what it does not know
+                self.ask_to_leave(attempt, "it is to be ended, and the cloud does not show it")
             self.told_s[attempt] = now
             self.note(Decided("terminate", f"attempt {attempt}"))
 
@@ -309,4 +374,4 @@ class Loop:
         self.journal.flush()
         with contextlib.suppress(StoreUnavailable):  # a successor would only wait a little longer
             self.lease.release()
-        return Outcome(outcome, reason, step)
+        return Outcome(outcome, reason, step, self.book.unproven)

@@ -34,7 +34,7 @@ from harness.recovery import Outcome, RunSpec, recover
 from harness.world import DRAINED, FINISHED, LEAVE, STOPPED, CloudUnavailable, Fenced, Node, NodeState, Offer, Policy, World, meeting_place
 from storage.faults import Crash, FaultyStore, corrupt
 from storage.manifest import Manifest, Ref, SnapshotCorrupt
-from storage.objects import MemoryStore, NotFound, ObjectStore, StoreUnavailable
+from storage.objects import MemoryStore, NotFound, ObjectStore, StoreError, StoreUnavailable
 from storage.retention import Keep
 from storage.snapshots import Snapshots
 
@@ -71,6 +71,8 @@ class Weather:
     restart_s: float = 30.0  # at most until somebody starts a dead controller again
     fails_at_step: int | None = None  # the script has a bug there
     stop_at_s: float | None = None  # a person asks for it
+    refusals: float = 0.0  # chance that the bucket begins to refuse a controller (403), for up to half an hour
+    elsewhere: float = 0.0  # chance that a controller speaks to another API server, which shows only what was launched through it
 
     @classmethod
     def of(cls, rng: random.Random) -> Weather:
@@ -384,9 +386,21 @@ class Members:
         if not self.sim.cloud.calm and self.rng.random() < self.sim.weather.flaky:
             self.clock.after(self.rng.uniform(1, 600), lambda: self.sim.cloud.end(attempt, 1, "exited"))
 
+    def beat(self, member: Member, count: int = 0) -> None:
+        """What it says of itself in the bucket, as real ones do; only where somebody may need it."""
+        if not member.dead:
+            self.say(member, "in", count)
+            self.clock.after(10.0, lambda: self.beat(member, count + 1))
+
+    def say(self, member: Member, state: str, count: int) -> None:
+        body = {"attempt": member.attempt, "state": state, "beat": count, "beat_s": 10.0}
+        self.sim.store.put(f"rdzv/members/m{member.attempt:04d}-sim.json", json.dumps(body).encode())
+
     def ready(self, member: Member) -> None:
         if member.dead:
             return
+        if self.sim.weather.elsewhere:
+            self.beat(member)
         if self.stop_asked():
             self.leave(member, STOPPED)
             return
@@ -437,6 +451,8 @@ class Members:
         if member is None or member.dead:
             return
         member.dead, member.ready = True, False
+        if self.sim.weather.elsewhere and self.sim.cloud.all[attempt].reason == "exited":
+            self.say(member, "gone", -1)
         if zombie:
             member.zombie_until_s = self.clock.now() + self.rng.uniform(30, 300)
         team = self.team
@@ -640,6 +656,9 @@ class Seat:
         self.sim, self.depth, self.dies_s = sim, depth, dies_s
         self.url = sim.store.url
         self.lease: Lease | None = None
+        self.server = "another" if sim.weather.elsewhere and sim.rng.random() < sim.weather.elsewhere and not sim.cloud.calm else "usual"
+        self.refused_until_s = 0.0
+        self.blind = False  # the bucket's last answer was none, or no
 
     def do(self, what: str, operation: Callable[[], T]) -> T:
         sim, weather = self.sim, self.sim.weather
@@ -657,43 +676,68 @@ class Seat:
             sim.overtake(what)
         return operation()
 
+    def store(self, what: str, operation: Callable[[], T]) -> T:
+        """An operation on the bucket, as this controller is answered."""
+        sim, now = self.sim, self.sim.clock.now()
+        if sim.weather.refusals and not sim.cloud.calm and sim.rng.random() < sim.weather.refusals:
+            self.refused_until_s = now + sim.rng.uniform(10, 1800)
+        self.blind = True
+        if now < self.refused_until_s:
+            sim.clock.sleep(0.05)
+            raise StoreError(f"{what}: 403 (injected)")
+        try:
+            found = self.do(what, operation)
+        except NotFound:
+            self.blind = False
+            raise
+        self.blind = False
+        return found
+
     # -- ObjectStore
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
         if key.startswith("facts/"):  # read by hundreds at a takeover, with no effect: nothing to see in between
             return self.sim.store.get(key, start, end)
-        return self.do("get", lambda: self.sim.controller_store().get(key, start, end))
+        return self.store("get", lambda: self.sim.controller_store().get(key, start, end))
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        self.do("put", lambda: self.sim.controller_store().put(key, data))
+        self.store("put", lambda: self.sim.controller_store().put(key, data))
 
     def create(self, key: str, data: bytes | memoryview) -> bool:
-        return self.do("create", lambda: self.sim.controller_store().create(key, data))
+        return self.store("create", lambda: self.sim.controller_store().create(key, data))
 
     def list(self, prefix: str) -> list[str]:
-        return self.do("list", lambda: self.sim.controller_store().list(prefix))
+        return self.store("list", lambda: self.sim.controller_store().list(prefix))
 
     def delete(self, key: str) -> None:
-        self.do("delete", lambda: self.sim.controller_store().delete(key))
+        self.store("delete", lambda: self.sim.controller_store().delete(key))
 
     def size(self, key: str) -> int:
-        return self.do("size", lambda: self.sim.controller_store().size(key))
+        return self.store("size", lambda: self.sim.controller_store().size(key))
 
     # -- Cloud
     def offers(self) -> Sequence[Offer]:
         return self.sim.cloud.offers()
 
     def nodes(self) -> Sequence[Node]:
-        return self.ask("nodes", self.sim.cloud.nodes)
+        return self.ask("nodes", lambda: [n for n in self.sim.cloud.nodes() if self.knows(n.attempt)])
 
     def launch(self, attempt: int, offer: Offer) -> None:
-        self.act("launch", attempt, lambda: self.sim.cloud.launch(attempt, offer))
+        def ask() -> None:
+            self.sim.servers.setdefault(attempt, self.server)
+            self.sim.cloud.launch(attempt, offer)
+
+        self.act("launch", attempt, ask)
 
     def terminate(self, attempt: int) -> None:
-        self.act("terminate", attempt, lambda: self.sim.cloud.terminate(attempt))
+        self.act("terminate", attempt, lambda: self.sim.cloud.terminate(attempt) if self.knows(attempt) else None)
+
+    def knows(self, attempt: int) -> bool:
+        """Was it launched through the API server that this controller speaks to?"""
+        return self.sim.servers.get(attempt, self.server) == self.server
 
     def act(self, what: str, attempt: int, operation: Callable[[], None]) -> None:
         def effect() -> None:
-            self.sim.emit(Acted(self.sim.clock.now(), self.lease.term if self.lease else 0, what, attempt))
+            self.sim.emit(Acted(self.sim.clock.now(), self.lease.term if self.lease else 0, what, attempt, self.blind))
             operation()
 
         self.ask(what, effect)
@@ -724,12 +768,14 @@ class Simulation:
         self.cloud = SimCloud(weather, self.clock, rng, self.emit)
         self.members = self.cloud.members = Members(self)
         self.controllers = 0
+        self.servers: dict[int, str] = {}  # by attempt: the API server that launched it
         self.outcome: Outcome | None = None
-        ledger = invariants.Ledger()
+        ledger = invariants.Ledger(estimated=self.servers if weather.elsewhere else ())
         self.ledger = ledger
         self.checkers += [
             invariants.WriteOnce(),
             invariants.OneHand(),
+            invariants.Seeing(),
             invariants.IntendedFirst(),
             invariants.NodeLimit(run.max_nodes),
             invariants.NothingLeft(),
@@ -808,8 +854,8 @@ class Simulation:
         journal = self.build.journal(seat, name, self.clock.now)
         try:
             outcome = self.build.recover(self.run, self.policy, world, journal, seat.lease)
-        except (Crash, Fenced, CloudUnavailable, StoreUnavailable):
-            return  # dead, or not needed
+        except (Crash, Fenced, CloudUnavailable, StoreError):
+            return  # dead, or not needed, or in trouble of its own
         self.outcome = self.outcome or outcome
 
     def overtake(self, what: str) -> None:

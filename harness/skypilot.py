@@ -220,6 +220,17 @@ def tag(run_url: str) -> str:
     return f"sh-{hashlib.sha256(run_url.encode()).hexdigest()[:8]}"
 
 
+def cluster(run_url: str, attempt: int) -> str:
+    """The name of an attempt's cluster."""
+    return f"{tag(run_url)}-{attempt:04d}"
+
+
+def known_once(sky: Sky, run_url: str) -> set[int]:
+    """Attempts whose clusters this API server has had: those that it does not show any more are gone. Raises SkyError."""
+    names = (str(row["name"]).rpartition("-") for row in sky("costs", REFRESH_TIMEOUT_S, prefix=f"{tag(run_url)}-"))
+    return {int(number) for _, _, number in names if number.isdecimal()}
+
+
 def bring_down(sky: Sky, run_url: str, timeout_s: float) -> list[str]:
     """End every cluster of a run; returns their names. Raises CloudUnavailable that names those not proven to be down in time."""
     prefix, give_up_s = f"{tag(run_url)}-", time.monotonic() + timeout_s
@@ -317,6 +328,7 @@ class SkyPilotCloud:
             name = task.managed_secrets[0]
             raise BadInput(f"{task.path}: secrets.{name} has no value; give it one with --secret {name}=value")
         self.task, self.tag, self.sky, self.log_dir = task, tag(run_url), sky, log_dir
+        self._run_url = run_url
         self.broken: BadInput | None = None  # why no launch of this task can work
         self._clouds, self._on_demand, self._ask_every_s, self._now = clouds, on_demand, ask_every_s, now
         self._config: dict[str, Any] = yaml.safe_load(task.path.read_text())
@@ -352,7 +364,7 @@ class SkyPilotCloud:
         with self._lock:
             if attempt in self._attempts:
                 return
-            new = self._attempts[attempt] = Attempt(attempt, f"{self.tag}-{attempt:04d}", offer, self._now(), asking=True)
+            new = self._attempts[attempt] = Attempt(attempt, cluster(self._run_url, attempt), offer, self._now(), asking=True)
             if offer.name not in self._answers:
                 new.refused, new.reason, new.gone_s = True, "no longer offered", self._now()
                 return

@@ -141,6 +141,8 @@ class View:
     attempts: int = 0  # made so far
     losses: int = 0  # attempts that ended without being asked to
     doubted: tuple[int, ...] = ()  # of those alive: attempts that may not stay (facts.AttemptDoubted)
+    launch_s: float = 0.0  # from asking for a node until it is up; clouds may bill it from when it was asked for
+    leave_s: float = 60.0  # for so long a node is billed after it was asked to leave: it drains, and is terminated
 
 
 def meeting_place(found: Sequence[tuple[str, int, bool]]) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PURE = ["facts", "world", "policies", "recovery", "book", "batch", "ledger", "market", "lease", "sim", "records", "invariants", "orders"]
+PURE = ["facts", "world", "policies", "recovery", "book", "batch", "ledger", "market", "lease", "sim", "records", "invariants"]
+PURE += ["beats", "leaderless", "orders"]
 BANNED = {"torch", "sky", "socket", "subprocess", "http", "urllib", "threading", "asyncio", "os", "rich", "wandb"}
 
 

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from harness.lease import Lease
+from harness.leaderless import COUNTED_S, LOOK_EVERY_S, Leaderless
+from harness.lease import Lease, sign_of_life
 from harness.sim import VirtualClock
 from harness.world import Fenced
 from storage.faults import FaultyStore
@@ -127,3 +128,77 @@ def test_renewing_often_costs_one_look_and_few_writes(clock: VirtualClock) -> No
     writes = sum(what == "put" for _, what, _, _ in store.log[before:])
     assert store.calls - before == 50 + writes
     assert writes == 2  # 5 s of a ttl of 5 s
+
+
+# ---- who only watches -----------------------------------------------------------------------------------------------
+def test_a_holder_that_was_interrupted_takes_its_next_term_at_once(store: MemoryStore, clock: VirtualClock) -> None:
+    one = lease(store, clock, "a")
+    assert (one.acquire(), one.acquire(), clock.now()) == (1, 2, 0.0)
+
+
+def test_signs_of_life_are_seen_without_a_list(store: MemoryStore, clock: VirtualClock) -> None:
+    assert sign_of_life(store) == (0, b"")
+    one = lease(store, clock, "a")
+    one.acquire()
+    assert sign_of_life(store) == (1, b"1")
+    one.acquire()
+
+    class Unlisted(MemoryStore):
+        def list(self, prefix: str) -> list[str]:
+            raise AssertionError("a list is dear")
+
+    assert sign_of_life(Unlisted("memory://lease", store._objects), 1) == (2, b"1")
+
+
+class Node:
+    """Looks at the lease every minute; `hours` until it leaves, or None if it has not after `for_h`."""
+
+    def __init__(self, store: ObjectStore, clock: VirtualClock, bound_h: float = 24.0):
+        self.store, self.clock, self.judge = store, clock, Leaderless(bound_h * 3600)
+
+    def look(self) -> str:
+        return self.judge.see(self.clock.now(), *sign_of_life(self.store, self.judge.term))
+
+    def leaves_after_h(self, for_h: float = 100.0, every_s: float = LOOK_EVERY_S) -> float | None:
+        began_s = self.clock.now()
+        while self.clock.now() - began_s < for_h * 3600:
+            if why := self.look():
+                assert "nobody leads the run" in why and "term 1" in why
+                return (self.clock.now() - began_s) / 3600
+            self.clock.sleep(every_s)
+        return None
+
+
+def test_a_node_leaves_a_day_after_its_leader_was_lost(store: MemoryStore, clock: VirtualClock) -> None:
+    one = lease(store, clock, "a")
+    one.acquire()
+    keep(one, clock, until_s=3600.0)
+    found = Node(store, clock).leaves_after_h()
+    assert found is not None and 25.0 <= found < 25.1
+
+
+def test_a_node_stays_with_a_leader_and_without_one_that_ever_was(store: MemoryStore, clock: VirtualClock) -> None:
+    assert Node(store, clock).leaves_after_h() is None  # plain `sky launch`
+    one = lease(store, clock, "a")
+    one.acquire()
+    assert Node(store, clock, bound_h=0.0).leaves_after_h() is None
+    keep(one, clock, until_s=clock.now() + 30 * 3600)
+    assert Node(store, clock).leaves_after_h(for_h=30.0) is None
+    one.release()
+    assert Node(store, clock).leaves_after_h() is None  # it was given back: somebody continues the run in another way
+
+
+def test_a_leader_that_comes_back_starts_the_day_anew(store: MemoryStore, clock: VirtualClock) -> None:
+    one, node = lease(store, clock, "a"), Node(store, clock)
+    one.acquire()
+    assert node.leaves_after_h(for_h=23.0) is None
+    lease(store, clock, "b").acquire()
+    assert node.leaves_after_h(for_h=23.0) is None
+
+
+def test_a_machine_that_was_suspended_does_not_blame_its_leader(store: MemoryStore, clock: VirtualClock) -> None:
+    one, node = lease(store, clock, "a"), Node(store, clock)
+    one.acquire()
+    node.look()
+    clock.sleep(1000 * 3600)  # both were: a laptop
+    assert not node.look() and node.judge.still_s == COUNTED_S

@@ -35,8 +35,8 @@ from harness.world import (
     World,
 )
 from storage.faults import Crash
-from storage.manifest import Ref
-from storage.objects import MemoryStore, ObjectStore, StoreUnavailable
+from storage.manifest import Ref, SnapshotTooNew, canonical, digest
+from storage.objects import MemoryStore, ObjectStore, StoreError, StoreUnavailable
 from storage.snapshots import Snapshots
 
 T = TypeVar("T")
@@ -442,6 +442,177 @@ def test_a_silent_bucket_is_waited_for(stage: Stage) -> None:
     objects: dict[str, bytes] = {}
     stage.store = MemoryStore("memory://run", objects)
     assert stage.lead(store=Silent("memory://run", objects)).outcome == "done"
+
+
+class Refusing(MemoryStore):
+    """Answers 403 to this controller from one moment to another."""
+
+    def __init__(self, stage: Stage, from_s: float, until_s: float):
+        super().__init__("memory://run", stage.store._objects)
+        self.stage, self.from_s, self.until_s = stage, from_s, until_s
+
+    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        if self.from_s <= self.stage.clock.now() < self.until_s:
+            raise StoreError("403: permission denied")
+        return super().get(key, start, end)
+
+
+def test_a_bucket_that_refuses_us_for_a_moment_is_waited_for(stage: Stage) -> None:
+    """Credentials that are renewed: 403 for a while, for the controller only."""
+    stage.cloud.script = trains(lambda: stage, seconds=100.0)
+    assert stage.lead(store=Refusing(stage, 20.0, 80.0)).outcome == "done"
+    assert list(stage.cloud.all) == [1]
+
+
+@pytest.mark.parametrize("until_s", [1000.0, 1e9])
+def test_a_bucket_that_goes_on_refusing_ends_the_controller_and_no_node(stage: Stage, until_s: float) -> None:
+    stage.cloud.script = trains(lambda: stage, seconds=2000.0)
+    with pytest.raises(StoreError, match="permission denied"):
+        stage.lead(RunSpec(max_refused_s=60.0), store=Refusing(stage, 20.0, until_s))
+    assert 80 <= stage.clock.now() < 90
+    assert stage.cloud.alive == [1]
+    assert stage.lead().outcome == "done"  # its successor has credentials
+    assert list(stage.cloud.all) == [1] and [f.end for f in stage.facts(AttemptEnded)] == ["finished"]
+
+
+def test_a_manifest_of_a_newer_format_ends_the_controller_at_once_and_no_node(stage: Stage) -> None:
+    def upgrade() -> None:
+        stage.commit(15)
+        key = stage.store.list("snapshots/manifests/")[-1]
+        body = {k: v for k, v in json.loads(stage.store.get(key)).items() if k != "hash"} | {"version": 999}
+        stage.store.put(key, canonical({**body, "hash": digest(canonical(body))}))
+
+    stage.clock.after(25.0, upgrade)
+    with pytest.raises(SnapshotTooNew):
+        stage.lead()
+    assert stage.clock.now() < 40 and stage.cloud.alive == [1]
+
+
+# ---- another API server ---------------------------------------------------------------------------------------------
+class Elsewhere(Cloud):
+    """What another API server shows of a run: nothing of `hidden`, which it can neither end."""
+
+    def __init__(self, real: Cloud, hidden: set[int]):
+        super().__init__(real.clock, real.script)
+        self.all, self.hidden = real.all, hidden
+
+    def nodes(self) -> Sequence[Node]:
+        return [n for n in super().nodes() if n.attempt not in self.hidden]
+
+    def terminate(self, attempt: int) -> None:
+        if attempt not in self.hidden:
+            super().terminate(attempt)
+
+
+def beats(stage: Stage, attempt: int, until_s: float = 1e9, goodbye: bool = False) -> None:
+    """The member of an attempt: rewrites its object, leaves when it is asked to, or when the run is over or stopped."""
+    name, n = f"m{attempt:04d}-aa", itertools.count()
+
+    def beat() -> None:
+        node, now = stage.cloud.all[attempt], stage.clock.now()
+        body = {"member": name, "state": "in", "attempt": attempt, "beat": next(n), "beat_s": 2.0}
+        asked = stage.store.list(f"{LEAVE}{attempt:06d}.json") or stage.store.list(STOP_KEY)
+        if asked or (goodbye and now >= until_s):
+            stage.cloud.end(attempt, 33)
+            stage.store.put(f"rdzv/members/{name}.json", json.dumps({**body, "state": "gone"}).encode())
+        elif node.alive and now < until_s:
+            stage.store.put(f"rdzv/members/{name}.json", json.dumps(body).encode())
+            stage.clock.after(2.0, beat)
+
+    beat()
+
+
+def leaked(stage: Stage, *attempts: int) -> Elsewhere:
+    """Nodes that another controller launched through another API server, and that train."""
+    stage.cloud.script = None
+    journal = Journal(stage.store, "controller-before", stage.clock.now)
+    journal.record(LeaseTaken(1, "x"))
+    for attempt in attempts:
+        journal.record(AttemptIntended(attempt, dataclasses.asdict(SPOT)))
+        stage.cloud.launch(attempt, SPOT)
+    stage.clock.sleep(5.0)
+    for attempt in attempts:
+        journal.record(AttemptUp(attempt, 3.0))
+        beats(stage, attempt)
+    journal.flush()
+    return Elsewhere(stage.cloud, set(attempts))
+
+
+def test_nodes_that_beat_are_not_lost_because_this_api_server_does_not_show_them(stage: Stage) -> None:
+    elsewhere = leaked(stage, 1, 2, 3)
+    stage.clock.after(400.0, lambda: stage.commit(20, final=True))
+    stage.clock.after(402.0, lambda: stage.store.put(f"{LEAVE}000001.json", b"{}"))  # they leave when it is over
+    stage.clock.after(402.0, lambda: stage.store.put(f"{LEAVE}000002.json", b"{}"))
+    stage.clock.after(402.0, lambda: stage.store.put(f"{LEAVE}000003.json", b"{}"))
+    outcome = stage.lead(RunSpec(1, 3, lost_after_s=10.0), cloud=elsewhere)
+    assert outcome.outcome == "done"
+    assert sorted(stage.cloud.all) == [1, 2, 3], "none was launched beside them"
+    ended = stage.facts(AttemptEnded)
+    assert [(f.attempt, f.end) for f in ended] == [(1, "lost"), (2, "lost"), (3, "lost")]
+    assert all(f.billed_s >= 390 for f in ended)
+    assert outcome.unproven == (1, 2, 3)  # their agents have ended; whether their machines have, is not for us to see
+    assert all("look for its machine where it was launched from" in f.reason for f in ended)
+
+
+def test_a_node_that_is_not_shown_is_asked_to_leave_through_the_bucket(stage: Stage) -> None:
+    elsewhere = leaked(stage, 1, 2)
+
+    def policy(view: View) -> Terminate | Wait:
+        return Terminate(2, "one too many") if len(view.alive) > 1 and view.now_s > 60 else Wait(1.0, "idle")
+
+    stage.clock.after(300.0, lambda: stage.store.put(STOP_KEY, b'{"reason": "enough"}'))
+    assert stage.lead(RunSpec(1, 2), policy=policy, cloud=elsewhere).outcome == "stopped"
+    gone_s = {n.attempt: n.gone_s for n in stage.cloud.all.values()}
+    assert gone_s[2] is not None and 60 < gone_s[2] < 80 and gone_s[1] is not None and gone_s[1] >= 300
+    assert not stage.cloud.alive
+
+
+def test_a_node_that_is_not_shown_and_falls_silent_is_lost_and_replaced(stage: Stage) -> None:
+    intend(stage, LeaseTaken(1, "x"), AttemptIntended(1, dataclasses.asdict(SPOT)), AttemptUp(1, 3.0))
+    elsewhere = Elsewhere(stage.cloud, {1})
+    stage.cloud.script = None
+    stage.cloud.launch(1, SPOT)
+    beats(stage, 1, until_s=100.0)
+    elsewhere.script = trains(lambda: stage)
+    assert stage.lead(RunSpec(lost_after_s=10.0), cloud=elsewhere).outcome == "done"
+    assert sorted(stage.cloud.all) == [1, 2]
+    assert 110 <= stage.cloud.all[2].asked_s < 125
+
+
+def test_a_node_that_was_given_up_and_beats_after_all_is_asked_to_leave_and_billed(stage: Stage) -> None:
+    """It was being launched elsewhere when its controller was lost; its place is taken when it comes up."""
+    intend(stage, LeaseTaken(1, "x"), AttemptIntended(1, dataclasses.asdict(SPOT)))
+    elsewhere = Elsewhere(stage.cloud, {1})
+    stage.cloud.script = None
+    stage.clock.after(60.0, lambda: stage.cloud.launch(1, SPOT))
+    stage.clock.after(64.0, lambda: beats(stage, 1))
+    elsewhere.script = trains(lambda: stage, seconds=300.0)
+    outcome = stage.lead(RunSpec(lost_after_s=10.0), cloud=elsewhere)
+    assert outcome == Outcome("done", "step 20 is the last and is committed", 20, unproven=(1,))
+    assert not stage.cloud.alive and sorted(stage.cloud.all) == [1, 2]
+    bills = [f for f in stage.facts(AttemptEnded) if f.attempt == 1]
+    assert [f.end for f in bills] == ["lost", "lost"] and bills[0].usd == 0 and bills[1].billed_s > 60
+
+
+def test_a_script_that_ends_well_before_its_last_step_is_not_started_for_ever(stage: Stage) -> None:
+    """`break`, or an own loop without run.finish(): exit code 0, and no final snapshot."""
+    stage.commit(10)
+    stage.cloud.script = lambda cloud, attempt: cloud.clock.after(5.0, lambda: cloud.end(attempt, 0))
+    outcome = stage.lead(RunSpec(1, 4))
+    assert (outcome.outcome, len(stage.cloud.all)) == ("failed", 12)
+    assert "the script ended with exit code 0 before its last step 3 times in a row" in outcome.reason
+    assert "after step 10" in outcome.reason and "call run.finish()" in outcome.reason
+
+
+def test_neither_is_one_that_gets_one_step_further_each_time(stage: Stage) -> None:
+    def script(cloud: Cloud, attempt: int) -> None:
+        cloud.clock.after(5.0, lambda: stage.commit(attempt))
+        cloud.clock.after(6.0, lambda: cloud.end(attempt, 0))
+
+    stage.cloud.script = script
+    outcome = stage.lead(RunSpec(max_attempts_without_progress=10**6))
+    assert (outcome.outcome, len(stage.cloud.all)) == ("failed", 10)
+    assert "exit code 0 before its last step 10 times in a row, the last time after step 10" in outcome.reason
 
 
 class Mortal:

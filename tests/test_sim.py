@@ -17,9 +17,9 @@ from harness.journal import Journal
 from harness.lease import Lease
 from harness.recovery import Outcome, RunSpec, recover
 from harness.sim import ON_DEMAND, Build, Job, SimResult, Weather, command, simulate, simulate_many
-from harness.world import Offer, View, Wait
+from harness.world import CloudUnavailable, Offer, View, Wait, World
 from storage.manifest import Manifest, PartList, Ref
-from storage.objects import MemoryStore
+from storage.objects import MemoryStore, StoreError
 from storage.snapshots import Snapshots
 
 SEEDS = 200
@@ -90,7 +90,7 @@ def test_without_capacity_it_stops_and_says_so() -> None:
 
 
 def test_a_budget_holds_in_every_world() -> None:
-    run = RunSpec(1, 3, poll_s=5.0, budget_usd=0.2, exit_grace_s=60.0)
+    run = RunSpec(1, 3, poll_s=5.0, budget_usd=0.4, exit_grace_s=60.0, launch_s=60.0, terminate_s=10.0)
     ends = Counter(r.outcome for r in simulate_many(range(20), run=run))
     assert ends["stopped"] > 12
 
@@ -232,11 +232,40 @@ def boastful(run: RunSpec, policy: Any, world: Any, journal: Journal, lease: Lea
     return Outcome("done", "all is well", 300)
 
 
+def panicky(run: RunSpec, policy: Any, world: World, *others: Any) -> Outcome:
+    """Ends all nodes when it has trouble of its own."""
+    try:
+        return recover(run, policy, world, *others)
+    except (StoreError, CloudUnavailable):
+        for node in world.cloud.nodes():
+            world.cloud.terminate(node.attempt)
+        raise
+
+
+def deaf(run: RunSpec, policy: Any, world: World, *others: Any) -> Outcome:
+    """Believes the cloud alone: what it does not show is lost, though it beats."""
+
+    class Unheard:
+        def __init__(self) -> None:
+            self.url = world.store.url
+
+        def list(self, prefix: str) -> list[str]:
+            return [] if prefix.startswith("rdzv/members/") else world.store.list(prefix)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(world.store, name)
+
+    return recover(run, policy, dataclasses.replace(world, store=Unheard()), *others)
+
+
 def sleepy(view: View) -> Wait:
     return Wait(60.0, "later")
 
 
 STORMY = Weather(kills_per_h=12, zombies=0.8, noticed=0.2, crashes=0.002, overtakings=0.01, calm_s=1800.0)
+REFUSED = Weather(refusals=0.002, kills_per_h=6, crashes=0.001, overtakings=0.0, calm_s=1800.0)
+PATIENT = RunSpec(1, 2, poll_s=5.0, lost_after_s=180.0, max_refused_s=120.0, exit_grace_s=60.0)  # a launch and a boot take 90 s
+MOVING = Weather(elsewhere=0.5, kills_per_h=3, zombies=0.0, crashes=0.004, overtakings=0.0, calm_s=1800.0)
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "deaf lease": ({"build": Build(lease=DeafLease)}, "one hand"),
     "hasty lease": ({"build": Build(lease=HastyLease)}, "one hand"),
@@ -252,6 +281,8 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "greedy": ({"build": Build(recover=greedy), "run": RunSpec(1, 2, poll_s=5.0)}, "node limit"),
     "spendthrift": ({"build": Build(recover=spendthrift), "run": RunSpec(1, 3, poll_s=5.0, budget_usd=0.02)}, "budget"),
     "boastful": ({"build": Build(recover=boastful)}, "newest counts"),
+    "panicky": ({"build": Build(recover=panicky), "weather": REFUSED, "run": PATIENT}, "seeing"),
+    "deaf": ({"build": Build(recover=deaf), "weather": MOVING, "run": PATIENT}, "node limit|nothing left"),
     "sleepy": ({"policy": sleepy, "run": RunSpec(1, 1, poll_s=60.0, max_hours_without_progress=2.0)}, "life"),
 }
 
@@ -271,6 +302,13 @@ def test_a_broken_part_is_found(name: str) -> None:
 def test_the_same_storm_breaks_no_rule_with_whole_parts() -> None:
     """The control of the experiment above."""
     assert all(r.outcome == "done" for r in simulate_many(range(12), weather=STORMY))
+
+
+@pytest.mark.parametrize("weather", [REFUSED, MOVING], ids=["refused", "another API server"])
+def test_controllers_in_trouble_or_elsewhere_break_no_rule(weather: Weather) -> None:
+    """The control of "panicky" and "deaf"."""
+    ends = Counter(r.outcome for r in simulate_many(range(25), run=PATIENT, weather=weather))
+    assert ends["done"] == 25, ends
 
 
 def test_a_fleet_stays_together_and_moves_to_where_it_is_cheaper() -> None:

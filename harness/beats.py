@@ -1,0 +1,87 @@
+"""Who of a run still beats in the bucket, whatever any cloud shows. For whoever must not take a living node for a lost one.
+
+Members rewrite their object (`rdzv/members/`) all the time. One whose object changes is alive; one that said goodbye is gone; one whose
+object stands still for long enough, by the observer's own clock, is silent. No two clocks are compared, so the first look at a
+member proves nothing yet: only "gone" is known at once.
+
+Pure: knows an ObjectStore and is given a clock; tolerates objects that it cannot read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from storage.objects import NotFound, ObjectStore
+
+MEMBERS = "rdzv/members/"
+PROMISE_S = 10.0  # between two beats of a member that does not say how often it beats
+LONGEST_S = 60.0  # nobody promises so little that its death would not be noticed
+MISSED = 2.0  # so many beats in a row, and LATE_S, must be missed
+LATE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What was seen of one member."""
+
+    member: str
+    attempt: int  # 0: no controller launched it
+    gone: bool  # it said goodbye
+    moved: bool  # its object was seen to change: it lived then
+    still_s: float  # since its object was seen to change, or was seen first
+    promise_s: float  # it beats at least so often
+
+    def silent(self, least_s: float = 0.0) -> bool:
+        """Is it surely not beating any more? `least_s`: the shortest silence that counts."""
+        return self.gone or self.still_s >= max(least_s, MISSED * self.promise_s + LATE_S)
+
+
+class Beats:
+    """One observer's view of a run's members. `now`: its own clock, in seconds; look more often than they beat."""
+
+    def __init__(self, store: ObjectStore, now: Callable[[], float]):
+        self._store, self._now = store, now
+        self._seen: dict[str, tuple[bytes, float, bool]] = {}  # object, since when it stands still, whether it ever moved
+        self._gone: dict[str, Beat] = {}  # for ever: a name is used once
+
+    def look(self, attempts: Collection[int] | None = None) -> list[Beat]:
+        """Every member that ever said something (`attempts`: of these only). Raises StoreError."""
+        keys = self._store.list(MEMBERS)
+        names = [k.removeprefix(MEMBERS).removesuffix(".json") for k in keys if k.endswith(".json")]
+        found = [self._look(name) for name in names if attempts is None or _attempt_of(name) in attempts]
+        return [beat for beat in found if beat is not None]
+
+    def _look(self, name: str) -> Beat | None:
+        if name in self._gone:
+            return self._gone[name]
+        try:
+            data = self._store.get(f"{MEMBERS}{name}.json")
+        except NotFound:
+            return None
+        now = self._now()
+        before = self._seen.get(name)
+        if before is None or before[0] != data:
+            before = self._seen[name] = (data, now, before is not None)
+        state, promise_s = _parse(data)
+        beat = Beat(name, _attempt_of(name), state == "gone", before[2], now - before[1], promise_s)
+        if beat.gone:
+            self._gone[name] = beat
+        return beat
+
+
+def _attempt_of(member: str) -> int:
+    """Members are named `m<attempt>-<random>`."""
+    number = member.removeprefix("m").partition("-")[0]
+    return int(number) if number.isdecimal() else 0
+
+
+def _parse(data: bytes) -> tuple[str, float]:
+    """(state, seconds between beats that it promises); an unreadable object is somebody's all the same."""
+    try:
+        body = json.loads(data)
+        promise_s = float(body.get("beat_s") or 0.0)
+        return str(body.get("state", "")), promise_s if 0.0 < promise_s <= LONGEST_S else PROMISE_S
+    except (ValueError, TypeError, AttributeError):
+        return "", PROMISE_S

@@ -1,0 +1,142 @@
+"""The controller's own end: signals, a closed terminal, trouble of its own, nobody leading. Real processes; nodes are none the worse."""
+
+import fcntl
+import json
+import os
+import pty
+import random
+import signal
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+from campaign import Campaign
+from worlds import until
+
+from harness.facts import AgentEnded, AttemptEnded, NoticeSeen, RunEnded
+from storage.manifest import canonical, digest
+from storage.objects import open_store
+
+LONG = "--total 100000 --every 10 --sleep-s 0.04"
+
+
+@pytest.fixture
+def campaign(tmp_path):
+    made = []
+
+    def make(agent="", **settings):
+        c = Campaign(tmp_path, **{"nodes": "1", "flags": LONG, **settings})
+        c.task.write_text(c.task.read_text().replace("harness run", f"harness run {agent}"))
+        made.append(c)
+        return c
+
+    yield make
+    for c in made:
+        c.close()
+
+
+def harness(*words):
+    began_s = time.monotonic()
+    ended = subprocess.run([sys.executable, "-m", "harness.cli", *map(str, words)], capture_output=True, text=True, timeout=120)
+    return ended, time.monotonic() - began_s
+
+
+def drained(c: Campaign) -> bool:
+    """The run was stopped on purpose, nothing was lost by it, and nothing is left."""
+    (end,) = c.facts(RunEnded)
+    assert end.outcome == "stopped" and end.committed_step == c.step()
+    assert {(a.end, a.exit_code) for a in c.facts(AttemptEnded)} == {("terminated", 35)}
+    until(lambda: not c.left_over(), c.logs, 15)
+    return True
+
+
+def test_a_closed_terminal_drains(campaign):
+    """`harness launch` in a terminal that is closed: its words go to a file then."""
+    c = campaign()
+    c.launches += 1
+    master, slave = pty.openpty()
+
+    def begin():
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "SKYPILOT_", "AWS_"))}
+    c.log.write_text("")
+    c.process = subprocess.Popen(c.command, stdin=slave, stdout=slave, stderr=slave, env=environ, preexec_fn=begin)
+    os.close(slave)
+    os.set_blocking(master, False)
+
+    def shown():
+        try:
+            while os.read(master, 1 << 16):
+                pass
+        except BlockingIOError:
+            return c.step() >= 10
+
+    c.until(shown)
+    os.close(master)
+    assert c.wait(60) == 3, c.logs()
+    assert drained(c)
+    said = (c.run / "controller" / "log").read_text()
+    assert "SIGHUP" in said and "Draining" in said and "resumes it from there" in said
+
+
+def test_a_second_signal_kills(campaign):
+    c = campaign(flags=f"{LONG} --sleep-s 20")  # so slow that it cannot drain meanwhile
+    c.launch()
+    c.until(lambda: c.processes("worker") and list((c.run / "rdzv" / "epochs").glob("*")))
+    c.process.send_signal(signal.SIGTERM)
+    c.process.send_signal(signal.SIGHUP)  # as service managers do: both are one
+    c.until((c.run / "control" / "stop.json").exists)
+    assert "told to end by SIG" in (c.run / "control" / "stop.json").read_text()
+    time.sleep(3.2)  # what comes within three seconds is one
+    c.until(lambda: c.processes("worker"))
+    c.process.send_signal(signal.SIGTERM)
+    assert c.wait(30) == 130, c.logs()
+    assert "Killed" in c.output()
+    until(lambda: not c.left_over(), c.logs, 15)
+
+
+def test_trouble_of_the_controller_leaves_the_nodes_training_and_down_ends_them(campaign):
+    """A newer version of the code has committed a snapshot that this controller cannot read."""
+    c = campaign(flags="--total 100000 --every 1000 --sleep-s 0.04")
+    c.launch()
+    c.until(lambda: c.processes("worker") and list((c.run / "facts").glob("worker-*")))
+    assert harness("snapshot", c.run)[0].returncode == 0
+    c.until(lambda: c.step() > 0)
+    store, newer = open_store(str(c.run)), "snapshots/manifests/0000900000-e000001.json"
+    body = {k: v for k, v in json.loads(store.get(store.list("snapshots/manifests/")[-1])).items() if k != "hash"}
+    body |= {"version": 999, "ref": "0000900000-e000001"}
+    store.put(newer, canonical({**body, "hash": digest(canonical(body))}))
+    assert c.wait(60) == 4, c.logs()
+    assert "go on training" in c.output() and "update the package" in c.output() and f"harness down file://{c.run}" in c.output()
+    worker = c.processes("worker")
+    assert worker and c.processes("agent") and c.processes("provider")
+    seen = sum(f.stat().st_size for f in (c.run / "facts").glob("worker-*/*"))
+    until(lambda: sum(f.stat().st_size for f in (c.run / "facts").glob("worker-*/*")) > seen, c.logs, 30)
+    again = c.launch()
+    assert again.wait(60) == 4, c.output()  # the same for one that cannot even begin
+    assert c.processes("worker") == worker
+    store.delete(newer)
+    c.kill("agent", random.Random(0))  # it says no goodbye, and nobody writes down that it has ended: stop and down see it all the same
+    for words, says in (("stop", "Stopped at step"), ("down", "Nothing of this run is left.")):
+        ended, took_s = harness(words, c.run)
+        assert ended.returncode == 0 and says in ended.stdout, ended.stdout + ended.stderr
+        assert took_s < 30  # of 120 and 60 that they may wait
+    assert not c.left_over()
+
+
+def test_nodes_without_a_leader_train_on_and_then_drain(campaign):
+    c = campaign(agent="--leaderless-hours 0.002")  # 7.2 s
+    c.launch()
+    c.until(lambda: c.step() >= 10)
+    c.kill("controller", random.Random(0))
+    c.process.wait(10)
+    seen = c.step()
+    until(lambda: c.step() > seen + 10, c.logs, 30)
+    until(lambda: c.facts(AgentEnded), c.logs, 60)
+    (end,), (notice,) = c.facts(AgentEnded), c.facts(NoticeSeen)
+    assert end.exit_code == 33 and notice.source == "lease"
+    assert "nobody leads the run" in notice.id and "has stood still for 0.002 h" in notice.id
