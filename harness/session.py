@@ -59,7 +59,7 @@ from harness.journal import Journal
 from harness.loader import MicroBatch, Stream, fingerprint, is_map_style, map_style, same_when_read_again, seed_everything, to_device
 from harness.marks import EXIT_CODE, Mark, MarkReader, Want
 from harness.nearby import tiers_for
-from harness.parallel import Strategy, same_everywhere, shard, strategy_for
+from harness.parallel import Strategy, check_unwrapped, drawn_by_shard, same_everywhere, shard, strategy_for
 from harness.progress import Place, Progress
 from harness.uploader import Courier, Local, courier_at, fact_of
 from harness.world import BadInput, Fenced, HarnessError
@@ -378,6 +378,7 @@ class Session:
             raise BadInput(
                 f"prepare(after_update={unknown!r}): wanted names of what else it is given, found only {', '.join(others) or 'none'}"
             )
+        check_unwrapped(model)
         model.to(self.device)
         same_everywhere(model)
         self._model = model
@@ -483,6 +484,7 @@ class Session:
             self._check_environment(manifest)
         else:
             self._head = self._genesis()
+            self._check_beginning()
         self._last_snapshot_s = time.monotonic()
         batching: Batching | None = getattr(self, "batching", None)
         self._fact(
@@ -884,6 +886,17 @@ class Session:
             self._fact(Warned(manifest.step, self.epoch, what))
             self.print(f"harness: {what}")
 
+    def _check_beginning(self) -> None:
+        """Weights that were drawn after they were sharded depend on the world; most of the time that shows."""
+        if self._control is not None and self._model is not None and (names := drawn_by_shard(self._model, self._control)):
+            what = (
+                f"{names[0]!r} (one of {len(names)}) begins with the same values on every rank's shard: it was drawn after it was sharded, "
+                "so what the run begins with depends on the number of ranks. harness.fsdp2(model, run) takes models on the meta device "
+                "and gives them values that do not"
+            )
+            self._fact(Warned(0, self.epoch, what))
+            self.print(f"harness: {what}")
+
     # ---- resuming ----------------------------------------------------------------------------------------------
     def _agree(self, value: Callable[[], Any]) -> Any:
         """Rank 0's value, on every rank; its error as well."""
@@ -1089,12 +1102,17 @@ def attach(
 
 
 def fsdp2(model: nn.Module, run: Session, blocks: list[nn.Module] | None = None) -> nn.Module:
-    """Shard the model over all ranks (FSDP2). Call before the optimizer is made: it replaces the parameters."""
+    """Shard the model over all ranks (FSDP2). Call before the optimizer is made: it replaces the parameters.
+
+    `blocks` (default: the members of every ModuleList) are sharded one after the other, so no device ever holds the whole model. A model
+    on the meta device (`with torch.device("meta")`) gets its values by each module's `reset_parameters()`, from `attach`'s seed and the
+    module's name: the same on any number of ranks. Raises BadInput for a module there that has none.
+    """
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    same_everywhere(model.to(run.device))
-    return shard(model, run.device, blocks)
+    shard(model, run.device, blocks, run.seed)
+    return model
 
 
 __all__ = ["Session", "Step", "attach", "fsdp2"]
