@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.parallel import BUCKET_BYTES, Replicated, Sharded, is_sharded
+from harness.parallel import BUCKET_BYTES, Replicated, Sharded, fsdp_groups, is_sharded
 from harness.world import BadInput, HarnessError
 
 WORDS = {"exact": 64, "exact32": 32}  # bits on the wire of each value of attach(reduce=...)
@@ -576,19 +576,16 @@ class ExactSharded(Sharded):
         self._last = self._filler = False
         self._groups: list[_Group] = []
         index = {id(p): i for i, p in enumerate(self.parameters)}
-        for module in self._modules:
-            for param_group in module._get_fsdp_state()._fsdp_param_groups:  # no public name gives gradients before they are exchanged
-                self._watch(param_group, index)
-        known = {i for group in self._groups for i in group.members}
-        if len(known) != len(self.parameters):
-            raise BadInput("exact sums with fsdp2 need every parameter that trains to be sharded; pass no ignored_params to fully_shard")
-        self._root.set_requires_gradient_sync(False)
+        for param_group in fsdp_groups(model):
+            self._watch(param_group, index)
+        for root in self._roots:
+            root.set_requires_gradient_sync(False)
 
     def _watch(self, param_group: Any, index: dict[int, int]) -> None:
         handles = [h for h in param_group.fsdp_params if id(h.sharded_param) in index]
         for handle in handles:
-            if handle.fsdp_placement.dim != 0 or handle.sharded_param.device_mesh.ndim != 1:
-                raise BadInput("exact sums know fsdp2 over one mesh dimension with rows sharded; use harness.fsdp2(model, run)")
+            if handle.fsdp_placement.dim != 0:
+                raise BadInput("exact sums know fsdp2 with rows sharded (dimension 0); use harness.fsdp2(model, run)")
         members = [index[id(h.sharded_param)] for h in handles]
         group = _Group(handles, members, self.counting.units(members), param_group._reduce_scatter_process_group)
         self._groups.append(group)
@@ -605,7 +602,8 @@ class ExactSharded(Sharded):
 
     def micro(self, last: bool, filler: bool = False) -> None:
         self._last, self._filler = last, filler
-        self._root.set_is_last_backward(last)
+        for root in self._roots:
+            root.set_is_last_backward(last)
         self.counting.micro()
 
     def micro_done(self) -> None: ...

@@ -7,12 +7,17 @@ and rebuilds its buckets after the first step, so that a resumed run sums in ano
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
+
+from harness.loader import seed_everything
+from harness.world import BadInput
 
 BUCKET_BYTES = 25 << 20
 
@@ -160,10 +165,13 @@ class Sharded:
     name, equal_rounds, may_repeat = "fsdp2", True, False
 
     def __init__(self, model: nn.Module):
+        """Raises BadInput for what would not be summed right; see `check_sharding`."""
         from torch.distributed.fsdp import FSDPModule
 
+        check_sharding(model)
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
-        self._root = self._modules[0]
+        inside = {id(child) for m in self._modules for child in m.modules() if child is not m}  # type: ignore[attr-defined]
+        self._roots = [m for m in self._modules if id(m) not in inside]
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         for module in self._modules:
             module.set_gradient_divide_factor(1.0)  # a sum, not a mean over ranks
@@ -172,8 +180,9 @@ class Sharded:
     def start(self, micro_batches: int) -> None: ...
 
     def micro(self, last: bool, filler: bool = False) -> None:
-        self._root.set_requires_gradient_sync(last)
-        self._root.set_is_last_backward(last)
+        for root in self._roots:
+            root.set_requires_gradient_sync(last)
+            root.set_is_last_backward(last)
 
     def micro_done(self) -> None: ...
 
@@ -191,6 +200,7 @@ class Sharded:
             grad.div_(weight)
 
     def norm(self) -> torch.Tensor:
+        """Every element lies on one rank, so the ranks' squares add up (`check_sharding` has seen to that)."""
         grads = self._local()
         squares = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) ** 2 for g in grads]).sum()
         dist.all_reduce(squares)
@@ -215,28 +225,189 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(p, DTensor) for p in model.parameters())
 
 
+def fsdp_groups(model: nn.Module) -> list[Any]:
+    """What FSDP2 gathers and shards together. No public name gives it. Raises BadInput if this torch has it elsewhere."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before it was one, or none
+            if groups is None:
+                one = getattr(state, "_fsdp_param_group", None)
+                groups = [] if one is None else [one]
+            found |= {id(group): group for group in groups}
+    if not all(hasattr(group, "fsdp_params") for group in found.values()):
+        raise BadInput(f"torch {torch.__version__} keeps what fully_shard made where this code does not find it; use torch 2.13")
+    return list(found.values())
+
+
+def check_sharding(model: nn.Module) -> None:
+    """Raises BadInput, naming parameters, unless all that trains is sharded by FSDP2 over one mesh of all ranks, in their order.
+
+    Only then is every element of every gradient on one rank, and summed over all ranks. Frozen parameters may be plain.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    use = "use harness.fsdp2(model, run), or fully_shard with a mesh of one dimension over all ranks"
+    named = list(model.named_parameters())
+    sharded: list[tuple[str, Any]] = [(name, p) for name, p in named if isinstance(p, DTensor)]
+    managed = {id(handle.sharded_param) for group in fsdp_groups(model) for handle in group.fsdp_params}
+    if not managed:
+        raise BadInput(
+            f"{_some(n for n, _ in sharded)}: wanted parameters sharded by fully_shard, found DTensors without it (tensor parallelism? "
+            f"distribute_tensor?), whose gradients are not summed over the ranks' samples; {use}"
+        )
+    if plain := [name for name, p in named if p.requires_grad and not isinstance(p, DTensor)]:
+        raise BadInput(
+            f"{_some(plain)}: wanted every parameter that trains to be sharded, found plain ones beside DTensors: nobody would sum their "
+            "gradients. Give fully_shard no ignored_params and apply it to the whole model as well as to its blocks, or freeze them"
+        )
+    world = dist.get_world_size()
+    meshes: dict[str, str] = {}
+    for name, p in sharded:
+        mesh = p.device_mesh
+        if mesh.ndim != 1:
+            dims = " x ".join(f"{n}={size}" for n, size in zip(mesh.mesh_dim_names or "?" * mesh.ndim, mesh.shape, strict=True))
+            raise BadInput(f"{name}: wanted a mesh of one dimension, found {dims} (HSDP, or tensor parallelism beside fsdp2); {use}")
+        if not isinstance(p.placements[0], Shard):
+            raise BadInput(f"{name}: wanted its rows sharded over the ranks, found {p.placements[0]}; {use}")
+        if id(p) not in managed:
+            raise BadInput(f"{name}: wanted it sharded by fully_shard, found a DTensor of another origin (distribute_tensor?); {use}")
+        ranks = mesh.mesh.flatten().tolist()
+        if ranks != list(range(world)):
+            raise BadInput(f"{name}: wanted a mesh over ranks 0 to {world - 1} in this order, found one over ranks {ranks}; {use}")
+        meshes.setdefault(mesh.device_type, name)
+    if len(meshes) > 1:
+        found = ", ".join(f"{name} on {device}" for device, name in meshes.items())
+        raise BadInput(f"wanted one mesh for all parameters, found {found}; {use}")
+
+
+def _some(names: Iterable[str]) -> str:
+    first = list(names)
+    return ", ".join(first[:3]) + (f" and {len(first) - 3} more" if len(first) > 3 else "")
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Raises BadInput for wrappers that exchange gradients themselves, and for parameters that are not there yet."""
+    for name, module in model.named_modules():
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        if isinstance(module, nn.parallel.DistributedDataParallel) or (fsdp and isinstance(module, fsdp.FullyShardedDataParallel)):
+            raise BadInput(
+                f"{name or 'the model'} is a {type(module).__name__}, which exchanges gradients itself, as means over ranks; wanted the "
+                "model without it: run.prepare(model, ...) does that part, and harness.fsdp2(model, run) shards"
+            )
+    if meta := [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]:
+        raise BadInput(
+            f"{_some(meta)}: wanted parameters and buffers with values, found them on the meta device; harness.fsdp2(model, run) gives "
+            "them values that do not depend on the world, or build the model on a real device"
+        )
+
+
 def strategy_for(model: nn.Module) -> Strategy:
     return Sharded(model) if is_sharded(model) else Replicated(model.parameters())
 
 
-def shard(model: nn.Module, device: torch.device, blocks: Sequence[nn.Module] | None = None) -> nn.Module:
-    """FSDP2 over all ranks: each of `blocks` (default: the members of every ModuleList) and the root."""
+def shard(model: nn.Module, device: torch.device, blocks: Sequence[nn.Module] | None = None, seed: int = 0) -> nn.Module:
+    """FSDP2 over all ranks: each of `blocks` (default: the members of every ModuleList) and the root.
+
+    One block at a time goes to the device, takes rank 0's values and is sharded: the whole model never lies on one device. What is on
+    the meta device gets its values there, whole, before it is sharded; see `materialize`.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    model.to(device)
-    if blocks is None:
-        blocks = [block for m in model.modules() if isinstance(m, nn.ModuleList) for block in m]
-    for block in blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    if blocks is None:  # those inside others first
+        blocks = [block for m in reversed(list(model.modules())) if isinstance(m, nn.ModuleList) for block in m]
+    names = {id(m): name for name, m in model.named_modules()}
+    made: dict[int, Any] = {}
+    for part in [*blocks, model]:
+        materialize(part, device, seed, names, made)
+        part.to(device)
+        same_everywhere(part)
+        fully_shard(part, mesh=mesh)
     return model
 
 
+def materialize(part: nn.Module, device: torch.device, seed: int, names: dict[int, str], made: dict[int, Any]) -> None:
+    """Give values to what is on the meta device in `part`, by the `reset_parameters()` of the module that holds it.
+
+    Each module's randomness is seeded by `seed` and its name, so neither the world nor the order of blocks matters. `names`: of
+    modules, by id; `made`: meta tensor's id -> (it, what it became), so that tied ones stay tied. Raises BadInput for modules without
+    `reset_parameters`; one that resets its children's parameters as well must not have blocks among them.
+    """
+    for module in dict.fromkeys(_children_first(part)):
+        found = False
+        for kind in (module._parameters, module._buffers):
+            for name, t in kind.items():
+                if t is None or not t.is_meta:
+                    continue
+                if id(t) not in made:
+                    empty = torch.empty_like(t, device=device)
+                    made[id(t)] = (t, nn.Parameter(empty, t.requires_grad) if isinstance(t, nn.Parameter) else empty)
+                    made[id(t)][1].__dict__.update(t.__dict__)
+                    found = True
+                kind[name] = made[id(t)][1]
+        if not found:
+            continue
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        where = names.get(id(module), "") or "the model itself"
+        if reset is None:
+            raise BadInput(
+                f"{where} ({type(module).__name__}) has parameters or buffers on the meta device and no reset_parameters() to give them "
+                "values; wanted one (it sets what the module itself holds), or a model built on the CPU"
+            )
+        seed_everything(xxhash.xxh3_64_intdigest(f"{seed} {where}".encode()) >> 1)
+        with torch.no_grad():
+            reset()
+        seed_everything(seed)  # and what the script draws next does not depend on which module was the last
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    """As constructors run."""
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
+
+
 def same_everywhere(model: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers (a model built with other randomness would train apart)."""
+    """Give every rank rank 0's parameters and buffers (a model built with other randomness would train apart). Not of DTensors."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        for tensor in model.state_dict().values():
-            if isinstance(tensor, torch.Tensor) and not hasattr(tensor, "to_local"):
-                dist.broadcast(tensor.detach(), src=0)
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                if not hasattr(tensor, "to_local") and 0 not in tensor.stride():
+                    _broadcast(tensor.detach())
+
+
+def _broadcast(tensor: torch.Tensor) -> None:
+    whole = tensor.contiguous()
+    dist.broadcast(whole.reshape(-1).view(torch.uint8), src=0)  # as bytes: not every backend knows every dtype
+    if whole is not tensor:
+        tensor.copy_(whole)
+
+
+def share(buffers: Sequence[torch.Tensor]) -> None:
+    """Give every rank rank 0's `buffers`, in one exchange for each dtype. As DistributedDataParallel does before each forward."""
+    for dtype in dict.fromkeys(b.dtype for b in buffers):
+        mine = [b for b in buffers if b.dtype == dtype]
+        flat = torch.cat([b.reshape(-1) for b in mine])
+        dist.broadcast(flat, src=0)
+        for b, values in zip(mine, torch.split(flat, [b.numel() for b in mine]), strict=True):
+            b.copy_(values.view_as(b))
+
+
+def drawn_by_shard(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
+    """Names of weights whose shards are the same on all ranks though they are not constant: most likely each rank drew its own part
+    from the same seed, so that what the run begins with depends on the world. Collective."""
+    mine: dict[str, str] = {}
+    for name, p in model.named_parameters():
+        if hasattr(p, "to_local"):
+            local = p.detach().to_local()  # type: ignore[attr-defined]
+            few = local.reshape(-1)[:4096].float().cpu()
+            if few.numel() and bool((few != few[0]).any()):
+                mine[name] = f"{tuple(local.shape)} {xxhash.xxh3_64_hexdigest(few.numpy().tobytes())}"
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, mine, group=group)
+    return [name for name in every[0] if len(every) > 1 and all(other.get(name) == every[0][name] for other in every)]

@@ -41,6 +41,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from harness import records as rec
+from harness import replicas
 from harness.batch import Batching, Plan, digest, plan, sample_hash, seed_for
 from harness.exact import WORDS, differences, environment, exact_strategy_for
 from harness.facts import (
@@ -60,7 +61,7 @@ from harness.journal import Journal
 from harness.loader import MicroBatch, Stream, fingerprint, is_map_style, map_style, same_when_read_again, seed_everything, to_device
 from harness.marks import EXIT_CODE, Mark, MarkReader, Want
 from harness.nearby import tiers_for
-from harness.parallel import Strategy, same_everywhere, shard, strategy_for
+from harness.parallel import Strategy, check_unwrapped, drawn_by_shard, same_everywhere, shard, share, strategy_for
 from harness.progress import Place, Progress
 from harness.uploader import Courier, Local, courier_at, fact_of
 from harness.worker import write_error
@@ -118,9 +119,11 @@ class _Flight:
     records: list[rec.StepRecord]  # of the steps since the last snapshot
     tensors: dict[str, torch.Tensor]
     data: dict[str, Any]
+    common: replicas.Held | None = None  # what must be the same on all ranks, as it was
+    plain: dict[str, Any] = field(default_factory=dict)
     staged: dcp.Staged | None = None  # None: the structure is not the planned one
     segment: Segment | None = None
-    changed: torch.Tensor | None = None  # is that so on any rank? Known when `agreed` is done
+    changed: torch.Tensor | None = None  # (3,) int64: is that so on any rank? The greatest and least hash of `common`. See `agreed`
     agreed: Any = None
     finished: bool = False  # training may change the state
     stall_s: float = 0.0
@@ -270,6 +273,8 @@ class Session:
             signal.signal(signal.SIGUSR1, lambda *_: self._signal(Want.SNAPSHOT))
         self.scaler: Any = None
         self._saved: dict[str, Any] = {}  # name -> object with state_dict
+        self._per_rank: frozenset[str] = frozenset()  # names of those whose state is each rank's own
+        self._statistics: list[torch.Tensor] = []  # buffers that every rank takes from rank 0 after each step
         self._model: nn.Module | None = None
         self._optimizers: list[torch.optim.Optimizer] = []
         self.stream: Stream | None = None
@@ -374,6 +379,7 @@ class Session:
         scheduler: Any = None,
         scaler: Any = None,
         after_update: Collection[str] = (),
+        per_rank: Collection[str] = (),
         **others: Any,
     ) -> nn.Module:
         """Say what makes up the training state: model, optimizers, scheduler, GradScaler, and anything with a `state_dict`.
@@ -382,11 +388,20 @@ class Session:
         `after_update`: those of the others (an average of the weights) whose tensors change, if at all, between `step.update()` and the
         end of the loop's body, as an `AveragedModel`'s are taken to: a snapshot copies them beside the next forward and backward. Others
         it copies while training stands still. Who breaks the promise loses that snapshot, is told so, and is not believed again.
+
+        State must be the same on all ranks: it is compared after the first step, and what optimizers do not change with each snapshot.
+        What differs is refused (BadInput, naming it) unless `per_rank` names it: then each rank's is stored, and given back to the same
+        rank in a world of the same size. In a world of another size the object's `load_state_dicts(states)` gets those of all
+        ranks, in order; without such a method resuming there is refused. (BatchNorm's statistics: every rank takes rank 0's after each
+        step, as DistributedDataParallel does.)
         """
-        if unknown := sorted(set(after_update) - set(others)):
-            raise BadInput(
-                f"prepare(after_update={unknown!r}): wanted names of what else it is given, found only {', '.join(others) or 'none'}"
-            )
+        for option, names in {"after_update": after_update, "per_rank": per_rank}.items():
+            if unknown := sorted(set(names) - set(others)):
+                raise BadInput(
+                    f"prepare({option}={unknown!r}): wanted names of what else it is given, found only {', '.join(others) or 'none'}"
+                )
+        self._per_rank = frozenset(per_rank)
+        check_unwrapped(model)
         model.to(self.device)
         same_everywhere(model)
         self._model = model
@@ -411,6 +426,8 @@ class Session:
                 raise BadInput(f"prepare({name}=...): {type(thing).__name__} has no state_dict/load_state_dict, so it cannot be resumed")
             self._saved[name] = thing
         self._after_update = {*after_update, *(name for name, thing in others.items() if isinstance(thing, AveragedModel))}
+        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats]
+        self._statistics = [b for m in norms for b in m.buffers(recurse=False)] if self._control is not None else []
         if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
             if self.reduce != "fast":
                 raise BadInput(
@@ -418,7 +435,7 @@ class Session:
                     "statistics depend on which rank saw what; use GroupNorm or LayerNorm, or reduce='fast'"
                 )
             self.print(
-                "harness: the model has BatchNorm: its statistics depend on micro-batches per rank, so results will depend on the world"
+                "harness: the model has BatchNorm: its statistics are of rank 0's micro-batches, so results will depend on the world"
             )
         return model
 
@@ -493,6 +510,7 @@ class Session:
             self._check_environment(manifest)
         else:
             self._head = self._genesis()
+            self._check_beginning()
         self._last_snapshot_s = time.monotonic()
         batching: Batching | None = getattr(self, "batching", None)
         self._fact(
@@ -566,6 +584,8 @@ class Session:
         if self.scheduler is not None:
             self.scheduler.step()
         self.strategy.zero()
+        if self._statistics:
+            share(self._statistics)
         self.step += 1
         self._settle()  # the step before this one (on a GPU): its numbers have had a whole step to arrive
         ints = torch.tensor([step._hash_sum & 0xFFFFFFFF, step._hash_sum >> 32, step._samples] + [0] * len(Want), dtype=torch.int64)
@@ -693,7 +713,39 @@ class Session:
 
     # ---- snapshots ---------------------------------------------------------------------------------------------
     def _state(self) -> dict[str, Any]:
-        return {name: thing.state_dict() for name, thing in self._saved.items()}
+        return {self._stored(name): thing.state_dict() for name, thing in self._saved.items()}
+
+    def _stored(self, name: str) -> str:
+        return _of_rank(name, self.rank) if name in self._per_rank else name
+
+    def _common(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Of tensors by path, or plain state by name: what all ranks hold."""
+        return {path: value for path, value in state.items() if RANK_MARK not in path.partition("/")[0]}
+
+    def _plan_stage(self, tensors: dict[str, torch.Tensor], plain: dict[str, Any]) -> None:
+        """Agree who writes what. Raises BadInput on all ranks if they do not hold the same."""
+        if self._control is not None:
+            mine = replicas.held(self._common(tensors), self._common(plain))
+            every: list[Any] = [None] * self.world
+            dist.all_gather_object(every, (mine.total(), environment(self.device)), group=self._control)
+            if len({total for total, _ in every}) > 1:
+                self._refuse_differences(mine, alike=all(env == every[0][1] for _, env in every))
+        self._saver.plan(tensors)
+
+    def _refuse_differences(self, mine: replicas.Held, alike: bool = True) -> None:
+        """All ranks come here. `alike`: they are of one kind; else their arithmetic may differ, and so may what it made."""
+        every: list[Any] = [None] * self.world
+        dist.all_gather_object(every, mine.leaves(), group=self._control)
+        found = replicas.differing(every)
+        if found and not alike and all(path in mine.tensors and path.startswith(("model/", "optimizer/")) for path, _ in found):
+            what = (
+                f"ranks are of different kinds (device or library), and their copies of {found[0][0]!r} (one of {len(found)}) are "
+                "no longer the same to the bit; a snapshot takes each tensor from one of them"
+            )
+            self._fact(Warned(self.step, self.epoch, what))
+            self.print(f"harness: {what}")
+            return
+        raise BadInput(replicas.explain(found))
 
     @functools.cached_property
     def _saver(self) -> dcp.Saver:
@@ -711,9 +763,9 @@ class Session:
     def _prepare_stage(self) -> None:
         """After the first step, when the optimizer has its state: plan, and take the memory before the first snapshot needs it."""
         if self.run_url and self._preparing is None:
-            tensors, _ = dcp.split(self._state())
+            tensors, plain = dcp.split(self._state())
             if not self._saver.planned:
-                self._saver.plan(tensors)
+                self._plan_stage(tensors, plain)
             self._sender  # noqa: B018 - starts it
             self._preparing = threading.Thread(target=self._take_memory, args=(self._saver.nbytes,), name="stage", daemon=True)
             self._preparing.start()
@@ -763,26 +815,31 @@ class Session:
                 "environment": environment(self.device),
                 "resumed": self._resumed_ref,  # its line was begun under the guard of storage/restore.py
             }
+        elif self._per_rank:
+            data = {f"state{RANK_MARK}{self.rank}": {self._stored(name): plain[self._stored(name)] for name in self._per_rank}}
         unsaved, self._unsaved = self._unsaved, []
         if unsaved and self.rank == 0:
             data["samples"] = {"key": rec.key(unsaved), "head": unsaved[-1].h, "first": unsaved[0].step, "last": unsaved[-1].step}
             data["loss"] = unsaved[-1].loss
         if unsaved:
             self._last_samples = data.get("samples")
-        flight = _Flight(ref, t_start, why, unsaved, tensors, data)
+        flight = _Flight(ref, t_start, why, unsaved, tensors, data, plain=plain)
         if why == "interval":
             flight.within_s = SENDING * self._interval_s()
         changed = not self._saver.fits(tensors)
+        between = _between_updates(self._model, tensors, {self._stored(name) for name in self._after_update})
         if not self._saver.planned or self._control is None:
             if changed:
-                self._saver.plan(tensors)
+                self._plan_stage(tensors, plain)
         else:
-            # Whether it has changed on any rank is known when it is needed: before the optimizer steps.
-            flight.changed = torch.tensor([changed], dtype=torch.int64)
-            flight.agreed = dist.all_reduce(flight.changed, group=self._control, async_op=True)
+            # Whether it has changed on any rank, or differs between ranks, is known when it is needed: before the optimizer steps.
+            flight.common = replicas.held_aside(self._common(tensors), self._common(plain), between)
+            total = flight.common.total()
+            flight.changed = torch.tensor([changed, total, -total], dtype=torch.int64)
+            flight.agreed = dist.all_reduce(flight.changed, op=dist.ReduceOp.MAX, group=self._control, async_op=True)
         if flight.agreed is None or not changed:
             flight.segment = self._segment()
-            later = _between_updates(self._model, tensors, self._after_update) if self._beside else set()
+            later = between if self._beside else set()
             flight.staged = self._saver.begin(tensors, later, _tensor_of(flight.segment))
         self._parent, self._flight = ref, flight
         self._last_snapshot_s = time.monotonic()
@@ -804,8 +861,15 @@ class Session:
         t0 = flight.waiting_since_s = time.perf_counter()
         if flight.agreed is not None:
             flight.agreed.wait()
-        if flight.changed is not None and int(flight.changed):  # plan anew; nothing has changed the state so far
-            self._saver.plan(flight.tensors)
+        if _differs(flight.changed):
+            assert flight.common is not None
+            self._flight = None  # nobody sends it
+            if flight.segment is not None and flight.staged is not None:
+                flight.staged.arrive()
+                self._courier.give_back(flight.segment)
+            self._refuse_differences(flight.common)
+        if flight.changed is not None and int(flight.changed[0]):  # plan anew; nothing has changed the state so far
+            self._plan_stage(flight.tensors, flight.plain)
             if flight.staged is not None:
                 flight.staged.arrive()
             if flight.segment is not None:
@@ -832,8 +896,8 @@ class Session:
         try:
             if changed is not None:
                 flight.agreed.wait()
-                if int(changed):
-                    return  # `_finish_staging` copies again
+                if int(changed[0]) or _differs(changed):
+                    return  # `_finish_staging` copies again, or refuses
             staged, segment = flight.staged, flight.segment
             assert staged is not None and segment is not None
             staged.arrive()
@@ -894,6 +958,17 @@ class Session:
         if unlike:
             what = f"from here on the run may not be the same to the bit as before: {unlike}"
             self._fact(Warned(manifest.step, self.epoch, what))
+            self.print(f"harness: {what}")
+
+    def _check_beginning(self) -> None:
+        """Weights that were drawn after they were sharded depend on the world; most of the time that shows."""
+        if self._control is not None and self._model is not None and (names := drawn_by_shard(self._model, self._control)):
+            what = (
+                f"{names[0]!r} (one of {len(names)}) begins with the same values on every rank's shard: it was drawn after it was sharded, "
+                "so what the run begins with depends on the number of ranks. harness.fsdp2(model, run) takes models on the meta device "
+                "and gives them values that do not"
+            )
+            self._fact(Warned(0, self.epoch, what))
             self.print(f"harness: {what}")
 
     # ---- resuming ----------------------------------------------------------------------------------------------
@@ -1088,14 +1163,40 @@ class Session:
                 return parameter.detach() if tuple(parameter.shape) == shape else None
             return None
 
-        tensors = dcp.destinations(manifest, have, like)
+        own = self._own_of(manifest)
+        mine = {key for keys in own.values() for key in keys}
+
+        def wanted(path: str) -> bool:
+            top = path.partition("/")[0]
+            return RANK_MARK not in top or top in mine
+
+        tensors = dcp.destinations(manifest, self._common(have), like, wanted)
         dcp.load(snapshots, manifest, tensors)
-        state = dcp.join(tensors, manifest.data["state"])
+        state = dcp.join(tensors, {key: plain for key, plain in _stored_plain(manifest).items() if wanted(key)})
         for name, thing in self._saved.items():
-            if name not in state:
+            keys = own.get(name, [name])
+            if missing := [key for key in keys if key not in state]:
                 found = ", ".join(state)
-                raise BadInput(f"snapshot {manifest.ref.name} has no state of {name!r}, only of {found}; it was saved by another script")
-            thing.load_state_dict(state[name])
+                raise BadInput(
+                    f"snapshot {manifest.ref.name} has no state of {missing[0]!r}, only of {found}; it was saved by another script"
+                )
+            if name in own and manifest.world != self.world:
+                thing.load_state_dicts([state[key] for key in keys])
+            else:
+                thing.load_state_dict(state[keys[0]])
+
+    def _own_of(self, manifest: Manifest) -> dict[str, list[str]]:
+        """Of what is each rank's own: the stored states that this rank needs. Raises BadInput if there is no way to share them out."""
+        if manifest.world == self.world:
+            return {name: [_of_rank(name, self.rank)] for name in self._per_rank}
+        for name in sorted(self._per_rank):
+            if not hasattr(self._saved[name], "load_state_dicts"):
+                raise BadInput(
+                    f"snapshot {manifest.ref.name} holds a state of {name!r} for each of {manifest.world} ranks, here are {self.world}; "
+                    f"go on with {manifest.world} ranks, or give {type(self._saved[name]).__name__} a method load_state_dicts(states) "
+                    "that takes those of all ranks, in order"
+                )
+        return {name: _ranks_of(name, manifest) for name in self._per_rank}
 
     # ---- leaving -----------------------------------------------------------------------------------------------
     def _fact(self, fact: Fact) -> None:
@@ -1154,6 +1255,30 @@ def _machine() -> str:
     return socket.gethostname()
 
 
+RANK_MARK = "@r"  # between a name and a rank; no keyword has it
+
+
+def _of_rank(name: str, rank: int) -> str:
+    return f"{name}{RANK_MARK}{rank}"
+
+
+def _ranks_of(name: str, manifest: Manifest) -> list[str]:
+    return [_of_rank(name, rank) for rank in range(manifest.world)]
+
+
+def _stored_plain(manifest: Manifest) -> dict[str, Any]:
+    """The plain state in a manifest: what all ranks held, and what each had for itself."""
+    stored = dict(manifest.data["state"])
+    for rank in range(1, manifest.world):
+        stored |= manifest.data.get(f"state{RANK_MARK}{rank}", {})
+    return stored
+
+
+def _differs(agreed: torch.Tensor | None) -> bool:
+    """Of `_Flight.changed`, when all ranks' are in it: was the hash not the same on all?"""
+    return agreed is not None and int(agreed[1]) != -int(agreed[2])
+
+
 def _tensor_of(segment: Segment) -> torch.Tensor:
     return torch.frombuffer(segment.view, dtype=torch.uint8)
 
@@ -1210,12 +1335,17 @@ def attach(
 
 
 def fsdp2(model: nn.Module, run: Session, blocks: list[nn.Module] | None = None) -> nn.Module:
-    """Shard the model over all ranks (FSDP2). Call before the optimizer is made: it replaces the parameters."""
+    """Shard the model over all ranks (FSDP2). Call before the optimizer is made: it replaces the parameters.
+
+    `blocks` (default: the members of every ModuleList) are sharded one after the other, so no device ever holds the whole model. A model
+    on the meta device (`with torch.device("meta")`) gets its values by each module's `reset_parameters()`, from `attach`'s seed and the
+    module's name: the same on any number of ranks. Raises BadInput for a module there that has none.
+    """
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    same_everywhere(model.to(run.device))
-    return shard(model, run.device, blocks)
+    shard(model, run.device, blocks, run.seed)
+    return model
 
 
 __all__ = ["Session", "Step", "attach", "fsdp2"]

@@ -313,8 +313,8 @@ def pin(buffer: torch.Tensor) -> None:
 class Saver:
     """Saves this rank's share of a state. `group`: all ranks that save together (gloo), None for one process alone.
 
-    Plain tensors are taken to be the same on all ranks: each is written once, by the rank with the least to write. Tensors
-    that differ between ranks need different names.
+    Plain tensors are taken to be the same on all ranks: each is written once, by the rank with the least to write. Who calls this has to
+    make sure (harness/replicas.py does); tensors that differ between ranks need different names.
     """
 
     def __init__(self, snapshots: Snapshots, group: dist.ProcessGroup | None = None, own_memory: bool = True):
@@ -496,15 +496,17 @@ def destinations(
     manifest: Manifest,
     have: dict[str, torch.Tensor],
     like: Callable[[str, tuple[int, ...]], torch.Tensor | None] = lambda name, shape: None,
+    wanted: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, torch.Tensor]:
     """`have`, plus a new tensor for every saved one that the program does not have yet (optimizer state before its first step).
 
-    `like(name, global shape)` returns the tensor it belongs to, or None. If that has the same global shape the new one is
-    `empty_like` it (so a DTensor's placement and the device follow), else a plain CPU tensor. Always of the saved dtype.
+    `wanted(name)`: False for those that it does not need either. `like(name, global shape)` returns the tensor it belongs to, or None. If
+    that has the same global shape the new one is `empty_like` it (so a DTensor's placement and the device follow), else a plain CPU
+    tensor. Always of the saved dtype.
     """
     made = dict(have)
     for name, entry in manifest.tensors.items():
-        if name in made:
+        if name in made or not wanted(name):
             continue
         shape, dtype = tuple(entry["shape"]), _dtype_of(manifest, name)
         pattern = like(name, shape)

@@ -3,14 +3,17 @@
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
 import time
 
 import pytest
+import torch
 from worlds import TRAINER, environment, finish, free_port, history, newest, start, train
 
+from harness import replicas
 from harness.batch import Batching, expected_digest
 from harness.facts import SnapshotFailed, Warned
 from harness.journal import read_facts
@@ -133,6 +136,105 @@ def test_everything_with_a_state_resumes(tmp_path):
     train(tmp_path / "parts", 1, "--ema", "--fp16", "--total", 12, "--out", tmp_path / "parts.json")
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert (tmp_path / "parts.json").read_text() == (tmp_path / "whole.json").read_text()
+
+
+OWN = """
+import sys, torch, harness
+flags = sys.argv[1:]
+run = harness.attach(snapshot_every_steps=2)
+
+class Loader:  # a cursor and a buffer: each rank's own, or the same everywhere
+    def __init__(self):
+        self.at, self.rows = 0, torch.zeros(4)
+    def step(self, number):
+        own = run.rank if "differ" in flags or ("later" in flags and number > 3) else 0
+        self.at, self.rows = 10 * number + ("tensor" not in flags) * own, torch.full((4,), 100.0 * number + ("plain" not in flags) * own)
+    def state_dict(self):
+        return {"at": self.at, "rows": self.rows}
+    def load_state_dict(self, state):
+        self.at, self.rows = state["at"], state["rows"]
+        print("loaded", run.rank, self.at, self.rows.tolist()[0], flush=True)
+
+class Merging(Loader):
+    def load_state_dicts(self, states):
+        print("merged", run.rank, [state["at"] for state in states], [float(state["rows"][0]) for state in states], flush=True)
+
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+loader = Merging() if "merging" in flags else Loader()
+how = {"per_rank": ["loader"]} if "per-rank" in flags else {}
+run.prepare(model, torch.optim.AdamW(model.parameters()), loader=loader, **how)
+data = torch.utils.data.TensorDataset(torch.randn(64, 8, generator=torch.Generator().manual_seed(3)))
+for step in run.steps(data, total=int(flags[0]), global_batch=12, micro_batch=4):
+    for (x,) in step:
+        step.backward(model(x).square().mean())
+    step.update()
+    loader.step(step.number)
+print("norm", run.rank, model[1].running_mean.tolist(), model[1].running_var.tolist(), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """Trains a script whose ranks may hold states of their own."""
+    script = tmp_path_factory.mktemp("own") / "script.py"
+    script.write_text(OWN)
+    return lambda run, world, *flags, codes=(0,): train(run, world, *flags, codes=codes, script=script)
+
+
+def test_any_changed_byte_is_another_state():
+    """Also where a GPU would hash."""
+    tensors, plain = dcp.split({"a": torch.arange(9.0), "b": torch.zeros(3, dtype=torch.bool), "c": [1, {"d": "x"}]})
+    one = replicas.held(tensors, plain)
+    assert one.total() == replicas.held(tensors, plain).total() < 2**62
+    raw = torch.arange(1003, dtype=torch.int64).to(torch.uint8)
+    hashes = {int(replicas.weighted(raw))}
+    for i in range(len(raw)):
+        raw[i] ^= 1
+        hashes.add(int(replicas.weighted(raw)))
+        raw[i] ^= 1
+    assert len(hashes) == len(raw) + 1 and int(replicas.weighted(raw)) in hashes
+    tensors["b"][1] = True
+    other = replicas.held(tensors, {**plain, "c": [1, {"d": "y"}]})
+    assert [path for path, _ in replicas.differing([one.leaves(), other.leaves()])] == ["c/1/d", "b"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("differ", "plain"), "loader/at is 10 on rank 0, 11 on rank 1"),
+        (("differ", "tensor"), r"loader/rows is torch.float32 \(4,\) \w+ on rank 0, "),
+        (("later",), r"loader/at is .0 on rank 0, .1 on rank 1"),  # with the next snapshot from step 4 on
+    ],
+)
+def test_state_that_differs_between_ranks_is_never_mixed(own, tmp_path, flags, says):
+    """Told after the first step, or with the first snapshot in which it differs."""
+    ended = own(tmp_path / "run", 2, 8, *flags, codes=(1,))
+    assert "BadInput: the state of 'loader' is not the same on all ranks" in ended.output
+    assert re.search(says, ended.output) and "per_rank=['loader']" in ended.output
+    found = newest(tmp_path / "run")
+    assert found is None or (found.step == 2 and "later" in flags)
+
+
+def test_state_of_each_rank_goes_back_to_it(own, tmp_path):
+    run = tmp_path / "run"
+    own(run, 3, 4, "differ", "per-rank")
+    again = own(run, 3, 6, "differ", "per-rank")
+    for rank in range(3):
+        assert f"loaded {rank} {40 + rank} {400.0 + rank}" in again.output
+    refused = own(run, 2, 8, "differ", "per-rank", codes=(1,))
+    assert "holds a state of 'loader' for each of 3 ranks, here are 2; go on with 3 ranks, or give Loader a method" in refused.output
+    merged = own(run, 2, 8, "differ", "per-rank", "merging")
+    assert all(f"merged {rank} [60, 61, 62] [600.0, 601.0, 602.0]" in merged.output for rank in range(2))
+
+
+def test_statistics_of_batches_are_of_one_rank(own, tmp_path):
+    """Shares of 2 and 1 micro-batches, so the ranks' own would differ; what is stored is what all go on with."""
+    ended = own(tmp_path / "run", 2, 4)
+    said = {line.split(maxsplit=2)[1]: line.split(maxsplit=2)[2] for line in ended.output.splitlines() if line.startswith("norm ")}
+    manifest = newest(tmp_path / "run")
+    tensors = {name: t for name, t in dcp.destinations(manifest, {}).items() if name.startswith("model/1.running")}
+    dcp.load(Snapshots(open_store(str(tmp_path / "run"))), manifest, tensors)
+    assert said["0"] == said["1"] == f"{tensors['model/1.running_mean'].tolist()} {tensors['model/1.running_var'].tolist()}"
 
 
 def steps_reached(run):
