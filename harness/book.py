@@ -11,13 +11,27 @@ import dataclasses
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
-from harness.facts import AttemptDoubted, AttemptEnded, AttemptIntended, AttemptUp, Fact, LeaseTaken, RunEnded, Stamped
+from harness.facts import (
+    AttemptDoubted,
+    AttemptEnded,
+    AttemptIntended,
+    AttemptUp,
+    Fact,
+    LeaseTaken,
+    RunEnded,
+    Stamped,
+    Unreadable,
+    built,
+    number,
+)
 from harness.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED, UNFIT, Node, NodeState, Offer
 
 BLOCK_S = 2.0  # a full offer is left alone for this long, doubled at every refusal up to the run's limit
 UNFIT_BLOCKS = 10.0  # a place that gave us an unfit node is left alone for so many times the limit for a full one
 UNLED_S = 3600.0
+HIDDEN_PER_GAP = 10  # attempt numbers left out for each place where facts could not be read: a lost segment holds fewer intents
 
 
 @dataclass
@@ -38,15 +52,22 @@ class Book:
     failures: int = 0  # of the script, one after the other, since
     failed_s: float = 0.0  # when the last of those was over
     last_s: float = 0.0  # of the last fact
+    unread: list[Unreadable] = field(default_factory=list)  # each may hide the intent of an attempt
+    first_free: int = 1  # numbers below it may be taken, known or not
 
     @classmethod
     def of(cls, facts: Iterable[Stamped], rng: random.Random, block_limit_s: float = 60.0) -> Book:
         book = cls(rng, block_limit_s)
         for stamped in facts:
             book.add(stamped.t, stamped.fact)
+        if book.unread:
+            book.first_free = book.next_attempt + HIDDEN_PER_GAP * len(book.unread)
         return book
 
     def add(self, t: float, fact: Fact) -> None:
+        if isinstance(fact, Unreadable):
+            self.unread.append(fact)
+            return
         silent_s, self.last_s = t - self.last_s, max(t, self.last_s)
         match fact:
             case LeaseTaken():
@@ -54,7 +75,7 @@ class Book:
                 if silent_s > UNLED_S:  # nobody led the run (a laptop that was closed): that time is not held against it
                     self.progress_s = max(self.progress_s, t)
             case AttemptIntended(attempt, offer) if attempt not in self.ended:
-                self.open[attempt] = Node(attempt, Offer(**offer), NodeState.PENDING, asked_s=t)
+                self.open[attempt] = Node(attempt, _offer(attempt, offer), NodeState.PENDING, asked_s=t)
             case AttemptUp(attempt, up_s) if attempt in self.open:
                 node = self.open[attempt] = dataclasses.replace(self.open[attempt], state=NodeState.UP, up_s=up_s)
                 self.refusals.pop(node.offer.name, None)
@@ -91,7 +112,12 @@ class Book:
 
     @property
     def next_attempt(self) -> int:
-        return max([*self.open, *self.ended], default=0) + 1
+        """A number that no attempt has, nor one whose intent could not be read."""
+        return max([*self.open, *self.ended, self.first_free - 1]) + 1
+
+    def hidden(self, attempt: int) -> bool:
+        """May it be one of ours, whose intent could not be read?"""
+        return bool(self.unread) and attempt not in self.open and attempt not in self.ended
 
     @property
     def losses(self) -> int:
@@ -100,6 +126,18 @@ class Book:
 
     def spent_usd(self, now_s: float) -> float:
         return sum(e.usd for e in self.ended.values()) + sum(bill(node, now_s)[1] for node in self.open.values())
+
+
+def _offer(attempt: int, body: dict[str, Any]) -> Offer:
+    """What an intent says was asked for. Of an offer that cannot be read its price, which counts against budgets, is kept if it can be."""
+    try:
+        return built(Offer, body)
+    except TypeError:
+        try:
+            usd_per_h = number(body.get("usd_per_h"), 0.0)
+        except TypeError:
+            usd_per_h = 0.0
+        return Offer(usd_per_h, f"unreadable offer of attempt {attempt}")
 
 
 def bill(node: Node, until_s: float) -> tuple[float, float]:

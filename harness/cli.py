@@ -175,16 +175,19 @@ def _sky(url: str) -> Broker:
 def _plan(flags: LaunchFlags, task: Task, policy: Policy, url: str, nodes: tuple[int, int], console: Console) -> int:
     """What would be launched. Touches neither bucket nor cloud, beyond reading."""
     from harness import plan as plans
-    from harness.facts import AttemptIntended
+    from harness.facts import AttemptIntended, amount, loaded
     from harness.journal import read_facts
 
     identity, timed = None, None
     store = open_store(url)
     with contextlib.suppress(NotFound):
-        identity = json.loads(store.get("run.json"))
+        try:
+            identity = dict(loaded(store.get("run.json")))
+        except (ValueError, TypeError) as e:
+            raise BadInput(f"{url}/run.json: wanted the run's identity as JSON, found something else ({e})") from e
         made = _newest_steps(store)
         offers = [s.fact.offer for s in read_facts(store) if isinstance(s.fact, AttemptIntended)]
-        timed = plans.measured(made, float(offers[-1].get("speed", 1.0)) if offers else 1.0)
+        timed = plans.measured(made, amount(offers[-1].get("speed", 1.0)) if offers else 1.0)
     cloud = _cloud(flags, task, url, nodes)
     try:
         found = plans.make(
@@ -206,10 +209,13 @@ def _plan(flags: LaunchFlags, task: Task, policy: Policy, url: str, nodes: tuple
 
 
 def _newest_steps(store: ObjectStore) -> list[tuple[float, int]]:
-    """(seconds, ranks) of the newest steps that are committed."""
-    keys = sorted(store.list("samples/"))
-    lines = [json.loads(line) for line in store.get(keys[-1]).splitlines()] if keys else []
-    return [(float(r["dt"]), len(r["shares"])) for r in lines if r.get("dt")]
+    """(seconds, ranks) of the newest steps; none if their records are damaged (`harness verify` says so)."""
+    from harness import records as rec
+
+    keys = sorted(rec.heads(store.list("samples/")).values())
+    with contextlib.suppress(rec.BrokenRecords):
+        return [(r.dt, len(r.shares)) for r in (rec.decode(store.get(keys[-1]), keys[-1]) if keys else ()) if r.dt > 0]
+    return []
 
 
 def _interrupted(store: ObjectStore, cloud: Any, what: str, console: Console, url: str) -> int | None:
@@ -695,25 +701,24 @@ def snapshots(flags: SnapshotsFlags) -> int:
 
 def _notes(store: ObjectStore) -> Notes:
     """What the record knows of snapshots, and what a copy of them needs to be resumed and audited."""
-    from harness.facts import BrokenChain, SessionStarted, SnapshotCommitted, SnapshotReplicated
+    from harness.facts import SessionStarted, SnapshotCommitted, SnapshotReplicated
     from harness.journal import read_facts
     from harness.uploader import seen_here
     from storage.command import Note, Notes
     from storage.manifest import Ref
 
     of: defaultdict[Ref, Note] = defaultdict(Note)
-    with contextlib.suppress(BrokenChain):  # `harness verify` says so; here it would only be in the way
-        for stamped in read_facts(store):
-            match stamped.fact:
-                case SnapshotCommitted() as f:
-                    ref = Ref(f.epoch, f.step)
-                    of[ref] = replace(of[ref], committed_at=stamped.t, commit_s=f.commit_s, why=f.why)
-                case SnapshotReplicated() as f:
-                    ref = Ref(f.epoch, f.step)
-                    of[ref] = replace(of[ref], copies=(*of[ref].copies, f.url))
-                case SessionStarted() as f if f.resumed_epoch and f.tier != "bucket":
-                    ref = Ref(f.resumed_epoch, f.resumed_step)
-                    of[ref] = replace(of[ref], restored=f.tier)
+    for stamped in read_facts(store):
+        match stamped.fact:
+            case SnapshotCommitted() as f:
+                ref = Ref(f.epoch, f.step)
+                of[ref] = replace(of[ref], committed_at=stamped.t, commit_s=f.commit_s, why=f.why)
+            case SnapshotReplicated() as f:
+                ref = Ref(f.epoch, f.step)
+                of[ref] = replace(of[ref], copies=(*of[ref].copies, f.url))
+            case SessionStarted() as f if f.resumed_epoch and f.tier != "bucket":
+                ref = Ref(f.resumed_epoch, f.resumed_step)
+                of[ref] = replace(of[ref], restored=f.tier)
     return Notes(of, [*store.list("run.json"), *store.list("samples/")], seen_here())
 
 
