@@ -21,11 +21,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.text import Text
 
 from harness.config import Parser, add_flags, build, flag, positional
 from harness.world import BadInput, Fenced, HarnessError
 from storage.objects import RETRY_WITHIN_S, NotFound, ObjectStore, StoreError, normalize, open_store
+from storage.text import Console, plain
 
 if TYPE_CHECKING:
     from harness.local import LocalCloud
@@ -79,7 +80,7 @@ def launch(flags: LaunchFlags) -> int:
     from harness.facts import RunAsked
     from harness.journal import Journal
     from harness.lease import Lease
-    from harness.recovery import recover
+    from harness.recovery import recover, stop_order
     from harness.world import World
 
     console = Console()
@@ -99,7 +100,7 @@ def launch(flags: LaunchFlags) -> int:
         console.print(f"The run at {url} is finished already; this is its report. For another training, name another run URL.")
         return _report(store, console, flags.html or _html_path(url))
     with contextlib.suppress(NotFound):
-        why = json.loads(store.get("control/stop.json"))["reason"]
+        why = stop_order(store.get("control/stop.json"))["reason"]
         console.print(f"This run was stopped earlier ({why}); going on.")
         store.delete("control/stop.json")
     console.print(f"run     {url}\nwatch   harness status {url}\nstop    harness stop {url}", highlight=False, soft_wrap=True)
@@ -125,7 +126,8 @@ def launch(flags: LaunchFlags) -> int:
                 stop_view = _show(store, console)
     except Fenced as e:
         stop_view()
-        console.print(f"[red]{e}[/]\nNothing was touched. Watch it with: harness status {url}")
+        console.print(str(e), style="red")
+        console.print(f"Nothing was touched. Watch it with: harness status {url}")
         return FAILED
     except (StoreError, BadInput):  # nothing can be committed, or launched, any more: nodes would only burn money
         stop_view()
@@ -136,7 +138,7 @@ def launch(flags: LaunchFlags) -> int:
     _report(store, console, flags.html or _html_path(url), flags.brief)
     if outcome.outcome == "done":
         return DONE
-    console.print(f"\n[bold red]{outcome.outcome}[/]: {outcome.reason}", highlight=False, soft_wrap=True)
+    console.print(Text.assemble("\n", (outcome.outcome, "bold red"), f": {outcome.reason}"), soft_wrap=True)
     _print_tail(store, console)
     console.print(f"The run stands at step {outcome.committed_step}; the same command resumes it from there.", highlight=False)
     return FAILED if outcome.outcome == "failed" else ENDED_EARLY
@@ -223,7 +225,8 @@ def _interrupted(store: ObjectStore, cloud: Any, what: str, console: Console, ur
     if what == "ask":
         what = "drain"
         if sys.stdin.isatty() and sys.stdout.isatty():
-            console.print("\n[bold]Interrupted.[/] d = drain: snapshot, then stop   l = leave it running   k = kill now   c = carry on")
+            console.print("\nInterrupted.", style="bold")
+            console.print("d = drain: snapshot, then stop   l = leave it running   k = kill now   c = carry on")
             try:
                 what = {"l": "leave", "k": "kill", "c": "carry on"}.get(console.input("> ").strip().lower()[:1], "drain")
             except (KeyboardInterrupt, EOFError):
@@ -875,10 +878,10 @@ def main(argv: list[str] | None = None) -> None:
     try:
         sys.exit(function(build(cls, namespace)))
     except BadInput as e:
-        print(f"harness {given[0]}: {e}", file=sys.stderr)
+        print(plain(f"harness {given[0]}: {e}", keep="\n"), file=sys.stderr)
         sys.exit(WRONG_INPUT)
     except (HarnessError, StoreError) as e:
-        print(f"harness {given[0]}: {e}", file=sys.stderr)
+        print(plain(f"harness {given[0]}: {e}", keep="\n"), file=sys.stderr)
         sys.exit(FAILED)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

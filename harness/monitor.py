@@ -24,8 +24,10 @@ from harness import facts as f
 from harness.facts import Stamped, amount
 from harness.journal import Follower
 from harness.lease import RELEASED, TTL_S, newest_term
-from harness.report import clock, duration, money, nbytes, number, percent, plain, plural, unread_text
+from harness.report import clock, duration, money, nbytes, number, percent, plural, unread_text
 from storage.objects import NotFound, ObjectStore, StoreUnavailable
+from storage.text import Console as Terminal
+from storage.text import plain
 
 EVENTS_SHOWN, EVENTS_KEPT = 6, 200
 GONE_SHOWN_S = 20.0  # how long a node that is gone stays on the screen
@@ -593,7 +595,7 @@ def follow(
 
     Whoever launches a run again passes `until_ended=False`: its last end is still the newest thing in the bucket then.
     """
-    console = Console() if console is None else console
+    console = Terminal() if console is None else console
     view = LiveView(store, console, now)
     if stop():
         view.read()

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from harness import policies
 from harness.book import Book, bill, how_it_ended
-from harness.facts import AttemptDoubted, AttemptEnded, AttemptIntended, AttemptUp, Decided, Fact, LeaseTaken, RunEnded, Stamped
+from harness.facts import AttemptDoubted, AttemptEnded, AttemptIntended, AttemptUp, Decided, Fact, LeaseTaken, RunEnded, Stamped, loaded
 from harness.lease import Lease
 from harness.world import (
     DOUBT,
@@ -117,6 +117,14 @@ def forget_stop(store: ObjectStore) -> None:
     """Take back a stop request. For a person who launches a stopped run again: a controller never does it by itself, so one that
     dies while stopping, and is restarted by a supervisor, goes on stopping."""
     store.delete(STOP_KEY)
+
+
+def stop_order(data: bytes) -> dict[str, object]:
+    """What STOP_KEY holds; it has a reason, whatever was written there."""
+    try:
+        return {"reason": "stop requested", **loaded(data)}
+    except (ValueError, TypeError):  # whoever wrote it meant something
+        return {"reason": f"stop requested ({STOP_KEY} is unreadable)"}
 
 
 @dataclass
@@ -290,11 +298,9 @@ class Loop:
 
     def stop_request(self) -> dict[str, object] | None:
         try:
-            return {"reason": "stop requested", **json.loads(self.world.store.get(STOP_KEY))}
+            return stop_order(self.world.store.get(STOP_KEY))
         except NotFound:
             return None
-        except (ValueError, TypeError):  # whoever wrote it meant something
-            return {"reason": f"stop requested ({STOP_KEY} is unreadable)"}
 
     def ask_to_stop(self, reason: str, failed: bool) -> None:
         """Every stop is a request in the bucket: agents drain on it, and a successor carries it out."""

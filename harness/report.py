@@ -49,6 +49,7 @@ from harness.ledger import BUCKETS, NANO, AttemptRow, EpochRow, Ledger
 from storage.manifest import Manifest, SnapshotCorrupt
 from storage.objects import NotFound, ObjectStore
 from storage.snapshots import Snapshots
+from storage.text import plain
 
 COLOURS = {  # of the terminal; the page has its own, for light and dark
     "useful": "green", "redone": "red", "snapshot": "blue", "start": "magenta", "reform": "yellow", "drain": "cyan",
@@ -339,11 +340,6 @@ def clock(t: float) -> str:
         return "????-??-?? ??:??:??"  # no such date; callers cut it at fixed places
 
 
-def plain(text: str) -> str:
-    """Free text of users and machines, without what could drive a terminal."""
-    return "".join(c if c.isprintable() else " " for c in text)
-
-
 def unread_text(unread: Sequence[Unreadable]) -> str:
     return f"{plural(len(unread), 'fact')} could not be read (see: harness verify), the first: {unread[0]}"
 
@@ -452,8 +448,8 @@ def _attempts_table(s: Summary) -> Any:
         useful = percent(a.ns["useful"] / a.billed_ns) if a.billed_ns else "–"
         style = "red" if a.end in ("failed", "preempted", "lost", "unfit") else ""
         table.add_row(
-            plain(a.name), plain(a.offer or a.accelerator), up, Text(plain(attempt_end(a)), style=style), duration(a.billed_s), useful,
-            money(a.usd),
+            Text(plain(a.name)), Text(plain(a.offer or a.accelerator)), up, Text(plain(attempt_end(a)), style=style),
+            duration(a.billed_s), useful, money(a.usd),
         )  # fmt: skip
     return Group(table, Text(refusals(refused), style="dim")) if refused else table
 
@@ -469,7 +465,7 @@ def _epochs_table(s: Summary) -> Any:
     table = _table("#", "world", "nodes", "accum", "shares", "steps", "why it ended", "lost", "took", right=right)
     for e in s.ledger.epochs:
         table.add_row(
-            str(e.epoch), str(e.world), plain(" ".join(e.attempts)), str(e.accumulation or "–"), spread(e.shares), steps_text(e),
+            str(e.epoch), str(e.world), Text(plain(" ".join(e.attempts))), str(e.accumulation or "–"), spread(e.shares), steps_text(e),
             Text(plain(e.ended) or "goes on"), Text(str(e.steps_lost), style="red" if e.steps_lost else "dim"), duration(e.lost_s),
         )  # fmt: skip
     note = "shares: micro-batches of each rank, accum: of the busiest; lost: steps to redo; took: time until the next world trained"
@@ -558,8 +554,8 @@ def _notices_table(s: Summary) -> Any:
     table = _table("at", "node", "notice", "from", "grace", "committed after", "step", "", right=("at", "grace", "committed after", "step"))
     for n in s.ledger.notices:
         table.add_row(
-            f"+{duration(n.seen_s - s.started_s)}", plain(n.attempt or n.member), plain(n.kind), plain(n.source), duration(n.grace_s),
-            duration(n.commit_s), str(n.step or "–"),
+            f"+{duration(n.seen_s - s.started_s)}", Text(plain(n.attempt or n.member)), Text(plain(n.kind)), Text(plain(n.source)),
+            duration(n.grace_s), duration(n.commit_s), str(n.step or "–"),
             Text(verdict(n.in_time, n.cancelled), style={True: "green", False: "bold red", None: "dim"}[n.in_time]),
         )  # fmt: skip
     return table
