@@ -267,7 +267,7 @@ class State:
         mine = [s for (epoch, _), s in sorted(self.steps.items()) if epoch == self.epoch][-RATE_STEPS:]
         if not mine:
             return {}
-        # From begin to begin: durations of steps overlap on a GPU, and leave out what lies between them.
+        # From begin to begin: durations of steps leave out what lies between them.
         span = mine[-1].t_start - mine[0].t_start
         counted = mine[:-1]
         if span <= 0 or not counted:
