@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,15 +23,17 @@ from harness.batch import MAX_SAMPLES, Batching, expected_digest
 from harness.facts import (
     AttemptEnded,
     AttemptIntended,
-    BrokenChain,
     EpochStarted,
     LeaseTaken,
     RunEnded,
     SessionStarted,
     Stamped,
+    Unreadable,
+    amount,
     canonical,
-    check_chain,
     digest,
+    loaded,
+    read_chain,
 )
 from harness.journal import segments
 from harness.ledger import Ledger, ns
@@ -115,7 +117,7 @@ class _Audit:
     def _check(name: str, rule: Callable[[], tuple[int, str]]) -> Check:
         try:
             n, detail = rule()
-        except (Violation, BrokenChain, rec.BrokenRecords, SnapshotCorrupt, SnapshotTooNew, BadInput) as e:
+        except (Violation, rec.BrokenRecords, SnapshotCorrupt, SnapshotTooNew, BadInput) as e:
             return Check(name, False, str(e), 0)
         return Check(name, True, detail, n)
 
@@ -142,6 +144,8 @@ class _Audit:
     # ---- facts --------------------------------------------------------------------------------------------------
     def _facts(self) -> tuple[int, str]:
         by_writer, n, done = segments(self.store), 0, 0
+        unread: list[Unreadable] = []
+        self._foreign("facts/", set(self.store.list("facts/")) - {key for keys in by_writer.values() for key in keys})
         total = sum(map(len, by_writer.values()))
         for writer, keys in by_writer.items():
             wanted = [f"facts/{writer}/{i:06d}.jsonl" for i in range(len(keys))]
@@ -149,20 +153,23 @@ class _Audit:
                 if found != key:
                     raise Violation(f"facts of {writer}: wanted segments numbered without a gap, found {found} where {key} should be")
 
-            def lines(keys: list[str] = keys) -> Iterator[str]:
+            def lines(keys: list[str] = keys) -> Iterator[tuple[str, str]]:
                 nonlocal done
                 for key in keys:
                     yield from _lines(key, self.store.get(key))
                     done += 1
                     self.progress("facts", done, total)
 
-            try:
-                for stamped in check_chain(writer, lines()):
-                    n += 1
-                    self.facts.append(stamped)
-            except TypeError as e:  # the chain is whole, but the fact lacks what its kind has: not written by this project
-                raise Violation(f"facts of {writer}: wanted facts with the fields of their kind, found one without ({e})") from e
+            for stamped in read_chain(writer, lines()):
+                if isinstance(stamped.fact, Unreadable):
+                    unread.append(stamped.fact)
+                    continue
+                n += 1
+                self.facts.append(stamped)
         self.facts.sort(key=lambda s: s.t)
+        if unread:
+            more = f" ({len(unread) - 1} more cannot be read)" if len(unread) > 1 else ""
+            raise Violation(f"{unread[0]}{more}")
         self.facts_whole = True
         return n, f"chains of {len(by_writer)} writer{'s' if len(by_writer) != 1 else ''}, each whole"
 
@@ -187,8 +194,8 @@ class _Audit:
             if seal is not None and seal != digest(canonical(body)):
                 raise Violation(f"{key}: wanted hash {seal}, found {digest(canonical(body))}; it was changed")
             unsealed += seal is None
-            names = {f.name for f in dataclasses.fields(Epoch)}
-            if not names <= set(body) or body["epoch"] != number:
+            names = {f.name: f.default is dataclasses.MISSING for f in dataclasses.fields(Epoch)}  # is it needed?
+            if not {name for name in names if names[name]} <= set(body) or body["epoch"] != number:
                 raise Violation(f"{key}: wanted epoch {number} with {sorted(names)}, found {body}")
             values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in body.items() if k in names}
             epoch = Epoch(**values)
@@ -221,7 +228,7 @@ class _Audit:
                 _names_records(manifest)
             except NotFound:
                 continue  # pruned since it was listed
-            except (SnapshotCorrupt, Violation) as e:
+            except (SnapshotCorrupt, Violation, rec.BrokenRecords) as e:
                 bad = bad or Violation(f"{key}: {e}" if isinstance(e, SnapshotCorrupt) else str(e))
                 continue
             self.manifests.append(manifest)
@@ -265,7 +272,7 @@ class _Audit:
     # ---- samples ------------------------------------------------------------------------------------------------
     def _records(self) -> tuple[int, str]:
         newest = self.manifests[0] if self.manifests else None
-        named = newest.data.get("samples") if newest else None
+        named = rec.named(newest.data) if newest else None
         if newest is None or not named:
             if newest is not None and newest.step and self.identity is not None:
                 raise Violation(f"snapshot {newest.ref.name}: wanted the records of steps 1-{newest.step}, its manifest names none")
@@ -311,12 +318,18 @@ class _Audit:
 
     def _other_records(self) -> tuple[int, str]:
         """Records that the newest snapshot does not lead to (redone steps, zombies) are not the run's, but must be whole too."""
-        others = [key for key in self.store.list("samples/") if key not in self.ends]
+        there = self.store.list("samples/")
+        others = [key for key in rec.heads(there).values() if key not in self.ends]
+        self._foreign("samples/", set(there) - set(rec.heads(there).values()))
         for key in others:
             self.ends[key] = read_part(self.store, key)[-1].h
         if others:
             self.notes.append(f"{len(others)} records objects are not on the run's line: steps that were redone, or not committed yet")
         return len(others), "redone or uncommitted, each whole" if others else "none"
+
+    def _foreign(self, where: str, keys: Collection[str]) -> None:
+        if keys:
+            self.notes.append(f"{len(keys)} objects under {where} are none of ours and not looked at, such as {min(keys)}")
 
     def _lineage(self) -> tuple[int, str]:
         off = []
@@ -324,23 +337,23 @@ class _Audit:
         for m in self.manifests:
             assert newest is not None
             parent = m.data.get("parent") or ""
-            if parent and not (Ref.parse(parent) < m.ref and Ref.parse(parent).step <= m.step):
+            if parent and not _came_before(parent, m.ref):
                 raise Violation(f"snapshot {m.ref.name}: wanted a parent that came before it, found {parent}")
             if self.worlds and (m.epoch not in self.worlds or self.worlds[m.epoch].world != m.world):
                 raise Violation(f"snapshot {m.ref.name}: wanted the ranks of {epoch_key(m.epoch)}, its manifest is of {m.world} ranks")
-            named = m.data.get("samples")
+            named = rec.named(m.data)
             if not named:
                 if m.step and newest.data.get("samples"):
                     raise Violation(f"snapshot {m.ref.name}: wanted the records of steps 1-{m.step}, its manifest names none")
                 continue
-            if self.ends.get(named["key"]) != named["head"]:
-                raise Violation(f"snapshot {m.ref.name}: wanted {named['key']} to end with record {named['head'][:16]}, found no such end")
-            if self.heads.get(m.step) == named["head"]:
+            if self.ends.get(named.key) != named.head:
+                raise Violation(f"snapshot {m.ref.name}: wanted {named.key} to end with record {named.head[:16]}, found no such end")
+            if self.heads.get(m.step) == named.head:
                 continue
             if m.epoch >= newest.epoch:  # one epoch has one history; only a zombie of an older one may have another
                 raise Violation(
                     f"snapshot {m.ref.name}: wanted the record of step {m.step} that snapshot {newest.ref.name} grew from, "
-                    f"found another history ({named['head'][:16]})"
+                    f"found another history ({named.head[:16]})"
                 )
             off.append(m.ref.name)
         if off:
@@ -363,7 +376,7 @@ class _Audit:
             if number not in intended:
                 raise Violation(f"attempt {number}: wanted an intent before its end, found AttemptEnded alone")
             seconds = 0.0 if e.up_s is None else max(0.0, e.gone_s - e.up_s)
-            usd = seconds / 3600 * float(intended[number][1].offer["usd_per_h"])
+            usd = seconds / 3600 * amount(intended[number][1].offer.get("usd_per_h"))
             if abs(e.billed_s - seconds) > SECONDS or abs(e.usd - usd) > USD + 1e-9 * usd:
                 raise Violation(
                     f"attempt {number}: wanted a bill of {seconds} s and {usd} USD (from up to gone at its price), "
@@ -438,18 +451,18 @@ def read_part(store: ObjectStore, key: str) -> list[rec.StepRecord]:
     except NotFound:
         raise rec.BrokenRecords(f"{key}: missing, but a manifest or later records follow from it") from None
     part = rec.decode(data, key)
-    if not part or rec.encode(part) != data:
+    if not part or not all(spelled(line) for line in data.split(b"\n")[:-1]) or not data.endswith(b"\n"):
         raise rec.BrokenRecords(f"{key}: wanted records as they were written, found another spelling; it was changed")
     if rec.key(part) != key:
         raise rec.BrokenRecords(f"{key}: wanted records that fit this name, found those of {rec.key(part)}")
     return part
 
 
-def walk(store: ObjectStore, named: dict[str, Any], genesis: str) -> Iterator[tuple[str, list[rec.StepRecord]]]:
+def walk(store: ObjectStore, named: rec.Named, genesis: str) -> Iterator[tuple[str, list[rec.StepRecord]]]:
     """The records objects that lead from `named` (a manifest's `data["samples"]`) back to step 1, newest first, one at a
     time. Raises BrokenRecords at the first that does not fit. The records of an object are in ascending order of steps."""
-    by_head = {key.rsplit("-", 1)[1].removesuffix(".jsonl"): key for key in store.list("samples/")}
-    key, want, step = named["key"], named["head"], named["last"]
+    by_head = rec.heads(store.list("samples/"))
+    key, want, step = named.key, named.head, named.last
     while True:
         part = read_part(store, key)
         if part[-1].h != want or part[-1].step != step:
@@ -471,9 +484,17 @@ def walk(store: ObjectStore, named: dict[str, Any], genesis: str) -> Iterator[tu
 
 
 def _names_records(manifest: Manifest) -> None:
-    named = manifest.data.get("samples")
-    if named and (set(named) != {"key", "head", "first", "last"} or named["last"] != manifest.step):
+    named = rec.named(manifest.data)
+    if named and named.last != manifest.step:
         raise Violation(f"snapshot {manifest.ref.name}: wanted the name of records up to step {manifest.step}, found {named}")
+
+
+def _came_before(parent: object, ref: Ref) -> bool:
+    try:
+        found = Ref.parse(str(parent))
+    except ValueError:
+        return False
+    return found < ref and found.step <= ref.step
 
 
 def _all(values: tuple[Any, ...], kind: type) -> bool:
@@ -482,21 +503,29 @@ def _all(values: tuple[Any, ...], kind: type) -> bool:
 
 def _json(key: str, data: bytes) -> Any:
     try:
-        return json.loads(data)
+        return loaded(data)
     except ValueError as e:
         raise Violation(f"{key}: wanted JSON, found {len(data)} bytes that are not ({e}); it was changed") from e
 
 
-def _lines(key: str, data: bytes) -> Iterator[str]:
+def spelled(line: bytes) -> bool:
+    """Is it the one spelling in which facts and records are written?"""
+    try:
+        return json.dumps(loaded(line), separators=(",", ":")).encode() == line
+    except (ValueError, RecursionError):
+        return False
+
+
+def _lines(key: str, data: bytes) -> Iterator[tuple[str, str]]:
     """Lines of a fact segment, each in exactly the spelling that facts.Chain writes."""
     *lines, rest = data.split(b"\n")
     if rest or not lines:
         raise Violation(f"{key}: wanted whole lines, found {len(rest)} bytes after the last; it was cut or changed")
     for number, line in enumerate(lines, 1):
-        body = _json(f"{key}, line {number}", line)
-        if json.dumps(body, separators=(",", ":")).encode() != line:
+        _json(f"{key}, line {number}", line)
+        if not spelled(line):
             raise Violation(f"{key}, line {number}: wanted the fact as it was written, found another spelling; it was changed")
-        yield line.decode()
+        yield f"{key}, line {number}", line.decode()
 
 
 def print_audit(report: AuditReport, console: Console) -> None:

@@ -11,8 +11,22 @@ import dataclasses
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
-from harness.facts import AttemptDoubted, AttemptEnded, AttemptIntended, AttemptUp, Decided, Fact, LeaseTaken, RunEnded, Stamped
+from harness.facts import (
+    AttemptDoubted,
+    AttemptEnded,
+    AttemptIntended,
+    AttemptUp,
+    Decided,
+    Fact,
+    LeaseTaken,
+    RunEnded,
+    Stamped,
+    Unreadable,
+    built,
+    number,
+)
 from harness.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED, UNFIT, Node, NodeState, Offer
 
 BLOCK_S = 2.0  # a full offer is left alone for this long, doubled at every refusal up to the run's limit
@@ -20,6 +34,7 @@ UNFIT_BLOCKS = 10.0  # a place that gave us an unfit node is left alone for so m
 UNLED_S = 3600.0
 UNSHOWN = "this cloud never showed it"  # begins `AttemptEnded.reason` of a node that beat in the bucket only
 MEASURED = 3  # so many launches or ends tell how long they take; fewer may only be longer than what is assumed
+HIDDEN_PER_GAP = 10  # attempt numbers left out for each place where facts could not be read: a lost segment holds fewer intents
 
 
 @dataclass
@@ -48,15 +63,22 @@ class Book:
     ends_s: list[float] = field(default_factory=list)  # from having one terminated until it was gone
     told_s: dict[tuple[str, int], float] = field(default_factory=dict)  # ("release" | "terminate", attempt): when first
     last_s: float = 0.0  # of the last fact
+    unread: list[Unreadable] = field(default_factory=list)  # each may hide the intent of an attempt
+    first_free: int = 1  # numbers below it may be taken, known or not
 
     @classmethod
     def of(cls, facts: Iterable[Stamped], rng: random.Random, block_limit_s: float = 60.0) -> Book:
         book = cls(rng, block_limit_s)
         for stamped in facts:
             book.add(stamped.t, stamped.fact)
+        if book.unread:
+            book.first_free = book.next_attempt + HIDDEN_PER_GAP * len(book.unread)
         return book
 
     def add(self, t: float, fact: Fact) -> None:
+        if isinstance(fact, Unreadable):
+            self.unread.append(fact)
+            return
         silent_s, self.last_s = t - self.last_s, max(t, self.last_s)
         match fact:
             case LeaseTaken():
@@ -64,7 +86,7 @@ class Book:
                 if silent_s > UNLED_S:  # nobody led the run (a laptop that was closed): that time is not held against it
                     self.progress_s = max(self.progress_s, t)
             case AttemptIntended(attempt, offer) if attempt not in self.ended:
-                self.offers[attempt] = Offer(**offer)
+                self.offers[attempt] = _offer(attempt, offer)
                 self.open[attempt] = Node(attempt, self.offers[attempt], NodeState.PENDING, asked_s=t)
             case AttemptUp(attempt, up_s) if attempt in self.open:
                 self.launches_s.append(max(0.0, t - self.open[attempt].asked_s))
@@ -121,7 +143,12 @@ class Book:
 
     @property
     def next_attempt(self) -> int:
-        return max([*self.open, *self.ended], default=0) + 1
+        """A number that no attempt has, nor one whose intent could not be read."""
+        return max([*self.open, *self.ended, self.first_free - 1]) + 1
+
+    def hidden(self, attempt: int) -> bool:
+        """May it be one of ours, whose intent could not be read?"""
+        return bool(self.unread) and attempt not in self.open and attempt not in self.ended
 
     @property
     def unproven(self) -> tuple[int, ...]:
@@ -147,6 +174,18 @@ class Book:
 
 def _longest(seen_s: list[float], assumed_s: float) -> float:
     return max(seen_s) if len(seen_s) >= MEASURED else max([assumed_s, *seen_s])
+
+
+def _offer(attempt: int, body: dict[str, Any]) -> Offer:
+    """What an intent says was asked for. Of an offer that cannot be read its price, which counts against budgets, is kept if it can be."""
+    try:
+        return built(Offer, body)
+    except TypeError:
+        try:
+            usd_per_h = number(body.get("usd_per_h"), 0.0)
+        except TypeError:
+            usd_per_h = 0.0
+        return Offer(usd_per_h, f"unreadable offer of attempt {attempt}")
 
 
 def bill(node: Node, until_s: float) -> tuple[float, float]:

@@ -24,12 +24,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.text import Text
 
 from harness.config import Bounds, Parser, add_flags, build, flag, positional
 from harness.orders import SNAPSHOT, STOP_KEY, StopOrder, ask_to_stop, stop_order
 from harness.world import BadInput, CloudUnavailable, Fenced, HarnessError
 from storage.objects import RETRY_WITHIN_S, NotFound, ObjectStore, StoreError, normalize, open_store
+from storage.text import Console, plain
 
 if TYPE_CHECKING:
     from harness.beats import Beat
@@ -147,7 +148,7 @@ def launch(flags: LaunchFlags) -> int:
         console.print(f"The run at {url} is finished already; this is its report. For another training, name another run URL.")
         return _report(store, console, flags.html or _html_path(url))
     if before := stop_order(store):
-        console.print(f"This run was stopped earlier ({before.reason}); going on.", markup=False, highlight=False)
+        console.print(f"This run was stopped earlier ({before.reason}); going on.")
         store.delete(STOP_KEY)
     console.print(f"run     {url}\nwatch   harness status {url}\nstop    harness stop {url}", highlight=False, soft_wrap=True)
 
@@ -181,7 +182,8 @@ def launch(flags: LaunchFlags) -> int:
                 asked = e
             except Fenced as e:
                 view.end()
-                console.print(f"[red]{e}[/]\nNothing was touched. Watch it with: harness status {url}")
+                console.print(str(e), style="red")
+                console.print(f"Nothing was touched. Watch it with: harness status {url}")
                 return FAILED
             except Exception as e:  # also a fault of our own: whatever it is, the nodes are none the worse, and somebody must know
                 view.end()
@@ -196,7 +198,7 @@ def launch(flags: LaunchFlags) -> int:
         console.print(f"\n{words}", style="bold red", highlight=False, soft_wrap=True)
     if outcome.outcome == "done":
         return DONE
-    console.print(f"\n[bold red]{outcome.outcome}[/]: {outcome.reason}", highlight=False, soft_wrap=True)
+    console.print(Text.assemble("\n", (outcome.outcome, "bold red"), f": {outcome.reason}"), soft_wrap=True)
     _print_tail(store, console)
     console.print(f"The run stands at step {outcome.committed_step}; the same command resumes it from there.", highlight=False)
     return FAILED if outcome.outcome == "failed" else ENDED_EARLY
@@ -224,14 +226,13 @@ Without a controller for longer than `harness run --leaderless-hours` (24) nodes
 def _nothing_runs(store: ObjectStore, cloud: LocalCloud | SkyPilotCloud) -> bool:
     """Is it sure that no node of this run is there? Then a mistake in the input has cost nothing yet."""
     from harness.beats import Beats
-    from harness.facts import BrokenChain
 
     try:
         book = _book(store)
-        if any(n.alive for n in cloud.nodes()) or any(n.up_s is not None for n in book.open.values()):
+        if book.unread or any(n.alive for n in cloud.nodes()) or any(n.up_s is not None for n in book.open.values()):
             return False
         return not any(b.attempt in book.open and not b.gone for b in Beats(store, time.monotonic).look())
-    except (HarnessError, StoreError, BrokenChain):
+    except (HarnessError, StoreError):
         return False
 
 
@@ -246,7 +247,7 @@ def _cluster(url: str, attempt: int) -> str:
 
 
 def _book(store: ObjectStore) -> Book:
-    """What the controllers of a run have written down. Raises BrokenChain."""
+    """What the controllers of a run have written down."""
     from harness.book import Book
     from harness.journal import read_facts
 
@@ -325,16 +326,19 @@ def _sky(url: str) -> Broker:
 def _plan(flags: LaunchFlags, task: Task, policy: Policy, url: str, nodes: tuple[int, int], console: Console) -> int:
     """What would be launched. Touches neither bucket nor cloud, beyond reading."""
     from harness import plan as plans
-    from harness.facts import AttemptIntended
+    from harness.facts import AttemptIntended, amount, loaded
     from harness.journal import read_facts
 
     identity, timed = None, None
     store = open_store(url)
     with contextlib.suppress(NotFound):
-        identity = json.loads(store.get("run.json"))
+        try:
+            identity = dict(loaded(store.get("run.json")))
+        except (ValueError, TypeError) as e:
+            raise BadInput(f"{url}/run.json: wanted the run's identity as JSON, found something else ({e})") from e
         made = _newest_steps(store)
         offers = [s.fact.offer for s in read_facts(store) if isinstance(s.fact, AttemptIntended)]
-        timed = plans.measured(made, float(offers[-1].get("speed", 1.0)) if offers else 1.0)
+        timed = plans.measured(made, amount(offers[-1].get("speed", 1.0)) if offers else 1.0)
     cloud = _cloud(flags, task, url, nodes)
     try:
         found = plans.make(
@@ -356,10 +360,13 @@ def _plan(flags: LaunchFlags, task: Task, policy: Policy, url: str, nodes: tuple
 
 
 def _newest_steps(store: ObjectStore) -> list[tuple[float, int]]:
-    """(seconds, ranks) of the newest steps that are committed."""
-    keys = sorted(store.list("samples/"))
-    lines = [json.loads(line) for line in store.get(keys[-1]).splitlines()] if keys else []
-    return [(float(r["dt"]), len(r["shares"])) for r in lines if r.get("dt")]
+    """(seconds, ranks) of the newest steps; none if their records are damaged (`harness verify` says so)."""
+    from harness import records as rec
+
+    keys = sorted(rec.heads(store.list("samples/")).values())
+    with contextlib.suppress(rec.BrokenRecords):
+        return [(r.dt, len(r.shares)) for r in (rec.decode(store.get(keys[-1]), keys[-1]) if keys else ()) if r.dt > 0]
+    return []
 
 
 def _answer(asked: KeyboardInterrupt, draining: bool, what: str, console: Console) -> str:
@@ -371,7 +378,8 @@ def _answer(asked: KeyboardInterrupt, draining: bool, what: str, console: Consol
         return what
     if told or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return "drain"
-    console.print("\n[bold]Interrupted.[/] d = drain: snapshot, then stop   l = leave it running   k = kill now   c = carry on")
+    console.print("\nInterrupted.", style="bold")
+    console.print("d = drain: snapshot, then stop   l = leave it running   k = kill now   c = carry on")
     try:
         return {"l": "leave", "k": "kill", "c": "carry on"}.get(console.input("> ").strip().lower()[:1], "drain")
     except (Told, EOFError):
@@ -951,25 +959,24 @@ def snapshots(flags: SnapshotsFlags) -> int:
 
 def _notes(store: ObjectStore) -> Notes:
     """What the record knows of snapshots, and what a copy of them needs to be resumed and audited."""
-    from harness.facts import BrokenChain, SessionStarted, SnapshotCommitted, SnapshotReplicated
+    from harness.facts import SessionStarted, SnapshotCommitted, SnapshotReplicated
     from harness.journal import read_facts
     from harness.uploader import seen_here
     from storage.command import Note, Notes
     from storage.manifest import Ref
 
     of: defaultdict[Ref, Note] = defaultdict(Note)
-    with contextlib.suppress(BrokenChain):  # `harness verify` says so; here it would only be in the way
-        for stamped in read_facts(store):
-            match stamped.fact:
-                case SnapshotCommitted() as f:
-                    ref = Ref(f.epoch, f.step)
-                    of[ref] = replace(of[ref], committed_at=stamped.t, commit_s=f.commit_s, why=f.why)
-                case SnapshotReplicated() as f:
-                    ref = Ref(f.epoch, f.step)
-                    of[ref] = replace(of[ref], copies=(*of[ref].copies, f.url))
-                case SessionStarted() as f if f.resumed_epoch and f.tier != "bucket":
-                    ref = Ref(f.resumed_epoch, f.resumed_step)
-                    of[ref] = replace(of[ref], restored=f.tier)
+    for stamped in read_facts(store):
+        match stamped.fact:
+            case SnapshotCommitted() as f:
+                ref = Ref(f.epoch, f.step)
+                of[ref] = replace(of[ref], committed_at=stamped.t, commit_s=f.commit_s, why=f.why)
+            case SnapshotReplicated() as f:
+                ref = Ref(f.epoch, f.step)
+                of[ref] = replace(of[ref], copies=(*of[ref].copies, f.url))
+            case SessionStarted() as f if f.resumed_epoch and f.tier != "bucket":
+                ref = Ref(f.resumed_epoch, f.resumed_step)
+                of[ref] = replace(of[ref], restored=f.tier)
     return Notes(of, [*store.list("run.json"), *store.list("samples/")], seen_here())
 
 
@@ -1126,10 +1133,10 @@ def main(argv: list[str] | None = None) -> None:
     try:
         sys.exit(function(build(cls, namespace)))
     except BadInput as e:
-        print(f"harness {given[0]}: {e}", file=sys.stderr)
+        print(plain(f"harness {given[0]}: {e}", keep="\n"), file=sys.stderr)
         sys.exit(WRONG_INPUT)
     except (HarnessError, StoreError) as e:
-        print(f"harness {given[0]}: {e}", file=sys.stderr)
+        print(plain(f"harness {given[0]}: {e}", keep="\n"), file=sys.stderr)
         sys.exit(FAILED)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

@@ -6,7 +6,6 @@ line that leads to each run's newest snapshot, and the weights at its end. Knows
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness import records as rec
 from harness.audit import walk
+from harness.facts import loaded
 from harness.world import BadInput
 from storage.manifest import Manifest
 from storage.objects import NotFound, ObjectStore
@@ -95,7 +95,9 @@ def compare(store_a: ObjectStore, store_b: ObjectStore) -> Comparison:
 
 def _read(store: ObjectStore) -> _Run:
     try:
-        identity = json.loads(store.get("run.json"))
+        identity = loaded(store.get("run.json"))
+        if not isinstance(identity, dict):
+            raise ValueError(f"wanted an object, found {type(identity).__name__}")
     except NotFound:
         raise BadInput(f"{store.url}: wanted a run to compare, found no run.json there; check the URL") from None
     except ValueError as e:
@@ -104,8 +106,8 @@ def _read(store: ObjectStore) -> _Run:
     refs = snapshots.refs()
     manifest = snapshots.load(refs[0]) if refs else None
     steps: list[tuple[float, str]] = []
-    if manifest is not None and manifest.data.get("samples"):
-        for _, part in walk(store, manifest.data["samples"], rec.genesis(identity)):
+    if manifest is not None and (named := rec.named(manifest.data)):
+        for _, part in walk(store, named, rec.genesis(identity)):
             steps += [(r.loss, r.digest) for r in reversed(part)]
     return _Run(identity, manifest, steps[::-1])
 

@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from harness.skypilot import Sky, SkyError, SkyPilotCloud
 from harness.tasks import Task
 from harness.world import BadInput, CloudUnavailable, Offer
 from storage.objects import ObjectStore, StoreError
+from storage.text import plain
 
 WANTED_SKYPILOT = "0.14.1"
 ASK_TIMEOUT_S = 120.0
@@ -258,10 +260,9 @@ def examine(
 def show(found: list[Finding], console: Console) -> None:
     colour = {OK: "green", WARN: "yellow", FAIL: "red"}
     for f in found:
-        console.print(f"[{colour[f.state]}]{f.state:<4}[/]  {f.what:<12}  ", end="")
-        console.print(f.found, markup=False, highlight=False, soft_wrap=True)
+        console.print(Text.assemble((f"{f.state:<4}", colour[f.state]), plain(f"  {f.what:<12}  {f.found}", keep="\n")), soft_wrap=True)
         if f.remedy:
-            console.print(f"{'':20}-> {f.remedy}", markup=False, highlight=False, soft_wrap=True)
+            console.print(Text(f"{'':20}-> {f.remedy}"), soft_wrap=True)
 
 
 def to_json(found: list[Finding]) -> str:

@@ -28,6 +28,7 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from harness.audit import audit
 from harness.orders import StopOrder, ask_to_stop
@@ -579,7 +580,7 @@ def command(only: tuple[str, ...], seed: int, jobs: int, as_json: bool, keep: st
             try:
                 console.print(soak(folder, kills, seed, lambda text: console.print(text, highlight=False)), highlight=False)
             except AssertionError as e:
-                console.print(f"[red]FAILED[/] {e}\nagain: harness drill --soak {kills} --seed {seed} --keep FOLDER", highlight=False)
+                console.print(Text.assemble(("FAILED", "red"), f" {e}\nagain: harness drill --soak {kills} --seed {seed} --keep FOLDER"))
                 return 1
             return 0
         ground = prepare(folder, isolated, bool(keep))
@@ -587,8 +588,8 @@ def command(only: tuple[str, ...], seed: int, jobs: int, as_json: bool, keep: st
             results.append(r)
             if not as_json:
                 colour = {"passed": "green", "skipped": "yellow"}.get(r.outcome, "red")
-                text = f"[{colour}]{r.outcome:8}[/] {r.fault}:{r.phase}  {r.seconds:.1f} s, {r.epochs} epochs, {r.launches} nodes"
-                console.print(text + (f"  {r.why}" if r.why else ""), highlight=False)
+                text = f" {r.fault}:{r.phase}  {r.seconds:.1f} s, {r.epochs} epochs, {r.launches} nodes" + (f"  {r.why}" if r.why else "")
+                console.print(Text.assemble((f"{r.outcome:8}", colour), text))
                 if r.outcome == "FAILED":
                     console.print(_last_words(Path(r.folder)), markup=False, highlight=False)
     if as_json:
@@ -616,5 +617,5 @@ def table(results: list[Result]) -> Table:
     return made
 
 
-def _mark(r: Result) -> str:
-    return {"passed": f"[green]{r.seconds:.0f} s[/]", "skipped": "[yellow]skipped[/]"}.get(r.outcome, "[red]FAILED[/]")
+def _mark(r: Result) -> Text:
+    return {"passed": Text(f"{r.seconds:.0f} s", "green"), "skipped": Text("skipped", "yellow")}.get(r.outcome, Text("FAILED", "red"))

@@ -1,19 +1,30 @@
 """Facts: immutable records of what happened. Dashboards, ledgers, reports and audits are renderings of them.
 
 Pure. A fact becomes one line of JSON; the lines of one writer are chained by hash, so a changed, lost or reordered
-fact is found (`check_chain`). `journal.py` carries them to the bucket.
+fact is found. `journal.py` carries them to the bucket.
+
+Readers go on whatever a bucket holds: unknown kinds and fields (of a newer version) are ignored, missing fields get their
+defaults, and any other line becomes an `Unreadable`, which says where and why. `harness verify` calls that a violation.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
+T = TypeVar("T")
 KINDS: dict[str, type[Fact]] = {}
+Reading = Annotated[float, "a measurement: may be NaN or infinite"]
+Count = Annotated[int, "of things that readers go through one by one"]
+# Beyond these a number is damage. MOST_T: wall clock, the year 5138.
+MOST_INT, MOST_FLOAT, MOST_COUNT, MOST_T = 2**53, 1e15, 10**6, 1e11
 
 
 def canonical(value: object) -> bytes:
@@ -37,6 +48,20 @@ class Fact:
 
 
 @dataclass(frozen=True)
+class Unreadable(Fact):
+    """In the place of what could not be read. Made by readers; nobody writes it. `t` of its stamp is that of the fact before."""
+
+    where: str  # the segment's key and the line
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.why}"
+
+
+del KINDS["Unreadable"]  # a line that calls itself so is of an unknown kind
+
+
+@dataclass(frozen=True)
 class Stamped:
     """A fact with when and by whom. `t` is wall-clock seconds (UTC)."""
 
@@ -49,7 +74,7 @@ class Stamped:
 @dataclass(frozen=True)
 class LeaseTaken(Fact):
     term: int
-    holder: str
+    holder: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,15 +133,15 @@ class AttemptDoubted(Fact):
 class Decided(Fact):
     """A decision that changed something (waits are written once per change of reason)."""
 
-    decision: str  # "launch" | "release" | "terminate" | "wait" | "stop"
-    reason: str
+    decision: str  # "launch" | "release" | "terminate" | "wait" | "stop" | "skip"
+    reason: str = ""
 
 
 @dataclass(frozen=True)
 class RunEnded(Fact):
     outcome: str  # "done" | "stopped" | "failed"
-    reason: str
-    committed_step: int
+    reason: str = ""
+    committed_step: int = 0
 
 
 # ---- agent ------------------------------------------------------------------------------------------------------
@@ -124,10 +149,10 @@ class RunEnded(Fact):
 class AgentStarted(Fact):
     member: str
     attempt: int
-    host: str
-    nproc: int
-    accelerator: str
-    pid: int
+    host: str = ""
+    nproc: Count = 1
+    accelerator: str = ""
+    pid: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,8 +160,8 @@ class NoticeSeen(Fact):
     member: str
     source: str  # "aws", "signal", "file", "user"
     notice: str  # kind: "kill" | "soft" | "maintenance"
-    id: str
-    deadline_s: float | None  # wall clock
+    id: str = ""
+    deadline_s: float | None = None  # wall clock
 
 
 @dataclass(frozen=True)
@@ -150,8 +175,8 @@ class NoticeAcknowledged(Fact):
     """The cloud was told that we have gone. `heard`: it answered."""
 
     member: str
-    id: str
-    heard: bool
+    id: str = ""
+    heard: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,8 +185,8 @@ class EpochStarted(Fact):
 
     epoch: int
     members: tuple[str, ...]
-    world: int  # ranks
-    reason: str  # "start" | "grow" | "shrink" | "loss" | "restart"
+    world: Count  # ranks
+    reason: str = ""  # "start" | "grow" | "shrink" | "loss" | "restart"
 
 
 @dataclass(frozen=True)
@@ -179,9 +204,9 @@ class WorkerFailed(Fact):
     epoch: int
     rank: int
     exit_code: int
-    error: str  # type of the exception, or the name of the signal
-    message: str
-    log_tail: str
+    error: str = ""  # type of the exception, or the name of the signal
+    message: str = ""
+    log_tail: str = ""
 
 
 @dataclass(frozen=True)
@@ -195,7 +220,7 @@ class WorkerHung(Fact):
     place: str  # progress.Place, in lower case
     silent_s: float
     guilty: bool
-    what: str
+    what: str = ""
 
 
 @dataclass(frozen=True)
@@ -207,7 +232,7 @@ class GraceSpent(Fact):
     deadline_s: float  # wall clock
     step: int  # where the workers are; -1: they never said
     committed_step: int
-    verdict: str
+    verdict: str = ""
 
 
 @dataclass(frozen=True)
@@ -217,15 +242,15 @@ class HealthSeen(Fact):
     member: str
     gpu: str
     what: str  # "xid 79", "ecc", "recovery action", "silent", ...
-    message: str
-    action: str  # health.Action, in lower case
+    message: str = ""
+    action: str = ""  # health.Action, in lower case
 
 
 @dataclass(frozen=True)
 class AgentEnded(Fact):
     member: str
     exit_code: int
-    reason: str
+    reason: str = ""
 
 
 # ---- worker -----------------------------------------------------------------------------------------------------
@@ -240,11 +265,11 @@ class SessionStarted(Fact):
     total_steps: int
     global_batch: int
     micro_batch: int
-    shares: tuple[int, ...]
-    reduce: str
-    parallel: str
-    device: str
-    restore_s: float
+    shares: tuple[int, ...] = ()
+    reduce: str = ""
+    parallel: str = ""
+    device: str = ""
+    restore_s: float = 0.0
     tier: str = "bucket"
 
 
@@ -254,21 +279,21 @@ class StepDone(Fact):
 
     step: int
     epoch: int
-    loss: float
+    loss: Reading
     t_start: float
     seconds: float
-    samples: int
-    tokens: int
-    lr: float = 0.0
-    grad_norm: float | None = None
-    mfu: float | None = None
+    samples: int = 0
+    tokens: int = 0
+    lr: Reading = 0.0
+    grad_norm: Reading | None = None
+    mfu: Reading | None = None
 
 
 @dataclass(frozen=True)
 class Validated(Fact):
     step: int
     epoch: int
-    metrics: dict[str, float]
+    metrics: dict[str, Reading]
 
 
 @dataclass(frozen=True)
@@ -301,7 +326,7 @@ class SnapshotReplicated(Fact):
 class SnapshotFailed(Fact):
     step: int
     epoch: int
-    why: str
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -315,15 +340,15 @@ class DrainVerdict(Fact):
     committed: bool
     last_good_step: int  # the newest committed snapshot of the run when this was said
     expected: bool  # what was forecast when the share arrived, from the measured bandwidth and the time left
-    left_s: float  # at that moment
-    need_s: float
+    left_s: Reading  # at that moment
+    need_s: Reading
 
 
 @dataclass(frozen=True)
 class SnapshotQuarantined(Fact):
     step: int
     epoch: int
-    why: str
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -331,7 +356,7 @@ class GuardTripped(Fact):
     step: int
     epoch: int
     what: str  # "non-finite loss", "loss spike", ...
-    value: float
+    value: Reading
 
 
 @dataclass(frozen=True)
@@ -340,7 +365,7 @@ class Warned(Fact):
 
     step: int
     epoch: int
-    what: str
+    what: str = ""
 
 
 @dataclass(frozen=True)
@@ -349,7 +374,7 @@ class SessionEnded(Fact):
 
     epoch: int
     step: int
-    why: str  # "finished" | "drained" | "resize" | "stopped"
+    why: str = ""  # "finished" | "drained" | "resize" | "stopped"
 
 
 # ---- lines ------------------------------------------------------------------------------------------------------
@@ -365,30 +390,124 @@ class Chain:
         return json.dumps({**body, "h": self.head}, separators=(",", ":"))
 
 
-class BrokenChain(ValueError):
-    """A fact was changed, lost or reordered; the message names writer and line."""
+def loaded(text: str | bytes) -> Any:
+    """JSON of a bucket. Raises ValueError, also for what is nested too deep for Python."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
-def check_chain(writer: str, lines: Iterable[str]) -> Iterator[Stamped]:
-    """Yield the facts of one writer's lines, in order. Raises BrokenChain at the first line that does not fit."""
-    head = digest(writer.encode())
-    for number, line in enumerate(lines, 1):
+def read_chain(writer: str, lines: Iterable[tuple[str, str]], hashes: bool = True) -> Iterator[Stamped]:
+    """The facts of one writer, from (where, line) in order; an `Unreadable` for each line that is none, was changed, or follows
+    one that is lost. `hashes`: look for the latter two."""
+    head: str | None = digest(writer.encode())  # None: the line before could not be read, and that is told already
+    t = 0.0
+    for where, line in lines:
         try:
-            body = json.loads(line)
-            found = body.pop("h")
-        except (ValueError, KeyError, AttributeError) as e:
-            raise BrokenChain(f"facts of {writer}, line {number}: not a fact ({e})") from e
-        if body.get("prev") != head or digest(canonical(body)) != found:
-            raise BrokenChain(f"facts of {writer}, line {number} ({body.get('fact')}): changed, lost or out of order")
-        head = found
-        yield Stamped(body["t"], writer, parse(body))
+            body = loaded(line)
+            found = body.pop("h", "")
+            if hashes and digest(canonical(body)) != found:
+                raise ValueError(f"{body.get('fact')} was changed: its hash does not fit")
+        except (ValueError, TypeError, AttributeError, RecursionError) as e:
+            yield Stamped(t, writer, Unreadable(where, f"not a fact as it was written ({e})"))
+            head = None
+            continue
+        if hashes and head not in (None, body.get("prev")):
+            yield Stamped(t, writer, Unreadable(where, "what came before it was changed, lost or put out of order"))
+        head = str(found)
+        try:
+            fact, t = parse(body), number(body.get("t"), 0.0, MOST_T)
+        except TypeError as e:
+            yield Stamped(t, writer, Unreadable(where, f"wanted the fields of {body.get('fact')}, found other ones ({e})"))
+            continue
+        yield Stamped(t, writer, fact)
 
 
 def parse(body: dict[str, Any]) -> Fact:
-    """A fact from its JSON body. Unknown kinds and fields (written by a newer version) are tolerated."""
-    cls = KINDS.get(body.get("fact", ""))
-    if cls is None:
-        return Fact()
-    names = {f.name: f for f in dataclasses.fields(cls)}
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in body.items() if k in names}
+    """A fact from its JSON body. Unknown kinds and fields (written by a newer version) are tolerated.
+
+    Raises TypeError if a field that has no default is missing, or one is of another type than its kind says.
+    """
+    kind = body.get("fact")
+    cls = KINDS.get(kind) if isinstance(kind, str) else None
+    return Fact() if cls is None else built(cls, body)
+
+
+# ---- values from a bucket -----------------------------------------------------------------------------------------
+def number(value: Any, low: float = -MOST_FLOAT, high: float = MOST_FLOAT) -> float:
+    """A finite number in [low, high]. Raises TypeError."""
+    if type(value) not in (int, float) or not low <= value <= high:
+        raise TypeError(f"wanted a number in [{low:g}, {high:g}], found {_brief(value)}")
+    return value  # type: ignore[no-any-return]
+
+
+def amount(value: Any) -> float:
+    """A price, a speed or a count of free form: a number from 0 on, else 0 (unknown)."""
+    return float(value) if type(value) in (int, float) and 0 <= value <= MOST_FLOAT else 0.0
+
+
+def built(cls: type[T], body: dict[str, Any]) -> T:
+    """A dataclass from JSON: lists become tuples, unknown fields are ignored, types are checked. Raises TypeError."""
+    values: dict[str, Any] = {}
+    for name, check in _checks(cls):  # type: ignore[arg-type]
+        if name in body:
+            try:
+                values[name] = check(body[name])
+            except TypeError as e:
+                raise TypeError(f"{name}: {e}") from None
     return cls(**values)
+
+
+Checked = Callable[[Any], Any]
+
+
+@functools.cache
+def _checks(cls: type[Any]) -> tuple[tuple[str, Checked], ...]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return tuple((f.name, _check_of(hints[f.name])) for f in dataclasses.fields(cls))
+
+
+def _check_of(hint: Any) -> Checked:
+    """What turns a JSON value into one of this type, or raises TypeError."""
+    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return lambda value: value
+    if hint is float:
+        return number
+    if origin is Annotated:
+        return _reading if inside[0] is float else functools.partial(_whole, low=0, high=MOST_COUNT)
+    if hint is int:
+        return _whole
+    if origin in (typing.Union, types.UnionType):
+        check = _check_of(next(i for i in inside if i is not type(None)))
+        return lambda value: None if value is None else check(value)
+    if origin is tuple:
+        check = _check_of(inside[0])
+        return lambda value: tuple(check(v) for v in _of(list, value))
+    if origin is dict:
+        check = _check_of(inside[1])
+        return lambda value: {k: check(v) for k, v in _of(dict, value).items()}
+    return functools.partial(_of, hint)
+
+
+def _of(kind: type[Any], value: Any) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"wanted {kind.__name__}, found {_brief(value)}")
+    return value
+
+
+def _whole(value: Any, low: int = -MOST_INT, high: int = MOST_INT) -> Any:
+    if type(value) is not int or not low <= value <= high:
+        raise TypeError(f"wanted a whole number in [{low}, {high}], found {_brief(value)}")
+    return value
+
+
+def _reading(value: Any) -> Any:
+    if type(value) is not float:
+        _whole(value)
+    return value
+
+
+def _brief(value: Any) -> str:
+    return type(value).__name__ if isinstance(value, (list, dict)) or value is None else f"{value!r:.40}"

@@ -1,10 +1,20 @@
-"""Guards: what stops a training run that has gone wrong, before its state is committed. Runs in the worker."""
+"""Guards: what stops a training run that has gone wrong, before its state is committed. And what a GPU can do at most.
+
+Runs in the worker; the controller asks for peaks, and has no torch.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
+import re
+from typing import TYPE_CHECKING, Any
 
+from harness import tables
 from harness.world import HarnessError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class NonFiniteLoss(HarnessError):
@@ -21,13 +31,52 @@ def check_finite(step: int, loss: float, grad_norm: float | None) -> None:
             )
 
 
-PEAK_TFLOPS = {  # dense bf16 (fp16 for V100/T4), per device, by a part of its name; vendors' data sheets, sparsity excluded
-    "B300": 2250, "B200": 2250, "GB200": 2500, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "GH200": 989, "H20": 148,
-    "A100": 312, "L40S": 362, "L40": 181, "L4": 121, "A10G": 70, "A10": 125, "V100": 125, "T4": 65, "MI300X": 1307, "MI355X": 2500,
-}  # fmt: skip
+@functools.cache
+def _peaks() -> tuple[tuple[re.Pattern[str], dict[str, float]], ...]:
+    """(What a name looks like inside a device's, TFLOP/s by precision), longest names first."""
+    found = []
+    for row in tables.rows("peaks.csv"):
+        words = r"[\s_-]*".join(re.findall(r"[a-z]+|[0-9]+", row["name"].lower()))  # "RTX 4090", "RTX4090"
+        pattern = re.compile(rf"(?<![a-z0-9]){words}(?![0-9])")  # an A1000 is no A100
+        found.append((len(row["name"]), pattern, {p: float(row[p]) for p in ("bfloat16", "float16", "tf32", "float32") if row[p]}))
+    return tuple((pattern, peaks) for _, pattern, peaks in sorted(found, key=lambda f: -f[0]))
 
 
-def peak_flops(device_name: str) -> float | None:
-    """FLOP/s of one device, or None if unknown. The longest matching name wins (A10G is not A10)."""
-    names = sorted((n for n in PEAK_TFLOPS if n.lower() in device_name.lower()), key=len)
-    return PEAK_TFLOPS[names[-1]] * 1e12 if names else None
+def peak_flops(device_name: str, precision: str = "") -> float | None:
+    """FLOP/s that one device can do at most, dense, in "bfloat16", "float16", "tf32" or "float32"; by default in the better of the first
+    two. None if that is unknown. A10G is not A10: the longest matching name wins (peaks.csv)."""
+    by_precision = next((peaks for pattern, peaks in _peaks() if pattern.search(device_name.lower())), {})
+    tflops = [by_precision[p] for p in ([precision] if precision else ["bfloat16", "float16"]) if p in by_precision]
+    return max(tflops) * 1e12 if tflops else None
+
+
+class Precision:
+    """What most of a model's matrix products are computed in, seen in its first forward: parameters, autocast and FSDP's mixed
+    precision all have a say in it, and what a layer gives back shows what came of that. Watches from when it is made until it is asked."""
+
+    def __init__(self, model: nn.Module):
+        self._seen: dict[str, int] = {}
+        self._hooks = [m.register_forward_hook(self._see) for m in model.modules() if _weight(m)]
+
+    def _see(self, module: nn.Module, _: object, output: Any) -> None:
+        first = output[0] if isinstance(output, (tuple, list)) and output else output
+        if (dtype := getattr(first, "dtype", None)) is not None:
+            name = str(dtype).removeprefix("torch.")
+            self._seen[name] = self._seen.get(name, 0) + _weight(module)
+
+    @functools.cached_property
+    def name(self) -> str:
+        """ "bfloat16", "float16", "tf32", "float32" or another dtype's; "none" if no layer was seen."""
+        import torch
+
+        for hook in self._hooks:
+            hook.remove()
+        found = max(self._seen, key=lambda name: self._seen[name], default="none")
+        return "tf32" if found == "float32" and torch.get_float32_matmul_precision() != "highest" else found
+
+
+def _weight(module: nn.Module) -> int:
+    """Elements of its own matrices, which stand for its share of the work; an embedding multiplies nothing."""
+    if type(module).__name__.startswith("Embedding"):
+        return 0
+    return sum(p.numel() for p in module.parameters(recurse=False) if p.ndim >= 2)

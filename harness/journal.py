@@ -6,16 +6,17 @@ most what it had not flushed; what it flushed is whole.
 
 from __future__ import annotations
 
-import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from harness import records as rec
-from harness.facts import Chain, Fact, Stamped, check_chain, parse
+from harness.facts import Chain, Fact, Stamped, read_chain
 from storage.objects import NotFound, ObjectStore
 
 Listener = Callable[[Stamped], None]
+SEGMENT = re.compile(r"facts/([^/]+)/(\d{6,12})\.jsonl")
 
 
 class Journal:
@@ -63,29 +64,34 @@ class Journal:
 
 
 def segments(store: ObjectStore, writers: str = "") -> dict[str, list[str]]:
-    """Keys of fact segments, in order, by writer. `writers`: only those whose name begins so."""
-    by_writer: dict[str, list[str]] = {}
+    """Keys of fact segments, in order, by writer. `writers`: only those whose name begins so. What else lies there is not ours."""
+    by_writer: dict[str, list[tuple[int, str]]] = {}
     for key in store.list(f"facts/{writers}"):
-        by_writer.setdefault(key.split("/")[1], []).append(key)
-    return by_writer
+        if found := SEGMENT.fullmatch(key):
+            by_writer.setdefault(found[1], []).append((int(found[2]), key))
+    return {writer: [key for _, key in sorted(keys)] for writer, keys in by_writer.items()}
 
 
 def read_facts(store: ObjectStore, writers: str = "") -> list[Stamped]:
-    """Facts of a run (of all writers, or those whose name begins so), by time. Raises facts.BrokenChain if one was changed or lost."""
-    facts: list[Stamped] = []
+    """Facts of a run (of all writers, or those whose name begins so), by time. What was changed or lost, or is none, is an
+    `Unreadable` in its place: one bad object stops no reader. Raises StoreError."""
+    found: list[Stamped] = []
     for writer, keys in segments(store, writers).items():
-        facts += check_chain(writer, _lines(store, keys))
-    return sorted(facts, key=lambda s: s.t)
+        found += read_chain(writer, _lines(store, keys))
+    return sorted(found, key=lambda s: s.t)
 
 
-def _lines(store: ObjectStore, keys: list[str]) -> Iterator[str]:
+def _lines(store: ObjectStore, keys: list[str]) -> Iterator[tuple[str, str]]:
+    """(where, line)"""
     for key in keys:
-        yield from store.get(key).decode(errors="replace").splitlines()
+        for number, line in enumerate(store.get(key).decode(errors="replace").splitlines(), 1):
+            yield f"{key}, line {number}", line
 
 
 @dataclass
 class Follower:
-    """Reads only what is new since the last call; for live views. Does not check hashes (`harness verify` does)."""
+    """Reads only what is new since the last call; for live views. Does not check hashes (`harness verify` does). What is no fact is
+    an `Unreadable`."""
 
     store: ObjectStore
     prefix: str = "facts/"
@@ -94,10 +100,9 @@ class Follower:
 
     def poll(self) -> list[Stamped]:
         for key in self.store.list(self.prefix):
-            if key in self._seen:
+            if key in self._seen or not (found := SEGMENT.fullmatch(key)):
                 continue
-            writer, bodies = key.split("/")[1], [json.loads(line) for line in self.store.get(key).decode().splitlines()]
-            self._unread += [Stamped(body["t"], writer, parse(body)) for body in bodies]
+            self._unread += read_chain(found[1], _lines(self.store, [key]), hashes=False)
             self._seen.add(key)
         new, self._unread = sorted(self._unread, key=lambda s: s.t), []
         return new
@@ -108,7 +113,7 @@ def read_records(store: ObjectStore, head_key: str, head: str, genesis: str) -> 
 
     Walks backwards from object to object by hash. Raises records.BrokenRecords naming what does not fit.
     """
-    by_head = {key.rsplit("-", 1)[1].removesuffix(".jsonl"): key for key in store.list("samples/")}
+    by_head = rec.heads(store.list("samples/"))
     parts: list[list[rec.StepRecord]] = []  # newest first
     key, want = head_key, head
     while want != genesis:

@@ -12,27 +12,53 @@ Pure: knows an ObjectStore and a Clock; knows nothing of clouds or processes.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from harness.facts import built, loaded
 from harness.world import Clock, Fenced
 from storage.objects import NotFound, ObjectStore
 
 TTL_S = 5.0  # long enough for a slow bucket; short enough that a restarted controller is not waited for
+MOST_TTL_S = 600.0  # nobody is believed to need longer
 RELEASED = b"released"
+TERM = re.compile(r"lease/(\d{6,12})\.json")
 
 
 def _key(term: int, suffix: str = "json") -> str:
     return f"lease/{term:06d}.{suffix}"
 
 
+def newest_term(keys: Iterable[str]) -> int:
+    """The newest term among what lies under `lease/`; 0: none. What else lies there is not ours."""
+    return max((int(found[1]) for key in keys if (found := TERM.fullmatch(key))), default=0)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What `lease/{term}.json` says; of what cannot be read, the usual."""
+
+    holder: str = "another controller"
+    ttl_s: float = 4 * TTL_S
+
+    @classmethod
+    def read(cls, data: bytes) -> Taken:
+        try:
+            body = loaded(data)
+            found = built(cls, body) if isinstance(body, dict) else cls()
+        except (ValueError, TypeError):
+            return cls()
+        return found if 0 < found.ttl_s <= MOST_TTL_S else cls(found.holder)
+
+
 def sign_of_life(store: ObjectStore, term: int = 0) -> tuple[int, bytes]:
     """(newest term, its beat), for those who only watch; (0, b""): nobody ever led. `term`: what was found last time, which makes it two
     small reads without a list. Raises StoreUnavailable."""
     if not term:
-        terms = [k for k in store.list("lease/") if k.endswith(".json") and k[len("lease/") : -len(".json")].isdecimal()]
-        if not terms:
+        term = newest_term(store.list("lease/"))
+        if not term:
             return 0, b""
-        term = int(terms[-1][len("lease/") : -len(".json")])
     while True:
         try:
             store.get(_key(term + 1))
@@ -88,7 +114,7 @@ class Lease:
             body = self.store.get(_key(self.term + 1))  # terms have no gaps: each is created by who saw the one before
         except NotFound:
             return
-        raise Fenced(f"{json.loads(body)['holder']} has taken over this run (term {self.term + 1}, ours was {self.term})")
+        raise Fenced(f"{Taken.read(body).holder} has taken over this run (term {self.term + 1}, ours was {self.term})")
 
     def release(self) -> None:
         """A clean end: a successor need not wait."""
@@ -100,8 +126,7 @@ class Lease:
         self._beat_s = self.clock.now()
 
     def _newest(self) -> int:
-        keys = [k for k in self.store.list("lease/") if k.endswith(".json")]
-        return int(keys[-1].removeprefix("lease/").removesuffix(".json")) if keys else 0
+        return newest_term(self.store.list("lease/"))
 
     def _read_beat(self, term: int) -> bytes:
         try:
@@ -111,12 +136,12 @@ class Lease:
 
     def _is_over(self, term: int) -> bool:
         """Watch one term until its ttl has passed without a beat (True) or until it shows life (False, or Fenced)."""
-        taken = json.loads(self.store.get(_key(term)))
+        taken = Taken.read(self.store.get(_key(term)))
         first, since_s = self._read_beat(term), self.clock.now()
         while (beat := self._read_beat(term)) == first and beat != RELEASED:
-            if self.clock.now() - since_s >= taken["ttl_s"]:
+            if self.clock.now() - since_s >= taken.ttl_s:
                 return True
-            self.clock.sleep(taken["ttl_s"] / 5)
+            self.clock.sleep(taken.ttl_s / 5)
         if beat != RELEASED and not self.standby:
-            raise Fenced(f"{taken['holder']} is already leading this run (term {term}); stop it first, or wait on standby")
+            raise Fenced(f"{taken.holder} is already leading this run (term {term}); stop it first, or wait on standby")
         return beat == RELEASED

@@ -36,6 +36,7 @@ from harness.facts import (
     Stamped,
     StepDone,
     WorkerFailed,
+    amount,
 )
 from harness.records import StepRecord
 
@@ -268,8 +269,7 @@ class _Node:
     stranger: bool = False  # no controller launched it
 
     def number(self, key: str) -> float:
-        value = self.offer.get(key)
-        return float(value) if isinstance(value, (int, float)) else 0.0
+        return amount(self.offer.get(key))
 
 
 @dataclass
@@ -402,7 +402,7 @@ class _Maker:
         """Give every member its attempt. One that no controller launched (`sky jobs launch`, plain torchrun) is its own node."""
         for member in {m for e in self.epochs.values() for m in e.members} | set(self.attempt_of):
             # An agent that died before its first flush is known by name only: "m<attempt>-<random>".
-            by_name = re.match(r"m0*(\d+)-", member)
+            by_name = re.match(r"m0*(\d{1,9})-", member)
             attempt = self.attempt_of.setdefault(member, int(by_name[1]) if by_name else 0)
             if str(attempt) not in self.nodes:
                 started_s = self.agents.get(member)

@@ -21,11 +21,13 @@ from rich.table import Table
 from rich.text import Text
 
 from harness import facts as f
-from harness.facts import Stamped
+from harness.facts import Stamped, amount
 from harness.journal import Follower
-from harness.lease import RELEASED, TTL_S
-from harness.report import clock, duration, money, nbytes, number, percent, plain, plural
+from harness.lease import RELEASED, TTL_S, newest_term
+from harness.report import clock, duration, money, nbytes, number, percent, plural, unread_text
 from storage.objects import NotFound, ObjectStore, StoreUnavailable
+from storage.text import Console as Terminal
+from storage.text import plain
 
 EVENTS_SHOWN, EVENTS_KEPT = 6, 200
 GONE_SHOWN_S = 20.0  # how long a node that is gone stays on the screen
@@ -90,10 +92,14 @@ class State:
     last_s: float = -math.inf
     session_ends: dict[int, str] = field(default_factory=dict)  # epoch -> why
     events: list[Stamped] = field(default_factory=list)  # what is worth a line, by time; put into words when shown
+    unread: list[f.Unreadable] = field(default_factory=list)
 
     # -- folding --
     def apply(self, stamped: Stamped) -> None:
         t, fact = stamped.t, stamped.fact
+        if isinstance(fact, f.Unreadable):
+            self.unread.append(fact)
+            return
         self.started_s, self.last_s = min(self.started_s, t), max(self.last_s, t)
         match fact:
             case f.RunAsked():
@@ -105,8 +111,8 @@ class State:
             case f.AttemptIntended(attempt, offer):
                 node = self.node(str(attempt))
                 node.asked_s, node.offer = t, str(offer.get("name", ""))
-                node.usd_per_h = float(offer.get("usd_per_h", 0.0))
-                node.on_demand_usd_per_h = float(offer.get("on_demand_usd_per_h", 0.0))
+                node.usd_per_h = amount(offer.get("usd_per_h"))
+                node.on_demand_usd_per_h = amount(offer.get("on_demand_usd_per_h"))
             case f.AttemptUp(attempt, up_s):
                 self.node(str(attempt)).up_s = up_s
             case f.AttemptEnded():
@@ -261,7 +267,7 @@ class State:
         mine = [s for (epoch, _), s in sorted(self.steps.items()) if epoch == self.epoch][-RATE_STEPS:]
         if not mine:
             return {}
-        # From begin to begin: durations of steps overlap on a GPU, and leave out what lies between them.
+        # From begin to begin: durations of steps leave out what lies between them.
         span = mine[-1].t_start - mine[0].t_start
         counted = mine[:-1]
         if span <= 0 or not counted:
@@ -381,10 +387,10 @@ class LeaseWatch:
     _moved: bool = False
 
     def look(self, now: float) -> bool | None:
-        terms = [k for k in self.store.list("lease/") if k.endswith(".json")]
-        if not terms:
+        term = newest_term(self.store.list("lease/"))
+        if not term:
             return False
-        key = terms[-1].removesuffix(".json") + ".beat"
+        key = f"lease/{term:06d}.beat"
         try:
             beat = self.store.get(key)
         except NotFound:
@@ -466,6 +472,8 @@ def render(state: State, now: float, url: str = "", controller: bool | None = No
         parts.append(Text(plain(state.ended[1].reason), style=colour))
     elif controller is False and state.lease and not state.over:
         parts.append(Text("no controller leads this run: lost nodes are not replaced; `harness launch` again to lead it", style="yellow"))
+    if state.unread:
+        parts.append(Text(plain(unread_text(state.unread)), style="yellow"))
     if silent_s > 0:
         parts.append(Text(f"the bucket has not answered for {about(silent_s)}", style="yellow"))
     nodes = state.shown_nodes(now)
@@ -507,6 +515,7 @@ class LiveView:
     _line: str = ""
     _answered_s: float | None = None
     _first: bool = True
+    _unread_told: bool = False
 
     def __post_init__(self) -> None:
         self._follower, self._lease = Follower(self.store), LeaseWatch(self.store)
@@ -550,6 +559,9 @@ class LiveView:
         if self._first and len(told) > 2 * EVENTS_SHOWN:  # history; the report tells it
             self._say(f"... {plural(len(told) - EVENTS_SHOWN, 'earlier event')}")
             told = told[-EVENTS_SHOWN:]
+        if self.state.unread and not self._unread_told:
+            self._say(plain(unread_text(self.state.unread)))
+            self._unread_told = True
         for t, text in told:
             self._say(f"{clock(t)[11:]}  {plain(text)}")
         now = self.now()
@@ -583,7 +595,7 @@ def follow(
 
     Whoever launches a run again passes `until_ended=False`: its last end is still the newest thing in the bucket then.
     """
-    console = Console() if console is None else console
+    console = Terminal() if console is None else console
     view = LiveView(store, console, now)
     if stop():
         view.read()
@@ -646,5 +658,6 @@ def status(
         "snapshot": {"step": committed, "age_s": None if taken_s is None else t - taken_s} if committed else None,
         "controller_alive": False if state.over else view.controller,
         "updated_s": state.last_s if state.last_s > 0 else None,
+        "unread_facts": [str(u) for u in state.unread],
     }
     return dict(json.loads(json.dumps(body), parse_constant=lambda _: None))  # JSON has no NaN

@@ -29,6 +29,7 @@ from harness.report import (
     steps_text,
     verdict,
 )
+from storage.text import plain
 
 WIDTH, LEFT, RIGHT = 1100, 58, 14  # of the charts, in SVG units
 MOST_POINTS = 1500  # more are thinned out: the page must stay small and quick
@@ -38,7 +39,7 @@ Scale = Callable[[float], float]
 
 
 def esc(value: object) -> str:
-    return html.escape("".join(c if c.isprintable() or c == "\n" else " " for c in str(value)), quote=True)
+    return html.escape(plain(value, keep="\n"), quote=True)
 
 
 def page(s: Summary) -> str:
@@ -74,12 +75,12 @@ def _section(title: str, body: str, note: str = "") -> str:
 def _header(s: Summary, name: str) -> str:
     tone = {"done": "good", "finished": "good", "failed": "bad", "stopped": "warn"}.get(s.state, "live")
     problems = "".join(f"<p class=problem>{esc(p)}</p>" for p in s.problems)
-    what = [f"{clock(s.started_s)} – {clock(s.ended_s)}"]
+    what = [esc(f"{clock(s.started_s)} – {clock(s.ended_s)}")]
     if s.asked:
         what.append(esc(s.asked.task))
     if s.session:
         size = f"global batch {s.session.global_batch} in micro-batches of {s.session.micro_batch}" if s.session.micro_batch else ""
-        what += [x for x in (esc(s.session.device), size) if x]
+        what += [esc(x) for x in (s.session.device, size) if x]
     reason = f"<p class=reason>{esc(s.reason)}</p>" if s.reason else ""
     return (
         f"<header><h1>{esc(name)} <span class='pill {tone}'>{esc(s.state)}</span></h1>"
@@ -97,15 +98,16 @@ def _cards(s: Summary) -> str:
     if s.losses:
         cards.append(("loss", number(s.losses[1]), f"from {number(s.losses[0])}"))
     if s.validations:
-        cards.append((esc(s.validation_name.replace("_", " ")), number(s.validations[1]), f"from {number(s.validations[0])}"))
+        cards.append((s.validation_name.replace("_", " "), number(s.validations[1]), f"from {number(s.validations[0])}"))
     cards += [
         ("wall time", duration(s.wall_s), world),
         ("goodput", percent(ledger.goodput), f"of {duration(ledger.billed_s)} billed"),
-        ("paid", esc(money(cost.spot_usd)), f"{percent(cost.saved)} less than on demand" if cost.on_demand_usd else ""),
+        ("paid", money(cost.spot_usd), f"{percent(cost.saved)} less than on demand" if cost.on_demand_usd else ""),
         ("nodes", str(len(up)), f"{plural(sum(bool(e.steps) for e in ledger.epochs), 'world')}, {plural(len(ledger.notices), 'notice')}"),
         ("steps redone", str(ledger.steps_lost), f"{duration(ledger.ns['redone'] / NANO)} of node time"),
     ]
-    return "<div class=cards>" + "".join(f"<div><b>{a}</b><strong>{b}</strong><i>{c}</i></div>" for a, b, c in cards) + "</div>"
+    shown = (f"<div><b>{esc(a)}</b><strong>{esc(b)}</strong><i>{esc(c)}</i></div>" for a, b, c in cards)
+    return f"<div class=cards>{''.join(shown)}</div>"
 
 
 # ---- drawing ----------------------------------------------------------------------------------------------------
@@ -464,7 +466,7 @@ def _attempts(s: Summary) -> str:
                 f"{esc(a.offer or '–')}<small>{esc(a.accelerator)}{'' if a.spot else ' on demand'} {money(a.usd_per_h)}/h</small>",
                 "–" if a.up_s is None else "+" + duration(a.up_s - s.started_s),
                 f"<span class='{tone}'>{esc(attempt_end(a))}</span>"
-                + ("" if a.exit_code is None else f"<small>exit {a.exit_code}</small>"),
+                + ("" if a.exit_code is None else f"<small>exit {esc(a.exit_code)}</small>"),
                 duration(a.billed_s),
                 f"<div class=mini>{mini}</div>",
                 share,
@@ -478,8 +480,9 @@ def _attempts(s: Summary) -> str:
 def _epochs(s: Summary) -> str:
     rows = [
         [
-            e.epoch, e.world, esc(" ".join(e.attempts)) or "–", e.accumulation or "–", esc(spread(e.shares)) or "–", steps_text(e),
-            esc(e.ended) or "goes on", f"<span class=bad>{e.steps_lost}</span>" if e.steps_lost else "0", duration(e.gap_s),
+            esc(e.epoch), esc(e.world), esc(" ".join(e.attempts)) or "–", esc(e.accumulation or "–"), esc(spread(e.shares)) or "–",
+            esc(steps_text(e)), esc(e.ended) or "goes on", f"<span class=bad>{esc(e.steps_lost)}</span>" if e.steps_lost else "0",
+            duration(e.gap_s),
             duration(e.lost_s),
         ]
         for e in s.ledger.epochs
@@ -495,7 +498,7 @@ def _notices(s: Summary) -> str:
         rows.append(
             [
                 "+" + duration(n.seen_s - s.started_s), esc(n.attempt or n.member), esc(n.kind), esc(n.source), duration(n.grace_s),
-                duration(n.commit_s), n.step or "–", f"<span class='{tone}'>{verdict(n.in_time, n.cancelled)}</span>",
+                duration(n.commit_s), esc(n.step or "–"), f"<span class='{tone}'>{verdict(n.in_time, n.cancelled)}</span>",
             ]
         )  # fmt: skip
     return _html_table(["at", "node", "notice", "from", "grace", "committed after", "step", ""], rows, right={0, 4, 5, 6}) if rows else ""

@@ -12,10 +12,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from harness import batch
 from harness.policies import usd_per_work
 from harness.world import BadInput, Launch, Offer, Policy, Stop, View, Wait
+from storage.text import plain
 
 SHOWN = 15
 
@@ -124,17 +126,18 @@ def show(plan: Plan, console: Console) -> None:
         spared = f"{1 - o.usd_per_h / o.on_demand_usd_per_h:.0%}" if o.spot and o.on_demand_usd_per_h else ""
         usd = plan.usd_per_step(o)
         step = f"{usd:.2g}" if usd is not None else f"x {usd_per_work(o) / least:.2f}"
-        table.add_row(str(rank), o.name, f"{o.accelerator}:{o.gpus}" if o.gpus else "-", f"{o.usd_per_h:.4g}", spared, step)
+        what, gpus = Text(plain(o.name)), Text(plain(f"{o.accelerator}:{o.gpus}" if o.gpus else "-"))
+        table.add_row(str(rank), what, gpus, f"{o.usd_per_h:.4g}", spared, step)
     console.print(table)
     if len(plan.offers) > SHOWN:
         console.print(f"... and {len(plan.offers) - SHOWN} more")
     if plan.no_market:
         some = ", ".join(plan.no_market[:4])
-        console.print(f"{len(plan.no_market)} left out, their spot price is the on-demand price: {some}", soft_wrap=True)
+        console.print(f"{len(plan.no_market)} left out, their spot price is the on-demand price: {some}", soft_wrap=True, markup=False)
     if plan.measured is None:
         console.print("USD/step is relative (by peak FLOP/s) until the run has made steps that can be timed.")
     if plan.choice is None:
-        console.print(f"Nothing would be launched: {plan.why}")
+        console.print(f"Nothing would be launched: {plan.why}", markup=False)
         return
     low, high = plan.nodes
     for nodes in sorted({low, high}):
@@ -145,4 +148,4 @@ def show(plan: Plan, console: Console) -> None:
             spread = f"{min(shares)}" if min(shares) == max(shares) else f"{min(shares)}..{max(shares)}"
         hours = f", {plan.budget_usd / usd:.1f} h for {plan.budget_usd:g} USD" if plan.budget_usd and usd else ""
         console.print(f"world   {nodes} nodes, {ranks} workers: {usd:.4g} USD/h{hours}; accumulation {spread}", highlight=False)
-    console.print(f"first   {plan.choice.name}: {plan.why}", highlight=False, soft_wrap=True)
+    console.print(f"first   {plan.choice.name}: {plan.why}", markup=False, highlight=False, soft_wrap=True)

@@ -1,18 +1,22 @@
 """Step records: what every optimizer step really consumed, chained by hash. The durable history of a run.
 
 Pure. Rank 0's session makes them, a snapshot's manifest names them, `harness verify` and the reports read them.
-A chain begins at the run's genesis (its identity), so the records of two runs can never be mixed.
+A chain begins at the run's genesis (its identity), so the records of two runs can never be mixed. The hash is of a record as it was
+written, so fields of a newer version are covered by it, and ignored.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.facts import canonical, digest
+from harness.facts import Reading, built, canonical, digest, loaded
+
+NAME = re.compile(r"samples/\d{10,}-\d{10,}-([0-9a-f]{16})\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -25,12 +29,12 @@ class StepRecord:
     shares: tuple[int, ...]  # micro-batches per rank
     samples: int  # really consumed, summed over the ranks
     digest: str
-    weight: float  # what the gradients were divided by: samples, or valid tokens
-    loss: float  # weighted mean over the global batch
-    lr: float
+    weight: Reading  # what the gradients were divided by: samples, or valid tokens
+    loss: Reading  # weighted mean over the global batch
+    lr: Reading
     t: float  # wall clock at its end
     dt: float  # seconds
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, Reading] = field(default_factory=dict)
     prev: str = ""
     h: str = ""
 
@@ -46,10 +50,15 @@ class StepRecord:
     def to_line(self) -> str:
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
 
-    @classmethod
-    def from_line(cls, line: str) -> StepRecord:
-        body = json.loads(line)
-        return cls(**{**body, "shares": tuple(body["shares"])})
+
+@dataclass(frozen=True)
+class Named:
+    """What a manifest calls its step records: the object, the hash of its last record, its first and last step."""
+
+    key: str
+    head: str
+    first: int
+    last: int
 
 
 class BrokenRecords(ValueError):
@@ -66,6 +75,22 @@ def key(records: list[StepRecord]) -> str:
     return f"samples/{records[0].step:010d}-{records[-1].step:010d}-{records[-1].h[:16]}.jsonl"
 
 
+def heads(keys: Iterable[str]) -> dict[str, str]:
+    """Keys of records objects by the first 16 digits of the hash they end with. What else lies under `samples/` is not ours."""
+    return {found[1]: key for key in keys if (found := NAME.fullmatch(key))}
+
+
+def named(data: Mapping[str, Any]) -> Named | None:
+    """The records that a manifest's data names; None: none. Raises BrokenRecords if it is no name of records."""
+    found = data.get("samples")
+    if not found:
+        return None
+    try:
+        return built(Named, found)
+    except (TypeError, AttributeError) as e:
+        raise BrokenRecords(f"the manifest's data: wanted the name of step records, found {found!r:.100} ({e})") from e
+
+
 def encode(records: Iterable[StepRecord]) -> bytes:
     return "".join(r.to_line() + "\n" for r in records).encode()
 
@@ -75,10 +100,12 @@ def decode(data: bytes, where: str) -> list[StepRecord]:
     records: list[StepRecord] = []
     for number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
         try:
-            record = StepRecord.from_line(line)
-        except (ValueError, TypeError, KeyError) as e:
+            body = loaded(line)
+            record = built(StepRecord, body)
+            found = digest(canonical({k: v for k, v in body.items() if k != "h"}))
+        except (ValueError, TypeError, AttributeError, RecursionError) as e:
             raise BrokenRecords(f"{where}, line {number}: not a step record ({e})") from e
-        if record.hash() != record.h:
+        if found != record.h:
             raise BrokenRecords(f"{where}, step {record.step}: the record was changed (its hash does not fit)")
         if records and (record.prev != records[-1].h or record.step != records[-1].step + 1):
             raise BrokenRecords(f"{where}, step {record.step}: does not follow step {records[-1].step}")

@@ -109,6 +109,9 @@ def recover(run: RunSpec, policy: Policy, world: World, journal: Journal, lease:
     term = lease.acquire()
     loop = Loop(run, policy, world, journal, lease, Book.of(journal.read(), world.rng, run.block_limit_s))
     loop.note(LeaseTaken(term, lease.holder))
+    if unread := loop.book.unread:
+        lost = f"{len(unread)} facts of earlier controllers cannot be read ({unread[0]}); nodes that only they told of are adopted as seen"
+        loop.note(Decided("skip", lost))
     answered_s = world.clock.now()
     while True:
         try:
@@ -195,6 +198,8 @@ class Loop:
         book = self.book
         shown = {node.attempt: node for node in self.world.cloud.nodes()}
         self.shown = set(shown)
+        for node in [n for n in shown.values() if n.alive and book.hidden(n.attempt)]:
+            self.note(AttemptIntended(node.attempt, dataclasses.asdict(node.offer), "adopted: the fact of its launch cannot be read"))
         # Launched by a controller while it was being fenced, or given up as lost: nobody counts on them.
         self.strays = [node for node in shown.values() if node.alive and node.attempt not in book.open]
         for node in self.strays:

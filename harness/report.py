@@ -6,8 +6,8 @@ report of a run that is going on, or whose machines are all dead, is made in the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from rich.text import Text
 from harness import egress
 from harness import records as rec
 from harness.facts import (
-    BrokenChain,
+    Count,
     EpochStarted,
     GuardTripped,
     LeaseTaken,
@@ -38,14 +38,18 @@ from harness.facts import (
     SnapshotQuarantined,
     Stamped,
     StepDone,
+    Unreadable,
     Validated,
     WorkerFailed,
+    built,
+    loaded,
 )
-from harness.journal import Follower, read_facts, read_records
+from harness.journal import read_facts, read_records
 from harness.ledger import BUCKETS, NANO, AttemptRow, EpochRow, Ledger
 from storage.manifest import Manifest, SnapshotCorrupt
 from storage.objects import NotFound, ObjectStore
 from storage.snapshots import Snapshots
+from storage.text import plain
 
 COLOURS = {  # of the terminal; the page has its own, for light and dark
     "useful": "green", "redone": "red", "snapshot": "blue", "start": "magenta", "reform": "yellow", "drain": "cyan",
@@ -137,11 +141,11 @@ class Summary:
 def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summary:
     """Read the whole run. What is broken is told in `problems` and passed over. Raises StoreError."""
     problems: list[str] = []
-    try:
-        facts = read_facts(store)
-    except BrokenChain as e:
-        problems.append(f"{e}; the numbers below may be wrong (see: harness verify)")
-        facts = Follower(store).poll()
+    found = read_facts(store)
+    facts = [s for s in found if not isinstance(s.fact, Unreadable)]
+    unread = [s.fact for s in found if isinstance(s.fact, Unreadable)]
+    if unread:
+        problems.append(f"{unread_text(unread)}; the numbers below may be wrong")
     facts += _lost_epochs(store, facts)
     manifest, kept = _newest(store, problems)
     records = _records(store, manifest, problems)
@@ -189,10 +193,20 @@ def _lost_epochs(store: ObjectStore, facts: list[Stamped]) -> list[Stamped]:
         name = key.rsplit("/", 1)[-1].removesuffix(".json")
         if not name.isdigit() or int(name) in told or int(name) not in begun:
             continue
-        body = json.loads(store.get(key))
-        fact = EpochStarted(int(name), tuple(body["members"]), sum(body["nproc"]), str(body["reason"]))
-        found.append(Stamped(begun[int(name)], "rendezvous", fact))
+        with contextlib.suppress(ValueError, TypeError, AttributeError, NotFound):  # `harness verify` names what is damaged
+            body = built(_Epoch, loaded(store.get(key)))
+            fact = EpochStarted(int(name), body.members, sum(body.nproc), body.reason)
+            found.append(Stamped(begun[int(name)], "rendezvous", fact))
     return found
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """What of an epoch's object in the rendezvous is told in a report."""
+
+    members: tuple[str, ...]
+    nproc: tuple[Count, ...]
+    reason: str = ""
 
 
 def _newest(store: ObjectStore, problems: list[str]) -> tuple[Manifest | None, int]:
@@ -208,14 +222,16 @@ def _newest(store: ObjectStore, problems: list[str]) -> tuple[Manifest | None, i
 
 
 def _records(store: ObjectStore, manifest: Manifest | None, problems: list[str]) -> list[rec.StepRecord]:
-    named = manifest.data.get("samples") if manifest else None
-    if not named:
-        return []
     try:
-        genesis = rec.genesis(json.loads(store.get("run.json")))
-        return read_records(store, named["key"], named["head"], genesis)
+        named = rec.named(manifest.data) if manifest else None
+        if named is None:
+            return []
+        return read_records(store, named.key, named.head, rec.genesis(loaded(store.get("run.json"))))
     except (rec.BrokenRecords, NotFound) as e:
         problems.append(f"{e}; steps are shown as they were told live (see: harness verify)")
+        return []
+    except (ValueError, TypeError, RecursionError) as e:
+        problems.append(f"run.json cannot be read ({e}); steps are shown as they were told live (see: harness verify)")
         return []
 
 
@@ -318,12 +334,14 @@ def number(value: float | None) -> str:
 
 
 def clock(t: float) -> str:
-    return datetime.fromtimestamp(t, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        return datetime.fromtimestamp(t, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):
+        return "????-??-?? ??:??:??"  # no such date; callers cut it at fixed places
 
 
-def plain(text: str) -> str:
-    """Free text of users and machines, without what could drive a terminal."""
-    return "".join(c if c.isprintable() else " " for c in text)
+def unread_text(unread: Sequence[Unreadable]) -> str:
+    return f"{plural(len(unread), 'fact')} could not be read (see: harness verify), the first: {unread[0]}"
 
 
 def plural(n: int, noun: str) -> str:
@@ -430,8 +448,8 @@ def _attempts_table(s: Summary) -> Any:
         useful = percent(a.ns["useful"] / a.billed_ns) if a.billed_ns else "–"
         style = "red" if a.end in ("failed", "preempted", "lost", "unfit") else ""
         table.add_row(
-            plain(a.name), plain(a.offer or a.accelerator), up, Text(plain(attempt_end(a)), style=style), duration(a.billed_s), useful,
-            money(a.usd),
+            Text(plain(a.name)), Text(plain(a.offer or a.accelerator)), up, Text(plain(attempt_end(a)), style=style),
+            duration(a.billed_s), useful, money(a.usd),
         )  # fmt: skip
     return Group(table, Text(refusals(refused), style="dim")) if refused else table
 
@@ -447,7 +465,7 @@ def _epochs_table(s: Summary) -> Any:
     table = _table("#", "world", "nodes", "accum", "shares", "steps", "why it ended", "lost", "took", right=right)
     for e in s.ledger.epochs:
         table.add_row(
-            str(e.epoch), str(e.world), plain(" ".join(e.attempts)), str(e.accumulation or "–"), spread(e.shares), steps_text(e),
+            str(e.epoch), str(e.world), Text(plain(" ".join(e.attempts))), str(e.accumulation or "–"), spread(e.shares), steps_text(e),
             Text(plain(e.ended) or "goes on"), Text(str(e.steps_lost), style="red" if e.steps_lost else "dim"), duration(e.lost_s),
         )  # fmt: skip
     note = "shares: micro-batches of each rank, accum: of the busiest; lost: steps to redo; took: time until the next world trained"
@@ -536,8 +554,8 @@ def _notices_table(s: Summary) -> Any:
     table = _table("at", "node", "notice", "from", "grace", "committed after", "step", "", right=("at", "grace", "committed after", "step"))
     for n in s.ledger.notices:
         table.add_row(
-            f"+{duration(n.seen_s - s.started_s)}", plain(n.attempt or n.member), plain(n.kind), plain(n.source), duration(n.grace_s),
-            duration(n.commit_s), str(n.step or "–"),
+            f"+{duration(n.seen_s - s.started_s)}", Text(plain(n.attempt or n.member)), Text(plain(n.kind)), Text(plain(n.source)),
+            duration(n.grace_s), duration(n.commit_s), str(n.step or "–"),
             Text(verdict(n.in_time, n.cancelled), style={True: "green", False: "bold red", None: "dim"}[n.in_time]),
         )  # fmt: skip
     return table

@@ -56,7 +56,7 @@ from harness.facts import (
     Warned,
     canonical,
 )
-from harness.guards import NonFiniteLoss, check_finite, peak_flops
+from harness.guards import NonFiniteLoss, Precision, check_finite, peak_flops
 from harness.journal import Journal
 from harness.loader import MicroBatch, Stream, fingerprint, is_map_style, map_style, same_when_read_again, seed_everything, to_device
 from harness.marks import EXIT_CODE, Mark, MarkReader, Want
@@ -83,6 +83,7 @@ SENDING = 0.25  # of the snapshot interval may pass until the commit, for the sa
 LOSS_EVERY_S = 3600.0  # assumed mean time between losses nobody announced, for the snapshot interval
 FLUSH_S = {"file": 1.0, "memory": 1.0}  # how often facts go to the bucket; elsewhere every FLUSH_REMOTE_S
 FLUSH_REMOTE_S = 10.0
+UNKNOWN_GFLOPS = -(1 << 50)  # one rank's makes the sum of all negative
 REPLICA_S = 15.0  # how long a restore waits for a silent second bucket
 
 
@@ -96,8 +97,9 @@ class _Pending:
 
     record: rec.StepRecord  # digest, samples, weight, loss and h are filled in when they have arrived
     t_start: float
+    t_end: float  # `update` was over: when the numbers arrive, and what the script does until the next step, is none of its time
     floats: torch.Tensor  # (3,) float64 on the device: loss sum, weight, grad norm
-    ints: torch.Tensor  # (3 + wants,) int64 on the host: digest halves, samples, one counter per Want
+    ints: torch.Tensor  # (4 + wants,) int64 on the host: digest halves, samples, one counter per Want, GFLOP/s of all ranks at most
     work: Any = None
 
     def arrive(self) -> tuple[float, float, float]:
@@ -244,6 +246,10 @@ class Session:
         self._until = int(environ.get("HARNESS_UNTIL_STEP", 1 << 62))  # `harness replay` re-executes a part of a run
         self.tokens_per_sample = 0
         self.flops_per_sample = 0.0
+        self.peak_flops: float | None = None  # of this rank's device, for MFU; None: from its name and what the model is computed in
+        # Numbers and votes of a step arrive while the next one computes: the host of a GPU runs ahead of it.
+        self.votes_late = self.device.type != "cpu"
+        self._precision: Precision | None = None
         self._speeds = json.loads(environ.get("HARNESS_SPEEDS", "null"))
         self._every_s, self._every_steps, self._keep = snapshot_every_s, snapshot_every_steps, keep
         if self.device.type == "cuda":
@@ -287,7 +293,7 @@ class Session:
         self._resumed_final = False
         self._resumed_ref = ""  # the snapshot that this epoch went on from
         self._pending: _Pending | None = None
-        self._counted: torch.Tensor | None = None  # votes that have arrived but were not acted upon yet (on a GPU)
+        self._counted: torch.Tensor | None = None  # votes that have arrived but were not acted upon yet (`votes_late`)
         self._metrics: dict[str, float] = {}
         self._last_metrics: dict[str, float] = {}  # of all names, for the manifest
         self._flight: _Flight | None = None
@@ -483,6 +489,7 @@ class Session:
             batches = map_style(dataset, self.batching, self.plan, self.rank, self.step + 1, total, collate_fn, num_workers, pin)  # type: ignore[assignment]
         self.strategy.start(self.batching.micro_batches)
         self.strategy.zero()
+        self._precision = Precision(self._model) if self.flops_per_sample else None
         while self.step < total:
             step = Step(self, self.step + 1, batches)
             self._life.tell(Place.COMPUTE, self.step)
@@ -588,14 +595,23 @@ class Session:
             share(self._statistics)
         self.step += 1
         self._settle()  # the step before this one (on a GPU): its numbers have had a whole step to arrive
-        ints = torch.tensor([step._hash_sum & 0xFFFFFFFF, step._hash_sum >> 32, step._samples] + [0] * len(Want), dtype=torch.int64)
+        mine = [step._hash_sum & 0xFFFFFFFF, step._hash_sum >> 32, step._samples]
+        ints = torch.tensor([*mine, *[0] * len(Want), self._peak_gflops], dtype=torch.int64)
         self._vote(ints[3:])
         work = dist.all_reduce(ints, group=self._control, async_op=True) if self._control is not None else None
         record = rec.StepRecord(
             step=self.step, epoch=self.epoch, world=self.world, shares=self.plan.shares, samples=0, digest="", weight=0.0, loss=math.nan,
             lr=lr, t=0.0, dt=0.0,
         )  # fmt: skip
-        self._pending = _Pending(record, step.t_start, floats, ints, work)
+        self._pending = _Pending(record, step.t_start, time.time(), floats, ints, work)
+
+    @functools.cached_property
+    def _peak_gflops(self) -> int:
+        """What this rank adds to the sum by which MFU divides; asked for after the first forward."""
+        precision = self._precision.name if self._precision is not None else "none"
+        known = peak_flops(torch.cuda.get_device_name(self.device), precision) if self.device.type == "cuda" else None
+        peak = self.peak_flops or known
+        return int(peak / 1e9) if peak else UNKNOWN_GFLOPS
 
     def _vote(self, wants: torch.Tensor) -> None:
         """Say what this rank knows of: wants[w] > 0 on any rank means w is wanted."""
@@ -643,10 +659,9 @@ class Session:
         low, high, samples = p.ints[:3].tolist()
         metrics = {"grad_norm": norm, **self._metrics}
         self._metrics = {}
-        t = time.time()
         record = replace(
-            p.record, samples=samples, digest=f"{(low + (high << 32)) % 2**64:016x}", weight=weight, loss=loss, t=t, dt=t - p.t_start,
-            metrics=metrics,
+            p.record, samples=samples, digest=f"{(low + (high << 32)) % 2**64:016x}", weight=weight, loss=loss, t=p.t_end,
+            dt=p.t_end - p.t_start, metrics=metrics,
         ).chained(self._head)  # fmt: skip
         try:
             check_finite(record.step, loss, None if self.scaler is not None else norm)
@@ -656,8 +671,8 @@ class Session:
             raise
         self._head, self._last_record = record.h, record
         self._unsaved.append(record)
-        flops = self.flops_per_sample * samples / record.dt if record.dt else 0.0
-        peak = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        gflops = self.flops_per_sample * samples / record.dt / 1e9 if record.dt else 0.0
+        peak_gflops = int(p.ints[-1])
         self._fact(
             StepDone(
                 record.step,
@@ -669,18 +684,18 @@ class Session:
                 samples * self.tokens_per_sample,
                 record.lr,
                 norm,
-                flops / (peak * self.world) if peak and flops else None,
+                gflops / peak_gflops if peak_gflops > 0 and gflops else None,
             )
         )
 
     def _boundary(self) -> None:
         """Between two steps: agree on what to do and do it, all ranks at the same boundary.
 
-        On a GPU the votes of step k are counted after step k + 1, so that no step waits for another rank's host.
+        With `votes_late` (on a GPU) the votes of step k are counted after step k + 1, so that no step waits for another rank's host.
         """
         pending = self._pending
         self._life.tell(Place.REDUCE)
-        if self.device.type == "cpu" and pending is not None:
+        if not self.votes_late and pending is not None:
             self._settle()
             self._act(_winner(pending.ints[3:]))
         elif self._counted is not None:

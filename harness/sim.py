@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from harness import invariants
-from harness.facts import Stamped, digest
+from harness.facts import Stamped, Unreadable, digest
 from harness.invariants import Acted, Changed, Checker, Event, Violation, Written, record_hash
 from harness.journal import Journal, read_facts
 from harness.lease import Lease
@@ -816,6 +816,8 @@ class Simulation:
             checker.at_end()
         self.check_life(self.outcome)
         facts = tuple(read_facts(self.store))
+        if lost := [s.fact for s in facts if isinstance(s.fact, Unreadable)]:
+            raise Violation(f"facts: wanted every line as it was written, found {lost[0]}")
         committed = self.outcome.committed_step
         return SimResult(
             seed=self.seed,

@@ -54,7 +54,7 @@ from tenacity import (
 )
 
 from harness import records as rec
-from harness.facts import canonical, digest
+from harness.facts import canonical, digest, loaded
 from harness.world import BadInput
 from storage.objects import NotFound, ObjectStore, StoreUnavailable, checked_key, open_store
 from storage.snapshots import Snapshots
@@ -81,8 +81,11 @@ class RunInfo:
 
     @classmethod
     def of(cls, store: ObjectStore) -> RunInfo:
-        """Raises NotFound while the run has not begun."""
-        identity = json.loads(store.get("run.json"))
+        """Raises NotFound while the run has not begun, BadInput if what says so cannot be read."""
+        try:
+            identity = dict(loaded(store.get("run.json")))
+        except (ValueError, TypeError) as e:
+            raise BadInput(f"{store.url}/run.json: wanted the run's identity as JSON, found something else ({e})") from e
         # No URL leaves this machine: some carry credentials. A hash of it keeps two runs of the same identity apart.
         return cls(store.url.rpartition("/")[2] or "run", digest(canonical([store.url, rec.genesis(identity)]))[:16], identity)
 
@@ -285,12 +288,18 @@ def marker_key(name: str, first: int) -> str:
 def published(store: ObjectStore, name: str, first: int = 1) -> Iterator[dict[str, Any]]:
     """The markers of what a tracker has published from `first` on (where a batch begins), in order of steps and without gaps."""
     while True:
+        key = marker_key(name, first)
         try:
-            marker = json.loads(store.get(marker_key(name, first)))
+            marker = loaded(store.get(key))
+            last, folder, files = marker["last"], marker["folder"], marker["files"]
+            if type(last) is not int or last < first or not isinstance(folder, str) or not isinstance(files, dict):
+                raise ValueError(f"last step {last!r:.40}, folder {folder!r:.40}")
         except NotFound:
             return
+        except (ValueError, TypeError, KeyError) as e:
+            raise BadInput(f"{key}: wanted a marker of what was published, found another object ({e}); it was changed") from e
         yield marker
-        first = int(marker["last"]) + 1
+        first = last + 1
 
 
 def committed(store: ObjectStore, info: RunInfo, first: int, limit: int = MAX_BATCH_STEPS) -> tuple[list[rec.StepRecord], bool]:
@@ -301,11 +310,11 @@ def committed(store: ObjectStore, info: RunInfo, first: int, limit: int = MAX_BA
     snapshots = Snapshots(store)
     refs = snapshots.refs()
     manifest = snapshots.load(refs[0]) if refs else None
-    named = manifest.data.get("samples") if manifest else None
+    named = rec.named(manifest.data) if manifest else None
     if manifest is None or not named or manifest.step < first:
         return [], bool(manifest and manifest.data.get("final"))
-    by_head = {key.rsplit("-", 1)[1].removesuffix(".jsonl"): key for key in store.list("samples/")}
-    key, want, genesis = named["key"], named["head"], rec.genesis(info.identity)
+    by_head = rec.heads(store.list("samples/"))
+    key, want, genesis = named.key, named.head, rec.genesis(info.identity)
     parts: list[list[rec.StepRecord]] = []
     while True:
         part = rec.decode(store.get(key), key)
@@ -558,7 +567,11 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
 
     signal.signal(signal.SIGTERM, told_to_stop)
     signal.signal(signal.SIGINT, told_to_stop)
-    info = wait_for_run(store, stop)
+    try:
+        info = wait_for_run(store, stop)
+    except BadInput as e:
+        print(f"harness: {e}", file=sys.stderr)
+        return 2
     if info is None:
         return 0
     # One thread each, so that a tracker that hangs (wandb waits for its network for hours) holds up no other.

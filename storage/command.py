@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
@@ -25,6 +24,7 @@ from storage.manifest import Manifest, Ref, SnapshotCorrupt, SnapshotTooNew
 from storage.objects import NotFound, ObjectStore, StoreError, abort_stale_uploads, normalize, open_store
 from storage.retention import Keep
 from storage.snapshots import Snapshots
+from storage.text import Console, plain
 from storage.transfer import copy, would_prune
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m storage", tel
         store = open_store(args.url)
         return int(COMMANDS[args.command](args, store, console, tell))
     except (StoreError, ValueError) as e:
-        print(f"{prog} {args.command}: {e}", file=sys.stderr)
+        print(plain(f"{prog} {args.command}: {e}", keep="\n"), file=sys.stderr)
         return WRONG_INPUT if isinstance(e, ValueError) else FAILED
 
 

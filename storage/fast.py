@@ -13,6 +13,7 @@ a fork.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import shutil
 import urllib.error
@@ -28,6 +29,7 @@ import numpy as np
 from storage.objects import (
     FULL,
     Keys,
+    Named,
     NotFound,
     StoreError,
     StoreRefused,
@@ -35,6 +37,7 @@ from storage.objects import (
     abort_s3_uploads,
     denied,
     full,
+    list_s3_keys,
     no_bucket,
     no_credentials,
 )
@@ -75,6 +78,8 @@ class FastStore:
         bucket, _, prefix = rest.partition("/")
         self._bucket, self._prefix, self._s3 = bucket, prefix, None
         self.puts_at_once = AT_ONCE
+        self._with_strange_keys: set[str] = set()  # folders that obstore cannot list
+        self._named = Named(url)
         match scheme:
             case "s3" | "s3a":
                 build, self._s3 = _s3(bucket, dict(options), environ)
@@ -167,8 +172,17 @@ class FastStore:
     def list(self, prefix: str) -> list[str]:
         folder = prefix.rpartition("/")[0]
         with self._answers(prefix):
-            found = obstore.list(self._once, folder or None, chunk_size=1000).collect()
-        return sorted(one["path"] for one in found if one["path"].startswith(prefix))
+            if folder not in self._with_strange_keys:
+                try:
+                    found = obstore.list(self._once, folder or None, chunk_size=1000).collect()
+                    return sorted(one["path"] for one in found if one["path"].startswith(prefix))
+                except errors.InvalidPathError as e:  # one key that obstore cannot name, such as a//b, costs the whole page
+                    if self._s3 is None:
+                        hint = "delete that object, or set STORAGE_BACKEND=fsspec"
+                        raise StoreError(f"{self.url}/{prefix}: wanted keys that can be listed, found one: {_short(e)}; {hint}") from e
+                    self._with_strange_keys.add(folder)
+            keys = list_s3_keys(self._client.list_objects_v2, self._bucket, self._prefix + "/" if self._prefix else "", prefix)
+        return sorted(self._named(keys))
 
     def delete(self, key: str) -> None:
         with contextlib.suppress(NotFound), self._answers(key):
@@ -183,13 +197,19 @@ class FastStore:
         if self._s3 is None:
             return []
         with self._answers(""):
-            client = self._s3()
+            client = self._client
             return abort_s3_uploads(
                 lambda operation, **arguments: getattr(client, operation)(**arguments),
                 self._bucket,
                 self._prefix + "/" if self._prefix else "",
                 older_than_s,
             )
+
+    @functools.cached_property
+    def _client(self) -> Any:
+        """botocore's, for what obstore cannot do."""
+        assert self._s3 is not None
+        return self._s3()
 
     @contextlib.contextmanager
     def _answers(self, key: str) -> Iterator[None]:

@@ -474,6 +474,7 @@ def _unsealed(what: str, body: dict[str, Any]) -> str:
 def _parsed(what: str, text: str | bytes, build: Callable[[dict[str, Any]], T]) -> T:
     try:
         return build(json.loads(text))
-    except (ValueError, KeyError, TypeError, AttributeError) as e:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+    # UnicodeDecodeError and JSONDecodeError are ValueErrors; Infinity is JSON to Python, and so is what is nested too deep for it.
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as e:
         found = f"{len(text)} bytes that are not ({type(e).__name__}: {e})"
         raise SnapshotCorrupt(f"wanted {what}, found {found}; use an older snapshot") from e

@@ -19,18 +19,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import math
 import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import fsspec
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_exponential, wait_random
+
+log = logging.getLogger("storage")
 
 RETRY_WITHIN_S = 60.0  # how long a store may be silent before callers hear of it
 PATIENCE_S = 900.0  # how long a store that has answered may refuse before it is believed; the variable STORAGE_PATIENCE_S changes it
@@ -407,6 +410,7 @@ class FsspecStore:
         except (ImportError, ValueError) as e:  # the package of this scheme is not installed, or there is no such scheme
             raise StoreError(f"{url}: {e}; or install obstore, which speaks s3://, gs:// and az://") from e
         self._root = str(path).rstrip("/")
+        self._named = Named(url)
 
     def _path(self, key: str) -> str:
         _refuse_to_leave(self.url, key)
@@ -445,6 +449,8 @@ class FsspecStore:
             try:
                 self._fs.pipe_file(self._path(key), bytes(data), mode="create")
             except Exception as e:  # each fsspec implementation has its own class for this; `_is_conflict` knows them
+                if isinstance(e, TypeError) and "mode" in str(e):
+                    raise StoreError(f"{self.url}: wanted create-only writes, this kind of store has none in fsspec; use another") from e
                 if not _is_conflict(e):
                     raise
                 return False
@@ -457,8 +463,8 @@ class FsspecStore:
                 found = self._fs.find(self._path(folder) if folder else self._root)
             except FileNotFoundError:
                 return []
-        keys = (str(p)[len(self._root) :].lstrip("/") for p in found)
-        return sorted(k for k in keys if k and k.startswith(prefix) and not k.endswith("/"))
+        keys = (str(p)[len(self._root) :].removeprefix("/") for p in found)
+        return sorted(self._named(k for k in keys if k and k.startswith(prefix) and not k.endswith("/")))
 
     def delete(self, key: str) -> None:
         with contextlib.suppress(NotFound), self._answers(key):
@@ -497,6 +503,8 @@ class FsspecStore:
                 raise full(where, e) from e
             raise StoreUnavailable(f"{where}: {e}") from e
         except Exception as e:  # client libraries raise their own trees (botocore, google, azure); none may leak
+            if _is_ours(e):
+                raise
             name = type(e).__name__
             if name in ("NoCredentialsError", "DefaultCredentialsError", "PartialCredentialsError"):
                 raise no_credentials(where, e) from e
@@ -536,6 +544,38 @@ def abort_s3_uploads(call: Callable[..., Any], bucket: str, prefix: str, older_t
         if not page.get("IsTruncated"):
             return sorted(gone)
         marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+
+def list_s3_keys(list_page: Callable[..., Any], bucket: str, root: str, prefix: str) -> Iterator[str]:
+    """Keys relative to `root` that begin with `prefix`, whatever they look like. `list_page`: an S3 client's list_objects_v2."""
+    more: dict[str, str] = {}
+    while True:
+        page = list_page(Bucket=bucket, Prefix=root + prefix, **more)
+        yield from (one["Key"][len(root) :] for one in page.get("Contents", []) if not one["Key"].endswith("/"))
+        if not page.get("IsTruncated"):
+            return
+        more = {"ContinuationToken": page["NextContinuationToken"]}
+
+
+class Named:
+    """Lets pass the keys that every store can name; tells once of others, which somebody else put there."""
+
+    def __init__(self, url: str):
+        self._url, self._told = url, False
+
+    def __call__(self, keys: Iterable[str]) -> Iterator[str]:
+        for key in keys:
+            if not {"", ".", ".."} & set(key.split("/")):
+                yield key
+            elif not self._told:
+                self._told = True
+                say = "%s: left out %r, which is none of ours, and others like it: keys have no empty parts and no dots"
+                log.warning(say, self._url, key)
+
+
+def _is_ours(e: Exception) -> bool:
+    """A fault in a program, and no answer of a service or of the way there: those have classes of client libraries, or are OSErrors."""
+    return (type(e).__module__ == "builtins" and not isinstance(e, EOFError | RuntimeError)) or isinstance(e, NotImplementedError)
 
 
 def _is_conflict(e: BaseException) -> bool:

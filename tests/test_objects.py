@@ -13,6 +13,7 @@ from typing import ClassVar
 import botocore.session
 import buckets
 import fsspec
+import fsspec.implementations.memory
 import pytest
 
 from storage import (
@@ -622,3 +623,78 @@ def test_a_store_that_breaks_a_promise_is_refused(kind: type[MemoryStore], missi
     with pytest.raises(StoreError, match=says):
         probe.require(store)
     assert store._objects == {}
+
+
+# ---- keys that are none of ours, faults that are ---------------------------------------------------------------------
+def foreign_keys(options: dict, folder: str) -> None:
+    """What any other program may put there, in one page with what is ours."""
+    client = botocore.session.Session().create_client(
+        "s3", region_name="us-east-1", endpoint_url=options["endpoint_url"], aws_access_key_id="test", aws_secret_access_key="test"
+    )
+    for key in ("a//b", "a/../c", "a/./d", "/e", "a/f/"):
+        client.put_object(Bucket="my-bucket", Key=f"{folder}/{key}", Body=b"theirs")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_key_with_empty_parts_or_dots_is_left_out(
+    backend: str, s3_url: dict, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = f"{tmp_path}".lstrip("/")
+    store = open_store(f"s3://my-bucket/{folder}", backend=backend, retry_within_s=0.5, **s3_url)
+    for key in ("a/0", "a/1", "a/z", "b/1"):
+        store.put(key, b"ours")
+    foreign_keys(s3_url, folder)
+    assert store.list("") == ["a/0", "a/1", "a/z", "b/1"]
+    assert store.list("a/") == ["a/0", "a/1", "a/z"]
+    assert store.list("b") == ["b/1"]
+    assert [r.getMessage() for r in caplog.records if "none of ours" in r.getMessage()] == [caplog.records[0].getMessage()]  # told once
+    assert store.get("a/z") == b"ours"
+
+
+def test_where_such_a_key_cannot_be_left_out_it_is_named_at_once(s3_url: dict, gcs_url: dict, tmp_path: Path) -> None:
+    folder = f"{tmp_path}".lstrip("/")
+    store = open_store(f"gs://my-bucket/{folder}", **gcs_url)
+    store.put("a/1", b"ours")
+    foreign_keys(s3_url, folder)
+    with pytest.raises(StoreError, match=r"a//b|a/\.\./c.*delete that object") as told:
+        store.list("a/")
+    assert not isinstance(told.value, StoreUnavailable)
+
+
+def test_a_long_listing_is_read_page_by_page() -> None:
+    pages = {"": (["r/a/1", "r/a/2/"], "more"), "more": (["r/a//3", "r/a/4"], "")}
+
+    def page(**asked: str) -> dict:
+        assert (asked["Bucket"], asked["Prefix"]) == ("b", "r/a/")
+        keys, token = pages[asked.get("ContinuationToken", "")]
+        return {"Contents": [{"Key": k} for k in keys], "IsTruncated": bool(token), "NextContinuationToken": token}
+
+    assert list(objects.list_s3_keys(page, "b", "r/", "a/")) == ["a/1", "a//3", "a/4"]
+
+
+def test_a_fault_of_ours_is_not_an_outage(s3_url: dict, tmp_path: Path) -> None:
+    """It travels at once, and is not repeated for a minute."""
+    tries: list[str] = []
+
+    class Counted(FsspecStore):
+        def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+            tries.append(key)
+            return super().get(key, start, end)
+
+    store = Retrying(Counted(f"s3://my-bucket{tmp_path}", **s3_url), within_s=0.5)
+    store.put("k", b"0123")
+    with pytest.raises(TypeError):
+        store.get("k", [1])  # type: ignore[arg-type]
+    assert tries == ["k"]
+
+
+def test_a_store_without_create_only_writes_is_named() -> None:
+    class Plain(fsspec.implementations.memory.MemoryFileSystem):
+        protocol = "plain"
+
+        def pipe_file(self, path: str, value: bytes) -> None:  # as sftp's
+            super().pipe_file(path, value)
+
+    fsspec.register_implementation("plain", Plain, clobber=True)
+    with pytest.raises(StoreError, match="wanted create-only writes"):
+        open_store("plain://x", retry_within_s=0.5).create("k", b"1")

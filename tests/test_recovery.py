@@ -702,3 +702,53 @@ def test_exit_36_is_not_the_scripts_fault(stage: Stage) -> None:
 def test_node_numbers_make_sense() -> None:
     with pytest.raises(BadInput, match="found 3 and 2"):
         RunSpec(3, 2)
+
+
+# ---- facts that cannot be read ----------------------------------------------------------------------------------
+def break_facts(stage: Stage, kind: str) -> str:
+    """Damage the first segment that tells of `kind`; its key."""
+    for key in stage.store.list("facts/controller-"):
+        if f'"{kind}"'.encode() in (data := stage.store.get(key)):
+            stage.store.put(key, data.replace(b'"attempt":1', b'"attempt":?', 1))
+            return key
+    raise AssertionError(kind)
+
+
+def dies_once_up(stage: Stage) -> None:
+    """The first controller is killed when its node has been up for a while."""
+
+    def policy(view: View) -> Launch | Wait:
+        if any(n.up_s is not None and view.now_s - n.up_s > 5 for n in view.alive):
+            raise Crash("controller")
+        return Wait(1.0, "") if view.alive else Launch(SPOT, "first")
+
+    with pytest.raises(Crash):
+        stage.lead(policy=policy)
+
+
+@pytest.mark.parametrize("kind", ["AttemptIntended", "AttemptUp"])
+def test_a_damaged_fact_stops_no_controller_and_hides_no_node(stage: Stage, kind: str) -> None:
+    dies_once_up(stage)
+    key = break_facts(stage, kind)
+    assert stage.lead() == Outcome("done", "step 20 is the last and is committed", 20)
+    assert stage.cloud.alive == []
+    assert list(stage.cloud.all) == [1]  # the node that it could not read of went on, and none was launched beside it
+    (ended,) = stage.facts(AttemptEnded)
+    assert (ended.attempt, ended.end, ended.billed_s) == (1, "finished", 51.0)  # and is billed from its start
+    (said,) = [d for d in stage.facts(Decided) if d.decision == "skip"]
+    assert key in said.reason and "adopted" in said.reason
+
+
+def test_the_number_of_an_attempt_that_cannot_be_read_is_not_given_again(stage: Stage) -> None:
+    dies_once_up(stage)
+    break_facts(stage, "AttemptIntended")
+    book = Book.of(read_facts(stage.store, "controller-"), random.Random(0))
+    assert not book.open and book.next_attempt > 1  # even if the cloud does not show it yet
+    assert book.hidden(1)
+
+
+def test_an_offer_that_cannot_be_read_is_still_an_attempt() -> None:
+    book = Book(random.Random(0))
+    book.add(1.0, AttemptIntended(1, {"price": "unknown", "usd_per_h": 2.5}))
+    book.add(1.0, AttemptIntended(2, {**dataclasses.asdict(SPOT), "of_a_newer_version": 1}))
+    assert book.open[1].offer.usd_per_h == 2.5 and book.open[2].offer == SPOT

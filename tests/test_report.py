@@ -188,7 +188,7 @@ def test_broken_facts_and_records_are_told_and_passed_over(tmp_path):
     history.store.delete(samples)
     summary = summarize(history.store)
     assert len(summary.problems) == 2
-    assert "facts of controller-1" in summary.problems[0]
+    assert "1 fact could not be read (see: harness verify), the first: facts/controller-1/000000.jsonl, line 1" in summary.problems[0]
     assert "harness verify" in printed(summary)
     assert summary.step == TOTAL
     assert len(parsed(summary, tmp_path / "r.html")[0]) > 10_000

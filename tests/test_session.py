@@ -1,5 +1,6 @@
 """The session with real processes and a real process group: same samples, same batch, same result on any world."""
 
+import itertools
 import json
 import os
 import random
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +17,9 @@ from worlds import TRAINER, environment, finish, free_port, history, newest, sta
 
 from harness import replicas
 from harness.batch import Batching, expected_digest
-from harness.facts import SnapshotFailed, Warned
+from harness.facts import SnapshotFailed, StepDone, Warned
 from harness.journal import read_facts
-from harness.marks import Want, write
+from harness.marks import EXIT_CODE, Want, write
 from storage import dcp
 from storage.faults import corrupt
 from storage.objects import open_store
@@ -408,3 +410,63 @@ def test_what_cannot_be_exact_is_named(tmp_path):
     ended = train(tmp_path / "norm", 1, "--norm", "--reduce", "exact", "--total", 3, codes=(1,))
     assert "the model has BatchNorm" in ended.output and newest(tmp_path / "norm") is None
     assert "another sample" not in train(tmp_path / "augment", 1, "--augment", "--reduce", "exact", "--total", 3).output
+
+
+# ---- the numbers of a step ---------------------------------------------------------------------------------------
+NUMBERS = """
+import time, torch, harness
+run = harness.attach(snapshot_every_steps=5)
+run.votes_late = LATE  # as on a GPU
+run.flops_per_sample, peaks = 2e9, PEAKS
+run.peak_flops = peaks[run.rank]
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+began = time.time()
+for step in run.steps(torch.utils.data.TensorDataset(torch.randn(64, 8)), total=12, global_batch=4, micro_batch=2):
+    for (x,) in step:
+        step.backward(model(x).square().mean())
+        time.sleep(0.01)
+    step.update()
+    if step.number == 6:
+        time.sleep(0.2)  # between two steps: a validation
+print("took", time.time() - began, flush=True)
+"""
+
+
+def numbers(tmp_path, world, late, peaks):
+    script = tmp_path / "numbers.py"
+    script.write_text(NUMBERS.replace("LATE", str(late)).replace("PEAKS", repr(peaks)))
+    output = train(tmp_path / "run", world, script=script).output
+    facts = [s.fact for s in read_facts(open_store(str(tmp_path / "run"))) if isinstance(s.fact, StepDone)]
+    return history(tmp_path / "run"), facts, float(output.rpartition("took ")[2].split()[0])
+
+
+@pytest.mark.parametrize(("world", "late"), [(1, True), (2, True), (2, False)])
+def test_steps_do_not_overlap_however_late_their_numbers_come(tmp_path, world, late):
+    records, facts, took_s = numbers(tmp_path, world, late, [1e12, 3e12])
+    assert [r.step for r in records] == [f.step for f in facts] == list(range(1, 13))
+    for before, after in itertools.pairwise(records):
+        assert after.t - after.dt >= before.t - 1e-6, (before, after)
+    assert all(r.dt >= 0.01 for r in records)
+    assert sum(r.dt for r in records) <= took_s - 0.2  # what lies between two steps is none of theirs
+    for r, f in zip(records, facts, strict=True):
+        assert f.seconds == r.dt
+        assert f.mfu == pytest.approx(2e9 * 4 / r.dt / (1e12 if world == 1 else 4e12))  # of all ranks' GPUs, which may differ
+
+
+def test_mfu_is_unknown_where_one_peak_is(tmp_path):
+    _, facts, _ = numbers(tmp_path, 2, False, [1e12, None])
+    assert {f.mfu for f in facts} == {None}
+
+
+def test_votes_that_come_late_are_heeded(calm, tmp_path):
+    """A drain is voted for in step 5, counted after step 6, and the rest is trained as if nothing had been."""
+    run = tmp_path / "run"
+    late = Path(TRAINER).read_text().replace("torch.manual_seed(0)", "run.votes_late = True; torch.manual_seed(0)", 1)
+    script = tmp_path / "late.py"
+    script.write_text(late)
+    train(run, 2, "--signal-at", 5, script=script, codes=(EXIT_CODE[Want.DRAIN],))
+    assert newest(run).step == 6
+    train(run, 2, script=script)
+    assert losses(run) == pytest.approx(losses(calm), rel=1e-4)
+    assert [r.digest for r in history(run)] == [r.digest for r in history(calm)]
