@@ -53,6 +53,7 @@ from harness.rendezvous import NO_EPOCH, Epoch, Member, Rendezvous, free_port
 from harness.uploader import NodeUploader
 from harness.worker import DUMP_SIGNAL
 from harness.world import DOUBT, DRAINED, FENCED, FINISHED, LEAVE, RESIZE, STOPPED, UNFIT
+from storage.manifest import Ref, SnapshotCorrupt
 from storage.objects import NotFound, ObjectStore, StoreError, StoreUnavailable
 from storage.snapshots import Snapshots
 
@@ -212,7 +213,8 @@ class Agent:
             *(self.name, "warming", 0, c.addr, self._lines.port, free_port(c.addr)),
             nproc=c.nproc, attempt=c.attempt, speed=c.speed, place=c.place,
         )  # fmt: skip
-        self.rendezvous = Rendezvous(self.store, me, self._lines, beat_s=c.beat_s, dead_s=c.dead_s, min_members=c.min_members)
+        self.rendezvous = Rendezvous(self.store, me, self._lines, beat_s=c.beat_s, dead_s=c.dead_s, min_members=c.min_members,
+                                     over=self._is_over)  # fmt: skip
         self.journal.record(AgentStarted(self.name, c.attempt, socket.gethostname(), c.nproc, c.accelerator, os.getpid()))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda n, _: self._inbox.put(("signal", signal.Signals(n).name)))
@@ -473,6 +475,10 @@ class Agent:
         if epoch is not None:
             self._enter(epoch)
             return None
+        if self.rendezvous.is_over:
+            self._reason = "the run has ended: its final snapshot is committed"
+            print(f"harness run: {self._reason}; for another training, name another run URL", flush=True)
+            return FINISHED
         if now - self._ready_since_s > self.config.wait_limit_s:
             self._reason = f"no place in any epoch for {self.config.wait_limit_s:.0f} s"
             return FENCED
@@ -667,9 +673,7 @@ class Agent:
         elif self._leaving and not self._attached():  # it heard the notice in its own way; whether it is done only it knows
             why, code = "drained", self._gone_code()
         elif all(c == FINISHED for c in codes):
-            if not self._attached():
-                self._finish_for_script(epoch)
-            why, code = "finished", FINISHED
+            why, code = self._well_ended(epoch)
         elif any(c == STOPPED for c in codes):
             why, code = "stopped", STOPPED
         elif any(c == DRAINED for c in codes):
@@ -689,7 +693,9 @@ class Agent:
             self._unfit = f"its workers hung {self._hangs} times"
             code = UNFIT
         self.journal.record(EpochLeft(epoch.epoch, self.name, why))
-        self._reason, self._end = (f"unfit: {self._unfit}" if code == UNFIT else why), why
+        self._end = why
+        if why != "unfinished":
+            self._reason = f"unfit: {self._unfit}" if code == UNFIT else why
         if code == FINISHED or code is None:
             with contextlib.suppress(StoreUnavailable):
                 self.journal.flush()
@@ -756,14 +762,47 @@ class Agent:
                 self._last_tail = tuple(worker.tail)
         return verdict, signature
 
-    def _finish_for_script(self, epoch: Epoch) -> None:
-        """A script without a session has ended well: commit that, since progress is what is committed."""
-        if self.name == epoch.members[0]:
-            from storage.manifest import Ref
+    def _is_over(self) -> bool:
+        """Has the run ended? Raises StoreUnavailable."""
+        refs = self.snapshots.refs()
+        try:
+            return bool(refs) and bool(self.snapshots.ended(self.snapshots.load(refs[0])))
+        except (NotFound, SnapshotCorrupt):  # pruned just now, or damaged: workers will find what is good, and what it says
+            return False
 
-            ref = Ref(epoch=epoch.epoch, step=0)
-            self.snapshots.write(ref, 0, 1, {}, {}, {"final": True, "samples": None, "parent": ""}, token=self.name)
-            self.snapshots.commit(ref, 1)
+    def _well_ended(self, epoch: Epoch) -> tuple[str, int]:
+        """All our workers ended with status 0: how the epoch ended, and our exit code. The node of rank 0 answers for the run."""
+        if self.name != epoch.members[0]:
+            return "finished", FINISHED
+        give_up_s = time.monotonic() + self.config.wait_limit_s
+        while True:
+            try:
+                if not self._attached():
+                    self._finish_for_script(epoch)
+                elif not self._is_over():
+                    reason = (
+                        "the script exited 0 before the run's last step was committed as such: let it end by itself (no os._exit), or call "
+                        "run.finish() after its last step"
+                    )
+                    return "unfinished", self._give_up(reason)
+                return "finished", FINISHED
+            except StoreUnavailable:  # all is done but to say so
+                if time.monotonic() > give_up_s:
+                    raise
+                time.sleep(1.0)
+
+    def _finish_for_script(self, epoch: Epoch) -> None:
+        """A script without a session has ended well: commit that, since progress is what is committed. Snapshots that it made in its
+        own way are not touched: the run ends with the newest of them, or else with an empty one of all ranks."""
+        why = "the script exited 0"
+        if refs := self.snapshots.refs():
+            self.snapshots.end(refs[0], why)
+            return
+        ref = Ref(epoch=epoch.epoch, step=0)
+        data = {"final": True, "ended": why, "samples": None, "parent": ""}
+        for rank in range(epoch.world):
+            self.snapshots.write(ref, rank, epoch.world, {}, {}, data if rank == 0 else {}, token=self.name)
+        self.snapshots.commit(ref, epoch.world)
 
     def _watch_peers(self, now: float) -> int | None:
         epoch = self._epoch

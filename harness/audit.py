@@ -412,7 +412,9 @@ class _Audit:
         self._need_facts()
         newest = self.manifests[0] if self.manifests else None
         total = (self.identity or {}).get("total_steps")
-        if newest is not None and newest.data.get("final") and total is not None and newest.step != total:
+        ended = self.snapshots.ended(newest) if newest is not None else ""
+        early = ended.startswith("ended early")
+        if newest is not None and ended and not early and total is not None and newest.step != total:
             raise Violation(f"snapshot {newest.ref.name}: wanted the final one at step {total}, found it at step {newest.step}")
         last: RunEnded | None = None
         for stamped in self.facts:
@@ -424,13 +426,13 @@ class _Audit:
             return 0, "the run has not ended"
         if last.outcome != "done":
             return 1, f"{last.outcome}: {last.reason}"
-        if newest is None or not newest.data.get("final") or newest.step != last.committed_step:
-            found = f"snapshot {newest.ref.name}, final: {bool(newest.data.get('final'))}" if newest else "no snapshot"
+        if newest is None or not ended or newest.step != last.committed_step:
+            found = f"snapshot {newest.ref.name}, final: {bool(ended)}" if newest else "no snapshot"
             raise Violation(f"RunEnded(done): wanted a final snapshot of step {last.committed_step}, found {found}")
-        for session in self._of(SessionStarted):
-            if session.epoch == newest.epoch and session.total_steps not in (0, newest.step):
+        for session in [s for s in self._of(SessionStarted) if s.epoch == newest.epoch][-1:]:  # each loop of a session tells its own total
+            if not early and session.total_steps not in (0, newest.step):
                 raise Violation(f"RunEnded(done): wanted {session.total_steps} steps as epoch {session.epoch} set out, found {newest.step}")
-        return 1, f"done, final snapshot of step {newest.step}"
+        return 1, f"done, final snapshot of step {newest.step}" + (f" ({ended})" if early else "")
 
 
 def batching_of(identity: dict[str, Any]) -> Batching:

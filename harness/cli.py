@@ -470,8 +470,9 @@ def _existing_store(url: str) -> ObjectStore:
 def _is_final(store: ObjectStore) -> bool:
     from storage.snapshots import Snapshots
 
-    manifest = Snapshots(store).latest()
-    return bool(manifest and manifest.data.get("final"))
+    snapshots = Snapshots(store)
+    manifest = snapshots.latest()
+    return bool(manifest and snapshots.ended(manifest))
 
 
 def _print_tail(store: ObjectStore, console: Console) -> None:

@@ -193,8 +193,9 @@ class Scene:
         self.later.append(timer)
 
     def final(self) -> bool:
-        manifest = Snapshots(open_store(str(self.run))).latest()
-        return bool(manifest and manifest.data.get("final"))
+        snapshots = Snapshots(open_store(str(self.run)))
+        manifest = snapshots.latest()
+        return bool(manifest and snapshots.ended(manifest))
 
     def close(self) -> None:
         for timer in self.later:
@@ -476,7 +477,7 @@ def judge(ground: Ground, s: Scene) -> None:
     """The oracle. Raises AssertionError."""
     store = open_store(str(s.run))
     manifest = Snapshots(store).latest()
-    if manifest is None or not manifest.data.get("final"):
+    if manifest is None or not Snapshots(store).ended(manifest):
         raise AssertionError("there is no final snapshot")
     if manifest.data["weights"] != ground.weights:
         raise AssertionError(f"the weights are {manifest.data['weights']}, the calm run's {ground.weights}")

@@ -195,7 +195,7 @@ class EpochLeft(Fact):
 
     epoch: int
     member: str
-    why: str  # "finished" | "drained" | "resize" | "peer-lost" | "failed" | "killed" | "hung" | "unfit" | "stopped"
+    why: str  # "finished" | "drained" | "resize" | "peer-lost" | "failed" | "killed" | "hung" | "unfit" | "stopped" | "unfinished"
 
 
 @dataclass(frozen=True)

@@ -384,7 +384,7 @@ class _Maker:
             case WorkerFailed() as f:
                 self.epoch(f.epoch, t).failures.append(f)
                 self.saw(f.member, t)
-            case SessionStarted() as f:
+            case SessionStarted() as f if self.epoch(f.epoch, t).session_s is None:  # the same session tells it again at each loop
                 epoch = self.epoch(f.epoch, t)
                 epoch.world, epoch.shares, epoch.resumed_step, epoch.session_s = f.world, tuple(f.shares), f.resumed_step, t
             case SessionEnded() as f:

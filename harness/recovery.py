@@ -191,7 +191,7 @@ class Loop:
         if self.newest is None:
             return 0, False
         self.book.progress(self.world.clock.now(), self.newest.step)
-        return self.newest.step, bool(self.newest.data.get("final"))
+        return self.newest.step, bool(snapshots.ended(self.newest))
 
     def reconcile(self, step: int) -> None:
         """Make the book agree with what the cloud shows: adopt, close, and send away what nobody asked for."""

@@ -199,7 +199,7 @@ class _Seen:
 
 class Rendezvous:
     """One member's view. `beat_s`: how often it says that it lives; `dead_s`: silence that means death; `calm_s` takes the place
-    of `beat_s` while we train and hear everybody over lines."""
+    of `beat_s` while we train and hear everybody over lines. `over`: is the run finished? Then no epoch is begun any more."""
 
     def __init__(
         self,
@@ -212,12 +212,15 @@ class Rendezvous:
         calm_s: float = CALM_S,
         join_window_s: float = 1.0,
         min_members: int = 1,
+        over: Callable[[], bool] = lambda: False,
         monotonic: Callable[[], float] = time.monotonic,
     ):
         self.store, self.me, self.lines = store, me, lines
         self._beat_s, self._dead_s, self._calm_s = beat_s, dead_s, max(calm_s, beat_s)
         self._join_window_s, self._min_members = join_window_s, min_members
-        self._monotonic = monotonic
+        self._monotonic, self._over = monotonic, over
+        self._asked_s = -float("inf")  # whether it is over
+        self.is_over = False  # it was, when the next epoch's time had come: there is none
         self._newest: Epoch | None = None  # as far as we have looked
         self._number = 0  # the greatest that is taken: by `_newest`, or by what is no epoch
         self._odd: set[str] = set()  # objects that make no sense, and were told
@@ -407,6 +410,8 @@ class Rendezvous:
         ready = [m for m in ready if m.place == where]
         if self.me.place != where or len(ready) < self._min_members:
             self._settled_since = None
+            if fresh_start and self._time_to_ask():
+                self.is_over = self._over()
             return None
         now = self._monotonic()
         if self._settled_since is None:
@@ -420,9 +425,19 @@ class Rendezvous:
         if self.me.member not in proposal.members:
             return None
         self._settled_since = None
+        if self._over():
+            self.is_over = True
+            return None
         if self.store.create(epoch_key(proposal.epoch), encode_epoch(proposal)):
             return proposal
         return None  # another was quicker; the next look shows its epoch
+
+    def _time_to_ask(self) -> bool:
+        """Whether the run is over, while nobody trains and we cannot begin: often after a change, seldom else."""
+        now = self._monotonic()
+        if due := now - self._asked_s >= (LIST_S if now - self._fresh_s < FRESH_S else self._calm_s):
+            self._asked_s = now
+        return due
 
     def _has_left(self, m: Member, epoch: int) -> bool:
         return m.state == "ready" and m.epoch >= epoch

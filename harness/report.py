@@ -151,7 +151,7 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
     records = _records(store, manifest, problems)
     ended = [s.fact for s in facts if isinstance(s.fact, (RunEnded, LeaseTaken))]
     last = ended[-1] if ended and isinstance(ended[-1], RunEnded) else None
-    final = bool(manifest and manifest.data.get("final"))
+    final = bool(manifest and Snapshots(store).ended(manifest))
     over = last is not None or (final and not ended)
     until_s = max((s.t for s in facts), default=now()) if over else now()
     ledger = Ledger.of(facts, records, until_s)

@@ -290,8 +290,14 @@ class Session:
         self._last_record: rec.StepRecord | None = None
         self._last_samples: dict[str, Any] | None = None
         self._parent: Ref | None = None
-        self._resumed_final = False
         self._resumed_ref = ""  # the snapshot that this epoch went on from
+        self._saved_step = -1  # of the newest snapshot that is surely committed
+        self._resumed_step = 0
+        self._by_script = "HARNESS_MARK" in environ  # an agent waits for the script's end, and `conclude` is called then
+        self._began = False  # to resume: by `steps` or in a loop of the script's own
+        self._looped = False  # `steps` was called
+        self._complete = False  # ... and came to its total, which is committed
+        self._over = False  # finished, or left because it was asked to
         self._pending: _Pending | None = None
         self._counted: torch.Tensor | None = None  # votes that have arrived but were not acted upon yet (`votes_late`)
         self._metrics: dict[str, float] = {}
@@ -456,7 +462,15 @@ class Session:
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> Iterator[Step]:
-        """The steps that are still to do, after resuming from the newest valid snapshot. `global_batch` and `micro_batch` in samples."""
+        """The steps that are still to do, after resuming from the newest valid snapshot. `global_batch` and `micro_batch` in samples.
+
+        `total` counts from the run's first step. The step that reaches it is committed at once, so that what the script does
+        afterwards (a validation, an export) can lose nothing. It may be called again with a greater total, once per epoch for
+        example, and goes on. The run ends when the script ends with status 0: also after a `break` or `return` out of the loop,
+        which must happen at the same step on every rank; then the training state as it is at the script's end is committed as the
+        final snapshot. A script that fails has not ended the run. To end it at once, or without an agent (plain torchrun, a single
+        process), call `finish` after the loop.
+        """
         if self._model is None:
             raise BadInput("call run.prepare(model, optimizer) before run.steps(...)")
         mapped = is_map_style(dataset)
@@ -464,7 +478,7 @@ class Session:
         self.batching = Batching(samples, global_batch, micro_batch, self.seed, shuffle and mapped)
         speeds = self._speeds if self._speeds and len(set(self._speeds)) > 1 else None
         self.plan: Plan = plan(self.batching.micro_batches, self.world, speeds)
-        if not mapped:
+        if not mapped and (self.stream is None or self.stream.dataset is not dataset):
             self.stream = Stream(dataset, self.batching, self.plan, self.rank, collate_fn)
             self._saved["dataset"] = dataset
         identity = {
@@ -482,7 +496,11 @@ class Session:
         self._total = total
         total = min(total, self._until)
         self._identify(identity)
-        self.resume()
+        if self._looped:
+            self._go_on()
+        else:
+            self.resume()
+        self._looped, self._complete = True, False
         batches = iter(())
         if mapped:
             pin = self.device.type == "cuda"
@@ -497,20 +515,20 @@ class Session:
             if not step.updated:
                 raise BadInput(f"step {step.number}: step.update() was not called; it makes the optimizer step")
             self._boundary()
-        self.finish()
+        self._reach()
 
     def resume(self) -> int:
         """Load the newest valid snapshot into what `prepare` was given. Returns the step it is of (0: a fresh start).
 
-        `steps` calls it; call it yourself only with a loop of your own (then also `safe_point` after each step).
+        `steps` calls it; call it yourself only with a loop of your own, then `safe_point` after each step and `finish` after the last.
         """
-        t0 = time.time()
+        t0, self._began = time.time(), True
         self._life.tell(Place.RESTORE)
         manifest = self._restore()
         if manifest is not None:
             self.step, self._parent = manifest.step, manifest.ref
             self._resumed_ref = manifest.ref.name
-            self._resumed_final = bool(manifest.data.get("final"))
+            self._saved_step = self._resumed_step = manifest.step
             self._last_samples = manifest.data.get("samples")
             self._head = self._last_samples["head"] if self._last_samples else self._genesis()
             self.print(f"harness: resumed from step {manifest.step} (epoch {manifest.epoch})")
@@ -519,13 +537,17 @@ class Session:
             self._head = self._genesis()
             self._check_beginning()
         self._last_snapshot_s = time.monotonic()
+        self._tell_start(manifest.epoch if manifest else 0, time.time() - t0)
+        return self.step
+
+    def _tell_start(self, resumed_epoch: int, restore_s: float) -> None:
         batching: Batching | None = getattr(self, "batching", None)
         self._fact(
             SessionStarted(
                 epoch=self.epoch,
                 world=self.world,
-                resumed_step=self.step,
-                resumed_epoch=manifest.epoch if manifest else 0,
+                resumed_step=self._resumed_step,
+                resumed_epoch=resumed_epoch,
                 total_steps=self._total,
                 global_batch=batching.global_batch if batching else 0,
                 micro_batch=batching.micro_batch if batching else 0,
@@ -533,15 +555,14 @@ class Session:
                 reduce=self.reduce,
                 parallel=self.strategy.name,
                 device=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
-                restore_s=time.time() - t0,
+                restore_s=restore_s,
                 tier=self._tier,
             )
         )
-        return self.step
 
     def safe_point(self, step: int) -> None:
         """For a training loop of your own: `step` optimizer steps are done. Snapshots when due; leaves when asked to."""
-        self.step = step
+        self.step, self._began = step, True
         self._life.tell(Place.REDUCE, step)
         wants = torch.zeros(len(Want), dtype=torch.int64)
         self._vote(wants)
@@ -552,11 +573,96 @@ class Session:
         self._finish_staging()  # what a loop of your own does next we cannot know
 
     def finish(self) -> None:
-        """Commit the final snapshot and wait until it is there."""
-        if not self._resumed_final or self._unsaved or self._pending is not None:
-            self._take_snapshot("final", final=True)
-        self._land(must=True)
+        """End the run here: commit the final snapshot and wait until it is there. Every rank must call it, at the same step.
+
+        After `steps` it is needed only where no agent waits for the script's end, or to end the run before that; after a loop of your own
+        it says that the loop was the whole training. Raises StoreError, CommitTimeout.
+        """
+        if self._over:
+            return
+        self._save_end(final=True)
+        self._agree(self._mark_end)
         self._leave("finished")
+
+    def conclude(self) -> None:
+        """The script has ended with status 0, on this rank. Of a run with an agent that is the end, wherever the loop was left.
+
+        Raises BadInput if it cannot be.
+        """
+        if self._over or not self.run_url or not (self._by_script or self._began):
+            return
+        if not self._began:
+            raise BadInput(
+                "the script ended with status 0 after harness.attach() and trained nothing: wanted run.steps(...), or run.resume() "
+                "and run.finish() around a loop of its own; end with another status if that is a failure"
+            )
+        if self._complete:  # all of it is committed: no rank need wait for another
+            if self.rank == 0 and self._by_script:
+                self._mark_end()
+                self._fact(SessionEnded(self.epoch, self.step, "finished"))
+            self._over = True
+            return
+        self._life.tell(Place.LEAVING)
+        if self._control is not None:
+            if not dist.is_initialized():
+                raise BadInput(f"the script ended at {self._where()} without its process group: call run.finish() before destroying that")
+            steps = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+            dist.all_gather(steps, torch.tensor([self.step]), group=self._control)
+            if len(found := {int(step) for step in steps}) > 1:
+                raise BadInput(
+                    f"the ranks left the training at different steps ({', '.join(map(str, sorted(found)))}), so it has no final state: "
+                    "decide together (run.sum) when to leave the loop, and call run.finish() there"
+                )
+        self.print(f"harness: the script ended at {self._where()}; the run ends with it")
+        self.finish()
+
+    def _where(self) -> str:
+        return f"step {self.step} of {self._total}" if self._total else f"step {self.step}"
+
+    def _end_words(self) -> str:
+        early = self.step < min(self._total, self._until)
+        return f"ended early at {self._where()}" if early else f"{self._where()} is the last"
+
+    def _go_on(self) -> None:
+        """`steps` once more: what the last loop left open is done, and the state is what it is."""
+        if self._over:
+            raise BadInput("run.steps(...) after run.finish(): the run has ended; call finish after the last loop only")
+        if self._pending is not None:
+            self._boundary()
+        self._tell_start(self._parent.epoch if self._parent else 0, 0.0)
+
+    def _reach(self) -> None:
+        """The loop has come to its total: what was trained is safe from here on, whatever the script does next.
+
+        Whether the run ends with it only the script's end tells, and who waits for that is an agent. Without one nobody acts on it before.
+        """
+        if not self._save_end(final=not self._by_script) and not self._by_script:
+            self._agree(self._mark_end)
+        self._complete = True
+        self._life.tell(Place.LEAVING)
+        if not self._by_script:
+            self._fact(SessionEnded(self.epoch, self.step, "finished"))
+        self._flush()
+        if self._control is not None:
+            dist.barrier(group=self._control)  # nobody hangs up while another still talks
+        self._hang_up_at_exit()
+
+    def _save_end(self, final: bool) -> bool:
+        """See to it that the step at which we are is committed. False: it was already, and may not be known to be the last."""
+        if self._pending is None and self._flight is not None and self._flight.ref.step == self.step:
+            self._land(must=True)
+        if self._saved_step != self.step or self._pending is not None or self._unsaved:
+            self._take_snapshot("final", final=final)
+            self._land(must=True)
+            return True
+        return False
+
+    def _mark_end(self) -> None:
+        """Rank 0: the newest snapshot is the run's last one. Its manifest says so if that was known when it was committed."""
+        if not self.run_url or self._parent is None:
+            return
+        if not self.snapshots.ended(self.snapshots.load(self._parent)):
+            self.snapshots.end(self._parent, self._end_words())
 
     # ---- one step ----------------------------------------------------------------------------------------------
     def _zero(self) -> torch.Tensor:
@@ -824,6 +930,7 @@ class Session:
             data = {
                 "state": plain,
                 "final": final,
+                **({"ended": self._end_words()} if final else {}),
                 "parent": self._parent.name if self._parent else "",
                 "samples": self._last_samples,
                 "metrics": dict(self._last_metrics),
@@ -967,6 +1074,8 @@ class Session:
                 raise error
             self._unsaved = flight.records + self._unsaved  # the next snapshot carries these as well
             print(f"harness: snapshot of step {flight.ref.step} failed, training goes on: {error}", flush=True)
+        else:
+            self._saved_step = flight.ref.step
 
     def _check_environment(self, manifest: Manifest) -> None:
         unlike = differences(manifest.data.get("environment") or {}, environment(self.device))
@@ -1219,11 +1328,16 @@ class Session:
             self.journal.record(fact)
 
     def _leave(self, why: str) -> None:
+        self._over = True
         self._life.tell(Place.LEAVING)
         self._fact(SessionEnded(self.epoch, self.step, why))
         self._close()
         if self._control is not None:
             dist.barrier(group=self._control)  # nobody hangs up while another still talks
+        self._hang_up_at_exit()
+
+    def _hang_up_at_exit(self) -> None:
+        atexit.unregister(self._hang_up)  # once is enough
         atexit.register(self._hang_up)
 
     def _hang_up(self) -> None:
@@ -1233,8 +1347,11 @@ class Session:
 
     def _close(self) -> None:
         self._closing.set()
+        self._flush()
+
+    def _flush(self) -> None:
         if self.journal is not None and self.run_url:
-            with contextlib.suppress(StoreError):  # the last words of a session; its snapshot is committed
+            with contextlib.suppress(StoreError):  # what is not written is kept; at the end of a session its snapshot is committed
                 self.journal.flush()
 
 
@@ -1338,7 +1455,7 @@ def attach(
     metric that the script logs, "accuracy:max", or "loss:min". Raises BadInput, StoreError.
     """
     keep = Keep(last=keep_snapshots, every=keep_every_steps, best=keep_best)
-    return Session(
+    session = Session(
         dict(os.environ),
         seed=seed,
         run=run,
@@ -1347,6 +1464,17 @@ def attach(
         keep=keep,
         reduce=reduce,
     )
+    _attached[:] = [session]
+    return session
+
+
+_attached: list[Session] = []  # of this process, the newest: for who sees its script end
+
+
+def conclude() -> None:
+    """The script has ended with status 0: `Session.conclude`. For who runs it (`worker.py`)."""
+    for session in _attached:
+        session.conclude()
 
 
 def fsdp2(model: nn.Module, run: Session, blocks: list[nn.Module] | None = None) -> nn.Module:

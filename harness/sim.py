@@ -34,7 +34,7 @@ from harness.recovery import Outcome, RunSpec, recover
 from harness.world import DRAINED, FINISHED, LEAVE, STOPPED, CloudUnavailable, Fenced, Node, NodeState, Offer, Policy, World, meeting_place
 from storage.faults import Crash, FaultyStore, corrupt
 from storage.manifest import Manifest, Ref, SnapshotCorrupt
-from storage.objects import MemoryStore, NotFound, ObjectStore, StoreError, StoreUnavailable
+from storage.objects import MemoryStore, NotFound, ObjectStore, Patience, StoreError, StoreRefused, StoreUnavailable
 from storage.retention import Keep
 from storage.snapshots import Snapshots
 
@@ -69,6 +69,7 @@ class Weather:
     crashes: float = 0.002  # of a controller
     overtakings: float = 0.001  # a controller hangs, and another one takes over
     restart_s: float = 30.0  # at most until somebody starts a dead controller again
+    refused_s: tuple[float, float] = (0.0, 0.0)  # from when to when the bucket says 403 to everybody
     fails_at_step: int | None = None  # the script has a bug there
     stop_at_s: float | None = None  # a person asks for it
     refusals: float = 0.0  # chance that the bucket begins to refuse a controller (403), for up to half an hour
@@ -121,6 +122,7 @@ class Build:
     snapshots: type[Snapshots] = Snapshots
     store: Callable[[dict[str, bytes]], ObjectStore] = lambda objects: MemoryStore("memory://sim", objects)
     recover: Callable[..., Outcome] = recover
+    patience: Callable[[Callable[[], float]], Patience] = lambda monotonic: Patience(answered=True, monotonic=monotonic)
 
 
 @dataclass(frozen=True)
@@ -237,6 +239,37 @@ class WatchedStore:
         if written is not False:
             self._emit(Written(self._clock.now(), key, bytes(data), before))
         return written
+
+
+class Refused:
+    """A store that says no to everybody for a while, seen with the patience that `open_store` has with it."""
+
+    def __init__(self, inner: ObjectStore, patience: Patience, refuses: Callable[[], bool]):
+        self.inner, self.url, self._patience, self._refuses = inner, inner.url, patience, refuses
+
+    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        return self._call("read", lambda: self.inner.get(key, start, end))
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self._call("write", lambda: self.inner.put(key, data))
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        return self._call("write", lambda: self.inner.create(key, data))
+
+    def list(self, prefix: str) -> list[str]:
+        return self._call("list", lambda: self.inner.list(prefix))
+
+    def delete(self, key: str) -> None:
+        self._call("delete", lambda: self.inner.delete(key))
+
+    def size(self, key: str) -> int:
+        return self._call("read", lambda: self.inner.size(key))
+
+    def _call(self, kind: str, do: Callable[[], T]) -> T:
+        with self._patience.judge(kind):
+            if self._refuses():
+                raise StoreRefused(f"{self.url}: 403 Forbidden (simulated)")
+            return do()
 
 
 # ---- the cloud ------------------------------------------------------------------------------------------------------
@@ -378,6 +411,8 @@ class Members:
             do()
         except StoreUnavailable:
             self.clock.after(self.rng.uniform(0.5, 2), lambda: self.retry(do))
+        except StoreRefused as e:  # its agent believes that, and ends
+            self.sim.outcome = self.sim.outcome or Outcome("failed", str(e), 0)
 
     # -- the life of a node
     def boot(self, attempt: int, offer: Offer) -> None:
@@ -765,6 +800,7 @@ class Simulation:
         self.checkers: list[Checker] = []
         self.store = WatchedStore(build.store({}), self.clock, self.emit)
         self._faulty = FaultyStore(self.store, rng, unavailable=weather.store_errors / 2, unknown=weather.store_errors / 2)
+        self._patience = build.patience(self.clock.now)
         self.cloud = SimCloud(weather, self.clock, rng, self.emit)
         self.members = self.cloud.members = Members(self)
         self.controllers = 0
@@ -802,7 +838,11 @@ class Simulation:
             checker.see(event)
 
     def member_store(self) -> ObjectStore:
-        return self.store if self.cloud.calm else self._faulty
+        store: ObjectStore = self.store if self.cloud.calm else self._faulty
+        since_s, until_s = self.weather.refused_s
+        if not until_s:
+            return store
+        return Refused(store, self._patience, lambda: since_s <= self.clock.now() < until_s)
 
     controller_store = member_store
 

@@ -312,7 +312,7 @@ def committed(store: ObjectStore, info: RunInfo, first: int, limit: int = MAX_BA
     manifest = snapshots.load(refs[0]) if refs else None
     named = rec.named(manifest.data) if manifest else None
     if manifest is None or not named or manifest.step < first:
-        return [], bool(manifest and manifest.data.get("final"))
+        return [], bool(manifest and snapshots.ended(manifest))
     by_head = rec.heads(store.list("samples/"))
     key, want, genesis = named.key, named.head, rec.genesis(info.identity)
     parts: list[list[rec.StepRecord]] = []
@@ -330,7 +330,7 @@ def committed(store: ObjectStore, info: RunInfo, first: int, limit: int = MAX_BA
             raise rec.BrokenRecords(f"records before step {part[0].step} are missing (wanted one ending in {want[:16]})")
         key = by_head[want[:16]]
     chain = [r for part in reversed(parts) for r in part][:limit]
-    return chain, bool(manifest.data.get("final")) and bool(chain) and chain[-1].step == manifest.step
+    return chain, bool(snapshots.ended(manifest)) and bool(chain) and chain[-1].step == manifest.step
 
 
 def _drop_newest(parts: list[list[rec.StepRecord]], limit: int) -> None:

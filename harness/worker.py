@@ -172,16 +172,25 @@ def main() -> None:
 def exit_code(order: dict[str, Any]) -> int:
     """Run the script to its end; what Python would exit with."""
     try:
-        run(order)
-    except SystemExit as e:
-        if e.code is None or isinstance(e.code, int):
-            return e.code or 0
-        print(e.code, file=sys.stderr)
-        return 1
+        code = 0
+        try:
+            run(order)
+        except SystemExit as e:
+            if not (e.code is None or isinstance(e.code, int)):
+                print(e.code, file=sys.stderr)
+            code = e.code if isinstance(e.code, int) else int(e.code is not None)
+        if code == 0 and (session := sys.modules.get("harness.session")) is not None:
+            try:
+                session.conclude()  # while threads and connections still stand
+            except SystemExit as e:
+                return e.code if isinstance(e.code, int) else 1
+            except BaseException as e:
+                write_error(e)
+                raise
+        return code
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         return 1
-    return 0
 
 
 def leave(code: int) -> NoReturn:

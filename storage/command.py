@@ -169,7 +169,7 @@ def rows(store: ObjectStore, notes: Notes) -> list[Row]:
                 manifest.world if manifest else None,
                 len(manifest.tensors) if manifest else None,
                 {k: float(v) for k, v in numbers.items() if isinstance(v, int | float)},
-                bool(data.get("final")),
+                bool(manifest and snapshots.ended(manifest)),
                 reason,
                 note.committed_at,
                 note.commit_s,

@@ -37,6 +37,7 @@ MANIFESTS, QUARANTINE = "snapshots/manifests/", "snapshots/quarantine/"
 READING = "snapshots/reading/"
 DOUBTS = "snapshots/doubts/"  # {ref}/{host}.json: what a host could not read whole, however often it looked
 DOOM = ".doomed"  # beside the manifests, so that one listing tells of both at one moment
+ENDED = ".ended"  # beside the manifest of the snapshot that a run ended with, where that was not known when it was committed
 DOOMED_KEPT = 1000  # marks; a writer whose base was pruned so many snapshots ago is not alive
 VERIFY_NBYTES = 32 << 20  # read at once by `verify`
 RELISTS = 5  # times that one snapshot may be listed and then not be found, before the store is said to contradict itself
@@ -234,6 +235,21 @@ class Snapshots:
                     f"snapshot {manifest.ref}: {part_key}, bytes from {i * size}: hash differs from what was written; use an older snapshot"
                 )
         return view[start - low : end - low]
+
+    def ended(self, manifest: Manifest) -> str:
+        """Why this is the run's last snapshot, in words; "": it is not, as far as anybody has said. One small request at most."""
+        if manifest.data.get("final"):
+            return str(manifest.data.get("ended") or "finished")
+        try:
+            return str(json.loads(self.store.get(f"{MANIFESTS}{manifest.ref.name}{ENDED}"))["why"]) or "finished"
+        except NotFound:
+            return ""
+        except (ValueError, KeyError, TypeError):  # whoever wrote it meant it
+            return "finished"
+
+    def end(self, ref: Ref, why: str) -> None:
+        """Say that the run has ended with this committed snapshot. The first word stays."""
+        self.store.create(f"{MANIFESTS}{ref.name}{ENDED}", canonical({"ref": ref.name, "why": why}))
 
     def latest(self, on_bad: OnBad | None = None) -> Manifest | None:
         """The newest snapshot whose manifest is good and whose parts have their sizes; None if there is none.

@@ -15,7 +15,9 @@ import buckets
 import pytest
 from worlds import TRAINER, history, newest, until
 
+from harness.audit import audit
 from harness.facts import (
+    AgentStarted,
     EpochLeft,
     EpochStarted,
     NoticeAcknowledged,
@@ -27,7 +29,9 @@ from harness.facts import (
 )
 from harness.journal import read_facts
 from harness.metadata import AzureScheduledEvents, MetadataServer, environment_of
+from harness.orders import stop_order
 from storage.objects import open_store
+from storage.snapshots import Snapshots
 from storage.tiers import chunks_of
 
 
@@ -285,6 +289,81 @@ def test_an_unchanged_script_that_ends_well_finishes_the_run(nodes, tmp_path):
     nodes.start(script=script)
     assert nodes.codes() == [0]
     assert "[0] hello from 0" in nodes.logs() and newest(nodes.run).data["final"] is True
+
+
+def test_the_run_of_an_unchanged_script_on_two_ranks_is_what_it_claims(nodes, tmp_path):
+    script = tmp_path / "plain.py"
+    script.write_text("print('hello')\n")
+    nodes.start(script=script, agent=("--nproc", "2"))
+    assert nodes.codes() == [0]
+    report = audit(open_store(nodes.url))
+    assert report.ok, report.first_violation
+
+
+def test_a_snapshot_of_its_own_at_step_0_is_not_in_the_way(nodes, tmp_path):
+    """Made by an unchanged script through storage, under the very name that an empty one would have."""
+    script = tmp_path / "plain.py"
+    script.write_text(
+        "import os\nfrom storage import Ref, Snapshots, open_store\n"
+        "s = Snapshots(open_store(os.environ['HARNESS_RUN']))\nref = Ref(int(os.environ['HARNESS_EPOCH']), 0)\n"
+        "s.write(ref, 0, 1, {'own': b'weights'}, {}, {'mine': 1}, 'own')\ns.commit(ref, 1)\n"
+    )
+    nodes.start(script=script)
+    assert nodes.codes() == [0]
+    manifest, snapshots = newest(nodes.run), Snapshots(open_store(nodes.url))
+    assert manifest.data["mine"] == 1 and snapshots.ended(manifest) == "the script exited 0"
+
+
+EPOCHS_OF_ITS_OWN = """
+import pathlib, sys, time, torch, harness
+run = harness.attach(snapshot_every_steps=1000)
+model = torch.nn.Linear(4, 4)
+run.prepare(model, torch.optim.AdamW(model.parameters()))
+data = torch.utils.data.TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(1)))
+for total in (2, 4):
+    for step in run.steps(data, total=total, global_batch=8, micro_batch=8):
+        for (x,) in step:
+            step.backward(model(x).square().mean())
+        step.update()
+    while not pathlib.Path(sys.argv[1], f"go{total}").exists():  # a validation
+        time.sleep(0.02)
+        run.alive()
+"""
+
+
+def test_a_run_ends_with_its_script_and_nobody_starts_after_that(nodes, tmp_path):
+    """`run.steps` once per epoch: the first loop's last step is safe, and is not the end. A node that waits then leaves with 0."""
+    script = tmp_path / "epochs.py"
+    script.write_text(EPOCHS_OF_ITS_OWN)
+    snapshots = Snapshots(open_store(nodes.url))
+    agent = nodes.start(tmp_path, script=script)
+    nodes.until(lambda: nodes.step() == 2)
+    assert not snapshots.ended(newest(nodes.run))
+    (tmp_path / "go2").touch()
+    nodes.until(lambda: nodes.step() == 4)
+    assert not snapshots.ended(newest(nodes.run))
+    waiting = nodes.start(tmp_path, script=script, agent=("--min-nodes", "2"))  # it is let in by nobody
+    nodes.until(lambda: len(nodes.facts(AgentStarted)) == 2)
+    (tmp_path / "go4").touch()
+    assert agent.wait(30) == 0, nodes.logs()
+    assert snapshots.ended(newest(nodes.run)) == "step 4 of 4 is the last"
+    assert waiting.wait(60) == 0, nodes.logs()
+    assert nodes.start(tmp_path, script=script).wait(60) == 0, nodes.logs()
+    assert [e.epoch for e in nodes.facts(EpochStarted)] == [1]
+    report = audit(open_store(nodes.url))
+    assert report.ok, report.first_violation
+
+
+def test_a_script_that_leaves_without_a_word_is_not_started_for_ever(nodes, tmp_path):
+    script = tmp_path / "epochs.py"
+    script.write_text(EPOCHS_OF_ITS_OWN + "import os\nos._exit(0)\n")
+    for total in (2, 4):
+        (tmp_path / f"go{total}").touch()
+    nodes.start(tmp_path, script=script)
+    assert nodes.codes() == [35]
+    assert [e.why for e in nodes.facts(EpochLeft)] == ["unfinished"]
+    order = stop_order(open_store(nodes.url))
+    assert order.failed and "run.finish()" in order.reason and nodes.step() == 4
 
 
 @pytest.mark.parametrize(

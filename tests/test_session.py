@@ -16,6 +16,7 @@ import torch
 from worlds import TRAINER, environment, finish, free_port, history, newest, start, train
 
 from harness import replicas
+from harness.audit import audit
 from harness.batch import Batching, expected_digest
 from harness.facts import SnapshotFailed, StepDone, Warned
 from harness.journal import read_facts
@@ -109,6 +110,85 @@ def test_averages_are_copied_beside_the_training_and_who_breaks_the_promise_is_t
     assert f"ema {tensors['ema/module.0.weight'].double().sum().item()}" in ended.output
     failed = [s.fact for s in read_facts(store) if isinstance(s.fact, SnapshotFailed)]
     assert len(failed) <= len(early)
+
+
+ENDS = """
+import sys, torch, harness
+how = sys.argv[1]
+run = harness.attach(snapshot_every_steps=100)
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+run.prepare(model, torch.optim.AdamW(model.parameters()))
+data = torch.utils.data.TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(1)))
+
+def loop(total, leave_at=0):
+    for step in run.steps(data, total=total, global_batch=8, micro_batch=4):
+        for (x,) in step:
+            step.backward(model(x).square().mean())
+        step.update()
+        if step.number == leave_at:
+            if how == "raise":
+                raise ValueError("planned")
+            return
+
+if how in ("own", "apart"):
+    run.resume()
+    for k in range(1, 4):
+        run.safe_point(k + (run.rank if how == "apart" else 0))
+elif how == "epochs":
+    for total in (2, 4, 6):
+        loop(total)
+        run.log(half=run.sum(1.0))
+elif how == "pauses":
+    for at in (2, 4, 0):
+        loop(6, at)
+elif how == "finish":
+    loop(6, 3)
+    run.finish()
+    run.finish()
+else:
+    loop(6, 0 if how == "whole" else 3)
+"""
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    script = tmp_path_factory.mktemp("ends") / "ends.py"
+    script.write_text(ENDS)
+    return script
+
+
+@pytest.mark.parametrize(
+    ("how", "world", "step", "why"),
+    [
+        ("break", 2, 3, "ended early at step 3 of 6"),
+        ("finish", 2, 3, "ended early at step 3 of 6"),
+        ("own", 1, 3, "step 3 is the last"),
+        ("epochs", 2, 6, "step 6 of 6 is the last"),
+        ("pauses", 1, 6, "step 6 of 6 is the last"),
+    ],
+)
+def test_a_script_that_ends_well_has_ended_the_run(tmp_path, ends, how, world, step, why):
+    train(tmp_path / "run", world, how, script=ends)
+    store = open_store(str(tmp_path / "run"))
+    manifest = Snapshots(store).latest()
+    assert manifest.step == step and manifest.data.get("final") and manifest.data.get("ended") == why
+    if how in ("epochs", "pauses"):
+        train(tmp_path / "whole", world, "whole", script=ends)
+        assert losses(tmp_path / "run") == losses(tmp_path / "whole") and len(losses(tmp_path / "run")) == 6
+    assert how == "own" or audit(store).ok
+
+
+def test_a_script_that_fails_has_not_ended_the_run(tmp_path, ends):
+    train(tmp_path / "run", 1, "raise", script=ends, codes=(1,))
+    assert newest(tmp_path / "run") is None
+    train(tmp_path / "run", 1, "whole", script=ends)
+    assert newest(tmp_path / "run").step == 6
+
+
+def test_ranks_that_leave_at_different_steps_are_told(tmp_path, ends):
+    ended = train(tmp_path / "run", 2, "apart", script=ends, codes=(0, 1))
+    assert "different steps (3, 4)" in ended.output and ended.codes == [1, 1] and newest(tmp_path / "run") is None
 
 
 def test_shares_follow_speeds(calm, tmp_path):

@@ -19,7 +19,7 @@ from harness.recovery import Outcome, RunSpec, recover
 from harness.sim import ON_DEMAND, Build, Job, SimResult, Weather, command, simulate, simulate_many
 from harness.world import CloudUnavailable, Offer, View, Wait, World
 from storage.manifest import Manifest, PartList, Ref
-from storage.objects import MemoryStore, StoreError
+from storage.objects import MemoryStore, Patience, StoreError
 from storage.snapshots import Snapshots
 
 SEEDS = 200
@@ -79,6 +79,15 @@ def test_calm_weather_costs_what_the_work_costs() -> None:
     work_s = Job().total_steps * Job().step_s
     assert work_s < r.elapsed_s < work_s + 200
     assert math.isclose(r.usd, 1800 / 3600, rel_tol=0.05)  # 1 USD an hour
+
+
+SPELL = Weather(calm_s=1500.0, refused_s=(300.0, 900.0))
+
+
+def test_a_spell_of_refusals_does_not_end_a_run() -> None:
+    """Ten minutes of 403 for controllers and members alike."""
+    for result in simulate_many(range(4), weather=SPELL):
+        assert result.outcome == "done" and result.elapsed_s > 900
 
 
 def test_without_capacity_it_stops_and_says_so() -> None:
@@ -280,6 +289,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "impatient": ({"build": Build(recover=impatient)}, "nothing left"),
     "greedy": ({"build": Build(recover=greedy), "run": RunSpec(1, 2, poll_s=5.0)}, "node limit"),
     "spendthrift": ({"build": Build(recover=spendthrift), "run": RunSpec(1, 3, poll_s=5.0, budget_usd=0.02)}, "budget"),
+    "believing": ({"build": Build(patience=lambda monotonic: Patience(0.0, True, monotonic)), "weather": SPELL}, "life|nothing left"),
     "boastful": ({"build": Build(recover=boastful)}, "newest counts"),
     "panicky": ({"build": Build(recover=panicky), "weather": REFUSED, "run": PATIENT}, "seeing"),
     "deaf": ({"build": Build(recover=deaf), "weather": MOVING, "run": PATIENT}, "node limit|nothing left"),
