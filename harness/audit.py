@@ -294,8 +294,14 @@ class _Audit:
                 self.progress("records", n, newest.step)
         if n != newest.step:
             raise Violation(f"snapshot {newest.ref.name}: wanted the records of steps 1-{newest.step}, found {n} of them")
-        what = "position" if not self.identity["samples"] else "sample"
-        only = " (an iterable dataset: digests prove positions and counts, not contents)" if what == "position" else ""
+        proof = rec.what_digests_prove(self.identity)
+        what = "sample" if proof == "samples" else "position"
+        only = {
+            "samples": "",
+            "contents": " (an iterable dataset: proves positions and counts; contents are recorded as hashes, which only a second run can"
+            " be compared with)",
+            "positions": " (an iterable dataset: digests prove positions and counts, not contents)",
+        }[proof]
         return n, f"steps 1-{n}: every {what} exactly once, {batching.global_batch} per step{only}"
 
     def _record(self, key: str, r: rec.StepRecord, batching: Batching, later_epoch: int) -> None:
@@ -306,6 +312,9 @@ class _Audit:
             raise Violation(f"{where}: wanted {batching.micro_batches} micro-batches over {r.world} ranks, found shares {list(r.shares)}")
         if r.digest != (wanted := f"{expected_digest(batching, r.step):016x}"):
             raise Violation(f"{where}: wanted the samples of (seed {batching.seed}, step {r.step}), digest {wanted}; found {r.digest}")
+        if bool(r.contents) != (rec.what_digests_prove(self.identity or {}) == "contents"):
+            found = repr(r.contents) if r.contents else "none"
+            raise Violation(f"{where}: wanted a hash of contents exactly where run.json says that contents are recorded, found {found}")
         if not r.weight > 0 or not math.isfinite(r.weight):
             raise Violation(f"{where}: wanted a positive weight, found {r.weight}")
         if not math.isfinite(r.loss):

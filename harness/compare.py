@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 SAME_IDENTITY = ("seed", "samples", "global_batch", "micro_batch", "shuffle", "data", "model")
 
+WEAK = {  # what equal digests of iterable datasets do not say
+    "contents": "an iterable dataset: contents are hashes of what was read, position by position",
+    "positions": "an iterable dataset: only positions and counts were compared; what was read there is not recorded",
+}
+
 
 @dataclass(frozen=True)
 class StepPair:
@@ -51,6 +56,7 @@ class Comparison:
     max_at: int | None  # where that is; None when there is no difference
     same_weights: bool | None  # None: not comparable (different last steps, or sharded differently and without a hash)
     weights: str  # how that was found out
+    proof: str = "samples"  # what equal digests mean; see records.what_digests_prove
     steps: list[StepPair] = field(default_factory=list, repr=False)
 
     def same(self, rtol: float) -> bool:
@@ -63,12 +69,18 @@ class Comparison:
 class _Run:
     identity: dict[str, Any]
     manifest: Manifest | None
-    steps: list[tuple[float, str]]  # loss and digest of step i + 1; not whole records, so that a million steps fit
+    steps: list[tuple[float, str]]  # loss and digests of step i + 1; not whole records, so that a million steps fit
 
 
 def compare(store_a: ObjectStore, store_b: ObjectStore) -> Comparison:
     """Compare two runs by what is in their buckets. Raises BadInput, BrokenRecords, SnapshotCorrupt, StoreError."""
     a, b = _read(store_a), _read(store_b)
+    proof = next(
+        (weak for weak in ("positions", "contents") if weak in map(rec.what_digests_prove, (a.identity, b.identity))), "samples"
+    )
+    if proof == "positions":  # of one of them at least no more is known
+        for run in (a, b):
+            run.steps[:] = [(loss, digest.partition(" ")[0]) for loss, digest in run.steps]
     different = {
         name: (a.identity.get(name), b.identity.get(name)) for name in SAME_IDENTITY if a.identity.get(name) != b.identity.get(name)
     }
@@ -89,6 +101,7 @@ def compare(store_a: ObjectStore, store_b: ObjectStore) -> Comparison:
         max_at=largest.step if largest and largest.relative > 0 else None,
         same_weights=same_weights,
         weights=weights,
+        proof=proof,
         steps=pairs,
     )
 
@@ -108,7 +121,7 @@ def _read(store: ObjectStore) -> _Run:
     steps: list[tuple[float, str]] = []
     if manifest is not None and (named := rec.named(manifest.data)):
         for _, part in walk(store, named, rec.genesis(identity)):
-            steps += [(r.loss, r.digest) for r in reversed(part)]
+            steps += [(r.loss, f"{r.digest} {r.contents}".strip()) for r in reversed(part)]
     return _Run(identity, manifest, steps[::-1])
 
 
@@ -166,16 +179,18 @@ def print_comparison(found: Comparison, console: Console, rtol: float = 1e-3) ->
     if not both:
         say("no step that both have committed")
     elif found.first_difference is None:
-        say(f"identical from step 1 to {both} (loss bits, samples)", "green")
+        say(f"identical from step 1 to {both} (loss bits, {found.proof})", "green")
     else:
         same = f"steps 1-{found.identical_until} identical" if found.identical_until else "different from step 1 on"
         within = "yes" if found.max_relative_loss_difference <= rtol else "no"
         at = f" at step {found.max_at}" if found.max_at is not None else ""
         say(f"{same}; largest relative difference of the loss {found.max_relative_loss_difference:.1e}{at}; within {rtol:g}: {within}")
         if found.first_other_samples is None:
-            say(f"samples: the same in all {both} steps")
+            say(f"{found.proof}: the same in all {both} steps")
         else:
-            say(f"samples: step {found.first_other_samples} consumed other samples", "red")
+            say(f"{found.proof}: step {found.first_other_samples} consumed other samples", "red")
+    if both and found.proof != "samples":
+        say(WEAK[found.proof], "dim")
     verdict = {True: "the same", False: "different", None: "not comparable"}[found.same_weights]
     say(f"weights: {verdict} ({found.weights})")
     same_training = found.same(rtol)

@@ -12,14 +12,17 @@ function of (seed, step), whatever the world, its shares, its resizes and resume
 Every parameter has a unit of its own, so neither buckets nor shards matter and DDP and FSDP2 give the same bits. It follows from the
 greatest |gradient| that any micro-batch has had so far (`Scales`); this history is a few whole numbers and travels in snapshots. A
 gradient that does not fit is seen before anything is applied, by all ranks alike, and the step's micro-batches are done again with
-another unit; the first step of a run is always done twice, because nothing is known yet. NaN and infinity make the whole gradient NaN:
-a GradScaler skips such a step on all ranks, and without one the session stops.
+another unit. Of a parameter that has had no gradient but zero nothing is known; 64 bits are wide enough for a guess (FIRST), which
+is good for peaks from 2**(FIRST + LEAST_BITS - bits) to 2**FIRST, about 1e-9 to 3e4, and what lies outside is done again. 32 bits are
+not, so the first step is done twice. NaN and infinity make the whole gradient NaN: a GradScaler skips such a step on all ranks, and
+without one the session stops.
 
 Error of one element of the sum S of M micro-batches, against the true sum of what backward gave. L: bit length of M; u = 2**-24; peak:
 the greatest |gradient| of that parameter in one micro-batch, an older step's counting half for each step of its age:
     exact      M * 2**(L + 9 - 64) * peak + u |S|       4.4e-16 * M * peak for M = 8..15
     exact32    M * 2**(L + 3 - 32) * peak + u |S|       3.0e-8 * M * peak for M = 8..15
     float32    (M - 1) * u * sum of |g|                 6.0e-8 * (M - 1) * sum of |g|
+A guessed unit (a parameter's first step) is 2**(FIRST - bits), so its error M * 2**(FIRST + L - 64) + u |S|: 1.1e-13 * M for M = 8..15.
 So "exact" is below float32 for every element whose sum of |g| is above 1e-8 of the peak (M <= 15), and for those beneath it is still
 less than 1e-14 of the peak. "exact32" has the greatest elements' error for all elements: it is below float32 only where the sum of |g| is
 above half the peak. That is why 64 bits are the default; take 32 where the wire is the bottleneck.
@@ -52,6 +55,7 @@ HEADROOM = {64: 8, 32: 2}  # a gradient may be 2**8 (2**2) times its recent peak
 INTEGERS = {64: torch.int64, 32: torch.int32}
 MAX_SHIFT = 149  # no float32 is finer than that
 LEAST_BITS = 12  # of one micro-batch's share of a word; fewer would not be worth summing
+FIRST = 15  # a parameter's first gradients are taken to be below 2**15 (losses are sums over a micro-batch's samples or tokens)
 MAX_REPEATS = 4  # one is enough when backward is deterministic
 FUSE_FROM = 1 << 18  # elements from which a GPU's kernel of its own pays
 CHUNK = 1 << 17  # elements on a CPU at a time: what several passes read stays in its cache, and Python's share is small
@@ -85,17 +89,23 @@ class Scales:
     def shift(self, i: int) -> int:
         """Gradients of parameter i are counted in units of 2**-shift."""
         exponent = self.exponents[i]
-        return 0 if exponent is None else min(self.bits - HEADROOM[self.word] - exponent, MAX_SHIFT)
+        if exponent is None:
+            return self.bits - FIRST if self.word == 64 else 0
+        return min(self.bits - HEADROOM[self.word] - exponent, MAX_SHIFT)
 
     def limit(self, i: int) -> float:
         """The greatest |gradient| of one micro-batch that fits."""
-        return 0.0 if self.exponents[i] is None else 2.0 ** min(self.bits - self.shift(i), 1023)
+        return 0.0 if self.exponents[i] is None and self.word != 64 else 2.0 ** min(self.bits - self.shift(i), 1023)
+
+    def least(self, i: int) -> float:
+        """The least peak that the unit is fine enough for; known units follow the peaks, guessed ones may be too coarse."""
+        return 2.0 ** (LEAST_BITS - self.shift(i)) if self.exponents[i] is None else 0.0
 
     def judge(self, peaks: Sequence[float]) -> Verdict:
         """`peaks`: of each parameter the greatest |gradient| that any micro-batch of the step had. AGAIN changes the units."""
         if not all(map(math.isfinite, peaks)):
             return Verdict.BAD
-        over = [i for i, peak in enumerate(peaks) if peak > self.limit(i)]
+        over = [i for i, peak in enumerate(peaks) if peak > self.limit(i) or 0.0 < peak < self.least(i)]
         for i in over:
             self.exponents[i] = math.frexp(peaks[i])[1]
         return Verdict.AGAIN if over else Verdict.GOOD
@@ -104,8 +114,9 @@ class Scales:
         """After a step that was good: follow the peaks, upwards at once and downwards by one bit a step."""
         for i, peak in enumerate(peaks):
             exponent = self.exponents[i]
-            if peak > 0 and exponent is not None:
-                self.exponents[i] = max(math.frexp(peak)[1], exponent - 1)
+            if peak > 0:
+                found = math.frexp(peak)[1]
+                self.exponents[i] = found if exponent is None else max(found, exponent - 1)
 
 
 def environment(device: torch.device) -> dict[str, str]:

@@ -2,13 +2,19 @@
 
 What step k consumes is a pure function of (seed, k) (batch.py), so there is nothing to save and nothing to re-shard:
 a resumed or resized run asks for the same positions. Randomness in `dataset[i]` (augmentation) is seeded by position.
+
+An iterable dataset is another matter: what lies at a position is what the stream says, and nobody can compute it. So what is read is
+hashed, item by item, before it is collated (`content_hash`), and the sum over a step goes into its record.
 """
 
 from __future__ import annotations
 
+import copy
+import enum
 import random
 import sys
-from collections.abc import Callable, Iterator, Sized
+import types
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +29,16 @@ from harness.world import BadInput
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """`positions`, `samples`: int64 (b,), where in the stream and which of the dataset; `data` as the collate function made it."""
+    """`positions`, `samples`: int64 (b,), where in the stream and which of the dataset; `data` as the collate function made it.
+
+    Of a stream only: `contents`, int64 (b,), hashes of the items, which `items` are.
+    """
 
     positions: np.ndarray[Any, Any]
     samples: np.ndarray[Any, Any]
     data: Any
+    contents: np.ndarray[Any, Any] | None = None
+    items: tuple[Any, ...] = ()
 
 
 def seed_everything(seed: int) -> None:
@@ -72,11 +83,15 @@ class _Order:
         self.batching, self.micros, self.first, self.total = batching, plan.micros(rank), first, total
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        b = self.batching
         for step in range(self.first, self.total + 1):
             for micro in self.micros:
-                start = (step - 1) * b.global_batch + micro * b.micro_batch
-                yield [(start + i, int(index)) for i, index in enumerate(indices(b, step, micro))]
+                yield _keys(self.batching, step, micro)
+
+
+def _keys(b: Batching, step: int, micro: int) -> list[tuple[int, int]]:
+    """(position, index) of each sample of a micro-batch."""
+    start = (step - 1) * b.global_batch + micro * b.micro_batch
+    return [(start + i, int(index)) for i, index in enumerate(indices(b, step, micro))]
 
 
 def map_style(
@@ -93,9 +108,20 @@ def map_style(
     yield from loader
 
 
+def read_again(dataset: Any, batching: Batching, step: int, micro: int, collate_fn: Any) -> Any:
+    """The data of one micro-batch of a map-style dataset, read here and now: what a step that is done again gets."""
+    keyed = _Keyed(dataset, batching.seed)
+    return _Collate(collate_fn)([keyed[key] for key in _keys(batching, step, micro)]).data
+
+
 class Stream:
     """An iterable dataset. Every rank walks the whole stream and keeps its own micro-batches, so the samples of a step do not
-    depend on the world; what that costs is reading, not training. The dataset's `state_dict` travels in the snapshot."""
+    depend on the world; what that costs is reading, not training. The dataset's `state_dict` travels in the snapshot.
+
+    A pass ends with the iterator and the next begins with a new one. Some datasets (Hugging Face's) begin every pass after
+    `load_state_dict` where that state was, not at the beginning: such a pass shows by its first item, or by having none, and the
+    state in which the dataset came is loaded then.
+    """
 
     def __init__(self, dataset: Any, batching: Batching, plan: Plan, rank: int, collate_fn: Any):
         if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
@@ -106,16 +132,44 @@ class Stream:
         self.dataset, self.batching, self.mine = dataset, batching, set(plan.micros(rank))
         self.collate = collate_fn or default_collate
         self._iterator: Iterator[Any] | None = None
+        self._fresh: Any = copy.deepcopy(dataset.state_dict())
+        self._resumed = False  # this pass began from a loaded state
+        self._passed_first: int | None = None  # hash of the first item of that pass; None: it had none
+
+    def state_dict(self) -> Any:
+        return self.dataset.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.dataset.load_state_dict(state)
+        self._iterator, self._resumed, self._passed_first = None, True, None
 
     def _next(self) -> Any:
-        for _ in range(2):
-            if self._iterator is None:
+        if self._iterator is None:
+            return self._begin()
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            return self._begin()
+
+    def _begin(self) -> Any:
+        """The first item of a new pass."""
+        if self._iterator is None and self._resumed:  # the rest of a pass that an earlier session began
+            self._iterator = iter(self.dataset)
+            for item in self._iterator:
+                self._passed_first = content_hash(item)
+                return item
+        self._iterator = iter(self.dataset)
+        item = next(self._iterator, _NOTHING)
+        if self._resumed:
+            self._resumed = False
+            if item is _NOTHING or content_hash(item) == self._passed_first:  # not at the beginning
+                self._iterator = None
+                self.dataset.load_state_dict(copy.deepcopy(self._fresh))
                 self._iterator = iter(self.dataset)
-            try:
-                return next(self._iterator)
-            except StopIteration:
-                self._iterator = None  # the stream begins again
-        raise BadInput("the iterable dataset is empty: its iterator ended at once; wanted at least one sample")
+                item = next(self._iterator, _NOTHING)
+        if item is _NOTHING:
+            raise BadInput("the iterable dataset is empty: a whole pass from its beginning gave nothing; wanted at least one sample")
+        return item
 
     def step(self, step: int) -> Iterator[MicroBatch]:
         """This rank's micro-batches of one step; must be exhausted before the next step or a snapshot."""
@@ -125,15 +179,30 @@ class Stream:
             if micro in self.mine:
                 start = (step - 1) * b.global_batch + micro * b.micro_batch
                 positions = np.arange(start, start + b.micro_batch, dtype=np.int64)
-                yield MicroBatch(positions, positions, self.collate(items))
+                yield MicroBatch(positions, positions, self.collate(items), contents_of(items), tuple(items))
+
+    def collated_again(self, batch: MicroBatch) -> Any:
+        """Its data once more. Raises BadInput if the script has changed the items."""
+        if not np.array_equal(contents_of(batch.items), batch.contents):  # type: ignore[arg-type]
+            raise BadInput(
+                "a step must be done again (see step.attempt), but the script changed what the stream gave it in place, and a stream "
+                "cannot be read twice; change a copy, or use a collate_fn that copies (the default one does)"
+            )
+        return self.collate(list(batch.items))
+
+
+_NOTHING = object()
 
 
 def is_map_style(dataset: Any) -> bool:
     return hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)
 
 
-def fingerprint(dataset: Any) -> str:
-    """Its own `fingerprint` if it has one, else a hash of a few of its samples."""
+def fingerprint(dataset: Any, by_repr: bool = False) -> str:
+    """Its own `fingerprint` if it has one, else a hash of a few of its samples; the same in every process.
+
+    `by_repr`: as the first version made it, which runs that it began are known by.
+    """
     own = getattr(dataset, "fingerprint", None)
     if own is not None:
         return str(own() if callable(own) else own)
@@ -142,7 +211,7 @@ def fingerprint(dataset: Any) -> str:
     n, h = len(dataset), xxhash.xxh3_128()
     for i in sorted({0, n - 1, *(n * k // 7 for k in range(1, 7))}):
         seed_everything(i)
-        _feed(h, dataset[i])
+        _feed(h, dataset[i], by_repr)
     return f"sampled:{h.hexdigest()}"
 
 
@@ -156,28 +225,129 @@ def same_when_read_again(dataset: Any, seed: int) -> bool:
         seen = []
         for _ in range(2):
             h = xxhash.xxh3_128()
-            _feed(h, keyed[index, index][2])
+            _spell(h, keyed[index, index][2], ())
             seen.append(h.digest())
         if seen[0] != seen[1]:
             return False
     return True
 
 
-def _feed(h: Any, value: Any) -> None:
-    if isinstance(value, torch.Tensor):
+def _feed(h: Any, value: Any, by_repr: bool) -> None:
+    """For fingerprints of datasets. Of numbers, strings, tensors and arrays, and dicts and lists of them, the bytes are as in the first
+    version, so that runs which it began are known again. All else is spelled canonically (or, `by_repr`, as it was)."""
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         h.update(f"{value.dtype}{tuple(value.shape)}".encode())
         h.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, np.ndarray):
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
         h.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
-    elif isinstance(value, dict):
+    elif isinstance(value, dict) and all(type(key) in PLAIN for key in value):
         for key in sorted(value, key=repr):
             h.update(repr(key).encode())
-            _feed(h, value[key])
+            _feed(h, value[key], by_repr)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            _feed(h, item)
-    else:
+            _feed(h, item, by_repr)
+    elif by_repr or type(value) in PLAIN or isinstance(value, np.generic):
         h.update(repr(value).encode())
+    else:
+        _spell(h, value, ())
+
+
+PLAIN = {type(None), bool, int, float, complex, str, bytes}  # whose reprs say all
+
+
+def content_hash(value: Any) -> int:
+    """64 bits of what a value is, the same in any process: its numbers, strings, arrays, fields; never a repr or an address.
+
+    Objects are taken apart as pickle does (`__reduce_ex__`); of one that refuses that only the type's name counts, which is weak.
+    """
+    h = xxhash.xxh3_64()
+    _spell(h, value, ())
+    return h.intdigest()
+
+
+def contents_of(items: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """Their hashes, int64 (n,)."""
+    return np.array([content_hash(item) for item in items], np.uint64).view(np.int64)
+
+
+def _spell(h: Any, value: Any, above: tuple[int, ...]) -> None:
+    """Every piece with its kind and length, so that no two values are spelled alike. `above`: ids of the objects that this is within."""
+    kind = type(value)
+    if kind in PLAIN:
+        data = value if kind is bytes else repr(value).encode()
+        h.update(b"%s %d:" % (kind.__name__.encode(), len(data)))
+        h.update(data)
+        return
+    if id(value) in above:
+        h.update(b"cycle %d;" % (len(above) - above.index(id(value))))
+        return
+    within = (*above, id(value))
+    if isinstance(value, torch.Tensor):
+        dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
+        raw = dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        h.update(f"tensor {value.dtype} {tuple(value.shape)}:".encode())
+        h.update(raw.data)
+    elif isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+        h.update(f"{kind.__name__} {value.dtype.str} {value.shape}:".encode())
+        h.update(value.tobytes())
+    elif isinstance(value, np.ndarray):
+        h.update(f"objects {value.shape}:".encode())
+        _spell(h, value.reshape(-1).tolist(), within)
+    elif kind in (list, tuple) and set(map(type, value)) <= PLAIN:  # of tokens, mostly: quicker, and as unambiguous
+        data = repr(value).encode()
+        h.update(b"%s %d:" % (kind.__name__.encode(), len(data)))
+        h.update(data)
+    elif kind in (list, tuple):
+        h.update(b"%s of %d:" % (kind.__name__.encode(), len(value)))
+        for item in value:
+            _spell(h, item, within)
+    elif kind is dict and all(type(key) is str for key in value):
+        h.update(b"dict %d:" % len(value))
+        for key in sorted(value):
+            _spell(h, key, within)
+            _spell(h, value[key], within)
+    elif kind in (dict, set, frozenset):  # in an order that no hash seed decides
+        pairs = value.items() if kind is dict else ((item, None) for item in value)
+        h.update(b"%s %d:" % (kind.__name__.encode(), len(value)))
+        for part in sorted(_alone(pair, within) for pair in pairs):
+            h.update(part)
+    elif isinstance(value, enum.Enum):
+        h.update(f"enum {_name(kind)}.{value.name};".encode())
+    elif isinstance(value, (bytearray, memoryview)):
+        _spell(h, bytes(value), within)
+    elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, torch.dtype, torch.device)):
+        h.update(f"name {_name(value)};".encode())
+    else:
+        _spell_object(h, value, within)
+
+
+def _spell_object(h: Any, value: Any, within: tuple[int, ...]) -> None:
+    h.update(f"object {_name(type(value))}:".encode())
+    try:
+        parts: Any = value.__reduce_ex__(4)
+    except Exception:  # whatever an object says that does not want to be pickled: then its type is all we know
+        return
+    if isinstance(parts, str):
+        h.update(parts.encode())
+        return
+    make, arguments, state, items, pairs = (*tuple(parts)[:5], None, None, None)[:5]
+    h.update(f"{_name(make)}:".encode())
+    _spell(h, arguments, within)
+    _spell(h, state, within)
+    _spell(h, None if items is None else list(items), within)
+    _spell(h, None if pairs is None else dict(pairs), within)
+
+
+def _alone(value: Any, within: tuple[int, ...]) -> bytes:
+    h = xxhash.xxh3_128()
+    _spell(h, value, within)
+    return h.digest()
+
+
+def _name(thing: Any) -> str:
+    name = getattr(thing, "__qualname__", None) or getattr(thing, "__name__", None)
+    return f"{getattr(thing, '__module__', '')}.{name}" if name else str(thing)
 
 
 def to_device(data: Any, device: torch.device) -> Any:

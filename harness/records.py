@@ -37,18 +37,26 @@ class StepRecord:
     metrics: dict[str, Reading] = field(default_factory=dict)
     prev: str = ""
     h: str = ""
+    contents: str = ""  # like `digest`, of (position, hash of what was read there); only of streams, whose contents nobody can compute
 
     def chained(self, prev: str) -> StepRecord:
         unsealed = dataclasses.replace(self, prev=prev, h="")
         return dataclasses.replace(unsealed, h=unsealed.hash())
 
     def hash(self) -> str:
-        body = dataclasses.asdict(self)
+        body = self._body()
         del body["h"]
         return digest(canonical(body))
 
     def to_line(self) -> str:
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+        return json.dumps(self._body(), separators=(",", ":"))
+
+    def _body(self) -> dict[str, Any]:
+        """Without what is empty since it came later than the first records, so that their hashes stay."""
+        body = dataclasses.asdict(self)
+        if not self.contents:
+            del body["contents"]
+        return body
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,14 @@ class Named:
 
 class BrokenRecords(ValueError):
     """A record was changed, lost or does not follow its predecessor; the message names the step."""
+
+
+def what_digests_prove(identity: Mapping[str, Any]) -> str:
+    """Of the run with this run.json: "samples", which anybody can compute; of an iterable dataset "contents" (hashes of what was read,
+    which only another run can be compared with), or "positions" alone (runs that the first version began)."""
+    if identity.get("samples"):
+        return "samples"
+    return "contents" if identity.get("contents") else "positions"
 
 
 def genesis(identity: Mapping[str, Any]) -> str:

@@ -119,7 +119,7 @@ def _execute(scratch: Path, epoch: int, until: int, world: int, argv: Sequence[s
 
 def _differences(a: rec.StepRecord, b: rec.StepRecord) -> Iterator[str]:
     """What two executions of one step have not in common, bit for bit."""
-    for name in ("digest", "samples", "weight", "loss", "lr"):
+    for name in ("digest", "contents", "samples", "weight", "loss", "lr"):
         x, y = getattr(a, name), getattr(b, name)
         if x != y:
             yield f"step {a.step}: {name} was {x!r}, is {y!r}"

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import copy
 import functools
 import json
 import math
@@ -58,7 +57,17 @@ from harness.facts import (
 )
 from harness.guards import NonFiniteLoss, Precision, check_finite, peak_flops
 from harness.journal import Journal
-from harness.loader import MicroBatch, Stream, fingerprint, is_map_style, map_style, same_when_read_again, seed_everything, to_device
+from harness.loader import (
+    MicroBatch,
+    Stream,
+    fingerprint,
+    is_map_style,
+    map_style,
+    read_again,
+    same_when_read_again,
+    seed_everything,
+    to_device,
+)
 from harness.marks import EXIT_CODE, Mark, MarkReader, Want
 from harness.nearby import tiers_for
 from harness.parallel import Strategy, check_unwrapped, drawn_by_shard, same_everywhere, shard, share, strategy_for
@@ -87,6 +96,9 @@ UNKNOWN_GFLOPS = -(1 << 50)  # one rank's makes the sum of all negative
 REPLICA_S = 15.0  # how long a restore waits for a silent second bucket
 
 
+VOTES = slice(3, 3 + len(Want))  # of `_Pending.ints`
+
+
 class CommitTimeout(HarnessError):
     """A snapshot that had to be committed was not, within its bound."""
 
@@ -99,7 +111,7 @@ class _Pending:
     t_start: float
     t_end: float  # `update` was over: when the numbers arrive, and what the script does until the next step, is none of its time
     floats: torch.Tensor  # (3,) float64 on the device: loss sum, weight, grad norm
-    ints: torch.Tensor  # (4 + wants,) int64 on the host: digest halves, samples, one counter per Want, GFLOP/s of all ranks at most
+    ints: torch.Tensor  # (6 + wants,) int64, host: digest halves, samples, `VOTES`, contents halves, GFLOP/s
     work: Any = None
 
     def arrive(self) -> tuple[float, float, float]:
@@ -137,11 +149,15 @@ class _Flight:
 
 
 class Step:
-    """One optimizer update. Iterate it for this rank's micro-batches, call `backward` for each, then `update`."""
+    """One optimizer update. Iterate it for this rank's micro-batches, call `backward` for each, then `update`.
+
+    `number`: 1, 2, ... `attempt`: 0; with exact sums 1, 2, ... while the same micro-batches come again because a gradient did not fit:
+    count and log what the body does only at 0 (see `attach`).
+    """
 
     def __init__(self, session: Session, number: int, batches: Iterator[MicroBatch]):
         self.number, self._session, self._batches = number, session, batches
-        self._hash_sum, self._samples = 0, 0
+        self._hash_sum, self._contents_sum, self._samples = 0, 0, 0
         # One place per micro-batch of the step, filled by who does it: their sum over ranks, in this order, is the same on any world.
         self._losses = torch.zeros(session.batching.micro_batches, dtype=torch.float64, device=session.device)
         self._weights = [0.0] * session.batching.micro_batches
@@ -149,6 +165,7 @@ class Step:
         self._current: MicroBatch | None = None
         self._filler = False
         self._backwards = 0
+        self.attempt = 0
         self.updated = False
         self.t_start = time.time()
 
@@ -158,31 +175,55 @@ class Step:
         rounds = s.plan.rounds if s.strategy.equal_rounds else len(micros)
         if s.stream is not None:
             self._batches = s.stream.step(self.number)
-        kept: list[MicroBatch] = []  # in case all must be done again
-        repeat, first = True, True
+        read: list[MicroBatch] = []  # of a stream, which cannot be read again
+        buffers = s._buffers if s.strategy.may_repeat else None
+        if buffers is not None:
+            buffers.note()
+        repeat = True
         while repeat:
             for i in range(rounds):
                 self._filler = i >= len(micros)
+                self._micro = micros[min(i, len(micros) - 1)]
                 s.strategy.micro(last=i == rounds - 1, filler=self._filler)
                 if not self._filler:
-                    if first and s.strategy.may_repeat:
-                        kept.append(self._read())
-                    self._current = copy.deepcopy(kept[i]) if kept else self._read()  # the script may change what it is given
-                self._micro = micros[min(i, len(micros) - 1)]
+                    if not self.attempt:
+                        self._current = self._read()
+                        if s.stream is not None and s.strategy.may_repeat:
+                            read.append(self._current)
+                    else:
+                        self._current = self._again(read[i] if read else None)
                 seed_everything(seed_for(s.seed, self.number, self._micro))
                 before = self._backwards
                 assert self._current is not None
                 yield to_device(self._current.data, s.device)
                 if (times := self._backwards - before) != 1:
                     raise BadInput(f"step {self.number}: step.backward(loss) was called {times} times for one micro-batch, wanted once")
-            repeat, first = s.strategy.again(), False
+            repeat = s.strategy.again()
+            if repeat:
+                self.attempt += 1
+                if buffers is not None and (lost := buffers.restore()):
+                    s._fact(Warned(self.number, s.epoch, lost))
+                    s.print(f"harness: {lost}")
+        if buffers is not None:
+            buffers.learn()
         if s.stream is not None:
             for _ in self._batches:  # read on to the end of the global batch
                 raise AssertionError("a micro-batch of ours came after our last one")
 
+    def _again(self, read: MicroBatch | None) -> MicroBatch:
+        """What `_micro` was given before, from the dataset or from the items that the stream gave: the script may have changed the rest."""
+        s = self._session
+        if read is not None:
+            assert s.stream is not None
+            return replace(read, data=s.stream.collated_again(read))
+        assert s._read_again is not None and self._current is not None
+        return replace(self._current, data=s._read_again(self.number, self._micro), samples=self._current.samples)
+
     def _read(self) -> MicroBatch:
         batch = next(self._batches)
         self._hash_sum += digest(sample_hash(batch.positions, batch.samples))
+        if batch.contents is not None:
+            self._contents_sum += digest(sample_hash(batch.positions, batch.contents))
         self._samples += len(batch.samples)
         return batch
 
@@ -278,6 +319,8 @@ class Session:
             signal.signal(signal.SIGTERM, lambda *_: self._signal(Want.DRAIN))
             signal.signal(signal.SIGUSR1, lambda *_: self._signal(Want.SNAPSHOT))
         self.scaler: Any = None
+        self._buffers: _Buffers | None = None
+        self._read_again: Callable[[int, int], Any] | None = None  # (step, micro-batch) -> its data; of a map-style dataset
         self._saved: dict[str, Any] = {}  # name -> object with state_dict
         self._per_rank: frozenset[str] = frozenset()  # names of those whose state is each rank's own
         self._statistics: list[torch.Tensor] = []  # buffers that every rank takes from rank 0 after each step
@@ -479,12 +522,13 @@ class Session:
         speeds = self._speeds if self._speeds and len(set(self._speeds)) > 1 else None
         self.plan: Plan = plan(self.batching.micro_batches, self.world, speeds)
         if not mapped and (self.stream is None or self.stream.dataset is not dataset):
-            self.stream = Stream(dataset, self.batching, self.plan, self.rank, collate_fn)
-            self._saved["dataset"] = dataset
+            self._saved["dataset"] = self.stream = Stream(dataset, self.batching, self.plan, self.rank, collate_fn)
         identity = {
             "version": 1, "seed": self.seed, "samples": samples if mapped else 0, "global_batch": global_batch, "micro_batch": micro_batch,
             "shuffle": shuffle and mapped, "data": fingerprint(dataset), "model": _model_fingerprint(self._model), "reduce": self.reduce,
         }  # fmt: skip
+        if not mapped:
+            identity["contents"] = True
         if self.reduce != "fast" and mapped and not same_when_read_again(dataset, self.seed):
             what = (
                 f"{type(dataset).__name__}[i] is another sample when it is read again: it draws from a generator that is not seeded here "
@@ -492,17 +536,19 @@ class Session:
             )
             self._fact(Warned(0, self.epoch, what))
             self.print(f"harness: {what}")
-        seed_everything(self.seed)
         self._total = total
         total = min(total, self._until)
-        self._identify(identity)
+        self._identify(identity, lambda: fingerprint(dataset, by_repr=True))
+        seed_everything(self.seed)
         if self._looped:
             self._go_on()
         else:
             self.resume()
         self._looped, self._complete = True, False
         batches = iter(())
+        self._buffers = _Buffers(self._model)
         if mapped:
+            self._read_again = functools.partial(read_again, dataset, self.batching, collate_fn=collate_fn)
             pin = self.device.type == "cuda"
             batches = map_style(dataset, self.batching, self.plan, self.rank, self.step + 1, total, collate_fn, num_workers, pin)  # type: ignore[assignment]
         self.strategy.start(self.batching.micro_batches)
@@ -701,9 +747,10 @@ class Session:
             share(self._statistics)
         self.step += 1
         self._settle()  # the step before this one (on a GPU): its numbers have had a whole step to arrive
-        mine = [step._hash_sum & 0xFFFFFFFF, step._hash_sum >> 32, step._samples]
-        ints = torch.tensor([*mine, *[0] * len(Want), self._peak_gflops], dtype=torch.int64)
-        self._vote(ints[3:])
+        halves = [part for total in (step._hash_sum, step._contents_sum) for part in (total & 0xFFFFFFFF, total >> 32)]
+        mine = [*halves[:2], step._samples, *[0] * len(Want), *halves[2:], self._peak_gflops]
+        ints = torch.tensor(mine, dtype=torch.int64)
+        self._vote(ints[VOTES])
         work = dist.all_reduce(ints, group=self._control, async_op=True) if self._control is not None else None
         record = rec.StepRecord(
             step=self.step, epoch=self.epoch, world=self.world, shares=self.plan.shares, samples=0, digest="", weight=0.0, loss=math.nan,
@@ -763,11 +810,15 @@ class Session:
         loss, weight, norm = p.arrive()
         self._pending = None
         low, high, samples = p.ints[:3].tolist()
+        contents = ""
+        if self.stream is not None and self._identity.get("contents"):
+            low_c, high_c = p.ints[-3:-1].tolist()
+            contents = f"{(low_c + (high_c << 32)) % 2**64:016x}"
         metrics = {"grad_norm": norm, **self._metrics}
         self._metrics = {}
         record = replace(
             p.record, samples=samples, digest=f"{(low + (high << 32)) % 2**64:016x}", weight=weight, loss=loss, t=p.t_end,
-            dt=p.t_end - p.t_start, metrics=metrics,
+            dt=p.t_end - p.t_start, metrics=metrics, contents=contents,
         ).chained(self._head)  # fmt: skip
         try:
             check_finite(record.step, loss, None if self.scaler is not None else norm)
@@ -803,10 +854,10 @@ class Session:
         self._life.tell(Place.REDUCE)
         if not self.votes_late and pending is not None:
             self._settle()
-            self._act(_winner(pending.ints[3:]))
+            self._act(_winner(pending.ints[VOTES]))
         elif self._counted is not None:
             self._act(_winner(self._counted))
-        self._counted = pending.ints[3:] if pending is not None else None
+        self._counted = pending.ints[VOTES] if pending is not None else None
         self._prepare_stage()
 
     def _act(self, want: Want) -> None:
@@ -1115,23 +1166,25 @@ class Session:
             raise HarnessError(f"rank 0 found: {message}")
         return result
 
-    def _identify(self, identity: dict[str, Any]) -> None:
-        """This run is what it was when it began, or it is refused."""
-        self._identity = identity
+    def _identify(self, identity: dict[str, Any], first_version: Callable[[], str]) -> None:
+        """This run is what it was when it began, or it is refused. `first_version`: the data's fingerprint as that made it."""
 
-        def check() -> None:
+        def check() -> dict[str, Any]:
             if self.store.create("run.json", canonical(identity)):
-                return
-            found = json.loads(self.store.get("run.json"))
+                return identity
+            found: dict[str, Any] = json.loads(self.store.get("run.json"))
             for name in identity:
-                if found.get(name) != identity[name]:
-                    hint = f"use a new run URL, or give {name} the value that this run began with"
-                    raise BadInput(
-                        f"{self.run_url} holds another run: its {name} is {found.get(name)!r}, this script's is {identity[name]!r}; {hint}"
-                    )
+                if found.get(name) == identity[name] or (name == "contents" and name not in found):
+                    continue
+                if name == "data" and found.get(name) == first_version():
+                    continue
+                hint = f"use a new run URL, or give {name} the value that this run began with"
+                raise BadInput(
+                    f"{self.run_url} holds another run: its {name} is {found.get(name)!r}, this script's is {identity[name]!r}; {hint}"
+                )
+            return found
 
-        if self.run_url:
-            self._agree(check)
+        self._identity = self._agree(check) if self.run_url else identity
 
     def _genesis(self) -> str:
         return rec.genesis(getattr(self, "_identity", {}))
@@ -1355,6 +1408,58 @@ class Session:
                 self.journal.flush()
 
 
+class _Buffers:
+    """A model's buffers as they were before a step, should it be done again.
+
+    In the first step all are copied. Later only those that have changed in a step before: others have not for as long as we know.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._living: set[str] | None = None  # None: not known yet
+        self._versions: dict[str, tuple[torch.Tensor, int]] = {}
+        self._copies: dict[str, torch.Tensor] = {}
+
+    def note(self) -> None:
+        """A step begins."""
+        now = dict(self._model.named_buffers())
+        self._versions = {name: (b, _version(b)) for name, b in now.items()}
+        self._copies = {name: b.detach().clone() for name, b in now.items() if self._living is None or name in self._living}
+
+    def _changed(self) -> list[str]:
+        now = dict(self._model.named_buffers())
+        return [name for name, (b, version) in self._versions.items() if now.get(name) is not b or _version(b) != version]
+
+    def learn(self) -> None:
+        """The step has been done."""
+        self._living = (self._living or set()) | set(self._changed())
+        self._copies = {}
+
+    def restore(self) -> str:
+        """The step begins again. What to tell people about buffers that could not be put back."""
+        lost = []
+        with torch.no_grad():
+            for name in self._changed():
+                b, version = self._versions[name]
+                if name in self._copies:
+                    b.copy_(self._copies[name])
+                elif _version(b) != version:
+                    lost.append(name)
+                owner, _, key = name.rpartition(".")
+                self._model.get_submodule(owner)._buffers[key] = b  # if another was put in its place
+        if lost:
+            return (
+                f"the buffer {lost[0]!r} (one of {len(lost)}) changed for the first time in a step that had to be done again, so it was "
+                "changed twice; change it where step.attempt is 0"
+            )
+        return ""
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often it was changed in place; not known of what was made in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 @dataclass
 class _Many:
     """Several optimizers as one thing with a state."""
@@ -1449,6 +1554,11 @@ def attach(
     reduce: str = "fast",
 ) -> Session:
     """Join the run that the environment names. `seed` decides data order and all randomness of the training.
+
+    `reduce`: "fast", or "exact" or "exact32" (sums that do not depend on the world; 64 or 32 bits on the wire). With these a step's
+    micro-batches come a second time when a gradient is far greater than those before it: then `step.attempt` is 1, buffers of the
+    model are as they were before the step, and the batches are given anew. Only what the body counts or logs for itself has to look
+    at `step.attempt`. With "exact" that is rare; with "exact32" it is so in the first step of a run.
 
     `run`: the run's URL, by default what the agent says. Snapshot interval: every `snapshot_every_steps` steps, or
     every `snapshot_every_s` seconds, or (neither) derived from what a snapshot costs. `keep_best`: keep also the best one by a

@@ -189,6 +189,16 @@ def test_quarantined_snapshot_is_a_note():
     assert any("quarantined" in note for note in report.notes)
 
 
+def test_contents_of_a_stream_are_there_or_not_as_the_identity_says():
+    stream = {**IDENTITY, "samples": 0, "shuffle": False}
+    hashed = audit(TrueRun(identity={**stream, "contents": True}).train(10, contents="0123456789abcdef").store)
+    assert hashed.ok, hashed.first_violation
+    detail = next(c.detail for c in hashed.checks if c.name == "records")
+    assert "every position exactly once" in detail and "which only a second run can be compared with" in detail
+    assert "wanted a hash of contents" in violation(TrueRun(identity={**stream, "contents": True}).train(10).store)
+    assert "wanted a hash of contents" in violation(TrueRun(identity=stream).train(10, contents="0123456789abcdef").store)
+
+
 def test_iterable_dataset_is_proved_by_position():
     run = TrueRun(identity={**IDENTITY, "samples": 0, "shuffle": False}).train(6)
     report = audit(run.store)

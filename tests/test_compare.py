@@ -81,6 +81,23 @@ def test_no_finite_loss_is_never_within_tolerance():
     assert said(found)[0] == 1
 
 
+STREAM = {**IDENTITY, "samples": 0, "shuffle": False}
+
+
+def test_of_streams_no_more_is_said_than_is_known():
+    status, text = said(compare(TrueRun(identity=STREAM).train(5).store, TrueRun(identity=STREAM).train(5).store))
+    assert status == 0 and "samples" not in text.replace("file", "")
+    assert "identical from step 1 to 5 (loss bits, positions)" in text and "what was read there is not recorded" in text
+    hashed = {**STREAM, "contents": True}
+    a, b, c = (TrueRun(identity=hashed).train(5, contents=contents) for contents in ("0" * 16, "0" * 16, "1" * 16))
+    status, text = said(compare(a.store, b.store))
+    assert status == 0 and "identical from step 1 to 5 (loss bits, contents)" in text
+    status, text = said(compare(a.store, c.store))
+    assert status == 1 and "contents: step 1 consumed other samples" in text
+    status, text = said(compare(TrueRun(identity=STREAM).train(5).store, c.store))  # one of them began before contents were recorded
+    assert status == 0 and "identical from step 1 to 5 (loss bits, positions)" in text
+
+
 def test_nothing_there():
     with pytest.raises(BadInput, match=r"found no run\.json"):
         compare(TrueRun().train(3).store, MemoryStore("memory://none", {}))

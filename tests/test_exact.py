@@ -41,8 +41,10 @@ def scales_for(grads, word):
     scales = Scales(1, word)
     scales.start(len(grads))
     peaks = [float(grads.abs().max())]
-    assert scales.judge(peaks) is (Verdict.AGAIN if peaks[0] else Verdict.GOOD)
+    fits = peaks[0] == 0 or scales.least(0) <= peaks[0] <= scales.limit(0)  # the guess
+    assert scales.judge(peaks) is (Verdict.GOOD if fits else Verdict.AGAIN)
     assert scales.judge(peaks) is Verdict.GOOD
+    scales.exponents = [math.frexp(peaks[0])[1] if peaks[0] else None]
     return scales
 
 
@@ -159,8 +161,13 @@ def test_units_follow_the_peaks():
     scales = Scales(2, 64)
     scales.start(12)
     assert scales.judge([0.0, 0.0]) is Verdict.GOOD and scales.exponents == [None, None]
-    assert scales.judge([3.0, 0.0]) is Verdict.AGAIN and scales.exponents == [2, None]
-    assert scales.judge([3.0, 0.0]) is Verdict.GOOD
+    assert scales.judge([3e5, 0.0]) is Verdict.AGAIN and scales.exponents == [19, None]  # the guess was too narrow
+    scales.exponents = [None, None]
+    assert scales.judge([3e-11, 0.0]) is Verdict.AGAIN and scales.exponents == [-34, None]  # or too coarse
+    scales.exponents = [None, None]
+    assert scales.judge([3.0, 0.0]) is Verdict.GOOD and scales.exponents == [None, None]  # or good: the unit stays for this step
+    scales.advance([3.0, 0.0])
+    assert scales.exponents == [2, None]
     scales.advance([3.0 / 64, 0.0])
     assert scales.exponents == [1, None]  # downwards by one bit a step
     scales.advance([100.0, 0.0])
@@ -244,7 +251,7 @@ def test_a_step_in_any_order_gives_the_same_gradients(dtype):
     results = []
     for order in (range(6), [5, 3, 1, 0, 2, 4]):
         model, strategy = make(dtype=dtype)
-        assert run_step(model, strategy, list(order)) == 2  # nothing is known at first
+        assert run_step(model, strategy, list(order)) == 1  # a guess will do at first
         strategy.reduce()
         strategy.divide(24.0)
         results.append([p.grad.clone() for p in model.parameters()])
@@ -254,7 +261,7 @@ def test_a_step_in_any_order_gives_the_same_gradients(dtype):
         assert run_step(model, strategy, list(order)) == 1
         strategy.reduce()
         strategy.divide(24.0)
-        assert torch.equal(strategy.norm(), norm)
+        torch.testing.assert_close(strategy.norm(), norm)  # now the units are known, and finer
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     reference = net(dtype)
     sums = [torch.zeros_like(p, dtype=torch.float64) for p in reference.parameters()]
@@ -322,9 +329,6 @@ def test_a_backward_that_gives_other_numbers_each_time_ends_with_a_reason():
 def test_parameters_that_take_no_part_stay_still():
     model, strategy = make()
     model.spare = nn.Parameter(torch.ones(3))  # after the strategy: unknown to it
-    strategy.micro(last=True)
-    model[2](torch.ones(1, 32)).sum().backward()
-    assert strategy.again()
     strategy.micro(last=True)
     model[2](torch.ones(1, 32)).sum().backward()
     strategy.reduce()

@@ -18,7 +18,8 @@ from worlds import TRAINER, environment, finish, free_port, history, newest, sta
 from harness import replicas
 from harness.audit import audit
 from harness.batch import Batching, expected_digest
-from harness.facts import SnapshotFailed, StepDone, Warned
+from harness.compare import compare
+from harness.facts import SnapshotFailed, StepDone, Warned, canonical
 from harness.journal import read_facts
 from harness.marks import EXIT_CODE, Want, write
 from storage import dcp
@@ -209,7 +210,33 @@ def test_iterable_datasets_resume(tmp_path):
     train(tmp_path / "whole", 1, "--iterable", "--total", 12)
     train(tmp_path / "parts", 2, "--iterable", "--total", 5)
     train(tmp_path / "parts", 1, "--iterable", "--total", 12)
+    contents = [r.contents for r in history(tmp_path / "whole")]
+    assert [r.contents for r in history(tmp_path / "parts")] == contents and len(set(contents)) == 12
+    found = compare(open_store(str(tmp_path / "whole")), open_store(str(tmp_path / "parts")))
+    assert found.proof == "contents" and found.first_other_samples is None
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
+
+
+def test_a_stream_that_forgets_reads_other_rows_and_that_shows(tmp_path):
+    """A sample is lost on load, as with a buffer that no state holds: positions are the same, contents are not."""
+    train(tmp_path / "whole", 1, "--iterable", "--total", 6)
+    train(tmp_path / "parts", 1, "--iterable", "--total", 3)
+    train(tmp_path / "parts", 1, "--iterable", "--forgetful", "--total", 6)
+    found = compare(open_store(str(tmp_path / "whole")), open_store(str(tmp_path / "parts")))
+    assert found.first_other_samples == 4 and not found.same(rtol=1.0)
+
+
+def test_a_stream_that_the_first_version_began_goes_on_without_contents(tmp_path):
+    run = tmp_path / "run"
+    train(run, 1, "--iterable", "--total", 3)
+    store = open_store(str(run))
+    identity = json.loads(store.get("run.json"))
+    assert identity.pop("contents") is True
+    store.put("run.json", canonical(identity))  # as if that had made it
+    for key in store.list("samples/") + store.list("snapshots/"):
+        store.delete(key)
+    train(run, 1, "--iterable", "--total", 3)
+    assert {r.contents for r in history(run)} == {""} and '"contents"' not in store.get(store.list("samples/")[0]).decode()
 
 
 def test_everything_with_a_state_resumes(tmp_path):
@@ -218,6 +245,75 @@ def test_everything_with_a_state_resumes(tmp_path):
     train(tmp_path / "parts", 1, "--ema", "--fp16", "--total", 12, "--out", tmp_path / "parts.json")
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert (tmp_path / "parts.json").read_text() == (tmp_path / "whole.json").read_text()
+
+
+AGAIN = """
+import sys, torch, harness
+reduce, spike, stream = sys.argv[1], int(sys.argv[2]), "stream" in sys.argv
+run = harness.attach(reduce=reduce)
+
+class Counter(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("inside", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
+        self.register_buffer("mask", torch.ones(8))
+    def forward(self, x):
+        self.inside.add_(1)
+        self.replaced = self.replaced + 1
+        return x * self.mask
+
+given = []
+def collate(items):
+    batch = torch.stack([x for x, in items])
+    given.append(batch.data_ptr())
+    return batch
+
+class Rows(torch.utils.data.IterableDataset):
+    at = 0
+    def __iter__(self):
+        while True:
+            self.at += 1
+            yield (torch.full((8,), self.at / 8.0),)
+    def state_dict(self):
+        return {"at": self.at}
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(Counter(), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+data = Rows() if stream else torch.utils.data.TensorDataset(torch.randn(64, 8, generator=torch.Generator().manual_seed(3)))
+seen, again, copied = 0, [], 0
+for step in run.steps(data, total=3, global_batch=8, micro_batch=2, collate_fn=collate):
+    for x in step:
+        seen += len(x)
+        again += [step.number] * (step.attempt > 0)
+        copied += x.data_ptr() not in given
+        loss = model(x).square().mean() * (1e9 if step.number == spike else 1.0)
+        x.add_(1.0)  # what we were given is ours
+        step.backward(loss)
+    step.update(clip_norm=1.0)
+weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+counted = [int(model[0].inside), int(model[0].replaced)]
+print("seen", seen, "again", again, "counted", *counted, "copied", copied, weights.double().sum().item())
+"""
+
+
+@pytest.mark.parametrize("stream", [[], ["stream"]])
+@pytest.mark.parametrize(("reduce", "spike", "again"), [("fast", 2, []), ("exact", 0, []), ("exact", 2, [2]), ("exact32", 0, [1])])
+def test_a_step_is_done_again_only_if_it_must_and_says_so(tmp_path, reduce, spike, again, stream):
+    """What the body was given, what buffers count, and what is copied; the first version did every first step twice."""
+    script = tmp_path / "script.py"
+    script.write_text(AGAIN)
+    ended = train("", 1, reduce, spike, *stream, script=script)
+    told = [line for line in ended.output.splitlines() if line.startswith("seen ")]
+    repeats = [step for step in again for _ in range(4)]  # micro-batches
+    assert told[0].startswith(f"seen {24 + 2 * len(repeats)} again {repeats} counted 12 12 copied 0 "), ended.output
+    if reduce != "fast":
+        fast = train("", 1, "fast", spike, *stream, script=script)
+        ours, theirs = (float(e.output.split()[-1]) for e in (ended, fast))
+        assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 OWN = """

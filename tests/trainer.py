@@ -51,7 +51,7 @@ class Endless(torch.utils.data.IterableDataset):
         return {"next": self.next}
 
     def load_state_dict(self, state):
-        self.next = state["next"]
+        self.next = state["next"] + a.forgetful
 
 
 class Ema:
@@ -85,6 +85,7 @@ p.add_argument("--spike-at", type=int, default=0, help="the loss of this step is
 p.add_argument("--workers", type=int, default=0)
 p.add_argument("--sleep-s", type=float, default=0.0)
 p.add_argument("--iterable", action="store_true")
+p.add_argument("--forgetful", action="store_true", help="the stream loses a sample when it is loaded")
 p.add_argument("--augment", action="store_true")
 p.add_argument("--unseeded", action="store_true", help="the dataset draws from a generator of its own")
 p.add_argument("--norm", action="store_true", help="with BatchNorm")
