@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.parallel import BUCKET_BYTES, Replicated, Sharded, is_sharded
+from harness.parallel import BUCKET_BYTES, Replicated, Sharded, is_sharded, needs
 from harness.world import BadInput, HarnessError
 
 WORDS = {"exact": 64, "exact32": 32}  # bits on the wire of each value of attach(reduce=...)
@@ -560,6 +560,16 @@ class _Group:
     work: Any = None
 
 
+def _param_groups(module: Any) -> list[Any]:
+    """What FSDP2 gathers together; no public name gives gradients before they are exchanged."""
+    needs(module, "reduce='exact' with fsdp2", "_get_fsdp_state")
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    needs(state, "reduce='exact' with fsdp2", "_fsdp_param_group")  # before torch 2.12: one, or None
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
 class ExactSharded(Sharded):
     """FSDP2 without its gradient exchange: whole gradients of a block become integers when its backward ends, and are let go.
 
@@ -577,7 +587,7 @@ class ExactSharded(Sharded):
         self._groups: list[_Group] = []
         index = {id(p): i for i, p in enumerate(self.parameters)}
         for module in self._modules:
-            for param_group in module._get_fsdp_state()._fsdp_param_groups:  # no public name gives gradients before they are exchanged
+            for param_group in _param_groups(module):
                 self._watch(param_group, index)
         known = {i for group in self._groups for i in group.members}
         if len(known) != len(self.parameters):
@@ -585,6 +595,7 @@ class ExactSharded(Sharded):
         self._root.set_requires_gradient_sync(False)
 
     def _watch(self, param_group: Any, index: dict[int, int]) -> None:
+        needs(param_group, "reduce='exact' with fsdp2", "fsdp_params", "_reduce_scatter_process_group", "post_backward")
         handles = [h for h in param_group.fsdp_params if id(h.sharded_param) in index]
         for handle in handles:
             if handle.fsdp_placement.dim != 0 or handle.sharded_param.device_mesh.ndim != 1:

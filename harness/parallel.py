@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from harness.world import BadInput
+
 BUCKET_BYTES = 25 << 20
 
 
@@ -165,6 +167,7 @@ class Sharded:
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self._root = self._modules[0]
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        needs(FSDPModule, "harness.fsdp2", "set_gradient_divide_factor", "set_force_sum_reduction_for_comms")
         for module in self._modules:
             module.set_gradient_divide_factor(1.0)  # a sum, not a mean over ranks
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
@@ -207,6 +210,16 @@ class Sharded:
     def share_found_inf(self, scaler: Any, optimizer: Any) -> None:
         for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
+
+
+def needs(thing: object, what: str, *names: str) -> None:
+    """Raises BadInput if this torch's FSDP2 has other names than those that are used here: the setters came with 2.8, and what has no
+    public name (exact sums reach into FSDP2) may change with any version."""
+    if missing := [name for name in names if not hasattr(thing, name)]:
+        raise BadInput(
+            f"{what} wants an FSDP2 with {', '.join(missing)}; torch {torch.__version__} has none. Use torch 2.13 (2.8 or newer may do), "
+            "or leave harness.fsdp2 out: plain data parallelism needs torch 2.6"
+        )
 
 
 def is_sharded(model: nn.Module) -> bool:
