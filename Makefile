@@ -21,6 +21,7 @@ LAB ?= /var/tmp/harness-lab
 .PHONY: install train launch jobs-launch plan down doctor lab lab-short test check lint types sim walk drill campaign soak clean
 install: $(STAMP)
 $(STAMP): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned environment wants Python 3.11 or newer, this is " + sys.version + "; make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt

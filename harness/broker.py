@@ -228,11 +228,12 @@ class Calls:
 
 
 def told(error: BaseException) -> dict[str, Any]:
-    """An exception as JSON. A failed fail-over says what each place answered."""
+    """An exception as JSON. A failed fail-over says what each place answered; a request that failed, what was asked (`url`)."""
     history = [*getattr(error, "failover_history", ()), *getattr(error, "reasons", ())]
     return {
         "type": type(error).__name__,
         "message": plain(error),
+        "url": str(getattr(getattr(error, "request", None), "url", None) or ""),
         "history": [{"type": type(e).__name__, "message": plain(e)} for e in history],
     }
 

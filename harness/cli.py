@@ -28,6 +28,7 @@ from rich.text import Text
 
 from harness.config import Bounds, Parser, add_flags, build, flag, positional
 from harness.orders import SNAPSHOT, STOP_KEY, StopOrder, ask_to_stop, stop_order
+from harness.progress import FACTOR, Limits
 from harness.world import BadInput, CloudUnavailable, Fenced, HarnessError
 from storage.objects import RETRY_WITHIN_S, NotFound, ObjectStore, StoreError, normalize, open_store
 from storage.text import Console, plain
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from harness.beats import Beat
     from harness.book import Book
     from harness.local import LocalCloud
-    from harness.progress import Limits
     from harness.recovery import RunSpec
     from harness.skypilot import Broker, SkyPilotCloud
     from harness.tasks import Task
@@ -489,6 +489,19 @@ def _print_tail(store: ObjectStore, console: Console) -> None:
 
 # ---- run (the agent) --------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
+class Pace:
+    """How often an agent speaks to its store, and how long another one may be silent."""
+
+    beat_s: float
+    dead_s: float
+    control_s: float
+
+
+FOLDER, BUCKET = Pace(1.0, 5.0, 0.3), Pace(2.0, 10.0, 5.0)
+USUAL = Limits()
+
+
+@dataclass(frozen=True)
 class RunFlags:
     script: tuple[str, ...] = positional("-- script.py and its arguments, or -- -m module", nargs="*")
     run: str = flag("", "URL of the run; default: HARNESS_RUN")
@@ -513,11 +526,13 @@ class RunFlags:
     disk_tier_dir: str = flag("", "where; default: the node's scratch folder")
     peer_tier: str = flag("off", "memory, disk: nodes keep a copy of a neighbour's share there, and read from each other before the bucket",
                           choices=["off", "memory", "disk"])  # fmt: skip
-    hang_after_s: float = flag(0.0, "a worker without a sign of life for so long is hung; 0: ten times its slowest step, at least 300 s")
-    stuck_after_s: float = flag(0.0, "the same for start-up, resuming and saving; 0: 1800 s and 900 s")
+    hang_after_s: float = flag(
+        0.0, f"a worker without a sign of life for so long is hung; 0: {FACTOR:g} times its slowest step, at least {USUAL.floor_s:g} s"
+    )
+    stuck_after_s: float = flag(0.0, f"the same for start-up and resuming, and for saving; 0: {USUAL.start_s:g} s and {USUAL.save_s:g} s")
     gpu_health: str = flag("auto", "auto (NVML, where there is a driver), off, or the file that drives a fake one")
-    beat_s: float = flag(0.0, "how often this node says that it lives; 0: 1 s for a folder, 2 s for a bucket")
-    dead_s: float = flag(0.0, "silence of a node that means its death; 0: 5 s for a folder, 10 s for a bucket")
+    beat_s: float = flag(0.0, f"how often this node says that it lives; 0: {FOLDER.beat_s:g} s (folder), {BUCKET.beat_s:g} s (bucket)")
+    dead_s: float = flag(0.0, f"silence of a node that means its death; 0: {FOLDER.dead_s:g} s (folder), {BUCKET.dead_s:g} s (bucket)")
     allow_rewind: bool = flag(False, "go on though committed steps must be done again (HARNESS_ALLOW_REWIND)")
     leaderless_hours: float = flag(24.0, "a controller that led this run has been silent for so long: drain; 0: train on")
     addr: str = flag("", "this node's address as the other nodes see it; default: from SkyPilot, else loopback")
@@ -557,7 +572,7 @@ def run(flags: RunFlags) -> int:
         except ValueError as e:
             raise BadInput(f"HARNESS_REPLICA_CAP_USD: {e}") from None
     node_dir = Path(env.get("HARNESS_NODE_DIR") or f"/tmp/harness-{os.getpid()}")
-    nearby = normalize(url).startswith("file://")
+    pace = FOLDER if normalize(url).startswith("file://") else BUCKET
     sources = detect(dict(env), asked=flags.notices, speaks_for_all=flags.notice_ack == "all")
     sources += [LimitSource("limit", moment(flags.leave_at))] if flags.leave_at else []
     sources += [LimitSource("limit", time.time() + duration(flags.leave_after))] if flags.leave_after else []
@@ -584,9 +599,9 @@ def run(flags: RunFlags) -> int:
         nearby=NearbyConfig(
             disk_nbytes=int(flags.disk_tier_gib * 2**30), disk_root=flags.disk_tier_dir or str(node_dir / "disk-tier"), peer=flags.peer_tier
         ).checked(),
-        beat_s=flags.beat_s or (1.0 if nearby else 2.0),
-        dead_s=flags.dead_s or (5.0 if nearby else 10.0),
-        control_s=0.3 if nearby else 5.0,
+        beat_s=flags.beat_s or pace.beat_s,
+        dead_s=flags.dead_s or pace.dead_s,
+        control_s=pace.control_s,
         hang=_hang_limits(flags.hang_after_s, flags.stuck_after_s),
         gpu_health=flags.gpu_health,
         leaderless_s=flags.leaderless_hours * 3600,
@@ -596,8 +611,6 @@ def run(flags: RunFlags) -> int:
 
 
 def _hang_limits(hang_after_s: float, stuck_after_s: float) -> Limits:
-    from harness.progress import Limits
-
     usual = Limits(hang_after_s or None)
     return replace(usual, start_s=stuck_after_s, save_s=stuck_after_s) if stuck_after_s else usual
 

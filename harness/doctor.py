@@ -7,11 +7,9 @@ Knows what SkyPilot, buckets and clouds are asked with; decides nothing. Nothing
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import json
-import netrc
 import shlex
 import shutil
 import subprocess
@@ -27,6 +25,7 @@ from rich.text import Text
 
 from harness.skypilot import Sky, SkyError, SkyPilotCloud
 from harness.tasks import Task
+from harness.trackers import wandb_key, wandb_online
 from harness.world import BadInput, CloudUnavailable, Offer
 from storage.objects import ObjectStore, StoreError
 from storage.text import plain
@@ -118,7 +117,9 @@ def offers(sky: Sky, task: Task) -> tuple[Finding, Sequence[Offer]]:
     try:
         cloud = SkyPilotCloud(task, "doctor", sky)
         found = cloud.offers()
-    except (BadInput, CloudUnavailable, SkyError) as e:
+    except CloudUnavailable as e:
+        return Finding("offers", FAIL, str(e), "try again when that is mended"), ()
+    except (BadInput, SkyError) as e:
         return Finding("offers", FAIL, str(e), "loosen `resources`, or enable more clouds: sky check -v"), ()
     best, places = found[0], {o.place for o in found}
     left = f"; {len(cloud.no_market)} without a spot market left out" if cloud.no_market else ""
@@ -184,21 +185,28 @@ def bucket(url: str, open_at: Callable[[str], ObjectStore], token: str) -> Findi
 
 
 def tracker(task: Task | None, env: Mapping[str, str], home: Path) -> Finding:
-    """Only its presence is looked at; the key itself is neither sent nor shown."""
+    """What will be published where. Of a key only its presence is looked at; it is neither sent nor shown."""
     wants = [t.strip() for t in (task.envs.get("TRACKERS", "") if task else "wandb").split(",") if t.strip()]
     if "wandb" not in wants:
         return Finding("tracker", OK, f"{', '.join(wants) or 'none'} (needs no key)")
-    if task and task.secrets.get("WANDB_API_KEY"):
-        return Finding("tracker", OK, "wandb: the key is in the task's secrets")
-    mode = (task.envs.get("WANDB_MODE") if task else None) or env.get("WANDB_MODE", "online")
-    here = bool(env.get("WANDB_API_KEY"))
-    with contextlib.suppress(OSError, netrc.NetrcParseError):
-        here = here or netrc.netrc(str(home / ".netrc")).authenticators("api.wandb.ai") is not None
+    here = wandb_key(env, home)
+    key = task.secrets.get("WANDB_API_KEY", "") if task else here  # of this shell, nodes in a cloud see nothing
+    mode = (task.envs if task else env).get("WANDB_MODE") or ""
+    whose = "in the task's secrets" if task else "here"
+    later = "offline: what is committed is kept in the bucket, for `wandb sync` later"
+    if wandb_online(key, mode):
+        return Finding("tracker", OK, f"wandb: online, a key is {whose}")
+    if key:
+        return Finding("tracker", WARN, f"wandb: {later}; a key is {whose}, but WANDB_MODE is {mode}", "leave WANDB_MODE out to go online")
+    if mode == "online":
+        remedy = "--secret WANDB_API_KEY" if task else "wandb login"
+        return Finding("tracker", FAIL, "wandb: WANDB_MODE is online, but there is no key: nothing will be published", remedy)
+    if mode:
+        return Finding("tracker", OK, f"wandb: {later} (WANDB_MODE is {mode})")
     if here:
-        return Finding("tracker", OK, "wandb: a key is here; nodes get it with --secret WANDB_API_KEY")
-    if mode == "offline":
-        return Finding("tracker", OK, "wandb: offline, needs no key (`wandb sync` later)")
-    return Finding("tracker", WARN, "wandb: no key", "wandb login, then --secret WANDB_API_KEY; or --env WANDB_MODE=offline")
+        return Finding("tracker", WARN, f"wandb: {later}; a key is here, but nodes have none", "--secret WANDB_API_KEY gives it to them")
+    remedy = "wandb login, then --secret WANDB_API_KEY; or --env WANDB_MODE=offline"
+    return Finding("tracker", WARN, f"wandb: {later}; there is no key", remedy)
 
 
 GPU_PROBE = """

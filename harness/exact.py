@@ -47,7 +47,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.parallel import BUCKET_BYTES, Replicated, Sharded, fsdp_groups, is_sharded
+from harness.parallel import BUCKET_BYTES, Replicated, Sharded, fsdp_groups, is_sharded, needs
 from harness.world import BadInput, HarnessError
 
 WORDS = {"exact": 64, "exact32": 32}  # bits on the wire of each value of attach(reduce=...)
@@ -593,6 +593,7 @@ class ExactSharded(Sharded):
             root.set_requires_gradient_sync(False)
 
     def _watch(self, param_group: Any, index: dict[int, int]) -> None:
+        needs(param_group, "reduce='exact' with fsdp2", "fsdp_params", "_reduce_scatter_process_group", "post_backward")
         handles = [h for h in param_group.fsdp_params if id(h.sharded_param) in index]
         for handle in handles:
             if handle.fsdp_placement.dim != 0:

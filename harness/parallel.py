@@ -173,6 +173,7 @@ class Sharded:
         inside = {id(child) for m in self._modules for child in m.modules() if child is not m}  # type: ignore[attr-defined]
         self._roots = [m for m in self._modules if id(m) not in inside]
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        needs(FSDPModule, "harness.fsdp2", "set_gradient_divide_factor", "set_force_sum_reduction_for_comms")
         for module in self._modules:
             module.set_gradient_divide_factor(1.0)  # a sum, not a mean over ranks
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
@@ -219,6 +220,16 @@ class Sharded:
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
 
 
+def needs(thing: object, what: str, *names: str) -> None:
+    """Raises BadInput if this torch's FSDP2 has other names than those that are used here: the setters came with 2.8, and what has no
+    public name (exact sums reach into FSDP2) may change with any version."""
+    if missing := [name for name in names if not hasattr(thing, name)]:
+        raise BadInput(
+            f"{what} wants an FSDP2 with {', '.join(missing)}; torch {torch.__version__} has none. Use torch 2.13 (2.8 or newer may do), "
+            "or leave harness.fsdp2 out: plain data parallelism needs torch 2.6"
+        )
+
+
 def is_sharded(model: nn.Module) -> bool:
     from torch.distributed.tensor import DTensor
 
@@ -229,17 +240,19 @@ def fsdp_groups(model: nn.Module) -> list[Any]:
     """What FSDP2 gathers and shards together. No public name gives it. Raises BadInput if this torch has it elsewhere."""
     from torch.distributed.fsdp import FSDPModule
 
+    what = "a sharded model"
     found: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before it was one, or none
+            needs(module, what, "_get_fsdp_state")
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12; before it was one, or none
             if groups is None:
-                one = getattr(state, "_fsdp_param_group", None)
-                groups = [] if one is None else [one]
+                needs(state, what, "_fsdp_param_group")
+                groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
             found |= {id(group): group for group in groups}
-    if not all(hasattr(group, "fsdp_params") for group in found.values()):
-        raise BadInput(f"torch {torch.__version__} keeps what fully_shard made where this code does not find it; use torch 2.13")
+    for group in found.values():
+        needs(group, what, "fsdp_params")
     return list(found.values())
 
 

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -68,6 +69,7 @@ BAD_INPUT_TYPES = {
     "PermissionDeniedError", "ResourcesMismatchError", "KubernetesValidationError", "ProvisionPrechecksError", "ProvisionUnsupportedError",
     "VolumeNotFoundError", "APIVersionMismatchError", "GitError", "FileNotFoundError", "ClusterOwnerIdentityMismatchError",
 }  # fmt: skip
+CATALOG = "/skypilot-catalog/"  # in the addresses from which SkyPilot downloads what clouds offer; the API server has no part in that
 SERVER_TYPES = {"ApiServerConnectionError", "ServerTemporarilyUnavailableError", "ConnectionError", "ConnectTimeout", "ReadTimeout"}
 
 
@@ -142,6 +144,10 @@ class Broker:
             raise CloudUnavailable(f"SkyPilot did not answer `{method}` within {timeout_s:g} s; see {self._log}") from None
         if error := answer.get("error"):
             raised = SkyError(error["type"], error["message"], [(h["type"], h["message"]) for h in error["history"]])
+            if CATALOG in error.get("url", ""):
+                host = urllib.parse.urlsplit(error["url"]).hostname
+                hint = f"is there a way from here to {host}, or a proxy to name (HTTPS_PROXY)? See {self._log}"
+                raise CloudUnavailable(f"SkyPilot's catalog of prices cannot be downloaded ({raised.type}): {hint}") from raised
             if raised.type in SERVER_TYPES:
                 raise CloudUnavailable(f"SkyPilot's API server does not answer ({raised.message}); try `sky api status`") from raised
             raise raised

@@ -27,6 +27,7 @@ import http.client
 import importlib.util
 import json
 import logging
+import netrc
 import os
 import pkgutil
 import re
@@ -37,6 +38,7 @@ import tempfile
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,6 +71,7 @@ MAX_PAUSE_S = 600.0
 CLAIM_S = 300.0  # how long a publisher that acts outside of the bucket may be silent before another takes over
 FINISH_S = 40.0  # to publish what is left when told to stop
 WANDB_TIMEOUT_S = 20.0  # to reach W&B at start
+WANDB_URL = "https://api.wandb.ai"
 
 
 @dataclass(frozen=True)
@@ -250,14 +253,35 @@ def _one(name: str, environ: Mapping[str, str]) -> Tracker:
     raise BadInput(f"tracker {name!r} is not known; wanted wandb, tensorboard, jsonl or package.module:function")
 
 
+def wandb_key(environ: Mapping[str, str], home: Path | None = None) -> str:
+    """The key that W&B would find: the variable's, else that of `wandb login`, which is in .netrc. Empty: there is none."""
+    if environ.get("WANDB_API_KEY"):
+        return environ["WANDB_API_KEY"]
+    home = home or Path(environ.get("HOME") or Path.home())
+    host = urllib.parse.urlsplit(environ.get("WANDB_BASE_URL") or WANDB_URL).hostname or ""
+    for path in (Path(environ["NETRC"]),) if environ.get("NETRC") else (home / ".netrc", home / "_netrc"):
+        with contextlib.suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
+            if found := netrc.netrc(str(path)).authenticators(host):
+                return found[2] or ""
+    return ""
+
+
+def wandb_online(key: str, mode: str) -> bool:
+    """A key alone is enough; WANDB_MODE may say otherwise."""
+    return bool(key) and mode not in ("offline", "disabled", "dryrun")
+
+
 def _wandb(environ: Mapping[str, str]) -> Wandb:
     try:
         import wandb
     except ImportError as e:
         raise BadInput(f"tracker wandb: package wandb cannot be imported ({e}); `pip install wandb`, or leave the tracker out") from e
-    online = bool(environ.get("WANDB_API_KEY")) and environ.get("WANDB_MODE", "online") not in ("offline", "disabled", "dryrun")
+    key, mode = wandb_key(environ), environ.get("WANDB_MODE") or ""
+    if mode == "online" and not key:
+        raise BadInput("tracker wandb: WANDB_MODE is online, but there is no key; set WANDB_API_KEY, or leave WANDB_MODE out")
+    online = wandb_online(key, mode)
     if online:
-        _check_key(environ["WANDB_API_KEY"], environ.get("WANDB_BASE_URL") or "https://api.wandb.ai")
+        _check_key(key, environ.get("WANDB_BASE_URL") or WANDB_URL)
     return Wandb(wandb, online, environ.get("WANDB_PROJECT") or "spotharness", environ.get("WANDB_ENTITY") or None)
 
 
@@ -539,8 +563,9 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     parser = argparse.ArgumentParser(prog="python -m harness.trackers", description="Publish a run's committed steps.")
     parser.add_argument("url", help="URL of the run")
     parser.add_argument("--trackers", default="wandb", help="wandb, tensorboard, jsonl or package.module:function, comma-separated")
-    parser.add_argument("--min-batch-s", type=float, default=MIN_BATCH_S, help="least seconds between two batches")
-    parser.add_argument("--finish-s", type=float, default=FINISH_S, help="seconds to publish what is left after SIGTERM")
+    parser.add_argument("--min-batch-s", type=float, default=MIN_BATCH_S, help="least seconds between two batches (default: %(default)s)")
+    left = "seconds to publish what is left after SIGTERM (default: %(default)s)"
+    parser.add_argument("--finish-s", type=float, default=FINISH_S, help=left)
     parser.add_argument("--collect", metavar="FOLDER", help="download what was published into FOLDER, and end")
     flags = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s trackers: %(message)s", stream=sys.stderr)
@@ -554,6 +579,8 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     except BadInput as e:
         print(f"harness: {e}", file=sys.stderr)
         return 2
+    for name in [n for n, value in os.environ.items() if n.startswith("WANDB_") and not value]:
+        del os.environ[name]  # a task's "not set"; to wandb it is a value, and a wrong one
     os.environ.pop("WANDB_SERVICE", None)  # a wandb process that we do not own would not end with our teardown()
     stop = threading.Event()
 

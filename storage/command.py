@@ -79,7 +79,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     step(one)
     one.add_argument("--json", action="store_true", help="as JSON")
     one = command("prune", "Delete old snapshots, parts that nobody committed, and uploads that nobody finished.")
-    one.add_argument("--keep-last", type=int, default=3, help="so many stay (default: 3)")
+    one.add_argument("--keep-last", type=int, default=3, help="so many stay (default: %(default)s)")
     one.add_argument("--keep-every", type=int, default=0, metavar="STEPS", help="and the first in every so many steps (default: none)")
     one.add_argument(
         "--keep-best", default="", metavar="NAME:min|max", help="and the best by a metric, for example loss:min (default: none)"
@@ -93,7 +93,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     step(one)
     one.add_argument("--dtype", choices=sorted(FLOATS), default="", help="of floating-point tensors (default: as saved)")
     one.add_argument("--prefix", default=PREFIX, help=f"which tensors; it is taken off their names (default: {PREFIX})")
-    one.add_argument("--shard-gb", type=float, default=SHARD_NBYTES / 1e9, help="largest file, in GB (default: 5)")
+    one.add_argument("--shard-gb", type=float, default=SHARD_NBYTES / 1e9, help=f"largest file, in GB (default: {SHARD_NBYTES / 1e9:g})")
     one.add_argument("--keep-tied", action="store_true", help="store tied weights as often as they have names")
     one.add_argument("--config", default="", help="a config.json to put beside them")
     one = command("copy", "Copy committed snapshots to another URL, verified; go on where a broken-off copy stopped.")

@@ -13,6 +13,7 @@ from harness import cli, doctor
 from harness.doctor import FAIL, OK, WARN
 from harness.skypilot import SkyError
 from harness.tasks import load
+from harness.trackers import wandb_key, wandb_online
 from harness.world import CloudUnavailable
 from storage.objects import MemoryStore, StoreError, open_store
 
@@ -60,7 +61,7 @@ def examine(task=None, url="", sky=None, store=None, env=None, home=None, ask=no
 def test_all_is_well(task):
     store = MemoryStore("memory://doctor", {})
     found = examine(task, "memory://doctor", store=store, env={"WANDB_API_KEY": "hidden"})
-    assert [f.state for f in found.values() if f.what in ("API server", "clouds", "offers", "bucket", "tracker")] == [OK] * 5
+    assert [f.state for f in found.values() if f.what in ("API server", "clouds", "offers", "bucket")] == [OK] * 4
     assert found["offers"].found.startswith("2 in 2 places, from 10 USD/h (aws/us-east-1")
     assert store.list("") == []  # nothing is left behind
     assert "hidden" not in doctor.to_json(list(found.values()))
@@ -133,23 +134,32 @@ def test_buckets_that_will_not_do(store, says, remedy):
         ({"TRACKERS": ""}, {}, OK, "needs no key"),
         ({"TRACKERS": "tensorboard"}, {}, OK, "tensorboard"),
         ({"TRACKERS": "wandb", "WANDB_MODE": "offline"}, {}, OK, "offline"),
-        ({"TRACKERS": "wandb"}, {"WANDB_MODE": "offline"}, OK, "offline"),
-        ({"TRACKERS": "wandb"}, {"WANDB_API_KEY": "k"}, OK, "--secret WANDB_API_KEY"),
+        ({"TRACKERS": "wandb"}, {"WANDB_MODE": "offline"}, WARN, "offline"),  # for want of a key, not for this variable
+        ({"TRACKERS": "wandb"}, {"WANDB_API_KEY": "k"}, WARN, "offline: what is committed is kept in the bucket"),
         ({"TRACKERS": "wandb"}, {}, WARN, "no key"),
+        ({"TRACKERS": "wandb", "SECRET": "k"}, {}, OK, "online, a key is in the task's secrets"),
+        ({"TRACKERS": "wandb", "SECRET": "k", "WANDB_MODE": "offline"}, {}, WARN, "offline"),
+        ({"TRACKERS": "wandb", "WANDB_MODE": "online"}, {"WANDB_API_KEY": "k"}, FAIL, "nothing will be published"),
+        ({"TRACKERS": "wandb", "SECRET": "k", "WANDB_MODE": "online"}, {}, OK, "online"),
     ],
 )
-def test_the_trackers_key(tmp_path, envs, env, state, says):
+def test_what_will_be_published(tmp_path, envs, env, state, says):
+    """What doctor says is what the tracker of a node with this task's envs and secrets does."""
     path = tmp_path / "t.yaml"
     path.write_text("run: x\n")
-    found = doctor.tracker(load(path, envs, use_skypilot=False), env, tmp_path)
-    assert (found.state, says in found.found) == (state, True)
+    secrets = {"WANDB_API_KEY": envs["SECRET"]} if "SECRET" in envs else {}
+    task = load(path, {k: v for k, v in envs.items() if k != "SECRET"}, secrets, use_skypilot=False)
+    found = doctor.tracker(task, env, tmp_path)
+    assert (found.state, says in found.found) == (state, True), found
+    key, mode = wandb_key({**task.envs, **task.secrets}, tmp_path), task.envs.get("WANDB_MODE", "")
+    assert wandb_online(key, mode) == ("wandb: online" in found.found)
 
 
 def test_a_key_from_wandb_login_is_seen(tmp_path):
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
     (tmp_path / ".netrc").chmod(0o600)
     found = doctor.tracker(None, {}, tmp_path)
-    assert found.state == OK and "password" not in found.found
+    assert (found.state, found.found) == (OK, "wandb: online, a key is here")
 
 
 def program(tmp_path, name, script):

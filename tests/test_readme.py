@@ -4,7 +4,11 @@ import difflib
 import re
 from pathlib import Path
 
-from harness.cli import COMMANDS, parser
+import tomllib
+from fsspec.registry import known_implementations
+
+from harness.cli import BUCKET, COMMANDS, FOLDER, parser
+from harness.progress import Limits
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -40,3 +44,33 @@ def test_the_diff_on_the_first_screen_is_the_true_one():
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
         assert (ROOT / target).exists(), target
+
+
+# ---- what the package's own files say ----------------------------------------------------------------------------
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_a_gpu_node_can_read_data_from_s3():
+    """`--data s3://...` of the examples goes through fsspec, which names the package that it wants."""
+    assert known_implementations["s3"]["class"].startswith("s3fs.")
+    names = {re.split(r"[<>=\[]", one)[0] for one in PYPROJECT["project"]["optional-dependencies"]["worker"]}
+    assert {"s3fs", "torch", "obstore"} <= names
+    pinned = {line.split("==")[0] for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line}
+    assert {"s3fs", "aiobotocore", "botocore", "fsspec"} <= pinned  # together, or pip cannot keep the pins
+
+
+def test_versions_of_python_are_said_once():
+    assert PYPROJECT["project"]["requires-python"] == ">=3.10"
+    assert "Python 3.11 or newer for the pinned environment, the package itself runs on 3.10" in README
+    assert PYPROJECT["tool"]["ruff"]["target-version"] == "py310"  # which finds what 3.10 cannot read
+
+
+def test_help_says_what_the_code_does():
+    """Figures in help texts are those of the code."""
+    _, subs = parser()
+    said = {option: action.help for action in subs["run"]._actions for option in action.option_strings}
+    for name in ("beat_s", "dead_s"):
+        folder, bucket = getattr(FOLDER, name), getattr(BUCKET, name)
+        assert f"0: {folder:g} s (folder), {bucket:g} s (bucket)" in said["--" + name.replace("_", "-")]
+    assert f"at least {Limits().floor_s:g} s" in said["--hang-after-s"]
+    assert f"0: {Limits().start_s:g} s and {Limits().save_s:g} s" in said["--stuck-after-s"]

@@ -480,6 +480,7 @@ class Calls:
     def fail(self): raise ValueError("\\x1b[31mred\\x1b[0m words")
     def sleep(self, seconds): time.sleep(seconds)
     def die(self): os._exit(3)
+    def get(self, url): import requests; requests.get(url, timeout=10)
 
 answers = os.fdopen(os.dup(1), "w"); os.dup2(2, 1)
 serve(Calls(), sys.stdin, answers)
@@ -506,6 +507,14 @@ def test_the_process_answers_errors_and_noise(broker):
     assert broker("add", 60.0, a=2, b=3) == 5
     with pytest.raises(SkyError, match=r"^ValueError: red words$"):
         broker("fail", 60.0)
+
+
+def test_without_a_network_the_catalog_is_blamed_and_not_the_api_server(broker):
+    with pytest.raises(CloudUnavailable, match=r"catalog of prices cannot be downloaded \(Connection.*127\.0\.0\.1.*HTTPS_PROXY") as told:
+        broker("get", 60.0, url="http://127.0.0.1:9/skypilot-org/skypilot-catalog/master/catalogs/v8/common/accelerators.csv")
+    assert "API server" not in str(told.value)
+    with pytest.raises(CloudUnavailable, match="API server does not answer"):
+        broker("get", 60.0, url="http://127.0.0.1:9/api/health")
 
 
 def test_a_process_that_dies_is_replaced(broker):

@@ -171,3 +171,13 @@ def test_train_yaml_run_section_starts_the_agent(tmp_path):
     env = {**task.envs, **task.secrets, "PATH": f"{tmp_path}:/usr/bin:/bin"}
     out = subprocess.run(["bash", "-c", task.run], cwd=tmp_path, env=env, check=True, timeout=10, capture_output=True, text=True)
     assert out.stdout.startswith("unset run --run s3://b/runs/x --trackers wandb -- examples/pretrain.py --steps 7")
+
+
+@pytest.mark.parametrize("name", ["train.yaml", "train_gang.yaml"])
+def test_a_wandb_key_alone_means_online(tmp_path, name):
+    task = load(TRAIN.with_name(name), {"RUN": "s3://b/runs/x"}, {"WANDB_API_KEY": "k"}, use_skypilot=False)
+    (tmp_path / "harness").write_text('#!/bin/bash\necho "${WANDB_API_KEY-unset} ${WANDB_MODE-unset}"\n')
+    (tmp_path / "harness").chmod(0o755)
+    env = {**task.envs, **task.secrets, "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    out = subprocess.run(["bash", "-c", task.run], cwd=tmp_path, env=env, check=True, timeout=10, capture_output=True, text=True)
+    assert out.stdout.split() == ["k", "unset"]

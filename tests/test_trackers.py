@@ -369,6 +369,11 @@ def test_key_is_checked_before_anything_starts(tmp_path):
         assert tracker.outside
         with pytest.raises(BadInput, match="does not know the WANDB_API_KEY"):
             build("wandb", {**env, "WANDB_API_KEY": "bad"})
+        (tmp_path / ".netrc").write_text("machine 127.0.0.1 login user password good\n")  # as `wandb login` writes it
+        (tracker,) = build("wandb", {**env, "HOME": str(tmp_path), "WANDB_MODE": ""})
+        assert tracker.online  # a key alone is enough
+        (tracker,) = build("wandb", {**env, "HOME": str(tmp_path), "WANDB_MODE": "offline"})
+        assert not tracker.online
         server.shutdown()
     key = "0123456789abcdef0123456789abcdef01234567"
     process = start(tmp_path.as_uri(), "--trackers", "wandb", env={"WANDB_API_KEY": key, "WANDB_BASE_URL": "http://127.0.0.1:9"})
@@ -376,6 +381,13 @@ def test_key_is_checked_before_anything_starts(tmp_path):
     assert process.returncode == 2
     assert "W&B cannot be reached at http://127.0.0.1:9" in err
     assert key not in out + err
+
+
+def test_online_needs_a_key(tmp_path):
+    with pytest.raises(BadInput, match="WANDB_MODE is online, but there is no key"):
+        build("wandb", {"HOME": str(tmp_path), "WANDB_MODE": "online"})
+    (tracker,) = build("wandb", {"HOME": str(tmp_path), "WANDB_MODE": "", "WANDB_API_KEY": ""})
+    assert not tracker.online
 
 
 class FakeRun:
