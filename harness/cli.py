@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from harness.config import Parser, add_flags, build, flag, positional
+from harness.init import InitFlags, init
 from harness.world import BadInput, Fenced, HarnessError
 from storage.objects import RETRY_WITHIN_S, NotFound, ObjectStore, StoreError, normalize, open_store
 
@@ -821,6 +822,7 @@ def doctor(flags: DoctorFlags) -> int:
 
 # ---- main -------------------------------------------------------------------------------------------------------
 COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
+    "init": (InitFlags, init),
     "launch": (LaunchFlags, launch),
     "run": (RunFlags, run),
     "status": (StatusFlags, status),
