@@ -2,8 +2,8 @@
 
     python tests/pythons.py DIR [VERSION ...]     such as: tests/pythons.py /tmp/pythons 3.10
 
-In DIR each gets a venv with the package as a user installs it, without extras; then the tests run
-that need no torch and no server. Ends with 1 if one fails, or if none of the Pythons is here.
+In DIR each gets a venv with the wheel as users install it, without extras; then the tests run that
+need no torch and no server. Ends with 1 if one fails, or if none of the Pythons is here.
 """
 
 import os
@@ -11,14 +11,17 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from wheels import ROOT, build
+
 PROJECT = (ROOT / "pyproject.toml").read_text()
 NAMED = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PROJECT)
 LIGHT = (
-    "audit", "batch", "epochs", "faults", "lease", "ledger", "manifest", "market", "metadata",
-    "notices", "policies", "recovery", "retention", "tasks",
+    "audit", "batch", "compare", "epochs", "faults", "lease", "ledger", "local", "manifest",
+    "market", "metadata", "notices", "policies", "recovery", "rendezvous", "report", "retention",
+    "staging", "tasks", "upload",
 )  # fmt: skip
 INSTALL_WITHIN_S, TEST_WITHIN_S = 600.0, 900.0
 
@@ -30,12 +33,12 @@ def interpreter(version: str) -> str | None:
     return str(found[-1]) if found else shutil.which(f"python{version}")
 
 
-def check(python: str, venv: Path) -> None:
+def check(python: str, venv: Path, wheel: Path) -> None:
     """Raises CalledProcessError if the package cannot be installed, or a test fails."""
     programs = venv / "bin"
     pip = [programs / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([python, "-m", "venv", "--clear", venv], check=True, timeout=INSTALL_WITHIN_S)
-    wanted = [ROOT, "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6"]
+    wanted = [wheel, "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6"]
     subprocess.run([*pip, *wanted], check=True, timeout=INSTALL_WITHIN_S)
     # Not `python -m pytest`: that would put the tree before what is installed.
     tests = [f"tests/test_{name}.py" for name in LIGHT]
@@ -48,6 +51,9 @@ def main() -> None:
     if len(sys.argv) < 2:
         raise SystemExit(__doc__)
     said = {}
+    folder = Path(sys.argv[1]).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    wheel = build(Path(tempfile.mkdtemp(dir=folder, prefix="wheel-")))
     for version in sys.argv[2:] or NAMED:
         python = interpreter(version)
         if python is None:
@@ -55,7 +61,7 @@ def main() -> None:
             continue
         print(f"Python {version}: {python}", flush=True)
         try:
-            check(python, Path(sys.argv[1]).resolve() / version)
+            check(python, folder / version, wheel)
             said[version] = "ok"
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as e:
             said[version] = f"FAILED: {e}"

@@ -1,7 +1,6 @@
 """The wheel has all that the package needs and works alone; `harness init` makes a run of it.
 
-The wheel is built by setuptools without a network, and unpacked to a folder that stands first on
-the path.
+The wheel is unpacked to a folder that stands first on the path.
 """
 
 import re
@@ -12,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from wheels import ROOT, build, tracked
 
 import harness
 from harness.init import PACKAGE, TEMPLATES, InitFlags, init, requirement
 from harness.tasks import load
 from harness.world import DRAINED, UNFIT, BadInput
 
-ROOT = Path(__file__).parent.parent
 # Imports every module as a base install does. Only torch's absence may stop one.
 IMPORT_ALL = """
 import importlib, sys
@@ -36,29 +35,10 @@ for name in sys.argv[1:]:
 """
 
 
-def tracked(*folders: str) -> set[str]:
-    """The files that belong to the repository, or will with the next commit."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *folders]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
-    return {name for name in done.stdout.splitlines() if (ROOT / name).is_file()}
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel of exactly the repository's files."""
     pytest.importorskip("setuptools", minversion="77")
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    beside = ("tests", "examples", "pyproject.toml", "README.md", "LICENSE")
-    for name in tracked("harness", "storage", *beside):
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / name).write_bytes((ROOT / name).read_bytes())
-    build = f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    [made] = out.glob("*.whl")
-    return made
+    return build(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")

@@ -24,9 +24,10 @@ for path in sys.argv[1:]:
 def newer_than_oldest(folder: Path) -> str:
     """What vermin finds in a folder that the oldest Python does not have; empty: nothing."""
     pytest.importorskip("vermin")
-    command = [sys.executable, "-m", "vermin", "--no-tips", "--violations", f"-t={OLDEST}-", folder]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    return done.stdout if done.returncode else ""
+    program = [sys.executable, "-c", "from vermin.main import main; main()"]
+    options = ["--no-tips", "--violations", f"-t={OLDEST}-"]
+    done = subprocess.run([*program, *options, folder], capture_output=True, text=True, timeout=120)
+    return done.stdout + done.stderr if done.returncode else ""
 
 
 def test_the_files_that_name_versions_agree():
