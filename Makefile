@@ -18,7 +18,7 @@ LAUNCH = $(BIN)/harness launch sky_tasks/train.yaml --cloud local --env STEPS=$(
 TASK ?= sky_tasks/train.yaml
 LAB ?= /var/tmp/harness-lab
 
-.PHONY: install train launch jobs-launch plan down doctor lab lab-short test check lint types sim walk drill campaign soak clean
+.PHONY: install train launch jobs-launch plan down doctor lab lab-short test check lint types pythons sim walk drill campaign soak clean
 install: $(STAMP)
 $(STAMP): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned environment wants Python 3.11 or newer, this is " + sys.version + "; make PYTHON=python3.11 ...")'
@@ -69,6 +69,9 @@ lint: install
 	$(BIN)/ruff check .
 types: install
 	$(BIN)/mypy
+
+pythons: install  ## the package and its light tests under every Python that is here, of those that pyproject.toml names
+	$(BIN)/python tests/pythons.py $(VENV)/pythons
 
 sim: install  ## one seed (SEED=413) or many (SEEDS=1000) of the simulated world
 	$(BIN)/harness simulate $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from harness.config import Bounds, Parser, add_flags, build, flag, positional
+from harness.init import InitFlags, init
 from harness.orders import SNAPSHOT, STOP_KEY, StopOrder, ask_to_stop, stop_order
 from harness.progress import FACTOR, Limits
 from harness.world import BadInput, CloudUnavailable, Fenced, HarnessError
@@ -1098,6 +1099,7 @@ def doctor(flags: DoctorFlags) -> int:
 
 # ---- main -------------------------------------------------------------------------------------------------------
 COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
+    "init": (InitFlags, init),
     "launch": (LaunchFlags, launch),
     "run": (RunFlags, run),
     "status": (StatusFlags, status),

@@ -1,5 +1,6 @@
 """A small world for real SkyPilot on one computer: loopback Slurm clusters, each of which SkyPilot takes for a priced region.
 
+    python tests/lab/lab.py provide                     installs the Debian packages that it needs (as root), and says so
     python tests/lab/lab.py fit                         may this computer have a lab? If not, says why and ends with 1
     python tests/lab/lab.py play DIR                    everything: install, up, scenario.py, jobs.py, down
     python tests/lab/lab.py short DIR                   install, up, scenario.py --short, down (tests/test_lab.py)
@@ -23,14 +24,28 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 USER = "skylab"
-PACKAGES = "slurm-wlm munge openssh-server rsync netcat-openbsd"
 GPU = "H100"
 SKYPILOT = "0.14.1"
 PYTHON = "/usr/bin/python3.11"  # Debian 12's; one that the nodes' user may run, and that SkyPilot's runtime works with
+NEEDS = {  # a program -> the Debian package that has it
+    "slurmctld": "slurm-wlm",
+    "slurmd": "slurm-wlm",
+    "munged": "munge",
+    "/usr/sbin/sshd": "openssh-server",
+    "ssh": "openssh-client",
+    "rsync": "rsync",
+    "nc": "netcat-openbsd",
+    "curl": "curl",
+    "unshare": "util-linux",
+    PYTHON: "python3.11",
+    "/usr/lib/python3.11/ensurepip": "python3.11-venv",
+}
+INSTALL_WITHIN_S = 300.0
 UP_WITHIN_S = 60.0
 SERVER_PORT = 46580  # SkyPilot's own choice
 
@@ -72,13 +87,54 @@ def unfit() -> str:
         return "the lab needs Debian (its Slurm packages)"
     if os.geteuid() != 0:
         return "the lab needs root (namespaces, munge, a user of its own)"
-    missing = [p for p in ("slurmctld", "slurmd", "munged", "rsync", "nc", "/usr/sbin/sshd") if shutil.which(p) is None]
-    if missing:
-        return f"the lab needs {', '.join(missing)}: apt-get install -y --no-install-recommends {PACKAGES}"
-    if not Path(PYTHON).exists():
-        return f"the lab needs {PYTHON} with venv (Debian 12's python3-venv)"
+    if missing := lacking():
+        packages = " ".join(sorted({NEEDS[name] for name in missing}))
+        return f"the lab needs {', '.join(missing)}: apt-get install -y --no-install-recommends {packages}"
     tried = subprocess.run(["unshare", "--mount", "--uts", "true"], capture_output=True, text=True)
     return f"the lab needs namespaces, and may not make them here: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+def lacking(needs: Mapping[str, str] = NEEDS) -> list[str]:
+    """The programs that the lab needs and this computer has not."""
+    return [name for name in needs if not (Path(name).exists() if "/" in name else shutil.which(name))]
+
+
+def provide(needs: Mapping[str, str] = NEEDS, root: Path = Path("/")) -> str:
+    """Install the packages that the lab needs, where this is root's Debian; why that was not done, or empty.
+
+    Their services are not started (the lab starts its own, on loopback): for as long as it takes, a
+    policy-rc.d forbids it.
+    """
+    packages = sorted({needs[name] for name in lacking(needs)})
+    if not packages:
+        return ""
+    if os.geteuid() != 0 or not (root / "etc/debian_version").exists() or shutil.which("apt-get") is None:
+        return "only root on Debian can install packages"
+    print(f"installing for the lab: {' '.join(packages)}", flush=True)
+    policy = root / "usr/sbin/policy-rc.d"
+    ours = not policy.exists()
+    if ours:
+        policy.write_text("#!/bin/sh\nexit 101\n")
+        policy.chmod(0o755)
+    options = ("DPkg::Lock::Timeout=60", "Acquire::Retries=3", "Dpkg::Use-Pty=0")
+    apt = ["apt-get", "-qq", *(word for option in options for word in ("-o", option))]
+    env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    give_up_s = time.monotonic() + INSTALL_WITHIN_S
+    try:
+        for words in (["update"], ["install", "-y", "--no-install-recommends", *packages]):
+            left_s = give_up_s - time.monotonic()
+            done = subprocess.run(
+                [*apt, *words], env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=left_s
+            )
+            if done.returncode:
+                said = (done.stderr or done.stdout).strip().splitlines()
+                return f"apt-get {words[0]} failed: {said[-1] if said else f'status {done.returncode}'}"
+    except subprocess.TimeoutExpired:
+        return f"apt-get took more than {INSTALL_WITHIN_S:.0f} s"
+    finally:
+        if ours:
+            policy.unlink()
+    return ""
 
 
 class Lab:
@@ -441,6 +497,8 @@ def play(lab: Lab, *scripts: str) -> None:
 def main() -> None:
     if sys.argv[1:] == ["fit"]:
         raise SystemExit(unfit() or 0)
+    if sys.argv[1:] == ["provide"]:
+        raise SystemExit(provide() or 0)
     if len(sys.argv) < 3:
         raise SystemExit(__doc__)
     what, lab = sys.argv[1], Lab(sys.argv[2])
