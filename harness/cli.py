@@ -974,8 +974,8 @@ def snapshots(flags: SnapshotsFlags) -> int:
 
 def _notes(store: ObjectStore) -> Notes:
     """What the record knows of snapshots, and what a copy of them needs to be resumed and audited."""
-    from harness.facts import SessionStarted, SnapshotCommitted, SnapshotReplicated
-    from harness.journal import read_facts
+    from harness.facts import SessionStarted, SnapshotCommitted, SnapshotReplicated, Warned
+    from harness.journal import Journal, read_facts
     from harness.uploader import seen_here
     from storage.command import Note, Notes
     from storage.manifest import Ref
@@ -992,7 +992,13 @@ def _notes(store: ObjectStore) -> Notes:
             case SessionStarted() as f if f.resumed_epoch and f.tier != "bucket":
                 ref = Ref(f.resumed_epoch, f.resumed_step)
                 of[ref] = replace(of[ref], restored=f.tier)
-    return Notes(of, [*store.list("run.json"), *store.list("samples/")], seen_here())
+
+    def pardoned(ref: Ref, what: str) -> None:
+        journal = Journal(store, f"person-{secrets.token_hex(6)}", time.time)
+        journal.record(Warned(ref.step, ref.epoch, f"snapshot {ref}: {what}"))
+        journal.flush()
+
+    return Notes(of, [*store.list("run.json"), *store.list("samples/")], seen_here(), pardoned)
 
 
 # ---- simulation -------------------------------------------------------------------------------------------------

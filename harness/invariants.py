@@ -54,7 +54,15 @@ class Changed:
     node: Node
 
 
-Event: TypeAlias = Written | Acted | Changed
+@dataclass(frozen=True)
+class Damaged:
+    """The world itself spoiled a committed snapshot in the bucket."""
+
+    t: float
+    ref: Ref
+
+
+Event: TypeAlias = Written | Acted | Changed | Damaged
 
 
 class Checker(Protocol):
@@ -233,6 +241,43 @@ class NewestCounts:
                 newest = self.newest()
                 if newest is None or newest.step != fact.committed_step or not Snapshots(self.store).load(newest).data["final"]:
                     raise Violation(f"newest counts: done at step {fact.committed_step}, but the newest snapshot is {newest}")
+
+    def at_end(self) -> None: ...
+
+
+@dataclass
+class GreatestStep:
+    """The greatest committed step never falls: what nobody but the world can spoil is never deleted before something as far is there,
+    and no epoch begins more than one snapshot behind it. `store` is the bucket as it is, whatever readers see of it."""
+
+    store: ObjectStore
+    whole: set[Ref] = field(default_factory=set)  # committed, and not spoiled by the world
+
+    def see(self, event: Event) -> None:
+        if isinstance(event, Damaged):
+            self.whole.discard(event.ref)
+            return
+        if not isinstance(event, Written) or not event.key.startswith(("snapshots/manifests/", "rdzv/epochs/")):
+            return
+        there, doomed = Snapshots(self.store).manifests()
+        left, before = self.whole & (there - doomed), max((ref.step for ref in self.whole), default=0)
+        now = max((ref.step for ref in left), default=0)
+        if now < before:
+            raise Violation(f"greatest step: it was {before}, is {now} at {event.t:.1f} s: snapshots of later steps were pruned")
+        self.whole = left
+        if ref := _committed(event):
+            self.whole.add(ref)
+        if event.key.startswith("rdzv/epochs/"):
+            self.begins(event, json.loads(event.data))
+
+    def begins(self, event: Written, epoch: dict[str, object]) -> None:
+        found = Ref.parse(str(epoch["resume"])) if epoch["resume"] else None
+        passed = sorted(ref for ref in self.whole if found is None or ref > found)
+        if len(passed) > 1:
+            raise Violation(
+                f"greatest step: epoch {epoch['epoch']} began with {found} at {event.t:.1f} s, though "
+                f"{', '.join(ref.name for ref in passed)} are committed and whole"
+            )
 
     def at_end(self) -> None: ...
 

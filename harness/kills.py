@@ -371,7 +371,12 @@ def damaged(how: str, seed: int) -> tuple[bool, bool]:
             else:
                 store.put(key, content(Ref(7, 7), 0)[: store.size(key)])
     caught: list[Ref] = []
-    while (newest := snapshots.latest(lambda ref, why: caught.append(ref))) is not None:
+
+    def bad(ref: Ref, why: str) -> None:
+        caught.append(ref)
+        snapshots.quarantine(ref, why)
+
+    while (newest := snapshots.latest(bad)) is not None:
         try:
             if not whole(snapshots, newest):
                 return False, False

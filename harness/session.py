@@ -22,7 +22,6 @@ import math
 import os
 import secrets
 import signal
-import socket
 import statistics
 import sys
 import threading
@@ -79,7 +78,7 @@ from storage import dcp
 from storage.leases import reading
 from storage.manifest import Manifest, Ref
 from storage.objects import MemoryStore, ObjectStore, StoreError, StoreUnavailable, open_store
-from storage.restore import PAUSES_S, Patience, Restore, Rewind
+from storage.restore import PAUSES_S, Looks, Restore, Rewind, this_machine
 from storage.retention import Keep
 from storage.snapshots import Snapshots
 from storage.staging import Beside, Segment, StageFull
@@ -304,7 +303,7 @@ class Session:
         self._control = dist.new_group(backend="gloo") if dist.is_initialized() and self.world > 1 else None
         self._marks = MarkReader(Path(environ["HARNESS_MARK"]) if "HARNESS_MARK" in environ else None)
         self._signalled = Want.NOTHING
-        self._host = environ.get("HARNESS_HOST") or _machine()
+        self._host = environ.get("HARNESS_HOST") or this_machine()
         self._look_again_s = _seconds("HARNESS_LOOK_AGAIN_S", environ.get("HARNESS_LOOK_AGAIN_S", ""), PAUSES_S)
         self._allow_rewind = environ.get("HARNESS_ALLOW_REWIND", "") not in ("", "0")
         self._seen_path = Path(environ["HARNESS_MARK"]).with_name("seen.json") if "HARNESS_MARK" in environ else None
@@ -1207,7 +1206,7 @@ class Session:
         restore = Restore(
             self.snapshots,
             self._host,
-            Patience(reopen, self._pause, self._look_again_s),
+            Looks(reopen, self._pause, self._look_again_s),
             epoch=self.epoch,
             seen=seen,
             must_list=self._surely_there(),
@@ -1238,6 +1237,8 @@ class Session:
             raise StoreUnavailable(silences[0])
         bad = {host: text for host, text, _ in found if text}
         if not bad:
+            if self.rank == 0:
+                restore.done(ref)
             return manifest, False
         refuted, second = False, next((rank for rank, (host, _, _) in enumerate(found) if host not in bad), None)
         if second is not None:  # somebody on another host has read it, or its share of it: it shall read all of it
@@ -1483,13 +1484,6 @@ def _seconds(name: str, text: str, usual: tuple[float, ...]) -> tuple[float, ...
     if not all(0.0 <= each <= 600.0 for each in found):
         raise BadInput(f"{name}={text!r}: wanted seconds between 0 and 600, separated by commas, for example 1,3,8")
     return found
-
-
-def _machine() -> str:
-    """What tells this machine from others, and not one process of it from another."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname()
 
 
 RANK_MARK = "@r"  # between a name and a rank; no keyword has it

@@ -25,16 +25,31 @@ from typing import TypeVar
 
 from harness import invariants
 from harness.facts import Stamped, Unreadable, digest
-from harness.invariants import Acted, Changed, Checker, Event, Violation, Written, record_hash
+from harness.invariants import Acted, Changed, Checker, Damaged, Event, Violation, Written, record_hash
 from harness.journal import Journal, read_facts
 from harness.lease import Lease
 from harness.orders import STOP_KEY, StopOrder
 from harness.policies import cheapest, resolve
 from harness.recovery import Outcome, RunSpec, recover
-from harness.world import DRAINED, FINISHED, LEAVE, STOPPED, CloudUnavailable, Fenced, Node, NodeState, Offer, Policy, World, meeting_place
+from harness.world import (
+    DRAINED,
+    FINISHED,
+    LEAVE,
+    STOPPED,
+    UNFIT,
+    CloudUnavailable,
+    Fenced,
+    Node,
+    NodeState,
+    Offer,
+    Policy,
+    World,
+    meeting_place,
+)
 from storage.faults import Crash, FaultyStore, corrupt
-from storage.manifest import Manifest, Ref, SnapshotCorrupt
+from storage.manifest import Manifest, Ref
 from storage.objects import MemoryStore, NotFound, ObjectStore, Patience, StoreError, StoreRefused, StoreUnavailable
+from storage.restore import Looks, Restore, Rewind
 from storage.retention import Keep
 from storage.snapshots import Snapshots
 
@@ -66,6 +81,9 @@ class Weather:
     rot: float = 0.0  # chance that a committed snapshot is damaged later
     cloud_errors: float = 0.02
     store_errors: float = 0.003
+    flips: float = 0.0  # chance that bytes of a part are damaged on their way to who restores it
+    bad_readers: float = 0.0  # share of nodes on which they always are
+    denials_per_h: float = 0.0  # spells in which the store says 404 of all snapshots, and may list none
     crashes: float = 0.002  # of a controller
     overtakings: float = 0.001  # a controller hangs, and another one takes over
     restart_s: float = 30.0  # at most until somebody starts a dead controller again
@@ -82,6 +100,7 @@ class Weather:
         def sometimes(low: float, high: float) -> float:
             return rng.choice((0.0, 1.0, 1.0)) * rng.uniform(low, high)
 
+        reads = random.Random(repr(rng.getstate()[1][:4]))  # of its own, so that the rest of a world is what it was without
         return cls(
             offers=(*OFFERS[: rng.randint(1, 3)], *([ON_DEMAND] if rng.random() < 0.3 else [])),
             calm_s=rng.uniform(0, 2400),
@@ -95,6 +114,9 @@ class Weather:
             rot=sometimes(0.0, 0.1),
             cloud_errors=sometimes(0.005, 0.1),
             store_errors=sometimes(0.001, 0.01),
+            flips=reads.choice((0.0, 0.02, 0.2)),
+            bad_readers=reads.choice((0.0, 0.0, 0.05, 0.2)),
+            denials_per_h=reads.choice((0.0, 2.0, 20.0)),
             crashes=sometimes(0.0005, 0.02),
             overtakings=sometimes(0.0005, 0.01),
             fails_at_step=rng.randint(1, 300) if rng.random() < 0.05 else None,
@@ -120,6 +142,7 @@ class Build:
     lease: type[Lease] = Lease
     journal: type[Journal] = Journal
     snapshots: type[Snapshots] = Snapshots
+    restore: type[Restore] = Restore
     store: Callable[[dict[str, bytes]], ObjectStore] = lambda objects: MemoryStore("memory://sim", objects)
     recover: Callable[..., Outcome] = recover
     patience: Callable[[Callable[[], float]], Patience] = lambda monotonic: Patience(answered=True, monotonic=monotonic)
@@ -364,6 +387,8 @@ class Member:
     offer: Offer
     ready: bool = False  # booted, and not told to leave
     dead: bool = False
+    seen: Ref | None = None  # the newest snapshot that its agent saw committed
+    bad_reader: bool = False
     zombie_until_s: float = 0.0  # dead for the cloud and for its peers; still writes until then
 
 
@@ -378,7 +403,8 @@ class Team:
     first: int  # the step resumed from
     head: str
     recorded: int
-    records: list[tuple[str, bytes]] = field(default_factory=list)  # sample records not stored yet
+    lines: dict[int, str] = field(default_factory=dict)  # step records since the last committed step
+    resumed: str = ""
     draining: str = ""
     over: bool = False  # its members have left it, or know that it is broken
     broken_s: float = math.inf  # a member is gone: no step completes any more
@@ -416,7 +442,8 @@ class Members:
 
     # -- the life of a node
     def boot(self, attempt: int, offer: Offer) -> None:
-        member = self.all[attempt] = Member(attempt, offer)
+        bad = not self.sim.cloud.calm and self.sim.reads.random() < self.sim.weather.bad_readers
+        member = self.all[attempt] = Member(attempt, offer, bad_reader=bad)
         self.clock.after(self.rng.uniform(0.5, 1.5) * self.job.boot_s, lambda: self.retry(lambda: self.ready(member)))
         if not self.sim.cloud.calm and self.rng.random() < self.sim.weather.flaky:
             self.clock.after(self.rng.uniform(1, 600), lambda: self.sim.cloud.end(attempt, 1, "exited"))
@@ -520,37 +547,32 @@ class Members:
         if len(members) < self.sim.run.min_nodes or (self.team and not self.team.over):
             self.forming = False
             return
-        store, newest = self.sim.member_store(), self.restore()
+        store = self.sim.member_store()
+        epoch = 1 + max((int(k[-11:-5]) for k in store.list("rdzv/epochs/")), default=0)
+        restored = restore(self.sim, members, epoch)
+        newest = restored.manifest
+        for member, code in restored.leave:
+            self.leave(member, code)
+        if restored.leave:
+            self.forming = False
+            return
         if newest and newest.data["final"]:
             self.forming = False
             for member in members:
                 self.leave(member, FINISHED)
             return
-        epoch = 1 + max((int(k[-11:-5]) for k in store.list("rdzv/epochs/")), default=0)
-        body = {"epoch": epoch, "members": [m.attempt for m in members], "resume": newest.ref.name if newest else None}
+        body: dict[str, object] = {"epoch": epoch, "members": [m.attempt for m in members], "resume": newest.ref.name if newest else None}
         if not store.create(f"rdzv/epochs/{epoch:06d}.json", json.dumps(body).encode()):
             raise StoreUnavailable("another member was first, or a write of ours took effect unheard: look again")
         self.forming, self.epochs = False, self.epochs + 1
         speed = sum(m.offer.speed for m in members)
         first, head = (newest.step, newest.data["samples"]["head"]) if newest else (0, GENESIS)
-        restored_s = self.clock.now() + self.rng.uniform(2, 10)
+        restored_s = self.clock.now() + self.rng.uniform(2, 10) + restored.waited_s
         self.team = team = Team(epoch, members, restored_s, self.job.step_s / speed, first, head, first)
+        team.resumed = newest.ref.name if newest else ""
+        for member in members:
+            member.seen = max(filter(None, (member.seen, newest.ref if newest else None)), default=None)
         self.milestone(team, self.next_stop(first))
-
-    def restore(self) -> Manifest | None:
-        """The newest snapshot that really loads."""
-        while newest := self.snapshots.latest():
-            if not (why := self.damage(newest)):
-                return newest
-            self.snapshots.quarantine(newest.ref, why)
-        return None
-
-    def damage(self, manifest: Manifest) -> str:
-        try:
-            self.snapshots.verify(manifest)
-        except SnapshotCorrupt as e:
-            return str(e)
-        return ""
 
     def next_stop(self, step: int) -> int:
         every = self.job.snapshot_every
@@ -595,21 +617,21 @@ class Members:
 
     # -- snapshots
     def snapshot(self, team: Team, step: int) -> None:
-        records, first = [], team.recorded + 1
-        for k in range(first, step + 1):
+        """Its records are those since the last one that is committed, as a session's are."""
+        for k in range(team.recorded + 1, step + 1):
             consumed = self.consumed(k, len(team.members))
             record: dict[str, str | int] = {"step": k, "epoch": team.epoch, "digest": consumed, "prev": team.head}
             team.head = record_hash(record)
-            records.append(json.dumps({**record, "h": team.head}))
-        if records:
-            key = f"samples/{first:010d}-{step:010d}-{team.head[:16]}.jsonl"
-            team.records.append((key, "\n".join(records).encode()))
-            team.recorded = step
-        self.steps_done += len(records)
-        key = team.records[-1][0] if team.records else ""
-        data = {"samples": {"key": key, "head": team.head, "first": first, "last": step}, "final": step == self.job.total_steps}
+            team.lines[k] = json.dumps({**record, "h": team.head})
+            self.steps_done += 1
+        team.recorded = max(team.recorded, step)
+        first = min(team.lines, default=step)
+        key = f"samples/{first:010d}-{step:010d}-{team.head[:16]}.jsonl"
+        records = "\n".join(team.lines[k] for k in sorted(team.lines)).encode()
+        data: dict[str, object] = {"samples": {"key": key, "head": team.head, "first": first, "last": step}}
+        data |= {"final": step == self.job.total_steps, "resumed": team.resumed}
         for rank, member in enumerate(team.members):
-            upload = Upload(team, member, rank, step, f"state after {team.head} of rank {rank}", data if rank == 0 else {})
+            upload = Upload(team, member, rank, step, f"state after {team.head} of rank {rank}", data if rank == 0 else {}, (key, records))
             self.clock.after(self.rng.uniform(0.2, 4), lambda u=upload: self.retry(lambda: self.upload(u)))  # type: ignore[misc]
 
     def consumed(self, step: int, world: int) -> str:
@@ -625,29 +647,38 @@ class Members:
             self.clock.after(self.rng.uniform(5, 100), lambda: self.retry(lambda: self.upload(up)))
             return
         if up.rank == 0:
-            for key, body in up.team.records:
-                self.sim.member_store().create(key, body)
+            self.sim.member_store().create(*up.records)
         ref, world = Ref(up.team.epoch, up.step), len(up.team.members)
         token, files = f"m{up.member.attempt}", {"state.bin": up.state.encode()}
         self.snapshots.write(ref, up.rank, world, files, {}, up.data, token)
+        self.commit(up, ref, world, self.clock.now() + 120.0)
+
+    def commit(self, up: Upload, ref: Ref, world: int, until_s: float) -> None:
         if manifest := self.snapshots.commit(ref, world):
             self.committed(up.team, up.step)
             self.snapshots.prune(Keep(last=3))
             if not self.sim.cloud.calm and self.rng.random() < self.sim.weather.rot:
                 how = self.rng.choice(("flip", "truncate", "delete"))
                 self.clock.after(self.rng.uniform(1, 100), lambda: self.rot(manifest, how))
+        elif self.sim.denials and self.clock.now() < until_s and not up.member.dead:  # other ranks are still at it, or their lists denied
+            self.clock.after(2.0, lambda: self.retry(lambda: self.commit(up, ref, world, until_s)))
 
     def rot(self, manifest: Manifest, how: str) -> None:
         try:
             corrupt(self.sim.store, manifest.parts[0].key, how, self.rng)  # type: ignore[arg-type]
         except NotFound:
             return  # pruned already
+        self.sim.emit(Damaged(self.clock.now(), manifest.ref))
 
     def committed(self, team: Team, step: int) -> None:
         """What the team does when a snapshot of it is durable."""
         if team.over or (step in team.committed and not team.draining):
             return
         team.committed.add(step)
+        for done in [k for k in team.lines if k <= step]:
+            del team.lines[done]
+        for member in team.members:
+            member.seen = max(member.seen or Ref(0, 0), Ref(team.epoch, step))
         if step == self.job.total_steps:
             team.over = True
             for member in team.members:
@@ -670,6 +701,7 @@ class Upload:
     step: int
     state: str
     data: dict[str, object]
+    records: tuple[str, bytes]  # key and content
     late: bool = False
 
 
@@ -680,6 +712,84 @@ def _sample_hash(step: int, micro: int) -> int:
 def expected_samples(job: Job, step: int) -> str:
     """What a step must have consumed: a pure function of the step."""
     return f"{sum(_sample_hash(step, i) for i in range(job.micro_batches)) % 2**64:x}"
+
+
+# ---- reading ------------------------------------------------------------------------------------------------------------
+class Eyes:
+    """The bucket as it is read, by `member` if one is named: what restores it may get flipped bytes, a bad reader always does, and there
+    are spells in which the store denies all snapshots. Time passes for who looks again, and for nobody else."""
+
+    def __init__(self, sim: Simulation, inner: ObjectStore, member: Member | None = None):
+        self.sim, self.inner, self.url, self.member, self.waited_s = sim, inner, inner.url, member, 0.0
+        self.put, self.create, self.delete = inner.put, inner.create, inner.delete
+
+    def sleep(self, seconds: float) -> None:
+        self.waited_s += seconds
+
+    def denied(self, key: str, listing: bool = False) -> bool:
+        t = self.sim.clock.now() + self.waited_s
+        spells = (lists for start, end, lists in self.sim.denials if start <= t < end)
+        return key.startswith("snapshots/") and any(not (listing and lists) for lists in spells)
+
+    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        if self.denied(key):
+            raise NotFound(f"{self.url}/{key} (for a while)")
+        found = self.inner.get(key, start, end)
+        if self.member is None or not key.endswith("state.bin") or not found:
+            return found
+        damaged = self.member.bad_reader or (not self.sim.cloud.calm and self.sim.reads.random() < self.sim.weather.flips)
+        return bytes([found[0] ^ 1]) + found[1:] if damaged else found
+
+    def list(self, prefix: str) -> list[str]:
+        return [] if self.denied(prefix, listing=True) else self.inner.list(prefix)
+
+    def size(self, key: str) -> int:
+        if self.denied(key):
+            raise NotFound(f"{self.url}/{key} (for a while)")
+        return self.inner.size(key)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a world resumes from, and how long its looks took; or who leaves instead, with which exit code."""
+
+    manifest: Manifest | None
+    waited_s: float = 0.0
+    leave: Sequence[tuple[Member, int]] = ()
+
+
+def restore(sim: Simulation, members: Sequence[Member], epoch: int) -> Restored:
+    """As a session does: the first member chooses, all read, and what they find is judged."""
+    store, build = sim.store if sim.cloud.calm else sim._faulty, sim.build
+    hosts = {f"node-{m.attempt}": Eyes(sim, store, m) for m in members}
+    each = {
+        host: build.restore(
+            build.snapshots(eyes), host, Looks(lambda eyes=eyes: eyes, eyes.sleep),  # type: ignore[misc]
+            epoch=epoch, seen=max((m.seen for m in members if m.seen), default=None),
+        )
+        for host, eyes in hosts.items()
+    }  # fmt: skip
+    chooser = next(iter(each.values()))
+    try:
+        while ref := chooser.choose():
+            found = {host: one.read(ref, lambda snapshots, look: _whole(snapshots, ref)) for host, one in each.items()}
+            bad = {host: why for host, (_, why) in found.items() if why}
+            if not bad:
+                chooser.done(ref)
+                return Restored(next(iter(found.values()))[0], max(eyes.waited_s for eyes in hosts.values()))
+            if unfit := chooser.blame(ref, bad, refuted=len(bad) < len(found)):
+                return Restored(None, leave=[(m, UNFIT) for m in members if f"node-{m.attempt}" in unfit])
+    except Rewind as e:
+        sim.refused = str(e)
+        sim.member_store().create(STOP_KEY, json.dumps({"reason": sim.refused, "by": "a member", "failed": True}).encode())
+        return Restored(None, leave=[(m, STOPPED) for m in members])
+    return Restored(None, max(eyes.waited_s for eyes in hosts.values()))
+
+
+def _whole(snapshots: Snapshots, ref: Ref) -> Manifest:
+    manifest = snapshots.load(ref)
+    snapshots.verify(manifest)
+    return manifest
 
 
 # ---- controllers ----------------------------------------------------------------------------------------------------
@@ -801,11 +911,15 @@ class Simulation:
         self.store = WatchedStore(build.store({}), self.clock, self.emit)
         self._faulty = FaultyStore(self.store, rng, unavailable=weather.store_errors / 2, unknown=weather.store_errors / 2)
         self._patience = build.patience(self.clock.now)
+        self.reads = random.Random(f"reads {seed}")  # what happens to reads; of its own
+        self.denials = self._denials()
+        self.damaged: set[Ref] = set()  # by the world
         self.cloud = SimCloud(weather, self.clock, rng, self.emit)
         self.members = self.cloud.members = Members(self)
         self.controllers = 0
         self.servers: dict[int, str] = {}  # by attempt: the API server that launched it
         self.outcome: Outcome | None = None
+        self.refused = ""  # why it asked for a person
         ledger = invariants.Ledger(estimated=self.servers if weather.elsewhere else ())
         self.ledger = ledger
         self.checkers += [
@@ -817,6 +931,7 @@ class Simulation:
             invariants.NothingLeft(),
             invariants.Whole(self.store.inner),
             invariants.NewestCounts(self.store.inner),
+            invariants.GreatestStep(self.store.inner),
             invariants.SamplesOnce(self.store.inner, GENESIS, lambda step: expected_samples(job, step)),
             ledger,
         ]
@@ -833,16 +948,28 @@ class Simulation:
             request = StopOrder("somebody asked for it", "user").to_json()
             self.clock.after(weather.stop_at_s, lambda: self.store.put(STOP_KEY, request))
 
+    def _denials(self) -> list[tuple[float, float, bool]]:
+        """From when until when the store says 404 of all snapshots, and whether it lists them nevertheless."""
+        spells, t = list[tuple[float, float, bool]](), 0.0
+        calm_s = min(self.weather.calm_s, 86_400.0)
+        while self.weather.denials_per_h and (t := t + self.reads.expovariate(self.weather.denials_per_h / 3600)) < calm_s:
+            # Not longer than a restore looks again while nothing is listed: the very first snapshot leaves no trace but itself.
+            length_s, lists = self.reads.choice(((0.005, False), (8.0, False), (60.0, True)))
+            spells.append((t, min(calm_s, t + length_s), lists))
+        return spells
+
     def emit(self, event: Event) -> None:
+        if isinstance(event, Damaged):
+            self.damaged.add(event.ref)
         for checker in self.checkers:
             checker.see(event)
 
     def member_store(self) -> ObjectStore:
-        store: ObjectStore = self.store if self.cloud.calm else self._faulty
+        if self.cloud.calm:
+            return self.store
         since_s, until_s = self.weather.refused_s
-        if not until_s:
-            return store
-        return Refused(store, self._patience, lambda: since_s <= self.clock.now() < until_s)
+        seen: ObjectStore = Eyes(self, self._faulty)
+        return Refused(seen, self._patience, lambda: since_s <= self.clock.now() < until_s) if until_s else seen
 
     controller_store = member_store
 
@@ -880,6 +1007,8 @@ class Simulation:
         excused = (
             weather.fails_at_step is not None
             or weather.stop_at_s is not None
+            # The world spoiled more than a run may pass over by itself, or several readers say so who are bad themselves.
+            or (self.refused and len(self.damaged) + sum(m.bad_reader for m in self.members.all.values()) > 1)
             or weather.calm_s == math.inf
             or run.budget_usd is not None
             or run.max_hours is not None

@@ -21,7 +21,8 @@ from rich.table import Table
 from storage.export import FLOATS, PREFIX, SHARD_NBYTES, export
 from storage.leases import reading
 from storage.manifest import Manifest, Ref, SnapshotCorrupt, SnapshotTooNew
-from storage.objects import NotFound, ObjectStore, StoreError, abort_stale_uploads, normalize, open_store
+from storage.objects import NotFound, ObjectStore, StoreError, StoreUnavailable, abort_stale_uploads, normalize, open_store
+from storage.restore import PAUSES_S, Looks, Restore, this_machine
 from storage.retention import Keep
 from storage.snapshots import Snapshots
 from storage.text import Console, plain
@@ -46,12 +47,14 @@ class Note:
 class Notes:
     """By snapshot; and what else of the run a copy needs before its manifests (keys, create-only).
 
+    `pardoned` is told of marks that were taken back.
     `near`: tiers of this node that have bytes of a snapshot, and which share of them, nearest first.
     """
 
     of: dict[Ref, Note] = field(default_factory=dict)
     extra: Collection[str] = ()
     near: Callable[[Manifest], dict[str, float]] = lambda manifest: {}
+    pardoned: Callable[[Ref, str], None] = lambda ref, what: None  # for the record: a mark was taken back
 
 
 Tell = Callable[[ObjectStore], Notes]
@@ -73,6 +76,9 @@ def parser(prog: str) -> argparse.ArgumentParser:
     one.add_argument("--json", action="store_true", help="as JSON")
     one = command("verify", "Read and hash every byte. Exit status 1 if something is damaged.")
     one.add_argument("--step", type=int, help="only the snapshot of this step (default: all)")
+    one.add_argument(
+        "--look-again-s", type=float, nargs="*", default=PAUSES_S, metavar="S", help="seconds between looks at what seems damaged (1 3 8)"
+    )
     one.add_argument("--quarantine", action="store_true", help="mark what is damaged, so that nobody resumes from it")
     one.add_argument("--json", action="store_true", help="as JSON")
     one = command("show", "What is in a snapshot: tensors, parts, data.")
@@ -257,27 +263,39 @@ def _chosen(store: ObjectStore, step: int | None) -> Ref:
 
 def _verify(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
     snapshots = Snapshots(store)
-    refs = snapshots.refs() if args.step is None else [_chosen(store, args.step)]
+    committed, doomed = snapshots.manifests()
+    marked = snapshots.quarantined()
+    refs = sorted((ref for ref in committed - doomed if args.step is None or ref.step == args.step), reverse=True)
     if not refs:
-        raise StoreError(f"{store.url}: there is no snapshot that can be verified")
+        raise StoreError(f"{store.url}: there is no snapshot {'' if args.step is None else f'of step {args.step} '}that can be verified")
     found: dict[Ref, str] = {}
+    host, pauses_s = this_machine(), tuple(args.look_again_s)
+    restore = Restore(snapshots, host, Looks(lambda: open_store(args.url), time.sleep, pauses_s))
     for ref in refs:
         with _bar(console) as bar, reading(snapshots, ref):
             task = bar.add_task(f"step {ref.step}")
             why = ""
             try:
-                manifest = snapshots.load(ref)
-                snapshots.verify(manifest, lambda done, total, bar=bar, task=task: bar.update(task, completed=done, total=total))  # type: ignore[misc]
-            except NotFound:
+                why = restore.verify(ref, lambda done, total, bar=bar, task=task: bar.update(task, completed=done, total=total))  # type: ignore[misc]
+            except StoreUnavailable:
+                if ref in snapshots.manifests()[0]:
+                    raise
                 continue  # pruned
-            except SnapshotCorrupt as e:
-                why = str(e)
-        found[ref] = why
-        if why and args.quarantine:
-            snapshots.quarantine(ref, why)
+        said = why or "whole"
+        if ref in marked:
+            said = f"quarantined, and found damaged here too: {why}"
+            if not why:
+                snapshots.pardon(ref)
+                said = "whole; it was quarantined, and its mark was taken back"
+                tell(store).pardoned(ref, said)
+        if ref not in marked or not why:
+            found[ref] = why
         if not args.json:
-            console.print(
-                f"step {ref.step}, epoch {ref.epoch}: {why or 'whole'}", style="red" if why else "", highlight=False, soft_wrap=True
+            console.print(f"step {ref.step}, epoch {ref.epoch}: {said}", style="red" if why else "", highlight=False, soft_wrap=True)
+        if why and ref not in marked and args.quarantine and (unfit := restore.blame(ref, {host: why})):
+            raise StoreError(
+                f"{store.url}: two snapshots cannot be read whole here, so it may be this machine: {unfit[host]}. Nothing "
+                "is marked; do the same on another machine, whose word makes it sure"
             )
     if args.json:
         print(json.dumps([{"step": r.step, "epoch": r.epoch, "whole": not why, "reason": why} for r, why in found.items()], indent=2))

@@ -1,6 +1,6 @@
 """Which snapshot to resume from, and who is to blame when it cannot be read: the snapshot, or who reads it. No torch, no clock.
 
-    restore = Restore(snapshots, host, patience)
+    restore = Restore(snapshots, host, looks)
     while (ref := restore.choose()) is not None:                 # one of the world; raises Rewind
         found, why = restore.read(ref, load)                     # every rank; raises StoreUnavailable
         if not why: break
@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from storage.manifest import Ref, SnapshotCorrupt, canonical
@@ -38,6 +40,7 @@ FALLBACKS = 1  # snapshots that a restore passes over without a person's word
 OUTRANKED = 3  # of older epochs, with greater steps, are more than writers of an older epoch leave behind (two may be on their way)
 NOTHING = Ref(-1, -1)  # less than any
 ALLOWED = "control/rewind-"  # + epoch: from this epoch on a person allowed to leave the snapshots of older ones behind
+ALLOW = "allow it: HARNESS_ALLOW_REWIND=1 (harness run --allow-rewind; harness launch --env HARNESS_ALLOW_REWIND=1)"
 RECORDS = "samples/"  # {first}-{last}-{hash}.jsonl: a run's step records; those from step k+1 on are written when k is committed
 
 Tell = Callable[[Ref, str], None]
@@ -48,7 +51,7 @@ class Rewind(StoreError):
 
 
 @dataclass(frozen=True)
-class Patience:
+class Looks:
     """How to look again. `reopen`: a new handle on the same store, with connections of its own; `sleep`: waits (in tests it does not)."""
 
     reopen: Callable[[], ObjectStore]
@@ -67,7 +70,7 @@ class Restore:
         self,
         snapshots: Snapshots,
         host: str,
-        patience: Patience,
+        looks: Looks,
         *,
         epoch: int = 0,
         seen: Ref | None = None,
@@ -76,7 +79,7 @@ class Restore:
         tell: Tell = lambda ref, what: None,
         on_bad: Tell = lambda ref, what: None,
     ):
-        self.snapshots, self.host, self.patience, self.epoch, self.seen = snapshots, host_word(host), patience, epoch, seen
+        self.snapshots, self.host, self.looks, self.epoch, self.seen = snapshots, host_word(host), looks, epoch, seen
         self.must_list, self.allow_rewind, self._tell, self._on_bad = must_list, allow_rewind, tell, on_bad
         self._passed: dict[Ref, str] = {}  # bad, by this restore's own judgement
         self._alone: list[Ref] = []  # bad on this host's word alone; from one restore to the next its marks remember it
@@ -90,10 +93,10 @@ class Restore:
         """
         why = unsure = ""
         snapshots = self.snapshots
-        for look, pause_s in enumerate((0.0, *self.patience.pauses_s)):
+        for look, pause_s in enumerate((0.0, *self.looks.pauses_s)):
             if look:
-                self.patience.sleep(pause_s)
-                snapshots = Snapshots(self.patience.reopen(), self.snapshots.chunk_nbytes)
+                self.looks.sleep(pause_s)
+                snapshots = Snapshots(self.looks.reopen(), self.snapshots.chunk_nbytes)
             try:
                 found = do(snapshots, look)
             except (SnapshotCorrupt, NotFound) as e:
@@ -119,16 +122,20 @@ class Restore:
         committed, doomed, since = self._committed()
         marked = self.snapshots.quarantined() | self._passed.keys()
         usable = committed - marked
-        newest = max(usable, default=None)
+        newest = self.newest_of(usable)
         held = max(committed & marked, default=None)
         if held is not None and held not in self._passed and (newest is None or held > newest):
-            said = self.snapshots.doubters(held)
-            if self.host not in said and len(said) < WITNESSES and self._is_pardoned(held, progress):
+            said, passed = self.snapshots.doubters(held), sum(newest is None or ref > newest for ref in committed)
+            doubtful = len(said) < WITNESSES or passed > FALLBACKS  # before a person is asked we look ourselves
+            if self.host not in said and doubtful and self._is_pardoned(held, progress):
                 newest = held
             elif said <= {self.host} and held not in self._alone:
                 self._alone.append(held)
         self._guard(newest, {ref for ref in committed if ref.epoch >= since}, doomed, since)
         return newest
+
+    def newest_of(self, refs: Collection[Ref]) -> Ref | None:
+        return max(refs, default=None)
 
     def _committed(self) -> tuple[set[Ref], set[Ref], int]:
         """Snapshots that are committed and not doomed, the doomed, and the epoch since which older ones may be left behind (0: none).
@@ -136,25 +143,27 @@ class Restore:
         An empty answer, or one that lacks what was seen, is asked for again. Raises StoreUnavailable.
         """
         snapshots, lacking = self.snapshots, ""
-        for look, pause_s in enumerate((0.0, *self.patience.pauses_s)):
+        for look, pause_s in enumerate((0.0, *self.looks.pauses_s)):
             if look:
-                self.patience.sleep(pause_s)
-                snapshots = Snapshots(self.patience.reopen(), self.snapshots.chunk_nbytes)
+                self.looks.sleep(pause_s)
+                snapshots = Snapshots(self.looks.reopen(), self.snapshots.chunk_nbytes)
             committed, doomed = snapshots.manifests()
             lacking, since = "", _allowed(snapshots.store)
+            recorded = 0 if committed else _recorded(snapshots.store)
             if not committed and self.must_list and not snapshots.store.list(self.must_list):
                 lacking = f"{self.must_list}, which is there"
+            elif not committed and not since and (doomed or recorded > 0 or snapshots.quarantined()):
+                lacking = f"all snapshots, though there were some{f', the last of step {recorded} or later' if recorded > 0 else ''}"
             elif self.seen is not None and self.seen.epoch >= since and max(committed, default=NOTHING) < self.seen:
                 lacking = f"the snapshot {self.seen}, which was committed, and anything newer"
-            if not lacking and (committed or not (doomed or self._looks_used(snapshots.store))):
+            if not lacking and (committed or recorded < 0):
                 break
-        if lacking:
-            raise StoreUnavailable(f"{self.snapshots.store.url}: its listing lacks {lacking}; the store is to be asked again later")
+        if lacking and not self.allow_rewind:
+            raise StoreUnavailable(
+                f"{self.snapshots.store.url}: its listing lacks {lacking}: the store is to be asked again later. If they were deleted "
+                f"on purpose, {ALLOW}"
+            )
         return committed - doomed, doomed, since
-
-    def _looks_used(self, store: ObjectStore) -> bool:
-        """Nothing is committed: does anything say that something was?"""
-        return bool(Snapshots(store).quarantined()) or _recorded(store) > 0
 
     def _is_pardoned(self, ref: Ref, progress: Callable[[int, int], None] | None) -> bool:
         with contextlib.suppress(StoreUnavailable):
@@ -167,12 +176,15 @@ class Restore:
         return False
 
     def pardon(self, ref: Ref) -> None:
-        """It was read whole. Take back what was said against it, and say so."""
-        marked = ref in self.snapshots.quarantined()
-        if marked or self.snapshots.doubters(ref):
-            self.snapshots.pardon(ref)
-        if marked:
-            self._tell(ref, f"snapshot {ref} was quarantined, and {self.host} has read it whole: its mark was taken back")
+        """It was quarantined, and read whole: take the mark back, and what was said against it."""
+        self.snapshots.pardon(ref)
+        self._tell(ref, f"snapshot {ref} was quarantined, and {self.host} has read it whole: its mark was taken back")
+
+    def done(self, ref: Ref) -> None:
+        """All ranks have loaded it: who said that it is bad is refuted."""
+        with contextlib.suppress(StoreError):  # it matters only if others say the same later
+            if self.snapshots.doubters(ref):
+                self.snapshots.pardon(ref)
 
     def _guard(self, newest: Ref | None, committed: set[Ref], doomed: set[Ref], since: int) -> None:
         """Raises Rewind."""
@@ -181,12 +193,10 @@ class Restore:
         problem = ""
         if newest is None and not since:
             recorded = _recorded(self.snapshots.store)
-            if committed:
-                problem = "none of its snapshots can be used"
-            elif doomed or recorded:
-                problem = "it lists none of its snapshots"
             reached = max([*(ref.step for ref in committed | doomed), recorded], default=0)
-        elif len(passed) > FALLBACKS or (newest is None and passed):
+            if doomed or recorded > max((ref.step for ref in committed), default=0) or len(committed) > FALLBACKS:
+                problem = "none of its snapshots can be used" if committed else "it lists none of its snapshots"
+        elif len(passed) > FALLBACKS:  # a bad first one is passed over like any other: before it was step 0
             reached, problem = max(ref.step for ref in passed), f"its newest {len(passed)} snapshots cannot be used"
         elif newest is not None and len(outranked) >= OUTRANKED and not self._is_guarded(newest):
             reached, problem = outranked[0].step, f"a newer epoch began anew and stands at step {newest.step}"
@@ -209,8 +219,7 @@ class Restore:
         return (
             f"{url} has committed step {reached}, and would go on from step {step}: {problem}"
             f"{' (' + '; '.join(whys) + ')' if whys else ''}. Nothing was deleted. Look at them from another machine: "
-            f"harness snapshots verify {url} takes back the marks of those that are whole. To do the steps from {step} on again, "
-            "allow it: HARNESS_ALLOW_REWIND=1 (harness run --allow-rewind; harness launch --env HARNESS_ALLOW_REWIND=1)"
+            f"harness snapshots verify {url} takes back the marks of those that are whole. To do the steps from {step} on again, {ALLOW}"
         )
 
     def _is_guarded(self, ref: Ref) -> bool:
@@ -259,6 +268,13 @@ class Restore:
         self._tell(ref, f"snapshot {ref}: its mark was taken back: {self.host}, who made it, finds others bad as well")
 
 
+def this_machine() -> str:
+    """What tells this machine from others, and not one process of it from another: the boot of its kernel, else its name."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
 def _allowed(store: ObjectStore) -> int:
     """The last epoch from which on a person allowed to leave older ones behind; 0: none."""
     found = [re.fullmatch(re.escape(ALLOWED) + r"(\d+)\.json", key) for key in store.list(ALLOWED)]
@@ -266,9 +282,9 @@ def _allowed(store: ObjectStore) -> int:
 
 
 def _recorded(store: ObjectStore) -> int:
-    """The greatest step that was surely committed, by the names of step records."""
+    """The greatest step that was surely committed, by the names of step records; -1: there are none."""
     found = [re.fullmatch(re.escape(RECORDS) + r"(\d+)-\d+-[^/]*", key) for key in store.list(RECORDS)]
-    return max((int(one[1]) - 1 for one in found if one), default=0)
+    return max((int(one[1]) - 1 for one in found if one), default=-1)
 
 
 def _contradiction(snapshots: Snapshots, ref: Ref) -> str:
@@ -291,4 +307,4 @@ def _contradiction(snapshots: Snapshots, ref: Ref) -> str:
     return ""
 
 
-__all__ = ["PAUSES_S", "Patience", "Restore", "Rewind"]
+__all__ = ["PAUSES_S", "Looks", "Restore", "Rewind", "this_machine"]

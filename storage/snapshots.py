@@ -131,6 +131,8 @@ class Snapshots:
             return None
         present = set(self.store.list(f"{PARTS}{ref.name}/"))
         if not present.issuperset(keys) or not present.issuperset(manifest.objects.keys() - manifest.refers):
+            if not self.store.list(_manifest_key(ref)) and ref not in self.manifests()[1]:
+                raise StoreUnavailable(f"snapshot {ref}: {self.store.url} does not list its manifest, which is written: ask again later")
             self.store.delete(_manifest_key(ref))  # see the module's docstring
             return None
         return manifest

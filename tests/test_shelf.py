@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from harness import cli
-from harness.facts import SessionStarted, SnapshotCommitted, SnapshotReplicated
-from harness.journal import Journal
+from harness.facts import SessionStarted, SnapshotCommitted, SnapshotReplicated, Warned
+from harness.journal import Journal, read_facts
 from storage import Keep, MemoryStore, Ref, SnapshotCorrupt, Snapshots, StoreError, dcp, open_store
 from storage.command import Notes, age, main, size
 from storage.export import export
@@ -23,6 +23,7 @@ from storage.faults import FaultyStore, corrupt
 from storage.transfer import copy, would_prune
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool]
+AT_ONCE = ("--look-again-s", "0", "0")
 
 
 class Tied(nn.Module):
@@ -315,11 +316,32 @@ def test_verify(run, capsys):
     assert capsys.readouterr().out.count("whole") == 3
     store = open_store(run)
     corrupt(store, Snapshots(store).load(Ref(1, 20)).parts[0].key, "flip", random.Random(0))
-    assert main(["verify", run, "--json"]) == 1
+    assert main(["verify", run, "--json", *AT_ONCE]) == 1
     assert [one["whole"] for one in json.loads(capsys.readouterr().out)] == [True, False, True]
     assert main(["verify", run, "--step", "30"]) == 0
-    assert main(["verify", run, "--quarantine"]) == 1
+    assert main(["verify", run, "--quarantine", *AT_ONCE]) == 1
     assert Snapshots(store).quarantined() == {Ref(1, 20)}
+    assert main(["verify", run, *AT_ONCE]) == 0 and "quarantined, and found damaged here too" in capsys.readouterr().out
+
+
+def test_verify_takes_back_the_marks_of_what_it_reads_whole_and_says_so(run, capsys):
+    store = open_store(run)
+    for step in (10, 30):
+        Snapshots(store).quarantine(Ref(1, step), "a bad reader said so")
+    with pytest.raises(SystemExit) as e:
+        cli.main(["snapshots", "verify", run])
+    assert e.value.code == 0 and capsys.readouterr().out.count("its mark was taken back") == 2
+    assert Snapshots(store).quarantined() == set()
+    told = [s.fact.what for s in read_facts(store) if isinstance(s.fact, Warned)]
+    assert len(told) == 2 and "0000000030-e000001: whole; it was quarantined" in told[0]
+
+
+def test_two_damaged_ones_may_be_this_machines_fault(run, capsys):
+    store = open_store(run)
+    for step in (20, 30):
+        corrupt(store, Snapshots(store).load(Ref(1, step)).parts[0].key, "flip", random.Random(0))
+    assert main(["verify", run, "--quarantine", *AT_ONCE]) == 1
+    assert "it may be this machine" in capsys.readouterr().err and Snapshots(store).quarantined() == set()
 
 
 def test_show(run, capsys):
