@@ -69,7 +69,7 @@ def _nodes(text: str) -> tuple[int, int]:
 def _workers(text: str) -> None:
     """A number of workers, or auto. Raises ValueError that says what is wanted."""
     if text != "auto" and not (text.isdecimal() and int(text) >= 1):
-        raise ValueError(f"wanted a number of at least 1, or auto; found {text!r}")
+        raise ValueError(f"wanted a number or auto, at least 1; found {text!r}")
 
 
 def _moment(text: str) -> None:

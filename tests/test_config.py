@@ -24,7 +24,7 @@ from harness import cli
         (["run", "--grace-s", "-1"], "argument --grace-s: wanted a finite number of at least 0, found '-1'"),
         (["run", "--speed", "0"], "argument --speed: wanted a finite number above 0, found '0'"),
         (["run", "--min-nodes", "0"], "argument --min-nodes: wanted a whole number of at least 1, found '0'"),
-        (["run", "--nproc", "0"], "argument --nproc: wanted a number of at least 1, or auto; found '0'"),
+        (["run", "--nproc", "0"], "argument --nproc: wanted a number or auto, at least 1; found '0'"),
         (["run", "--leave-after", "nan"], "argument --leave-after: 'nan' is no duration"),
         (["run", "--leaderless-hours", "inf"], "argument --leaderless-hours: wanted a finite number of at least 0, found 'inf'"),
         (["stop", "u", "--wait-s", "nan"], "argument --wait-s: wanted a finite number of at least 0, found 'nan'"),
