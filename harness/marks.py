@@ -1,6 +1,6 @@
 """Marks: how an agent, a person or a program asks something of the workers at their next step boundary.
 
-A mark is one small JSON file beside the agent; `touch mark` is enough for a person (an empty mark means: drain).
+A mark is one small JSON file beside the agent; `touch mark` is enough for a person (an empty mark, or one in other words, means: drain).
 Knows nothing of torch, clouds or the bucket.
 """
 
@@ -62,10 +62,12 @@ class MarkReader:
             self._stamp, self._mark = (0, 0), Mark(Want.NOTHING, "")
             return self._mark
         if (found.st_mtime_ns, found.st_ino) != self._stamp:
-            text = self._path.read_text()
-            by_hand = {"want": int(Want.DRAIN), "why": "touched by hand"}
-            body: dict[str, Any] = json.loads(text) if text.strip() else by_hand
-            self._mark = Mark(Want(body["want"]), body["why"], body.get("deadline_s"), body.get("id", str(found.st_mtime_ns)))
+            try:
+                body: dict[str, Any] = json.loads(self._path.read_bytes())
+                mark = Mark(Want(body["want"]), str(body["why"]), body.get("deadline_s"), str(body.get("id", found.st_mtime_ns)))
+            except (ValueError, KeyError, TypeError, RecursionError):  # empty, or in somebody's own words
+                mark = Mark(Want.DRAIN, "touched by hand", None, str(found.st_mtime_ns))
+            self._mark = mark
             self._stamp = (found.st_mtime_ns, found.st_ino)
         if self._mark.want is Want.SNAPSHOT and self._mark.id == self._answered:
             return Mark(Want.NOTHING, "")

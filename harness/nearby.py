@@ -76,10 +76,13 @@ class Nearby:
             self._folders.append(FolderTier("disk", self._owned[0].path, config.disk_nbytes))
         if config.peer != "off":
             store.create(SECRET, json.dumps(secrets.token_hex(32)).encode())
-            self._secret = str(json.loads(store.get(SECRET)))
-            keep = next(f for f in self._folders if f.name == config.peer)
-            self._server = ChunkServer(lambda: [*staged(), *self._folders], config.addr, self._secret, keep)
-            store.create(f"{CHUNKS}{member}.json", json.dumps([config.addr, self._server.port]).encode())
+            self._secret = _secret(store.get(SECRET))
+            if self._secret:
+                keep = next(f for f in self._folders if f.name == config.peer)
+                self._server = ChunkServer(lambda: [*staged(), *self._folders], config.addr, self._secret, keep)
+                store.create(f"{CHUNKS}{member}.json", json.dumps([config.addr, self._server.port]).encode())
+            else:
+                print(f"harness: {store.url}/{SECRET} is not what we make; nodes keep nothing for each other (delete it)", flush=True)
 
     def fill(self, manifest: Manifest, parts: Mapping[str, memoryview]) -> None:
         """A snapshot is committed, and these parts (key -> content) of it are ours: to the disk, and to the neighbour."""
@@ -112,7 +115,7 @@ class Nearby:
             return []
 
     def _where(self, member: str) -> tuple[str, int] | None:
-        with contextlib.suppress(StoreError, NotFound, ValueError, TypeError):
+        with contextlib.suppress(StoreError, NotFound, ValueError, TypeError, RecursionError):
             addr, port = json.loads(self.store.get(f"{CHUNKS}{member}.json"))
             return (str(addr), int(port)) if 0 < int(port) < 65536 else None
         return None
@@ -139,6 +142,15 @@ class Nearby:
             self._server.close()
         for owned in self._owned:
             owned.close()
+
+
+def _secret(data: bytes) -> str:
+    """As we make it; "" for anything else, such as an empty one that strangers could guess."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(data)
+        if isinstance(found, str) and len(found) >= 32:
+            return found
+    return ""
 
 
 def tiers_for(manifest: Manifest, held: Mapping[str, Any]) -> list[Tier]:

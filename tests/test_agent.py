@@ -286,16 +286,9 @@ def test_an_unchanged_script_hears_of_notices(nodes, tmp_path, how):
 def test_an_unchanged_script_that_ends_well_finishes_the_run(nodes, tmp_path):
     script = tmp_path / "plain.py"
     script.write_text("print('hello from', __import__('os').environ['RANK'])\n")
-    nodes.start(script=script)
-    assert nodes.codes() == [0]
-    assert "[0] hello from 0" in nodes.logs() and newest(nodes.run).data["final"] is True
-
-
-def test_the_run_of_an_unchanged_script_on_two_ranks_is_what_it_claims(nodes, tmp_path):
-    script = tmp_path / "plain.py"
-    script.write_text("print('hello')\n")
     nodes.start(script=script, agent=("--nproc", "2"))
     assert nodes.codes() == [0]
+    assert "[0] hello from 0" in nodes.logs() and newest(nodes.run).data["final"] is True
     report = audit(open_store(nodes.url))
     assert report.ok, report.first_violation
 

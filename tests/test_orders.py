@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from harness.marks import MarkReader, Want, write
 from harness.orders import STOP_KEY, UNSAID, StopOrder, ask_to_stop, stop_order
 from storage.objects import MemoryStore
 
@@ -29,6 +30,17 @@ def test_whatever_lies_there_is_a_stop_order(body, says):
     store.put(STOP_KEY, body)
     order = stop_order(store)
     assert says in order.reason and not order.failed and order.log_tail == () and order.by == ""
+
+
+@pytest.mark.parametrize("words", [b"", b"please leave", b"\xff", b"[]", b'{"want": 99, "why": ""}', b'{"why": "x"}'])
+def test_a_mark_in_somebodys_own_words_means_drain(tmp_path, words):
+    path = tmp_path / "mark"
+    reader = MarkReader(path)
+    assert reader.read().want is Want.NOTHING
+    path.write_bytes(words)
+    assert reader.read().want is Want.DRAIN
+    write(path, Want.STOP, "over budget")
+    assert (reader.read().want, reader.read().why) == (Want.STOP, "over budget")
 
 
 def test_the_first_order_stands_and_is_read_as_it_was_written():

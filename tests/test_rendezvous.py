@@ -13,6 +13,7 @@ from worlds import until
 
 from harness.agent import Agent, AgentConfig
 from harness.lines import Heard, Lines
+from harness.nearby import Nearby, NearbyConfig
 from harness.rendezvous import NO_EPOCH, Epoch, Member, Rendezvous, encode_epoch, epoch_key, newest_epoch
 from storage.objects import MemoryStore
 
@@ -273,6 +274,20 @@ def test_odd_objects_under_rdzv_stop_nobody(place, odd, capsys):
     assert (epoch.epoch, epoch.members) == (3, ("a", "b"))  # the number 2 is taken by what is no epoch
     assert newest_epoch(place.store) == epoch and {m.member for m in a.members()} == {"a", "b"}
     assert capsys.readouterr().out.count("rdzv/members/ghost.json is passed over") == 2  # by each of us once
+
+
+@pytest.mark.parametrize("odd", [*ODD, b"[]", b'["h"]', b'["h", 70000]', b'["h", "x"]', b'"short"'])
+def test_odd_chunk_places_and_secrets_cost_only_the_peer_tier(tmp_path, odd):
+    store = MemoryStore("memory://near", {})
+    store.create(epoch_key(1), encode_epoch(Epoch(1, ("a", "b"), (1, 1), (1.0, 1.0), "h", 1, "start")))
+    store.put("rdzv/chunks/b.json", odd)
+    near = Nearby(store, "a", tmp_path / "a", NearbyConfig(peer="memory", memory_nbytes=1000), lambda: [])
+    assert near.told()["peers"] == [] and near.told()["secret"]
+    near.close()
+    store.put("rdzv/secret.json", odd)
+    near = Nearby(store, "c", tmp_path / "c", NearbyConfig(peer="memory", memory_nbytes=1000), lambda: [])
+    assert "secret" not in near.told() and store.list("rdzv/chunks/") == ["rdzv/chunks/a.json", "rdzv/chunks/b.json"]
+    near.close()
 
 
 @pytest.mark.parametrize(
