@@ -132,7 +132,7 @@ def rank_main(rank: int, flags: argparse.Namespace, port: int) -> None:
         for name in WAYS[k % len(WAYS) :] + WAYS[: k % len(WAYS)]:
             dist.barrier()
             for part, s in ways[name].step(tokens).items():
-                if k >= 2:  # the first is done twice, the second is warm
+                if k >= 2:  # the first may be done twice, the second is warm
                     seconds[name].setdefault(part, []).append(s)
     if rank == 0:
         n = ways["fast"].parameters

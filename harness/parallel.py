@@ -303,14 +303,18 @@ def _some(names: Iterable[str]) -> str:
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raises BadInput for wrappers that exchange gradients themselves, and for parameters that are not there yet."""
+    """Raises BadInput for wrappers that exchange gradients themselves; only a loop of one's own can have them."""
     for name, module in model.named_modules():
         fsdp = sys.modules.get("torch.distributed.fsdp")
         if isinstance(module, nn.parallel.DistributedDataParallel) or (fsdp and isinstance(module, fsdp.FullyShardedDataParallel)):
             raise BadInput(
                 f"{name or 'the model'} is a {type(module).__name__}, which exchanges gradients itself, as means over ranks; wanted the "
-                "model without it: run.prepare(model, ...) does that part, and harness.fsdp2(model, run) shards"
+                "model without it: run.steps(...) does that part, and harness.fsdp2(model, run) shards"
             )
+
+
+def check_real(model: nn.Module) -> None:
+    """Raises BadInput for parameters that have no values yet."""
     if meta := [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]:
         raise BadInput(
             f"{_some(meta)}: wanted parameters and buffers with values, found them on the meta device; harness.fsdp2(model, run) gives "
@@ -403,10 +407,11 @@ def _broadcast(tensor: torch.Tensor) -> None:
 
 def share(buffers: Sequence[torch.Tensor]) -> None:
     """Give every rank rank 0's `buffers`, in one exchange for each dtype. As DistributedDataParallel does before each forward."""
-    for dtype in dict.fromkeys(b.dtype for b in buffers):
-        mine = [b for b in buffers if b.dtype == dtype]
+    buffers = [b.detach() for b in buffers]
+    for kind in dict.fromkeys((b.dtype, b.device) for b in buffers):
+        mine = [b for b in buffers if (b.dtype, b.device) == kind]
         flat = torch.cat([b.reshape(-1) for b in mine])
-        dist.broadcast(flat, src=0)
+        dist.broadcast(flat.view(torch.uint8), src=0)
         for b, values in zip(mine, torch.split(flat, [b.numel() for b in mine]), strict=True):
             b.copy_(values.view_as(b))
 

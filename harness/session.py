@@ -69,7 +69,7 @@ from harness.loader import (
 )
 from harness.marks import EXIT_CODE, Mark, MarkReader, Want
 from harness.nearby import tiers_for
-from harness.parallel import Strategy, check_unwrapped, drawn_by_shard, same_everywhere, shard, share, strategy_for
+from harness.parallel import Strategy, check_real, check_unwrapped, drawn_by_shard, same_everywhere, shard, share, strategy_for
 from harness.progress import Place, Progress
 from harness.uploader import Courier, Local, courier_at, fact_of
 from harness.worker import write_error
@@ -322,7 +322,7 @@ class Session:
         self._read_again: Callable[[int, int], Any] | None = None  # (step, micro-batch) -> its data; of a map-style dataset
         self._saved: dict[str, Any] = {}  # name -> object with state_dict
         self._per_rank: frozenset[str] = frozenset()  # names of those whose state is each rank's own
-        self._statistics: list[torch.Tensor] = []  # buffers that every rank takes from rank 0 after each step
+        self._living: list[str] | None = None  # buffers that every rank takes from rank 0 after each step; None: not looked yet
         self._model: nn.Module | None = None
         self._optimizers: list[torch.optim.Optimizer] = []
         self.stream: Stream | None = None
@@ -446,8 +446,8 @@ class Session:
         State must be the same on all ranks: it is compared after the first step, and what optimizers do not change with each snapshot.
         What differs is refused (BadInput, naming it) unless `per_rank` names it: then each rank's is stored, and given back to the same
         rank in a world of the same size. In a world of another size the object's `load_state_dicts(states)` gets those of all
-        ranks, in order; without such a method resuming there is refused. (BatchNorm's statistics: every rank takes rank 0's after each
-        step, as DistributedDataParallel does.)
+        ranks, in order; without such a method resuming there is refused. Buffers of the model that forwards change (BatchNorm's
+        statistics) every rank takes from rank 0 after each step, as DistributedDataParallel does; with exact sums they must be the same.
         """
         for option, names in {"after_update": after_update, "per_rank": per_rank}.items():
             if unknown := sorted(set(names) - set(others)):
@@ -455,7 +455,7 @@ class Session:
                     f"prepare({option}={unknown!r}): wanted names of what else it is given, found only {', '.join(others) or 'none'}"
                 )
         self._per_rank = frozenset(per_rank)
-        check_unwrapped(model)
+        check_real(model)
         model.to(self.device)
         same_everywhere(model)
         self._model = model
@@ -480,8 +480,8 @@ class Session:
                 raise BadInput(f"prepare({name}=...): {type(thing).__name__} has no state_dict/load_state_dict, so it cannot be resumed")
             self._saved[name] = thing
         self._after_update = {*after_update, *(name for name, thing in others.items() if isinstance(thing, AveragedModel))}
-        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats]
-        self._statistics = [b for m in norms for b in m.buffers(recurse=False)] if self._control is not None else []
+        self._buffers = _Buffers(model)
+        self._buffers.note()
         if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
             if self.reduce != "fast":
                 raise BadInput(
@@ -515,6 +515,7 @@ class Session:
         """
         if self._model is None:
             raise BadInput("call run.prepare(model, optimizer) before run.steps(...)")
+        check_unwrapped(self._model)
         mapped = is_map_style(dataset)
         samples = len(dataset) if mapped else 1 << 62
         self.batching = Batching(samples, global_batch, micro_batch, self.seed, shuffle and mapped)
@@ -545,7 +546,6 @@ class Session:
             self.resume()
         self._looped, self._complete = True, False
         batches = iter(())
-        self._buffers = _Buffers(self._model)
         if mapped:
             self._read_again = functools.partial(read_again, dataset, self.batching, collate_fn=collate_fn)
             pin = self.device.type == "cuda"
@@ -742,8 +742,7 @@ class Session:
         if self.scheduler is not None:
             self.scheduler.step()
         self.strategy.zero()
-        if self._statistics:
-            share(self._statistics)
+        self._share_buffers(look=self._living is None)
         self.step += 1
         self._settle()  # the step before this one (on a GPU): its numbers have had a whole step to arrive
         halves = [part for total in (step._hash_sum, step._contents_sum) for part in (total & 0xFFFFFFFF, total >> 32)]
@@ -764,6 +763,19 @@ class Session:
         known = peak_flops(torch.cuda.get_device_name(self.device), precision) if self.device.type == "cuda" else None
         peak = self.peak_flops or known
         return int(peak / 1e9) if peak else UNKNOWN_GFLOPS
+
+    def _share_buffers(self, look: bool) -> None:
+        """What forwards have changed in the model beside its parameters is rank 0's from here on. `look`: it may be more than before."""
+        if self._control is None or self._model is None or self._buffers is None or self.reduce != "fast":
+            return  # exact sums promise more: what differs is refused
+        if look:
+            every: list[Any] = [None] * self.world
+            dist.all_gather_object(every, self._buffers.changed(), group=self._control)
+            self._living = sorted({*(self._living or ()), *(name for names in every for name in names)})
+        if self._living:
+            now = dict(self._model.named_buffers())
+            with torch.no_grad():
+                share([now[name] for name in self._living])
 
     def _vote(self, wants: torch.Tensor) -> None:
         """Say what this rank knows of: wants[w] > 0 on any rank means w is wanted."""
@@ -967,6 +979,8 @@ class Session:
         if not self.run_url:
             return
         self._life.tell(Place.STAGING, self.step)
+        if self._pending is None and not hasattr(self, "batching"):
+            self._share_buffers(look=True)  # a loop of one's own; our own steps have done it
         t_start, t0 = time.time(), time.perf_counter()
         if why == "notice" and self._flight is not None and not self._flight.landed.is_set():
             self._overtake()
@@ -1422,25 +1436,29 @@ class _Buffers:
         self._copies: dict[str, torch.Tensor] = {}
 
     def note(self) -> None:
-        """A step begins."""
+        """A step begins, or all of them do."""
         now = dict(self._model.named_buffers())
         self._versions = {name: (b, _version(b)) for name, b in now.items()}
         self._copies = {name: b.detach().clone() for name, b in now.items() if self._living is None or name in self._living}
 
-    def _changed(self) -> list[str]:
+    def changed(self) -> list[str]:
+        """Their names: since `note`."""
         now = dict(self._model.named_buffers())
-        return [name for name, (b, version) in self._versions.items() if now.get(name) is not b or _version(b) != version]
+        norms = {id(b) for m in self._model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) for b in m.buffers(recurse=False)}
+        return [  # a norm's kernel changes its statistics without counting that
+            name for name, (b, version) in self._versions.items() if now.get(name) is not b or _version(b) != version or id(b) in norms
+        ]
 
     def learn(self) -> None:
         """The step has been done."""
-        self._living = (self._living or set()) | set(self._changed())
+        self._living = (self._living or set()) | set(self.changed())
         self._copies = {}
 
     def restore(self) -> str:
         """The step begins again. What to tell people about buffers that could not be put back."""
         lost = []
         with torch.no_grad():
-            for name in self._changed():
+            for name in self.changed():
                 b, version = self._versions[name]
                 if name in self._copies:
                     b.copy_(self._copies[name])

@@ -131,7 +131,7 @@ def outcome(way, exact):
     alone.load_state_dict(model.state_dict())
     try:
         model = way(model) or model
-        check_unwrapped(model)
+        check_unwrapped(model)  # as run.steps does
         strategy = exact_strategy_for(model, "exact") if exact else strategy_for(model)
         wrong = not_summed(model, strategy, alone)
     except Exception as e:

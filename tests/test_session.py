@@ -337,7 +337,17 @@ class Merging(Loader):
     def load_state_dicts(self, states):
         print("merged", run.rank, [state["at"] for state in states], [float(state["rows"][0]) for state in states], flush=True)
 
-model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+class Tail(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(8, 1)
+        self.register_buffer("sums", torch.zeros(8))
+        self.register_buffer("last", torch.zeros(8))
+    def forward(self, x):
+        self.sums += x.detach().sum(0)
+        self.last = x.detach().mean(0)
+        return super().forward(x)
+
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), Tail())
 loader = Merging() if "merging" in flags else Loader()
 how = {"per_rank": ["loader"]} if "per-rank" in flags else {}
 run.prepare(model, torch.optim.AdamW(model.parameters()), loader=loader, **how)
@@ -347,8 +357,32 @@ for step in run.steps(data, total=int(flags[0]), global_batch=12, micro_batch=4)
         step.backward(model(x).square().mean())
     step.update()
     loader.step(step.number)
-print("norm", run.rank, model[1].running_mean.tolist(), model[1].running_var.tolist(), flush=True)
+print("buffers", run.rank, {name: b.tolist() for name, b in model.named_buffers()}, flush=True)
 """
+
+
+LOOP = """
+import torch, harness
+run = harness.attach(snapshot_every_steps=2)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)))
+optimizer = torch.optim.AdamW(model.parameters())
+run.prepare(model, optimizer)
+for step in range(run.resume() + 1, 6):
+    optimizer.zero_grad()
+    model(torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + run.rank))).square().mean().backward()
+    optimizer.step()
+    run.safe_point(step)
+run.finish()
+"""
+
+
+def test_a_loop_of_ones_own_may_have_ddp(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(LOOP)
+    train(tmp_path / "run", 2, script=script)
+    manifest = newest(tmp_path / "run")
+    assert manifest.step == 5 and manifest.data["final"]
+    Snapshots(open_store(str(tmp_path / "run"))).verify(manifest)
 
 
 @pytest.fixture(scope="module")
@@ -405,14 +439,16 @@ def test_state_of_each_rank_goes_back_to_it(own, tmp_path):
     assert all(f"merged {rank} [60, 61, 62] [600.0, 601.0, 602.0]" in merged.output for rank in range(2))
 
 
-def test_statistics_of_batches_are_of_one_rank(own, tmp_path):
+def test_buffers_that_forwards_change_are_of_one_rank(own, tmp_path):
     """Shares of 2 and 1 micro-batches, so the ranks' own would differ; what is stored is what all go on with."""
     ended = own(tmp_path / "run", 2, 4)
-    said = {line.split(maxsplit=2)[1]: line.split(maxsplit=2)[2] for line in ended.output.splitlines() if line.startswith("norm ")}
+    said = [line.split(maxsplit=2)[1:] for line in ended.output.splitlines() if line.startswith("buffers ")]
     manifest = newest(tmp_path / "run")
-    tensors = {name: t for name, t in dcp.destinations(manifest, {}).items() if name.startswith("model/1.running")}
+    names = ["1.running_mean", "1.running_var", "1.num_batches_tracked", "2.sums", "2.last"]
+    tensors = {name: t for name, t in dcp.destinations(manifest, {}).items() if name.removeprefix("model/") in names}
     dcp.load(Snapshots(open_store(str(tmp_path / "run"))), manifest, tensors)
-    assert said["0"] == said["1"] == f"{tensors['model/1.running_mean'].tolist()} {tensors['model/1.running_var'].tolist()}"
+    stored = {name: tensors[f"model/{name}"].tolist() for name in names}
+    assert sorted(said) == [["0", str(stored)], ["1", str(stored)]] and stored["1.num_batches_tracked"] == 8
 
 
 def steps_reached(run):
