@@ -332,7 +332,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "impatient": ({"build": Build(recover=impatient)}, "nothing left|life"),
     "greedy": ({"build": Build(recover=greedy), "run": RunSpec(1, 2, poll_s=5.0)}, "node limit"),
     "spendthrift": ({"build": Build(recover=spendthrift), "run": RunSpec(1, 3, poll_s=5.0, budget_usd=0.02)}, "budget"),
-    "believing": ({"build": Build(patience=lambda monotonic: Patience(0.0, True, monotonic)), "weather": SPELL}, "life|nothing left"),
+    "believing": ({"build": Build(patience=lambda monotonic: Patience(0.0, True, monotonic)), "weather": SPELL}, "life|nothing left|ledger"),
     "boastful": ({"build": Build(recover=boastful)}, "newest counts"),
     "panicky": ({"build": Build(recover=panicky), "weather": REFUSED, "run": PATIENT}, "seeing"),
     "deaf": ({"build": Build(recover=deaf), "weather": MOVING, "run": PATIENT}, "node limit|nothing left"),
