@@ -236,23 +236,26 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(p, DTensor) for p in model.parameters())
 
 
+def groups_of(module: Any) -> list[Any]:
+    """What FSDP2 gathers together at one of its modules. No public name gives it. Raises BadInput if this torch has it elsewhere."""
+    what = "a sharded model"
+    needs(module, what, "_get_fsdp_state")
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        found = list(state._fsdp_param_groups)
+    else:
+        needs(state, what, "_fsdp_param_group")  # before torch 2.12: one, or None
+        found = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    for group in found:
+        needs(group, what, "fsdp_params")
+    return found
+
+
 def fsdp_groups(model: nn.Module) -> list[Any]:
-    """What FSDP2 gathers and shards together. No public name gives it. Raises BadInput if this torch has it elsewhere."""
+    """What FSDP2 gathers and shards together, in the whole model. Raises BadInput as `groups_of`."""
     from torch.distributed.fsdp import FSDPModule
 
-    what = "a sharded model"
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            needs(module, what, "_get_fsdp_state")
-            state: Any = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12; before it was one, or none
-            if groups is None:
-                needs(state, what, "_fsdp_param_group")
-                groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-            found |= {id(group): group for group in groups}
-    for group in found.values():
-        needs(group, what, "fsdp_params")
+    found = {id(group): group for module in model.modules() if isinstance(module, FSDPModule) for group in groups_of(module)}
     return list(found.values())
 
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.exact import _param_groups
 from harness.guards import Precision, peak_flops
-from harness.parallel import needs
+from harness.parallel import groups_of, needs
 from harness.world import BadInput
 
 
@@ -96,10 +95,10 @@ def test_an_fsdp2_with_other_names_is_told() -> None:
     group = SimpleNamespace(fsdp_params=[], _reduce_scatter_process_group=None, post_backward=None)
     old = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_group=group))  # up to 2.11
     new = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_groups=[group]))
-    assert _param_groups(old) == _param_groups(new) == [group]
-    assert _param_groups(SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_group=None))) == []
+    assert groups_of(old) == groups_of(new) == [group]
+    assert groups_of(SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_group=None))) == []
     for other in (SimpleNamespace(), SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace())):
-        with pytest.raises(BadInput, match=rf"exact.*torch {re.escape(torch.__version__)} has none. Use torch 2.13"):
-            _param_groups(other)
+        with pytest.raises(BadInput, match=rf"a sharded model.*torch {re.escape(torch.__version__)} has none. Use torch 2.13"):
+            groups_of(other)
     with pytest.raises(BadInput, match="wants an FSDP2 with set_gradient_divide_factor;"):
         needs(type("FSDPModule", (), {"set_x": None}), "harness.fsdp2", "set_x", "set_gradient_divide_factor")

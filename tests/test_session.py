@@ -531,7 +531,9 @@ def test_a_loss_that_is_not_finite_is_never_committed(tmp_path):
 def half_way(tmp_path_factory):
     """Snapshots of steps 5, 10 and 15."""
     run = tmp_path_factory.mktemp("half") / "run"
-    train(run, 1, "--total", 15, "--every", 5)
+    # Slow enough that none is still on its way when the next is due.
+    train(run, 1, "--total", 15, "--every", 5, "--sleep-s", 0.15)
+    assert [ref.step for ref in Snapshots(open_store(str(run))).refs()] == [15, 10, 5]
     return run
 
 
