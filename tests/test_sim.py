@@ -315,6 +315,13 @@ PATIENT = RunSpec(1, 2, poll_s=5.0, lost_after_s=180.0, max_refused_s=120.0, exi
 MOVING = Weather(elsewhere=0.5, kills_per_h=3, zombies=0.0, crashes=0.004, overtakings=0.0, calm_s=1800.0)
 DAMAGED_READS = dataclasses.replace(STORMY, flips=0.2, bad_readers=0.1)
 DENIED = dataclasses.replace(STORMY, denials_per_h=30.0)
+
+
+def believing(monotonic: Callable[[], float]) -> Patience:
+    """Whoever says no once is believed."""
+    return Patience(0.0, True, monotonic)
+
+
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "deaf lease": ({"build": Build(lease=DeafLease)}, "one hand"),
     "hasty lease": ({"build": Build(lease=HastyLease)}, "one hand"),
@@ -332,7 +339,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "impatient": ({"build": Build(recover=impatient)}, "nothing left|life"),
     "greedy": ({"build": Build(recover=greedy), "run": RunSpec(1, 2, poll_s=5.0)}, "node limit"),
     "spendthrift": ({"build": Build(recover=spendthrift), "run": RunSpec(1, 3, poll_s=5.0, budget_usd=0.02)}, "budget"),
-    "believing": ({"build": Build(patience=lambda monotonic: Patience(0.0, True, monotonic)), "weather": SPELL}, "life|nothing left|ledger"),
+    "believing": ({"build": Build(patience=believing), "weather": SPELL}, "life|nothing left|ledger"),
     "boastful": ({"build": Build(recover=boastful)}, "newest counts"),
     "panicky": ({"build": Build(recover=panicky), "weather": REFUSED, "run": PATIENT}, "seeing"),
     "deaf": ({"build": Build(recover=deaf), "weather": MOVING, "run": PATIENT}, "node limit|nothing left"),
