@@ -83,7 +83,7 @@ drill: install  ## every fault in every phase (ONLY=worker-kill:step for one cel
 	$(BIN)/harness drill --seed $(or $(SEED),0) --jobs $(or $(JOBS),2) $(if $(ONLY),--only $(ONLY))
 
 campaign: install  ## POINTS=500 kills of writer, uploader and agent each, every store call failing once, damage of every class; not in CI
-	$(BIN)/python -m harness.kills --points $(or $(POINTS),500) --seed $(or $(SEED),0) --jobs $(or $(JOBS),2)
+	$(BIN)/python -m harness.proof.kills --points $(or $(POINTS),500) --seed $(or $(SEED),0) --jobs $(or $(JOBS),2)
 
 soak: install  ## one long run with KILLS=1000 seeded kills; not in CI
 	$(BIN)/harness drill --soak $(KILLS) --seed $(or $(SEED),0)

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 from gpt import GPT, SIZES
 
-from harness.exact import exact_strategy_for
-from harness.parallel import shard, strategy_for
+from harness.worker.exact import exact_strategy_for
+from harness.worker.parallel import shard, strategy_for
 
 WAYS = ("fast", "exact", "exact32", "plain")  # plain: DistributedDataParallel or FSDP2 as torch ships them
 

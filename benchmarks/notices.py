@@ -29,9 +29,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.facts import EpochStarted, Fact, NoticeCancelled, NoticeSeen, SessionStarted, SnapshotCommitted, Stamped, StepDone
-from harness.journal import Follower
-from harness.metadata import MetadataServer, environment_of, protocol_of
+from harness.bucket.journal import Follower
+from harness.clouds.metadata import MetadataServer, environment_of, protocol_of
+from harness.core.facts import EpochStarted, Fact, NoticeCancelled, NoticeSeen, SessionStarted, SnapshotCommitted, Stamped, StepDone
 from storage.objects import open_store
 
 ROOT = Path(__file__).resolve().parent.parent

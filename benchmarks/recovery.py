@@ -258,8 +258,8 @@ def parts(s: System, t0: float, line: Line) -> dict[str, float]:
     """Where the time went until `line`, by marks of the process that wrote it and the agents' facts. Seconds each."""
     found, last = {}, t0
     if s.name == "harness":
-        from harness.facts import EpochLeft, EpochStarted
-        from harness.journal import read_facts
+        from harness.bucket.journal import read_facts
+        from harness.core.facts import EpochLeft, EpochStarted
         from storage.objects import open_store
 
         time.sleep(2.5)  # facts are written every second

@@ -43,9 +43,9 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from harness.progress import Place, Progress
-from harness.session import _between_updates, _tensor_of
-from harness.uploader import Line, Local, Remote
+from harness.node.progress import Place, Progress
+from harness.uploader.server import Line, Local, Remote
+from harness.worker.session import _between_updates, _tensor_of
 from storage import Keep, Ref, Snapshots, open_store
 from storage.dcp import Saver, load, split
 from storage.objects import read_into
@@ -321,12 +321,12 @@ def opened(url: str) -> Any:
     return open_store(url, durable=True) if "://" not in url else open_store(url)
 
 
-# The uploader process, which imports no torch; `harness.uploader` but for the fsync.
+# The uploader process, which imports no torch; `harness.uploader.server` but for the fsync.
 SERVE = """
 import json, os, sys, threading
 from pathlib import Path
-from harness.nearby import NearbyConfig
-from harness.uploader import NICE, Server
+from harness.uploader.nearby import NearbyConfig
+from harness.uploader.server import NICE, Server
 from storage.objects import open_store
 url, folder, budget = json.loads(sys.argv[1])
 os.nice(NICE)

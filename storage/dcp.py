@@ -314,7 +314,7 @@ class Saver:
     """Saves this rank's share of a state. `group`: all ranks that save together (gloo), None for one process alone.
 
     Plain tensors are taken to be the same on all ranks: each is written once, by the rank with the least to write. Who calls this has to
-    make sure (harness/replicas.py does); tensors that differ between ranks need different names.
+    make sure (harness/worker/replicas.py does); tensors that differ between ranks need different names.
     """
 
     def __init__(self, snapshots: Snapshots, group: dist.ProcessGroup | None = None, own_memory: bool = True):

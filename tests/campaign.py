@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 from worlds import TRAINER, newest, until
 
-from harness.journal import read_facts
+from harness.bucket.journal import read_facts
 from storage.objects import open_store
 
 TASK = """\
@@ -93,9 +93,9 @@ class Campaign:
             ours = environ.get("HARNESS_NODE_DIR", "").startswith(str(self.folder))
             kinds = {
                 "controller": "launch" in line and str(self.run) in line,
-                "provider": "harness.provider" in line and str(self.folder) in line,
+                "provider": "harness.clouds.provider" in line and str(self.folder) in line,
                 "agent": ours and ("harness run" in line or "harness.cli run" in line) and "bash" not in line,
-                "worker": ours and "harness.worker" in line,
+                "worker": ours and "harness.worker.process" in line,
             }
             if kinds[what]:
                 found.append(p)

@@ -10,11 +10,11 @@ import math
 import random
 from dataclasses import asdict, dataclass, field
 
-from harness import facts as f
-from harness import records as rec
-from harness.batch import plan
-from harness.journal import Journal
-from harness.world import Offer
+from harness.bucket.journal import Journal
+from harness.core import facts as f
+from harness.core import records as rec
+from harness.core.batch import plan
+from harness.core.world import Offer
 from storage.manifest import Ref
 from storage.objects import MemoryStore, ObjectStore
 from storage.snapshots import Snapshots

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from harness.replay import _whole
-from harness.session import _between_updates
+from harness.proof.replay import _whole
+from harness.worker.session import _between_updates
 from storage import Ref, Snapshots, open_store
 from storage.dcp import Saver, join, load, split
 from storage.upload import Job, Uploader

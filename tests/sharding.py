@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from harness.exact import exact_strategy_for
-from harness.parallel import Sharded, check_unwrapped, drawn_by_shard, shard, strategy_for
+from harness.worker.exact import exact_strategy_for
+from harness.worker.parallel import Sharded, check_unwrapped, drawn_by_shard, shard, strategy_for
 
 WORLD, CPU = 2, torch.device("cpu")
 

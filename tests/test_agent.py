@@ -15,8 +15,10 @@ import buckets
 import pytest
 from worlds import TRAINER, history, newest, until
 
-from harness.audit import audit
-from harness.facts import (
+from harness.bucket.journal import read_facts
+from harness.bucket.orders import stop_order
+from harness.clouds.metadata import AzureScheduledEvents, MetadataServer, environment_of
+from harness.core.facts import (
     AgentStarted,
     EpochLeft,
     EpochStarted,
@@ -27,9 +29,7 @@ from harness.facts import (
     SnapshotCommitted,
     WorkerFailed,
 )
-from harness.journal import read_facts
-from harness.metadata import AzureScheduledEvents, MetadataServer, environment_of
-from harness.orders import stop_order
+from harness.views.audit import audit
 from storage.objects import open_store
 from storage.snapshots import Snapshots
 from storage.tiers import chunks_of
@@ -109,8 +109,8 @@ def test_join_notice_and_loss(nodes):
 
 def test_a_member_that_goes_before_its_workers_begin_is_not_waited_for(nodes):
     """Told to go between the sealing of an epoch that names it and its own look at it."""
-    from harness.lines import Lines
-    from harness.rendezvous import Member, Rendezvous
+    from harness.agent.lines import Lines
+    from harness.agent.rendezvous import Member, Rendezvous
 
     first = nodes.start(*SLOW, "--total", LONG)
     nodes.until(lambda: nodes.step() >= 10)
@@ -220,9 +220,9 @@ def test_a_killed_worker_comes_back_from_memory(nodes):
 def test_a_killed_uploader_costs_nothing(nodes):
     agent = nodes.start("--total", 80, "--every", 20, "--sleep-s", 0.05)
     nodes.until(lambda: nodes.step() >= 20)
-    first = children(agent, "harness.uploader")
+    first = children(agent, "harness.uploader.server")
     first[0].kill()
-    nodes.until(lambda: children(agent, "harness.uploader") not in ([], first))
+    nodes.until(lambda: children(agent, "harness.uploader.server") not in ([], first))
     assert nodes.codes() == [0], nodes.logs()
     assert {f.step for f in nodes.facts(SnapshotCommitted)} == {20, 40, 60, 80}
     assert [r.step for r in history(nodes.run)] == list(range(1, 81))

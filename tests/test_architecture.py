@@ -78,11 +78,11 @@ def run_python(code: str) -> str:
 def test_seats_need_only_their_own_packages():
     """The controller's and the agent's rooms import neither torch nor SkyPilot; a worker's import no SkyPilot."""
     code = (
-        "import sys\nimport harness.cli, harness.recovery, harness.local, harness.agent, harness.notices, harness.report, harness.audit,"
-        " harness.monitor, storage\nprint('torch' in sys.modules, 'sky' in sys.modules)"
+        "import sys\nimport harness.cli.command, harness.controller.recovery, harness.clouds.local, harness.agent.agent, harness.agent.notices, harness.views.report, harness.views.audit,"
+        " harness.views.monitor, storage\nprint('torch' in sys.modules, 'sky' in sys.modules)"
     )
     assert run_python(code).split() == ["False", "False"]
-    assert run_python("import sys, harness.session; print('sky' in sys.modules)").split() == ["False"]
+    assert run_python("import sys, harness.worker.session; print('sky' in sys.modules)").split() == ["False"]
 
 
 def test_examples_use_the_front_door_only():
@@ -101,7 +101,7 @@ def test_architecture_page_names_every_room():
 
 
 def test_codes_that_mean_elsewhere_are_in_every_task():
-    from harness.world import DRAINED, UNFIT
+    from harness.core.world import DRAINED, UNFIT
 
     for path in (ROOT / "sky_tasks").glob("*.yaml"):
         assert re.search(rf"recover_on_exit_codes: \[.*\b{DRAINED}\b.*\b{UNFIT}\b.*\]", path.read_text()), path

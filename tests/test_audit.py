@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 from truerun import IDENTITY, TrueRun
 
-from harness import facts
-from harness.audit import audit, print_audit
-from harness.facts import canonical
-from harness.rendezvous import epoch_key
+from harness.agent.rendezvous import epoch_key
+from harness.core import facts
+from harness.core.facts import canonical
+from harness.views.audit import audit, print_audit
 from storage.manifest import Ref
 from storage.objects import MemoryStore
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.batch import (
+from harness.core.batch import (
     MAX_SAMPLES,
     Batching,
     Plan,
@@ -24,7 +24,7 @@ from harness.batch import (
     sample_seed,
     seed_for,
 )
-from harness.world import BadInput
+from harness.core.world import BadInput
 
 seeds = st.integers(0, 2**63 - 1)
 

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from harness.book import Book, bill
-from harness.facts import AttemptEnded, AttemptIntended, AttemptUp, Decided, Stamped
-from harness.journal import Journal
-from harness.lease import Lease
-from harness.policies import cheapest
-from harness.recovery import STOP_KEY, Outcome, RunSpec, recover
-from harness.sim import VirtualClock
-from harness.world import STOPPED, Node, NodeState, Offer, World
+from harness.bucket.journal import Journal
+from harness.bucket.lease import Lease
+from harness.controller.book import Book, bill
+from harness.controller.policies import cheapest
+from harness.controller.recovery import STOP_KEY, Outcome, RunSpec, recover
+from harness.core.facts import AttemptEnded, AttemptIntended, AttemptUp, Decided, Stamped
+from harness.core.world import STOPPED, Node, NodeState, Offer, World
+from harness.proof.sim import VirtualClock
 from storage.objects import MemoryStore
 
 OFFER = Offer(55.0, "aws/us-east-1/p5", accelerator="H100", gpus=8)

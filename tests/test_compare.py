@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 from truerun import IDENTITY, TrueRun
 
-from harness.compare import compare, print_comparison
-from harness.world import BadInput
+from harness.core.world import BadInput
+from harness.views.compare import compare, print_comparison
 from storage.manifest import Ref
 from storage.objects import MemoryStore
 

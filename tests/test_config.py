@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness import cli
+from harness.cli import command as cli
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_every_number_of_every_command_is_bounded() -> None:
 
 
 def test_bounds() -> None:
-    from harness.config import Bounds
+    from harness.core.config import Bounds
 
     assert Bounds().of("0", float) == 0.0 and Bounds(at_least=None).of("-3.5", float) == -3.5
     assert Bounds(above=0, at_most=2).of("2", int) == 2

@@ -15,7 +15,7 @@ import pytest
 from campaign import Campaign
 from worlds import until
 
-from harness.facts import AgentEnded, AttemptEnded, NoticeSeen, RunEnded
+from harness.core.facts import AgentEnded, AttemptEnded, NoticeSeen, RunEnded
 from storage.manifest import canonical, digest
 from storage.objects import open_store
 

@@ -9,12 +9,13 @@ import pytest
 from fakesky import FakeSky, answer
 from rich.console import Console
 
-from harness import cli, doctor
-from harness.doctor import FAIL, OK, WARN
-from harness.skypilot import SkyError
-from harness.tasks import load
-from harness.trackers import wandb_key, wandb_online
-from harness.world import CloudUnavailable
+from harness.cli import command as cli
+from harness.clouds.skypilot import SkyError
+from harness.clouds.tasks import load
+from harness.controller import doctor
+from harness.controller.doctor import FAIL, OK, WARN
+from harness.core.world import CloudUnavailable
+from harness.views.trackers import wandb_key, wandb_online
 from storage.objects import MemoryStore, StoreError, open_store
 
 EAST, WEST = answer("aws/us-east-1/use1-az1/p5", 10.0), answer("nebius/eu-north1/p5", 12.0)

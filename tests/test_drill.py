@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from harness import drill
-from harness.drill import FAULTS, PHASES, cells
-from harness.sabotage import Folder, SabotagedStore
-from harness.world import BadInput
+from harness.core.world import BadInput
+from harness.proof import drill
+from harness.proof.drill import FAULTS, PHASES, cells
+from harness.proof.sabotage import Folder, SabotagedStore
 from storage.objects import MemoryStore, StoreUnavailable
 
 

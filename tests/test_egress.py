@@ -7,9 +7,9 @@ from importlib import resources
 import pytest
 from rich.console import Console
 
-from harness import report
-from harness.egress import estimate, prices, transfer_usd
-from harness.facts import AgentStarted, AttemptIntended, EpochStarted, SessionStarted, SnapshotCommitted, Stamped
+from harness.core.facts import AgentStarted, AttemptIntended, EpochStarted, SessionStarted, SnapshotCommitted, Stamped
+from harness.core.prices import estimate, prices, transfer_usd
+from harness.views import report
 from storage.objects import MemoryStore
 
 GB = 10**9
@@ -33,7 +33,7 @@ def facts(*places):
 
 
 def test_every_price_has_its_source_and_a_number():
-    rows = resources.files("harness").joinpath("egress.csv").read_text().splitlines()
+    rows = resources.files("harness.core").joinpath("egress.csv").read_text().splitlines()
     assert "2026-11" in rows[0]
     assert all(row.count(",") >= 3 and row.split(",", 3)[3].strip() for row in rows if not row.startswith("#"))
     assert prices()["aws", "internet"] == 0.09 and prices()["cloudflare", "internet"] == 0.0

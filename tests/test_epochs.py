@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from harness.lines import Heard
-from harness.rendezvous import EPOCHS, Epoch, Member, Rendezvous, encode_epoch, epoch_key
+from harness.agent.lines import Heard
+from harness.agent.rendezvous import EPOCHS, Epoch, Member, Rendezvous, encode_epoch, epoch_key
 from storage.explore import Violation, explore
 from storage.objects import MemoryStore, NotFound
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 from worlds import PRETRAIN, Nursery, history, newest
 
-from harness import exact
-from harness.exact import (
+from harness.core.world import BadInput, HarnessError
+from harness.worker import exact
+from harness.worker.exact import (
     HEADROOM,
     INTEGERS,
     Scales,
@@ -24,7 +25,6 @@ from harness.exact import (
     divide_into,
     exact_norm,
 )
-from harness.world import BadInput, HarnessError
 
 U = 2.0**-24
 

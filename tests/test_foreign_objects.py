@@ -14,19 +14,19 @@ from histories import TOTAL, whole_run
 from rich.console import Console
 from truerun import TrueRun
 
-from harness import facts as f
-from harness import records as rec
-from harness.audit import audit, read_part
-from harness.compare import compare
-from harness.facts import canonical, digest
-from harness.journal import Follower, read_facts
-from harness.lease import Lease
-from harness.ledger import Ledger
-from harness.monitor import LeaseWatch, follow, status
-from harness.page import page
-from harness.report import print_report, summarize, to_json
-from harness.sim import VirtualClock
-from harness.trackers import Jsonl, Publisher, RunInfo
+from harness.bucket.journal import Follower, read_facts
+from harness.bucket.lease import Lease
+from harness.core import facts as f
+from harness.core import records as rec
+from harness.core.facts import canonical, digest
+from harness.proof.sim import VirtualClock
+from harness.views.audit import audit, read_part
+from harness.views.compare import compare
+from harness.views.ledger import Ledger
+from harness.views.monitor import LeaseWatch, follow, status
+from harness.views.page import page
+from harness.views.report import print_report, summarize, to_json
+from harness.views.trackers import Jsonl, Publisher, RunInfo
 from storage.manifest import Manifest, Ref, SnapshotCorrupt
 from storage.objects import MemoryStore, ObjectStore
 from storage.snapshots import Snapshots

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from harness.guards import Precision, peak_flops
-from harness.parallel import groups_of, needs
-from harness.world import BadInput
+from harness.core.world import BadInput
+from harness.worker.guards import Precision, peak_flops
+from harness.worker.parallel import groups_of, needs
 
 
 @pytest.mark.parametrize(

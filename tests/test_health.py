@@ -8,10 +8,10 @@ import pytest
 from test_agent import nodes  # noqa: F401
 from worlds import history
 
-from harness import health
-from harness.facts import AttemptEnded, AttemptIntended, AttemptUp, EpochLeft, HealthSeen, WorkerFailed, WorkerHung
-from harness.health import Action, FakeNvml, Finding, Judge, Probe
-from harness.progress import Limits, Place, Progress, Pulse
+from harness.agent import health
+from harness.agent.health import Action, FakeNvml, Finding, Judge, Probe
+from harness.core.facts import AttemptEnded, AttemptIntended, AttemptUp, EpochLeft, HealthSeen, WorkerFailed, WorkerHung
+from harness.node.progress import Limits, Place, Progress, Pulse
 
 
 # ---- silence ----------------------------------------------------------------------------------------------------------
@@ -153,13 +153,13 @@ def test_no_driver_no_monitor():
 def test_a_place_that_gave_an_unfit_node_is_left_alone():
     import random
 
-    from harness.book import Book
-    from harness.world import UNFIT, Node, NodeState, Offer
+    from harness.controller.book import Book
+    from harness.core.world import UNFIT, Node, NodeState, Offer
 
     book, offer = Book(random.Random(0), block_limit_s=6.0), Offer(1.0, "local/a")
     book.add(0.0, AttemptIntended(1, offer.__dict__))
     book.add(1.0, AttemptUp(1, 1.0))
-    from harness.book import how_it_ended
+    from harness.controller.book import how_it_ended
 
     end = how_it_ended(Node(1, offer, NodeState.GONE, 0.0, 1.0, 50.0, UNFIT, "exited"))
     book.add(50.0, AttemptEnded(1, end, 0.0, 1.0, 50.0, UNFIT, "exited", 49.0, 0.1, 0))

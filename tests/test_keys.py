@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from harness.facts import digest
-from harness.journal import Journal
-from harness.replica import Replica
-from harness.trackers import collect, marker_key
-from harness.world import BadInput
+from harness.bucket.journal import Journal
+from harness.core.facts import digest
+from harness.core.world import BadInput
+from harness.uploader.replica import Replica
+from harness.views.trackers import collect, marker_key
 from storage import FileStore, Manifest, MemoryStore, NotFound, Part, PartList, Ref, SnapshotCorrupt, Snapshots, StoreError, command
 from storage.objects import checked_key
 from storage.transfer import copy

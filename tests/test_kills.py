@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness import kills
+from harness.proof import kills
 
 
 @pytest.mark.parametrize("role", kills.ROLES)

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from harness.leaderless import COUNTED_S, LOOK_EVERY_S, Leaderless
-from harness.lease import Lease, sign_of_life
-from harness.sim import VirtualClock
-from harness.world import Fenced
+from harness.agent.leaderless import COUNTED_S, LOOK_EVERY_S, Leaderless
+from harness.bucket.lease import Lease, sign_of_life
+from harness.core.world import Fenced
+from harness.proof.sim import VirtualClock
 from storage.faults import FaultyStore
 from storage.objects import MemoryStore, ObjectStore, StoreUnavailable
 

@@ -7,10 +7,10 @@ from histories import EAST, IDENTITY, T0, TOTAL, whole_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness import facts as f
-from harness import records as rec
-from harness.journal import read_facts, read_records
-from harness.ledger import BUCKETS, NANO, PRECEDENCE, Ledger, apportion, ns, paint
+from harness.bucket.journal import read_facts, read_records
+from harness.core import facts as f
+from harness.core import records as rec
+from harness.views.ledger import BUCKETS, NANO, PRECEDENCE, Ledger, apportion, ns, paint
 from storage.snapshots import Snapshots
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from harness.batch import Batching, Plan
-from harness.loader import Stream, content_hash, fingerprint
-from harness.world import BadInput
+from harness.core.batch import Batching, Plan
+from harness.core.world import BadInput
+from harness.worker.loader import Stream, content_hash, fingerprint
 
 
 class Colour(enum.Enum):

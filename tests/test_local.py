@@ -16,13 +16,13 @@ import psutil
 import pytest
 from worlds import until
 
-from harness import provider
-from harness.facts import Chain, SessionStarted, StepDone
-from harness.local import LocalCloud, clean, visible_gpus
-from harness.metadata import TOKEN_HEADER, TTL_HEADER
-from harness.sources import AwsSource, detect
-from harness.tasks import Task
-from harness.world import BadInput, CloudUnavailable, NodeState, Offer
+from harness.agent.sources import AwsSource, detect
+from harness.clouds import provider
+from harness.clouds.local import LocalCloud, clean, visible_gpus
+from harness.clouds.metadata import TOKEN_HEADER, TTL_HEADER
+from harness.clouds.tasks import Task
+from harness.core.facts import Chain, SessionStarted, StepDone
+from harness.core.world import BadInput, CloudUnavailable, NodeState, Offer
 from storage.objects import open_store
 
 WAIT_S = 30.0  # for anything that takes some 0.1 s when the machine is not busy
@@ -238,8 +238,8 @@ def test_a_metadata_endpoint_can_be_made_to_fail(make):
 CONTROLLER = """
 import os, sys, time
 from pathlib import Path
-from harness.local import LocalCloud
-from harness.tasks import Task
+from harness.clouds.local import LocalCloud
+from harness.clouds.tasks import Task
 cloud = LocalCloud(sys.argv[1], Task(Path("t"), "t", "sleep 300"), "calm", env=dict(os.environ), launch_s=0.05, gpus=())
 cloud.launch(1, cloud.offers()[0])
 while not all(n.up_s for n in cloud.nodes()): time.sleep(0.02)
@@ -291,7 +291,7 @@ def test_there_is_one_provider_per_state_dir(make):
     cloud = make()
     pid = cloud.status()["pid"]
     second = subprocess.run(
-        [sys.executable, "-m", "harness.provider", str(cloud.state_dir)], capture_output=True, text=True, timeout=WAIT_S
+        [sys.executable, "-m", "harness.clouds.provider", str(cloud.state_dir)], capture_output=True, text=True, timeout=WAIT_S
     )
     assert second.returncode == provider.ALREADY_RUNNING
     assert "running already" in second.stderr
@@ -321,8 +321,8 @@ def test_shutdown_leaves_nothing_but_the_history(make):
 
 
 def test_a_provider_that_hangs_is_told_and_can_still_be_ended(make, monkeypatch):
-    monkeypatch.setattr("harness.local.CALL_TIMEOUT_S", 0.3)
-    monkeypatch.setattr("harness.local.END_WITHIN_S", 1.0)
+    monkeypatch.setattr("harness.clouds.local.CALL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("harness.clouds.local.END_WITHIN_S", 1.0)
     cloud = make()
     up(cloud, 1)
     os.kill(cloud.status()["pid"], signal.SIGSTOP)

@@ -10,8 +10,8 @@ import pytest
 from campaign import Campaign
 from worlds import history, newest, train
 
-from harness.batch import Batching, expected_digest
-from harness.facts import AttemptEnded, EpochStarted, NoticeSeen, RunEnded, SessionEnded, SnapshotCommitted
+from harness.core.batch import Batching, expected_digest
+from harness.core.facts import AttemptEnded, EpochStarted, NoticeSeen, RunEnded, SessionEnded, SnapshotCommitted
 
 FLAGS = "--total 120 --every 10 --sleep-s 0.04 --reduce exact"
 

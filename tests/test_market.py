@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from harness import market
-from harness.facts import Chain, SessionStarted, StepDone
-from harness.market import Capacity, Entry, Kill, Market, Outage, Preempt, Progress, State, from_trace, parse
-from harness.world import BadInput
+from harness.clouds import market
+from harness.clouds.market import Capacity, Entry, Kill, Market, Outage, Preempt, Progress, State, from_trace, parse
+from harness.core.facts import Chain, SessionStarted, StepDone
+from harness.core.world import BadInput
 from storage.objects import MemoryStore
 
 

@@ -10,9 +10,9 @@ from contextlib import closing
 
 import pytest
 
-from harness.metadata import NOT_FOUND, TOKEN_HEADER, TTL_HEADER, AwsImds, MetadataServer
-from harness.notices import Notice, step, watch
-from harness.sources import AWS_V4, AWS_V6, AwsSource, FileSource, detect, utc
+from harness.agent.notices import Notice, step, watch
+from harness.agent.sources import AWS_V4, AWS_V6, AwsSource, FileSource, detect, utc
+from harness.clouds.metadata import NOT_FOUND, TOKEN_HEADER, TTL_HEADER, AwsImds, MetadataServer
 
 ACTION = "/latest/meta-data/spot/instance-action"
 DEADLINE_S = 1_505_722_920.0  # 2017-09-18T08:22:00Z

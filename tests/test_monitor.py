@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from harness import facts as f
-from harness.journal import Follower, Journal, read_facts
-from harness.monitor import LeaseWatch, LiveView, State, describe, follow, progress_line, render, status
+from harness.bucket.journal import Follower, Journal, read_facts
+from harness.core import facts as f
+from harness.views.monitor import LeaseWatch, LiveView, State, describe, follow, progress_line, render, status
 from storage.objects import MemoryStore, NotFound, StoreUnavailable
 
 STORY = whole_run()

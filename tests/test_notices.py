@@ -12,10 +12,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from worlds import until
 
-from harness import sources
-from harness.metadata import AwsImds, AzureScheduledEvents, GcpMetadata, MetadataServer, environment_of, protocol_of
-from harness.notices import Notice, step, watch
-from harness.sources import (
+from harness.agent import sources
+from harness.agent.notices import Notice, step, watch
+from harness.agent.sources import (
     ACCOUNT,
     MAINTENANCE_EVENT,
     PREEMPTED,
@@ -39,7 +38,8 @@ from harness.sources import (
     sigterm_s,
     utc,
 )
-from harness.world import BadInput
+from harness.clouds.metadata import AwsImds, AzureScheduledEvents, GcpMetadata, MetadataServer, environment_of, protocol_of
+from harness.core.world import BadInput
 
 SOON_S = 1_900_000_000.0
 VALUES = {"kill": PREEMPTED, "soft": MAINTENANCE_EVENT, "maintenance": MAINTENANCE_EVENT}

@@ -9,8 +9,8 @@ import sys
 import pytest
 from worlds import until
 
-from harness.nursery import Nursery
-from harness.progress import state_of
+from harness.agent.nursery import Nursery
+from harness.node.progress import state_of
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_workers_die_with_whoever_asked_for_them(env, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os, time; print(os.getppid(), os.getpid(), flush=True); time.sleep(1000)")
     agent = (
-        "import os, time; from harness.nursery import Nursery\n"
+        "import os, time; from harness.agent.nursery import Nursery\n"
         f"n = Nursery(os.environ); _, out = n.fork({{'env': {{}}, 'argv': ['{script}']}})\n"
         "print(out.readline().decode(), flush=True); time.sleep(1000)"
     )

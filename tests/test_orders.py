@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from harness.marks import MarkReader, Want, write
-from harness.orders import STOP_KEY, UNSAID, StopOrder, ask_to_stop, stop_order
+from harness.bucket.orders import STOP_KEY, UNSAID, StopOrder, ask_to_stop, stop_order
+from harness.node.marks import MarkReader, Want, write
 from storage.objects import MemoryStore
 
 

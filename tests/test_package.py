@@ -14,9 +14,9 @@ import yaml
 from wheels import ROOT, build, tracked
 
 import harness
-from harness.init import PACKAGE, TEMPLATES, InitFlags, init, requirement
-from harness.tasks import load
-from harness.world import DRAINED, UNFIT, BadInput
+from harness.cli.init import PACKAGE, TEMPLATES, InitFlags, init, requirement
+from harness.clouds.tasks import load
+from harness.core.world import DRAINED, UNFIT, BadInput
 
 # Imports every module as a base install does. Only torch's absence may stop one.
 IMPORT_ALL = """
@@ -86,7 +86,7 @@ def test_the_wheel_works_alone(installed, tmp_path):
     imported = shell(
         f"{sys.executable} -c '{IMPORT_ALL}' {' '.join(modules)}", installed, tmp_path
     ).split()
-    assert {"harness.cli", "storage"} <= set(imported) and len(imported) > len(modules) * 0.8
+    assert {"harness.cli.command", "storage"} <= set(imported) and len(imported) > len(modules) * 0.8
     assert "init" in shell("harness --help", installed, tmp_path)
     assert "doctor" in shell("harness doctor --help", installed, tmp_path)
     assert "3 worlds, every rule held" in shell("harness simulate --seeds 3", installed, tmp_path)
@@ -147,7 +147,7 @@ def test_nodes_install_what_was_asked_for(given, wanted, tmp_path, capsys):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of SkyPilot's own imports
 def test_the_task_is_one_that_skypilot_takes():
-    path = ROOT / "harness" / "templates" / "train.yaml"
+    path = ROOT / "harness" / "cli" / "templates" / "train.yaml"
     assert path.read_text().count(PACKAGE) == 1
     task = load(path, {"RUN": "s3://b/x"})
     assert (
@@ -163,7 +163,7 @@ def test_the_task_is_one_that_skypilot_takes():
 
 def test_the_script_is_the_example():
     """All but its docstring; and the lines that it marks are those that were added to plain.py."""
-    script = (ROOT / "harness" / "templates" / "train.py").read_text()
+    script = (ROOT / "harness" / "cli" / "templates" / "train.py").read_text()
     example, plain = ((ROOT / "examples" / name).read_text() for name in ("elastic.py", "plain.py"))
     code, wanted = (text.split('"""\n', 2)[-1].splitlines() for text in (script, example))
     assert [line.removesuffix("  # +++") for line in code] == wanted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.policies import (
+from harness.controller.policies import (
     POLICIES,
     cheapest,
     on_demand_fallback,
@@ -16,7 +16,7 @@ from harness.policies import (
     within_budget,
     within_hours,
 )
-from harness.world import BadInput, Launch, Node, NodeState, Offer, Stop, Terminate, View, Wait
+from harness.core.world import BadInput, Launch, Node, NodeState, Offer, Stop, Terminate, View, Wait
 
 A, B, C = Offer(1.0, "a"), Offer(1.2, "b"), Offer(3.0, "c")
 OD = Offer(4.0, "od", spot=False)

@@ -7,8 +7,8 @@ from pathlib import Path
 import tomllib
 from fsspec.registry import known_implementations
 
-from harness.cli import BUCKET, COMMANDS, FOLDER, parser
-from harness.progress import Limits
+from harness.cli.command import BUCKET, COMMANDS, FOLDER, parser
+from harness.node.progress import Limits
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -11,14 +11,13 @@ from typing import TypeVar
 
 import pytest
 
-from harness.book import Book, bill, how_it_ended
-from harness.facts import AttemptDoubted, AttemptEnded, AttemptIntended, AttemptUp, Decided, Fact, LeaseTaken, RunEnded, Stamped
-from harness.journal import Journal, read_facts
-from harness.lease import Lease
-from harness.policies import cheapest
-from harness.recovery import STOP_KEY, Outcome, RunSpec, forget_stop, recover
-from harness.sim import VirtualClock
-from harness.world import (
+from harness.bucket.journal import Journal, read_facts
+from harness.bucket.lease import Lease
+from harness.controller.book import Book, bill, how_it_ended
+from harness.controller.policies import cheapest
+from harness.controller.recovery import STOP_KEY, Outcome, RunSpec, forget_stop, recover
+from harness.core.facts import AttemptDoubted, AttemptEnded, AttemptIntended, AttemptUp, Decided, Fact, LeaseTaken, RunEnded, Stamped
+from harness.core.world import (
     DOUBT,
     LEAVE,
     BadInput,
@@ -34,6 +33,7 @@ from harness.world import (
     Wait,
     World,
 )
+from harness.proof.sim import VirtualClock
 from storage.faults import Crash
 from storage.manifest import Ref, SnapshotTooNew, canonical, digest
 from storage.objects import MemoryStore, ObjectStore, StoreError, StoreUnavailable

@@ -11,10 +11,10 @@ from dataclasses import asdict, replace
 import pytest
 from worlds import until
 
-from harness.agent import Agent, AgentConfig
-from harness.lines import Heard, Lines
-from harness.nearby import Nearby, NearbyConfig
-from harness.rendezvous import NO_EPOCH, Epoch, Member, Rendezvous, encode_epoch, epoch_key, newest_epoch
+from harness.agent.agent import Agent, AgentConfig
+from harness.agent.lines import Heard, Lines
+from harness.agent.rendezvous import NO_EPOCH, Epoch, Member, Rendezvous, encode_epoch, epoch_key, newest_epoch
+from harness.uploader.nearby import Nearby, NearbyConfig
 from storage.objects import MemoryStore
 
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 from worlds import TRAINER, newest, train
 
-from harness.replay import replay
-from harness.world import BadInput
+from harness.core.world import BadInput
+from harness.proof.replay import replay
 from storage.objects import open_store
 
 

@@ -10,9 +10,9 @@ import time
 import pytest
 from worlds import TRAINER, newest, train
 
-from harness.facts import SessionStarted, SnapshotReplicated, Warned
-from harness.journal import Journal, read_facts
-from harness.replica import Replica
+from harness.bucket.journal import Journal, read_facts
+from harness.core.facts import SessionStarted, SnapshotReplicated, Warned
+from harness.uploader.replica import Replica
 from storage import MemoryStore, Ref, SnapshotCorrupt, Snapshots
 from storage.faults import FaultyStore, corrupt
 from storage.objects import open_store
@@ -75,7 +75,7 @@ def test_nothing_is_copied_beyond_the_cap(buckets):
 
 
 def test_a_silent_second_bucket_is_tried_again(buckets, monkeypatch):
-    monkeypatch.setattr("harness.replica.LOOK_S", 0.02)
+    monkeypatch.setattr("harness.uploader.replica.LOOK_S", 0.02)
     source, target = buckets
     commit(source, 1, b"x" * 3000)
     said, stop = [], threading.Event()

@@ -9,11 +9,11 @@ import pytest
 from histories import GLOBAL, T0, TOTAL, whole_run
 from rich.console import Console
 
-from harness import facts as f
-from harness.journal import Journal
-from harness.ledger import BUCKETS
-from harness.page import condensed, nice_ticks, thinned
-from harness.report import Point, duration, money, nbytes, print_report, summarize, to_json, write_html
+from harness.bucket.journal import Journal
+from harness.core import facts as f
+from harness.views.ledger import BUCKETS
+from harness.views.page import condensed, nice_ticks, thinned
+from harness.views.report import Point, duration, money, nbytes, print_report, summarize, to_json, write_html
 from storage.objects import MemoryStore
 
 EVIL = "<script>alert(1)</script>\"'&\x1b[31m"

@@ -15,13 +15,13 @@ import pytest
 import torch
 from worlds import TRAINER, environment, finish, free_port, history, newest, start, train
 
-from harness import replicas
-from harness.audit import audit
-from harness.batch import Batching, expected_digest
-from harness.compare import compare
-from harness.facts import SnapshotFailed, StepDone, Warned, canonical
-from harness.journal import read_facts
-from harness.marks import EXIT_CODE, Want, write
+from harness.bucket.journal import read_facts
+from harness.core.batch import Batching, expected_digest
+from harness.core.facts import SnapshotFailed, StepDone, Warned, canonical
+from harness.node.marks import EXIT_CODE, Want, write
+from harness.views.audit import audit
+from harness.views.compare import compare
+from harness.worker import replicas
 from storage import dcp
 from storage.faults import corrupt
 from storage.objects import open_store
@@ -548,7 +548,7 @@ def marks(run):
 
 
 def sabotaged(folder, run, world=1, *flags, **bad):
-    """A world of `world` hosts; the last one reads as `bad` says (harness/sabotage.py)."""
+    """A world of `world` hosts; the last one reads as `bad` says (harness/proof/sabotage.py)."""
     port, processes = free_port(), []
     for rank in range(world):
         node = folder / f"node-{rank}"

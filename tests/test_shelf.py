@@ -13,9 +13,9 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from harness import cli
-from harness.facts import SessionStarted, SnapshotCommitted, SnapshotReplicated, Warned
-from harness.journal import Journal, read_facts
+from harness.bucket.journal import Journal, read_facts
+from harness.cli import command as cli
+from harness.core.facts import SessionStarted, SnapshotCommitted, SnapshotReplicated, Warned
 from storage import Keep, MemoryStore, Ref, SnapshotCorrupt, Snapshots, StoreError, dcp, open_store
 from storage.command import Notes, age, main, size
 from storage.export import export

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from harness import policies
-from harness.facts import AttemptEnded, AttemptIntended, Decided, Fact, LeaseTaken, RunEnded, Stamped
-from harness.invariants import Violation
-from harness.journal import Journal
-from harness.lease import Lease
-from harness.recovery import Outcome, RunSpec, recover
-from harness.sim import ON_DEMAND, Build, Job, SimResult, Weather, command, simulate, simulate_many
-from harness.world import CloudUnavailable, Offer, View, Wait, World
+from harness.bucket.journal import Journal
+from harness.bucket.lease import Lease
+from harness.controller import policies
+from harness.controller.recovery import Outcome, RunSpec, recover
+from harness.core.facts import AttemptEnded, AttemptIntended, Decided, Fact, LeaseTaken, RunEnded, Stamped
+from harness.core.world import CloudUnavailable, Offer, View, Wait, World
+from harness.proof.invariants import Violation
+from harness.proof.sim import ON_DEMAND, Build, Job, SimResult, Weather, command, simulate, simulate_many
 from storage.manifest import Manifest, PartList, Ref, SnapshotCorrupt
 from storage.objects import MemoryStore, Patience, StoreError
 from storage.restore import Restore

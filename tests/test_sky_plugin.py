@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.sky_plugin import ladder
+from harness.clouds.sky_plugin import ladder
 
 needs_sky = pytest.mark.skipif(importlib.util.find_spec("sky") is None, reason="SkyPilot is not installed")
 EVERYWHERE = {"east", "west"}
@@ -20,7 +20,7 @@ def test_the_ladder_takes_what_there_is_and_leaves_the_place_that_failed_first()
 
 def job(answers, full=2, least=1, failed="east"):
     """An executor whose launches are answered from a list: a time (it works), "full", "spurious", or an error that is raised."""
-    from harness.sky_plugin import base_class
+    from harness.clouds.sky_plugin import base_class
 
     class Scripted(base_class()):
         pause_s = 0.0
@@ -73,7 +73,7 @@ def test_why_a_launch_failed_passes_by():
     from sky import exceptions
     from sky.jobs import recovery_strategy
 
-    from harness.sky_plugin import base_class
+    from harness.clouds.sky_plugin import base_class
 
     strategy = base_class()
     made = strategy.__new__(strategy)

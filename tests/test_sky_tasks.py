@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harness import plan, policies
-from harness.skypilot import Broker, SkyError, SkyPilotCloud, has_spot_market, to_offer
-from harness.tasks import load
-from harness.world import DRAINED, UNFIT, BadInput
+from harness.clouds.skypilot import Broker, SkyError, SkyPilotCloud, has_spot_market, to_offer
+from harness.clouds.tasks import load
+from harness.controller import plan, policies
+from harness.core.world import DRAINED, UNFIT, BadInput
 
 ROOT = Path(__file__).parent.parent
 TASKS = sorted((ROOT / "sky_tasks").glob("*.yaml"))

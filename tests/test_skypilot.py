@@ -10,13 +10,13 @@ import pytest
 from fakesky import FakeSky, answer
 from worlds import until
 
-from harness import cli
-from harness.broker import told
-from harness.facts import AttemptIntended, AttemptUp
-from harness.journal import Journal
-from harness.skypilot import TRIES, Broker, SkyError, SkyPilotCloud, bring_down, has_spot_market, tag, tails, verdict
-from harness.tasks import load
-from harness.world import UNFIT, BadInput, CloudUnavailable, NodeState
+from harness.bucket.journal import Journal
+from harness.cli import command as cli
+from harness.clouds.broker import told
+from harness.clouds.skypilot import TRIES, Broker, SkyError, SkyPilotCloud, bring_down, has_spot_market, tag, tails, verdict
+from harness.clouds.tasks import load
+from harness.core.facts import AttemptIntended, AttemptUp
+from harness.core.world import UNFIT, BadInput, CloudUnavailable, NodeState
 from storage.objects import open_store
 
 EAST, WEST = answer("aws/us-east-1/use1-az1/p5", 10.0), answer("nebius/eu-north1/p5", 12.0)
@@ -473,7 +473,7 @@ def test_managed_secrets_are_refused_early(tmp_path):
 FAKE_BROKER = """
 import io, os, sys, time
 sys.path.insert(0, {root!r})
-from harness.broker import serve
+from harness.clouds.broker import serve
 
 class Calls:
     def add(self, a, b): print("noise"); return a + b

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.tasks import Task, check_local, load, pairs
-from harness.world import DRAINED, UNFIT, BadInput
+from harness.clouds.tasks import Task, check_local, load, pairs
+from harness.core.world import DRAINED, UNFIT, BadInput
 
 ROOT = Path(__file__).parent.parent
 TRAIN = ROOT / "sky_tasks" / "train.yaml"

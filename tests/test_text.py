@@ -13,12 +13,13 @@ import rich.text
 from histories import whole_run
 from rich.live import Live
 
-from harness import cli, doctor, plan
-from harness import facts as f
-from harness.journal import Journal
-from harness.page import page
-from harness.report import print_report, summarize
-from harness.world import Offer, Stop, View
+from harness.bucket.journal import Journal
+from harness.cli import command as cli
+from harness.controller import doctor, plan
+from harness.core import facts as f
+from harness.core.world import Offer, Stop, View
+from harness.views.page import page
+from harness.views.report import print_report, summarize
 from storage.objects import open_store
 
 EVIL = "[/bold] [red]seen[/] :smile: \x1b[31m\x07\u202e\ud800"

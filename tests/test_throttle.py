@@ -6,9 +6,9 @@ import time
 import pytest
 from test_upload import R1, R2, VIEW, WAIT_S, Told, job, until
 
-from harness.facts import SnapshotCommitted
-from harness.progress import Place, Progress
-from harness.uploader import Local
+from harness.core.facts import SnapshotCommitted
+from harness.node.progress import Place, Progress
+from harness.uploader.server import Local
 from storage import MemoryStore
 from storage.throttle import SAFE, Throttle, levels
 from storage.upload import Uploader

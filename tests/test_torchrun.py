@@ -17,7 +17,7 @@ import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from worlds import until
 
-from harness.torchrun import BucketRendezvous, closed_key
+from harness.agent.torchrun import BucketRendezvous, closed_key
 from storage.objects import open_store
 
 ROOT = Path(__file__).parent.parent

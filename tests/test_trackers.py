@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from truerun import TrueRun
 
-from harness import trackers
-from harness.trackers import Function, Jsonl, Publisher, RunInfo, Wandb, build, collect, committed, marker_key, metrics, published
-from harness.world import BadInput
+from harness.core.world import BadInput
+from harness.views import trackers
+from harness.views.trackers import Function, Jsonl, Publisher, RunInfo, Wandb, build, collect, committed, marker_key, metrics, published
 from storage.manifest import Ref
 from storage.objects import FileStore, MemoryStore, StoreUnavailable
 
@@ -212,7 +212,7 @@ def test_claim_of_a_dead_publisher_is_taken_over():
         ("", "no tracker"),
         ("wanbd", "'wanbd' is not known"),
         ("no.such.module:f", "wanted an importable"),
-        ("harness.trackers:POLL_S", "wanted a function"),
+        ("harness.views.trackers:POLL_S", "wanted a function"),
         pytest.param("tensorboard", "pip install tensorboard", marks=pytest.mark.skipif("tensorboard" in sys.modules, reason="installed")),
     ],
 )
@@ -299,7 +299,7 @@ def test_wandb_offline_over_rewind_and_crash(tmp_path):
 
 def start(url, *flags, env=None, **popen):
     base = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-    command = [sys.executable, "-m", "harness.trackers", url, *flags]
+    command = [sys.executable, "-m", "harness.views.trackers", url, *flags]
     return subprocess.Popen(command, env=base | (env or {}), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **popen)
 
 

@@ -13,11 +13,11 @@ import time
 import pytest
 import worlds
 
-from harness.facts import DrainVerdict, SnapshotCommitted, SnapshotFailed
-from harness.journal import read_facts
-from harness.nearby import NearbyConfig
-from harness.rendezvous import Epoch, encode_epoch, epoch_key
-from harness.uploader import Line, Local, Remote, Server, seen_here
+from harness.agent.rendezvous import Epoch, encode_epoch, epoch_key
+from harness.bucket.journal import read_facts
+from harness.core.facts import DrainVerdict, SnapshotCommitted, SnapshotFailed
+from harness.uploader.nearby import NearbyConfig
+from harness.uploader.server import Line, Local, Remote, Server, seen_here
 from storage import MemoryStore, Ref, Snapshots, StoreError, open_store
 from storage.staging import Segment, Stage, StageFull
 from storage.tiers import FolderTier, blocks
@@ -281,7 +281,7 @@ import os, signal, sys, threading
 from pathlib import Path
 sys.path.insert(0, "tests")
 from test_upload import job
-from harness.uploader import Local, Remote
+from harness.uploader.server import Local, Remote
 from storage import open_store
 remote = Remote(Path(sys.argv[1]), 1, 0, Local(open_store(sys.argv[2]), lambda job, outcome: None))
 segment = remote.segment(4 << 20)
@@ -293,7 +293,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def start_uploader(folder, run):
     order = {"run": run, "folder": str(folder), "budget_nbytes": 1 << 30, "member": "m1"}
-    process = subprocess.Popen([sys.executable, "-m", "harness.uploader", json.dumps(order)], stdin=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-m", "harness.uploader.server", json.dumps(order)], stdin=subprocess.PIPE)
     Line(folder, connect_s=WAIT_S).close()  # a loaded machine takes longer to start it than a trainer would wait
     return process
 

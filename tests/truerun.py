@@ -6,11 +6,11 @@ import json
 import random
 from dataclasses import asdict
 
-from harness import batch, facts, records
-from harness.facts import canonical, digest
-from harness.journal import Journal
-from harness.rendezvous import Epoch, epoch_key
-from harness.world import Offer
+from harness.agent.rendezvous import Epoch, epoch_key
+from harness.bucket.journal import Journal
+from harness.core import batch, facts, records
+from harness.core.facts import canonical, digest
+from harness.core.world import Offer
 from storage.manifest import Ref
 from storage.objects import MemoryStore
 from storage.snapshots import Snapshots

@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import nursery, records
-from harness.journal import read_records
+from harness.agent import nursery
+from harness.bucket.journal import read_records
+from harness.core import records
 from storage.objects import open_store
 from storage.snapshots import Snapshots
 

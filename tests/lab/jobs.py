@@ -31,8 +31,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 from lab import CLUSTERS, Lab  # noqa: E402
 from task import in_lab, run_here  # noqa: E402
 
-from harness.facts import EpochStarted, Fact, RunEnded, StepDone  # noqa: E402
-from harness.journal import read_facts  # noqa: E402
+from harness.bucket.journal import read_facts  # noqa: E402
+from harness.core.facts import EpochStarted, Fact, RunEnded, StepDone  # noqa: E402
 from storage.objects import open_store  # noqa: E402
 from storage.snapshots import Snapshots  # noqa: E402
 
@@ -49,7 +49,7 @@ class Stage:
 
     def server(self) -> None:
         """Register the plugin; the server reads it when it starts."""
-        plugin = {"class": "harness.sky_plugin.ElasticPlugin", "parameters": {"network_probe": f"{SERVER}/api/health"}}
+        plugin = {"class": "harness.clouds.sky_plugin.ElasticPlugin", "parameters": {"network_probe": f"{SERVER}/api/health"}}
         (self.lab.controller_home / ".sky" / "plugins.yaml").write_text(json.dumps({"plugins": [plugin]}))
         self.lab.jobs_here(True)
         self.sky("api", "stop", fails=True)

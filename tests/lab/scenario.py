@@ -30,7 +30,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 from lab import CLUSTERS, Lab  # noqa: E402
 from task import in_lab  # noqa: E402
 
-from harness.facts import (  # noqa: E402
+from harness.bucket.journal import Follower  # noqa: E402
+from harness.clouds.metadata import MetadataServer, environment_of, protocol_of  # noqa: E402
+from harness.core.facts import (  # noqa: E402
     AttemptEnded,
     AttemptIntended,
     AttemptUp,
@@ -42,8 +44,6 @@ from harness.facts import (  # noqa: E402
     SnapshotCommitted,
     Stamped,
 )
-from harness.journal import Follower  # noqa: E402
-from harness.metadata import MetadataServer, environment_of, protocol_of  # noqa: E402
 from storage.objects import open_store  # noqa: E402
 from storage.snapshots import Snapshots  # noqa: E402
 
@@ -285,7 +285,7 @@ class Scene:
 
     def bill(self) -> dict[str, Any]:
         """What we say that the run cost, and what SkyPilot says."""
-        from harness.skypilot import Broker, tag
+        from harness.clouds.skypilot import Broker, tag
         from storage.objects import normalize
 
         broker = Broker(self.lab.env(), self.lab.root / "log" / "broker.log")

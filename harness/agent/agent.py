@@ -1,0 +1,907 @@
+"""The node agent: one per machine. `harness run -- script.py` is this.
+
+Joins the rendezvous, starts the script's workers with torchrun's environment, watches for notices, and leaves a mark when
+something is wanted of the workers; they agree at a step boundary, snapshot and leave. It knows nothing of torch (its
+start costs a fraction of a second and no GPU memory) and nothing of SkyPilot. It starts plain processes rather than
+torch elastic's PContext, which answers the first worker that leaves by killing those that are still saving.
+
+Exit codes: see docs/ARCHITECTURE.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+from harness.agent import health
+from harness.agent.leaderless import LOOK_EVERY_S, Leaderless
+from harness.agent.lines import Lines
+from harness.agent.notices import Notice, Source, watch
+from harness.agent.nursery import Forked, Nursery
+from harness.agent.rendezvous import NO_EPOCH, Epoch, Member, Rendezvous, free_port
+from harness.bucket.journal import Journal
+from harness.bucket.lease import sign_of_life
+from harness.bucket.orders import CONTROL, SNAPSHOT, STOP_KEY, StopOrder, ask_to_stop, stop_order
+from harness.core.facts import (
+    AgentEnded,
+    AgentStarted,
+    EpochLeft,
+    EpochStarted,
+    GraceSpent,
+    HealthSeen,
+    NoticeAcknowledged,
+    NoticeCancelled,
+    NoticeSeen,
+    WorkerFailed,
+    WorkerHung,
+)
+from harness.core.world import DOUBT, DRAINED, FENCED, FINISHED, LEAVE, RESIZE, STOPPED, UNFIT
+from harness.node import marks, progress
+from harness.node.marks import Want
+from harness.uploader.nearby import NearbyConfig
+from harness.uploader.server import NodeUploader
+from harness.worker.process import DUMP_SIGNAL
+from storage.manifest import Ref, SnapshotCorrupt
+from storage.objects import NotFound, ObjectStore, StoreError, StoreUnavailable
+from storage.snapshots import Snapshots
+
+HELPERS = {"trackers": "harness.views.trackers", "replica": "harness.uploader.replica"}  # processes beside the first member of an epoch
+TAIL_LINES = 40
+NO_LIMIT = 1 << 30
+SAME_FAILURE_LIMIT = 3  # the same failure of the script at the same committed step: stop, it will not get better
+FRUITLESS_LIMIT = 20  # epochs that ended by some failure, of whomever, one after the other without a new snapshot: stop as well
+FRUITLESS_S = 600.0  # ... of a script without a session, whose progress we cannot see: that ended within so long
+SAME_KILL_LIMIT = 10  # signals from outside (out of memory, an operator), hangs and a silent bucket may be bad luck for longer
+LAST_WORDS_S = 2.0  # before a deadline: what the end will be is written while it still can be
+WARM_S = 60.0  # a newcomer's workers may take so long to import what they need before others make room for it
+FENCE_S = 2.0  # between two looks for a newer epoch while all our peers are heard
+LINGER_S = 0.2  # for workers to end by themselves once it is known which one failed
+PEER_LEFT_S = 1.0  # for ours to notice that a peer's have failed
+BATCH_S = 5.0  # for others that are warming up already to join together with who is ready
+KILL_S = 20.0  # for a killed worker to be gone; after that the kernel holds it, and the node is unfit
+DUMP_S = 1.0  # for a hung worker to write where it hangs
+FROZEN_S = 3.0  # our own loop stood still for so long: nobody else's silence is judged by that time
+
+# What a worker's error is like when the connection to another rank breaks. A hint that makes us look at the others, and no proof.
+LOST_TYPES = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError", "ConnectionResetError",
+              "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError")  # fmt: skip
+LOST_WORDS = ("Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "connectFullMesh", "Socket Timeout",
+              "NCCL", "ncclRemoteError", "Timed out waiting", "timed out after", "recvValue failed", "failed to recv", "Read error",
+              "Write error", "Socket closed", "EADDRINUSE", "Application timeout")  # fmt: skip
+FAILING = "failing"  # said of ourselves at once when a worker of ours has failed by itself, for those whose workers feel it
+ORDERLY = (FINISHED, DRAINED, RESIZE, STOPPED)
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    run: str
+    argv: list[str]
+    nproc: int
+    attempt: int
+    addr: str
+    node_dir: Path
+    accelerator: str = "cpu"
+    speed: float = 1.0
+    place: str = ""  # nodes of one place reach each other and form worlds; those of others wait
+    min_members: int = 1
+    grace_s: float = 30.0  # what a SIGTERM leaves us when nobody says
+    drain_lead_s: float = 120.0  # so long before an end that is known long before, we drain
+    doubt_ahead_s: float = 900.0  # and so long before it, whoever launched us may look for another node
+    acknowledge: bool = True  # tell the cloud, where it can be told, that we have gone
+    notify_signal: str = ""  # for scripts without a session: sent to them on a notice
+    trackers: str = ""
+    replica: str = ""  # URL of a second bucket that snapshots are copied to
+    replica_cap_usd: float | None = None
+    beat_s: float = 1.0
+    dead_s: float = 5.0
+    tick_s: float = 0.3
+    control_s: float = 0.3  # how often to look for what people ask of the run; each look is a list, which object stores bill
+    flush_s: float = 1.0
+    wait_limit_s: float = 3600.0  # how long to wait for a place in an epoch
+    stage_dir: Path | None = None  # a RAM disk for staged snapshots; None: /dev/shm
+    stage_nbytes: int | None = None  # what they may take of it; None: half of what is free
+    nearby: NearbyConfig = field(default_factory=NearbyConfig)  # tiers of snapshots besides this node's stage
+    settle_s: float = 30.0  # how long the next epoch waits for uploads whose worker has died
+    hang: progress.Limits = field(default_factory=progress.Limits)
+    hangs_allowed: int = 3  # so many hangs of our own workers: this node is unfit
+    gpu_health: str = "off"  # "auto": by NVML; "off"; or the path of a script for the fake (harness/agent/health.py)
+    unfit_grace_s: float = 60.0  # how long workers on a sick GPU have to reach a step boundary
+    leaderless_s: float = 0.0  # so long this node goes on when nobody leads the run any more; 0: for ever
+    lease_s: float = LOOK_EVERY_S  # how often to look whether somebody does
+
+
+@dataclass
+class Worker:
+    process: Forked
+    error_file: Path
+    rank: int
+    pulse: progress.Pulse
+    tail: deque[str]
+    reader: threading.Thread  # of what it prints
+    hung: str = ""  # in words, when it was killed for that
+    guilty: bool = False  # of the hang; else it was waiting for others
+    ended_by_us: bool = False  # it was still at work
+
+    @property
+    def code(self) -> int:
+        """Of its end. One that even SIGKILL did not end counts as killed."""
+        return -signal.SIGKILL if self.process.returncode is None else self.process.returncode
+
+    @property
+    def failed_s(self) -> float:
+        """When its error was written; of use only beside those of this node's other workers."""
+        with contextlib.suppress(OSError):
+            return self.error_file.stat().st_mtime_ns / 1e9
+        return float("inf")
+
+    def failure(self) -> tuple[str, str]:
+        """Type and text of what ended it, from its error file, else from its exit code."""
+        code = self.code
+        if self.hung:
+            return "Hung", self.hung
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            message = json.loads(self.error_file.read_text())["message"]
+            return str(message["type"]), str(message["text"])
+        if code < 0:
+            return signal.Signals(-code).name, f"killed by {signal.Signals(-code).name}"
+        return "exit", f"exit code {code}"
+
+
+class Agent:
+    """One node's part in a run. `execute` returns the exit code."""
+
+    def __init__(self, config: AgentConfig, store: ObjectStore, sources: list[Source]):
+        self.config, self.store, self.sources = config, store, sources
+        self.name = f"m{config.attempt:04d}-{secrets.token_hex(3)}"
+        self.journal = Journal(store, f"agent-{self.name}", time.time)
+        self.snapshots = Snapshots(store)
+        self.mark_path = config.node_dir / "mark.json"
+        self._workers: list[Worker] = []
+        self._epoch: Epoch = NO_EPOCH  # the one whose workers run, else NO_EPOCH
+        self._absent: set[str] = set()  # members of our epoch that are gone or dead
+        self._wants: dict[str, tuple[Want, float | None]] = {}  # who wants what, until when
+        self._leaving: str = ""  # why we go, once we know that we must
+        self._notices: dict[str, Notice] = {}  # in force, by id
+        self._doubt_told = False  # that this node may not stay stands in the bucket
+        self._control: set[str] = set()  # what lies under control/, as we saw it last
+        self._control_seen: set[str] | None = None  # what was asked of the run before we looked first is not for us
+        self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._first_end_s: float | None = None
+        self._peer_left_s: float | None = None
+        self._entered_s = 0.0  # when our epoch began
+        self._fruitless, self._fruitful_step = 0, -1  # epochs in a row without a new snapshot; the newest one's step
+        self._waiting_since_s: float | None = None
+        self._ready_since_s = time.monotonic()
+        self._next_tick_s = 0.0
+        self._next_flush_s = 0.0
+        self._due_s: dict[str, float] = {}  # when to look at what next
+        self._room: int | None = None  # ranks that a step has work for, once that is known
+        self._warm_by_s = time.monotonic() + WARM_S
+        self._ready: dict[str, Any] | None = None  # what we shall say of ourselves once our uploads are done
+        self._settle_until_s = 0.0
+        self._helpers: dict[str, subprocess.Popen[bytes]] = {}  # trackers, replica
+        self._reason = ""  # in words, of our own end
+        self._end = ""  # how our last epoch ended: facts.EpochLeft.why
+        self._last_tail: tuple[str, ...] = ()
+        self._hangs = 0  # of our own workers, not of those that waited for others
+        self._unfit = ""  # why no run should come back to this node
+        self._unfit_by_s: float | None = None  # when workers on it are ended, if they have not left by then
+        self._grace_spent: set[str] = set()  # the notices whose last words are written
+        self._leaderless = Leaderless(config.leaderless_s)
+        self._last_loop_s = time.monotonic()
+
+    # ---- life --------------------------------------------------------------------------------------------------
+    def execute(self) -> int:
+        c = self.config
+        c.node_dir.mkdir(parents=True, exist_ok=True)
+        self._nursery = self._new_nursery()  # first of all: its imports take longest
+        nearby = replace(c.nearby, addr=c.addr, share=c.nproc > 1)
+        self._uploads = NodeUploader(c.run, self.name, c.stage_dir, c.stage_nbytes, c.node_dir / "uploader.log", nearby)
+        self._lines = Lines(self.name, c.addr, c.beat_s / 2)
+        me = Member(
+            *(self.name, "warming", 0, c.addr, self._lines.port, free_port(c.addr)),
+            nproc=c.nproc, attempt=c.attempt, speed=c.speed, place=c.place,
+        )  # fmt: skip
+        self.rendezvous = Rendezvous(self.store, me, self._lines, beat_s=c.beat_s, dead_s=c.dead_s, min_members=c.min_members,
+                                     over=self._is_over)  # fmt: skip
+        self.journal.record(AgentStarted(self.name, c.attempt, socket.gethostname(), c.nproc, c.accelerator, os.getpid()))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda n, _: self._inbox.put(("signal", signal.Signals(n).name)))
+        signal.signal(signal.SIGUSR1, lambda *_: self._inbox.put(("snapshot", "SIGUSR1")))
+        watcher = watch(
+            self.sources,
+            on_notice=lambda notice: self._inbox.put(("notice", notice)),
+            on_cancel=lambda notice: self._inbox.put(("cancel", notice)),
+        )
+        monitor = health.start(c.gpu_health, lambda verdict: self._inbox.put(("health", verdict)))
+        code = FENCED
+        try:
+            self.rendezvous.start()
+            code = self._loop()
+        except StoreError as e:
+            self._reason = str(e)
+            print(f"harness run: {e}", file=sys.stderr, flush=True)
+        finally:
+            watcher.stop()
+            monitor.stop()
+            self._nursery.close()
+            self._uploads.settle(self._settle_s())
+            if code in (DRAINED, FINISHED):
+                self._acknowledge()
+            self._uploads.close()
+            self.rendezvous.leave(end=self._end)
+            self._lines.close()
+            self.journal.record(AgentEnded(self.name, code, self._reason))
+            self._end_helpers(wait_s=45.0 if code == FINISHED else 3.0)
+            with contextlib.suppress(StoreError):  # our last words; their loss changes nothing
+                self.journal.flush()
+        return code
+
+    def _loop(self) -> int:
+        while True:
+            code = self._hear()
+            now = time.monotonic()
+            self._notice_own_sleep(now)
+            if code is None and self._epoch is not NO_EPOCH:
+                code = self._watch_workers(now)
+            if code is None and (now >= self._next_tick_s or self._lines.changed.is_set()):
+                self._lines.changed.clear()
+                self._next_tick_s = now + self.config.tick_s
+                self._heed_known_ends()
+                with contextlib.suppress(StoreUnavailable):  # training goes on while the bucket is silent
+                    self._tell_doubt(self._doubtful())
+                    self._heed_leader(now)
+                    code = self._seek_epoch(now) if self._epoch is NO_EPOCH else self._watch_peers(now)
+            if now >= self._next_flush_s:
+                self._next_flush_s = now + self.config.flush_s
+                with contextlib.suppress(StoreUnavailable):
+                    self.journal.flush()
+            if code is not None:
+                return code
+            time.sleep(0.02)
+
+    def _notice_own_sleep(self, now: float) -> None:
+        """Stopped and continued, or a machine that was paused: then our workers' silence is not theirs."""
+        gap_s, self._last_loop_s = now - self._last_loop_s, now
+        if gap_s > FROZEN_S:
+            for worker in self._workers:
+                worker.pulse.forgive(gap_s)
+
+    # ---- what others tell us -----------------------------------------------------------------------------------
+    def _hear(self) -> int | None:
+        while True:
+            try:
+                what, value = self._inbox.get_nowait()
+            except queue.Empty:
+                return None
+            if what == "snapshot":
+                self._want("snapshot", Want.SNAPSHOT)
+            elif what == "signal":
+                deadline = time.time() + self.config.grace_s
+                self.journal.record(NoticeSeen(self.name, "signal", "kill", value, deadline))
+                self._must_leave(f"{value}", f"signal:{value}", deadline)
+            elif what == "notice":
+                self._heed(value)
+            elif what == "health":
+                self._act_on_health(value)
+            elif what == "cancel":
+                self._forget(value)
+
+    def _heed(self, notice: Notice) -> None:
+        """A notice is new, or says something else than before."""
+        self._notices[notice.id] = notice
+        self._next_tick_s = 0.0  # who launched us hears of it now: our workers may be gone within a tick
+        self.journal.record(NoticeSeen(self.name, notice.source, notice.kind, notice.id, notice.deadline_s))
+        if notice.kind == "soft":
+            self._want(f"notice:{notice.id}", Want.SNAPSHOT)
+        elif notice.kind == "kill" or notice.deadline_s is None:
+            self._must_leave(f"{notice.source} notice", f"notice:{notice.id}", notice.deadline_s)
+        else:
+            self._heed_known_ends()
+
+    def _heed_known_ends(self) -> None:
+        """An end that was told long before: work on until it is near."""
+        for n in self._notices.values():
+            near = n.kind == "maintenance" and n.deadline_s is not None and time.time() >= n.deadline_s - self.config.drain_lead_s
+            if near and self._wants.get(f"notice:{n.id}") != (Want.RESIZE, n.deadline_s):
+                self._must_leave(f"{n.source} notice", f"notice:{n.id}", n.deadline_s)
+
+    def _forget(self, notice: Notice) -> None:
+        """A notice was taken back. If the workers have not agreed on it yet they never will; else we join the next epoch again."""
+        self.journal.record(NoticeCancelled(self.name, notice.id))
+        self._notices.pop(notice.id, None)
+        _, before = self._reigning()
+        self._wants.pop(f"notice:{notice.id}", None)
+        deadlines = [deadline_s for _, deadline_s in self._wants.values() if deadline_s is not None]
+        self._uploads.drain(min(deadlines, default=None))
+        if not self._unfit and not any(want is Want.RESIZE and who != "grow" for who, (want, _) in self._wants.items()):
+            self._leaving = ""
+        if self._reigning()[1] != before:  # a mark that is written again is a request that is made again
+            self._write_mark()
+
+    def _doubtful(self) -> bool:
+        """Is it time to look for another node, though this one is still there? At a kill notice it is: clouds take minutes to launch."""
+        by_s = time.time() + self.config.doubt_ahead_s
+        return any(
+            not n.pause if n.kind == "soft" else n.kind == "kill" or (n.kind == "maintenance" and (n.deadline_s or 0.0) <= by_s)
+            for n in self._notices.values()
+        )
+
+    def _tell_doubt(self, doubtful: bool) -> None:
+        """Who launched us by number sees it in the bucket. Raises StoreUnavailable; then it is told later."""
+        if doubtful == self._doubt_told or not self.config.attempt:
+            return
+        key = f"{DOUBT}{self.config.attempt:06d}.json"
+        if doubtful:
+            said = [f"{n.kind} notice from {n.source}" for n in self._notices.values()]
+            self.store.create(key, json.dumps({"by": self.name, "reason": ", ".join(said)}).encode())
+        else:
+            self.store.delete(key)
+        self._doubt_told = doubtful
+
+    def _acknowledge(self) -> None:
+        """The snapshot is committed and our workers have gone: who waits for us need not wait any longer."""
+        if not self.config.acknowledge or self._uploads.busy():
+            return
+        for notice in self._notices.values():
+            source = next((s for s in self.sources if s.name == notice.source), None)
+            if notice.acknowledge and source is not None:
+                self.journal.record(NoticeAcknowledged(self.name, notice.id, source.acknowledge(notice)))
+
+    def _must_leave(self, reason: str, who: str, deadline_s: float | None) -> None:
+        self._leaving = self._leaving or reason
+        if deadline_s is not None:
+            self._uploads.drain(min([deadline_s, *(d for w, (_, d) in self._wants.items() if d is not None and w != who)]))
+        self._want(who, Want.RESIZE, deadline_s)
+        if self._epoch is not NO_EPOCH and self.config.notify_signal and not self._attached():
+            for worker in self._workers:
+                if worker.process.poll() is None:
+                    worker.process.send_signal(getattr(signal, f"SIG{self.config.notify_signal.removeprefix('SIG')}"))
+
+    def _act_on_health(self, verdict: health.Verdict) -> None:
+        """A GPU reported something. Its node is left if it is sick; at once, without a snapshot, when its memory cannot be trusted."""
+        found, action = verdict.finding, verdict.action
+        self.journal.record(HealthSeen(self.name, found.gpu, found.what, found.message, action.name.lower()))
+        why = f"GPU {found.gpu}: {found.what} ({found.message})"
+        if action is not health.Action.IGNORE:
+            print(f"harness run: {why}: {verdict.reason}", flush=True)
+        if action is health.Action.SNAPSHOT:
+            self._want(f"health:{found.what}", Want.SNAPSHOT)
+        elif action in (health.Action.DRAIN, health.Action.KILL):
+            grace_s = 0.0 if action is health.Action.KILL else self.config.unfit_grace_s
+            self._declare_unfit(why, grace_s)
+
+    def _declare_unfit(self, why: str, grace_s: float) -> None:
+        """Leave, and tell who launched us not to come back here. Workers have `grace_s` to reach a step boundary."""
+        self._unfit = self._unfit or why
+        by_s = time.monotonic() + grace_s
+        self._unfit_by_s = by_s if self._unfit_by_s is None else min(by_s, self._unfit_by_s)
+        if grace_s > 0:
+            self._must_leave(f"unfit: {self._unfit}", "health:unfit", time.time() + grace_s)
+        else:  # no mark: nothing of it may be saved
+            self._leaving = f"unfit: {self._unfit}"
+
+    def _gone_code(self) -> int:
+        return UNFIT if self._unfit else DRAINED
+
+    def _heed_leader(self, now: float) -> None:
+        """Does anybody lead the run? If nobody has for too long, this node drains. Raises StoreUnavailable; then it looks again later."""
+        if not self._leaderless.bound_s or self._leaving or not self._due("lease", now, self.config.lease_s):
+            return
+        if why := self._leaderless.see(now, *sign_of_life(self.store, self._leaderless.term)):
+            self.journal.record(NoticeSeen(self.name, "lease", "kill", why, None))
+            print(f"harness run: {why}; this node drains", flush=True)
+            self._must_leave(why, "leaderless", None)
+
+    def _want(self, who: str, want: Want, deadline_s: float | None = None) -> None:
+        if self._wants.get(who) != (want, deadline_s) or want is Want.SNAPSHOT:
+            self._wants[who] = (want, deadline_s)
+            self._write_mark()
+
+    def _reigning(self) -> tuple[str, tuple[Want, float | None]]:
+        """Of all that is wanted, what the mark says."""
+        who = max(self._wants, key=lambda w: self._wants[w][0], default="")
+        return who, self._wants.get(who, (Want.NOTHING, None))
+
+    def _write_mark(self) -> None:
+        """The mark is a file: any person or program may leave one, and no signal handler is needed."""
+        if not self._wants:
+            self.mark_path.unlink(missing_ok=True)
+            return
+        who, (want, deadline_s) = self._reigning()
+        marks.write(self.mark_path, want, who, deadline_s)
+
+    def _attached(self) -> bool:
+        return self.mark_path.with_name("attached").exists()
+
+    # ---- between epochs ----------------------------------------------------------------------------------------
+    def _settle_s(self) -> float:
+        """How long we can wait for uploads now: as long as the node lives, when that is known."""
+        deadlines = [deadline for _, deadline in self._wants.values() if deadline is not None]
+        return max(0.0, min(deadlines) - time.time()) if deadlines else self.config.settle_s
+
+    def _say_ready(self, now: float) -> bool:
+        """A worker may have died and left a snapshot to send: no newer epoch may begin before it is committed."""
+        if self._ready is None:
+            return True
+        if now < self._settle_until_s and self._uploads.busy():
+            return False
+        self._tell(**self._ready)
+        self._ready = None
+        return True
+
+    def _seek_epoch(self, now: float) -> int | None:
+        if not self._say_ready(now):
+            return None
+        if (stop := self._stop_order(now)) is not None:
+            self._reason = stop
+            return STOPPED
+        if self.rendezvous.me.state == "warming":
+            if not (self._leaving or now >= self._warm_by_s or self._nursery.warm()):
+                return None
+            self._tell(state="ready")
+        if self._leaving:
+            self._reason = self._leaving
+            return self._gone_code()
+        last = self.rendezvous.newest()
+        me = self.rendezvous.me
+        again = me.failure and (me.failure, me.failure_step) == (last.failure, last.failure_step)
+        not_its_fault = me.failure.startswith(("SIG", "Hung")) or "StoreUnavailable" in me.failure
+        limit = SAME_KILL_LIMIT if not_its_fault else SAME_FAILURE_LIMIT
+        if me.failure.startswith("BadInput"):
+            return self._give_up(me.failure.removeprefix("BadInput: "))
+        if again and last.streak + 1 >= limit:
+            return self._give_up(
+                f"crash loop: the script failed {last.streak + 1} times in a row at the same point (after step {me.failure_step}): "
+                f"{me.failure}. Mend the script, then launch again: the run resumes at step {me.failure_step}."
+            )
+        if self._fruitless >= FRUITLESS_LIMIT:
+            return self._give_up(
+                f"{self._fruitless} epochs in a row ended without a new snapshot after step {max(0, self._fruitful_step)} "
+                f"(the last: {self._end}{', ' + me.failure if me.failure else ''}); see the workers' logs, then launch again."
+            )
+        epoch = self.rendezvous.try_form(self._max_world())
+        if epoch is not None:
+            self._enter(epoch)
+            return None
+        if self.rendezvous.is_over:
+            self._reason = "the run has ended: its final snapshot is committed"
+            print(f"harness run: {self._reason}; for another training, name another run URL", flush=True)
+            return FINISHED
+        if now - self._ready_since_s > self.config.wait_limit_s:
+            self._reason = f"no place in any epoch for {self.config.wait_limit_s:.0f} s"
+            return FENCED
+        return None
+
+    def _give_up(self, reason: str) -> int:
+        """More tries would only burn money."""
+        self._reason = reason
+        ask_to_stop(self.store, StopOrder(self._reason, self.name, failed=True, log_tail=self._last_tail))
+        return STOPPED
+
+    def _max_world(self) -> int | None:
+        if self._room is None:
+            try:
+                identity = json.loads(self.store.get("run.json"))  # never changes
+                micro_batch = int(identity.get("micro_batch") or 0)
+                self._room = int(identity["global_batch"]) // micro_batch if micro_batch else NO_LIMIT
+            except (NotFound, ValueError, KeyError, TypeError, AttributeError):  # not there yet, or not ours: workers say what is wrong
+                return None
+        return None if self._room == NO_LIMIT else self._room
+
+    def _enter(self, epoch: Epoch) -> None:
+        signs = [self.config.node_dir / f"progress-{i}" for i in range(self.config.nproc)]
+        for path in (self.mark_path, self.mark_path.with_name("attached"), *signs):
+            path.unlink(missing_ok=True)
+        self._wants.clear()
+        self._entered_s = time.monotonic()
+        self._epoch, self._first_end_s, self._peer_left_s, self._waiting_since_s = epoch, None, None, None
+        self._tell(state="in", epoch=epoch.epoch, end="", failure="", failure_step=0, master_port=free_port(self.config.addr))
+        ranks = epoch.ranks(self.name)
+        self._warm_up()
+        self._workers = [self._start(epoch, rank, local_rank) for local_rank, rank in enumerate(ranks)]
+        if ranks.start == 0:
+            self.journal.record(EpochStarted(epoch.epoch, epoch.members, epoch.world, epoch.reason))
+            self._start_helpers()
+        elif "replica" in self._helpers:  # another node's does it now
+            self._helpers["replica"].terminate()
+
+    def _tell(self, **changes: Any) -> None:
+        with contextlib.suppress(StoreUnavailable):  # what we say of ourselves goes out with the next heartbeat then
+            self.rendezvous.say(**changes)
+
+    def _start(self, epoch: Epoch, rank: int, local_rank: int) -> Worker:
+        speeds = [speed for speed, n in zip(epoch.speeds, epoch.nproc, strict=True) for _ in range(n)]
+        node = epoch.members.index(self.name)
+        sign = self.config.node_dir / f"progress-{local_rank}"
+        error_file = self.config.node_dir / f"error-{secrets.token_hex(4)}.json"
+        env = {
+            "RANK": rank, "WORLD_SIZE": epoch.world, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": self.config.nproc,
+            "GROUP_RANK": node, "GROUP_WORLD_SIZE": len(epoch.members), "ROLE_RANK": rank, "ROLE_WORLD_SIZE": epoch.world,
+            "ROLE_NAME": "default", "MASTER_ADDR": epoch.addr, "MASTER_PORT": epoch.port,
+            "TORCHELASTIC_RUN_ID": "harness", "TORCHELASTIC_RESTART_COUNT": epoch.epoch - 1, "TORCHELASTIC_MAX_RESTARTS": 1_000_000,
+            "HARNESS_RUN": self.config.run, "HARNESS_REPLICA": self.config.replica,
+            "HARNESS_EPOCH": epoch.epoch, "HARNESS_MARK": self.mark_path,
+            "HARNESS_SPEEDS": json.dumps(speeds), "HARNESS_EPOCH_REASON": epoch.reason, "HARNESS_STAGE": self._uploads.stage.folder,
+            "HARNESS_PROGRESS": sign, "TORCHELASTIC_ERROR_FILE": error_file,
+        }  # fmt: skip
+        process, out = self._nursery.fork({"env": {k: str(v) for k, v in env.items()}, "argv": self.config.argv})
+        pulse = progress.Pulse(sign, self.config.hang, 2.0**self._hangs, since_s=time.monotonic())
+        tail: deque[str] = deque(maxlen=TAIL_LINES)
+        reader = threading.Thread(target=self._read, args=(rank, out, tail), daemon=True)
+        reader.start()
+        return Worker(process, error_file, rank, pulse, tail, reader)
+
+    def _new_nursery(self) -> Nursery:
+        env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
+        if self.config.addr.startswith("127."):
+            env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return Nursery(env)
+
+    def _warm_up(self) -> None:
+        """See to it that there is a warm process to fork from: the last one may have been killed."""
+        if self._nursery.ended():
+            self._nursery = self._new_nursery()
+
+    @staticmethod
+    def _read(rank: int, stream: IO[bytes], tail: deque[str]) -> None:
+        with stream:
+            for raw in stream:
+                line = raw.decode(errors="replace").rstrip("\n")
+                tail.append(line)
+                print(f"[{rank}] {line}", flush=True)
+
+    # ---- in an epoch -------------------------------------------------------------------------------------------
+    def _watch_workers(self, now: float) -> int | None:
+        self._say_last_words()
+        if self._unfit_by_s is not None and now >= self._unfit_by_s:
+            return self._abandon(self._unfit)
+        if self._find_hung(now):
+            return self._leave([w.code for w in self._end_workers()])
+        codes = [w.process.poll() for w in self._workers]
+        ended = [c for c in codes if c is not None]
+        if not ended:
+            return None
+        self._first_end_s = self._first_end_s or now
+        # After a failure the others only need time to write their own error, and none once we know whose fault it is; after a
+        # planned end they may still be saving.
+        linger_s, evidence_s = 60.0, 0.0
+        if any(c not in ORDERLY for c in ended):
+            guilty = any(self._guilty(w) for w in self._workers)
+            if guilty and self.rendezvous.me.end != FAILING:
+                self.rendezvous.mention(end=FAILING)
+            linger_s = LINGER_S if guilty else 3.0
+            # Only the others can prove that it was one of them; by then who is dead is known to be.
+            evidence_s = 0.0 if guilty or len(self._epoch.members) == 1 else self.config.dead_s + self.config.beat_s
+        if len(ended) < len(codes) and now - self._first_end_s < linger_s:
+            return None
+        if now - self._first_end_s < evidence_s and not self._lost_member(self._epoch):
+            return None
+        return self._leave([w.code for w in self._end_workers()])
+
+    def _find_hung(self, now: float) -> bool:
+        """Name workers that give no sign of life, and have them write down where they hang."""
+        hung: list[Worker] = []
+        for worker in self._workers:
+            if worker.process.poll() is not None:
+                continue
+            worker.pulse.look(now)
+            state = progress.state_of(worker.process.pid) if now - worker.pulse.since_s > worker.pulse.bound_s(stopped=True) else ""
+            if what := worker.pulse.hung(now, state):
+                worker.hung = what
+                hung.append(worker)
+                self._report_hung(worker, now, state)
+        if hung:
+            self._hangs += any(w.guilty for w in hung)
+            deadline_s = time.monotonic() + DUMP_S
+            while time.monotonic() < deadline_s:  # a stopped one writes nothing; the bound is for that
+                time.sleep(0.1)
+        return bool(hung)
+
+    def _report_hung(self, worker: Worker, now: float, state: str) -> None:
+        pulse = worker.pulse
+        sign = pulse.sign or progress.Sign(0, 0, progress.Place.START)
+        worker.guilty = not pulse.waits(state)
+        self.journal.record(
+            WorkerHung(
+                self.name,
+                self._epoch.epoch,
+                worker.rank,
+                sign.step,
+                sign.place.name.lower(),
+                now - pulse.since_s,
+                worker.guilty,
+                worker.hung,
+            )
+        )
+        print(f"harness run: rank {worker.rank} hangs: {worker.hung}; it is asked for its stacks, then ended", flush=True)
+        if state != "T":
+            with contextlib.suppress(ProcessLookupError):
+                worker.process.send_signal(DUMP_SIGNAL)
+
+    def _say_last_words(self) -> None:
+        """Near a deadline that the workers have not met: write what is safe and what is not. They are not killed: the cloud may be late."""
+        now_s = time.time()
+        for who, (want, deadline_s) in self._wants.items():
+            if want is Want.SNAPSHOT or deadline_s is None or who in self._grace_spent or now_s < deadline_s - LAST_WORDS_S:
+                continue
+            self._grace_spent.add(who)
+            signs = [w.pulse.sign for w in self._workers if w.pulse.sign is not None]
+            step = max((s.step for s in signs), default=-1)
+            committed = -1
+            with contextlib.suppress(StoreUnavailable):
+                committed = max((r.step for r in self.snapshots.refs()), default=0)
+            saving = self._uploads.busy() or any(s.place in (progress.Place.STAGING, progress.Place.SAVING) for s in signs)
+            verdict = "the workers have not reached a step boundary"
+            if saving:
+                verdict = f"a snapshot is on its way and may come too late (workers at step {step})"
+            verdict += f"; step {committed} is committed" if committed >= 0 else "; the bucket is silent"
+            self.journal.record(GraceSpent(self.name, self._epoch.epoch, deadline_s, step, committed, verdict))
+            print(f"harness run: the deadline of {who} is here: {verdict}", flush=True)
+            with contextlib.suppress(StoreUnavailable):
+                self.journal.flush()
+
+    def _end_workers(self) -> list[Worker]:
+        for worker in self._workers:
+            worker.ended_by_us = worker.process.poll() is None
+            worker.process.kill(KILL_S)
+            worker.reader.join(2.0)  # let its last words through; bounded, as a grandchild may hold the pipe open
+        if stuck := [w.rank for w in self._workers if w.process.returncode is None]:
+            self._unfit = self._unfit or f"rank {stuck[0]} cannot be killed: it hangs in the kernel, most likely in a driver"
+        return self._workers
+
+    def _leave(self, codes: list[int]) -> int | None:
+        """Our workers of this epoch have ended with `codes`: what now?"""
+        epoch, self._epoch, self._ready_since_s = self._epoch, NO_EPOCH, time.monotonic()
+        failure, step = "", 0
+        code: int | None
+        if unfit := next((w for w in self._workers if w.code == UNFIT), None):  # it cannot read what others can
+            self._unfit = self._unfit or unfit.failure()[1]
+        if self._unfit and any(c not in (FINISHED, RESIZE, DRAINED, STOPPED) for c in codes):  # killed by us, or by their GPU
+            why, code = "unfit", UNFIT
+        elif self._leaving and not self._attached():  # it heard the notice in its own way; whether it is done only it knows
+            why, code = "drained", self._gone_code()
+        elif all(c == FINISHED for c in codes):
+            why, code = self._well_ended(epoch)
+        elif any(c == STOPPED for c in codes):
+            why, code = "stopped", STOPPED
+        elif any(c == DRAINED for c in codes):
+            why, code = "drained", self._gone_code()
+        elif any(c == FENCED for c in codes):
+            why, code = "fenced", FENCED
+        elif all(c in (FINISHED, RESIZE) for c in codes):
+            why, code = ("drained", self._gone_code()) if self._leaving else ("resize", None)
+        else:
+            why, failure = self._diagnose(epoch)
+            code = None
+            with contextlib.suppress(StoreUnavailable):  # then the failure counts as one at the start
+                committed = max((r.step for r in self.snapshots.refs()), default=0)
+                step = committed if failure else 0
+                self._count_fruitless(committed)
+        if code is None and self._hangs >= self.config.hangs_allowed:
+            self._unfit = f"its workers hung {self._hangs} times"
+            code = UNFIT
+        self.journal.record(EpochLeft(epoch.epoch, self.name, why))
+        self._end = why
+        if why != "unfinished":
+            self._reason = f"unfit: {self._unfit}" if code == UNFIT else why
+        if code == FINISHED or code is None:
+            with contextlib.suppress(StoreUnavailable):
+                self.journal.flush()
+        if code is None:
+            self._ready = {"state": "ready", "end": why, "failure": failure, "failure_step": step}
+            self._settle_until_s = time.monotonic() + self._settle_s()
+            self._say_ready(time.monotonic())
+            self._warm_up()
+            self._next_tick_s = 0.0
+        return code
+
+    def _count_fruitless(self, committed: int) -> None:
+        """An epoch of ours was broken off. Without a controller nobody else counts what commits nothing."""
+        unseen = not self._attached() and time.monotonic() - self._entered_s >= FRUITLESS_S
+        self._fruitless = 1 if unseen or committed > self._fruitful_step else self._fruitless + 1
+        self._fruitful_step = max(self._fruitful_step, committed)
+
+    @staticmethod
+    def _suspect(worker: Worker) -> bool:
+        """Has it failed as workers do whose peer was lost? Its words prove nothing: see `_lost_member`."""
+        if worker.hung or worker.process.poll() in (None, *ORDERLY):
+            return False
+        kind, text = worker.failure()
+        return kind in LOST_TYPES or any(sign in text for sign in LOST_WORDS)
+
+    def _guilty(self, worker: Worker) -> bool:
+        """Has it ended by a fault of its own, for all that can be seen of it alone?"""
+        return worker.process.poll() not in (None, *ORDERLY) and not self._suspect(worker)
+
+    def _lost_member(self, epoch: Epoch) -> str:
+        """Another member of this epoch that is dead, gone, or has failed, or whose line fell; "": all are fine, as far as can be told."""
+        with contextlib.suppress(StoreUnavailable):
+            for m in self.rendezvous.watch(epoch.members):
+                if m.member == self.name or m.end == "finished":
+                    continue
+                left = m.epoch > epoch.epoch or (m.epoch == epoch.epoch and (m.state == "ready" or m.end == FAILING))
+                heard = self._lines.heard(m.member)
+                if left or m.state in ("gone", "dead") or (heard.seen and not heard.up):
+                    return m.member
+        return ""
+
+    def _diagnose(self, epoch: Epoch) -> tuple[str, str]:
+        """Who failed and who is only a victim: ("failed" | "killed" | "peer-lost", signature of our own failure).
+
+        A victim is one whose error looks like it *and* beside whom somebody else was lost: another worker of this node, or a member.
+        """
+        failed = [w for w in self._workers if w.code not in (FINISHED, RESIZE) and (w.hung or not w.ended_by_us)]
+        suspects = [w for w in failed if self._suspect(w)]
+        victims = {w.rank for w in [*suspects, *(w for w in failed if w.hung and not w.guilty)]}
+        if suspects and len(suspects) == len(failed) and not self._lost_member(epoch):
+            victims.discard(min(suspects, key=lambda w: w.failed_s).rank)  # nobody else was lost before it, so it was the first
+        verdict, signature = "peer-lost", ""
+        for worker in failed:
+            code, victim = worker.code, worker.rank in victims
+            kind, text = worker.failure()
+            kind, text = ("PeerLost", text[:200]) if victim else (kind, text[:2000])
+            tail = "\n".join(worker.tail)
+            self.journal.record(WorkerFailed(self.name, epoch.epoch, worker.rank, code, kind, text, tail))
+            if victim:
+                continue
+            if not signature:
+                verdict = "hung" if worker.hung else "killed" if code < 0 else "failed"
+                signature = kind if code < 0 else f"{kind}: {text[:300]}"
+                self._last_tail = tuple(worker.tail)
+        return verdict, signature
+
+    def _is_over(self) -> bool:
+        """Has the run ended? Raises StoreUnavailable."""
+        refs = self.snapshots.refs()
+        try:
+            return bool(refs) and bool(self.snapshots.ended(self.snapshots.load(refs[0])))
+        except (NotFound, SnapshotCorrupt):  # pruned just now, or damaged: workers will find what is good, and what it says
+            return False
+
+    def _well_ended(self, epoch: Epoch) -> tuple[str, int]:
+        """All our workers ended with status 0: how the epoch ended, and our exit code. The node of rank 0 answers for the run."""
+        if self.name != epoch.members[0]:
+            return "finished", FINISHED
+        give_up_s = time.monotonic() + self.config.wait_limit_s
+        while True:
+            try:
+                if not self._attached():
+                    self._finish_for_script(epoch)
+                elif not self._is_over():
+                    reason = (
+                        "the script exited 0 before the run's last step was committed as such: let it end by itself (no os._exit), or call "
+                        "run.finish() after its last step"
+                    )
+                    return "unfinished", self._give_up(reason)
+                return "finished", FINISHED
+            except StoreUnavailable:  # all is done but to say so
+                if time.monotonic() > give_up_s:
+                    raise
+                time.sleep(1.0)
+
+    def _finish_for_script(self, epoch: Epoch) -> None:
+        """A script without a session has ended well: commit that, since progress is what is committed. Snapshots that it made in its
+        own way are not touched: the run ends with the newest of them, or else with an empty one of all ranks."""
+        why = "the script exited 0"
+        if refs := self.snapshots.refs():
+            self.snapshots.end(refs[0], why)
+            return
+        ref = Ref(epoch=epoch.epoch, step=0)
+        data = {"final": True, "ended": why, "samples": None, "parent": ""}
+        for rank in range(epoch.world):
+            self.snapshots.write(ref, rank, epoch.world, {}, {}, data if rank == 0 else {}, token=self.name)
+        self.snapshots.commit(ref, epoch.world)
+
+    def _watch_peers(self, now: float) -> int | None:
+        epoch = self._epoch
+        if self._attached():
+            self._uploads.ensure()
+        if (stop := self._stop_order(now)) is not None:
+            self._reason = stop
+            self._want("stop", Want.STOP)
+        self._heed_requests()
+        fence_s = FENCE_S if self._lines.all_up() else self.config.tick_s
+        if self._due("fence", now, fence_s) and self.rendezvous.newest().epoch > epoch.epoch:
+            return self._abandon("a newer epoch exists without us")
+        first = next(n for n in epoch.members if n == self.name or n not in self._absent) == self.name
+        everybody = {m.member: m for m in (self.rendezvous.look() if first else self.rendezvous.watch(epoch.members))}
+        self._absent = {n for n, m in everybody.items() if m.state in ("gone", "dead")}
+        peers = [everybody[n] for n in epoch.members if n != self.name and n in everybody]
+        if dead := [p.member for p in peers if p.state == "dead"]:
+            return self._abandon(f"lost {', '.join(dead)}")
+        if absent := [p.member for p in peers if p.state == "gone" and p.epoch < epoch.epoch]:  # told to go between its seal and its start
+            return self._abandon(f"{', '.join(absent)} went before its workers began", RESIZE)
+        left = [p for p in peers if p.epoch > epoch.epoch or (p.state in ("ready", "gone") and p.end != "finished")]
+        if left:
+            self._peer_left_s = self._peer_left_s or now
+            planned = all(p.end in ("resize", "drained", "stopped", "") for p in left)
+            if now - self._peer_left_s > (30.0 if planned else PEER_LEFT_S):
+                return self._abandon(f"{left[0].member} has left this epoch and our workers did not notice")
+        self._invite(now, epoch, list(everybody.values()))
+        return None
+
+    def _abandon(self, why: str, code: int = -signal.SIGKILL) -> int | None:
+        """End our workers; `code`: what their end shall count as."""
+        print(f"harness run: epoch {self._epoch.epoch} is over: {why}", flush=True)
+        self._end_workers()
+        return self._leave([code] * len(self._workers))
+
+    def _invite(self, now: float, epoch: Epoch, everybody: list[Member]) -> None:
+        """The first living member of the epoch asks for a bigger world when somebody fitting waits to get in."""
+        alive = [m for m in everybody if m.state not in ("gone", "dead")]
+        first = next((n for n in epoch.members if any(m.member == n for m in alive)), None)
+        room = self._max_world()
+        room = room - epoch.world if room is not None else NO_LIMIT
+        waiting = [m for m in self.rendezvous.waiting(epoch, alive) if m.nproc <= room]
+        if first != self.name or not waiting:
+            self._waiting_since_s = None
+            return
+        self._waiting_since_s = self._waiting_since_s or now
+        warming = any(m.state == "warming" and m.place == self.config.place for m in alive)
+        if not warming or now - self._waiting_since_s >= BATCH_S:
+            self._want("grow", Want.RESIZE)
+
+    def _due(self, what: str, now: float, every_s: float) -> bool:
+        """Is it time for this look at the bucket? Then the next one is in `every_s`."""
+        if now < self._due_s.get(what, 0.0):
+            return False
+        self._due_s[what] = now + every_s
+        return True
+
+    def _stop_order(self, now: float) -> str | None:
+        """Why the run shall stop, if it shall. One list tells of everything that is asked of it."""
+        if self._due("control", now, self.config.control_s):
+            self._control = set(self.store.list(CONTROL))
+        order = stop_order(self.store) if STOP_KEY in self._control else None
+        return order.reason if order else None
+
+    def _heed_requests(self) -> None:
+        """What people ask of the run, and controllers of this node."""
+        keys = self._control
+        for key in sorted(keys - self._control_seen if self._control_seen is not None else set()):
+            if key.startswith(SNAPSHOT):
+                self._want(key, Want.SNAPSHOT)
+        self._control_seen = keys
+        if self.config.attempt and f"{LEAVE}{self.config.attempt:06d}.json" in keys:
+            self._must_leave("released", "leave", None)
+
+    # ---- helpers -----------------------------------------------------------------------------------------------
+    def _start_helpers(self) -> None:
+        c, commands = self.config, dict[str, list[str]]()
+        if c.trackers:
+            commands["trackers"] = [c.run, "--trackers", c.trackers]
+        if c.replica:
+            commands["replica"] = [c.run, c.replica, *([] if c.replica_cap_usd is None else ["--cap-usd", str(c.replica_cap_usd)])]
+            commands["replica"] += ["--here", c.place] if c.place else []
+        for name, words in commands.items():
+            if name in self._helpers and self._helpers[name].poll() is None:
+                continue
+            with open(c.node_dir / f"{name}.log", "ab") as log:
+                self._helpers[name] = subprocess.Popen(
+                    [sys.executable, "-m", HELPERS[name], *words], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                )
+
+    def _end_helpers(self, wait_s: float) -> None:
+        until_s = time.monotonic() + wait_s
+        for helper in self._helpers.values():
+            helper.terminate()
+        for helper in self._helpers.values():
+            try:
+                helper.wait(max(0.0, until_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                helper.kill()
+                helper.wait()

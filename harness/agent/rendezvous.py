@@ -1,0 +1,486 @@
+"""Who trains together: a rendezvous in the bucket. Runs in the node agent.
+
+An epoch is one create-only object that names members, ranks and master; a member is one small object that its owner rewrites.
+No node hosts anything whose loss ends the run, and joining needs no more than the run URL. Knows nothing of torch or clouds.
+
+An epoch n+1 may be created when every member of epoch n has left it, said goodbye, or is dead. Only one object of that
+name can ever be created, so two epochs at once cannot begin; whoever lost the race finds itself in the winner's epoch or
+waits for the next one. Death is judged by each observer's own monotonic clock (no sign of life for `dead_s`) and by a
+refused connection, which is a death at once; never by comparing clocks of two machines.
+
+Signs of life and news come over open connections (lines.py), so that the bucket is asked little while all is well: members
+whose lines are up rewrite their object every `calm_s` only, and everybody else every `beat_s`. What it costs, the model that
+checks it, and what is guaranteed: docs/RENDEZVOUS.md.
+
+Whatever else lies under `rdzv/` stops nobody: unknown fields are ignored, missing ones have their defaults where one is sane, and an object
+that still makes no sense is passed over, and told once. An epoch's number that such an object takes is never used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Protocol, TypeVar
+
+from harness.agent.lines import Address, Heard
+from harness.core.facts import canonical, digest
+from harness.core.world import meeting_place
+from storage.objects import NotFound, ObjectStore, StoreError
+
+MEMBERS, EPOCHS = "rdzv/members/", "rdzv/epochs/"
+CALM_S = 10.0  # between two signs of life in the bucket, and two looks for newcomers, while lines say the same
+FRESH_S = 10.0  # so long after a change those who wait look often
+LIST_S = 1.0  # ... so often
+KNOCK_S = 0.3  # and not more often than this because somebody calls
+GHOST_S = 60.0  # between two looks at one found dead, which may not be
+MENTION_S = 0.05  # for the beat that is on its way
+TURN_S = 2.0  # how long the next in order waits for the one before it to create the epoch
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a member says of itself. `epoch` is the last one it took part in (0: none yet)."""
+
+    member: str
+    state: str  # "warming": not ready yet | "ready": wants a new epoch | "in": its workers run | "gone": goodbye
+    epoch: int
+    addr: str
+    probe_port: int  # where its lines are had
+    master_port: int  # free at the moment; used if this member gets rank 0
+    nproc: int
+    attempt: int = 0
+    speed: float = 1.0
+    beat: int = 0
+    end: str = ""  # how its last epoch ended for it: facts.EpochLeft.why
+    failure: str = ""  # signature of the script's failure that ended its last epoch
+    failure_step: int = 0  # newest committed step when it failed
+    place: str = ""  # who is in one place reach each other; an epoch is in one place
+    beat_s: float = 0.0  # a promise: its object is rewritten at least so often; 0: as everybody's
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One world. Ranks are dense: the i-th member has ranks [sum(nproc[:i]), sum(nproc[:i+1]))."""
+
+    epoch: int
+    members: tuple[str, ...]
+    nproc: tuple[int, ...]
+    speeds: tuple[float, ...]  # per member
+    addr: str  # of rank 0's node
+    port: int
+    reason: str  # "start" | "grow" | "shrink" | "loss" | "restart"
+    streak: int = 0  # how often in a row the script has failed like this without any new commit
+    failure: str = ""
+    failure_step: int = 0
+
+    @property
+    def world(self) -> int:
+        return sum(self.nproc)
+
+    def ranks(self, member: str) -> range:
+        i = self.members.index(member)
+        start = sum(self.nproc[:i])
+        return range(start, start + self.nproc[i])
+
+
+NO_EPOCH = Epoch(0, (), (), (), "", 0, "none")
+
+
+def epoch_key(epoch: int) -> str:
+    return f"{EPOCHS}{epoch:06d}.json"
+
+
+def encode_epoch(epoch: Epoch) -> bytes:
+    """As it lies in the bucket; `h` is its hash, so that an audit sees a changed byte."""
+    body = json.loads(json.dumps(asdict(epoch)))
+    return json.dumps({**body, "h": digest(canonical(body))}).encode()
+
+
+T = TypeVar("T", Member, Epoch)
+KINDS: dict[str, Callable[[Any], bool]] = {  # by annotation: what JSON may hold there
+    "str": lambda v: isinstance(v, str),
+    "int": lambda v: type(v) is int and v >= 0,
+    "float": lambda v: type(v) in (int, float) and math.isfinite(v) and v >= 0,
+}
+
+
+def decode(kind: type[T], data: bytes) -> T:
+    """A member or an epoch as it lies in the bucket. Unknown fields are ignored. Raises ValueError if what it says makes no sense."""
+    try:
+        body = json.loads(data)
+    except RecursionError as e:
+        raise ValueError("wanted JSON, found brackets without end") from e
+    if not isinstance(body, dict):
+        raise ValueError(f"wanted a JSON object, found {type(body).__name__}")
+    values: dict[str, Any] = {}
+    for f in fields(kind):
+        if f.name not in body:
+            continue
+        value, many = body[f.name], re.fullmatch(r"tuple\[(\w+), \.\.\.\]", str(f.type))
+        fits = KINDS[many[1] if many else str(f.type)]
+        if not (isinstance(value, list) and all(map(fits, value)) if many else fits(value)):
+            raise ValueError(f"wanted {f.name} of type {f.type}, found {value!r:.60}")
+        values[f.name] = tuple(value) if many else value
+    try:
+        found = kind(**values)
+    except TypeError as e:
+        raise ValueError(str(e)) from e
+    ports = (found.probe_port, found.master_port) if isinstance(found, Member) else (found.port,)
+    if max(ports) > 65535:
+        raise ValueError(f"wanted ports up to 65535, found {max(ports)}")
+    if isinstance(found, Epoch) and not (found.members and len(found.members) == len(found.nproc) == len(found.speeds)):
+        raise ValueError(f"wanted members with a number of workers and a speed each, found {len(found.members)}")
+    return found
+
+
+def read_epoch(store: ObjectStore, epoch: int) -> Epoch:
+    """Raises NotFound; ValueError for an object that is no epoch of this number."""
+    found = decode(Epoch, store.get(epoch_key(epoch)))
+    if found.epoch != epoch:
+        raise ValueError(f"wanted epoch {epoch}, found {found.epoch}")
+    return found
+
+
+def epoch_numbers(store: ObjectStore) -> list[int]:
+    """Numbers that are taken, ascending; by what does not matter."""
+    found = (re.fullmatch(r"([0-9]{6,})\.json", key.removeprefix(EPOCHS)) for key in store.list(EPOCHS))
+    return sorted(int(m[1]) for m in found if m)
+
+
+def newest_epoch(store: ObjectStore) -> Epoch:
+    for number in reversed(epoch_numbers(store)):
+        with contextlib.suppress(NotFound, ValueError):
+            return read_epoch(store, number)
+    return NO_EPOCH
+
+
+def free_port(addr: str) -> int:
+    with socket.socket() as s:
+        s.bind((addr, 0))
+        return int(s.getsockname()[1])
+
+
+class Ears(Protocol):
+    """What the rendezvous needs of `lines.Lines`."""
+
+    def follow(self, members: Mapping[str, Address]) -> None:
+        """Keep a line to each of these."""
+
+    def heard(self, name: str) -> Heard:
+        """What is known of a member over its line."""
+
+    def all_up(self) -> bool:
+        """Is everybody heard who is followed?"""
+
+    def knocked(self) -> bool:
+        """Has a stranger called since we were asked last?"""
+
+    def tell(self, record: bytes) -> None:
+        """Our newest record, to all who follow us."""
+
+
+@dataclass
+class _Seen:
+    """What we know of another member."""
+
+    member: Member
+    sign_s: float  # of its last sign of life, by our own clock
+    moved: bool = False  # we saw its object change, or heard it
+    read_s: float = 0.0  # when we last read its object
+    dead: bool = False
+
+
+class Rendezvous:
+    """One member's view. `beat_s`: how often it says that it lives; `dead_s`: silence that means death; `calm_s` takes the place
+    of `beat_s` while we train and hear everybody over lines. `over`: is the run finished? Then no epoch is begun any more."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        me: Member,
+        lines: Ears,
+        *,
+        beat_s: float = 1.0,
+        dead_s: float = 5.0,
+        calm_s: float = CALM_S,
+        join_window_s: float = 1.0,
+        min_members: int = 1,
+        over: Callable[[], bool] = lambda: False,
+        monotonic: Callable[[], float] = time.monotonic,
+    ):
+        self.store, self.me, self.lines = store, me, lines
+        self._beat_s, self._dead_s, self._calm_s = beat_s, dead_s, max(calm_s, beat_s)
+        self._join_window_s, self._min_members = join_window_s, min_members
+        self._monotonic, self._over = monotonic, over
+        self._asked_s = -float("inf")  # whether it is over
+        self.is_over = False  # it was, when the next epoch's time had come: there is none
+        self._newest: Epoch | None = None  # as far as we have looked
+        self._number = 0  # the greatest that is taken: by `_newest`, or by what is no epoch
+        self._odd: set[str] = set()  # objects that make no sense, and were told
+        self._seen: dict[str, _Seen] = {}
+        self._listed_s = -float("inf")
+        self._looked_s = monotonic()
+        self._fresh_s = monotonic()  # when something last changed
+        self._said_s = -float("inf")
+        self._settled_since: float | None = None
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True)
+
+    # ---- what we say -------------------------------------------------------------------------------------------
+    def start(self) -> None:
+        self.say()
+        self._thread.start()
+
+    def say(self, **changes: Any) -> None:
+        """Change what we say of ourselves, at once. Raises StoreError; followers have heard it then all the same."""
+        with self._lock:
+            calm = changes.get("state", self.me.state) == "in" and self.lines.all_up()
+            self.me = replace(self.me, beat=self.me.beat + 1, beat_s=self._calm_s if calm else self._beat_s, **changes)
+            record = json.dumps(asdict(self.me)).encode()
+            self.lines.tell(record)
+            self._said_s = self._fresh_s = self._monotonic()
+            self.store.put(f"{MEMBERS}{self.me.member}.json", record)
+
+    def mention(self, **changes: Any) -> None:
+        """As `say`, but only to who hears us over a line; the bucket learns it with the next beat. Does not wait for the bucket, so
+        that it may say nothing while a beat is on its way."""
+        if self._lock.acquire(timeout=MENTION_S):
+            try:
+                self.me = replace(self.me, beat=self.me.beat + 1, **changes)
+                self.lines.tell(json.dumps(asdict(self.me)).encode())
+            finally:
+                self._lock.release()
+
+    def leave(self, end: str) -> None:
+        """Goodbye: nobody needs to wait for us any more. `end`: how our last epoch ended."""
+        self._stop.set()
+        with contextlib.suppress(StoreError):  # we are leaving anyway; the others will notice
+            self.say(state="gone", end=end)
+
+    def _heartbeat(self) -> None:
+        while not self._stop.wait(self._beat_s / 2):
+            with contextlib.suppress(StoreError):  # a missed beat is what silence means; the next one may get through
+                self.beat_if_due()
+
+    def beat_if_due(self) -> bool:
+        """Rewrite our object if it is time to: every `beat_s`, at once when a line has just been lost, else every `calm_s`."""
+        calm = self.me.state == "in" and self.lines.all_up()
+        doubt = not calm and self.me.beat_s > self._beat_s
+        due = doubt or self._monotonic() - self._said_s >= (self._calm_s if calm else self._beat_s)
+        if due:
+            self.say()
+        return due
+
+    # ---- what we see -------------------------------------------------------------------------------------------
+    def newest(self) -> Epoch:
+        """The newest epoch. Numbers have no gaps, so one missing object proves it: no list is needed after the first look."""
+        if self._newest is None:
+            self._newest = newest_epoch(self.store)
+        self._number = max(self._number, self._newest.epoch)
+        while True:
+            try:
+                self._newest = read_epoch(self.store, self._number + 1)
+                self._fresh_s = self._monotonic()
+            except NotFound:
+                return self._newest
+            except ValueError as e:  # its number is taken all the same
+                self._pass_over(epoch_key(self._number + 1), e)
+            self._number += 1
+
+    def _pass_over(self, key: str, why: ValueError) -> None:
+        if key not in self._odd:
+            self._odd.add(key)
+            print(f"harness: {self.store.url}/{key} is passed over: {why}", flush=True)
+
+    def members(self) -> list[Member]:
+        """Everybody who is not gone or dead, by our own observation."""
+        return [m for m in self.look() if m.state not in ("gone", "dead")]
+
+    def look(self) -> list[Member]:
+        """Everybody who ever said something; those found dead have state "dead". Newcomers are looked for when somebody calls,
+        often while something changes, and every `calm_s` else."""
+        now = self._monotonic()
+        often = self.me.state != "in" and now - self._fresh_s < FRESH_S
+        silent_s = now - self._listed_s
+        knocked = silent_s >= KNOCK_S and self.lines.knocked()
+        if knocked or silent_s >= (LIST_S if often else self._calm_s):
+            self._listed_s = now
+            for seen in self._seen.values():
+                seen.read_s = -float("inf") if knocked else seen.read_s  # one found dead may be who calls
+            names = [m[1] for k in self.store.list(MEMBERS) if (m := re.fullmatch(r"([^/]+)\.json", k.removeprefix(MEMBERS)))]
+        else:
+            names = list(self._seen)
+        return self.watch(names)
+
+    def watch(self, names: Iterable[str]) -> list[Member]:
+        """As `look`, for these members: without a list, and nobody is asked for who is heard over a line."""
+        now = self._monotonic()
+        if (gap_s := now - self._looked_s) > self._dead_s / 2:  # we stood still: nobody's silence is judged by that time
+            for seen in self._seen.values():
+                seen.sign_s += gap_s
+        self._looked_s = now
+        found = [self._judge(name, now) for name in names if name != self.me.member]
+        # Who is in another place cannot be reached; a line that never comes up would keep us from being calm.
+        here = {n: s.member for n, s in self._seen.items() if s.member.place == self.me.place}
+        follow = {n: m for n, m in here.items() if not self._seen[n].dead and m.state != "gone"}
+        self.lines.follow({n: (m.addr, m.probe_port) for n, m in follow.items()})
+        return [*(m for m in found if m is not None), self.me]
+
+    def _judge(self, name: str, now: float) -> Member | None:
+        """What we know of one member now; state "dead" if it is; None: it never said anything."""
+        seen = self._seen.get(name)
+        if seen is not None and seen.member.state == "gone":  # for ever: a name is used once
+            return seen.member
+        heard = self.lines.heard(name)
+        if seen is None or (not heard.up and now - seen.read_s >= (GHOST_S if seen.dead else self._beat_s)):
+            seen = self._read(name, now, seen)
+            if seen is None:
+                return None
+        if heard.record:
+            with contextlib.suppress(ValueError):  # not a record of our kind: the bucket will say it
+                self._update(seen, decode(Member, heard.record), now)
+        if heard.up:
+            seen.sign_s, seen.dead, seen.moved = now, False, True
+        if seen.member.state == "gone":
+            return seen.member
+        if not seen.dead:
+            silent_s = now - seen.sign_s
+            refused = heard.refused and (heard.seen or not seen.moved or silent_s >= 2 * self._beat_s)
+            # Whose line to us fell silent sees ours fall silent, and beats in the bucket from then on; who never had one may not.
+            patience_s = self._dead_s + (0.0 if heard.seen or seen.member.beat_s <= self._beat_s else seen.member.beat_s)
+            seen.dead = refused or silent_s >= patience_s
+            if seen.dead:
+                self._fresh_s = now
+        return replace(seen.member, state="dead") if seen.dead else seen.member
+
+    def _read(self, name: str, now: float, seen: _Seen | None) -> _Seen | None:
+        key = f"{MEMBERS}{name}.json"
+        try:
+            member = decode(Member, self.store.get(key))
+            if member.member != name:
+                raise ValueError(f"wanted what {name} says of itself, found what {member.member} says")
+        except NotFound:
+            return None
+        except ValueError as e:  # what it said before it still counts, but is no sign of life
+            self._pass_over(key, e)
+            if seen is not None:
+                seen.read_s = now
+            return seen
+        if seen is None:  # it may be years old, or be written at this moment: its line will tell, or its next beat
+            seen = self._seen[name] = _Seen(member, now)
+            self._fresh_s = now
+        seen.read_s = now
+        self._update(seen, member, now)
+        return seen
+
+    def _update(self, seen: _Seen, member: Member, now: float) -> None:
+        if member.beat > seen.member.beat:
+            if (member.state, member.epoch) != (seen.member.state, seen.member.epoch):
+                self._fresh_s = now
+            seen.member, seen.sign_s, seen.moved, seen.dead = member, now, True, False
+
+    # ---- epochs ------------------------------------------------------------------------------------------------
+    def waiting(self, current: Epoch, alive: list[Member]) -> list[Member]:
+        """Those who want in and are not in `current`."""
+        here = {m.place for m in alive if m.member in current.members}
+        return [m for m in alive if m.state == "ready" and m.member not in current.members and m.place in here]
+
+    def try_form(self, max_world: int | None) -> Epoch | None:
+        """The newest epoch if we are in it and have not taken part yet; else create the next one when its time has come."""
+        last = self.newest()
+        if self.me.member in last.members and last.epoch > self.me.epoch:
+            return last
+        alive = self.members()
+        by_name = {m.member: m for m in alive}
+        unsettled = [by_name[n] for n in last.members if n in by_name and not self._has_left(by_name[n], last.epoch)]
+        fresh_start = not any(n in by_name for n in last.members)
+        if unsettled or (fresh_start and any(m.state == "warming" for m in alive)):
+            self._settled_since = None
+            return None
+        ready = [m for m in alive if m.state == "ready"]
+        where = meeting_place([(m.place, m.nproc, m.member in last.members) for m in sorted(ready, key=lambda m: self._order(m, last))])
+        ready = [m for m in ready if m.place == where]
+        if self.me.place != where or len(ready) < self._min_members:
+            self._settled_since = None
+            if fresh_start and self._time_to_ask():
+                self.is_over = self._over()
+            return None
+        now = self._monotonic()
+        if self._settled_since is None:
+            self._settled_since = now
+        # Whoever comes first in the order creates the epoch; the others step in should it fail to.
+        order = sorted(ready, key=lambda m: self._order(m, last))
+        turn = next(i for i, m in enumerate(order) if m.member == self.me.member)
+        if now - self._settled_since < (self._join_window_s if fresh_start else 0.0) + TURN_S * turn:
+            return None
+        proposal = self._propose(last, order, max_world)
+        if self.me.member not in proposal.members:
+            return None
+        self._settled_since = None
+        if self._over():
+            self.is_over = True
+            return None
+        if self.store.create(epoch_key(proposal.epoch), encode_epoch(proposal)):
+            return proposal
+        return None  # another was quicker; the next look shows its epoch
+
+    def _time_to_ask(self) -> bool:
+        """Whether the run is over, while nobody trains and we cannot begin: often after a change, seldom else."""
+        now = self._monotonic()
+        if due := now - self._asked_s >= (LIST_S if now - self._fresh_s < FRESH_S else self._calm_s):
+            self._asked_s = now
+        return due
+
+    def _has_left(self, m: Member, epoch: int) -> bool:
+        return m.state == "ready" and m.epoch >= epoch
+
+    @staticmethod
+    def _order(m: Member, last: Epoch) -> tuple[int, int, str]:
+        # Survivors keep their order, so that ranks (and what they hold in memory) move as little as possible.
+        known = last.members.index(m.member) if m.member in last.members else len(last.members)
+        return (known, m.attempt, m.member)
+
+    def _propose(self, last: Epoch, ready: list[Member], max_world: int | None) -> Epoch:
+        chosen: list[Member] = []
+        for m in ready:  # what does not fit (more ranks than micro-batches) stays as a spare
+            if max_world is None or sum(c.nproc for c in chosen) + m.nproc <= max_world:
+                chosen.append(m)
+        failed = [m for m in ready if m.failure]
+        if last.epoch == 0 or not any(m.member in last.members for m in chosen):
+            reason = "start"
+        elif failed:
+            reason = "restart"
+        elif len(chosen) > len(last.members):
+            reason = "grow"
+        elif set(last.members) == {m.member for m in chosen}:
+            reason = "restart"
+        elif any(m.end in ("peer-lost", "killed") for m in chosen):
+            reason = "loss"
+        else:
+            reason = "shrink"
+        streak, failure, step = 0, "", 0
+        if failed:
+            failure, step = failed[0].failure, failed[0].failure_step
+            same = last.failure == failure and last.failure_step == step
+            streak = last.streak + 1 if same else 1
+        first = chosen[0] if chosen else self.me
+        return Epoch(
+            epoch=self._number + 1,
+            members=tuple(m.member for m in chosen),
+            nproc=tuple(m.nproc for m in chosen),
+            speeds=tuple(m.speed for m in chosen),
+            addr=first.addr,
+            port=first.master_port,
+            reason=reason,
+            streak=streak,
+            failure=failure,
+            failure_step=step,
+        )

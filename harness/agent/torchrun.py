@@ -1,0 +1,280 @@
+"""The bucket as a rendezvous backend of plain torchrun.
+
+    torchrun --rdzv-backend=bucket --rdzv-endpoint=s3://bucket/runs --rdzv-id=x --nnodes=1:4 --max-restarts=100 script.py
+
+The run URL is ENDPOINT/ID, and HARNESS_RUN and HARNESS_EPOCH of the workers say so, so that `harness.attach()` needs nothing else.
+Every epoch has a key-value store of its own, on the agent of its rank 0, at a socket that was bound before the epoch named it; so no
+node's loss ends the run, and nothing of an older epoch is ever read. Members confirm in that store before torch's agent hears of the
+epoch. Who is lost or wants in is known from memory (rendezvous.py, lines.py), so torch's poll costs nothing.
+
+--rdzv-conf: beat_s, dead_s (as `harness run`), join_timeout (600 s), confirm_s (15 s: for all members to be at an epoch's store).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousConnectionError, RendezvousTimeoutError
+
+from harness.agent.lines import Lines
+from harness.agent.rendezvous import NO_EPOCH, Epoch, Member, Rendezvous, free_port
+from storage.objects import NotFound, ObjectStore, StoreError, StoreUnavailable, normalize, open_store
+
+TICK_S = 0.2
+BUSY_S, IDLE_S = 30.0, 2.0  # who waits for longer than this looks so often; lines wake it before
+BATCH_S = 1.0  # newcomers are let in together with those who come within this time
+ANSWER_S = 60.0  # the longest wait of torch's agent for another's word in the epoch's store
+ORDINARY_ENDS = ("finished",)
+
+
+def closed_key(epoch: int) -> str:
+    return f"rdzv/closed/{epoch:06d}.json"
+
+
+class BucketRendezvous(RendezvousHandler):
+    """One torchrun agent's part. All times in seconds."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        run_id: str,
+        addr: str,
+        *,
+        min_nodes: int = 1,
+        max_nodes: int = 1,
+        beat_s: float = 1.0,
+        dead_s: float = 5.0,
+        join_timeout_s: float = 600.0,
+        confirm_s: float = 15.0,
+    ):
+        self._store, self._run_id, self._addr, self._max_nodes = store, run_id, addr, max_nodes
+        self._join_timeout_s, self._confirm_s, self._beat_s = join_timeout_s, confirm_s, beat_s
+        name = f"t{secrets.token_hex(4)}"
+        self._lines = Lines(name, addr, beat_s / 2)
+        self._door = socket.create_server((addr, 0))  # where our store will listen, should we be rank 0 of the next epoch
+        me = Member(name, "warming", 0, addr, self._lines.port, self._door.getsockname()[1], nproc=1, attempt=0)
+        self._rendezvous = Rendezvous(store, me, self._lines, beat_s=beat_s, dead_s=dead_s, min_members=min_nodes)
+        self._epoch = NO_EPOCH
+        self._kv: TCPStore | None = None
+        self._waiting = 0
+        self._waiting_since_s: float | None = None
+        self._lock = threading.Lock()  # the rendezvous is looked at by one thread at a time
+        self._stop = threading.Event()
+        self._over = self._over_before()
+        self._rendezvous.start()
+        threading.Thread(target=self._watch, name="rendezvous", daemon=True).start()
+
+    # ---- what torch asks ---------------------------------------------------------------------------------------
+    def get_backend(self) -> str:
+        return "bucket"
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Leave the epoch that we are in and enter the next. Raises Rendezvous{Closed,Connection,Timeout}Error."""
+        deadline_s, busy_until_s = time.monotonic() + self._join_timeout_s, time.monotonic() + BUSY_S
+        with self._lock:
+            self._leave_epoch()
+        while True:
+            try:
+                with self._lock:
+                    if self.is_closed():
+                        raise RendezvousClosedError(f"run {self._run_id}: epoch {self._rendezvous.newest().epoch} was the last one")
+                    epoch = self._rendezvous.try_form(self._max_nodes)
+                    info = self._enter(epoch) if epoch is not None else None
+                    if info is not None:
+                        return info
+            except StoreUnavailable:
+                pass  # the bucket is silent; there is time until the deadline
+            except StoreError as e:
+                raise RendezvousConnectionError(f"{self._store.url}: {e}") from e
+            if time.monotonic() > deadline_s:
+                self._rendezvous.leave(end="")
+                raise RendezvousTimeoutError(f"{self._store.url}: no place in any epoch within {self._join_timeout_s:.0f} s (join_timeout)")
+            self._lines.changed.wait(TICK_S if time.monotonic() < busy_until_s else IDLE_S)
+            self._lines.changed.clear()
+
+    def num_nodes_waiting(self) -> int:
+        """Members that were lost, have left for the next epoch, or want in: for each the workers are started again."""
+        return self._waiting
+
+    def is_closed(self) -> bool:
+        """Has somebody of the newest epoch ended the run? A marker from before our time does not count: see `_over_before`."""
+        newest = self._rendezvous.newest().epoch
+        return newest != self._over and self._exists(closed_key(newest))
+
+    def set_closed(self) -> None:
+        newest = self._rendezvous.newest().epoch
+        with contextlib.suppress(StoreUnavailable):  # then latecomers start again, and find what is committed
+            self._store.create(closed_key(newest), json.dumps({"by": self._rendezvous.me.member}).encode())
+
+    def shutdown(self) -> bool:
+        """The workers have ended for good: nobody shall start again."""
+        if not self._stop.is_set():
+            self._stop.set()
+            self.set_closed()
+            self._rendezvous.leave(end="finished")
+            self._lines.close()
+            self._door.close()
+        return True
+
+    # ---- epochs ------------------------------------------------------------------------------------------------
+    def _exists(self, key: str) -> bool:
+        try:
+            self._store.get(key)
+        except NotFound:
+            return False
+        return True
+
+    def _over_before(self) -> int:
+        """The newest epoch if it was closed before we came and nobody of it is left: then we begin the run's next life. Else -1."""
+        newest = self._rendezvous.newest()
+        if not self._exists(closed_key(newest.epoch)):
+            return -1
+        return -1 if any(self._is_there(name) for name in newest.members) else newest.epoch
+
+    def _is_there(self, name: str) -> bool:
+        """Is this member neither gone nor refusing?"""
+        deadline_s = time.monotonic() + 2 * self._beat_s
+        while time.monotonic() < deadline_s:
+            seen = [m for m in self._rendezvous.watch([name]) if m.member == name]
+            if not seen or seen[0].state in ("gone", "dead"):
+                return False
+            if self._lines.heard(name).up:
+                return True
+            time.sleep(0.05)
+        return True
+
+    def _leave_epoch(self) -> None:
+        self._kv = None  # its server ends with it
+        self._waiting, self._waiting_since_s = 0, None
+        end = "resize" if self._epoch is not NO_EPOCH else ""
+        self._epoch = NO_EPOCH
+        self._say(state="ready", end=end)
+
+    def _say(self, **changes: Any) -> None:
+        with contextlib.suppress(StoreUnavailable):  # the next heartbeat says it
+            self._rendezvous.say(**changes)
+
+    def _enter(self, epoch: Epoch) -> RendezvousInfo | None:
+        """Meet the others of an epoch in its store. None: it broke before it began, and we are ready for the next."""
+        me = self._rendezvous.me.member
+        rank = epoch.members.index(me)
+        door, self._door = self._door, socket.create_server((self._addr, 0))
+        self._say(state="in", epoch=epoch.epoch, end="", master_port=self._door.getsockname()[1])
+        gone_s = time.monotonic() + self._confirm_s
+        try:
+            if rank == 0:
+                self._kv = TCPStore(epoch.addr, epoch.port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach(),
+                                    timeout=timedelta(seconds=ANSWER_S))  # fmt: skip
+            elif self._until(lambda: _answers(epoch.addr, epoch.port), epoch, gone_s):
+                left = timedelta(seconds=max(1.0, gone_s - time.monotonic()))
+                self._kv = TCPStore(epoch.addr, epoch.port, is_master=False, wait_for_workers=False, timeout=left)
+            if self._kv is not None:
+                self._kv.set_timeout(timedelta(seconds=ANSWER_S))
+                store = PrefixStore(f"epoch{epoch.epoch}", self._kv)
+                if rank == 0:  # before the others are let on, so that they need not wait for it
+                    store.set(RendezvousStoreInfo.MASTER_ADDR_KEY, self._addr)
+                    store.set(RendezvousStoreInfo.MASTER_PORT_KEY, str(free_port(self._addr)))
+                store.set(f"here/{me}", "")
+                if self._until(lambda: store.check([f"here/{m}" for m in epoch.members]), epoch, gone_s):
+                    self._epoch = epoch
+                    os.environ.update(HARNESS_RUN=self._store.url, HARNESS_EPOCH=str(epoch.epoch))  # torch's agent hands on its own
+                    info = RendezvousStoreInfo.build(rank, store, self._addr) if rank else self._bootstrap(store)
+                    return RendezvousInfo(store, rank, len(epoch.members), info)
+        except DistError:
+            pass  # its host has gone meanwhile
+        finally:
+            door.close()
+        self._kv = None
+        self._say(state="ready", end="peer-lost")
+        return None
+
+    @staticmethod
+    def _bootstrap(store: Any) -> RendezvousStoreInfo:
+        addr, port = (store.get(k).decode() for k in (RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY))
+        return RendezvousStoreInfo(master_addr=addr, master_port=int(port))
+
+    def _until(self, condition: Callable[[], bool], epoch: Epoch, deadline_s: float) -> bool:
+        """Wait until it holds. False: a member has gone, the epoch is not the newest any more, or it took too long."""
+        while not condition():
+            if time.monotonic() > deadline_s or self._rendezvous.newest().epoch > epoch.epoch:
+                return False
+            if any(self._lost(m, epoch) for m in self._rendezvous.watch(epoch.members) if m.member in epoch.members):
+                return False
+            time.sleep(0.05)
+        return True
+
+    def _lost(self, m: Member, epoch: Epoch) -> bool:
+        """Has it left the epoch, and not because its workers are done?"""
+        if m.member == self._rendezvous.me.member or (m.state == "gone" and m.end in ORDINARY_ENDS):
+            return False
+        return m.state in ("dead", "gone") or m.epoch > epoch.epoch or (m.state == "ready" and m.epoch >= epoch.epoch)
+
+    def _watch(self) -> None:
+        """Keeps the answer to `num_nodes_waiting`, so that asking is free."""
+        while not self._stop.is_set():
+            with contextlib.suppress(StoreError):  # it will be seen later
+                if self._epoch is not NO_EPOCH and self._lock.acquire(timeout=TICK_S):
+                    try:
+                        self._look(self._epoch)
+                    finally:
+                        self._lock.release()
+            if self._epoch is NO_EPOCH:
+                self._stop.wait(TICK_S)  # `changed` is then for `next_rendezvous`; who waited for it here would spin until that clears it
+            else:
+                self._lines.changed.wait(TICK_S)
+                self._lines.changed.clear()
+
+    def _look(self, epoch: Epoch) -> None:
+        if epoch is NO_EPOCH:
+            return
+        everybody = {m.member: m for m in self._rendezvous.look()}
+        lost = sum(self._lost(everybody[n], epoch) for n in epoch.members if n in everybody)
+        room = self._max_nodes - len(epoch.members) + lost
+        joining = min(room, len(self._rendezvous.waiting(epoch, [m for m in everybody.values() if m.state != "dead"])))
+        now = time.monotonic()
+        self._waiting_since_s = (self._waiting_since_s or now) if joining else None
+        batched = self._waiting_since_s is not None and now - self._waiting_since_s >= BATCH_S
+        self._waiting = lost + (joining if batched else 0)
+
+
+def _answers(addr: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((addr, port), 1.0):
+        return True
+    return False
+
+
+def create(parameters: RendezvousParameters) -> BucketRendezvous:
+    """Of torchrun's command line. Raises ValueError for an endpoint that is no URL, StoreError for a bucket that says no."""
+    if not parameters.endpoint:
+        raise ValueError("--rdzv-endpoint: wanted the URL of a folder in a bucket (s3://bucket/runs, file:///shared/runs), found nothing")
+    run = f"{normalize(parameters.endpoint)}/{parameters.run_id}"
+    return BucketRendezvous(
+        open_store(run),
+        parameters.run_id,
+        parameters.local_addr or socket.gethostbyname(socket.gethostname()),
+        min_nodes=parameters.min_nodes,
+        max_nodes=parameters.max_nodes,
+        beat_s=float(parameters.get("beat_s", 1.0)),
+        dead_s=float(parameters.get("dead_s", 5.0)),
+        join_timeout_s=float(parameters.get("join_timeout", 600.0)),
+        confirm_s=float(parameters.get("confirm_s", 15.0)),
+    )
+
+
+def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """What the entry point `bucket` of the group `torchrun.handlers` names."""
+    return create

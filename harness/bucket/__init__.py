@@ -1,0 +1,1 @@
+"""What lies in the bucket of a run, and how it is read and written."""

@@ -1,0 +1,147 @@
+"""One controller at a time, by nothing but create-only writes. Used by whoever runs `recovery.recover`.
+
+`lease/{term}.json` is created once and never changed: who created it holds that term. The holder rewrites
+`lease/{term}.beat`; a challenger watches that by *its own* clock, so no two clocks are ever compared, and takes term n+1
+when the beat has stood still for the holder's `ttl_s`, or says that the lease was released. The holder looks
+for term n+1 before every act. Between that look and the act lies a window that no bucket can close; acts are
+therefore idempotent (an attempt number is launched once) and a successor cleans up what it did not expect.
+
+Pure: knows an ObjectStore and a Clock; knows nothing of clouds or processes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from harness.core.facts import built, loaded
+from harness.core.world import Clock, Fenced
+from storage.objects import NotFound, ObjectStore
+
+TTL_S = 5.0  # long enough for a slow bucket; short enough that a restarted controller is not waited for
+MOST_TTL_S = 600.0  # nobody is believed to need longer
+RELEASED = b"released"
+TERM = re.compile(r"lease/(\d{6,12})\.json")
+
+
+def _key(term: int, suffix: str = "json") -> str:
+    return f"lease/{term:06d}.{suffix}"
+
+
+def newest_term(keys: Iterable[str]) -> int:
+    """The newest term among what lies under `lease/`; 0: none. What else lies there is not ours."""
+    return max((int(found[1]) for key in keys if (found := TERM.fullmatch(key))), default=0)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What `lease/{term}.json` says; of what cannot be read, the usual."""
+
+    holder: str = "another controller"
+    ttl_s: float = 4 * TTL_S
+
+    @classmethod
+    def read(cls, data: bytes) -> Taken:
+        try:
+            body = loaded(data)
+            found = built(cls, body) if isinstance(body, dict) else cls()
+        except (ValueError, TypeError):
+            return cls()
+        return found if 0 < found.ttl_s <= MOST_TTL_S else cls(found.holder)
+
+
+def sign_of_life(store: ObjectStore, term: int = 0) -> tuple[int, bytes]:
+    """(newest term, its beat), for those who only watch; (0, b""): nobody ever led. `term`: what was found last time, which makes it two
+    small reads without a list. Raises StoreUnavailable."""
+    if not term:
+        term = newest_term(store.list("lease/"))
+        if not term:
+            return 0, b""
+    while True:
+        try:
+            store.get(_key(term + 1))
+        except NotFound:
+            break
+        term += 1
+    try:
+        return term, store.get(_key(term, "beat"))
+    except NotFound:
+        return term, b""
+
+
+@dataclass
+class Lease:
+    """`acquire`, then `renew` every round and `check` before every act; both raise Fenced when a newer term exists.
+
+    `holder` must be unique to this controller ("host:pid:random"). With `standby`, a challenger waits for as long as the
+    holder lives; without, it raises Fenced as soon as it has seen the holder's heart beat.
+    """
+
+    store: ObjectStore
+    clock: Clock
+    holder: str
+    ttl_s: float = TTL_S
+    standby: bool = False
+    term: int = 0  # 0: not held
+    _beats: int = 0
+    _beat_s: float = 0.0
+
+    def acquire(self) -> int:
+        """Wait until the newest term is surely over, then take the next one. Returns the term."""
+        while True:
+            term = self._newest()
+            if term and term != self.term and not self._is_over(term):  # our own, after an interruption, need not be waited for
+                continue  # its beat moved and we are on standby, or somebody took the next term meanwhile
+            if self.store.create(_key(term + 1), json.dumps({"holder": self.holder, "ttl_s": self.ttl_s}).encode()):
+                self.term = term + 1
+                self._beat(b"1")
+                return self.term
+
+    def renew(self) -> None:
+        """Show that we live, if a third of the ttl has passed since we last did."""
+        self.check()
+        if self.clock.now() - self._beat_s >= self.ttl_s / 3:
+            self._beats += 1
+            self._beat(str(self._beats + 1).encode())
+
+    def check(self) -> None:
+        """Raises Fenced if we do not hold the newest term."""
+        if not self.term:
+            raise Fenced("this controller does not hold the lease of the run")
+        try:
+            body = self.store.get(_key(self.term + 1))  # terms have no gaps: each is created by who saw the one before
+        except NotFound:
+            return
+        raise Fenced(f"{Taken.read(body).holder} has taken over this run (term {self.term + 1}, ours was {self.term})")
+
+    def release(self) -> None:
+        """A clean end: a successor need not wait."""
+        self.store.put(_key(self.term, "beat"), RELEASED)
+        self.term = 0
+
+    def _beat(self, body: bytes) -> None:
+        self.store.put(_key(self.term, "beat"), body)
+        self._beat_s = self.clock.now()
+
+    def _newest(self) -> int:
+        return newest_term(self.store.list("lease/"))
+
+    def _read_beat(self, term: int) -> bytes:
+        try:
+            return self.store.get(_key(term, "beat"))
+        except NotFound:
+            return b""  # it died, or is about to write its first one
+
+    def _is_over(self, term: int) -> bool:
+        """Watch one term until its ttl has passed without a beat (True) or until it shows life (False, or Fenced)."""
+        taken = Taken.read(self.store.get(_key(term)))
+        first, since_s = self._read_beat(term), self.clock.now()
+        while (beat := self._read_beat(term)) == first and beat != RELEASED:
+            if self.clock.now() - since_s >= taken.ttl_s:
+                return True
+            self.clock.sleep(taken.ttl_s / 5)
+        if beat != RELEASED and not self.standby:
+            raise Fenced(f"{taken.holder} is already leading this run (term {term}); stop it first, or wait on standby")
+        return beat == RELEASED

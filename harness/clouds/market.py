@@ -1,0 +1,335 @@
+"""A spot market as a schedule: when capacity comes and goes, and which nodes are taken. Drives the local cloud.
+
+Pure: it is told the time and the run's progress, and answers with the events that are due. `provider.py` carries them out.
+The same (spec, seed, node range) always gives the same market.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from harness.core.facts import SessionStarted, StepDone
+from harness.core.facts import parse as parse_fact
+from harness.core.world import BadInput, Offer
+from storage.objects import NotFound, ObjectStore
+
+TRACE_FITS_S = 180.0  # a trace without a scale is squeezed into this
+TRACE_GRACE_S = 5.0  # notice that nodes get when a trace takes them; not scaled, so that draining stays possible
+RANDOM_HORIZON_S = 1800.0  # after this a random market is calm
+DEMO_GAP_S = 3.0  # least time between two acts of the demo, however fast the run is
+
+# Made-up prices, so that bills and ledgers of a rehearsal have something to add up. Nothing is ever charged.
+OFFERS = (
+    Offer(0.40, "local/a", accelerator="cpu", on_demand_usd_per_h=1.20),
+    Offer(0.45, "local/b", accelerator="cpu", on_demand_usd_per_h=1.20),
+    Offer(0.52, "local/c", accelerator="cpu", on_demand_usd_per_h=1.30),
+)
+
+
+# ---- events -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Capacity:
+    """So many nodes can be had from now on. Nodes beyond that get a notice of `grace_s` and are then taken."""
+
+    nodes: int
+    grace_s: float = TRACE_GRACE_S
+
+
+@dataclass(frozen=True)
+class Preempt:
+    """One node gets a notice and is taken at its deadline; capacity drops by one at once."""
+
+    grace_s: float
+    victim: int = 0  # index among the nodes that are up, oldest first; -1: the newest
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One node vanishes without a word; capacity drops by one."""
+
+    victim: int = 0
+
+
+@dataclass(frozen=True)
+class Outage:
+    """All nodes vanish without a word, and none can be had for so long; then capacity is what it was."""
+
+    seconds: float
+
+
+Event: TypeAlias = Capacity | Preempt | Kill | Outage
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the schedule: due at a time, at a progress, or so long after another entry has fired."""
+
+    event: Event
+    at_s: float | None = None
+    at_progress: float | None = None
+    after: int | None = None  # index of an earlier entry; `at_s` then counts from when that one fired
+
+
+@dataclass(frozen=True)
+class State:
+    """What has happened in a market so far; a value, so that it can be written down and taken up again."""
+
+    capacity: int
+    fired: tuple[tuple[int, float], ...] = ()  # (entry, when)
+    outage_until_s: float = 0.0
+
+    def available(self, now_s: float) -> int:
+        return 0 if now_s < self.outage_until_s else self.capacity
+
+    def to_json(self) -> dict[str, Any]:
+        return {"capacity": self.capacity, "fired": [list(f) for f in self.fired], "outage_until_s": self.outage_until_s}
+
+    @classmethod
+    def from_json(cls, body: dict[str, Any]) -> State:
+        return cls(int(body["capacity"]), tuple((int(i), float(t)) for i, t in body["fired"]), float(body["outage_until_s"]))
+
+
+@dataclass(frozen=True)
+class Market:
+    spec: str
+    max_nodes: int
+    capacity: int  # at the beginning
+    entries: tuple[Entry, ...] = ()
+    gap_s: float = 0.0  # least time between two entries that are due by progress
+    offers: tuple[Offer, ...] = OFFERS
+
+    def start(self) -> State:
+        return State(self.capacity)
+
+    @property
+    def needs_progress(self) -> bool:
+        return any(e.at_progress is not None for e in self.entries)
+
+    def due(self, now_s: float, progress: float, state: State) -> tuple[list[Event], State]:
+        """The events that are due now, in order, and the state after them. Each entry fires once, even if progress rewinds.
+
+        `now_s` counts from the market's beginning; `progress` is the fraction of all steps that is done.
+        """
+        events: list[Event] = []
+        fired = dict(state.fired)
+        for number, entry in enumerate(self.entries):
+            if number in fired or not self._is_due(entry, now_s, progress, fired):
+                continue
+            fired[number] = now_s
+            events.append(entry.event)
+            state = state_after(state, entry.event, now_s)
+        return events, replace(state, fired=tuple(sorted(fired.items())))
+
+    def _is_due(self, entry: Entry, now_s: float, progress: float, fired: dict[int, float]) -> bool:
+        if entry.after is not None:
+            return entry.after in fired and now_s >= fired[entry.after] + (entry.at_s or 0.0)
+        if entry.at_progress is None:
+            return now_s >= (entry.at_s or 0.0)
+        acts = [t for number, t in fired.items() if self.entries[number].at_progress is not None]
+        return progress >= entry.at_progress and (not acts or now_s >= max(acts) + self.gap_s)
+
+
+def state_after(state: State, event: Event, now_s: float) -> State:
+    match event:
+        case Capacity(nodes=nodes):
+            return replace(state, capacity=nodes)
+        case Preempt() | Kill():
+            return replace(state, capacity=max(0, state.capacity - 1))
+        case Outage(seconds=seconds):
+            return replace(state, outage_until_s=max(state.outage_until_s, now_s + seconds))
+
+
+# ---- specs ------------------------------------------------------------------------------------------------------
+def parse(spec: str, *, max_nodes: int, min_nodes: int = 1, read: Callable[[str], str] = lambda path: Path(path).read_text()) -> Market:
+    """`demo`, `calm`, `seed:7`, or a trace file (`path`, `path@60` = 60 times faster than it was recorded)."""
+    if not 1 <= min_nodes <= max_nodes:
+        raise BadInput(f"market {spec!r}: wanted 1 <= min nodes <= max nodes, found {min_nodes}..{max_nodes}")
+    if spec in ("", "demo"):
+        return _demo(min_nodes, max_nodes)
+    if spec == "calm":
+        return Market("calm", max_nodes, max_nodes)
+    if spec.startswith("seed:"):
+        number = spec.removeprefix("seed:")
+        if not number.isdigit():
+            raise BadInput(f"market {spec!r}: wanted seed:<whole number>, such as seed:7; found {number!r}")
+        return _random(int(number), max_nodes)
+    path, at, scale = spec.rpartition("@")
+    if not at or "/" in scale:
+        path, scale = spec, ""
+    try:
+        faster = float(scale) if scale else None
+    except ValueError:
+        raise BadInput(f"market {spec!r}: wanted PATH@SPEED with a number such as @60, found @{scale}") from None
+    if faster is not None and not (faster > 0 and math.isfinite(faster)):
+        raise BadInput(f"market {spec!r}: the speed after @ must be above 0, found {scale}")
+    try:
+        text = read(path)
+    except (OSError, UnicodeDecodeError) as e:
+        reason = getattr(e, "strerror", None) or str(e)
+        raise BadInput(f"market {spec!r}: wanted demo, calm, seed:<n> or a trace file; cannot read {path!r}: {reason}") from e
+    return from_trace(text, spec=spec, max_nodes=max_nodes, faster=faster)
+
+
+def _demo(low: int, high: int) -> Market:
+    """Everything that can happen to a run, once, told by progress: late capacity, a notice, a sudden death, a total outage."""
+    few = max(low, high - 1, 1)  # never fewer than the run needs, or progress, and with it the schedule, would stop for ever
+    entries = [
+        Entry(Capacity(high), at_progress=0.15),
+        Entry(Preempt(8.0, victim=0), at_progress=0.35),
+        Entry(Kill(victim=-1), at_progress=0.50),
+        Entry(Capacity(high), after=2, at_s=6.0),
+        Entry(Outage(6.0), at_progress=0.70),
+        Entry(Capacity(high), after=4, at_s=6.0),
+    ]
+    if high - 1 < low:
+        entries.append(Entry(Capacity(high), after=1, at_s=8.0 + 4.0))
+    return Market("demo", high, few, tuple(entries), gap_s=DEMO_GAP_S)
+
+
+def _random(seed: int, high: int) -> Market:
+    """Losses at random times; every one is made good within some 20 s, so that capacity always returns."""
+    rng = random.Random(f"market {seed}")
+    entries: list[Entry] = []
+    capacity = rng.randint(1, high)
+    if capacity < high:
+        entries.append(Entry(Capacity(high), at_s=rng.uniform(4.0, 12.0)))
+    now = 0.0
+    while (now := now + 6.0 + rng.expovariate(1 / 18.0)) < RANDOM_HORIZON_S:
+        victim, dice = rng.randrange(high), rng.random()
+        if dice < 0.5:
+            grace = rng.uniform(3.0, 10.0)
+            entries += [Entry(Preempt(grace, victim), at_s=now)]
+            entries += [Entry(Capacity(high), at_s=now + grace + rng.uniform(2.0, 8.0))]
+        elif dice < 0.85:
+            entries += [Entry(Kill(victim), at_s=now), Entry(Capacity(high), at_s=now + rng.uniform(3.0, 12.0))]
+        else:
+            entries += [Entry(Outage(rng.uniform(3.0, 8.0)), at_s=now), Entry(Capacity(high), at_s=now + 8.0)]
+    return Market(f"seed:{seed}", high, capacity, tuple(sorted(entries, key=lambda e: e.at_s or 0.0)))
+
+
+def from_trace(text: str, *, spec: str, max_nodes: int, faster: float | None = None) -> Market:
+    """A recorded market. Node counts are scaled so that the trace's peak is `max_nodes`; after its end capacity is full."""
+    points = _points(text, spec)
+    first = points[0][0]
+    points = [(t - first, n) for t, n in points]
+    peak = max(n for _, n in points)
+    if peak <= 0:
+        raise BadInput(f"market {spec!r}: the trace never has a node; choose another trace")
+    length = points[-1][0]
+    faster = faster or max(1.0, length / TRACE_FITS_S)
+    counts: dict[float, int] = {}
+    for t, n in points:  # several rows at one time: the last one is how it ended
+        counts[t / faster] = min(max_nodes, math.ceil(max_nodes * n / peak)) if n > 0 else 0
+    entries, now = [], counts.pop(0.0)
+    begin = now
+    for t, n in sorted(counts.items()):
+        if n != now:
+            entries.append(Entry(Capacity(n), at_s=t))
+            now = n
+    if now != max_nodes:
+        entries.append(Entry(Capacity(max_nodes), at_s=length / faster + 1.0))
+    return Market(spec, max_nodes, begin, tuple(entries))
+
+
+def _points(text: str, spec: str) -> list[tuple[float, int]]:
+    """(seconds, nodes) rows of any trace format that we know, told apart by content."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    wanted = (
+        "wanted rows of `ms,add|remove,node` (Bamboo, Parcae), `time,count`, `date, time, count`, "
+        'or JSON lines `[ms, "add"|"remove", {"nodes": [...]}]`'
+    )
+    if not lines:
+        raise BadInput(f"market {spec!r}: the trace is empty; {wanted}")
+    reader = _json_rows if lines[0].startswith("[") else _csv_rows
+    try:
+        return reader(lines)
+    except (ValueError, KeyError, IndexError, TypeError) as e:
+        raise BadInput(f"market {spec!r}: not a trace that we can read ({e}); {wanted}") from e
+
+
+def _json_rows(lines: Sequence[str]) -> list[tuple[float, int]]:
+    rows = json.loads("\n".join(lines)) if lines[0] == "[" or lines[0].startswith("[[") else [json.loads(line) for line in lines]
+    return _changes((float(row[0]), row[1], row[2]["nodes"]) for row in rows)
+
+
+def _csv_rows(lines: Sequence[str]) -> list[tuple[float, int]]:
+    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
+    if not rows[0][0][:1].isdigit():
+        rows = rows[1:]  # a heading
+    if len(rows[0]) == 2:
+        times, scale = [float(t) for t, _ in rows], _seconds_per_unit([t for t, _ in rows])
+        return sorted(((t * scale, int(n)) for t, (_, n) in zip(times, rows, strict=True)), key=lambda point: point[0])
+    if len(rows[0]) == 3 and "-" in rows[0][0]:
+        dated = ((datetime.fromisoformat(f"{day}T{clock}+00:00").timestamp(), int(n)) for day, clock, n in rows)
+        return sorted(dated, key=lambda point: point[0])
+    if len(rows[0]) == 3:
+        return _changes((float(t), what, [node]) for t, what, node in rows)
+    raise ValueError(f"row {','.join(rows[0])!r} has {len(rows[0])} columns")
+
+
+def _seconds_per_unit(times: Sequence[str]) -> float:
+    """Published count traces are in hours (fractions), in milliseconds (whole minutes) or in seconds."""
+    if any("." in t for t in times):
+        return 3600.0
+    return 0.001 if all(int(t) % 60_000 == 0 for t in times) and int(times[-1]) > 0 else 1.0
+
+
+def _changes(rows: Iterable[tuple[float, str, Sequence[str]]]) -> list[tuple[float, int]]:
+    nodes: set[str] = set()
+    points: list[tuple[float, int]] = []
+    for t, what, names in rows:
+        if what == "add":
+            nodes |= set(names)
+        elif what == "remove":
+            nodes -= set(names)
+        elif what not in ("no-op", "migration"):  # Parcae also records what its scheduler did
+            raise ValueError(f"{what!r} is neither add nor remove")
+        points.append((t / 1000.0, len(nodes)))
+    return sorted(points, key=lambda point: point[0])
+
+
+# ---- progress ---------------------------------------------------------------------------------------------------
+class Progress:
+    """How far the run is, read from its bucket: the newest live step or the newest commit, as a fraction of all steps.
+
+    Fact segments are written once, so each is read once; a poll costs two listings and the new segments.
+    """
+
+    def __init__(self, store: ObjectStore):
+        self._store = store
+        self._read: set[str] = set()
+        self._newest: tuple[float, int] = (0.0, 0)  # (when, step)
+        self._total = 0
+
+    def poll(self) -> float:
+        for key in self._store.list("facts/worker-"):
+            if key not in self._read:
+                self._take(key)
+        if not self._total:
+            return 0.0
+        committed = [int(key.rpartition("/")[2].partition("-")[0]) for key in self._store.list("snapshots/manifests/")]
+        return min(1.0, max([self._newest[1], *committed]) / self._total)
+
+    def _take(self, key: str) -> None:
+        try:
+            lines = self._store.get(key).decode().splitlines()
+        except NotFound:
+            return  # listed but gone: pruned meanwhile
+        self._read.add(key)
+        for line in lines:
+            try:
+                body = json.loads(line)
+                fact = parse_fact(body)
+            except (ValueError, TypeError, AttributeError):
+                continue  # a spoilt fact is the audit's business; the market goes on
+            if isinstance(fact, StepDone):
+                self._newest = max(self._newest, (float(body["t"]), fact.step))
+            elif isinstance(fact, SessionStarted):
+                self._total = fact.total_steps

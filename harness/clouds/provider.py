@@ -1,0 +1,685 @@
+"""The local cloud's provider: nodes that are real processes and can be taken away like spot machines.
+
+Runs as its own process (`python -m harness.clouds.provider STATE_DIR`), one per STATE_DIR, so that a controller may die and nodes
+go on. It owns capacity (the market), starts nodes, serves each one's metadata endpoint, and answers `local.py` over
+loopback HTTP. A node is `bash -c COMMAND` in its own session; its end is the SIGKILL of every process that belongs to it.
+
+In STATE_DIR:  lock            held (flock) while a provider lives; its mtime is the provider's heartbeat
+               config.json     what `local.py` wants of it (no secrets)
+               provider.json   where it listens, and the token (0600)
+               nodes.json      every attempt there ever was, and the market's state
+               nodes/N/log     what node N printed
+Knows nothing of SkyPilot, torch or agents. Linux only (/proc, parent-death signal).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import fcntl
+import hashlib
+import hmac
+import json
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, TypeVar
+
+from harness.clouds import market as markets
+from harness.clouds.metadata import MetadataProtocol, MetadataServer, environment_of, protocol_of
+from harness.core.world import BadInput, Node, NodeState, Offer
+from storage.objects import StoreError, open_store
+
+log = logging.getLogger("harness.clouds.provider")
+T = TypeVar("T")
+
+TICK_S = 0.05
+PROGRESS_EVERY_S = 0.5
+BEAT_EVERY_S = 0.5
+KILL_WITHIN_S = 10.0  # how long processes may survive SIGKILL (uninterruptible sleep) before we give up
+ANSWER_WITHIN_S = 5.0  # how long a `terminate` waits for its node's end
+MAX_BODY = 4 << 20
+ALREADY_RUNNING = 3  # exit code: another provider owns this STATE_DIR
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)  # loaded here: a freshly forked child must not import or allocate much
+
+
+@dataclass(frozen=True)
+class Config:
+    """What `local.py` writes for the provider that it starts."""
+
+    market: str = "demo"
+    min_nodes: int = 1
+    max_nodes: int = 3
+    run_url: str = ""  # where progress is read from; "" or memory://: there is none
+    name: str = "task"
+    launch_s: float = 0.3  # from asking to a running node
+    idle_exit_s: float = 30.0  # without nodes and without calls
+    gpus: tuple[str, ...] = ()  # visible devices, shared out among the nodes
+    offers: tuple[Offer, ...] = markets.OFFERS
+    notices: str = "aws"  # whose metadata service the nodes have
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Config:
+        body = json.loads(text)
+        return cls(**{**body, "gpus": tuple(body["gpus"]), "offers": tuple(Offer(**o) for o in body["offers"])})
+
+
+@dataclass
+class Machine:
+    """One attempt, as the provider keeps it. Only the main thread starts and ends its processes."""
+
+    attempt: int
+    offer: Offer
+    asked_s: float
+    state: NodeState = NodeState.PENDING
+    up_s: float | None = None
+    gone_s: float | None = None
+    exit_code: int | None = None
+    reason: str = ""
+    pid: int = 0
+    noticed_s: float | None = None
+    # not written down
+    slot: int = -1
+    ready_s: float = 0.0
+    command: str = ""
+    cwd: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+    imds: MetadataProtocol | None = None
+    metadata: MetadataServer | None = None
+    doom: tuple[float, str] | None = None  # (when it is killed, for what reason)
+
+    KEPT = ("attempt", "offer", "asked_s", "state", "up_s", "gone_s", "exit_code", "reason", "pid", "noticed_s")
+
+    def to_json(self) -> dict[str, Any]:
+        body = {name: getattr(self, name) for name in self.KEPT}
+        return {**body, "offer": dataclasses.asdict(self.offer), "state": self.state.value}
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Machine:
+        known = {k: v for k, v in body.items() if k in cls.KEPT}
+        return cls(**{**known, "offer": Offer(**body["offer"]), "state": NodeState(body["state"])})
+
+
+def node_of(body: Mapping[str, Any]) -> Node:
+    """What a `Cloud` shows of a machine."""
+    m = Machine.from_json(body)
+    return Node(m.attempt, m.offer, m.state, m.asked_s, m.up_s, m.gone_s, m.exit_code, m.reason)
+
+
+# ---- processes --------------------------------------------------------------------------------------------------
+def _processes() -> Iterator[tuple[int, int, int]]:
+    """(pid, parent, session) of every process that is not a zombie."""
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                stat = Path("/proc", name, "stat").read_text()
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # ended meanwhile
+            fields = stat.rpartition(")")[2].split()  # the name before it may hold anything
+            if fields[0] not in "ZX":
+                yield int(name), int(fields[1]), int(fields[3])
+
+
+def _environ(pid: int) -> bytes:
+    try:
+        return b"\0" + Path("/proc", str(pid), "environ").read_bytes() + b"\0"
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return b""  # ended, or somebody else's
+
+
+def belonging(marker: bytes, session: int = 0) -> set[int]:
+    """Every process that carries the marker in its environment, is of the session, or descends from such a one."""
+    table = list(_processes())
+    me = os.getpid()
+    mine = {pid for pid, _, sid in table if pid != me and ((session and sid == session) or marker in _environ(pid))}
+    grown = True
+    while grown:
+        more = {pid for pid, parent, _ in table if parent in mine and pid not in mine and pid != me}
+        grown = bool(more)
+        mine |= more
+    return mine
+
+
+def kill_all(marker: bytes, session: int = 0, within_s: float = KILL_WITHIN_S) -> set[int]:
+    """SIGKILL everything that belongs, until nothing is left; returns what would not die in time."""
+    give_up_s = time.monotonic() + within_s
+    clean = 0
+    left: set[int] = set()
+    while clean < 2:  # twice: a fork may have slipped through while we were reading
+        left = belonging(marker, session)
+        clean = 0 if left else clean + 1
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if left:
+            if time.monotonic() > give_up_s:
+                return left
+            time.sleep(0.005)
+    return left
+
+
+def _marker(name: str, value: str, whole: bool = True) -> bytes:
+    return b"\0" + f"{name}={value}".encode() + (b"\0" if whole else b"")
+
+
+def sweep(state_dir: Path) -> set[int]:
+    """Kill whatever is left of any node of this STATE_DIR."""
+    return kill_all(_marker("HARNESS_NODE_DIR", f"{state_dir}/nodes/", whole=False))
+
+
+def _start_guard(instance: str) -> tuple[int, int]:
+    """Fork a watchman that kills every node when this process is gone, however it ended. Returns (pid, pipe to hold open).
+
+    The parent-death signal reaches a node's first process only; its children may have made their own sessions.
+    Must be called before any thread is started.
+    """
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(read)
+        return pid, write
+    try:
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        null = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1, 2):
+            os.dup2(null, standard)
+        os.dup2(read, 3)
+        os.closerange(4, 1024)  # above all the lock and the pipe's other end, which would outlive the provider here
+        while os.read(3, 1):
+            pass
+        kill_all(_marker("HARNESS_PROVIDER", instance))
+    finally:
+        os._exit(0)
+
+
+def _die_with(parent: int) -> Callable[[], None]:
+    def in_child() -> None:
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died between fork and prctl
+            os._exit(1)
+
+    return in_child
+
+
+class Stopping(Exception):
+    """Too late: the provider is ending."""
+
+
+# ---- the provider -----------------------------------------------------------------------------------------------
+class Provider:
+    """Capacity, nodes and their endings. `tick` is called by the main thread only; calls come from the API's threads."""
+
+    def __init__(self, state_dir: Path, config: Config, instance: str, now: Callable[[], float] = time.time):
+        self.state_dir, self.config, self.instance, self._now = state_dir, config, instance, now
+        self.market = markets.parse(config.market, max_nodes=config.max_nodes, min_nodes=config.min_nodes)
+        self.market_state = self.market.start()
+        self.market_began_s: float | None = None  # at the first launch: nothing happens in a market without buyers
+        self.machines: dict[int, Machine] = {}
+        self.progress = 0.0
+        self.stopping = ""  # reason; not empty: end everything
+        self._changed = threading.Condition(threading.RLock())
+        self._last_call_s = time.monotonic()
+        self._last_beat_s = 0.0
+        with self._changed:
+            self._load()
+
+    # -- history --
+    def _load(self) -> None:
+        path = self.state_dir / "nodes.json"
+        if not path.exists():
+            return
+        body = json.loads(path.read_text())
+        died_s = (self.state_dir / "lock").stat().st_mtime  # the old provider's last heartbeat
+        for item in body["nodes"]:
+            machine = Machine.from_json(item)
+            if machine.state in (NodeState.PENDING, NodeState.UP):
+                machine.state, machine.reason = NodeState.GONE, "provider died"
+                machine.gone_s = max(died_s, machine.up_s or machine.asked_s)
+            self.machines[machine.attempt] = machine
+        if body.get("market") == self.config.market:
+            self.market_state = markets.State.from_json(body["market_state"])
+            self.market_began_s = body["market_began_s"]
+        self._save()
+
+    def _save(self) -> None:
+        body = {
+            "nodes": [m.to_json() for m in self.machines.values()],
+            "market": self.config.market,
+            "market_state": self.market_state.to_json(),
+            "market_began_s": self.market_began_s,
+        }
+        write_atomic(self.state_dir / "nodes.json", json.dumps(body))
+        self._changed.notify_all()
+
+    # -- calls --
+    def touch(self) -> None:
+        self._last_call_s = time.monotonic()
+
+    def nodes(self) -> list[dict[str, Any]]:
+        with self._changed:
+            return [m.to_json() for m in self.machines.values()]
+
+    def status(self) -> dict[str, Any]:
+        with self._changed:
+            return {
+                "market": self.market.spec,
+                "market_s": self._market_s(),
+                "available": self.market_state.available(self._market_s()),
+                "holding": len(self._holding()),
+                "max_nodes": self.config.max_nodes,
+                "progress": self.progress,
+                "pid": os.getpid(),
+            }
+
+    def launch(self, attempt: int, offer_name: str, command: str, cwd: str, env: Mapping[str, str]) -> None:
+        """Ask for a node; the same attempt twice is one node."""
+        offers = {o.name: o for o in self.config.offers}
+        if offer_name not in offers:
+            raise BadInput(f"launch {attempt}: no offer {offer_name!r}; there are {', '.join(offers)}")
+        if not os.path.isdir(cwd):
+            raise BadInput(f"launch {attempt}: workdir {cwd!r} is not a directory")
+        with self._changed:
+            if attempt in self.machines:
+                return
+            if self.stopping:
+                raise Stopping(f"launch {attempt}: this provider is ending; ask again")
+            now = self._now()
+            if self.market_began_s is None:
+                self.market_began_s = now
+            machine = Machine(attempt, offers[offer_name], asked_s=now, command=command, cwd=cwd, env=dict(env))
+            machine.ready_s = now + self.config.launch_s
+            self.machines[attempt] = machine
+            self._save()
+
+    def terminate(self, attempt: int) -> None:
+        with self._changed:
+            machine = self.machines.get(attempt)
+            if machine is None or machine.state not in (NodeState.PENDING, NodeState.UP):
+                return
+            machine.doom = (self._now(), "terminated")
+            self._changed.wait_for(lambda: machine.gone_s is not None, timeout=ANSWER_WITHIN_S)
+
+    def stop(self, reason: str) -> None:
+        with self._changed:
+            self.stopping = self.stopping or reason
+
+    def event(self, event: markets.Event, attempt: int | None = None) -> None:
+        """Make something happen now, besides the schedule (drills and tests). `attempt`: its victim."""
+        with self._changed:
+            now_s = self._market_s()
+            self.market_state = markets.state_after(self.market_state, event, now_s)
+            self._apply(event, attempt)
+            self._save()
+
+    def inject(self, attempt: int, fault: Mapping[str, Any]) -> None:
+        """Make a node's metadata endpoint misbehave."""
+        with self._changed:
+            machine = self.machines.get(attempt)
+            if machine is None or machine.metadata is None:
+                raise BadInput(f"inject: attempt {attempt} is not up")
+            machine.metadata.inject(**fault)
+
+    # -- what the main thread does --
+    def tick(self) -> None:
+        with self._changed:
+            now = self._now()
+            if time.monotonic() - self._last_beat_s > BEAT_EVERY_S:
+                self._last_beat_s = time.monotonic()
+                os.utime(self.state_dir / "lock")
+            events, state = self.market.due(self._market_s(), self.progress, self.market_state)
+            if events and self.market_began_s is not None:
+                self.market_state = state
+                for event in events:
+                    self._apply(event)
+                self._save()
+            for machine in list(self.machines.values()):
+                if machine.process is not None and machine.process.poll() is not None:
+                    self._ended(machine)
+                if machine.doom is not None and now >= machine.doom[0]:
+                    self._take(machine, machine.doom[1])
+                if machine.state is NodeState.PENDING and now >= machine.ready_s:
+                    self._admit(machine, now)
+
+    def idle(self) -> bool:
+        with self._changed:
+            alive = any(m.state in (NodeState.PENDING, NodeState.UP) for m in self.machines.values())
+            return not alive and time.monotonic() - self._last_call_s > self.config.idle_exit_s
+
+    def end_all(self, reason: str) -> None:
+        with self._changed:
+            for machine in self.machines.values():
+                if machine.state in (NodeState.PENDING, NodeState.UP):
+                    self._take(machine, reason)
+
+    # -- inside --
+    def _market_s(self) -> float:
+        return 0.0 if self.market_began_s is None else self._now() - self.market_began_s
+
+    def _up(self) -> list[Machine]:
+        return [m for m in sorted(self.machines.values(), key=lambda m: m.attempt) if m.state is NodeState.UP]
+
+    def _holding(self) -> list[Machine]:
+        """Nodes that hold capacity: up, and not already told to go."""
+        return [m for m in self._up() if m.doom is None]
+
+    def _apply(self, event: markets.Event, attempt: int | None = None) -> None:
+        now = self._now()
+        log.info("market: %s at %.1f s, progress %.3f", event, self._market_s(), self.progress)
+        spots = [m for m in self._holding() if m.offer.spot]
+        if attempt is not None:
+            spots = [m for m in spots if m.attempt == attempt]
+        match event:
+            case markets.Preempt(grace_s=grace_s, victim=victim) if spots:
+                self._announce(_pick(spots, victim), now + grace_s)
+            case markets.Kill(victim=victim) if spots:
+                _pick(spots, victim).doom = (now, "killed")
+            case markets.Outage():
+                for machine in self._up():
+                    machine.doom = (now, "killed")
+            case markets.Capacity(nodes=nodes, grace_s=grace_s):
+                for machine in spots[: max(0, len(self._holding()) - nodes)]:
+                    self._announce(machine, now + grace_s)
+            case _:
+                log.info("market: nobody there to be taken")
+
+    def _announce(self, machine: Machine, deadline_s: float) -> None:
+        machine.noticed_s = self._now()
+        machine.doom = (deadline_s, "preempted")
+        if machine.imds is not None:
+            machine.imds.notice("kill", deadline_s)
+
+    def _admit(self, machine: Machine, now: float) -> None:
+        if len(self._holding()) >= self.market_state.available(self._market_s()):
+            machine.state, machine.gone_s, machine.reason = NodeState.NO_CAPACITY, now, "no capacity"
+            log.info("attempt %d: no capacity", machine.attempt)
+        else:
+            self._start(machine, now)
+        machine.command, machine.env = "", {}  # may hold secrets; not needed any more
+        self._save()
+
+    def _start(self, machine: Machine, now: float) -> None:
+        folder = self.state_dir / "nodes" / str(machine.attempt)
+        folder.mkdir(parents=True, exist_ok=True)
+        taken = {m.slot for m in self._up()}
+        machine.slot = next(n for n in range(len(taken) + 1) if n not in taken)
+        machine.imds = protocol_of(self.config.notices, f"i-{self.instance[:8]}{machine.attempt:09d}")
+        machine.metadata = MetadataServer(machine.imds)
+        env = node_env(self.config, machine, folder, machine.metadata.endpoint, self.instance)
+        with open(folder / "log", "ab") as out:
+            machine.process = subprocess.Popen(
+                ["bash", "-c", machine.command],
+                cwd=machine.cwd,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                preexec_fn=_die_with(os.getpid()),
+            )
+        machine.pid, machine.up_s, machine.state = machine.process.pid, now, NodeState.UP
+        log.info("attempt %d: up, pid %d, %s", machine.attempt, machine.pid, machine.metadata.endpoint)
+
+    def _ended(self, machine: Machine) -> None:
+        """The node's command ended by itself; a machine without its command is given back, leftovers and all."""
+        assert machine.process is not None
+        code = machine.process.returncode
+        self._gone(machine, "exited", code if code >= 0 else 128 - code)
+
+    def _take(self, machine: Machine, reason: str) -> None:
+        machine.doom = None
+        if machine.state in (NodeState.PENDING, NodeState.UP):
+            self._gone(machine, reason, None)
+
+    def _gone(self, machine: Machine, reason: str, exit_code: int | None) -> None:
+        if machine.pid:
+            folder = self.state_dir / "nodes" / str(machine.attempt)
+            left = kill_all(_marker("HARNESS_NODE_DIR", str(folder)), session=machine.pid)
+            if left:
+                log.error("attempt %d: processes %s survived SIGKILL for %g s", machine.attempt, sorted(left), KILL_WITHIN_S)
+        if machine.process is not None:
+            machine.process.wait(timeout=KILL_WITHIN_S)
+        if machine.metadata is not None:
+            machine.metadata.close()
+        machine.process = machine.metadata = machine.imds = machine.doom = None
+        machine.state, machine.gone_s, machine.reason, machine.exit_code = NodeState.GONE, self._now(), reason, exit_code
+        log.info("attempt %d: gone, %s, exit code %s", machine.attempt, reason, exit_code)
+        self._save()
+
+
+def _pick(machines: list[Machine], victim: int) -> Machine:
+    return machines[victim % len(machines)]
+
+
+def node_env(config: Config, machine: Machine, folder: Path, endpoint: str, instance: str) -> dict[str, str]:
+    """What a node's command sees: what the caller gave, what SkyPilot sets on a one-node cluster, and who it is."""
+    share = _share(config.gpus, machine.slot, config.max_nodes)
+    place = {"cluster_name": f"local-{machine.attempt}", "cloud": "local", "region": machine.offer.name, "zone": None}
+    run = hashlib.sha256((config.run_url or str(folder.parent.parent)).encode()).hexdigest()[:12]
+    env = {
+        "OMP_NUM_THREADS": "1",
+        **machine.env,
+        "SKYPILOT_NODE_RANK": "0",
+        "SKYPILOT_NODE_IPS": "127.0.0.1",
+        "SKYPILOT_NUM_NODES": "1",
+        "SKYPILOT_NUM_GPUS_PER_NODE": str(len(share)),
+        "SKYPILOT_TASK_ID": f"local-{run}_{config.name}",
+        "SKYPILOT_CLUSTER_INFO": json.dumps(place),
+        "SKYPILOT_INTERNAL_JOB_ID": "1",
+        "HARNESS_ATTEMPT": str(machine.attempt),
+        "HARNESS_NODE_DIR": str(folder),
+        "HARNESS_HOST": f"local-{machine.attempt}",
+        "HARNESS_OFFER": machine.offer.name,
+        "HARNESS_PROVIDER": instance,
+        **environment_of(config.notices, endpoint),
+        "PATH": os.pathsep.join([os.path.dirname(sys.executable), machine.env.get("PATH", os.defpath)]),
+    }
+    if config.gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(share)
+    return env
+
+
+def _share(gpus: tuple[str, ...], slot: int, nodes: int) -> tuple[str, ...]:
+    """A node's GPUs: an equal part of all, or one that several nodes share when there are fewer than nodes."""
+    if not gpus:
+        return ()
+    each = len(gpus) // nodes
+    if each == 0 or (slot + 1) * each > len(gpus):
+        return (gpus[slot % len(gpus)],)
+    return gpus[slot * each : (slot + 1) * each]
+
+
+# ---- the loopback API -------------------------------------------------------------------------------------------
+EVENTS: dict[str, type[Any]] = {
+    "capacity": markets.Capacity,
+    "preempt": markets.Preempt,
+    "kill": markets.Kill,
+    "outage": markets.Outage,
+}
+
+
+def _route(provider: Provider, method: str, path: str, body: Mapping[str, Any]) -> Any:
+    """The answer to one call, or None if there is no such call. Raises BadInput, KeyError, TypeError, ValueError for bad bodies."""
+    match method, path:
+        case "GET", "/offers":
+            return [dataclasses.asdict(o) for o in provider.config.offers]
+        case "GET", "/nodes":
+            return provider.nodes()
+        case "GET", "/status":
+            return provider.status()
+        case "POST", "/launch":
+            provider.launch(int(body["attempt"]), body["offer"], body["command"], body["cwd"], body["env"])
+        case "POST", "/terminate":
+            provider.terminate(int(body["attempt"]))
+        case "POST", "/event":
+            fields = {k: v for k, v in body.items() if k not in ("event", "attempt")}
+            provider.event(EVENTS[body["event"]](**fields), body.get("attempt"))
+        case "POST", "/inject":
+            provider.inject(int(body["attempt"]), {k: v for k, v in body.items() if k != "attempt"})
+        case "POST", "/shutdown":
+            provider.stop("terminated")
+        case _:
+            return None
+    return {}
+
+
+def serve(provider: Provider, token: str) -> ThreadingHTTPServer:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        timeout = 30.0
+
+        def do_GET(self) -> None:
+            length = self.headers.get("Content-Length", "0")
+            if not length.isdigit() or int(length) > MAX_BODY:
+                self.close_connection = True
+                return self._answer(413, {"error": f"a body may have {MAX_BODY} bytes"})
+            raw = self.rfile.read(int(length))
+            if not hmac.compare_digest(self.headers.get("Authorization", "").encode(), f"Bearer {token}".encode()):
+                return self._answer(401, {"error": "wrong token; it is in provider.json"})
+            provider.touch()
+            try:
+                found = _route(provider, self.command, self.path, json.loads(raw or b"{}"))
+            except (BadInput, KeyError, TypeError, ValueError) as e:
+                return self._answer(400, {"error": str(e) if isinstance(e, BadInput) else f"{type(e).__name__}: {e}"})
+            except Stopping as e:
+                return self._answer(503, {"error": str(e)})
+            if found is None:
+                return self._answer(404, {"error": f"no call {self.command} {self.path}"})
+            return self._answer(200, found)
+
+        do_POST = do_GET
+
+        def _answer(self, status: int, value: Any) -> None:
+            body = json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        block_on_close = False
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            log.info("a caller hung up: %s", sys.exc_info()[1])
+
+    server = Server(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.1,), name="api", daemon=True).start()
+    return server
+
+
+# ---- the process ------------------------------------------------------------------------------------------------
+def write_atomic(path: Path, text: str) -> None:
+    """0600: readers see the old or the new file, and nobody else sees any."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
+        f.write(text)
+    os.replace(temporary, path)
+
+
+def lock(state_dir: Path, within_s: float = 0.0) -> int | None:
+    """The provider's lock as an open file, or None if another process holds it."""
+    handle = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    give_up_s = time.monotonic() + within_s
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        if time.monotonic() >= give_up_s:
+            os.close(handle)
+            return None
+        time.sleep(0.02)
+
+
+def _follow_progress(provider: Provider) -> None:
+    """Read the run's progress for ever; its own thread, since a bucket may take its time."""
+    try:
+        progress = markets.Progress(open_store(provider.config.run_url))
+    except (StoreError, ValueError, ImportError) as e:
+        log.error("progress of %s cannot be read, events by progress will not happen: %s", provider.config.run_url, e)
+        return
+    while not provider.stopping:
+        try:
+            provider.progress = progress.poll()
+        except StoreError as e:
+            log.warning("progress not read this time: %s", e)
+        time.sleep(PROGRESS_EVERY_S)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = sys.argv[1:] if argv is None else argv
+    if len(args) != 1:
+        print("usage: python -m harness.clouds.provider STATE_DIR", file=sys.stderr)
+        return 2
+    state_dir = Path(args[0]).resolve()
+    state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    handle = lock(state_dir, within_s=1.0)  # callers hold it for a moment to see whether we live
+    if handle is None:
+        print(f"{state_dir}: a provider is running already; there can be one per STATE_DIR", file=sys.stderr)
+        return ALREADY_RUNNING
+    config_path = state_dir / "config.json"
+    config = Config.from_json(config_path.read_text()) if config_path.exists() else Config()
+    instance = secrets.token_hex(8)
+    guard_pid, guard = _start_guard(instance)
+    try:
+        left = sweep(state_dir)  # of a provider that was killed together with its guard
+        if left:
+            log.error("processes %s of an earlier provider survive SIGKILL", sorted(left))
+        provider = Provider(state_dir, config, instance)
+        os.utime(state_dir / "lock")
+        return _run(provider)
+    finally:
+        os.close(guard)  # the guard sees the end and finds nothing to do
+        os.waitpid(guard_pid, 0)
+        os.close(handle)
+
+
+def _run(provider: Provider) -> int:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: setattr(provider, "stopping", provider.stopping or "provider ended"))
+    token = secrets.token_urlsafe(32)
+    server = serve(provider, token)
+    address = {"port": server.server_address[1], "pid": os.getpid(), "token": token}
+    path = provider.state_dir / "provider.json"
+    write_atomic(path, json.dumps(address))
+    if provider.market.needs_progress and provider.config.run_url and not provider.config.run_url.startswith("memory:"):
+        threading.Thread(target=_follow_progress, args=(provider,), name="progress", daemon=True).start()
+    log.info("provider %d listens on port %d, market %s", os.getpid(), address["port"], provider.market.spec)
+    try:
+        while not provider.stopping:
+            provider.tick()
+            if provider.idle():
+                provider.stop("idle")
+            time.sleep(TICK_S)
+    finally:
+        provider.end_all(provider.stopping or "provider ended")
+        path.unlink(missing_ok=True)
+        server.shutdown()
+        server.server_close()
+    log.info("provider ends: %s", provider.stopping or "idle")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""A plugin of SkyPilot's API server: the recovery strategy ELASTIC, for people who use plain `sky jobs launch`.
+
+SkyPilot's own strategies ask for as many nodes as before, again and again. ELASTIC takes what there is: after a loss it tries all nodes
+everywhere but in the region that has just failed, then there, then one fewer, down to `min_nodes`; and it grows back to the full
+number at the next recovery. The training itself goes on on any number of nodes (that is what the rest of this package is for).
+
+    ~/.sky/plugins.yaml                              resources of the task
+    plugins:                                         job_recovery:
+      - class: harness.clouds.sky_plugin.ElasticPlugin        strategy: ELASTIC
+                                                       min_nodes: 1
+                                                       recover_on_exit_codes: [33, 37]
+
+The package must be importable where the API server and its job controllers run. Knows SkyPilot 0.14 and nothing of runs; the order of
+tries (`ladder`) is a function of its own and needs no SkyPilot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+NAME = "ELASTIC"
+ROUND_PAUSE_S = 30.0  # between two rounds in which nothing was to be had
+SPURIOUS_TRIES = 2  # of one rung that did not fail for lack of capacity: a worker of the API server may die for reasons of its own
+
+
+def ladder(full: int, least: int, failed_here: bool) -> Iterator[tuple[int, str]]:
+    """(nodes, where) in the order in which they are tried; where: "elsewhere" than the region that failed, "there" again, "anywhere"."""
+    for nodes in range(full, max(1, least) - 1, -1):
+        yield from [(nodes, "elsewhere"), (nodes, "there")] if failed_here else [(nodes, "anywhere")]
+
+
+def base_class() -> Any:
+    """SkyPilot's base of strategies with what ELASTIC adds. SkyPilot is imported here, in its own server only."""
+    strategies: Any = importlib.import_module("sky.jobs.recovery_strategy")
+    states: Any = importlib.import_module("sky.global_user_state")
+    errors: Any = importlib.import_module("sky.exceptions")
+
+    class Elastic(strategies.StrategyExecutor):  # type: ignore[misc]
+        """Relaunch with as many nodes as there are, away from the place that failed."""
+
+        min_nodes = 1
+        pause_s = ROUND_PAUSE_S
+        suitable = staticmethod(suitable)
+        full_house = False  # the last launch failed for lack of capacity
+
+        def set_strategy_config(self, config: dict[str, Any]) -> None:
+            self.min_nodes = int(config.pop("min_nodes", 1))
+            self.full = self.dag.tasks[0].num_nodes
+            self.last: Any = None  # resources of the last launch that worked
+            super().set_strategy_config(config)
+
+        async def on_resume(self, cluster_name: str) -> None:
+            """A controller that was restarted finds its cluster launched."""
+            await self._remember()
+
+        async def _launch(self, *args: Any, **kwargs: Any) -> float | None:
+            submitted_s: float | None = await super()._launch(*args, **kwargs)
+            if submitted_s is not None:
+                await self._remember()
+            return submitted_s
+
+        async def _remember(self) -> None:
+            handle = await asyncio.to_thread(states.get_handle_from_cluster_name, self.cluster_name)
+            self.last = handle.launched_resources if handle is not None else None
+
+        async def _await_launch_request(self, *args: Any, **kwargs: Any) -> Any:
+            """SkyPilot swallows why a launch failed; here it passes by."""
+            try:
+                return await super()._await_launch_request(*args, **kwargs)
+            except errors.ResourcesUnavailableError:
+                self.full_house = True
+                raise
+
+        async def recover(self) -> float:
+            failed = self.last
+            await asyncio.to_thread(self._cleanup_cluster)
+            task = self.dag.tasks[0]
+            wanted = task.resources
+            while True:
+                for nodes, where in ladder(self.full, self.min_nodes, failed is not None):
+                    task.num_nodes = nodes
+                    places = wanted if where == "anywhere" else await asyncio.to_thread(self.suitable, task, failed, where)
+                    for _ in range(SPURIOUS_TRIES if places else 0):
+                        strategies.logger.info(f"{NAME}: {nodes} of {self.full} nodes, {where}")
+                        task.set_resources(places)
+                        submitted_s = await self._try()
+                        task.set_resources(wanted)
+                        if submitted_s is not None:
+                            return submitted_s
+                        if self.full_house:
+                            break
+                await asyncio.sleep(self.pause_s)
+
+        async def _try(self) -> float | None:
+            """One launch. An error that is not about capacity is a reason to try once more, not to lose the job."""
+            self.full_house = False
+            try:
+                found: float | None = await self._launch(max_retry=1, raise_on_failure=False, recovery=True)
+                return found
+            except (asyncio.CancelledError, KeyboardInterrupt):
+                raise
+            except Exception as e:  # SkyPilot's own pools, sockets and sub-processes fail in many ways
+                strategies.logger.info(f"{NAME}: {type(e).__name__}: {e}")
+                await asyncio.to_thread(self._cleanup_cluster)
+                return None
+
+    return Elastic
+
+
+def suitable(task: Any, failed: Any, where: str) -> set[Any]:
+    """Every place that suits the task: in the region that failed ("there"), or in all others. (`Task.blocked_resources`, which
+    SkyPilot's own strategies set, does not travel to the API server in 0.14, so places are named one by one.)"""
+    optimizer: Any = importlib.import_module("sky.optimizer")
+    launchable, *_ = optimizer._fill_in_launchable_resources(task, None, quiet=True)
+    found = {r for choices in launchable.values() for r in choices}
+    return {r for r in found if (r.cloud.is_same_cloud(failed.cloud) and r.region == failed.region) == (where == "there")}
+
+
+def register() -> None:
+    """Make the strategy and its field known; once per process."""
+    registry: Any = importlib.import_module("sky.utils.registry")
+    schemas: Any = importlib.import_module("sky.utils.schemas")
+    schemas.register_job_recovery_property("min_nodes", {"type": "integer", "minimum": 1})
+    if NAME.lower() not in registry.JOBS_RECOVERY_STRATEGY_REGISTRY:
+        registry.JOBS_RECOVERY_STRATEGY_REGISTRY.type_register(name=NAME)(base_class())
+
+
+def _plugin() -> Any:
+    plugins: Any = importlib.import_module("sky.server.plugins")
+
+    class ElasticPlugin(plugins.BasePlugin):  # type: ignore[misc]
+        """`parameters` of plugins.yaml: network_probe, a URL that job controllers ask whether there is a network (default: SkyPilot's
+        public ones, which a closed network does not reach; a job would then never be recovered)."""
+
+        def __init__(self, network_probe: str = ""):
+            self.network_probe = network_probe
+
+        def install(self, extension_context: Any) -> None:
+            register()
+            if self.network_probe:
+                importlib.import_module("sky.backends.backend_utils").__dict__["_TEST_IP_LIST"] = [self.network_probe]
+
+    return ElasticPlugin
+
+
+def __getattr__(name: str) -> Mapping[str, Any]:
+    """`ElasticPlugin` is made when SkyPilot's server asks for it, so that importing this module needs no SkyPilot."""
+    if name == "ElasticPlugin":
+        found = globals()[name] = _plugin()
+        return found  # type: ignore[no-any-return]
+    raise AttributeError(name)

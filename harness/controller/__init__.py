@@ -1,0 +1,1 @@
+"""The recovery loop, and what it decides by."""

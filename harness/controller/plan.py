@@ -1,0 +1,151 @@
+"""What a launch would do, before it costs anything: ranked offers, the world they make, the first choice and why.
+
+`harness launch --dry-run` prints it. Knows offers and policies; knows no cloud.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from harness.controller.policies import usd_per_work
+from harness.core import batch
+from harness.core.world import BadInput, Launch, Offer, Policy, Stop, View, Wait
+from storage.text import plain
+
+SHOWN = 15
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How fast the run was: seconds per step, with all its workers, each of this speed."""
+
+    step_s: float
+    work_per_s: float  # the sum of its workers' speeds
+
+
+@dataclass(frozen=True)
+class Plan:
+    offers: tuple[Offer, ...]  # in the order in which the policy would take them
+    no_market: tuple[str, ...]  # offers that were left out: their spot price is the on-demand price
+    nodes: tuple[int, int]
+    choice: Offer | None
+    why: str
+    micro_batches: int | None
+    measured: Measured | None
+    budget_usd: float | None
+
+    def usd_per_step(self, offer: Offer) -> float | None:
+        """Of a step on any number of nodes of this offer (twice the nodes, half the time); None: nothing was measured yet."""
+        if self.measured is None:
+            return None
+        work_per_step = self.measured.step_s * self.measured.work_per_s
+        return usd_per_work(offer) / 3600 * work_per_step
+
+    def shares(self, nodes: int) -> tuple[int, ...] | None:
+        """Micro-batches of a step for each rank of a world of that many nodes of the first choice: the accumulation."""
+        if self.choice is None or self.micro_batches is None:
+            return None
+        try:
+            return batch.plan(self.micro_batches, nodes * max(1, self.choice.gpus)).shares
+        except BadInput:
+            return None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "offers": [
+                {**vars(o), "usd_per_work": usd_per_work(o), "usd_per_step": self.usd_per_step(o), "rank": i}
+                for i, o in enumerate(self.offers, 1)
+            ],
+            "no_spot_market": list(self.no_market),
+            "nodes": list(self.nodes),
+            "choice": self.choice.name if self.choice else None,
+            "why": self.why,
+            "accumulation": {n: self.shares(n) for n in sorted(set(self.nodes))},
+        }
+
+
+def make(
+    offers: Sequence[Offer],
+    policy: Policy,
+    nodes: tuple[int, int],
+    *,
+    no_market: Sequence[str] = (),
+    micro_batches: int | None = None,
+    measured: Measured | None = None,
+    budget_usd: float | None = None,
+) -> Plan:
+    """Ask the policy again and again, as if every offer that it takes were full: that is its order."""
+    order: list[Offer] = []
+    left = sorted(offers)
+    first: tuple[Offer | None, str] | None = None
+    while left:
+        decision = policy(View(0.0, 0.0, *nodes, (), tuple(left)))
+        if first is None:
+            first = (decision.offer, decision.reason) if isinstance(decision, Launch) else (None, _words(decision))
+        if not isinstance(decision, Launch):
+            break
+        order.append(decision.offer)
+        left = [o for o in left if o.name != decision.offer.name]
+    choice, why = first or (None, "there is no offer")
+    return Plan(tuple(order + left), tuple(no_market), nodes, choice, why, micro_batches, measured, budget_usd)
+
+
+def _words(decision: object) -> str:
+    return decision.reason if isinstance(decision, (Wait, Stop)) else str(decision)
+
+
+def micro_batches(identity: Mapping[str, Any] | None, envs: Mapping[str, str]) -> int | None:
+    """How many a step has: from the run's identity, else from the task's own GLOBAL_BATCH and MICRO_BATCH."""
+    if identity and identity.get("global_batch") and identity.get("micro_batch"):
+        return int(identity["global_batch"]) // int(identity["micro_batch"])
+    words = envs.get("GLOBAL_BATCH", ""), envs.get("MICRO_BATCH", "")
+    return int(words[0]) // int(words[1]) if all(w.isdigit() and int(w) for w in words) else None
+
+
+def measured(steps: Sequence[tuple[float, int]], speed: float) -> Measured | None:
+    """From (seconds, ranks) of the newest steps; `speed` of one worker where they were made."""
+    if not steps:
+        return None
+    ranks = steps[-1][1]
+    return Measured(statistics.median(s for s, r in steps if r == ranks), ranks * speed)
+
+
+def show(plan: Plan, console: Console) -> None:
+    table = Table(title=f"{len(plan.offers)} offers", title_justify="left")
+    for name in ("", "offer", "GPUs", "USD/h", "spared", "USD/step"):
+        table.add_column(name, justify="left" if name in ("offer", "GPUs") else "right", overflow="fold")
+    least = min((usd_per_work(o) for o in plan.offers), default=1.0) or 1.0
+    for rank, o in enumerate(plan.offers[:SHOWN], 1):
+        spared = f"{1 - o.usd_per_h / o.on_demand_usd_per_h:.0%}" if o.spot and o.on_demand_usd_per_h else ""
+        usd = plan.usd_per_step(o)
+        step = f"{usd:.2g}" if usd is not None else f"x {usd_per_work(o) / least:.2f}"
+        what, gpus = Text(plain(o.name)), Text(plain(f"{o.accelerator}:{o.gpus}" if o.gpus else "-"))
+        table.add_row(str(rank), what, gpus, f"{o.usd_per_h:.4g}", spared, step)
+    console.print(table)
+    if len(plan.offers) > SHOWN:
+        console.print(f"... and {len(plan.offers) - SHOWN} more")
+    if plan.no_market:
+        some = ", ".join(plan.no_market[:4])
+        console.print(f"{len(plan.no_market)} left out, their spot price is the on-demand price: {some}", soft_wrap=True, markup=False)
+    if plan.measured is None:
+        console.print("USD/step is relative (by peak FLOP/s) until the run has made steps that can be timed.")
+    if plan.choice is None:
+        console.print(f"Nothing would be launched: {plan.why}", markup=False)
+        return
+    low, high = plan.nodes
+    for nodes in sorted({low, high}):
+        ranks, usd = nodes * max(1, plan.choice.gpus), nodes * plan.choice.usd_per_h
+        shares = plan.shares(nodes)
+        spread = "known when the script has said its batches" if plan.micro_batches is None else "too many workers for this batch"
+        if shares:
+            spread = f"{min(shares)}" if min(shares) == max(shares) else f"{min(shares)}..{max(shares)}"
+        hours = f", {plan.budget_usd / usd:.1f} h for {plan.budget_usd:g} USD" if plan.budget_usd and usd else ""
+        console.print(f"world   {nodes} nodes, {ranks} workers: {usd:.4g} USD/h{hours}; accumulation {spread}", highlight=False)
+    console.print(f"first   {plan.choice.name}: {plan.why}", markup=False, highlight=False, soft_wrap=True)

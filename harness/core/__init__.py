@@ -1,0 +1,1 @@
+"""What every process shares: nouns, facts, records, batches, prices.  Pure."""

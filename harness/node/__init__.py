@@ -1,0 +1,1 @@
+"""Wires between the processes of one machine."""

@@ -1,0 +1,1 @@
+"""What proves the rest: the simulation, the drill, kills, replay."""

@@ -1,0 +1,622 @@
+"""`harness drill`: every fault in every phase, with real processes, until the run has finished by itself with the very same weights.
+
+A cell of the matrix is one tiny exact training (`exercise.py`) on two nodes. Its processes are held where the phase is
+(`sabotage.py`), the fault happens, and they are let go. Then nobody helps, except that a node is launched by the same command when
+none is left. Passed: the run ends; `harness verify` proves it; the weights' hash is the calm run's; no process is left.
+As root on Linux every node has a network namespace of its own, and a cut is a link that is down; elsewhere those cells are skipped.
+Knows processes, signals and links; reads the bucket only to judge.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from harness.bucket.orders import StopOrder, ask_to_stop
+from harness.core.world import DRAINED, STOPPED, BadInput
+from harness.views.audit import audit
+from storage.objects import StoreError, open_store
+from storage.snapshots import Snapshots
+
+PHASES = ("start", "step", "staging", "upload", "commit", "rendezvous", "resume")
+ANYBODY = ("commit", "rendezvous")  # one of the nodes does it; who, is seen when it happens
+STEPS, EVERY = 40, 10
+AGENT = ("--beat-s", "0.3", "--dead-s", "2", "--hang-after-s", "6", "--stuck-after-s", "30", "--grace-s", "8", "--gpu-health", "off")
+THAW_S = 5.0  # who was stopped is continued after this: longer than --dead-s
+CUT_S = 7.0  # longer than --hang-after-s, so that it is noticed
+OUTAGE_S = 3.0
+REACH_S = 90.0  # for the processes to get to the phase
+FINISH_S = 180.0  # for the run to end after the fault
+END_S = 60.0  # for the last processes to be gone
+RELAUNCHES = 5
+STAND_S = {"agent-stop": 3.0, "node-stop": 3.0}  # longer than --dead-s: the tiny run must not be over before anybody is missed
+
+
+class NotReached(RuntimeError):
+    """The phase never came; the cell says nothing."""
+
+
+# ---- nodes ------------------------------------------------------------------------------------------------------------
+def can_isolate() -> bool:
+    """Network namespaces: Linux, root, iproute2, and a kernel that lets us."""
+    if not sys.platform.startswith("linux") or os.geteuid() != 0 or shutil.which("ip") is None:
+        return False
+    name = f"hd{os.getpid()}t"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0
+    if made:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    return made
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+
+
+@dataclass
+class Net:
+    """A bridge, and one namespace per node on it. Nothing of it reaches outside: the bridge has no address."""
+
+    name: str
+    nodes: int = 0
+
+    def __enter__(self) -> Net:
+        _ip("link", "add", f"{self.name}b", "type", "bridge")
+        _ip("link", "set", f"{self.name}b", "up")
+        return self
+
+    def add(self) -> tuple[list[str], str]:
+        """The command prefix that puts a process into a new namespace, and its address there."""
+        self.nodes += 1
+        space, address = f"{self.name}n{self.nodes}", f"10.213.0.{self.nodes}"
+        _ip("netns", "add", space)
+        _ip("link", "add", self.link(self.nodes), "type", "veth", "peer", "name", "eth0", "netns", space)
+        _ip("link", "set", self.link(self.nodes), "master", f"{self.name}b", "up")
+        for words in (("link", "set", "lo", "up"), ("addr", "add", f"{address}/24", "dev", "eth0"), ("link", "set", "eth0", "up")):
+            _ip("-n", space, *words)
+        return ["ip", "netns", "exec", space], address
+
+    def link(self, node: int) -> str:
+        return f"{self.name}v{node}"
+
+    def __exit__(self, *_: object) -> None:
+        for n in range(1, self.nodes + 1):
+            subprocess.run(["ip", "netns", "del", f"{self.name}n{n}"], capture_output=True)
+            subprocess.run(["ip", "link", "del", self.link(n)], capture_output=True)
+        subprocess.run(["ip", "link", "del", f"{self.name}b"], capture_output=True)
+
+
+@dataclass
+class Drilled:
+    """One node: an agent, its workers, and the folder from which it is sabotaged."""
+
+    number: int
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything that belongs to the node, the agent first."""
+        found = []
+        for p in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if p.environ().get("HARNESS_NODE_DIR") == str(self.folder) and p.status() != psutil.STATUS_ZOMBIE:
+                    found.append(p)
+        return sorted(found, key=lambda p: (p.pid != self.process.pid, p.pid))
+
+    def workers(self) -> list[psutil.Process]:
+        """Those that train; the one that has used the most processor time first."""
+        ours = []
+        for p in self.processes():
+            with contextlib.suppress(psutil.Error):
+                if p.name().startswith("rank-"):
+                    ours.append((p.cpu_times().user, p))
+        return [p for _, p in sorted(ours, key=lambda pair: -pair[0])]
+
+    def order(self, name: str, text: str) -> None:
+        temporary = self.folder / f".{name}"
+        temporary.write_text(text)
+        temporary.replace(self.folder / name)
+
+    def forget(self, name: str) -> None:
+        (self.folder / name).unlink(missing_ok=True)
+
+
+@dataclass
+class Scene:
+    """One cell's run while it goes on."""
+
+    folder: Path
+    net: Net | None
+    rng: random.Random
+    nodes: list[Drilled] = field(default_factory=list)
+    later: list[threading.Timer] = field(default_factory=list)
+    victim: int = 0  # index into nodes
+    reached: int = 0  # pid of the process that stands at the phase; 0: none
+    notes: list[str] = field(default_factory=list)
+    steps: int = STEPS
+    every: int = EVERY
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def node(self) -> Drilled:
+        return self.nodes[self.victim]
+
+    def launch(self, hold: Mapping[str, object] | None = None) -> Drilled:
+        number = len(self.nodes) + 1
+        folder = self.folder / f"node{number}"
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text(f"from harness import sabotage\n\nsabotage.arm({str(folder)!r})\n")
+        if hold is not None:
+            (folder / "hold.json").write_text(json.dumps(hold))
+        prefix, address = self.net.add() if self.net else ([], "127.0.0.1")
+        path = os.pathsep.join([str(folder), str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+        env = plain_environment() | {"HARNESS_NODE_DIR": str(folder), "HARNESS_ATTEMPT": str(number), "PYTHONPATH": path}
+        env["HARNESS_HOST"] = f"node-{number}"
+        env |= {"GLOO_SOCKET_IFNAME": "eth0" if self.net else "lo"}
+        command = [*prefix, sys.executable, "-m", "harness.cli", "run", "--run", str(self.run), *AGENT, "--addr", address]
+        with open(self.folder / f"node{number}.log", "wb") as log:
+            process = subprocess.Popen(
+                [*command, "--", "-m", "harness.proof.exercise", "--total", str(self.steps), "--every", str(self.every)],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.nodes.append(Drilled(number, folder, process))
+        return self.nodes[-1]
+
+    def after(self, seconds: float, do: Callable[[], object]) -> None:
+        timer = threading.Timer(seconds, do)
+        timer.daemon = True
+        timer.start()
+        self.later.append(timer)
+
+    def final(self) -> bool:
+        snapshots = Snapshots(open_store(str(self.run)))
+        manifest = snapshots.latest()
+        return bool(manifest and snapshots.ended(manifest))
+
+    def close(self) -> None:
+        for timer in self.later:
+            timer.cancel()
+        for node in self.nodes:
+            for p in node.processes():
+                _signal([p], signal.SIGKILL)
+            node.process.wait(20)
+
+
+def plain_environment() -> dict[str, str]:
+    """Ours, without what would make a child take itself for somebody else's node."""
+    base = {k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "SKYPILOT_", "AWS_", "TORCHELASTIC_"))}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        base.pop(name, None)
+    return base | {"OMP_NUM_THREADS": "1"}
+
+
+def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    for p in processes:
+        with contextlib.suppress(psutil.Error):
+            p.send_signal(number)
+
+
+# ---- faults -----------------------------------------------------------------------------------------------------------
+def _worker(s: Scene) -> list[psutil.Process]:
+    at_phase = [p for p in s.node.workers() if p.pid == s.reached]
+    return at_phase or s.node.workers()[:1]
+
+
+def _thaw(s: Scene, processes: list[psutil.Process]) -> None:
+    s.after(THAW_S, lambda: _signal(processes, signal.SIGCONT))
+
+
+def worker_kill(s: Scene) -> None:
+    _signal(_worker(s), signal.SIGKILL)
+
+
+def worker_stop(s: Scene) -> None:
+    """Never continued: it must be found."""
+    _signal(_worker(s), signal.SIGSTOP)
+
+
+def worker_term(s: Scene) -> None:
+    _signal(_worker(s), signal.SIGTERM)
+
+
+def agent_kill(s: Scene) -> None:
+    _signal(s.node.processes()[:1], signal.SIGKILL)
+
+
+def agent_stop(s: Scene) -> None:
+    stopped = s.node.processes()[:1]
+    _signal(stopped, signal.SIGSTOP)
+    _thaw(s, stopped)
+
+
+def agent_term(s: Scene) -> None:
+    _signal(s.node.processes()[:1], signal.SIGTERM)
+
+
+def node_kill(s: Scene) -> None:
+    """A loss without notice."""
+    _signal(s.node.processes(), signal.SIGKILL)
+
+
+def node_stop(s: Scene) -> None:
+    """A machine that is paused for a while."""
+    stopped = s.node.processes()
+    _signal(stopped, signal.SIGSTOP)
+    _thaw(s, stopped)
+
+
+def both_killed(s: Scene) -> None:
+    for node in s.nodes:
+        _signal(node.processes(), signal.SIGKILL)
+
+
+def cut(s: Scene) -> None:
+    """The link between the nodes is down for a while; both still reach the bucket."""
+    assert s.net is not None
+    link = s.net.link(s.node.number)
+    _ip("link", "set", link, "down")
+    s.after(CUT_S, lambda: _ip("link", "set", link, "up"))
+
+
+def outage(s: Scene, nodes: list[Drilled] | None = None) -> None:
+    for node in [s.node] if nodes is None else nodes:
+        node.order("outage", "")
+        s.after(OUTAGE_S, lambda node=node: node.forget("outage"))  # type: ignore[misc]
+
+
+def outage_everywhere(s: Scene) -> None:
+    outage(s, s.nodes)
+
+
+def slow_store(s: Scene) -> None:
+    for node in s.nodes:
+        node.order("delay", "0.1")
+
+
+def clock_forward(s: Scene) -> None:
+    s.node.order("clock", "3600")
+
+
+def clock_back(s: Scene) -> None:
+    s.node.order("clock", "-3600")
+
+
+def _announce(s: Scene, in_s: float) -> None:
+    s.node.order("notice", json.dumps({"kind": "kill", "id": "drill", "deadline_s": time.time() + in_s}))
+
+
+def notice(s: Scene) -> None:
+    """In time, and then the node goes, if it has not gone before."""
+    _announce(s, 10.0)
+    victims = s.node
+    s.after(10.0, lambda: _signal(victims.processes(), signal.SIGKILL))
+
+
+def late_notice(s: Scene) -> None:
+    _announce(s, 0.5)
+    victims = s.node
+    s.after(0.5, lambda: _signal(victims.processes(), signal.SIGKILL))
+
+
+def cancelled_notice(s: Scene) -> None:
+    _announce(s, 20.0)
+    node = s.node
+    s.after(0.6, lambda: node.forget("notice"))
+
+
+def notice_without_loss(s: Scene) -> None:
+    _announce(s, 3.0)
+
+
+def worker_kill_and_outage(s: Scene) -> None:
+    worker_kill(s)
+    outage_everywhere(s)
+
+
+def node_kill_and_worker_stop(s: Scene) -> None:
+    others = [n for n in s.nodes if n is not s.node]
+    _signal(others[0].workers()[:1], signal.SIGSTOP)
+    node_kill(s)
+
+
+Fault = Callable[[Scene], None]
+FAULTS: dict[str, Fault] = {
+    f.__name__.replace("_", "-"): f
+    for f in (
+        worker_kill, worker_stop, worker_term, agent_kill, agent_stop, agent_term, node_kill, node_stop, both_killed, cut, outage,
+        outage_everywhere, slow_store, clock_forward, clock_back, notice, late_notice, cancelled_notice, notice_without_loss,
+        worker_kill_and_outage, node_kill_and_worker_stop,
+    )
+}  # fmt: skip
+
+
+# ---- cells ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Result:
+    fault: str
+    phase: str
+    outcome: str  # "passed" | "FAILED" | "skipped"
+    why: str = ""
+    seconds: float = 0.0
+    epochs: int = 0
+    launches: int = 0
+    exit_codes: tuple[int, ...] = ()
+    folder: str = ""
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What all cells share: the calm run's hash, and a run that was drained half-way."""
+
+    folder: Path
+    weights: str
+    isolated: bool
+    keep: bool = False
+
+    @property
+    def half(self) -> Path:
+        return self.folder / "half"
+
+
+def train(run: Path, steps: int, every: int, *extra: str, wanted: int = 0) -> str:
+    """Train calmly in one process; the hash of the weights. Raises RuntimeError if even that fails."""
+    command = [sys.executable, "-m", "harness.proof.exercise", "--total", str(steps), "--every", str(every), "--sleep-s", "0", *extra]
+    path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    env = plain_environment() | {"HARNESS_RUN": str(run), "PYTHONPATH": path}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=3600)
+    if ended.returncode != wanted:
+        raise RuntimeError(f"the calm run ended with {ended.returncode}, wanted {wanted}:\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}")
+    manifest = Snapshots(open_store(str(run))).latest()
+    assert manifest is not None
+    return str(manifest.data["weights"])
+
+
+def prepare(folder: Path, isolated: bool, keep: bool = False) -> Ground:
+    """Train calmly, once to the end and once to the middle."""
+    train(folder / "half", STEPS, EVERY, "--drain-at", str(STEPS // 2 + 3), wanted=DRAINED)
+    return Ground(folder, train(folder / "calm", STEPS, EVERY), isolated, keep)
+
+
+def drill(ground: Ground, fault: str, phase: str, seed: int) -> Result:
+    """One cell. Never raises: what went wrong is the result."""
+    t0 = time.monotonic()
+    if fault == "cut" and not ground.isolated:
+        return Result(fault, phase, "skipped", "needs root and network namespaces")
+    folder = ground.folder / f"{fault}-{phase}-{seed}"
+    folder.mkdir()
+    with contextlib.ExitStack() as stack:
+        net = stack.enter_context(Net(f"hd{os.getpid() % 100000}{_unique()}")) if ground.isolated else None
+        scene = Scene(folder, net, random.Random(f"{fault} {phase} {seed}"))
+        stack.callback(scene.close)
+        try:
+            outcome, why = "passed", ""
+            play(ground, scene, fault, phase)
+            judge(ground, scene)
+        except (AssertionError, NotReached, StoreError, OSError, subprocess.SubprocessError, RuntimeError, ValueError) as e:
+            outcome, why = "FAILED", f"{type(e).__name__}: {e}"
+        codes = tuple(n.process.poll() if n.process.poll() is not None else -999 for n in scene.nodes)
+        epochs = len(list((scene.run / "rdzv" / "epochs").glob("*.json"))) if scene.run.exists() else 0
+    result = Result(
+        fault, phase, outcome, "; ".join([why, *scene.notes]).strip("; "), time.monotonic() - t0, epochs, len(scene.nodes),
+        tuple(int(c or 0) for c in codes), str(folder) if outcome == "FAILED" or ground.keep else "",
+    )  # fmt: skip
+    if outcome == "passed" and not ground.keep:
+        shutil.rmtree(folder, ignore_errors=True)
+    return result
+
+
+_count = iter(range(1 << 30))
+
+
+def _unique() -> str:
+    return f"{next(_count):x}"[-3:]
+
+
+def play(ground: Ground, s: Scene, fault: str, phase: str) -> None:
+    """Start, wait for the phase, let the fault happen, and see the run to its end."""
+    if phase == "resume":
+        shutil.copytree(ground.half, s.run)
+    hold = {"phase": phase, "after_step": {"step": EVERY + 2, "staging": EVERY}.get(phase, 0)}
+    chosen = s.rng.randrange(2)
+    for i in range(2):
+        s.launch(hold if phase in ANYBODY or i == chosen else None)
+    _until(lambda: any((n.folder / "reached").exists() for n in s.nodes), REACH_S, s, NotReached(f"nobody came to the phase {phase!r}"))
+    s.victim = next(i for i, n in enumerate(s.nodes) if (n.folder / "reached").exists())
+    s.reached = int((s.node.folder / "reached").read_text() or 0)
+    time.sleep(s.rng.uniform(0.0, 0.2))
+    FAULTS[fault](s)
+    time.sleep(STAND_S.get(fault, 0.3))  # what was done to them happens while they stand there
+    for node in s.nodes:
+        node.forget("hold.json")
+    relaunched = 0
+    deadline_s = time.monotonic() + FINISH_S
+    while any(n.process.poll() is None for n in s.nodes) or not s.final():
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"not finished {FINISH_S:.0f} s after the fault")
+        if all(n.process.poll() is not None for n in s.nodes) and not s.final():
+            if relaunched == RELAUNCHES:
+                raise AssertionError(f"launched again {RELAUNCHES} times, and still not finished")
+            relaunched += 1
+            s.launch()
+        time.sleep(0.1)
+
+
+def _until(condition: Callable[[], bool], limit_s: float, s: Scene, error: Exception) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline_s or all(n.process.poll() is not None for n in s.nodes):
+            raise error
+        time.sleep(0.01)
+
+
+def judge(ground: Ground, s: Scene) -> None:
+    """The oracle. Raises AssertionError."""
+    store = open_store(str(s.run))
+    manifest = Snapshots(store).latest()
+    if manifest is None or not Snapshots(store).ended(manifest):
+        raise AssertionError("there is no final snapshot")
+    if manifest.data["weights"] != ground.weights:
+        raise AssertionError(f"the weights are {manifest.data['weights']}, the calm run's {ground.weights}")
+    found = audit(store)
+    if not found.ok:
+        raise AssertionError("verify: " + "; ".join(f"{c.name}: {c.detail}" for c in found.checks if not c.ok))
+    left = [p.pid for n in s.nodes for p in n.processes()]
+    deadline_s = time.monotonic() + END_S
+    while left and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+        left = [p.pid for n in s.nodes for p in n.processes()]
+    if left:
+        raise AssertionError(f"still running: {left}")
+
+
+# ---- soak -------------------------------------------------------------------------------------------------------------
+SOAK_KILLS: tuple[tuple[str, int], ...] = (("worker-kill", 6), ("node-kill", 2), ("agent-kill", 1), ("both-killed", 1))
+
+
+def soak(folder: Path, kills: int, seed: int, tell: Callable[[str], None]) -> str:
+    """One long run on two nodes, and seeded kills until there were `kills`; then it is stopped, verified, and compared with a calm
+    run of as many steps. Returns what happened, in words. Raises AssertionError."""
+    rng, t0 = random.Random(seed), time.monotonic()
+    s = Scene(folder, None, random.Random(seed), steps=1_000_000, every=5)
+    store, done, names, weights = open_store(str(s.run)), 0, *zip(*SOAK_KILLS, strict=True)
+    try:
+        stood, stood_s = -1, time.monotonic()
+        while done < kills:
+            alive = [i for i, n in enumerate(s.nodes) if n.process.poll() is None]
+            if (folder / "run/control/stop.json").exists():
+                raise AssertionError(f"after {done} kills the run stopped itself: {store.get('control/stop.json').decode()}")
+            if len(alive) < 2:
+                s.launch()
+                continue
+            step = max((r.step for r in Snapshots(store).refs()), default=0)
+            if step <= stood:  # each kill shall find a run that has got on; that it does not is a failure in itself
+                if time.monotonic() - stood_s > FINISH_S:
+                    raise AssertionError(f"after {done} kills nothing was committed for {FINISH_S:.0f} s after step {stood}")
+                time.sleep(0.05)
+                continue
+            time.sleep(rng.uniform(0.0, 0.5))
+            s.victim = rng.choice(alive)
+            kind = rng.choices(names, weights)[0]
+            FAULTS[kind](s)
+            done, stood, stood_s = done + 1, step, time.monotonic()
+            tell(
+                f"{done}/{kills} {kind} of node {s.node.number} after step {step}, {done / (time.monotonic() - t0) * 60:.1f} kills a minute"
+            )
+        minutes = (time.monotonic() - t0) / 60
+        ask_to_stop(store, StopOrder("soaked", "drill"))
+        _until(lambda: all(n.process.poll() is not None for n in s.nodes), FINISH_S, s, AssertionError("nodes did not stop"))
+    finally:
+        s.close()
+    codes = [n.process.returncode for n in s.nodes if n.process.returncode >= 0]
+    if STOPPED not in codes:
+        raise AssertionError(f"no node drained at the end: exit codes {codes}")
+    newest = Snapshots(store).latest()
+    assert newest is not None
+    tell(f"trained to step {newest.step}; the same without kills, to compare")
+    if (calm := train(folder / "calm", newest.step, max(1, newest.step))) != newest.data["weights"]:
+        raise AssertionError(f"the weights at step {newest.step} are {newest.data['weights']}, a calm run's {calm}")
+    found = audit(store)
+    if not found.ok:
+        raise AssertionError(f"verify: {found.first_violation}")
+    return (
+        f"{kills} kills in {minutes:.1f} minutes ({kills / minutes:.1f} a minute), {len(s.nodes)} nodes launched, "
+        f"step {newest.step}, epoch {newest.epoch}; verified, and the weights are those of a calm run"
+    )
+
+
+# ---- the command ------------------------------------------------------------------------------------------------------
+def cells(only: Iterable[str]) -> list[tuple[str, str]]:
+    """Those that match any of `fault:phase` (either side may be empty or *). Raises BadInput for unknown names."""
+    chosen = []
+    for word in only or ("*:*",):
+        fault, _, phase = word.partition(":")
+        fault, phase = fault or "*", phase or "*"
+        if fault not in ("*", *FAULTS) or phase not in ("*", *PHASES):
+            raise BadInput(f"--only {word}: wanted FAULT:PHASE, of {', '.join(FAULTS)} and {', '.join(PHASES)}; * for all")
+        chosen += [(f, p) for f in FAULTS for p in PHASES if fault in ("*", f) and phase in ("*", p)]
+    return list(dict.fromkeys(chosen))
+
+
+def matrix(ground: Ground, chosen: list[tuple[str, str]], seed: int, jobs: int) -> Iterator[Result]:
+    """Results as they come."""
+    with ThreadPoolExecutor(jobs) as pool:  # threads that outlive their cells: nodes die with the thread that started them
+        yield from pool.map(lambda cell: drill(ground, cell[0], cell[1], seed), chosen)
+
+
+def command(only: tuple[str, ...], seed: int, jobs: int, as_json: bool, keep: str, kills: int, console: Console) -> int:
+    """`harness drill`. 0: every cell passed or was skipped for a reason."""
+    if keep and Path(keep).exists() and any(Path(keep).iterdir()):
+        raise BadInput(f"--keep {keep}: wanted an empty folder")
+    chosen = cells(only)
+    results: list[Result] = []
+    isolated = can_isolate()
+    with contextlib.ExitStack() as stack:
+        folder = Path(keep) if keep else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="harness-drill-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        if kills:
+            try:
+                console.print(soak(folder, kills, seed, lambda text: console.print(text, highlight=False)), highlight=False)
+            except AssertionError as e:
+                console.print(Text.assemble(("FAILED", "red"), f" {e}\nagain: harness drill --soak {kills} --seed {seed} --keep FOLDER"))
+                return 1
+            return 0
+        ground = prepare(folder, isolated, bool(keep))
+        for r in matrix(ground, chosen, seed, jobs):
+            results.append(r)
+            if not as_json:
+                colour = {"passed": "green", "skipped": "yellow"}.get(r.outcome, "red")
+                text = f" {r.fault}:{r.phase}  {r.seconds:.1f} s, {r.epochs} epochs, {r.launches} nodes" + (f"  {r.why}" if r.why else "")
+                console.print(Text.assemble((f"{r.outcome:8}", colour), text))
+                if r.outcome == "FAILED":
+                    console.print(_last_words(Path(r.folder)), markup=False, highlight=False)
+    if as_json:
+        print(json.dumps([asdict(r) for r in results], indent=2))
+    else:
+        console.print(table(results))
+        for r in results:
+            if r.outcome == "FAILED":
+                console.print(f"again: harness drill --seed {seed} --only {r.fault}:{r.phase} --keep FOLDER", highlight=False)
+    return 1 if any(r.outcome == "FAILED" for r in results) else 0
+
+
+def _last_words(folder: Path) -> str:
+    return "\n".join(f"--- {p.name}\n{p.read_text(errors='replace')[-1500:]}" for p in sorted(folder.glob("node*.log")))
+
+
+def table(results: list[Result]) -> Table:
+    """Faults down, phases across; seconds of those that passed."""
+    phases = [p for p in PHASES if any(r.phase == p for r in results)]
+    made = Table("fault", *phases)
+    for fault in FAULTS:
+        of = {r.phase: r for r in results if r.fault == fault}
+        if of:
+            made.add_row(fault, *(_mark(of[p]) if p in of else "" for p in phases))
+    return made
+
+
+def _mark(r: Result) -> Text:
+    return {"passed": Text(f"{r.seconds:.0f} s", "green"), "skipped": Text("skipped", "yellow")}.get(r.outcome, Text("FAILED", "red"))

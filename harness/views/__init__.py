@@ -1,0 +1,1 @@
+"""What people and trackers look at; everything here only reads the bucket."""

@@ -1,0 +1,631 @@
+"""The ledger: every billed second of every node in exactly one bucket of use or loss. Used by report and monitor.
+
+A fold of facts and committed step records. Time is counted in integer nanoseconds and money in integer nano-dollars, so
+buckets add up to the bill exactly, not nearly. Where two things happen at once, PRECEDENCE says which bucket gets the time.
+
+    useful    steps of the committed lineage           start    node up, until the first step of its first epoch
+    redone    work lost with its epoch, done again     reform   between epochs: rendezvous, restart, restore
+    snapshot  training stood still to copy its state   drain    after its last step, until it was gone
+    other     in an epoch between steps: validation    idle     others trained without it
+
+Pure: no store, no clock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from harness.core.facts import (
+    AgentEnded,
+    AgentStarted,
+    AttemptEnded,
+    AttemptIntended,
+    AttemptUp,
+    EpochLeft,
+    EpochStarted,
+    NoticeCancelled,
+    NoticeSeen,
+    SessionEnded,
+    SessionStarted,
+    SnapshotCommitted,
+    Stamped,
+    StepDone,
+    WorkerFailed,
+    amount,
+)
+from harness.core.records import StepRecord
+
+BUCKETS = ("useful", "redone", "snapshot", "start", "reform", "drain", "idle", "other")  # in the order they are shown
+PRECEDENCE = ("snapshot", "useful", "redone", "other", "start", "drain", "idle", "reform")  # the first one gets the time
+NANO = 1_000_000_000
+SAME_EVENT_S = 60.0  # a node may be known to be gone only this long after its world was replaced
+GOOD_ENDS = ("finished", "drained", "resize", "stopped")  # facts.EpochLeft.why of workers that left with a committed snapshot
+
+Interval = tuple[int, int]  # [from, to) in nanoseconds
+Segment = tuple[int, int, str]  # ... and a bucket
+
+
+def ns(seconds: float) -> int:
+    return round(seconds * NANO)
+
+
+# ---- painting time ----------------------------------------------------------------------------------------------
+def paint(layers: Iterable[Segment], start: int, end: int) -> list[Segment]:
+    """Cut [start, end) into segments without gap or overlap, each in the bucket of highest precedence that covers it
+    (`reform` where none does). Neighbours of one bucket are joined."""
+    level = {bucket: i for i, bucket in enumerate(PRECEDENCE)}
+    cuts: list[tuple[int, int, int]] = []
+    for a, b, bucket in layers:
+        a, b = max(a, start), min(b, end)
+        if a < b:
+            cuts += [(a, level[bucket], 1), (b, level[bucket], -1)]
+    cuts.sort()
+    open_ = [0] * len(PRECEDENCE)
+    painted: list[Segment] = []
+    at = start
+    for t, i, change in [*cuts, (end, 0, 0)]:
+        if t > at:
+            bucket = PRECEDENCE[next((k for k, n in enumerate(open_) if n), len(PRECEDENCE) - 1)]
+            if painted and painted[-1][2] == bucket:
+                painted[-1] = (painted[-1][0], t, bucket)
+            else:
+                painted.append((at, t, bucket))
+            at = t
+        open_[i] += change
+    return painted
+
+
+def totals(segments: Iterable[Segment]) -> dict[str, int]:
+    found = dict.fromkeys(BUCKETS, 0)
+    for a, b, bucket in segments:
+        found[bucket] += b - a
+    return found
+
+
+def apportion(amount: int, weights: dict[str, int]) -> dict[str, int]:
+    """`amount` in proportion to `weights`, in whole units that add up to it. Without any weight it is `other`."""
+    whole = sum(weights.values())
+    if not whole:
+        return {bucket: amount if bucket == "other" else 0 for bucket in weights}
+    shares: dict[str, int] = {}
+    before = done = 0
+    for bucket, weight in weights.items():  # rounding the running sum loses nothing
+        before += weight
+        shares[bucket] = amount * before // whole - done
+        done += shares[bucket]
+    return shares
+
+
+# ---- rows -------------------------------------------------------------------------------------------------------
+class Billed:
+    """Time and money by bucket: `ns` in 1e-9 s, `nusd` in 1e-9 USD."""
+
+    ns: dict[str, int]
+    nusd: dict[str, int]
+
+    @property
+    def billed_ns(self) -> int:
+        return sum(self.ns.values())
+
+    @property
+    def billed_s(self) -> float:
+        return self.billed_ns / NANO
+
+    @property
+    def billed_nusd(self) -> int:
+        return sum(self.nusd.values())
+
+    @property
+    def usd(self) -> float:
+        return self.billed_nusd / NANO
+
+
+@dataclass(frozen=True)
+class AttemptRow(Billed):
+    """One attempt and where its billed time went. `name` is its number; of a node that no controller launched, its member."""
+
+    name: str
+    attempt: int
+    members: tuple[str, ...]
+    offer: str
+    accelerator: str
+    spot: bool
+    usd_per_h: float
+    on_demand_usd_per_h: float
+    asked_s: float
+    up_s: float | None
+    gone_s: float | None  # None: still there
+    end: str  # facts.AttemptEnded.end; "" while it lives
+    reason: str
+    exit_code: int | None
+    segments: tuple[Segment, ...]
+    ns: dict[str, int]  # by bucket; adds up to billed_ns
+    nusd: dict[str, int]  # 1e-9 USD by bucket; adds up to billed_nusd
+
+
+@dataclass(frozen=True)
+class EpochRow:
+    """One world: who, which steps, why it ended and what that cost."""
+
+    epoch: int
+    reason: str  # why it began: facts.EpochStarted.reason
+    members: tuple[str, ...]
+    attempts: tuple[str, ...]  # AttemptRow.name of its members
+    world: int
+    shares: tuple[int, ...]
+    resumed_step: int
+    first_step: int | None  # executed, whether committed or not
+    last_step: int | None
+    steps: int
+    committed: int  # of them in the lineage
+    steps_lost: int  # executed, over, and not in the lineage
+    started_s: float
+    first_s: float | None  # begin of its first step
+    last_s: float | None  # end of its last step
+    end_s: float | None  # when it was over; None: it lives
+    gap_s: float | None  # end of the last step of the epoch before -> its first step; None: nothing before, or no step
+    lost_s: float  # wall-clock seconds lost with its end: work to redo, and the gap that followed
+    ended: str  # why, in words; "" while it lives
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches that the busiest rank does one after the other."""
+        return max(self.shares, default=0)
+
+
+@dataclass(frozen=True)
+class NoticeRow:
+    """One notice to one node, and whether a snapshot was committed in time."""
+
+    member: str
+    attempt: str
+    kind: str  # "kill" | "soft" | "maintenance"
+    source: str
+    seen_s: float
+    deadline_s: float | None
+    commit_s: float | None  # seconds from notice to commit of a state at or after it; None: none was
+    step: int | None  # of that snapshot
+    training: bool  # the node was in an epoch when it came; else there was nothing to save
+    cancelled: bool
+
+    @property
+    def grace_s(self) -> float | None:
+        return None if self.deadline_s is None else self.deadline_s - self.seen_s
+
+    @property
+    def in_time(self) -> bool | None:
+        """None: there was nothing to save, or nothing came of it."""
+        if not self.training or self.cancelled:
+            return None
+        return self.commit_s is not None and (self.grace_s is None or self.commit_s <= self.grace_s)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What was paid, and what the same would have cost on demand."""
+
+    spot_usd: float  # what is billed
+    on_demand_usd: float  # the same node-seconds at on-demand prices
+    undisturbed_usd: float  # only steps, validation and one start per node of the first epoch: on demand, nothing ever lost
+    known: bool  # all on-demand prices are known; else the paid price stands for unknown ones
+
+    @property
+    def saved_usd(self) -> float:
+        """Against the same node-seconds on demand."""
+        return self.on_demand_usd - self.spot_usd
+
+    @property
+    def saved(self) -> float:
+        return self.saved_usd / self.on_demand_usd if self.on_demand_usd else 0.0
+
+    @property
+    def saved_undisturbed(self) -> float:
+        """Against an on-demand run that nothing ever disturbs: the harder comparison, as interruptions count against us."""
+        return 1.0 - self.spot_usd / self.undisturbed_usd if self.undisturbed_usd else 0.0
+
+
+@dataclass(frozen=True)
+class Ledger(Billed):
+    attempts: tuple[AttemptRow, ...]
+    epochs: tuple[EpochRow, ...]
+    notices: tuple[NoticeRow, ...]
+    cost: Cost
+    ns: dict[str, int] = field(default_factory=dict)
+    nusd: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def goodput(self) -> float:
+        """Share of the billed time that went into steps of the lineage."""
+        return self.ns["useful"] / self.billed_ns if self.billed_ns else 0.0
+
+    @property
+    def steps_lost(self) -> int:
+        return sum(e.steps_lost for e in self.epochs)
+
+    @classmethod
+    def of(cls, facts: Iterable[Stamped], records: Sequence[StepRecord], now_s: float) -> Ledger:
+        """The ledger of everything up to `now_s`; `records` is the committed chain."""
+        return _Maker(sorted(facts, key=lambda s: s.t), records, now_s).ledger()
+
+
+# ---- making it --------------------------------------------------------------------------------------------------
+@dataclass
+class _Node:
+    """An attempt while it is put together."""
+
+    name: str
+    attempt: int
+    asked_s: float
+    offer: dict[str, object] = field(default_factory=dict)
+    up_s: float | None = None
+    ended: AttemptEnded | None = None
+    members: list[str] = field(default_factory=list)
+    gone_s: float | None = None
+    stranger: bool = False  # no controller launched it
+
+    def number(self, key: str) -> float:
+        return amount(self.offer.get(key))
+
+
+@dataclass
+class _Epoch:
+    number: int
+    started_s: float
+    reason: str = ""
+    members: list[str] = field(default_factory=list)
+    world: int = 0
+    shares: tuple[int, ...] = ()
+    resumed_step: int = 0
+    session_s: float | None = None  # workers were ready to train
+    session_ended: SessionEnded | None = None
+    left: list[tuple[float, EpochLeft]] = field(default_factory=list)
+    failures: list[WorkerFailed] = field(default_factory=list)
+    done: dict[int, Interval] = field(default_factory=dict)  # step -> when, as told live
+    committed: dict[int, Interval] = field(default_factory=dict)  # step -> when, by the records
+    stalls: list[Interval] = field(default_factory=list)
+    over: bool = False
+    end: int | None = None
+
+    @property
+    def window(self) -> Interval | None:
+        """From the begin of its first step to the end of its last."""
+        spans = [*self.done.values(), *self.committed.values()]
+        return (min(a for a, _ in spans), max(b for _, b in spans)) if spans else None
+
+    @property
+    def orderly(self) -> bool:
+        """It ended with a committed snapshot."""
+        return self.session_ended is not None or any(left.why in GOOD_ENDS for _, left in self.left)
+
+    def layers(self) -> list[Segment]:
+        """What its members did, by bucket. Steps after the newest snapshot of a world that lives are useful so far."""
+        lost = "redone" if self.over else "useful"
+        layers = [(a, b, "snapshot") for a, b in self.stalls]
+        layers += [(a, b, "useful") for a, b in self.committed.values()]
+        layers += [(a, b, lost) for step, (a, b) in self.done.items() if step not in self.committed]
+        if self.window:
+            layers.append((*self.window, "other"))
+        if self.over and self.end is not None and not self.orderly:
+            # It was working when it broke; what it did since its last known step is lost, told to the bucket or not.
+            since = self.window[1] if self.window else None if self.session_s is None else ns(self.session_s)
+            if since is not None:
+                layers.append((since, self.end, "redone"))
+        return layers
+
+
+class _Maker:
+    def __init__(self, facts: list[Stamped], records: Sequence[StepRecord], now_s: float):
+        self.now_s = now_s
+        self.nodes: dict[str, _Node] = {}
+        self.epochs: dict[int, _Epoch] = {}
+        self.attempt_of: dict[str, int] = {}  # member -> attempt
+        self.seen: dict[str, float] = {}  # member -> last sign of life, agent's end included
+        self.agents: dict[str, float] = {}  # member -> start
+        self.agent_ended: dict[str, tuple[float, AgentEnded]] = {}
+        self.notices: list[tuple[float, NoticeSeen]] = []
+        self.cancelled: set[tuple[str, str]] = set()
+        self.snapshots: list[SnapshotCommitted] = []
+        for stamped in facts:
+            self.add(stamped)
+        for r in records:
+            epoch = self.epoch(r.epoch, r.t - r.dt)
+            epoch.committed[r.step] = (ns(r.t - r.dt), ns(r.t))
+            epoch.world, epoch.shares = r.world, tuple(r.shares)
+        self.place_members()
+        self.end_epochs()
+        self.end_strangers()
+
+    # -- reading --
+    def epoch(self, number: int, t: float) -> _Epoch:
+        found = self.epochs.setdefault(number, _Epoch(number, t))
+        found.started_s = min(found.started_s, t)
+        return found
+
+    def node(self, attempt: int, t: float) -> _Node:
+        return self.nodes.setdefault(str(attempt), _Node(str(attempt), attempt, t))
+
+    def add(self, stamped: Stamped) -> None:
+        t = stamped.t
+        match stamped.fact:
+            case AttemptIntended(attempt, offer):
+                node = self.node(attempt, t)
+                node.asked_s, node.offer = t, offer
+            case AttemptUp(attempt, up_s):
+                self.node(attempt, t).up_s = up_s
+            case AttemptEnded() as f:
+                node = self.node(f.attempt, f.asked_s)
+                node.ended, node.up_s, node.gone_s = f, f.up_s, f.gone_s
+            case AgentStarted(member, attempt):
+                self.attempt_of[member], self.agents[member] = attempt, t
+                self.saw(member, t)
+            case AgentEnded(member) as f:
+                self.agent_ended[member] = (t, f)
+                self.saw(member, t)
+            case NoticeSeen(member) as f:
+                self.notices.append((t, f))
+                self.saw(member, t)
+            case NoticeCancelled(member, id):
+                self.cancelled.add((member, id))
+                self.saw(member, t)
+            case EpochStarted(number, members, world, reason):
+                epoch = self.epoch(number, t)
+                epoch.world, epoch.reason = epoch.world or world, reason
+                epoch.members += [m for m in members if m not in epoch.members]
+            case EpochLeft(number, member) as f:
+                epoch = self.epoch(number, t)
+                epoch.left.append((t, f))
+                epoch.members += [member] if member not in epoch.members else []
+                self.saw(member, t)
+            case WorkerFailed() as f:
+                self.epoch(f.epoch, t).failures.append(f)
+                self.saw(f.member, t)
+            case SessionStarted() as f if self.epoch(f.epoch, t).session_s is None:  # the same session tells it again at each loop
+                epoch = self.epoch(f.epoch, t)
+                epoch.world, epoch.shares, epoch.resumed_step, epoch.session_s = f.world, tuple(f.shares), f.resumed_step, t
+            case SessionEnded() as f:
+                self.epoch(f.epoch, t).session_ended = f
+            case StepDone() as f:
+                self.epoch(f.epoch, f.t_start).done[f.step] = (ns(f.t_start), ns(f.t_start + max(0.0, f.seconds)))
+            case SnapshotCommitted() as f:
+                self.snapshots.append(f)
+                self.epoch(f.epoch, f.t_start).stalls.append((ns(f.t_start), ns(f.t_start + max(0.0, f.stall_s))))
+
+    def saw(self, member: str, t: float) -> None:
+        self.seen[member] = max(t, self.seen.get(member, t))
+
+    def place_members(self) -> None:
+        """Give every member its attempt. One that no controller launched (`sky jobs launch`, plain torchrun) is its own node."""
+        for member in {m for e in self.epochs.values() for m in e.members} | set(self.attempt_of):
+            # An agent that died before its first flush is known by name only: "m<attempt>-<random>".
+            by_name = re.match(r"m0*(\d{1,9})-", member)
+            attempt = self.attempt_of.setdefault(member, int(by_name[1]) if by_name else 0)
+            if str(attempt) not in self.nodes:
+                started_s = self.agents.get(member)
+                self.nodes[member] = _Node(member, attempt, started_s or self.now_s, up_s=started_s, stranger=True)
+            self.of_member(member).members.append(member)
+        for node in self.nodes.values():
+            node.members.sort(key=lambda m: (self.agents.get(m, 0.0), m))
+
+    def of_member(self, member: str) -> _Node:
+        return self.nodes.get(member) or self.nodes[str(self.attempt_of[member])]
+
+    def end_epochs(self) -> None:
+        """Which epochs are over, and since when."""
+        order = sorted(self.epochs)
+        for number, after in itertools.zip_longest(order, order[1:]):
+            epoch = self.epochs[number]
+            since = epoch.window[1] if epoch.window else ns(epoch.session_s or epoch.started_s)
+            nodes = [self.of_member(m) for m in epoch.members]
+            gone = [n.gone_s for n in nodes if n.gone_s is not None]
+            gone += [self.agent_ended[m][0] for m in epoch.members if m in self.agent_ended]
+            ends = [t for t, _ in epoch.left] + gone
+            if after is not None:
+                ends.append(self.epochs[after].started_s)
+            epoch.over = after is not None or bool(epoch.left) or epoch.session_ended is not None or bool(gone)
+            if epoch.over:
+                epoch.end = max(since, ns(min(ends))) if ends else since
+
+    def end_strangers(self) -> None:
+        """A node that no controller watches is counted until its last sign of life."""
+        for node in self.nodes.values():
+            for member in node.members if node.stranger else ():
+                signs = [self.seen.get(member, node.asked_s)]
+                signs += [e.window[1] / NANO for e in self.epochs.values() if member in e.members and e.window]
+                node.gone_s = max(signs) if member in self.agent_ended else min(self.now_s, max(signs))
+
+    # -- making rows --
+    def ledger(self) -> Ledger:
+        attempts = tuple(self.row(n) for n in sorted(self.nodes.values(), key=lambda n: (n.attempt, n.asked_s, n.name)))
+        return Ledger(
+            attempts=attempts,
+            epochs=tuple(self.epoch_rows()),
+            notices=tuple(self.notice_rows()),
+            cost=self.cost(attempts),
+            ns={b: sum(a.ns[b] for a in attempts) for b in BUCKETS},
+            nusd={b: sum(a.nusd[b] for a in attempts) for b in BUCKETS},
+        )
+
+    def row(self, node: _Node) -> AttemptRow:
+        ended = node.ended
+        price = node.number("usd_per_h")
+        segments: list[Segment] = []
+        if node.up_s is not None:
+            start = ns(node.up_s)
+            end = max(start, ns(self.now_s if node.gone_s is None else node.gone_s))
+            segments = paint(self.layers(node, start, end), start, end)
+        spent = totals(segments)
+        nusd = ns(ended.usd) if ended else round(sum(spent.values()) * price / 3600)
+        agent = next((self.agent_ended[m][1] for m in reversed(node.members) if m in self.agent_ended), None)
+        return AttemptRow(
+            name=node.name,
+            attempt=node.attempt,
+            members=tuple(node.members),
+            offer=str(node.offer.get("name", "")),
+            accelerator=str(node.offer.get("accelerator", "")),
+            spot=bool(node.offer.get("spot", True)),
+            usd_per_h=price,
+            on_demand_usd_per_h=node.number("on_demand_usd_per_h"),
+            asked_s=node.asked_s,
+            up_s=node.up_s,
+            gone_s=node.gone_s,
+            end=ended.end if ended else agent.reason if agent else "",
+            reason=ended.reason if ended else "",
+            exit_code=ended.exit_code if ended else agent.exit_code if agent else None,
+            segments=tuple(segments),
+            ns=spent,
+            nusd=apportion(nusd, spent),
+        )
+
+    def layers(self, node: _Node, start: int, end: int) -> list[Segment]:
+        """Everything that is known of [start, end) of one node; `paint` settles what overlaps."""
+        mine = [e for _, e in sorted(self.epochs.items()) if any(m in e.members for m in node.members)]
+        theirs = [e.window for e in self.epochs.values() if e not in mine and e.window]
+        layers = [segment for e in mine for segment in e.layers()]
+        # An epoch that this node did not live to see the first step of is no part of its life.
+        windows = [e.window for e in mine if e.window and e.window[0] < end and e.window[1] > start]
+        if not windows:
+            return [*layers, (start, end, "start")]
+        first, last = min(w[0] for w in windows), max(w[1] for w in windows)
+        layers.append((start, first, "start"))
+        if node.gone_s is not None:
+            layers.append((last, end, "drain"))
+        elif not mine[-1].over and mine[-1].window:  # in the middle of its next step
+            layers.append((last, end, "other"))
+        layers += [(a, b, "idle") for a, b in theirs]
+        return layers
+
+    def epoch_rows(self) -> Iterable[EpochRow]:
+        order = [e for _, e in sorted(self.epochs.items())]
+        previous: int | None = None  # end of the last step so far
+        rows: list[EpochRow] = []
+        for i, e in enumerate(order):
+            steps = sorted({*e.done, *e.committed})
+            lost = len(set(e.done) - set(e.committed)) if e.over else 0
+            gap = None if previous is None or not e.window else max(0, e.window[0] - previous)
+            after = next((x for x in order[i + 1 :] if x.window), None)
+            lost_ns = 0  # a world without a step lies in the gap that its predecessor has counted already
+            if e.over and e.window:
+                lost_ns = totals(paint(e.layers(), *e.window))["redone"]
+                if after and after.window:
+                    lost_ns += max(0, after.window[0] - e.window[1])
+                elif e.end is not None and not e.orderly:
+                    lost_ns += e.end - e.window[1]
+            rows.append(
+                EpochRow(
+                    epoch=e.number,
+                    reason=e.reason,
+                    members=tuple(e.members),
+                    attempts=tuple(self.of_member(m).name for m in e.members),
+                    world=e.world,
+                    shares=e.shares,
+                    resumed_step=e.resumed_step if e.session_s is not None else (steps[0] - 1 if steps else 0),
+                    first_step=steps[0] if steps else None,
+                    last_step=steps[-1] if steps else None,
+                    steps=len(steps),
+                    committed=len(e.committed),
+                    steps_lost=lost,
+                    started_s=e.started_s,
+                    first_s=e.window[0] / NANO if e.window else None,
+                    last_s=e.window[1] / NANO if e.window else None,
+                    end_s=e.end / NANO if e.end is not None else None,
+                    gap_s=None if gap is None else gap / NANO,
+                    lost_s=lost_ns / NANO,
+                    ended=self.why_ended(e, order[i + 1] if i + 1 < len(order) else None),
+                )
+            )
+            if e.window:
+                previous = max(previous or 0, e.window[1])
+        return rows
+
+    def why_ended(self, e: _Epoch, after: _Epoch | None) -> str:
+        """In words, from what its members left behind."""
+        if not e.over:
+            return ""
+        whys = {left.why for _, left in e.left}
+        if (e.session_ended and e.session_ended.why == "finished") or (whys and whys <= {"finished"}):
+            return "finished"
+        if (e.session_ended and e.session_ended.why == "stopped") or "stopped" in whys:
+            return "stopped"
+        noticed = {n.member for t, n in self.notices if n.notice != "soft" and (n.member, n.id) not in self.cancelled}
+        parts: list[str] = []
+        if e.orderly:
+            leaving = [m for m in e.members if m in noticed and (after is None or m not in after.members)]
+            stays = after is not None and any(m in e.members for m in after.members)
+            joined = [m for m in after.members if m not in e.members] if after and stays else []
+            if leaving:
+                parts.append(f"notice: {_names(self.of_member(m).name for m in leaving)} left")
+            if joined:
+                parts.append(f"{_names(self.of_member(m).name for m in joined)} joined")
+            return ", ".join(parts) or (e.session_ended.why if e.session_ended else "resize")
+        told = {left.member for _, left in e.left}
+        horizon = after.started_s if after else self.now_s
+        vanished = []
+        for member in e.members:
+            gone_s = self.of_member(member).gone_s
+            absent = after is None or member not in after.members
+            if absent and member not in told and gone_s is not None and gone_s <= horizon + SAME_EVENT_S:
+                vanished.append(member)
+        if vanished:
+            warned = " in spite of a notice" if set(vanished) <= noticed else " without notice"
+            parts.append(f"{_names(self.of_member(m).name for m in vanished)} lost{warned}")
+        if e.failures and not vanished:
+            parts.append(f"rank {e.failures[0].rank} failed: {e.failures[0].error}")
+        return ", ".join(parts) or ("failed" if "failed" in whys else "killed" if "killed" in whys else "broke")
+
+    def notice_rows(self) -> Iterable[NoticeRow]:
+        """One row per node and kind: the second voice that tells the same (a signal after the cloud's notice) adds nothing."""
+        grouped: dict[tuple[str, str], list[tuple[float, NoticeSeen]]] = defaultdict(list)
+        for t, notice in self.notices:
+            grouped[notice.member, notice.notice].append((t, notice))
+        for (member, kind), group in grouped.items():
+            t, first = group[0]
+            deadlines = [n.deadline_s for _, n in group if n.deadline_s is not None]
+            mine = [e for e in self.epochs.values() if member in e.members]
+            current = [e for e in mine if e.started_s <= t and (e.end is None or e.end > ns(t))]
+            commits = [
+                (s.t_start + s.commit_s, s.step)
+                for s in self.snapshots
+                for e in current
+                if s.epoch == e.number and s.t_start + s.commit_s >= t
+                # Of the state at the notice or later: copied after it, or what the epoch ended with.
+                if s.t_start + s.stall_s >= t or (e.session_ended is not None and e.session_ended.step == s.step)
+            ]
+            at, step = min(commits, default=(None, None))
+            yield NoticeRow(
+                member=member,
+                attempt=self.of_member(member).name if member in self.attempt_of else "",
+                kind=kind,
+                source=first.source,
+                seen_s=t,
+                deadline_s=deadlines[0] if deadlines else None,
+                commit_s=None if at is None else at - t,
+                step=step,
+                training=bool(current),
+                cancelled=all((member, n.id) in self.cancelled for _, n in group),
+            )
+
+    def cost(self, attempts: Sequence[AttemptRow]) -> Cost:
+        def price(a: AttemptRow) -> float:
+            return a.on_demand_usd_per_h or a.usd_per_h
+
+        # One start for each node of the first world: the least that a run on demand pays as well.
+        starts = [a.ns["start"] * price(a) for a in attempts if a.ns["useful"]]
+        first = next((len(e.members) for _, e in sorted(self.epochs.items()) if e.window), 0)
+        start = median(starts) * min(first, len(starts)) if starts else 0.0
+        steps = sum((a.ns["useful"] + a.ns["other"]) * price(a) for a in attempts)
+        return Cost(
+            spot_usd=sum(a.billed_nusd for a in attempts) / NANO,
+            on_demand_usd=sum(a.billed_ns * price(a) for a in attempts) / NANO / 3600,
+            undisturbed_usd=(steps + start) / NANO / 3600,
+            known=all(a.on_demand_usd_per_h > 0 for a in attempts if a.billed_ns),
+        )
+
+
+def _names(names: Iterable[str]) -> str:
+    found = list(names)
+    return f"node{'s' if len(found) > 1 else ''} {', '.join(found)}"

@@ -1,0 +1,615 @@
+"""Publish committed steps to trackers: W&B (default), TensorBoard, JSON lines, or anybody's function.
+
+    python -m harness.views.trackers URL --trackers wandb,jsonl          the publisher, beside rank 0; the agent starts and ends it
+    python -m harness.views.trackers URL --collect FOLDER                download what was published, for `wandb sync` and the like
+
+A tracker is a rendering of what is committed, so the publisher reads the bucket (newest manifest -> step records) and never
+talks to a worker. Steps are published strictly in order and each exactly once, whatever is redone, killed or doubled:
+
+    trackers/{name}/{first}-{last}-{token}/...   the files of a batch of steps, under names no other publisher uses
+    trackers/{name}/{first}.json                 the marker, create-only, last; it names last step, folder and files
+
+A batch is published if and only if its marker exists, and the next one begins at the marker's last step + 1. The marker's name
+is the batch's *first* step alone: of two publishers that cut batches differently only one can own the steps from there on; what
+the other wrote is deleted, and nobody reads it. So wandb's offline mode is exact: a whole run directory per batch, all of one run
+id. What acts outside of the bucket (wandb online, functions) cannot be undone; there a claim keeps a second publisher out, and
+after a crash between publishing and marking W&B is asked which steps it has (`run.step`); functions get the same batch again.
+
+Knows wandb, records and snapshots; knows nothing of torch, agents or clouds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import http.client
+import importlib.util
+import json
+import logging
+import netrc
+import os
+import pkgutil
+import re
+import secrets
+import signal
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
+
+from tenacity import (
+    RetryError,
+    Retrying,
+    before_sleep_log,
+    sleep_using_event,
+    stop_after_attempt,
+    stop_when_event_set,
+    wait_exponential_jitter,
+)
+
+from harness.core import records as rec
+from harness.core.facts import canonical, digest, loaded
+from harness.core.world import BadInput
+from storage.objects import NotFound, ObjectStore, StoreUnavailable, checked_key, open_store
+from storage.snapshots import Snapshots
+
+log = logging.getLogger("harness.views.trackers")
+
+POLL_S = 2.0  # how often the publisher looks for a new commit
+MIN_BATCH_S = 30.0  # between two batches, so that a run of days makes no million objects
+MAX_BATCH_STEPS = 10_000  # per batch; bounds memory when a publisher comes late
+TRIES = 3  # at once, for one batch; then the next one comes after MAX_PAUSE_S at most
+MAX_PAUSE_S = 600.0
+CLAIM_S = 300.0  # how long a publisher that acts outside of the bucket may be silent before another takes over
+FINISH_S = 40.0  # to publish what is left when told to stop
+WANDB_TIMEOUT_S = 20.0  # to reach W&B at start
+WANDB_URL = "https://api.wandb.ai"
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a tracker may know of the run. `id` is the same for every attempt, publisher and machine."""
+
+    name: str
+    id: str
+    identity: dict[str, Any]
+
+    @classmethod
+    def of(cls, store: ObjectStore) -> RunInfo:
+        """Raises NotFound while the run has not begun, BadInput if what says so cannot be read."""
+        try:
+            identity = dict(loaded(store.get("run.json")))
+        except (ValueError, TypeError) as e:
+            raise BadInput(f"{store.url}/run.json: wanted the run's identity as JSON, found something else ({e})") from e
+        # No URL leaves this machine: some carry credentials. A hash of it keeps two runs of the same identity apart.
+        return cls(store.url.rpartition("/")[2] or "run", digest(canonical([store.url, rec.genesis(identity)]))[:16], identity)
+
+
+Records = Sequence[rec.StepRecord]
+PlugIn = Callable[[Records, RunInfo], None]
+
+
+class Tracker(Protocol):
+    """Publishes one batch of steps, whole or with an exception."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def outside(self) -> bool:
+        """Acts outside of the bucket, so two publishers must not do it at once."""
+
+    def publish(self, records: Records, info: RunInfo, folder: Path) -> None:
+        """`folder` is empty and ours; what lies in it afterwards is stored in the bucket with the batch."""
+
+
+# ---- what is published ------------------------------------------------------------------------------------------
+def metrics(r: rec.StepRecord) -> dict[str, float]:
+    """The numbers of one step, as all trackers name them."""
+    others = {k: v for k, v in r.metrics.items() if k != "grad_norm"}
+    norm = {"train/grad_norm": r.metrics["grad_norm"]} if "grad_norm" in r.metrics else {}
+    return {
+        "train/loss": r.loss,
+        "train/lr": r.lr,
+        **norm,
+        "world": r.world,
+        "accumulation": max(r.shares, default=0),
+        "epoch": r.epoch,
+        "samples_per_s": r.samples / r.dt if r.dt > 0 else 0.0,
+        **others,
+    }
+
+
+class Jsonl:
+    """One line of JSON per step."""
+
+    name, outside = "jsonl", False
+
+    def publish(self, records: Records, info: RunInfo, folder: Path) -> None:
+        lines = (json.dumps({"step": r.step, "t": r.t, **metrics(r)}) + "\n" for r in records)
+        (folder / "metrics.jsonl").write_text("".join(lines))
+
+
+class TensorBoard:
+    """Event files; all batches in one folder are one run to TensorBoard."""
+
+    name, outside = "tensorboard", False
+
+    def publish(self, records: Records, info: RunInfo, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        suffix = f".{records[0].step:010d}-{records[-1].step:010d}"
+        with SummaryWriter(str(folder), filename_suffix=suffix) as writer:  # type: ignore[no-untyped-call]
+            for r in records:
+                for key, value in metrics(r).items():
+                    writer.add_scalar(key, value, r.step, walltime=r.t)  # type: ignore[no-untyped-call]
+
+
+class Wandb:
+    """W&B. Offline: a run directory per batch, stored in the bucket. Online: one run that every batch resumes."""
+
+    name = "wandb"
+
+    def __init__(self, api: Any, online: bool, project: str = "spotharness", entity: str | None = None):
+        self.api, self.online, self.outside = api, online, online
+        self.project, self.entity = project, entity
+
+    def publish(self, records: Records, info: RunInfo, folder: Path) -> None:
+        with tempfile.TemporaryDirectory(prefix="harness-wandb-", ignore_cleanup_errors=True) as temporary:
+            self._publish(records, info, Path(temporary))
+            if not self.online:
+                self._keep(Path(temporary), folder)
+
+    def _publish(self, records: Records, info: RunInfo, temporary: Path) -> None:
+        # Console, code, git and machine belong to the publisher's process, not to the training: not recorded.
+        quiet = {
+            "silent": True, "console": "off", "disable_git": True, "disable_code": True, "disable_job_creation": True,
+            "x_disable_stats": True, "x_disable_meta": True, "x_disable_machine_info": True, "x_save_requirements": False,
+        }  # fmt: skip
+        known_here = getattr(self.api.Settings, "model_fields", quiet)  # the private ones come and go with wandb's versions
+        settings = self.api.Settings(**{k: v for k, v in quiet.items() if k in known_here})
+        run = self.api.init(
+            mode="online" if self.online else "offline",
+            id=info.id,
+            name=info.name,
+            project=self.project,
+            entity=self.entity,
+            resume="allow" if self.online else None,  # offline has nobody to ask; the id alone joins the batches
+            dir=str(temporary),
+            config=dict(info.identity),
+            settings=settings,
+        )
+        failed = True
+        try:
+            # W&B knows the run up to run.step - 1: a publisher before us may have died between publishing and marking.
+            known = int(run.step) if self.online and run.resumed else 0
+            for r in records:
+                if r.step >= known:
+                    run.log({**metrics(r), "_timestamp": r.t}, step=r.step)
+            failed = False
+        finally:
+            run.finish(exit_code=1 if failed else 0)
+            # Offline, finish() returns before wandb's own process has written the file (wandb 0.26.1: in 3 of 12 trials it
+            # held not one step yet); teardown() waits until that process has ended.
+            self.api.teardown()
+
+    @staticmethod
+    def _keep(temporary: Path, folder: Path) -> None:
+        """The run directory without its logs (they hold this machine's paths and settings, and nobody needs them)."""
+        for directory in (temporary / "wandb").glob("offline-run-*"):
+            for path in sorted(directory.rglob("*")):
+                inside = path.relative_to(directory)
+                if path.is_file() and inside.parts[0] in ("files", path.name):
+                    target = folder / directory.name / inside
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_bytes(path.read_bytes())
+
+
+@dataclass(frozen=True)
+class Function:
+    """Anybody's `callable(records, run_info)`. After a crash it may get steps again; `run_info.id` and `step` tell them apart."""
+
+    name: str
+    call: PlugIn
+    outside: bool = True
+
+    def publish(self, records: Records, info: RunInfo, folder: Path) -> None:
+        self.call(records, info)
+
+
+def build(spec: str, environ: Mapping[str, str]) -> list[Tracker]:
+    """The trackers that `spec` names ("wandb,jsonl,pkg.mod:function"), known to work. Raises BadInput."""
+    names = [name.strip() for name in spec.split(",") if name.strip()]
+    if not names:
+        raise BadInput("no tracker: wanted wandb, tensorboard, jsonl or package.module:function, comma-separated")
+    return [_one(name, environ) for name in dict.fromkeys(names)]
+
+
+def _one(name: str, environ: Mapping[str, str]) -> Tracker:
+    if name == "jsonl":
+        return Jsonl()
+    if name == "tensorboard":
+        if importlib.util.find_spec("tensorboard") is None or importlib.util.find_spec("torch") is None:
+            raise BadInput("tracker tensorboard: package tensorboard (and torch) is not installed here; `pip install tensorboard`")
+        return TensorBoard()
+    if name == "wandb":
+        return _wandb(environ)
+    if ":" in name:
+        try:
+            call = pkgutil.resolve_name(name)
+        except (ImportError, AttributeError, ValueError) as e:
+            raise BadInput(f"tracker {name}: wanted an importable package.module:function, found {type(e).__name__}: {e}") from e
+        if not callable(call):
+            raise BadInput(f"tracker {name}: wanted a function of (records, run_info), found {type(call).__name__}")
+        return Function(re.sub(r"[^A-Za-z0-9_.\-]", "-", name), call)
+    raise BadInput(f"tracker {name!r} is not known; wanted wandb, tensorboard, jsonl or package.module:function")
+
+
+def wandb_key(environ: Mapping[str, str], home: Path | None = None) -> str:
+    """The key that W&B would find: the variable's, else that of `wandb login`, which is in .netrc. Empty: there is none."""
+    if environ.get("WANDB_API_KEY"):
+        return environ["WANDB_API_KEY"]
+    home = home or Path(environ.get("HOME") or Path.home())
+    host = urllib.parse.urlsplit(environ.get("WANDB_BASE_URL") or WANDB_URL).hostname or ""
+    for path in (Path(environ["NETRC"]),) if environ.get("NETRC") else (home / ".netrc", home / "_netrc"):
+        with contextlib.suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
+            if found := netrc.netrc(str(path)).authenticators(host):
+                return found[2] or ""
+    return ""
+
+
+def wandb_online(key: str, mode: str) -> bool:
+    """A key alone is enough; WANDB_MODE may say otherwise."""
+    return bool(key) and mode not in ("offline", "disabled", "dryrun")
+
+
+def _wandb(environ: Mapping[str, str]) -> Wandb:
+    try:
+        import wandb
+    except ImportError as e:
+        raise BadInput(f"tracker wandb: package wandb cannot be imported ({e}); `pip install wandb`, or leave the tracker out") from e
+    key, mode = wandb_key(environ), environ.get("WANDB_MODE") or ""
+    if mode == "online" and not key:
+        raise BadInput("tracker wandb: WANDB_MODE is online, but there is no key; set WANDB_API_KEY, or leave WANDB_MODE out")
+    online = wandb_online(key, mode)
+    if online:
+        _check_key(key, environ.get("WANDB_BASE_URL") or WANDB_URL)
+    return Wandb(wandb, online, environ.get("WANDB_PROJECT") or "spotharness", environ.get("WANDB_ENTITY") or None)
+
+
+def _check_key(key: str, base_url: str) -> None:
+    """One bounded question to W&B. Not wandb.login: that writes the key to ~/.netrc, and asks for ever while nobody answers."""
+    request = urllib.request.Request(
+        base_url.rstrip("/") + "/graphql",
+        data=b'{"query":"query Viewer { viewer { id } }"}',
+        headers={"Content-Type": "application/json", "Authorization": "Basic " + base64.b64encode(f"api:{key}".encode()).decode()},
+    )
+    hint = "check it and the network, or set WANDB_MODE=offline and sync later"
+    try:
+        with urllib.request.urlopen(request, timeout=WANDB_TIMEOUT_S) as answer:
+            viewer = json.loads(answer.read(1 << 20)).get("data", {}).get("viewer")
+    except urllib.error.HTTPError as e:
+        raise BadInput(f"tracker wandb: {base_url} did not accept WANDB_API_KEY (HTTP {e.code}); {hint}") from None
+    except (OSError, ValueError, AttributeError, http.client.HTTPException) as e:  # no answer, or not one of W&B's
+        raise BadInput(f"tracker wandb: W&B cannot be reached at {base_url} ({type(e).__name__}); {hint}") from None
+    if viewer is None:
+        raise BadInput(f"tracker wandb: {base_url} does not know the WANDB_API_KEY; {hint}")
+
+
+# ---- exactly once -----------------------------------------------------------------------------------------------
+def marker_key(name: str, first: int) -> str:
+    return f"trackers/{name}/{first:010d}.json"
+
+
+def published(store: ObjectStore, name: str, first: int = 1) -> Iterator[dict[str, Any]]:
+    """The markers of what a tracker has published from `first` on (where a batch begins), in order of steps and without gaps."""
+    while True:
+        key = marker_key(name, first)
+        try:
+            marker = loaded(store.get(key))
+            last, folder, files = marker["last"], marker["folder"], marker["files"]
+            if type(last) is not int or last < first or not isinstance(folder, str) or not isinstance(files, dict):
+                raise ValueError(f"last step {last!r:.40}, folder {folder!r:.40}")
+        except NotFound:
+            return
+        except (ValueError, TypeError, KeyError) as e:
+            raise BadInput(f"{key}: wanted a marker of what was published, found another object ({e}); it was changed") from e
+        yield marker
+        first = last + 1
+
+
+def committed(store: ObjectStore, info: RunInfo, first: int, limit: int = MAX_BATCH_STEPS) -> tuple[list[rec.StepRecord], bool]:
+    """Records of the committed steps from `first` on (at most `limit`), and whether they go to the end of a finished run.
+
+    Walks the chain from the newest manifest back to `first`, not to the beginning of the run.
+    """
+    snapshots = Snapshots(store)
+    refs = snapshots.refs()
+    manifest = snapshots.load(refs[0]) if refs else None
+    named = rec.named(manifest.data) if manifest else None
+    if manifest is None or not named or manifest.step < first:
+        return [], bool(manifest and snapshots.ended(manifest))
+    by_head = rec.heads(store.list("samples/"))
+    key, want, genesis = named.key, named.head, rec.genesis(info.identity)
+    parts: list[list[rec.StepRecord]] = []
+    while True:
+        part = rec.decode(store.get(key), key)
+        if not part or part[-1].h != want:
+            raise rec.BrokenRecords(f"{key}: wanted records that end in {want[:16]}, found others; `harness verify` tells more")
+        parts.append([r for r in part if r.step >= first])
+        if sum(map(len, parts)) > 2 * limit:  # a publisher that comes late needs the beginning only; do not hold the rest
+            _drop_newest(parts, limit)
+        want = part[0].prev
+        if part[0].step <= first or want == genesis:
+            break
+        if want[:16] not in by_head:
+            raise rec.BrokenRecords(f"records before step {part[0].step} are missing (wanted one ending in {want[:16]})")
+        key = by_head[want[:16]]
+    chain = [r for part in reversed(parts) for r in part][:limit]
+    return chain, bool(snapshots.ended(manifest)) and bool(chain) and chain[-1].step == manifest.step
+
+
+def _drop_newest(parts: list[list[rec.StepRecord]], limit: int) -> None:
+    """Forget the newest objects as long as `limit` records stay; `parts` is newest first."""
+    while len(parts) > 1 and sum(map(len, parts[1:])) >= limit:
+        del parts[0]
+
+
+@dataclass
+class _State:
+    """One tracker and how far it is."""
+
+    tracker: Tracker
+    first: int = 1  # next step to publish
+    head: str = ""  # hash of the last record that was published
+    not_before: float = 0.0  # monotonic
+    failures: int = 0
+    complete: bool = False  # the run has finished and all of it is published
+
+
+@dataclass
+class Publisher:
+    """Follows one run and publishes to its trackers. Any number of publishers may follow the same run."""
+
+    store: ObjectStore
+    info: RunInfo
+    trackers: Sequence[Tracker]
+    min_batch_s: float = MIN_BATCH_S
+    tries: int = TRIES
+    now: Callable[[], float] = time.time
+    monotonic: Callable[[], float] = time.monotonic
+    stop: threading.Event = field(default_factory=threading.Event)
+    token: str = field(default_factory=lambda: secrets.token_hex(4))
+
+    def __post_init__(self) -> None:
+        self._states = [_State(tracker) for tracker in self.trackers]
+
+    def run(self, poll_s: float = POLL_S) -> bool:
+        """Publish until the run has finished, or `stop` is set; then once more what is committed. Has all been published?"""
+        while not self.stop.is_set():
+            if self.round():
+                return True
+            self.stop.wait(poll_s)
+        return self.round(last=True)
+
+    def round(self, last: bool = False) -> bool:
+        """Let each tracker publish what is due. `last`: everything is due. Is everything of a finished run published?"""
+        for state in self._states:
+            while not state.complete and (last or self.monotonic() >= state.not_before) and self._batch(state, last):
+                pass
+        return all(state.complete for state in self._states)
+
+    def _batch(self, state: _State, last: bool) -> bool:
+        """Publish one batch. True: there may be more to do at once. Never raises: whatever a tracker, a plug-in or the
+        bucket does, training must not stop for it, so the answer to any failure is to tell it and to try again later."""
+        name = state.tracker.name
+        try:
+            return self._try_batch(state, last)
+        except Exception as e:
+            cause = e.last_attempt.exception() if isinstance(e, RetryError) else e
+            state.failures += 1
+            pause_s = min(MAX_PAUSE_S, self.min_batch_s * 2.0 ** min(state.failures, 16))
+            state.not_before = self.monotonic() + pause_s
+            log.warning("%s: steps from %d on are not published (%s); next try in %.0f s", name, state.first, _brief(cause), pause_s)
+            return False
+
+    def _try_batch(self, state: _State, last: bool) -> bool:
+        self._catch_up(state)
+        records, final = committed(self.store, self.info, state.first)
+        if not records:
+            state.complete = final
+            return False
+        more = records[-1].step - state.first + 1 >= MAX_BATCH_STEPS
+        if state.tracker.outside and not self._claim(state):
+            state.not_before = self.monotonic() + self.min_batch_s
+            return False
+        retrying = Retrying(
+            stop=stop_when_event_set(self.stop) | stop_after_attempt(self.tries),
+            wait=wait_exponential_jitter(initial=1.0, max=10.0),
+            sleep=sleep_using_event(self.stop),
+            before_sleep=before_sleep_log(log, logging.DEBUG),
+        )
+        try:
+            retrying(self._publish, state, records)
+        finally:
+            if state.tracker.outside:
+                self.store.delete(self._claim_key(state.tracker.name, records[0].step))
+        state.failures = 0
+        state.complete = final and not more
+        if not (final or more or last):
+            state.not_before = self.monotonic() + self.min_batch_s
+        return more
+
+    def _catch_up(self, state: _State) -> None:
+        """Go to the first step that nobody has published."""
+        for marker in published(self.store, state.tracker.name, state.first):
+            state.first, state.head = int(marker["last"]) + 1, str(marker["head"])
+
+    def _publish(self, state: _State, records: list[rec.StepRecord]) -> None:
+        tracker, first, last = state.tracker, records[0].step, records[-1].step
+        assert first == state.first, "the chain of records has no gaps"
+        if state.head and records[0].prev != state.head:
+            log.warning("%s: steps before %d were redone after they were published; what was published stays", tracker.name, first)
+        into = f"trackers/{tracker.name}/{first:010d}-{last:010d}-{self.token}/"
+        with tempfile.TemporaryDirectory(prefix="harness-tracker-") as temporary:
+            folder = Path(temporary)
+            tracker.publish(records, self.info, folder)
+            files: dict[str, str] = {}
+            for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+                data, name = path.read_bytes(), path.relative_to(folder).as_posix()
+                self.store.put(into + name, data)  # ours alone; put, so that a second try may replace the first
+                files[name] = digest(data)
+        marker: dict[str, Any] = {
+            "version": 1, "first": first, "last": last, "head": records[-1].h, "run_id": self.info.id, "folder": into if files else "",
+            "files": files, "t": self.now(),
+        }  # fmt: skip
+        key = marker_key(tracker.name, first)
+        if not self.store.create(key, canonical(marker)):
+            # Another publisher owns these steps now (or we do, and did not hear of it).
+            winner = json.loads(self.store.get(key))
+            if winner["folder"] != marker["folder"]:
+                for name in files:
+                    self.store.delete(into + name)
+            marker = winner
+        state.first, state.head = int(marker["last"]) + 1, str(marker["head"])
+        log.info("%s: steps %d-%d published", tracker.name, first, int(marker["last"]))
+
+    # ---- claims: only for what acts outside of the bucket -----------------------------------------------------------
+    @staticmethod
+    def _claim_key(name: str, first: int) -> str:
+        return f"trackers/{name}/claims/{first:010d}.json"
+
+    def _claim(self, state: _State) -> bool:
+        """May we publish these steps? A claim whose holder has been silent for CLAIM_S may be replaced."""
+        key = self._claim_key(state.tracker.name, state.first)
+        mine = canonical({"by": self.token, "t": self.now()})
+        if self.store.create(key, mine):
+            return True
+        try:
+            held = json.loads(self.store.get(key))
+        except NotFound:
+            return False  # just released; the next round sees what was published
+        if held["by"] == self.token:
+            return True
+        if self.now() - float(held["t"]) < CLAIM_S:
+            return False
+        self.store.put(key, mine)
+        return self.store.get(key) == mine  # of two that replace it at once the later stays, and mostly sees so
+
+
+def _brief(error: BaseException | None) -> str:
+    """What went wrong, without anything that looks like a key."""
+    text = re.sub(r"(?i)\b[0-9a-f]{32,}\b|(key|token|secret|password)(\S*[=:]\s*)\S+", r"\1\2***", f"{type(error).__name__}: {error}")
+    return text if len(text) <= 300 else text[:300] + "..."
+
+
+def collect(store: ObjectStore, folder: Path) -> list[Path]:
+    """Download what was published, in order of steps. Returns the files' paths.
+
+    folder/wandb/offline-run-...   one per batch, all of one run id: `wandb beta sync FOLDER/wandb`, or `wandb sync --append` one by one
+    folder/tensorboard/            all event files: `tensorboard --logdir FOLDER/tensorboard`
+    folder/jsonl/metrics.jsonl     all steps
+    """
+    found: list[Path] = []
+    for name in sorted({key.split("/")[1] for key in store.list("trackers/")}):
+        for marker in published(store, name):
+            for inside, wanted in marker["files"].items():
+                data = store.get(marker["folder"] + inside)
+                if digest(data) != wanted:
+                    raise BadInput(f"{marker['folder']}{inside}: wanted what was published, found other bytes; it was changed")
+                try:
+                    place = checked_key(f"{checked_key(name)}/{_place(name, checked_key(inside), marker)}")
+                except ValueError as e:
+                    raise BadInput(f"tracker {name!r}: a marker or its key leads out of {folder}: {e}; it was changed") from e
+                target = folder / place
+                target.parent.mkdir(parents=True, exist_ok=True)
+                if name == "jsonl" and marker["first"] > 1:
+                    with open(target, "ab") as f:
+                        f.write(data)
+                else:
+                    target.write_bytes(data)
+                if target not in found:
+                    found.append(target)
+    return found
+
+
+def _place(name: str, inside: str, marker: dict[str, Any]) -> str:
+    """Batches that started in the same second have run directories of the same name; the steps tell them apart."""
+    if name != "wandb":
+        return inside
+    path = PurePosixPath(inside)
+    return f"{path.parts[0]}-{marker['first']:010d}/{'/'.join(path.parts[1:])}"
+
+
+# ---- the process ------------------------------------------------------------------------------------------------
+def wait_for_run(store: ObjectStore, stop: threading.Event, poll_s: float = POLL_S) -> RunInfo | None:
+    """The run's identity, as soon as its first worker has written it; None if told to stop before."""
+    while not stop.is_set():
+        with contextlib.suppress(NotFound, StoreUnavailable):
+            return RunInfo.of(store)
+        stop.wait(poll_s)
+    return None
+
+
+def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
+    parser = argparse.ArgumentParser(prog="python -m harness.views.trackers", description="Publish a run's committed steps.")
+    parser.add_argument("url", help="URL of the run")
+    parser.add_argument("--trackers", default="wandb", help="wandb, tensorboard, jsonl or package.module:function, comma-separated")
+    parser.add_argument("--min-batch-s", type=float, default=MIN_BATCH_S, help="least seconds between two batches (default: %(default)s)")
+    left = "seconds to publish what is left after SIGTERM (default: %(default)s)"
+    parser.add_argument("--finish-s", type=float, default=FINISH_S, help=left)
+    parser.add_argument("--collect", metavar="FOLDER", help="download what was published into FOLDER, and end")
+    flags = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s trackers: %(message)s", stream=sys.stderr)
+    try:
+        store = open_store(flags.url)
+        if flags.collect:
+            for path in collect(store, Path(flags.collect)):
+                print(path)
+            return 0
+        trackers = build(flags.trackers, environ)
+    except BadInput as e:
+        print(f"harness: {e}", file=sys.stderr)
+        return 2
+    for name in [n for n, value in os.environ.items() if n.startswith("WANDB_") and not value]:
+        del os.environ[name]  # a task's "not set"; to wandb it is a value, and a wrong one
+    os.environ.pop("WANDB_SERVICE", None)  # a wandb process that we do not own would not end with our teardown()
+    stop = threading.Event()
+
+    def told_to_stop(*_: Any) -> None:
+        if not stop.is_set():
+            stop.set()
+            # Whatever hangs (a tracker's network, the bucket), we are gone after finish_s; what was not marked is published later.
+            watchdog = threading.Timer(flags.finish_s, lambda: os._exit(1))
+            watchdog.daemon = True
+            watchdog.start()
+
+    signal.signal(signal.SIGTERM, told_to_stop)
+    signal.signal(signal.SIGINT, told_to_stop)
+    try:
+        info = wait_for_run(store, stop)
+    except BadInput as e:
+        print(f"harness: {e}", file=sys.stderr)
+        return 2
+    if info is None:
+        return 0
+    # One thread each, so that a tracker that hangs (wandb waits for its network for hours) holds up no other.
+    publishers = [Publisher(store, info, [tracker], flags.min_batch_s, stop=stop) for tracker in trackers]
+    threads = [threading.Thread(target=p.run, name=p.trackers[0].name) for p in publishers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

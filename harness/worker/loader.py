@@ -1,0 +1,363 @@
+"""This rank's micro-batches, in order, with ordinary DataLoader workers that prefetch across steps. Runs in the worker.
+
+What step k consumes is a pure function of (seed, k) (batch.py), so there is nothing to save and nothing to re-shard:
+a resumed or resized run asks for the same positions. Randomness in `dataset[i]` (augmentation) is seeded by position.
+
+An iterable dataset is another matter: what lies at a position is what the stream says, and nobody can compute it. So what is read is
+hashed, item by item, before it is collated (`content_hash`), and the sum over a step goes into its record.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from harness.core.batch import Batching, Plan, indices, sample_seed
+from harness.core.world import BadInput
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """`positions`, `samples`: int64 (b,), where in the stream and which of the dataset; `data` as the collate function made it.
+
+    Of a stream only: `contents`, int64 (b,), hashes of the items, which `items` are.
+    """
+
+    positions: np.ndarray[Any, Any]
+    samples: np.ndarray[Any, Any]
+    data: Any
+    contents: np.ndarray[Any, Any] | None = None
+    items: tuple[Any, ...] = ()
+
+
+def seed_everything(seed: int) -> None:
+    """Python, numpy (if the script uses it) and torch on every device."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        np.random.seed(seed % 2**32)
+    # Not torch.manual_seed: without a GPU it queues a seed for every backend that may come, with a stack trace, at every call.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(seed)
+
+
+class _Keyed(Dataset[Any]):
+    """Reads (position, index) pairs; whatever the sample's own transform draws is a function of (seed, position)."""
+
+    def __init__(self, dataset: Any, seed: int):
+        self.dataset, self.seed = dataset, seed
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[int, int, Any]:
+        position, index = key
+        seed = sample_seed(self.seed, position)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed: the devices' generators are not used here
+        return position, index, self.dataset[index]
+
+
+class _Collate:
+    def __init__(self, collate: Callable[[list[Any]], Any] | None):
+        self.collate = collate or default_collate
+
+    def __call__(self, items: list[tuple[int, int, Any]]) -> MicroBatch:
+        positions, samples, data = zip(*items, strict=True)
+        return MicroBatch(np.array(positions, np.int64), np.array(samples, np.int64), self.collate(list(data)))
+
+
+class _Order:
+    """The batch sampler: this rank's micro-batches of all steps to come."""
+
+    def __init__(self, batching: Batching, plan: Plan, rank: int, first: int, total: int):
+        self.batching, self.micros, self.first, self.total = batching, plan.micros(rank), first, total
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for step in range(self.first, self.total + 1):
+            for micro in self.micros:
+                yield _keys(self.batching, step, micro)
+
+
+def _keys(b: Batching, step: int, micro: int) -> list[tuple[int, int]]:
+    """(position, index) of each sample of a micro-batch."""
+    start = (step - 1) * b.global_batch + micro * b.micro_batch
+    return [(start + i, int(index)) for i, index in enumerate(indices(b, step, micro))]
+
+
+def map_style(
+    dataset: Any, batching: Batching, plan: Plan, rank: int, first: int, total: int, collate_fn: Any, num_workers: int, pin: bool
+) -> Iterator[MicroBatch]:
+    """Micro-batches of this rank for steps first..total, in order."""
+    loader: DataLoader[Any] = DataLoader(
+        _Keyed(dataset, batching.seed),
+        batch_sampler=_Order(batching, plan, rank, first, total),  # type: ignore[arg-type]
+        collate_fn=_Collate(collate_fn),
+        num_workers=num_workers,
+        pin_memory=pin,
+    )
+    yield from loader
+
+
+def read_again(dataset: Any, batching: Batching, step: int, micro: int, collate_fn: Any) -> Any:
+    """The data of one micro-batch of a map-style dataset, read here and now: what a step that is done again gets."""
+    keyed = _Keyed(dataset, batching.seed)
+    return _Collate(collate_fn)([keyed[key] for key in _keys(batching, step, micro)]).data
+
+
+class Stream:
+    """An iterable dataset. Every rank walks the whole stream and keeps its own micro-batches, so the samples of a step do not
+    depend on the world; what that costs is reading, not training. The dataset's `state_dict` travels in the snapshot.
+
+    A pass ends with the iterator and the next begins with a new one. Some datasets (Hugging Face's) begin every pass after
+    `load_state_dict` where that state was, not at the beginning: such a pass shows by its first item, or by having none, and the
+    state in which the dataset came is loaded then.
+    """
+
+    def __init__(self, dataset: Any, batching: Batching, plan: Plan, rank: int, collate_fn: Any):
+        if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
+            raise BadInput(
+                f"{type(dataset).__name__} is iterable but has no state_dict/load_state_dict, so a resumed run could not go on where it "
+                "was; give it both (torchdata's nodes have them), or use a map-style dataset (__getitem__ and __len__)"
+            )
+        self.dataset, self.batching, self.mine = dataset, batching, set(plan.micros(rank))
+        self.collate = collate_fn or default_collate
+        self._iterator: Iterator[Any] | None = None
+        self._fresh: Any = copy.deepcopy(dataset.state_dict())
+        self._resumed = False  # this pass began from a loaded state
+        self._passed_first: int | None = None  # hash of the first item of that pass; None: it had none
+
+    def state_dict(self) -> Any:
+        return self.dataset.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.dataset.load_state_dict(state)
+        self._iterator, self._resumed, self._passed_first = None, True, None
+
+    def _next(self) -> Any:
+        if self._iterator is None:
+            return self._begin()
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            return self._begin()
+
+    def _begin(self) -> Any:
+        """The first item of a new pass."""
+        if self._iterator is None and self._resumed:  # the rest of a pass that an earlier session began
+            self._iterator = iter(self.dataset)
+            for item in self._iterator:
+                self._passed_first = content_hash(item)
+                return item
+        self._iterator = iter(self.dataset)
+        item = next(self._iterator, _NOTHING)
+        if self._resumed:
+            self._resumed = False
+            if item is _NOTHING or content_hash(item) == self._passed_first:  # not at the beginning
+                self._iterator = None
+                self.dataset.load_state_dict(copy.deepcopy(self._fresh))
+                self._iterator = iter(self.dataset)
+                item = next(self._iterator, _NOTHING)
+        if item is _NOTHING:
+            raise BadInput("the iterable dataset is empty: a whole pass from its beginning gave nothing; wanted at least one sample")
+        return item
+
+    def step(self, step: int) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of one step; must be exhausted before the next step or a snapshot."""
+        b = self.batching
+        for micro in range(b.micro_batches):
+            items = [self._next() for _ in range(b.micro_batch)]
+            if micro in self.mine:
+                start = (step - 1) * b.global_batch + micro * b.micro_batch
+                positions = np.arange(start, start + b.micro_batch, dtype=np.int64)
+                yield MicroBatch(positions, positions, self.collate(items), contents_of(items), tuple(items))
+
+    def collated_again(self, batch: MicroBatch) -> Any:
+        """Its data once more. Raises BadInput if the script has changed the items."""
+        if not np.array_equal(contents_of(batch.items), batch.contents):  # type: ignore[arg-type]
+            raise BadInput(
+                "a step must be done again (see step.attempt), but the script changed what the stream gave it in place, and a stream "
+                "cannot be read twice; change a copy, or use a collate_fn that copies (the default one does)"
+            )
+        return self.collate(list(batch.items))
+
+
+_NOTHING = object()
+
+
+def is_map_style(dataset: Any) -> bool:
+    return hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)
+
+
+def fingerprint(dataset: Any, by_repr: bool = False) -> str:
+    """Its own `fingerprint` if it has one, else a hash of a few of its samples; the same in every process.
+
+    `by_repr`: as the first version made it, which runs that it began are known by.
+    """
+    own = getattr(dataset, "fingerprint", None)
+    if own is not None:
+        return str(own() if callable(own) else own)
+    if not is_map_style(dataset):
+        return type(dataset).__qualname__
+    n, h = len(dataset), xxhash.xxh3_128()
+    for i in sorted({0, n - 1, *(n * k // 7 for k in range(1, 7))}):
+        seed_everything(i)
+        _feed(h, dataset[i], by_repr)
+    return f"sampled:{h.hexdigest()}"
+
+
+def same_when_read_again(dataset: Any, seed: int) -> bool:
+    """Is a sample a function of its index and of the seeded generators? Reads a few of a map-style dataset twice.
+
+    What draws from a generator of its own (np.random.default_rng(), os.urandom) is found here, most of the time.
+    """
+    keyed = _Keyed(dataset, seed)
+    for index in sorted({0, len(dataset) // 2, len(dataset) - 1}):
+        seen = []
+        for _ in range(2):
+            h = xxhash.xxh3_128()
+            _spell(h, keyed[index, index][2], ())
+            seen.append(h.digest())
+        if seen[0] != seen[1]:
+            return False
+    return True
+
+
+def _feed(h: Any, value: Any, by_repr: bool) -> None:
+    """For fingerprints of datasets. Of numbers, strings, tensors and arrays, and dicts and lists of them, the bytes are as in the first
+    version, so that runs which it began are known again. All else is spelled canonically (or, `by_repr`, as it was)."""
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        h.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        h.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        h.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+    elif isinstance(value, dict) and all(type(key) in PLAIN for key in value):
+        for key in sorted(value, key=repr):
+            h.update(repr(key).encode())
+            _feed(h, value[key], by_repr)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _feed(h, item, by_repr)
+    elif by_repr or type(value) in PLAIN or isinstance(value, np.generic):
+        h.update(repr(value).encode())
+    else:
+        _spell(h, value, ())
+
+
+PLAIN = {type(None), bool, int, float, complex, str, bytes}  # whose reprs say all
+
+
+def content_hash(value: Any) -> int:
+    """64 bits of what a value is, the same in any process: its numbers, strings, arrays, fields; never a repr or an address.
+
+    Objects are taken apart as pickle does (`__reduce_ex__`); of one that refuses that only the type's name counts, which is weak.
+    """
+    h = xxhash.xxh3_64()
+    _spell(h, value, ())
+    return h.intdigest()
+
+
+def contents_of(items: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """Their hashes, int64 (n,)."""
+    return np.array([content_hash(item) for item in items], np.uint64).view(np.int64)
+
+
+def _spell(h: Any, value: Any, above: tuple[int, ...]) -> None:
+    """Every piece with its kind and length, so that no two values are spelled alike. `above`: ids of the objects that this is within."""
+    kind = type(value)
+    if kind in PLAIN:
+        data = value if kind is bytes else repr(value).encode()
+        h.update(b"%s %d:" % (kind.__name__.encode(), len(data)))
+        h.update(data)
+        return
+    if id(value) in above:
+        h.update(b"cycle %d;" % (len(above) - above.index(id(value))))
+        return
+    within = (*above, id(value))
+    if isinstance(value, torch.Tensor):
+        dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
+        raw = dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        h.update(f"tensor {value.dtype} {tuple(value.shape)}:".encode())
+        h.update(raw.data)
+    elif isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+        h.update(f"{kind.__name__} {value.dtype.str} {value.shape}:".encode())
+        h.update(value.tobytes())
+    elif isinstance(value, np.ndarray):
+        h.update(f"objects {value.shape}:".encode())
+        _spell(h, value.reshape(-1).tolist(), within)
+    elif kind in (list, tuple) and set(map(type, value)) <= PLAIN:  # of tokens, mostly: quicker, and as unambiguous
+        data = repr(value).encode()
+        h.update(b"%s %d:" % (kind.__name__.encode(), len(data)))
+        h.update(data)
+    elif kind in (list, tuple):
+        h.update(b"%s of %d:" % (kind.__name__.encode(), len(value)))
+        for item in value:
+            _spell(h, item, within)
+    elif kind is dict and all(type(key) is str for key in value):
+        h.update(b"dict %d:" % len(value))
+        for key in sorted(value):
+            _spell(h, key, within)
+            _spell(h, value[key], within)
+    elif kind in (dict, set, frozenset):  # in an order that no hash seed decides
+        pairs = value.items() if kind is dict else ((item, None) for item in value)
+        h.update(b"%s %d:" % (kind.__name__.encode(), len(value)))
+        for part in sorted(_alone(pair, within) for pair in pairs):
+            h.update(part)
+    elif isinstance(value, enum.Enum):
+        h.update(f"enum {_name(kind)}.{value.name};".encode())
+    elif isinstance(value, (bytearray, memoryview)):
+        _spell(h, bytes(value), within)
+    elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, torch.dtype, torch.device)):
+        h.update(f"name {_name(value)};".encode())
+    else:
+        _spell_object(h, value, within)
+
+
+def _spell_object(h: Any, value: Any, within: tuple[int, ...]) -> None:
+    h.update(f"object {_name(type(value))}:".encode())
+    try:
+        parts: Any = value.__reduce_ex__(4)
+    except Exception:  # whatever an object says that does not want to be pickled: then its type is all we know
+        return
+    if isinstance(parts, str):
+        h.update(parts.encode())
+        return
+    make, arguments, state, items, pairs = (*tuple(parts)[:5], None, None, None)[:5]
+    h.update(f"{_name(make)}:".encode())
+    _spell(h, arguments, within)
+    _spell(h, state, within)
+    _spell(h, None if items is None else list(items), within)
+    _spell(h, None if pairs is None else dict(pairs), within)
+
+
+def _alone(value: Any, within: tuple[int, ...]) -> bytes:
+    h = xxhash.xxh3_128()
+    _spell(h, value, within)
+    return h.digest()
+
+
+def _name(thing: Any) -> str:
+    name = getattr(thing, "__qualname__", None) or getattr(thing, "__name__", None)
+    return f"{getattr(thing, '__module__', '')}.{name}" if name else str(thing)
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """Tensors inside tuples, lists and dicts, moved without blocking."""
+    if isinstance(data, torch.Tensor):
+        return data.to(device, non_blocking=True)
+    if isinstance(data, dict):
+        return {k: to_device(v, device) for k, v in data.items()}
+    if isinstance(data, tuple):
+        return type(data)(*(to_device(v, device) for v in data)) if hasattr(data, "_fields") else tuple(to_device(v, device) for v in data)
+    if isinstance(data, list):
+        return [to_device(v, device) for v in data]
+    return data
