@@ -17,7 +17,8 @@ from worlds import TRAINER, history, newest, until
 
 from harness.bucket.journal import read_facts
 from harness.bucket.orders import stop_order
-from harness.clouds.metadata import AzureScheduledEvents, MetadataServer, environment_of
+from harness.clouds.azure_events import AzureScheduledEvents
+from harness.clouds.metadata import MetadataServer, environment_of
 from harness.core.facts import (
     AgentStarted,
     EpochLeft,
@@ -110,7 +111,8 @@ def test_join_notice_and_loss(nodes):
 def test_a_member_that_goes_before_its_workers_begin_is_not_waited_for(nodes):
     """Told to go between the sealing of an epoch that names it and its own look at it."""
     from harness.agent.lines import Lines
-    from harness.agent.rendezvous import Member, Rendezvous
+    from harness.agent.rendezvous import Rendezvous
+    from harness.bucket.epochs import Member
 
     first = nodes.start(*SLOW, "--total", LONG)
     nodes.until(lambda: nodes.step() >= 10)

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from harness.core.facts import AgentStarted, AttemptIntended, EpochStarted, SessionStarted, SnapshotCommitted, Stamped
 from harness.core.prices import estimate, prices, transfer_usd
-from harness.views import report
+from harness.views import report, summary
 from storage.objects import MemoryStore
 
 GB = 10**9
@@ -73,12 +73,12 @@ def test_a_move_is_paid_by_where_data_comes_from():
 
 def test_a_folder_costs_nothing():
     assert estimate("file:///tmp/x", facts("slurm/east"), kept=1, seconds=1e6) is None
-    assert report.summarize(MemoryStore("memory://x", {})).store is None
+    assert summary.summarize(MemoryStore("memory://x", {})).store is None
 
 
 def test_the_report_tells_it_apart_from_the_bill():
     store = estimate("s3://b/x", facts("aws/us-east-1", "nebius/eu-north1"), kept=1, seconds=3600.0)
-    s = dataclasses.replace(report.summarize(MemoryStore("memory://x", {})), store=store)
+    s = dataclasses.replace(summary.summarize(MemoryStore("memory://x", {})), store=store)
     rows = {name: (usd, note) for name, usd, note in report.money_rows(s)}
     assert rows["data between places"][0] == pytest.approx(1.8)
     assert "estimate" in rows["the bucket's storage meanwhile"][1] and "aws/us-east-1 to nebius/eu-north1" in rows["data between places"][1]

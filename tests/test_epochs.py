@@ -10,7 +10,8 @@ from dataclasses import asdict, replace
 import pytest
 
 from harness.agent.lines import Heard
-from harness.agent.rendezvous import EPOCHS, Epoch, Member, Rendezvous, encode_epoch, epoch_key
+from harness.agent.rendezvous import Rendezvous
+from harness.bucket.epochs import EPOCHS, Epoch, Member, encode_epoch, epoch_key
 from storage.explore import Violation, explore
 from storage.objects import MemoryStore, NotFound
 

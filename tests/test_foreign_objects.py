@@ -25,7 +25,8 @@ from harness.views.compare import compare
 from harness.views.ledger import Ledger
 from harness.views.monitor import LeaseWatch, follow, status
 from harness.views.page import page
-from harness.views.report import print_report, summarize, to_json
+from harness.views.report import print_report, to_json
+from harness.views.summary import summarize
 from harness.views.trackers import Jsonl, Publisher, RunInfo
 from storage.manifest import Manifest, Ref, SnapshotCorrupt
 from storage.objects import MemoryStore, ObjectStore

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from harness.core.hardware import peak_flops
 from harness.core.world import BadInput
-from harness.worker.guards import Precision, peak_flops
+from harness.worker.guards import Precision
 from harness.worker.parallel import groups_of, needs
 
 

@@ -19,7 +19,7 @@ from worlds import until
 from harness.agent.sources import AwsSource, detect
 from harness.clouds import provider
 from harness.clouds.local import LocalCloud, clean, visible_gpus
-from harness.clouds.metadata import TOKEN_HEADER, TTL_HEADER
+from harness.clouds.metadata_protocol import TOKEN_HEADER, TTL_HEADER
 from harness.clouds.tasks import Task
 from harness.core.facts import Chain, SessionStarted, StepDone
 from harness.core.world import BadInput, CloudUnavailable, NodeState, Offer

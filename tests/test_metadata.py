@@ -12,7 +12,9 @@ import pytest
 
 from harness.agent.notices import Notice, step, watch
 from harness.agent.sources import AWS_V4, AWS_V6, AwsSource, FileSource, detect, utc
-from harness.clouds.metadata import NOT_FOUND, TOKEN_HEADER, TTL_HEADER, AwsImds, MetadataServer
+from harness.clouds.aws_imds import AwsImds
+from harness.clouds.metadata import MetadataServer
+from harness.clouds.metadata_protocol import NOT_FOUND, TOKEN_HEADER, TTL_HEADER
 
 ACTION = "/latest/meta-data/spot/instance-action"
 DEADLINE_S = 1_505_722_920.0  # 2017-09-18T08:22:00Z

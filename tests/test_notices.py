@@ -38,7 +38,10 @@ from harness.agent.sources import (
     sigterm_s,
     utc,
 )
-from harness.clouds.metadata import AwsImds, AzureScheduledEvents, GcpMetadata, MetadataServer, environment_of, protocol_of
+from harness.clouds.aws_imds import AwsImds
+from harness.clouds.azure_events import AzureScheduledEvents
+from harness.clouds.gcp_metadata import GcpMetadata
+from harness.clouds.metadata import MetadataServer, environment_of, protocol_of
 from harness.core.world import BadInput
 
 SOON_S = 1_900_000_000.0

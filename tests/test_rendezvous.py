@@ -13,7 +13,8 @@ from worlds import until
 
 from harness.agent.agent import Agent, AgentConfig
 from harness.agent.lines import Heard, Lines
-from harness.agent.rendezvous import NO_EPOCH, Epoch, Member, Rendezvous, encode_epoch, epoch_key, newest_epoch
+from harness.agent.rendezvous import Rendezvous
+from harness.bucket.epochs import NO_EPOCH, Epoch, Member, encode_epoch, epoch_key, newest_epoch
 from harness.uploader.nearby import Nearby, NearbyConfig
 from storage.objects import MemoryStore
 

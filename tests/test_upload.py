@@ -13,7 +13,7 @@ import time
 import pytest
 import worlds
 
-from harness.agent.rendezvous import Epoch, encode_epoch, epoch_key
+from harness.bucket.epochs import Epoch, encode_epoch, epoch_key
 from harness.bucket.journal import read_facts
 from harness.core.facts import DrainVerdict, SnapshotCommitted, SnapshotFailed
 from harness.uploader.nearby import NearbyConfig

@@ -6,7 +6,7 @@ import json
 import random
 from dataclasses import asdict
 
-from harness.agent.rendezvous import Epoch, epoch_key
+from harness.bucket.epochs import Epoch, epoch_key
 from harness.bucket.journal import Journal
 from harness.core import batch, facts, records
 from harness.core.facts import canonical, digest

@@ -31,7 +31,8 @@ from harness.agent.leaderless import LOOK_EVERY_S, Leaderless
 from harness.agent.lines import Lines
 from harness.agent.notices import Notice, Source, watch
 from harness.agent.nursery import Forked, Nursery
-from harness.agent.rendezvous import NO_EPOCH, Epoch, Member, Rendezvous, free_port
+from harness.agent.rendezvous import Rendezvous, free_port
+from harness.bucket.epochs import NO_EPOCH, Epoch, Member
 from harness.bucket.journal import Journal
 from harness.bucket.lease import sign_of_life
 from harness.bucket.orders import CONTROL, SNAPSHOT, STOP_KEY, StopOrder, ask_to_stop, stop_order
@@ -51,9 +52,9 @@ from harness.core.facts import (
 from harness.core.world import DOUBT, DRAINED, FENCED, FINISHED, LEAVE, RESIZE, STOPPED, UNFIT
 from harness.node import marks, progress
 from harness.node.marks import Want
+from harness.node.processes import DUMP_SIGNAL
 from harness.uploader.nearby import NearbyConfig
 from harness.uploader.server import NodeUploader
-from harness.worker.process import DUMP_SIGNAL
 from storage.manifest import Ref, SnapshotCorrupt
 from storage.objects import NotFound, ObjectStore, StoreError, StoreUnavailable
 from storage.snapshots import Snapshots

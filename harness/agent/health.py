@@ -382,7 +382,7 @@ class FakeNvml:
 
 
 def main() -> None:
-    from harness.worker.process import die_with_parent
+    from harness.node.processes import die_with_parent
 
     parser = argparse.ArgumentParser(prog="python -m harness.agent.health")
     parser.add_argument("--fake", default="", help="path of a FakeNvml's file")

@@ -20,8 +20,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
+from harness.node.processes import MESSAGE_NBYTES
 from harness.node.progress import state_of
-from harness.worker.process import MESSAGE_NBYTES
 
 NO_MORE_S = 5.0  # for the warm process to tell that a worker which has ended has ended
 

@@ -28,7 +28,8 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousConnectionError, RendezvousTimeoutError
 
 from harness.agent.lines import Lines
-from harness.agent.rendezvous import NO_EPOCH, Epoch, Member, Rendezvous, free_port
+from harness.agent.rendezvous import Rendezvous, free_port
+from harness.bucket.epochs import NO_EPOCH, Epoch, Member
 from storage.objects import NotFound, ObjectStore, StoreError, StoreUnavailable, normalize, open_store
 
 TICK_S = 0.2

@@ -545,8 +545,8 @@ def run(flags: RunFlags) -> int:
     from harness.agent.agent import Agent, AgentConfig
     from harness.agent.leaderless import LOOK_EVERY_S
     from harness.agent.sources import LimitSource, detect, duration, moment, sigterm_s
+    from harness.node.processes import die_with_parent
     from harness.uploader.nearby import NearbyConfig
-    from harness.worker.process import die_with_parent
 
     env = os.environ
     url = flags.run or env.get("HARNESS_RUN", "")
@@ -671,7 +671,8 @@ def report(flags: ReportFlags) -> int:
     """What happened in a run: attempts, worlds, goodput, money, losses."""
     store = _existing_store(flags.url)
     if flags.json:
-        from harness.views.report import summarize, to_json
+        from harness.views.report import to_json
+        from harness.views.summary import summarize
 
         print(json.dumps(to_json(summarize(store)), indent=2))
         return DONE
@@ -679,7 +680,8 @@ def report(flags: ReportFlags) -> int:
 
 
 def _report(store: ObjectStore, console: Console, html: str, brief: bool = False) -> int:
-    from harness.views.report import print_report, summarize, write_html
+    from harness.views.report import print_report, write_html
+    from harness.views.summary import summarize
 
     summary = summarize(store)
     if not brief:
@@ -1013,7 +1015,8 @@ class FakeMetadataFlags:
 
 def fake_metadata(flags: FakeMetadataFlags) -> int:
     """Be a cloud's metadata service on loopback, and announce what you are told to: notices, cancellations, outages."""
-    from harness.clouds.metadata import CONTROL_PATH, MetadataServer, environment_of, protocol_of
+    from harness.clouds.metadata import MetadataServer, environment_of, protocol_of
+    from harness.clouds.metadata_protocol import CONTROL_PATH
 
     try:
         server = MetadataServer(protocol_of(flags.cloud, flags.name), flags.port, control=True, clock_ahead_s=flags.clock_ahead_s)

@@ -36,7 +36,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from harness.clouds import market as markets
-from harness.clouds.metadata import MetadataProtocol, MetadataServer, environment_of, protocol_of
+from harness.clouds.metadata import MetadataServer, environment_of, protocol_of
+from harness.clouds.metadata_protocol import MetadataProtocol
 from harness.core.world import BadInput, Node, NodeState, Offer
 from storage.objects import StoreError, open_store
 

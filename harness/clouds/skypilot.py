@@ -32,8 +32,8 @@ from typing import IO, Any, Protocol
 import yaml
 
 from harness.clouds.tasks import Task
+from harness.core.hardware import peak_flops
 from harness.core.world import UNFIT, BadInput, CloudUnavailable, HarnessError, Node, NodeState, Offer
-from harness.worker.guards import peak_flops
 
 CALL_TIMEOUT_S = 60.0  # a question to the API server
 REFRESH_TIMEOUT_S = 120.0  # a question that the API server passes on to clouds

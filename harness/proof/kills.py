@@ -29,9 +29,9 @@ from typing import Any, NoReturn, TypeVar
 
 from harness.bucket.journal import read_facts
 from harness.core.facts import SnapshotCommitted
+from harness.node.processes import die_with_parent
 from harness.uploader.nearby import NearbyConfig
 from harness.uploader.server import Local, Server, courier_at
-from harness.worker.process import die_with_parent
 from storage.faults import FaultyStore, Mode, corrupt
 from storage.manifest import Manifest, Ref, SnapshotCorrupt
 from storage.objects import MemoryStore, ObjectStore, StoreError, open_store

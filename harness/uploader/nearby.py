@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.agent.rendezvous import newest_epoch
+from harness.bucket.epochs import newest_epoch
 from harness.core.world import BadInput
 from storage.manifest import Manifest, Ref
 from storage.objects import NotFound, ObjectStore, StoreError

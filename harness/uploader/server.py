@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness.agent.rendezvous import newest_epoch
+from harness.bucket.epochs import newest_epoch
 from harness.bucket.journal import Journal
 from harness.core.facts import DrainVerdict, Fact, SnapshotCommitted, SnapshotFailed
 from harness.core.world import Fenced
@@ -556,7 +556,7 @@ class Server:
 
 
 def main() -> None:
-    from harness.worker.process import die_with_parent
+    from harness.node.processes import die_with_parent
 
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):  # they are for the agent

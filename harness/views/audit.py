@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from harness.agent.rendezvous import EPOCHS, Epoch, epoch_key
+from harness.bucket.epochs import EPOCHS, Epoch, epoch_key
 from harness.bucket.journal import segments
 from harness.core import records as rec
 from harness.core.batch import MAX_SAMPLES, Batching, expected_digest

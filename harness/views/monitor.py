@@ -24,7 +24,8 @@ from harness.bucket.journal import Follower
 from harness.bucket.lease import RELEASED, TTL_S, newest_term
 from harness.core import facts as f
 from harness.core.facts import Stamped, amount
-from harness.views.report import clock, duration, money, nbytes, number, percent, plural, unread_text
+from harness.views.report import unread_text
+from harness.views.words import clock, duration, money, nbytes, number, percent, plural
 from storage.objects import NotFound, ObjectStore, StoreUnavailable
 from storage.text import Console as Terminal
 from storage.text import plain

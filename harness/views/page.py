@@ -11,24 +11,9 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from harness.views.ledger import BUCKETS, NANO, AttemptRow, Segment
-from harness.views.report import (
-    MEANING,
-    Point,
-    Summary,
-    attempt_end,
-    clock,
-    duration,
-    money,
-    money_rows,
-    number,
-    percent,
-    plural,
-    refusals,
-    snapshot_rows,
-    spread,
-    steps_text,
-    verdict,
-)
+from harness.views.report import MEANING, attempt_end, money_rows, refusals, snapshot_rows, verdict
+from harness.views.summary import Point, Summary
+from harness.views.words import clock, duration, money, number, percent, plural, spread, steps_text
 from storage.text import plain
 
 WIDTH, LEFT, RIGHT = 1100, 58, 14  # of the charts, in SVG units

@@ -6,13 +6,15 @@ report of a run that is going on, or whose machines are all dead, is made in the
 
 from __future__ import annotations
 
-import contextlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from harness.views.summary import Summary
+
 import dataclasses
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,32 +25,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from harness.bucket.journal import read_facts, read_records
-from harness.core import prices as egress
-from harness.core import records as rec
 from harness.core.facts import (
     Count,
-    EpochStarted,
-    GuardTripped,
-    LeaseTaken,
-    RunAsked,
-    RunEnded,
-    SessionStarted,
-    SnapshotCommitted,
-    SnapshotFailed,
-    SnapshotQuarantined,
-    Stamped,
-    StepDone,
     Unreadable,
-    Validated,
-    WorkerFailed,
-    built,
-    loaded,
 )
-from harness.views.ledger import BUCKETS, NANO, AttemptRow, EpochRow, Ledger
-from storage.manifest import Manifest, SnapshotCorrupt
-from storage.objects import NotFound, ObjectStore
-from storage.snapshots import Snapshots
+from harness.views.ledger import BUCKETS, NANO, AttemptRow
+from harness.views.words import cost_text, duration, money, nbytes, number, percent, plural, spread, steps_text
 from storage.text import plain
 
 COLOURS = {  # of the terminal; the page has its own, for light and dark
@@ -67,137 +49,14 @@ MEANING = {
 }
 
 
-@dataclass(frozen=True)
-class Point:
-    """One executed step, as the loss curve draws it."""
-
-    step: int
-    loss: float
-    epoch: int
-    t: float
-    seconds: float
 
 
-@dataclass(frozen=True)
-class Mark:
-    """Something that happened at one moment."""
-
-    t: float
-    what: str  # "failed" | "guard" | "snapshot failed" | "quarantined"
-    text: str
-    detail: str = ""
 
 
-@dataclass(frozen=True)
-class Summary:
-    """Everything that the renderings below need."""
-
-    url: str
-    state: str  # "done" | "stopped" | "failed" | "going on" | "finished" (final snapshot, but no controller said so)
-    reason: str
-    step: int  # committed
-    total_steps: int
-    started_s: float
-    ended_s: float  # of what is known so far
-    away_s: float  # between an end of the run and the next launch
-    ledger: Ledger
-    curve: tuple[Point, ...]  # committed steps, and those after the newest snapshot of a run that goes on
-    lost: tuple[Point, ...]  # executed, and done again
-    validation_name: str
-    validation: tuple[tuple[int, float], ...]
-    snapshots: tuple[SnapshotCommitted, ...]
-    kept: int  # snapshots that are in the bucket now
-    marks: tuple[Mark, ...]
-    session: SessionStarted | None
-    asked: RunAsked | None
-    problems: tuple[str, ...] = ()
-    store: egress.Estimate | None = None
-
-    @property
-    def wall_s(self) -> float:
-        return max(0.0, self.ended_s - self.started_s - self.away_s)
-
-    @property
-    def losses(self) -> tuple[float, float] | None:
-        """Before and after."""
-        return (self.curve[0].loss, self.curve[-1].loss) if self.curve else None
-
-    @property
-    def validations(self) -> tuple[float, float] | None:
-        return (self.validation[0][1], self.validation[-1][1]) if self.validation else None
-
-    @property
-    def worlds(self) -> tuple[int, int]:
-        """Fewest and most ranks that made a step."""
-        found = [e.world for e in self.ledger.epochs if e.steps]
-        return (min(found), max(found)) if found else (0, 0)
-
-    @property
-    def samples(self) -> int:
-        return self.step * self.session.global_batch if self.session else 0
 
 
-# ---- reading ----------------------------------------------------------------------------------------------------
-def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summary:
-    """Read the whole run. What is broken is told in `problems` and passed over. Raises StoreError."""
-    problems: list[str] = []
-    found = read_facts(store)
-    facts = [s for s in found if not isinstance(s.fact, Unreadable)]
-    unread = [s.fact for s in found if isinstance(s.fact, Unreadable)]
-    if unread:
-        problems.append(f"{unread_text(unread)}; the numbers below may be wrong")
-    facts += _lost_epochs(store, facts)
-    manifest, kept = _newest(store, problems)
-    records = _records(store, manifest, problems)
-    ended = [s.fact for s in facts if isinstance(s.fact, (RunEnded, LeaseTaken))]
-    last = ended[-1] if ended and isinstance(ended[-1], RunEnded) else None
-    final = bool(manifest and Snapshots(store).ended(manifest))
-    over = last is not None or (final and not ended)
-    until_s = max((s.t for s in facts), default=now()) if over else now()
-    ledger = Ledger.of(facts, records, until_s)
-    if over:  # what nodes did after the controller's last word belongs to it
-        until_s = max([until_s, *(a.gone_s for a in ledger.attempts if a.gone_s)])
-    sessions = [s.fact for s in facts if isinstance(s.fact, SessionStarted)]
-    curve, lost = _curves(facts, records, ledger.epochs)
-    name, validation = _validation(facts, records, ledger.epochs)
-    return Summary(
-        url=store.url,
-        state=last.outcome if last else "finished" if final else "going on",
-        reason=last.reason if last else "",
-        step=manifest.step if manifest else 0,
-        total_steps=max((s.total_steps for s in sessions), key=lambda n: n, default=0),
-        started_s=min((s.t for s in facts), default=until_s),
-        ended_s=until_s,
-        away_s=_away(facts),
-        ledger=ledger,
-        curve=curve,
-        lost=lost,
-        validation_name=name,
-        validation=validation,
-        snapshots=tuple(s.fact for s in facts if isinstance(s.fact, SnapshotCommitted)),
-        kept=kept,
-        marks=_marks(facts),
-        session=sessions[-1] if sessions else None,
-        asked=next((s.fact for s in reversed(facts) if isinstance(s.fact, RunAsked)), None),
-        problems=tuple(problems),
-        store=egress.estimate(store.url, facts, kept, until_s - min((s.t for s in facts), default=until_s)),
-    )
 
 
-def _lost_epochs(store: ObjectStore, facts: list[Stamped]) -> list[Stamped]:
-    """Worlds whose creator died before it had told of them: their objects in the rendezvous say who was in."""
-    told = {s.fact.epoch for s in facts if isinstance(s.fact, EpochStarted)}
-    begun = {s.fact.epoch: s.t for s in facts if isinstance(s.fact, SessionStarted)}
-    found: list[Stamped] = []
-    for key in store.list("rdzv/epochs/"):
-        name = key.rsplit("/", 1)[-1].removesuffix(".json")
-        if not name.isdigit() or int(name) in told or int(name) not in begun:
-            continue
-        with contextlib.suppress(ValueError, TypeError, AttributeError, NotFound):  # `harness verify` names what is damaged
-            body = built(_Epoch, loaded(store.get(key)))
-            fact = EpochStarted(int(name), body.members, sum(body.nproc), body.reason)
-            found.append(Stamped(begun[int(name)], "rendezvous", fact))
-    return found
 
 
 @dataclass(frozen=True)
@@ -209,151 +68,36 @@ class _Epoch:
     reason: str = ""
 
 
-def _newest(store: ObjectStore, problems: list[str]) -> tuple[Manifest | None, int]:
-    """The newest readable manifest. Unlike `Snapshots.latest` this marks nothing: a report leaves no trace."""
-    snapshots = Snapshots(store)
-    refs = snapshots.refs()
-    for ref in refs:
-        try:
-            return snapshots.load(ref), len(refs)
-        except (NotFound, SnapshotCorrupt) as e:  # pruned a moment ago, or bad: the next older one
-            problems += [str(e)] if isinstance(e, SnapshotCorrupt) else []
-    return None, len(refs)
 
 
-def _records(store: ObjectStore, manifest: Manifest | None, problems: list[str]) -> list[rec.StepRecord]:
-    try:
-        named = rec.named(manifest.data) if manifest else None
-        if named is None:
-            return []
-        return read_records(store, named.key, named.head, rec.genesis(loaded(store.get("run.json"))))
-    except (rec.BrokenRecords, NotFound) as e:
-        problems.append(f"{e}; steps are shown as they were told live (see: harness verify)")
-        return []
-    except (ValueError, TypeError, RecursionError) as e:
-        problems.append(f"run.json cannot be read ({e}); steps are shown as they were told live (see: harness verify)")
-        return []
 
 
-def _away(facts: list[Stamped]) -> float:
-    """Seconds between an end of the run and the next time it was launched."""
-    away, ended_s = 0.0, None
-    for s in facts:
-        if isinstance(s.fact, RunEnded):
-            ended_s = s.t
-        elif isinstance(s.fact, (RunAsked, LeaseTaken)) and ended_s is not None:
-            away, ended_s = away + s.t - ended_s, None
-    return away
 
 
-def _curves(facts: list[Stamped], records: list[rec.StepRecord], epochs: Sequence[EpochRow]) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
-    """Committed steps (and those of a living world after its newest snapshot), and lost ones."""
-    committed = {(r.epoch, r.step) for r in records}
-    living = {e.epoch for e in epochs if not e.ended}
-    curve = [Point(r.step, r.loss, r.epoch, r.t, r.dt) for r in records]
-    lost: list[Point] = []
-    for s in facts:
-        f = s.fact
-        if isinstance(f, StepDone) and (f.epoch, f.step) not in committed:
-            point = Point(f.step, f.loss, f.epoch, f.t_start + f.seconds, f.seconds)
-            (curve if f.epoch in living or not records else lost).append(point)
-    return tuple(sorted(curve, key=lambda p: (p.step, p.epoch))), tuple(sorted(lost, key=lambda p: (p.epoch, p.step)))
 
 
-def _validation(
-    facts: list[Stamped], records: list[rec.StepRecord], epochs: Sequence[EpochRow]
-) -> tuple[str, tuple[tuple[int, float], ...]]:
-    """The metric that looks most like a validation loss, by step; of the lineage only."""
-    committed = {(r.epoch, r.step) for r in records}
-    living = {e.epoch for e in epochs if not e.ended}
-    by_name: dict[str, dict[int, float]] = {}
-    for s in facts:
-        f = s.fact
-        if isinstance(f, Validated) and ((f.epoch, f.step) in committed or f.epoch in living or not records):
-            for name, value in f.metrics.items():
-                by_name.setdefault(name, {})[f.step] = value
-    for r in records:  # the record knows, also when the fact was lost with its writer
-        for name, value in r.metrics.items():
-            if name != "grad_norm":
-                by_name.setdefault(name, {}).setdefault(r.step, value)
-    best = sorted((n for n in by_name if "loss" in n), key=lambda n: (n != "val_loss", "val" not in n, n))
-    return (best[0], tuple(sorted(by_name[best[0]].items()))) if best else ("", ())
 
 
-def _marks(facts: list[Stamped]) -> tuple[Mark, ...]:
-    marks: list[Mark] = []
-    for s in facts:
-        match s.fact:
-            case WorkerFailed() as f:
-                text = f"rank {f.rank} of epoch {f.epoch} ({f.member}) ended with {f.error}: {f.message}"
-                marks.append(Mark(s.t, "failed", text, f.log_tail))
-            case GuardTripped(step, _, what, value):
-                marks.append(Mark(s.t, "guard", f"step {step}: {what} ({value:g})"))
-            case SnapshotFailed(step, _, why):
-                marks.append(Mark(s.t, "snapshot failed", f"snapshot of step {step}: {why}"))
-            case SnapshotQuarantined(step, epoch, why):
-                marks.append(Mark(s.t, "quarantined", f"snapshot of step {step} (epoch {epoch}): {why}"))
-    return tuple(marks)
 
 
-# ---- words ------------------------------------------------------------------------------------------------------
-def duration(seconds: float | None) -> str:
-    """`0.4 s`, `12.3 s`, `4 min 05 s`, `3 h 07 min`, `2 d 04 h`."""
-    if seconds is None:
-        return "–"
-    if seconds < 99.95:
-        return f"{seconds:.1f} s" if seconds >= 0.095 or seconds == 0 else f"{1000 * seconds:.0f} ms"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole < 48 * 3600:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
 
 
-def money(usd: float) -> str:
-    if 0 < usd < 0.00005:
-        return "<$0.0001"
-    return f"${usd:,.2f}" if abs(usd) >= 10 or usd == 0 else f"${usd:.3f}" if abs(usd) >= 0.1 else f"${usd:.4f}"
 
 
-def nbytes(n: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if n < 999.5:
-            return f"{n:.0f} {unit}" if unit == "B" or n >= 99.5 else f"{n:.1f} {unit}"
-        n /= 1000
-    return f"{n:.1f} TB"
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %" if 0 < abs(share) < 0.995 else f"{100 * share:.0f} %"
 
 
-def number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}" if abs(value) < 1e-3 or abs(value) >= 1e4 else f"{value:.4f}"
 
 
-def clock(t: float) -> str:
-    try:
-        return datetime.fromtimestamp(t, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
-    except (ValueError, OverflowError, OSError):
-        return "????-??-?? ??:??:??"  # no such date; callers cut it at fixed places
 
 
 def unread_text(unread: Sequence[Unreadable]) -> str:
     return f"{plural(len(unread), 'fact')} could not be read (see: harness verify), the first: {unread[0]}"
 
 
-def plural(n: int, noun: str) -> str:
-    return f"{n:,} {noun}" + ("" if n == 1 else "s")
 
 
-def spread(shares: Sequence[int]) -> str:
-    """Micro-batches per rank: `6 5 5`, or `4 x 8` for many equal ones."""
-    if len(set(shares)) == 1 and len(shares) > 4:
-        return f"{len(shares)} × {shares[0]}"
-    text = " ".join(map(str, shares[:8]))
-    return text + (" …" if len(shares) > 8 else "")
 
 
 def headline(s: Summary) -> list[tuple[str, str]]:
@@ -381,12 +125,6 @@ def headline(s: Summary) -> list[tuple[str, str]]:
     return rows
 
 
-def cost_text(s: Summary) -> str:
-    cost = s.ledger.cost
-    if not cost.on_demand_usd:
-        return money(cost.spot_usd)
-    sure = "" if cost.known else " (some on-demand prices are unknown)"
-    return f"{money(cost.spot_usd)}; {percent(cost.saved)} less than the same node-hours on demand ({money(cost.on_demand_usd)}){sure}"
 
 
 # ---- terminal ---------------------------------------------------------------------------------------------------
@@ -472,8 +210,6 @@ def _epochs_table(s: Summary) -> Any:
     return Group(table, Text(note, style="dim"))
 
 
-def steps_text(e: EpochRow) -> str:
-    return "none" if e.first_step is None else f"{e.first_step}–{e.last_step}"
 
 
 def _buckets_table(s: Summary) -> Any:

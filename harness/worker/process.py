@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -25,21 +24,7 @@ import time
 import traceback
 from typing import Any, NoReturn
 
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-MESSAGE_NBYTES = 1 << 20
-DUMP_SIGNAL = signal.SIGUSR2  # the agent asks a hung worker where it hangs
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """Linux: be killed when the parent dies, however it dies. Elsewhere there is no such call; pipes closing must do.
-
-    `parent`: its id, from before we were forked; it may have died before we could ask to die with it.
-    """
-    parent = os.getppid() if parent is None else parent
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+from harness.node.processes import DUMP_SIGNAL, MESSAGE_NBYTES, die_with_parent, name_process
 
 
 def write_error(error: BaseException) -> None:
@@ -152,10 +137,6 @@ def become_worker(order: dict[str, Any], out: int) -> NoReturn:
     leave(exit_code(order))
 
 
-def name_process(name: str) -> None:
-    """What `top` and `ps -o comm` show."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_NAME, name.encode()[:15])
 
 
 def main() -> None:

@@ -53,6 +53,7 @@ from harness.core.facts import (
     Warned,
     canonical,
 )
+from harness.core.hardware import peak_flops
 from harness.core.world import RESIZE, UNFIT, BadInput, Fenced, HarnessError
 from harness.node.marks import EXIT_CODE, Mark, MarkReader, Want
 from harness.node.progress import Place, Progress
@@ -60,7 +61,7 @@ from harness.uploader.nearby import tiers_for
 from harness.uploader.server import Courier, Local, courier_at, fact_of
 from harness.worker import replicas
 from harness.worker.exact import WORDS, differences, environment, exact_strategy_for
-from harness.worker.guards import NonFiniteLoss, Precision, check_finite, peak_flops
+from harness.worker.guards import NonFiniteLoss, Precision, check_finite
 from harness.worker.loader import (
     MicroBatch,
     Stream,
@@ -377,7 +378,7 @@ class Session:
 
     def _own_epoch(self) -> int:
         """Without an agent (plain torchrun, or one process) the epoch is ours to make."""
-        from harness.agent.rendezvous import Epoch, encode_epoch, epoch_key, epoch_numbers
+        from harness.bucket.epochs import Epoch, encode_epoch, epoch_key, epoch_numbers
 
         while True:
             number = max(epoch_numbers(self.store), default=0) + 1
@@ -386,7 +387,7 @@ class Session:
                 return number
 
     def _newest_epoch(self) -> int:
-        from harness.agent.rendezvous import newest_epoch
+        from harness.bucket.epochs import newest_epoch
 
         return newest_epoch(self.store).epoch
 
