@@ -7,7 +7,8 @@ from pathlib import Path
 import tomllib
 from fsspec.registry import known_implementations
 
-from harness.cli.command import BUCKET, COMMANDS, FOLDER, parser
+from harness.cli.command import COMMANDS, parser
+from harness.cli.run import BUCKET, FOLDER
 from harness.node.progress import Limits
 
 ROOT = Path(__file__).parent.parent

@@ -15,6 +15,7 @@ from rich.live import Live
 
 from harness.bucket.journal import Journal
 from harness.cli import command as cli
+from harness.cli import common
 from harness.controller import doctor, plan
 from harness.core import facts as f
 from harness.core.world import Offer, Stop, View
@@ -46,7 +47,7 @@ def test_a_run_that_was_stopped_for_any_reason_is_launched_again(tmp_path: Path,
     task, run = tmp_path / "task.yaml", tmp_path / "run"
     task.write_text("name: t\nresources: {use_spot: true}\nrun: exit 1\n")
     open_store(str(run)).put("control/stop.json", json.dumps({"reason": EVIL, "by": "user", "failed": False}).encode())
-    assert command("launch", str(task), "--run", str(run), "--policy", "test_text:stops", "--market", "calm") == cli.ENDED_EARLY
+    assert command("launch", str(task), "--run", str(run), "--policy", "test_text:stops", "--market", "calm") == common.ENDED_EARLY
     out = " ".join(capsys.readouterr().out.split())
     assert f"This run was stopped earlier ({SHOWN}" in out
     assert f"stopped: because {SHOWN}" in out
@@ -58,7 +59,7 @@ def test_an_order_without_a_reason_stops_no_launch(order: bytes, tmp_path: Path,
     task, run = tmp_path / "task.yaml", tmp_path / "run"
     task.write_text("name: t\nresources: {use_spot: true}\nrun: exit 1\n")
     open_store(str(run)).put("control/stop.json", order)
-    assert command("launch", str(task), "--run", str(run), "--policy", "test_text:stops", "--market", "calm") == cli.ENDED_EARLY
+    assert command("launch", str(task), "--run", str(run), "--policy", "test_text:stops", "--market", "calm") == common.ENDED_EARLY
     assert "This run was stopped earlier (stop requested" in capsys.readouterr().out
 
 
@@ -85,7 +86,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_every_command_prints_it_plainly(words: tuple[str, ...], run: str, capsys: pytest.CaptureFixture[str]) -> None:
     again = (run,) if words == ("compare",) else ()
     code = command(*words[:2], run, *again) if words[0] == "snapshots" else command(words[0], run, *again, *words[1:])
-    assert code in (cli.DONE, cli.FAILED, cli.WRONG_INPUT)
+    assert code in (common.DONE, common.FAILED, common.WRONG_INPUT)
     told = capsys.readouterr()
     assert is_plain(told.out) and is_plain(told.err)
     if words == ("report",):

@@ -1,0 +1,125 @@
+"""What several commands need: exit statuses, the clock, the run's bucket, where state lies."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.core.world import BadInput
+from storage.objects import RETRY_WITHIN_S, ObjectStore, open_store
+
+if TYPE_CHECKING:
+    from harness.clouds.local import LocalCloud
+    from harness.clouds.skypilot import Broker
+    from harness.controller.book import Book
+
+DONE, FAILED, WRONG_INPUT, ENDED_EARLY, LEFT, INTERRUPTED = 0, 1, 2, 3, 4, 130
+PREFLIGHT_S = 10.0  # how long a bucket may be silent before a launch is refused
+
+
+class RealClock:
+    def now(self) -> float:
+        return time.time()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+def _moment(text: str) -> None:
+    _of_sources("moment", text)
+
+
+def _duration(text: str) -> None:
+    _of_sources("duration", text)
+
+
+def _of_sources(parser: str, text: str) -> None:
+    """Raises ValueError that says what is wanted."""
+    from harness.agent import sources
+
+    try:
+        if text:
+            getattr(sources, parser)(text)
+    except BadInput as e:
+        raise ValueError(str(e)) from None
+
+
+def _attempts(numbers: Collection[int]) -> str:
+    return f"attempt{'s' if len(numbers) > 1 else ''} {', '.join(map(str, sorted(numbers)))}"
+
+
+def _cluster(url: str, attempt: int) -> str:
+    from harness.clouds.skypilot import cluster
+
+    return cluster(url, attempt)
+
+
+def _book(store: ObjectStore) -> Book:
+    """What the controllers of a run have written down."""
+    from harness.bucket.journal import read_facts
+    from harness.controller.book import Book
+
+    return Book.of(read_facts(store, "controller-"), random.Random(0))
+
+
+def _sky(url: str) -> Broker:
+    from harness.clouds.skypilot import Broker
+
+    return Broker(os.environ, _state_dir(url, "sky-logs") / "broker.log")
+
+
+def _state_dir(url: str, what: str = "local-cloud") -> Path:
+    """Where the controller keeps state and logs of its own: beside a run in a folder, else under ~/.cache, by the run's URL."""
+    if url.startswith("file://"):
+        return Path(url.removeprefix("file://")) / what
+    import hashlib
+
+    return Path.home() / ".cache" / "spotharness" / what / hashlib.sha256(url.encode()).hexdigest()[:16]
+
+
+def _html_path(url: str) -> str:
+    return str(Path(url.removeprefix("file://")) / "report.html") if url.startswith("file://") else ""
+
+
+def _checked_store(url: str, retry_within_s: float = RETRY_WITHIN_S) -> ObjectStore:
+    """The run's bucket, proven to be there, writable and fit before anything is launched. Raises StoreError.
+
+    A person waits for this answer, so silence counts as a refusal sooner than it does once the run is under way.
+    """
+    from storage.probe import record, require
+
+    store = open_store(url, retry_within_s=PREFLIGHT_S)
+    record(store, require(store))
+    return open_store(url, retry_within_s=retry_within_s, answered=True)
+
+
+def _existing_store(url: str) -> ObjectStore:
+    """The bucket of a run that must be there already. Raises BadInput."""
+    store = open_store(url)
+    if not store.list("facts/") and not store.list("run.json"):
+        raise BadInput(f"{url}: there is no run here (no facts/ and no run.json); check the URL")
+    return store
+
+
+def _is_final(store: ObjectStore) -> bool:
+    from storage.snapshots import Snapshots
+
+    snapshots = Snapshots(store)
+    manifest = snapshots.latest()
+    return bool(manifest and snapshots.ended(manifest))
+
+
+def _local_cloud(url: str) -> LocalCloud:
+    """The one of this computer that led the run: to look, and to end it."""
+    from harness.clouds.local import LocalCloud
+    from harness.clouds.tasks import Task
+
+    return LocalCloud(_state_dir(url), Task(Path("-"), "down", "true"), run_url=url)
+
+
+def _is_local(url: str) -> bool:
+    return (_state_dir(url) / "config.json").exists()

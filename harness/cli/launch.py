@@ -1,0 +1,395 @@
+"""`harness launch`: lead a run until it is done."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from harness.bucket.orders import STOP_KEY, stop_order
+from harness.cli.ask import _ask_stop
+from harness.cli.common import (
+    DONE,
+    ENDED_EARLY,
+    FAILED,
+    INTERRUPTED,
+    LEFT,
+    RealClock,
+    _attempts,
+    _book,
+    _checked_store,
+    _html_path,
+    _is_final,
+    _sky,
+    _state_dir,
+)
+from harness.cli.look import _report
+from harness.core.config import flag, positional
+from harness.core.world import BadInput, Fenced, HarnessError
+from storage.objects import NotFound, ObjectStore, StoreError, normalize, open_store
+from storage.text import Console
+
+if TYPE_CHECKING:
+    from harness.clouds.local import LocalCloud
+    from harness.clouds.skypilot import SkyPilotCloud
+    from harness.clouds.tasks import Task
+    from harness.controller.recovery import RunSpec
+    from harness.core.world import Policy
+
+SAME_S = 3.0  # a terminal that closes and a service manager that stops us send several signals: within this they are one
+
+
+# ---- what flags may say -----------------------------------------------------------------------------------------
+def _nodes(text: str) -> tuple[int, int]:
+    """LOW:HIGH or N. Raises ValueError that says what is wanted."""
+    low, _, high = text.partition(":")
+    if not (low.isdecimal() and (high or low).isdecimal()) or not 1 <= int(low) <= int(high or low):
+        raise ValueError(f"wanted LOW:HIGH or N with 1 <= LOW <= HIGH, for example 1:4; found {text!r}")
+    return int(low), int(high or low)
+
+
+# ---- launch -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class LaunchFlags:
+    task: str = positional("the SkyPilot task YAML")
+    run: str = flag("", "URL of the run (s3://, gs://, az://, file:// or a path); default: a new folder under runs/")
+    cloud: str = flag("local", "where nodes come from: local (this computer), sky (SkyPilot: costs money)", choices=["local", "sky"])
+    nodes: str = flag("1:1", "how many nodes, LOW:HIGH or N", check=_nodes)
+    market: str = flag("demo", "local cloud only: demo, calm, seed:N, or the path of a trace")
+    local_notices: str = flag("aws", "local cloud only: whose metadata service its nodes have", choices=["aws", "gcp", "azure"])
+    policy: str = flag("", "how to choose: a name, or package.module:function; default: cheapest (sky: best_value)")
+    dry_run: bool = flag(False, "print the plan (ranked offers, world, first choice and why), and launch nothing")
+    clouds: str = flag("", "with --cloud sky --dry-run: plan for these (aws,gcp,...) without asking which ones are enabled")
+    move_saving: float = flag(0.15, "sky: move all nodes to another place when work is cheaper there by this share; 0: never", at_most=1)
+    move_stay_s: float = flag(1800.0, "sky: and when they have been where they are for so long")
+    on_demand: bool = flag(False, "sky: offer on-demand nodes too (implied by policies that use them)")
+    json: bool = flag(False, "with --dry-run: the plan as JSON")
+    budget_usd: float | None = flag(None, "stop before more than this is spent", above=0)
+    max_hours: float | None = flag(None, "stop after this many hours", above=0)
+    env: tuple[str, ...] = flag((), "NAME=value for the task; repeat for more", metavar="NAME=value")
+    secret: tuple[str, ...] = flag((), "NAME or NAME=value, kept out of logs; repeat for more", metavar="NAME=value")
+    on_interrupt: str = flag(
+        "ask", "what Ctrl-C does: ask, drain, leave or kill; so do SIGTERM and SIGHUP, which drain instead of asking",
+        choices=["ask", "drain", "leave", "kill"],
+    )  # fmt: skip
+    html: str = flag("", "also write the report as this HTML file (default: report.html in the run's folder, if it has one)")
+    brief: bool = flag(False, "end without the report in the terminal")
+
+
+def launch(flags: LaunchFlags) -> int:
+    """Lead a run until it is done: launch nodes, replace lost ones, show what happens."""
+    from harness.bucket.journal import Journal
+    from harness.bucket.lease import Lease
+    from harness.clouds import tasks
+    from harness.controller import policies
+    from harness.controller.recovery import recover
+    from harness.core.facts import RunAsked
+    from harness.core.world import World
+
+    console = Console()
+    nodes = _nodes(flags.nodes)
+    url = normalize(flags.run or _new_run(flags.task))
+    envs = {**tasks.pairs(flags.env, os.environ), "RUN": url}
+    task = tasks.load(flags.task, envs, tasks.pairs(flags.secret, os.environ, "--secret"))
+    sky = flags.cloud == "sky"
+    named = flags.policy or ("best_value" if sky else "cheapest")
+    policy = policies.resolve(named)
+    if sky:
+        policy = policies.together(policy, saving=flags.move_saving, stay_s=flags.move_stay_s)
+    if flags.dry_run:
+        return _plan(flags, task, policy, url, nodes, console)
+    store = _checked_store(url)
+    try:
+        final = _is_final(store)
+    except StoreError as e:
+        return _give_up(e, store, None, console, url)
+    if final:
+        console.print(f"The run at {url} is finished already; this is its report. For another training, name another run URL.")
+        return _report(store, console, flags.html or _html_path(url))
+    if before := stop_order(store):
+        console.print(f"This run was stopped earlier ({before.reason}); going on.")
+        store.delete(STOP_KEY)
+    console.print(f"run     {url}\nwatch   harness status {url}\nstop    harness stop {url}", highlight=False, soft_wrap=True)
+
+    clock = RealClock()
+    run = _run_spec(flags, nodes)
+    holder = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
+    journal = Journal(store, f"controller-{secrets.token_hex(6)}", clock.now)
+    cloud = _cloud(flags, task, url, nodes)
+    world = World(clock, cloud, store, random.Random())
+    journal.record(RunAsked(flags.task, *nodes, named, "" if sky else flags.market, flags.budget_usd))
+    lease = Lease(store, clock, holder, ttl_s=20.0 if sky else 5.0)
+    view = _View(store, console)
+    asked: KeyboardInterrupt | None = None  # an interruption that is not answered yet
+    draining = False
+    with _heed_signals(_state_dir(url, "controller") / "log"):
+        while True:
+            try:
+                if asked is not None:
+                    view.end()
+                    what = _answer(asked, draining, flags.on_interrupt, console)
+                    draining = what in ("drain", "kill")
+                    by = f"told to end by {asked}" if isinstance(asked, Told) else "interrupted with Ctrl-C"
+                    if (code := _interrupted(what, by, store, cloud, console, url)) is not None:
+                        return code
+                    asked = None
+                view.show()
+                outcome = recover(run, policy, world, journal, lease)
+                view.end()
+                break
+            except KeyboardInterrupt as e:
+                asked = e
+            except Fenced as e:
+                view.end()
+                console.print(str(e), style="red")
+                console.print(f"Nothing was touched. Watch it with: harness status {url}")
+                return FAILED
+            except Exception as e:  # also a fault of our own: whatever it is, the nodes are none the worse, and somebody must know
+                view.end()
+                if not isinstance(e, (StoreError, HarnessError)):
+                    traceback.print_exc()
+                return _give_up(e, store, cloud, console, url)
+        cloud.shutdown()
+    _report(store, console, flags.html or _html_path(url), flags.brief)
+    if outcome.unproven:
+        names = _attempts(outcome.unproven)
+        words = f"{names}: this cloud never showed their machines. Look whether they are gone: harness down {url}"
+        console.print(f"\n{words}", style="bold red", highlight=False, soft_wrap=True)
+    if outcome.outcome == "done":
+        return DONE
+    console.print(Text.assemble("\n", (outcome.outcome, "bold red"), f": {outcome.reason}"), soft_wrap=True)
+    _print_tail(store, console)
+    console.print(f"The run stands at step {outcome.committed_step}; the same command resumes it from there.", highlight=False)
+    return FAILED if outcome.outcome == "failed" else ENDED_EARLY
+
+
+def _give_up(error: Exception, store: ObjectStore, cloud: LocalCloud | SkyPilotCloud | None, console: Console, url: str) -> int:
+    """This controller cannot lead on. Nodes need none in order to train, so they are left as they are. A mistake in the input that is
+    found before there are any ends everything: then it raises `error`."""
+    if cloud is not None:
+        if isinstance(error, BadInput) and _nothing_runs(store, cloud):
+            cloud.shutdown()
+            raise error
+        cloud.close()
+    said = f"""harness launch: {error}
+This controller cannot lead the run on. It has touched no node: nodes go on training and commit snapshots without it.
+  lead them again   the same command, once the cause is mended (exit status {LEFT}: a supervisor may try again)
+  watch them        harness status {url}
+  end them          harness down {url}
+Until then no lost node is replaced, and neither --budget-usd nor --max-hours is kept.
+Without a controller for longer than `harness run --leaderless-hours` (24) nodes drain."""
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
+    return LEFT
+
+
+def _nothing_runs(store: ObjectStore, cloud: LocalCloud | SkyPilotCloud) -> bool:
+    """Is it sure that no node of this run is there? Then a mistake in the input has cost nothing yet."""
+    from harness.bucket.beats import Beats
+
+    try:
+        book = _book(store)
+        if book.unread or any(n.alive for n in cloud.nodes()) or any(n.up_s is not None for n in book.open.values()):
+            return False
+        return not any(b.attempt in book.open and not b.gone for b in Beats(store, time.monotonic).look())
+    except (HarnessError, StoreError):
+        return False
+
+
+class Told(KeyboardInterrupt):
+    """A signal asks the controller to end; like Ctrl-C where nobody can be asked."""
+
+
+@contextlib.contextmanager
+def _heed_signals(log: Path) -> Iterator[None]:
+    """SIGTERM and SIGHUP raise Told meanwhile. What a closed terminal would have shown goes to `log`."""
+    terminal = sys.stdout.isatty() or sys.stderr.isatty()  # a terminal that has gone does not say any more that it was one
+    heard_s = -SAME_S
+
+    def told(number: int, _: object) -> None:
+        nonlocal heard_s
+        if number == signal.SIGHUP and terminal:
+            _write_to(log)
+        before_s, heard_s = heard_s, time.monotonic()
+        if heard_s - before_s >= SAME_S:
+            raise Told(signal.Signals(number).name)
+
+    # One that is ignored stays so (`nohup harness launch`).
+    heeded = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, told) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _write_to(log: Path) -> None:
+    """The terminal has gone: from here on we write to a file. To write to where it was is an error."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    out, null = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), os.open(os.devnull, os.O_RDONLY)
+    for standard, target in ((0, null), (1, out), (2, out)):
+        os.dup2(target, standard)
+    os.close(out)
+    os.close(null)
+
+
+def _run_spec(flags: LaunchFlags, nodes: tuple[int, int]) -> RunSpec:
+    from harness.controller.recovery import RunSpec
+
+    wanted = RunSpec(*nodes, budget_usd=flags.budget_usd, max_hours=flags.max_hours)
+    if flags.cloud == "sky":
+        return replace(wanted, poll_s=1.0, lost_after_s=90.0, block_limit_s=600.0, exit_grace_s=180.0, terminate_timeout_s=900.0)
+    # The local cloud answers at once, so everything that waits for a cloud is short.
+    local = replace(wanted, poll_s=0.5, lost_after_s=10.0, block_limit_s=6.0, exit_grace_s=90.0, max_refused_s=10.0)
+    return replace(local, launch_s=5.0, terminate_s=5.0)
+
+
+def _cloud(flags: LaunchFlags, task: Task, url: str, nodes: tuple[int, int]) -> LocalCloud | SkyPilotCloud:
+    if flags.cloud == "local":
+        from harness.clouds.local import LocalCloud
+
+        return LocalCloud(_state_dir(url), task, flags.market, url, wanted=nodes, notices=flags.local_notices)
+    from harness.clouds.skypilot import SkyPilotCloud
+
+    clouds = [c.strip() for c in flags.clouds.split(",") if c.strip()] or None
+    if clouds and not flags.dry_run:
+        raise BadInput("--clouds is for --dry-run; to launch, SkyPilot must have the clouds enabled (`sky check`)")
+    on_demand = flags.on_demand or flags.policy.partition("?")[0] in ("on_demand_fallback", "uniform_progress")
+    return SkyPilotCloud(task, url, _sky(url), clouds=clouds, on_demand=on_demand, log_dir=_state_dir(url, "sky-logs"))
+
+
+def _plan(flags: LaunchFlags, task: Task, policy: Policy, url: str, nodes: tuple[int, int], console: Console) -> int:
+    """What would be launched. Touches neither bucket nor cloud, beyond reading."""
+    from harness.bucket.journal import read_facts
+    from harness.controller import plan as plans
+    from harness.core.facts import AttemptIntended, amount, loaded
+
+    identity, timed = None, None
+    store = open_store(url)
+    with contextlib.suppress(NotFound):
+        try:
+            identity = dict(loaded(store.get("run.json")))
+        except (ValueError, TypeError) as e:
+            raise BadInput(f"{url}/run.json: wanted the run's identity as JSON, found something else ({e})") from e
+        made = _newest_steps(store)
+        offers = [s.fact.offer for s in read_facts(store) if isinstance(s.fact, AttemptIntended)]
+        timed = plans.measured(made, amount(offers[-1].get("speed", 1.0)) if offers else 1.0)
+    cloud = _cloud(flags, task, url, nodes)
+    try:
+        found = plans.make(
+            cloud.offers(),
+            policy,
+            nodes,
+            no_market=getattr(cloud, "no_market", ()),
+            micro_batches=plans.micro_batches(identity, task.envs),
+            measured=timed,
+            budget_usd=flags.budget_usd,
+        )
+    finally:
+        cloud.close()
+    if flags.json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        plans.show(found, console)
+    return DONE
+
+
+def _newest_steps(store: ObjectStore) -> list[tuple[float, int]]:
+    """(seconds, ranks) of the newest steps; none if their records are damaged (`harness verify` says so)."""
+    from harness.core import records as rec
+
+    keys = sorted(rec.heads(store.list("samples/")).values())
+    with contextlib.suppress(rec.BrokenRecords):
+        return [(r.dt, len(r.shares)) for r in (rec.decode(store.get(keys[-1]), keys[-1]) if keys else ()) if r.dt > 0]
+    return []
+
+
+def _answer(asked: KeyboardInterrupt, draining: bool, what: str, console: Console) -> str:
+    """What an interruption shall do: "drain", "leave", "kill" or "carry on". The second one, while nodes drain, kills."""
+    told = isinstance(asked, Told)
+    if draining:
+        return "kill"
+    if what != "ask":
+        return what
+    if told or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return "drain"
+    console.print("\nInterrupted.", style="bold")
+    console.print("d = drain: snapshot, then stop   l = leave it running   k = kill now   c = carry on")
+    try:
+        return {"l": "leave", "k": "kill", "c": "carry on"}.get(console.input("> ").strip().lower()[:1], "drain")
+    except (Told, EOFError):
+        return "drain"
+    except KeyboardInterrupt:
+        return "kill"
+
+
+def _interrupted(what: str, by: str, store: ObjectStore, cloud: LocalCloud | SkyPilotCloud, console: Console, url: str) -> int | None:
+    """Do what was answered to what happened (`by`). None: go on leading (until the drain is over)."""
+    if what == "carry on":
+        return None
+    if what == "leave":
+        console.print(f"Left running. Lead it again with the same command; watch: harness status {url}; end it: harness stop {url}")
+        return INTERRUPTED
+    if what == "drain":
+        console.print(f"{by[0].upper()}{by[1:]}. Draining: a snapshot is made, then everything is ended. The same again kills at once.")
+        _ask_stop(store, f"the controller was {by}")
+        return None
+    console.print("Ending all nodes ...")
+    with contextlib.suppress(HarnessError):
+        for node in cloud.nodes():
+            cloud.terminate(node.attempt)
+    cloud.shutdown()
+    console.print("Killed. What was committed is safe; the same command resumes from it.")
+    return INTERRUPTED
+
+
+class _View:
+    """The live view, in a thread of its own."""
+
+    def __init__(self, store: ObjectStore, console: Console):
+        self._store, self._console = store, console
+        self._done: threading.Event | None = None
+
+    def show(self) -> None:
+        from harness.views.monitor import follow
+
+        done = self._done = threading.Event()
+        about = {"until_ended": False}
+        self._thread = threading.Thread(target=follow, args=(self._store, done.is_set, self._console), kwargs=about, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        if self._done is not None:
+            self._done.set()
+            self._thread.join(10.0)
+            self._done = None
+
+
+def _new_run(task: str) -> str:
+    return f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{Path(task).stem}"
+
+
+def _print_tail(store: ObjectStore, console: Console) -> None:
+    """The last words of the script that failed."""
+    from harness.bucket.journal import read_facts
+    from harness.core.facts import WorkerFailed
+
+    failures = [s.fact for s in read_facts(store) if isinstance(s.fact, WorkerFailed)]
+    if failures:
+        last = failures[-1]
+        console.print(f"\nLast words of rank {last.rank} on {last.member} ({last.error}):", style="bold", highlight=False)
+        console.print(last.log_tail, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,179 @@
+"""`harness verify`, `compare`, `replay`, `simulate`, `drill`, `doctor`, `fake-metadata`: what proves that all is well."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.cli.common import DONE, FAILED, PREFLIGHT_S, _existing_store, _sky
+from harness.core.config import flag, positional
+from harness.core.world import BadInput
+from storage.objects import ObjectStore, normalize, open_store
+from storage.text import Console
+
+
+@dataclass(frozen=True)
+class VerifyFlags:
+    url: str = positional("URL of the run")
+
+
+def verify(flags: VerifyFlags) -> int:
+    """Prove from the bucket alone that the run is what it should be. Exit status 1 names the first violation."""
+    from harness.views.audit import audit, print_audit
+
+    found = audit(_existing_store(flags.url))
+    print_audit(found, Console())
+    return DONE if found.ok else FAILED
+
+
+@dataclass(frozen=True)
+class CompareFlags:
+    a: str = positional("URL of a run")
+    b: str = positional("URL of another one")
+    rtol: float = flag(1e-3, "largest relative difference of a step's loss that counts as the same")
+
+
+def compare(flags: CompareFlags) -> int:
+    """Are two runs the same training? Exit status 1 if not."""
+    from harness.views.compare import compare as compare_stores
+    from harness.views.compare import print_comparison
+
+    found = compare_stores(_existing_store(flags.a), _existing_store(flags.b))
+    return print_comparison(found, Console(), flags.rtol)
+
+
+@dataclass(frozen=True)
+class ReplayFlags:
+    url: str = positional("URL of the run")
+    script: tuple[str, ...] = positional("-- script.py and its arguments, as the run was trained", nargs="*")
+    start: int = flag(0, "the snapshot to begin from, by its step (see `harness report`)", metavar="STEP")
+    steps: int = flag(10, "how many steps", at_least=1)
+    nodes: int = flag(1, "how many workers", at_least=1)
+    into: str = flag("", "an empty folder for the copy; default: a temporary one that is removed")
+    timeout_s: float = flag(3600.0, "the longest that it may take", above=0)
+
+
+def replay(flags: ReplayFlags) -> int:
+    """Execute a part of a run again from one of its snapshots, on any number of workers, and compare to the bit."""
+    import tempfile
+
+    from harness.proof.replay import print_replay
+    from harness.proof.replay import replay as execute
+
+    if not flags.script:
+        raise BadInput("no script: write `harness replay URL --start STEP -- train.py --its-flags`, as the run was trained")
+    store = _existing_store(flags.url)
+    with tempfile.TemporaryDirectory(prefix="harness-replay-") as temporary:
+        scratch = Path(flags.into or temporary)
+        if scratch.exists() and any(scratch.iterdir()):
+            raise BadInput(f"--into {scratch}: wanted an empty folder")
+        scratch.mkdir(parents=True, exist_ok=True)
+        return print_replay(execute(store, scratch, flags.start, flags.steps, flags.nodes, flags.script, flags.timeout_s), Console())
+
+
+# ---- simulation -------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class FakeMetadataFlags:
+    cloud: str = flag("aws", "whose metadata service: aws, gcp or azure", choices=["aws", "gcp", "azure"])
+    port: int = flag(1338, "where to listen, on loopback; 0: a free port", at_most=65535)
+    name: str = flag("fake-0", "name of the machine")
+    clock_ahead_s: float = flag(0.0, "how far the cloud's clock is ahead of ours", at_least=None)
+
+
+def fake_metadata(flags: FakeMetadataFlags) -> int:
+    """Be a cloud's metadata service on loopback, and announce what you are told to: notices, cancellations, outages."""
+    from harness.clouds.metadata import MetadataServer, environment_of, protocol_of
+    from harness.clouds.metadata_protocol import CONTROL_PATH
+
+    try:
+        server = MetadataServer(protocol_of(flags.cloud, flags.name), flags.port, control=True, clock_ahead_s=flags.clock_ahead_s)
+    except OSError as e:
+        raise BadInput(f"--port {flags.port}: {e.strerror}; name another port, or 0 for a free one") from e
+    for name, value in environment_of(flags.cloud, server.endpoint).items():
+        print(f"export {name}={value}")
+    print(f"""# curl -d '{{"do": "notice", "kind": "kill", "in_s": 120}}' {server.endpoint.rstrip("/")}{CONTROL_PATH}""")
+    print("# or one such line here; ends with Ctrl-C", flush=True)
+    try:
+        for line in sys.stdin:
+            try:
+                print(json.dumps(server.order(json.loads(line))) if line.strip() else "", flush=True)
+            except (ValueError, KeyError, TypeError, AttributeError) as e:
+                print(f"{type(e).__name__}: {e}", file=sys.stderr, flush=True)
+        threading.Event().wait()  # standard input is closed: the port still listens
+    finally:
+        server.close()
+    return DONE
+
+
+@dataclass(frozen=True)
+class SimulateFlags:
+    seeds: int = flag(200, "how many seeded worlds", at_least=1)
+    seed: int | None = flag(None, "one world only, with the log of its facts")
+    first: int = flag(0, "the first seed")
+    policy: str = flag("cheapest", "a name, or package.module:function")
+
+
+def simulate(flags: SimulateFlags) -> int:
+    """The very recovery loop and commit protocol, on a virtual clock in a hostile world, with invariants checked all along."""
+    from harness.proof import sim
+
+    return sim.command(flags.seeds, flags.seed, flags.first, flags.policy)
+
+
+# ---- drill ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class DrillFlags:
+    only: tuple[str, ...] = flag((), "FAULT:PHASE, either may be *; repeat for more (default: the whole matrix)", metavar="FAULT:PHASE")
+    seed: int = flag(0, "which node, which moment")
+    jobs: int = flag(1, "cells at the same time; about one per core", at_least=1)
+    json: bool = flag(False, "print the results as JSON")
+    soak: int = flag(0, "instead of the matrix: one long run with so many kills", metavar="KILLS")
+    keep: str = flag("", "keep runs and logs in this empty folder")
+
+
+def drill(flags: DrillFlags) -> int:
+    """Every fault in every phase, on real processes of this machine; passed is what ends with the weights of a calm run."""
+    from harness.proof import drill as drills
+
+    return drills.command(flags.only, flags.seed, flags.jobs, flags.json, flags.keep, flags.soak, Console())
+
+
+# ---- doctor -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class DoctorFlags:
+    task: str = positional("the SkyPilot task YAML that is to be launched; may be left out", nargs="?")
+    run: str = flag("", "URL of the run: its bucket is tried out")
+    env: tuple[str, ...] = flag((), "NAME=value for the task; repeat for more", metavar="NAME=value")
+    secret: tuple[str, ...] = flag((), "NAME or NAME=value; repeat for more", metavar="NAME=value")
+    json: bool = flag(False, "print the findings as JSON")
+
+
+def doctor(flags: DoctorFlags) -> int:
+    """Is everything in place for a launch? Costs nothing; says what to do about what is missing. Exit status 1 if a launch cannot work."""
+    from harness.clouds import tasks
+    from harness.controller import doctor as doctors
+
+    url = normalize(flags.run) if flags.run else ""
+    task = None
+    if flags.task:
+        envs = {**tasks.pairs(flags.env, os.environ), "RUN": url or "none"}
+        task = tasks.load(flags.task, envs, tasks.pairs(flags.secret, os.environ, "--secret"))
+    sky = _sky(url or "doctor")
+
+    def opened(at: str) -> ObjectStore:
+        return open_store(at, retry_within_s=PREFLIGHT_S)
+
+    try:
+        found = doctors.examine(task, url, sky, opened, os.environ, Path.home(), secrets.token_hex(4))
+    finally:
+        sky.close()
+    if flags.json:
+        print(doctors.to_json(found))
+    else:
+        doctors.show(found, Console())
+    return FAILED if any(f.state == doctors.FAIL for f in found) else DONE

@@ -1,0 +1,171 @@
+"""`harness run`: one node's agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from harness.cli.common import _checked_store, _duration, _moment
+from harness.core.config import Bounds, flag, positional
+from harness.core.world import BadInput
+from harness.node.progress import FACTOR, Limits
+from storage.objects import normalize
+
+
+def _workers(text: str) -> None:
+    """A number of workers, or auto. Raises ValueError that says what is wanted."""
+    if text != "auto" and not (text.isdecimal() and int(text) >= 1):
+        raise ValueError(f"wanted a number or auto, at least 1; found {text!r}")
+
+
+# ---- run (the agent) --------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Pace:
+    """How often an agent speaks to its store, and how long another one may be silent."""
+
+    beat_s: float
+    dead_s: float
+    control_s: float
+FOLDER, BUCKET = Pace(1.0, 5.0, 0.3), Pace(2.0, 10.0, 5.0)
+USUAL = Limits()
+
+
+@dataclass(frozen=True)
+class RunFlags:
+    script: tuple[str, ...] = positional("-- script.py and its arguments, or -- -m module", nargs="*")
+    run: str = flag("", "URL of the run; default: HARNESS_RUN")
+    nproc: str = flag("auto", "workers on this node: a number, or auto (one per GPU, else one)", check=_workers)
+    speed: float = flag(1.0, "relative speed of this node's workers, for uneven shares on mixed hardware", above=0)
+    min_nodes: int = flag(1, "do not train with fewer nodes than this", at_least=1)
+    grace_s: float = flag(0.0, "how long a SIGTERM leaves us before the end; 0: what this cloud promises, 30 s where it promises nothing")
+    notices: str = flag("", "where to listen for notices, such as aws,kubernetes, or none; default: what this machine says of itself")
+    notice_ack: str = flag("own", "tell Azure that this node has gone: own, all (every machine that an event names is ours), never",
+                           choices=["own", "all", "never"])  # fmt: skip
+    leave_at: str = flag("", "when this node ends, such as the end of a capacity block: 2026-11-21T08:00:00Z, or seconds since 1970",
+                         check=_moment)  # fmt: skip
+    leave_after: str = flag("", "this node ends so long after its start: 12h, 90m, seconds", check=_duration)
+    drain_lead_s: float = flag(120.0, "how long before an end that is known long before the node drains")
+    notify_signal: str = flag("", "for scripts without harness.attach(): send them this signal (USR1, TERM...) on a notice")
+    trackers: str = flag("", "where to publish committed steps: wandb, tensorboard, jsonl, or package.module:function, comma-separated")
+    replica: str = flag("", "URL of a second bucket: committed snapshots are copied there; default: HARNESS_REPLICA")
+    replica_cap_usd: float | None = flag(None, "copy nothing that would make it cost more; default: HARNESS_REPLICA_CAP_USD, else no limit")
+    stage_gib: float = flag(0.0, "host memory for staged snapshots, in GiB; 0: half of what is free")
+    stage_dir: str = flag("", "RAM disk for staged snapshots; default: /dev/shm")
+    disk_tier_gib: float = flag(0.0, "keep the last snapshots on this much of the node's disk, too; 0: do not")
+    disk_tier_dir: str = flag("", "where; default: the node's scratch folder")
+    peer_tier: str = flag("off", "memory, disk: nodes keep a copy of a neighbour's share there, and read from each other before the bucket",
+                          choices=["off", "memory", "disk"])  # fmt: skip
+    hang_after_s: float = flag(
+        0.0, f"a worker without a sign of life for so long is hung; 0: {FACTOR:g} times its slowest step, at least {USUAL.floor_s:g} s"
+    )
+    stuck_after_s: float = flag(0.0, f"the same for start-up and resuming, and for saving; 0: {USUAL.start_s:g} s and {USUAL.save_s:g} s")
+    gpu_health: str = flag("auto", "auto (NVML, where there is a driver), off, or the file that drives a fake one")
+    beat_s: float = flag(0.0, f"how often this node says that it lives; 0: {FOLDER.beat_s:g} s (folder), {BUCKET.beat_s:g} s (bucket)")
+    dead_s: float = flag(0.0, f"silence of a node that means its death; 0: {FOLDER.dead_s:g} s (folder), {BUCKET.dead_s:g} s (bucket)")
+    allow_rewind: bool = flag(False, "go on though committed steps must be done again (HARNESS_ALLOW_REWIND)")
+    leaderless_hours: float = flag(24.0, "a controller that led this run has been silent for so long: drain; 0: train on")
+    addr: str = flag("", "this node's address as the other nodes see it; default: from SkyPilot, else loopback")
+
+
+def run(flags: RunFlags) -> int:
+    """Be this node's agent: join the run, start the script's workers, heed notices."""
+    from harness.agent.agent import Agent, AgentConfig
+    from harness.agent.leaderless import LOOK_EVERY_S
+    from harness.agent.sources import LimitSource, detect, duration, moment, sigterm_s
+    from harness.node.processes import die_with_parent
+    from harness.uploader.nearby import NearbyConfig
+
+    env = os.environ
+    url = flags.run or env.get("HARNESS_RUN", "")
+    if not url:
+        raise BadInput("no run URL: give --run URL (or HARNESS_RUN), for example --run s3://my-bucket/runs/x")
+    argv = list(flags.script)
+    if not argv:
+        raise BadInput("no script: write `harness run --run URL -- train.py --its-flags`")
+    if argv[0] != "-m" and not Path(argv[0]).is_file():
+        raise BadInput(f"{argv[0]}: no such file (working directory: {Path.cwd()})")
+    if flags.allow_rewind:
+        env["HARNESS_ALLOW_REWIND"] = "1"  # for its workers
+    if env.get("HARNESS_NODE_DIR"):  # a node of the local cloud dies as a whole, like a machine
+        die_with_parent()
+    store = _checked_store(normalize(url), retry_within_s=10.0)  # an agent must hear notices while the bucket is silent
+    os.environ["STORAGE_ANSWERED"] = normalize(url)  # for whom we start: to them a refusal is an outage as well
+    trackers = flags.trackers or env.get("HARNESS_TRACKERS", "")
+    replica = flags.replica or env.get("HARNESS_REPLICA", "")
+    if replica:
+        _checked_store(normalize(replica), retry_within_s=10.0)
+    cap_usd = flags.replica_cap_usd
+    if cap_usd is None and (said := env.get("HARNESS_REPLICA_CAP_USD", "")):
+        try:
+            cap_usd = Bounds().of(said, float)
+        except ValueError as e:
+            raise BadInput(f"HARNESS_REPLICA_CAP_USD: {e}") from None
+    node_dir = Path(env.get("HARNESS_NODE_DIR") or f"/tmp/harness-{os.getpid()}")
+    pace = FOLDER if normalize(url).startswith("file://") else BUCKET
+    sources = detect(dict(env), asked=flags.notices, speaks_for_all=flags.notice_ack == "all")
+    sources += [LimitSource("limit", moment(flags.leave_at))] if flags.leave_at else []
+    sources += [LimitSource("limit", time.time() + duration(flags.leave_after))] if flags.leave_after else []
+    config = AgentConfig(
+        run=normalize(url),
+        argv=argv,
+        nproc=_nproc(flags.nproc, env),
+        attempt=int(env.get("HARNESS_ATTEMPT", 0)),
+        addr=flags.addr or _address(env),
+        node_dir=node_dir,
+        accelerator=env.get("HARNESS_OFFER", ""),
+        speed=flags.speed,
+        place=_place(env),
+        min_members=flags.min_nodes,
+        grace_s=flags.grace_s or sigterm_s(env, asked=flags.notices),
+        drain_lead_s=flags.drain_lead_s,
+        acknowledge=flags.notice_ack != "never",
+        notify_signal=flags.notify_signal,
+        trackers=trackers,
+        replica=replica,
+        replica_cap_usd=cap_usd,
+        stage_dir=Path(flags.stage_dir) if flags.stage_dir else None,
+        stage_nbytes=int(flags.stage_gib * 2**30) or None,
+        nearby=NearbyConfig(
+            disk_nbytes=int(flags.disk_tier_gib * 2**30), disk_root=flags.disk_tier_dir or str(node_dir / "disk-tier"), peer=flags.peer_tier
+        ).checked(),
+        beat_s=flags.beat_s or pace.beat_s,
+        dead_s=flags.dead_s or pace.dead_s,
+        control_s=pace.control_s,
+        hang=_hang_limits(flags.hang_after_s, flags.stuck_after_s),
+        gpu_health=flags.gpu_health,
+        leaderless_s=flags.leaderless_hours * 3600,
+        lease_s=min(LOOK_EVERY_S, flags.leaderless_hours * 900),
+    )
+    return Agent(config, store, sources).execute()
+
+
+def _hang_limits(hang_after_s: float, stuck_after_s: float) -> Limits:
+    usual = Limits(hang_after_s or None)
+    return replace(usual, start_s=stuck_after_s, save_s=stuck_after_s) if stuck_after_s else usual
+
+
+def _nproc(text: str, env: Any) -> int:
+    if text != "auto":
+        return int(text)
+    if "CUDA_VISIBLE_DEVICES" in env:
+        return max(1, len([d for d in env["CUDA_VISIBLE_DEVICES"].split(",") if d.strip() not in ("", "-1")]))
+    found = [p for p in Path("/dev").glob("nvidia[0-9]*") if p.name.removeprefix("nvidia").isdigit()]
+    return max(1, len(found))
+
+
+def _address(env: Any) -> str:
+    addresses = env.get("SKYPILOT_NODE_IPS", "").split()
+    rank = int(env.get("SKYPILOT_NODE_RANK", 0))
+    return addresses[rank] if rank < len(addresses) else "127.0.0.1"
+
+
+def _place(env: Any) -> str:
+    """Cloud and region of this node, from SkyPilot: nodes of others are not reached. Empty: unknown, or the local cloud."""
+    about = json.loads(env.get("SKYPILOT_CLUSTER_INFO") or "{}")
+    if about.get("cloud") == "local":
+        return ""
+    return "/".join(str(about[k]).lower() for k in ("cloud", "region") if about.get(k))
