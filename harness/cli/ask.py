@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from harness.bucket.orders import SNAPSHOT, StopOrder, ask_to_stop
-from harness.cli.common import DONE, FAILED, _attempts, _cluster, _existing_store, _is_local, _local_cloud, _sky
+from harness.cli.common import DONE, FAILED, attempts, cluster_of, existing_store, is_local, local_cloud, sky_broker
 from harness.core.config import flag, positional
 from harness.core.world import CloudUnavailable
 from storage.objects import ObjectStore, normalize
@@ -32,10 +32,10 @@ class StopFlags:
 
 def stop(flags: StopFlags) -> int:
     """Drain the whole run: all ranks snapshot at the same step boundary and leave; nobody comes back by itself."""
-    store, console = _existing_store(flags.url), Console()
-    _ask_stop(store, flags.reason)
+    store, console = existing_store(flags.url), Console()
+    ask_stop(store, flags.reason)
     url = normalize(flags.url)
-    left = _Ending(store, _local_cloud(url).gone if _is_local(url) else set).wait(flags.wait_s)
+    left = _Ending(store, local_cloud(url).gone if is_local(url) else set).wait(flags.wait_s)
     if not left:
         from storage.snapshots import Snapshots
 
@@ -94,7 +94,7 @@ class _Ending:
         return beating
 
 
-def _ask_stop(store: ObjectStore, reason: str) -> None:
+def ask_stop(store: ObjectStore, reason: str) -> None:
     ask_to_stop(store, StopOrder(reason, "user"))
 
 
@@ -108,9 +108,9 @@ class DownFlags:
 
 def down(flags: DownFlags) -> int:
     """Stop a run and end every node of it, wherever it came from; what is left running, or cannot be proven to be gone, is named."""
-    store, console, url = _existing_store(flags.url), Console(), normalize(flags.url)
-    _ask_stop(store, flags.reason)
-    local = _local_cloud(url) if _is_local(url) else None
+    store, console, url = existing_store(flags.url), Console(), normalize(flags.url)
+    ask_stop(store, flags.reason)
+    local = local_cloud(url) if is_local(url) else None
     ending = _Ending(store, local.gone if local else set)
     ending.wait(flags.grace_s)
     if local:
@@ -126,7 +126,7 @@ def _down_sky(url: str, timeout_s: float, console: Console) -> set[int]:
     """End every cluster that SkyPilot knows of. Returns the attempts that it has, or had, and that are gone."""
     from harness.clouds.skypilot import SkyError, bring_down, known_once
 
-    sky = _sky(url)
+    sky = sky_broker(url)
     try:
         ended = bring_down(sky, url, timeout_s)
         console.print(f"SkyPilot brought down {', '.join(ended)}." if ended else "SkyPilot knows of no cluster of this run.")
@@ -155,7 +155,7 @@ def _prove(ending: _Ending, gone: Collection[int], where: str, url: str, timeout
         names = ", ".join(sorted(b.member for b in beating))
         doubts.append(f"STILL RUNNING AND BILLED: {names} beat in the bucket, and {where} does not show them. They are asked to stop.")
     if quiet := sorted(unknown() - {b.attempt for b in beating}):
-        names = f"{_attempts(quiet)} ({', '.join(_cluster(url, n) for n in quiet)})"
+        names = f"{attempts(quiet)} ({', '.join(cluster_of(url, n) for n in quiet)})"
         doubts.append(f"NOT PROVEN TO BE GONE: {names}: open in the facts, silent in the bucket, and {where} knows nothing of them.")
     if not doubts:
         console.print("Nothing of this run is left.")
@@ -176,6 +176,6 @@ class SnapshotFlags:
 
 def snapshot(flags: SnapshotFlags) -> int:
     """Ask a running training for a snapshot at its next step boundary."""
-    _existing_store(flags.url).create(f"{SNAPSHOT}{secrets.token_hex(6)}.json", b"{}")
+    existing_store(flags.url).create(f"{SNAPSHOT}{secrets.token_hex(6)}.json", b"{}")
     Console().print("Asked.")
     return DONE

@@ -29,11 +29,11 @@ class RealClock:
         time.sleep(seconds)
 
 
-def _moment(text: str) -> None:
+def when(text: str) -> None:
     _of_sources("moment", text)
 
 
-def _duration(text: str) -> None:
+def duration_text(text: str) -> None:
     _of_sources("duration", text)
 
 
@@ -48,17 +48,17 @@ def _of_sources(parser: str, text: str) -> None:
         raise ValueError(str(e)) from None
 
 
-def _attempts(numbers: Collection[int]) -> str:
+def attempts(numbers: Collection[int]) -> str:
     return f"attempt{'s' if len(numbers) > 1 else ''} {', '.join(map(str, sorted(numbers)))}"
 
 
-def _cluster(url: str, attempt: int) -> str:
+def cluster_of(url: str, attempt: int) -> str:
     from harness.clouds.skypilot import cluster
 
     return cluster(url, attempt)
 
 
-def _book(store: ObjectStore) -> Book:
+def book_of(store: ObjectStore) -> Book:
     """What the controllers of a run have written down."""
     from harness.bucket.journal import read_facts
     from harness.controller.book import Book
@@ -66,13 +66,13 @@ def _book(store: ObjectStore) -> Book:
     return Book.of(read_facts(store, "controller-"), random.Random(0))
 
 
-def _sky(url: str) -> Broker:
+def sky_broker(url: str) -> Broker:
     from harness.clouds.skypilot import Broker
 
-    return Broker(os.environ, _state_dir(url, "sky-logs") / "broker.log")
+    return Broker(os.environ, state_dir(url, "sky-logs") / "broker.log")
 
 
-def _state_dir(url: str, what: str = "local-cloud") -> Path:
+def state_dir(url: str, what: str = "local-cloud") -> Path:
     """Where the controller keeps state and logs of its own: beside a run in a folder, else under ~/.cache, by the run's URL."""
     if url.startswith("file://"):
         return Path(url.removeprefix("file://")) / what
@@ -81,11 +81,11 @@ def _state_dir(url: str, what: str = "local-cloud") -> Path:
     return Path.home() / ".cache" / "spotharness" / what / hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
-def _html_path(url: str) -> str:
+def html_path(url: str) -> str:
     return str(Path(url.removeprefix("file://")) / "report.html") if url.startswith("file://") else ""
 
 
-def _checked_store(url: str, retry_within_s: float = RETRY_WITHIN_S) -> ObjectStore:
+def checked_store(url: str, retry_within_s: float = RETRY_WITHIN_S) -> ObjectStore:
     """The run's bucket, proven to be there, writable and fit before anything is launched. Raises StoreError.
 
     A person waits for this answer, so silence counts as a refusal sooner than it does once the run is under way.
@@ -97,7 +97,7 @@ def _checked_store(url: str, retry_within_s: float = RETRY_WITHIN_S) -> ObjectSt
     return open_store(url, retry_within_s=retry_within_s, answered=True)
 
 
-def _existing_store(url: str) -> ObjectStore:
+def existing_store(url: str) -> ObjectStore:
     """The bucket of a run that must be there already. Raises BadInput."""
     store = open_store(url)
     if not store.list("facts/") and not store.list("run.json"):
@@ -105,7 +105,7 @@ def _existing_store(url: str) -> ObjectStore:
     return store
 
 
-def _is_final(store: ObjectStore) -> bool:
+def is_final(store: ObjectStore) -> bool:
     from storage.snapshots import Snapshots
 
     snapshots = Snapshots(store)
@@ -113,13 +113,13 @@ def _is_final(store: ObjectStore) -> bool:
     return bool(manifest and snapshots.ended(manifest))
 
 
-def _local_cloud(url: str) -> LocalCloud:
+def local_cloud(url: str) -> LocalCloud:
     """The one of this computer that led the run: to look, and to end it."""
     from harness.clouds.local import LocalCloud
     from harness.clouds.tasks import Task
 
-    return LocalCloud(_state_dir(url), Task(Path("-"), "down", "true"), run_url=url)
+    return LocalCloud(state_dir(url), Task(Path("-"), "down", "true"), run_url=url)
 
 
-def _is_local(url: str) -> bool:
-    return (_state_dir(url) / "config.json").exists()
+def is_local(url: str) -> bool:
+    return (state_dir(url) / "config.json").exists()

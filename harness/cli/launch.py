@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from harness.bucket.orders import STOP_KEY, stop_order
-from harness.cli.ask import _ask_stop
+from harness.cli.ask import ask_stop
 from harness.cli.common import (
     DONE,
     ENDED_EARLY,
@@ -29,15 +29,15 @@ from harness.cli.common import (
     INTERRUPTED,
     LEFT,
     RealClock,
-    _attempts,
-    _book,
-    _checked_store,
-    _html_path,
-    _is_final,
-    _sky,
-    _state_dir,
+    attempts,
+    book_of,
+    checked_store,
+    html_path,
+    is_final,
+    sky_broker,
+    state_dir,
 )
-from harness.cli.look import _report
+from harness.cli.look import show_report
 from harness.core.config import flag, positional
 from harness.core.world import BadInput, Fenced, HarnessError
 from storage.objects import NotFound, ObjectStore, StoreError, normalize, open_store
@@ -112,14 +112,14 @@ def launch(flags: LaunchFlags) -> int:
         policy = policies.together(policy, saving=flags.move_saving, stay_s=flags.move_stay_s)
     if flags.dry_run:
         return _plan(flags, task, policy, url, nodes, console)
-    store = _checked_store(url)
+    store = checked_store(url)
     try:
-        final = _is_final(store)
+        final = is_final(store)
     except StoreError as e:
         return _give_up(e, store, None, console, url)
     if final:
         console.print(f"The run at {url} is finished already; this is its report. For another training, name another run URL.")
-        return _report(store, console, flags.html or _html_path(url))
+        return show_report(store, console, flags.html or html_path(url))
     if before := stop_order(store):
         console.print(f"This run was stopped earlier ({before.reason}); going on.")
         store.delete(STOP_KEY)
@@ -136,7 +136,7 @@ def launch(flags: LaunchFlags) -> int:
     view = _View(store, console)
     asked: KeyboardInterrupt | None = None  # an interruption that is not answered yet
     draining = False
-    with _heed_signals(_state_dir(url, "controller") / "log"):
+    with _heed_signals(state_dir(url, "controller") / "log"):
         while True:
             try:
                 if asked is not None:
@@ -164,9 +164,9 @@ def launch(flags: LaunchFlags) -> int:
                     traceback.print_exc()
                 return _give_up(e, store, cloud, console, url)
         cloud.shutdown()
-    _report(store, console, flags.html or _html_path(url), flags.brief)
+    show_report(store, console, flags.html or html_path(url), flags.brief)
     if outcome.unproven:
-        names = _attempts(outcome.unproven)
+        names = attempts(outcome.unproven)
         words = f"{names}: this cloud never showed their machines. Look whether they are gone: harness down {url}"
         console.print(f"\n{words}", style="bold red", highlight=False, soft_wrap=True)
     if outcome.outcome == "done":
@@ -201,7 +201,7 @@ def _nothing_runs(store: ObjectStore, cloud: LocalCloud | SkyPilotCloud) -> bool
     from harness.bucket.beats import Beats
 
     try:
-        book = _book(store)
+        book = book_of(store)
         if book.unread or any(n.alive for n in cloud.nodes()) or any(n.up_s is not None for n in book.open.values()):
             return False
         return not any(b.attempt in book.open and not b.gone for b in Beats(store, time.monotonic).look())
@@ -262,14 +262,14 @@ def _cloud(flags: LaunchFlags, task: Task, url: str, nodes: tuple[int, int]) -> 
     if flags.cloud == "local":
         from harness.clouds.local import LocalCloud
 
-        return LocalCloud(_state_dir(url), task, flags.market, url, wanted=nodes, notices=flags.local_notices)
+        return LocalCloud(state_dir(url), task, flags.market, url, wanted=nodes, notices=flags.local_notices)
     from harness.clouds.skypilot import SkyPilotCloud
 
     clouds = [c.strip() for c in flags.clouds.split(",") if c.strip()] or None
     if clouds and not flags.dry_run:
         raise BadInput("--clouds is for --dry-run; to launch, SkyPilot must have the clouds enabled (`sky check`)")
     on_demand = flags.on_demand or flags.policy.partition("?")[0] in ("on_demand_fallback", "uniform_progress")
-    return SkyPilotCloud(task, url, _sky(url), clouds=clouds, on_demand=on_demand, log_dir=_state_dir(url, "sky-logs"))
+    return SkyPilotCloud(task, url, sky_broker(url), clouds=clouds, on_demand=on_demand, log_dir=state_dir(url, "sky-logs"))
 
 
 def _plan(flags: LaunchFlags, task: Task, policy: Policy, url: str, nodes: tuple[int, int], console: Console) -> int:
@@ -346,7 +346,7 @@ def _interrupted(what: str, by: str, store: ObjectStore, cloud: LocalCloud | Sky
         return INTERRUPTED
     if what == "drain":
         console.print(f"{by[0].upper()}{by[1:]}. Draining: a snapshot is made, then everything is ended. The same again kills at once.")
-        _ask_stop(store, f"the controller was {by}")
+        ask_stop(store, f"the controller was {by}")
         return None
     console.print("Ending all nodes ...")
     with contextlib.suppress(HarnessError):

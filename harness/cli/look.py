@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.cli.common import DONE, _existing_store, _html_path, _is_local, _sky, _state_dir
+from harness.cli.common import DONE, existing_store, html_path, is_local, sky_broker, state_dir
 from harness.core.config import flag, positional
 from harness.core.world import BadInput
 from storage.objects import ObjectStore, normalize
@@ -25,7 +25,7 @@ def status(flags: StatusFlags) -> int:
     """Show a run as it goes on."""
     from harness.views import monitor
 
-    store, console = _existing_store(flags.url), Console()
+    store, console = existing_store(flags.url), Console()
     if flags.json:
         print(json.dumps(monitor.status(store), indent=2))
         return DONE
@@ -42,17 +42,17 @@ class ReportFlags:
 
 def report(flags: ReportFlags) -> int:
     """What happened in a run: attempts, worlds, goodput, money, losses."""
-    store = _existing_store(flags.url)
+    store = existing_store(flags.url)
     if flags.json:
         from harness.views.report import to_json
         from harness.views.summary import summarize
 
         print(json.dumps(to_json(summarize(store)), indent=2))
         return DONE
-    return _report(store, Console(), flags.html or _html_path(normalize(flags.url)))
+    return show_report(store, Console(), flags.html or html_path(normalize(flags.url)))
 
 
-def _report(store: ObjectStore, console: Console, html: str, brief: bool = False) -> int:
+def show_report(store: ObjectStore, console: Console, html: str, brief: bool = False) -> int:
     from harness.views.report import print_report, write_html
     from harness.views.summary import summarize
 
@@ -74,9 +74,9 @@ class LogsFlags:
 
 def logs(flags: LogsFlags) -> int:
     """What the run's nodes have written."""
-    _existing_store(flags.url)
+    existing_store(flags.url)
     console, url = Console(), normalize(flags.url)
-    found = _local_logs(url, flags.lines) if _is_local(url) else _sky_logs(url, flags.lines)
+    found = _local_logs(url, flags.lines) if is_local(url) else _sky_logs(url, flags.lines)
     wanted = {n: text for n, text in found.items() if flags.attempt in (None, n)}
     if not wanted:
         raise BadInput(f"{flags.url}: no log of {'any attempt' if flags.attempt is None else f'attempt {flags.attempt}'} is there")
@@ -87,7 +87,7 @@ def logs(flags: LogsFlags) -> int:
 
 
 def _local_logs(url: str, lines: int) -> dict[int, str]:
-    paths = (_state_dir(url) / "nodes").glob("*/log")
+    paths = (state_dir(url) / "nodes").glob("*/log")
     return {int(p.parent.name): "\n".join(p.read_text(errors="replace").splitlines()[-lines:]) for p in paths}
 
 
@@ -95,8 +95,8 @@ def _sky_logs(url: str, lines: int) -> dict[int, str]:
     """Of clusters that are there, from SkyPilot; of failed ones that are gone, what was kept."""
     from harness.clouds.skypilot import tails
 
-    kept = {p.stem: p.read_text(errors="replace") for p in _state_dir(url, "sky-logs").glob("sh-*.log")}
-    sky = _sky(url)
+    kept = {p.stem: p.read_text(errors="replace") for p in state_dir(url, "sky-logs").glob("sh-*.log")}
+    sky = sky_broker(url)
     try:
         found = {**kept, **tails(sky, url, lines)}
     finally:

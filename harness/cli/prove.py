@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.cli.common import DONE, FAILED, PREFLIGHT_S, _existing_store, _sky
+from harness.cli.common import DONE, FAILED, PREFLIGHT_S, existing_store, sky_broker
 from harness.core.config import flag, positional
 from harness.core.world import BadInput
 from storage.objects import ObjectStore, normalize, open_store
@@ -26,7 +26,7 @@ def verify(flags: VerifyFlags) -> int:
     """Prove from the bucket alone that the run is what it should be. Exit status 1 names the first violation."""
     from harness.views.audit import audit, print_audit
 
-    found = audit(_existing_store(flags.url))
+    found = audit(existing_store(flags.url))
     print_audit(found, Console())
     return DONE if found.ok else FAILED
 
@@ -43,7 +43,7 @@ def compare(flags: CompareFlags) -> int:
     from harness.views.compare import compare as compare_stores
     from harness.views.compare import print_comparison
 
-    found = compare_stores(_existing_store(flags.a), _existing_store(flags.b))
+    found = compare_stores(existing_store(flags.a), existing_store(flags.b))
     return print_comparison(found, Console(), flags.rtol)
 
 
@@ -67,7 +67,7 @@ def replay(flags: ReplayFlags) -> int:
 
     if not flags.script:
         raise BadInput("no script: write `harness replay URL --start STEP -- train.py --its-flags`, as the run was trained")
-    store = _existing_store(flags.url)
+    store = existing_store(flags.url)
     with tempfile.TemporaryDirectory(prefix="harness-replay-") as temporary:
         scratch = Path(flags.into or temporary)
         if scratch.exists() and any(scratch.iterdir()):
@@ -163,7 +163,7 @@ def doctor(flags: DoctorFlags) -> int:
     if flags.task:
         envs = {**tasks.pairs(flags.env, os.environ), "RUN": url or "none"}
         task = tasks.load(flags.task, envs, tasks.pairs(flags.secret, os.environ, "--secret"))
-    sky = _sky(url or "doctor")
+    sky = sky_broker(url or "doctor")
 
     def opened(at: str) -> ObjectStore:
         return open_store(at, retry_within_s=PREFLIGHT_S)

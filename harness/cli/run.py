@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness.cli.common import _checked_store, _duration, _moment
+from harness.cli.common import checked_store, duration_text, when
 from harness.core.config import Bounds, flag, positional
 from harness.core.world import BadInput
 from harness.node.progress import FACTOR, Limits
@@ -46,8 +46,8 @@ class RunFlags:
     notice_ack: str = flag("own", "tell Azure that this node has gone: own, all (every machine that an event names is ours), never",
                            choices=["own", "all", "never"])  # fmt: skip
     leave_at: str = flag("", "when this node ends, such as the end of a capacity block: 2026-11-21T08:00:00Z, or seconds since 1970",
-                         check=_moment)  # fmt: skip
-    leave_after: str = flag("", "this node ends so long after its start: 12h, 90m, seconds", check=_duration)
+                         check=when)  # fmt: skip
+    leave_after: str = flag("", "this node ends so long after its start: 12h, 90m, seconds", check=duration_text)
     drain_lead_s: float = flag(120.0, "how long before an end that is known long before the node drains")
     notify_signal: str = flag("", "for scripts without harness.attach(): send them this signal (USR1, TERM...) on a notice")
     trackers: str = flag("", "where to publish committed steps: wandb, tensorboard, jsonl, or package.module:function, comma-separated")
@@ -92,12 +92,12 @@ def run(flags: RunFlags) -> int:
         env["HARNESS_ALLOW_REWIND"] = "1"  # for its workers
     if env.get("HARNESS_NODE_DIR"):  # a node of the local cloud dies as a whole, like a machine
         die_with_parent()
-    store = _checked_store(normalize(url), retry_within_s=10.0)  # an agent must hear notices while the bucket is silent
+    store = checked_store(normalize(url), retry_within_s=10.0)  # an agent must hear notices while the bucket is silent
     os.environ["STORAGE_ANSWERED"] = normalize(url)  # for whom we start: to them a refusal is an outage as well
     trackers = flags.trackers or env.get("HARNESS_TRACKERS", "")
     replica = flags.replica or env.get("HARNESS_REPLICA", "")
     if replica:
-        _checked_store(normalize(replica), retry_within_s=10.0)
+        checked_store(normalize(replica), retry_within_s=10.0)
     cap_usd = flags.replica_cap_usd
     if cap_usd is None and (said := env.get("HARNESS_REPLICA_CAP_USD", "")):
         try:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 
-from harness.clouds.metadata_protocol import MAX_TTL_S, NOT_FOUND, TOKEN_HEADER, TOKEN_PATH, TTL_HEADER, Answer, _json, _no_kind, rfc3339
+from harness.clouds.metadata_protocol import MAX_TTL_S, NOT_FOUND, TOKEN_HEADER, TOKEN_PATH, TTL_HEADER, Answer, json_answer, no_kind, rfc3339
 
 
 # ---- AWS --------------------------------------------------------------------------------------------------------
@@ -57,13 +57,13 @@ class AwsImds:
                 at = datetime.fromtimestamp(deadline_s, timezone.utc).strftime("%d %b %Y %H:%M:%S GMT")
                 self.maintenance({"NotBefore": at, "Code": "system-reboot", "Description": "reboot", "EventId": event, "State": "active"})
                 return event
-        raise _no_kind(kind)
+        raise no_kind(kind)
 
     def announce(self, action: str, deadline_s: float) -> None:
         """A spot interruption ("terminate", "stop" or "hibernate") at a wall-clock time."""
         at = rfc3339(deadline_s)
         with self._lock:
-            self._notices["spot/instance-action"] = _json({"action": action, "time": at})
+            self._notices["spot/instance-action"] = json_answer({"action": action, "time": at})
             if action == "terminate":
                 self._notices["spot/termination-time"] = Answer(200, at)
 
@@ -83,7 +83,7 @@ class AwsImds:
 
     def rebalance(self, noticed_s: float) -> None:
         with self._lock:
-            self._notices["events/recommendations/rebalance"] = _json({"noticeTime": rfc3339(noticed_s)})
+            self._notices["events/recommendations/rebalance"] = json_answer({"noticeTime": rfc3339(noticed_s)})
 
     def maintenance(self, event: Mapping[str, str]) -> None:
         """Add a scheduled event, or change the one with the same EventId (State active -> completed | canceled)."""
@@ -122,12 +122,12 @@ class AwsImds:
 
     def _get(self, path: str) -> Answer:
         if path == "/latest/dynamic/instance-identity/document":
-            return _json(self._identity)
+            return json_answer(self._identity)
         if path == "/latest/meta-data":
             return Answer(200, "\n".join(sorted({*(k.partition("/")[0] for k in self._fixed), "events/", "spot/"})))
         name = path.removeprefix("/latest/meta-data/")
         if name == "events/maintenance/scheduled":
-            return _json(self._maintenance)  # an empty list, not 404, when nothing is planned
+            return json_answer(self._maintenance)  # an empty list, not 404, when nothing is planned
         if name in self._fixed:
             return Answer(200, self._fixed[name])
         return self._notices.get(name, Answer(404, NOT_FOUND, "text/html"))

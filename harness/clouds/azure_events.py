@@ -11,7 +11,7 @@ from email.utils import formatdate
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from harness.clouds.metadata_protocol import EVENTS_PATH, NAME_PATH, Answer, _azure_error, _json, _no_kind
+from harness.clouds.metadata_protocol import EVENTS_PATH, NAME_PATH, Answer, azure_error, json_answer, no_kind
 
 
 class AzureScheduledEvents:
@@ -59,7 +59,7 @@ class AzureScheduledEvents:
     def notice(self, kind: str, deadline_s: float) -> str:
         types = {"kill": "Preempt", "soft": "Freeze", "maintenance": "Redeploy"}
         if kind not in types:
-            raise _no_kind(kind)
+            raise no_kind(kind)
         return self.schedule(types[kind], deadline_s, duration_s=5 if kind == "soft" else -1)
 
     def cancel(self, name: str = "") -> None:
@@ -76,18 +76,18 @@ class AzureScheduledEvents:
         asked = urlsplit(path)
         version = parse_qs(asked.query).get("api-version", [""])[-1]
         if headers.get("metadata", "").lower() != "true":
-            return _azure_error("Bad request. Required metadata header not specified")
+            return azure_error("Bad request. Required metadata header not specified")
         if headers.get("x-forwarded-for") is not None:
-            return _azure_error("Bad request. X-Forwarded-For is not allowed")
+            return azure_error("Bad request. X-Forwarded-For is not allowed")
         if len(version) != 10:
-            return _azure_error("Bad request. api-version is invalid or was not specified in the request.")
+            return azure_error("Bad request. api-version is invalid or was not specified in the request.")
         if asked.path == NAME_PATH and method == "GET":
             return Answer(200, self.name)
         if asked.path != EVENTS_PATH:
             return Answer(404, json.dumps({"error": "Not found"}), "application/json")
         if method == "GET":
             with self._lock:
-                return _json({"DocumentIncarnation": self._incarnation, "Events": self._events})
+                return json_answer({"DocumentIncarnation": self._incarnation, "Events": self._events})
         if method == "POST":
             return self._start_requests(body)
         return Answer(405, json.dumps({"error": "Method not allowed"}), "application/json")
@@ -97,11 +97,11 @@ class AzureScheduledEvents:
         try:
             wanted = [str(request["EventId"]) for request in json.loads(body)["StartRequests"]]
         except (ValueError, KeyError, TypeError):
-            return _azure_error("Bad request. StartRequests is malformed")
+            return azure_error("Bad request. StartRequests is malformed")
         with self._lock:
             known = {e["EventId"] for e in self._events}
             if not set(wanted) <= known | set(self.acknowledged):
-                return _azure_error("Bad request. There is no such event")
+                return azure_error("Bad request. There is no such event")
             self.acknowledged += wanted
             waiting = [e for e in self._events if e["EventId"] in wanted and e["EventStatus"] == "Scheduled"]
             for event in waiting:

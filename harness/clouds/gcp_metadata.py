@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 from urllib.parse import parse_qs, urlsplit
 
-from harness.clouds.metadata_protocol import MAX_HANG_S, Answer, _no_kind
+from harness.clouds.metadata_protocol import MAX_HANG_S, Answer, no_kind
 
 # ---- GCP --------------------------------------------------------------------------------------------------------
 PREEMPTED, MAINTENANCE_EVENT = "instance/preempted", "instance/maintenance-event"
@@ -52,7 +52,7 @@ class GcpMetadata:
             case "maintenance":
                 self.set(MAINTENANCE_EVENT, "TERMINATE_ON_HOST_MAINTENANCE")
             case _:
-                raise _no_kind(kind)
+                raise no_kind(kind)
         return MAINTENANCE_EVENT
 
     def cancel(self, name: str = "") -> None:

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from harness.clouds.aws_imds import AwsImds
 from harness.clouds.azure_events import AzureScheduledEvents
 from harness.clouds.gcp_metadata import GcpMetadata
-from harness.clouds.metadata_protocol import CONTROL_PATH, Answer, _json
+from harness.clouds.metadata_protocol import CONTROL_PATH, Answer, json_answer
 
 
 # ---- by name ----------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class MetadataServer:
 
     def _ordered(self, body: bytes) -> Answer:
         try:
-            return _json(self.order(json.loads(body)))
+            return json_answer(self.order(json.loads(body)))
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             return Answer(400, json.dumps({"error": f"{type(e).__name__}: {e}"}), "application/json")
 

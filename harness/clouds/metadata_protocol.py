@@ -50,15 +50,15 @@ def rfc3339(wall_s: float) -> str:
     return datetime.fromtimestamp(wall_s, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _json(value: Any) -> Answer:
+def json_answer(value: Any) -> Answer:
     return Answer(200, json.dumps(value), "application/json")
 
 
-def _no_kind(kind: str) -> ValueError:
+def no_kind(kind: str) -> ValueError:
     return ValueError(f"kind {kind!r} is none of kill, soft, maintenance")
 # ---- Azure ------------------------------------------------------------------------------------------------------
 EVENTS_PATH, NAME_PATH = "/metadata/scheduledevents", "/metadata/instance/compute/name"
 
 
-def _azure_error(text: str) -> Answer:
+def azure_error(text: str) -> Answer:
     return Answer(400, json.dumps({"error": text}), "application/json")

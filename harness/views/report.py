@@ -60,7 +60,7 @@ MEANING = {
 
 
 @dataclass(frozen=True)
-class _Epoch:
+class Epoch:
     """What of an epoch's object in the rendezvous is told in a report."""
 
     members: tuple[str, ...]

@@ -29,7 +29,7 @@ from harness.core.facts import (
     loaded,
 )
 from harness.views.ledger import EpochRow, Ledger
-from harness.views.report import _Epoch, unread_text
+from harness.views.report import Epoch, unread_text
 from storage.manifest import Manifest, SnapshotCorrupt
 from storage.objects import NotFound, ObjectStore
 from storage.snapshots import Snapshots
@@ -162,7 +162,7 @@ def _lost_epochs(store: ObjectStore, facts: list[Stamped]) -> list[Stamped]:
         if not name.isdigit() or int(name) in told or int(name) not in begun:
             continue
         with contextlib.suppress(ValueError, TypeError, AttributeError, NotFound):  # `harness verify` names what is damaged
-            body = built(_Epoch, loaded(store.get(key)))
+            body = built(Epoch, loaded(store.get(key)))
             fact = EpochStarted(int(name), body.members, sum(body.nproc), body.reason)
             found.append(Stamped(begun[int(name)], "rendezvous", fact))
     return found
