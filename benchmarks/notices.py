@@ -32,7 +32,7 @@ from pathlib import Path
 from harness.bucket.journal import Follower
 from harness.clouds.metadata import MetadataServer, environment_of, protocol_of
 from harness.core.facts import EpochStarted, Fact, NoticeCancelled, NoticeSeen, SessionStarted, SnapshotCommitted, Stamped, StepDone
-from storage.objects import open_store
+from storage.opening import open_store
 
 ROOT = Path(__file__).resolve().parent.parent
 AGREE_S, COMMIT_S = 1.0, 25.0

@@ -260,7 +260,7 @@ def parts(s: System, t0: float, line: Line) -> dict[str, float]:
     if s.name == "harness":
         from harness.bucket.journal import read_facts
         from harness.core.facts import EpochLeft, EpochStarted
-        from storage.objects import open_store
+        from storage.opening import open_store
 
         time.sleep(2.5)  # facts are written every second
         facts = [f for f in read_facts(open_store(str(s.folder / "run"))) if f.t > t0]

@@ -44,12 +44,13 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from harness.node.progress import Place, Progress
-from harness.uploader.server import Line, Local, Remote
+from harness.uploader.client import Line, Local, Remote
 from harness.worker.session import _between_updates, _tensor_of
 from storage import Keep, Ref, Snapshots, open_store
-from storage.dcp import Saver, load, split
+from storage.dcp import Saver, load
 from storage.objects import read_into
 from storage.staging import Beside, Stage
+from storage.trees import split
 from storage.upload import Job
 
 DRAIN_LIMIT_S = 300.0

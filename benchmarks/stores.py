@@ -32,7 +32,8 @@ Call = Callable[[str, memoryview], None]
 
 def ours(backend: str) -> Callable[[dict[str, str]], tuple[Call, Call]]:
     def make(options: dict[str, str]) -> tuple[Call, Call]:
-        from storage.objects import open_store, read_into
+        from storage.objects import read_into
+        from storage.opening import open_store
 
         store = open_store(f"s3://{BUCKET}/x", backend=backend, **options)
         store.list("")

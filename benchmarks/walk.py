@@ -24,7 +24,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from storage.objects import open_store
+from storage.opening import open_store
 from storage.snapshots import Snapshots
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "pretrain.py"

@@ -18,10 +18,12 @@ from typing import Any
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from storage.errors import NotFound, StoreError, StoreUnavailable
 from storage.export import FLOATS, PREFIX, SHARD_NBYTES, export
 from storage.leases import reading
 from storage.manifest import Manifest, Ref, SnapshotCorrupt, SnapshotTooNew
-from storage.objects import NotFound, ObjectStore, StoreError, StoreUnavailable, abort_stale_uploads, normalize, open_store
+from storage.objects import ObjectStore, abort_stale_uploads
+from storage.opening import normalize, open_store
 from storage.restore import PAUSES_S, Looks, Restore, this_machine
 from storage.retention import Keep
 from storage.snapshots import Snapshots

@@ -14,15 +14,12 @@ rest. Nothing that comes from a store is ever unpickled. The one exchange betwee
 
 from __future__ import annotations
 
-import base64
 import math
 import sys
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,281 +30,50 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.tensor import DTensor
 
+from storage.copying import ALIGN, Staged, _Copy, _Layout, _Move, _version, pin
 from storage.manifest import Manifest, Ref, SnapshotCorrupt
 from storage.snapshots import Snapshots, scratch
 from storage.staging import Beside
+from storage.trees import _dtype_name, join, split
 
-__all__ = ["Saver", "Staged", "destinations", "join", "load", "split"]
+__all__ = ["Saver", "Staged", "destinations", "join", "load", "pin", "split"]
 
 FILE_NBYTES = 256 << 20  # a rank's bytes are cut into files of about this size: what one failed request repeats
 READ_NBYTES = 8 << 20  # one request of a load, whole hash chunks: so little that it stays in a processor's cache until it is copied
 READ_THREADS = 16
-ALIGN = 64  # bytes; any dtype can be viewed there
 
 if sys.byteorder != "little":  # the index has no byte order, so it must have only one
     raise ImportError("storage.dcp stores tensors little-endian; this machine is not")
 
 
-# ---- state <-> tensors and JSON ---------------------------------------------------------------------------------
-TAG = "$"  # {"$": kind, ...} stands for what JSON has no word for
-INLINE_NBYTES = 64 << 10  # numpy arrays up to this go into the JSON
 
 
-def split(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """Nested dicts, lists and tuples -> (tensors by '/'-joined path, plain JSON that says where they go).
-
-    Tensors are not copied. Python scalars, bytes, tuples, int-keyed dicts, Counters, dtypes and numpy values keep their types;
-    other dicts (OrderedDict, defaultdict) become dict. Raises TypeError, naming the path, for anything else.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    return tensors, _split(state, (), tensors)
 
 
-def join(tensors: dict[str, torch.Tensor], data: Any) -> Any:
-    """The inverse of `split`. Raises ValueError if a tensor is missing or `data` is not from `split`."""
-    if isinstance(data, list):
-        return [join(tensors, v) for v in data]
-    if not isinstance(data, dict):
-        return data
-    match data.get(TAG):
-        case None:
-            return {k: join(tensors, v) for k, v in data.items()}
-        case "tensor" | "ndarray" as kind if "name" in data:
-            if data["name"] not in tensors:
-                raise ValueError(f"the state has a tensor {data['name']!r}, of which nothing was given; load it first (see destinations)")
-            return tensors[data["name"]] if kind == "tensor" else tensors[data["name"]].numpy()
-        case "tuple":
-            return tuple(join(tensors, v) for v in data["items"])
-        case "dict":
-            return {join(tensors, k): join(tensors, v) for k, v in data["items"]}
-        case "counter":
-            return Counter({join(tensors, k): v for k, v in data["items"]})
-        case "bytes":
-            return base64.b64decode(data["b64"])
-        case "complex":
-            return complex(*data["parts"])
-        case "dtype":
-            return getattr(torch, data["name"])
-        case "ndarray":
-            array = np.frombuffer(base64.b64decode(data["b64"]), np.dtype(data["dtype"])).reshape(data["shape"]).copy()
-            return array if data["array"] else array[()]
-        case kind:
-            raise ValueError(f"state of unknown kind {kind!r}: saved by a newer version of this code; update the package")
 
 
-def _split(value: Any, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> Any:
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided or value.is_quantized or value.is_meta:
-            what = "a meta" if value.is_meta else "a quantized or sparse"
-            raise TypeError(f"{_where(path)} is {what} tensor; snapshots hold dense ones: materialize it, or leave it out")
-        return {TAG: "tensor", "name": _add(value.detach(), path, tensors)}
-    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-        if value.nbytes > INLINE_NBYTES:
-            return {TAG: "ndarray", "name": _add(torch.from_numpy(np.ascontiguousarray(value)), path, tensors)}
-        b64 = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
-        return {TAG: "ndarray", "dtype": value.dtype.str, "shape": list(value.shape), "b64": b64, "array": isinstance(value, np.ndarray)}
-    if isinstance(value, Counter):
-        return {TAG: "counter", "items": [[_split(k, path, tensors), _split(v, (*path, str(k)), tensors)] for k, v in value.items()]}
-    if isinstance(value, dict):
-        if all(type(k) is str for k in value) and TAG not in value:
-            return {k: _split(v, (*path, k), tensors) for k, v in value.items()}
-        for k in value:
-            if type(k) not in (str, int):
-                raise TypeError(f"{_where(path)} has the key {k!r}; keys are strings or ints: turn it into one")
-        return {TAG: "dict", "items": [[k, _split(v, (*path, str(k)), tensors)] for k, v in value.items()]}
-    if type(value) is list:
-        return [_split(v, (*path, str(i)), tensors) for i, v in enumerate(value)]
-    if type(value) in (tuple, torch.Size):
-        return {TAG: "tuple", "items": [_split(v, (*path, str(i)), tensors) for i, v in enumerate(value)]}
-    if type(value) in (bytes, bytearray):
-        return {TAG: "bytes", "b64": base64.b64encode(value).decode()}
-    if type(value) is complex:
-        return {TAG: "complex", "parts": [value.real, value.imag]}
-    if isinstance(value, torch.dtype):
-        return {TAG: "dtype", "name": _dtype_name(value)}
-    raise TypeError(
-        f"{_where(path)} is a {type(value).__module__}.{type(value).__qualname__}, which a snapshot cannot hold (nothing is pickled); "
-        "give its state as numbers, strings, bytes, tensors, lists and dicts (its state_dict(), or a tuple of its fields)"
-    )
 
 
-def _add(tensor: torch.Tensor, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> str:
-    name = "/".join(part.replace("~", "~0").replace("/", "~1") for part in path)
-    if name in tensors:
-        raise TypeError(f"two tensors have the path {name!r} (keys like 1 and '1' in one dict?); rename one")
-    tensors[name] = tensor
-    return name
 
 
-def _where(path: tuple[str, ...]) -> str:
-    return f"state[{'/'.join(path)!r}]" if path else "the state"
 
 
-# ---- saving -----------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class _Layout:
-    """What this rank writes: `places[i]` is the (start, end) of `items[i]` in the staging buffer, `files` cut that buffer."""
-
-    structure: tuple[Any, ...]
-    items: tuple[WriteItem, ...]
-    places: tuple[tuple[int, int], ...]
-    files: dict[str, tuple[int, int]]  # name -> (start, end) in the buffer
-    index: dict[str, Any]  # as Manifest.tensors, chunks name the file
-    pinned: bool
-
-    @property
-    def nbytes(self) -> int:
-        return max((end for _, end in self.files.values()), default=0)
-
-    def clear_gaps(self, buffer: torch.Tensor) -> None:
-        """What lies between the tensors is stored too, and must not differ between attempts."""
-        at = 0
-        for start, end in self.places:
-            if at < start:
-                buffer[at:start] = 0
-            at = end
 
 
-@dataclass
-class Staged:
-    """A copy of what this rank will write, in host memory; perhaps still being made. Its buffer is used again after `release`."""
-
-    layout: _Layout
-    buffer: torch.Tensor | None  # uint8 [at least nbytes]
-    saver: Saver = field(repr=False)
-    copy: _Copy = field(repr=False)
-    own: bool = True  # the buffer is the saver's
-
-    @property
-    def nbytes(self) -> int:
-        return self.layout.nbytes
-
-    def wait(self) -> float:
-        """Before anything changes a tensor of `later`: until all are copied (on a GPU: this stream waits, not we). Seconds waited."""
-        return self.copy.wait()
-
-    def arrive(self) -> None:
-        """Until all bytes are in host memory; for the thread that sends them. Raises what went wrong in the copy."""
-        self.copy.arrive()
-
-    def touched(self) -> list[str]:
-        """Tensors of `later` that were changed in place since `begin`, which they must not be before `wait` has returned."""
-        return self.copy.touched()
-
-    def files(self) -> dict[str, memoryview]:
-        """File name -> its bytes, without a copy. Raises RuntimeError after `release`."""
-        if self.buffer is None:
-            raise RuntimeError("this staged snapshot was released (written, or given up): stage again")
-        view = self.buffer.numpy().data
-        return {name: view[start:end] for name, (start, end) in self.layout.files.items()}
-
-    def release(self) -> None:
-        """Give the buffer back. Harmless when repeated; a write in progress must have ended."""
-        buffer, self.buffer = self.buffer, None
-        if buffer is not None and self.own:
-            self.saver._take_back(buffer, self.layout)
 
 
-@dataclass(frozen=True)
-class _Move:
-    name: str
-    source: torch.Tensor
-    target: torch.Tensor  # a view of the buffer
-    version: int
 
 
-class _Copy:
-    """Copies tensors to host memory: `now` in the call, `later` beside the training.
-
-    CPU: a thread, which holds no lock of Python while it copies. GPU: a stream of its own, which begins after what is queued.
-    """
-
-    def __init__(self, now: list[_Move], later: list[_Move], beside: Beside):
-        self._promised = later  # not to be changed before `wait`
-        self._done = threading.Event()
-        self._error: BaseException | None = None
-        self._events: list[torch.cuda.Event] = []
-        on_gpu = [m for m in now + later if m.source.is_cuda]
-        with torch.no_grad():
-            if on_gpu:
-                self._copy_on_gpu([m for m in now if m.source.is_cuda], [m for m in later if m.source.is_cuda])
-            for move in now:
-                if not move.source.is_cuda:
-                    _copy_bytes(move)
-        self._later = [m for m in later if not m.source.is_cuda]
-        if self._later:
-            beside.run(self._copy_later)
-        else:
-            self._done.set()
-
-    def _copy_on_gpu(self, now: list[_Move], later: list[_Move]) -> None:
-        for move in now:  # on the training's own stream: what changes them comes behind it
-            move.target.copy_(move.source, non_blocking=True)
-        self._events = [torch.cuda.current_stream().record_event()]
-        if later:
-            side = _side_stream(later[0].source.device)
-            side.wait_event(self._events[0])
-            with torch.cuda.stream(side):
-                for move in later:
-                    move.target.copy_(move.source, non_blocking=True)
-            self._events.append(side.record_event())
-
-    def _copy_later(self) -> None:
-        try:
-            with torch.no_grad():
-                for move in self._later:
-                    _copy_bytes(move)
-        except BaseException as e:  # for who waits
-            self._error = e
-        self._done.set()
-
-    def wait(self) -> float:
-        t0 = time.perf_counter()
-        self._done.wait()
-        for event in self._events:
-            torch.cuda.current_stream().wait_event(event)
-        return time.perf_counter() - t0
-
-    def arrive(self) -> None:
-        self._done.wait()
-        for event in self._events:
-            event.synchronize()
-        if self._error is not None:
-            raise self._error
-
-    def touched(self) -> list[str]:
-        return sorted({m.name for m in self._promised if _version(m.source) != m.version})
 
 
-def _copy_bytes(move: _Move) -> None:
-    if move.source.is_contiguous() and not move.source.is_cuda and not move.source.is_conj() and not move.source.is_neg():
-        # numpy: one thread, one memcpy. torch would wake its pool, which the training is using.
-        np.copyto(move.target.reshape(-1).view(torch.uint8).numpy(), move.source.reshape(-1).view(torch.uint8).numpy())
-    else:
-        move.target.copy_(move.source)
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return _streams[device]
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
-def pin(buffer: torch.Tensor) -> None:
-    """Let GPUs copy to this memory (of whatever origin) at full speed and beside kernels. Harmless without a GPU or when repeated."""
-    if torch.cuda.is_available() and not buffer.is_pinned():
-        code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)  # type: ignore[no-untyped-call]
-        if int(code) != 0:
-            raise RuntimeError(f"{buffer.numel() >> 20} MiB of host memory could not be pinned (CUDA error {int(code)}); raise `ulimit -l`")
 
 
 class Saver:
@@ -487,8 +253,6 @@ def _buffer(layout: _Layout) -> torch.Tensor:
     return torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=layout.pinned).fill_(0)
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # ---- loading ----------------------------------------------------------------------------------------------------

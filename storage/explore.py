@@ -18,7 +18,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from storage.objects import MemoryStore, NotFound, ObjectStore, StoreUnavailable
+from storage.errors import NotFound, StoreUnavailable
+from storage.files import MemoryStore
+from storage.objects import ObjectStore
 
 Say = Callable[[Any], None]
 Actor = Callable[[ObjectStore, Say], None]

@@ -26,21 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from storage.objects import (
-    FULL,
-    Keys,
-    Named,
-    NotFound,
-    StoreError,
-    StoreRefused,
-    StoreUnavailable,
-    abort_s3_uploads,
-    denied,
-    full,
-    list_s3_keys,
-    no_bucket,
-    no_credentials,
-)
+from storage.errors import NotFound, StoreError, StoreRefused, StoreUnavailable
+from storage.objects import Keys
+from storage.remote import FULL, Named, abort_s3_uploads, denied, full, list_s3_keys, no_bucket, no_credentials
 
 try:
     import obstore

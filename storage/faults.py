@@ -14,7 +14,8 @@ import threading
 from collections.abc import Callable
 from typing import Literal, TypeVar, get_args
 
-from storage.objects import NotFound, ObjectStore, StoreError, StoreUnavailable, read_into
+from storage.errors import NotFound, StoreError, StoreUnavailable
+from storage.objects import ObjectStore, read_into
 
 T = TypeVar("T")
 

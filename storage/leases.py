@@ -16,8 +16,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from storage.errors import StoreError
 from storage.manifest import Ref
-from storage.objects import StoreError
 from storage.snapshots import Snapshots
 
 LEASE_S = 120.0  # a lease that stands still for so long is a dead reader's

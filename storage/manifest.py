@@ -25,7 +25,8 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from storage.objects import StoreError, checked_key
+from storage.errors import StoreError
+from storage.objects import checked_key
 from storage.weights import combined
 
 PARTS = "snapshots/parts/"  # where all parts and part lists lie

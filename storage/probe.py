@@ -14,7 +14,8 @@ import json
 import secrets
 from dataclasses import asdict, dataclass, fields
 
-from storage.objects import NotFound, ObjectStore, StoreError, read_into
+from storage.errors import NotFound, StoreError
+from storage.objects import ObjectStore, read_into
 
 KEY = "control/store.json"
 GOOD = "AWS S3, GCS, Azure, R2, MinIO, Ceph, SeaweedFS"

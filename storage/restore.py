@@ -28,8 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from storage.errors import NotFound, StoreError, StoreUnavailable
 from storage.manifest import Ref, SnapshotCorrupt, canonical
-from storage.objects import NotFound, ObjectStore, StoreError, StoreUnavailable
+from storage.objects import ObjectStore
 from storage.snapshots import MANIFESTS, Snapshots, host_word
 
 T = TypeVar("T")

@@ -28,9 +28,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from storage.errors import NotFound, StoreUnavailable
 from storage.manifest import CHUNK_NBYTES, Known, Manifest, Part, PartList, Ref, SnapshotCorrupt, canonical, chunk_hash
 from storage.manifest import PARTS as PARTS
-from storage.objects import NotFound, ObjectStore, StoreUnavailable, read_into
+from storage.objects import ObjectStore, read_into
 from storage.retention import Keep
 
 MANIFESTS, QUARANTINE = "snapshots/manifests/", "snapshots/quarantine/"

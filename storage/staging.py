@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from storage.objects import StoreError
+from storage.errors import StoreError
 
 PREFIX = "spotharness-stage-"
 PAGE_NBYTES = 4096

@@ -11,9 +11,10 @@ from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from storage.errors import NotFound, StoreError
 from storage.leases import reading
 from storage.manifest import Manifest, Part, Ref, SnapshotCorrupt, chunk_hash
-from storage.objects import Keys, NotFound, ObjectStore, StoreError, read_into, why_not_a_key
+from storage.objects import Keys, ObjectStore, read_into, why_not_a_key
 from storage.snapshots import MANIFESTS, QUARANTINE, Policy, Snapshots
 
 LANES = 2  # objects on their way at once; each is in memory whole (dcp cuts a rank's bytes into files of 256 MiB)

@@ -24,9 +24,10 @@ from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from storage.errors import StoreError
 from storage.leases import Watch as LeaseWatch
 from storage.manifest import Manifest, Ref
-from storage.objects import ObjectStore, StoreError, limit_puts, puts_at_once
+from storage.objects import ObjectStore, limit_puts, puts_at_once
 from storage.retention import Keep
 from storage.snapshots import Snapshots
 from storage.throttle import Throttle, levels

@@ -12,7 +12,7 @@ import psutil
 from worlds import TRAINER, newest, until
 
 from harness.bucket.journal import read_facts
-from storage.objects import open_store
+from storage.opening import open_store
 
 TASK = """\
 name: tiny

@@ -5,7 +5,7 @@ Time stands still until `tick` is called. What the true server was seen to do is
 
 import itertools
 
-from harness.clouds.skypilot import SkyError
+from harness.clouds.sky_client import SkyError
 
 
 def answer(name, usd, *, on_demand=None, spot=True, accelerator="H100", gpus=8):

@@ -15,8 +15,9 @@ from harness.core import facts as f
 from harness.core import records as rec
 from harness.core.batch import plan
 from harness.core.world import Offer
+from storage.files import MemoryStore
 from storage.manifest import Ref
-from storage.objects import MemoryStore, ObjectStore
+from storage.objects import ObjectStore
 from storage.snapshots import Snapshots
 
 T0 = 1_767_225_600.0  # 2026-01-01

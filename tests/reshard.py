@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from harness.proof.replay import _whole
 from harness.worker.session import _between_updates
 from storage import Ref, Snapshots, open_store
-from storage.dcp import Saver, join, load, split
+from storage.dcp import Saver, load
+from storage.trees import join, split
 from storage.upload import Job, Uploader
 
 WORLDS, KINDS = range(1, 5), ("ddp", "fsdp2")

@@ -31,7 +31,7 @@ from harness.core.facts import (
     WorkerFailed,
 )
 from harness.views.audit import audit
-from storage.objects import open_store
+from storage.opening import open_store
 from storage.snapshots import Snapshots
 from storage.tiers import chunks_of
 

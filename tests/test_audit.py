@@ -12,8 +12,8 @@ from harness.bucket.epochs import epoch_key
 from harness.core import facts
 from harness.core.facts import canonical
 from harness.views.audit import audit, print_audit
+from storage.files import MemoryStore
 from storage.manifest import Ref
-from storage.objects import MemoryStore
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from harness.controller.policies import cheapest
 from harness.controller.recovery import STOP_KEY, Outcome, RunSpec, recover
 from harness.core.facts import AttemptEnded, AttemptIntended, AttemptUp, Decided, Stamped
 from harness.core.world import STOPPED, Node, NodeState, Offer, World
-from harness.proof.sim import VirtualClock
-from storage.objects import MemoryStore
+from harness.proof.sim_world import VirtualClock
+from storage.files import MemoryStore
 
 OFFER = Offer(55.0, "aws/us-east-1/p5", accelerator="H100", gpus=8)
 

@@ -8,8 +8,8 @@ from truerun import IDENTITY, TrueRun
 
 from harness.core.world import BadInput
 from harness.views.compare import compare, print_comparison
+from storage.files import MemoryStore
 from storage.manifest import Ref
-from storage.objects import MemoryStore
 
 
 def said(found, rtol=1e-3):

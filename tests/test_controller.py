@@ -17,7 +17,7 @@ from worlds import until
 
 from harness.core.facts import AgentEnded, AttemptEnded, NoticeSeen, RunEnded
 from storage.manifest import canonical, digest
-from storage.objects import open_store
+from storage.opening import open_store
 
 LONG = "--total 100000 --every 10 --sleep-s 0.04"
 

@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import storage.dcp as dcp  # noqa: E402
 from storage import Keep, Manifest, MemoryStore, Ref, SnapshotCorrupt, Snapshots, StoreUnavailable, open_store  # noqa: E402
-from storage.dcp import Saver, destinations, join, load, split  # noqa: E402
+from storage.dcp import Saver, destinations, load  # noqa: E402
 from storage.faults import FaultyStore, corrupt  # noqa: E402
+from storage.trees import join, split  # noqa: E402
 
 Tensors = dict[str, torch.Tensor]
 

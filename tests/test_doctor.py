@@ -10,13 +10,15 @@ from fakesky import FakeSky, answer
 from rich.console import Console
 
 from harness.cli import command as cli
-from harness.clouds.skypilot import SkyError
+from harness.clouds.sky_client import SkyError
 from harness.clouds.tasks import load
 from harness.controller import doctor
 from harness.controller.doctor import FAIL, OK, WARN
 from harness.core.world import CloudUnavailable
-from harness.views.trackers import wandb_key, wandb_online
-from storage.objects import MemoryStore, StoreError, open_store
+from harness.views.plugins import wandb_key, wandb_online
+from storage.errors import StoreError
+from storage.files import MemoryStore
+from storage.opening import open_store
 
 EAST, WEST = answer("aws/us-east-1/use1-az1/p5", 10.0), answer("nebius/eu-north1/p5", 12.0)
 

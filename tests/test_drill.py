@@ -9,15 +9,18 @@ import time
 import pytest
 
 from harness.core.world import BadInput
-from harness.proof import drill
-from harness.proof.drill import FAULTS, PHASES, cells
+from harness.proof import drill, scene
+from harness.proof.drill import cells
 from harness.proof.sabotage import Folder, SabotagedStore
-from storage.objects import MemoryStore, StoreUnavailable
+from harness.proof.scene import PHASES
+from harness.proof.sore_points import FAULTS
+from storage.errors import StoreUnavailable
+from storage.files import MemoryStore
 
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory):
-    return drill.prepare(tmp_path_factory.mktemp("drill"), drill.can_isolate())
+    return drill.prepare(tmp_path_factory.mktemp("drill"), scene.can_isolate())
 
 
 @pytest.mark.parametrize(("fault", "phase"), [("worker-stop", "upload"), ("agent-stop", "step"), ("node-kill", "commit")])

@@ -10,7 +10,7 @@ from rich.console import Console
 from harness.core.facts import AgentStarted, AttemptIntended, EpochStarted, SessionStarted, SnapshotCommitted, Stamped
 from harness.core.prices import estimate, prices, transfer_usd
 from harness.views import report, summary
-from storage.objects import MemoryStore
+from storage.files import MemoryStore
 
 GB = 10**9
 

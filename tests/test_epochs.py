@@ -12,8 +12,9 @@ import pytest
 from harness.agent.lines import Heard
 from harness.agent.rendezvous import Rendezvous
 from harness.bucket.epochs import EPOCHS, Epoch, Member, encode_epoch, epoch_key
+from storage.errors import NotFound
 from storage.explore import Violation, explore
-from storage.objects import MemoryStore, NotFound
+from storage.files import MemoryStore
 
 DOUBTED = "doubted"  # an object that names who is taken for dead; whoever looks around reads it
 

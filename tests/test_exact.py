@@ -13,18 +13,9 @@ from torch import nn
 from worlds import PRETRAIN, Nursery, history, newest
 
 from harness.core.world import BadInput, HarnessError
-from harness.worker import exact
-from harness.worker.exact import (
-    HEADROOM,
-    INTEGERS,
-    Scales,
-    Verdict,
-    add_rounded,
-    add_rounded_together,
-    differences,
-    divide_into,
-    exact_norm,
-)
+from harness.worker import exact, rounding
+from harness.worker.environment import differences
+from harness.worker.rounding import HEADROOM, INTEGERS, Scales, Verdict, add_rounded, add_rounded_together, divide_into, exact_norm
 
 U = 2.0**-24
 
@@ -50,7 +41,7 @@ def scales_for(grads, word):
 
 def summed(grads, word, order, weight=1.0):
     """The mean as the strategies make it, adding in `order`."""
-    scales, scratch = scales_for(grads, word), exact.Scratch()
+    scales, scratch = scales_for(grads, word), rounding.Scratch()
     total = torch.zeros(grads.shape[1], dtype=INTEGERS[word])
     for m in order:
         assert add_rounded([grads[m].clone()], [scales.shift(0)], total, scratch) == [float(grads[m].abs().max())]
@@ -93,7 +84,7 @@ def test_order_and_grouping_do_not_matter(word):
     grads = gradients(12, 70_001, seed=1)
     one = summed(grads, word, range(12), weight=48.0)
     assert torch.equal(one, summed(grads, word, torch.randperm(12).tolist(), weight=48.0))
-    scales, scratch = scales_for(grads, word), exact.Scratch()
+    scales, scratch = scales_for(grads, word), rounding.Scratch()
     ranks = [torch.zeros(70_001, dtype=INTEGERS[word]) for _ in range(3)]
     for m in range(12):
         add_rounded([grads[m]], [scales.shift(0)], ranks[m * m % 3], scratch)
@@ -113,12 +104,12 @@ def test_the_fused_kernel_makes_the_same_integers(monkeypatch, tmp_path):
     """The GPU's kernel, compiled for this CPU."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(exact, "FUSE_FROM", 100)
-    assert exact.fused_kernel("cpu") is not None
+    assert rounding.fused_kernel("cpu") is not None
     sizes, shifts = [40, 7, 1000, 100, 3, 5001], [40, 3, 141, 149, 0, 20]
     for word in (torch.int64, torch.int32):
         grads = [torch.randn(n) * 2.0 ** (10 - shift) for n, shift in zip(sizes, shifts, strict=True)]
         wanted, found = torch.zeros(sum(sizes), dtype=word), torch.zeros(sum(sizes), dtype=word)
-        parts, scratch = wanted.split(sizes), exact.Scratch()
+        parts, scratch = wanted.split(sizes), rounding.Scratch()
         peaks = [add_rounded([g], [shift], part, scratch)[0] for g, shift, part in zip(grads, shifts, parts, strict=True)]
         assert add_rounded_together(grads, shifts, found).tolist() == peaks
         assert torch.equal(found, wanted)
@@ -127,7 +118,7 @@ def test_the_fused_kernel_makes_the_same_integers(monkeypatch, tmp_path):
 
 
 def test_small_gradients_are_taken_together_each_in_its_own_unit():
-    total, scratch = torch.zeros(1000, dtype=torch.int64), exact.Scratch()
+    total, scratch = torch.zeros(1000, dtype=torch.int64), rounding.Scratch()
     parts, shifts = [torch.randn(10), torch.randn(990) * 2.0**-140, torch.zeros(0)], [40, 149, 7]
     assert add_rounded(parts, shifts, total, scratch) == [float(parts[0].abs().max()), float(parts[1].abs().max()), 0.0]
     wanted = [round(Fraction(float(x)) * 2**shift) for part, shift in zip(parts, shifts, strict=True) for x in part]
@@ -150,9 +141,9 @@ def test_the_largest_sums_do_not_wrap(word, m):
     for sign in (1, -1):
         total.zero_()
         for _ in range(m):
-            add_rounded([sign * grad], [scales.shift(0)], total, exact.Scratch())
+            add_rounded([sign * grad], [scales.shift(0)], total, rounding.Scratch())
         out = torch.empty(3, dtype=torch.float64)
-        divide_into(out, total, 1.0, scales.shift(0), exact.Scratch())
+        divide_into(out, total, 1.0, scales.shift(0), rounding.Scratch())
         assert out.tolist() == [sign * m * limit] * 3
     assert scales.judge([math.nextafter(limit, math.inf)]) is Verdict.AGAIN and scales.limit(0) > limit
 
@@ -179,7 +170,7 @@ def test_units_follow_the_peaks():
     tiny = Scales(1, 64)
     tiny.start(12)
     tiny.judge([2.0**-149])
-    assert tiny.shift(0) == exact.MAX_SHIFT and tiny.limit(0) >= 2.0**-149
+    assert tiny.shift(0) == rounding.MAX_SHIFT and tiny.limit(0) >= 2.0**-149
 
 
 def test_too_many_micro_batches_for_32_bits_are_refused():
@@ -193,7 +184,7 @@ def test_what_is_not_finite_is_seen(bad, where):
     grad = torch.ones(100_000)
     grad[where] = bad
     for found in (
-        add_rounded([grad], [10], torch.zeros(100_000, dtype=torch.int64), exact.Scratch())[0],
+        add_rounded([grad], [10], torch.zeros(100_000, dtype=torch.int64), rounding.Scratch())[0],
         float(add_rounded_together([grad], [10], torch.zeros(100_000, dtype=torch.int64))[0]),
     ):
         assert not math.isfinite(found)

@@ -19,17 +19,20 @@ from harness.bucket.lease import Lease
 from harness.core import facts as f
 from harness.core import records as rec
 from harness.core.facts import canonical, digest
-from harness.proof.sim import VirtualClock
+from harness.proof.sim_world import VirtualClock
 from harness.views.audit import audit, read_part
 from harness.views.compare import compare
 from harness.views.ledger import Ledger
-from harness.views.monitor import LeaseWatch, follow, status
+from harness.views.monitor import follow, status
 from harness.views.page import page
+from harness.views.plugins import Jsonl, RunInfo
 from harness.views.report import print_report, to_json
 from harness.views.summary import summarize
-from harness.views.trackers import Jsonl, Publisher, RunInfo
+from harness.views.trackers import Publisher
+from harness.views.watching import LeaseWatch
+from storage.files import MemoryStore
 from storage.manifest import Manifest, Ref, SnapshotCorrupt
-from storage.objects import MemoryStore, ObjectStore
+from storage.objects import ObjectStore
 from storage.snapshots import Snapshots
 
 DEEP = b"[" * 100_000

@@ -9,9 +9,11 @@ import pytest
 from harness.agent.leaderless import COUNTED_S, LOOK_EVERY_S, Leaderless
 from harness.bucket.lease import Lease, sign_of_life
 from harness.core.world import Fenced
-from harness.proof.sim import VirtualClock
+from harness.proof.sim_world import VirtualClock
+from storage.errors import StoreUnavailable
 from storage.faults import FaultyStore
-from storage.objects import MemoryStore, ObjectStore, StoreUnavailable
+from storage.files import MemoryStore
+from storage.objects import ObjectStore
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from harness.bucket.journal import read_facts, read_records
 from harness.core import facts as f
 from harness.core import records as rec
-from harness.views.ledger import BUCKETS, NANO, PRECEDENCE, Ledger, apportion, ns, paint
+from harness.views.ledger import Ledger
+from harness.views.painting import BUCKETS, NANO, PRECEDENCE, apportion, ns, paint
 from storage.snapshots import Snapshots
 
 

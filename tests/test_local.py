@@ -16,14 +16,15 @@ import psutil
 import pytest
 from worlds import until
 
-from harness.agent.sources import AwsSource, detect
+from harness.agent.aws import AwsSource
+from harness.agent.sources import detect
 from harness.clouds import provider
 from harness.clouds.local import LocalCloud, clean, visible_gpus
 from harness.clouds.metadata_protocol import TOKEN_HEADER, TTL_HEADER
 from harness.clouds.tasks import Task
 from harness.core.facts import Chain, SessionStarted, StepDone
 from harness.core.world import BadInput, CloudUnavailable, NodeState, Offer
-from storage.objects import open_store
+from storage.opening import open_store
 
 WAIT_S = 30.0  # for anything that takes some 0.1 s when the machine is not busy
 SLEEP = "sleep 300"

@@ -10,7 +10,7 @@ from harness.clouds import market
 from harness.clouds.market import Capacity, Entry, Kill, Market, Outage, Preempt, Progress, State, from_trace, parse
 from harness.core.facts import Chain, SessionStarted, StepDone
 from harness.core.world import BadInput
-from storage.objects import MemoryStore
+from storage.files import MemoryStore
 
 
 def play(m: Market, seconds: float, progress=lambda t: 0.0, tick_s: float = 0.5):

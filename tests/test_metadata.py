@@ -10,8 +10,10 @@ from contextlib import closing
 
 import pytest
 
+from harness.agent.aws import AWS_V4, AWS_V6, AwsSource
 from harness.agent.notices import Notice, step, watch
-from harness.agent.sources import AWS_V4, AWS_V6, AwsSource, FileSource, detect, utc
+from harness.agent.polling import utc
+from harness.agent.sources import FileSource, detect
 from harness.clouds.aws_imds import AwsImds
 from harness.clouds.metadata import MetadataServer
 from harness.clouds.metadata_protocol import NOT_FOUND, TOKEN_HEADER, TTL_HEADER

@@ -12,8 +12,10 @@ from rich.console import Console
 
 from harness.bucket.journal import Follower, Journal, read_facts
 from harness.core import facts as f
-from harness.views.monitor import LeaseWatch, LiveView, State, describe, follow, progress_line, render, status
-from storage.objects import MemoryStore, NotFound, StoreUnavailable
+from harness.views.monitor import LiveView, follow, render, status
+from harness.views.watching import LeaseWatch, State, describe, progress_line
+from storage.errors import NotFound, StoreUnavailable
+from storage.files import MemoryStore
 
 STORY = whole_run()
 FACTS = read_facts(STORY.store)

@@ -12,32 +12,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from worlds import until
 
-from harness.agent import sources
+from harness.agent import aws, kubernetes, polling
+from harness.agent.aws import AwsSource, interruption, maintenance, rebalance
+from harness.agent.azure import AzureSource, azure_events
+from harness.agent.gcp import MAINTENANCE_EVENT, PREEMPTED, GcpSource, gcp_value
+from harness.agent.kubernetes import ACCOUNT, KubernetesSource, node_taints, pod_deletion
 from harness.agent.notices import Notice, step, watch
-from harness.agent.sources import (
-    ACCOUNT,
-    MAINTENANCE_EVENT,
-    PREEMPTED,
-    AwsSource,
-    AzureSource,
-    GcpSource,
-    KubernetesSource,
-    LimitSource,
-    MithrilSource,
-    azure_events,
-    detect,
-    duration,
-    gcp_value,
-    interruption,
-    maintenance,
-    moment,
-    node_taints,
-    places,
-    pod_deletion,
-    rebalance,
-    sigterm_s,
-    utc,
-)
+from harness.agent.polling import utc
+from harness.agent.sources import LimitSource, MithrilSource, detect, duration, moment, places, sigterm_s
 from harness.clouds.aws_imds import AwsImds
 from harness.clouds.azure_events import AzureScheduledEvents
 from harness.clouds.gcp_metadata import GcpMetadata
@@ -215,7 +197,7 @@ def test_a_scheduled_event_that_moves_is_told_again():
 
 # ---- GCP --------------------------------------------------------------------------------------------------------
 def get(server, path, **headers):
-    reply = sources.Endpoint(server.endpoint).request("GET", path, {k.replace("_", "-"): v for k, v in headers.items()}, timeout_s=10)
+    reply = polling.Endpoint(server.endpoint).request("GET", path, {k.replace("_", "-"): v for k, v in headers.items()}, timeout_s=10)
     return reply.status, reply.body, reply.headers
 
 
@@ -303,7 +285,7 @@ def test_what_azure_sends():
 
 
 def post(server, body, path="/metadata/scheduledevents?api-version=2020-07-01", **headers):
-    return sources.Endpoint(server.endpoint).request("POST", path, {"Metadata": "true"} | headers, timeout_s=10, body=body).status
+    return polling.Endpoint(server.endpoint).request("POST", path, {"Metadata": "true"} | headers, timeout_s=10, body=body).status
 
 
 def test_the_fake_of_azure_has_its_manners():
@@ -418,7 +400,7 @@ def test_what_the_service_account_may_not_read_is_asked_once(tmp_path):
 
 def test_taints_and_deletions_from_documents():
     assert pod_deletion(json.dumps(POD)) == ()
-    kinds = {k: node_taints(json.dumps({"spec": {"taints": [{"key": k}]}}))[0].kind for k in sources.TAINTS}
+    kinds = {k: node_taints(json.dumps({"spec": {"taints": [{"key": k}]}}))[0].kind for k in kubernetes.TAINTS}
     assert kinds["karpenter.sh/disrupted"] == kinds["ToBeDeletedByClusterAutoscaler"] == "kill"
     assert kinds["aws-node-termination-handler/rebalance-recommendation"] == "soft"
     assert node_taints('{"spec": {"taints": null}}') == ()
@@ -496,7 +478,7 @@ def test_what_is_asked_for_by_name_is_not_doubted(tmp_path):
         detect({}, tmp_path, "aws,tencent")
     with pytest.raises(BadInput, match="wanted http"):
         AwsSource("169.254.169.254")
-    for base, host in ((sources.AWS_V6, "fd00:ec2::254"), (sources.AWS_V4, "169.254.169.254")):
+    for base, host in ((aws.AWS_V6, "fd00:ec2::254"), (aws.AWS_V4, "169.254.169.254")):
         assert AwsSource(base)._endpoint._host == host
 
 
@@ -518,7 +500,7 @@ def test_the_fake_as_a_command_takes_orders(tmp_path):
         assert order('{"do": "notice", "kind": "kill"}') == '{"id": "instance/preempted"}'
         assert [n.kind for n in source.poll()] == ["kill"]
         assert "none of notice, cancel, fault, well" in order('{"do": "dance"}')
-        control = sources.Endpoint(f"http://{host}")
+        control = polling.Endpoint(f"http://{host}")
 
         def post(said):
             return control.request("POST", "/-/control", {}, timeout_s=10, body=json.dumps(said).encode()).status

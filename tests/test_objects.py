@@ -29,9 +29,12 @@ from storage import (
     fast,
     objects,
     probe,
+    remote,
+    retries,
 )
 from storage.fast import FastStore
-from storage.objects import BACKENDS, abort_stale_uploads, normalize, open_store, read_into
+from storage.objects import abort_stale_uploads, read_into
+from storage.opening import BACKENDS, normalize, open_store
 
 
 @pytest.fixture(scope="session")
@@ -469,7 +472,7 @@ def test_a_refusal_is_an_outage_where_the_store_has_answered(backend: str) -> No
 
 def test_patience_ends_and_begins_anew() -> None:
     now = [0.0]
-    patience = objects.Patience(900.0, monotonic=lambda: now[0])
+    patience = retries.Patience(900.0, monotonic=lambda: now[0])
 
     def call(kind: str, t: float, refuses: bool = True) -> type | None:
         now[0] = t
@@ -669,7 +672,7 @@ def test_a_long_listing_is_read_page_by_page() -> None:
         keys, token = pages[asked.get("ContinuationToken", "")]
         return {"Contents": [{"Key": k} for k in keys], "IsTruncated": bool(token), "NextContinuationToken": token}
 
-    assert list(objects.list_s3_keys(page, "b", "r/", "a/")) == ["a/1", "a//3", "a/4"]
+    assert list(remote.list_s3_keys(page, "b", "r/", "a/")) == ["a/1", "a//3", "a/4"]
 
 
 def test_a_fault_of_ours_is_not_an_outage(s3_url: dict, tmp_path: Path) -> None:

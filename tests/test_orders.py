@@ -6,7 +6,7 @@ import pytest
 
 from harness.bucket.orders import STOP_KEY, UNSAID, StopOrder, ask_to_stop, stop_order
 from harness.node.marks import MarkReader, Want, write
-from storage.objects import MemoryStore
+from storage.files import MemoryStore
 
 
 @pytest.mark.parametrize(

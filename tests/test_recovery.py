@@ -33,10 +33,12 @@ from harness.core.world import (
     Wait,
     World,
 )
-from harness.proof.sim import VirtualClock
+from harness.proof.sim_world import VirtualClock
+from storage.errors import StoreError, StoreUnavailable
 from storage.faults import Crash
+from storage.files import MemoryStore
 from storage.manifest import Ref, SnapshotTooNew, canonical, digest
-from storage.objects import MemoryStore, ObjectStore, StoreError, StoreUnavailable
+from storage.objects import ObjectStore
 from storage.snapshots import Snapshots
 
 T = TypeVar("T")

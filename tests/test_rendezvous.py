@@ -16,7 +16,7 @@ from harness.agent.lines import Heard, Lines
 from harness.agent.rendezvous import Rendezvous
 from harness.bucket.epochs import NO_EPOCH, Epoch, Member, encode_epoch, epoch_key, newest_epoch
 from harness.uploader.nearby import Nearby, NearbyConfig
-from storage.objects import MemoryStore
+from storage.files import MemoryStore
 
 
 class Ticks:

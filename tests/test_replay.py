@@ -8,7 +8,7 @@ from worlds import TRAINER, newest, train
 
 from harness.core.world import BadInput
 from harness.proof.replay import replay
-from storage.objects import open_store
+from storage.opening import open_store
 
 
 def flags(reduce):

@@ -15,7 +15,7 @@ from harness.core.facts import SessionStarted, SnapshotReplicated, Warned
 from harness.uploader.replica import Replica
 from storage import MemoryStore, Ref, SnapshotCorrupt, Snapshots
 from storage.faults import FaultyStore, corrupt
-from storage.objects import open_store
+from storage.opening import open_store
 from storage.tiers import Tiered
 
 CHUNK = 1000

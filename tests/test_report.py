@@ -11,12 +11,12 @@ from rich.console import Console
 
 from harness.bucket.journal import Journal
 from harness.core import facts as f
-from harness.views.ledger import BUCKETS
-from harness.views.page import condensed, nice_ticks, thinned
+from harness.views.charts import condensed, nice_ticks, thinned
+from harness.views.painting import BUCKETS
 from harness.views.report import print_report, to_json, write_html
 from harness.views.summary import Point, summarize
 from harness.views.words import duration, money, nbytes
-from storage.objects import MemoryStore
+from storage.files import MemoryStore
 
 EVIL = "<script>alert(1)</script>\"'&\x1b[31m"
 VOID = {"meta", "br", "link", "input", "img", "hr"}

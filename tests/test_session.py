@@ -24,7 +24,7 @@ from harness.views.compare import compare
 from harness.worker import replicas
 from storage import dcp
 from storage.faults import corrupt
-from storage.objects import open_store
+from storage.opening import open_store
 from storage.snapshots import Snapshots
 
 

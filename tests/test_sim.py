@@ -17,10 +17,14 @@ from harness.controller.recovery import Outcome, RunSpec, recover
 from harness.core.facts import AttemptEnded, AttemptIntended, Decided, Fact, LeaseTaken, RunEnded, Stamped
 from harness.core.world import CloudUnavailable, Offer, View, Wait, World
 from harness.proof.invariants import Violation
-from harness.proof.sim import ON_DEMAND, Build, Job, SimResult, Weather, command, simulate, simulate_many
+from harness.proof.sim import Build, SimResult, command, simulate, simulate_many
+from harness.proof.sim_members import Job
+from harness.proof.sim_world import ON_DEMAND, Weather
+from storage.errors import StoreError
+from storage.files import MemoryStore
 from storage.manifest import Manifest, PartList, Ref, SnapshotCorrupt
-from storage.objects import MemoryStore, Patience, StoreError
 from storage.restore import Restore
+from storage.retries import Patience
 from storage.snapshots import Snapshots
 
 SEEDS = 200

@@ -13,11 +13,12 @@ from worlds import until
 from harness.bucket.journal import Journal
 from harness.cli import command as cli
 from harness.clouds.broker import told
-from harness.clouds.skypilot import TRIES, Broker, SkyError, SkyPilotCloud, bring_down, has_spot_market, tag, tails, verdict
+from harness.clouds.sky_client import TRIES, Broker, SkyError, verdict
+from harness.clouds.skypilot import SkyPilotCloud, bring_down, has_spot_market, tag, tails
 from harness.clouds.tasks import load
 from harness.core.facts import AttemptIntended, AttemptUp
 from harness.core.world import UNFIT, BadInput, CloudUnavailable, NodeState
-from storage.objects import open_store
+from storage.opening import open_store
 
 EAST, WEST = answer("aws/us-east-1/use1-az1/p5", 10.0), answer("nebius/eu-north1/p5", 12.0)
 URL = "s3://b/runs/x"

@@ -22,7 +22,7 @@ from harness.core.world import Offer, Stop, View
 from harness.views.page import page
 from harness.views.report import print_report
 from harness.views.summary import summarize
-from storage.objects import open_store
+from storage.opening import open_store
 
 EVIL = "[/bold] [red]seen[/] :smile: \x1b[31m\x07\u202e\ud800"
 SHOWN = "[/bold] [red]seen[/] :smile:"

@@ -8,7 +8,7 @@ from test_upload import R1, R2, VIEW, WAIT_S, Told, job, until
 
 from harness.core.facts import SnapshotCommitted
 from harness.node.progress import Place, Progress
-from harness.uploader.server import Local
+from harness.uploader.client import Local
 from storage import MemoryStore
 from storage.throttle import SAFE, Throttle, levels
 from storage.upload import Uploader

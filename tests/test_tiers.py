@@ -13,9 +13,11 @@ import threading
 import pytest
 
 from storage import Manifest, MemoryStore, Ref, SnapshotCorrupt, Snapshots
+from storage.chunks import chunk_id
 from storage.faults import corrupt
+from storage.peers import ChunkServer, PeerTier
 from storage.staging import Segment
-from storage.tiers import ROOM_SHARE, ChunkServer, FolderTier, OwnedFolder, PeerTier, SegmentTier, Tiered, blocks, chunk_id, chunks_of
+from storage.tiers import ROOM_SHARE, FolderTier, OwnedFolder, SegmentTier, Tiered, blocks, chunks_of
 
 CHUNK = 1 << 10
 BODY = random.Random(7).randbytes(21 * CHUNK + 77)

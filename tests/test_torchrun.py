@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from worlds import until
 
 from harness.agent.torchrun import BucketRendezvous, closed_key
-from storage.objects import open_store
+from storage.opening import open_store
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = """

@@ -16,9 +16,11 @@ from truerun import TrueRun
 
 from harness.core.world import BadInput
 from harness.views import trackers
-from harness.views.trackers import Function, Jsonl, Publisher, RunInfo, Wandb, build, collect, committed, marker_key, metrics, published
+from harness.views.plugins import Function, Jsonl, RunInfo, Wandb, build, metrics
+from harness.views.trackers import Publisher, collect, committed, marker_key, published
+from storage.errors import StoreUnavailable
+from storage.files import FileStore, MemoryStore
 from storage.manifest import Ref
-from storage.objects import FileStore, MemoryStore, StoreUnavailable
 
 FAST = {"min_batch_s": 0.0, "tries": 1}
 

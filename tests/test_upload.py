@@ -16,8 +16,9 @@ import worlds
 from harness.bucket.epochs import Epoch, encode_epoch, epoch_key
 from harness.bucket.journal import read_facts
 from harness.core.facts import DrainVerdict, SnapshotCommitted, SnapshotFailed
+from harness.uploader.client import Line, Local, Remote, seen_here
 from harness.uploader.nearby import NearbyConfig
-from harness.uploader.server import Line, Local, Remote, Server, seen_here
+from harness.uploader.server import Server
 from storage import MemoryStore, Ref, Snapshots, StoreError, open_store
 from storage.staging import Segment, Stage, StageFull
 from storage.tiers import FolderTier, blocks

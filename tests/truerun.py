@@ -11,8 +11,8 @@ from harness.bucket.journal import Journal
 from harness.core import batch, facts, records
 from harness.core.facts import canonical, digest
 from harness.core.world import Offer
+from storage.files import MemoryStore
 from storage.manifest import Ref
-from storage.objects import MemoryStore
 from storage.snapshots import Snapshots
 
 IDENTITY = {

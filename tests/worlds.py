@@ -15,7 +15,7 @@ from pathlib import Path
 from harness.agent import nursery
 from harness.bucket.journal import read_records
 from harness.core import records
-from storage.objects import open_store
+from storage.opening import open_store
 from storage.snapshots import Snapshots
 
 TRAINER = str(Path(__file__).parent / "trainer.py")

@@ -53,10 +53,11 @@ from harness.core.world import DOUBT, DRAINED, FENCED, FINISHED, LEAVE, RESIZE, 
 from harness.node import marks, progress
 from harness.node.marks import Want
 from harness.node.processes import DUMP_SIGNAL
+from harness.uploader.client import NodeUploader
 from harness.uploader.nearby import NearbyConfig
-from harness.uploader.server import NodeUploader
+from storage.errors import NotFound, StoreError, StoreUnavailable
 from storage.manifest import Ref, SnapshotCorrupt
-from storage.objects import NotFound, ObjectStore, StoreError, StoreUnavailable
+from storage.objects import ObjectStore
 from storage.snapshots import Snapshots
 
 HELPERS = {"trackers": "harness.views.trackers", "replica": "harness.uploader.replica"}  # processes beside the first member of an epoch

@@ -31,7 +31,8 @@ from typing import Any, Protocol
 from harness.agent.lines import Address, Heard
 from harness.bucket.epochs import MEMBERS, Epoch, Member, decode, encode_epoch, epoch_key, newest_epoch, read_epoch
 from harness.core.world import meeting_place
-from storage.objects import NotFound, ObjectStore, StoreError
+from storage.errors import NotFound, StoreError
+from storage.objects import ObjectStore
 
 CALM_S = 10.0  # between two signs of life in the bucket, and two looks for newcomers, while lines say the same
 FRESH_S = 10.0  # so long after a change those who wait look often

@@ -30,7 +30,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from harness.agent.lines import Lines
 from harness.agent.rendezvous import Rendezvous, free_port
 from harness.bucket.epochs import NO_EPOCH, Epoch, Member
-from storage.objects import NotFound, ObjectStore, StoreError, StoreUnavailable, normalize, open_store
+from storage.errors import NotFound, StoreError, StoreUnavailable
+from storage.objects import ObjectStore
+from storage.opening import normalize, open_store
 
 TICK_S = 0.2
 BUSY_S, IDLE_S = 30.0, 2.0  # who waits for longer than this looks so often; lines wake it before

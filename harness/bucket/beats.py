@@ -13,7 +13,8 @@ import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from storage.objects import NotFound, ObjectStore
+from storage.errors import NotFound
+from storage.objects import ObjectStore
 
 MEMBERS = "rdzv/members/"
 PROMISE_S = 10.0  # between two beats of a member that does not say how often it beats

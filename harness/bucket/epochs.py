@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
 from harness.core.facts import canonical, digest
-from storage.objects import NotFound, ObjectStore
+from storage.errors import NotFound
+from storage.objects import ObjectStore
 
 MEMBERS, EPOCHS = "rdzv/members/", "rdzv/epochs/"
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from harness.core import records as rec
 from harness.core.facts import Chain, Fact, Stamped, read_chain
-from storage.objects import NotFound, ObjectStore
+from storage.errors import NotFound
+from storage.objects import ObjectStore
 
 Listener = Callable[[Stamped], None]
 SEGMENT = re.compile(r"facts/([^/]+)/(\d{6,12})\.jsonl")

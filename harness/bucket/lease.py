@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from harness.core.facts import built, loaded
 from harness.core.world import Clock, Fenced
-from storage.objects import NotFound, ObjectStore
+from storage.errors import NotFound
+from storage.objects import ObjectStore
 
 TTL_S = 5.0  # long enough for a slow bucket; short enough that a restarted controller is not waited for
 MOST_TTL_S = 600.0  # nobody is believed to need longer

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from storage.objects import NotFound, ObjectStore
+from storage.errors import NotFound
+from storage.objects import ObjectStore
 
 CONTROL = "control/"
 STOP_KEY = "control/stop.json"  # the whole run drains, and nobody comes back by itself

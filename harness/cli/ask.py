@@ -14,7 +14,8 @@ from harness.bucket.orders import SNAPSHOT, StopOrder, ask_to_stop
 from harness.cli.common import DONE, FAILED, attempts, cluster_of, existing_store, is_local, local_cloud, sky_broker
 from harness.core.config import flag, positional
 from harness.core.world import CloudUnavailable
-from storage.objects import ObjectStore, normalize
+from storage.objects import ObjectStore
+from storage.opening import normalize
 from storage.text import Console
 
 if TYPE_CHECKING:
@@ -124,7 +125,8 @@ def down(flags: DownFlags) -> int:
 
 def _down_sky(url: str, timeout_s: float, console: Console) -> set[int]:
     """End every cluster that SkyPilot knows of. Returns the attempts that it has, or had, and that are gone."""
-    from harness.clouds.skypilot import SkyError, bring_down, known_once
+    from harness.clouds.sky_client import SkyError
+    from harness.clouds.skypilot import bring_down, known_once
 
     sky = sky_broker(url)
     try:

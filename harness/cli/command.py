@@ -37,7 +37,7 @@ from harness.cli.run import RunFlags, run
 from harness.cli.shelf import SnapshotsFlags, snapshots
 from harness.core.config import Parser, add_flags, build
 from harness.core.world import BadInput, HarnessError
-from storage.objects import StoreError
+from storage.errors import StoreError
 from storage.text import plain
 
 if TYPE_CHECKING:

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.core.world import BadInput
-from storage.objects import RETRY_WITHIN_S, ObjectStore, open_store
+from storage.objects import ObjectStore
+from storage.opening import open_store
+from storage.retries import RETRY_WITHIN_S
 
 if TYPE_CHECKING:
     from harness.clouds.local import LocalCloud
-    from harness.clouds.skypilot import Broker
+    from harness.clouds.sky_client import Broker
     from harness.controller.book import Book
 
 DONE, FAILED, WRONG_INPUT, ENDED_EARLY, LEFT, INTERRUPTED = 0, 1, 2, 3, 4, 130
@@ -67,7 +69,7 @@ def book_of(store: ObjectStore) -> Book:
 
 
 def sky_broker(url: str) -> Broker:
-    from harness.clouds.skypilot import Broker
+    from harness.clouds.sky_client import Broker
 
     return Broker(os.environ, state_dir(url, "sky-logs") / "broker.log")
 

@@ -40,7 +40,9 @@ from harness.cli.common import (
 from harness.cli.look import show_report
 from harness.core.config import flag, positional
 from harness.core.world import BadInput, Fenced, HarnessError
-from storage.objects import NotFound, ObjectStore, StoreError, normalize, open_store
+from storage.errors import NotFound, StoreError
+from storage.objects import ObjectStore
+from storage.opening import normalize, open_store
 from storage.text import Console
 
 if TYPE_CHECKING:

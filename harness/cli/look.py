@@ -9,7 +9,8 @@ from pathlib import Path
 from harness.cli.common import DONE, existing_store, html_path, is_local, sky_broker, state_dir
 from harness.core.config import flag, positional
 from harness.core.world import BadInput
-from storage.objects import ObjectStore, normalize
+from storage.objects import ObjectStore
+from storage.opening import normalize
 from storage.text import Console
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from harness.cli.common import DONE, FAILED, PREFLIGHT_S, existing_store, sky_broker
 from harness.core.config import flag, positional
 from harness.core.world import BadInput
-from storage.objects import ObjectStore, normalize, open_store
+from storage.objects import ObjectStore
+from storage.opening import normalize, open_store
 from storage.text import Console
 
 

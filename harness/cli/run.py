@@ -13,7 +13,7 @@ from harness.cli.common import checked_store, duration_text, when
 from harness.core.config import Bounds, flag, positional
 from harness.core.world import BadInput
 from harness.node.progress import FACTOR, Limits
-from storage.objects import normalize
+from storage.opening import normalize
 
 
 def _workers(text: str) -> None:

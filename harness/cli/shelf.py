@@ -32,7 +32,7 @@ def _notes(store: ObjectStore) -> Notes:
     """What the record knows of snapshots, and what a copy of them needs to be resumed and audited."""
     from harness.bucket.journal import Journal, read_facts
     from harness.core.facts import SessionStarted, SnapshotCommitted, SnapshotReplicated, Warned
-    from harness.uploader.server import seen_here
+    from harness.uploader.client import seen_here
     from storage.command import Note, Notes
     from storage.manifest import Ref
 

@@ -8,7 +8,17 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 
-from harness.clouds.metadata_protocol import MAX_TTL_S, NOT_FOUND, TOKEN_HEADER, TOKEN_PATH, TTL_HEADER, Answer, json_answer, no_kind, rfc3339
+from harness.clouds.metadata_protocol import (
+    MAX_TTL_S,
+    NOT_FOUND,
+    TOKEN_HEADER,
+    TOKEN_PATH,
+    TTL_HEADER,
+    Answer,
+    json_answer,
+    no_kind,
+    rfc3339,
+)
 
 
 # ---- AWS --------------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.clouds import machines, provider
 from harness.clouds import market as markets
-from harness.clouds import provider
 from harness.clouds.tasks import Task, check_local
 from harness.core.world import BadInput, CloudUnavailable, Node, Offer
 
@@ -76,7 +76,7 @@ class LocalCloud:
         self.state_dir, self.task = Path(state_dir).resolve(), task
         self._env = dict(os.environ if env is None else env)
         low, high = (1, wanted) if isinstance(wanted, int) else wanted
-        self._config = provider.Config(
+        self._config = machines.Config(
             market=_absolute(market),
             min_nodes=low,
             max_nodes=high,
@@ -109,7 +109,7 @@ class LocalCloud:
     def nodes(self) -> Sequence[Node]:
         if self._closed:
             return self._history()
-        return [provider.node_of(body) for body in self._call("GET", "/nodes")]
+        return [machines.node_of(body) for body in self._call("GET", "/nodes")]
 
     def terminate(self, attempt: int) -> None:
         if not self._closed:
@@ -158,7 +158,7 @@ class LocalCloud:
             self._started = None
         if self._alive():
             raise CloudUnavailable(f"the provider of {self.state_dir} does not end; look at {self.state_dir}/provider.log")
-        left = provider.sweep(self.state_dir)
+        left = machines.sweep(self.state_dir)
         if left:
             raise CloudUnavailable(f"processes {sorted(left)} of {self.state_dir} survive SIGKILL; look at them with ps")
 
@@ -261,7 +261,7 @@ class LocalCloud:
             body = json.loads((self.state_dir / "nodes.json").read_text())
         except FileNotFoundError:
             return []
-        return [provider.node_of(item) for item in body["nodes"]]
+        return [machines.node_of(item) for item in body["nodes"]]
 
     def _last_words(self) -> str:
         try:

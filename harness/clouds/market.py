@@ -18,7 +18,8 @@ from typing import Any, TypeAlias
 from harness.core.facts import SessionStarted, StepDone
 from harness.core.facts import parse as parse_fact
 from harness.core.world import BadInput, Offer
-from storage.objects import NotFound, ObjectStore
+from storage.errors import NotFound
+from storage.objects import ObjectStore
 
 TRACE_FITS_S = 180.0  # a trace without a scale is squeezed into this
 TRACE_GRACE_S = 5.0  # notice that nodes get when a trace takes them; not scaled, so that draining stays possible

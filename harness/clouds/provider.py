@@ -15,7 +15,6 @@ Knows nothing of SkyPilot, torch or agents. Linux only (/proc, parent-death sign
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import fcntl
 import hashlib
@@ -29,194 +28,46 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from harness.clouds import market as markets
+from harness.clouds.machines import KILL_WITHIN_S, Config, Machine, _die_with, _marker, _start_guard, kill_all, log, sweep
 from harness.clouds.metadata import MetadataServer, environment_of, protocol_of
-from harness.clouds.metadata_protocol import MetadataProtocol
-from harness.core.world import BadInput, Node, NodeState, Offer
-from storage.objects import StoreError, open_store
-
-log = logging.getLogger("harness.clouds.provider")
-T = TypeVar("T")
+from harness.core.world import BadInput, NodeState
+from storage.errors import StoreError
+from storage.opening import open_store
 
 TICK_S = 0.05
 PROGRESS_EVERY_S = 0.5
 BEAT_EVERY_S = 0.5
-KILL_WITHIN_S = 10.0  # how long processes may survive SIGKILL (uninterruptible sleep) before we give up
 ANSWER_WITHIN_S = 5.0  # how long a `terminate` waits for its node's end
 MAX_BODY = 4 << 20
 ALREADY_RUNNING = 3  # exit code: another provider owns this STATE_DIR
-PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)  # loaded here: a freshly forked child must not import or allocate much
 
 
-@dataclass(frozen=True)
-class Config:
-    """What `local.py` writes for the provider that it starts."""
-
-    market: str = "demo"
-    min_nodes: int = 1
-    max_nodes: int = 3
-    run_url: str = ""  # where progress is read from; "" or memory://: there is none
-    name: str = "task"
-    launch_s: float = 0.3  # from asking to a running node
-    idle_exit_s: float = 30.0  # without nodes and without calls
-    gpus: tuple[str, ...] = ()  # visible devices, shared out among the nodes
-    offers: tuple[Offer, ...] = markets.OFFERS
-    notices: str = "aws"  # whose metadata service the nodes have
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Config:
-        body = json.loads(text)
-        return cls(**{**body, "gpus": tuple(body["gpus"]), "offers": tuple(Offer(**o) for o in body["offers"])})
 
 
-@dataclass
-class Machine:
-    """One attempt, as the provider keeps it. Only the main thread starts and ends its processes."""
-
-    attempt: int
-    offer: Offer
-    asked_s: float
-    state: NodeState = NodeState.PENDING
-    up_s: float | None = None
-    gone_s: float | None = None
-    exit_code: int | None = None
-    reason: str = ""
-    pid: int = 0
-    noticed_s: float | None = None
-    # not written down
-    slot: int = -1
-    ready_s: float = 0.0
-    command: str = ""
-    cwd: str = ""
-    env: Mapping[str, str] = field(default_factory=dict)
-    process: subprocess.Popen[bytes] | None = None
-    imds: MetadataProtocol | None = None
-    metadata: MetadataServer | None = None
-    doom: tuple[float, str] | None = None  # (when it is killed, for what reason)
-
-    KEPT = ("attempt", "offer", "asked_s", "state", "up_s", "gone_s", "exit_code", "reason", "pid", "noticed_s")
-
-    def to_json(self) -> dict[str, Any]:
-        body = {name: getattr(self, name) for name in self.KEPT}
-        return {**body, "offer": dataclasses.asdict(self.offer), "state": self.state.value}
-
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> Machine:
-        known = {k: v for k, v in body.items() if k in cls.KEPT}
-        return cls(**{**known, "offer": Offer(**body["offer"]), "state": NodeState(body["state"])})
 
 
-def node_of(body: Mapping[str, Any]) -> Node:
-    """What a `Cloud` shows of a machine."""
-    m = Machine.from_json(body)
-    return Node(m.attempt, m.offer, m.state, m.asked_s, m.up_s, m.gone_s, m.exit_code, m.reason)
 
 
-# ---- processes --------------------------------------------------------------------------------------------------
-def _processes() -> Iterator[tuple[int, int, int]]:
-    """(pid, parent, session) of every process that is not a zombie."""
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                stat = Path("/proc", name, "stat").read_text()
-            except (FileNotFoundError, ProcessLookupError):
-                continue  # ended meanwhile
-            fields = stat.rpartition(")")[2].split()  # the name before it may hold anything
-            if fields[0] not in "ZX":
-                yield int(name), int(fields[1]), int(fields[3])
 
 
-def _environ(pid: int) -> bytes:
-    try:
-        return b"\0" + Path("/proc", str(pid), "environ").read_bytes() + b"\0"
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return b""  # ended, or somebody else's
 
 
-def belonging(marker: bytes, session: int = 0) -> set[int]:
-    """Every process that carries the marker in its environment, is of the session, or descends from such a one."""
-    table = list(_processes())
-    me = os.getpid()
-    mine = {pid for pid, _, sid in table if pid != me and ((session and sid == session) or marker in _environ(pid))}
-    grown = True
-    while grown:
-        more = {pid for pid, parent, _ in table if parent in mine and pid not in mine and pid != me}
-        grown = bool(more)
-        mine |= more
-    return mine
 
 
-def kill_all(marker: bytes, session: int = 0, within_s: float = KILL_WITHIN_S) -> set[int]:
-    """SIGKILL everything that belongs, until nothing is left; returns what would not die in time."""
-    give_up_s = time.monotonic() + within_s
-    clean = 0
-    left: set[int] = set()
-    while clean < 2:  # twice: a fork may have slipped through while we were reading
-        left = belonging(marker, session)
-        clean = 0 if left else clean + 1
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        if left:
-            if time.monotonic() > give_up_s:
-                return left
-            time.sleep(0.005)
-    return left
 
 
-def _marker(name: str, value: str, whole: bool = True) -> bytes:
-    return b"\0" + f"{name}={value}".encode() + (b"\0" if whole else b"")
 
 
-def sweep(state_dir: Path) -> set[int]:
-    """Kill whatever is left of any node of this STATE_DIR."""
-    return kill_all(_marker("HARNESS_NODE_DIR", f"{state_dir}/nodes/", whole=False))
 
 
-def _start_guard(instance: str) -> tuple[int, int]:
-    """Fork a watchman that kills every node when this process is gone, however it ended. Returns (pid, pipe to hold open).
-
-    The parent-death signal reaches a node's first process only; its children may have made their own sessions.
-    Must be called before any thread is started.
-    """
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(read)
-        return pid, write
-    try:
-        os.setsid()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        null = os.open(os.devnull, os.O_RDWR)
-        for standard in (0, 1, 2):
-            os.dup2(null, standard)
-        os.dup2(read, 3)
-        os.closerange(4, 1024)  # above all the lock and the pipe's other end, which would outlive the provider here
-        while os.read(3, 1):
-            pass
-        kill_all(_marker("HARNESS_PROVIDER", instance))
-    finally:
-        os._exit(0)
 
 
-def _die_with(parent: int) -> Callable[[], None]:
-    def in_child() -> None:
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died between fork and prctl
-            os._exit(1)
-
-    return in_child
 
 
 class Stopping(Exception):

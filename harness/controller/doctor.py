@@ -23,11 +23,13 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from harness.clouds.skypilot import Sky, SkyError, SkyPilotCloud
+from harness.clouds.sky_client import Sky, SkyError
+from harness.clouds.skypilot import SkyPilotCloud
 from harness.clouds.tasks import Task
 from harness.core.world import BadInput, CloudUnavailable, Offer
-from harness.views.trackers import wandb_key, wandb_online
-from storage.objects import ObjectStore, StoreError
+from harness.views.plugins import wandb_key, wandb_online
+from storage.errors import StoreError
+from storage.objects import ObjectStore
 from storage.text import plain
 
 WANTED_SKYPILOT = "0.14.1"

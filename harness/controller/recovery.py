@@ -41,8 +41,9 @@ from harness.core.world import (
     Wait,
     World,
 )
+from storage.errors import StoreError, StoreUnavailable
 from storage.manifest import Manifest, SnapshotTooNew
-from storage.objects import ObjectStore, StoreError, StoreUnavailable
+from storage.objects import ObjectStore
 from storage.snapshots import Snapshots
 
 ENDED_UNSHOWN = f"{UNSHOWN}, and its agent has ended: look for its machine where it was launched from"

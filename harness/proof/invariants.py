@@ -16,8 +16,9 @@ from typing import Protocol, TypeAlias
 
 from harness.core.facts import AttemptDoubted, AttemptEnded, AttemptIntended, LeaseTaken, RunEnded, digest, parse
 from harness.core.world import Node
+from storage.errors import NotFound
 from storage.manifest import Manifest, Ref, SnapshotCorrupt
-from storage.objects import NotFound, ObjectStore
+from storage.objects import ObjectStore
 from storage.snapshots import Snapshots
 
 

@@ -30,11 +30,15 @@ from typing import Any, NoReturn, TypeVar
 from harness.bucket.journal import read_facts
 from harness.core.facts import SnapshotCommitted
 from harness.node.processes import die_with_parent
+from harness.uploader.client import Local, courier_at
 from harness.uploader.nearby import NearbyConfig
-from harness.uploader.server import Local, Server, courier_at
+from harness.uploader.server import Server
+from storage.errors import StoreError
 from storage.faults import FaultyStore, Mode, corrupt
+from storage.files import MemoryStore
 from storage.manifest import Manifest, Ref, SnapshotCorrupt
-from storage.objects import MemoryStore, ObjectStore, StoreError, open_store
+from storage.objects import ObjectStore
+from storage.opening import open_store
 from storage.retention import Keep
 from storage.snapshots import DOOM, Snapshots
 from storage.staging import Stage

@@ -26,7 +26,8 @@ from harness.bucket.journal import read_records
 from harness.core import records as rec
 from harness.core.world import BadInput, HarnessError
 from storage.manifest import Manifest
-from storage.objects import ObjectStore, open_store
+from storage.objects import ObjectStore
+from storage.opening import open_store
 from storage.snapshots import MANIFESTS, PARTS, Snapshots
 
 

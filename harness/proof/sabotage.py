@@ -21,8 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from storage import objects
-from storage.objects import NotFound, ObjectStore, Retrying, StoreUnavailable
+from storage import opening
+from storage.errors import NotFound, StoreUnavailable
+from storage.objects import ObjectStore
+from storage.retries import Retrying
 
 T = TypeVar("T")
 
@@ -124,7 +126,7 @@ def arm(path: str) -> None:
     from harness.node import progress
 
     folder = Folder(Path(path))
-    open_store, tell, now = objects.open_store, progress.Progress.tell, time.time
+    open_store, tell, now = opening.open_store, progress.Progress.tell, time.time
     shift: list[float] = [0.0, 0.0]  # seconds, and until when that is believed
 
     def sabotaged(url: str, *, retry_within_s: float = RETRY_WITHIN_S, **options: Any) -> ObjectStore:
@@ -141,6 +143,6 @@ def arm(path: str) -> None:
             shift[:] = [folder.number("clock"), time.monotonic() + 0.1]
         return now() + shift[0]
 
-    objects.open_store = sabotaged
+    opening.open_store = sabotaged
     progress.Progress.tell = held  # type: ignore[method-assign]
     time.time = shifted

@@ -17,9 +17,11 @@ from typing import Any
 
 from harness.bucket.epochs import newest_epoch
 from harness.core.world import BadInput
+from storage.errors import NotFound, StoreError
 from storage.manifest import Manifest, Ref
-from storage.objects import NotFound, ObjectStore, StoreError
-from storage.tiers import ChunkServer, FolderTier, OwnedFolder, PeerTier, SegmentTier, Tier, blocks, chunks_of
+from storage.objects import ObjectStore
+from storage.peers import ChunkServer, PeerTier
+from storage.tiers import FolderTier, OwnedFolder, SegmentTier, Tier, blocks, chunks_of
 
 SECRET = "rdzv/secret.json"  # create-only; who can read the bucket may read its chunks from peers as well
 CHUNKS = "rdzv/chunks/"  # create-only, {member}.json: where its chunks are served

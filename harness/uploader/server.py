@@ -12,382 +12,37 @@ Without an agent a session uses `Local`: the same engine on threads of the train
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from harness.uploader.client import Done, Place
+
 import contextlib
-import itertools
 import json
 import os
-import queue
 import secrets
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from harness.bucket.epochs import newest_epoch
 from harness.bucket.journal import Journal
-from harness.core.facts import DrainVerdict, Fact, SnapshotCommitted, SnapshotFailed
-from harness.core.world import Fenced
-from harness.node.progress import WAITS_FOR_SNAPSHOTS, Progress, Sign
+from harness.core.facts import DrainVerdict
 from harness.node.progress import read as read_sign
-from harness.uploader.nearby import NEAR, Nearby, NearbyConfig, tiers_for
-from storage.manifest import Manifest, Ref, SnapshotCorrupt
-from storage.objects import ObjectStore, StoreError, open_store
+from harness.uploader.client import NICE, _seen, _socket_in, fact_of, fence
+from harness.uploader.nearby import Nearby, NearbyConfig
+from storage.errors import StoreError
+from storage.manifest import Ref, SnapshotCorrupt
+from storage.objects import ObjectStore
+from storage.opening import open_store
 from storage.snapshots import Snapshots
-from storage.staging import PREFIX, Segment, Segments, Stage, StageFull, default_parent, sweep
-from storage.tiers import FolderTier, SegmentTier, share
+from storage.staging import Segment, Segments
+from storage.tiers import SegmentTier
 from storage.upload import Forecast, Job, Outcome, Uploader
-
-ANSWER_S = 30.0  # the longest wait for an answer of the uploader (making a big segment takes seconds)
-CONNECT_S = 5.0  # ... for its start; then the trainer sends for itself
-AGENT_ANSWER_S = 2.0  # the agent has more to do than to wait
-BUFFERS = 2  # one being sent, one being filled
-NICE = 10
-
-Done = Callable[[Outcome], None]
-Place = tuple[str, int, int]  # file, start, end
-
-
-class Courier(Protocol):
-    """What a session needs of whoever sends its snapshots."""
-
-    def segment(self, nbytes: int) -> Segment:
-        """Memory for one more snapshot, ours until it is sent or given back. Raises StageFull."""
-
-    def give_back(self, segment: Segment) -> None:
-        """It is not needed after all."""
-
-    def send(self, job: Job, segment: Segment, done: Done) -> None:
-        """Hand over; the segment is free again when `done` has been told."""
-
-    def held(self, ref: Ref) -> dict[str, Any]:
-        """Where a snapshot lies nearer than in the bucket, as `nearby.tiers_for` takes it; {}: nowhere."""
-
-
-def fence(store: ObjectStore) -> Callable[[Ref], None]:
-    """No snapshot of an epoch is committed when a newer epoch exists."""
-
-    def check(ref: Ref) -> None:
-        if newest_epoch(store).epoch > ref.epoch:
-            raise Fenced(f"epoch {ref.epoch} is over: a newer one exists, so its snapshot of step {ref.step} is not committed")
-
-    return check
-
-
-@contextlib.contextmanager
-def _socket_in(folder: Path) -> Iterator[str]:
-    """Its address: a path of at most 107 bytes, which on Linux any folder can have by way of a descriptor."""
-    if not sys.platform.startswith("linux"):
-        yield str(folder / "socket")
-        return
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{fd}/socket"
-    finally:
-        os.close(fd)
-
-
-def _seen(sign: Sign | None) -> tuple[int, bool] | None:
-    """As `storage.upload.Watch`."""
-    return None if sign is None else (sign.step, sign.place in WAITS_FOR_SNAPSHOTS)
-
-
-@dataclass
-class _Slot:
-    segment: Segment
-    busy: bool = False
-
-
-class Local:
-    """In the trainer's own process, in memory of its own."""
-
-    def __init__(self, store: ObjectStore, on_outcome: Callable[[Job, Outcome], None], progress: Progress | None = None):
-        seen = (lambda where: _seen(progress.sign)) if progress is not None else (lambda where: None)
-        self._uploader = Uploader(store, fence(store), on_outcome, nice=NICE, watch=seen)
-        self._slots: list[_Slot] = []
-
-    def segment(self, nbytes: int) -> Segment:
-        self._slots = [s for s in self._slots if s.busy or s.segment.nbytes >= nbytes]
-        for slot in self._slots:
-            if not slot.busy:
-                slot.busy = True
-                return slot.segment
-        if len(self._slots) >= BUFFERS:
-            raise StageFull(f"{BUFFERS} snapshots are on their way already")
-        self._slots.append(_Slot(Segment.anonymous(nbytes).touch(), busy=True))
-        return self._slots[-1].segment
-
-    def give_back(self, segment: Segment) -> None:
-        for slot in self._slots:
-            if slot.segment is segment:
-                slot.busy = False
-
-    def send(self, job: Job, segment: Segment, done: Done) -> None:
-        def landed(outcome: Outcome) -> None:
-            self.give_back(segment)
-            done(outcome)
-
-        self._uploader.submit(job, segment.view, landed)
-
-    def held(self, ref: Ref) -> dict[str, Any]:
-        return {}
-
-
-class Line:
-    """Requests and answers over the uploader's socket. Raises ConnectionError when it is not there (any more)."""
-
-    def __init__(self, folder: Path, connect_s: float = CONNECT_S, on_lost: Callable[[], None] = lambda: None):
-        deadline_s = time.monotonic() + connect_s
-        while True:
-            self._socket = socket.socket(socket.AF_UNIX)
-            try:
-                with _socket_in(folder) as address:
-                    self._socket.connect(address)
-                break
-            except OSError as e:
-                self._socket.close()
-                if time.monotonic() > deadline_s:
-                    raise ConnectionError(f"no uploader answers in {folder} ({e})") from e
-                time.sleep(0.05)
-        self._numbers, self._lock = itertools.count(), threading.Lock()
-        self._answers: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}
-        self._later: dict[int, tuple[Job, Done]] = {}
-        self._on_lost, self.lost = on_lost, False
-        threading.Thread(target=self._read, name="uploader-line", daemon=True).start()
-
-    def ask(self, what: str, *, answer_s: float = ANSWER_S, **body: Any) -> dict[str, Any]:
-        """The answer. Raises ConnectionError, StageFull."""
-        answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        number = next(self._numbers)
-        self._answers[number] = answers
-        self._say({"do": what, "n": number, **body})
-        try:
-            answer = answers.get(timeout=answer_s)
-        except queue.Empty:
-            answer = None
-        if answer is None:
-            raise ConnectionError(f"the uploader did not answer within {answer_s:.0f} s")
-        if "error" in answer:
-            raise StageFull(answer["error"])
-        return answer
-
-    def send(self, job: Job, path: str, done: Done) -> None:
-        """`done` is told the outcome. Raises ConnectionError."""
-        number = next(self._numbers)
-        self._later[number] = job, done
-        self._say({"do": "send", "n": number, "job": job.to_dict(), "path": path})
-
-    def _say(self, body: dict[str, Any]) -> None:
-        with self._lock:
-            if self.lost:
-                raise ConnectionError("the uploader is gone")
-            self._socket.sendall(json.dumps(body).encode() + b"\n")
-
-    def _read(self) -> None:
-        with contextlib.suppress(OSError, ValueError), self._socket.makefile("rb") as lines:
-            for line in lines:
-                body = json.loads(line)
-                number = body["n"]
-                if number in self._answers:
-                    self._answers.pop(number).put(body)
-                elif "outcome" in body:
-                    self._later.pop(number)[1](Outcome.from_dict(body["outcome"]))
-                elif "error" in body:
-                    job, done = self._later.pop(number)
-                    done(Outcome(job.ref, job.rank, "failed", error=body["error"], kind="StoreError", note=job.note))
-        with self._lock:
-            self.lost = True
-        for one in list(self._answers.values()):
-            one.put(None)
-        self._on_lost()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-
-class Remote:
-    """The uploader process of this node. Should it die, what it had not finished is sent from here, and so is all that follows."""
-
-    def __init__(self, folder: Path, epoch: int, local_rank: int, fallback: Local):
-        self._epoch, self._rank, self._fallback = epoch, local_rank, fallback
-        self._slots: list[_Slot] = []
-        self._pending: dict[Ref, tuple[Job, Segment, Done]] = {}
-        self._lock, self._reserving = threading.Lock(), threading.Lock()
-        self._line = Line(folder, on_lost=self._take_over)
-
-    def segment(self, nbytes: int) -> Segment:
-        with self._reserving:
-            for slot in self._slots:
-                if not slot.busy and slot.segment.nbytes == max(1, nbytes):
-                    slot.busy = True
-                    return slot.segment
-            unused = [str(s.segment.path) for s in self._slots if not s.busy]  # of another size
-            self._slots = [s for s in self._slots if s.busy]
-            try:
-                answer = self._line.ask("reserve", rank=self._rank, epoch=self._epoch, nbytes=max(1, nbytes), unused=unused)
-            except ConnectionError:
-                return self._fallback.segment(nbytes)
-            except StageFull as e:
-                if self._slots:
-                    raise
-                print(f"harness: {e}; snapshots are staged in the trainer's own memory", flush=True)
-                return self._fallback.segment(nbytes)
-            self._slots.append(_Slot(Segment.open(Path(answer["path"])).touch(), busy=True))
-            return self._slots[-1].segment
-
-    def give_back(self, segment: Segment) -> None:
-        self._fallback.give_back(segment)
-        for slot in self._slots:
-            if slot.segment is segment:
-                slot.busy = False
-
-    def send(self, job: Job, segment: Segment, done: Done) -> None:
-        if not any(slot.segment is segment for slot in self._slots):
-            self._fallback.send(job, segment, done)
-            return
-
-        def landed(outcome: Outcome) -> None:
-            with self._lock:
-                self._pending.pop(job.ref, None)
-            self.give_back(segment)
-            done(outcome)
-
-        with self._lock:
-            self._pending[job.ref] = job, segment, landed
-        try:
-            self._line.send(job, str(segment.path), landed)
-        except OSError:  # it died; had it our job, then `_take_over` was called, and does nothing the second time
-            self._take_over()
-
-    def _take_over(self) -> None:
-        """The token is the same, so sending a share again is harmless."""
-        with self._lock:
-            pending, self._pending = list(self._pending.values()), {}
-        for job, segment, landed in pending:
-            self._fallback.send(job, segment, landed)
-
-    def held(self, ref: Ref) -> dict[str, Any]:
-        try:
-            return dict(self._line.ask("held", ref=ref.name)["near"])
-        except (ConnectionError, StageFull):
-            return {}
-
-
-def courier_at(folder: Path, epoch: int, local_rank: int, local: Local) -> Courier:
-    """The uploader whose stage `folder` is; `local` if nobody answers there."""
-    try:
-        return Remote(folder, epoch, local_rank, local)
-    except ConnectionError as e:
-        print(f"harness: {e}; snapshots are sent from this process", flush=True)
-        return local
-
-
-def fact_of(job: Job, outcome: Outcome) -> Fact:
-    """What the journal says of a job that is done."""
-    note, ref = job.note, job.ref
-    if outcome.state != "committed":
-        return SnapshotFailed(ref.step, ref.epoch, outcome.error)
-    commit_s = time.time() - note["t_start"]
-    return SnapshotCommitted(
-        ref.step, ref.epoch, outcome.nbytes, note["stall_s"], commit_s, note["why"], note["t_start"], outcome.weights, outcome.slowdown,
-        outcome.requests,
-    )  # fmt: skip
-
-
-def seen_here(parent: Path | None = None) -> Callable[[Manifest], dict[str, float]]:
-    """What the uploaders of this node and user have of a snapshot: tier -> share of its bytes, nearest first. Nobody answers: {}."""
-    lines = []
-    for folder in (parent or default_parent()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # of a dead agent, or another user's
-            lines.append(Line(folder, connect_s=0.0))
-
-    def near(manifest: Manifest) -> dict[str, float]:
-        chunks: dict[str, set[str]] = {}
-        for line in lines:
-            with contextlib.suppress(OSError, StoreError):
-                held = line.ask("held", answer_s=AGENT_ANSWER_S, ref=manifest.ref.name)["near"]
-                for tier in tiers_for(manifest, {**held, "peers": []}):
-                    if isinstance(tier, SegmentTier | FolderTier):
-                        chunks.setdefault(tier.name, set()).update(tier.list())
-        return {name: found for name, ids in chunks.items() if (found := share(manifest, ids))}
-
-    return near
-
-
-# ---- the agent's side -------------------------------------------------------------------------------------------
-class NodeUploader:
-    """The uploader of a node, held by its agent, and the stage that both own. Every call is bounded and harmless when it is dead."""
-
-    def __init__(self, run: str, member: str, parent: Path | None, budget_nbytes: int | None, log: Path, nearby: NearbyConfig):
-        self.run, self.member, self._log, self._nearby = run, member, log, nearby
-        sweep(parent)
-        self.stage = Stage(parent, budget_nbytes)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._line: Line | None = None
-        self._deadline_s: float | None = None
-
-    def ensure(self) -> None:
-        """Start it, or start it again."""
-        if self._process is not None and self._process.poll() is None:
-            return
-        for left in self.stage.folder.iterdir():  # what one that died has left; who maps a segment keeps its memory
-            if left.name not in ("lock", NEAR):
-                left.unlink(missing_ok=True)
-        self._line = None
-        order = {"run": self.run, "folder": str(self.stage.folder), "budget_nbytes": self.stage.budget_nbytes, "member": self.member}
-        order["nearby"] = replace(self._nearby, memory_nbytes=self.stage.budget_nbytes // 2).to_dict()
-        with open(self._log, "ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "harness.uploader.server", json.dumps(order)], stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT
-            )
-
-    def busy(self) -> int:
-        """Shares of snapshots that are not written yet; 0 if nobody answers."""
-        answer = self._ask("busy")
-        return int(answer["busy"]) if answer else 0
-
-    def drain(self, deadline_s: float | None) -> None:
-        """This node has until then (wall clock); None: it stays after all."""
-        self._deadline_s = deadline_s
-        self._ask("drain", deadline_s=deadline_s)
-
-    def settle(self, wait_s: float) -> None:
-        """Until nothing is under way, or `wait_s`."""
-        until_s = time.monotonic() + wait_s
-        while self.busy() and time.monotonic() < until_s:
-            time.sleep(0.05)
-
-    def close(self) -> None:
-        if self._line is not None:
-            self._line.close()
-        if self._process is not None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            try:
-                self._process.wait(AGENT_ANSWER_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        self.stage.close()
-
-    def _ask(self, what: str, **body: Any) -> dict[str, Any] | None:
-        if self._process is None or self._process.poll() is not None:
-            return None
-        try:
-            if self._line is None or self._line.lost:
-                self._line = Line(self.stage.folder, connect_s=0.0)
-                if self._deadline_s is not None and what != "drain":
-                    self._line.ask("drain", answer_s=AGENT_ANSWER_S, deadline_s=self._deadline_s)
-            return self._line.ask(what, answer_s=AGENT_ANSWER_S, **body)
-        except (OSError, StoreError):
-            return None
 
 
 # ---- the process ------------------------------------------------------------------------------------------------
@@ -577,4 +232,3 @@ if __name__ == "__main__":
     main()
 
 
-__all__ = ["Courier", "Line", "Local", "NodeUploader", "Remote", "Server", "courier_at", "fact_of", "fence", "seen_here"]

@@ -38,9 +38,11 @@ from harness.core.facts import (
     read_chain,
 )
 from harness.core.world import BadInput
-from harness.views.ledger import Ledger, ns
+from harness.views.ledger import Ledger
+from harness.views.painting import ns
+from storage.errors import NotFound
 from storage.manifest import Manifest, PartList, Ref, SnapshotCorrupt, SnapshotTooNew
-from storage.objects import NotFound, ObjectStore
+from storage.objects import ObjectStore
 from storage.snapshots import PARTS, Snapshots
 
 if TYPE_CHECKING:

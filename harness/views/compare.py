@@ -15,8 +15,9 @@ from harness.core import records as rec
 from harness.core.facts import loaded
 from harness.core.world import BadInput
 from harness.views.audit import walk
+from storage.errors import NotFound
 from storage.manifest import Manifest
-from storage.objects import NotFound, ObjectStore
+from storage.objects import ObjectStore
 from storage.snapshots import Snapshots
 
 if TYPE_CHECKING:

@@ -13,6 +13,11 @@ Pure: no store, no clock.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from harness.views.painting import Interval, Segment
+
 import itertools
 import re
 from collections import defaultdict
@@ -39,194 +44,30 @@ from harness.core.facts import (
     amount,
 )
 from harness.core.records import StepRecord
+from harness.views.painting import BUCKETS, NANO, apportion, ns, paint, totals
+from harness.views.rows import AttemptRow, Billed, Cost, EpochRow, NoticeRow
 
-BUCKETS = ("useful", "redone", "snapshot", "start", "reform", "drain", "idle", "other")  # in the order they are shown
-PRECEDENCE = ("snapshot", "useful", "redone", "other", "start", "drain", "idle", "reform")  # the first one gets the time
-NANO = 1_000_000_000
 SAME_EVENT_S = 60.0  # a node may be known to be gone only this long after its world was replaced
 GOOD_ENDS = ("finished", "drained", "resize", "stopped")  # facts.EpochLeft.why of workers that left with a committed snapshot
 
-Interval = tuple[int, int]  # [from, to) in nanoseconds
-Segment = tuple[int, int, str]  # ... and a bucket
 
 
-def ns(seconds: float) -> int:
-    return round(seconds * NANO)
 
 
-# ---- painting time ----------------------------------------------------------------------------------------------
-def paint(layers: Iterable[Segment], start: int, end: int) -> list[Segment]:
-    """Cut [start, end) into segments without gap or overlap, each in the bucket of highest precedence that covers it
-    (`reform` where none does). Neighbours of one bucket are joined."""
-    level = {bucket: i for i, bucket in enumerate(PRECEDENCE)}
-    cuts: list[tuple[int, int, int]] = []
-    for a, b, bucket in layers:
-        a, b = max(a, start), min(b, end)
-        if a < b:
-            cuts += [(a, level[bucket], 1), (b, level[bucket], -1)]
-    cuts.sort()
-    open_ = [0] * len(PRECEDENCE)
-    painted: list[Segment] = []
-    at = start
-    for t, i, change in [*cuts, (end, 0, 0)]:
-        if t > at:
-            bucket = PRECEDENCE[next((k for k, n in enumerate(open_) if n), len(PRECEDENCE) - 1)]
-            if painted and painted[-1][2] == bucket:
-                painted[-1] = (painted[-1][0], t, bucket)
-            else:
-                painted.append((at, t, bucket))
-            at = t
-        open_[i] += change
-    return painted
 
 
-def totals(segments: Iterable[Segment]) -> dict[str, int]:
-    found = dict.fromkeys(BUCKETS, 0)
-    for a, b, bucket in segments:
-        found[bucket] += b - a
-    return found
 
 
-def apportion(amount: int, weights: dict[str, int]) -> dict[str, int]:
-    """`amount` in proportion to `weights`, in whole units that add up to it. Without any weight it is `other`."""
-    whole = sum(weights.values())
-    if not whole:
-        return {bucket: amount if bucket == "other" else 0 for bucket in weights}
-    shares: dict[str, int] = {}
-    before = done = 0
-    for bucket, weight in weights.items():  # rounding the running sum loses nothing
-        before += weight
-        shares[bucket] = amount * before // whole - done
-        done += shares[bucket]
-    return shares
 
 
-# ---- rows -------------------------------------------------------------------------------------------------------
-class Billed:
-    """Time and money by bucket: `ns` in 1e-9 s, `nusd` in 1e-9 USD."""
-
-    ns: dict[str, int]
-    nusd: dict[str, int]
-
-    @property
-    def billed_ns(self) -> int:
-        return sum(self.ns.values())
-
-    @property
-    def billed_s(self) -> float:
-        return self.billed_ns / NANO
-
-    @property
-    def billed_nusd(self) -> int:
-        return sum(self.nusd.values())
-
-    @property
-    def usd(self) -> float:
-        return self.billed_nusd / NANO
 
 
-@dataclass(frozen=True)
-class AttemptRow(Billed):
-    """One attempt and where its billed time went. `name` is its number; of a node that no controller launched, its member."""
-
-    name: str
-    attempt: int
-    members: tuple[str, ...]
-    offer: str
-    accelerator: str
-    spot: bool
-    usd_per_h: float
-    on_demand_usd_per_h: float
-    asked_s: float
-    up_s: float | None
-    gone_s: float | None  # None: still there
-    end: str  # facts.AttemptEnded.end; "" while it lives
-    reason: str
-    exit_code: int | None
-    segments: tuple[Segment, ...]
-    ns: dict[str, int]  # by bucket; adds up to billed_ns
-    nusd: dict[str, int]  # 1e-9 USD by bucket; adds up to billed_nusd
 
 
-@dataclass(frozen=True)
-class EpochRow:
-    """One world: who, which steps, why it ended and what that cost."""
-
-    epoch: int
-    reason: str  # why it began: facts.EpochStarted.reason
-    members: tuple[str, ...]
-    attempts: tuple[str, ...]  # AttemptRow.name of its members
-    world: int
-    shares: tuple[int, ...]
-    resumed_step: int
-    first_step: int | None  # executed, whether committed or not
-    last_step: int | None
-    steps: int
-    committed: int  # of them in the lineage
-    steps_lost: int  # executed, over, and not in the lineage
-    started_s: float
-    first_s: float | None  # begin of its first step
-    last_s: float | None  # end of its last step
-    end_s: float | None  # when it was over; None: it lives
-    gap_s: float | None  # end of the last step of the epoch before -> its first step; None: nothing before, or no step
-    lost_s: float  # wall-clock seconds lost with its end: work to redo, and the gap that followed
-    ended: str  # why, in words; "" while it lives
-
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches that the busiest rank does one after the other."""
-        return max(self.shares, default=0)
 
 
-@dataclass(frozen=True)
-class NoticeRow:
-    """One notice to one node, and whether a snapshot was committed in time."""
-
-    member: str
-    attempt: str
-    kind: str  # "kill" | "soft" | "maintenance"
-    source: str
-    seen_s: float
-    deadline_s: float | None
-    commit_s: float | None  # seconds from notice to commit of a state at or after it; None: none was
-    step: int | None  # of that snapshot
-    training: bool  # the node was in an epoch when it came; else there was nothing to save
-    cancelled: bool
-
-    @property
-    def grace_s(self) -> float | None:
-        return None if self.deadline_s is None else self.deadline_s - self.seen_s
-
-    @property
-    def in_time(self) -> bool | None:
-        """None: there was nothing to save, or nothing came of it."""
-        if not self.training or self.cancelled:
-            return None
-        return self.commit_s is not None and (self.grace_s is None or self.commit_s <= self.grace_s)
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What was paid, and what the same would have cost on demand."""
-
-    spot_usd: float  # what is billed
-    on_demand_usd: float  # the same node-seconds at on-demand prices
-    undisturbed_usd: float  # only steps, validation and one start per node of the first epoch: on demand, nothing ever lost
-    known: bool  # all on-demand prices are known; else the paid price stands for unknown ones
-
-    @property
-    def saved_usd(self) -> float:
-        """Against the same node-seconds on demand."""
-        return self.on_demand_usd - self.spot_usd
-
-    @property
-    def saved(self) -> float:
-        return self.saved_usd / self.on_demand_usd if self.on_demand_usd else 0.0
-
-    @property
-    def saved_undisturbed(self) -> float:
-        """Against an on-demand run that nothing ever disturbs: the harder comparison, as interruptions count against us."""
-        return 1.0 - self.spot_usd / self.undisturbed_usd if self.undisturbed_usd else 0.0
 
 
 @dataclass(frozen=True)

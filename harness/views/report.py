@@ -29,7 +29,8 @@ from harness.core.facts import (
     Count,
     Unreadable,
 )
-from harness.views.ledger import BUCKETS, NANO, AttemptRow
+from harness.views.painting import BUCKETS, NANO
+from harness.views.rows import AttemptRow
 from harness.views.words import cost_text, duration, money, nbytes, number, percent, plural, spread, steps_text
 from storage.text import plain
 

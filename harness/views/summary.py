@@ -28,10 +28,12 @@ from harness.core.facts import (
     built,
     loaded,
 )
-from harness.views.ledger import EpochRow, Ledger
+from harness.views.ledger import Ledger
 from harness.views.report import Epoch, unread_text
+from harness.views.rows import EpochRow
+from storage.errors import NotFound
 from storage.manifest import Manifest, SnapshotCorrupt
-from storage.objects import NotFound, ObjectStore
+from storage.objects import ObjectStore
 from storage.snapshots import Snapshots
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
-from harness.views.ledger import EpochRow
+from harness.views.rows import EpochRow
 
 if TYPE_CHECKING:
     from harness.views.summary import Summary

@@ -57,10 +57,11 @@ from harness.core.hardware import peak_flops
 from harness.core.world import RESIZE, UNFIT, BadInput, Fenced, HarnessError
 from harness.node.marks import EXIT_CODE, Mark, MarkReader, Want
 from harness.node.progress import Place, Progress
+from harness.uploader.client import Courier, Local, courier_at, fact_of
 from harness.uploader.nearby import tiers_for
-from harness.uploader.server import Courier, Local, courier_at, fact_of
 from harness.worker import replicas
-from harness.worker.exact import WORDS, differences, environment, exact_strategy_for
+from harness.worker.environment import differences, environment
+from harness.worker.exact import exact_strategy_for
 from harness.worker.guards import NonFiniteLoss, Precision, check_finite
 from harness.worker.loader import (
     MicroBatch,
@@ -75,10 +76,14 @@ from harness.worker.loader import (
 )
 from harness.worker.parallel import Strategy, check_real, check_unwrapped, drawn_by_shard, same_everywhere, shard, share, strategy_for
 from harness.worker.process import write_error
+from harness.worker.rounding import WORDS
 from storage import dcp
+from storage.errors import StoreError, StoreUnavailable
+from storage.files import MemoryStore
 from storage.leases import reading
 from storage.manifest import Manifest, Ref
-from storage.objects import MemoryStore, ObjectStore, StoreError, StoreUnavailable, open_store
+from storage.objects import ObjectStore
+from storage.opening import open_store
 from storage.restore import PAUSES_S, Looks, Restore, Rewind, this_machine
 from storage.retention import Keep
 from storage.snapshots import Snapshots

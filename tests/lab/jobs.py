@@ -33,7 +33,7 @@ from task import in_lab, run_here  # noqa: E402
 
 from harness.bucket.journal import read_facts  # noqa: E402
 from harness.core.facts import EpochStarted, Fact, RunEnded, StepDone  # noqa: E402
-from storage.objects import open_store  # noqa: E402
+from storage.opening import open_store  # noqa: E402
 from storage.snapshots import Snapshots  # noqa: E402
 
 WITHIN_S = 900.0

@@ -44,7 +44,7 @@ from harness.core.facts import (  # noqa: E402
     SnapshotCommitted,
     Stamped,
 )
-from storage.objects import open_store  # noqa: E402
+from storage.opening import open_store  # noqa: E402
 from storage.snapshots import Snapshots  # noqa: E402
 
 WITHIN_S = 900.0  # of a computer that others use too
@@ -285,8 +285,9 @@ class Scene:
 
     def bill(self) -> dict[str, Any]:
         """What we say that the run cost, and what SkyPilot says."""
-        from harness.clouds.skypilot import Broker, tag
-        from storage.objects import normalize
+        from harness.clouds.sky_client import Broker
+        from harness.clouds.skypilot import tag
+        from storage.opening import normalize
 
         broker = Broker(self.lab.env(), self.lab.root / "log" / "broker.log")
         theirs = broker("costs", 120.0, prefix=f"{tag(normalize(self.url))}-")

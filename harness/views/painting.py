@@ -1,0 +1,62 @@
+"""Time painted with what it was used for, in whole nanoseconds, so that sums are exact.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+BUCKETS = ("useful", "redone", "snapshot", "start", "reform", "drain", "idle", "other")  # in the order they are shown
+PRECEDENCE = ("snapshot", "useful", "redone", "other", "start", "drain", "idle", "reform")  # the first one gets the time
+NANO = 1_000_000_000
+Interval = tuple[int, int]  # [from, to) in nanoseconds
+Segment = tuple[int, int, str]  # ... and a bucket
+
+
+def ns(seconds: float) -> int:
+    return round(seconds * NANO)
+
+
+# ---- painting time ----------------------------------------------------------------------------------------------
+def paint(layers: Iterable[Segment], start: int, end: int) -> list[Segment]:
+    """Cut [start, end) into segments without gap or overlap, each in the bucket of highest precedence that covers it
+    (`reform` where none does). Neighbours of one bucket are joined."""
+    level = {bucket: i for i, bucket in enumerate(PRECEDENCE)}
+    cuts: list[tuple[int, int, int]] = []
+    for a, b, bucket in layers:
+        a, b = max(a, start), min(b, end)
+        if a < b:
+            cuts += [(a, level[bucket], 1), (b, level[bucket], -1)]
+    cuts.sort()
+    open_ = [0] * len(PRECEDENCE)
+    painted: list[Segment] = []
+    at = start
+    for t, i, change in [*cuts, (end, 0, 0)]:
+        if t > at:
+            bucket = PRECEDENCE[next((k for k, n in enumerate(open_) if n), len(PRECEDENCE) - 1)]
+            if painted and painted[-1][2] == bucket:
+                painted[-1] = (painted[-1][0], t, bucket)
+            else:
+                painted.append((at, t, bucket))
+            at = t
+        open_[i] += change
+    return painted
+
+
+def totals(segments: Iterable[Segment]) -> dict[str, int]:
+    found = dict.fromkeys(BUCKETS, 0)
+    for a, b, bucket in segments:
+        found[bucket] += b - a
+    return found
+
+
+def apportion(amount: int, weights: dict[str, int]) -> dict[str, int]:
+    """`amount` in proportion to `weights`, in whole units that add up to it. Without any weight it is `other`."""
+    whole = sum(weights.values())
+    if not whole:
+        return {bucket: amount if bucket == "other" else 0 for bucket in weights}
+    shares: dict[str, int] = {}
+    before = done = 0
+    for bucket, weight in weights.items():  # rounding the running sum loses nothing
+        before += weight
+        shares[bucket] = amount * before // whole - done
+        done += shares[bucket]
+    return shares

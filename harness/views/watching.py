@@ -1,0 +1,433 @@
+"""What a run looks like at this moment, from the facts as they come."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.bucket.lease import RELEASED, TTL_S, newest_term
+from harness.core import facts as f
+from harness.core.facts import Stamped, amount
+from harness.views.words import clock, duration, money, nbytes, number, percent, plural
+from storage.errors import NotFound
+from storage.objects import ObjectStore
+from storage.text import plain
+
+EVENTS_SHOWN, EVENTS_KEPT = 6, 200
+GONE_SHOWN_S = 20.0  # how long a node that is gone stays on the screen
+RATE_STEPS = 20  # the speed shown is that of so many steps
+PROGRESS_EVERY_S = 5.0  # of plain output
+STEPS_KEPT = 64
+
+
+@dataclass
+class NodeView:
+    """One attempt, or a member that no controller launched, as far as is known."""
+
+    name: str
+    offer: str = ""
+    usd_per_h: float = 0.0
+    on_demand_usd_per_h: float = 0.0
+    asked_s: float | None = None
+    up_s: float | None = None
+    ended: f.AttemptEnded | None = None
+    ended_at: float = -math.inf  # when that was told; the last word counts
+    members: dict[str, tuple[float, f.AgentStarted]] = field(default_factory=dict)
+    agent_ended: dict[str, tuple[float, f.AgentEnded]] = field(default_factory=dict)
+    notices: dict[tuple[str, str], f.NoticeSeen] = field(default_factory=dict)  # (member, id)
+    cancelled: set[tuple[str, str]] = field(default_factory=set)
+
+    @property
+    def alive(self) -> bool:
+        return self.ended is None and not (self.asked_s is None and self.members and set(self.members) <= set(self.agent_ended))
+
+    @property
+    def member(self) -> str:
+        """The newest agent on it."""
+        return max(self.members, key=lambda m: (self.members[m][0], m), default="")
+
+    def deadline(self) -> tuple[bool, float | None]:
+        """Is there a notice that counts, and until when."""
+        open_ = [n for key, n in self.notices.items() if key not in self.cancelled and n.notice != "soft"]
+        return bool(open_), min((n.deadline_s for n in open_ if n.deadline_s is not None), default=None)
+
+    def billed_s(self, now: float) -> float:
+        if self.ended is not None:
+            return self.ended.billed_s
+        return 0.0 if self.up_s is None else max(0.0, now - self.up_s)
+
+
+@dataclass
+class State:
+    """Everything the view shows, folded from facts by `apply` in any order."""
+
+    nodes: dict[str, NodeView] = field(default_factory=dict)
+    attempt_of: dict[str, str] = field(default_factory=dict)  # member -> node
+    epochs: dict[int, f.EpochStarted] = field(default_factory=dict)
+    left: dict[int, dict[str, str]] = field(default_factory=dict)  # epoch -> member -> why
+    sessions: dict[int, f.SessionStarted] = field(default_factory=dict)
+    steps: dict[tuple[int, int], f.StepDone] = field(default_factory=dict)  # (epoch, step): the newest few
+    validated: tuple[tuple[int, int], dict[str, float]] | None = None
+    snapshot: tuple[tuple[int, int], f.SnapshotCommitted] | None = None
+    asked: tuple[float, f.RunAsked] | None = None
+    lease: tuple[float, f.LeaseTaken] | None = None
+    ended: tuple[float, f.RunEnded] | None = None
+    started_s: float = math.inf
+    last_s: float = -math.inf
+    session_ends: dict[int, str] = field(default_factory=dict)  # epoch -> why
+    events: list[Stamped] = field(default_factory=list)  # what is worth a line, by time; put into words when shown
+    unread: list[f.Unreadable] = field(default_factory=list)
+
+    # -- folding --
+    def apply(self, stamped: Stamped) -> None:
+        t, fact = stamped.t, stamped.fact
+        if isinstance(fact, f.Unreadable):
+            self.unread.append(fact)
+            return
+        self.started_s, self.last_s = min(self.started_s, t), max(self.last_s, t)
+        match fact:
+            case f.RunAsked():
+                self.asked = _later(self.asked, (t, fact))
+            case f.LeaseTaken():
+                self.lease = _later(self.lease, (t, fact))
+            case f.RunEnded():
+                self.ended = _later(self.ended, (t, fact))
+            case f.AttemptIntended(attempt, offer):
+                node = self.node(str(attempt))
+                node.asked_s, node.offer = t, str(offer.get("name", ""))
+                node.usd_per_h = amount(offer.get("usd_per_h"))
+                node.on_demand_usd_per_h = amount(offer.get("on_demand_usd_per_h"))
+            case f.AttemptUp(attempt, up_s):
+                self.node(str(attempt)).up_s = up_s
+            case f.AttemptEnded():
+                node = self.node(str(fact.attempt))
+                if t >= node.ended_at:
+                    node.ended, node.ended_at = fact, t
+            case f.AgentStarted(member, attempt):
+                name = str(attempt) if attempt else member
+                self._adopt(member, name)
+                self.node(name).members[member] = (t, fact)
+            case f.AgentEnded(member):
+                self.of_member(member).agent_ended[member] = (t, fact)
+            case f.NoticeSeen(member):
+                self.of_member(member).notices[member, fact.id] = fact
+            case f.NoticeCancelled(member, id):
+                self.of_member(member).cancelled.add((member, id))
+            case f.EpochStarted():
+                self.epochs[fact.epoch] = fact
+            case f.EpochLeft(epoch, member, why):
+                self.left.setdefault(epoch, {})[member] = why
+            case f.SessionStarted():
+                self.sessions[fact.epoch] = fact
+            case f.SessionEnded(epoch, _, why):
+                self.session_ends[epoch] = why
+            case f.StepDone():
+                self.steps[fact.epoch, fact.step] = fact
+                if len(self.steps) > 2 * STEPS_KEPT:
+                    self.steps = {key: self.steps[key] for key in sorted(self.steps)[-STEPS_KEPT:]}
+            case f.Validated():
+                key = (fact.epoch, fact.step)
+                if self.validated is None or key >= self.validated[0]:
+                    self.validated = key, fact.metrics
+            case f.SnapshotCommitted():
+                key = (fact.epoch, fact.step)
+                if self.snapshot is None or key >= self.snapshot[0]:
+                    self.snapshot = key, fact
+        if describe(fact, self):
+            self.events.append(stamped)
+            self.events.sort(key=lambda e: e.t)
+            del self.events[:-EVENTS_KEPT]
+
+    def node(self, name: str) -> NodeView:
+        return self.nodes.setdefault(name, NodeView(name))
+
+    def of_member(self, member: str) -> NodeView:
+        """Its node; until its agent's first fact is seen, one that is named by the member."""
+        return self.node(self.attempt_of.get(member, member))
+
+    def _adopt(self, member: str, name: str) -> None:
+        """Now we know where it runs: move what came before."""
+        self.attempt_of[member] = name
+        early = self.nodes.pop(member, None) if member != name else None
+        if early:
+            node = self.node(name)
+            node.notices |= early.notices
+            node.cancelled |= early.cancelled
+            node.agent_ended |= early.agent_ended
+
+    # -- reading --
+    @property
+    def epoch(self) -> int:
+        """The newest world."""
+        return max([*self.epochs, *self.sessions, *(e for e, _ in self.steps)], default=0)
+
+    @property
+    def session(self) -> f.SessionStarted | None:
+        return self.sessions[max(self.sessions)] if self.sessions else None
+
+    @property
+    def last_step(self) -> f.StepDone | None:
+        """The newest step of the newest world that made one: after a rewind it is lower than one that was seen before."""
+        return self.steps[max(self.steps)] if self.steps else None
+
+    @property
+    def step(self) -> int:
+        """Where training stands."""
+        last, session, snapshot = self.last_step, self.session, self.snapshot
+        found = [((last.epoch, 1), last.step)] if last else []
+        found += [((session.epoch, 0), session.resumed_step)] if session else []
+        found += [((snapshot[0][0], 1), snapshot[1].step)] if snapshot and not last else []  # of a script without live metrics
+        return max(found, default=((0, 0), 0))[1]
+
+    @property
+    def committed(self) -> tuple[int, float | None]:
+        """The newest snapshot's step and when it was taken; the latter is unknown if its writer died before it could tell."""
+        told = (self.snapshot[0], self.snapshot[1].t_start) if self.snapshot else ((0, 0), None)
+        session = self.session
+        if session and (session.resumed_epoch, session.resumed_step) > told[0]:
+            return session.resumed_step, None
+        return told[0][1], told[1]
+
+    @property
+    def refused(self) -> int:
+        """How often there was no capacity since a node last came up."""
+        up = max((n.up_s for n in self.nodes.values() if n.up_s is not None), default=-math.inf)
+        return sum(n.ended is not None and n.ended.end == "no-capacity" and n.ended.gone_s > up for n in self.nodes.values())
+
+    @property
+    def total(self) -> int:
+        return max((s.total_steps for s in self.sessions.values()), default=0)
+
+    @property
+    def world(self) -> int:
+        """Ranks that train now."""
+        return len(self.training()) and (self.epochs[self.epoch].world if self.epoch in self.epochs else 0)
+
+    @property
+    def accumulation(self) -> int:
+        session = self.sessions.get(self.epoch)
+        return max(session.shares, default=0) if session else 0
+
+    def training(self) -> list[str]:
+        """Members that are in the newest world and have not left it."""
+        started = self.epochs.get(self.epoch)
+        if started is None or self.over:
+            return []
+        return [m for m in started.members if m not in self.left.get(self.epoch, {}) and self.of_member(m).alive]
+
+    def ranks(self, member: str) -> range | None:
+        started = self.epochs.get(self.epoch)
+        if started is None or member not in started.members:
+            return None
+        at = 0
+        for m in started.members:
+            seen = self.of_member(m).members.get(m)
+            n = seen[1].nproc if seen else max(1, started.world // len(started.members))
+            if m == member:
+                return range(at, at + n)
+            at += n
+        return None
+
+    @property
+    def over(self) -> bool:
+        """The run has ended, and nobody has begun to lead it again since. One that nobody leads ends with its last session."""
+        if self.ended is None:
+            return self.lease is None and self.session_ends.get(self.epoch) == "finished"
+        return all(x is None or x[0] < self.ended[0] for x in (self.asked, self.lease))
+
+    @property
+    def run_state(self) -> str:
+        if self.over:
+            return self.ended[1].outcome if self.ended else "finished"
+        if self.training():
+            return "training" if self.epoch in self.sessions else "forming a world"
+        alive = [n for n in self.nodes.values() if n.alive]
+        if any(n.up_s is not None or n.members for n in alive):
+            return "re-forming" if self.epoch else "starting"
+        return "waiting for a node" if alive else "waiting for capacity"
+
+    def rates(self) -> dict[str, float]:
+        """Speed of the newest world: steps, samples and tokens per second, and MFU if it is known."""
+        mine = [s for (epoch, _), s in sorted(self.steps.items()) if epoch == self.epoch][-RATE_STEPS:]
+        if not mine:
+            return {}
+        # From begin to begin: durations of steps leave out what lies between them.
+        span = mine[-1].t_start - mine[0].t_start
+        counted = mine[:-1]
+        if span <= 0 or not counted:
+            span, counted = mine[-1].seconds, mine[-1:]
+        if span <= 0:
+            return {}
+        found = {"steps_per_s": len(counted) / span, "samples_per_s": sum(s.samples for s in counted) / span}
+        if tokens := sum(s.tokens for s in counted):
+            found["tokens_per_s"] = tokens / span
+        mfu = [s.mfu for s in counted if s.mfu is not None]
+        if mfu:
+            found["mfu"] = sum(mfu) / len(mfu)
+        return found
+
+    def spent(self, now: float) -> tuple[float, float]:
+        """Dollars so far, and what the same node-hours cost on demand (0: unknown)."""
+        paid = on_demand = 0.0
+        for n in self.nodes.values():
+            hours = n.billed_s(now) / 3600
+            paid += n.ended.usd if n.ended else hours * n.usd_per_h
+            on_demand += hours * (n.on_demand_usd_per_h or n.usd_per_h)
+        return paid, on_demand
+
+    def shown_nodes(self, now: float) -> list[NodeView]:
+        def recent(n: NodeView) -> bool:
+            return n.ended is not None and n.ended.up_s is not None and now - n.ended.gone_s < GONE_SHOWN_S
+
+        return sorted((n for n in self.nodes.values() if n.alive or recent(n)), key=lambda n: (not n.name.isdigit(), len(n.name), n.name))
+
+    def node_state(self, n: NodeView, now: float) -> tuple[str, str]:
+        """Style and words."""
+        if n.ended is not None:
+            return "red" if n.ended.end in ("preempted", "lost", "failed", "unfit") else "dim", n.ended.end
+        member = n.member
+        if member and member in n.agent_ended:
+            return "dim", "leaving"
+        noticed, deadline = n.deadline()
+        if noticed:
+            left = "" if deadline is None else f", {max(0.0, deadline - now):.0f} s left"
+            return "bold yellow", f"notice{left}"
+        if member and member in self.training():
+            return "green", "training" if self.epoch in self.sessions else "joining"
+        if member:
+            return "cyan", "ready" if self.epoch else "waiting for the first world"
+        return ("cyan", "booting") if n.up_s is not None else ("dim", "asked for")
+
+
+def _later(old: tuple[float, Any] | None, new: tuple[float, Any]) -> tuple[float, Any]:
+    return new if old is None or new[0] >= old[0] else old
+
+
+def describe(fact: f.Fact, state: State) -> tuple[str, str] | None:
+    """One event in words: style and text. None: not worth a line."""
+
+    def who(member: str) -> str:
+        name = state.attempt_of.get(member, member)
+        return f"node {name}"
+
+    match fact:
+        case f.RunAsked(task, low, high, policy):
+            return "bold", f"launch {task} on {low} to {high} nodes, policy {policy}"
+        case f.AttemptUp(attempt):  # asking and being refused is no event: in an outage there would be nothing else
+            node = state.nodes.get(str(attempt))
+            return "cyan", f"node {attempt} is up" + (f" on {node.offer}" if node and node.offer else "")
+        case f.AttemptEnded() if fact.end != "no-capacity":
+            style = {"finished": "green", "drained": "", "terminated": ""}.get(fact.end, "red")
+            return style, f"node {fact.attempt}: {fact.end}" + (f" ({fact.reason})" if fact.reason and fact.reason != fact.end else "")
+        case f.NoticeSeen(member, source, kind, _, deadline):
+            until = "" if deadline is None else f", deadline {clock(deadline)[11:]}"
+            return "yellow", f"{who(member)}: {kind} notice from {source}{until}"
+        case f.NoticeAcknowledged(member, _, heard):
+            return "", f"{who(member)}: the cloud {'was told' if heard else 'could not be told'} that it has gone"
+        case f.AttemptDoubted(attempt, doubted):
+            return "", f"node {attempt}: {'may not stay; another one is looked for' if doubted else 'stays after all'}"
+        case f.NoticeCancelled(member):
+            return "", f"{who(member)}: notice cancelled"
+        case f.EpochStarted(epoch, members, world, reason):
+            names = " ".join(state.attempt_of.get(m, m) for m in members)
+            return "bold", f"epoch {epoch} ({reason}): {plural(world, 'rank')} on {plural(len(members), 'node')} ({names})"
+        case f.SessionStarted():
+            accumulation = f", accumulation {max(fact.shares)}" if fact.shares else ""
+            verb = f"resumed from step {fact.resumed_step} in {duration(fact.restore_s)}" if fact.resumed_step else "training from step 0"
+            return "green", f"epoch {fact.epoch}: {verb}{accumulation}"
+        case f.EpochLeft(epoch, member, why) if why not in ("resize", "finished"):
+            return "red" if why in ("failed", "killed", "hung", "unfit", "peer-lost") else "", f"{who(member)} left epoch {epoch}: {why}"
+        case f.WorkerFailed():
+            return "red", f"rank {fact.rank} on {who(fact.member)} ended with {fact.error}: {fact.message[:160]}"
+        case f.WorkerHung():
+            return "red", f"rank {fact.rank} on {who(fact.member)} hangs: {fact.what}"
+        case f.GraceSpent(member, _, _, _, _, verdict):
+            return "red", f"{who(member)}: its time is up: {verdict}"
+        case f.HealthSeen(member, gpu, what, message, action) if action != "ignore":
+            return "red" if action in ("drain", "kill") else "yellow", f"{who(member)}: GPU {gpu}: {what} {message}: {action}"
+        case f.SnapshotCommitted():
+            return "blue", f"snapshot of step {fact.step} committed ({fact.why}, {nbytes(fact.nbytes)}, {duration(fact.commit_s)})"
+        case f.SnapshotFailed(step, _, why):
+            return "red", f"snapshot of step {step} failed: {why}"
+        case f.SnapshotQuarantined(step, _, why):
+            return "red", f"snapshot of step {step} is bad: {why}"
+        case f.GuardTripped(step, _, what, value):
+            return "red", f"step {step}: {what} ({value:g})"
+        case f.Decided(decision, reason) if decision != "wait":
+            return "dim", f"{decision}: {reason}"
+        case f.RunEnded(outcome, reason):
+            return "bold green" if outcome == "done" else "bold red", f"run {outcome}: {reason}"
+    return None
+
+
+# ---- is the controller alive? -----------------------------------------------------------------------------------
+@dataclass
+class LeaseWatch:
+    """Tells by the holder's heart beat, on our own clock, whether a controller lives: True, False, or None (not known yet)."""
+
+    store: ObjectStore
+    _seen: tuple[str, bytes] = ("", b"")
+    _since_s: float = 0.0
+    _moved: bool = False
+
+    def look(self, now: float) -> bool | None:
+        term = newest_term(self.store.list("lease/"))
+        if not term:
+            return False
+        key = f"lease/{term:06d}.beat"
+        try:
+            beat = self.store.get(key)
+        except NotFound:
+            beat = b""
+        if beat == RELEASED:
+            return False
+        if (key, beat) != self._seen:
+            self._moved = bool(self._seen[0])  # what we see first may be old
+            self._seen, self._since_s = (key, beat), now
+        if now - self._since_s < TTL_S * 1.5:
+            return True if self._moved else None
+        return False
+
+
+# ---- rendering --------------------------------------------------------------------------------------------------
+def about(seconds: float) -> str:
+    """A duration in whole seconds, as live numbers are read."""
+    return duration(float(max(0, round(seconds)))).replace(".0 s", " s")
+
+
+def progress_line(state: State, now: float) -> str:
+    """Everything of the header in one line of plain text."""
+    parts = [state.run_state, f"step {state.step:,}" + (f"/{state.total:,}" if state.total else "")]
+    parts += [f"{name} {value}" for name, value in _numbers(state, now)]
+    return plain("  ".join(parts))
+
+
+def _numbers(state: State, now: float) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    if state.last_step:
+        found.append(("loss", number(state.last_step.loss)))
+    if state.validated:
+        names = sorted((n for n in state.validated[1] if "loss" in n), key=lambda n: (n != "val_loss", n))
+        found += [(name.replace("_", " "), number(state.validated[1][name])) for name in names[:1]]
+    rates = state.rates() if state.training() else {}
+    if "tokens_per_s" in rates:
+        found.append(("tokens/s", f"{rates['tokens_per_s']:,.0f}"))
+    elif "samples_per_s" in rates:
+        found.append(("samples/s", f"{rates['samples_per_s']:,.1f}"))
+    if "mfu" in rates:
+        found.append(("MFU", percent(rates["mfu"])))
+    if state.world:
+        found.append(("world", f"{state.world}" + (f" × {state.accumulation}" if state.accumulation else "")))
+    committed, taken_s = state.committed
+    if committed:
+        age = "" if state.over or taken_s is None else f" ({about(now - taken_s)} ago)"
+        found.append(("snapshot", f"step {committed:,}{age}"))
+    if state.refused and not state.training():
+        found.append(("refused", f"{state.refused} times"))
+    paid, on_demand = state.spent(now)
+    if paid:
+        found.append(("spent", money(paid) + (f" ({percent(1 - paid / on_demand)} saved)" if on_demand > paid else "")))
+    if rates and state.total > state.step:
+        found.append(("left", about((state.total - state.step) / rates["steps_per_s"])))
+    return found

@@ -1,0 +1,182 @@
+"""The state's way into host memory, beside the training."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.planner import WriteItem
+
+from storage.staging import Beside
+
+if TYPE_CHECKING:
+    from storage.dcp import Saver
+
+ALIGN = 64  # bytes; any dtype can be viewed there
+
+
+# ---- saving -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Layout:
+    """What this rank writes: `places[i]` is the (start, end) of `items[i]` in the staging buffer, `files` cut that buffer."""
+
+    structure: tuple[Any, ...]
+    items: tuple[WriteItem, ...]
+    places: tuple[tuple[int, int], ...]
+    files: dict[str, tuple[int, int]]  # name -> (start, end) in the buffer
+    index: dict[str, Any]  # as Manifest.tensors, chunks name the file
+    pinned: bool
+
+    @property
+    def nbytes(self) -> int:
+        return max((end for _, end in self.files.values()), default=0)
+
+    def clear_gaps(self, buffer: torch.Tensor) -> None:
+        """What lies between the tensors is stored too, and must not differ between attempts."""
+        at = 0
+        for start, end in self.places:
+            if at < start:
+                buffer[at:start] = 0
+            at = end
+
+
+@dataclass
+class Staged:
+    """A copy of what this rank will write, in host memory; perhaps still being made. Its buffer is used again after `release`."""
+
+    layout: _Layout
+    buffer: torch.Tensor | None  # uint8 [at least nbytes]
+    saver: Saver = field(repr=False)
+    copy: _Copy = field(repr=False)
+    own: bool = True  # the buffer is the saver's
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes
+
+    def wait(self) -> float:
+        """Before anything changes a tensor of `later`: until all are copied (on a GPU: this stream waits, not we). Seconds waited."""
+        return self.copy.wait()
+
+    def arrive(self) -> None:
+        """Until all bytes are in host memory; for the thread that sends them. Raises what went wrong in the copy."""
+        self.copy.arrive()
+
+    def touched(self) -> list[str]:
+        """Tensors of `later` that were changed in place since `begin`, which they must not be before `wait` has returned."""
+        return self.copy.touched()
+
+    def files(self) -> dict[str, memoryview]:
+        """File name -> its bytes, without a copy. Raises RuntimeError after `release`."""
+        if self.buffer is None:
+            raise RuntimeError("this staged snapshot was released (written, or given up): stage again")
+        view = self.buffer.numpy().data
+        return {name: view[start:end] for name, (start, end) in self.layout.files.items()}
+
+    def release(self) -> None:
+        """Give the buffer back. Harmless when repeated; a write in progress must have ended."""
+        buffer, self.buffer = self.buffer, None
+        if buffer is not None and self.own:
+            self.saver._take_back(buffer, self.layout)
+
+
+@dataclass(frozen=True)
+class _Move:
+    name: str
+    source: torch.Tensor
+    target: torch.Tensor  # a view of the buffer
+    version: int
+
+
+class _Copy:
+    """Copies tensors to host memory: `now` in the call, `later` beside the training.
+
+    CPU: a thread, which holds no lock of Python while it copies. GPU: a stream of its own, which begins after what is queued.
+    """
+
+    def __init__(self, now: list[_Move], later: list[_Move], beside: Beside):
+        self._promised = later  # not to be changed before `wait`
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._events: list[torch.cuda.Event] = []
+        on_gpu = [m for m in now + later if m.source.is_cuda]
+        with torch.no_grad():
+            if on_gpu:
+                self._copy_on_gpu([m for m in now if m.source.is_cuda], [m for m in later if m.source.is_cuda])
+            for move in now:
+                if not move.source.is_cuda:
+                    _copy_bytes(move)
+        self._later = [m for m in later if not m.source.is_cuda]
+        if self._later:
+            beside.run(self._copy_later)
+        else:
+            self._done.set()
+
+    def _copy_on_gpu(self, now: list[_Move], later: list[_Move]) -> None:
+        for move in now:  # on the training's own stream: what changes them comes behind it
+            move.target.copy_(move.source, non_blocking=True)
+        self._events = [torch.cuda.current_stream().record_event()]
+        if later:
+            side = _side_stream(later[0].source.device)
+            side.wait_event(self._events[0])
+            with torch.cuda.stream(side):
+                for move in later:
+                    move.target.copy_(move.source, non_blocking=True)
+            self._events.append(side.record_event())
+
+    def _copy_later(self) -> None:
+        try:
+            with torch.no_grad():
+                for move in self._later:
+                    _copy_bytes(move)
+        except BaseException as e:  # for who waits
+            self._error = e
+        self._done.set()
+
+    def wait(self) -> float:
+        t0 = time.perf_counter()
+        self._done.wait()
+        for event in self._events:
+            torch.cuda.current_stream().wait_event(event)
+        return time.perf_counter() - t0
+
+    def arrive(self) -> None:
+        self._done.wait()
+        for event in self._events:
+            event.synchronize()
+        if self._error is not None:
+            raise self._error
+
+    def touched(self) -> list[str]:
+        return sorted({m.name for m in self._promised if _version(m.source) != m.version})
+
+
+def _copy_bytes(move: _Move) -> None:
+    if move.source.is_contiguous() and not move.source.is_cuda and not move.source.is_conj() and not move.source.is_neg():
+        # numpy: one thread, one memcpy. torch would wake its pool, which the training is using.
+        np.copyto(move.target.reshape(-1).view(torch.uint8).numpy(), move.source.reshape(-1).view(torch.uint8).numpy())
+    else:
+        move.target.copy_(move.source)
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _streams[device]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def pin(buffer: torch.Tensor) -> None:
+    """Let GPUs copy to this memory (of whatever origin) at full speed and beside kernels. Harmless without a GPU or when repeated."""
+    if torch.cuda.is_available() and not buffer.is_pinned():
+        code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)  # type: ignore[no-untyped-call]
+        if int(code) != 0:
+            raise RuntimeError(f"{buffer.numel() >> 20} MiB of host memory could not be pinned (CUDA error {int(code)}); raise `ulimit -l`")

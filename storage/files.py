@@ -1,0 +1,190 @@
+"""Stores in memory and in a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from storage.errors import NotFound, StoreError, StoreRefused, StoreUnavailable
+from storage.objects import _copy_into, why_not_a_key
+
+if TYPE_CHECKING:
+    from storage.objects import Keys
+
+# What network file systems say while their server restarts or a lease is renewed.
+FALTERING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.ECONNRESET, errno.EAGAIN}
+_memory: dict[str, bytes] = {}  # memory:// of this process; fsspec's own has no create-only write
+_memory_lock = threading.Lock()
+
+
+class MemoryStore:
+    """`memory://name`: of this process, for tests and simulation. Every call is atomic."""
+
+    def __init__(self, url: str = "memory://", objects: dict[str, bytes] | None = None):
+        self.url = url.rstrip("/")
+        self._objects = _memory if objects is None else objects
+        self._root = "" if objects is not None else self.url.removeprefix("memory:") + "/"
+
+    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        try:
+            return self._objects[self._root + key][start:end]
+        except KeyError:
+            raise NotFound(f"{self.url}/{key}") from None
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self._objects[self._root + key] = bytes(data)
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        with _memory_lock:
+            if self._root + key in self._objects:
+                return False
+            self._objects[self._root + key] = bytes(data)
+            return True
+
+    def list(self, prefix: str) -> list[str]:
+        full = self._root + prefix
+        return sorted(k[len(self._root) :] for k in list(self._objects) if k.startswith(full))
+
+    def delete(self, key: str) -> None:
+        self._objects.pop(self._root + key, None)
+
+    def size(self, key: str) -> int:
+        return len(self.get(key))
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        return _copy_into(self.get(key, start, start + buffer.nbytes), buffer)
+
+
+def _refuse_to_leave(url: str, key: str) -> None:
+    """No key leads out of its store, whoever made it: an absolute one, or one with "..", would be another file of this machine."""
+    if why := why_not_a_key(key):
+        raise StoreError(f"{url}: {key!r} is no key of an object here: {why}; whoever named it is damaged, or means harm")
+
+
+class FileStore:
+    """`file://`: atomic by rename (put) and by link (create-only). `durable` adds fsync."""
+
+    def __init__(self, url: str, durable: bool = False):
+        self.url, self._durable = url, durable
+        self._root = Path(url.removeprefix("file://"))
+
+    def _path(self, key: str) -> Path:
+        _refuse_to_leave(self.url, key)
+        return self._root / key
+
+    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        with self._answers(key), open(self._path(key), "rb") as f:
+            if start is None and end is None:
+                return f.read()
+            f.seek(start or 0)
+            return f.read() if end is None else f.read(end - (start or 0))
+
+    @contextlib.contextmanager
+    def _temporary(self, key: str, data: bytes | memoryview) -> Iterator[tuple[Path, Path]]:
+        path = self._path(key)
+        temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
+        with self._answers(key):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except (FileNotFoundError, NotADirectoryError) as e:
+                raise StoreRefused(f"{path.parent}: this folder cannot be made ({e.strerror}); check the path of the run URL") from e
+            try:
+                with open(temporary, "wb", buffering=0) as f:
+                    view, at = memoryview(data).cast("B"), 0
+                    while at < len(view):
+                        at += f.write(view[at:])
+                    if self._durable:
+                        os.fsync(f.fileno())
+                yield temporary, path
+            finally:
+                temporary.unlink(missing_ok=True)
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        with self._temporary(key, data) as (temporary, path):
+            os.replace(temporary, path)
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        with self._temporary(key, data) as (temporary, path):
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+            return True
+
+    def list(self, prefix: str) -> list[str]:
+        inside = prefix.rpartition("/")[0]
+        folder = self._path(inside) if inside else self._root
+        found = []
+        for parent, _, names in self._walk(folder):
+            base = os.path.relpath(parent, self._root)
+            for name in names:
+                if name.startswith(".") and name.endswith(".tmp"):
+                    continue
+                key = name if base == "." else f"{base}/{name}"
+                if key.startswith(prefix):
+                    found.append(key)
+        return sorted(found)
+
+    def _walk(self, folder: Path) -> Iterator[tuple[str, Keys, Keys]]:
+        """A folder that is not there holds nothing; one that cannot be read is no empty one."""
+
+        def failed(e: OSError) -> None:
+            if not isinstance(e, FileNotFoundError | NotADirectoryError):
+                raise e
+
+        with self._answers(""):
+            yield from os.walk(folder, onerror=failed)
+
+    def delete(self, key: str) -> None:
+        with self._answers(key):
+            self._path(key).unlink(missing_ok=True)
+
+    def size(self, key: str) -> int:
+        with self._answers(key):
+            return self._path(key).stat().st_size
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        view, done = buffer.cast("B"), 0
+        with self._answers(key), open(self._path(key), "rb", buffering=0) as f:
+            f.seek(start)
+            while done < len(view):  # one read gives 2 GiB at most
+                n = f.readinto(view[done:])
+                if not n:
+                    break
+                done += n
+        return done
+
+    def abort_stale_uploads(self, older_than_s: float) -> Keys:
+        """Temporary files of writers that died. Those of living ones are younger than any sensible `older_than_s`."""
+        gone = []
+        for path in self._root.rglob(".*.tmp"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime <= time.time() - older_than_s:
+                    path.unlink()
+                    gone.append(path.relative_to(self._root).as_posix())
+        return sorted(gone)
+
+    @contextlib.contextmanager
+    def _answers(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except (FileNotFoundError, NotADirectoryError) as e:
+            raise NotFound(f"{self.url}/{key}") from e
+        except OSError as e:
+            if e.errno in FALTERING:
+                raise StoreUnavailable(f"{self.url}/{key}: {e.strerror}") from e
+            hint = {
+                errno.ENOSPC: "the disk is full; free some space or choose another run URL",
+                errno.EDQUOT: "the quota is used up; free some space or choose another run URL",
+                errno.EACCES: "permission denied; choose a run URL that you may write to",
+                errno.EPERM: "permission denied; choose a run URL that you may write to",
+                errno.EROFS: "the file system is read-only; choose another run URL",
+            }.get(e.errno or 0, "check the path")
+            raise StoreRefused(f"{self.url}/{key}: {e.strerror or e}: {hint}") from e

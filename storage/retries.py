@@ -1,0 +1,137 @@
+"""Asking a store again: how often, how long, and when its word is believed."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_exponential, wait_random
+
+from storage.errors import NotFound, StoreRefused, StoreUnavailable
+from storage.objects import abort_stale_uploads, limit_puts, puts_at_once, read_into
+
+if TYPE_CHECKING:
+    from storage.errors import StoreError
+    from storage.objects import Keys, ObjectStore
+
+RETRY_WITHIN_S = 60.0  # how long a store may be silent before callers hear of it
+PATIENCE_S = 900.0  # how long a store that has answered may refuse before it is believed; the variable STORAGE_PATIENCE_S changes it
+SPELL_GAP_S = 120.0  # two refusals that are further apart, with nothing asked between them, are of two spells
+T = TypeVar("T")
+
+
+class Patience:
+    """What a store's refusal means: an outage, while the store has answered before and has refused for less than `patience_s`.
+
+    Each kind of operation is judged by itself, since each may have a permission of its own: who may read but never write is told so at
+    once. Knows no store; `monotonic` in seconds.
+    """
+
+    KINDS = ("read", "list", "write", "delete")
+
+    def __init__(self, patience_s: float = PATIENCE_S, answered: bool = False, monotonic: Callable[[], float] = time.monotonic):
+        self.patience_s, self._monotonic = patience_s, monotonic
+        self._answered = set(self.KINDS if answered else ())
+        self._spells: dict[str, tuple[float, float]] = {}  # kind -> its first refusal in a row, its last one
+
+    @contextlib.contextmanager
+    def judge(self, kind: str) -> Iterator[None]:
+        """Around one call. StoreRefused becomes StoreUnavailable where it need not be final."""
+        try:
+            yield
+        except StoreUnavailable:
+            raise
+        except StoreRefused as e:
+            raise self._judged(kind, e) from e
+        except NotFound:
+            self._hear(kind)
+            raise
+        self._hear(kind)
+
+    def _hear(self, kind: str) -> None:
+        self._answered.add(kind)
+        self._spells.pop(kind, None)
+
+    def _judged(self, kind: str, e: StoreRefused) -> StoreError:
+        if kind not in self._answered:
+            return e
+        now = self._monotonic()
+        first_s, last_s = self._spells.get(kind, (now, now))
+        if now - last_s > SPELL_GAP_S:
+            first_s = now
+        self._spells[kind] = first_s, now
+        if now - first_s < self.patience_s:
+            return StoreUnavailable(f"{e} (it has answered before, so this counts as an outage for {self.patience_s:g} s)")
+        return StoreRefused(f"{e} (it has said so for {now - first_s:.0f} s, although it had answered before)")
+
+
+class Retrying:
+    """Repeats calls that were not answered. A `create` whose outcome is unknown is settled by reading back. `patience`: with refusals."""
+
+    def __init__(self, inner: ObjectStore, within_s: float = RETRY_WITHIN_S, patience: Patience | None = None):
+        self.inner, self.url = inner, inner.url
+        self._patience = patience or Patience()
+        self._retry = retry(
+            retry=retry_if_exception_type(StoreUnavailable),
+            wait=wait_exponential(multiplier=0.1, max=5.0) + wait_random(0.0, 0.5),
+            stop=stop_after_delay(within_s),
+            reraise=True,
+        )
+
+    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        return self._call("read", self.inner.get, key, start, end)
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self._call("write", self.inner.put, key, data)
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        unknown = False
+
+        def once() -> bool:
+            nonlocal unknown
+            try:
+                created = self.inner.create(key, data)
+            except StoreUnavailable:
+                unknown = True
+                raise
+            if created or not unknown:
+                return created
+            # An earlier try of ours may have succeeded unheard: then the object holds exactly our bytes.
+            try:
+                return self.inner.get(key) == data
+            except NotFound:  # it was deleted meanwhile, whoever made it: nobody is there first, so try again
+                raise StoreUnavailable(f"{self.url}/{key}: created and deleted by others at the same time") from None
+
+        return self._call("write", once)
+
+    def list(self, prefix: str) -> list[str]:
+        return self._call("list", self.inner.list, prefix)
+
+    def delete(self, key: str) -> None:
+        self._call("delete", self.inner.delete, key)
+
+    def size(self, key: str) -> int:
+        return self._call("read", self.inner.size, key)
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        return self._call("read", read_into, self.inner, key, start, buffer)
+
+    def _call(self, kind: str, do: Callable[..., T], *words: Any) -> T:
+        def once() -> T:
+            with self._patience.judge(kind):
+                return do(*words)
+
+        return self._retry(once)()
+
+    def abort_stale_uploads(self, older_than_s: float) -> Keys:
+        return self._retry(abort_stale_uploads)(self.inner, older_than_s)
+
+    @property
+    def puts_at_once(self) -> int:
+        return puts_at_once(self.inner)
+
+    @puts_at_once.setter
+    def puts_at_once(self, requests: int) -> None:
+        limit_puts(self.inner, requests)
