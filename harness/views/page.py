@@ -6,6 +6,7 @@ Called by `report.write_html`. Everything that users, machines or clouds wrote g
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from importlib import resources
 
 from harness.views.charts import _loss_chart, _loss_legend, _timeline, _timeline_legend, esc
 from harness.views.painting import BUCKETS, NANO
@@ -17,6 +18,11 @@ TROUBLE_SHOWN = 30
 
 
 
+
+
+def asset(name: str) -> str:
+    """A file that is written into the page, which has to stand alone."""
+    return resources.files("harness.views").joinpath(name).read_text()
 
 
 def page(s: Summary) -> str:
@@ -36,10 +42,10 @@ def page(s: Summary) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><meta name="color-scheme" content="light dark">'
-        f"<title>{esc(name)} – spotharness report</title><style>{CSS}</style></head><body><main>"
+        f"<title>{esc(name)} – spotharness report</title><style>{asset('page.css')}</style></head><body><main>"
         f"{_header(s, name)}{_cards(s)}{''.join(sections)}"
         f"<footer>{esc(s.url)} · times are UTC · made by spotharness from the facts in the bucket</footer></main>"
-        f'<div id="tip" role="tooltip" hidden></div><script>{SCRIPT}</script></body></html>\n'
+        f'<div id="tip" role="tooltip" hidden></div><script>{asset("page.js")}</script></body></html>\n'
     )
 
 
@@ -227,104 +233,3 @@ def _trouble(s: Summary) -> str:
 
 
 # ---- looks ------------------------------------------------------------------------------------------------------
-CSS = """
-:root{--bg:#f6f7f9;--card:#fff;--ink:#1a2230;--dim:#667085;--line:#e3e7ee;--grid:#dfe5ee;--accent:#2563eb;--world:#dbe7fb;
---good:#15803d;--bad:#d92d20;--warn:#b45309;--val:#9333ea;
---useful:#2e9f6b;--redone:#e5484d;--snapshot:#2f7de1;--start:#a78bfa;--reform:#f0a429;--drain:#22b8c8;--idle:#c3cad6;
---other:#8a94a6}
-@media(prefers-color-scheme:dark){:root{--bg:#0e1218;--card:#161c25;--ink:#e7ecf3;--dim:#94a0b3;--line:#27303d;--grid:#2a3443;
---accent:#6ea8fe;--world:#20304b;--good:#4ade80;--bad:#ff7a73;--warn:#fbbf24;--val:#c792ff;
---useful:#38b27c;--redone:#f0625f;--snapshot:#4f97f5;--start:#9d86ee;--reform:#eba937;--drain:#2fb9c7;--idle:#465062;
---other:#76839a}}
-*{box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--ink);
-font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;-webkit-text-size-adjust:100%}
-main{max-width:1180px;margin:0 auto;padding:28px 20px 40px}h1{font-size:26px;line-height:1.25;margin:0;overflow-wrap:anywhere}
-h2{font-size:16px;margin:0 0 4px}header{margin-bottom:18px}.sub,.note,.reason{color:var(--dim);margin:4px 0 0}
-.reason{color:var(--ink)}
-.note{font-size:13px;margin:0 0 10px}.problem{border-left:4px solid var(--warn);padding:6px 12px;background:var(--card);
-margin:10px 0 0}
-.pill{display:inline-block;vertical-align:3px;font-size:13px;font-weight:600;padding:1px 10px;border-radius:99px;
-color:var(--card);background:var(--accent)}
-.pill.good{background:var(--good)}.pill.bad{background:var(--bad)}.pill.warn{background:var(--warn)}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(124px,1fr));gap:10px;margin-bottom:14px}
-.cards div,section{background:var(--card);border:1px solid var(--line);border-radius:12px}
-.cards div{padding:11px 12px;display:flex;flex-direction:column;min-width:0}.cards b{font-weight:500;font-size:12.5px;
-color:var(--dim)}
-.cards strong{font-size:18.5px;line-height:1.45;font-variant-numeric:tabular-nums;white-space:nowrap}
-.cards i{font-style:normal;font-size:12.5px;color:var(--dim)}
-section{padding:16px 18px 14px;margin-top:14px}.scroll{overflow-x:auto;-webkit-overflow-scrolling:touch}
-svg{display:block;width:100%;min-width:700px;height:auto}.legend svg{display:inline-block;width:auto;min-width:0;
-vertical-align:-2px;margin-right:3px}
-svg text{font-size:11.5px;fill:var(--dim);font-variant-numeric:tabular-nums}svg .strong{fill:var(--ink);font-weight:600}
-.grid{stroke:var(--grid)}.base{stroke:var(--line)}.cut{stroke:var(--card)}.world{fill:var(--world)}
-.curve,.lost,.valline{fill:none;stroke-width:1.8;stroke-linejoin:round}.curve{stroke:var(--accent)}
-.lost{stroke:var(--redone);stroke-dasharray:4 3}.valline{stroke:var(--val);stroke-width:1;opacity:.55}.val{fill:var(--card);
-stroke:var(--val);stroke-width:2}
-.lostband{fill:var(--redone);opacity:.13}.losttab{fill:var(--redone);pointer-events:none}.cross{stroke:var(--dim);
-stroke-dasharray:2 3;pointer-events:none}
-.epoch{stroke:var(--ink);opacity:.38;stroke-dasharray:3 3;pointer-events:none}.hit{fill:transparent}.asked{stroke:var(--dim);
-stroke-dasharray:2 3}
-.hatchline{stroke:var(--line);stroke-width:5}.notice{fill:var(--warn);stroke:var(--card)}.kill{stroke:var(--bad);
-stroke-width:2.6;fill:none;stroke-linecap:round}
-.snap{fill:var(--card);stroke:var(--snapshot);stroke-width:2}
-.b-useful{fill:var(--useful);background:var(--useful)}.b-redone{fill:var(--redone);background:var(--redone)}
-.b-snapshot{fill:var(--snapshot);background:var(--snapshot)}.b-start{fill:var(--start);background:var(--start)}
-.b-reform{fill:var(--reform);background:var(--reform)}.b-drain{fill:var(--drain);background:var(--drain)}
-.b-idle{fill:var(--idle);background:var(--idle)}.b-other{fill:var(--other);background:var(--other)}
-.legend{display:flex;flex-wrap:wrap;gap:4px 16px;align-items:center}
-u{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:6px;text-decoration:none;vertical-align:-1px}
-.k-curve{height:3px;width:18px;vertical-align:3px;background:var(--accent)}.k-lost{height:3px;width:18px;vertical-align:3px;
-background:var(--redone)}
-.k-val{border-radius:50%;border:2px solid var(--val)}.k-world{background:var(--world);border:1px solid var(--line)}
-.stack{display:flex;height:34px;border-radius:8px;overflow:hidden;margin:4px 0 12px;gap:1px}
-.stack div{min-width:2px;color:#fff;font-size:12px;font-weight:600;display:flex;align-items:center;justify-content:center;
-overflow:hidden;white-space:nowrap}
-table{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:tabular-nums}
-th{font-weight:500;color:var(--dim);font-size:12.5px;text-align:left;white-space:nowrap}th,td{padding:6px 12px 6px 0;
-border-bottom:1px solid var(--line);vertical-align:top}
-tr:last-child td{border-bottom:0}.r{text-align:right}td.r{white-space:nowrap}td small{display:block;color:var(--dim);
-font-size:12px}
-td .good{color:var(--good)}td .bad{color:var(--bad);font-weight:600}
-.mini{display:flex;width:110px;height:9px;border-radius:4px;overflow:hidden;margin-top:6px}.mini i{min-width:0}
-.money{display:grid;gap:9px}.money>div{display:grid;grid-template-columns:minmax(150px,270px) 1fr 84px minmax(110px,190px);
-gap:12px;align-items:center}
-.money b{text-align:right;font-variant-numeric:tabular-nums}.money em{font-style:normal;color:var(--dim);font-size:13px}
-.track i{display:block;height:18px;border-radius:5px;min-width:2px}.paid{background:var(--useful)}.ref{background:var(--idle)}
-dl{display:grid;grid-template-columns:max-content 1fr;gap:4px 20px;margin:6px 0 0}dt{color:var(--dim)}dd{margin:0}
-.trouble{margin:6px 0 0;padding-left:18px;overflow-wrap:anywhere}pre{overflow-x:auto;font-size:12px;background:var(--bg);
-padding:10px;border-radius:8px}
-summary{cursor:pointer;color:var(--dim)}footer{color:var(--dim);font-size:12.5px;margin-top:18px;overflow-wrap:anywhere}
-#tip{position:fixed;z-index:9;pointer-events:none;max-width:320px;background:var(--ink);color:var(--bg);font-size:12.5px;
-line-height:1.4;
-padding:6px 10px;border-radius:7px;white-space:pre-line;box-shadow:0 3px 14px #0004}#tip[hidden]{display:none}
-@media(max-width:640px){main{padding:18px 12px 30px}section{padding:13px 13px 11px}.cards{grid-template-columns:repeat(2,1fr)}
-.money>div{grid-template-columns:1fr auto;gap:2px 10px}.money .track{grid-column:1/-1;grid-row:2}.money b{grid-row:1;
-grid-column:2}
-.money em{grid-column:1/-1;grid-row:3}dl{grid-template-columns:1fr}dt{margin-top:4px}th,td{padding-right:14px}.wide{display:none}
-table{width:max-content;min-width:100%}td{max-width:250px}td:first-child{white-space:nowrap}}
-@media print{body{background:#fff}section,.cards div{break-inside:avoid}}
-"""
-
-SCRIPT = """
-(function(){var tip=document.getElementById('tip');
-function show(text,e){tip.textContent=text;tip.hidden=false;var w=tip.offsetWidth,h=tip.offsetHeight;
-tip.style.left=Math.max(4,Math.min(e.clientX+14,innerWidth-w-6))+'px';
-tip.style.top=(e.clientY+18+h>innerHeight?e.clientY-h-10:e.clientY+18)+'px';}
-function hide(){tip.hidden=true;}
-document.addEventListener('pointermove',function(e){if(e.target.closest('#loss'))return;var t=e.target.closest('[data-tip]');
-if(t)show(t.getAttribute('data-tip'),e);else hide();});
-document.addEventListener('pointerdown',function(e){var t=e.target.closest('[data-tip]');
-if(t&&!e.target.closest('#loss'))show(t.getAttribute('data-tip'),e);});
-var svg=document.getElementById('loss'),data=document.getElementById('lossdata');if(!svg||!data)return;
-var d=JSON.parse(data.textContent),cross=document.getElementById('cross'),inner=d.width-d.left-d.right;
-function over(e){var box=svg.getBoundingClientRect(),u=(e.clientX-box.left)/box.width*d.width,step=(u-d.left)/inner*d.last+.5,best=null;
-d.rows.forEach(function(r){if(!best||Math.abs(r[0]-step)<Math.abs(best[0]-step))best=r;});if(!best)return;
-var x=d.left+(best[0]-.5)/d.last*inner;cross.setAttribute('x1',x);cross.setAttribute('x2',x);
-cross.setAttribute('visibility','visible');
-var val=best[5]==null?'':'\\n'+d.val+' '+(+best[5].toPrecision(6));
-var t='step '+best[0]+'\\nloss '+best[1]+val+'\\nepoch '+best[2]+', '+best[3]+' ranks\\n'+best[4]+' s';
-var own=e.target.getAttribute&&e.target.getAttribute('class')==='lostband'?e.target.getAttribute('data-tip'):null;
-show(own?t+'\\n'+own:t,e);}
-svg.addEventListener('pointermove',over);svg.addEventListener('pointerdown',over);
-svg.addEventListener('pointerleave',function(){cross.setAttribute('visibility','hidden');hide();});})();
-"""
