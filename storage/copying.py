@@ -21,7 +21,7 @@ ALIGN = 64  # bytes; any dtype can be viewed there
 
 # ---- saving -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class _Layout:
+class Layout:
     """What this rank writes: `places[i]` is the (start, end) of `items[i]` in the staging buffer, `files` cut that buffer."""
 
     structure: tuple[Any, ...]
@@ -48,10 +48,10 @@ class _Layout:
 class Staged:
     """A copy of what this rank will write, in host memory; perhaps still being made. Its buffer is used again after `release`."""
 
-    layout: _Layout
+    layout: Layout
     buffer: torch.Tensor | None  # uint8 [at least nbytes]
     saver: Saver = field(repr=False)
-    copy: _Copy = field(repr=False)
+    copy: Copying = field(repr=False)
     own: bool = True  # the buffer is the saver's
 
     @property
@@ -85,20 +85,20 @@ class Staged:
 
 
 @dataclass(frozen=True)
-class _Move:
+class Move:
     name: str
     source: torch.Tensor
     target: torch.Tensor  # a view of the buffer
     version: int
 
 
-class _Copy:
+class Copying:
     """Copies tensors to host memory: `now` in the call, `later` beside the training.
 
     CPU: a thread, which holds no lock of Python while it copies. GPU: a stream of its own, which begins after what is queued.
     """
 
-    def __init__(self, now: list[_Move], later: list[_Move], beside: Beside):
+    def __init__(self, now: list[Move], later: list[Move], beside: Beside):
         self._promised = later  # not to be changed before `wait`
         self._done = threading.Event()
         self._error: BaseException | None = None
@@ -116,7 +116,7 @@ class _Copy:
         else:
             self._done.set()
 
-    def _copy_on_gpu(self, now: list[_Move], later: list[_Move]) -> None:
+    def _copy_on_gpu(self, now: list[Move], later: list[Move]) -> None:
         for move in now:  # on the training's own stream: what changes them comes behind it
             move.target.copy_(move.source, non_blocking=True)
         self._events = [torch.cuda.current_stream().record_event()]
@@ -152,10 +152,10 @@ class _Copy:
             raise self._error
 
     def touched(self) -> list[str]:
-        return sorted({m.name for m in self._promised if _version(m.source) != m.version})
+        return sorted({m.name for m in self._promised if version_of(m.source) != m.version})
 
 
-def _copy_bytes(move: _Move) -> None:
+def _copy_bytes(move: Move) -> None:
     if move.source.is_contiguous() and not move.source.is_cuda and not move.source.is_conj() and not move.source.is_neg():
         # numpy: one thread, one memcpy. torch would wake its pool, which the training is using.
         np.copyto(move.target.reshape(-1).view(torch.uint8).numpy(), move.source.reshape(-1).view(torch.uint8).numpy())
@@ -170,7 +170,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return _streams[device]
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 

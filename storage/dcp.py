@@ -30,11 +30,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.tensor import DTensor
 
-from storage.copying import ALIGN, Staged, _Copy, _Layout, _Move, _version, pin
+from storage.copying import ALIGN, Copying, Layout, Move, Staged, pin, version_of
 from storage.manifest import Manifest, Ref, SnapshotCorrupt
 from storage.snapshots import Snapshots, scratch
 from storage.staging import Beside
-from storage.trees import _dtype_name, join, split
+from storage.trees import dtype_name, join, split
 
 __all__ = ["Saver", "Staged", "destinations", "join", "load", "pin", "split"]
 
@@ -89,7 +89,7 @@ class Saver:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = 1 if group is None else dist.get_world_size(group)
         self._beside = Beside("stage")
-        self._layout: _Layout | None = None
+        self._layout: Layout | None = None
         self._free: list[torch.Tensor] = []  # two at most: one being written, one being filled
         self._base: Manifest | None = None  # the last that we committed
 
@@ -160,15 +160,15 @@ class Saver:
         else:
             layout.clear_gaps(buffer)
         planner = _save_planner(tensors)
-        now: list[_Move] = []
-        then: list[_Move] = []
+        now: list[Move] = []
+        then: list[Move] = []
         for item, (start, end) in zip(layout.items, layout.places, strict=True):
             source = planner.resolve_data(item).detach()
             target = buffer[start:end].view(source.dtype).view(source.shape)
-            (then if item.index.fqn in later else now).append(_Move(item.index.fqn, source, target, _version(source)))
-        return Staged(layout, buffer, self, _Copy(now, then, self._beside), own)
+            (then if item.index.fqn in later else now).append(Move(item.index.fqn, source, target, version_of(source)))
+        return Staged(layout, buffer, self, Copying(now, then, self._beside), own)
 
-    def _planned(self) -> _Layout:
+    def _planned(self) -> Layout:
         if self._layout is None:
             raise RuntimeError("nothing is planned yet: call plan(tensors) on all ranks first")
         return self._layout
@@ -194,7 +194,7 @@ class Saver:
         dist.all_gather_object(everyone, mine, group=self._group)
         return everyone
 
-    def _take_back(self, buffer: torch.Tensor, layout: _Layout) -> None:
+    def _take_back(self, buffer: torch.Tensor, layout: Layout) -> None:
         if layout is self._layout and len(self._free) < 2:
             self._free.append(buffer)
 
@@ -215,7 +215,7 @@ def _save_planner(tensors: dict[str, torch.Tensor]) -> Any:
     return planner
 
 
-def _lay_out(structure: tuple[Any, ...], tensors: dict[str, torch.Tensor], items: Iterable[WriteItem]) -> _Layout:
+def _lay_out(structure: tuple[Any, ...], tensors: dict[str, torch.Tensor], items: Iterable[WriteItem]) -> Layout:
     # Large ones first, of the model, then of what comes after it: so adapters lie together behind the frozen weights, whose chunks
     # stay the same from snapshot to snapshot, and who wants the model alone reads neighbours.
     top = {name.partition("/")[0]: None for name in tensors}
@@ -230,7 +230,7 @@ def _lay_out(structure: tuple[Any, ...], tensors: dict[str, torch.Tensor], items
     for item in sorted(items, key=lambda i: order[i.index.fqn]):
         assert item.tensor_data is not None
         dtype, sizes = item.tensor_data.properties.dtype, list(item.tensor_data.chunk.sizes)
-        entry = index.setdefault(item.index.fqn, {"shape": list(item.tensor_data.size), "dtype": _dtype_name(dtype), "chunks": []})
+        entry = index.setdefault(item.index.fqn, {"shape": list(item.tensor_data.size), "dtype": dtype_name(dtype), "chunks": []})
         nbytes = math.prod(sizes) * dtype.itemsize
         if nbytes == 0:  # an empty tensor, or this rank's empty share of an uneven one: its shape is all there is
             continue
@@ -245,10 +245,10 @@ def _lay_out(structure: tuple[Any, ...], tensors: dict[str, torch.Tensor], items
         )
         at += nbytes
     pinned = any(t.is_cuda for t in tensors.values())
-    return _Layout(structure, tuple(kept), tuple(places), files, index, pinned)
+    return Layout(structure, tuple(kept), tuple(places), files, index, pinned)
 
 
-def _buffer(layout: _Layout) -> torch.Tensor:
+def _buffer(layout: Layout) -> torch.Tensor:
     # Filled, not just reserved: page faults would be paid in the first stall, and padding must not differ between attempts.
     return torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=layout.pinned).fill_(0)
 

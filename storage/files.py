@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from storage.errors import NotFound, StoreError, StoreRefused, StoreUnavailable
-from storage.objects import _copy_into, why_not_a_key
+from storage.objects import copy_into, why_not_a_key
 
 if TYPE_CHECKING:
     from storage.objects import Keys
@@ -59,10 +59,10 @@ class MemoryStore:
         return len(self.get(key))
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        return _copy_into(self.get(key, start, start + buffer.nbytes), buffer)
+        return copy_into(self.get(key, start, start + buffer.nbytes), buffer)
 
 
-def _refuse_to_leave(url: str, key: str) -> None:
+def refuse_to_leave(url: str, key: str) -> None:
     """No key leads out of its store, whoever made it: an absolute one, or one with "..", would be another file of this machine."""
     if why := why_not_a_key(key):
         raise StoreError(f"{url}: {key!r} is no key of an object here: {why}; whoever named it is damaged, or means harm")
@@ -76,7 +76,7 @@ class FileStore:
         self._root = Path(url.removeprefix("file://"))
 
     def _path(self, key: str) -> Path:
-        _refuse_to_leave(self.url, key)
+        refuse_to_leave(self.url, key)
         return self._root / key
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:

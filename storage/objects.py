@@ -112,7 +112,7 @@ def read_into(store: ObjectStore, key: str, start: int, buffer: memoryview) -> i
     """See `ReadsInto`. For any store."""
     if isinstance(store, ReadsInto):
         return store.read_into(key, start, buffer)
-    return _copy_into(store.get(key, start, start + buffer.nbytes), buffer)
+    return copy_into(store.get(key, start, start + buffer.nbytes), buffer)
 
 
 def puts_at_once(store: ObjectStore) -> int:
@@ -131,7 +131,7 @@ def abort_stale_uploads(store: ObjectStore, older_than_s: float) -> list[str]:
     return store.abort_stale_uploads(older_than_s) if isinstance(store, HasUploads) else []
 
 
-def _copy_into(found: bytes | memoryview, buffer: memoryview) -> int:
+def copy_into(found: bytes | memoryview, buffer: memoryview) -> int:
     if len(found) > buffer.nbytes:
         raise StoreError(f"the store gave {len(found)} bytes where {buffer.nbytes} were asked for: it ignores ranges; use another store")
     buffer.cast("B")[: len(found)] = found

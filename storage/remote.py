@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 
 from storage.errors import NotFound, StoreError, StoreRefused, StoreUnavailable
-from storage.files import _refuse_to_leave
-from storage.objects import _copy_into
+from storage.files import refuse_to_leave
+from storage.objects import copy_into
 
 if TYPE_CHECKING:
     from storage.objects import Keys
@@ -37,7 +37,7 @@ class FsspecStore:
         self._named = Named(url)
 
     def _path(self, key: str) -> str:
-        _refuse_to_leave(self.url, key)
+        refuse_to_leave(self.url, key)
         return f"{self._root}/{key}"
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
@@ -99,7 +99,7 @@ class FsspecStore:
             return int(self._fs.info(self._path(key))["size"])
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        return _copy_into(self.get(key, start, start + buffer.nbytes), buffer)
+        return copy_into(self.get(key, start, start + buffer.nbytes), buffer)
 
     def abort_stale_uploads(self, older_than_s: float) -> Keys:
         """S3 only. Google's resumable uploads and Azure's blocks are dropped by the cloud after a week."""

@@ -87,7 +87,7 @@ def _split(value: Any, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) 
     if type(value) is complex:
         return {TAG: "complex", "parts": [value.real, value.imag]}
     if isinstance(value, torch.dtype):
-        return {TAG: "dtype", "name": _dtype_name(value)}
+        return {TAG: "dtype", "name": dtype_name(value)}
     raise TypeError(
         f"{_where(path)} is a {type(value).__module__}.{type(value).__qualname__}, which a snapshot cannot hold (nothing is pickled); "
         "give its state as numbers, strings, bytes, tensors, lists and dicts (its state_dict(), or a tuple of its fields)"
@@ -106,5 +106,5 @@ def _where(path: tuple[str, ...]) -> str:
     return f"state[{'/'.join(path)!r}]" if path else "the state"
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

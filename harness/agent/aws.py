@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from harness.agent.notices import Notice
-from harness.agent.polling import ANSWERLESS, REFRESH_BEFORE_S, TOKEN_TTL_S, TOKENLESS_S, Endpoint, Polled, _hashed, utc
+from harness.agent.polling import ANSWERLESS, REFRESH_BEFORE_S, TOKEN_TTL_S, TOKENLESS_S, Endpoint, Polled, hashed, utc
 
 if TYPE_CHECKING:
     from harness.agent.polling import Parser, Reply
@@ -100,12 +100,12 @@ def interruption(body: str) -> tuple[Notice, ...]:
     action = str(said["action"])
     # A hibernating instance is taken at once; the time is when the notice began.
     deadline_s = None if action == "hibernate" else utc(said["time"])
-    return (Notice("aws", "kill", _hashed("aws-itn", body), deadline_s, False, f"spot {action} at {said['time']}"),)
+    return (Notice("aws", "kill", hashed("aws-itn", body), deadline_s, False, f"spot {action} at {said['time']}"),)
 
 
 def rebalance(body: str) -> tuple[Notice, ...]:
     noticed = json.loads(body)["noticeTime"]
-    return (Notice("aws", "soft", _hashed("aws-rebalance", body), None, False, f"rebalance recommended at {noticed}"),)
+    return (Notice("aws", "soft", hashed("aws-rebalance", body), None, False, f"rebalance recommended at {noticed}"),)
 
 
 def maintenance(body: str) -> tuple[Notice, ...]:

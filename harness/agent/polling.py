@@ -131,7 +131,7 @@ class Polled:
         )
 
 
-def _hashed(prefix: str, body: str) -> str:
+def hashed(prefix: str, body: str) -> str:
     return f"{prefix}-{hashlib.sha256(body.encode()).hexdigest()[:16]}"
 
 

@@ -147,16 +147,16 @@ def kill_all(marker: bytes, session: int = 0, within_s: float = KILL_WITHIN_S) -
     return left
 
 
-def _marker(name: str, value: str, whole: bool = True) -> bytes:
+def marker_of(name: str, value: str, whole: bool = True) -> bytes:
     return b"\0" + f"{name}={value}".encode() + (b"\0" if whole else b"")
 
 
 def sweep(state_dir: Path) -> set[int]:
     """Kill whatever is left of any node of this STATE_DIR."""
-    return kill_all(_marker("HARNESS_NODE_DIR", f"{state_dir}/nodes/", whole=False))
+    return kill_all(marker_of("HARNESS_NODE_DIR", f"{state_dir}/nodes/", whole=False))
 
 
-def _start_guard(instance: str) -> tuple[int, int]:
+def start_guard(instance: str) -> tuple[int, int]:
     """Fork a watchman that kills every node when this process is gone, however it ended. Returns (pid, pipe to hold open).
 
     The parent-death signal reaches a node's first process only; its children may have made their own sessions.
@@ -178,12 +178,12 @@ def _start_guard(instance: str) -> tuple[int, int]:
         os.closerange(4, 1024)  # above all the lock and the pipe's other end, which would outlive the provider here
         while os.read(3, 1):
             pass
-        kill_all(_marker("HARNESS_PROVIDER", instance))
+        kill_all(marker_of("HARNESS_PROVIDER", instance))
     finally:
         os._exit(0)
 
 
-def _die_with(parent: int) -> Callable[[], None]:
+def die_with(parent: int) -> Callable[[], None]:
     def in_child() -> None:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died between fork and prctl

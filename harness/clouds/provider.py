@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.clouds import market as markets
-from harness.clouds.machines import KILL_WITHIN_S, Config, Machine, _die_with, _marker, _start_guard, kill_all, log, sweep
+from harness.clouds.machines import KILL_WITHIN_S, Config, Machine, die_with, kill_all, log, marker_of, start_guard, sweep
 from harness.clouds.metadata import MetadataServer, environment_of, protocol_of
 from harness.core.world import BadInput, NodeState
 from storage.errors import StoreError
@@ -283,7 +283,7 @@ class Provider:
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
-                preexec_fn=_die_with(os.getpid()),
+                preexec_fn=die_with(os.getpid()),
             )
         machine.pid, machine.up_s, machine.state = machine.process.pid, now, NodeState.UP
         log.info("attempt %d: up, pid %d, %s", machine.attempt, machine.pid, machine.metadata.endpoint)
@@ -302,7 +302,7 @@ class Provider:
     def _gone(self, machine: Machine, reason: str, exit_code: int | None) -> None:
         if machine.pid:
             folder = self.state_dir / "nodes" / str(machine.attempt)
-            left = kill_all(_marker("HARNESS_NODE_DIR", str(folder)), session=machine.pid)
+            left = kill_all(marker_of("HARNESS_NODE_DIR", str(folder)), session=machine.pid)
             if left:
                 log.error("attempt %d: processes %s survived SIGKILL for %g s", machine.attempt, sorted(left), KILL_WITHIN_S)
         if machine.process is not None:
@@ -493,7 +493,7 @@ def main(argv: list[str] | None = None) -> int:
     config_path = state_dir / "config.json"
     config = Config.from_json(config_path.read_text()) if config_path.exists() else Config()
     instance = secrets.token_hex(8)
-    guard_pid, guard = _start_guard(instance)
+    guard_pid, guard = start_guard(instance)
     try:
         left = sweep(state_dir)  # of a provider that was killed together with its guard
         if left:

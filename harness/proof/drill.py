@@ -29,7 +29,7 @@ from rich.text import Text
 
 from harness.bucket.orders import StopOrder, ask_to_stop
 from harness.core.world import DRAINED, STOPPED, BadInput
-from harness.proof.scene import ANYBODY, EVERY, PHASES, REACH_S, STEPS, Net, NotReached, Scene, _until, can_isolate, plain_environment
+from harness.proof.scene import ANYBODY, EVERY, PHASES, REACH_S, STEPS, Net, NotReached, Scene, can_isolate, plain_environment, wait_until
 from harness.proof.sore_points import FAULTS, STAND_S
 from harness.views.audit import audit
 from storage.errors import StoreError
@@ -197,7 +197,7 @@ def play(ground: Ground, s: Scene, fault: str, phase: str) -> None:
     chosen = s.rng.randrange(2)
     for i in range(2):
         s.launch(hold if phase in ANYBODY or i == chosen else None)
-    _until(lambda: any((n.folder / "reached").exists() for n in s.nodes), REACH_S, s, NotReached(f"nobody came to the phase {phase!r}"))
+    wait_until(lambda: any((n.folder / "reached").exists() for n in s.nodes), REACH_S, s, NotReached(f"nobody came to the phase {phase!r}"))
     s.victim = next(i for i, n in enumerate(s.nodes) if (n.folder / "reached").exists())
     s.reached = int((s.node.folder / "reached").read_text() or 0)
     time.sleep(s.rng.uniform(0.0, 0.2))
@@ -275,7 +275,7 @@ def soak(folder: Path, kills: int, seed: int, tell: Callable[[str], None]) -> st
             )
         minutes = (time.monotonic() - t0) / 60
         ask_to_stop(store, StopOrder("soaked", "drill"))
-        _until(lambda: all(n.process.poll() is not None for n in s.nodes), FINISH_S, s, AssertionError("nodes did not stop"))
+        wait_until(lambda: all(n.process.poll() is not None for n in s.nodes), FINISH_S, s, AssertionError("nodes did not stop"))
     finally:
         s.close()
     codes = [n.process.returncode for n in s.nodes if n.process.returncode >= 0]

@@ -45,7 +45,7 @@ def can_isolate() -> bool:
     return made
 
 
-def _ip(*words: str) -> None:
+def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
 
 
@@ -57,19 +57,19 @@ class Net:
     nodes: int = 0
 
     def __enter__(self) -> Net:
-        _ip("link", "add", f"{self.name}b", "type", "bridge")
-        _ip("link", "set", f"{self.name}b", "up")
+        ip("link", "add", f"{self.name}b", "type", "bridge")
+        ip("link", "set", f"{self.name}b", "up")
         return self
 
     def add(self) -> tuple[list[str], str]:
         """The command prefix that puts a process into a new namespace, and its address there."""
         self.nodes += 1
         space, address = f"{self.name}n{self.nodes}", f"10.213.0.{self.nodes}"
-        _ip("netns", "add", space)
-        _ip("link", "add", self.link(self.nodes), "type", "veth", "peer", "name", "eth0", "netns", space)
-        _ip("link", "set", self.link(self.nodes), "master", f"{self.name}b", "up")
+        ip("netns", "add", space)
+        ip("link", "add", self.link(self.nodes), "type", "veth", "peer", "name", "eth0", "netns", space)
+        ip("link", "set", self.link(self.nodes), "master", f"{self.name}b", "up")
         for words in (("link", "set", "lo", "up"), ("addr", "add", f"{address}/24", "dev", "eth0"), ("link", "set", "eth0", "up")):
-            _ip("-n", space, *words)
+            ip("-n", space, *words)
         return ["ip", "netns", "exec", space], address
 
     def link(self, node: int) -> str:
@@ -181,7 +181,7 @@ class Scene:
             timer.cancel()
         for node in self.nodes:
             for p in node.processes():
-                _signal([p], signal.SIGKILL)
+                send_signal([p], signal.SIGKILL)
             node.process.wait(20)
 
 
@@ -193,13 +193,13 @@ def plain_environment() -> dict[str, str]:
     return base | {"OMP_NUM_THREADS": "1"}
 
 
-def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+def send_signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
     for p in processes:
         with contextlib.suppress(psutil.Error):
             p.send_signal(number)
 
 
-def _until(condition: Callable[[], bool], limit_s: float, s: Scene, error: Exception) -> None:
+def wait_until(condition: Callable[[], bool], limit_s: float, s: Scene, error: Exception) -> None:
     deadline_s = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > deadline_s or all(n.process.poll() is not None for n in s.nodes):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from harness.proof.scene import THAW_S, Scene, _ip, _signal
+from harness.proof.scene import THAW_S, Scene, ip, send_signal
 
 if TYPE_CHECKING:
     from harness.proof.scene import Drilled
@@ -27,59 +27,59 @@ def _worker(s: Scene) -> list[psutil.Process]:
 
 
 def _thaw(s: Scene, processes: list[psutil.Process]) -> None:
-    s.after(THAW_S, lambda: _signal(processes, signal.SIGCONT))
+    s.after(THAW_S, lambda: send_signal(processes, signal.SIGCONT))
 
 
 def worker_kill(s: Scene) -> None:
-    _signal(_worker(s), signal.SIGKILL)
+    send_signal(_worker(s), signal.SIGKILL)
 
 
 def worker_stop(s: Scene) -> None:
     """Never continued: it must be found."""
-    _signal(_worker(s), signal.SIGSTOP)
+    send_signal(_worker(s), signal.SIGSTOP)
 
 
 def worker_term(s: Scene) -> None:
-    _signal(_worker(s), signal.SIGTERM)
+    send_signal(_worker(s), signal.SIGTERM)
 
 
 def agent_kill(s: Scene) -> None:
-    _signal(s.node.processes()[:1], signal.SIGKILL)
+    send_signal(s.node.processes()[:1], signal.SIGKILL)
 
 
 def agent_stop(s: Scene) -> None:
     stopped = s.node.processes()[:1]
-    _signal(stopped, signal.SIGSTOP)
+    send_signal(stopped, signal.SIGSTOP)
     _thaw(s, stopped)
 
 
 def agent_term(s: Scene) -> None:
-    _signal(s.node.processes()[:1], signal.SIGTERM)
+    send_signal(s.node.processes()[:1], signal.SIGTERM)
 
 
 def node_kill(s: Scene) -> None:
     """A loss without notice."""
-    _signal(s.node.processes(), signal.SIGKILL)
+    send_signal(s.node.processes(), signal.SIGKILL)
 
 
 def node_stop(s: Scene) -> None:
     """A machine that is paused for a while."""
     stopped = s.node.processes()
-    _signal(stopped, signal.SIGSTOP)
+    send_signal(stopped, signal.SIGSTOP)
     _thaw(s, stopped)
 
 
 def both_killed(s: Scene) -> None:
     for node in s.nodes:
-        _signal(node.processes(), signal.SIGKILL)
+        send_signal(node.processes(), signal.SIGKILL)
 
 
 def cut(s: Scene) -> None:
     """The link between the nodes is down for a while; both still reach the bucket."""
     assert s.net is not None
     link = s.net.link(s.node.number)
-    _ip("link", "set", link, "down")
-    s.after(CUT_S, lambda: _ip("link", "set", link, "up"))
+    ip("link", "set", link, "down")
+    s.after(CUT_S, lambda: ip("link", "set", link, "up"))
 
 
 def outage(s: Scene, nodes: list[Drilled] | None = None) -> None:
@@ -113,13 +113,13 @@ def notice(s: Scene) -> None:
     """In time, and then the node goes, if it has not gone before."""
     _announce(s, 10.0)
     victims = s.node
-    s.after(10.0, lambda: _signal(victims.processes(), signal.SIGKILL))
+    s.after(10.0, lambda: send_signal(victims.processes(), signal.SIGKILL))
 
 
 def late_notice(s: Scene) -> None:
     _announce(s, 0.5)
     victims = s.node
-    s.after(0.5, lambda: _signal(victims.processes(), signal.SIGKILL))
+    s.after(0.5, lambda: send_signal(victims.processes(), signal.SIGKILL))
 
 
 def cancelled_notice(s: Scene) -> None:
@@ -139,7 +139,7 @@ def worker_kill_and_outage(s: Scene) -> None:
 
 def node_kill_and_worker_stop(s: Scene) -> None:
     others = [n for n in s.nodes if n is not s.node]
-    _signal(others[0].workers()[:1], signal.SIGSTOP)
+    send_signal(others[0].workers()[:1], signal.SIGSTOP)
     node_kill(s)
 Fault = Callable[[Scene], None]
 FAULTS: dict[str, Fault] = {

@@ -65,7 +65,7 @@ def fence(store: ObjectStore) -> Callable[[Ref], None]:
 
 
 @contextlib.contextmanager
-def _socket_in(folder: Path) -> Iterator[str]:
+def socket_in(folder: Path) -> Iterator[str]:
     """Its address: a path of at most 107 bytes, which on Linux any folder can have by way of a descriptor."""
     if not sys.platform.startswith("linux"):
         yield str(folder / "socket")
@@ -77,7 +77,7 @@ def _socket_in(folder: Path) -> Iterator[str]:
         os.close(fd)
 
 
-def _seen(sign: Sign | None) -> tuple[int, bool] | None:
+def sign_seen(sign: Sign | None) -> tuple[int, bool] | None:
     """As `storage.upload.Watch`."""
     return None if sign is None else (sign.step, sign.place in WAITS_FOR_SNAPSHOTS)
 
@@ -92,7 +92,7 @@ class Local:
     """In the trainer's own process, in memory of its own."""
 
     def __init__(self, store: ObjectStore, on_outcome: Callable[[Job, Outcome], None], progress: Progress | None = None):
-        seen = (lambda where: _seen(progress.sign)) if progress is not None else (lambda where: None)
+        seen = (lambda where: sign_seen(progress.sign)) if progress is not None else (lambda where: None)
         self._uploader = Uploader(store, fence(store), on_outcome, nice=NICE, watch=seen)
         self._slots: list[_Slot] = []
 
@@ -131,7 +131,7 @@ class Line:
         while True:
             self._socket = socket.socket(socket.AF_UNIX)
             try:
-                with _socket_in(folder) as address:
+                with socket_in(folder) as address:
                     self._socket.connect(address)
                 break
             except OSError as e:

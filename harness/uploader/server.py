@@ -33,7 +33,7 @@ from typing import Any
 from harness.bucket.journal import Journal
 from harness.core.facts import DrainVerdict
 from harness.node.progress import read as read_sign
-from harness.uploader.client import NICE, _seen, _socket_in, fact_of, fence
+from harness.uploader.client import NICE, fact_of, fence, sign_seen, socket_in
 from harness.uploader.nearby import Nearby, NearbyConfig
 from storage.errors import StoreError
 from storage.manifest import Ref, SnapshotCorrupt
@@ -67,14 +67,14 @@ class Server:
         self.snapshots = Snapshots(store)
         self.journal = Journal(store, f"uploader-{member}-{secrets.token_hex(3)}", time.time)
         self.segments = Segments(folder, budget_nbytes)
-        self.uploader = Uploader(store, fence(store), self._record, nice=NICE, watch=lambda path: _seen(read_sign(Path(path))))
+        self.uploader = Uploader(store, fence(store), self._record, nice=NICE, watch=lambda path: sign_seen(read_sign(Path(path))))
         self._kept: dict[str, _Kept] = {}
         self._lock = threading.Lock()
         self._expected: dict[tuple[Ref, int], tuple[bool, float, float]] = {}
         self._deadline_s: float | None = None  # wall clock
         self.nearby = Nearby(store, member, folder, nearby, self._staged)
         self._socket = socket.socket(socket.AF_UNIX)
-        with _socket_in(folder) as address:
+        with socket_in(folder) as address:
             self._socket.bind(address)
         self._socket.listen(64)
 

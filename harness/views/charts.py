@@ -93,7 +93,7 @@ def _text(x: float, y: float, text: object, anchor: str = "middle", cls: str = "
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{f" class={cls!r}" if cls else ""}>{esc(text)}</text>'
 
 
-def _loss_chart(s: Summary) -> str:
+def loss_chart(s: Summary) -> str:
     curve = [p for p in s.curve if math.isfinite(p.loss)]
     lost = [p for p in s.lost if math.isfinite(p.loss)]
     validation = [(step, v) for step, v in s.validation if math.isfinite(v)]
@@ -166,7 +166,7 @@ def _loss_chart(s: Summary) -> str:
     return "".join(out)
 
 
-def _loss_legend(s: Summary) -> str:
+def loss_legend(s: Summary) -> str:
     keys = ["<span><u class=k-curve></u>training loss (committed steps)</span>"]
     if s.lost:
         keys.append("<span><u class=k-lost></u>lost and redone</span>")
@@ -176,7 +176,7 @@ def _loss_legend(s: Summary) -> str:
     return f"<span class=legend>{''.join(keys)}</span>"
 
 
-def _timeline(s: Summary) -> str:
+def timeline(s: Summary) -> str:
     rows = [a for a in s.ledger.attempts if a.up_s is not None]
     if not rows:
         return ""
@@ -308,7 +308,7 @@ def _bar(s: Summary, a: AttemptRow, x: Scale, y: float, height: float) -> list[s
     return out
 
 
-def _timeline_legend() -> str:
+def timeline_legend() -> str:
     keys = "".join(f"<span><u class='b-{b}'></u>{b}</span>" for b in BUCKETS)
     marks = (
         "<span><svg width=14 height=12 viewBox='-7 -2 14 12'><path class=notice d='M-6 0h12l-6 9z'/></svg>notice</span>"

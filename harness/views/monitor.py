@@ -23,7 +23,7 @@ from rich.text import Text
 from harness.bucket.journal import Follower
 from harness.core.facts import Stamped
 from harness.views.report import unread_text
-from harness.views.watching import EVENTS_SHOWN, PROGRESS_EVERY_S, LeaseWatch, State, _numbers, about, describe, progress_line
+from harness.views.watching import EVENTS_SHOWN, PROGRESS_EVERY_S, LeaseWatch, State, about, describe, number_rows, progress_line
 from harness.views.words import clock, percent, plural
 from storage.errors import StoreUnavailable
 from storage.objects import ObjectStore
@@ -47,7 +47,7 @@ def render(state: State, now: float, url: str = "", controller: bool | None = No
         bar.add_row(ProgressBar(total=state.total, completed=min(state.step, state.total)), percent(state.step / state.total))
         parts.append(bar)
     numbers = Text()
-    for name, value in _numbers(state, now):
+    for name, value in number_rows(state, now):
         numbers.append(f"{name} ", style="dim")
         numbers.append(f"{value}   ")
     parts += [numbers] if numbers.plain else []

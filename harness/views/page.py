@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from importlib import resources
 
-from harness.views.charts import _loss_chart, _loss_legend, _timeline, _timeline_legend, esc
+from harness.views.charts import esc, loss_chart, loss_legend, timeline, timeline_legend
 from harness.views.painting import BUCKETS, NANO
 from harness.views.report import MEANING, attempt_end, money_rows, refusals, snapshot_rows, verdict
 from harness.views.summary import Summary
@@ -29,8 +29,8 @@ def page(s: Summary) -> str:
     """The whole document."""
     name = s.url.rstrip("/").rsplit("/", 1)[-1] or s.url
     sections = [
-        _section("Loss", _loss_chart(s), _loss_legend(s)),
-        _section("Nodes over time", _timeline(s), _timeline_legend()),
+        _section("Loss", loss_chart(s), loss_legend(s)),
+        _section("Nodes over time", timeline(s), timeline_legend()),
         _section("Where billed time went", _goodput(s), percent(s.ledger.goodput) + " of billed time went into steps that count"),
         _section("Money", _money(s), "" if s.ledger.cost.known else "some on-demand prices are unknown; the paid price stands for them"),
         _section("Attempts", _attempts(s)),

@@ -399,11 +399,11 @@ def about(seconds: float) -> str:
 def progress_line(state: State, now: float) -> str:
     """Everything of the header in one line of plain text."""
     parts = [state.run_state, f"step {state.step:,}" + (f"/{state.total:,}" if state.total else "")]
-    parts += [f"{name} {value}" for name, value in _numbers(state, now)]
+    parts += [f"{name} {value}" for name, value in number_rows(state, now)]
     return plain("  ".join(parts))
 
 
-def _numbers(state: State, now: float) -> list[tuple[str, str]]:
+def number_rows(state: State, now: float) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     if state.last_step:
         found.append(("loss", number(state.last_step.loss)))
