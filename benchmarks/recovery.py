@@ -1,18 +1,25 @@
-"""From a loss to the next optimizer step: this harness beside plain torchrun with a DCP checkpoint, on the same model, taking turns.
+"""From a loss to the next optimizer step: this harness beside plain torchrun with a DCP checkpoint,
+on the same model, taking turns.
 
-    worker   SIGKILL of one worker of two on a node               node     SIGKILL of a whole node (agent and workers) of two
-    first    ... of the node that holds rank 0 and the master     join     from a new node's start to the first step of two nodes
-    pause    of a join: from the last step of one node to the first of two, and how many steps are done again
+    worker   SIGKILL of one worker of two on a node               node     SIGKILL of a whole node
+             (agent and workers) of two
+    first    ... of the node that holds rank 0 and the master     join     from a new node's start
+             to the first step of two nodes
+    pause    of a join: from the last step of one node to the first of two, and how many steps are
+             done again
 
     python benchmarks/recovery.py                     # all systems, about a quarter of an hour
-    python benchmarks/recovery.py --quick             # fewer repetitions, without torchrun's default settings
+    # fewer repetitions, without torchrun's default settings
+    python benchmarks/recovery.py --quick
     python benchmarks/recovery.py --systems harness --kinds node first --rounds 5
 
-Systems: `harness`; `torchrun-best` (last call 1 s, keep-alive 3 x 1 s, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1); `torchrun` (its defaults);
-`bucket` (torchrun with our rendezvous, --rdzv-backend=bucket). In every round each system does each kind once, so that what else the
-machine does falls on all alike. A time counts from just before the kill to the end of the first optimizer step of any new worker.
-`never` means that the survivors ended, or that there was no step within --limit-s. Nothing is excluded.
-The table at the end says where the harness's time goes, from its workers' own marks and its agents' facts.
+Systems: `harness`; `torchrun-best` (last call 1 s, keep-alive 3 x 1 s,
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1); `torchrun` (its defaults); `bucket` (torchrun with our
+rendezvous, --rdzv-backend=bucket). In every round each system does each kind once, so that what
+else the machine does falls on all alike. A time counts from just before the kill to the end of the
+first optimizer step of any new worker. `never` means that the survivors ended, or that there was no
+step within --limit-s. Nothing is excluded. The table at the end says where the harness's time goes,
+from its workers' own marks and its agents' facts.
 """
 
 from __future__ import annotations
@@ -40,7 +47,7 @@ EVERY = 20  # steps between snapshots
 GLOBAL_BATCH, MICRO_BATCH, LENGTH = 8, 2, 64
 
 
-# ---- the training, in each system's own words --------------------------------------------------------------------------
+# ---- the training, in each system's own words ----------------------------------------------------
 def say(what: str, step: int, world: int) -> None:
     """A line in our own log: time, what, step, world, rank."""
     with open(Path(os.environ["BENCH_LOG"]) / f"{os.getpid()}.log", "a") as f:
@@ -67,7 +74,9 @@ def train(system: str) -> None:
         say("attached", 0, run.world)
         run.prepare(model, optimizer)
         say("prepared", run.step, run.world)
-        for step in run.steps(dataset, total=1_000_000, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH):
+        for step in run.steps(
+            dataset, total=1_000_000, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH
+        ):
             for x, y in step:
                 step.backward(F.cross_entropy(model(x).flatten(0, 1), y.flatten()))
             step.update()
@@ -90,11 +99,16 @@ def train(system: str) -> None:
         weights, moments = get_state_dict(ddp, optimizer)
         state = {"model": weights, "optimizer": moments}
         dcp.load(state, checkpoint_id=str(folder / str(begun[0])))
-        set_state_dict(ddp, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            ddp, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
     say("prepared", begun[0], world)
     for step in range(begun[0] + 1, 1_000_000):
         for i in range(rank, GLOBAL_BATCH // MICRO_BATCH, world):
-            rows = [dataset[(step * GLOBAL_BATCH + i * MICRO_BATCH + j) % len(dataset)] for j in range(MICRO_BATCH)]
+            rows = [
+                dataset[(step * GLOBAL_BATCH + i * MICRO_BATCH + j) % len(dataset)]
+                for j in range(MICRO_BATCH)
+            ]
             x, y = (torch.stack(t) for t in zip(*rows, strict=True))
             last = i + world >= GLOBAL_BATCH // MICRO_BATCH
             with contextlib.nullcontext() if last else ddp.no_sync():
@@ -104,10 +118,12 @@ def train(system: str) -> None:
         say("step", step, world)
         if step % EVERY == 0:
             weights, moments = get_state_dict(ddp, optimizer)
-            dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=str(folder / str(step)))
+            dcp.save(
+                {"model": weights, "optimizer": moments}, checkpoint_id=str(folder / str(step))
+            )
 
 
-# ---- what trains it ----------------------------------------------------------------------------------------------------
+# ---- what trains it ------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Line:
     t: float
@@ -137,24 +153,71 @@ class System:
 
     def start(self) -> None:
         self.number += 1
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "AWS_", "TORCH"))}
-        env |= {"BENCH_LOG": str(self.folder / "log"), "BENCH_CHECKPOINTS": str(self.folder / "checkpoints"), "PYTHONPATH": str(ROOT)}
-        env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HARNESS_NODE_DIR": str(self.folder / f"node{self.number}")}
-        script = [str(Path(__file__).resolve()), "--train", "harness" if self.name == "harness" else "torchrun"]
+        env = {
+            k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "AWS_", "TORCH"))
+        }
+        env |= {
+            "BENCH_LOG": str(self.folder / "log"),
+            "BENCH_CHECKPOINTS": str(self.folder / "checkpoints"),
+            "PYTHONPATH": str(ROOT),
+        }
+        env |= {
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "HARNESS_NODE_DIR": str(self.folder / f"node{self.number}"),
+        }
+        script = [
+            str(Path(__file__).resolve()),
+            "--train",
+            "harness" if self.name == "harness" else "torchrun",
+        ]
         if self.name == "harness":
-            words = ["-m", "harness.cli", "run", "--run", str(self.folder / "run"), "--nproc", str(self.nproc), "--gpu-health", "off", "--"]
+            words = [
+                "-m",
+                "harness.cli",
+                "run",
+                "--run",
+                str(self.folder / "run"),
+                "--nproc",
+                str(self.nproc),
+                "--gpu-health",
+                "off",
+                "--",
+            ]
         else:
-            words = ["-m", "torch.distributed.run", "--nnodes=1:2", f"--nproc-per-node={self.nproc}", "--max-restarts=1000", "--rdzv-id=x"]
+            words = [
+                "-m",
+                "torch.distributed.run",
+                "--nnodes=1:2",
+                f"--nproc-per-node={self.nproc}",
+                "--max-restarts=1000",
+                "--rdzv-id=x",
+            ]
             if self.name == "bucket":
-                words += ["--rdzv-backend=bucket", f"--rdzv-endpoint=file://{self.folder / 'bucket'}"]
+                words += [
+                    "--rdzv-backend=bucket",
+                    f"--rdzv-endpoint=file://{self.folder / 'bucket'}",
+                ]
             else:
-                words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.port}", "--local-addr=127.0.0.1"]
+                words += [
+                    "--rdzv-backend=c10d",
+                    f"--rdzv-endpoint=127.0.0.1:{self.port}",
+                    "--local-addr=127.0.0.1",
+                ]
             if self.name == "torchrun-best":
                 env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-                words += ["--rdzv-conf=last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"]
+                words += [
+                    "--rdzv-conf=last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+                ]
         with open(self.folder / f"node{self.number}.log", "wb") as log:
             self.nodes.append(
-                subprocess.Popen([sys.executable, *words, *script], env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+                subprocess.Popen(
+                    [sys.executable, *words, *script],
+                    env=env,
+                    stdout=log,
+                    stderr=log,
+                    stdin=subprocess.DEVNULL,
+                )
             )
 
     def lines(self) -> list[Line]:
@@ -166,11 +229,17 @@ class System:
         return sorted(found, key=lambda ln: ln.t)
 
     def wait(self, world: int, pids: set[int], limit_s: float, since: float) -> Line | None:
-        """The first step of `world` ranks by a process that is not one of `pids`; None: there will be none."""
+        """The first step of `world` ranks by a process that is not one of `pids`; None: there
+        will be none."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             for line in self.lines():
-                if line.what == "step" and line.world == world and line.pid not in pids and line.t > since:
+                if (
+                    line.what == "step"
+                    and line.world == world
+                    and line.pid not in pids
+                    and line.t > since
+                ):
                     return line
             if all(node.poll() is not None for node in self.nodes):
                 return None
@@ -206,11 +275,14 @@ def system(name: str, folder: Path, nproc: int, calm_s: float) -> Iterator[Syste
 
 
 def fail(s: System, why: str) -> None:
-    logs = "\n".join(f"--- {p.name}\n{p.read_text(errors='replace')[-3000:]}" for p in sorted(s.folder.glob("node*.log")))
+    logs = "\n".join(
+        f"--- {p.name}\n{p.read_text(errors='replace')[-3000:]}"
+        for p in sorted(s.folder.glob("node*.log"))
+    )
     raise SystemExit(f"{s.name}: {why}\n{logs}")
 
 
-# ---- samples -----------------------------------------------------------------------------------------------------------
+# ---- samples -------------------------------------------------------------------------------------
 @dataclass
 class Sample:
     system: str
@@ -249,13 +321,19 @@ def join(s: System, limit_s: float) -> list[Sample]:
     line = s.wait(2 * s.nproc, set(), limit_s, t0)
     if line is None:
         return [Sample(s.name, "pause", None), Sample(s.name, "join", None)]
-    last = [ln for ln in s.lines() if ln.what == "step" and ln.world == s.nproc and ln.t < line.t][-1]
+    last = [ln for ln in s.lines() if ln.what == "step" and ln.world == s.nproc and ln.t < line.t][
+        -1
+    ]
     again = {"steps done again": last.step + 1.0 - line.step}
-    return [Sample(s.name, "pause", line.t - last.t, again), Sample(s.name, "join", line.t - t0, parts(s, t0, line))]
+    return [
+        Sample(s.name, "pause", line.t - last.t, again),
+        Sample(s.name, "join", line.t - t0, parts(s, t0, line)),
+    ]
 
 
 def parts(s: System, t0: float, line: Line) -> dict[str, float]:
-    """Where the time went until `line`, by marks of the process that wrote it and the agents' facts. Seconds each."""
+    """Where the time went until `line`, by marks of the process that wrote it and the agents'
+    facts. Seconds each."""
     found, last = {}, t0
     if s.name == "harness":
         from harness.bucket.journal import read_facts
@@ -264,13 +342,23 @@ def parts(s: System, t0: float, line: Line) -> dict[str, float]:
 
         time.sleep(2.5)  # facts are written every second
         facts = [f for f in read_facts(open_store(str(s.folder / "run"))) if f.t > t0]
-        for name, kind in (("noticed, workers ended", EpochLeft), ("next epoch agreed", EpochStarted)):
+        for name, kind in (
+            ("noticed, workers ended", EpochLeft),
+            ("next epoch agreed", EpochStarted),
+        ):
             times = [f.t for f in facts if isinstance(f.fact, kind)]
             if times:
-                end = max(t for t in times if t < line.t) if any(t < line.t for t in times) else last
+                end = (
+                    max(t for t in times if t < line.t) if any(t < line.t for t in times) else last
+                )
                 found[name], last = end - last, end
     marks = {ln.what: ln.t for ln in reversed(s.lines()) if ln.pid == line.pid}
-    for name, what in (("worker began", "script"), ("process group", "attached"), ("restored", "prepared"), ("first step", "step")):
+    for name, what in (
+        ("worker began", "script"),
+        ("process group", "attached"),
+        ("restored", "prepared"),
+        ("first step", "step"),
+    ):
         found[name], last = marks[what] - last, marks[what]
     return found
 
@@ -299,10 +387,16 @@ def play(name: str, kinds: list[str], folder: Path, limit_s: float, calm_s: floa
 
 def show(samples: list[Sample]) -> None:
     def median(name: str, kind: str) -> float | None:
-        good = [x.seconds for x in samples if (x.system, x.kind) == (name, kind) and x.seconds is not None]
+        good = [
+            x.seconds
+            for x in samples
+            if (x.system, x.kind) == (name, kind) and x.seconds is not None
+        ]
         return statistics.median(good) if good else None
 
-    print(f"\n{'':16}{'':10}{'n':>4}{'never':>7}{'median s':>10}{'min':>8}{'p95':>8}{'x harness':>11}")
+    print(
+        f"\n{'':16}{'':10}{'n':>4}{'never':>7}{'median s':>10}{'min':>8}{'p95':>8}{'x harness':>11}"
+    )
     for kind in SHOWN:
         for name in SYSTEMS:
             times = [x.seconds for x in samples if (x.system, x.kind) == (name, kind)]
@@ -312,7 +406,10 @@ def show(samples: list[Sample]) -> None:
             words = f"{name:16}{kind:10}{len(times):4d}{len(times) - len(good):7d}"
             if good:
                 p95 = good[min(len(good) - 1, round(0.95 * (len(good) - 1)))]
-                words += f"{statistics.median(good):10.2f}{good[0]:8.2f}{p95:8.2f}{statistics.median(good) / ours if ours else 0:11.1f}"
+                median = statistics.median(good)
+                words += (
+                    f"{median:10.2f}{good[0]:8.2f}{p95:8.2f}{median / ours if ours else 0:11.1f}"
+                )
             print(words)
     for name in SYSTEMS:
         for kind in SHOWN:
@@ -320,7 +417,10 @@ def show(samples: list[Sample]) -> None:
             if mine:
                 keys = list(dict.fromkeys(k for x in mine for k in x.parts))
                 each = {k: statistics.median(x.parts.get(k, 0.0) for x in mine) for k in keys}
-                print(f"where it goes, {name} {kind}: " + ", ".join(f"{k} {v:.2f}" for k, v in each.items()))
+                print(
+                    f"where it goes, {name} {kind}: "
+                    + ", ".join(f"{k} {v:.2f}" for k, v in each.items())
+                )
 
 
 def main() -> None:
@@ -329,7 +429,9 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--limit-s", type=float, default=90.0, help="longest wait for a step after a loss")
+    parser.add_argument(
+        "--limit-s", type=float, default=90.0, help="longest wait for a step after a loss"
+    )
     parser.add_argument("--calm-s", type=float, default=8.0, help="training before each loss")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", default="", help="write all samples here, as JSON")
@@ -345,9 +447,14 @@ def main() -> None:
             for name in systems:
                 if name == "torchrun" and i:  # its times are those of its time-outs: once is enough
                     continue
-                new = play(name, flags.kinds, Path(folder) / f"{i}-{name}", flags.limit_s, flags.calm_s)
+                new = play(
+                    name, flags.kinds, Path(folder) / f"{i}-{name}", flags.limit_s, flags.calm_s
+                )
                 samples += new
-                words = [f"{x.kind} never" if x.seconds is None else f"{x.kind} {x.seconds:.2f} s" for x in new]
+                words = [
+                    f"{x.kind} never" if x.seconds is None else f"{x.kind} {x.seconds:.2f} s"
+                    for x in new
+                ]
                 print(f"round {i + 1} {name}: " + ", ".join(words), flush=True)
                 if flags.out:
                     Path(flags.out).write_text(json.dumps([vars(x) for x in samples]))

@@ -1,17 +1,25 @@
-"""What a snapshot costs the training, here and with its peers, interleaved in one run; the targets beside it. CPU or GPU. No assertions.
+"""What a snapshot costs the training, here and with its peers, interleaved in one run; the targets
+beside it. CPU or GPU. No assertions.
 
-    python benchmarks/snapshots.py                           # 1 GB of parameters and AdamW state, to a local folder, with fsync
-    python benchmarks/snapshots.py --store seaweed           # ... to an S3 server on this machine, which it starts
-    python benchmarks/snapshots.py --store s3://bucket/x     # AWS_ENDPOINT_URL and credentials as usual
-    python benchmarks/snapshots.py --adapters                # what the second snapshot sends when only adapters are trained
+    # 1 GB of parameters and AdamW state, to a local folder, with fsync
+    python benchmarks/snapshots.py
+    # ... to an S3 server on this machine, which it starts
+    python benchmarks/snapshots.py --store seaweed
+    # AWS_ENDPOINT_URL and credentials as usual
+    python benchmarks/snapshots.py --store s3://bucket/x
+    # what the second snapshot sends when only adapters are trained
+    python benchmarks/snapshots.py --adapters
 
-Every round takes each way once, in an order that rotates. While training goes on, those that overlap with it: blocked_s (how long the
-training thread stood still, in the snapshot and before the next optimizer step), drain_x (step time until it is durable, over that
-without a snapshot) and lost_s (what the steps until then took longer, and blocked_s). At rest: rest_s (blocked when nothing can
-overlap), durable_s, cpu_s of all our processes (not the server) per GB. load_s: onto two processes that have a half of each tensor,
-from what one process wrote. memory_mb, of each way in a process of its own: the peak of the proportional set size of the process tree
-in two snapshots, above that of training alone (a stage in RAM is one copy of the state).
-Ratios are medians of the ratios within a round. The first round warms up and is not counted. Look at `uptime` before you believe it.
+Every round takes each way once, in an order that rotates. While training goes on, those that
+overlap with it: blocked_s (how long the training thread stood still, in the snapshot and before the
+next optimizer step), drain_x (step time until it is durable, over that without a snapshot) and
+lost_s (what the steps until then took longer, and blocked_s). At rest: rest_s (blocked when nothing
+can overlap), durable_s, cpu_s of all our processes (not the server) per GB. load_s: onto two
+processes that have a half of each tensor, from what one process wrote. memory_mb, of each way in a
+process of its own: the peak of the proportional set size of the process tree in two snapshots,
+above that of training alone (a stage in RAM is one copy of the state). Ratios are medians of the
+ratios within a round. The first round warms up and is not counted. Look at `uptime` before you
+believe it.
 """
 
 from __future__ import annotations
@@ -63,10 +71,16 @@ class Training:
     def __init__(self, flags: argparse.Namespace):
         torch.manual_seed(0)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = nn.Sequential(*[nn.Linear(flags.width, flags.width, bias=False) for _ in range(flags.layers)]).to(self.device)
+        self.model = nn.Sequential(
+            *[nn.Linear(flags.width, flags.width, bias=False) for _ in range(flags.layers)]
+        ).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.x = torch.randn(flags.batch, flags.width, device=self.device)
-        self.progress, self.steps, self.base_s = Progress(f"{tempfile.gettempdir()}/progress-{os.getpid()}"), 0, 0.0
+        self.progress, self.steps, self.base_s = (
+            Progress(f"{tempfile.gettempdir()}/progress-{os.getpid()}"),
+            0,
+            0.0,
+        )
         self.step()
         self.nbytes = sum(t.numel() * t.element_size() for t in split(self.state())[0].values())
 
@@ -90,7 +104,8 @@ class Training:
 
 
 class Way:
-    """`begin` blocks the training and returns a future of its being durable; `before_optimizer` may block it once more."""
+    """`begin` blocks the training and returns a future of its being durable; `before_optimizer`
+    may block it once more."""
 
     overlaps = False  # with the training: worth a look at what that feels of it
     reads = ""  # what a reader is told to load it by
@@ -138,7 +153,9 @@ class Ours(Way):
         if self.own_process:
             self.stage = Stage()
             order = json.dumps([self.url, str(self.stage.folder), self.stage.budget_nbytes])
-            self.process = subprocess.Popen([sys.executable, "-c", SERVE, order], stdin=subprocess.PIPE, start_new_session=True)
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", SERVE, order], stdin=subprocess.PIPE, start_new_session=True
+            )
             Line(self.stage.folder, connect_s=60.0).close()
             self.courier: Any = Remote(self.stage.folder, 1, 0, local)
         else:
@@ -153,14 +170,25 @@ class Ours(Way):
         self.tensors = tensors
         assert self.saver.fits(tensors)
         segment = self.courier.segment(self.saver.nbytes)
-        staged = self.staged = self.saver.begin(tensors, _between_updates(self.training.model, tensors), _tensor_of(segment))
+        staged = self.staged = self.saver.begin(
+            tensors, _between_updates(self.training.model, tensors), _tensor_of(segment)
+        )
         future: Future[Any] = Future()
         note = {"t_start": time.time(), "stall_s": 0.0, "why": "interval"}
         job = Job(
-            Ref(1, self.n), 0, 1, f"t{self.n}", staged.layout.files, staged.layout.index, {"state": plain}, weights="model/",
-            step_s=self.training.base_s, within_s=WITHIN_S if self.training_goes_on else 0.0,
-            watch=self.training.progress.path, note=note,
-        )  # fmt: skip
+            Ref(1, self.n),
+            0,
+            1,
+            f"t{self.n}",
+            staged.layout.files,
+            staged.layout.index,
+            {"state": plain},
+            weights="model/",
+            step_s=self.training.base_s,
+            within_s=WITHIN_S if self.training_goes_on else 0.0,
+            watch=self.training.progress.path,
+            note=note,
+        )
 
         def send() -> None:
             staged.arrive()
@@ -195,7 +223,9 @@ class BareCopy(Way):
     def begin(self) -> Future[Any]:
         tensors = list(split(self.training.state())[0].values())
         if not hasattr(self, "buffers"):
-            self.buffers = [torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda).fill_(0) for t in tensors]
+            self.buffers = [
+                torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda).fill_(0) for t in tensors
+            ]
         for t, b in zip(tensors, self.buffers, strict=True):
             if t.is_cuda:
                 b.copy_(t, non_blocking=True)
@@ -207,7 +237,8 @@ class BareCopy(Way):
 
 
 class BarePut(Way):
-    """The limit of a store: the same number of bytes in one (multipart) put by the fastest client, and read in parallel ranges."""
+    """The limit of a store: the same number of bytes in one (multipart) put by the fastest
+    client, and read in parallel ranges."""
 
     reads = "bare"
 
@@ -231,9 +262,17 @@ class Adapters(Ours):
     own_process = False
 
     def __init__(self, training: Training, folder: str):
-        self.frozen = {f"model/{i}.w": p.detach().clone() for i, p in enumerate(training.model.parameters())}
-        self.small = {f"model/{i}.a": torch.zeros(16, w.shape[-1]) for i, w in enumerate(self.frozen.values())}
-        self.small |= {f"optimizer/{i}/{m}": torch.zeros(16, w.shape[-1]) for i, w in enumerate(self.frozen.values()) for m in "mv"}
+        self.frozen = {
+            f"model/{i}.w": p.detach().clone() for i, p in enumerate(training.model.parameters())
+        }
+        self.small = {
+            f"model/{i}.a": torch.zeros(16, w.shape[-1]) for i, w in enumerate(self.frozen.values())
+        }
+        self.small |= {
+            f"optimizer/{i}/{m}": torch.zeros(16, w.shape[-1])
+            for i, w in enumerate(self.frozen.values())
+            for m in "mv"
+        }
         super().__init__(training, folder)
 
     def measure(self) -> None:
@@ -248,8 +287,11 @@ class Adapters(Ours):
             assert manifest is not None
             seconds, sent = time.perf_counter() - t0, manifest.own_nbytes
             changed = sum(t.numel() * t.element_size() for t in self.small.values())
-            print(f"adapters: snapshot {step} of {manifest.nbytes / 1e6:.1f} MB ({changed / 1e6:.2f} MB of them change) "
-                  f"sent {sent / 1e6:.2f} MB in {seconds:.3f} s")  # fmt: skip
+            print(
+                f"adapters: snapshot {step} of {manifest.nbytes / 1e6:.1f} MB ({changed / 1e6:.2f} "
+                "MB of them change) "
+                f"sent {sent / 1e6:.2f} MB in {seconds:.3f} s"
+            )
         snapshots.verify(manifest)
 
 
@@ -266,7 +308,11 @@ class TorchSave(Way):
 class DcpSave(Way):
     def begin(self) -> Future[Any]:
         self.path = self.place()
-        dcp.save(split(self.training.state())[0], storage_writer=dcp.FileSystemWriter(self.path), no_dist=True)
+        dcp.save(
+            split(self.training.state())[0],
+            storage_writer=dcp.FileSystemWriter(self.path),
+            no_dist=True,
+        )
         return done()
 
 
@@ -275,7 +321,9 @@ class DcpFsspec(Way):
 
     def begin(self) -> Future[Any]:
         self.path = self.place()
-        dcp.save(split(self.training.state())[0], storage_writer=FsspecWriter(self.path), no_dist=True)
+        dcp.save(
+            split(self.training.state())[0], storage_writer=FsspecWriter(self.path), no_dist=True
+        )
         return done()
 
     def where(self) -> str:
@@ -297,9 +345,11 @@ class DcpAsync(Way):
 
     def begin(self) -> Future[Any]:
         answer: Any = dcp.async_save(
-            split(self.training.state())[0], storage_writer=self.writer(self.place()), async_checkpointer_type=self.kind,
+            split(self.training.state())[0],
+            storage_writer=self.writer(self.place()),
+            async_checkpointer_type=self.kind,
             async_stager=self.stager,
-        )  # fmt: skip
+        )
         future: Future[Any] = getattr(answer, "upload_completion", answer)
         return future
 
@@ -331,7 +381,8 @@ from harness.uploader.server import NICE, Server
 from storage.objects import open_store
 url, folder, budget = json.loads(sys.argv[1])
 os.nice(NICE)
-server = Server(open_store(url, **({} if "://" in url else {"durable": True})), Path(folder), budget, "bench", NearbyConfig())
+store = open_store(url, **({} if "://" in url else {"durable": True}))
+server = Server(store, Path(folder), budget, "bench", NearbyConfig())
 threading.Thread(target=server.serve, daemon=True).start()
 sys.stdin.read()
 os._exit(0)
@@ -376,7 +427,12 @@ def one_round(way: Way, readers: Readers) -> dict[str, float]:
             steps.append(training.step()[0])
         future.result(DRAIN_LIMIT_S)
         lost = blocked + waited + sum(steps) - len(steps) * base
-        found = {"base_step_s": base, "blocked_s": blocked + waited, "drain_x": statistics.mean(steps) / base, "lost_s": lost}
+        found = {
+            "base_step_s": base,
+            "blocked_s": blocked + waited,
+            "drain_x": statistics.mean(steps) / base,
+            "lost_s": lost,
+        }
         way.training_goes_on = False
     cpu, t0 = tree_cpu_s(), time.perf_counter()
     future = way.begin()
@@ -390,12 +446,16 @@ def one_round(way: Way, readers: Readers) -> dict[str, float]:
     return found
 
 
-# ---- the world that loads ---------------------------------------------------------------------------------------
+# ---- the world that loads ------------------------------------------------------------------------
 class Readers:
-    """Processes that are there before the clock starts. Each has its rows of every matrix, as FSDP2 shards them."""
+    """Processes that are there before the clock starts. Each has its rows of every matrix, as
+    FSDP2 shards them."""
 
     def __init__(self, training: Training):
-        shapes = {name: [list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in split(training.state())[0].items()}
+        shapes = {
+            name: [list(t.shape), str(t.dtype).removeprefix("torch.")]
+            for name, t in split(training.state())[0].items()
+        }
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
@@ -444,13 +504,20 @@ def read(order: str) -> None:
 
     rank, port, shapes = json.loads(order)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=READERS)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=READERS
+    )
     mesh = init_device_mesh("cpu", (READERS,))
     tensors: dict[str, torch.Tensor] = {}
     for name, (shape, kind) in shapes.items():
-        local = torch.zeros([shape[0] // READERS, *shape[1:]] if shape else [], dtype=getattr(torch, kind))
+        local = torch.zeros(
+            [shape[0] // READERS, *shape[1:]] if shape else [], dtype=getattr(torch, kind)
+        )
         tensors[name] = DTensor.from_local(local, mesh, [Shard(0)]) if shape else local
-    mine = memoryview(bytearray(b"\1") * sum(t.numel() * t.element_size() // (READERS if t.dim() else 1) for t in tensors.values()))
+    mine = memoryview(
+        bytearray(b"\1")
+        * sum(t.numel() * t.element_size() // (READERS if t.dim() else 1) for t in tensors.values())
+    )
     print("ready", flush=True)
     for line in sys.stdin:
         how, where = json.loads(line)
@@ -466,13 +533,24 @@ def read(order: str) -> None:
                 store = opened(where)
                 with ThreadPoolExecutor(8) as pool:
                     starts = range(0, len(mine), 32 << 20)
-                    list(pool.map(lambda at: read_into(store, "all", rank * len(mine) + at, mine[at : at + (32 << 20)]), starts))  # noqa: B023
+                    list(
+                        pool.map(
+                            lambda at: read_into(
+                                store,  # noqa: B023
+                                "all",
+                                rank * len(mine) + at,
+                                mine[at : at + (32 << 20)],
+                            ),
+                            starts,
+                        )
+                    )
         print("ready", flush=True)
     os._exit(0)
 
 
 def memory(kind: type[Way], flags: argparse.Namespace) -> float:
-    """Peak MB of two snapshots of one way above the peak of training alone, in this (fresh) process and its children."""
+    """Peak MB of two snapshots of one way above the peak of training alone, in this (fresh)
+    process and its children."""
     training, way = Training(flags), None
     peaks = []
     for begun in (False, True):
@@ -517,8 +595,14 @@ def place(store: str) -> Iterator[str]:
         import fsspec
 
         with buckets.weed(Path(folder)) as options:
-            names = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_ENDPOINT_URL": "endpoint_url"}
-            os.environ |= {variable: options[name] for variable, name in names.items()} | {"AWS_REGION": "us-east-1"}
+            names = {
+                "AWS_ACCESS_KEY_ID": "key",
+                "AWS_SECRET_ACCESS_KEY": "secret",
+                "AWS_ENDPOINT_URL": "endpoint_url",
+            }
+            os.environ |= {variable: options[name] for variable, name in names.items()} | {
+                "AWS_REGION": "us-east-1"
+            }
             fsspec.filesystem("s3").mkdir(BUCKET)
             yield f"s3://{BUCKET}/x"
 
@@ -536,16 +620,34 @@ def clear(way: Way) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1, help="of torch; leave a core to the drain")
-    parser.add_argument("--store", default="", help='"seaweed", or a URL prefix, instead of a temporary folder')
-    parser.add_argument("--ways", default="", help="comma-separated; default: the targets' peers that can write there")
-    parser.add_argument("--adapters", action="store_true", help="measure only what a second snapshot sends when most weights are frozen")
-    parser.add_argument("--memory", default="Ours", help="comma-separated ways whose memory is measured, or all; default: ours")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of torch; leave a core to the drain"
+    )
+    parser.add_argument(
+        "--store", default="", help='"seaweed", or a URL prefix, instead of a temporary folder'
+    )
+    parser.add_argument(
+        "--ways",
+        default="",
+        help="comma-separated; default: the targets' peers that can write there",
+    )
+    parser.add_argument(
+        "--adapters",
+        action="store_true",
+        help="measure only what a second snapshot sends when most weights are frozen",
+    )
+    parser.add_argument(
+        "--memory",
+        default="Ours",
+        help="comma-separated ways whose memory is measured, or all; default: ours",
+    )
     parser.add_argument("--read", help=argparse.SUPPRESS)
     parser.add_argument("--measure-memory", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -568,7 +670,11 @@ def main() -> None:
 
 def measure(flags: argparse.Namespace) -> None:
     usual = BUCKET_WAYS if flags.store else FOLDER_WAYS
-    kinds = [k for k in (*usual, *MORE_WAYS) if (k.__name__ in flags.ways.split(",") if flags.ways else k in usual)]
+    kinds = [
+        k
+        for k in (*usual, *MORE_WAYS)
+        if (k.__name__ in flags.ways.split(",") if flags.ways else k in usual)
+    ]
     training = Training(flags)
     if flags.adapters:
         Adapters(training, flags.folder).measure()
@@ -576,7 +682,8 @@ def measure(flags: argparse.Namespace) -> None:
     ways, readers = [kind(training, flags.folder) for kind in kinds], Readers(training)
     load_1m = os.getloadavg()[0]
     print(
-        f"{training.nbytes / 1e9:.2f} GB of state on {training.device}, {flags.threads} thread(s), {flags.rounds} rounds, "
+        f"{training.nbytes / 1e9:.2f} GB of state on {training.device}, {flags.threads} thread(s), "
+        f"{flags.rounds} rounds, "
         f"{flags.store or 'a folder'}; load of the machine before: {load_1m:.1f}",
         flush=True,
     )
@@ -590,7 +697,11 @@ def measure(flags: argparse.Namespace) -> None:
                     if i:
                         found[type(way).__name__].append(result)
                     clear(way)
-                print(f"round {i} of {flags.rounds}, load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
+                print(
+                    f"round {i} of {flags.rounds}, load {os.getloadavg()[0]:.1f}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     finally:
         readers.close()
         for way in ways:
@@ -603,29 +714,58 @@ def measure(flags: argparse.Namespace) -> None:
 
 
 def show(found: dict[str, list[dict[str, float]]], extra: dict[str, float]) -> None:
-    columns = ("blocked_s", "drain_x", "lost_s", "rest_s", "durable_s", "cpu_s_per_gb", "load_s", "base_step_s")
+    columns = (
+        "blocked_s",
+        "drain_x",
+        "lost_s",
+        "rest_s",
+        "durable_s",
+        "cpu_s_per_gb",
+        "load_s",
+        "base_step_s",
+    )
     print(f"{'median (min-max)':16}" + "".join(f"{c:>22}" for c in columns) + f"{'memory_mb':>11}")
     for name, results in found.items():
         cells = []
         for c in columns:
             values = [r[c] for r in results if c in r]
-            cells.append(f"{statistics.median(values):.3g} ({min(values):.3g}-{max(values):.3g})" if values else "")
-        print(f"{name:16}" + "".join(f"{c:>22}" for c in cells) + (f"{extra[name]:11.0f}" if name in extra else ""), flush=True)
+            cells.append(
+                f"{statistics.median(values):.3g} ({min(values):.3g}-{max(values):.3g})"
+                if values
+                else ""
+            )
+        print(
+            f"{name:16}"
+            + "".join(f"{c:>22}" for c in cells)
+            + (f"{extra[name]:11.0f}" if name in extra else ""),
+            flush=True,
+        )
 
 
-def verdicts(found: dict[str, list[dict[str, float]]], extra: dict[str, float], nbytes: int, bucket: bool) -> None:
+def verdicts(
+    found: dict[str, list[dict[str, float]]], extra: dict[str, float], nbytes: int, bucket: bool
+) -> None:
     """Every target, by the ratios within the rounds: median (min-max)."""
     background = "DcpAsyncFsspec" if bucket else "DcpAsync"
 
-    def line(what: str, column: str, peer: str, target: str, over: bool = False, own: str = "") -> None:
+    def line(
+        what: str, column: str, peer: str, target: str, over: bool = False, own: str = ""
+    ) -> None:
         """`over`: the peer's over ours (a speed), else ours over the peer's (a cost)."""
-        pairs = [(o[own or column], p[column]) for o, p in zip(found.get("Ours", []), found.get(peer, []), strict=False) if column in p]
+        pairs = [
+            (o[own or column], p[column])
+            for o, p in zip(found.get("Ours", []), found.get(peer, []), strict=False)
+            if column in p
+        ]
         if not pairs:
             return
         ratios = [p / o if over else o / p for o, p in pairs]
         middle, bound = statistics.median(ratios), float(target.split()[1])
         met = middle >= bound if target.startswith(">=") else middle <= bound
-        print(f"{what:58}{peer:16}{middle:8.3g} ({min(ratios):.3g}-{max(ratios):.3g})".ljust(104) + f"{target:10}{'yes' if met else 'NO'}")
+        print(
+            f"{what:58}{peer:16}{middle:8.3g} ({min(ratios):.3g}-{max(ratios):.3g})".ljust(104)
+            + f"{target:10}{'yes' if met else 'NO'}"
+        )
 
     print("\n" + f"{'target':58}{'peer':16}{'ratio':>8}".ljust(105) + f"{'wanted':10}met")
     line("blocked while training, over its best async save", "blocked_s", background, "<= 0.2")
@@ -633,10 +773,34 @@ def verdicts(found: dict[str, list[dict[str, float]]], extra: dict[str, float], 
     line("training while it drains, over that beside its drain", "drain_x", background, "<= 1.0")
     line("seconds of training lost, over those to its save", "lost_s", background, "<= 1.0")
     if bucket:  # fsspec does not sync what it writes to a folder
-        line("durable, speed over dcp.save through fsspec", "durable_s", "DcpFsspec", ">= 2", over=True)
-    line("durable, speed over a bare put of the same bytes", "durable_s", "BarePut", ">= 0.8", over=True)
-    line("load onto another world, speed over DCP through fsspec", "load_s", "DcpFsspec", ">= 2", over=True)
-    line("load onto another world, speed over a bare parallel read", "load_s", "BarePut", ">= 0.7", over=True)
+        line(
+            "durable, speed over dcp.save through fsspec",
+            "durable_s",
+            "DcpFsspec",
+            ">= 2",
+            over=True,
+        )
+    line(
+        "durable, speed over a bare put of the same bytes",
+        "durable_s",
+        "BarePut",
+        ">= 0.8",
+        over=True,
+    )
+    line(
+        "load onto another world, speed over DCP through fsspec",
+        "load_s",
+        "DcpFsspec",
+        ">= 2",
+        over=True,
+    )
+    line(
+        "load onto another world, speed over a bare parallel read",
+        "load_s",
+        "BarePut",
+        ">= 0.7",
+        over=True,
+    )
     for peer in found:
         if peer not in ("Ours", "OursInThread", "BareCopy", "BarePut"):
             line("CPU seconds per GB saved", "cpu_s_per_gb", peer, "<= 1.0")
@@ -649,9 +813,17 @@ def verdicts(found: dict[str, list[dict[str, float]]], extra: dict[str, float], 
 
 
 def memory_of(name: str, flags: argparse.Namespace) -> float:
-    options = {"measure-memory": name, "folder": flags.folder, "layers": flags.layers, "width": flags.width, "threads": flags.threads}
+    options = {
+        "measure-memory": name,
+        "folder": flags.folder,
+        "layers": flags.layers,
+        "width": flags.width,
+        "threads": flags.threads,
+    }
     words = [word for option, value in options.items() for word in (f"--{option}", str(value))]
-    ended = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True, timeout=600)
+    ended = subprocess.run(
+        [sys.executable, __file__, *words], capture_output=True, text=True, timeout=600
+    )
     return float(ended.stdout.splitlines()[-1]) if ended.returncode == 0 else float("nan")
 
 

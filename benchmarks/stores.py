@@ -1,12 +1,16 @@
-"""Large objects to and from a local S3 server: our store, and what people use instead, interleaved in one run. No assertions.
+"""Large objects to and from a local S3 server: our store, and what people use instead, interleaved
+in one run. No assertions.
 
-    python benchmarks/stores.py                     # 512 MiB, 5 rounds, on SeaweedFS, which it starts
-    python benchmarks/stores.py --mib 1024 --rounds 3 --endpoint http://127.0.0.1:9000     # AWS_ACCESS_KEY_ID ... as usual
+    # 512 MiB, 5 rounds, on SeaweedFS, which it starts
+    python benchmarks/stores.py
+    # AWS_ACCESS_KEY_ID ... as usual
+    python benchmarks/stores.py --mib 1024 --rounds 3 --endpoint http://127.0.0.1:9000
 
-Every measurement is a process of its own, which has its buffer and a connection before the clock starts: put sends a memoryview, get
-fills memory that is there already. Rounds take the ways in an order that rotates; the first warms up and is not counted. MB/s (10^6) is
-mostly the server's, which shares this machine; CPU seconds per GiB (user and system, of the client alone) and extra memory (peak of the
-resident set above that before, MiB) are the client's.
+Every measurement is a process of its own, which has its buffer and a connection before the clock
+starts: put sends a memoryview, get fills memory that is there already. Rounds take the ways in an
+order that rotates; the first warms up and is not counted. MB/s (10^6) is mostly the server's, which
+shares this machine; CPU seconds per GiB (user and system, of the client alone) and extra memory
+(peak of the resident set above that before, MiB) are the client's.
 """
 
 from __future__ import annotations
@@ -68,7 +72,9 @@ def boto3(options: dict[str, str]) -> tuple[Call, Call]:
         aws_secret_access_key=options["secret"],
     )
     client.head_bucket(Bucket=BUCKET)
-    config = TransferConfig(multipart_threshold=PART, multipart_chunksize=PART, max_concurrency=THREADS)
+    config = TransferConfig(
+        multipart_threshold=PART, multipart_chunksize=PART, max_concurrency=THREADS
+    )
 
     class View(io.RawIOBase):
         """The buffer as a file, so that parts are written where they belong."""
@@ -105,7 +111,9 @@ def boto3(options: dict[str, str]) -> tuple[Call, Call]:
 
     return (
         lambda key, data: client.upload_fileobj(View(data), BUCKET, f"x/{key}", Config=config),
-        lambda key, buffer: client.download_fileobj(BUCKET, f"x/{key}", View(buffer), Config=config),
+        lambda key, buffer: client.download_fileobj(
+            BUCKET, f"x/{key}", View(buffer), Config=config
+        ),
     )
 
 
@@ -133,10 +141,21 @@ def obstore(options: dict[str, str]) -> tuple[Call, Call]:
         with ThreadPoolExecutor(THREADS) as pool:
             expect(sum(pool.map(piece, range(0, len(buffer), PART))), buffer)
 
-    return lambda key, data: package.put(store, key, data, chunk_size=PART, max_concurrency=THREADS) and None, get
+    return (
+        lambda key, data: (
+            package.put(store, key, data, chunk_size=PART, max_concurrency=THREADS) and None
+        ),
+        get,
+    )
 
 
-WAYS = {"ours": ours("obstore"), "ours, by fsspec": ours("fsspec"), "s3fs": s3fs, "boto3": boto3, "obstore": obstore}
+WAYS = {
+    "ours": ours("obstore"),
+    "ours, by fsspec": ours("fsspec"),
+    "s3fs": s3fs,
+    "boto3": boto3,
+    "obstore": obstore,
+}
 
 
 def expect(found: int, buffer: memoryview) -> None:
@@ -150,7 +169,11 @@ def child(way: str, options: dict[str, str], mib: int) -> None:
     data = memoryview(bytearray(os.urandom(1 << 20) * mib))
     buffer = memoryview(bytearray(b"\1") * (mib << 20))
     key = way.replace(" ", "-").replace(",", "")
-    print(json.dumps({"put": measured(lambda: put(key, data)), "get": measured(lambda: get(key, buffer))}))
+    print(
+        json.dumps(
+            {"put": measured(lambda: put(key, data)), "get": measured(lambda: get(key, buffer))}
+        )
+    )
     if buffer != data:
         raise SystemExit("what came back differs")
 
@@ -171,11 +194,17 @@ def memory_mib(name: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ways", default=",".join(w.replace(", ", " ") for w in WAYS), help="comma-separated")
-    parser.add_argument("--endpoint", default="", help="of a server that is there; its bucket must be, too")
+    parser.add_argument(
+        "--ways", default=",".join(w.replace(", ", " ") for w in WAYS), help="comma-separated"
+    )
+    parser.add_argument(
+        "--endpoint", default="", help="of a server that is there; its bucket must be, too"
+    )
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.child:
@@ -183,7 +212,11 @@ def main() -> None:
         return
     ways = [w for w in WAYS if w.replace(", ", " ") in flags.ways.split(",")]
     if flags.endpoint:
-        options = {"key": os.environ["AWS_ACCESS_KEY_ID"], "secret": os.environ["AWS_SECRET_ACCESS_KEY"], "endpoint_url": flags.endpoint}
+        options = {
+            "key": os.environ["AWS_ACCESS_KEY_ID"],
+            "secret": os.environ["AWS_SECRET_ACCESS_KEY"],
+            "endpoint_url": flags.endpoint,
+        }
         run(ways, options, flags.mib, flags.rounds)
         return
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -199,7 +232,15 @@ def run(ways: list[str], options: dict[str, str], mib: int, rounds: int) -> None
     found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     for round_ in range(rounds + 1):
         for way in ways[round_ % len(ways) :] + ways[: round_ % len(ways)]:
-            command = [sys.executable, __file__, "--mib", str(mib), "--child", way, json.dumps(options)]
+            command = [
+                sys.executable,
+                __file__,
+                "--mib",
+                str(mib),
+                "--child",
+                way,
+                json.dumps(options),
+            ]
             done = subprocess.run(command, capture_output=True, text=True, timeout=600)
             if done.returncode:
                 raise SystemExit(f"{way}: {done.stderr[-2000:]}")
@@ -207,7 +248,10 @@ def run(ways: list[str], options: dict[str, str], mib: int, rounds: int) -> None
                 if round_:
                     found.setdefault((what, way), []).append(tuple(numbers))
         print(f"round {round_} of {rounds}", file=sys.stderr, flush=True)
-    print(f"{mib} MiB, {rounds} rounds: median (lowest-highest); x: median of the per-round ratios to ours")
+    print(
+        f"{mib} MiB, {rounds} rounds: median (lowest-highest); x: median of the per-round ratios "
+        "to ours"
+    )
     print(f"{'':<20}{'MB/s':>22}{'x':>7}{'CPU s/GiB':>24}{'x':>7}{'extra MiB':>12}")
     for what in ("put", "get"):
         for way in ways:
@@ -218,11 +262,17 @@ def run(ways: list[str], options: dict[str, str], mib: int, rounds: int) -> None
             faster = statistics.median(b[0] / h[0] for b, h in zip(base, here, strict=True))
             costlier = statistics.median(h[1] / b[1] for b, h in zip(base, here, strict=True))
             extra = statistics.median(mib_ for _, _, mib_ in here)
-            print(f"{what} {way:<16}{spread(speed, 0):>22}{faster:>7.2f}{spread(cpu, 2):>24}{costlier:>7.2f}{extra:>12.0f}")
+            print(
+                f"{what} {way:<16}{spread(speed, 0):>22}{faster:>7.2f}{spread(cpu, 2):>24}"
+                f"{costlier:>7.2f}{extra:>12.0f}"
+            )
 
 
 def spread(values: list[float], digits: int) -> str:
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+    return (
+        f"{statistics.median(values):.{digits}f} "
+        f"({min(values):.{digits}f}-{max(values):.{digits}f})"
+    )
 
 
 if __name__ == "__main__":

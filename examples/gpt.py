@@ -1,4 +1,5 @@
-"""A small GPT: rotary positions, RMSNorm, SwiGLU, causal SDPA. Knows nothing of data, of training, or of harness."""
+"""A small GPT: rotary positions, RMSNorm, SwiGLU, causal SDPA. Knows nothing of data, of
+training, or of harness."""
 
 from __future__ import annotations
 
@@ -22,15 +23,22 @@ class Shape:
     tied: bool = True  # the output layer is the embedding
 
     def __post_init__(self) -> None:
-        if min(self.layers, self.dim, self.heads, self.vocab) < 1 or self.dim % self.heads or self.dim // self.heads % 2:
+        if (
+            min(self.layers, self.dim, self.heads, self.vocab) < 1
+            or self.dim % self.heads
+            or self.dim // self.heads % 2
+        ):
             raise ValueError(
-                f"dim must be a multiple of heads, and dim / heads even (rotary positions turn pairs), found dim={self.dim} "
-                f"heads={self.heads} layers={self.layers} vocab={self.vocab}; e.g. dim=128 heads=4 layers=4 vocab=256"
+                "dim must be a multiple of heads, and dim / heads even (rotary positions turn "
+                f"pairs), found dim={self.dim} "
+                f"heads={self.heads} layers={self.layers} vocab={self.vocab}; e.g. dim=128 heads=4 "
+                "layers=4 vocab=256"
             )
 
     @property
     def hidden(self) -> int:
-        """Width of the MLP: SwiGLU has three matrices, so 8/3 dim costs what 4 dim costs with two; whole blocks of 64."""
+        """Width of the MLP: SwiGLU has three matrices, so 8/3 dim costs what 4 dim costs with
+        two; whole blocks of 64."""
         return max(64, round(self.dim * 8 / 3 / 64) * 64)
 
 
@@ -51,7 +59,8 @@ def rotary(length: int, head_dim: int, base: float = 10_000.0) -> tuple[Tensor, 
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (x[i], x[i + d/2]) of (..., T, d) by their position's angle, so that q @ k depends on distance only."""
+    """Turn the pairs (x[i], x[i + d/2]) of (..., T, d) by their position's angle, so that q @ k
+    depends on distance only."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).type_as(x)
 
@@ -65,9 +74,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """(B, T, dim) -> (B, T, dim)."""
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))  # (B, heads, T, d)
+        # (B, heads, T, d)
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
         dropout = self.dropout if self.training else 0.0
-        seen = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, dropout_p=dropout)
+        seen = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, dropout_p=dropout
+        )
         return self.out(seen.transpose(1, 2).flatten(2))
 
 
@@ -100,7 +115,9 @@ class GPT(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, shape: Shape, length: int, dropout: float = 0.0, checkpointing: bool = False):
+    def __init__(
+        self, shape: Shape, length: int, dropout: float = 0.0, checkpointing: bool = False
+    ):
         super().__init__()
         self.shape, self.length, self.checkpointing = shape, length, checkpointing
         self.embed = nn.Embedding(shape.vocab, shape.dim)
@@ -113,7 +130,8 @@ class GPT(nn.Module):
         self._start()
 
     def _start(self) -> None:
-        """GPT-2's beginning: normal of 0.02; what writes into the residual stream less, the more layers add to it."""
+        """GPT-2's beginning: normal of 0.02; what writes into the residual stream less, the
+        more layers add to it."""
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 last = name.endswith("out.weight")
@@ -121,7 +139,10 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         if tokens.shape[1] > self.length:
-            raise ValueError(f"wanted at most {self.length} tokens, found {tokens.shape[1]}; build the model with a greater length")
+            raise ValueError(
+                f"wanted at most {self.length} tokens, found {tokens.shape[1]}; build the model "
+                "with a greater length"
+            )
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         x = self.embed(tokens)
         for block in self.blocks:
@@ -135,9 +156,12 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, length: int) -> float:
-        """Model FLOPs of one token's forward and backward, without recomputation: 6 per weight that multiplies, and attention
-        as PaLM counts it (Chowdhery et al. 2022, appendix B: 12 * layers * dim * length, causality not discounted)."""
-        weights = self.parameter_count() - (self.embed.weight.numel() if self.head is not None else 0)
+        """Model FLOPs of one token's forward and backward, without recomputation: 6 per weight that
+        multiplies, and attention as PaLM counts it (Chowdhery et al. 2022, appendix B: 12 * layers
+        * dim * length, causality not discounted)."""
+        weights = self.parameter_count() - (
+            self.embed.weight.numel() if self.head is not None else 0
+        )
         return 6.0 * weights + 12.0 * self.shape.layers * self.shape.dim * length
 
 

@@ -1,6 +1,7 @@
 """An ordinary PyTorch script: which of eight made-up languages is a line of text written in?
 
-`elastic.py` is this script with fewer than ten lines changed, and runs on spot machines that come and go.
+`elastic.py` is this script with fewer than ten lines changed, and runs on spot machines that come
+and go.
 """
 
 import torch
@@ -9,15 +10,20 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Lines(Dataset):
-    """`count` lines of 40 letters. A language is a table of which letter likes to follow which; lines differ by `first`."""
+    """`count` lines of 40 letters. A language is a table of which letter likes to follow which;
+    lines differ by `first`."""
 
     def __init__(self, first: int, count: int, languages: int = 8, letters: int = 32):
-        tables = torch.rand(languages, letters, letters, generator=torch.Generator().manual_seed(7)) ** 8
+        tables = (
+            torch.rand(languages, letters, letters, generator=torch.Generator().manual_seed(7)) ** 8
+        )
         draw = torch.Generator().manual_seed(first)
         self.label = torch.randint(languages, (count,), generator=draw)
         text = [torch.randint(letters, (count,), generator=draw)]
         for _ in range(39):
-            text.append(torch.multinomial(tables[self.label, text[-1]], 1, generator=draw).squeeze(1))
+            text.append(
+                torch.multinomial(tables[self.label, text[-1]], 1, generator=draw).squeeze(1)
+            )
         self.text = torch.stack(text, dim=1)
 
     def __len__(self) -> int:
@@ -32,7 +38,9 @@ class Classifier(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(32, dim)
         self.pairs = nn.Conv1d(dim, 2 * dim, kernel_size=2)
-        self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(2 * dim, dim), nn.GELU(), nn.Linear(dim, 8))
+        self.head = nn.Sequential(
+            nn.Dropout(0.2), nn.Linear(2 * dim, dim), nn.GELU(), nn.Linear(dim, 8)
+        )
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         seen = nn.functional.gelu(self.pairs(self.embed(text).transpose(1, 2)))
@@ -42,7 +50,10 @@ class Classifier(nn.Module):
 @torch.no_grad()
 def accuracy(model: nn.Module, lines: Dataset, device: str) -> float:
     model.eval()
-    hits = [(model(x.to(device)).argmax(1) == y.to(device)).float().mean().item() for x, y in DataLoader(lines, batch_size=256)]
+    hits = [
+        (model(x.to(device)).argmax(1) == y.to(device)).float().mean().item()
+        for x, y in DataLoader(lines, batch_size=256)
+    ]
     return sum(hits) / len(hits)
 
 

@@ -1,7 +1,10 @@
-"""The reference trainer: a GPT on real text, from a laptop to many GPUs, through the same front door as any user's script.
+"""The reference trainer: a GPT on real text, from a laptop to many GPUs, through the same front
+door as any user's script.
 
-    python examples/pretrain.py                                  # ~1 M parameters, the standard library's source, no download
-    harness run --run s3://bucket/runs/x -- examples/pretrain.py --size 124m --dtype bf16 --data 'corpus/*.txt'
+    # ~1 M parameters, the standard library's source, no download
+    python examples/pretrain.py
+    harness run --run s3://bucket/runs/x -- examples/pretrain.py --size 124m --dtype bf16 --data
+    'corpus/*.txt'
     python examples/pretrain.py --help
 
 `gpt.py` is the model, `text.py` the data; what is here is the training itself.
@@ -36,20 +39,32 @@ def flag(default: Any, says: str) -> Any:
 class Flags:
     """Every field is a flag of the same name."""
 
-    size: Literal["1m", "10m", "124m", "350m", "1b"] = flag("1m", "preset of layers, dim, heads and lr")
+    size: Literal["1m", "10m", "124m", "350m", "1b"] = flag(
+        "1m", "preset of layers, dim, heads and lr"
+    )
     layers: int | None = flag(None, "instead of the preset's")
     dim: int | None = flag(None, "instead of the preset's")
     heads: int | None = flag(None, "instead of the preset's")
     tied: bool = flag(True, "the output layer is the embedding")
     seq: int = flag(128, "tokens per sample")
     dropout: float = flag(0.0, "in attention and after each half of a block")
-    dtype: Literal["fp32", "bf16", "fp16"] = flag("fp32", "of the forward (autocast); parameters stay fp32")
-    checkpointing: bool = flag(False, "recompute activations in the backward: less memory, a third more work")
+    dtype: Literal["fp32", "bf16", "fp16"] = flag(
+        "fp32", "of the forward (autocast); parameters stay fp32"
+    )
+    checkpointing: bool = flag(
+        False, "recompute activations in the backward: less memory, a third more work"
+    )
     compile: bool = flag(False, "torch.compile each block")
-    parallel: Literal["ddp", "fsdp2"] = flag("ddp", "whole model on every rank, or sharded over ranks")
-    ema: bool = flag(False, "keep an exponential moving average of the weights and validate it as well")
+    parallel: Literal["ddp", "fsdp2"] = flag(
+        "ddp", "whole model on every rank, or sharded over ranks"
+    )
+    ema: bool = flag(
+        False, "keep an exponential moving average of the weights and validate it as well"
+    )
     ema_decay: float = flag(0.999, "of that average")
-    data: tuple[str, ...] = flag((), "files, directories, globs or URLs of text; default: the standard library's source")
+    data: tuple[str, ...] = flag(
+        (), "files, directories, globs or URLs of text; default: the standard library's source"
+    )
     cache: str = flag("~/.cache/spotharness", "where the prepared tokens are kept")
     steps: int = flag(200, "optimizer steps of the whole run")
     global_batch: int = flag(24, "samples per step, on however many ranks")
@@ -63,7 +78,9 @@ class Flags:
     eval_windows: int = flag(64, "validation samples, the same each time")
     print_every: int = flag(10, "steps between lines of progress")
     num_workers: int = flag(0, "processes that load data, per rank")
-    snapshot_every_s: float | None = flag(None, "seconds between snapshots; default: from what one costs")
+    snapshot_every_s: float | None = flag(
+        None, "seconds between snapshots; default: from what one costs"
+    )
     snapshot_every_steps: int | None = flag(None, "or steps between them")
     keep_snapshots: int = flag(3, "how many to keep")
     reduce: str = flag("fast", "how gradients are summed over ranks")
@@ -71,12 +88,20 @@ class Flags:
     @property
     def shape(self) -> Shape:
         preset = SIZES[self.size]
-        return Shape(self.layers or preset.layers, self.dim or preset.dim, self.heads or preset.heads, tied=self.tied)
+        return Shape(
+            self.layers or preset.layers,
+            self.dim or preset.dim,
+            self.heads or preset.heads,
+            tied=self.tied,
+        )
 
 
 def parse(argv: Sequence[str] | None = None) -> Flags:
     """Flags from a command line (default: this process's)."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     hints = get_type_hints(Flags)
     for f in fields(Flags):
         hint = hints[f.name]
@@ -95,7 +120,8 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
 
 
 def schedule(step: int, warmup: int, total: int, lowest: float = 0.1) -> float:
-    """Factor of the learning rate after `step` updates: linear warm-up, then a cosine down to `lowest`."""
+    """Factor of the learning rate after `step` updates: linear warm-up, then a cosine down to
+    `lowest`."""
     if step < warmup:
         return (step + 1) / warmup
     progress = min(1.0, (step - warmup) / max(1, total - warmup))
@@ -103,7 +129,8 @@ def schedule(step: int, warmup: int, total: int, lowest: float = 0.1) -> float:
 
 
 class Ema:
-    """Exponential moving average of a model's parameters; sharded like them. A part of the run's state."""
+    """Exponential moving average of a model's parameters; sharded like them. A part of the
+    run's state."""
 
     def __init__(self, model: nn.Module, decay: float):
         self.model, self.decay = model, decay
@@ -119,7 +146,8 @@ class Ema:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """After update number `step`. Early averages are short, or they would remember the random start."""
+        """After update number `step`. Early averages are short, or they would remember the
+        random start."""
         decay = min(self.decay, (1 + step) / (10 + step))
         for name, p in self.model.named_parameters():
             self.average[name].mul_(decay).add_(p.detach(), alpha=1 - decay)
@@ -145,10 +173,14 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> 
 
 
 @torch.no_grad()
-def validate(model: nn.Module, windows: Windows, run: harness.Session, flags: Flags, autocast: Any) -> float:
-    """Mean loss over `eval_windows` windows spread over the held-out text, shared out over the ranks.
+def validate(
+    model: nn.Module, windows: Windows, run: harness.Session, flags: Flags, autocast: Any
+) -> float:
+    """Mean loss over `eval_windows` windows spread over the held-out text, shared out over the
+    ranks.
 
-    Every rank does the same number of forwards (a sharded model's forward needs all of them); what is too much does not count.
+    Every rank does the same number of forwards (a sharded model's forward needs all of them); what
+    is too much does not count.
     """
     count = min(flags.eval_windows, len(windows))
     chosen = [i * len(windows) // count for i in range(count)]
@@ -157,7 +189,10 @@ def validate(model: nn.Module, windows: Windows, run: harness.Session, flags: Fl
     model.eval()
     for first in range(0, len(batches), run.world):
         mine = first + run.rank
-        x, y = (torch.stack(t).to(run.device) for t in zip(*(windows[i] for i in batches[min(mine, len(batches) - 1)]), strict=True))
+        x, y = (
+            torch.stack(t).to(run.device)
+            for t in zip(*(windows[i] for i in batches[min(mine, len(batches) - 1)]), strict=True)
+        )
         with autocast():
             loss = loss_of(model, x, y, reduction="sum")
         if mine < len(batches):
@@ -165,7 +200,8 @@ def validate(model: nn.Module, windows: Windows, run: harness.Session, flags: Fl
             tokens += y.numel()
     model.train()
     for module in model.modules():
-        if hasattr(module, "reshard"):  # FSDP2 gathers weights in a forward and keeps them for a backward that is not coming
+        # FSDP2 gathers weights in a forward and keeps them for a backward that is not coming
+        if hasattr(module, "reshard"):
             module.reshard()
     return run.sum(total) / run.sum(tokens)
 
@@ -184,19 +220,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     parameters, flops = model.parameter_count(), model.flops_per_token(flags.seq)
     if flags.compile:
         for block in model.blocks:
-            block.compile()  # in place: names in snapshots stay, so compiled and not compiled runs can resume each other
+            # in place: names in snapshots stay, so compiled and not compiled runs can resume each
+            # other
+            block.compile()
     if flags.parallel == "fsdp2":
         harness.fsdp2(model, run)
     lr = flags.lr or LEARNING_RATES[flags.size]
     fused = run.device.type == "cuda"
-    optimizer = torch.optim.AdamW(decay_groups(model, flags.weight_decay), lr=lr, betas=(0.9, 0.95), fused=fused)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, flags.warmup, flags.steps))
+    optimizer = torch.optim.AdamW(
+        decay_groups(model, flags.weight_decay), lr=lr, betas=(0.9, 0.95), fused=fused
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: schedule(step, flags.warmup, flags.steps)
+    )
     scaler = torch.amp.GradScaler(run.device.type) if flags.dtype == "fp16" else None
     ema = Ema(model, flags.ema_decay) if flags.ema else None
-    run.prepare(model, optimizer, scheduler, scaler, **({"ema": ema, "after_update": ["ema"]} if ema else {}))
+    run.prepare(
+        model,
+        optimizer,
+        scheduler,
+        scaler,
+        **({"ema": ema, "after_update": ["ema"]} if ema else {}),
+    )
     run.tokens_per_sample, run.flops_per_sample = flags.seq, flops * flags.seq
     run.print(
-        f"{parameters / 1e6:.2f} M parameters, {len(train)} samples of {flags.seq} bytes, {run.world} ranks on {run.device.type}, "
+        f"{parameters / 1e6:.2f} M parameters, {len(train)} samples of {flags.seq} bytes, "
+        f"{run.world} ranks on {run.device.type}, "
         f"{flags.global_batch * flags.seq} tokens a step"
     )
 
@@ -204,7 +253,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(flags.dtype)
         return torch.autocast(run.device.type, dtype=half) if half else contextlib.nullcontext()
 
-    sizes = {"total": flags.steps, "global_batch": flags.global_batch, "micro_batch": flags.micro_batch}
+    sizes = {
+        "total": flags.steps,
+        "global_batch": flags.global_batch,
+        "micro_batch": flags.micro_batch,
+    }
     for step in run.steps(train, **sizes, num_workers=flags.num_workers):
         for x, y in step:
             with autocast():
@@ -213,14 +266,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         step.update(clip_norm=flags.clip)
         if ema:
             ema.update(step.number)
-        line = f"step {step.number}: loss {step.loss:.4f}" if step.number % flags.print_every == 0 else ""
+        line = (
+            f"step {step.number}: loss {step.loss:.4f}"
+            if step.number % flags.print_every == 0
+            else ""
+        )
         if flags.eval_every and (step.number % flags.eval_every == 0 or step.number == flags.steps):
             metrics = {"val_loss": validate(model, held_out, run, flags, autocast)}
             if ema:
                 with ema.in_place():
                     metrics["ema_val_loss"] = validate(model, held_out, run, flags, autocast)
             run.log(**metrics)
-            line = f"step {step.number}: loss {step.loss:.4f} " + " ".join(f"{k} {v:.4f}" for k, v in metrics.items())
+            line = f"step {step.number}: loss {step.loss:.4f} " + " ".join(
+                f"{k} {v:.4f}" for k, v in metrics.items()
+            )
         if line:
             run.print(line)
 

@@ -1,7 +1,8 @@
-"""Real text as bytes: any files, globs or URLs become one memory-mapped file of tokens, prepared once per machine.
+"""Real text as bytes: any files, globs or URLs become one memory-mapped file of tokens, prepared
+once per machine.
 
-Several processes may start at once: a token file appears by an atomic rename, whole or not at all, and is never changed.
-Knows nothing of models or of harness.
+Several processes may start at once: a token file appears by an atomic rename, whole or not at all,
+and is never changed. Knows nothing of models or of harness.
 """
 
 from __future__ import annotations
@@ -31,15 +32,20 @@ NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__p
 
 
 def standard_library() -> list[str]:
-    """The running interpreter's own .py files, sorted: tens of MB of real text that every machine already has."""
+    """The running interpreter's own .py files, sorted: tens of MB of real text that every
+    machine already has."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = (p for p in root.rglob("*.py") if not NOT_TEXT & set(p.relative_to(root).parts))
-    # Two files are written by each build of the interpreter; all others are equal wherever the version is.
-    return sorted(str(p) for p in found if not p.name.startswith(("_sysconfigdata", "sitecustomize")))
+    # Two files are written by each build of the interpreter; all others are equal wherever the
+    # version is.
+    return sorted(
+        str(p) for p in found if not p.name.startswith(("_sysconfigdata", "sitecustomize"))
+    )
 
 
 def expand(sources: Sequence[str]) -> list[str]:
-    """Paths, directories, globs (`**` too) and fsspec URLs -> paths and URLs of single files, in the order given, globs sorted."""
+    """Paths, directories, globs (`**` too) and fsspec URLs -> paths and URLs of single files,
+    in the order given, globs sorted."""
     out: list[str] = []
     for source in sources:
         before = len(out)
@@ -54,18 +60,25 @@ def expand(sources: Sequence[str]) -> list[str]:
         else:
             out += sorted(p for p in glob.glob(source, recursive=True) if Path(p).is_file())
         if len(out) == before:
-            raise FileNotFoundError(f"--data {source}: wanted a file, directory, glob or URL, found nothing there; check the spelling")
+            raise FileNotFoundError(
+                f"--data {source}: wanted a file, directory, glob or URL, found nothing there; "
+                "check the spelling"
+            )
     return out
 
 
 def prepare(sources: Sequence[str], cache: Path, wait_s: float = 600.0) -> Path:
-    """The token file of `sources` (default: the standard library), made now if no process has made it yet.
+    """The token file of `sources` (default: the standard library), made now if no process has made
+    it yet.
 
-    Its name is `{what the sources look like}-{hash of their content}.bin`. Another process that is making it is waited for
-    at most `wait_s` seconds; after that we make it ourselves, which is only a waste, as both write the same.
+    Its name is `{what the sources look like}-{hash of their content}.bin`. Another process that is
+    making it is waited for at most `wait_s` seconds; after that we make it ourselves, which is only
+    a waste, as both write the same.
     """
     files = expand(sources) if sources else standard_library()
-    key = hashlib.blake2b(json.dumps([_looks(f) for f in files]).encode(), digest_size=8).hexdigest()
+    key = hashlib.blake2b(
+        json.dumps([_looks(f) for f in files]).encode(), digest_size=8
+    ).hexdigest()
     cache.mkdir(parents=True, exist_ok=True)
     with _lock(cache / f"{key}.lock", wait_s):
         made = sorted(cache.glob(f"{key}-*.bin"))
@@ -73,13 +86,21 @@ def prepare(sources: Sequence[str], cache: Path, wait_s: float = 600.0) -> Path:
 
 
 def _looks(file: str) -> list[Any]:
-    """What changes when a file does, without reading it: size and time of change, or a server's ETag."""
+    """What changes when a file does, without reading it: size and time of change, or a server's
+    ETag."""
     if "://" not in file:
         stat = os.stat(file)
         return [os.path.abspath(file), stat.st_size, stat.st_mtime_ns]
     fs, path = fsspec.core.url_to_fs(file)
     info = fs.info(path)
-    return [file, info.get("size"), *(str(info.get(k)) for k in ("ETag", "etag", "mtime", "LastModified", "updated", "created"))]
+    return [
+        file,
+        info.get("size"),
+        *(
+            str(info.get(k))
+            for k in ("ETag", "etag", "mtime", "LastModified", "updated", "created")
+        ),
+    ]
 
 
 def _make(files: Sequence[str], cache: Path, key: str) -> Path:
@@ -95,7 +116,8 @@ def _make(files: Sequence[str], cache: Path, key: str) -> Path:
                 content.update(END)
                 out.write(END)
             out.flush()
-            os.fsync(out.fileno())  # before the rename, or a power cut could leave a whole name with half a content
+            # before the rename, or a power cut could leave a whole name with half a content
+            os.fsync(out.fileno())
         path = cache / f"{key}-{content.hexdigest()}.bin"
         os.replace(temporary, path)
     finally:
@@ -106,7 +128,8 @@ def _make(files: Sequence[str], cache: Path, key: str) -> Path:
 
 @contextlib.contextmanager
 def _lock(path: Path, wait_s: float) -> Iterator[None]:
-    """Hold `path` exclusively, or go on without it after `wait_s`. The kernel lets go of a dead process's lock."""
+    """Hold `path` exclusively, or go on without it after `wait_s`. The kernel lets go of a dead
+    process's lock."""
     deadline_s = time.monotonic() + wait_s
     with path.open("w") as file:
         while True:
@@ -121,7 +144,8 @@ def _lock(path: Path, wait_s: float) -> Iterator[None]:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Window i of a token file: input (T,) and target (T,), int64; the target is the input one byte later.
+    """Window i of a token file: input (T,) and target (T,), int64; the target is the input one byte
+    later.
 
     Windows [first, last) of those that the file holds, not overlapping.
     """
@@ -131,7 +155,8 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         self._tokens: np.memmap[Any, np.dtype[np.uint8]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tokens": None}  # a DataLoader's process opens the file itself and gets no copy of it
+        # a DataLoader's process opens the file itself and gets no copy of it
+        return {**self.__dict__, "_tokens": None}
 
     def __len__(self) -> int:
         return self.last - self.first
@@ -147,7 +172,8 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
     @property
     def fingerprint(self) -> str:
-        """The same on every machine whose text is the same; a run refuses to go on with other text."""
+        """The same on every machine whose text is the same; a run refuses to go on with other
+        text."""
         return f"{self.path.stem.partition('-')[2]}:{self.length}:{self.first}:{self.last}"
 
 
@@ -157,6 +183,7 @@ def split(path: Path, length: int, held_out: float = 0.05) -> tuple[Windows, Win
     kept = windows - max(1, int(windows * held_out))
     if kept < 1:
         raise ValueError(
-            f"the text must hold at least 2 windows of {length} bytes, found {path.stat().st_size} bytes; add data or lower --seq"
+            f"the text must hold at least 2 windows of {length} bytes, found {path.stat().st_size} "
+            "bytes; add data or lower --seq"
         )
     return Windows(path, length, 0, kept), Windows(path, length, kept, windows)

@@ -1,4 +1,5 @@
-"""spotharness: train on spot GPUs. `harness.attach()` is the door for training scripts; `harness --help` for people."""
+"""spotharness: train on spot GPUs. `harness.attach()` is the door for training scripts;
+`harness --help` for people."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ __all__ = ["Session", "Step", "attach", "fsdp2"]
 
 
 def __getattr__(name: str) -> Any:
-    """The session needs torch; controllers and agents do without, so it is imported when first asked for."""
+    """The session needs torch; controllers and agents do without, so it is imported when first
+    asked for."""
     if name in __all__:
         from harness.worker import session
 

@@ -1,7 +1,8 @@
-"""Snapshots at the command line: `python -m storage list|verify|show|prune|export|copy URL`, and `harness snapshots ...`.
+"""Snapshots at the command line: `python -m storage list|verify|show|prune|export|copy URL`, and
+`harness snapshots ...`.
 
-Knows nothing of harness; whoever has more to tell of a snapshot (how old, how long it took) gives `Notes`. Exit status: 0 done, 1 it
-failed or something is damaged, 2 the input was wrong.
+Knows nothing of harness; whoever has more to tell of a snapshot (how old, how long it took) gives
+`Notes`. Exit status: 0 done, 1 it failed or something is damaged, 2 the input was wrong.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 from storage.errors import NotFound, StoreError, StoreUnavailable
@@ -50,13 +58,15 @@ class Notes:
     """By snapshot; and what else of the run a copy needs before its manifests (keys, create-only).
 
     `pardoned` is told of marks that were taken back.
-    `near`: tiers of this node that have bytes of a snapshot, and which share of them, nearest first.
+    `near`: tiers of this node that have bytes of a snapshot, and which share of them, nearest
+    first.
     """
 
     of: dict[Ref, Note] = field(default_factory=dict)
     extra: Collection[str] = ()
     near: Callable[[Manifest], dict[str, float]] = lambda manifest: {}
-    pardoned: Callable[[Ref, str], None] = lambda ref, what: None  # for the record: a mark was taken back
+    # for the record: a mark was taken back
+    pardoned: Callable[[Ref, str], None] = lambda ref, what: None
 
 
 Tell = Callable[[ObjectStore], Notes]
@@ -79,38 +89,91 @@ def parser(prog: str) -> argparse.ArgumentParser:
     one = command("verify", "Read and hash every byte. Exit status 1 if something is damaged.")
     one.add_argument("--step", type=int, help="only the snapshot of this step (default: all)")
     one.add_argument(
-        "--look-again-s", type=float, nargs="*", default=PAUSES_S, metavar="S", help="seconds between looks at what seems damaged (1 3 8)"
+        "--look-again-s",
+        type=float,
+        nargs="*",
+        default=PAUSES_S,
+        metavar="S",
+        help="seconds between looks at what seems damaged (1 3 8)",
     )
-    one.add_argument("--quarantine", action="store_true", help="mark what is damaged, so that nobody resumes from it")
+    one.add_argument(
+        "--quarantine",
+        action="store_true",
+        help="mark what is damaged, so that nobody resumes from it",
+    )
     one.add_argument("--json", action="store_true", help="as JSON")
     one = command("show", "What is in a snapshot: tensors, parts, data.")
     step(one)
     one.add_argument("--json", action="store_true", help="as JSON")
-    one = command("prune", "Delete old snapshots, parts that nobody committed, and uploads that nobody finished.")
+    one = command(
+        "prune",
+        "Delete old snapshots, parts that nobody committed, and uploads that nobody finished.",
+    )
     one.add_argument("--keep-last", type=int, default=3, help="so many stay (default: %(default)s)")
-    one.add_argument("--keep-every", type=int, default=0, metavar="STEPS", help="and the first in every so many steps (default: none)")
     one.add_argument(
-        "--keep-best", default="", metavar="NAME:min|max", help="and the best by a metric, for example loss:min (default: none)"
+        "--keep-every",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="and the first in every so many steps (default: none)",
     )
     one.add_argument(
-        "--stale-h", type=float, default=STALE_H, help=f"hours after which an unfinished upload is nobody's (default: {STALE_H:g})"
+        "--keep-best",
+        default="",
+        metavar="NAME:min|max",
+        help="and the best by a metric, for example loss:min (default: none)",
     )
-    one.add_argument("--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
-    one = command("export", "Write the model's weights as safetensors, the way Hugging Face reads them.")
+    one.add_argument(
+        "--stale-h",
+        type=float,
+        default=STALE_H,
+        help=f"hours after which an unfinished upload is nobody's (default: {STALE_H:g})",
+    )
+    one.add_argument(
+        "--dry-run", action="store_true", help="say what would be deleted, and delete nothing"
+    )
+    one = command(
+        "export", "Write the model's weights as safetensors, the way Hugging Face reads them."
+    )
     one.add_argument("out", help="a new or empty folder")
     step(one)
-    one.add_argument("--dtype", choices=sorted(FLOATS), default="", help="of floating-point tensors (default: as saved)")
-    one.add_argument("--prefix", default=PREFIX, help=f"which tensors; it is taken off their names (default: {PREFIX})")
-    one.add_argument("--shard-gb", type=float, default=SHARD_NBYTES / 1e9, help=f"largest file, in GB (default: {SHARD_NBYTES / 1e9:g})")
-    one.add_argument("--keep-tied", action="store_true", help="store tied weights as often as they have names")
+    one.add_argument(
+        "--dtype",
+        choices=sorted(FLOATS),
+        default="",
+        help="of floating-point tensors (default: as saved)",
+    )
+    one.add_argument(
+        "--prefix",
+        default=PREFIX,
+        help=f"which tensors; it is taken off their names (default: {PREFIX})",
+    )
+    one.add_argument(
+        "--shard-gb",
+        type=float,
+        default=SHARD_NBYTES / 1e9,
+        help=f"largest file, in GB (default: {SHARD_NBYTES / 1e9:g})",
+    )
+    one.add_argument(
+        "--keep-tied", action="store_true", help="store tied weights as often as they have names"
+    )
     one.add_argument("--config", default="", help="a config.json to put beside them")
-    one = command("copy", "Copy committed snapshots to another URL, verified; go on where a broken-off copy stopped.")
+    one = command(
+        "copy",
+        "Copy committed snapshots to another URL, verified; go on where a broken-off copy stopped.",
+    )
     one.add_argument("target", help="URL to copy to")
-    one.add_argument("--step", type=int, help="only the snapshot of this step (default: all, newest first)")
+    one.add_argument(
+        "--step", type=int, help="only the snapshot of this step (default: all, newest first)"
+    )
     return root
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m storage", tell: Tell = lambda store: Notes()) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    prog: str = "python -m storage",
+    tell: Tell = lambda store: Notes(),
+) -> int:
     """Run one command; its exit status. `tell` knows more about the run."""
     args = parser(prog).parse_args(argv)
     console = Console()
@@ -122,10 +185,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m storage", tel
         return WRONG_INPUT if isinstance(e, ValueError) else FAILED
 
 
-# ---- list ---------------------------------------------------------------------------------------------------------
+# ---- list ----------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Row:
-    """One snapshot. `state`: "whole" (of the sizes of its parts; `verify` reads them), "quarantined", "damaged"."""
+    """One snapshot. `state`: "whole" (of the sizes of its parts; `verify` reads them),
+    "quarantined", "damaged"."""
 
     step: int
     epoch: int
@@ -141,7 +205,8 @@ class Row:
     commit_s: float | None
     why: str
     restored: str
-    tiers: dict[str, float]  # where it lies, as far as can be seen from here: tier or URL -> share of its bytes
+    # where it lies, as far as can be seen from here: tier or URL -> share of its bytes
+    tiers: dict[str, float]
 
 
 def rows(store: ObjectStore, notes: Notes) -> list[Row]:
@@ -183,7 +248,8 @@ def rows(store: ObjectStore, notes: Notes) -> list[Row]:
                 note.commit_s,
                 note.why,
                 note.restored,
-                ({**notes.near(manifest), "bucket": 1.0} if manifest and state == "whole" else {}) | dict.fromkeys(note.copies, 1.0),
+                ({**notes.near(manifest), "bucket": 1.0} if manifest and state == "whole" else {})
+                | dict.fromkeys(note.copies, 1.0),
             )
         )
     return found
@@ -204,7 +270,12 @@ def _list(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
     console.print(f"{len(found)} snapshots, {size(stored)} stored; {newest}.", highlight=False)
     for row in found:
         if row.reason:
-            console.print(f"step {row.step}, epoch {row.epoch}: {row.reason}", style="red", highlight=False, soft_wrap=True)
+            console.print(
+                f"step {row.step}, epoch {row.epoch}: {row.reason}",
+                style="red",
+                highlight=False,
+                soft_wrap=True,
+            )
     return DONE
 
 
@@ -215,19 +286,34 @@ def table(found: Sequence[Row], now_s: float) -> Table:
         ("epoch", lambda r: str(r.epoch)),
         ("age", lambda r: age(now_s - r.committed_at) if r.committed_at is not None else ""),
         ("size", lambda r: size(r.nbytes) if r.nbytes is not None else ""),
-        ("new", lambda r: size(r.own_nbytes) if r.own_nbytes is not None and r.own_nbytes != r.nbytes else ""),
+        (
+            "new",
+            lambda r: (
+                size(r.own_nbytes) if r.own_nbytes is not None and r.own_nbytes != r.nbytes else ""
+            ),
+        ),
         ("ranks", lambda r: str(r.world or "")),
         ("commit", lambda r: f"{r.commit_s:.1f} s" if r.commit_s is not None else ""),
         ("why", lambda r: r.why),
         ("metrics", lambda r: "  ".join(f"{k} {v:.4g}" for k, v in r.metrics.items())),
-        ("lies in", lambda r: ", ".join(tier if share > 0.9995 else f"{tier} {share:.0%}" for tier, share in r.tiers.items())),
+        (
+            "lies in",
+            lambda r: ", ".join(
+                tier if share > 0.9995 else f"{tier} {share:.0%}" for tier, share in r.tiers.items()
+            ),
+        ),
         ("restored from", lambda r: r.restored),
         ("state", lambda r: f"{r.state}, final" if r.final else r.state),
     ]
     made = Table(box=None, pad_edge=False, header_style="bold")
     shown = [(name, cell) for name, cell in columns if any(cell(row) for row in found)]
     for name, _ in shown:
-        made.add_column(name, justify="right" if name in ("step", "epoch", "age", "size", "new", "ranks", "commit") else "left")
+        made.add_column(
+            name,
+            justify="right"
+            if name in ("step", "epoch", "age", "size", "new", "ranks", "commit")
+            else "left",
+        )
     for row in found:
         made.add_row(*(cell(row) for _, cell in shown), style="" if row.state == "whole" else "red")
     return made
@@ -236,7 +322,9 @@ def table(found: Sequence[Row], now_s: float) -> Table:
 def size(nbytes: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 999.5:
-            return f"{nbytes:.0f} {unit}" if nbytes >= 99.5 or unit == "B" else f"{nbytes:.3g} {unit}"
+            return (
+                f"{nbytes:.0f} {unit}" if nbytes >= 99.5 or unit == "B" else f"{nbytes:.3g} {unit}"
+            )
         nbytes /= 1000
     return f"{nbytes:.3g} TB"
 
@@ -248,9 +336,15 @@ def age(seconds: float) -> str:
     return f"{seconds / 86400:.0f} d"
 
 
-# ---- verify, show ---------------------------------------------------------------------------------------------------
+# ---- verify, show --------------------------------------------------------------------------------
 def _bar(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
@@ -258,8 +352,15 @@ def _chosen(store: ObjectStore, step: int | None) -> Ref:
     refs = Snapshots(store).refs()
     found = [ref for ref in refs if step is None or ref.step == step]
     if not found:
-        there = f"there are those of steps {', '.join(str(r.step) for r in refs[:20])}" if refs else "there is none"
-        raise StoreError(f"{store.url}: no snapshot {'' if step is None else f'of step {step} '}that can be used; {there}")
+        there = (
+            f"there are those of steps {', '.join(str(r.step) for r in refs[:20])}"
+            if refs
+            else "there is none"
+        )
+        raise StoreError(
+            f"{store.url}: no snapshot {'' if step is None else f'of step {step} '}that can be "
+            f"used; {there}"
+        )
     return found[0]
 
 
@@ -267,9 +368,15 @@ def _verify(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
     snapshots = Snapshots(store)
     committed, doomed = snapshots.manifests()
     marked = snapshots.quarantined()
-    refs = sorted((ref for ref in committed - doomed if args.step is None or ref.step == args.step), reverse=True)
+    refs = sorted(
+        (ref for ref in committed - doomed if args.step is None or ref.step == args.step),
+        reverse=True,
+    )
     if not refs:
-        raise StoreError(f"{store.url}: there is no snapshot {'' if args.step is None else f'of step {args.step} '}that can be verified")
+        raise StoreError(
+            f"{store.url}: there is no snapshot "
+            f"{'' if args.step is None else f'of step {args.step} '}that can be verified"
+        )
     found: dict[Ref, str] = {}
     host, pauses_s = this_machine(), tuple(args.look_again_s)
     restore = Restore(snapshots, host, Looks(lambda: open_store(args.url), time.sleep, pauses_s))
@@ -278,7 +385,12 @@ def _verify(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
             task = bar.add_task(f"step {ref.step}")
             why = ""
             try:
-                why = restore.verify(ref, lambda done, total, bar=bar, task=task: bar.update(task, completed=done, total=total))  # type: ignore[misc]
+                why = restore.verify(
+                    ref,
+                    lambda done, total, bar=bar, task=task: bar.update(  # type: ignore[misc]
+                        task, completed=done, total=total
+                    ),
+                )
             except StoreUnavailable:
                 if ref in snapshots.manifests()[0]:
                     raise
@@ -293,14 +405,33 @@ def _verify(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
         if ref not in marked or not why:
             found[ref] = why
         if not args.json:
-            console.print(f"step {ref.step}, epoch {ref.epoch}: {said}", style="red" if why else "", highlight=False, soft_wrap=True)
-        if why and ref not in marked and args.quarantine and (unfit := restore.blame(ref, {host: why})):
+            console.print(
+                f"step {ref.step}, epoch {ref.epoch}: {said}",
+                style="red" if why else "",
+                highlight=False,
+                soft_wrap=True,
+            )
+        if (
+            why
+            and ref not in marked
+            and args.quarantine
+            and (unfit := restore.blame(ref, {host: why}))
+        ):
             raise StoreError(
-                f"{store.url}: two snapshots cannot be read whole here, so it may be this machine: {unfit[host]}. Nothing "
+                f"{store.url}: two snapshots cannot be read whole here, so it may be this machine: "
+                f"{unfit[host]}. Nothing "
                 "is marked; do the same on another machine, whose word makes it sure"
             )
     if args.json:
-        print(json.dumps([{"step": r.step, "epoch": r.epoch, "whole": not why, "reason": why} for r, why in found.items()], indent=2))
+        print(
+            json.dumps(
+                [
+                    {"step": r.step, "epoch": r.epoch, "whole": not why, "reason": why}
+                    for r, why in found.items()
+                ],
+                indent=2,
+            )
+        )
     return FAILED if any(found.values()) else DONE
 
 
@@ -310,20 +441,34 @@ def _show(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
         print(json.dumps(json.loads(manifest.to_json()), indent=2))
         return DONE
     console.print(
-        f"step {manifest.step}, epoch {manifest.epoch}, {manifest.world} ranks, {size(manifest.nbytes)} in {len(manifest.parts)} parts"
+        f"step {manifest.step}, epoch {manifest.epoch}, {manifest.world} ranks, "
+        f"{size(manifest.nbytes)} in {len(manifest.parts)} parts"
     )
-    made = Table("tensor", "shape", "dtype", "chunks", "bytes", box=None, pad_edge=False, header_style="bold")
+    made = Table(
+        "tensor", "shape", "dtype", "chunks", "bytes", box=None, pad_edge=False, header_style="bold"
+    )
     for name, entry in manifest.tensors.items():
         nbytes = sum(c["end"] - c["start"] for c in entry["chunks"])
-        made.add_row(name, "x".join(map(str, entry["shape"])) or "scalar", str(entry["dtype"]), str(len(entry["chunks"])), size(nbytes))
+        made.add_row(
+            name,
+            "x".join(map(str, entry["shape"])) or "scalar",
+            str(entry["dtype"]),
+            str(len(entry["chunks"])),
+            size(nbytes),
+        )
     console.print(made)
     for key, value in manifest.data.items():
         text = json.dumps(value)
-        console.print(f"{key}: {text if len(text) <= 200 else text[:200] + ' ...'}", highlight=False, markup=False, soft_wrap=True)
+        console.print(
+            f"{key}: {text if len(text) <= 200 else text[:200] + ' ...'}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
     return DONE
 
 
-# ---- prune ----------------------------------------------------------------------------------------------------------
+# ---- prune ---------------------------------------------------------------------------------------
 def _prune(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
     keep = Keep(args.keep_last, args.keep_every, args.keep_best)
     gone, deleted = would_prune(store, keep)
@@ -332,17 +477,24 @@ def _prune(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
     for ref in gone:
         what = "snapshot" if ref in committed else "parts that were never committed"
         nbytes = sum(n for key, n in deleted.items() if f"/{ref.name}" in key)
-        console.print(f"{will} step {ref.step}, epoch {ref.epoch}: {what}, {size(nbytes)}", highlight=False)
+        console.print(
+            f"{will} step {ref.step}, epoch {ref.epoch}: {what}, {size(nbytes)}", highlight=False
+        )
     if not args.dry_run:
         Snapshots(store).prune(keep)
         for key in abort_stale_uploads(store, args.stale_h * 3600):
-            console.print(f"aborted an upload that was never finished: {key}", highlight=False, soft_wrap=True)
+            console.print(
+                f"aborted an upload that was never finished: {key}", highlight=False, soft_wrap=True
+            )
     total = sum(deleted.values())
-    console.print(f"{len(gone)} of {len(committed)} {'would go' if args.dry_run else 'are gone'}, {size(total)} in {len(deleted)} objects.")
+    console.print(
+        f"{len(gone)} of {len(committed)} {'would go' if args.dry_run else 'are gone'}, "
+        f"{size(total)} in {len(deleted)} objects."
+    )
     return DONE
 
 
-# ---- export, copy ---------------------------------------------------------------------------------------------------
+# ---- export, copy --------------------------------------------------------------------------------
 def _export(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
     snapshots = Snapshots(store)
     manifest: Manifest = snapshots.load(_chosen(store, args.step))
@@ -363,10 +515,14 @@ def _export(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     console.print(
-        f"step {manifest.step}: {made.tensors} tensors, {size(made.nbytes)} in {len(made.files)} files in {args.out}", highlight=False
+        f"step {manifest.step}: {made.tensors} tensors, {size(made.nbytes)} in {len(made.files)} "
+        f"files in {args.out}",
+        highlight=False,
     )
     for name, first in made.tied.items():
-        console.print(f"{name} is tied to {first} and stored once (--keep-tied: twice)", highlight=False)
+        console.print(
+            f"{name} is tied to {first} and stored once (--keep-tied: twice)", highlight=False
+        )
     return DONE
 
 
@@ -382,11 +538,17 @@ def _copy(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
             target,
             refs,
             extra=tell(store).extra,
-            progress=lambda ref, done, total: bar.update(tasks[ref], completed=done, total=total, visible=True),
+            progress=lambda ref, done, total: bar.update(
+                tasks[ref], completed=done, total=total, visible=True
+            ),
         )
     for one in found:
         more = f" ({size(one.found)} were there)" if one.found and one.state == "copied" else ""
-        what = {"copied": f"copied, {size(one.nbytes)} sent{more}", "there": "was there", "pruned": "was pruned meanwhile"}[one.state]
+        what = {
+            "copied": f"copied, {size(one.nbytes)} sent{more}",
+            "there": "was there",
+            "pruned": "was pruned meanwhile",
+        }[one.state]
         console.print(f"step {one.ref.step}, epoch {one.ref.epoch}: {what}", highlight=False)
     return DONE
 

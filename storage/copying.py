@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 ALIGN = 64  # bytes; any dtype can be viewed there
 
 
-# ---- saving -----------------------------------------------------------------------------------------------------
+# ---- saving --------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Layout:
-    """What this rank writes: `places[i]` is the (start, end) of `items[i]` in the staging buffer, `files` cut that buffer."""
+    """What this rank writes: `places[i]` is the (start, end) of `items[i]` in the staging
+    buffer, `files` cut that buffer."""
 
     structure: tuple[Any, ...]
     items: tuple[WriteItem, ...]
@@ -46,7 +47,8 @@ class Layout:
 
 @dataclass
 class Staged:
-    """A copy of what this rank will write, in host memory; perhaps still being made. Its buffer is used again after `release`."""
+    """A copy of what this rank will write, in host memory; perhaps still being made. Its buffer
+    is used again after `release`."""
 
     layout: Layout
     buffer: torch.Tensor | None  # uint8 [at least nbytes]
@@ -59,21 +61,26 @@ class Staged:
         return self.layout.nbytes
 
     def wait(self) -> float:
-        """Before anything changes a tensor of `later`: until all are copied (on a GPU: this stream waits, not we). Seconds waited."""
+        """Before anything changes a tensor of `later`: until all are copied (on a GPU: this
+        stream waits, not we). Seconds waited."""
         return self.copy.wait()
 
     def arrive(self) -> None:
-        """Until all bytes are in host memory; for the thread that sends them. Raises what went wrong in the copy."""
+        """Until all bytes are in host memory; for the thread that sends them. Raises what went
+        wrong in the copy."""
         self.copy.arrive()
 
     def touched(self) -> list[str]:
-        """Tensors of `later` that were changed in place since `begin`, which they must not be before `wait` has returned."""
+        """Tensors of `later` that were changed in place since `begin`, which they must not be
+        before `wait` has returned."""
         return self.copy.touched()
 
     def files(self) -> dict[str, memoryview]:
         """File name -> its bytes, without a copy. Raises RuntimeError after `release`."""
         if self.buffer is None:
-            raise RuntimeError("this staged snapshot was released (written, or given up): stage again")
+            raise RuntimeError(
+                "this staged snapshot was released (written, or given up): stage again"
+            )
         view = self.buffer.numpy().data
         return {name: view[start:end] for name, (start, end) in self.layout.files.items()}
 
@@ -95,7 +102,8 @@ class Move:
 class Copying:
     """Copies tensors to host memory: `now` in the call, `later` beside the training.
 
-    CPU: a thread, which holds no lock of Python while it copies. GPU: a stream of its own, which begins after what is queued.
+    CPU: a thread, which holds no lock of Python while it copies. GPU: a stream of its own, which
+    begins after what is queued.
     """
 
     def __init__(self, now: list[Move], later: list[Move], beside: Beside):
@@ -106,7 +114,9 @@ class Copying:
         on_gpu = [m for m in now + later if m.source.is_cuda]
         with torch.no_grad():
             if on_gpu:
-                self._copy_on_gpu([m for m in now if m.source.is_cuda], [m for m in later if m.source.is_cuda])
+                self._copy_on_gpu(
+                    [m for m in now if m.source.is_cuda], [m for m in later if m.source.is_cuda]
+                )
             for move in now:
                 if not move.source.is_cuda:
                     _copy_bytes(move)
@@ -156,11 +166,21 @@ class Copying:
 
 
 def _copy_bytes(move: Move) -> None:
-    if move.source.is_contiguous() and not move.source.is_cuda and not move.source.is_conj() and not move.source.is_neg():
+    if (
+        move.source.is_contiguous()
+        and not move.source.is_cuda
+        and not move.source.is_conj()
+        and not move.source.is_neg()
+    ):
         # numpy: one thread, one memcpy. torch would wake its pool, which the training is using.
-        np.copyto(move.target.reshape(-1).view(torch.uint8).numpy(), move.source.reshape(-1).view(torch.uint8).numpy())
+        np.copyto(
+            move.target.reshape(-1).view(torch.uint8).numpy(),
+            move.source.reshape(-1).view(torch.uint8).numpy(),
+        )
     else:
         move.target.copy_(move.source)
+
+
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
@@ -175,8 +195,12 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def pin(buffer: torch.Tensor) -> None:
-    """Let GPUs copy to this memory (of whatever origin) at full speed and beside kernels. Harmless without a GPU or when repeated."""
+    """Let GPUs copy to this memory (of whatever origin) at full speed and beside kernels.
+    Harmless without a GPU or when repeated."""
     if torch.cuda.is_available() and not buffer.is_pinned():
         code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)  # type: ignore[no-untyped-call]
         if int(code) != 0:
-            raise RuntimeError(f"{buffer.numel() >> 20} MiB of host memory could not be pinned (CUDA error {int(code)}); raise `ulimit -l`")
+            raise RuntimeError(
+                f"{buffer.numel() >> 20} MiB of host memory could not be pinned (CUDA error "
+                f"{int(code)}); raise `ulimit -l`"
+            )

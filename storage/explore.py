@@ -1,14 +1,18 @@
-"""Every interleaving of code that talks to an object store: a model check whose model is the code itself.
+"""Every interleaving of code that talks to an object store: a model check whose model is the code
+itself.
 
-    explore({"writer": writer, "pruner": pruner}, objects, check=check, unknowns=1)      # raises Violation, with the trace
+    # raises Violation, with the trace
+    explore({"writer": writer, "pruner": pruner}, objects, check=check, unknowns=1)
 
-An actor is a deterministic function `actor(store, say)`. It is run again from its start for each new history of replies, up to
-its next store call; so its state is that history, equal states are met once, and any mixture of actors can be tried without
-threads. A crash needs no case of its own: an actor that is never scheduled again is dead, and `check` sees every state.
-StoreUnavailable that an actor lets out ends it; any other exception ends it with the word ("raised", what).
+An actor is a deterministic function `actor(store, say)`. It is run again from its start for each
+new history of replies, up to its next store call; so its state is that history, equal states are
+met once, and any mixture of actors can be tried without threads. A crash needs no case of its own:
+an actor that is never scheduled again is dead, and `check` sees every state. StoreUnavailable that
+an actor lets out ends it; any other exception ends it with the word ("raised", what).
 
-What a store may do: every call is atomic (see ObjectStore); and up to `unknowns` writes and deletes of one history are not
-answered, and take effect at once, never, or at any later time (a request that was still on its way).
+What a store may do: every call is atomic (see ObjectStore); and up to `unknowns` writes and deletes
+of one history are not answered, and take effect at once, never, or at any later time (a request
+that was still on its way).
 """
 
 from __future__ import annotations
@@ -34,13 +38,16 @@ class Violation(AssertionError):
     """What must hold did not. `trace` has one line per store call, from the start."""
 
     def __init__(self, why: str, trace: list[str]):
-        super().__init__("\n".join([why, *(f"  {i:3d}  {line}" for i, line in enumerate(trace, 1))]))
+        super().__init__(
+            "\n".join([why, *(f"  {i:3d}  {line}" for i, line in enumerate(trace, 1))])
+        )
         self.why, self.trace = why, trace
 
 
 @dataclass(frozen=True)
 class View:
-    """One state: what lies in the store, and what the actors have said so far (actor, word), in no particular order.
+    """One state: what lies in the store, and what the actors have said so far (actor, word), in no
+    particular order.
 
     settled: every actor has returned, and every call was answered.
     """
@@ -58,7 +65,8 @@ class Explored:
 
 
 class _Pause(BaseException):
-    """The next store call, of which there is no reply yet. Not an Exception, so that no actor catches it."""
+    """The next store call, of which there is no reply yet. Not an Exception, so that no actor
+    catches it."""
 
 
 class _Replay:
@@ -184,9 +192,11 @@ def explore(
     unknowns: int = 0,
     max_states: int = 1_000_000,
 ) -> Explored:
-    """Visit every state that the actors can reach from `objects`, breadth first, so that a violation's trace is a shortest one.
+    """Visit every state that the actors can reach from `objects`, breadth first, so that a
+    violation's trace is a shortest one.
 
-    check(view): None, or what is wrong. Raises Violation; RuntimeError beyond `max_states` (nothing is proven then).
+    check(view): None, or what is wrong. Raises Violation; RuntimeError beyond `max_states` (nothing
+    is proven then).
     """
     names = list(actors)
     trees = [_Nodes(name, actor) for name, actor in actors.items()]
@@ -213,7 +223,10 @@ def explore(
                 came[following] = (state, label)
                 queue.append(following)
         if len(came) > max_states:
-            raise RuntimeError(f"more than {max_states} states: use fewer actors, calls or unknowns (so far nothing was wrong)")
+            raise RuntimeError(
+                f"more than {max_states} states: use fewer actors, calls or unknowns (so far "
+                "nothing was wrong)"
+            )
     return Explored(len(came), steps, endings)
 
 
@@ -221,12 +234,19 @@ def _steps(trees: list[_Nodes], buckets: _Buckets, state: _State) -> list[tuple[
     bucket, nodes, said, late, unknowns = state
     found: list[tuple[str, _State]] = []
 
-    def goes_on(i: int, after: int, reply: Reply, late: tuple[Call, ...], left: int, what: str) -> None:
+    def goes_on(
+        i: int, after: int, reply: Reply, late: tuple[Call, ...], left: int, what: str
+    ) -> None:
         at = trees[i].follow(nodes[i], reply)
         node = trees[i].nodes[at]
         words = said.union((trees[i].name, w) for w in node.said) if node.said else said
         spoken = "".join(f"; says {w}" for w in node.said)
-        found.append((f"{trees[i].name}: {what}{spoken}", (after, (*nodes[:i], at, *nodes[i + 1 :]), words, late, left)))
+        found.append(
+            (
+                f"{trees[i].name}: {what}{spoken}",
+                (after, (*nodes[:i], at, *nodes[i + 1 :]), words, late, left),
+            )
+        )
 
     for i, tree in enumerate(trees):
         call = tree.nodes[nodes[i]].call
@@ -238,10 +258,15 @@ def _steps(trees: list[_Nodes], buckets: _Buckets, state: _State) -> list[tuple[
         if unknowns and call[0] in WRITES:
             lost: Reply = ("no", StoreUnavailable)
             goes_on(i, after, lost, late, unknowns - 1, f"{text} -> done, not answered")
-            goes_on(i, bucket, lost, (*late, call), unknowns - 1, f"{text} -> not answered, on its way")  # for ever: it never was
+            # for ever: it never was
+            goes_on(
+                i, bucket, lost, (*late, call), unknowns - 1, f"{text} -> not answered, on its way"
+            )
     for i, call in enumerate(late):
         after, _ = buckets.apply(bucket, call)
-        found.append((f"late: {call[0]} {call[1]}", (after, nodes, said, late[:i] + late[i + 1 :], unknowns)))
+        found.append(
+            (f"late: {call[0]} {call[1]}", (after, nodes, said, late[:i] + late[i + 1 :], unknowns))
+        )
     return found
 
 

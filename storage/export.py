@@ -1,9 +1,11 @@
-"""A snapshot's model weights as safetensors, the way Hugging Face reads them. No torch; memory for one piece of a tensor.
+"""A snapshot's model weights as safetensors, the way Hugging Face reads them. No torch; memory for
+one piece of a tensor.
 
     export(snapshots, manifest, Path("out"), dtype="bf16")
 
-One file `model.safetensors`, or several and `model.safetensors.index.json` when they are big. Every byte is verified as it is read.
-Tensors with the same contents and shape (tied weights) are stored once, and the file says so, as safetensors' own `save_model` does.
+One file `model.safetensors`, or several and `model.safetensors.index.json` when they are big. Every
+byte is verified as it is read. Tensors with the same contents and shape (tied weights) are stored
+once, and the file says so, as safetensors' own `save_model` does.
 """
 
 from __future__ import annotations
@@ -29,10 +31,23 @@ SHARD_NBYTES = 5 * 10**9  # of one file
 READ_NBYTES = 32 << 20  # of one read
 SAMPLE_NBYTES = 4096  # by which tensors that may be tied are told from others
 NAMES = {  # dtype of the manifest -> (safetensors' name, bytes)
-    "float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2), "float8_e4m3fn": ("F8_E4M3", 1),
-    "float8_e5m2": ("F8_E5M2", 1), "int64": ("I64", 8), "int32": ("I32", 4), "int16": ("I16", 2), "int8": ("I8", 1), "uint64": ("U64", 8),
-    "uint32": ("U32", 4), "uint16": ("U16", 2), "uint8": ("U8", 1), "bool": ("BOOL", 1), "complex64": ("C64", 8),
-}  # fmt: skip
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint64": ("U64", 8),
+    "uint32": ("U32", 4),
+    "uint16": ("U16", 2),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+    "complex64": ("C64", 8),
+}
 FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # what can be asked for
 
 
@@ -56,28 +71,43 @@ def export(
     config: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Exported:
-    """Write the tensors whose names begin with `prefix` (which is taken off) into the folder `out`, which must be new or empty.
+    """Write the tensors whose names begin with `prefix` (which is taken off) into the folder `out`,
+    which must be new or empty.
 
-    dtype: "fp32", "bf16" or "fp16" for floating-point tensors; "": as saved. config: a config.json to put beside them.
-    `progress(bytes done, bytes in all)`. Raises ValueError (input), SnapshotCorrupt, StoreError.
+    dtype: "fp32", "bf16" or "fp16" for floating-point tensors; "": as saved. config: a config.json
+    to put beside them. `progress(bytes done, bytes in all)`. Raises ValueError (input),
+    SnapshotCorrupt, StoreError.
     """
     if dtype and dtype not in FLOATS:
         raise ValueError(f"wanted one of {', '.join(FLOATS)} as dtype, found {dtype!r}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out}: wanted a new or an empty folder")
-    found = {_plain(name.removeprefix(prefix)): name for name in manifest.tensors if name.startswith(prefix)}
+    found = {
+        _plain(name.removeprefix(prefix)): name
+        for name in manifest.tensors
+        if name.startswith(prefix)
+    }
     if not found:
         tops = sorted({name.partition("/")[0] + "/" for name in manifest.tensors})
         raise ValueError(
-            f"snapshot {manifest.ref} has no tensors under {prefix!r}; it has some under {', '.join(tops)}: name one as prefix"
+            f"snapshot {manifest.ref} has no tensors under {prefix!r}; it has some under "
+            f"{', '.join(tops)}: name one as prefix"
         )
     reader = _Reader(snapshots, manifest)
     tied = {} if keep_tied else _tied(reader, found)
-    wanted = [_Tensor(name, key, manifest.tensors[key], FLOATS.get(dtype, "")) for name, key in sorted(found.items()) if name not in tied]
+    wanted = [
+        _Tensor(name, key, manifest.tensors[key], FLOATS.get(dtype, ""))
+        for name, key in sorted(found.items())
+        if name not in tied
+    ]
     shards = list(_shards(wanted, shard_nbytes))
     out.mkdir(parents=True, exist_ok=True)
     n = len(shards)
-    names = ["model.safetensors"] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
+    names = (
+        ["model.safetensors"]
+        if n == 1
+        else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
+    )
     total, done = sum(t.nbytes for t in wanted), 0
     for shard, file in zip(shards, names, strict=True):
         temporary = out / f".{file}.tmp"
@@ -110,7 +140,11 @@ class _Tensor:
         self.saved = str(entry["dtype"])
         if self.saved not in NAMES:
             raise ValueError(f"{name!r} has dtype {self.saved}, which safetensors does not know")
-        self.dtype = wanted if wanted and self.saved in ("float64", "float32", "float16", "bfloat16") else self.saved
+        self.dtype = (
+            wanted
+            if wanted and self.saved in ("float64", "float32", "float16", "bfloat16")
+            else self.saved
+        )
         self.nbytes = math.prod(self.shape) * NAMES[self.dtype][1]
 
 
@@ -127,13 +161,19 @@ def _shards(tensors: list[_Tensor], limit: int) -> Iterator[list[_Tensor]]:
 
 
 class _create:
-    """A safetensors file, its header written and its tensors views of it: element bytes, by name."""
+    """A safetensors file, its header written and its tensors views of it: element bytes, by
+    name."""
 
     def __init__(self, path: Path, tensors: list[_Tensor], tied: dict[str, str]):
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **tied}}
         at = 0
-        for t in sorted(tensors, key=lambda t: -NAMES[t.dtype][1]):  # so that each lies at a multiple of its width
-            header[t.name] = {"dtype": NAMES[t.dtype][0], "shape": list(t.shape), "data_offsets": [at, at + t.nbytes]}
+        # so that each lies at a multiple of its width
+        for t in sorted(tensors, key=lambda t: -NAMES[t.dtype][1]):
+            header[t.name] = {
+                "dtype": NAMES[t.dtype][0],
+                "shape": list(t.shape),
+                "data_offsets": [at, at + t.nbytes],
+            }
             at += t.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
@@ -146,7 +186,11 @@ class _create:
         if self._nbytes == 0:
             return {name: np.empty(0, np.uint8) for name in self._header}
         self._map: Any = np.memmap(self._path, np.uint8, "r+", self._start, (self._nbytes,))
-        return {name: self._map[slice(*entry["data_offsets"])] for name, entry in self._header.items() if name != "__metadata__"}
+        return {
+            name: self._map[slice(*entry["data_offsets"])]
+            for name, entry in self._header.items()
+            if name != "__metadata__"
+        }
 
     def __exit__(self, kind: object, *_: object) -> None:
         if self._nbytes:
@@ -156,16 +200,26 @@ class _create:
             self._path.unlink(missing_ok=True)
 
 
-def _fill(reader: _Reader, tensors: list[_Tensor], views: dict[str, np.ndarray[Any, Any]]) -> Iterator[int]:
+def _fill(
+    reader: _Reader, tensors: list[_Tensor], views: dict[str, np.ndarray[Any, Any]]
+) -> Iterator[int]:
     """In the order in which the bytes lie in the parts. Yields the bytes written."""
-    boxes = [(chunk["part"], chunk["start"], i, chunk) for i, t in enumerate(tensors) for chunk in t.entry["chunks"]]
+    boxes = [
+        (chunk["part"], chunk["start"], i, chunk)
+        for i, t in enumerate(tensors)
+        for chunk in t.entry["chunks"]
+    ]
     for _, _, i, chunk in sorted(boxes, key=lambda box: box[:3]):
         t = tensors[i]
         width, saved_width = NAMES[t.dtype][1], NAMES[t.saved][1]
         whole = views[t.name].reshape(*t.shape, width)
-        box = whole[tuple(slice(o, o + n) for o, n in zip(chunk["offsets"], chunk["sizes"], strict=True))]
+        box = whole[
+            tuple(slice(o, o + n) for o, n in zip(chunk["offsets"], chunk["sizes"], strict=True))
+        ]
         if not chunk["sizes"]:  # a scalar
-            box[...] = _cast(reader.read(chunk["part"], chunk["start"], chunk["end"]), t.saved, t.dtype).reshape(width)
+            box[...] = _cast(
+                reader.read(chunk["part"], chunk["start"], chunk["end"]), t.saved, t.dtype
+            ).reshape(width)
             yield width
             continue
         inner = math.prod(chunk["sizes"][1:]) * saved_width  # bytes of one row
@@ -197,7 +251,8 @@ def _cast(raw: np.ndarray[Any, Any], saved: str, wanted: str) -> np.ndarray[Any,
 
 
 class _Reader:
-    """Verified reads through one window of a part, so that neighbours share the chunks that must be fetched whole."""
+    """Verified reads through one window of a part, so that neighbours share the chunks that
+    must be fetched whole."""
 
     def __init__(self, snapshots: Snapshots, manifest: Manifest):
         self._snapshots, self.manifest = snapshots, manifest
@@ -208,14 +263,20 @@ class _Reader:
         if part != self._part or start < self._low or end > self._low + len(self._window):
             size = self.manifest.part(part)
             low = start // size.chunk_nbytes * size.chunk_nbytes
-            high = min(size.nbytes, max(low + READ_NBYTES, -(-end // size.chunk_nbytes) * size.chunk_nbytes))
-            self._window = np.frombuffer(self._snapshots.read(self.manifest, part, low, high), np.uint8)
+            high = min(
+                size.nbytes,
+                max(low + READ_NBYTES, -(-end // size.chunk_nbytes) * size.chunk_nbytes),
+            )
+            self._window = np.frombuffer(
+                self._snapshots.read(self.manifest, part, low, high), np.uint8
+            )
             self._part, self._low = part, low
         return self._window[start - self._low : end - self._low].copy()
 
 
 def _tied(reader: _Reader, found: dict[str, str]) -> dict[str, str]:
-    """Matrices that hold the same bytes: name -> the name that is kept. Constant ones (fresh norms, zeros) are nobody's twin."""
+    """Matrices that hold the same bytes: name -> the name that is kept. Constant ones (fresh
+    norms, zeros) are nobody's twin."""
     tensors = reader.manifest.tensors
     groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for name, key in sorted(found.items()):
@@ -233,13 +294,23 @@ def _tied(reader: _Reader, found: dict[str, str]) -> dict[str, str]:
                         finer[(*group, seen)].append(name)
         groups = finer
     # Readers tie a head to its embedding, and look for the embedding.
-    first = {group: min(names, key=lambda n: (not re.search("emb|wte|shared", n), n)) for group, names in groups.items()}
-    return {name: first[group] for group, names in groups.items() for name in names if name != first[group]}
+    first = {
+        group: min(names, key=lambda n: (not re.search("emb|wte|shared", n), n))
+        for group, names in groups.items()
+    }
+    return {
+        name: first[group]
+        for group, names in groups.items()
+        for name in names
+        if name != first[group]
+    }
 
 
 def _sample(reader: _Reader, entry: dict[str, Any]) -> bytes | None:
     chunk = entry["chunks"][0]
-    seen = reader.read(chunk["part"], chunk["start"], min(chunk["end"], chunk["start"] + SAMPLE_NBYTES))
+    seen = reader.read(
+        chunk["part"], chunk["start"], min(chunk["end"], chunk["start"] + SAMPLE_NBYTES)
+    )
     width = NAMES.get(str(entry["dtype"]), ("", 1))[1]
     elements = seen.reshape(-1, width)
     return None if bool((elements == elements[0]).all()) else seen.tobytes()
@@ -249,5 +320,7 @@ def _hash(reader: _Reader, entry: dict[str, Any]) -> str:
     digest = xxhash.xxh3_128()
     for chunk in entry["chunks"]:
         for start in range(chunk["start"], chunk["end"], READ_NBYTES):
-            digest.update(reader.read(chunk["part"], start, min(start + READ_NBYTES, chunk["end"])).data)
+            digest.update(
+                reader.read(chunk["part"], start, min(start + READ_NBYTES, chunk["end"])).data
+            )
     return digest.hexdigest()

@@ -1,10 +1,13 @@
-"""A store that fails on purpose, and ways to damage what is stored. For users' tests as much as ours.
+"""A store that fails on purpose, and ways to damage what is stored. For users' tests as much as
+ours.
 
     store = FaultyStore(open_store("memory://t"), random.Random(7), unavailable=0.05, unknown=0.05)
-    store = FaultyStore(inner, random.Random(7), fail_call=12, mode="after")     # only the 12th call, exactly once
+    # only the 12th call, exactly once
+    store = FaultyStore(inner, random.Random(7), fail_call=12, mode="after")
     corrupt(store, key, "flip", random.Random(7))
 
-Everything follows from the seed and the order of calls. Errors: those of `storage.objects`, and whatever `crash` is.
+Everything follows from the seed and the order of calls. Errors: those of `storage.objects`, and
+whatever `crash` is.
 """
 
 from __future__ import annotations
@@ -19,10 +22,13 @@ from storage.objects import ObjectStore, read_into
 
 T = TypeVar("T")
 
-Mode = Literal["before", "after", "full", "torn", "stale", "throttled", "crash-before", "crash-after"]
-"""What happens to one call: no answer and no effect; effect and no answer; disk full; half of what was asked is read; what was there
-before the last change is read or listed; the store asks to slow down, and does so for the next few calls; the caller dies before it; the
-caller dies after it took effect."""
+Mode = Literal[
+    "before", "after", "full", "torn", "stale", "throttled", "crash-before", "crash-after"
+]
+"""What happens to one call: no answer and no effect; effect and no answer; disk full; half of what
+was asked is read; what was there before the last change is read or listed; the store asks to
+slow down, and does so for the next few calls; the caller dies before it; the caller dies after
+it took effect."""
 
 Damage = Literal["flip", "truncate", "extend", "empty", "delete", "swap"]
 
@@ -32,14 +38,18 @@ class Crash(BaseException):
 
 
 class FaultyStore:
-    """Wraps any ObjectStore. Calls are numbered from 1; `log` has (number, operation, key, what happened).
+    """Wraps any ObjectStore. Calls are numbered from 1; `log` has (number, operation, key, what
+    happened).
 
     unavailable   chance that a call is not answered and has no effect
     unknown       chance that a call takes effect and is not answered
     full          chance that a write finds the disk full
-    torn          chance that a read returns only the first half (no store should; hashes must catch it)
-    stale         chance that a read or list shows what was there before the last change through this wrapper (no store should)
-    throttled     chance that a burst of `burst` calls begins in which the store answers 503 SlowDown and does nothing
+    torn          chance that a read returns only the first half (no store should; hashes must catch
+                  it)
+    stale         chance that a read or list shows what was there before the last change through
+                  this wrapper (no store should)
+    throttled     chance that a burst of `burst` calls begins in which the store answers 503
+                  SlowDown and does nothing
     delay_s       up to so many seconds before each call, waited with `sleep`
     fail_call     this one call fails in `mode`, whatever the chances are
     """
@@ -73,19 +83,33 @@ class FaultyStore:
         self._unavailable, self._unknown, self._full, self._torn = unavailable, unknown, full, torn
         self._stale, self._throttled, self._burst, self._slow_until = stale, throttled, burst, 0
         self._keeps_past = stale > 0 or mode == "stale"
-        self._past: dict[str, bytes | None] = {}  # what was there before its last change; None: nothing
+        # what was there before its last change; None: nothing
+        self._past: dict[str, bytes | None] = {}
         self._last: str | None = None  # the key of the last change
         self._delay_s, self._sleep = delay_s, sleep
         self._fail_call, self._mode, self._crash = fail_call, mode, crash
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
-        return self._call("get", key, lambda: self.inner.get(key, start, end), tear=_first_half, old=lambda: self._before(key)[start:end])
+        return self._call(
+            "get",
+            key,
+            lambda: self.inner.get(key, start, end),
+            tear=_first_half,
+            old=lambda: self._before(key)[start:end],
+        )
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        self._call("put", key, lambda: self._changed(key, lambda: self.inner.put(key, data)), writes=True)
+        self._call(
+            "put", key, lambda: self._changed(key, lambda: self.inner.put(key, data)), writes=True
+        )
 
     def create(self, key: str, data: bytes | memoryview) -> bool:
-        return self._call("create", key, lambda: self._changed(key, lambda: self.inner.create(key, data)), writes=True)
+        return self._call(
+            "create",
+            key,
+            lambda: self._changed(key, lambda: self.inner.create(key, data)),
+            writes=True,
+        )
 
     def list(self, prefix: str) -> list[str]:
         def old() -> list[str]:
@@ -101,7 +125,9 @@ class FaultyStore:
         self._call("delete", key, lambda: self._changed(key, lambda: self.inner.delete(key)))
 
     def size(self, key: str) -> int:
-        return self._call("size", key, lambda: self.inner.size(key), old=lambda: len(self._before(key)))
+        return self._call(
+            "size", key, lambda: self.inner.size(key), old=lambda: len(self._before(key))
+        )
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         def old() -> int:
@@ -109,7 +135,13 @@ class FaultyStore:
             buffer[: len(found)] = found
             return len(found)
 
-        return self._call("read_into", key, lambda: read_into(self.inner, key, start, buffer), tear=lambda n: n // 2, old=old)
+        return self._call(
+            "read_into",
+            key,
+            lambda: read_into(self.inner, key, start, buffer),
+            tear=lambda n: n // 2,
+            old=old,
+        )
 
     def _changed(self, key: str, do: Callable[[], T]) -> T:
         """`do` changes `key`; what was there before is kept for those who read late."""
@@ -157,7 +189,10 @@ class FaultyStore:
             case "stale" if old is not None:
                 return old()
             case "full":
-                raise StoreError(f"{where}: No space left on device (injected): free some space or choose another run URL")
+                raise StoreError(
+                    f"{where}: No space left on device (injected): free some space or choose "
+                    "another run URL"
+                )
             case "crash-before":
                 raise self._crash()
         result = do()
@@ -171,9 +206,14 @@ class FaultyStore:
         return result
 
     def _fate(self, writes: bool, reads: bool, recalls: bool) -> Mode | None:
-        # Always four draws, so that one chance does not shift what another one does; two more where they are asked for.
+        # Always four draws, so that one chance does not shift what another one does; two more where
+        # they are asked for.
         before, after, full, torn = (self._rng.random() for _ in range(4))
-        stale, throttled = (self._rng.random(), self._rng.random()) if self._stale or self._throttled else (1.0, 1.0)
+        stale, throttled = (
+            (self._rng.random(), self._rng.random())
+            if self._stale or self._throttled
+            else (1.0, 1.0)
+        )
         if self.calls == self._fail_call:
             return self._mode
         if self.calls <= self._slow_until:
@@ -194,10 +234,14 @@ class FaultyStore:
         return None
 
 
-def corrupt(store: ObjectStore, key: str, how: Damage, rng: random.Random, other: str | None = None) -> None:
-    """Damage an object in place. Raises NotFound if it is not there, ValueError if it cannot be damaged so.
+def corrupt(
+    store: ObjectStore, key: str, how: Damage, rng: random.Random, other: str | None = None
+) -> None:
+    """Damage an object in place. Raises NotFound if it is not there, ValueError if it cannot be
+    damaged so.
 
-    flip: one bit; truncate: lose at least one byte of the end; extend: garbage at the end; empty: no bytes left;
+    flip: one bit; truncate: lose at least one byte of the end; extend: garbage at the end; empty:
+    no bytes left;
     delete: gone; swap: trade contents with `other`.
     """
     data = bytearray(store.get(key))

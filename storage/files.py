@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from storage.objects import Keys
 
 # What network file systems say while their server restarts or a lease is renewed.
-FALTERING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.ECONNRESET, errno.EAGAIN}
+FALTERING = {
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENOTCONN,
+    errno.ECONNRESET,
+    errno.EAGAIN,
+}
 _memory: dict[str, bytes] = {}  # memory:// of this process; fsspec's own has no create-only write
 _memory_lock = threading.Lock()
 
@@ -63,9 +72,13 @@ class MemoryStore:
 
 
 def refuse_to_leave(url: str, key: str) -> None:
-    """No key leads out of its store, whoever made it: an absolute one, or one with "..", would be another file of this machine."""
+    """No key leads out of its store, whoever made it: an absolute one, or one with "..", would
+    be another file of this machine."""
     if why := why_not_a_key(key):
-        raise StoreError(f"{url}: {key!r} is no key of an object here: {why}; whoever named it is damaged, or means harm")
+        raise StoreError(
+            f"{url}: {key!r} is no key of an object here: {why}; whoever named it is damaged, or "
+            "means harm"
+        )
 
 
 class FileStore:
@@ -94,7 +107,10 @@ class FileStore:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
             except (FileNotFoundError, NotADirectoryError) as e:
-                raise StoreRefused(f"{path.parent}: this folder cannot be made ({e.strerror}); check the path of the run URL") from e
+                raise StoreRefused(
+                    f"{path.parent}: this folder cannot be made ({e.strerror}); check the path of "
+                    "the run URL"
+                ) from e
             try:
                 with open(temporary, "wb", buffering=0) as f:
                     view, at = memoryview(data).cast("B"), 0
@@ -162,7 +178,8 @@ class FileStore:
         return done
 
     def abort_stale_uploads(self, older_than_s: float) -> Keys:
-        """Temporary files of writers that died. Those of living ones are younger than any sensible `older_than_s`."""
+        """Temporary files of writers that died. Those of living ones are younger than any
+        sensible `older_than_s`."""
         gone = []
         for path in self._root.rglob(".*.tmp"):
             with contextlib.suppress(FileNotFoundError):

@@ -1,11 +1,13 @@
-"""Reading a snapshot for long, and knowing when a reader is dead. Clocks of two machines are never compared. No torch.
+"""Reading a snapshot for long, and knowing when a reader is dead. Clocks of two machines are never
+compared. No torch.
 
     with reading(snapshots, manifest.ref):         # nobody prunes it meanwhile
         load(snapshots, manifest, tensors)
-    snapshots.prune(keep, expired=watch)           # watch = Watch(), of a process that prunes again and again
+    snapshots.prune(keep, expired=watch)    # watch = Watch(), of a process that prunes repeatedly
 
-A lease is a small object that its reader rewrites, with a number that grows. A reader that dies lets it stand still, and who has seen
-it stand still for LEASE_S by its own clock may remove it. Who prunes only once waits for nobody and respects every lease.
+A lease is a small object that its reader rewrites, with a number that grows. A reader that dies
+lets it stand still, and who has seen it stand still for LEASE_S by its own clock may remove it. Who
+prunes only once waits for nobody and respects every lease.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Watch:
 
 @contextlib.contextmanager
 def reading(snapshots: Snapshots, ref: Ref, beat_s: float = BEAT_S) -> Iterator[bool]:
-    """Nobody prunes it while the body runs. True if so; False if it is doomed already, or the store could not be told."""
+    """Nobody prunes it while the body runs. True if so; False if it is doomed already, or the
+    store could not be told."""
     token, done = f"{secrets.token_hex(6)}", threading.Event()
     try:
         ours = snapshots.begin_reading(ref, token)

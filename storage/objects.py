@@ -1,18 +1,21 @@
 """Objects in a bucket: the small interface that everything durable is written through.
 
-`open_store("s3://bucket/prefix")`, `gs://`, `az://`, `file:///path`, `memory://name`, or a plain path. Buckets are spoken to by
-obstore (`storage/fast.py`) where it can be, else by fsspec. Knows nothing of snapshots, torch or harness. Keys are '/'-separated and
-relative to the store's URL. What a store really does is found by `probe` (`storage/probe.py`).
+`open_store("s3://bucket/prefix")`, `gs://`, `az://`, `file:///path`, `memory://name`, or a plain
+path. Buckets are spoken to by obstore (`storage/fast.py`) where it can be, else by fsspec. Knows
+nothing of snapshots, torch or harness. Keys are '/'-separated and relative to the store's URL. What
+a store really does is found by `probe` (`storage/probe.py`).
 
 Errors:
     StoreError             the store said no; the message says what to do
       ├─ NotFound          no such object
       ├─ StoreRefused      it lets us do nothing: credentials, permission, missing bucket, full disk
-      └─ StoreUnavailable  it did not answer or asked to slow down; the outcome of a write is UNKNOWN
+      └─ StoreUnavailable  it did not answer or asked to slow down; the outcome of a write is
+                           UNKNOWN
 
-A store that has answered does not lose its bucket or its permissions for good in the middle of a run, but tokens expire, policies are
-rolled out, and metadata servers time out. So a refusal by a store that has answered is told as StoreUnavailable until it has lasted
-PATIENCE_S (`Patience`). One that never answered refuses at once.
+A store that has answered does not lose its bucket or its permissions for good in the middle of a
+run, but tokens expire, policies are rolled out, and metadata servers time out. So a refusal by a
+store that has answered is told as StoreUnavailable until it has lasted PATIENCE_S (`Patience`). One
+that never answered refuses at once.
 """
 
 from __future__ import annotations
@@ -24,17 +27,10 @@ from storage.errors import StoreError
 Keys = list[str]  # in classes, where `list` is a method
 
 
-
-
-
-
-
-
-
-
 @runtime_checkable
 class ObjectStore(Protocol):
-    """What the commit protocol needs of a store. Reads see every completed write (S3, GCS, Azure, POSIX do)."""
+    """What the commit protocol needs of a store. Reads see every completed write (S3, GCS,
+    Azure, POSIX do)."""
 
     url: str
 
@@ -59,12 +55,15 @@ class ObjectStore(Protocol):
 
 @runtime_checkable
 class ReadsInto(Protocol):
-    """A store that can read to where the bytes are wanted. All of ours can; `read_into` works with any."""
+    """A store that can read to where the bytes are wanted. All of ours can; `read_into` works
+    with any."""
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        """Fill `buffer` (writable, bytes) with the object's bytes from `start`: how many there were. Raises NotFound.
+        """Fill `buffer` (writable, bytes) with the object's bytes from `start`: how many there
+        were. Raises NotFound.
 
-        Of a large buffer several ranges are read at once, so the object must not be replaced meanwhile.
+        Of a large buffer several ranges are read at once, so the object must not be replaced
+        meanwhile.
         """
 
 
@@ -80,14 +79,16 @@ class HasUploads(Protocol):
     """A store in which uploads that were never finished stay, out of sight and on the bill."""
 
     def abort_stale_uploads(self, older_than_s: float) -> Keys:
-        """Drop unfinished uploads that began at least so long ago: their keys. Clocks differ, so be generous (hours)."""
+        """Drop unfinished uploads that began at least so long ago: their keys. Clocks differ,
+        so be generous (hours)."""
 
 
 MAX_KEY_BYTES = 1024  # of a key; what S3, GCS and Azure allow
 
 
 def why_not_a_key(key: str) -> str:
-    """What is wrong with a key, "" if nothing: a store's keys name objects under its own root and nothing else."""
+    """What is wrong with a key, "" if nothing: a store's keys name objects under its own root
+    and nothing else."""
     parts = key.split("/")
     if not key or "" in parts:
         return "it has an empty part" if key.strip("/") else "it is empty"
@@ -95,16 +96,23 @@ def why_not_a_key(key: str) -> str:
         return "it has a part '.' or '..'"
     if "\\" in key or any(ord(c) < 32 or ord(c) == 127 for c in key):
         return "it has a backslash or a control character"
-    return f"it has more than {MAX_KEY_BYTES} bytes" if len(key.encode("utf-8", "replace")) > MAX_KEY_BYTES else ""
+    return (
+        f"it has more than {MAX_KEY_BYTES} bytes"
+        if len(key.encode("utf-8", "replace")) > MAX_KEY_BYTES
+        else ""
+    )
 
 
 def checked_key(key: str, under: str = "") -> str:
-    """The same key, if it is one, and lies under the prefix `under`. Of keys that somebody else wrote (manifests, part lists, markers):
-    they may name files anywhere on this machine. Raises ValueError.
+    """The same key, if it is one, and lies under the prefix `under`. Of keys that somebody else
+    wrote (manifests, part lists, markers): they may name files anywhere on this machine. Raises
+    ValueError.
     """
     why = why_not_a_key(key) or ("" if key.startswith(under) else f"it does not lie under {under}")
     if why:
-        raise ValueError(f"wanted the key of an object{f' under {under}' if under else ''}, found {key!r}: {why}")
+        raise ValueError(
+            f"wanted the key of an object{f' under {under}' if under else ''}, found {key!r}: {why}"
+        )
     return key
 
 
@@ -127,59 +135,16 @@ def limit_puts(store: ObjectStore, requests: int) -> None:
 
 
 def abort_stale_uploads(store: ObjectStore, older_than_s: float) -> list[str]:
-    """See `HasUploads`. For any store; nothing to do in one that keeps none (Azure drops them itself after a week)."""
+    """See `HasUploads`. For any store; nothing to do in one that keeps none (Azure drops them
+    itself after a week)."""
     return store.abort_stale_uploads(older_than_s) if isinstance(store, HasUploads) else []
 
 
 def copy_into(found: bytes | memoryview, buffer: memoryview) -> int:
     if len(found) > buffer.nbytes:
-        raise StoreError(f"the store gave {len(found)} bytes where {buffer.nbytes} were asked for: it ignores ranges; use another store")
+        raise StoreError(
+            f"the store gave {len(found)} bytes where {buffer.nbytes} were asked for: it ignores "
+            "ranges; use another store"
+        )
     buffer.cast("B")[: len(found)] = found
     return len(found)
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-

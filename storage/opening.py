@@ -30,11 +30,13 @@ def open_store(
 ) -> ObjectStore:
     """A store rooted at `url`; transient failures are retried for `retry_within_s` seconds.
 
-    `answered`: it is known to be there and to let us read and write, so that a refusal is taken for an outage for
-    STORAGE_PATIENCE_S seconds. Who starts a process can tell it the same by the variable STORAGE_ANSWERED, the store's URL.
+    `answered`: it is known to be there and to let us read and write, so that a refusal is taken for
+    an outage for STORAGE_PATIENCE_S seconds. Who starts a process can tell it the same by the
+    variable STORAGE_ANSWERED, the store's URL.
 
-    `options` are spelled as for the cloud's fsspec filesystem (credentials by each cloud's own conventions when absent). `backend`: who
-    speaks to a bucket, "obstore" or "fsspec"; by default (also of the variable STORAGE_BACKEND) obstore wherever it can. Raises StoreError.
+    `options` are spelled as for the cloud's fsspec filesystem (credentials by each cloud's own
+    conventions when absent). `backend`: who speaks to a bucket, "obstore" or "fsspec"; by default
+    (also of the variable STORAGE_BACKEND) obstore wherever it can. Raises StoreError.
     """
     url = normalize(url)
     scheme = url.partition("://")[0]
@@ -58,9 +60,13 @@ def _patience_s(environ: Mapping[str, str]) -> float:
     return found
 
 
-def _remote(url: str, backend: str, environ: Mapping[str, str], options: dict[str, Any]) -> ObjectStore:
+def _remote(
+    url: str, backend: str, environ: Mapping[str, str], options: dict[str, Any]
+) -> ObjectStore:
     if backend not in ("", *BACKENDS):
-        raise StoreError(f"{url}: wanted one of {', '.join(BACKENDS)} as STORAGE_BACKEND, found {backend!r}")
+        raise StoreError(
+            f"{url}: wanted one of {', '.join(BACKENDS)} as STORAGE_BACKEND, found {backend!r}"
+        )
     if backend != "fsspec":
         from storage import fast
 
@@ -68,12 +74,15 @@ def _remote(url: str, backend: str, environ: Mapping[str, str], options: dict[st
             return fast.FastStore(url, environ=environ, **options)
         except fast.Unfit as e:
             if backend == "obstore":
-                raise StoreError(f"{url}: obstore cannot be used: {e}; leave STORAGE_BACKEND out") from e
+                raise StoreError(
+                    f"{url}: obstore cannot be used: {e}; leave STORAGE_BACKEND out"
+                ) from e
     return FsspecStore(url, **options)
 
 
 def normalize(url: str) -> str:
     """`runs/x` -> `file:///abs/runs/x`; URLs are returned without a trailing slash."""
     if "://" not in url:
-        return f"file://{Path(url).expanduser().resolve().as_posix()}"  # not as_uri: it would quote spaces, fsspec does not
+        # not as_uri: it would quote spaces, fsspec does not
+        return f"file://{Path(url).expanduser().resolve().as_posix()}"
     return url.rstrip("/")

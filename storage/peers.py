@@ -18,16 +18,26 @@ if TYPE_CHECKING:
 PEER_TIMEOUT_S = 2.0  # connect, and each read from a peer; a slower one is not asked again
 
 
-# ---- peers ------------------------------------------------------------------------------------------------------
+# ---- peers ---------------------------------------------------------------------------------------
 class ChunkServer:
-    """Serves chunks that this node's tiers hold to peers that know the run's `secret`, and keeps in `keep` what they leave here.
+    """Serves chunks that this node's tiers hold to peers that know the run's `secret`, and keeps in
+    `keep` what they leave here.
 
-    GET /chunk/<id> with `Authorization: Bearer <secret>`: 200 and the bytes, 404 if no tier has them, 403 without the secret.
-    PUT: 201 filed, 400 if the bytes do not have that hash, 404 if nothing is kept here, 507 if there is no room.
-    Bound to `addr` only. `tiers` is asked for each request, since what is staged comes and goes.
+    GET /chunk/<id> with `Authorization: Bearer <secret>`: 200 and the bytes, 404 if no tier has
+    them, 403 without the secret.
+    PUT: 201 filed, 400 if the bytes do not have that hash, 404 if nothing is kept here, 507 if
+    there is no room. Bound to `addr` only. `tiers` is asked for each request, since what is staged
+    comes and goes.
     """
 
-    def __init__(self, tiers: Callable[[], Sequence[Tier]], addr: str, secret: str, keep: Tier | None = None, timeout_s: float = 10.0):
+    def __init__(
+        self,
+        tiers: Callable[[], Sequence[Tier]],
+        addr: str,
+        secret: str,
+        keep: Tier | None = None,
+        timeout_s: float = 10.0,
+    ):
         if not secret:
             raise ValueError("a chunk server needs a secret; found an empty one")
         expected = f"Bearer {secret}"
@@ -51,11 +61,15 @@ class ChunkServer:
                     self._answer(404 if keep is None else 400)
                     return
                 data = self.rfile.read(nbytes)
-                self._answer(400 if not is_chunk(id, data) else 201 if keep.put({id: data}) else 507)
+                self._answer(
+                    400 if not is_chunk(id, data) else 201 if keep.put({id: data}) else 507
+                )
 
             def _id(self) -> str | None:
                 """The chunk asked for, "" if that is none; None: refused, and told so."""
-                if not hmac.compare_digest(self.headers.get("Authorization", "").encode(), expected.encode()):
+                if not hmac.compare_digest(
+                    self.headers.get("Authorization", "").encode(), expected.encode()
+                ):
                     self.close_connection = True
                     self._answer(403)
                     return None
@@ -68,18 +82,25 @@ class ChunkServer:
                 self.end_headers()
                 self.wfile.write(data)
 
-            def log_message(self, format: str, *args: Any) -> None:  # peers come and go; that is no news
+            # peers come and go; that is no news
+            def log_message(self, format: str, *args: Any) -> None:
                 pass
 
         class Server(ThreadingHTTPServer):
             daemon_threads = True
 
-            def handle_error(self, request: Any, client_address: Any) -> None:  # a peer that died in the middle
+            # a peer that died in the middle
+            def handle_error(self, request: Any, client_address: Any) -> None:
                 pass
 
         self._server = Server((addr, 0), Handler)
         self.addr, self.port = addr, int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="chunk-server", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever,
+            kwargs={"poll_interval": 0.1},
+            name="chunk-server",
+            daemon=True,
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -93,18 +114,29 @@ def _first(tiers: Sequence[Tier], id: str) -> bytes | memoryview | None:
 
 
 class PeerTier:
-    """Chunks that other nodes hold, by their `ChunkServer`s at (address, port). One that fails or is slow once is not asked again."""
+    """Chunks that other nodes hold, by their `ChunkServer`s at (address, port). One that fails
+    or is slow once is not asked again."""
 
     name = "peer"
 
-    def __init__(self, peers: Sequence[tuple[str, int]], secret: str, timeout_s: float = PEER_TIMEOUT_S):
-        self._peers, self._headers, self._timeout_s = list(peers), {"Authorization": f"Bearer {secret}"}, timeout_s
+    def __init__(
+        self, peers: Sequence[tuple[str, int]], secret: str, timeout_s: float = PEER_TIMEOUT_S
+    ):
+        self._peers, self._headers, self._timeout_s = (
+            list(peers),
+            {"Authorization": f"Bearer {secret}"},
+            timeout_s,
+        )
         self._gone: set[tuple[str, int]] = set()
         self._local = threading.local()  # connections are kept, one per thread and peer
 
     def get(self, id: str) -> bytes | None:
         for peer in self._peers:
-            if peer not in self._gone and (answer := self._ask(peer, "GET", id)) is not None and answer[0] == 200:
+            if (
+                peer not in self._gone
+                and (answer := self._ask(peer, "GET", id)) is not None
+                and answer[0] == 200
+            ):
                 return answer[1]
         return None
 
@@ -121,11 +153,19 @@ class PeerTier:
     def drop(self, id: str) -> None:
         """A peer that sent wrong bytes has to notice itself, when it reads them."""
 
-    def _ask(self, peer: tuple[str, int], method: str, id: str, body: bytes | memoryview | None = None) -> tuple[int, bytes] | None:
-        """Status and content; None, and never asked again, if it is gone, slow, or of another run."""
-        kept: dict[tuple[str, int], http.client.HTTPConnection] = self._local.__dict__.setdefault("kept", {})
-        connection = kept.setdefault(peer, http.client.HTTPConnection(*peer, timeout=self._timeout_s))
-        deadline_s = time.monotonic() + 2 * self._timeout_s  # in all, since a trickle would pass each read's time-out
+    def _ask(
+        self, peer: tuple[str, int], method: str, id: str, body: bytes | memoryview | None = None
+    ) -> tuple[int, bytes] | None:
+        """Status and content; None, and never asked again, if it is gone, slow, or of another
+        run."""
+        kept: dict[tuple[str, int], http.client.HTTPConnection] = self._local.__dict__.setdefault(
+            "kept", {}
+        )
+        connection = kept.setdefault(
+            peer, http.client.HTTPConnection(*peer, timeout=self._timeout_s)
+        )
+        # in all, since a trickle would pass each read's time-out
+        deadline_s = time.monotonic() + 2 * self._timeout_s
         data = bytearray()
         try:
             connection.request(method, f"/chunk/{id}", body=body, headers=self._headers)

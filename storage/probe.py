@@ -1,11 +1,13 @@
 """What a store really does, found by trying it. Knows the ObjectStore protocol only.
 
-The commit protocol stands on a few promises (`Probe`); S3-compatible servers break them quietly, by ignoring a condition they do
-not know. `probe` finds out with throw-away keys, `require` refuses what would lose training, and `record` leaves the answer in the
-bucket (`known`) for those who only want to read it.
+The commit protocol stands on a few promises (`Probe`); S3-compatible servers break them quietly, by
+ignoring a condition they do not know. `probe` finds out with throw-away keys, `require` refuses
+what would lose training, and `record` leaves the answer in the bucket (`known`) for those who only
+want to read it.
 
-Without create-only writes there is no substitute: names unique to the attempt and reading back tell a writer what is there now, not
-that nobody replaces it a moment later; so two controllers could lead, and two worlds commit, at once. Such a store is refused.
+Without create-only writes there is no substitute: names unique to the attempt and reading back tell
+a writer what is there now, not that nobody replaces it a moment later; so two controllers could
+lead, and two worlds commit, at once. Such a store is refused.
 """
 
 from __future__ import annotations
@@ -39,15 +41,21 @@ class Probe:
 
 WHY = {
     "read_after_write": "what was written could not be read back",
-    "create_only": "it overwrites on a create-only write (If-None-Match is ignored), so commits would not be safe",
-    "list_after_write": "its lists do not show what was just written or deleted, so snapshots would be overlooked",
+    "create_only": (
+        "it overwrites on a create-only write (If-None-Match is ignored), so commits "
+        "would not be safe"
+    ),
+    "list_after_write": (
+        "its lists do not show what was just written or deleted, so snapshots would be overlooked"
+    ),
     "size": "it gives wrong sizes of objects, so damage would be overlooked",
     "ranges": "it gives more or other bytes than those asked for",
 }
 
 
 def probe(store: ObjectStore, token: str = "") -> Probe:
-    """Try it with a few small objects under `control/`, which are deleted again. Raises StoreError if it refuses to be written to."""
+    """Try it with a few small objects under `control/`, which are deleted again. Raises
+    StoreError if it refuses to be written to."""
     key = f"control/probe-{token or secrets.token_hex(6)}"
     first = store.create(key, b"0123456789")
     try:
@@ -60,7 +68,9 @@ def probe(store: ObjectStore, token: str = "") -> Probe:
         read = read and store.get(key) == b"0123456789" * 2
         buffer = bytearray(8)
         ranges = store.get(key, 3, 7) == b"3456" and store.get(key, 20, 30) == b""
-        ranges = ranges and read_into(store, key, 17, memoryview(buffer)) == 3 and buffer[:3] == b"789"
+        ranges = (
+            ranges and read_into(store, key, 17, memoryview(buffer)) == 3 and buffer[:3] == b"789"
+        )
         listed = store.list(key) == [key]
     except NotFound:  # of what was just written
         return Probe(False, False, False, False, False)
@@ -74,7 +84,10 @@ def require(store: ObjectStore) -> Probe:
     found = probe(store)
     if found.missing:
         reasons = "; ".join(WHY[name] for name in found.missing)
-        raise StoreError(f"{store.url}: {reasons}; use a store with conditional writes and consistent reads ({GOOD})")
+        raise StoreError(
+            f"{store.url}: {reasons}; use a store with conditional writes and consistent reads "
+            f"({GOOD})"
+        )
     return found
 
 
@@ -84,7 +97,8 @@ def record(store: ObjectStore, found: Probe) -> None:
 
 
 def known(store: ObjectStore) -> Probe | None:
-    """The last answer that was recorded there; None: nobody asked yet, or a version of this code that asked for less."""
+    """The last answer that was recorded there; None: nobody asked yet, or a version of this
+    code that asked for less."""
     try:
         return Probe(**json.loads(store.get(KEY)))
     except (NotFound, ValueError, TypeError):

@@ -24,15 +24,20 @@ BLOCK_NBYTES = 64 << 20  # of what fsspec uploads of a larger object at once
 
 
 class FsspecStore:
-    """Any fsspec filesystem. Create-only writes use the store's own condition (S3 If-None-Match, GCS generation 0,
-    Azure If-None-Match), which fsspec spells `mode="create"`."""
+    """Any fsspec filesystem. Create-only writes use the store's own condition (S3 If-None-Match,
+    GCS generation 0, Azure If-None-Match), which fsspec spells `mode="create"`."""
 
     def __init__(self, url: str, **options: Any):
         self.url = url
         try:
-            self._fs, path = fsspec.core.url_to_fs(url, **{"use_listings_cache": False, "skip_instance_cache": True, **options})
-        except (ImportError, ValueError) as e:  # the package of this scheme is not installed, or there is no such scheme
-            raise StoreError(f"{url}: {e}; or install obstore, which speaks s3://, gs:// and az://") from e
+            self._fs, path = fsspec.core.url_to_fs(
+                url, **{"use_listings_cache": False, "skip_instance_cache": True, **options}
+            )
+        except (ImportError, ValueError) as e:
+            # the package of this scheme is not installed, or there is no such scheme
+            raise StoreError(
+                f"{url}: {e}; or install obstore, which speaks s3://, gs:// and az://"
+            ) from e
         self._root = str(path).rstrip("/")
         self._named = Named(url)
 
@@ -72,9 +77,13 @@ class FsspecStore:
         with self._answers(key):
             try:
                 self._fs.pipe_file(self._path(key), bytes(data), mode="create")
-            except Exception as e:  # each fsspec implementation has its own class for this; `_is_conflict` knows them
+            except Exception as e:
+                # each fsspec implementation has its own class for this; `_is_conflict` knows them
                 if isinstance(e, TypeError) and "mode" in str(e):
-                    raise StoreError(f"{self.url}: wanted create-only writes, this kind of store has none in fsspec; use another") from e
+                    raise StoreError(
+                        f"{self.url}: wanted create-only writes, this kind of store has none in "
+                        "fsspec; use another"
+                    ) from e
                 if not _is_conflict(e):
                     raise
                 return False
@@ -88,7 +97,9 @@ class FsspecStore:
             except FileNotFoundError:
                 return []
         keys = (str(p)[len(self._root) :].removeprefix("/") for p in found)
-        return sorted(self._named(k for k in keys if k and k.startswith(prefix) and not k.endswith("/")))
+        return sorted(
+            self._named(k for k in keys if k and k.startswith(prefix) and not k.endswith("/"))
+        )
 
     def delete(self, key: str) -> None:
         with contextlib.suppress(NotFound), self._answers(key):
@@ -102,12 +113,15 @@ class FsspecStore:
         return copy_into(self.get(key, start, start + buffer.nbytes), buffer)
 
     def abort_stale_uploads(self, older_than_s: float) -> Keys:
-        """S3 only. Google's resumable uploads and Azure's blocks are dropped by the cloud after a week."""
+        """S3 only. Google's resumable uploads and Azure's blocks are dropped by the cloud after
+        a week."""
         if not hasattr(self._fs, "call_s3"):
             return []
         bucket, _, prefix = self._root.partition("/")
         with self._answers(""):
-            return abort_s3_uploads(self._fs.call_s3, bucket, prefix + "/" if prefix else "", older_than_s)
+            return abort_s3_uploads(
+                self._fs.call_s3, bucket, prefix + "/" if prefix else "", older_than_s
+            )
 
     @contextlib.contextmanager
     def _answers(self, key: str) -> Iterator[None]:
@@ -126,7 +140,8 @@ class FsspecStore:
             if getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _says(e, *FULL):
                 raise full(where, e) from e
             raise StoreUnavailable(f"{where}: {e}") from e
-        except Exception as e:  # client libraries raise their own trees (botocore, google, azure); none may leak
+        except Exception as e:
+            # client libraries raise their own trees (botocore, google, azure); none may leak
             if _is_ours(e):
                 raise
             name = type(e).__name__
@@ -137,23 +152,37 @@ class FsspecStore:
 
 # What a bucket's refusals are told as, whoever speaks to it.
 def no_bucket(where: str) -> StoreRefused:
-    return StoreRefused(f"{where}: the bucket does not exist; create it or name another in the run URL")
+    return StoreRefused(
+        f"{where}: the bucket does not exist; create it or name another in the run URL"
+    )
 
 
 def denied(where: str, e: object) -> StoreRefused:
-    return StoreRefused(f"{where}: permission denied ({e}); check the credentials and the bucket's policy")
+    return StoreRefused(
+        f"{where}: permission denied ({e}); check the credentials and the bucket's policy"
+    )
 
 
 def full(where: str, e: object) -> StoreRefused:
-    return StoreRefused(f"{where}: {e}: the store is full; free some space, raise the quota, or choose another run URL")
+    return StoreRefused(
+        f"{where}: {e}: the store is full; free some space, raise the quota, or choose another run "
+        "URL"
+    )
 
 
 def no_credentials(where: str, e: object) -> StoreRefused:
-    return StoreRefused(f"{where}: no credentials found ({e}); log in the way your cloud's own tools do")
-FULL = ("QuotaExceeded", "StorageFull", "InsufficientStorage", "No space left")  # words of S3-compatible stores and quotas
+    return StoreRefused(
+        f"{where}: no credentials found ({e}); log in the way your cloud's own tools do"
+    )
 
 
-def abort_s3_uploads(call: Callable[..., Any], bucket: str, prefix: str, older_than_s: float) -> list[str]:
+# words of S3-compatible stores and quotas
+FULL = ("QuotaExceeded", "StorageFull", "InsufficientStorage", "No space left")
+
+
+def abort_s3_uploads(
+    call: Callable[..., Any], bucket: str, prefix: str, older_than_s: float
+) -> list[str]:
     """`call(operation, **arguments)`: an S3 client. Keys relative to `prefix`."""
     gone, marker, cutoff = [], dict[str, str](), time.time() - older_than_s
     while True:
@@ -161,26 +190,39 @@ def abort_s3_uploads(call: Callable[..., Any], bucket: str, prefix: str, older_t
         for one in page.get("Uploads", []):
             began: datetime = one["Initiated"]
             if one["Key"].startswith(prefix) and began.timestamp() <= cutoff:
-                call("abort_multipart_upload", Bucket=bucket, Key=one["Key"], UploadId=one["UploadId"])
+                call(
+                    "abort_multipart_upload",
+                    Bucket=bucket,
+                    Key=one["Key"],
+                    UploadId=one["UploadId"],
+                )
                 gone.append(one["Key"][len(prefix) :])
         if not page.get("IsTruncated"):
             return sorted(gone)
         marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
 
-def list_s3_keys(list_page: Callable[..., Any], bucket: str, root: str, prefix: str) -> Iterator[str]:
-    """Keys relative to `root` that begin with `prefix`, whatever they look like. `list_page`: an S3 client's list_objects_v2."""
+def list_s3_keys(
+    list_page: Callable[..., Any], bucket: str, root: str, prefix: str
+) -> Iterator[str]:
+    """Keys relative to `root` that begin with `prefix`, whatever they look like. `list_page`:
+    an S3 client's list_objects_v2."""
     more: dict[str, str] = {}
     while True:
         page = list_page(Bucket=bucket, Prefix=root + prefix, **more)
-        yield from (one["Key"][len(root) :] for one in page.get("Contents", []) if not one["Key"].endswith("/"))
+        yield from (
+            one["Key"][len(root) :]
+            for one in page.get("Contents", [])
+            if not one["Key"].endswith("/")
+        )
         if not page.get("IsTruncated"):
             return
         more = {"ContinuationToken": page["NextContinuationToken"]}
 
 
 class Named:
-    """Lets pass the keys that every store can name; tells once of others, which somebody else put there."""
+    """Lets pass the keys that every store can name; tells once of others, which somebody else
+    put there."""
 
     def __init__(self, url: str):
         self._url, self._told = url, False
@@ -191,21 +233,31 @@ class Named:
                 yield key
             elif not self._told:
                 self._told = True
-                say = "%s: left out %r, which is none of ours, and others like it: keys have no empty parts and no dots"
+                say = (
+                    "%s: left out %r, which is none of ours, and others like it: keys have no "
+                    "empty parts and no dots"
+                )
                 log.warning(say, self._url, key)
 
 
 def _is_ours(e: Exception) -> bool:
-    """A fault in a program, and no answer of a service or of the way there: those have classes of client libraries, or are OSErrors."""
-    return (type(e).__module__ == "builtins" and not isinstance(e, EOFError | RuntimeError)) or isinstance(e, NotImplementedError)
+    """A fault in a program, and no answer of a service or of the way there: those have classes
+    of client libraries, or are OSErrors."""
+    return (
+        type(e).__module__ == "builtins" and not isinstance(e, EOFError | RuntimeError)
+    ) or isinstance(e, NotImplementedError)
 
 
 def _is_conflict(e: BaseException) -> bool:
-    """Did a create-only write lose? s3fs hides it as the cause of OSError(EINVAL); gcsfs and adlfs raise FileExistsError.
+    """Did a create-only write lose? s3fs hides it as the cause of OSError(EINVAL); gcsfs and adlfs
+    raise FileExistsError.
 
-    S3's 409 ConditionalRequestConflict is not that: it says "try again", so it stays StoreUnavailable and is retried.
+    S3's 409 ConditionalRequestConflict is not that: it says "try again", so it stays
+    StoreUnavailable and is retried.
     """
-    return any(isinstance(one, FileExistsError) or "PreconditionFailed" in str(one) for one in _causes(e))
+    return any(
+        isinstance(one, FileExistsError) or "PreconditionFailed" in str(one) for one in _causes(e)
+    )
 
 
 def _says(e: BaseException, *words: str) -> bool:

@@ -1,17 +1,20 @@
-"""Which snapshot to resume from, and who is to blame when it cannot be read: the snapshot, or who reads it. No torch, no clock.
+"""Which snapshot to resume from, and who is to blame when it cannot be read: the snapshot, or who
+reads it. No torch, no clock.
 
     restore = Restore(snapshots, host, looks)
     while (ref := restore.choose()) is not None:                 # one of the world; raises Rewind
-        found, why = restore.read(ref, load)                     # every rank; raises StoreUnavailable
+        found, why = restore.read(ref, load)          # every rank; raises StoreUnavailable
         if not why: break
         if unfit := restore.blame(ref, {host: why}):             # one of the world
-            ...                                                  # these hosts end; the snapshot stays
+            ...                                       # these hosts end; the snapshot stays
 
-One bad look is no proof: bytes are damaged on the way, in a cache, in the reader's own memory, and a store may say 404 for a while. So
-what is damaged is read again, seconds apart, over new connections and past everything near. What stays bad is the snapshot's fault only
-if nobody else can say, or another host says the same; a host that another one refutes, or that finds a second snapshot bad, is at
-fault itself. A mark (`Snapshots.quarantine`) is taken back by whoever reads the snapshot whole. By itself a restore goes back past
-one snapshot at most; to lose more takes a person's word (`Rewind`).
+One bad look is no proof: bytes are damaged on the way, in a cache, in the reader's own memory, and
+a store may say 404 for a while. So what is damaged is read again, seconds apart, over new
+connections and past everything near. What stays bad is the snapshot's fault only if nobody else can
+say, or another host says the same; a host that another one refutes, or that finds a second snapshot
+bad, is at fault itself. A mark (`Snapshots.quarantine`) is taken back by whoever reads the snapshot
+whole. By itself a restore goes back past one snapshot at most; to lose more takes a person's word
+(`Rewind`).
 
 Errors:
     Rewind             to go on would do committed steps again; a person must allow it
@@ -38,11 +41,19 @@ T = TypeVar("T")
 PAUSES_S = (1.0, 3.0, 8.0)  # between the looks at what seems damaged, or lost
 WITNESSES = 2  # hosts whose word proves that a snapshot is damaged
 FALLBACKS = 1  # snapshots that a restore passes over without a person's word
-OUTRANKED = 3  # of older epochs, with greater steps, are more than writers of an older epoch leave behind (two may be on their way)
+# of older epochs, with greater steps, are more than writers of an older epoch leave behind (two may
+# be on their way)
+OUTRANKED = 3
 NOTHING = Ref(-1, -1)  # less than any
-ALLOWED = "control/rewind-"  # + epoch: from this epoch on a person allowed to leave the snapshots of older ones behind
-ALLOW = "allow it: HARNESS_ALLOW_REWIND=1 (harness run --allow-rewind; harness launch --env HARNESS_ALLOW_REWIND=1)"
-RECORDS = "samples/"  # {first}-{last}-{hash}.jsonl: a run's step records; those from step k+1 on are written when k is committed
+# + epoch: from this epoch on a person allowed to leave the snapshots of older ones behind
+ALLOWED = "control/rewind-"
+ALLOW = (
+    "allow it: HARNESS_ALLOW_REWIND=1 (harness run --allow-rewind; harness launch --env "
+    "HARNESS_ALLOW_REWIND=1)"
+)
+# {first}-{last}-{hash}.jsonl: a run's step records; those from step k+1 on are written when k is
+# committed
+RECORDS = "samples/"
 
 Tell = Callable[[Ref, str], None]
 
@@ -53,7 +64,8 @@ class Rewind(StoreError):
 
 @dataclass(frozen=True)
 class Looks:
-    """How to look again. `reopen`: a new handle on the same store, with connections of its own; `sleep`: waits (in tests it does not)."""
+    """How to look again. `reopen`: a new handle on the same store, with connections of its own;
+    `sleep`: waits (in tests it does not)."""
 
     reopen: Callable[[], ObjectStore]
     sleep: Callable[[float], None]
@@ -61,10 +73,12 @@ class Looks:
 
 
 class Restore:
-    """One restore of one world. `host` names the machine of this process; `seen` is the newest snapshot that anybody in the world
-    saw committed earlier; `epoch` is the world's own; `tell(ref, what)` is for the record.
+    """One restore of one world. `host` names the machine of this process; `seen` is the newest
+    snapshot that anybody in the world saw committed earlier; `epoch` is the world's own; `tell(ref,
+    what)` is for the record.
 
-    What `choose` and `blame` remember is of the one who calls them, so that has to be the same process each time.
+    What `choose` and `blame` remember is of the one who calls them, so that has to be the same
+    process each time.
     """
 
     def __init__(
@@ -80,17 +94,31 @@ class Restore:
         tell: Tell = lambda ref, what: None,
         on_bad: Tell = lambda ref, what: None,
     ):
-        self.snapshots, self.host, self.looks, self.epoch, self.seen = snapshots, host_word(host), looks, epoch, seen
-        self.must_list, self.allow_rewind, self._tell, self._on_bad = must_list, allow_rewind, tell, on_bad
+        self.snapshots, self.host, self.looks, self.epoch, self.seen = (
+            snapshots,
+            host_word(host),
+            looks,
+            epoch,
+            seen,
+        )
+        self.must_list, self.allow_rewind, self._tell, self._on_bad = (
+            must_list,
+            allow_rewind,
+            tell,
+            on_bad,
+        )
         self._passed: dict[Ref, str] = {}  # bad, by this restore's own judgement
-        self._alone: list[Ref] = []  # bad on this host's word alone; from one restore to the next its marks remember it
+        # bad on this host's word alone; from one restore to the next its marks remember it
+        self._alone: list[Ref] = []
 
-    # ---- reading -----------------------------------------------------------------------------------------------
+    # ---- reading ---------------------------------------------------------------------------------
     def read(self, ref: Ref, do: Callable[[Snapshots, int], T]) -> tuple[T | None, str]:
-        """`do(snapshots, look)`, again and again if it finds damage: what it returns and "", or None and why the snapshot is bad.
+        """`do(snapshots, look)`, again and again if it finds damage: what it returns and "", or
+        None and why the snapshot is bad.
 
-        The first look (0) is through our own handle; later ones through new ones, and `do` must pass caches and near tiers by then.
-        Raises StoreUnavailable if what is missing was not surely missing: listed, or nothing else was found either.
+        The first look (0) is through our own handle; later ones through new ones, and `do` must
+        pass caches and near tiers by then. Raises StoreUnavailable if what is missing was not
+        surely missing: listed, or nothing else was found either.
         """
         why = unsure = ""
         snapshots = self.snapshots
@@ -104,19 +132,30 @@ class Restore:
                 why, unsure = str(e), _contradiction(snapshots, ref)
                 continue
             if why:
-                self._tell(ref, f"snapshot {ref} is whole; a read of it was damaged and right at look {look + 1}: {why}")
+                self._tell(
+                    ref,
+                    f"snapshot {ref} is whole; a read of it was damaged and right at look "
+                    f"{look + 1}: {why}",
+                )
             return found, ""
         if unsure:
-            raise StoreUnavailable(f"snapshot {ref}: {why}; but {unsure}, so nothing is proved; the store is to be asked again later")
+            raise StoreUnavailable(
+                f"snapshot {ref}: {why}; but {unsure}, so nothing is proved; the store is to be "
+                "asked again later"
+            )
         return None, why
 
     def verify(self, ref: Ref, progress: Callable[[int, int], None] | None = None) -> str:
-        """Read every byte, past everything near: why it is bad, "" if it is whole. Raises StoreUnavailable."""
-        return self.read(ref, lambda snapshots, look: snapshots.verify(snapshots.load(ref), progress))[1]
+        """Read every byte, past everything near: why it is bad, "" if it is whole. Raises
+        StoreUnavailable."""
+        return self.read(
+            ref, lambda snapshots, look: snapshots.verify(snapshots.load(ref), progress)
+        )[1]
 
-    # ---- choosing ----------------------------------------------------------------------------------------------
+    # ---- choosing --------------------------------------------------------------------------------
     def choose(self, progress: Callable[[int, int], None] | None = None) -> Ref | None:
-        """The snapshot to resume from; None for a fresh start. A mark on a newer one is taken back if that can be read whole after all.
+        """The snapshot to resume from; None for a fresh start. A mark on a newer one is taken back
+        if that can be read whole after all.
 
         Raises Rewind, StoreUnavailable.
         """
@@ -126,8 +165,12 @@ class Restore:
         newest = self.newest_of(usable)
         held = max(committed & marked, default=None)
         if held is not None and held not in self._passed and (newest is None or held > newest):
-            said, passed = self.snapshots.doubters(held), sum(newest is None or ref > newest for ref in committed)
-            doubtful = len(said) < WITNESSES or passed > FALLBACKS  # before a person is asked we look ourselves
+            said, passed = (
+                self.snapshots.doubters(held),
+                sum(newest is None or ref > newest for ref in committed),
+            )
+            # before a person is asked we look ourselves
+            doubtful = len(said) < WITNESSES or passed > FALLBACKS
             if self.host not in said and doubtful and self._is_pardoned(held, progress):
                 newest = held
             elif said <= {self.host} and held not in self._alone:
@@ -139,9 +182,11 @@ class Restore:
         return max(refs, default=None)
 
     def _committed(self) -> tuple[set[Ref], set[Ref], int]:
-        """Snapshots that are committed and not doomed, the doomed, and the epoch since which older ones may be left behind (0: none).
+        """Snapshots that are committed and not doomed, the doomed, and the epoch since which older
+        ones may be left behind (0: none).
 
-        An empty answer, or one that lacks what was seen, is asked for again. Raises StoreUnavailable.
+        An empty answer, or one that lacks what was seen, is asked for again. Raises
+        StoreUnavailable.
         """
         snapshots, lacking = self.snapshots, ""
         for look, pause_s in enumerate((0.0, *self.looks.pauses_s)):
@@ -153,15 +198,25 @@ class Restore:
             recorded = 0 if committed else _recorded(snapshots.store)
             if not committed and self.must_list and not snapshots.store.list(self.must_list):
                 lacking = f"{self.must_list}, which is there"
-            elif not committed and not since and (doomed or recorded > 0 or snapshots.quarantined()):
-                lacking = f"all snapshots, though there were some{f', the last of step {recorded} or later' if recorded > 0 else ''}"
-            elif self.seen is not None and self.seen.epoch >= since and max(committed, default=NOTHING) < self.seen:
+            elif (
+                not committed and not since and (doomed or recorded > 0 or snapshots.quarantined())
+            ):
+                lacking = (
+                    "all snapshots, though there were "
+                    f"some{f', the last of step {recorded} or later' if recorded > 0 else ''}"
+                )
+            elif (
+                self.seen is not None
+                and self.seen.epoch >= since
+                and max(committed, default=NOTHING) < self.seen
+            ):
                 lacking = f"the snapshot {self.seen}, which was committed, and anything newer"
             if not lacking and (committed or recorded < 0):
                 break
         if lacking and not self.allow_rewind:
             raise StoreUnavailable(
-                f"{self.snapshots.store.url}: its listing lacks {lacking}: the store is to be asked again later. If they were deleted "
+                f"{self.snapshots.store.url}: its listing lacks {lacking}: the store is to be "
+                "asked again later. If they were deleted "
                 f"on purpose, {ALLOW}"
             )
         return committed - doomed, doomed, since
@@ -179,7 +234,11 @@ class Restore:
     def pardon(self, ref: Ref) -> None:
         """It was quarantined, and read whole: take the mark back, and what was said against it."""
         self.snapshots.pardon(ref)
-        self._tell(ref, f"snapshot {ref} was quarantined, and {self.host} has read it whole: its mark was taken back")
+        self._tell(
+            ref,
+            f"snapshot {ref} was quarantined, and {self.host} has read it whole: its mark was "
+            "taken back",
+        )
 
     def done(self, ref: Ref) -> None:
         """All ranks have loaded it: who said that it is bad is refuted."""
@@ -190,23 +249,50 @@ class Restore:
     def _guard(self, newest: Ref | None, committed: set[Ref], doomed: set[Ref], since: int) -> None:
         """Raises Rewind."""
         passed = sorted((ref for ref in committed if newest is None or ref > newest), reverse=True)
-        outranked = sorted((ref for ref in committed if newest is not None and ref < newest and ref.step > newest.step), reverse=True)
+        outranked = sorted(
+            (
+                ref
+                for ref in committed
+                if newest is not None and ref < newest and ref.step > newest.step
+            ),
+            reverse=True,
+        )
         problem = ""
         if newest is None and not since:
             recorded = _recorded(self.snapshots.store)
             reached = max([*(ref.step for ref in committed | doomed), recorded], default=0)
-            if doomed or recorded > max((ref.step for ref in committed), default=0) or len(committed) > FALLBACKS:
-                problem = "none of its snapshots can be used" if committed else "it lists none of its snapshots"
-        elif len(passed) > FALLBACKS:  # a bad first one is passed over like any other: before it was step 0
-            reached, problem = max(ref.step for ref in passed), f"its newest {len(passed)} snapshots cannot be used"
+            if (
+                doomed
+                or recorded > max((ref.step for ref in committed), default=0)
+                or len(committed) > FALLBACKS
+            ):
+                problem = (
+                    "none of its snapshots can be used"
+                    if committed
+                    else "it lists none of its snapshots"
+                )
+        elif len(passed) > FALLBACKS:
+            # a bad first one is passed over like any other: before it was step 0
+            reached, problem = (
+                max(ref.step for ref in passed),
+                f"its newest {len(passed)} snapshots cannot be used",
+            )
         elif newest is not None and len(outranked) >= OUTRANKED and not self._is_guarded(newest):
-            reached, problem = outranked[0].step, f"a newer epoch began anew and stands at step {newest.step}"
+            reached, problem = (
+                outranked[0].step,
+                f"a newer epoch began anew and stands at step {newest.step}",
+            )
         if not problem:
             return
         if self.allow_rewind:
             step = newest.step if newest else 0
-            self.snapshots.store.create(f"{ALLOWED}{self.epoch:06d}.json", canonical({"step": step, "was": reached}))
-            self._tell(newest or Ref(self.epoch, 0), f"a person allowed to go on from step {step}, behind {reached}: {problem}")
+            self.snapshots.store.create(
+                f"{ALLOWED}{self.epoch:06d}.json", canonical({"step": step, "was": reached})
+            )
+            self._tell(
+                newest or Ref(self.epoch, 0),
+                f"a person allowed to go on from step {step}, behind {reached}: {problem}",
+            )
             return
         raise Rewind(self._refusal(newest, reached, problem, passed or outranked))
 
@@ -219,26 +305,34 @@ class Restore:
         step = newest.step if newest else 0
         return (
             f"{url} has committed step {reached}, and would go on from step {step}: {problem}"
-            f"{' (' + '; '.join(whys) + ')' if whys else ''}. Nothing was deleted. Look at them from another machine: "
-            f"harness snapshots verify {url} takes back the marks of those that are whole. To do the steps from {step} on again, {ALLOW}"
+            f"{' (' + '; '.join(whys) + ')' if whys else ''}. Nothing was deleted. Look at them "
+            "from another machine: "
+            f"harness snapshots verify {url} takes back the marks of those that are whole. To do "
+            f"the steps from {step} on again, {ALLOW}"
         )
 
     def _is_guarded(self, ref: Ref) -> bool:
-        """Was the line of training that it ends begun under this guard? Then writers of an older epoch made what is ahead."""
+        """Was the line of training that it ends begun under this guard? Then writers of an
+        older epoch made what is ahead."""
         try:
             return "resumed" in self.snapshots.load(ref).data
         except (NotFound, SnapshotCorrupt):  # whoever reads it next finds that out
             return True
 
-    # ---- judging -----------------------------------------------------------------------------------------------
+    # ---- judging ---------------------------------------------------------------------------------
     def blame(self, ref: Ref, bad: Mapping[str, str], refuted: bool = False) -> dict[str, str]:
-        """`bad`: hosts that could not read it whole, and why. `refuted`: another host has read it whole.
+        """`bad`: hosts that could not read it whole, and why. `refuted`: another host has read it
+        whole.
 
-        The hosts that are at fault themselves, with what to say of them; none: the snapshot is, it is marked, and `choose` passes it.
+        The hosts that are at fault themselves, with what to say of them; none: the snapshot is, it
+        is marked, and `choose` passes it.
         """
         first = next(iter(bad.values()))
         if refuted:
-            return {host: f"it cannot read snapshot {ref}, which another host reads whole: {why}" for host, why in bad.items()}
+            return {
+                host: f"it cannot read snapshot {ref}, which another host reads whole: {why}"
+                for host, why in bad.items()
+            }
         with contextlib.suppress(StoreError):  # who may not write can still use an older one
             for host, why in bad.items():
                 self.snapshots.doubt(ref, host, why)
@@ -250,7 +344,11 @@ class Restore:
                     with contextlib.suppress(StoreError):
                         self._unmark(each)
                 names = " nor ".join(each.name for each in self._alone)
-                return {host: f"it can read neither {names}, and no other host says that they are bad: {why}" for host, why in bad.items()}
+                return {
+                    host: f"it can read neither {names}, and no other host says "
+                    f"that they are bad: {why}"
+                    for host, why in bad.items()
+                }
         why = f"{first} (says {', '.join(sorted(said))})"
         try:
             self.snapshots.quarantine(ref, why)
@@ -266,11 +364,16 @@ class Restore:
         """Our own mark, not what we said: another host that says the same proves it."""
         self.snapshots.unmark(ref)
         self._passed.pop(ref, None)
-        self._tell(ref, f"snapshot {ref}: its mark was taken back: {self.host}, who made it, finds others bad as well")
+        self._tell(
+            ref,
+            f"snapshot {ref}: its mark was taken back: {self.host}, who made it, finds others bad "
+            "as well",
+        )
 
 
 def this_machine() -> str:
-    """What tells this machine from others, and not one process of it from another: the boot of its kernel, else its name."""
+    """What tells this machine from others, and not one process of it from another: the boot of
+    its kernel, else its name."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
@@ -283,13 +386,17 @@ def _allowed(store: ObjectStore) -> int:
 
 
 def _recorded(store: ObjectStore) -> int:
-    """The greatest step that was surely committed, by the names of step records; -1: there are none."""
-    found = [re.fullmatch(re.escape(RECORDS) + r"(\d+)-\d+-[^/]*", key) for key in store.list(RECORDS)]
+    """The greatest step that was surely committed, by the names of step records; -1: there are
+    none."""
+    found = [
+        re.fullmatch(re.escape(RECORDS) + r"(\d+)-\d+-[^/]*", key) for key in store.list(RECORDS)
+    ]
     return max((int(one[1]) - 1 for one in found if one), default=-1)
 
 
 def _contradiction(snapshots: Snapshots, ref: Ref) -> str:
-    """Why it proves nothing that objects of a snapshot were not found; "" if it does: the listing says so too, and others are found."""
+    """Why it proves nothing that objects of a snapshot were not found; "" if it does: the
+    listing says so too, and others are found."""
     manifest_key = f"{MANIFESTS}{ref.name}.json"
     try:
         if manifest_key not in snapshots.store.list(manifest_key):

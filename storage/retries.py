@@ -17,24 +17,34 @@ if TYPE_CHECKING:
     from storage.objects import Keys, ObjectStore
 
 RETRY_WITHIN_S = 60.0  # how long a store may be silent before callers hear of it
-PATIENCE_S = 900.0  # how long a store that has answered may refuse before it is believed; the variable STORAGE_PATIENCE_S changes it
-SPELL_GAP_S = 120.0  # two refusals that are further apart, with nothing asked between them, are of two spells
+# how long a store that has answered may refuse before it is believed; the variable
+# STORAGE_PATIENCE_S changes it
+PATIENCE_S = 900.0
+# two refusals that are further apart, with nothing asked between them, are of two spells
+SPELL_GAP_S = 120.0
 T = TypeVar("T")
 
 
 class Patience:
-    """What a store's refusal means: an outage, while the store has answered before and has refused for less than `patience_s`.
+    """What a store's refusal means: an outage, while the store has answered before and has refused
+    for less than `patience_s`.
 
-    Each kind of operation is judged by itself, since each may have a permission of its own: who may read but never write is told so at
-    once. Knows no store; `monotonic` in seconds.
+    Each kind of operation is judged by itself, since each may have a permission of its own: who may
+    read but never write is told so at once. Knows no store; `monotonic` in seconds.
     """
 
     KINDS = ("read", "list", "write", "delete")
 
-    def __init__(self, patience_s: float = PATIENCE_S, answered: bool = False, monotonic: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        patience_s: float = PATIENCE_S,
+        answered: bool = False,
+        monotonic: Callable[[], float] = time.monotonic,
+    ):
         self.patience_s, self._monotonic = patience_s, monotonic
         self._answered = set(self.KINDS if answered else ())
-        self._spells: dict[str, tuple[float, float]] = {}  # kind -> its first refusal in a row, its last one
+        # kind -> its first refusal in a row, its last one
+        self._spells: dict[str, tuple[float, float]] = {}
 
     @contextlib.contextmanager
     def judge(self, kind: str) -> Iterator[None]:
@@ -63,14 +73,22 @@ class Patience:
             first_s = now
         self._spells[kind] = first_s, now
         if now - first_s < self.patience_s:
-            return StoreUnavailable(f"{e} (it has answered before, so this counts as an outage for {self.patience_s:g} s)")
-        return StoreRefused(f"{e} (it has said so for {now - first_s:.0f} s, although it had answered before)")
+            return StoreUnavailable(
+                f"{e} (it has answered before, so this counts as an outage for {self.patience_s:g} "
+                "s)"
+            )
+        return StoreRefused(
+            f"{e} (it has said so for {now - first_s:.0f} s, although it had answered before)"
+        )
 
 
 class Retrying:
-    """Repeats calls that were not answered. A `create` whose outcome is unknown is settled by reading back. `patience`: with refusals."""
+    """Repeats calls that were not answered. A `create` whose outcome is unknown is settled by
+    reading back. `patience`: with refusals."""
 
-    def __init__(self, inner: ObjectStore, within_s: float = RETRY_WITHIN_S, patience: Patience | None = None):
+    def __init__(
+        self, inner: ObjectStore, within_s: float = RETRY_WITHIN_S, patience: Patience | None = None
+    ):
         self.inner, self.url = inner, inner.url
         self._patience = patience or Patience()
         self._retry = retry(
@@ -98,11 +116,15 @@ class Retrying:
                 raise
             if created or not unknown:
                 return created
-            # An earlier try of ours may have succeeded unheard: then the object holds exactly our bytes.
+            # An earlier try of ours may have succeeded unheard: then the object holds exactly our
+            # bytes.
             try:
                 return self.inner.get(key) == data
-            except NotFound:  # it was deleted meanwhile, whoever made it: nobody is there first, so try again
-                raise StoreUnavailable(f"{self.url}/{key}: created and deleted by others at the same time") from None
+            except NotFound:
+                # it was deleted meanwhile, whoever made it: nobody is there first, so try again
+                raise StoreUnavailable(
+                    f"{self.url}/{key}: created and deleted by others at the same time"
+                ) from None
 
         return self._call("write", once)
 

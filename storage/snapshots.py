@@ -1,22 +1,27 @@
 """Snapshots: the commit protocol, the newest valid one, verified reads, quarantine, pruning.
 
-No torch, no threads, no clock, no randomness: it runs unchanged in the deterministic simulation. Any caller may die
-between any two store calls, and any number of callers may do anything at once; what holds is:
+No torch, no threads, no clock, no randomness: it runs unchanged in the deterministic simulation.
+Any caller may die between any two store calls, and any number of callers may do anything at once;
+what holds is:
 
     write   parts, under names of this attempt only -> this rank's part list (create-only)
-    commit  all ranks' part lists -> look that no base is doomed -> the manifest (create-only, the same bytes whoever writes it)
-            -> look that nothing was pruned
-    read    manifests only; every byte is hashed; what is bad is passed over. Whether it is the snapshot that is bad or who reads it
-            is judged by `storage/restore.py`, which alone marks
-    prune   of snapshots older than the newest whole one: doom (create-only, for good) -> look who reads -> part lists -> manifest
-            -> look who refers -> parts that nobody refers to -> manifest again
+    commit  all ranks' part lists -> look that no base is doomed -> the manifest (create-only, the
+            same bytes whoever writes it) -> look that nothing was pruned
+    read    manifests only; every byte is hashed; what is bad is passed over. Whether it is the
+            snapshot that is bad or who reads it is judged by `storage/restore.py`, which alone
+            marks
+    prune   of snapshots older than the newest whole one: doom (create-only, for good) -> look who
+            reads -> part lists -> manifest -> look who refers -> parts that nobody refers to ->
+            manifest again
 
-Part lists go first in `prune` and are looked at again at the end of `commit`. So of a late commit and a prune of the same
-snapshot either the commit sees that the lists are gone and takes its manifest back, or the prune deletes that manifest.
+Part lists go first in `prune` and are looked at again at the end of `commit`. So of a late commit
+and a prune of the same snapshot either the commit sees that the lists are gone and takes its
+manifest back, or the prune deletes that manifest.
 
-Chunks of a part may lie in objects of an older snapshot, its base. A base is doomed before the prune looks who refers to its
-objects, and is looked at after the part lists that refer to them are there. So either the commit sees that the base is doomed,
-or the prune sees the part lists. The same with who reads: they say so, and then look whether the snapshot is doomed.
+Chunks of a part may lie in objects of an older snapshot, its base. A base is doomed before the
+prune looks who refers to its objects, and is looked at after the part lists that refer to them are
+there. So either the commit sees that the base is doomed, or the prune sees the part lists. The same
+with who reads: they say so, and then look whether the snapshot is doomed.
 """
 
 from __future__ import annotations
@@ -29,22 +34,40 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from storage.errors import NotFound, StoreUnavailable
-from storage.manifest import CHUNK_NBYTES, Known, Manifest, Part, PartList, Ref, SnapshotCorrupt, canonical, chunk_hash
+from storage.manifest import (
+    CHUNK_NBYTES,
+    Known,
+    Manifest,
+    Part,
+    PartList,
+    Ref,
+    SnapshotCorrupt,
+    canonical,
+    chunk_hash,
+)
 from storage.manifest import PARTS as PARTS
 from storage.objects import ObjectStore, read_into
 from storage.retention import Keep
 
 MANIFESTS, QUARANTINE = "snapshots/manifests/", "snapshots/quarantine/"
 READING = "snapshots/reading/"
-DOUBTS = "snapshots/doubts/"  # {ref}/{host}.json: what a host could not read whole, however often it looked
+# {ref}/{host}.json: what a host could not read whole, however often it looked
+DOUBTS = "snapshots/doubts/"
 DOOM = ".doomed"  # beside the manifests, so that one listing tells of both at one moment
-ENDED = ".ended"  # beside the manifest of the snapshot that a run ended with, where that was not known when it was committed
+# beside the manifest of the snapshot that a run ended with, where that was not known when it was
+# committed
+ENDED = ".ended"
 DOOMED_KEPT = 1000  # marks; a writer whose base was pruned so many snapshots ago is not alive
 VERIFY_NBYTES = 32 << 20  # read at once by `verify`
-RELISTS = 5  # times that one snapshot may be listed and then not be found, before the store is said to contradict itself
-WORTH = 0.5  # of an object must be referred to, or its chunks are stored again: nothing old is kept for the sake of a little
+# times that one snapshot may be listed and then not be found, before the store is said to
+# contradict itself
+RELISTS = 5
+# of an object must be referred to, or its chunks are stored again: nothing old is kept for the sake
+# of a little
+WORTH = 0.5
 
-Policy = Callable[[Collection[Ref]], Collection[Ref]]  # all refs -> those that stay; `retention.Keep` is one
+# all refs -> those that stay; `retention.Keep` is one
+Policy = Callable[[Collection[Ref]], Collection[Ref]]
 OnBad = Callable[[Ref, str], None]
 Memory = Callable[[int], memoryview]
 Expired = Callable[[str, bytes], bool]  # key and content of a lease -> is its owner dead?
@@ -57,7 +80,7 @@ class Snapshots:
         self.store, self.chunk_nbytes = store, chunk_nbytes
         self._refers: dict[Ref, frozenset[str]] = {}  # of committed snapshots, which never change
 
-    # ---- writing ------------------------------------------------------------------------------------------------
+    # ---- writing ---------------------------------------------------------------------------------
     def write(
         self,
         ref: Ref,
@@ -69,23 +92,31 @@ class Snapshots:
         token: str,
         base: Manifest | None = None,
     ) -> PartList:
-        """Store what one rank has of a snapshot, and return the part list that stands for that rank.
+        """Store what one rank has of a snapshot, and return the part list that stands for that
+        rank.
 
-        files:   name -> bytes. tensors: index whose chunks say `"part": <file name>`. data: plain JSON, or what
-                 makes it, called when the parts are put (which a store may do in the background).
-        token:   unique to this attempt (and the same when it is repeated after StoreUnavailable, which is safe).
-        base:    the newest committed snapshot that the caller knows of; chunks that it has are not stored again. If it is pruned
-                 before the commit, nothing is committed.
-        The list returned is an earlier attempt's if that one was first; then our parts are garbage that `prune` collects.
+        files:   name -> bytes. tensors: index whose chunks say `"part": <file name>`. data: plain
+                 JSON, or what makes it, called when the parts are put (which a store may do in the
+                 background).
+        token:   unique to this attempt (and the same when it is repeated after StoreUnavailable,
+                 which is safe).
+        base:    the newest committed snapshot that the caller knows of; chunks that it has are not
+                 stored again. If it is pruned before the commit, nothing is committed.
+        The list returned is an earlier attempt's if that one was first; then our parts are garbage
+        that `prune` collects.
         """
         if not 0 <= rank < world:
             raise ValueError(f"rank must be in [0, {world}); found {rank}")
         for name in (token, *files):
             if not re.fullmatch(r"[A-Za-z0-9_.\-]+", name):
-                raise ValueError(f"tokens and file names are letters, digits and ._-; found {name!r}")
+                raise ValueError(
+                    f"tokens and file names are letters, digits and ._-; found {name!r}"
+                )
         keys = {name: f"{PARTS}{ref.name}/r{rank:05d}-{token}-{name}" for name in files}
         base = base if base is not None and base.ref < ref else None
-        parts = tuple(Part.of(keys[name], content, self.chunk_nbytes) for name, content in files.items())
+        parts = tuple(
+            Part.of(keys[name], content, self.chunk_nbytes) for name, content in files.items()
+        )
         if base is not None:
             known = _worth(base.known, parts)
             parts = tuple(part.referring(known) for part in parts)
@@ -93,24 +124,38 @@ class Snapshots:
             at = 0
             for place in part.stored():
                 if place.key.startswith(part.key):
-                    self.store.put(place.key, memoryview(content)[at : at + place.nbytes] if part.places else content)
+                    self.store.put(
+                        place.key,
+                        memoryview(content)[at : at + place.nbytes] if part.places else content,
+                    )
                 at += place.nbytes
-        index = {name: {**entry, "chunks": [{**c, "part": keys[c["part"]]} for c in entry["chunks"]]} for name, entry in tensors.items()}
+        index = {
+            name: {**entry, "chunks": [{**c, "part": keys[c["part"]]} for c in entry["chunks"]]}
+            for name, entry in tensors.items()
+        }
         data = data() if callable(data) else data
-        # Through JSON and back, so that what we return equals what others will read (tuples are lists then).
-        mine = PartList.from_json(PartList(ref, rank, world, token, parts, index, data, base.link if base else None).to_json())
+        # Through JSON and back, so that what we return equals what others will read (tuples are
+        # lists then).
+        mine = PartList.from_json(
+            PartList(
+                ref, rank, world, token, parts, index, data, base.link if base else None
+            ).to_json()
+        )
         if self.store.create(_list_key(ref, rank), mine.to_json().encode()):
             return mine
         try:
             return PartList.from_json(self.store.get(_list_key(ref, rank)))
-        except NotFound:  # pruned meanwhile, so something newer is committed; `commit` will say None
+        except NotFound:
+            # pruned meanwhile, so something newer is committed; `commit` will say None
             return mine
 
     def commit(self, ref: Ref, world: int) -> Manifest | None:
-        """Write the manifest if all `world` part lists are there. Anybody may call it, any number of times.
+        """Write the manifest if all `world` part lists are there. Anybody may call it, any number
+        of times.
 
-        The committed manifest, whoever committed it; None while lists are missing, or if the snapshot or its base was pruned
-        meanwhile (then `hopeless` says so). Raises SnapshotCorrupt if the lists contradict each other.
+        The committed manifest, whoever committed it; None while lists are missing, or if the
+        snapshot or its base was pruned meanwhile (then `hopeless` says so). Raises SnapshotCorrupt
+        if the lists contradict each other.
         """
         if world < 1:
             raise ValueError(f"a world has at least 1 rank; found {world}")
@@ -122,35 +167,45 @@ class Snapshots:
             extra = present.difference(keys)
             if extra:
                 raise SnapshotCorrupt(
-                    f"snapshot {ref}: wanted part lists of {world} ranks, found also {', '.join(sorted(extra))}; "
+                    f"snapshot {ref}: wanted part lists of {world} ranks, found also "
+                    f"{', '.join(sorted(extra))}; "
                     "an epoch has one world: start a new epoch for another one"
                 )
             manifest = Manifest.merge([PartList.from_json(self.store.get(key)) for key in keys])
-            if not self.stay(manifest.bases) or not self.store.create(_manifest_key(ref), manifest.to_json().encode()):
+            if not self.stay(manifest.bases) or not self.store.create(
+                _manifest_key(ref), manifest.to_json().encode()
+            ):
                 manifest = self.load(ref)
         except NotFound:  # not committed, or pruned while we read
             return None
         present = set(self.store.list(f"{PARTS}{ref.name}/"))
-        if not present.issuperset(keys) or not present.issuperset(manifest.objects.keys() - manifest.refers):
+        if not present.issuperset(keys) or not present.issuperset(
+            manifest.objects.keys() - manifest.refers
+        ):
             if not self.store.list(_manifest_key(ref)) and ref not in self.manifests()[1]:
-                raise StoreUnavailable(f"snapshot {ref}: {self.store.url} does not list its manifest, which is written: ask again later")
+                raise StoreUnavailable(
+                    f"snapshot {ref}: {self.store.url} does not list its manifest, which is "
+                    "written: ask again later"
+                )
             self.store.delete(_manifest_key(ref))  # see the module's docstring
             return None
         return manifest
 
     def stay(self, bases: Collection[Ref]) -> bool:
-        """Are they committed, not doomed, not quarantined? To be asked when what refers to them is there for all to see."""
+        """Are they committed, not doomed, not quarantined? To be asked when what refers to them
+        is there for all to see."""
         if not bases:
             return True
         committed, doomed = self.manifests()
         return committed.difference(doomed).difference(self.quarantined()).issuperset(bases)
 
     def hopeless(self, ref: Ref, base: Ref | None) -> bool:
-        """Can a snapshot that is not committed yet never be, since it or its base was pruned or quarantined?"""
+        """Can a snapshot that is not committed yet never be, since it or its base was pruned or
+        quarantined?"""
         _, doomed = self.manifests()
         return ref in doomed or not (base is None or self.stay([base]))
 
-    # ---- reading ------------------------------------------------------------------------------------------------
+    # ---- reading ---------------------------------------------------------------------------------
     def refs(self) -> list[Ref]:
         """All committed snapshots that are neither doomed nor quarantined, newest first."""
         committed, doomed = self.manifests()
@@ -159,29 +214,41 @@ class Snapshots:
     def manifests(self) -> tuple[set[Ref], set[Ref]]:
         """Committed snapshots and doomed ones, of one moment."""
         keys = self.store.list(MANIFESTS)
-        return _refs_in(k for k in keys if k.endswith(".json")), _refs_in(k.removesuffix(DOOM) for k in keys if k.endswith(DOOM))
+        return _refs_in(k for k in keys if k.endswith(".json")), _refs_in(
+            k.removesuffix(DOOM) for k in keys if k.endswith(DOOM)
+        )
 
     def load(self, ref: Ref) -> Manifest:
         """Raises NotFound (not committed), SnapshotCorrupt, SnapshotTooNew."""
         manifest = Manifest.from_json(self.store.get(_manifest_key(ref)))
         if manifest.ref != ref:
-            raise SnapshotCorrupt(f"snapshot {ref}: its manifest is that of {manifest.ref}; use an older snapshot")
+            raise SnapshotCorrupt(
+                f"snapshot {ref}: its manifest is that of {manifest.ref}; use an older snapshot"
+            )
         return manifest
 
     def check(self, manifest: Manifest) -> None:
-        """All parts are there and have their sizes (one small request each). Raises SnapshotCorrupt."""
+        """All parts are there and have their sizes (one small request each). Raises
+        SnapshotCorrupt."""
         for key, nbytes in manifest.objects.items():
             try:
                 found = self.store.size(key)
             except NotFound:
                 raise SnapshotCorrupt(
-                    f"snapshot {manifest.ref}: its manifest names {len(manifest.objects)} objects, {key} is gone; use an older snapshot"
+                    f"snapshot {manifest.ref}: its manifest names {len(manifest.objects)} objects, "
+                    f"{key} is gone; use an older snapshot"
                 ) from None
             if found != nbytes:
-                raise SnapshotCorrupt(f"snapshot {manifest.ref}: {key} should have {nbytes} bytes, found {found}; use an older snapshot")
+                raise SnapshotCorrupt(
+                    f"snapshot {manifest.ref}: {key} should have {nbytes} bytes, found {found}; "
+                    "use an older snapshot"
+                )
 
-    def verify(self, manifest: Manifest, progress: Callable[[int, int], None] | None = None) -> None:
-        """Read and hash every byte; look that the manifest before it in the chain, if it is still there, is the one that it was.
+    def verify(
+        self, manifest: Manifest, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Read and hash every byte; look that the manifest before it in the chain, if it is still
+        there, is the one that it was.
 
         `progress(bytes done, bytes in all)`. Raises SnapshotCorrupt.
         """
@@ -193,8 +260,10 @@ class Snapshots:
                 broken = found_hash != manifest.previous.hash
             if broken:
                 raise SnapshotCorrupt(
-                    f"snapshot {manifest.ref} follows {manifest.previous.ref} with the hash {manifest.previous.hash}, which now has "
-                    f"{found_hash}: one of the two manifests is of another run; use an older snapshot"
+                    f"snapshot {manifest.ref} follows {manifest.previous.ref} with the hash "
+                    f"{manifest.previous.hash}, which now has "
+                    f"{found_hash}: one of the two manifests is of another run; use an older "
+                    "snapshot"
                 )
         done, memory = 0, scratch()
         for part in manifest.parts:
@@ -207,11 +276,15 @@ class Snapshots:
                     progress(done, manifest.nbytes)
 
     def read(self, manifest: Manifest, part_key: str, start: int, end: int) -> bytes:
-        """Bytes [start, end) of a part, verified; whole hash chunks are fetched. Raises SnapshotCorrupt."""
+        """Bytes [start, end) of a part, verified; whole hash chunks are fetched. Raises
+        SnapshotCorrupt."""
         return bytes(self.read_into(manifest, part_key, start, end, _fresh))
 
-    def read_into(self, manifest: Manifest, part_key: str, start: int, end: int, memory: Memory) -> memoryview:
-        """The same, in memory that the caller has and may use again: `memory(nbytes)` gives at least so many writable bytes."""
+    def read_into(
+        self, manifest: Manifest, part_key: str, start: int, end: int, memory: Memory
+    ) -> memoryview:
+        """The same, in memory that the caller has and may use again: `memory(nbytes)` gives at
+        least so many writable bytes."""
         part = manifest.part(part_key)
         if not 0 <= start <= end <= part.nbytes:
             raise ValueError(f"{part_key} has bytes [0, {part.nbytes}); wanted [{start}, {end})")
@@ -226,25 +299,33 @@ class Snapshots:
             try:
                 found = read_into(self.store, key, from_, view[at : at + to - from_])
             except NotFound:
-                raise SnapshotCorrupt(f"snapshot {manifest.ref}: {key} is gone; use an older snapshot") from None
+                raise SnapshotCorrupt(
+                    f"snapshot {manifest.ref}: {key} is gone; use an older snapshot"
+                ) from None
             if found != to - from_:
                 raise SnapshotCorrupt(
-                    f"snapshot {manifest.ref}: {key} should have bytes [{from_}, {to}), found {found} of them; use an older snapshot"
+                    f"snapshot {manifest.ref}: {key} should have bytes [{from_}, {to}), found "
+                    f"{found} of them; use an older snapshot"
                 )
             at += found
         for i in range(first, last):
             if chunk_hash(view[i * size - low : (i + 1) * size - low]) != part.hashes[i]:
                 raise SnapshotCorrupt(
-                    f"snapshot {manifest.ref}: {part_key}, bytes from {i * size}: hash differs from what was written; use an older snapshot"
+                    f"snapshot {manifest.ref}: {part_key}, bytes from {i * size}: hash differs "
+                    "from what was written; use an older snapshot"
                 )
         return view[start - low : end - low]
 
     def ended(self, manifest: Manifest) -> str:
-        """Why this is the run's last snapshot, in words; "": it is not, as far as anybody has said. One small request at most."""
+        """Why this is the run's last snapshot, in words; "": it is not, as far as anybody has
+        said. One small request at most."""
         if manifest.data.get("final"):
             return str(manifest.data.get("ended") or "finished")
         try:
-            return str(json.loads(self.store.get(f"{MANIFESTS}{manifest.ref.name}{ENDED}"))["why"]) or "finished"
+            return (
+                str(json.loads(self.store.get(f"{MANIFESTS}{manifest.ref.name}{ENDED}"))["why"])
+                or "finished"
+            )
         except NotFound:
             return ""
         except (ValueError, KeyError, TypeError):  # whoever wrote it meant it
@@ -255,11 +336,12 @@ class Snapshots:
         self.store.create(f"{MANIFESTS}{ref.name}{ENDED}", canonical({"ref": ref.name, "why": why}))
 
     def latest(self, on_bad: OnBad | None = None) -> Manifest | None:
-        """The newest snapshot whose manifest is good and whose parts have their sizes; None if there is none.
+        """The newest snapshot whose manifest is good and whose parts have their sizes; None if
+        there is none.
 
-        Bad ones are told to `on_bad(ref, why)` and passed over. Nothing is marked: who only looks cannot tell a bad snapshot from a bad
-        look (`storage/restore.py` can). StoreUnavailable travels: silence proves nothing, nor does a store that lists what it does not
-        find.
+        Bad ones are told to `on_bad(ref, why)` and passed over. Nothing is marked: who only looks
+        cannot tell a bad snapshot from a bad look (`storage/restore.py` can). StoreUnavailable
+        travels: silence proves nothing, nor does a store that lists what it does not find.
         """
         refs, doubted, passed, lost = self.refs(), None, set[Ref](), Counter[Ref]()
         while refs:
@@ -268,15 +350,20 @@ class Snapshots:
                 manifest = self.load(ref)
                 self.check(manifest)
                 return manifest
-            except NotFound as e:  # pruned since we listed it: so there is a newer one now, and going on would end too old
+            except NotFound as e:
+                # pruned since we listed it: so there is a newer one now, and going on would end too
+                # old
                 lost[ref] += 1
                 if lost[ref] > RELISTS:
-                    raise StoreUnavailable(f"snapshot {ref} is listed, and not found: the store contradicts itself") from e
+                    raise StoreUnavailable(
+                        f"snapshot {ref} is listed, and not found: the store contradicts itself"
+                    ) from e
                 refs = [r for r in self.refs() if r not in passed]
                 continue
             except SnapshotCorrupt as e:
                 why = str(e)
-            # Look twice: if parts are gone because somebody prunes then the manifest, which goes first, is gone by now.
+            # Look twice: if parts are gone because somebody prunes then the manifest, which goes
+            # first, is gone by now.
             if doubted != ref:
                 doubted = ref
                 refs.insert(0, ref)
@@ -286,9 +373,10 @@ class Snapshots:
                 on_bad(ref, why)
         return None
 
-    # ---- marking and deleting -----------------------------------------------------------------------------------
+    # ---- marking and deleting --------------------------------------------------------------------
     def quarantine(self, ref: Ref, why: str) -> None:
-        """Do not use this snapshot (until somebody reads it whole and takes the mark back). The first reason stays."""
+        """Do not use this snapshot (until somebody reads it whole and takes the mark back). The
+        first reason stays."""
         self.store.create(f"{QUARANTINE}{ref.name}.json", canonical({"ref": ref.name, "why": why}))
 
     def pardon(self, ref: Ref) -> None:
@@ -303,7 +391,10 @@ class Snapshots:
 
     def doubt(self, ref: Ref, host: str, why: str) -> None:
         """A host says that it cannot read it whole. Alone that is no proof: two hosts' word is."""
-        self.store.create(f"{DOUBTS}{ref.name}/{host_word(host)}.json", canonical({"ref": ref.name, "host": host, "why": why}))
+        self.store.create(
+            f"{DOUBTS}{ref.name}/{host_word(host)}.json",
+            canonical({"ref": ref.name, "host": host, "why": why}),
+        )
 
     def doubters(self, ref: Ref) -> set[str]:
         """Hosts that could not read it whole, as `doubt` names them in keys."""
@@ -322,20 +413,27 @@ class Snapshots:
         except (ValueError, KeyError, TypeError):
             return "its mark is unreadable"
 
-    def prune(self, keep: Policy, on_bad: OnBad | None = None, expired: Expired = lambda key, beat: False) -> list[Ref]:
-        """Delete what `keep` does not keep, and the parts of abandoned attempts. Returns the refs deleted, newest first.
+    def prune(
+        self, keep: Policy, on_bad: OnBad | None = None, expired: Expired = lambda key, beat: False
+    ) -> list[Ref]:
+        """Delete what `keep` does not keep, and the parts of abandoned attempts. Returns the refs
+        deleted, newest first.
 
-        Never touches the newest whole snapshot, or anything newer (it may be being written), or one that is being read, or what
-        others refer to, or a snapshot of a greater step than the newest one's: that is work which the new line of training has still
-        to do again. Quarantined ones go when they are older than all that stay. Safe to repeat after an error, and beside
-        writers, readers and other pruners. `expired(lease, beat)`: is whoever wrote that lease surely dead? (`leases.Watch`)
+        Never touches the newest whole snapshot, or anything newer (it may be being written), or one
+        that is being read, or what others refer to, or a snapshot of a greater step than the newest
+        one's: that is work which the new line of training has still to do again. Quarantined ones
+        go when they are older than all that stay. Safe to repeat after an error, and beside
+        writers, readers and other pruners. `expired(lease, beat)`: is whoever wrote that lease
+        surely dead? (`leases.Watch`)
         """
         newest = self.latest(on_bad)
         if newest is None:
             return []
-        objects = self._objects()  # before the manifests: a snapshot committed in between is not taken for an orphan
+        # before the manifests: a snapshot committed in between is not taken for an orphan
+        objects = self._objects()
         committed, doomed = self.manifests()
-        if newest.ref not in committed:  # pruned by now, or a listing that does not show all: no moment to delete anything
+        # pruned by now, or a listing that does not show all: no moment to delete anything
+        if newest.ref not in committed:
             return []
         marked = self.quarantined()
         ahead = {ref for ref in committed - doomed if ref.step > newest.step}
@@ -357,7 +455,11 @@ class Snapshots:
         for ref in gone:
             self._take_back(ref, objects[ref])
         objects, needed = self._needed(gone, newest.ref) if gone else (objects, frozenset())
-        deleted = [ref for ref in gone if self._delete(ref, [k for k in objects[ref] if k not in needed]) or ref in committed]
+        deleted = [
+            ref
+            for ref in gone
+            if self._delete(ref, [k for k in objects[ref] if k not in needed]) or ref in committed
+        ]
         for ref in marked.intersection(deleted):
             for key in self.store.list(f"{DOUBTS}{ref.name}/"):
                 self.store.delete(key)
@@ -382,11 +484,15 @@ class Snapshots:
                 found[ref].append(key)
         return found
 
-    def _needed(self, gone: Collection[Ref], newest: Ref) -> tuple[defaultdict[Ref, list[str]], frozenset[str]]:
-        """What there is; and of that what snapshots other than `gone`, which are doomed, refer to. To be asked when they are.
+    def _needed(
+        self, gone: Collection[Ref], newest: Ref
+    ) -> tuple[defaultdict[Ref, list[str]], frozenset[str]]:
+        """What there is; and of that what snapshots other than `gone`, which are doomed, refer to.
+        To be asked when they are.
 
-        Quarantined ones count: their marks may be taken back. What cannot be told to refer to nothing refers to everything; so does
-        everybody if the listing does not show `newest`, or objects that are not found: it is not to be believed then.
+        Quarantined ones count: their marks may be taken back. What cannot be told to refer to
+        nothing refers to everything; so does everybody if the listing does not show `newest`, or
+        objects that are not found: it is not to be believed then.
         """
         objects = self._objects()
         committed, doomed = self.manifests()
@@ -434,13 +540,15 @@ class Snapshots:
             return False
         for key in keys:
             self.store.delete(key)
-        # Once more: a part list that was written after we listed lets a commit look before the parts were gone.
+        # Once more: a part list that was written after we listed lets a commit look before the
+        # parts were gone.
         self.store.delete(_manifest_key(ref))
         return True
 
-    # ---- who reads ----------------------------------------------------------------------------------------------
+    # ---- who reads -------------------------------------------------------------------------------
     def begin_reading(self, ref: Ref, token: str) -> bool:
-        """Ask that it is not pruned while we read it: `leases.reading` does, and goes on asking. False: it is doomed already."""
+        """Ask that it is not pruned while we read it: `leases.reading` does, and goes on
+        asking. False: it is doomed already."""
         self.still_reading(ref, token, 0)
         committed, doomed = self.manifests()
         if ref in committed and ref not in doomed:
@@ -478,7 +586,8 @@ def _fresh(nbytes: int) -> memoryview:
 
 
 def scratch() -> Memory:
-    """Memory that is used again and again, for one thread: new memory costs a page fault every 4 KiB."""
+    """Memory that is used again and again, for one thread: new memory costs a page fault every
+    4 KiB."""
     have = memoryview(bytearray())
 
     def memory(nbytes: int) -> memoryview:
@@ -492,7 +601,12 @@ def scratch() -> Memory:
 
 def _worth(known: Known, parts: Collection[Part]) -> Known:
     """Without the objects of which little would be referred to."""
-    found = {chunk: known[chunk] for p in parts for i, h in enumerate(p.hashes) if (chunk := (h, p.chunk_nbytes_of(i))) in known}
+    found = {
+        chunk: known[chunk]
+        for p in parts
+        for i, h in enumerate(p.hashes)
+        if (chunk := (h, p.chunk_nbytes_of(i))) in known
+    }
     used: defaultdict[str, int] = defaultdict(int)
     for place in found.values():
         used[place.key] += place.nbytes

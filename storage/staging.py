@@ -1,11 +1,14 @@
-"""Host memory that staged snapshots lie in: segments, and the folder of shared ones that outlives a worker. No torch.
+"""Host memory that staged snapshots lie in: segments, and the folder of shared ones that outlives a
+worker. No torch.
 
-A `Segment` is writable memory of a fixed size, anonymous (of this process) or a file in a RAM disk that several processes map.
-A `Stage` is the folder of such files that one owner, the node's agent, holds: it is locked for as long as the owner lives, however
-it ends, so `sweep` can tell what a killed one has left. A named budget bounds what all its segments take.
+A `Segment` is writable memory of a fixed size, anonymous (of this process) or a file in a RAM disk
+that several processes map. A `Stage` is the folder of such files that one owner, the node's agent,
+holds: it is locked for as long as the owner lives, however it ends, so `sweep` can tell what a
+killed one has left. A named budget bounds what all its segments take.
 
 Errors:
-    StageFull   the budget, the RAM disk or the memory is too small; the message says which and what to do
+    StageFull   the budget, the RAM disk or the memory is too small; the message says which and what
+                to do
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ class StageFull(StoreError):
 
 
 class Segment:
-    """`nbytes` of memory. `path`: the file that other processes map, None for memory of this process."""
+    """`nbytes` of memory. `path`: the file that other processes map, None for memory of this
+    process."""
 
     def __init__(self, memory: mmap.mmap, path: Path | None = None):
         self.path, self.nbytes = path, len(memory)
@@ -62,7 +66,8 @@ class Segment:
             if e.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
             raise StageFull(
-                f"{path.parent}: no room for {_mib(nbytes)} of a staged snapshot, {_mib(shutil.disk_usage(path.parent).free)} are free; "
+                f"{path.parent}: no room for {_mib(nbytes)} of a staged snapshot, "
+                f"{_mib(shutil.disk_usage(path.parent).free)} are free; "
                 "enlarge the RAM disk (docker: --shm-size), or choose a folder with --stage-dir"
             ) from e
         finally:
@@ -73,25 +78,30 @@ class Segment:
         """Map what another process created. Raises FileNotFoundError."""
         fd = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
         try:
-            return cls(mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ), path)
+            return cls(
+                mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ), path
+            )
         finally:
             os.close(fd)
 
     def touch(self) -> Segment:
-        """Take every page's fault now (and not in the first copy). For a thread in the background: it holds no GIL."""
+        """Take every page's fault now (and not in the first copy). For a thread in the
+        background: it holds no GIL."""
         pages = np.frombuffer(self.view, np.uint8)[::PAGE_NBYTES]
         np.bitwise_or(pages, 0, out=pages)  # writes what is there
         return self
 
 
 class Stage:
-    """The folder of one owner's segments. `budget_nbytes`: of all together; None: half of what the RAM disk and the memory have free."""
+    """The folder of one owner's segments. `budget_nbytes`: of all together; None: half of what
+    the RAM disk and the memory have free."""
 
     def __init__(self, parent: Path | None = None, budget_nbytes: int | None = None):
         parent = parent or default_parent()
         parent.mkdir(parents=True, exist_ok=True)
         name = f"{PREFIX}{os.getpid()}-{secrets.token_hex(3)}"
-        new = parent / f".{name}"  # under this name nobody looks for it, so it is never without its lock
+        # under this name nobody looks for it, so it is never without its lock
+        new = parent / f".{name}"
         new.mkdir(mode=0o700)
         self._lock = os.open(new / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -106,7 +116,8 @@ class Stage:
 
 
 class Segments:
-    """Makes and counts the segments in a stage's folder, within the budget. Used by one process, thread-safe."""
+    """Makes and counts the segments in a stage's folder, within the budget. Used by one
+    process, thread-safe."""
 
     def __init__(self, folder: Path, budget_nbytes: int):
         self.folder, self.budget_nbytes = folder, budget_nbytes
@@ -120,7 +131,8 @@ class Segments:
             taken = sum(self._sizes.values())
             if taken + nbytes > self.budget_nbytes:
                 raise StageFull(
-                    f"the stage's budget is {_mib(self.budget_nbytes)}, {_mib(taken)} are taken, {_mib(nbytes)} more are wanted for a "
+                    f"the stage's budget is {_mib(self.budget_nbytes)}, {_mib(taken)} are taken, "
+                    f"{_mib(nbytes)} more are wanted for a "
                     "staged snapshot; raise --stage-gib"
                 )
             self._sizes[path] = nbytes
@@ -138,7 +150,8 @@ class Segments:
 
 
 class Beside:
-    """A thread that does errands in order and is there already: to start one makes the caller wait for Python's lock, often 5 ms."""
+    """A thread that does errands in order and is there already: to start one makes the caller
+    wait for Python's lock, often 5 ms."""
 
     def __init__(self, name: str):
         self._errands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -154,7 +167,11 @@ class Beside:
 
 
 def default_parent() -> Path:
-    return RAM_DISK if RAM_DISK.is_dir() and os.access(RAM_DISK, os.W_OK) else Path(os.environ.get("TMPDIR", "/tmp"))
+    return (
+        RAM_DISK
+        if RAM_DISK.is_dir() and os.access(RAM_DISK, os.W_OK)
+        else Path(os.environ.get("TMPDIR", "/tmp"))
+    )
 
 
 def free_nbytes(parent: Path) -> int:
@@ -162,7 +179,8 @@ def free_nbytes(parent: Path) -> int:
 
 
 def sweep(parent: Path | None = None) -> list[Path]:
-    """Remove the folders whose owner is dead, by its lock and not by its pid (containers share a RAM disk, not their pids)."""
+    """Remove the folders whose owner is dead, by its lock and not by its pid (containers share
+    a RAM disk, not their pids)."""
     gone = []
     for folder in (parent or default_parent()).glob(f"{PREFIX}*"):
         try:

@@ -1,4 +1,5 @@
-"""What users, machines and buckets wrote, on a terminal: shown as it is, never as markup, and without what could drive the terminal.
+"""What users, machines and buckets wrote, on a terminal: shown as it is, never as markup, and
+without what could drive the terminal.
 
 Every command prints through this `Console`. Knows rich; knows nothing of what is printed.
 """
@@ -14,17 +15,21 @@ from rich.segment import Segment
 
 
 def plain(text: object, keep: str = "") -> str:
-    """Without control characters, escapes, lone surrogates and the like: a space stands for each, except for those in `keep`."""
+    """Without control characters, escapes, lone surrogates and the like: a space stands for
+    each, except for those in `keep`."""
     return "".join(c if c.isprintable() or c in keep else " " for c in str(text))
 
 
 class Console(rich.console.Console):
-    """rich's, but square brackets are square brackets, and only rich itself can drive the terminal. Use styles, not markup."""
+    """rich's, but square brackets are square brackets, and only rich itself can drive the
+    terminal. Use styles, not markup."""
 
     def __init__(self, **more: Any):
         super().__init__(**{"markup": False, "emoji": False, **more})
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             harmless = segment.control or segment.text.isprintable() or segment.text == "\n"
             yield segment if harmless else Segment(plain(segment.text, keep="\n"), segment.style)

@@ -1,15 +1,18 @@
-"""Tiers: places nearer than the bucket that may hold bytes of a snapshot, and verified reads through them.
+"""Tiers: places nearer than the bucket that may hold bytes of a snapshot, and verified reads
+through them.
 
-The unit is the hash chunk of a part. Its manifest gives its hash, so a tier files a chunk under that hash and its length, equal chunks
-of several snapshots lie there once, and every tier can be asked without trust: what does not hash right is dropped and the next tier is
-read. Only the bucket decides what exists; a tier may lose anything at any time.
+The unit is the hash chunk of a part. Its manifest gives its hash, so a tier files a chunk under
+that hash and its length, equal chunks of several snapshots lie there once, and every tier can be
+asked without trust: what does not hash right is dropped and the next tier is read. Only the bucket
+decides what exists; a tier may lose anything at any time.
 
     memory   SegmentTier, what was staged; FolderTier in /dev/shm      survives the worker
     disk     FolderTier on a disk                                      survives the agent
     peer     PeerTier, ChunkServer                                     survives the node
     bucket                                                             survives all
 
-Knows nothing of torch or harness. An error of a tier is a miss; errors of the bucket travel as they are.
+Knows nothing of torch or harness. An error of a tier is a miss; errors of the bucket travel as they
+are.
 """
 
 from __future__ import annotations
@@ -34,16 +37,13 @@ from storage.objects import ObjectStore
 from storage.peers import PeerTier
 from storage.staging import Segment
 
-BLOCK_CHUNKS = 2  # chunks that one process of a node fetches while the others wait: one request of a load, 8 MiB
+# chunks that one process of a node fetches while the others wait: one request of a load, 8 MiB
+BLOCK_CHUNKS = 2
 NODE_WAIT_S = 60.0  # for another process of this node to fetch a block; then we fetch it ourselves
 FOLDER_LOCK_S = 10.0
 ROOM_SHARE = 16  # of a full folder's budget one part is cleared at a time
 
 OnWrong = Callable[[str, str], None]  # (tier's name, what was wrong)
-
-
-
-
 
 
 class Tier(Protocol):
@@ -55,7 +55,8 @@ class Tier(Protocol):
         """What is filed under `id`, unverified; None if it has nothing or does not answer."""
 
     def put(self, chunks: Mapping[str, bytes | memoryview]) -> int:
-        """File chunks, dropping the least recently used ones if there is no room. Returns how many were filed."""
+        """File chunks, dropping the least recently used ones if there is no room. Returns how
+        many were filed."""
 
     def drop(self, id: str) -> None:
         """Forget a chunk; no error if it is not there."""
@@ -77,7 +78,10 @@ class SegmentTier:
             with contextlib.suppress(OSError, ValueError):  # gone, or empty
                 files[path] = files.get(path) or Segment.open(Path(path), writable=False)
                 view, size = files[path].view[start:end], part.chunk_nbytes
-                self._chunks |= {chunk_id(part, i): view[i * size : (i + 1) * size] for i in range(len(part.hashes))}
+                self._chunks |= {
+                    chunk_id(part, i): view[i * size : (i + 1) * size]
+                    for i in range(len(part.hashes))
+                }
 
     def get(self, id: str) -> memoryview | None:
         return self._chunks.get(id)
@@ -93,14 +97,18 @@ class SegmentTier:
 
 
 class FolderTier:
-    """Chunks as files, shared by all processes of a node. At most `budget_nbytes`; the least recently used go first.
+    """Chunks as files, shared by all processes of a node. At most `budget_nbytes`; the least
+    recently used go first.
 
-    In /dev/shm it is the memory tier, on a disk the disk tier. A reader that has a file open keeps its bytes when it is dropped.
+    In /dev/shm it is the memory tier, on a disk the disk tier. A reader that has a file open keeps
+    its bytes when it is dropped.
     """
 
     def __init__(self, name: str, folder: Path, budget_nbytes: int):
         if budget_nbytes < 0:
-            raise ValueError(f"the budget of the {name} tier is in bytes, at least 0; found {budget_nbytes}")
+            raise ValueError(
+                f"the budget of the {name} tier is in bytes, at least 0; found {budget_nbytes}"
+            )
         self.name, self.root, self.budget_nbytes = name, folder, budget_nbytes
         self._folder = folder / "chunks"
         self._locks = folder / "locks"
@@ -141,8 +149,8 @@ class FolderTier:
         return filed
 
     def _make_room(self, need: int, stay: Collection[str]) -> int:
-        """Drop the least recently used for `need` bytes, and for a share of the budget, so that the folder is not listed for each put.
-        Returns the bytes that are there then."""
+        """Drop the least recently used for `need` bytes, and for a share of the budget, so that the
+        folder is not listed for each put. Returns the bytes that are there then."""
         there = sorted(self._entries())
         used = sum(nbytes for _, nbytes, _ in there)
         if used + need <= self.budget_nbytes:
@@ -156,7 +164,8 @@ class FolderTier:
         return used
 
     def _used(self) -> int | None:
-        """At most so many bytes are there (what was dropped since is not taken off); None: nobody counted. For who holds "put"."""
+        """At most so many bytes are there (what was dropped since is not taken off); None:
+        nobody counted. For who holds "put"."""
         try:
             return int(self._count.read_bytes())
         except (OSError, ValueError):
@@ -173,10 +182,13 @@ class FolderTier:
             (self._folder / id).unlink()
 
     def keep(self, ids: Iterable[str]) -> int:
-        """Drop other chunks that are older than the newest of `ids` (newer ones may be of a snapshot on its way). Returns bytes freed."""
+        """Drop other chunks that are older than the newest of `ids` (newer ones may be of a
+        snapshot on its way). Returns bytes freed."""
         ids, there = set(ids), list(self._entries())
         newest_ns = max((used_ns for used_ns, _, id in there if id in ids), default=0)
-        gone = [(nbytes, id) for used_ns, nbytes, id in there if id not in ids and used_ns < newest_ns]
+        gone = [
+            (nbytes, id) for used_ns, nbytes, id in there if id not in ids and used_ns < newest_ns
+        ]
         for _, id in gone:
             self.drop(id)
         return sum(nbytes for nbytes, _ in gone)
@@ -190,7 +202,8 @@ class FolderTier:
 
     @contextlib.contextmanager
     def locked(self, name: str, wait_s: float) -> Iterator[bool]:
-        """One process of the node, and one thread of it, at a time. False: not within `wait_s`. The holder's death frees it."""
+        """One process of the node, and one thread of it, at a time. False: not within `wait_s`.
+        The holder's death frees it."""
         try:
             fd = os.open(self._locks / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError:  # the folder is gone or the device broken
@@ -227,7 +240,8 @@ class FolderTier:
             raise
 
     def _entries(self) -> Iterator[tuple[int, int, str]]:
-        """(last use in ns, bytes, id) of every chunk; what a killed writer left half written is none (see OwnedFolder)."""
+        """(last use in ns, bytes, id) of every chunk; what a killed writer left half written is
+        none (see OwnedFolder)."""
         try:
             names = os.listdir(self._folder)
         except OSError:
@@ -239,9 +253,11 @@ class FolderTier:
 
 
 class OwnedFolder:
-    """`root`/<hash of `owner`>, ours until `close` or death. Folders beside it that nobody holds are of dead owners and are removed.
+    """`root`/<hash of `owner`>, ours until `close` or death. Folders beside it that nobody holds
+    are of dead owners and are removed.
 
-    The same owner (a run on a node) finds its folder again after a death; another's is gone. Held by a shared lock on a file in it.
+    The same owner (a run on a node) finds its folder again after a death; another's is gone. Held
+    by a shared lock on a file in it.
     """
 
     def __init__(self, root: Path, owner: str):
@@ -282,19 +298,15 @@ def _remove_unowned(folder: Path) -> None:
         os.close(fd)
 
 
-
-
-
-
-
-
-# ---- reading through them ---------------------------------------------------------------------------------------
+# ---- reading through them ------------------------------------------------------------------------
 class Tiered:
-    """A store whose parts of one snapshot are read from the nearest tier that has them right; all else is the bucket's.
+    """A store whose parts of one snapshot are read from the nearest tier that has them right; all
+    else is the bucket's.
 
-    `tiers`, nearest first. `on_wrong(tier, what)` hears of wrong bytes in one; they are dropped there. What has to come from afar is
-    left in the FolderTiers and, if there is one, fetched once per node: other processes wait for it, at most `node_wait_s`.
-    `replica` opens a second bucket, which is asked for what is damaged in the first.
+    `tiers`, nearest first. `on_wrong(tier, what)` hears of wrong bytes in one; they are dropped
+    there. What has to come from afar is left in the FolderTiers and, if there is one, fetched once
+    per node: other processes wait for it, at most `node_wait_s`. `replica` opens a second bucket,
+    which is asked for what is damaged in the first.
     """
 
     def __init__(
@@ -308,7 +320,13 @@ class Tiered:
     ):
         self._open_replica = replica
         self._replica: ObjectStore | None = None
-        self.url, self._far, self.tiers, self._on_wrong, self._node_wait_s = far.url, far, list(tiers), on_wrong, node_wait_s
+        self.url, self._far, self.tiers, self._on_wrong, self._node_wait_s = (
+            far.url,
+            far,
+            list(tiers),
+            on_wrong,
+            node_wait_s,
+        )
         self._parts = manifest.stored
         self._folders = [t for t in tiers if isinstance(t, FolderTier)]
         self._near = [t for t in tiers if not isinstance(t, PeerTier)]
@@ -318,27 +336,47 @@ class Tiered:
 
     @property
     def tier(self) -> str:
-        """Where the bytes read so far came from, nearest first: "memory", "memory+bucket". "bucket" before any read."""
+        """Where the bytes read so far came from, nearest first: "memory", "memory+bucket".
+        "bucket" before any read."""
         names = [*dict.fromkeys(t.name for t in self.tiers), "bucket", "replica"]
         return "+".join(name for name in names if self.read_nbytes[name]) or "bucket"
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
         part = self._parts.get(key)
         low, high = start or 0, (part.nbytes if part else 0) if end is None else end
-        if part is None or low % part.chunk_nbytes or (high % part.chunk_nbytes and high != part.nbytes):
-            return self._far.get(key, start, end)  # not whole chunks: nobody could tell whether they are right
+        if (
+            part is None
+            or low % part.chunk_nbytes
+            or (high % part.chunk_nbytes and high != part.nbytes)
+        ):
+            # not whole chunks: nobody could tell whether they are right
+            return self._far.get(key, start, end)
         first, last = low // part.chunk_nbytes, -(-high // part.chunk_nbytes)
-        found = {i: data for i in range(first, last) if (data := self._right(self._near, chunk_id(part, i))) is not None}
-        for block in range(first // BLOCK_CHUNKS, (last - 1) // BLOCK_CHUNKS + 1 if last > first else 0):
+        found = {
+            i: data
+            for i in range(first, last)
+            if (data := self._right(self._near, chunk_id(part, i))) is not None
+        }
+        for block in range(
+            first // BLOCK_CHUNKS, (last - 1) // BLOCK_CHUNKS + 1 if last > first else 0
+        ):
             from_, to = max(first, block * BLOCK_CHUNKS), min(last, (block + 1) * BLOCK_CHUNKS)
             if any(i not in found for i in range(from_, to)):
                 self._fetch(part, from_, to, found)
         return b"".join(found[i] for i in range(first, last))
 
     def _fetch(self, part: Part, low: int, high: int, found: dict[int, bytes | memoryview]) -> None:
-        """Chunks [low, high) of one block that are not `found`, from afar, by one process of this node at a time."""
-        name = hashlib.blake2b(f"{part.key} {low // BLOCK_CHUNKS}".encode(), digest_size=1).hexdigest()  # 256 files, not one a block
-        with self._folders[0].locked(name, self._node_wait_s) if self._folders else contextlib.nullcontext():
+        """Chunks [low, high) of one block that are not `found`, from afar, by one process of
+        this node at a time."""
+        # 256 files, not one a block
+        name = hashlib.blake2b(
+            f"{part.key} {low // BLOCK_CHUNKS}".encode(), digest_size=1
+        ).hexdigest()
+        with (
+            self._folders[0].locked(name, self._node_wait_s)
+            if self._folders
+            else contextlib.nullcontext()
+        ):
             news: dict[str, bytes | memoryview] = {}
             missing: list[int] = []
             for i in range(low, high):
@@ -353,13 +391,19 @@ class Tiered:
                     missing.append(i)
             size = part.chunk_nbytes
             for run in _runs(missing):
-                view = memoryview(self._from_bucket(part, run[0] * size, min((run[-1] + 1) * size, part.nbytes)))
+                view = memoryview(
+                    self._from_bucket(part, run[0] * size, min((run[-1] + 1) * size, part.nbytes))
+                )
                 self._add("bucket", len(view))
                 for k, i in enumerate(run):
                     found[i], id = view[k * size : (k + 1) * size], chunk_id(part, i)
-                    if not is_chunk(id, found[i]) and (data := self._from_replica(part, i)) is not None:
+                    if (
+                        not is_chunk(id, found[i])
+                        and (data := self._from_replica(part, i)) is not None
+                    ):
                         found[i] = data
-                    if is_chunk(id, found[i]):  # what is wrong everywhere is for the caller to find out
+                    # what is wrong everywhere is for the caller to find out
+                    if is_chunk(id, found[i]):
                         news[id] = found[i]
             if news:
                 for tier in self._folders:
@@ -384,7 +428,11 @@ class Tiered:
         if not is_chunk(chunk_id(part, i), data):
             return None
         self._add("replica", len(data))
-        self._on_wrong("bucket", f"{part.key}, bytes from {i * size}: damaged in {self.url}; read from the second bucket")
+        self._on_wrong(
+            "bucket",
+            f"{part.key}, bytes from {i * size}: damaged in {self.url}; "
+            "read from the second bucket",
+        )
         return data
 
     def _right(self, tiers: Sequence[Tier], id: str) -> bytes | memoryview | None:
@@ -396,7 +444,11 @@ class Tiered:
                 self._add(tier.name, len(data))
                 return data
             tier.drop(id)
-            self._on_wrong(tier.name, f"chunk {id} in the {tier.name} tier is not what was written; it was dropped and read elsewhere")
+            self._on_wrong(
+                tier.name,
+                f"chunk {id} in the {tier.name} tier is not what was written; it was dropped and "
+                "read elsewhere",
+            )
         return None
 
     def _add(self, name: str, nbytes: int) -> None:
@@ -424,7 +476,10 @@ def blocks(part: Part, content: memoryview) -> Iterator[dict[str, bytes | memory
     """A part as a tier's `put` takes it, a few chunks at a time."""
     size = part.chunk_nbytes
     for low in range(0, len(part.hashes), BLOCK_CHUNKS):
-        yield {chunk_id(part, i): content[i * size : (i + 1) * size] for i in range(low, min(low + BLOCK_CHUNKS, len(part.hashes)))}
+        yield {
+            chunk_id(part, i): content[i * size : (i + 1) * size]
+            for i in range(low, min(low + BLOCK_CHUNKS, len(part.hashes)))
+        }
 
 
 def share(manifest: Manifest, ids: Collection[str]) -> float:
@@ -434,7 +489,9 @@ def share(manifest: Manifest, ids: Collection[str]) -> float:
 
 
 def chunks_of(manifests: Iterable[Manifest]) -> set[str]:
-    return {chunk_id(part, i) for m in manifests for part in m.parts for i in range(len(part.hashes))}
+    return {
+        chunk_id(part, i) for m in manifests for part in m.parts for i in range(len(part.hashes))
+    }
 
 
 def _runs(numbers: Sequence[int]) -> list[list[int]]:

@@ -1,7 +1,8 @@
 """Snapshots from one store to another, and what a prune would do before it is done. No torch.
 
-`copy` moves committed snapshots: objects first, each hashed as it is read, the manifest last and create-only. What is there already is
-hashed where it is, so that a copy can be broken off at any time and begun again.
+`copy` moves committed snapshots: objects first, each hashed as it is read, the manifest last and
+create-only. What is there already is hashed where it is, so that a copy can be broken off at any
+time and begun again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from storage.manifest import Manifest, Part, Ref, SnapshotCorrupt, chunk_hash
 from storage.objects import Keys, ObjectStore, read_into, why_not_a_key
 from storage.snapshots import MANIFESTS, QUARANTINE, Policy, Snapshots
 
-LANES = 2  # objects on their way at once; each is in memory whole (dcp cuts a rank's bytes into files of 256 MiB)
+# objects on their way at once; each is in memory whole (dcp cuts a rank's bytes into files of 256
+# MiB)
+LANES = 2
 
 Progress = Callable[[Ref, int, int], None]  # snapshot, bytes done, bytes in all
 
@@ -31,13 +34,19 @@ class Copied:
 
 
 def copy(
-    source: ObjectStore, target: ObjectStore, refs: Iterable[Ref], *, extra: Collection[str] = (), progress: Progress | None = None
+    source: ObjectStore,
+    target: ObjectStore,
+    refs: Iterable[Ref],
+    *,
+    extra: Collection[str] = (),
+    progress: Progress | None = None,
 ) -> list[Copied]:
-    """Copy committed snapshots, in the order of `refs`. `extra`: other objects' keys, copied before them, create-only (what is no key of
-    an object under its store's root is left out: a bucket may list anything).
+    """Copy committed snapshots, in the order of `refs`. `extra`: other objects' keys, copied before
+    them, create-only (what is no key of an object under its store's root is left out: a bucket may
+    list anything).
 
-    Raises StoreError if another run's snapshot or object is at the target; SnapshotCorrupt if the source's bytes are not what was
-    committed (then that snapshot is not committed at the target).
+    Raises StoreError if another run's snapshot or object is at the target; SnapshotCorrupt if the
+    source's bytes are not what was committed (then that snapshot is not committed at the target).
     """
     for key in (k for k in extra if not why_not_a_key(k)):
         _same_or_create(target, key, source.get(key))
@@ -48,7 +57,9 @@ def copy(
     return found
 
 
-def _copy_one(source: ObjectStore, target: ObjectStore, ref: Ref, progress: Progress | None) -> Copied:
+def _copy_one(
+    source: ObjectStore, target: ObjectStore, ref: Ref, progress: Progress | None
+) -> Copied:
     key = f"{MANIFESTS}{ref.name}.json"
     try:
         text = source.get(key)
@@ -56,11 +67,17 @@ def _copy_one(source: ObjectStore, target: ObjectStore, ref: Ref, progress: Prog
         if _is_there(target, key, text):
             return Copied(ref, "there", 0, manifest.nbytes)
         if target.list(f"{QUARANTINE}{ref.name}.json"):
-            raise StoreError(f"{target.url}: snapshot {ref} is quarantined there; remove its mark, or copy to another URL")
+            raise StoreError(
+                f"{target.url}: snapshot {ref} is quarantined there; remove its mark, or copy to "
+                "another URL"
+            )
         wanted = objects(manifest)
         total, done, sent = sum(one.nbytes for one in wanted.values()), 0, 0
         with ThreadPoolExecutor(LANES, "copy") as pool:
-            running = [pool.submit(_copy_object, source, target, ref, key, one) for key, one in wanted.items()]
+            running = [
+                pool.submit(_copy_object, source, target, ref, key, one)
+                for key, one in wanted.items()
+            ]
             try:
                 for one, future in zip(wanted.values(), running, strict=True):
                     done, sent = done + one.nbytes, sent + future.result()
@@ -79,27 +96,39 @@ def _copy_object(source: ObjectStore, target: ObjectStore, ref: Ref, key: str, w
     """Bytes sent: 0 if they are there."""
     buffer = memoryview(bytearray(wanted.nbytes))
     try:
-        if target.size(key) == wanted.nbytes and read_into(target, key, 0, buffer) == wanted.nbytes and _bad(wanted, buffer) is None:
+        if (
+            target.size(key) == wanted.nbytes
+            and read_into(target, key, 0, buffer) == wanted.nbytes
+            and _bad(wanted, buffer) is None
+        ):
             return 0
     except NotFound:
         pass
     found = read_into(source, key, 0, buffer)
     if found != wanted.nbytes or source.size(key) != wanted.nbytes:
-        raise SnapshotCorrupt(f"snapshot {ref}: {key} should have {wanted.nbytes} bytes, found {found}; copy an older snapshot")
+        raise SnapshotCorrupt(
+            f"snapshot {ref}: {key} should have {wanted.nbytes} bytes, found {found}; copy an "
+            "older snapshot"
+        )
     bad = _bad(wanted, buffer)
     if bad is not None:
-        raise SnapshotCorrupt(f"snapshot {ref}: {key}, bytes from {bad}: hash differs from what was written; copy an older snapshot")
+        raise SnapshotCorrupt(
+            f"snapshot {ref}: {key}, bytes from {bad}: hash differs from what was written; copy an "
+            "older snapshot"
+        )
     target.put(key, buffer)
     return wanted.nbytes
 
 
 def objects(manifest: Manifest) -> dict[str, Part]:
-    """All stored objects that a snapshot's bytes lie in, by key: those of older snapshots that it refers to included."""
+    """All stored objects that a snapshot's bytes lie in, by key: those of older snapshots that
+    it refers to included."""
     return manifest.stored
 
 
 def _bad(wanted: Part, data: memoryview) -> int | None:
-    """Where the first chunk begins that is not what was written. Chunks that the snapshot does not use have no hash."""
+    """Where the first chunk begins that is not what was written. Chunks that the snapshot does
+    not use have no hash."""
     for i, of in enumerate(wanted.hashes):
         if of and chunk_hash(data[i * wanted.chunk_nbytes : (i + 1) * wanted.chunk_nbytes]) != of:
             return i * wanted.chunk_nbytes
@@ -112,7 +141,9 @@ def _is_there(target: ObjectStore, key: str, text: bytes) -> bool:
     except NotFound:
         return False
     if found != text:
-        raise StoreError(f"{target.url}: {key} is there and differs: another run's; copy to another URL")
+        raise StoreError(
+            f"{target.url}: {key} is there and differs: another run's; copy to another URL"
+        )
     return True
 
 
@@ -121,9 +152,10 @@ def _same_or_create(target: ObjectStore, key: str, text: bytes) -> None:
         _is_there(target, key, text)
 
 
-# ---- what would be pruned -----------------------------------------------------------------------------------------
+# ---- what would be pruned ------------------------------------------------------------------------
 class Pretended:
-    """A store in which everything can be read, and writes and deletes only seem to happen. `deleted`: key -> its size."""
+    """A store in which everything can be read, and writes and deletes only seem to happen.
+    `deleted`: key -> its size."""
 
     def __init__(self, inner: ObjectStore):
         self.inner, self.url = inner, inner.url
@@ -167,7 +199,8 @@ class Pretended:
 
 
 def would_prune(store: ObjectStore, keep: Policy) -> tuple[list[Ref], dict[str, int]]:
-    """What `Snapshots.prune` would delete now: snapshots (and orphaned parts under the refs they were meant for), and objects by size."""
+    """What `Snapshots.prune` would delete now: snapshots (and orphaned parts under the refs
+    they were meant for), and objects by size."""
     pretended = Pretended(store)
     gone = Snapshots(pretended).prune(keep)
     return gone, pretended.deleted

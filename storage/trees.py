@@ -9,23 +9,26 @@ from typing import Any
 import numpy as np
 import torch
 
-# ---- state <-> tensors and JSON ---------------------------------------------------------------------------------
+# ---- state <-> tensors and JSON ------------------------------------------------------------------
 TAG = "$"  # {"$": kind, ...} stands for what JSON has no word for
 INLINE_NBYTES = 64 << 10  # numpy arrays up to this go into the JSON
 
 
 def split(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """Nested dicts, lists and tuples -> (tensors by '/'-joined path, plain JSON that says where they go).
+    """Nested dicts, lists and tuples -> (tensors by '/'-joined path, plain JSON that says where
+    they go).
 
-    Tensors are not copied. Python scalars, bytes, tuples, int-keyed dicts, Counters, dtypes and numpy values keep their types;
-    other dicts (OrderedDict, defaultdict) become dict. Raises TypeError, naming the path, for anything else.
+    Tensors are not copied. Python scalars, bytes, tuples, int-keyed dicts, Counters, dtypes and
+    numpy values keep their types; other dicts (OrderedDict, defaultdict) become dict. Raises
+    TypeError, naming the path, for anything else.
     """
     tensors: dict[str, torch.Tensor] = {}
     return tensors, _split(state, (), tensors)
 
 
 def join(tensors: dict[str, torch.Tensor], data: Any) -> Any:
-    """The inverse of `split`. Raises ValueError if a tensor is missing or `data` is not from `split`."""
+    """The inverse of `split`. Raises ValueError if a tensor is missing or `data` is not from
+    `split`."""
     if isinstance(data, list):
         return [join(tensors, v) for v in data]
     if not isinstance(data, dict):
@@ -35,7 +38,10 @@ def join(tensors: dict[str, torch.Tensor], data: Any) -> Any:
             return {k: join(tensors, v) for k, v in data.items()}
         case "tensor" | "ndarray" as kind if "name" in data:
             if data["name"] not in tensors:
-                raise ValueError(f"the state has a tensor {data['name']!r}, of which nothing was given; load it first (see destinations)")
+                raise ValueError(
+                    f"the state has a tensor {data['name']!r}, of which nothing was given; load it "
+                    "first (see destinations)"
+                )
             return tensors[data["name"]] if kind == "tensor" else tensors[data["name"]].numpy()
         case "tuple":
             return tuple(join(tensors, v) for v in data["items"])
@@ -50,10 +56,17 @@ def join(tensors: dict[str, torch.Tensor], data: Any) -> Any:
         case "dtype":
             return getattr(torch, data["name"])
         case "ndarray":
-            array = np.frombuffer(base64.b64decode(data["b64"]), np.dtype(data["dtype"])).reshape(data["shape"]).copy()
+            array = (
+                np.frombuffer(base64.b64decode(data["b64"]), np.dtype(data["dtype"]))
+                .reshape(data["shape"])
+                .copy()
+            )
             return array if data["array"] else array[()]
         case kind:
-            raise ValueError(f"state of unknown kind {kind!r}: saved by a newer version of this code; update the package")
+            raise ValueError(
+                f"state of unknown kind {kind!r}: saved by a newer version of this code; update "
+                "the package"
+            )
 
 
 def _split(value: Any, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> Any:
@@ -62,26 +75,52 @@ def _split(value: Any, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) 
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_quantized or value.is_meta:
             what = "a meta" if value.is_meta else "a quantized or sparse"
-            raise TypeError(f"{_where(path)} is {what} tensor; snapshots hold dense ones: materialize it, or leave it out")
+            raise TypeError(
+                f"{_where(path)} is {what} tensor; snapshots hold dense ones: materialize it, or "
+                "leave it out"
+            )
         return {TAG: "tensor", "name": _add(value.detach(), path, tensors)}
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
         if value.nbytes > INLINE_NBYTES:
-            return {TAG: "ndarray", "name": _add(torch.from_numpy(np.ascontiguousarray(value)), path, tensors)}
+            return {
+                TAG: "ndarray",
+                "name": _add(torch.from_numpy(np.ascontiguousarray(value)), path, tensors),
+            }
         b64 = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
-        return {TAG: "ndarray", "dtype": value.dtype.str, "shape": list(value.shape), "b64": b64, "array": isinstance(value, np.ndarray)}
+        return {
+            TAG: "ndarray",
+            "dtype": value.dtype.str,
+            "shape": list(value.shape),
+            "b64": b64,
+            "array": isinstance(value, np.ndarray),
+        }
     if isinstance(value, Counter):
-        return {TAG: "counter", "items": [[_split(k, path, tensors), _split(v, (*path, str(k)), tensors)] for k, v in value.items()]}
+        return {
+            TAG: "counter",
+            "items": [
+                [_split(k, path, tensors), _split(v, (*path, str(k)), tensors)]
+                for k, v in value.items()
+            ],
+        }
     if isinstance(value, dict):
         if all(type(k) is str for k in value) and TAG not in value:
             return {k: _split(v, (*path, k), tensors) for k, v in value.items()}
         for k in value:
             if type(k) not in (str, int):
-                raise TypeError(f"{_where(path)} has the key {k!r}; keys are strings or ints: turn it into one")
-        return {TAG: "dict", "items": [[k, _split(v, (*path, str(k)), tensors)] for k, v in value.items()]}
+                raise TypeError(
+                    f"{_where(path)} has the key {k!r}; keys are strings or ints: turn it into one"
+                )
+        return {
+            TAG: "dict",
+            "items": [[k, _split(v, (*path, str(k)), tensors)] for k, v in value.items()],
+        }
     if type(value) is list:
         return [_split(v, (*path, str(i)), tensors) for i, v in enumerate(value)]
     if type(value) in (tuple, torch.Size):
-        return {TAG: "tuple", "items": [_split(v, (*path, str(i)), tensors) for i, v in enumerate(value)]}
+        return {
+            TAG: "tuple",
+            "items": [_split(v, (*path, str(i)), tensors) for i, v in enumerate(value)],
+        }
     if type(value) in (bytes, bytearray):
         return {TAG: "bytes", "b64": base64.b64encode(value).decode()}
     if type(value) is complex:
@@ -89,15 +128,19 @@ def _split(value: Any, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) 
     if isinstance(value, torch.dtype):
         return {TAG: "dtype", "name": dtype_name(value)}
     raise TypeError(
-        f"{_where(path)} is a {type(value).__module__}.{type(value).__qualname__}, which a snapshot cannot hold (nothing is pickled); "
-        "give its state as numbers, strings, bytes, tensors, lists and dicts (its state_dict(), or a tuple of its fields)"
+        f"{_where(path)} is a {type(value).__module__}.{type(value).__qualname__}, which a "
+        "snapshot cannot hold (nothing is pickled); "
+        "give its state as numbers, strings, bytes, tensors, lists and dicts (its state_dict(), or "
+        "a tuple of its fields)"
     )
 
 
 def _add(tensor: torch.Tensor, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> str:
     name = "/".join(part.replace("~", "~0").replace("/", "~1") for part in path)
     if name in tensors:
-        raise TypeError(f"two tensors have the path {name!r} (keys like 1 and '1' in one dict?); rename one")
+        raise TypeError(
+            f"two tensors have the path {name!r} (keys like 1 and '1' in one dict?); rename one"
+        )
     tensors[name] = tensor
     return name
 

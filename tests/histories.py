@@ -1,7 +1,8 @@
-"""A made-up but realistic life of a run, written the way real seats write it: for tests of ledger, report and monitor.
+"""A made-up but realistic life of a run, written the way real seats write it: for tests of ledger,
+report and monitor.
 
-Two nodes start; a third joins; node 2 gets a notice; node 1 is killed without one and steps are redone; then everything is taken
-away for a while; two nodes come back and finish.
+Two nodes start; a third joins; node 2 gets a notice; node 1 is killed without one and steps are
+redone; then everything is taken away for a while; two nodes come back and finish.
 """
 
 from __future__ import annotations
@@ -22,21 +23,27 @@ from storage.snapshots import Snapshots
 
 T0 = 1_767_225_600.0  # 2026-01-01
 TOTAL, EVERY, GLOBAL, MICRO = 120, 10, 64, 4
-EAST = Offer(1.10, "aws/us-east-1/use1-az1/g6e.xlarge", accelerator="L40S", gpus=1, on_demand_usd_per_h=1.861)
-WEST = Offer(1.25, "aws/us-west-2/usw2-az3/g6e.xlarge", accelerator="L40S", gpus=1, on_demand_usd_per_h=1.861)
+EAST = Offer(
+    1.10, "aws/us-east-1/use1-az1/g6e.xlarge", accelerator="L40S", gpus=1, on_demand_usd_per_h=1.861
+)
+WEST = Offer(
+    1.25, "aws/us-west-2/usw2-az3/g6e.xlarge", accelerator="L40S", gpus=1, on_demand_usd_per_h=1.861
+)
 IDENTITY = {"version": 1, "seed": 0, "global_batch": GLOBAL, "micro_batch": MICRO}
 
 
 @dataclass
 class History:
-    """Moves a clock and writes what every seat would. Seats flush at once, unless they are killed before they can."""
+    """Moves a clock and writes what every seat would. Seats flush at once, unless they are
+    killed before they can."""
 
     store: ObjectStore = field(default_factory=lambda: MemoryStore("memory://history", {}))
     t: float = T0
     step: int = 0
     epoch: int = 0
     unsaved: list[rec.StepRecord] = field(default_factory=list)
-    chains: list[rec.StepRecord] = field(default_factory=list)  # the lineage so far, unsaved included
+    # the lineage so far, unsaved included
+    chains: list[rec.StepRecord] = field(default_factory=list)
     journals: dict[str, Journal] = field(default_factory=dict)
     members: dict[int, str] = field(default_factory=dict)
     up: dict[int, tuple[float, float, Offer]] = field(default_factory=dict)
@@ -63,14 +70,32 @@ class History:
         asked = self.t
         if not capacity:
             self.wait(1.5)
-            self.controller(f.AttemptEnded(attempt, "no-capacity", asked, None, self.t, None, "no capacity", 0.0, 0.0, self.committed))
+            self.controller(
+                f.AttemptEnded(
+                    attempt,
+                    "no-capacity",
+                    asked,
+                    None,
+                    self.t,
+                    None,
+                    "no capacity",
+                    0.0,
+                    0.0,
+                    self.committed,
+                )
+            )
             return
         self.wait(boot_s)
         self.up[attempt] = (asked, self.t, offer)
         self.controller(f.AttemptUp(attempt, self.t))
         self.members[attempt] = f"m{attempt:04d}-{self.rng.randrange(1 << 24):06x}"
         self.wait(3.0)
-        self.agent(attempt, f.AgentStarted(self.members[attempt], attempt, f"ip-10-0-0-{attempt}", 1, offer.accelerator, 100))
+        self.agent(
+            attempt,
+            f.AgentStarted(
+                self.members[attempt], attempt, f"ip-10-0-0-{attempt}", 1, offer.accelerator, 100
+            ),
+        )
 
     def agent(self, attempt: int, fact: f.Fact) -> None:
         self.say(f"agent-{self.members[attempt]}", fact)
@@ -80,7 +105,11 @@ class History:
         billed = self.t - up
         usd = billed / 3600 * offer.usd_per_h
         self.spent += usd
-        self.controller(f.AttemptEnded(attempt, end, asked, up, self.t, code, reason, billed, usd, self.committed))
+        self.controller(
+            f.AttemptEnded(
+                attempt, end, asked, up, self.t, code, reason, billed, usd, self.committed
+            )
+        )
 
     # -- training --
     def form(self, attempts: list[int], reason: str) -> None:
@@ -93,9 +122,19 @@ class History:
         self.unsaved, resumed, self.step = [], self.committed, self.committed
         self.wait(2.5)
         session = f.SessionStarted(
-            self.epoch, self.world, resumed, max(0, self.epoch - 1) if resumed else 0, TOTAL, GLOBAL, MICRO, self.shares, "fast",
-            "ddp", "cpu", 0.4,
-        )  # fmt: skip
+            self.epoch,
+            self.world,
+            resumed,
+            max(0, self.epoch - 1) if resumed else 0,
+            TOTAL,
+            GLOBAL,
+            MICRO,
+            self.shares,
+            "fast",
+            "ddp",
+            "cpu",
+            0.4,
+        )
         self.worker(session)
 
     def worker(self, fact: f.Fact, flush: bool = True) -> None:
@@ -110,11 +149,27 @@ class History:
             metrics = {"val_loss": loss + 0.1} if self.step % 20 == 0 else {}
             head = self.chains[-1].h if self.chains else rec.genesis(IDENTITY)
             record = rec.StepRecord(
-                self.step, self.epoch, self.world, self.shares, GLOBAL, f"{self.step:016x}", float(GLOBAL), loss, 3e-4, self.t, dt, metrics
+                self.step,
+                self.epoch,
+                self.world,
+                self.shares,
+                GLOBAL,
+                f"{self.step:016x}",
+                float(GLOBAL),
+                loss,
+                3e-4,
+                self.t,
+                dt,
+                metrics,
             ).chained(head)
             self.chains.append(record)
             self.unsaved.append(record)
-            self.worker(f.StepDone(self.step, self.epoch, loss, start, dt, GLOBAL, GLOBAL * 128, 3e-4, 0.9, 0.31), flush=flush)
+            self.worker(
+                f.StepDone(
+                    self.step, self.epoch, loss, start, dt, GLOBAL, GLOBAL * 128, 3e-4, 0.9, 0.31
+                ),
+                flush=flush,
+            )
             if metrics:
                 self.wait(0.3)  # validation
                 self.worker(f.Validated(self.step, self.epoch, metrics), flush=flush)
@@ -125,11 +180,22 @@ class History:
         start, stall, commit = self.t, 0.05, 0.8
         self.wait(stall)
         named = {
-            "key": rec.key(self.unsaved), "head": self.unsaved[-1].h, "first": self.unsaved[0].step, "last": self.unsaved[-1].step,
-        }  # fmt: skip
+            "key": rec.key(self.unsaved),
+            "head": self.unsaved[-1].h,
+            "first": self.unsaved[0].step,
+            "last": self.unsaved[-1].step,
+        }
         self.store.create(rec.key(self.unsaved), rec.encode(self.unsaved))
         snapshots, ref = Snapshots(self.store), Ref(self.epoch, self.step)
-        snapshots.write(ref, 0, 1, {"state": b"x" * 5000}, {}, {"final": final, "samples": named, "loss": self.unsaved[-1].loss}, "t")
+        snapshots.write(
+            ref,
+            0,
+            1,
+            {"state": b"x" * 5000},
+            {},
+            {"final": final, "samples": named, "loss": self.unsaved[-1].loss},
+            "t",
+        )
         assert snapshots.commit(ref, 1)
         self.unsaved, self.committed = [], self.step
         self.say(
@@ -147,7 +213,8 @@ class History:
 
 
 def whole_run(store: ObjectStore | None = None, evil: str = "") -> History:
-    """The story in the module's docstring. `evil` is put wherever users and machines write free text."""
+    """The story in the module's docstring. `evil` is put wherever users and machines write free
+    text."""
     h = History() if store is None else History(store)
     h.store.create("run.json", rec.canonical(IDENTITY))
     h.controller(f.RunAsked(f"sky_tasks/train.yaml{evil}", 1, 3, "cheapest", "seed:7", 5.0))
@@ -157,7 +224,8 @@ def whole_run(store: ObjectStore | None = None, evil: str = "") -> History:
     h.ask(2, EAST, boot_s=6.0)
     h.form([1, 2], "start")
     h.train(15)
-    h.ask(3, EAST, capacity=False)  # asked while the world trains; the clock of this story moves on meanwhile
+    # asked while the world trains; the clock of this story moves on meanwhile
+    h.ask(3, EAST, capacity=False)
     h.train(24)
     h.ask(4, WEST, boot_s=1.0)
     h.train(32)
@@ -181,7 +249,18 @@ def whole_run(store: ObjectStore | None = None, evil: str = "") -> History:
     killed = h.t + 0.4
     h.wait(5.0)
     h.agent(4, f.EpochLeft(h.epoch, h.members[4], "peer-lost"))
-    h.agent(4, f.WorkerFailed(h.members[4], h.epoch, 1, 1, "RuntimeError", f"Connection closed by peer{evil}", f"Traceback{evil}"))
+    h.agent(
+        4,
+        f.WorkerFailed(
+            h.members[4],
+            h.epoch,
+            1,
+            1,
+            "RuntimeError",
+            f"Connection closed by peer{evil}",
+            f"Traceback{evil}",
+        ),
+    )
     late, h.t = h.t, killed
     h.gone(1, "preempted", "killed", None)
     h.t = late

@@ -1,6 +1,8 @@
-"""Saves a model and its optimizer on W ranks and loads them on W', for all W and W' up to 4. Forks its ranks: torch is imported once.
+"""Saves a model and its optimizer on W ranks and loads them on W', for all W and W' up to 4. Forks
+its ranks: torch is imported once.
 
-`python tests/reshard.py FOLDER` ends with an assertion, or prints the hash of the weights of each snapshot.
+`python tests/reshard.py FOLDER` ends with an assertion, or prints the hash of the weights of each
+snapshot.
 """
 
 import importlib
@@ -32,7 +34,8 @@ def build(kind, seed):
     if kind == "fsdp2":
         fully_shard(model[0])
         fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # makes its state and leaves the weights as the seed made them
+    # makes its state and leaves the weights as the seed made them
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     for p, g in zip(model.parameters(), grads, strict=True):
         p.grad = distribute_tensor(g, p.device_mesh, p.placements) if isinstance(p, DTensor) else g
     optimizer.step()
@@ -56,7 +59,16 @@ def save(folder, kind, world, group):
         for t in tensors.values():
             t.zero_()  # the snapshot is of before
     layout = staged.layout
-    job = Job(Ref(1, world), saver.rank, world, f"t{saver.rank}", layout.files, layout.index, {"state": plain}, weights="model/")
+    job = Job(
+        Ref(1, world),
+        saver.rank,
+        world,
+        f"t{saver.rank}",
+        layout.files,
+        layout.index,
+        {"state": plain},
+        weights="model/",
+    )
     told = queue.SimpleQueue()
     Uploader(store, commit_timeout_s=60).submit(job, buffer.numpy().data, told.put)
     outcome = told.get(timeout=90)
@@ -88,7 +100,9 @@ def fork(world, folder, what):
         if pid == 0:
             code = 1
             try:
-                dist.init_process_group("gloo", store=dist.FileStore(rendezvous, world), rank=rank, world_size=world)
+                dist.init_process_group(
+                    "gloo", store=dist.FileStore(rendezvous, world), rank=rank, world_size=world
+                )
                 for kind in KINDS:
                     if what == "save":
                         save(folder, kind, world, dist.group.WORLD)
@@ -107,7 +121,8 @@ def fork(world, folder, what):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for name in ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"):  # what every rank would import later
+    # what every rank would import later
+    for name in ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"):
         importlib.import_module(name)
     for what in ("save", "load"):
         for world in WORLDS:

@@ -1,8 +1,9 @@
-"""Shards models on real ranks. Forks its ranks: torch is imported once. Prints a line of JSON for each world, a list over ranks.
+"""Shards models on real ranks. Forks its ranks: torch is imported once. Prints a line of JSON for
+each world, a list over ranks.
 
-`python tests/sharding.py ways`: two ranks, every way that is taken or refused: what `prepare` would do; "sums" where the gradients and
-their norm are those of one process that does the whole batch. `python tests/sharding.py meta`: one to three ranks, what models on the
-meta device begin with.
+`python tests/sharding.py ways`: two ranks, every way that is taken or refused: what `prepare` would
+do; "sums" where the gradients and their norm are those of one process that does the whole batch.
+`python tests/sharding.py meta`: one to three ranks, what models on the meta device begin with.
 """
 
 import hashlib
@@ -61,7 +62,9 @@ def hsdp(model):
 
 
 def tensor_parallel(model):
-    parallelize_module(model, line(), {"blocks.0": ColwiseParallel(), "blocks.1": RowwiseParallel()})
+    parallelize_module(
+        model, line(), {"blocks.0": ColwiseParallel(), "blocks.1": RowwiseParallel()}
+    )
 
 
 def by_hand(model):
@@ -136,7 +139,11 @@ def outcome(way, exact):
         wrong = not_summed(model, strategy, alone)
     except Exception as e:
         return f"{type(e).__name__}: {e}"
-    return f"wrong: {', '.join(wrong)}" if wrong else f"sums ({'sharded' if isinstance(strategy, Sharded) else 'whole'})"
+    return (
+        f"wrong: {', '.join(wrong)}"
+        if wrong
+        else f"sums ({'sharded' if isinstance(strategy, Sharded) else 'whole'})"
+    )
 
 
 def not_summed(model, strategy, alone):
@@ -161,14 +168,19 @@ def not_summed(model, strategy, alone):
             grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
             if not torch.allclose(grad, reference.grad, rtol=1e-4, atol=1e-6):
                 wrong.append(name)
-    trained = [a.grad for p, a in zip(model.parameters(), alone.parameters(), strict=True) if p.requires_grad]
+    trained = [
+        a.grad
+        for p, a in zip(model.parameters(), alone.parameters(), strict=True)
+        if p.requires_grad
+    ]
     if not torch.allclose(strategy.norm(), nn.utils.get_total_norm(trained), rtol=1e-4):
         wrong.append("the norm")
     return wrong
 
 
 class Odd(nn.Module):
-    """Of modules that hold parameters beside their children, with a tie and a buffer; its rows divide by no world."""
+    """Of modules that hold parameters beside their children, with a tie and a buffer; its rows
+    divide by no world."""
 
     def __init__(self):
         super().__init__()
@@ -193,9 +205,16 @@ def from_meta(rank, world):
         model = Odd()
     shard(model, CPU, seed=5)
     assert model.head.weight is model.embed.weight
-    whole = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in model.state_dict().items()}
-    assert model.batch.running_var.tolist() == [1.0] * 6 and all(bool(v.isfinite().all()) for v in whole.values())
-    hashed = hashlib.sha256(b"".join(v.detach().contiguous().numpy().tobytes() for v in whole.values())).hexdigest()
+    whole = {
+        name: v.full_tensor() if isinstance(v, DTensor) else v
+        for name, v in model.state_dict().items()
+    }
+    assert model.batch.running_var.tolist() == [1.0] * 6 and all(
+        bool(v.isfinite().all()) for v in whole.values()
+    )
+    hashed = hashlib.sha256(
+        b"".join(v.detach().contiguous().numpy().tobytes() for v in whole.values())
+    ).hexdigest()
     with torch.device("meta"):
         mute = Mute()
     try:
@@ -203,7 +222,12 @@ def from_meta(rank, world):
         refused = ""
     except Exception as e:
         refused = f"{type(e).__name__}: {e}"
-    return {"from meta": hashed, "mute": refused, "drawn": drawn_by_shard(model, dist.group.WORLD), "by shard": by_shard()}
+    return {
+        "from meta": hashed,
+        "mute": refused,
+        "drawn": drawn_by_shard(model, dist.group.WORLD),
+        "by shard": by_shard(),
+    }
 
 
 def by_shard():
@@ -224,7 +248,9 @@ def ways(rank, world):
 
 
 def rank_main(rank, world, folder, what):
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{world}", world), rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/{world}", world), rank=rank, world_size=world
+    )
     every = [None] * world
     dist.all_gather_object(every, what(rank, world))
     if rank == 0:
@@ -253,7 +279,8 @@ def fork(world, folder, what):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for name in ("torch._dynamo", "torch.distributed.tensor.parallel"):  # what every rank would import later
+    # what every rank would import later
+    for name in ("torch._dynamo", "torch.distributed.tensor.parallel"):
         importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder:
         if sys.argv[1] == "ways":

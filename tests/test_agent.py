@@ -1,4 +1,5 @@
-"""The agent with real workers: exit codes, notices, losses, crash loops, scripts without a session."""
+"""The agent with real workers: exit codes, notices, losses, crash loops, scripts without a
+session."""
 
 import contextlib
 import json
@@ -45,11 +46,27 @@ class Nodes:
     def start(self, *flags, script=TRAINER, agent=(), env=None):
         n = len(self.processes) + 1
         node_dir = self.run.parent / f"node{n}"
-        base = {k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "SKYPILOT_", "AWS_"))}
+        base = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("HARNESS_", "SKYPILOT_", "AWS_"))
+        }
         with open(self.run.parent / f"node{n}.log", "wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "harness.cli", "run", "--run", self.url, *agent, "--", str(script), *map(str, flags)],
-                env=base | {"HARNESS_NODE_DIR": str(node_dir), "HARNESS_ATTEMPT": str(n), **(env or {})},
+                [
+                    sys.executable,
+                    "-m",
+                    "harness.cli",
+                    "run",
+                    "--run",
+                    self.url,
+                    *agent,
+                    "--",
+                    str(script),
+                    *map(str, flags),
+                ],
+                env=base
+                | {"HARNESS_NODE_DIR": str(node_dir), "HARNESS_ATTEMPT": str(n), **(env or {})},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -84,7 +101,9 @@ def nodes(tmp_path):
 
 
 SLOW = ("--total", 120, "--every", 10, "--sleep-s", 0.03)
-LONG = 300  # steps: a newcomer is let in once its workers have imported what they need, which takes a busy machine seconds
+# steps: a newcomer is let in once its workers have imported what they need, which takes a busy
+# machine seconds
+LONG = 300
 
 
 def test_join_notice_and_loss(nodes):
@@ -92,12 +111,19 @@ def test_join_notice_and_loss(nodes):
     first = nodes.start(*SLOW, "--total", LONG)
     nodes.until(lambda: nodes.step() >= 10)
     second = nodes.start(*SLOW, "--total", LONG)
-    nodes.until(lambda: any(e.world == 2 for e in nodes.facts(SessionStarted)) and nodes.step() >= 30)
+    nodes.until(
+        lambda: any(e.world == 2 for e in nodes.facts(SessionStarted)) and nodes.step() >= 30
+    )
     second.send_signal(signal.SIGTERM)
     assert second.wait(30) == 33
     nodes.until(lambda: any(e.epoch == 3 for e in nodes.facts(EpochStarted)))
     third = nodes.start(*SLOW, "--total", LONG)
-    nodes.until(lambda: any(e.world == 2 and e.epoch > 3 for e in nodes.facts(SessionStarted)) and nodes.step() >= 70)
+    nodes.until(
+        lambda: (
+            any(e.world == 2 and e.epoch > 3 for e in nodes.facts(SessionStarted))
+            and nodes.step() >= 70
+        )
+    )
     os.killpg(third.pid, signal.SIGKILL)
     assert first.wait(150) == 0, nodes.logs()
     reasons = [e.reason for e in nodes.facts(EpochStarted)]
@@ -120,9 +146,11 @@ def test_a_member_that_goes_before_its_workers_begin_is_not_waited_for(nodes):
     me = Member("m0002", "ready", 0, "127.0.0.1", lines.port, 29500, nproc=1, attempt=2)
     second = Rendezvous(open_store(str(nodes.run)), me, lines)
     second.start()
-    nodes.until(lambda: second.look() and any(e.world == 2 for e in nodes.facts(EpochStarted)))  # who looks is heard
+    # who looks is heard
+    nodes.until(lambda: second.look() and any(e.world == 2 for e in nodes.facts(EpochStarted)))
     second.leave(end="")
-    nodes.until(lambda: len(nodes.facts(EpochStarted)) == 3, timeout_s=25)  # not the half minute that a planned end may take
+    # not the half minute that a planned end may take
+    nodes.until(lambda: len(nodes.facts(EpochStarted)) == 3, timeout_s=25)
     lines.close()
     assert first.wait(90) == 0, nodes.logs()
     assert [e.why for e in nodes.facts(EpochLeft)] == ["resize", "resize", "finished"]
@@ -131,10 +159,16 @@ def test_a_member_that_goes_before_its_workers_begin_is_not_waited_for(nodes):
 
 
 def test_a_spell_of_refusals_does_not_end_a_run(nodes, monkeypatch):
-    """The bucket says 403 to everybody for a while, as with an expired token: training goes on, and what was made is committed later."""
+    """The bucket says 403 to everybody for a while, as with an expired token: training goes on,
+    and what was made is committed later."""
     refuses = threading.Event()
     with buckets.moto(refuses) as url:
-        account = {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
+        account = {
+            "AWS_ENDPOINT_URL": url,
+            "AWS_ACCESS_KEY_ID": "a",
+            "AWS_SECRET_ACCESS_KEY": "b",
+            "AWS_REGION": "us-east-1",
+        }
         for name, value in account.items():
             monkeypatch.setenv(name, value)
         nodes.url = "s3://my-bucket/run"
@@ -153,17 +187,32 @@ def test_a_script_that_keeps_failing_is_stopped_with_its_words(nodes):
     nodes.start("--fail-at", 12, "--every", 10)
     assert nodes.codes() == [35]
     stop = json.loads(open_store(str(nodes.run)).get("control/stop.json"))
-    assert stop["failed"] is True and "crash loop" in stop["reason"] and "planned failure at step 12" in stop["reason"]
+    assert (
+        stop["failed"] is True
+        and "crash loop" in stop["reason"]
+        and "planned failure at step 12" in stop["reason"]
+    )
     failures = nodes.facts(WorkerFailed)
-    assert len(failures) == 3 and all("ValueError" in f.error and "planned failure" in f.log_tail for f in failures)
+    assert len(failures) == 3 and all(
+        "ValueError" in f.error and "planned failure" in f.log_tail for f in failures
+    )
     assert nodes.step() == 10
 
 
-@pytest.mark.parametrize(("text", "times", "says"), [("", 3, "crash loop"), (" of {uuid.uuid4()}", 20, "20 epochs in a row")])
-def test_words_of_a_lost_peer_prove_nothing_where_nobody_is_lost(nodes, tmp_path, text, times, says):
-    """One node, one rank: nobody else can have failed. Nor is a failure whose words are new each time tried for ever."""
+@pytest.mark.parametrize(
+    ("text", "times", "says"),
+    [("", 3, "crash loop"), (" of {uuid.uuid4()}", 20, "20 epochs in a row")],
+)
+def test_words_of_a_lost_peer_prove_nothing_where_nobody_is_lost(
+    nodes, tmp_path, text, times, says
+):
+    """One node, one rank: nobody else can have failed. Nor is a failure whose words are new
+    each time tried for ever."""
     script = tmp_path / "reads.py"
-    script.write_text(f"import uuid\nraise RuntimeError(f'Read error{text}: NCCL timed out after 30 s, Connection closed by peer')\n")
+    script.write_text(
+        f"import uuid\nraise RuntimeError(f'Read error{text}: NCCL timed out after 30 s, "
+        "Connection closed by peer')\n"
+    )
     nodes.start(script=script)
     assert nodes.codes(60) == [35], nodes.logs()
     assert [(f.rank, f.error) for f in nodes.facts(WorkerFailed)] == [(0, "RuntimeError")] * times
@@ -175,14 +224,21 @@ def test_of_two_ranks_only_the_one_that_failed_first_is_to_blame(nodes, tmp_path
     """Its words are those of a lost peer; the other's as well, and they are true."""
     script = tmp_path / "two.py"
     script.write_text(
-        "import os, torch\nimport torch.distributed as dist\ndist.init_process_group('gloo')\nx = torch.ones(1)\ndist.all_reduce(x)\n"
-        "if os.environ['RANK'] == '1':\n    raise RuntimeError('Read error: the tape is torn')\ndist.all_reduce(x)\n"
+        "import os, torch\nimport torch.distributed as dist\ndist.init_process_group('gloo')\nx = "
+        "torch.ones(1)\ndist.all_reduce(x)\n"
+        "if os.environ['RANK'] == '1':\n    raise RuntimeError('Read error: the tape is "
+        "torn')\ndist.all_reduce(x)\n"
     )
     nodes.start(script=script, agent=("--nproc", "2"))
     assert nodes.codes(60) == [35], nodes.logs()
     failed = nodes.facts(WorkerFailed)
-    assert {(f.rank, f.error) for f in failed} == {(0, "PeerLost"), (1, "RuntimeError")} and len(failed) == 6
-    assert "the tape is torn" in json.loads(open_store(str(nodes.run)).get("control/stop.json"))["reason"]
+    assert {(f.rank, f.error) for f in failed} == {(0, "PeerLost"), (1, "RuntimeError")} and len(
+        failed
+    ) == 6
+    assert (
+        "the tape is torn"
+        in json.loads(open_store(str(nodes.run)).get("control/stop.json"))["reason"]
+    )
 
 
 def test_bad_input_is_not_tried_again(nodes):
@@ -205,7 +261,11 @@ def children(agent, module):
 def workers(agent):
     import psutil
 
-    return [p for p in psutil.Process(agent.pid).children(recursive=True) if p.name().startswith("rank-")]
+    return [
+        p
+        for p in psutil.Process(agent.pid).children(recursive=True)
+        if p.name().startswith("rank-")
+    ]
 
 
 def test_a_killed_worker_comes_back_from_memory(nodes):
@@ -244,10 +304,20 @@ def test_the_workers_die_with_their_agent(nodes):
 
 def test_stop_drains_everybody_and_a_request_makes_a_snapshot(nodes):
     nodes.start("--total", 2000, "--every", 5000, "--sleep-s", 0.02)
-    nodes.until(lambda: any(True for _ in nodes.facts(EpochStarted)) and open_store(str(nodes.run)).list("facts/worker"))
+    nodes.until(
+        lambda: (
+            any(True for _ in nodes.facts(EpochStarted))
+            and open_store(str(nodes.run)).list("facts/worker")
+        )
+    )
 
     def command(*words):
-        return subprocess.run([sys.executable, "-m", "harness.cli", *words, str(nodes.run)], capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            [sys.executable, "-m", "harness.cli", *words, str(nodes.run)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
 
     assert command("snapshot").returncode == 0
     nodes.until(lambda: nodes.step() > 0)
@@ -264,7 +334,9 @@ def test_an_empty_stop_order_is_one(nodes):
     nodes.until(lambda: nodes.step() >= 20)
     open_store(str(nodes.run)).create("control/stop.json", b"")
     assert agent.wait(60) == 35, nodes.logs()
-    assert [e.why for e in nodes.facts(EpochLeft)] == ["stopped"] and nodes.facts(SnapshotCommitted)[-1].why == "stop"
+    assert [e.why for e in nodes.facts(EpochLeft)] == ["stopped"] and nodes.facts(
+        SnapshotCommitted
+    )[-1].why == "stop"
 
 
 @pytest.mark.parametrize("how", ["signal", "file"])
@@ -276,9 +348,12 @@ def test_an_unchanged_script_hears_of_notices(nodes, tmp_path, how):
         "here = pathlib.Path(__file__).parent\n"
         "def save(*_):\n    (here / 'saved').write_text('yes'); sys.exit(0)\n"
         "signal.signal(signal.SIGUSR1, save)\n(here / 'up').touch()\n"
-        "while True:\n    time.sleep(0.05)\n    if 'file' in sys.argv and os.path.exists(os.environ['HARNESS_MARK']): save()\n"
+        "while True:\n    time.sleep(0.05)\n    if 'file' in sys.argv and "
+        "os.path.exists(os.environ['HARNESS_MARK']): save()\n"
     )
-    agent = nodes.start(how, script=script, agent=("--notify-signal", "USR1") if how == "signal" else ())
+    agent = nodes.start(
+        how, script=script, agent=("--notify-signal", "USR1") if how == "signal" else ()
+    )
     nodes.until((tmp_path / "up").exists)
     agent.send_signal(signal.SIGTERM)
     assert agent.wait(30) == 33, nodes.logs()
@@ -296,11 +371,13 @@ def test_an_unchanged_script_that_ends_well_finishes_the_run(nodes, tmp_path):
 
 
 def test_a_snapshot_of_its_own_at_step_0_is_not_in_the_way(nodes, tmp_path):
-    """Made by an unchanged script through storage, under the very name that an empty one would have."""
+    """Made by an unchanged script through storage, under the very name that an empty one would
+    have."""
     script = tmp_path / "plain.py"
     script.write_text(
         "import os\nfrom storage import Ref, Snapshots, open_store\n"
-        "s = Snapshots(open_store(os.environ['HARNESS_RUN']))\nref = Ref(int(os.environ['HARNESS_EPOCH']), 0)\n"
+        "s = Snapshots(open_store(os.environ['HARNESS_RUN']))\nref = "
+        "Ref(int(os.environ['HARNESS_EPOCH']), 0)\n"
         "s.write(ref, 0, 1, {'own': b'weights'}, {}, {'mine': 1}, 'own')\ns.commit(ref, 1)\n"
     )
     nodes.start(script=script)
@@ -327,7 +404,8 @@ for total in (2, 4):
 
 
 def test_a_run_ends_with_its_script_and_nobody_starts_after_that(nodes, tmp_path):
-    """`run.steps` once per epoch: the first loop's last step is safe, and is not the end. A node that waits then leaves with 0."""
+    """`run.steps` once per epoch: the first loop's last step is safe, and is not the end. A
+    node that waits then leaves with 0."""
     script = tmp_path / "epochs.py"
     script.write_text(EPOCHS_OF_ITS_OWN)
     snapshots = Snapshots(open_store(nodes.url))
@@ -337,7 +415,8 @@ def test_a_run_ends_with_its_script_and_nobody_starts_after_that(nodes, tmp_path
     (tmp_path / "go2").touch()
     nodes.until(lambda: nodes.step() == 4)
     assert not snapshots.ended(newest(nodes.run))
-    waiting = nodes.start(tmp_path, script=script, agent=("--min-nodes", "2"))  # it is let in by nobody
+    # it is let in by nobody
+    waiting = nodes.start(tmp_path, script=script, agent=("--min-nodes", "2"))
     nodes.until(lambda: len(nodes.facts(AgentStarted)) == 2)
     (tmp_path / "go4").touch()
     assert agent.wait(30) == 0, nodes.logs()
@@ -375,7 +454,9 @@ def test_a_script_that_leaves_without_a_word_is_not_started_for_ever(nodes, tmp_
 def test_bad_commands_say_what_to_do(tmp_path, words, says):
     environ = {k: v for k, v in os.environ.items() if not k.startswith("HARNESS_")}
     command = [sys.executable, "-m", "harness.cli", *words]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environ)
+    ended = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environ
+    )
     assert ended.returncode in (1, 2)
     assert says in ended.stderr, ended.stderr
     assert "Traceback" not in ended.stderr
@@ -383,10 +464,19 @@ def test_bad_commands_say_what_to_do(tmp_path, words, says):
 
 
 def test_a_machine_that_azure_takes(nodes):
-    """A pause, an end known long before and taken back, the end: each has its own answer, and Azure is told when we have gone."""
+    """A pause, an end known long before and taken back, the end: each has its own answer, and
+    Azure is told when we have gone."""
     vm = AzureScheduledEvents("vm-1")
     with contextlib.closing(MetadataServer(vm)) as server:
-        agent = nodes.start("--total", 100_000, "--every", 50_000, "--sleep-s", 0.02, env=environment_of("azure", server.endpoint))
+        agent = nodes.start(
+            "--total",
+            100_000,
+            "--every",
+            50_000,
+            "--sleep-s",
+            0.02,
+            env=environment_of("azure", server.endpoint),
+        )
         nodes.until(lambda: nodes.facts(SessionStarted))
         store = open_store(str(nodes.run))
         pause = vm.notice("soft", time.time() + 900)
@@ -405,7 +495,8 @@ def test_a_machine_that_azure_takes(nodes):
         before = nodes.step()
         kill = vm.notice("kill", time.time() + 30)
         assert agent.wait(60) == 33, nodes.logs()
-        assert store.list("control/doubt")  # another node is looked for at the notice, not at the end
+        # another node is looked for at the notice, not at the end
+        assert store.list("control/doubt")
     assert vm.acknowledged == [kill]
     facts = list(read_facts(store))
     (told_s,) = [s.t for s in facts if isinstance(s.fact, NoticeAcknowledged) and s.fact.heard]
@@ -435,17 +526,27 @@ def test_a_controller_may_release_a_node(nodes):
 
 
 def test_a_lost_nodes_share_is_still_near(nodes):
-    """Two nodes save shares of a snapshot and keep each other's; when one is lost the other reads nothing from the bucket."""
-    flags, stages = ("--total", 250, "--every", 1000, "--sleep-s", 0.03), [nodes.run.parent / f"stage{i}" for i in range(2)]
+    """Two nodes save shares of a snapshot and keep each other's; when one is lost the other
+    reads nothing from the bucket."""
+    flags, stages = (
+        ("--total", 250, "--every", 1000, "--sleep-s", 0.03),
+        [nodes.run.parent / f"stage{i}" for i in range(2)],
+    )
     for stage in stages:
-        nodes.start(*flags, agent=("--min-nodes", "2", "--peer-tier", "memory", "--stage-dir", str(stage)))
+        nodes.start(
+            *flags, agent=("--min-nodes", "2", "--peer-tier", "memory", "--stage-dir", str(stage))
+        )
     nodes.until(lambda: nodes.facts(SessionStarted))
     nodes.processes[0].send_signal(signal.SIGUSR1)
     nodes.until(lambda: newest(nodes.run))
     chunks = chunks_of([newest(nodes.run)])
-    nodes.until(lambda: chunks <= {path.name for stage in stages for path in stage.glob("*/near/chunks/*")})
+    nodes.until(
+        lambda: chunks <= {path.name for stage in stages for path in stage.glob("*/near/chunks/*")}
+    )
     os.killpg(nodes.processes[1].pid, signal.SIGKILL)
-    nodes.start(*flags, agent=("--peer-tier", "memory", "--stage-dir", str(nodes.run.parent / "stage2")))
+    nodes.start(
+        *flags, agent=("--peer-tier", "memory", "--stage-dir", str(nodes.run.parent / "stage2"))
+    )
     codes = nodes.codes()
     assert (codes[0], codes[2]) == (0, 0), nodes.logs()
     resumed = [s for s in nodes.facts(SessionStarted) if s.resumed_step]
@@ -468,7 +569,9 @@ def test_a_node_that_comes_back_reads_its_disk(nodes, tmp_path):
     assert [s.tier for s in nodes.facts(SessionStarted)][1:] == ["disk"]
 
 
-@pytest.mark.parametrize("flags", [("--peer-tier", "disk"), ("--peer-tier", "yes"), ("--disk-tier-gib", "-1")])
+@pytest.mark.parametrize(
+    "flags", [("--peer-tier", "disk"), ("--peer-tier", "yes"), ("--disk-tier-gib", "-1")]
+)
 def test_tiers_that_make_no_sense_are_refused(nodes, flags):
     agent = nodes.start(*SLOW, agent=flags)
     assert agent.wait(60) not in (0, 33)

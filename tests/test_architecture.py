@@ -1,4 +1,5 @@
-"""The house keeps its shape: imports point one way, pure rooms stay pure, and the page about it names every room."""
+"""The house keeps its shape: imports point one way, pure rooms stay pure, and the page about it
+names every room."""
 
 import ast
 import re
@@ -19,7 +20,8 @@ PURE = {  # by file; no torch, sky, sockets, wall clock, global randomness
     "proof": {"invariants", "sim", "sim_members", "sim_world"},
 }
 ROOMS = [f"{package}/{name}" for package, names in PURE.items() for name in sorted(names)]
-MAY_USE_ROOMS = {"bucket/epochs", "bucket/journal", "core/tables"}  # ... and what pure rooms may use besides
+# ... and what pure rooms may use besides
+MAY_USE_ROOMS = {"bucket/epochs", "bucket/journal", "core/tables"}
 BELOW: dict[str, set[str]] = {  # which packages a package may import; so there is no circle
     "core": set(),
     "bucket": {"core"},
@@ -30,9 +32,31 @@ BELOW: dict[str, set[str]] = {  # which packages a package may import; so there 
     "worker": {"core", "bucket", "node", "uploader"},
     "views": {"core", "bucket", "uploader"},
     "controller": {"core", "bucket", "clouds", "views"},
-    "proof": {"core", "bucket", "node", "clouds", "uploader", "agent", "worker", "views", "controller"},
+    "proof": {
+        "core",
+        "bucket",
+        "node",
+        "clouds",
+        "uploader",
+        "agent",
+        "worker",
+        "views",
+        "controller",
+    },
 }
-BANNED = {"torch", "sky", "socket", "subprocess", "http", "urllib", "threading", "asyncio", "os", "rich", "wandb"}
+BANNED = {
+    "torch",
+    "sky",
+    "socket",
+    "subprocess",
+    "http",
+    "urllib",
+    "threading",
+    "asyncio",
+    "os",
+    "rich",
+    "wandb",
+}
 
 
 def imports(path: Path) -> set[str]:
@@ -92,36 +116,64 @@ def test_packages_import_one_way(package):
 def test_there_is_no_circle_between_packages_and_every_folder_is_one():
     for package, below in BELOW.items():
         assert all(package not in BELOW[other] for other in below)
-    folders = {p.name for p in (ROOT / "harness").iterdir() if p.is_dir() and (p / "__init__.py").exists()}
+    folders = {
+        p.name for p in (ROOT / "harness").iterdir() if p.is_dir() and (p / "__init__.py").exists()
+    }
     assert folders == {*BELOW, "cli"}
 
 
 def test_only_composers_read_the_environment():
-    allowed = {"agent", "cli", "session.py", "process.py", "replay.py", "publisher.py", "trackers.py", "plugins.py", "provider.py", "local.py", "tasks.py", "drill.py", "scene.py", "sore_points.py", "server.py", "client.py"}
+    allowed = {
+        "agent",
+        "cli",
+        "session.py",
+        "process.py",
+        "replay.py",
+        "publisher.py",
+        "trackers.py",
+        "plugins.py",
+        "provider.py",
+        "local.py",
+        "tasks.py",
+        "drill.py",
+        "scene.py",
+        "sore_points.py",
+        "server.py",
+        "client.py",
+    }
     for path in (ROOT / "harness").glob("**/*.py"):
         if "os.environ" in path.read_text():
             assert {path.name, path.parent.name} & allowed, path
 
 
 def run_python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
 
 
 def test_seats_need_only_their_own_packages():
-    """The controller's and the agent's rooms import neither torch nor SkyPilot; a worker's import no SkyPilot."""
+    """The controller's and the agent's rooms import neither torch nor SkyPilot; a worker's
+    import no SkyPilot."""
     code = (
-        "import sys\nimport harness.cli.command, harness.controller.recovery, harness.clouds.local, harness.agent.agent, harness.agent.notices, harness.views.report, harness.views.audit,"
+        "import sys\nimport harness.cli.command, harness.controller.recovery, "
+        "harness.clouds.local, harness.agent.agent, harness.agent.notices, harness.views.report, "
+        "harness.views.audit,"
         " harness.views.monitor, storage\nprint('torch' in sys.modules, 'sky' in sys.modules)"
     )
     assert run_python(code).split() == ["False", "False"]
-    assert run_python("import sys, harness.worker.session; print('sky' in sys.modules)").split() == ["False"]
+    assert run_python(
+        "import sys, harness.worker.session; print('sky' in sys.modules)"
+    ).split() == ["False"]
 
 
 def test_examples_use_the_front_door_only():
     for path in (ROOT / "examples").glob("*.py"):
         for name in imports(path):
             if name.split(".")[0] in ("harness", "storage"):
-                assert name.count(".") == 0 or name in ("harness.attach", "harness.fsdp2"), f"{path.name} imports {name}"
+                assert name.count(".") == 0 or name in ("harness.attach", "harness.fsdp2"), (
+                    f"{path.name} imports {name}"
+                )
 
 
 def test_architecture_page_names_every_room():
@@ -129,20 +181,32 @@ def test_architecture_page_names_every_room():
     for folder in ("harness", "storage"):
         for path in (ROOT / folder).glob("**/*.py"):
             if path.name not in ("__init__.py", "__main__.py") and "templates" not in path.parts:
-                assert path.name in page, f"docs/ARCHITECTURE.md does not mention {folder}/{path.name}"
+                assert path.name in page, (
+                    f"docs/ARCHITECTURE.md does not mention {folder}/{path.name}"
+                )
 
 
 def test_codes_that_mean_elsewhere_are_in_every_task():
     from harness.core.world import DRAINED, UNFIT
 
     for path in (ROOT / "sky_tasks").glob("*.yaml"):
-        assert re.search(rf"recover_on_exit_codes: \[.*\b{DRAINED}\b.*\b{UNFIT}\b.*\]", path.read_text()), path
+        assert re.search(
+            rf"recover_on_exit_codes: \[.*\b{DRAINED}\b.*\b{UNFIT}\b.*\]", path.read_text()
+        ), path
 
 
 def test_nothing_names_a_machine_of_ours():
     """No absolute path of a developer's machine stands in the repository."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
     for name in listed:
         path = ROOT / name
-        if path.is_file() and name != "tests/test_architecture.py" and path.suffix in (".py", ".md", ".yaml", ".toml", ".txt", ""):
-            assert not re.search(r"/work/|/root/|/home/[a-z]", path.read_text(errors="replace")), name
+        if (
+            path.is_file()
+            and name != "tests/test_architecture.py"
+            and path.suffix in (".py", ".md", ".yaml", ".toml", ".txt", "")
+        ):
+            assert not re.search(r"/work/|/root/|/home/[a-z]", path.read_text(errors="replace")), (
+                name
+            )

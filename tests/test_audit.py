@@ -1,4 +1,5 @@
-"""A true small run passes the audit; a single changed byte in any object does not, and the report says where."""
+"""A true small run passes the audit; a single changed byte in any object does not, and the
+report says where."""
 
 import io
 import json
@@ -34,8 +35,17 @@ def test_true_run_is_proved(run):
     assert report.ok, report.first_violation
     assert report.first_violation is None
     assert [c.name for c in report.checks] == [
-        "identity", "facts", "manifests", "epochs", "records", "other records", "lineage", "snapshots", "ledger", "run end",
-    ]  # fmt: skip
+        "identity",
+        "facts",
+        "manifests",
+        "epochs",
+        "records",
+        "other records",
+        "lineage",
+        "snapshots",
+        "ledger",
+        "run end",
+    ]
     by_name = {c.name: c for c in report.checks}
     assert by_name["records"].n == 20
     assert "every sample exactly once" in by_name["records"].detail
@@ -59,7 +69,15 @@ def classes(store):
 def test_every_flipped_byte_is_found(run):
     rng = random.Random(1)
     by_class = classes(run.store)
-    assert set(by_class) == {"facts", "run.json", "rdzv/epochs", "samples", "snapshots/manifests", "snapshots/parts", "part lists"}
+    assert set(by_class) == {
+        "facts",
+        "run.json",
+        "rdzv/epochs",
+        "samples",
+        "snapshots/manifests",
+        "snapshots/parts",
+        "part lists",
+    }
     missed = []
     for keys in by_class.values():
         for _ in range(45):
@@ -76,7 +94,15 @@ def test_every_flipped_byte_is_found(run):
 
 
 @pytest.mark.parametrize(
-    "prefix", ["facts/controller", "run.json", "rdzv/epochs/", "samples/", "snapshots/manifests/", "snapshots/parts/0000000020"]
+    "prefix",
+    [
+        "facts/controller",
+        "run.json",
+        "rdzv/epochs/",
+        "samples/",
+        "snapshots/manifests/",
+        "snapshots/parts/0000000020",
+    ],
 )
 def test_white_space_and_line_ends_are_found(run, prefix):
     for key in [k for k in run.store.list(prefix) if "-w" not in k]:
@@ -90,7 +116,14 @@ def test_white_space_and_line_ends_are_found(run, prefix):
 
 
 @pytest.mark.parametrize(
-    "prefix", ["facts/controller-000001/000000", "run.json", "samples/", "rdzv/epochs/000001", "snapshots/parts/0000000020-e000003/r"]
+    "prefix",
+    [
+        "facts/controller-000001/000000",
+        "run.json",
+        "samples/",
+        "rdzv/epochs/000001",
+        "snapshots/parts/0000000020-e000003/r",
+    ],
 )
 def test_lost_object_is_found(run, prefix):
     run.store.delete(run.store.list(prefix)[0])
@@ -145,7 +178,8 @@ def test_run_of_another_identity_is_named():
 
 
 def test_zombie_branch_is_a_note():
-    """An old world went on although a newer one began from an older snapshot; it is superseded, and that is allowed."""
+    """An old world went on although a newer one began from an older snapshot; it is superseded,
+    and that is allowed."""
     run = TrueRun().train(10, every=5, world=1)
     run.train(15, world=2)
     run.begin_epoch(2)
@@ -191,12 +225,21 @@ def test_quarantined_snapshot_is_a_note():
 
 def test_contents_of_a_stream_are_there_or_not_as_the_identity_says():
     stream = {**IDENTITY, "samples": 0, "shuffle": False}
-    hashed = audit(TrueRun(identity={**stream, "contents": True}).train(10, contents="0123456789abcdef").store)
+    hashed = audit(
+        TrueRun(identity={**stream, "contents": True}).train(10, contents="0123456789abcdef").store
+    )
     assert hashed.ok, hashed.first_violation
     detail = next(c.detail for c in hashed.checks if c.name == "records")
-    assert "every position exactly once" in detail and "which only a second run can be compared with" in detail
-    assert "wanted a hash of contents" in violation(TrueRun(identity={**stream, "contents": True}).train(10).store)
-    assert "wanted a hash of contents" in violation(TrueRun(identity=stream).train(10, contents="0123456789abcdef").store)
+    assert (
+        "every position exactly once" in detail
+        and "which only a second run can be compared with" in detail
+    )
+    assert "wanted a hash of contents" in violation(
+        TrueRun(identity={**stream, "contents": True}).train(10).store
+    )
+    assert "wanted a hash of contents" in violation(
+        TrueRun(identity=stream).train(10, contents="0123456789abcdef").store
+    )
 
 
 def test_iterable_dataset_is_proved_by_position():

@@ -1,4 +1,5 @@
-"""Every sample exactly once per epoch, on any number of ranks: batch.py's arithmetic against its definition."""
+"""Every sample exactly once per epoch, on any number of ranks: batch.py's arithmetic against
+its definition."""
 
 from __future__ import annotations
 
@@ -33,10 +34,16 @@ seeds = st.integers(0, 2**63 - 1)
 def batchings(draw: st.DrawFn) -> Batching:
     micro_batch, micro_batches = draw(st.integers(1, 5)), draw(st.integers(1, 12))
     global_batch = micro_batch * micro_batches
-    return Batching(draw(st.integers(global_batch, global_batch + 97)), global_batch, micro_batch, draw(seeds), draw(st.booleans()))
+    return Batching(
+        draw(st.integers(global_batch, global_batch + 97)),
+        global_batch,
+        micro_batch,
+        draw(seeds),
+        draw(st.booleans()),
+    )
 
 
-# ---- what is refused ---------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
@@ -78,9 +85,11 @@ def test_steps_and_ranks_that_do_not_exist() -> None:
         permute([10], 10, 0)
 
 
-# ---- plans -------------------------------------------------------------------------------------------------------
+# ---- plans ---------------------------------------------------------------------------------------
 @given(st.data(), st.integers(1, 300))
-def test_a_plan_gives_every_micro_batch_to_exactly_one_rank(data: st.DataObject, micro_batches: int) -> None:
+def test_a_plan_gives_every_micro_batch_to_exactly_one_rank(
+    data: st.DataObject, micro_batches: int
+) -> None:
     ranks = data.draw(st.integers(1, micro_batches))
     speeds = data.draw(st.none() | st.lists(st.floats(1e-3, 1e3), min_size=ranks, max_size=ranks))
     p = plan(micro_batches, ranks, speeds)
@@ -95,24 +104,30 @@ def test_a_plan_gives_every_micro_batch_to_exactly_one_rank(data: st.DataObject,
 
 
 @pytest.mark.parametrize(
-    ("micro_batches", "ranks", "shares"), [(12, 5, (3, 3, 2, 2, 2)), (12, 12, (1,) * 12), (64, 6, (11, 11, 11, 11, 10, 10))]
+    ("micro_batches", "ranks", "shares"),
+    [(12, 5, (3, 3, 2, 2, 2)), (12, 12, (1,) * 12), (64, 6, (11, 11, 11, 11, 10, 10))],
 )
 def test_uneven_shares(micro_batches: int, ranks: int, shares: tuple[int, ...]) -> None:
     assert plan(micro_batches, ranks) == Plan(shares)
     assert plan(micro_batches, ranks, [3.5] * ranks) == Plan(shares)  # equal speeds are no speeds
 
 
-@given(st.lists(st.integers(1, 20).map(float) | st.floats(0.1, 10), min_size=1, max_size=4), st.integers(0, 8))
+@given(
+    st.lists(st.integers(1, 20).map(float) | st.floats(0.1, 10), min_size=1, max_size=4),
+    st.integers(0, 8),
+)
 def test_speeds_give_the_shortest_step(speeds: list[float], extra: int) -> None:
     ranks = len(speeds)
     micro_batches = ranks + extra
-    every = (s for s in product(range(1, micro_batches + 1), repeat=ranks) if sum(s) == micro_batches)
+    every = (
+        s for s in product(range(1, micro_batches + 1), repeat=ranks) if sum(s) == micro_batches
+    )
     best = min(max(share / speed for share, speed in zip(s, speeds, strict=True)) for s in every)
     found = plan(micro_batches, ranks, speeds).shares
     assert max(share / speed for share, speed in zip(found, speeds, strict=True)) == best
 
 
-# ---- the permutation ---------------------------------------------------------------------------------------------
+# ---- the permutation -----------------------------------------------------------------------------
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
 def test_every_offset_goes_to_its_own_index(n: int, key: int) -> None:
     assert np.array_equal(np.sort(permute(np.arange(n), n, key)), np.arange(n))
@@ -123,9 +138,15 @@ def test_sizes_around_powers_of_two(n: int) -> None:
     assert np.array_equal(np.sort(permute(np.arange(n), n, 7)), np.arange(n))
 
 
-@given(st.integers(2**30, MAX_SAMPLES), st.integers(0, 2**64 - 1), st.lists(st.floats(0, 1, exclude_max=True), min_size=2, max_size=50))
+@given(
+    st.integers(2**30, MAX_SAMPLES),
+    st.integers(0, 2**64 - 1),
+    st.lists(st.floats(0, 1, exclude_max=True), min_size=2, max_size=50),
+)
 def test_huge_sizes_stay_in_range_and_do_not_collide(n: int, key: int, where: list[float]) -> None:
-    offsets = np.unique(np.minimum(np.array([int(w * n) for w in where] + [0, 1, n - 1], np.int64), n - 1))
+    offsets = np.unique(
+        np.minimum(np.array([int(w * n) for w in where] + [0, 1, n - 1], np.int64), n - 1)
+    )
     found = permute(offsets, n, key)
     assert found.min() >= 0
     assert found.max() < n
@@ -139,7 +160,8 @@ def test_shape_and_scalars() -> None:
 
 
 def test_well_mixed_over_keys() -> None:
-    """Each small permutation about equally often: chi-square over 24 of them, 1 in 1e6 by chance (23 degrees: 71)."""
+    """Each small permutation about equally often: chi-square over 24 of them, 1 in 1e6 by
+    chance (23 degrees: 71)."""
     rows = [tuple(permute(np.arange(4), 4, key).tolist()) for key in range(2400)]
     _, counts = np.unique(np.array(rows), axis=0, return_counts=True)
     assert len(counts) == 24
@@ -147,7 +169,8 @@ def test_well_mixed_over_keys() -> None:
 
 
 def test_well_mixed_over_places() -> None:
-    """No order is left: cells of (place, index), steps between neighbours, and correlation of one key's order with the next's."""
+    """No order is left: cells of (place, index), steps between neighbours, and correlation of
+    one key's order with the next's."""
     n, cells = 100_000, 32
     for key in range(3):
         found = permute(np.arange(n), n, key)
@@ -161,11 +184,12 @@ def test_well_mixed_over_places() -> None:
             assert abs(np.corrcoef(found, other)[0, 1]) < 0.02
 
 
-# ---- samples -----------------------------------------------------------------------------------------------------
+# ---- samples -------------------------------------------------------------------------------------
 @settings(deadline=None)
 @given(batchings(), st.integers(1, 6))
 def test_every_sample_once_per_epoch_whatever_the_worlds(b: Batching, epochs: int) -> None:
-    """The ranks change every step; the concatenation of what they took is whole epochs all the same."""
+    """The ranks change every step; the concatenation of what they took is whole epochs all the
+    same."""
     steps = -(-epochs * b.samples // b.global_batch)
     stream: list[int] = []
     for step in range(1, steps + 1):
@@ -202,13 +226,17 @@ def test_far_along_a_huge_dataset() -> None:
     assert len(np.unique(got)) == 4096
     assert got.max() < 10**10
     assert got.max() > 9 * 10**9
-    assert digest(sample_hash(np.arange((step - 1) * 4096, step * 4096), got)) == expected_digest(b, step)
+    assert digest(sample_hash(np.arange((step - 1) * 4096, step * 4096), got)) == expected_digest(
+        b, step
+    )
 
 
-# ---- digests -----------------------------------------------------------------------------------------------------
+# ---- digests -------------------------------------------------------------------------------------
 @settings(deadline=None)
 @given(batchings(), st.integers(1, 1000), st.data())
-def test_the_digest_is_the_same_in_any_world_and_shows_any_change(b: Batching, step: int, data: st.DataObject) -> None:
+def test_the_digest_is_the_same_in_any_world_and_shows_any_change(
+    b: Batching, step: int, data: st.DataObject
+) -> None:
     p = plan(b.micro_batches, data.draw(st.integers(1, b.micro_batches)))
     total = 0
     for rank in reversed(range(len(p.shares))):
@@ -224,7 +252,9 @@ def test_the_digest_is_the_same_in_any_world_and_shows_any_change(b: Batching, s
     assert digest(sample_hash(where, changed)) != expected_digest(b, step)
     doubled = np.append(taken, taken[victim])  # a sample done twice
     assert digest(sample_hash(np.append(where, where[victim]), doubled)) != expected_digest(b, step)
-    assert digest(sample_hash(np.delete(where, victim), np.delete(taken, victim))) != expected_digest(b, step)
+    assert digest(
+        sample_hash(np.delete(where, victim), np.delete(taken, victim))
+    ) != expected_digest(b, step)
 
 
 def test_swapping_two_samples_shows() -> None:
@@ -242,9 +272,11 @@ def test_hashes_do_not_collide_and_are_balanced() -> None:
     assert np.abs(bits.mean(axis=0) - 0.5).max() < 0.01
 
 
-# ---- seeds -------------------------------------------------------------------------------------------------------
+# ---- seeds ---------------------------------------------------------------------------------------
 def test_seeds_are_63_bits_and_all_different() -> None:
-    found = [seed_for(s, step, micro) for s in range(4) for step in range(1, 200) for micro in range(25)]
+    found = [
+        seed_for(s, step, micro) for s in range(4) for step in range(1, 200) for micro in range(25)
+    ]
     found += [sample_seed(s, position) for s in range(4) for position in range(5000)]
     assert len(set(found)) == len(found)
     assert all(0 <= f < 2**63 for f in found)

@@ -23,7 +23,12 @@ def test_interrupted_run_is_identical():
     b = TrueRun().train(7, world=2).train(12, world=3).rewind(Ref(epoch=1, step=5))
     b = b.train(20, world=1, final=True)
     found = compare(a.store, b.store)
-    assert (found.identical_until, found.first_difference, found.max_at, found.same_weights) == (20, None, None, True)
+    assert (found.identical_until, found.first_difference, found.max_at, found.same_weights) == (
+        20,
+        None,
+        None,
+        True,
+    )
     assert found.max_relative_loss_difference == 0.0
     status, text = said(found)
     assert status == 0
@@ -33,25 +38,34 @@ def test_interrupted_run_is_identical():
 
 def test_rounding_is_told_and_tolerated():
     a = TrueRun().train(40)
-    b = TrueRun(loss=lambda step: 2.0 / (step + 1) * (1 + (2e-7 if step == 32 else 1e-8) * (step > 31))).train(40)
+    b = TrueRun(
+        loss=lambda step: 2.0 / (step + 1) * (1 + (2e-7 if step == 32 else 1e-8) * (step > 31))
+    ).train(40)
     found = compare(a.store, b.store)
     assert (found.identical_until, found.first_difference, found.max_at) == (31, 32, 32)
     assert found.max_relative_loss_difference == pytest.approx(2e-7, rel=1e-3)
     status, text = said(found)
     assert status == 0
-    assert "steps 1-31 identical; largest relative difference of the loss 2.0e-07 at step 32; within 0.001: yes" in text
+    assert (
+        "steps 1-31 identical; largest relative difference of the loss 2.0e-07 at step 32; within "
+        "0.001: yes" in text
+    )
     assert said(found, rtol=1e-9)[0] == 1
 
 
 def test_different_identity_names_the_field():
-    status, text = said(compare(TrueRun().train(5).store, TrueRun(identity={**IDENTITY, "seed": 8}).train(5).store))
+    status, text = said(
+        compare(TrueRun().train(5).store, TrueRun(identity={**IDENTITY, "seed": 8}).train(5).store)
+    )
     assert status == 1
     assert "different seed: 7 and 8" in text
     assert "step 1 consumed other samples" in text
 
 
 def test_created_by_is_no_difference():
-    found = compare(TrueRun().train(5).store, TrueRun(identity={**IDENTITY, "created_by": "x"}).train(5).store)
+    found = compare(
+        TrueRun().train(5).store, TrueRun(identity={**IDENTITY, "created_by": "x"}).train(5).store
+    )
     assert not found.different_identity
     assert said(found)[0] == 0
 
@@ -76,7 +90,10 @@ def test_weights_by_parts_when_no_hash():
 
 
 def test_no_finite_loss_is_never_within_tolerance():
-    found = compare(TrueRun().train(3).store, TrueRun(loss=lambda step: float("inf") if step == 2 else 2.0 / (step + 1)).train(3).store)
+    found = compare(
+        TrueRun().train(3).store,
+        TrueRun(loss=lambda step: float("inf") if step == 2 else 2.0 / (step + 1)).train(3).store,
+    )
     assert found.max_relative_loss_difference == float("inf")
     assert said(found)[0] == 1
 
@@ -85,16 +102,25 @@ STREAM = {**IDENTITY, "samples": 0, "shuffle": False}
 
 
 def test_of_streams_no_more_is_said_than_is_known():
-    status, text = said(compare(TrueRun(identity=STREAM).train(5).store, TrueRun(identity=STREAM).train(5).store))
+    status, text = said(
+        compare(TrueRun(identity=STREAM).train(5).store, TrueRun(identity=STREAM).train(5).store)
+    )
     assert status == 0 and "samples" not in text.replace("file", "")
-    assert "identical from step 1 to 5 (loss bits, positions)" in text and "what was read there is not recorded" in text
+    assert (
+        "identical from step 1 to 5 (loss bits, positions)" in text
+        and "what was read there is not recorded" in text
+    )
     hashed = {**STREAM, "contents": True}
-    a, b, c = (TrueRun(identity=hashed).train(5, contents=contents) for contents in ("0" * 16, "0" * 16, "1" * 16))
+    a, b, c = (
+        TrueRun(identity=hashed).train(5, contents=contents)
+        for contents in ("0" * 16, "0" * 16, "1" * 16)
+    )
     status, text = said(compare(a.store, b.store))
     assert status == 0 and "identical from step 1 to 5 (loss bits, contents)" in text
     status, text = said(compare(a.store, c.store))
     assert status == 1 and "contents: step 1 consumed other samples" in text
-    status, text = said(compare(TrueRun(identity=STREAM).train(5).store, c.store))  # one of them began before contents were recorded
+    # one of them began before contents were recorded
+    status, text = said(compare(TrueRun(identity=STREAM).train(5).store, c.store))
     assert status == 0 and "identical from step 1 to 5 (loss bits, positions)" in text
 
 

@@ -1,4 +1,5 @@
-"""The controller's own end: signals, a closed terminal, trouble of its own, nobody leading. Real processes; nodes are none the worse."""
+"""The controller's own end: signals, a closed terminal, trouble of its own, nobody leading.
+Real processes; nodes are none the worse."""
 
 import fcntl
 import json
@@ -39,7 +40,12 @@ def campaign(tmp_path):
 
 def harness(*words):
     began_s = time.monotonic()
-    ended = subprocess.run([sys.executable, "-m", "harness.cli", *map(str, words)], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-m", "harness.cli", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     return ended, time.monotonic() - began_s
 
 
@@ -62,9 +68,13 @@ def test_a_closed_terminal_drains(campaign):
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "SKYPILOT_", "AWS_"))}
+    environ = {
+        k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "SKYPILOT_", "AWS_"))
+    }
     c.log.write_text("")
-    c.process = subprocess.Popen(c.command, stdin=slave, stdout=slave, stderr=slave, env=environ, preexec_fn=begin)
+    c.process = subprocess.Popen(
+        c.command, stdin=slave, stdout=slave, stderr=slave, env=environ, preexec_fn=begin
+    )
     os.close(slave)
     os.set_blocking(master, False)
 
@@ -107,20 +117,34 @@ def test_trouble_of_the_controller_leaves_the_nodes_training_and_down_ends_them(
     assert harness("snapshot", c.run)[0].returncode == 0
     c.until(lambda: c.step() > 0)
     store, newer = open_store(str(c.run)), "snapshots/manifests/0000900000-e000001.json"
-    body = {k: v for k, v in json.loads(store.get(store.list("snapshots/manifests/")[-1])).items() if k != "hash"}
+    body = {
+        k: v
+        for k, v in json.loads(store.get(store.list("snapshots/manifests/")[-1])).items()
+        if k != "hash"
+    }
     body |= {"version": 999, "ref": "0000900000-e000001"}
     store.put(newer, canonical({**body, "hash": digest(canonical(body))}))
     assert c.wait(60) == 4, c.logs()
-    assert "go on training" in c.output() and "update the package" in c.output() and f"harness down file://{c.run}" in c.output()
+    assert (
+        "go on training" in c.output()
+        and "update the package" in c.output()
+        and f"harness down file://{c.run}" in c.output()
+    )
     worker = c.processes("worker")
     assert worker and c.processes("agent") and c.processes("provider")
     seen = sum(f.stat().st_size for f in (c.run / "facts").glob("worker-*/*"))
-    until(lambda: sum(f.stat().st_size for f in (c.run / "facts").glob("worker-*/*")) > seen, c.logs, 30)
+    until(
+        lambda: sum(f.stat().st_size for f in (c.run / "facts").glob("worker-*/*")) > seen,
+        c.logs,
+        30,
+    )
     again = c.launch()
     assert again.wait(60) == 4, c.output()  # the same for one that cannot even begin
     assert c.processes("worker") == worker
     store.delete(newer)
-    c.kill("agent", random.Random(0))  # it says no goodbye, and nobody writes down that it has ended: stop and down see it all the same
+    # it says no goodbye, and nobody writes down that it has ended: stop and down see it all the
+    # same
+    c.kill("agent", random.Random(0))
     for words, says in (("stop", "Stopped at step"), ("down", "Nothing of this run is left.")):
         ended, took_s = harness(words, c.run)
         assert ended.returncode == 0 and says in ended.stdout, ended.stdout + ended.stderr

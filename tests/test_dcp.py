@@ -21,7 +21,16 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
 
 import storage.dcp as dcp  # noqa: E402
-from storage import Keep, Manifest, MemoryStore, Ref, SnapshotCorrupt, Snapshots, StoreUnavailable, open_store  # noqa: E402
+from storage import (  # noqa: E402
+    Keep,
+    Manifest,
+    MemoryStore,
+    Ref,
+    SnapshotCorrupt,
+    Snapshots,
+    StoreUnavailable,
+    open_store,
+)
 from storage.dcp import Saver, destinations, load  # noqa: E402
 from storage.faults import FaultyStore, corrupt  # noqa: E402
 from storage.trees import join, split  # noqa: E402
@@ -50,7 +59,9 @@ def save(snaps: Snapshots, tensors: Tensors, data: Any = None, ref: Ref = Ref(1,
     return manifest
 
 
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2, seed: int = 0) -> None:
+def train(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2, seed: int = 0
+) -> None:
     for i in range(steps):
         torch.manual_seed(seed + i)
         model(torch.randn(4, 5)).square().sum().backward()
@@ -58,7 +69,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int =
         optimizer.zero_grad()
 
 
-# ---- split and join ---------------------------------------------------------------------------------------------
+# ---- split and join ------------------------------------------------------------------------------
 def test_split_and_join_keep_every_type() -> None:
     state = {
         "numbers": [0, -1, 2**80, 1.5, float("inf"), -0.0, 1e-323, True, None, "text ü", 1 + 2j],
@@ -78,7 +89,10 @@ def test_split_and_join_keep_every_type() -> None:
     tensors, data = split(state)
     found = join(tensors, _through_manifest(data))
     assert tensors == {}
-    assert found["numpy rng"].pop("state")["key"].tolist() == state["numpy rng"].pop("state")["key"].tolist()
+    assert (
+        found["numpy rng"].pop("state")["key"].tolist()
+        == state["numpy rng"].pop("state")["key"].tolist()
+    )
     assert found["numpy array"].tolist() == state["numpy array"].tolist()
     assert found["numpy array"].dtype == np.uint16
     assert isinstance(found["numpy 0-d"], np.ndarray)
@@ -134,10 +148,18 @@ def test_join_without_a_tensor_says_which() -> None:
         join({}, data)
 
 
-# ---- one process ------------------------------------------------------------------------------------------------
+# ---- one process ---------------------------------------------------------------------------------
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
-    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    ),
 ]
 
 
@@ -248,7 +270,11 @@ def test_stage_wants_a_plan_of_the_same_structure() -> None:
     with pytest.raises(RuntimeError, match="plan"):
         saver.stage({"w": torch.zeros(3)})
     saver.plan({"w": torch.zeros(3)})
-    for other in ({"w": torch.zeros(4)}, {"v": torch.zeros(3)}, {"w": torch.zeros(3, dtype=torch.int32)}):
+    for other in (
+        {"w": torch.zeros(4)},
+        {"v": torch.zeros(3)},
+        {"w": torch.zeros(3, dtype=torch.int32)},
+    ):
         with pytest.raises(RuntimeError, match="plan"):
             saver.stage(other)
 
@@ -273,7 +299,11 @@ def test_adapters_beside_frozen_weights_are_all_that_is_sent_again() -> None:
     """As with LoRA: the second snapshot stores what changed, not the model."""
     store = MemoryStore(objects={})
     saver = Saver(Snapshots(store, chunk_nbytes=4096))
-    layers = {f"model/{i}/{kind}": torch.randn(shape) for i in range(8) for kind, shape in (("w", (200, 200)), ("a", (4, 200)))}
+    layers = {
+        f"model/{i}/{kind}": torch.randn(shape)
+        for i in range(8)
+        for kind, shape in (("w", (200, 200)), ("a", (4, 200)))
+    }
     moments = {f"optimizer/{i}/{m}": torch.randn(4, 200) for i in range(8) for m in ("m", "v")}
     tensors = layers | moments
     saver.plan(tensors)
@@ -299,7 +329,10 @@ def test_load_says_what_does_not_fit_before_it_changes_anything() -> None:
     a = torch.zeros(2, 3)
     for bad, message in [
         ({"a": a, "c": torch.zeros(1)}, "no tensor 'c'"),
-        ({"a": a, "b": torch.zeros(3)}, r"'b' was saved as torch.float32 \(2,\), this program wants torch.float32 \(3,\)"),
+        (
+            {"a": a, "b": torch.zeros(3)},
+            r"'b' was saved as torch.float32 \(2,\), this program wants torch.float32 \(3,\)",
+        ),
         ({"a": a, "b": torch.zeros(2, dtype=torch.bfloat16)}, "bfloat16"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -319,7 +352,9 @@ def test_damage_is_found_by_load(how: Any) -> None:
 def test_adamw_goes_on_exactly_where_it_was() -> None:
     def build(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
         torch.manual_seed(seed)
-        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 3))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 3)
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         return model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3])
 
@@ -327,13 +362,23 @@ def test_adamw_goes_on_exactly_where_it_was() -> None:
     model, optimizer, scheduler = build(0)
     train(model, optimizer)
     scheduler.step()
-    tensors, data = split({"model": model.state_dict(), "optimizers": [optimizer.state_dict()], "scheduler": scheduler.state_dict()})
+    tensors, data = split(
+        {
+            "model": model.state_dict(),
+            "optimizers": [optimizer.state_dict()],
+            "scheduler": scheduler.state_dict(),
+        }
+    )
     manifest = save(snaps, tensors, data)
 
     other, other_optimizer, other_scheduler = build(1)
     have, _ = split({"model": other.state_dict(), "optimizers": [other_optimizer.state_dict()]})
     parameters = list(other.parameters())
-    tensors = destinations(manifest, have, lambda name, shape: parameters[int(name.split("/")[3])] if "/state/" in name else None)
+    tensors = destinations(
+        manifest,
+        have,
+        lambda name, shape: parameters[int(name.split("/")[3])] if "/state/" in name else None,
+    )
     load(snaps, manifest, tensors)
     state = join(tensors, manifest.data["state"])
     other.load_state_dict(state["model"])
@@ -362,7 +407,7 @@ def test_nothing_is_pickled() -> None:
     assert "import pickle" not in source
 
 
-# ---- real worlds ------------------------------------------------------------------------------------------------
+# ---- real worlds ---------------------------------------------------------------------------------
 SHAPES = (5, 7, 1, 3)  # of layers: divisible neither by 2 nor by 3, and smaller than both
 
 
@@ -378,17 +423,23 @@ def sharded(mesh: Any, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimize
 
 
 def full(tensors: Tensors) -> Tensors:
-    return {k: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for k, t in tensors.items()}
+    return {
+        k: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for k, t in tensors.items()
+    }
 
 
 def replicated() -> Tensors:
     torch.manual_seed(5)
-    return {f"layer{i}": torch.randn(100 + 7 * i, 50) for i in range(12)} | {"step": torch.tensor(3.0)}
+    return {f"layer{i}": torch.randn(100 + 7 * i, 50) for i in range(12)} | {
+        "step": torch.tensor(3.0)
+    }
 
 
 def start(rank: int, world: int, folder: str) -> Snapshots:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rdzv{world}", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rdzv{world}", rank=rank, world_size=world
+    )
     return Snapshots(open_store(f"{folder}/run"), chunk_nbytes=4096)
 
 
@@ -461,14 +512,19 @@ def rank_loads(rank: int, folder: str) -> None:
     train(model, optimizer, steps=1)  # and it can go on
 
     manifest = snaps.load(Ref(3, 4))
-    rows = {"by columns": distribute_tensor(torch.zeros(6, 10), mesh, [Shard(0)]), "whole": torch.zeros(6)}
+    rows = {
+        "by columns": distribute_tensor(torch.zeros(6, 10), mesh, [Shard(0)]),
+        "whole": torch.zeros(6),
+    }
     load(snaps, manifest, rows)
     assert same(rows["by columns"].full_tensor(), torch.arange(60.0).reshape(6, 10))
     assert same(rows["whole"], torch.arange(6.0))
     dist.destroy_process_group()
 
 
-def restore(snaps: Snapshots, manifest: Manifest, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+def restore(
+    snaps: Snapshots, manifest: Manifest, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Tensors:
     have, _ = split({"model": model.state_dict()})
     parameters = list(model.parameters())
 
@@ -484,7 +540,8 @@ def restore(snaps: Snapshots, manifest: Manifest, model: torch.nn.Module, optimi
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that two ranks saved: FSDP2 (step 2), replicated (step 3), DTensors by columns (step 4)."""
+    """A run that two ranks saved: FSDP2 (step 2), replicated (step 3), DTensors by columns
+    (step 4)."""
     where = tmp_path_factory.mktemp("world")
     mp.spawn(rank_saves, (str(where),), nprocs=2)
     return where
@@ -517,7 +574,9 @@ def test_replicated_tensors_are_written_once_and_evenly(folder: Path) -> None:
     manifest = snaps.load(Ref(2, 3))
     tensors = replicated()
     assert all(len(e["chunks"]) == 1 for e in manifest.tensors.values())
-    by_rank = {rank: sum(p.nbytes for p in manifest.parts if f"/r{rank:05d}-" in p.key) for rank in (0, 1)}
+    by_rank = {
+        rank: sum(p.nbytes for p in manifest.parts if f"/r{rank:05d}-" in p.key) for rank in (0, 1)
+    }
     total = sum(t.numel() * t.element_size() for t in tensors.values())
     assert total <= sum(by_rank.values()) < total * 1.01  # padding
     assert max(by_rank.values()) < 0.55 * total
@@ -526,13 +585,18 @@ def test_replicated_tensors_are_written_once_and_evenly(folder: Path) -> None:
     assert all(same(t, found[name]) for name, t in tensors.items())
 
 
-# ---- any world onto any other -----------------------------------------------------------------------------------
+# ---- any world onto any other --------------------------------------------------------------------
 def test_what_w_ranks_save_any_other_number_loads_bit_equal(tmp_path: Path) -> None:
-    """W x W' over {1, 2, 3, 4}, DDP and FSDP2, copied beside and sent by the engine; and all of them hash the weights alike."""
+    """W x W' over {1, 2, 3, 4}, DDP and FSDP2, copied beside and sent by the engine; and all of
+    them hash the weights alike."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     script = Path(__file__).parent / "reshard.py"
-    ended = subprocess.run([sys.executable, script, tmp_path], env=env, capture_output=True, text=True, timeout=280)
+    ended = subprocess.run(
+        [sys.executable, script, tmp_path], env=env, capture_output=True, text=True, timeout=280
+    )
     assert ended.returncode == 0, ended.stderr
     lines = [line.split() for line in ended.stdout.splitlines()]
-    assert [(kind, int(world)) for kind, world, _ in lines] == [(kind, world) for kind in ("ddp", "fsdp2") for world in range(1, 5)]
+    assert [(kind, int(world)) for kind, world, _ in lines] == [
+        (kind, world) for kind in ("ddp", "fsdp2") for world in range(1, 5)
+    ]
     assert len({weights for _, _, weights in lines}) == 1

@@ -1,4 +1,5 @@
-"""`harness doctor`: what it finds, what it says to do, and that it leaves nothing behind. Clouds' commands are programs on PATH."""
+"""`harness doctor`: what it finds, what it says to do, and that it leaves nothing behind.
+Clouds' commands are programs on PATH."""
 
 import io
 import json
@@ -36,7 +37,9 @@ class Sky(FakeSky):
 
 
 REAL_PROBE = doctor.GPU_PROBE
-NO_GPU = """import json; print(json.dumps({"torch": "2", "cuda": None, "nccl": None, "gpus": []}))"""
+NO_GPU = (
+    """import json; print(json.dumps({"torch": "2", "cuda": None, "nccl": None, "gpus": []}))"""
+)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +51,10 @@ def no_torch(monkeypatch):
 @pytest.fixture
 def task(tmp_path):
     path = tmp_path / "task.yaml"
-    path.write_text("name: t\nresources: {accelerators: 'H100:8', use_spot: true}\nenvs: {TRACKERS: wandb}\nrun: exec train\n")
+    path.write_text(
+        "name: t\nresources: {accelerators: 'H100:8', use_spot: true}\nenvs: {TRACKERS: "
+        "wandb}\nrun: exec train\n"
+    )
     return load(path, {"RUN": "x"}, use_skypilot=False)
 
 
@@ -57,14 +63,25 @@ def no_command(_):
 
 
 def examine(task=None, url="", sky=None, store=None, env=None, home=None, ask=no_command):
-    found = doctor.examine(task, url, sky or Sky([EAST, WEST]), lambda _: store, env or {}, home or doctor.Path("/nowhere"), "t", ask)
+    found = doctor.examine(
+        task,
+        url,
+        sky or Sky([EAST, WEST]),
+        lambda _: store,
+        env or {},
+        home or doctor.Path("/nowhere"),
+        "t",
+        ask,
+    )
     return {f.what: f for f in found}
 
 
 def test_all_is_well(task):
     store = MemoryStore("memory://doctor", {})
     found = examine(task, "memory://doctor", store=store, env={"WANDB_API_KEY": "hidden"})
-    assert [f.state for f in found.values() if f.what in ("API server", "clouds", "offers", "bucket")] == [OK] * 4
+    assert [
+        f.state for f in found.values() if f.what in ("API server", "clouds", "offers", "bucket")
+    ] == [OK] * 4
     assert found["offers"].found.startswith("2 in 2 places, from 10 USD/h (aws/us-east-1")
     assert store.list("") == []  # nothing is left behind
     assert "hidden" not in doctor.to_json(list(found.values()))
@@ -75,7 +92,10 @@ def test_without_a_server_nothing_else_is_asked_of_it(task):
         raise CloudUnavailable("SkyPilot did not answer")
 
     found = examine(task, sky=silent)
-    assert (found["API server"].state, found["API server"].found) == (FAIL, "SkyPilot did not answer")
+    assert (found["API server"].state, found["API server"].found) == (
+        FAIL,
+        "SkyPilot did not answer",
+    )
     assert "sky api start" in found["API server"].remedy
     assert "clouds" not in found and "offers" not in found and "tracker" in found
 
@@ -137,12 +157,23 @@ def test_buckets_that_will_not_do(store, says, remedy):
         ({"TRACKERS": ""}, {}, OK, "needs no key"),
         ({"TRACKERS": "tensorboard"}, {}, OK, "tensorboard"),
         ({"TRACKERS": "wandb", "WANDB_MODE": "offline"}, {}, OK, "offline"),
-        ({"TRACKERS": "wandb"}, {"WANDB_MODE": "offline"}, WARN, "offline"),  # for want of a key, not for this variable
-        ({"TRACKERS": "wandb"}, {"WANDB_API_KEY": "k"}, WARN, "offline: what is committed is kept in the bucket"),
+        # for want of a key, not for this variable
+        ({"TRACKERS": "wandb"}, {"WANDB_MODE": "offline"}, WARN, "offline"),
+        (
+            {"TRACKERS": "wandb"},
+            {"WANDB_API_KEY": "k"},
+            WARN,
+            "offline: what is committed is kept in the bucket",
+        ),
         ({"TRACKERS": "wandb"}, {}, WARN, "no key"),
         ({"TRACKERS": "wandb", "SECRET": "k"}, {}, OK, "online, a key is in the task's secrets"),
         ({"TRACKERS": "wandb", "SECRET": "k", "WANDB_MODE": "offline"}, {}, WARN, "offline"),
-        ({"TRACKERS": "wandb", "WANDB_MODE": "online"}, {"WANDB_API_KEY": "k"}, FAIL, "nothing will be published"),
+        (
+            {"TRACKERS": "wandb", "WANDB_MODE": "online"},
+            {"WANDB_API_KEY": "k"},
+            FAIL,
+            "nothing will be published",
+        ),
         ({"TRACKERS": "wandb", "SECRET": "k", "WANDB_MODE": "online"}, {}, OK, "online"),
     ],
 )
@@ -169,7 +200,11 @@ def program(tmp_path, name, script):
     path = tmp_path / name
     path.write_text(f"#!{sys.executable}\n{script}\n")
     path.chmod(0o755)
-    return lambda command: subprocess.run([path, *command[1:]], capture_output=True, text=True, timeout=30, check=True).stdout
+    return lambda command: (
+        subprocess.run(
+            [path, *command[1:]], capture_output=True, text=True, timeout=30, check=True
+        ).stdout
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,8 +227,16 @@ def test_quotas_are_asked_with_the_clouds_own_command(tmp_path, cloud, region, s
 
 def test_a_quota_that_cannot_be_asked_says_how(tmp_path, task):
     found = examine(task)["quota aws"]
-    assert found.state == WARN and "`aws` is not installed" in found.found and "aws service-quotas" in found.remedy
-    ask = program(tmp_path, "gcloud", "import sys; print('You do not have permission', file=sys.stderr); sys.exit(1)")
+    assert (
+        found.state == WARN
+        and "`aws` is not installed" in found.found
+        and "aws service-quotas" in found.remedy
+    )
+    ask = program(
+        tmp_path,
+        "gcloud",
+        "import sys; print('You do not have permission', file=sys.stderr); sys.exit(1)",
+    )
     assert "permission" in doctor.quota("gcp", "us-central1", ask).found
 
 
@@ -215,11 +258,17 @@ def test_what_people_and_programs_read(task):
     text = console.export_text()
     assert "fail  offers" in text and "-> loosen `resources`" in text
     parsed = json.loads(doctor.to_json(found))
-    assert parsed["ok"] is False and {f["what"] for f in parsed["findings"]} >= {"API server", "offers", "tracker"}
+    assert parsed["ok"] is False and {f["what"] for f in parsed["findings"]} >= {
+        "API server",
+        "offers",
+        "tracker",
+    }
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cli, "_sky", lambda _: type("Closed", (Sky,), {"close": lambda self: None})([EAST, WEST]))
+    monkeypatch.setattr(
+        cli, "_sky", lambda _: type("Closed", (Sky,), {"close": lambda self: None})([EAST, WEST])
+    )
     monkeypatch.setattr(doctor, "skypilot", lambda: doctor.Finding("SkyPilot", OK, "0.14.1"))
     run = tmp_path / "run"
     with pytest.raises(SystemExit) as ended:

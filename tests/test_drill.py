@@ -1,4 +1,5 @@
-"""A small sample of the matrix (`harness drill` is the whole of it), and the tools that it is made with."""
+"""A small sample of the matrix (`harness drill` is the whole of it), and the tools that it is
+made with."""
 
 import json
 import subprocess
@@ -23,17 +24,26 @@ def ground(tmp_path_factory):
     return drill.prepare(tmp_path_factory.mktemp("drill"), scene.can_isolate())
 
 
-@pytest.mark.parametrize(("fault", "phase"), [("worker-stop", "upload"), ("agent-stop", "step"), ("node-kill", "commit")])
+@pytest.mark.parametrize(
+    ("fault", "phase"), [("worker-stop", "upload"), ("agent-stop", "step"), ("node-kill", "commit")]
+)
 def test_a_cell_ends_with_the_weights_of_a_calm_run(ground, fault, phase):
     result = drill.drill(ground, fault, phase, seed=0)
-    logs = drill._last_words(ground.folder / f"{fault}-{phase}-0") if result.outcome != "passed" else ""
+    logs = (
+        drill._last_words(ground.folder / f"{fault}-{phase}-0")
+        if result.outcome != "passed"
+        else ""
+    )
     assert result.outcome == "passed", f"{result}\n{logs}"
     assert result.epochs >= 2  # the fault was felt
 
 
 def test_cells_are_chosen_by_name():
     assert len(cells(())) == len(FAULTS) * len(PHASES)
-    assert cells(("worker-kill:", ":step"))[:2] == [("worker-kill", "start"), ("worker-kill", "step")]
+    assert cells(("worker-kill:", ":step"))[:2] == [
+        ("worker-kill", "start"),
+        ("worker-kill", "step"),
+    ]
     assert len(cells(("worker-kill:", ":step"))) == len(PHASES) + len(FAULTS) - 1
     with pytest.raises(BadInput, match="wanted FAULT:PHASE"):
         cells(("worker-kil:step",))
@@ -60,8 +70,10 @@ def test_a_sabotaged_store_is_silent_or_slow_or_held_at_a_phase(tmp_path):
 
 def test_a_node_may_have_another_clock(tmp_path):
     code = (
-        f"from harness import sabotage; sabotage.arm({str(tmp_path)!r})\nimport time, pathlib\nt = time.time()\n"
-        f"pathlib.Path({str(tmp_path)!r}, 'clock').write_text('3600')\ntime.sleep(0.2)\nprint(time.time() - t > 3599)"
+        f"from harness import sabotage; sabotage.arm({str(tmp_path)!r})\nimport time, pathlib\nt = "
+        "time.time()\n"
+        f"pathlib.Path({str(tmp_path)!r}, "
+        "'clock').write_text('3600')\ntime.sleep(0.2)\nprint(time.time() - t > 3599)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ended.stdout.strip() == "True", ended.stderr

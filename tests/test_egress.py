@@ -7,7 +7,14 @@ from importlib import resources
 import pytest
 from rich.console import Console
 
-from harness.core.facts import AgentStarted, AttemptIntended, EpochStarted, SessionStarted, SnapshotCommitted, Stamped
+from harness.core.facts import (
+    AgentStarted,
+    AttemptIntended,
+    EpochStarted,
+    SessionStarted,
+    SnapshotCommitted,
+    Stamped,
+)
 from harness.core.prices import estimate, prices, transfer_usd
 from harness.views import report, summary
 from storage.files import MemoryStore
@@ -16,7 +23,8 @@ GB = 10**9
 
 
 def facts(*places):
-    """A world of two nodes in each place in turn; every one makes a snapshot of 10 GB, and the next resumes from it."""
+    """A world of two nodes in each place in turn; every one makes a snapshot of 10 GB, and the
+    next resumes from it."""
     found, attempt = [], 0
     for epoch, place in enumerate(places, 1):
         members = []
@@ -27,7 +35,9 @@ def facts(*places):
             found.append(AgentStarted(f"m{attempt}", attempt, "h", 1, "", 1))
         found.append(EpochStarted(epoch, tuple(members), 2, "start"))
         step = 10 * (epoch - 1)
-        found.append(SessionStarted(epoch, 2, step, epoch - 1, 100, 8, 2, (2, 2), "fast", "ddp", "cpu", 1.0))
+        found.append(
+            SessionStarted(epoch, 2, step, epoch - 1, 100, 8, 2, (2, 2), "fast", "ddp", "cpu", 1.0)
+        )
         found.append(SnapshotCommitted(step + 10, epoch, 10 * GB, 0.0, 1.0, "interval", 0.0))
     return [Stamped(float(i), "w", f) for i, f in enumerate(found)]
 
@@ -35,7 +45,11 @@ def facts(*places):
 def test_every_price_has_its_source_and_a_number():
     rows = resources.files("harness.core").joinpath("egress.csv").read_text().splitlines()
     assert "2026-11" in rows[0]
-    assert all(row.count(",") >= 3 and row.split(",", 3)[3].strip() for row in rows if not row.startswith("#"))
+    assert all(
+        row.count(",") >= 3 and row.split(",", 3)[3].strip()
+        for row in rows
+        if not row.startswith("#")
+    )
     assert prices()["aws", "internet"] == 0.09 and prices()["cloudflare", "internet"] == 0.0
 
 
@@ -58,17 +72,23 @@ def test_ten_gigabytes_from_here_to_there(source, target, usd):
 def test_a_run_that_stays_pays_for_storage_only():
     found = estimate("s3://b/x", facts("aws/us-east-1", "aws/us-east-1"), kept=3, seconds=86400.0)
     assert (found.stored_nbytes, found.moved) == (30 * GB, ())
-    assert found.month_usd == pytest.approx(30 * 0.023) and found.storage_usd == pytest.approx(0.023)
+    assert found.month_usd == pytest.approx(30 * 0.023) and found.storage_usd == pytest.approx(
+        0.023
+    )
 
 
 def test_a_move_is_paid_by_where_data_comes_from():
-    """The bucket is where the run began: both nodes of the second world read 10 GB from it, and write 10 GB to it for nothing."""
+    """The bucket is where the run began: both nodes of the second world read 10 GB from it, and
+    write 10 GB to it for nothing."""
     found = estimate("s3://b/x", facts("aws/us-east-1", "nebius/eu-north1"), kept=1, seconds=0.0)
     (way,) = found.moved
     assert (way.source, way.target, way.nbytes) == ("aws/us-east-1", "nebius/eu-north1", 20 * GB)
     assert found.moved_usd == pytest.approx(1.8)
-    back = estimate("gs://b/x", facts("aws/us-east-1"), kept=1, seconds=0.0)  # a bucket of another cloud: nodes pay to write
-    assert [(m.source, m.target) for m in back.moved] == [("aws/us-east-1", "gcp")] and back.moved_usd == pytest.approx(0.9)
+    # a bucket of another cloud: nodes pay to write
+    back = estimate("gs://b/x", facts("aws/us-east-1"), kept=1, seconds=0.0)
+    assert [(m.source, m.target) for m in back.moved] == [
+        ("aws/us-east-1", "gcp")
+    ] and back.moved_usd == pytest.approx(0.9)
 
 
 def test_a_folder_costs_nothing():
@@ -81,6 +101,9 @@ def test_the_report_tells_it_apart_from_the_bill():
     s = dataclasses.replace(summary.summarize(MemoryStore("memory://x", {})), store=store)
     rows = {name: (usd, note) for name, usd, note in report.money_rows(s)}
     assert rows["data between places"][0] == pytest.approx(1.8)
-    assert "estimate" in rows["the bucket's storage meanwhile"][1] and "aws/us-east-1 to nebius/eu-north1" in rows["data between places"][1]
+    assert (
+        "estimate" in rows["the bucket's storage meanwhile"][1]
+        and "aws/us-east-1 to nebius/eu-north1" in rows["data between places"][1]
+    )
     assert json.loads(json.dumps(report.to_json(s)))["store"]["moved_usd"] == pytest.approx(1.8)
     report.print_report(s, Console(file=open("/dev/null", "w")))  # noqa: SIM115

@@ -1,7 +1,9 @@
-"""A model check of the rendezvous whose model is the code itself: every interleaving of its store calls (storage/explore.py), with
-members that stop anywhere, members that are taken for dead though they live, and writes whose outcome is unknown.
+"""A model check of the rendezvous whose model is the code itself: every interleaving of its store
+calls (storage/explore.py), with members that stop anywhere, members that are taken for dead though
+they live, and writes whose outcome is unknown.
 
-Lines are down here, so all that is known comes from the bucket; and time passes so quickly that everybody's turn has always come.
+Lines are down here, so all that is known comes from the bucket; and time passes so quickly that
+everybody's turn has always come.
 """
 
 import json
@@ -31,7 +33,8 @@ class Quick:
 
 
 class Doubts:
-    """No line is up; whether a member's machine refuses is what the environment says, if there is any."""
+    """No line is up; whether a member's machine refuses is what the environment says, if there
+    is any."""
 
     def __init__(self, store, any_doubt):
         self.store, self.names, self.any_doubt = store, None, any_doubt
@@ -63,7 +66,8 @@ def join(store, name, kind=Rendezvous, any_doubt=True):
 
 
 def member(name, looks, kind=Rendezvous, already=None, any_doubt=False):
-    """Looks around so often; trains in each epoch that it enters, then leaves it. `already`: it is in this epoch at the start."""
+    """Looks around so often; trains in each epoch that it enters, then leaves it. `already`: it
+    is in this epoch at the start."""
 
     def train(r, say, epoch):
         say(("trains", epoch.epoch, epoch.members))
@@ -102,7 +106,11 @@ class Checker:
         self.names, self.kind, self.lively = names, kind, {}
 
     def __call__(self, view):
-        epochs = {int(k.removeprefix(EPOCHS)[:6]): json.loads(v) for k, v in view.objects.items() if k.startswith(EPOCHS)}
+        epochs = {
+            int(k.removeprefix(EPOCHS)[:6]): json.loads(v)
+            for k, v in view.objects.items()
+            if k.startswith(EPOCHS)
+        }
         if sorted(epochs) != list(range(1, len(epochs) + 1)):
             return f"epochs {sorted(epochs)} have a gap"
         doubted = json.loads(view.objects.get(DOUBTED, b"[]"))
@@ -114,9 +122,16 @@ class Checker:
             if word[0] == "trains" and who not in word[2]:
                 return f"{who} trains in epoch {word[1]}, which does not name it"
         for n, epoch in epochs.items():
-            staying = [m for m in epoch["members"] if m not in doubted and (m, ("left", n)) not in view.said]
+            staying = [
+                m
+                for m in epoch["members"]
+                if m not in doubted and (m, ("left", n)) not in view.said
+            ]
             if n + 1 in epochs and staying:
-                return f"epoch {n + 1} exists, but {staying} of epoch {n} have neither left it nor been taken for dead"
+                return (
+                    f"epoch {n + 1} exists, but {staying} of epoch {n} have neither left it nor "
+                    "been taken for dead"
+                )
         return self.dead_end(view.objects)
 
     def dead_end(self, objects):
@@ -128,7 +143,11 @@ class Checker:
             r.say()
             epoch = next((e for e in (r.try_form(None) for _ in range(6)) if e is not None), None)
             self.lively[key] = epoch is not None and epoch.members == ("newcomer",)
-        return None if self.lively[key] else "a newcomer finds everybody dead and does not come to train"
+        return (
+            None
+            if self.lively[key]
+            else "a newcomer finds everybody dead and does not come to train"
+        )
 
 
 def world(*names):
@@ -136,20 +155,29 @@ def world(*names):
     epoch = Epoch(1, names, (1,) * len(names), (1.0,) * len(names), "10.0.0.1", 1, "start")
     objects = {epoch_key(1): encode_epoch(epoch)}
     for n in names:
-        objects[f"rdzv/members/{n}.json"] = json.dumps(asdict(Member(n, "in", 1, "10.0.0.1", 1, 1, nproc=1, attempt=0, beat=2))).encode()
+        objects[f"rdzv/members/{n}.json"] = json.dumps(
+            asdict(Member(n, "in", 1, "10.0.0.1", 1, 1, nproc=1, attempt=0, beat=2))
+        ).encode()
     return objects, epoch
 
 
 def test_three_that_start_together():
-    """Whatever the order of their calls: one object per epoch, and whoever trains is named in it."""
-    seen = explore({"a": member("a", 2), "b": member("b", 1), "c": member("c", 1)}, {}, Checker("abc"))
+    """Whatever the order of their calls: one object per epoch, and whoever trains is named in
+    it."""
+    seen = explore(
+        {"a": member("a", 2), "b": member("b", 1), "c": member("c", 1)}, {}, Checker("abc")
+    )
     print(seen)
     assert seen.endings > 0
 
 
 def test_a_world_that_changes_while_somebody_joins():
     objects, one = world("a", "b")
-    actors = {"a": member("a", 2, already=one), "b": member("b", 1, already=one), "c": member("c", 1)}
+    actors = {
+        "a": member("a", 2, already=one),
+        "b": member("b", 1, already=one),
+        "c": member("c", 1),
+    }
     seen = explore(actors, objects, Checker("abc"))
     print(seen)
     assert seen.endings > 0
@@ -157,9 +185,14 @@ def test_a_world_that_changes_while_somebody_joins():
 
 @pytest.mark.parametrize("unknowns", [0, 1])
 def test_one_that_lives_is_taken_for_dead(unknowns):
-    """It may train on in an epoch that is over; what it would commit then is refused (tests of the fence: test_upload.py)."""
+    """It may train on in an epoch that is over; what it would commit then is refused (tests of
+    the fence: test_upload.py)."""
     objects, one = world("a", "b")
-    actors = {"a": member("a", 2, already=one, any_doubt=True), "b": member("b", 2, already=one), "doubt": doubt("b")}
+    actors = {
+        "a": member("a", 2, already=one, any_doubt=True),
+        "b": member("b", 2, already=one),
+        "doubt": doubt("b"),
+    }
     seen = explore(actors, objects, Checker("ab"), unknowns=unknowns)
     print(seen)
     assert seen.endings > 0
@@ -219,8 +252,17 @@ class Loyal(Rendezvous):
 
 @pytest.mark.parametrize(
     ("kind", "says"),
-    [(Puts, "than the bucket's"), (Hasty, "neither left it nor"), (Intruder, "does not name it"), (Loyal, "a newcomer finds")],
+    [
+        (Puts, "than the bucket's"),
+        (Hasty, "neither left it nor"),
+        (Intruder, "does not name it"),
+        (Loyal, "a newcomer finds"),
+    ],
 )
 def test_the_check_finds_what_is_broken(kind, says):
     with pytest.raises(Violation, match=says):
-        explore({n: member(n, 2, kind) for n in "ab"}, {}, Checker("ab", kind if kind is Loyal else Rendezvous))
+        explore(
+            {n: member(n, 2, kind) for n in "ab"},
+            {},
+            Checker("ab", kind if kind is Loyal else Rendezvous),
+        )

@@ -1,4 +1,5 @@
-"""Exact sums: the integer core against fractions, and the same bits from real worlds that differ in everything they may differ in."""
+"""Exact sums: the integer core against fractions, and the same bits from real worlds that
+differ in everything they may differ in."""
 
 import json
 import math
@@ -15,12 +16,21 @@ from worlds import PRETRAIN, Nursery, history, newest
 from harness.core.world import BadInput, HarnessError
 from harness.worker import exact, rounding
 from harness.worker.environment import differences
-from harness.worker.rounding import HEADROOM, INTEGERS, Scales, Verdict, add_rounded, add_rounded_together, divide_into, exact_norm
+from harness.worker.rounding import (
+    HEADROOM,
+    INTEGERS,
+    Scales,
+    Verdict,
+    add_rounded,
+    add_rounded_together,
+    divide_into,
+    exact_norm,
+)
 
 U = 2.0**-24
 
 
-# ---- the integer core ----------------------------------------------------------------------------------------------
+# ---- the integer core ----------------------------------------------------------------------------
 def gradients(micro_batches, n, seed, spread=6.0):
     """Magnitudes over `spread` decades, signs mixed; (M, n) float32."""
     g = torch.Generator().manual_seed(seed)
@@ -44,7 +54,9 @@ def summed(grads, word, order, weight=1.0):
     scales, scratch = scales_for(grads, word), rounding.Scratch()
     total = torch.zeros(grads.shape[1], dtype=INTEGERS[word])
     for m in order:
-        assert add_rounded([grads[m].clone()], [scales.shift(0)], total, scratch) == [float(grads[m].abs().max())]
+        assert add_rounded([grads[m].clone()], [scales.shift(0)], total, scratch) == [
+            float(grads[m].abs().max())
+        ]
     out = torch.empty(grads.shape[1], dtype=torch.float32)
     divide_into(out, total, weight, scales.shift(0), scratch)
     return out
@@ -52,7 +64,12 @@ def summed(grads, word, order, weight=1.0):
 
 @pytest.mark.parametrize("word", [64, 32])
 @settings(max_examples=40, deadline=None)
-@given(m=st.integers(1, 40), seed=st.integers(0, 10**6), exponent=st.integers(-90, 90), spread=st.floats(0, 12))
+@given(
+    m=st.integers(1, 40),
+    seed=st.integers(0, 10**6),
+    exponent=st.integers(-90, 90),
+    spread=st.floats(0, 12),
+)
 def test_the_error_is_within_its_bound(word, m, seed, exponent, spread):
     """Every element, against fractions; the bounds are those of the module's docstring."""
     grads = gradients(m, 11, seed, spread) * 2.0**exponent
@@ -62,10 +79,14 @@ def test_the_error_is_within_its_bound(word, m, seed, exponent, spread):
     for j in range(grads.shape[1]):
         column = [Fraction(float(x)) for x in grads[:, j]]
         true = sum(column)
-        error, rounding = abs(Fraction(float(result[j])) - true), abs(true) * Fraction(U * (1 + 2**-20))
+        error, rounding = (
+            abs(Fraction(float(result[j])) - true),
+            abs(true) * Fraction(U * (1 + 2**-20)),
+        )
         assert error <= bound * (1 + Fraction(U)) + rounding + Fraction(2) ** -149
         if word == 64 and sum(map(abs, column)) > peak * Fraction(2) ** (length - 30) and m > 1:
-            assert bound < (m - 1) * Fraction(U) * sum(map(abs, column))  # what an fp32 sum may be off by
+            # what an fp32 sum may be off by
+            assert bound < (m - 1) * Fraction(U) * sum(map(abs, column))
 
 
 def test_it_is_closer_to_the_truth_than_float32(capsys):
@@ -76,7 +97,8 @@ def test_it_is_closer_to_the_truth_than_float32(capsys):
     error = {w: (summed(grads, w, range(48)).double() - true).abs() for w in (64, 32)}
     fast = (fp32.double() - true).abs()
     assert error[64].mean() < 0.3 * fast.mean() and error[64].max() <= U * true.abs().max()
-    assert error[32].max() < fast.max()  # the greatest elements; the smallest ones are the price of 32 bits
+    # the greatest elements; the smallest ones are the price of 32 bits
+    assert error[32].max() < fast.max()
 
 
 @pytest.mark.parametrize("word", [64, 32])
@@ -89,17 +111,30 @@ def test_order_and_grouping_do_not_matter(word):
     for m in range(12):
         add_rounded([grads[m]], [scales.shift(0)], ranks[m * m % 3], scratch)
     out = torch.empty(70_001)
-    for part in ((0, 17), (17, 66_000), (66_000, 70_001)):  # and neither does where a parameter is cut
-        divide_into(out[slice(*part)], sum(ranks)[slice(*part)], torch.tensor(48.0, dtype=torch.float64), scales.shift(0), scratch)
+    # and neither does where a parameter is cut
+    for part in ((0, 17), (17, 66_000), (66_000, 70_001)):
+        divide_into(
+            out[slice(*part)],
+            sum(ranks)[slice(*part)],
+            torch.tensor(48.0, dtype=torch.float64),
+            scales.shift(0),
+            scratch,
+        )
     assert torch.equal(out, one)
-    total, pieces, shifts = torch.zeros(70_001, dtype=INTEGERS[word]), [40_000, 1, 30_000], [scales.shift(0)] * 3
+    total, pieces, shifts = (
+        torch.zeros(70_001, dtype=INTEGERS[word]),
+        [40_000, 1, 30_000],
+        [scales.shift(0)] * 3,
+    )
     for m in range(12):  # the GPU's way
         peaks = add_rounded_together(grads[m].split(pieces), shifts, total)
         assert peaks.tolist() == [float(part.abs().max()) for part in grads[m].split(pieces)]
     assert torch.equal(total, sum(ranks))
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler for CPU kernels")
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler for CPU kernels"
+)
 def test_the_fused_kernel_makes_the_same_integers(monkeypatch, tmp_path):
     """The GPU's kernel, compiled for this CPU."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -107,10 +142,15 @@ def test_the_fused_kernel_makes_the_same_integers(monkeypatch, tmp_path):
     assert rounding.fused_kernel("cpu") is not None
     sizes, shifts = [40, 7, 1000, 100, 3, 5001], [40, 3, 141, 149, 0, 20]
     for word in (torch.int64, torch.int32):
-        grads = [torch.randn(n) * 2.0 ** (10 - shift) for n, shift in zip(sizes, shifts, strict=True)]
+        grads = [
+            torch.randn(n) * 2.0 ** (10 - shift) for n, shift in zip(sizes, shifts, strict=True)
+        ]
         wanted, found = torch.zeros(sum(sizes), dtype=word), torch.zeros(sum(sizes), dtype=word)
         parts, scratch = wanted.split(sizes), rounding.Scratch()
-        peaks = [add_rounded([g], [shift], part, scratch)[0] for g, shift, part in zip(grads, shifts, parts, strict=True)]
+        peaks = [
+            add_rounded([g], [shift], part, scratch)[0]
+            for g, shift, part in zip(grads, shifts, parts, strict=True)
+        ]
         assert add_rounded_together(grads, shifts, found).tolist() == peaks
         assert torch.equal(found, wanted)
     grads[2][17] = math.nan
@@ -120,8 +160,16 @@ def test_the_fused_kernel_makes_the_same_integers(monkeypatch, tmp_path):
 def test_small_gradients_are_taken_together_each_in_its_own_unit():
     total, scratch = torch.zeros(1000, dtype=torch.int64), rounding.Scratch()
     parts, shifts = [torch.randn(10), torch.randn(990) * 2.0**-140, torch.zeros(0)], [40, 149, 7]
-    assert add_rounded(parts, shifts, total, scratch) == [float(parts[0].abs().max()), float(parts[1].abs().max()), 0.0]
-    wanted = [round(Fraction(float(x)) * 2**shift) for part, shift in zip(parts, shifts, strict=True) for x in part]
+    assert add_rounded(parts, shifts, total, scratch) == [
+        float(parts[0].abs().max()),
+        float(parts[1].abs().max()),
+        0.0,
+    ]
+    wanted = [
+        round(Fraction(float(x)) * 2**shift)
+        for part, shift in zip(parts, shifts, strict=True)
+        for x in part
+    ]
     assert total.tolist() == wanted
     again = torch.zeros_like(total)
     add_rounded_together(parts[:2], shifts[:2], again)
@@ -145,18 +193,23 @@ def test_the_largest_sums_do_not_wrap(word, m):
         out = torch.empty(3, dtype=torch.float64)
         divide_into(out, total, 1.0, scales.shift(0), rounding.Scratch())
         assert out.tolist() == [sign * m * limit] * 3
-    assert scales.judge([math.nextafter(limit, math.inf)]) is Verdict.AGAIN and scales.limit(0) > limit
+    assert (
+        scales.judge([math.nextafter(limit, math.inf)]) is Verdict.AGAIN and scales.limit(0) > limit
+    )
 
 
 def test_units_follow_the_peaks():
     scales = Scales(2, 64)
     scales.start(12)
     assert scales.judge([0.0, 0.0]) is Verdict.GOOD and scales.exponents == [None, None]
-    assert scales.judge([3e5, 0.0]) is Verdict.AGAIN and scales.exponents == [19, None]  # the guess was too narrow
+    # the guess was too narrow
+    assert scales.judge([3e5, 0.0]) is Verdict.AGAIN and scales.exponents == [19, None]
     scales.exponents = [None, None]
-    assert scales.judge([3e-11, 0.0]) is Verdict.AGAIN and scales.exponents == [-34, None]  # or too coarse
+    # or too coarse
+    assert scales.judge([3e-11, 0.0]) is Verdict.AGAIN and scales.exponents == [-34, None]
     scales.exponents = [None, None]
-    assert scales.judge([3.0, 0.0]) is Verdict.GOOD and scales.exponents == [None, None]  # or good: the unit stays for this step
+    # or good: the unit stays for this step
+    assert scales.judge([3.0, 0.0]) is Verdict.GOOD and scales.exponents == [None, None]
     scales.advance([3.0, 0.0])
     assert scales.exponents == [2, None]
     scales.advance([3.0 / 64, 0.0])
@@ -192,10 +245,19 @@ def test_what_is_not_finite_is_seen(bad, where):
 
 
 @settings(max_examples=40, deadline=None)
-@given(n=st.integers(1, 300), seed=st.integers(0, 10**6), exponent=st.integers(-120, 120), spread=st.floats(0, 12), cuts=st.integers(1, 9))
+@given(
+    n=st.integers(1, 300),
+    seed=st.integers(0, 10**6),
+    exponent=st.integers(-120, 120),
+    spread=st.floats(0, 12),
+    cuts=st.integers(1, 9),
+)
 def test_the_norm_is_exact_and_does_not_know_of_cuts(n, seed, exponent, spread, cuts):
     x = gradients(1, n, seed, spread)[0] * 2.0**exponent
-    true = math.sqrt(sum(Fraction(float(v)) ** 2 for v in x) * Fraction(2) ** (-2 * exponent)) * 2.0**exponent
+    true = (
+        math.sqrt(sum(Fraction(float(v)) ** 2 for v in x) * Fraction(2) ** (-2 * exponent))
+        * 2.0**exponent
+    )
     norm = exact_norm([x], n, x.device)
     assert float(norm) == pytest.approx(true, rel=2 * U)
     assert torch.equal(exact_norm(list(torch.tensor_split(x, cuts)), n, x.device), norm)
@@ -205,18 +267,27 @@ def test_the_norm_is_exact_and_does_not_know_of_cuts(n, seed, exponent, spread, 
 def test_the_norm_of_a_great_model_is_still_exact():
     """As if there were 2**36 elements: narrower limbs, more of them."""
     x = gradients(1, 5000, 0)[0]
-    assert float(exact_norm([x], 1 << 36, x.device)) == pytest.approx(float(x.double().norm()), rel=2 * U)
+    assert float(exact_norm([x], 1 << 36, x.device)) == pytest.approx(
+        float(x.double().norm()), rel=2 * U
+    )
     assert float(exact_norm([], 1, x.device)) == 0.0
 
 
-# ---- the strategies, in one process -----------------------------------------------------------------------------------
+# ---- the strategies, in one process --------------------------------------------------------------
 def net(dtype=torch.float32):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(50, 8), nn.Flatten(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 3, bias=False)).to(dtype)
+    return nn.Sequential(
+        nn.Embedding(50, 8),
+        nn.Flatten(),
+        nn.Linear(32, 16),
+        nn.Tanh(),
+        nn.Linear(16, 3, bias=False),
+    ).to(dtype)
 
 
 def run_step(model, strategy, micros, factor=1.0):
-    """Forward and backward over all micro-batches, again if the strategy says so; returns how often."""
+    """Forward and backward over all micro-batches, again if the strategy says so; returns how
+    often."""
     times = 0
     while True:
         times += 1
@@ -310,7 +381,8 @@ def test_unusual_steps_are_told_apart():
 
 def test_a_backward_that_gives_other_numbers_each_time_ends_with_a_reason():
     model, strategy = make()
-    with pytest.raises(HarnessError, match="deterministic kernels"):  # noqa: PT012 - the last of several repeats raises
+    # the last of several repeats raises
+    with pytest.raises(HarnessError, match="deterministic kernels"):  # noqa: PT012
         for k in range(1, 9):
             strategy.micro(last=True)
             (model(torch.zeros(1, 4, dtype=torch.long)).square().sum() * 1e4**k).backward()
@@ -324,26 +396,35 @@ def test_parameters_that_take_no_part_stay_still():
     model[2](torch.ones(1, 32)).sum().backward()
     strategy.reduce()
     strategy.divide(1.0)
-    assert float(model[4].weight.grad.abs().max()) == 0.0 and float(model[2].weight.grad.max()) == 1.0
+    assert (
+        float(model[4].weight.grad.abs().max()) == 0.0 and float(model[2].weight.grad.max()) == 1.0
+    )
     assert strategy.counting.scales.exponents == [None, 1, 1, None]
 
 
-@pytest.mark.parametrize("make_optimizer", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)])
+@pytest.mark.parametrize(
+    "make_optimizer", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)]
+)
 def test_ordinary_optimizers_do_not_know_of_cuts(make_optimizer):
-    """Sharded parameters end elsewhere, so the ends of vectors must be treated like their middle. (Fused ones fail this on a CPU.)"""
+    """Sharded parameters end elsewhere, so the ends of vectors must be treated like their
+    middle. (Fused ones fail this on a CPU.)"""
     results = []
     for cuts in ([], [500], list(range(1, 1003, 5))):
-        pieces = [nn.Parameter(c.clone()) for c in torch.tensor_split(gradients(1, 1003, 0)[0], cuts)]
+        pieces = [
+            nn.Parameter(c.clone()) for c in torch.tensor_split(gradients(1, 1003, 0)[0], cuts)
+        ]
         optimizer = make_optimizer(pieces)
         for k in range(1, 5):
-            for p, g in zip(pieces, torch.tensor_split(gradients(1, 1003, k)[0], cuts), strict=True):
+            for p, g in zip(
+                pieces, torch.tensor_split(gradients(1, 1003, k)[0], cuts), strict=True
+            ):
                 p.grad = g.clone()
             optimizer.step()
         results.append(torch.cat([p.detach() for p in pieces]))
     assert all(torch.equal(r, results[0]) for r in results)
 
 
-# ---- real worlds ------------------------------------------------------------------------------------------------------
+# ---- real worlds ---------------------------------------------------------------------------------
 FSDP2 = ["--parallel", "fsdp2"]
 SPIKE = ["--spike-at", 6]  # 10^8 times the loss: does not fit, so all ranks do that step again
 
@@ -358,10 +439,26 @@ def nursery():
 @pytest.fixture(scope="module")
 def ended(nursery):
     def train(run, world, *flags, reduce="exact", env=None, total=8):
-        """Train (or go on) to `total`; the hash of the whole weights and the bits of what the records say."""
+        """Train (or go on) to `total`; the hash of the whole weights and the bits of what the
+        records say."""
         out = run.parent / f"{run.name}.json"
-        nursery.train(run, world, "--reduce", reduce, "--total", total, "--every", 4, "--out", out, *flags, env=env)
-        return json.loads(out.read_text())["weights"], [(r.loss.hex(), r.weight, str(r.metrics["grad_norm"])) for r in history(run)]
+        nursery.train(
+            run,
+            world,
+            "--reduce",
+            reduce,
+            "--total",
+            total,
+            "--every",
+            4,
+            "--out",
+            out,
+            *flags,
+            env=env,
+        )
+        return json.loads(out.read_text())["weights"], [
+            (r.loss.hex(), r.weight, str(r.metrics["grad_norm"])) for r in history(run)
+        ]
 
     return train
 
@@ -373,12 +470,20 @@ def one(ended, tmp_path_factory):
     return *ended(run, 1, *SPIKE), newest(run)
 
 
-WORLDS = [(3, [], None), (5, [], None), (2, [], {"HARNESS_SPEEDS": "[5.0, 1.0]"}), (1, FSDP2, None), (2, FSDP2, None), (3, FSDP2, None)]
+WORLDS = [
+    (3, [], None),
+    (5, [], None),
+    (2, [], {"HARNESS_SPEEDS": "[5.0, 1.0]"}),
+    (1, FSDP2, None),
+    (2, FSDP2, None),
+    (3, FSDP2, None),
+]
 
 
 @pytest.mark.parametrize(("world", "flags", "env"), WORLDS)
 def test_every_world_ends_with_the_same_bits(one, ended, tmp_path, world, flags, env):
-    """Uneven shares, shares by speed, fillers, shards that are uneven or empty; and a step that must be done again."""
+    """Uneven shares, shares by speed, fillers, shards that are uneven or empty; and a step that
+    must be done again."""
     weights, records, manifest = one
     assert float.fromhex(records[5][0]) > 1e7  # the spike
     assert ended(tmp_path / "run", world, *SPIKE, *flags, env=env) == (weights, records)
@@ -396,31 +501,61 @@ def test_stops_and_other_worlds_on_the_way_change_no_bit(one, ended, tmp_path):
     assert [r.world for r in history(run)] == [3] * 3 + [2] * 3 + [1] * 2
 
 
-GPT = ["--steps", 25, "--layers", 1, "--dim", 32, "--heads", 2, "--seq", 16, "--micro-batch", 2, "--global-batch", 24, "--dropout", 0.1]
+GPT = [
+    "--steps",
+    25,
+    "--layers",
+    1,
+    "--dim",
+    32,
+    "--heads",
+    2,
+    "--seq",
+    16,
+    "--micro-batch",
+    2,
+    "--global-batch",
+    24,
+    "--dropout",
+    0.1,
+]
 GPT += ["--eval-every", 0, "--snapshot-every-steps", 2]
 WALK = (1, 4, 3, 5, 2)
 
 
 def test_a_walk_through_five_worlds(nursery, tmp_path):
-    """The reference trainer, each fifth of its steps in another world, DDP and FSDP2 in turn, one of them SIGKILLed first.
+    """The reference trainer, each fifth of its steps in another world, DDP and FSDP2 in turn, one
+    of them SIGKILLed first.
 
-    `make walk` does the same over 300 steps, for each alone, with a kill in each world, and shows that float sums do not pass it.
+    `make walk` does the same over 300 steps, for each alone, with a kill in each world, and shows
+    that float sums do not pass it.
     """
     run = tmp_path / "run"
     nursery.train(tmp_path / "calm", 1, *GPT, "--reduce", "exact", script=PRETRAIN)
-    for i, (world, parallel) in enumerate(zip(WALK, ("ddp", "fsdp2", "ddp", "fsdp2", "ddp"), strict=True), 1):
+    for i, (world, parallel) in enumerate(
+        zip(WALK, ("ddp", "fsdp2", "ddp", "fsdp2", "ddp"), strict=True), 1
+    ):
         flags = [*GPT, "--reduce", "exact", "--parallel", parallel]
         until = {"HARNESS_UNTIL_STEP": str(25 * i // len(WALK))}
         if world == 3:
-            nursery.train(run, world, *flags, env=until, script=PRETRAIN, kill_after_s=1.5, codes=(0, -9))
+            nursery.train(
+                run, world, *flags, env=until, script=PRETRAIN, kill_after_s=1.5, codes=(0, -9)
+            )
         nursery.train(run, world, *flags, env=until, script=PRETRAIN)
-    assert [(r.step, r.world) for r in history(run)][4::5] == [(5 * i, world) for i, world in enumerate(WALK, 1)]
-    assert newest(run).step == 25 and newest(run).data["weights"] == newest(tmp_path / "calm").data["weights"]
+    assert [(r.step, r.world) for r in history(run)][4::5] == [
+        (5 * i, world) for i, world in enumerate(WALK, 1)
+    ]
+    assert (
+        newest(run).step == 25
+        and newest(run).data["weights"] == newest(tmp_path / "calm").data["weights"]
+    )
 
 
 def test_float_sums_do_depend_on_the_world(ended, tmp_path):
     """So these tests can fail."""
-    assert ended(tmp_path / "one", 1, reduce="fast")[0] != ended(tmp_path / "two", 2, reduce="fast")[0]
+    assert (
+        ended(tmp_path / "one", 1, reduce="fast")[0] != ended(tmp_path / "two", 2, reduce="fast")[0]
+    )
 
 
 def test_half_precision_skips_the_same_steps_everywhere(ended, tmp_path):
@@ -434,5 +569,7 @@ def test_half_precision_skips_the_same_steps_everywhere(ended, tmp_path):
 
 
 def test_what_is_not_finite_is_never_committed(nursery, tmp_path):
-    stopped = nursery.train(tmp_path / "run", 2, "--reduce", "exact", "--nan-at", 6, "--every", 4, codes=(1,))
+    stopped = nursery.train(
+        tmp_path / "run", 2, "--reduce", "exact", "--nan-at", 6, "--every", 4, codes=(1,)
+    )
     assert "NonFiniteLoss" in stopped.output and newest(tmp_path / "run").step == 4

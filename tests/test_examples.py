@@ -1,4 +1,5 @@
-"""The promises of examples/: fewer than ten changed lines, a correct small GPT, data prepared once, and training that learns."""
+"""The promises of examples/: fewer than ten changed lines, a correct small GPT, data prepared
+once, and training that learns."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ import pretrain  # noqa: E402
 import text  # noqa: E402
 
 TINY = gpt.Shape(layers=2, dim=32, heads=2)
-ENVIRON = {k: v for k, v in os.environ.items() if not k.startswith("HARNESS_") and k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+ENVIRON = {
+    k: v
+    for k, v in os.environ.items()
+    if not k.startswith("HARNESS_") and k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+}
 ENVIRON |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -36,7 +41,7 @@ def _one_thread() -> None:
     torch.manual_seed(0)
 
 
-# ---- the promise -------------------------------------------------------------------------------------------------
+# ---- the promise ---------------------------------------------------------------------------------
 def changed_lines(a: str, b: str) -> int:
     """The greater of lines added and lines removed."""
     lines = list(difflib.unified_diff(a.splitlines(), b.splitlines(), n=0, lineterm=""))[2:]
@@ -57,7 +62,13 @@ def test_fewer_than_ten_lines_make_a_script_elastic() -> None:
 
 @pytest.mark.parametrize("script", ["plain.py", "elastic.py"])
 def test_the_two_scripts_run_and_learn(script: str) -> None:
-    done = subprocess.run([sys.executable, str(EXAMPLES / script)], env=ENVIRON, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / script)],
+        env=ENVIRON,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert len(losses) >= 4
@@ -68,27 +79,36 @@ def test_the_two_scripts_run_and_learn(script: str) -> None:
 
 
 def test_examples_use_public_names_only() -> None:
-    """`import harness` and `import storage`, and of them only what __all__ names (or what has no underscore)."""
+    """`import harness` and `import storage`, and of them only what __all__ names (or what has
+    no underscore)."""
     import harness
 
     for path in EXAMPLES.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                assert not [a.name for a in node.names if a.name.startswith(("harness.", "storage."))], path.name
+                assert not [
+                    a.name for a in node.names if a.name.startswith(("harness.", "storage."))
+                ], path.name
             elif isinstance(node, ast.ImportFrom):
-                assert (node.module or "").partition(".")[0] not in ("harness", "storage"), path.name
+                assert (node.module or "").partition(".")[0] not in ("harness", "storage"), (
+                    path.name
+                )
             elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 if node.value.id == "harness":
-                    assert node.attr in harness.__all__, f"{path.name}:{node.lineno} harness.{node.attr}"
+                    assert node.attr in harness.__all__, (
+                        f"{path.name}:{node.lineno} harness.{node.attr}"
+                    )
                 if node.value.id in ("harness", "storage", "run", "step"):
                     assert not node.attr.startswith("_"), f"{path.name}:{node.lineno}"
 
 
-# ---- the model ---------------------------------------------------------------------------------------------------
+# ---- the model -----------------------------------------------------------------------------------
 def test_rotary_depends_on_distance_only() -> None:
     cos, sin = gpt.rotary(64, 16)
     q, k = torch.randn(2, 16)
-    at = torch.stack([gpt.rotate(q.expand(64, 16), cos, sin), gpt.rotate(k.expand(64, 16), cos, sin)])
+    at = torch.stack(
+        [gpt.rotate(q.expand(64, 16), cos, sin), gpt.rotate(k.expand(64, 16), cos, sin)]
+    )
     scores = at[0] @ at[1].T  # [i, j]: q at i, k at j
     for distance in (-20, -1, 0, 5, 33):
         diagonal = scores.diagonal(distance)
@@ -105,7 +125,8 @@ def test_no_token_sees_its_future() -> None:
     changed[0, 20] = (changed[0, 20] + 1) % 256
     before, after = model(tokens), model(changed)
     assert torch.equal(before[0, :20], after[0, :20])
-    assert (before[0, 20:] - after[0, 20:]).abs().amax(dim=-1).min() > 0  # and every later one sees the change
+    # and every later one sees the change
+    assert (before[0, 20:] - after[0, 20:]).abs().amax(dim=-1).min() > 0
 
 
 def test_shorter_input_and_too_long_input() -> None:
@@ -117,7 +138,14 @@ def test_shorter_input_and_too_long_input() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "low", "high"), [("1m", 0.8e6, 1.2e6), ("10m", 9e6, 12e6), ("124m", 120e6, 128e6), ("350m", 340e6, 360e6), ("1b", 1e9, 1.3e9)]
+    ("size", "low", "high"),
+    [
+        ("1m", 0.8e6, 1.2e6),
+        ("10m", 9e6, 12e6),
+        ("124m", 120e6, 128e6),
+        ("350m", 340e6, 360e6),
+        ("1b", 1e9, 1.3e9),
+    ],
 )
 def test_sizes_are_what_they_are_called(size: str, low: float, high: float) -> None:
     shape = gpt.SIZES[size]
@@ -126,7 +154,10 @@ def test_sizes_are_what_they_are_called(size: str, low: float, high: float) -> N
     assert low <= model.parameter_count() <= high
     per_layer = 4 * shape.dim**2 + 3 * shape.dim * shape.hidden + 2 * shape.dim
     assert model.parameter_count() == shape.layers * per_layer + shape.dim + shape.vocab * shape.dim
-    assert model.flops_per_token(128) == 6 * model.parameter_count() + 12 * shape.layers * shape.dim * 128
+    assert (
+        model.flops_per_token(128)
+        == 6 * model.parameter_count() + 12 * shape.layers * shape.dim * 128
+    )
     assert set(pretrain.LEARNING_RATES) == set(gpt.SIZES)
 
 
@@ -136,7 +167,8 @@ def test_tied_head() -> None:
     assert "head.weight" not in tied.state_dict()
     assert untied.flops_per_token(16) == tied.flops_per_token(16)  # a look-up multiplies nothing
     tied(torch.tensor([[5]])).sum().backward()
-    assert tied.embed.weight.grad.abs().sum(dim=1).count_nonzero() == 256  # every row, as output; not row 5 alone, as input
+    # every row, as output; not row 5 alone, as input
+    assert tied.embed.weight.grad.abs().sum(dim=1).count_nonzero() == 256
 
 
 def test_a_fresh_model_knows_nothing() -> None:
@@ -167,7 +199,10 @@ def test_half_precision_is_near_full(dtype: torch.dtype) -> None:
         half = pretrain.loss_of(model, x, x)
     half.backward()
     assert abs((half - full).item()) < 0.02
-    assert all(p.grad is not None and p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+    assert all(
+        p.grad is not None and p.grad.dtype == torch.float32 and p.grad.isfinite().all()
+        for p in model.parameters()
+    )
 
 
 @pytest.mark.parametrize("sizes", [(2, 32, 3), (2, 6, 2), (0, 32, 2)])
@@ -183,7 +218,7 @@ def test_gains_do_not_decay() -> None:
     assert len(keep) == 2 * TINY.layers + 1
 
 
-# ---- the data ----------------------------------------------------------------------------------------------------
+# ---- the data ------------------------------------------------------------------------------------
 def tokens_of(path: Path) -> bytes:
     return path.read_bytes()
 
@@ -195,11 +230,21 @@ def test_files_directories_globs_and_urls_are_the_same_text(tmp_path: Path) -> N
     (corpus / "a.txt").write_bytes(b"first \xff")
     named = [str(corpus / "a.txt"), str(corpus / "b.txt")]
     whole = b"first \xff\0second\0"
-    made = [text.prepare(s, cache) for s in (named, [str(corpus)], [f"{corpus}/*.txt"], [f"file://{corpus}/*.txt"], [f"file://{corpus}"])]
+    made = [
+        text.prepare(s, cache)
+        for s in (
+            named,
+            [str(corpus)],
+            [f"{corpus}/*.txt"],
+            [f"file://{corpus}/*.txt"],
+            [f"file://{corpus}"],
+        )
+    ]
     assert all(tokens_of(path) == whole for path in made)
     assert made[0] == made[1] == made[2]
     assert len({path.stem.partition("-")[2] for path in made}) == 1  # one content, one fingerprint
-    assert tokens_of(text.prepare(named[::-1], cache)) == b"second\0first \xff\0"  # the order given is the order kept
+    # the order given is the order kept
+    assert tokens_of(text.prepare(named[::-1], cache)) == b"second\0first \xff\0"
     assert not list(cache.glob("*.part"))
 
 
@@ -214,9 +259,13 @@ def test_web_text(tmp_path: Path) -> None:
         def log_message(self, *_: object) -> None: ...
 
     (tmp_path / "page.txt").write_bytes(b"from afar")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path))) as server:
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path))
+    ) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        made = text.prepare([f"http://127.0.0.1:{server.server_port}/page.txt?v=1"], tmp_path / "cache")
+        made = text.prepare(
+            [f"http://127.0.0.1:{server.server_port}/page.txt?v=1"], tmp_path / "cache"
+        )
         server.shutdown()
     assert tokens_of(made) == b"from afar\0"
 
@@ -238,7 +287,12 @@ def test_changed_text_is_prepared_anew_and_old_tokens_stay(tmp_path: Path) -> No
 
 def test_nothing_there_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"x")
-    for source in (f"{tmp_path}/*.md", f"{tmp_path}/missing", f"file://{tmp_path}/*.md", f"file://{tmp_path}/missing"):
+    for source in (
+        f"{tmp_path}/*.md",
+        f"{tmp_path}/missing",
+        f"file://{tmp_path}/*.md",
+        f"file://{tmp_path}/missing",
+    ):
         with pytest.raises(FileNotFoundError, match=r"found nothing there"):
             text.prepare([f"{tmp_path}/a.txt", source], tmp_path / "cache")
     with pytest.raises(ValueError, match="at least 2 windows of 64 bytes, found 2 bytes"):
@@ -260,7 +314,8 @@ def test_processes_that_start_at_once_see_one_whole_file(tmp_path: Path) -> None
 
 
 def test_a_dead_or_stuck_process_holds_nobody_up(tmp_path: Path) -> None:
-    """One was killed half-way (its rest is not mistaken for a token file); one holds the lock for ever."""
+    """One was killed half-way (its rest is not mistaken for a token file); one holds the lock
+    for ever."""
     (tmp_path / "a.txt").write_bytes(b"text")
     cache = tmp_path / "cache"
     reference = text.prepare([str(tmp_path / "a.txt")], cache)
@@ -283,11 +338,19 @@ def test_windows_cover_the_text_once(tmp_path: Path) -> None:
     train, held_out = text.split(path, 16)
     assert len(train) + len(held_out) == 1000 // 16
     assert len(held_out) == 3
-    pieces = [window for part in (train, held_out) for window in (part[i] for i in range(len(part)))]
+    pieces = [
+        window for part in (train, held_out) for window in (part[i] for i in range(len(part)))
+    ]
     whole = torch.cat([x for x, _ in pieces])
     assert bytes(whole.tolist()) == (bytes(range(250)) * 4)[: 62 * 16]
-    assert all(x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (16,) and torch.equal(x[1:], y[:-1]) for x, y in pieces)
-    assert int(train[0][1][-1]) == int(train[1][0][0])  # the last target is the first byte of the next window
+    assert all(
+        x.dtype == y.dtype == torch.int64
+        and x.shape == y.shape == (16,)
+        and torch.equal(x[1:], y[:-1])
+        for x, y in pieces
+    )
+    # the last target is the first byte of the next window
+    assert int(train[0][1][-1]) == int(train[1][0][0])
     with pytest.raises(IndexError):
         train[len(train)]
     assert len({train.fingerprint, held_out.fingerprint, text.split(path, 17)[0].fingerprint}) == 3
@@ -303,17 +366,20 @@ def test_the_standard_library_is_enough_text() -> None:
     assert not [f for f in files if "site-packages" in f or "/test/" in f]
 
 
-# ---- the trainer -------------------------------------------------------------------------------------------------
+# ---- the trainer ---------------------------------------------------------------------------------
 def test_flags() -> None:
     assert pretrain.parse([]) == pretrain.Flags()
     line = "--size 10m --layers 3 --no-tied --lr 0.5 --data a b* --checkpointing"
-    flags = pretrain.parse(f"{line} --snapshot-every-s 2.5 --snapshot-every-steps 7 --dtype bf16".split())
+    flags = pretrain.parse(
+        f"{line} --snapshot-every-s 2.5 --snapshot-every-steps 7 --dtype bf16".split()
+    )
     assert flags.shape == gpt.Shape(3, 384, 6, tied=False)
     assert (flags.lr, flags.data, flags.checkpointing) == (0.5, ("a", "b*"), True)
     assert (flags.snapshot_every_s, flags.snapshot_every_steps, flags.dtype) == (2.5, 7, "bf16")
     with pytest.raises(SystemExit):
         pretrain.parse(["--dtype", "int8"])
-    assert pretrain.Flags().global_batch // pretrain.Flags().micro_batch % 5 != 0  # five ranks have uneven shares
+    # five ranks have uneven shares
+    assert pretrain.Flags().global_batch // pretrain.Flags().micro_batch % 5 != 0
 
 
 def test_schedule() -> None:
@@ -345,11 +411,15 @@ def test_ema_follows_and_steps_aside() -> None:
 
 
 def test_the_model_learns_real_text(tmp_path: Path) -> None:
-    """A plain loop without harness: from guessing (5.5 nats a byte) to below 3.5 in 40 steps of 1024 bytes."""
+    """A plain loop without harness: from guessing (5.5 nats a byte) to below 3.5 in 40 steps of
+    1024 bytes."""
     train, held_out = text.split(text.prepare([str(EXAMPLES)], tmp_path), 64)
     model = gpt.GPT(gpt.Shape(2, 64, 2), 64)
     optimizer = torch.optim.AdamW(gpt.decay_groups(model, 0.1), lr=3e-3)
-    x, y = (torch.stack(t) for t in zip(*(held_out[i] for i in range(min(8, len(held_out)))), strict=True))
+    x, y = (
+        torch.stack(t)
+        for t in zip(*(held_out[i] for i in range(min(8, len(held_out)))), strict=True)
+    )
     before = pretrain.loss_of(model, x, y).item()
     order = torch.Generator().manual_seed(0)
     for _ in range(40):
@@ -382,9 +452,16 @@ def _train(argv: list[str], output: Path, environ: dict[str, str]) -> None:
 
 
 def test_a_drained_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
-    """SIGTERM in the middle, exit 33, started again: losses, validation and the averaged weights' are those of a run left alone."""
+    """SIGTERM in the middle, exit 33, started again: losses, validation and the averaged
+    weights' are those of a run left alone."""
     (tmp_path / "corpus.txt").write_bytes((EXAMPLES / "gpt.py").read_bytes())
-    argv = [*SMALL.split(), "--data", str(tmp_path / "corpus.txt"), "--cache", str(tmp_path / "cache")]
+    argv = [
+        *SMALL.split(),
+        "--data",
+        str(tmp_path / "corpus.txt"),
+        "--cache",
+        str(tmp_path / "cache"),
+    ]
     environ = {**ENVIRON, "HARNESS_RUN": str(tmp_path / "run")}
     fork = get_context("fork").Process  # spares each the import of torch
     alone = fork(target=_train, args=(argv, tmp_path / "alone", ENVIRON))
@@ -392,7 +469,9 @@ def test_a_drained_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     alone.start()
     first.start()
     deadline_s = time.monotonic() + 60
-    while "step 3:" not in ((tmp_path / "first").read_text() if (tmp_path / "first").exists() else ""):
+    while "step 3:" not in (
+        (tmp_path / "first").read_text() if (tmp_path / "first").exists() else ""
+    ):
         assert first.is_alive(), "it ended before its third step"
         assert time.monotonic() < deadline_s
         time.sleep(0.005)
@@ -406,7 +485,12 @@ def test_a_drained_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     alone.join(60)
     assert alone.exitcode == 0
     expected, before, after = (
-        numbers(output) for output in ((tmp_path / "alone").read_text(), (tmp_path / "first").read_text(), second.stdout)
+        numbers(output)
+        for output in (
+            (tmp_path / "alone").read_text(),
+            (tmp_path / "first").read_text(),
+            second.stdout,
+        )
     )
     assert list(expected) == [str(s) for s in range(1, 13)]
     assert "val_loss" in expected["6"]

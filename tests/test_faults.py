@@ -21,7 +21,15 @@ def test_without_faults_it_is_the_store() -> None:
     store.put("b", b"3")
     store.delete("b")
     assert (store.get("a", 0, 1), store.list(""), store.size("a")) == (b"1", ["a"], 1)
-    assert [what for _, what, _, _ in store.log] == ["create", "create", "put", "delete", "get", "list", "size"]
+    assert [what for _, what, _, _ in store.log] == [
+        "create",
+        "create",
+        "put",
+        "delete",
+        "get",
+        "list",
+        "size",
+    ]
     assert store.calls == 7
 
 
@@ -78,8 +86,12 @@ def test_stale_reads_show_what_was_before() -> None:
     assert after(lambda s: s.put("a", b"newer"), lambda s: s.get("a", 1, 2)) == (b"l", b"e")
     assert after(lambda s: s.put("a", b"newer"), lambda s: s.size("a")) == (3, 5)
     assert after(lambda s: s.create("c", b"c"), lambda s: s.get("c")) == (NotFound, b"c")
-    assert after(lambda s: s.create("c", b"c"), lambda s: s.list("")) == (["a", "b"], ["a", "b", "c"])
-    assert after(lambda s: s.create("a", b"lost"), lambda s: s.get("b")) == (NotFound, b"b")  # b is the last change
+    assert after(lambda s: s.create("c", b"c"), lambda s: s.list("")) == (
+        ["a", "b"],
+        ["a", "b", "c"],
+    )
+    # b is the last change
+    assert after(lambda s: s.create("a", b"lost"), lambda s: s.get("b")) == (NotFound, b"b")
     assert after(lambda s: s.delete("a"), lambda s: s.list("")) == (["a", "b"], ["b"])
 
 
@@ -97,7 +109,11 @@ def test_throttling_comes_in_bursts_and_does_nothing() -> None:
 
 
 def test_it_sees_through_retries_and_bursts() -> None:
-    store = Retrying(FaultyStore(memory(), random.Random(5), throttled=0.2, unavailable=0.1, unknown=0.1, burst=2))
+    store = Retrying(
+        FaultyStore(
+            memory(), random.Random(5), throttled=0.2, unavailable=0.1, unknown=0.1, burst=2
+        )
+    )
     assert store.create("a", b"mine") is True
     assert store.create("a", b"other") is False
     assert store.get("a") == b"mine"
@@ -114,7 +130,9 @@ def test_a_crash_can_be_any_exception() -> None:
 
 def test_chances_follow_from_the_seed() -> None:
     def story(seed: int) -> list[tuple[int, str, str, str]]:
-        store = FaultyStore(memory(), random.Random(seed), unavailable=0.1, unknown=0.1, full=0.1, torn=0.1)
+        store = FaultyStore(
+            memory(), random.Random(seed), unavailable=0.1, unknown=0.1, full=0.1, torn=0.1
+        )
         for i in range(300):
             for call in (lambda i=i: store.put(f"{i}", b"xy"), lambda: store.get("0")):
                 with contextlib.suppress(StoreError):

@@ -1,4 +1,5 @@
-"""One object that is damaged, of a newer version or not ours stops no reader: each goes on, and says what it left out."""
+"""One object that is damaged, of a newer version or not ours stops no reader: each goes on, and
+says what it left out."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def segment(writer: str, *bodies: dict[str, Any]) -> bytes:
 
 
 def read_all(store: ObjectStore, tmp_path: Path) -> tuple[list[str], list[str]]:
-    """Let every reader of a run look at it. What the report calls problems, and which facts `status` calls unread."""
+    """Let every reader of a run look at it. What the report calls problems, and which facts
+    `status` calls unread."""
     summary = summarize(store, now=lambda: 1.8e9)
     out = io.StringIO()
     print_report(summary, Console(file=out, width=300))
@@ -75,7 +77,16 @@ def read_all(store: ObjectStore, tmp_path: Path) -> tuple[list[str], list[str]]:
     return list(summary.problems), list(seen.get("unread_facts", ()))
 
 
-WHOLE = {"fact": "AgentStarted", "t": 1.7e9, "member": "m0009-x", "attempt": 9, "host": "h", "nproc": 1, "accelerator": "", "pid": 1}
+WHOLE = {
+    "fact": "AgentStarted",
+    "t": 1.7e9,
+    "member": "m0009-x",
+    "attempt": 9,
+    "host": "h",
+    "nproc": 1,
+    "accelerator": "",
+    "pid": 1,
+}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +95,16 @@ WHOLE = {"fact": "AgentStarted", "t": 1.7e9, "member": "m0009-x", "attempt": 9, 
         {**WHOLE, "colour": "of a newer version"},
         {**WHOLE, "fact": "OfANewerVersion"},
         {"fact": "AgentStarted", "t": 1.7e9, "member": "m0009-x", "attempt": 9},
-        {"fact": "StepDone", "t": 1.7e9, "step": 1, "epoch": 1, "loss": float("nan"), "t_start": 1.7e9, "seconds": 1, "lr": float("inf")},
+        {
+            "fact": "StepDone",
+            "t": 1.7e9,
+            "step": 1,
+            "epoch": 1,
+            "loss": float("nan"),
+            "t_start": 1.7e9,
+            "seconds": 1,
+            "lr": float("inf"),
+        },
     ],
     ids=["unknown field", "unknown kind", "missing fields", "not finite"],
 )
@@ -109,14 +129,22 @@ def test_facts_of_other_versions_are_read(body: dict[str, Any], tmp_path: Path) 
         {"fact": "Validated", "t": 1.7e9, "step": 1, "epoch": 1, "metrics": {"val_loss": [1]}},
     ],
 )
-def test_a_fact_with_wrong_fields_is_left_out_and_told(body: dict[str, Any], tmp_path: Path) -> None:
+def test_a_fact_with_wrong_fields_is_left_out_and_told(
+    body: dict[str, Any], tmp_path: Path
+) -> None:
     store = copy_of(BASE)
-    store.put("facts/agent-m0009-x/000000.jsonl", segment("agent-m0009-x", WHOLE, body, {**WHOLE, "t": 1.7e9 + 1}))
+    store.put(
+        "facts/agent-m0009-x/000000.jsonl",
+        segment("agent-m0009-x", WHOLE, body, {**WHOLE, "t": 1.7e9 + 1}),
+    )
     problems, unread = read_all(store, tmp_path)
     assert len(problems) == 1 and "1 fact could not be read" in problems[0] and len(unread) == 1
     assert "facts/agent-m0009-x/000000.jsonl, line 2" in problems[0] and unread[0] in problems[0]
     assert next(c for c in audit(store).checks if c.name == "facts").detail == unread[0]
-    assert len([s for s in read_facts(store, "agent-m0009-x") if isinstance(s.fact, f.AgentStarted)]) == 2
+    assert (
+        len([s for s in read_facts(store, "agent-m0009-x") if isinstance(s.fact, f.AgentStarted)])
+        == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,12 +162,18 @@ def test_a_fact_with_wrong_fields_is_left_out_and_told(body: dict[str, Any], tmp
     ids=["empty", "no JSON", "cut", "deep", "no text", "huge number", "other JSON", "changed"],
 )
 @pytest.mark.parametrize("writer", ["controller-1", "worker-e000003-ab"])
-def test_a_damaged_segment_stops_nobody(damage: Callable[[bytes], bytes], writer: str, tmp_path: Path) -> None:
+def test_a_damaged_segment_stops_nobody(
+    damage: Callable[[bytes], bytes], writer: str, tmp_path: Path
+) -> None:
     store = copy_of(BASE)
     key = store.list(f"facts/{writer}/")[3]
     store.put(key, damage(store.get(key)))
     problems, _ = read_all(store, tmp_path)
-    assert len(problems) == 1 and f"facts/{writer}/00000" in problems[0] and "harness verify" in problems[0]
+    assert (
+        len(problems) == 1
+        and f"facts/{writer}/00000" in problems[0]
+        and "harness verify" in problems[0]
+    )
     (found,) = [c for c in audit(store).checks if c.name == "facts"]
     assert not found.ok and f"facts/{writer}/00000" in found.detail
 
@@ -153,7 +187,10 @@ def test_what_is_not_ours_is_passed_over(tmp_path: Path) -> None:
         store.put(key, DEEP)
     assert read_all(store, tmp_path) == ([], [])
     notes = " ".join(audit(store).notes)
-    assert "3 objects under facts/ are none of ours" in notes and "2 objects under samples/ are none of ours" in notes
+    assert (
+        "3 objects under facts/ are none of ours" in notes
+        and "2 objects under samples/ are none of ours" in notes
+    )
 
 
 def test_a_verified_run_may_have_foreign_objects() -> None:
@@ -174,7 +211,7 @@ def test_a_live_view_goes_on_behind_damage() -> None:
     assert follower.poll() == []
 
 
-# ---- lease --------------------------------------------------------------------------------------------------------
+# ---- lease ---------------------------------------------------------------------------------------
 def test_foreign_objects_do_not_keep_the_lease() -> None:
     store, clock = MemoryStore("memory://lease", {}), VirtualClock()
     Lease(store, clock, "a").acquire()
@@ -183,7 +220,10 @@ def test_foreign_objects_do_not_keep_the_lease() -> None:
     assert Lease(store, clock, "b").acquire() == 2
 
 
-@pytest.mark.parametrize("body", [b"", b"{}", b"[]", DEEP, b'{"holder":5,"ttl_s":"x"}', b'{"holder":"a","ttl_s":Infinity}'])
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{}", b"[]", DEEP, b'{"holder":5,"ttl_s":"x"}', b'{"holder":"a","ttl_s":Infinity}'],
+)
 def test_a_damaged_term_is_waited_for_and_followed(body: bytes) -> None:
     store, clock = MemoryStore("memory://lease", {}), VirtualClock()
     first = Lease(store, clock, "a")
@@ -195,7 +235,7 @@ def test_a_damaged_term_is_waited_for_and_followed(body: bytes) -> None:
         first.check()
 
 
-# ---- records and manifests ----------------------------------------------------------------------------------------
+# ---- records and manifests -----------------------------------------------------------------------
 def newer(record: rec.StepRecord, prev: str) -> str:
     """A record as a newer version may write it."""
     body = {**json.loads(record.to_line()), "joules": 5.0, "prev": prev}
@@ -222,11 +262,22 @@ def test_a_record_with_a_new_field_keeps_its_place_in_the_chain() -> None:
         rec.decode(DEEP, "x")
 
 
-@pytest.mark.parametrize("named", ["text", ["a"], {"key": "samples/x"}, {"key": 1, "head": 2, "first": 3, "last": 4}, {"last": 10**40}])
+@pytest.mark.parametrize(
+    "named",
+    [
+        "text",
+        ["a"],
+        {"key": "samples/x"},
+        {"key": 1, "head": 2, "first": 3, "last": 4},
+        {"last": 10**40},
+    ],
+)
 def test_a_manifest_that_names_no_records_is_told(named: object, tmp_path: Path) -> None:
     store = copy_of(BASE)
     snapshots, ref = Snapshots(store), Ref(99, TOTAL)
-    snapshots.write(ref, 0, 1, {"state": b"x"}, {}, {"final": True, "samples": named, "parent": [1]}, "t")
+    snapshots.write(
+        ref, 0, 1, {"state": b"x"}, {}, {"final": True, "samples": named, "parent": [1]}, "t"
+    )
     assert snapshots.commit(ref, 1)
     summary = summarize(store, now=lambda: 1.8e9)
     assert len(summary.problems) == 1 and "wanted the name of step records" in summary.problems[0]
@@ -234,7 +285,14 @@ def test_a_manifest_that_names_no_records_is_told(named: object, tmp_path: Path)
     assert not Publisher(store, RunInfo.of(store), [Jsonl()], now=lambda: 1.8e9).round(last=True)
 
 
-@pytest.mark.parametrize("text", [DEEP, b'{"version":1,"ref":"0000000001-e000001","world":Infinity}', b'{"hash":1e999,"version":1e999}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        DEEP,
+        b'{"version":1,"ref":"0000000001-e000001","world":Infinity}',
+        b'{"hash":1e999,"version":1e999}',
+    ],
+)
 def test_numbers_and_depths_that_python_cannot_hold_are_damage(text: bytes) -> None:
     with pytest.raises(SnapshotCorrupt):
         Manifest.from_json(text)

@@ -29,11 +29,15 @@ from harness.worker.parallel import groups_of, needs
     ],
 )  # fmt: skip
 def test_peaks(device: str, precision: str, tflops: float | None) -> None:
-    assert peak_flops(device, precision) == (None if tflops is None else pytest.approx(tflops * 1e12))
+    assert peak_flops(device, precision) == (
+        None if tflops is None else pytest.approx(tflops * 1e12)
+    )
 
 
 def model() -> nn.Sequential:
-    return nn.Sequential(nn.Embedding(1000, 16), nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16))
+    return nn.Sequential(
+        nn.Embedding(1000, 16), nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+    )
 
 
 TOKENS = torch.arange(8)
@@ -91,15 +95,27 @@ def test_nothing_seen() -> None:
     assert Precision(nn.ReLU()).name == "none"
 
 
-# ---- other versions of torch ------------------------------------------------------------------------------------
+# ---- other versions of torch ---------------------------------------------------------------------
 def test_an_fsdp2_with_other_names_is_told() -> None:
     group = SimpleNamespace(fsdp_params=[], _reduce_scatter_process_group=None, post_backward=None)
-    old = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_group=group))  # up to 2.11
+    # up to 2.11
+    old = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_group=group))
     new = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_groups=[group]))
     assert groups_of(old) == groups_of(new) == [group]
-    assert groups_of(SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_group=None))) == []
+    assert (
+        groups_of(SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_group=None)))
+        == []
+    )
     for other in (SimpleNamespace(), SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace())):
-        with pytest.raises(BadInput, match=rf"a sharded model.*torch {re.escape(torch.__version__)} has none. Use torch 2.13"):
+        with pytest.raises(
+            BadInput,
+            match=rf"a sharded model.*torch {re.escape(torch.__version__)} has none. Use torch 2.13",
+        ):
             groups_of(other)
     with pytest.raises(BadInput, match="wants an FSDP2 with set_gradient_divide_factor;"):
-        needs(type("FSDPModule", (), {"set_x": None}), "harness.fsdp2", "set_x", "set_gradient_divide_factor")
+        needs(
+            type("FSDPModule", (), {"set_x": None}),
+            "harness.fsdp2",
+            "set_x",
+            "set_gradient_divide_factor",
+        )

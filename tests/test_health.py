@@ -1,4 +1,5 @@
-"""Silence of workers is judged by their own pace; GPUs are judged by what their driver says, even when it says nothing."""
+"""Silence of workers is judged by their own pace; GPUs are judged by what their driver says,
+even when it says nothing."""
 
 import json
 import queue
@@ -10,11 +11,19 @@ from worlds import history
 
 from harness.agent import health
 from harness.agent.health import Action, FakeNvml, Finding, Judge, Probe
-from harness.core.facts import AttemptEnded, AttemptIntended, AttemptUp, EpochLeft, HealthSeen, WorkerFailed, WorkerHung
+from harness.core.facts import (
+    AttemptEnded,
+    AttemptIntended,
+    AttemptUp,
+    EpochLeft,
+    HealthSeen,
+    WorkerFailed,
+    WorkerHung,
+)
 from harness.node.progress import Limits, Place, Progress, Pulse
 
 
-# ---- silence ----------------------------------------------------------------------------------------------------------
+# ---- silence -------------------------------------------------------------------------------------
 @pytest.fixture
 def pulse(tmp_path):
     return Pulse(tmp_path / "progress", Limits())
@@ -27,11 +36,18 @@ def test_a_slow_training_may_be_silent_for_longer(pulse):
         pulse.look(now)
         now += 100.0
     assert pulse.hung(now - 100.0 + 999.0, "R") == ""
-    assert "in compute after step 19, bound 1000 s (process state R)" in pulse.hung(now - 100.0 + 1001.0, "R")
+    assert "in compute after step 19, bound 1000 s (process state R)" in pulse.hung(
+        now - 100.0 + 1001.0, "R"
+    )
 
 
-@pytest.mark.parametrize(("place", "patience", "bound_s"), [("COMPUTE", 1.0, 300), ("COMPUTE", 4.0, 1200), ("REDUCE", 1.0, 900)])
-def test_quick_steps_still_have_minutes_and_who_waits_for_others_has_more(pulse, place, patience, bound_s):
+@pytest.mark.parametrize(
+    ("place", "patience", "bound_s"),
+    [("COMPUTE", 1.0, 300), ("COMPUTE", 4.0, 1200), ("REDUCE", 1.0, 900)],
+)
+def test_quick_steps_still_have_minutes_and_who_waits_for_others_has_more(
+    pulse, place, patience, bound_s
+):
     worker, pulse.patience = Progress(str(pulse.path)), patience
     for step in range(5):
         worker.tell(Place[place], step)
@@ -41,7 +57,8 @@ def test_quick_steps_still_have_minutes_and_who_waits_for_others_has_more(pulse,
 
 
 @pytest.mark.parametrize(
-    ("place", "silent_s", "hung"), [("START", 1700, False), ("START", 1900, True), ("SAVING", 800, False), ("SAVING", 950, True)]
+    ("place", "silent_s", "hung"),
+    [("START", 1700, False), ("START", 1900, True), ("SAVING", 800, False), ("SAVING", 950, True)],
 )
 def test_start_and_saving_have_bounds_of_their_own(pulse, place, silent_s, hung):
     Progress(str(pulse.path)).tell(Place[place], 7)
@@ -65,7 +82,7 @@ def test_what_the_agent_slept_is_not_held_against_its_workers(pulse):
     assert pulse.hung(5800.0, "S") == "" and pulse.hung(5950.0, "S")
 
 
-# ---- GPUs ------------------------------------------------------------------------------------------------------------
+# ---- GPUs ----------------------------------------------------------------------------------------
 def say(path, *lines):
     with path.open("a") as f:
         f.writelines(json.dumps(line) + "\n" for line in lines)
@@ -110,7 +127,12 @@ def test_three_counted_errors_within_a_day_are_the_gpus_own_fault():
     judge, day = Judge(), 86400.0
     xid = Finding("a", "xid 31", 31)
     times = [0.0, day / 2, day + 1, day + 2]
-    assert [judge.judge(xid, t).action for t in times] == [Action.COUNT, Action.COUNT, Action.COUNT, Action.DRAIN]
+    assert [judge.judge(xid, t).action for t in times] == [
+        Action.COUNT,
+        Action.COUNT,
+        Action.COUNT,
+        Action.DRAIN,
+    ]
     assert judge.judge(Finding("b", "xid 31", 31), day + 3).action is Action.COUNT
 
 
@@ -123,16 +145,32 @@ def test_a_hardware_slowdown_counts_after_two_minutes(script):
 
 def test_the_real_library_has_what_the_probe_asks_for():
     nvml = pytest.importorskip("pynvml")
-    assert (nvml.nvmlEventTypeXidCriticalError, nvml.nvmlEventTypeDoubleBitEccError) == (health.XID_EVENT, health.DOUBLE_BIT_EVENT)
-    assert (nvml.NVML_ERROR_TIMEOUT, nvml.NVML_ERROR_GPU_IS_LOST) == (health.TIMEOUT, health.GPU_IS_LOST)
-    assert (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC) == (health.UNCORRECTED, health.VOLATILE)
+    assert (nvml.nvmlEventTypeXidCriticalError, nvml.nvmlEventTypeDoubleBitEccError) == (
+        health.XID_EVENT,
+        health.DOUBLE_BIT_EVENT,
+    )
+    assert (nvml.NVML_ERROR_TIMEOUT, nvml.NVML_ERROR_GPU_IS_LOST) == (
+        health.TIMEOUT,
+        health.GPU_IS_LOST,
+    )
+    assert (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC) == (
+        health.UNCORRECTED,
+        health.VOLATILE,
+    )
     bits = (
-        nvml.nvmlClocksEventReasonHwSlowdown | nvml.nvmlClocksEventReasonHwThermalSlowdown | nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown
+        nvml.nvmlClocksEventReasonHwSlowdown
+        | nvml.nvmlClocksEventReasonHwThermalSlowdown
+        | nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown
     )
     assert bits == health.HW_SLOWDOWN and isinstance(getattr(nvml, health.RECOVERY_FIELD), int)
-    missing = [name for name in dir(FakeNvml) if name.startswith("nvml") and not hasattr(nvml, name)]
+    missing = [
+        name for name in dir(FakeNvml) if name.startswith("nvml") and not hasattr(nvml, name)
+    ]
     assert not missing
-    assert nvml.NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET == 4 and health.RECOVERY[4] == "drain and reset"
+    assert (
+        nvml.NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET == 4
+        and health.RECOVERY[4] == "drain and reset"
+    )
 
 
 def test_a_driver_that_hangs_is_a_finding_and_does_not_hang_us(script):
@@ -166,17 +204,24 @@ def test_a_place_that_gave_an_unfit_node_is_left_alone():
     assert end == "unfit" and book.blocked == {"local/a": 110.0} and book.losses == 1
 
 
-# ---- with real workers -------------------------------------------------------------------------------------------------
+# ---- with real workers ---------------------------------------------------------------------------
 SLOW = ("--total", 60, "--every", 10, "--sleep-s", 0.02)
 
 
 def test_a_stopped_worker_is_named_and_replaced_and_a_sick_gpu_is_left(nodes, script):  # noqa: F811
-    """One agent: its worker is stopped by a signal; later its GPU reports an error that no node should be kept for."""
+    """One agent: its worker is stopped by a signal; later its GPU reports an error that no node
+    should be kept for."""
     import psutil
 
-    agent = nodes.start(*SLOW[:1], 100000, *SLOW[2:], agent=("--hang-after-s", "2", "--gpu-health", str(script)))
+    agent = nodes.start(
+        *SLOW[:1], 100000, *SLOW[2:], agent=("--hang-after-s", "2", "--gpu-health", str(script))
+    )
     nodes.until(lambda: nodes.step() >= 10)
-    next(p for p in psutil.Process(agent.pid).children(recursive=True) if p.name().startswith("rank-")).send_signal(signal.SIGSTOP)
+    next(
+        p
+        for p in psutil.Process(agent.pid).children(recursive=True)
+        if p.name().startswith("rank-")
+    ).send_signal(signal.SIGSTOP)
     nodes.until(lambda: nodes.facts(WorkerHung))
     stood = nodes.step()
     nodes.until(lambda: nodes.step() > stood)
@@ -190,13 +235,16 @@ def test_a_stopped_worker_is_named_and_replaced_and_a_sick_gpu_is_left(nodes, sc
 
 
 def test_a_worker_that_hangs_writes_where(nodes, tmp_path):  # noqa: F811
-    """A deadlock in the script: the stacks are in the record, and a node on which it goes on happening is left."""
+    """A deadlock in the script: the stacks are in the record, and a node on which it goes on
+    happening is left."""
     script = tmp_path / "stuck.py"
     script.write_text(
         "import threading, torch, harness\n"
-        "run = harness.attach()\nmodel = torch.nn.Linear(1, 1)\nrun.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))\n"
+        "run = harness.attach()\nmodel = torch.nn.Linear(1, 1)\nrun.prepare(model, "
+        "torch.optim.SGD(model.parameters(), lr=0.1))\n"
         "data = torch.utils.data.TensorDataset(torch.zeros(8, 1))\n"
-        "def where_it_hangs(): threading.Lock().acquire(); lock = threading.Lock(); lock.acquire(); lock.acquire()\n"
+        "def where_it_hangs(): threading.Lock().acquire(); lock = threading.Lock(); "
+        "lock.acquire(); lock.acquire()\n"
         "for step in run.steps(data, total=9, global_batch=4, micro_batch=4):\n"
         "    for (x,) in step: step.backward(model(x).sum())\n"
         "    step.update()\n"

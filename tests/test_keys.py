@@ -1,4 +1,5 @@
-"""No key leads out of its folder, whoever wrote it: what a bucket names is read and written under the roots that a person named."""
+"""No key leads out of its folder, whoever wrote it: what a bucket names is read and written
+under the roots that a person named."""
 
 import json
 
@@ -9,14 +10,45 @@ from harness.core.facts import digest
 from harness.core.world import BadInput
 from harness.uploader.replica import Replica
 from harness.views.trackers import collect, marker_key
-from storage import FileStore, Manifest, MemoryStore, NotFound, Part, PartList, Ref, SnapshotCorrupt, Snapshots, StoreError, command
+from storage import (
+    FileStore,
+    Manifest,
+    MemoryStore,
+    NotFound,
+    Part,
+    PartList,
+    Ref,
+    SnapshotCorrupt,
+    Snapshots,
+    StoreError,
+    command,
+)
 from storage.objects import checked_key
 from storage.transfer import copy
 
 REF = Ref(1, 20)
 PARTS = f"snapshots/parts/{REF.name}/"
-LEAVING = ["../evil", f"{PARTS}../../../../evil", "/tmp/evil", f"{PARTS}a/../../../../../evil", "snapshots/parts/../../../evil"]
-NO_KEYS = [*LEAVING, "", ".", "..", "a//b", "a/", "/a", "a/./b", "a\\..\\b", "a\nb", "a\x00b", "x" * 2000]
+LEAVING = [
+    "../evil",
+    f"{PARTS}../../../../evil",
+    "/tmp/evil",
+    f"{PARTS}a/../../../../../evil",
+    "snapshots/parts/../../../evil",
+]
+NO_KEYS = [
+    *LEAVING,
+    "",
+    ".",
+    "..",
+    "a//b",
+    "a/",
+    "/a",
+    "a/./b",
+    "a\\..\\b",
+    "a\nb",
+    "a\x00b",
+    "x" * 2000,
+]
 
 
 def bucket(key: str) -> MemoryStore:
@@ -49,7 +81,10 @@ def test_a_copy_to_a_folder_writes_nothing_outside_of_it(tmp_path, key):
 
 def test_the_command_copies_nothing_outside(tmp_path, capsys):
     source = FileStore(f"file://{tmp_path}/source")
-    source.put(f"snapshots/manifests/{REF.name}.json", bucket("../evil").get(f"snapshots/manifests/{REF.name}.json"))
+    source.put(
+        f"snapshots/manifests/{REF.name}.json",
+        bucket("../evil").get(f"snapshots/manifests/{REF.name}.json"),
+    )
     (tmp_path / "evil").write_bytes(bucket("../evil").get("../evil"))
     (tmp_path / "deep").mkdir()
     assert command.main(["copy", f"{tmp_path}/source", f"{tmp_path}/deep/copy"]) == 1
@@ -74,13 +109,26 @@ def test_a_replica_in_a_folder_writes_nothing_outside_of_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "inside"), [("..", "evil"), (".", "evil"), ("jsonl", "../../evil"), ("jsonl", "/tmp/evil"), ("wandb", "../../../evil/x")]
+    ("name", "inside"),
+    [
+        ("..", "evil"),
+        (".", "evil"),
+        ("jsonl", "../../evil"),
+        ("jsonl", "/tmp/evil"),
+        ("wandb", "../../../evil/x"),
+    ],
 )
 def test_collecting_writes_nothing_outside(tmp_path, name, inside):
     store, data = MemoryStore(objects={}), b"[alias]"
     inside = inside.replace("/tmp/evil", f"{tmp_path}/evil")
     store.put(f"trackers/{name}/x/{inside}", data)
-    marker = {"first": 1, "last": 3, "head": "", "folder": f"trackers/{name}/x/", "files": {inside: digest(data)}}
+    marker = {
+        "first": 1,
+        "last": 3,
+        "head": "",
+        "folder": f"trackers/{name}/x/",
+        "files": {inside: digest(data)},
+    }
     store.put(marker_key(name, 1), json.dumps(marker).encode())
     (tmp_path / "home" / "collected").mkdir(parents=True)
     with pytest.raises(BadInput, match="leads out of"):
@@ -92,8 +140,14 @@ def test_collecting_writes_nothing_outside(tmp_path, name, inside):
 def test_a_folder_refuses_such_keys_itself(tmp_path, key):
     (tmp_path / "evil").write_text("mine")
     store = FileStore(f"file://{tmp_path}/store")
-    calls = [store.get, store.size, store.delete, lambda k: store.put(k, b"x"), lambda k: store.create(k, b"x"),
-             lambda k: store.read_into(k, 0, memoryview(bytearray(4)))]  # fmt: skip
+    calls = [
+        store.get,
+        store.size,
+        store.delete,
+        lambda k: store.put(k, b"x"),
+        lambda k: store.create(k, b"x"),
+        lambda k: store.read_into(k, 0, memoryview(bytearray(4))),
+    ]
     for call in calls:
         with pytest.raises(StoreError, match="is no key") as e:
             call(key)
@@ -108,5 +162,7 @@ def test_ordinary_keys_are_left_alone(tmp_path):
     for key in ("run.json", "a/b.c/..d/e..f", "snapshots/manifests/.x/y", "ü/ö 1"):
         store.put(key, b"x")
         assert store.get(checked_key(key)) == b"x"
-    assert store.list("") == sorted(["run.json", "a/b.c/..d/e..f", "snapshots/manifests/.x/y", "ü/ö 1"])
+    assert store.list("") == sorted(
+        ["run.json", "a/b.c/..d/e..f", "snapshots/manifests/.x/y", "ü/ö 1"]
+    )
     assert store.list("a/") == ["a/b.c/..d/e..f"] and store.list("ru") == ["run.json"]

@@ -7,7 +7,8 @@ from harness.proof import kills
 
 @pytest.mark.parametrize("role", kills.ROLES)
 def test_a_few_kills_leave_the_newest_snapshot_whole(role, monkeypatch):
-    monkeypatch.setattr(kills, "_usual_s", [0.1] * 3)  # when the others are killed need not be typical here
+    # when the others are killed need not be typical here
+    monkeypatch.setattr(kills, "_usual_s", [0.1] * 3)
     found = kills.kills((role,), points=3, seed=7, jobs=1, say=lambda text: None)[role]
     assert found["killed"] > 0
 

@@ -1,8 +1,9 @@
-"""Real SkyPilot on real Slurm clusters, in short: two nodes on the cheaper cloud, power cuts, the move to the dearer one, a bill.
+"""Real SkyPilot on real Slurm clusters, in short: two nodes on the cheaper cloud, power cuts, the
+move to the dearer one, a bill.
 
-Off unless HARNESS_LAB names a folder for the lab's state (it stays, so that the next time nothing is installed): it takes both cores of
-a small computer for minutes, and needs root and Debian's Slurm. `.ci/run` sets it where `tests/lab/lab.py fit` says yes. The long form is
-`make lab`.
+Off unless HARNESS_LAB names a folder for the lab's state (it stays, so that the next time nothing
+is installed): it takes both cores of a small computer for minutes, and needs root and Debian's
+Slurm. `.ci/run` sets it where `tests/lab/lab.py fit` says yes. The long form is `make lab`.
 """
 
 import os
@@ -18,7 +19,9 @@ from lab import provide, unfit
 FOLDER = os.environ.get("HARNESS_LAB", "")
 WITHIN_S = 1500.0  # a bound for a computer that is slow, not what it takes
 
-why = unfit() or ("" if FOLDER else "HARNESS_LAB names no folder for it (it takes minutes and two cores)")
+why = unfit() or (
+    "" if FOLDER else "HARNESS_LAB names no folder for it (it takes minutes and two cores)"
+)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root installs packages")
@@ -50,9 +53,15 @@ def test_what_is_missing_is_installed_and_nothing_is_started(tmp_path, monkeypat
 @pytest.mark.timeout(WITHIN_S + 60)
 def test_a_run_goes_on_in_the_dearer_cloud_and_nothing_is_left():
     command = [sys.executable, str(Path(__file__).parent / "lab" / "lab.py"), "short", FOLDER]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=WITHIN_S)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=WITHIN_S
+    )
     assert done.returncode == 0 and "Everything holds." in done.stdout, done.stdout[-6000:]
-    left = [p.name for p in Path("/proc").iterdir() if p.name.isdigit() and runs_in(p, f"{Path(FOLDER).resolve()}/")]
+    left = [
+        p.name
+        for p in Path("/proc").iterdir()
+        if p.name.isdigit() and runs_in(p, f"{Path(FOLDER).resolve()}/")
+    ]
     assert left == []
 
 

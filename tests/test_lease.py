@@ -78,7 +78,9 @@ def test_a_living_holder_keeps_others_out(store: MemoryStore, clock: VirtualCloc
     a.check()
 
 
-def test_standby_waits_for_as_long_as_the_holder_lives(store: MemoryStore, clock: VirtualClock) -> None:
+def test_standby_waits_for_as_long_as_the_holder_lives(
+    store: MemoryStore, clock: VirtualClock
+) -> None:
     a = lease(store, clock, "a")
     a.acquire()
     keep(a, clock, 60)
@@ -132,8 +134,10 @@ def test_renewing_often_costs_one_look_and_few_writes(clock: VirtualClock) -> No
     assert writes == 2  # 5 s of a ttl of 5 s
 
 
-# ---- who only watches -----------------------------------------------------------------------------------------------
-def test_a_holder_that_was_interrupted_takes_its_next_term_at_once(store: MemoryStore, clock: VirtualClock) -> None:
+# ---- who only watches ----------------------------------------------------------------------------
+def test_a_holder_that_was_interrupted_takes_its_next_term_at_once(
+    store: MemoryStore, clock: VirtualClock
+) -> None:
     one = lease(store, clock, "a")
     assert (one.acquire(), one.acquire(), clock.now()) == (1, 2, 0.0)
 
@@ -153,7 +157,8 @@ def test_signs_of_life_are_seen_without_a_list(store: MemoryStore, clock: Virtua
 
 
 class Node:
-    """Looks at the lease every minute; `hours` until it leaves, or None if it has not after `for_h`."""
+    """Looks at the lease every minute; `hours` until it leaves, or None if it has not after
+    `for_h`."""
 
     def __init__(self, store: ObjectStore, clock: VirtualClock, bound_h: float = 24.0):
         self.store, self.clock, self.judge = store, clock, Leaderless(bound_h * 3600)
@@ -171,7 +176,9 @@ class Node:
         return None
 
 
-def test_a_node_leaves_a_day_after_its_leader_was_lost(store: MemoryStore, clock: VirtualClock) -> None:
+def test_a_node_leaves_a_day_after_its_leader_was_lost(
+    store: MemoryStore, clock: VirtualClock
+) -> None:
     one = lease(store, clock, "a")
     one.acquire()
     keep(one, clock, until_s=3600.0)
@@ -179,7 +186,9 @@ def test_a_node_leaves_a_day_after_its_leader_was_lost(store: MemoryStore, clock
     assert found is not None and 25.0 <= found < 25.1
 
 
-def test_a_node_stays_with_a_leader_and_without_one_that_ever_was(store: MemoryStore, clock: VirtualClock) -> None:
+def test_a_node_stays_with_a_leader_and_without_one_that_ever_was(
+    store: MemoryStore, clock: VirtualClock
+) -> None:
     assert Node(store, clock).leaves_after_h() is None  # plain `sky launch`
     one = lease(store, clock, "a")
     one.acquire()
@@ -187,10 +196,13 @@ def test_a_node_stays_with_a_leader_and_without_one_that_ever_was(store: MemoryS
     keep(one, clock, until_s=clock.now() + 30 * 3600)
     assert Node(store, clock).leaves_after_h(for_h=30.0) is None
     one.release()
-    assert Node(store, clock).leaves_after_h() is None  # it was given back: somebody continues the run in another way
+    # it was given back: somebody continues the run in another way
+    assert Node(store, clock).leaves_after_h() is None
 
 
-def test_a_leader_that_comes_back_starts_the_day_anew(store: MemoryStore, clock: VirtualClock) -> None:
+def test_a_leader_that_comes_back_starts_the_day_anew(
+    store: MemoryStore, clock: VirtualClock
+) -> None:
     one, node = lease(store, clock, "a"), Node(store, clock)
     one.acquire()
     assert node.leaves_after_h(for_h=23.0) is None
@@ -198,7 +210,9 @@ def test_a_leader_that_comes_back_starts_the_day_anew(store: MemoryStore, clock:
     assert node.leaves_after_h(for_h=23.0) is None
 
 
-def test_a_machine_that_was_suspended_does_not_blame_its_leader(store: MemoryStore, clock: VirtualClock) -> None:
+def test_a_machine_that_was_suspended_does_not_blame_its_leader(
+    store: MemoryStore, clock: VirtualClock
+) -> None:
     one, node = lease(store, clock, "a"), Node(store, clock)
     one.acquire()
     node.look()

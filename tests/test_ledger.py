@@ -1,4 +1,5 @@
-"""The ledger adds up to the nanosecond, whatever the timeline, and tells the story of a known one."""
+"""The ledger adds up to the nanosecond, whatever the timeline, and tells the story of a known
+one."""
 
 from dataclasses import asdict
 
@@ -22,7 +23,9 @@ def ledger_of(h, until=None):
     stamped = read_facts(h.store)
     if until is not None:
         stamped = [s for s in stamped if s.t <= until]
-        committed = max((s.fact.step for s in stamped if isinstance(s.fact, f.SnapshotCommitted)), default=0)
+        committed = max(
+            (s.fact.step for s in stamped if isinstance(s.fact, f.SnapshotCommitted)), default=0
+        )
         records = [r for r in records if r.step <= committed and r.t <= until]
     return Ledger.of(stamped, records, h.t if until is None else until)
 
@@ -65,10 +68,14 @@ def check(ledger: Ledger) -> None:
     assert 0 <= ledger.goodput <= 1
 
 
-# ---- the known story --------------------------------------------------------------------------------------------
+# ---- the known story -----------------------------------------------------------------------------
 def test_every_second_of_the_story_is_counted(history, ledger):
     check(ledger)
-    ended = {s.fact.attempt: s.fact for s in read_facts(history.store) if isinstance(s.fact, f.AttemptEnded)}
+    ended = {
+        s.fact.attempt: s.fact
+        for s in read_facts(history.store)
+        if isinstance(s.fact, f.AttemptEnded)
+    }
     assert {a.attempt for a in ledger.attempts} == set(ended) == set(range(1, 9))
     for a in ledger.attempts:
         assert a.billed_s == pytest.approx(ended[a.attempt].billed_s, abs=1e-6)
@@ -80,14 +87,23 @@ def test_useful_time_is_that_of_the_committed_records(history, ledger):
     named = Snapshots(history.store).latest().data["samples"]
     records = read_records(history.store, named["key"], named["head"], rec.genesis(IDENTITY))
     assert len(records) == TOTAL
-    assert ledger.ns["useful"] / NANO == pytest.approx(sum(r.dt * r.world for r in records), abs=1e-3)
+    assert ledger.ns["useful"] / NANO == pytest.approx(
+        sum(r.dt * r.world for r in records), abs=1e-3
+    )
     worlds = {e.epoch: e.world for e in ledger.epochs}
-    committed = [s.fact for s in read_facts(history.store) if isinstance(s.fact, f.SnapshotCommitted)]
-    assert ledger.ns["snapshot"] / NANO == pytest.approx(0.05 * sum(worlds[c.epoch] for c in committed), abs=1e-3)
+    committed = [
+        s.fact for s in read_facts(history.store) if isinstance(s.fact, f.SnapshotCommitted)
+    ]
+    assert ledger.ns["snapshot"] / NANO == pytest.approx(
+        0.05 * sum(worlds[c.epoch] for c in committed), abs=1e-3
+    )
 
 
 def test_the_epochs_tell_why_they_ended(ledger):
-    rows = [(e.epoch, e.world, e.accumulation, e.first_step, e.last_step, e.steps_lost, e.ended) for e in ledger.epochs]
+    rows = [
+        (e.epoch, e.world, e.accumulation, e.first_step, e.last_step, e.steps_lost, e.ended)
+        for e in ledger.epochs
+    ]
     assert rows == [
         (1, 2, 8, 1, 32, 0, "node 4 joined"),
         (2, 3, 6, 33, 51, 0, "notice: node 2 left"),
@@ -108,7 +124,14 @@ def redone_steps(ledger):
     """Seconds of steps 61 to 67, which were done and lost."""
     last = ns(ledger.epochs[2].last_s)
     killed = next(a for a in ledger.attempts if a.attempt == 1)
-    return sum(min(end, last) - begin for begin, end, bucket in killed.segments if bucket == "redone" and begin < last) / NANO
+    return (
+        sum(
+            min(end, last) - begin
+            for begin, end, bucket in killed.segments
+            if bucket == "redone" and begin < last
+        )
+        / NANO
+    )
 
 
 def test_a_death_before_the_last_flush_is_work_lost_until_it_died(history, ledger):
@@ -148,14 +171,18 @@ STORY = whole_run()
 
 
 def test_steps_after_the_newest_snapshot_are_not_lost_while_their_world_lives(history):
-    at = next(s.t for s in read_facts(history.store) if isinstance(s.fact, f.StepDone) and s.fact.step == 27)
+    at = next(
+        s.t
+        for s in read_facts(history.store)
+        if isinstance(s.fact, f.StepDone) and s.fact.step == 27
+    )
     live = ledger_of(history, at)
     assert live.steps_lost == 0
     assert live.ns["redone"] == 0
     assert live.epochs[-1].ended == ""
 
 
-# ---- small worlds -----------------------------------------------------------------------------------------------
+# ---- small worlds --------------------------------------------------------------------------------
 def stamp(*facts):
     return [f.Stamped(t, "w", fact) for t, fact in facts]
 
@@ -165,7 +192,12 @@ OFFER = asdict(EAST)
 
 def test_a_node_that_never_trained_only_started():
     found = Ledger.of(
-        stamp((0.0, f.AttemptIntended(1, OFFER)), (60.0, f.AttemptEnded(1, "preempted", 0.0, 10.0, 60.0, None, "", 50.0, 0.5))), [], 100.0
+        stamp(
+            (0.0, f.AttemptIntended(1, OFFER)),
+            (60.0, f.AttemptEnded(1, "preempted", 0.0, 10.0, 60.0, None, "", 50.0, 0.5)),
+        ),
+        [],
+        100.0,
     )
     assert found.ns["start"] == 50 * NANO == found.billed_ns
     assert found.nusd["start"] == NANO // 2
@@ -173,17 +205,25 @@ def test_a_node_that_never_trained_only_started():
 
 def test_a_node_is_idle_while_others_train():
     facts = stamp(
-        (0.0, f.AttemptUp(1, 0.0)), (0.0, f.AttemptUp(2, 0.0)), (1.0, f.AgentStarted("m1", 1, "h", 1, "", 1)),
-        (1.0, f.AgentStarted("m2", 2, "h", 1, "", 1)), (2.0, f.EpochStarted(1, ("m1", "m2"), 2, "start")),
-        (20.0, f.StepDone(1, 1, 1.0, 10.0, 10.0, 1, 0)), (21.0, f.SessionEnded(1, 1, "resize")),
+        (0.0, f.AttemptUp(1, 0.0)),
+        (0.0, f.AttemptUp(2, 0.0)),
+        (1.0, f.AgentStarted("m1", 1, "h", 1, "", 1)),
+        (1.0, f.AgentStarted("m2", 2, "h", 1, "", 1)),
+        (2.0, f.EpochStarted(1, ("m1", "m2"), 2, "start")),
+        (20.0, f.StepDone(1, 1, 1.0, 10.0, 10.0, 1, 0)),
+        (21.0, f.SessionEnded(1, 1, "resize")),
         (22.0, f.EpochStarted(2, ("m1",), 1, "shrink")),
-        (40.0, f.StepDone(2, 2, 1.0, 30.0, 10.0, 1, 0)), (41.0, f.SessionEnded(2, 2, "resize")),
-        (42.0, f.EpochStarted(3, ("m1", "m2"), 2, "grow")), (60.0, f.StepDone(3, 3, 1.0, 50.0, 10.0, 1, 0)),
+        (40.0, f.StepDone(2, 2, 1.0, 30.0, 10.0, 1, 0)),
+        (41.0, f.SessionEnded(2, 2, "resize")),
+        (42.0, f.EpochStarted(3, ("m1", "m2"), 2, "grow")),
+        (60.0, f.StepDone(3, 3, 1.0, 50.0, 10.0, 1, 0)),
         (61.0, f.SessionEnded(3, 3, "finished")),
         (70.0, f.AttemptEnded(1, "finished", 0.0, 0.0, 70.0, 0, "", 70.0, 0.0)),
         (70.0, f.AttemptEnded(2, "finished", 0.0, 0.0, 70.0, 0, "", 70.0, 0.0)),
-    )  # fmt: skip
-    records = [rec.StepRecord(i, i, 1, (1,), 1, "", 1.0, 1.0, 0.0, 20.0 * i, 10.0) for i in (1, 2, 3)]
+    )
+    records = [
+        rec.StepRecord(i, i, 1, (1,), 1, "", 1.0, 1.0, 0.0, 20.0 * i, 10.0) for i in (1, 2, 3)
+    ]
     found = Ledger.of(facts, records, 70.0)
     check(found)
     one, two = ({b: v // NANO for b, v in a.ns.items() if v} for a in found.attempts)
@@ -193,20 +233,32 @@ def test_a_node_is_idle_while_others_train():
 
 def test_a_snapshots_stall_is_taken_from_the_step_that_it_overlaps():
     facts = stamp(
-        (0.0, f.AttemptUp(1, 0.0)), (1.0, f.AgentStarted("m1", 1, "h", 1, "", 1)), (2.0, f.EpochStarted(1, ("m1",), 1, "start")),
+        (0.0, f.AttemptUp(1, 0.0)),
+        (1.0, f.AgentStarted("m1", 1, "h", 1, "", 1)),
+        (2.0, f.EpochStarted(1, ("m1",), 1, "start")),
         (20.0, f.SnapshotCommitted(1, 1, 10, 2.0, 5.0, "interval", 15.0)),
-    )  # fmt: skip
-    found = Ledger.of(facts, [rec.StepRecord(1, 1, 1, (1,), 1, "", 1.0, 1.0, 0.0, 20.0, 10.0)], 20.0)
-    assert {b: v // NANO for b, v in found.ns.items() if v} == {"start": 10, "useful": 8, "snapshot": 2}
+    )
+    found = Ledger.of(
+        facts, [rec.StepRecord(1, 1, 1, (1,), 1, "", 1.0, 1.0, 0.0, 20.0, 10.0)], 20.0
+    )
+    assert {b: v // NANO for b, v in found.ns.items() if v} == {
+        "start": 10,
+        "useful": 8,
+        "snapshot": 2,
+    }
 
 
 def test_nodes_without_a_controller_are_counted_until_their_last_sign_of_life():
     facts = stamp(
-        (0.0, f.AgentStarted("m0000-aa", 0, "h", 1, "", 1)), (5.0, f.EpochStarted(1, ("m0000-aa",), 1, "start")),
-        (20.0, f.StepDone(1, 1, 1.0, 10.0, 10.0, 1, 0)), (25.0, f.SessionEnded(1, 1, "finished")),
+        (0.0, f.AgentStarted("m0000-aa", 0, "h", 1, "", 1)),
+        (5.0, f.EpochStarted(1, ("m0000-aa",), 1, "start")),
+        (20.0, f.StepDone(1, 1, 1.0, 10.0, 10.0, 1, 0)),
+        (25.0, f.SessionEnded(1, 1, "finished")),
         (30.0, f.AgentEnded("m0000-aa", 0, "finished")),
-    )  # fmt: skip
-    found = Ledger.of(facts, [rec.StepRecord(1, 1, 1, (1,), 1, "", 1.0, 1.0, 0.0, 20.0, 10.0)], 1000.0)
+    )
+    found = Ledger.of(
+        facts, [rec.StepRecord(1, 1, 1, (1,), 1, "", 1.0, 1.0, 0.0, 20.0, 10.0)], 1000.0
+    )
     check(found)
     assert [(a.name, a.billed_s, a.end) for a in found.attempts] == [("m0000-aa", 30.0, "finished")]
     assert found.goodput == pytest.approx(1 / 3)
@@ -222,15 +274,18 @@ def test_the_last_word_on_an_attempt_counts():
 
 def test_a_notice_that_came_too_late():
     facts = stamp(
-        (0.0, f.AttemptUp(1, 0.0)), (1.0, f.AgentStarted("m1", 1, "h", 1, "", 1)), (2.0, f.EpochStarted(1, ("m1",), 1, "start")),
-        (20.0, f.NoticeSeen("m1", "gcp", "kill", "a", 21.0)), (20.5, f.NoticeSeen("m1", "signal", "kill", "SIGTERM", 50.0)),
+        (0.0, f.AttemptUp(1, 0.0)),
+        (1.0, f.AgentStarted("m1", 1, "h", 1, "", 1)),
+        (2.0, f.EpochStarted(1, ("m1",), 1, "start")),
+        (20.0, f.NoticeSeen("m1", "gcp", "kill", "a", 21.0)),
+        (20.5, f.NoticeSeen("m1", "signal", "kill", "SIGTERM", 50.0)),
         (29.0, f.SnapshotCommitted(1, 1, 10, 2.0, 5.0, "notice", 24.0)),
-    )  # fmt: skip
+    )
     found = Ledger.of(facts, [], 30.0)
     assert [(n.commit_s, n.grace_s, n.in_time) for n in found.notices] == [(9.0, 1.0, False)]
 
 
-# ---- any timeline -----------------------------------------------------------------------------------------------
+# ---- any timeline --------------------------------------------------------------------------------
 TIME = st.floats(0, 1000, allow_nan=False)
 ATTEMPT = st.integers(1, 4)
 EPOCH = st.integers(1, 5)
@@ -239,18 +294,55 @@ FACT = st.one_of(
     st.builds(f.AttemptIntended, ATTEMPT, st.just(OFFER)),
     st.builds(f.AttemptUp, ATTEMPT, TIME),
     st.builds(
-        lambda a, x, y, usd, end: f.AttemptEnded(a, end, x, min(x, y), max(x, y), None, "", abs(x - y), usd),
-        ATTEMPT, TIME, TIME, st.floats(0, 100), st.sampled_from(["preempted", "drained", "finished"]),
+        lambda a, x, y, usd, end: f.AttemptEnded(
+            a, end, x, min(x, y), max(x, y), None, "", abs(x - y), usd
+        ),
+        ATTEMPT,
+        TIME,
+        TIME,
+        st.floats(0, 100),
+        st.sampled_from(["preempted", "drained", "finished"]),
     ),
     st.builds(lambda a: f.AgentStarted(f"m{a:04d}-ff", a, "h", 1, "", 1), ATTEMPT),
     st.builds(f.AgentEnded, MEMBER, st.integers(0, 40), st.text(max_size=3)),
-    st.builds(f.NoticeSeen, MEMBER, st.just("aws"), st.just("kill"), st.just("i"), st.none() | TIME),
-    st.builds(f.EpochStarted, EPOCH, st.lists(MEMBER, unique=True, max_size=4).map(tuple), st.integers(1, 4), st.just("start")),
-    st.builds(f.EpochLeft, EPOCH, MEMBER, st.sampled_from(["finished", "drained", "resize", "peer-lost", "killed"])),
+    st.builds(
+        f.NoticeSeen, MEMBER, st.just("aws"), st.just("kill"), st.just("i"), st.none() | TIME
+    ),
+    st.builds(
+        f.EpochStarted,
+        EPOCH,
+        st.lists(MEMBER, unique=True, max_size=4).map(tuple),
+        st.integers(1, 4),
+        st.just("start"),
+    ),
+    st.builds(
+        f.EpochLeft,
+        EPOCH,
+        MEMBER,
+        st.sampled_from(["finished", "drained", "resize", "peer-lost", "killed"]),
+    ),
     st.builds(f.SessionEnded, EPOCH, st.integers(0, 20), st.sampled_from(["finished", "resize"])),
-    st.builds(f.StepDone, st.integers(1, 20), EPOCH, st.floats(), TIME, st.floats(0, 50), st.just(1), st.just(1)),
-    st.builds(f.SnapshotCommitted, st.integers(1, 20), EPOCH, st.just(1), st.floats(0, 9), st.floats(0, 9), st.just("interval"), TIME),
-)  # fmt: skip
+    st.builds(
+        f.StepDone,
+        st.integers(1, 20),
+        EPOCH,
+        st.floats(),
+        TIME,
+        st.floats(0, 50),
+        st.just(1),
+        st.just(1),
+    ),
+    st.builds(
+        f.SnapshotCommitted,
+        st.integers(1, 20),
+        EPOCH,
+        st.just(1),
+        st.floats(0, 9),
+        st.floats(0, 9),
+        st.just("interval"),
+        TIME,
+    ),
+)
 RECORD = st.builds(
     lambda step, epoch, t, dt: rec.StepRecord(step, epoch, 1, (1,), 1, "", 1.0, 1.0, 0.0, t, dt),
     st.integers(1, 20), EPOCH, TIME, st.floats(0, 50),
@@ -266,7 +358,11 @@ def test_any_timeline_adds_up(timed, records, now):
 AT = st.integers(-50, 150)
 
 
-@given(st.lists(st.tuples(AT, AT, st.sampled_from(PRECEDENCE))), st.integers(0, 60), st.integers(0, 100))
+@given(
+    st.lists(st.tuples(AT, AT, st.sampled_from(PRECEDENCE))),
+    st.integers(0, 60),
+    st.integers(0, 100),
+)
 def test_paint_covers_once_and_keeps_precedence(layers, start, length):
     end = start + length
     painted = paint(layers, start, end)
@@ -277,7 +373,10 @@ def test_paint_covers_once_and_keeps_precedence(layers, start, length):
             assert bucket == min(covering, key=PRECEDENCE.index, default="reform")
 
 
-@given(st.integers(0, 10**12), st.lists(st.integers(0, 10**15), min_size=len(BUCKETS), max_size=len(BUCKETS)))
+@given(
+    st.integers(0, 10**12),
+    st.lists(st.integers(0, 10**15), min_size=len(BUCKETS), max_size=len(BUCKETS)),
+)
 def test_apportioning_loses_nothing(amount, weights):
     shares = apportion(amount, dict(zip(BUCKETS, weights, strict=True)))
     assert sum(shares.values()) == amount

@@ -55,7 +55,9 @@ class Samples(torch.utils.data.Dataset):
 MAKERS = {
     "object": Sample,
     "objects in containers": lambda i: {"row": [Sample(i), Row(Sample(i), {"a", "b", str(i)})]},
-    "nested": lambda i: Sample(i, other=Slotted(np.arange(i)), when=datetime.datetime(2026, 1, 1 + i)),
+    "nested": lambda i: Sample(
+        i, other=Slotted(np.arange(i)), when=datetime.datetime(2026, 1, 1 + i)
+    ),
     "sets": lambda i: {frozenset({i, "x"}), Colour.RED},
     "ordered": lambda i: collections.OrderedDict(a=Slotted(i)),
     "objects of numpy": lambda i: np.array([Slotted(i), None], dtype=object),
@@ -70,28 +72,82 @@ def test_a_fingerprint_is_of_values_not_of_addresses(make):
 
 def test_runs_that_the_first_version_began_are_known_by_their_fingerprints():
     plain = Samples(lambda i: ({"x": torch.ones(2) * i, "n": i}, "text", 0.5, None, np.arange(i)))
-    assert fingerprint(plain) == fingerprint(plain, by_repr=True) == "sampled:577955fb050c55f0097a245a3ba7f09d"
+    assert (
+        fingerprint(plain)
+        == fingerprint(plain, by_repr=True)
+        == "sampled:577955fb050c55f0097a245a3ba7f09d"
+    )
     dated = Samples(lambda i: datetime.date(2026, 1, 1 + i))
-    assert fingerprint(dated) != fingerprint(dated, by_repr=True) == "sampled:b0ed206a5d97818f75175f6749adbc21"
+    assert (
+        fingerprint(dated)
+        != fingerprint(dated, by_repr=True)
+        == "sampled:b0ed206a5d97818f75175f6749adbc21"
+    )
 
 
 def test_contents_tell_values_apart():
     cycle = []
     cycle.append(cycle)
     values = [
-        None, True, 1, 1.0, "1", b"1", 1j, [], (), {}, set(), [[]], [1, 23], [12, 3], ["a", "b"], ["ab"], {1: 2}, {"1": 2}, {2: 1}, cycle,
-        np.float32(1), np.ones(1), np.ones((1, 1)), torch.ones(1), torch.ones(1, 1), torch.ones(1).to_sparse(), float("nan"), -0.0, 0.0,
-        Colour.RED, Colour, Slotted(1), Slotted(2), Row(1, {1}), Row(1, {2}), bytearray(b"2"), collections.OrderedDict(a=1), range(3),
-    ]  # fmt: skip
+        None,
+        True,
+        1,
+        1.0,
+        "1",
+        b"1",
+        1j,
+        [],
+        (),
+        {},
+        set(),
+        [[]],
+        [1, 23],
+        [12, 3],
+        ["a", "b"],
+        ["ab"],
+        {1: 2},
+        {"1": 2},
+        {2: 1},
+        cycle,
+        np.float32(1),
+        np.ones(1),
+        np.ones((1, 1)),
+        torch.ones(1),
+        torch.ones(1, 1),
+        torch.ones(1).to_sparse(),
+        float("nan"),
+        -0.0,
+        0.0,
+        Colour.RED,
+        Colour,
+        Slotted(1),
+        Slotted(2),
+        Row(1, {1}),
+        Row(1, {2}),
+        bytearray(b"2"),
+        collections.OrderedDict(a=1),
+        range(3),
+    ]
     hashes = [content_hash(v) for v in values]
-    same = [(values[i], values[j]) for i in range(len(values)) for j in range(i) if hashes[i] == hashes[j]]
-    assert all(isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) for a, b in same) and len(same) == 1  # the sparse one
+    same = [
+        (values[i], values[j])
+        for i in range(len(values))
+        for j in range(i)
+        if hashes[i] == hashes[j]
+    ]
+    # the sparse one
+    assert (
+        all(isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) for a, b in same)
+        and len(same) == 1
+    )
     assert hashes == [content_hash(copy.deepcopy(v)) for v in values]
-    assert content_hash(i for i in ()) == content_hash(i for i in (1,))  # what cannot be taken apart counts by its type
+    # what cannot be taken apart counts by its type
+    assert content_hash(i for i in ()) == content_hash(i for i in (1,))
 
 
 class Numbers(torch.utils.data.IterableDataset):
-    """0, 1, ... n - 1. `sticky`: every pass after a load begins where the state was, as Hugging Face's do."""
+    """0, 1, ... n - 1. `sticky`: every pass after a load begins where the state was, as Hugging
+    Face's do."""
 
     def __init__(self, n=6, sticky=False):
         self.n, self.sticky, self.at, self.start = n, sticky, 0, 0
@@ -113,7 +169,8 @@ class Numbers(torch.utils.data.IterableDataset):
 
 
 class Buffered(Numbers):
-    """Reads everything ahead into a buffer that no state holds: what it has read is lost on load."""
+    """Reads everything ahead into a buffer that no state holds: what it has read is lost on
+    load."""
 
     def __iter__(self):
         ahead = list(super().__iter__())
@@ -141,7 +198,8 @@ def test_a_stream_goes_on_where_it_was_and_passes_begin_at_the_beginning(stop, s
 
 
 def test_a_stream_whose_buffer_was_lost_goes_on_with_its_next_pass():
-    """Its state says that all is read; what the buffer held is not read again, and the contents say so."""
+    """Its state says that all is read; what the buffer held is not read again, and the contents
+    say so."""
     _, state = read(Buffered(sticky=True), 1)
     after, _ = read(Buffered(sticky=True), 2, state)
     assert after == read(Buffered(sticky=True), 2)[0]
@@ -158,11 +216,19 @@ def test_contents_do_not_depend_on_who_reads_them():
     batching = Batching(1 << 62, 8, 2, 0, False)
 
     def contents(shares, dataset):
-        ranks = [Stream(copy.deepcopy(dataset), batching, Plan(shares), rank, None) for rank in range(len(shares))]
+        ranks = [
+            Stream(copy.deepcopy(dataset), batching, Plan(shares), rank, None)
+            for rank in range(len(shares))
+        ]
         return sorted(tuple(m.contents.tolist()) for s in ranks for m in s.step(1))
 
     one = contents((4,), Numbers(9))
-    assert one == contents((3, 1), Numbers(9)) == contents((1, 1, 2), Numbers(9)) != contents((4,), Numbers(7))
+    assert (
+        one
+        == contents((3, 1), Numbers(9))
+        == contents((1, 1, 2), Numbers(9))
+        != contents((4,), Numbers(7))
+    )
     assert len(one) == 4
 
 

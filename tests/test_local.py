@@ -1,4 +1,5 @@
-"""The local cloud: nodes are real processes, and go the way spot machines go - whole, and sometimes without a word."""
+"""The local cloud: nodes are real processes, and go the way spot machines go - whole, and
+sometimes without a word."""
 
 import json
 import os
@@ -28,19 +29,27 @@ from storage.opening import open_store
 
 WAIT_S = 30.0  # for anything that takes some 0.1 s when the machine is not busy
 SLEEP = "sleep 300"
-# Four processes: the node's command with a child, and another child with a session, and a child, of its own.
+# Four processes: the node's command with a child, and another child with a session, and a child, of
+# its own.
 FAMILY = "sleep 300 & setsid bash -c 'sleep 300 & wait' & echo started; wait"
 
 
 def of_cloud(state_dir: Path, nodes_only: bool = False) -> dict[int, dict[str, str]]:
-    """Pid and environment of every process of this STATE_DIR: nodes and what they started, and provider and guard."""
-    return {p.pid: e for p in psutil.process_iter() if (e := _environ_if_of(p, state_dir, nodes_only)) is not None}
+    """Pid and environment of every process of this STATE_DIR: nodes and what they started, and
+    provider and guard."""
+    return {
+        p.pid: e
+        for p in psutil.process_iter()
+        if (e := _environ_if_of(p, state_dir, nodes_only)) is not None
+    }
 
 
 def _environ_if_of(p: psutil.Process, state_dir: Path, nodes_only: bool) -> dict[str, str] | None:
     try:
         environ = p.environ()
-        mine = environ.get("HARNESS_NODE_DIR", "").startswith(f"{state_dir}/") or (not nodes_only and str(state_dir) in p.cmdline())
+        mine = environ.get("HARNESS_NODE_DIR", "").startswith(f"{state_dir}/") or (
+            not nodes_only and str(state_dir) in p.cmdline()
+        )
     except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
         return None
     return environ if mine else None
@@ -57,7 +66,12 @@ def make(tmp_path):
 
     def make(run=SLEEP, market="calm", wanted=(1, 3), **more):
         task = Task(tmp_path / "t.yaml", "t", run, envs={"GREETING": "hello"}, workdir=tmp_path)
-        more = {"env": {**os.environ, "RANK": "7", "HARNESS_X": "1"}, "launch_s": 0.05, "gpus": (), **more}
+        more = {
+            "env": {**os.environ, "RANK": "7", "HARNESS_X": "1"},
+            "launch_s": 0.05,
+            "gpus": (),
+            **more,
+        }
         made.append(LocalCloud(tmp_path / "state", task, market, wanted=wanted, **more))
         return made[-1]
 
@@ -79,14 +93,19 @@ def up(cloud, *attempts):
 
 
 def gone(cloud, attempt):
-    return until(lambda: (n := node(cloud, attempt)).state is NodeState.GONE and n, f"attempt {attempt} to be gone")
+    return until(
+        lambda: (n := node(cloud, attempt)).state is NodeState.GONE and n,
+        f"attempt {attempt} to be gone",
+    )
 
 
 def environment(cloud, attempt):
-    return next(e for e in of_nodes(cloud.state_dir).values() if e["HARNESS_ATTEMPT"] == str(attempt))
+    return next(
+        e for e in of_nodes(cloud.state_dir).values() if e["HARNESS_ATTEMPT"] == str(attempt)
+    )
 
 
-# ---- a node's life ----------------------------------------------------------------------------------------------
+# ---- a node's life -------------------------------------------------------------------------------
 def test_a_node_runs_its_command_and_tells_how_it_ended(make, tmp_path):
     cloud = make('echo "$GREETING from $PWD"; which python; sleep 300 & setsid sleep 300 & exit 33')
     assert cloud.nodes() == []
@@ -94,7 +113,10 @@ def test_a_node_runs_its_command_and_tells_how_it_ended(make, tmp_path):
     end = gone(cloud, 1)
     assert (end.exit_code, end.reason, end.offer) == (33, "exited", cloud.offers()[0])
     assert end.asked_s <= end.up_s <= end.gone_s
-    assert cloud.log_path(1).read_text().splitlines() == [f"hello from {tmp_path}", str(Path(sys.executable).parent / "python")]
+    assert cloud.log_path(1).read_text().splitlines() == [
+        f"hello from {tmp_path}",
+        str(Path(sys.executable).parent / "python"),
+    ]
     assert not of_nodes(cloud.state_dir)  # what it left behind went with the machine
     cloud.launch(1, cloud.offers()[0])  # the same attempt again: it has been
     assert [n.attempt for n in cloud.nodes()] == [1]
@@ -104,16 +126,24 @@ def test_a_node_sees_what_skypilot_sets_and_nothing_of_its_caller(make):
     cloud = make()
     up(cloud, 1, 2)
     first, second = environment(cloud, 1), environment(cloud, 2)
-    assert {k: v for k, v in first.items() if k.startswith("SKYPILOT_") and k != "SKYPILOT_TASK_ID"} == {
+    assert {
+        k: v for k, v in first.items() if k.startswith("SKYPILOT_") and k != "SKYPILOT_TASK_ID"
+    } == {
         "SKYPILOT_NODE_RANK": "0",
         "SKYPILOT_NODE_IPS": "127.0.0.1",
         "SKYPILOT_NUM_NODES": "1",
         "SKYPILOT_NUM_GPUS_PER_NODE": "0",
-        "SKYPILOT_CLUSTER_INFO": '{"cluster_name": "local-1", "cloud": "local", "region": "local/a", "zone": null}',
+        "SKYPILOT_CLUSTER_INFO": (
+            '{"cluster_name": "local-1", "cloud": "local", "region": "local/a", "zone": null}'
+        ),
         "SKYPILOT_INTERNAL_JOB_ID": "1",
     }
     assert first["SKYPILOT_TASK_ID"] == second["SKYPILOT_TASK_ID"]
-    assert (first["HARNESS_ATTEMPT"], first["HARNESS_OFFER"], second["HARNESS_ATTEMPT"]) == ("1", "local/a", "2")
+    assert (first["HARNESS_ATTEMPT"], first["HARNESS_OFFER"], second["HARNESS_ATTEMPT"]) == (
+        "1",
+        "local/a",
+        "2",
+    )
     assert Path(first["HARNESS_NODE_DIR"]) == cloud.log_path(1).parent
     assert first["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "1")
     assert first["GREETING"] == "hello"
@@ -130,7 +160,11 @@ def test_launch_is_idempotent_and_terminate_of_nobody_does_nothing(make):
     assert len(cloud.nodes()) == 1
     until(lambda: len(of_nodes(cloud.state_dir)) == 4, "the whole family")
     cloud.terminate(1)
-    assert (node(cloud, 1).state, node(cloud, 1).reason, node(cloud, 1).exit_code) == (NodeState.GONE, "terminated", None)
+    assert (node(cloud, 1).state, node(cloud, 1).reason, node(cloud, 1).exit_code) == (
+        NodeState.GONE,
+        "terminated",
+        None,
+    )
     assert not of_nodes(cloud.state_dir)
 
 
@@ -145,7 +179,7 @@ def test_beyond_capacity_there_is_none(make):
     up(cloud, 3)
 
 
-# ---- being taken ------------------------------------------------------------------------------------------------
+# ---- being taken ---------------------------------------------------------------------------------
 def test_a_notice_is_served_and_the_machine_is_taken_at_its_deadline_with_everything_on_it(make):
     cloud = make(FAMILY)
     up(cloud, 1, 2)
@@ -202,7 +236,10 @@ def test_the_market_follows_the_runs_progress(make, tmp_path):
     cloud.launch(3, cloud.offers()[0])
     until(lambda: node(cloud, 3).state is NodeState.NO_CAPACITY, "a third not to be had")
     chain = Chain("worker-x")
-    facts = [SessionStarted(1, 2, 0, 0, 100, 8, 4, (1, 1), "fast", "ddp", "cpu", 0.0), StepDone(20, 1, 1.0, 0.0, 0.1, 8, 0)]
+    facts = [
+        SessionStarted(1, 2, 0, 0, 100, 8, 4, (1, 1), "fast", "ddp", "cpu", 0.0),
+        StepDone(20, 1, 1.0, 0.0, 0.1, 8, 0),
+    ]
     lines = "\n".join(chain.line(float(t), fact) for t, fact in enumerate(facts))
     open_store(run_url).create("facts/worker-x/000000.jsonl", lines.encode())
     until(lambda: cloud.status()["available"] == 3, "capacity to rise at 15 %")
@@ -214,7 +251,9 @@ def test_the_market_follows_the_runs_progress(make, tmp_path):
 def test_a_node_may_have_another_clouds_metadata_service(make, speaks, tmp_path):
     cloud = make(notices=speaks)
     up(cloud, 1)
-    sources = detect({k: v for k, v in environment(cloud, 1).items() if k != "HARNESS_NODE_DIR"}, tmp_path)
+    sources = detect(
+        {k: v for k, v in environment(cloud, 1).items() if k != "HARNESS_NODE_DIR"}, tmp_path
+    )
     assert {s.name for s in sources} == {speaks}
     assert not any(s.poll() for s in sources)
     cloud.event("preempt", grace_s=WAIT_S)
@@ -235,7 +274,7 @@ def test_a_metadata_endpoint_can_be_made_to_fail(make):
         cloud.event("party")
 
 
-# ---- seats that die ---------------------------------------------------------------------------------------------
+# ---- seats that die ------------------------------------------------------------------------------
 CONTROLLER = """
 import os, sys, time
 from pathlib import Path
@@ -251,7 +290,9 @@ time.sleep(300)
 
 def test_nodes_outlive_their_controller_and_the_next_one_adopts_them(make):
     cloud = make()
-    controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, str(cloud.state_dir)], stdout=subprocess.PIPE, text=True)
+    controller = subprocess.Popen(
+        [sys.executable, "-c", CONTROLLER, str(cloud.state_dir)], stdout=subprocess.PIPE, text=True
+    )
     assert controller.stdout.readline() == "up\n"
     controller.kill()
     controller.wait(timeout=WAIT_S)
@@ -292,7 +333,10 @@ def test_there_is_one_provider_per_state_dir(make):
     cloud = make()
     pid = cloud.status()["pid"]
     second = subprocess.run(
-        [sys.executable, "-m", "harness.clouds.provider", str(cloud.state_dir)], capture_output=True, text=True, timeout=WAIT_S
+        [sys.executable, "-m", "harness.clouds.provider", str(cloud.state_dir)],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
     )
     assert second.returncode == provider.ALREADY_RUNNING
     assert "running already" in second.stderr
@@ -305,7 +349,11 @@ def test_shutdown_leaves_nothing_but_the_history(make):
     cloud = make(FAMILY)
     up(cloud, 1, 2)
     pid = cloud.status()["pid"]
-    ports = [c.laddr.port for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    ports = [
+        c.laddr.port
+        for c in psutil.Process(pid).net_connections("tcp")
+        if c.status == psutil.CONN_LISTEN
+    ]
     assert len(ports) == 3  # the API and two metadata endpoints
     assert {c.laddr.ip for c in psutil.Process(pid).net_connections("tcp")} == {"127.0.0.1"}
     cloud.shutdown()
@@ -340,7 +388,7 @@ def test_a_provider_that_cannot_start_leaves_its_last_words(make):
         cloud.nodes()
 
 
-# ---- the door ---------------------------------------------------------------------------------------------------
+# ---- the door ------------------------------------------------------------------------------------
 def test_the_api_asks_for_its_token_and_no_secret_lies_on_disk(make, tmp_path):
     task = Task(tmp_path / "t.yaml", "t", "env", secrets={"KEY": "s3cret-value"}, workdir=tmp_path)
     cloud = make()
@@ -352,8 +400,14 @@ def test_the_api_asks_for_its_token_and_no_secret_lies_on_disk(make, tmp_path):
             assert "s3cret-value" not in path.read_text(), path
     assert stat.S_IMODE((cloud.state_dir / "provider.json").stat().st_mode) == 0o600
     address = json.loads((cloud.state_dir / "provider.json").read_text())
-    for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": "Bearer é".encode().decode("latin-1")}):
-        request = urllib.request.Request(f"http://127.0.0.1:{address['port']}/nodes", headers=headers)
+    for headers in (
+        {},
+        {"Authorization": "Bearer x"},
+        {"Authorization": "Bearer é".encode().decode("latin-1")},
+    ):
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{address['port']}/nodes", headers=headers
+        )
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with pytest.raises(urllib.error.HTTPError) as e:
             opener.open(request, timeout=5)
@@ -363,9 +417,19 @@ def test_the_api_asks_for_its_token_and_no_secret_lies_on_disk(make, tmp_path):
 
 def test_bad_input_is_told_before_anything_starts(tmp_path):
     def cloud(market="calm", **changes):
-        return LocalCloud(tmp_path / "state", Task(tmp_path / "t", "t", "true", **changes), market, wanted=3, env={})
+        return LocalCloud(
+            tmp_path / "state",
+            Task(tmp_path / "t", "t", "true", **changes),
+            market,
+            wanted=3,
+            env={},
+        )
 
-    for make in (lambda: cloud("sedd:7"), lambda: cloud(num_nodes=2), lambda: cloud(workdir=tmp_path / "none")):
+    for make in (
+        lambda: cloud("sedd:7"),
+        lambda: cloud(num_nodes=2),
+        lambda: cloud(workdir=tmp_path / "none"),
+    ):
         with pytest.raises(BadInput):
             make()
     assert not (tmp_path / "state").exists()
@@ -378,8 +442,18 @@ def test_an_unknown_offer_is_told(make):
 
 def test_clean_environment():
     kept = {"PATH": "/bin", "AWS_ACCESS_KEY_ID": "k", "RANKING": "x", "MY_HARNESS_X": "1"}
-    dropped = ["HARNESS_RUN", "SKYPILOT_NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID",
-               "PYTEST_CURRENT_TEST", "AWS_EC2_METADATA_DISABLED", "BASH_ENV"]  # fmt: skip
+    dropped = [
+        "HARNESS_RUN",
+        "SKYPILOT_NODE_RANK",
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "TORCHELASTIC_RUN_ID",
+        "PYTEST_CURRENT_TEST",
+        "AWS_EC2_METADATA_DISABLED",
+        "BASH_ENV",
+    ]
     assert clean({**kept, **dict.fromkeys(dropped, "x")}) == kept
 
 
@@ -388,9 +462,17 @@ def test_gpus_are_shared_out(tmp_path):
         (tmp_path / name).touch()
     assert visible_gpus({}, tmp_path) == ("0", "2", "10")
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3, 1"}, tmp_path) == ("3", "1")
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == ()
+    assert (
+        visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
+        == visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path)
+        == ()
+    )
     eight = tuple("01234567")
-    assert [provider._share(eight, slot, 3) for slot in range(3)] == [("0", "1"), ("2", "3"), ("4", "5")]
+    assert [provider._share(eight, slot, 3) for slot in range(3)] == [
+        ("0", "1"),
+        ("2", "3"),
+        ("4", "5"),
+    ]
     assert [provider._share(("0",), slot, 3) for slot in range(3)] == [("0",)] * 3
     assert provider._share((), 0, 3) == ()
 

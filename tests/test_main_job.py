@@ -1,4 +1,5 @@
-"""The main job as a user runs it: `harness launch` on the local cloud, with everything that can die dying."""
+"""The main job as a user runs it: `harness launch` on the local cloud, with everything that can
+die dying."""
 
 import random
 import signal
@@ -11,7 +12,14 @@ from campaign import Campaign
 from worlds import history, newest, train
 
 from harness.core.batch import Batching, expected_digest
-from harness.core.facts import AttemptEnded, EpochStarted, NoticeSeen, RunEnded, SessionEnded, SnapshotCommitted
+from harness.core.facts import (
+    AttemptEnded,
+    EpochStarted,
+    NoticeSeen,
+    RunEnded,
+    SessionEnded,
+    SnapshotCommitted,
+)
 
 FLAGS = "--total 120 --every 10 --sleep-s 0.04 --reduce exact"
 
@@ -30,7 +38,12 @@ def campaign(tmp_path):
 
 
 def harness(*words):
-    return subprocess.run([sys.executable, "-m", "harness.cli", *map(str, words)], capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-m", "harness.cli", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def assert_whole(c: Campaign, total=120):
@@ -38,7 +51,9 @@ def assert_whole(c: Campaign, total=120):
     records = history(c.run)
     assert [r.step for r in records] == list(range(1, total + 1))
     batching = Batching(1000, 48, 4, seed=1)
-    assert all(int(r.digest, 16) == expected_digest(batching, r.step) and r.samples == 48 for r in records)
+    assert all(
+        int(r.digest, 16) == expected_digest(batching, r.step) and r.samples == 48 for r in records
+    )
     verified = harness("verify", c.run)
     assert verified.returncode == 0, verified.stdout + verified.stderr
     deadline = time.monotonic() + 15
@@ -50,7 +65,9 @@ def assert_whole(c: Campaign, total=120):
 
 def test_the_demo_market(campaign, tmp_path):
     """Noticed preemption, unnoticed kill, outage, return: the same training as undisturbed."""
-    c = campaign(market="demo", nodes="1:3", flags="--total 300 --every 10 --sleep-s 0.08 --reduce exact")
+    c = campaign(
+        market="demo", nodes="1:3", flags="--total 300 --every 10 --sleep-s 0.08 --reduce exact"
+    )
     c.launch()
     assert c.wait() == 0, c.logs()
     records = assert_whole(c, 300)
@@ -61,12 +78,16 @@ def test_the_demo_market(campaign, tmp_path):
     assert same.returncode == 0 and "identical from step 1 to 300" in same.stdout, same.stdout
     assert len({r.world for r in records}) >= 2
     reasons = {e.reason for e in c.facts(EpochStarted)}
-    # A slow machine's newcomers get in when a loss forms the next world, so there may be no "grow"; test_agent.py has that for sure.
+    # A slow machine's newcomers get in when a loss forms the next world, so there may be no "grow";
+    # test_agent.py has that for sure.
     assert "start" in reasons and reasons & {"shrink", "loss"}
-    # Nothing is lost on a notice: what was trained until the ranks left is what was committed. Rank 0 says why; on another node than the
-    # one that was told it knows of a resize only.
+    # Nothing is lost on a notice: what was trained until the ranks left is what was committed. Rank
+    # 0 says why; on another node than the one that was told it knows of a resize only.
     noticed = [f for f in c.facts(SnapshotCommitted) if f.why in ("notice", "resize")]
-    told = {max((e.epoch for e in c.facts(EpochStarted) if n.member in e.members), default=0) for n in c.facts(NoticeSeen)}
+    told = {
+        max((e.epoch for e in c.facts(EpochStarted) if n.member in e.members), default=0)
+        for n in c.facts(NoticeSeen)
+    }
     assert any(f.epoch in told for f in noticed)
     left = {(f.epoch, f.step) for f in c.facts(SessionEnded)}
     assert all((f.epoch, f.step) in left for f in noticed)
@@ -86,7 +107,8 @@ def calm_weights(tmp_path_factory):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sigkill_of_anything_at_any_moment(campaign, seed, calm_weights):
-    """Controller, provider, agents, workers, all at once; the same command again finishes the run, with the same weights."""
+    """Controller, provider, agents, workers, all at once; the same command again finishes the
+    run, with the same weights."""
     rng = random.Random(seed)
     c = campaign(market="calm", nodes="1:2", flags=FLAGS)
     c.launch()
@@ -108,7 +130,8 @@ def test_sigkill_of_anything_at_any_moment(campaign, seed, calm_weights):
 
 
 def test_a_second_controller_is_refused(campaign):
-    c = campaign(flags="--total 100000 --every 10 --sleep-s 0.04")  # so that it still runs when the second one has started
+    # so that it still runs when the second one has started
+    c = campaign(flags="--total 100000 --every 10 --sleep-s 0.04")
     first = c.launch()
     c.until(lambda: c.step() >= 10)
     second = c.launch()
@@ -141,7 +164,8 @@ def test_ctrl_c_drains_and_the_same_command_resumes(campaign):
 
 
 def test_a_budget_is_kept(campaign):
-    """One minute of one node costs more than this, so nothing is started (what running ones may spend: tests/test_sim.py)."""
+    """One minute of one node costs more than this, so nothing is started (what running ones may
+    spend: tests/test_sim.py)."""
     c = campaign(flags="--total 5000 --every 10 --sleep-s 0.05", extra=("--budget-usd", "0.004"))
     c.launch()
     assert c.wait() == 3, c.logs()
@@ -182,7 +206,11 @@ def test_a_broken_script_stops_the_run_with_its_reason(campaign, flags, says):
     ],
 )
 def test_bad_flags_are_refused_before_anything_starts(campaign, change, says, monkeypatch):
-    for name, value in (("AWS_ACCESS_KEY_ID", "k"), ("AWS_SECRET_ACCESS_KEY", "s"), ("AWS_ENDPOINT_URL", "http://127.0.0.1:9")):
+    for name, value in (
+        ("AWS_ACCESS_KEY_ID", "k"),
+        ("AWS_SECRET_ACCESS_KEY", "s"),
+        ("AWS_ENDPOINT_URL", "http://127.0.0.1:9"),
+    ):
         monkeypatch.setenv(name, value)
     c = campaign()
     ended = harness(*c.command[3:], *change)

@@ -15,10 +15,16 @@ REF = Ref(epoch=2, step=40)
 
 
 def part_list(
-    rank: int = 0, world: int = 1, data: dict | None = None, tensors: dict | None = None, content: bytes = b"x" * 2500
+    rank: int = 0,
+    world: int = 1,
+    data: dict | None = None,
+    tensors: dict | None = None,
+    content: bytes = b"x" * 2500,
 ) -> PartList:
     key = f"snapshots/parts/{REF.name}/r{rank:05d}-t-0000.bin"
-    return PartList(REF, rank, world, "t", (Part.of(key, content, 1000),), tensors or {}, data or {})
+    return PartList(
+        REF, rank, world, "t", (Part.of(key, content, 1000),), tensors or {}, data or {}
+    )
 
 
 def box(part: PartList, shape: list[int], offsets: list[int], sizes: list[int]) -> dict:
@@ -40,7 +46,13 @@ def test_ref_names_round_trip(step: int, epoch: int) -> None:
 
 def test_ref_name_is_what_the_docs_say() -> None:
     assert REF.name == str(REF) == "0000000040-e000002"
-    for bad in ("", "40-e2", "0000000040-e000002.json", "x0000000040-e000002", "0000000040-e00000２"):
+    for bad in (
+        "",
+        "40-e2",
+        "0000000040-e000002.json",
+        "x0000000040-e000002",
+        "0000000040-e00000２",
+    ):
         with pytest.raises(ValueError, match="named like"):
             Ref.parse(bad)
 
@@ -58,7 +70,9 @@ def test_part_hashes_every_chunk() -> None:
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -106,10 +120,16 @@ def test_merge_does_not_depend_on_who_or_in_what_order() -> None:
 
 def test_merge_joins_the_chunks_of_a_tensor() -> None:
     lists = [part_list(r, 2) for r in range(2)]
-    lists = [part_list(r, 2, tensors=box(one, [5, 3], [3 * (1 - r), 0], [3 - (1 - r), 3])) for r, one in enumerate(lists)]
+    lists = [
+        part_list(r, 2, tensors=box(one, [5, 3], [3 * (1 - r), 0], [3 - (1 - r), 3]))
+        for r, one in enumerate(lists)
+    ]
     manifest = Manifest.merge(lists)
     assert [c["offsets"] for c in manifest.tensors["w"]["chunks"]] == [[0, 0], [3, 0]]
-    assert [c["part"] for c in manifest.tensors["w"]["chunks"]] == [manifest.parts[1].key, manifest.parts[0].key]
+    assert [c["part"] for c in manifest.tensors["w"]["chunks"]] == [
+        manifest.parts[1].key,
+        manifest.parts[0].key,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +141,10 @@ def test_merge_joins_the_chunks_of_a_tensor() -> None:
         ([part_list(tensors=box(part_list(), [5], [0], [4]))], "5 elements, its chunks hold 4"),
         ([part_list(tensors=box(part_list(), [900], [0], [900]))], "outside of part"),
         (
-            [part_list(0, 2, tensors=box(part_list(0, 2), [4], [0], [2])), part_list(1, 2, tensors=box(part_list(1, 2), [5], [2], [2]))],
+            [
+                part_list(0, 2, tensors=box(part_list(0, 2), [4], [0], [2])),
+                part_list(1, 2, tensors=box(part_list(1, 2), [5], [2], [2])),
+            ],
             "different names",
         ),
     ],
@@ -142,7 +165,8 @@ def test_every_change_is_seen(kind: type) -> None:
         damaged = bytearray(text)
         damaged[rng.randrange(len(text))] ^= 1 << rng.randrange(8)
         try:
-            assert kind.from_json(bytes(damaged)) == original  # 1e-7 or 1E-7: another spelling of the same
+            # 1e-7 or 1E-7: another spelling of the same
+            assert kind.from_json(bytes(damaged)) == original
         except SnapshotCorrupt:
             seen += 1
     assert seen > 390
@@ -151,7 +175,9 @@ def test_every_change_is_seen(kind: type) -> None:
             kind.from_json(text[:end])
 
 
-@pytest.mark.parametrize("text", ["", "null", "[]", "{}", "3", '"x"', '{"hash":"x"}', b"\xff\xfe", '{"hash":{}}'])
+@pytest.mark.parametrize(
+    "text", ["", "null", "[]", "{}", "3", '"x"', '{"hash":"x"}', b"\xff\xfe", '{"hash":{}}']
+)
 def test_anything_else_is_corrupt(text: str | bytes) -> None:
     for kind in (Manifest, PartList):
         with pytest.raises(SnapshotCorrupt, match="use an older snapshot"):

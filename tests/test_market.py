@@ -1,4 +1,5 @@
-"""Markets: what happens when, the same for the same words, once each, and never so that a run could not end."""
+"""Markets: what happens when, the same for the same words, once each, and never so that a run
+could not end."""
 
 import json
 from dataclasses import asdict
@@ -7,7 +8,18 @@ from itertools import pairwise
 import pytest
 
 from harness.clouds import market
-from harness.clouds.market import Capacity, Entry, Kill, Market, Outage, Preempt, Progress, State, from_trace, parse
+from harness.clouds.market import (
+    Capacity,
+    Entry,
+    Kill,
+    Market,
+    Outage,
+    Preempt,
+    Progress,
+    State,
+    from_trace,
+    parse,
+)
 from harness.core.facts import Chain, SessionStarted, StepDone
 from harness.core.world import BadInput
 from storage.files import MemoryStore
@@ -26,15 +38,35 @@ def play(m: Market, seconds: float, progress=lambda t: 0.0, tick_s: float = 0.5)
 
 def test_demo_script():
     log, capacity = play(parse("demo", max_nodes=3), 130, progress=lambda t: t / 100)
-    assert [e for _, e in log] == [Capacity(3), Preempt(8.0, 0), Kill(-1), Capacity(3), Outage(6.0), Capacity(3)]
+    assert [e for _, e in log] == [
+        Capacity(3),
+        Preempt(8.0, 0),
+        Kill(-1),
+        Capacity(3),
+        Outage(6.0),
+        Capacity(3),
+    ]
     assert [t for t, _ in log] == [15, 35, 50, 56, 70, 76]
     at = dict(capacity)
-    assert [at[t] for t in (0, 14.5, 15, 35, 50, 55.5, 56, 70, 75.5, 76, 129.5)] == [2, 2, 3, 2, 1, 1, 3, 0, 0, 3, 3]
+    assert [at[t] for t in (0, 14.5, 15, 35, 50, 55.5, 56, 70, 75.5, 76, 129.5)] == [
+        2,
+        2,
+        3,
+        2,
+        1,
+        1,
+        3,
+        0,
+        0,
+        3,
+        3,
+    ]
 
 
 @pytest.mark.parametrize(("low", "high"), [(1, 1), (1, 2), (2, 2), (3, 3), (2, 5), (1, 8)])
 def test_demo_lets_every_range_reach_its_end(low, high):
-    """A run that steps only while it has its least number of nodes still sees the whole demo, and full capacity after it."""
+    """A run that steps only while it has its least number of nodes still sees the whole demo,
+    and full capacity after it."""
     m, state, done, t, events = parse("demo", min_nodes=low, max_nodes=high), None, 0.0, 0.0, []
     state = m.start()
     while done < 1.0:
@@ -71,7 +103,9 @@ def test_random_is_reproducible_and_capacity_always_returns():
         low_since = None
         for t, n in capacity:
             low_since = None if n == 3 else t if low_since is None else low_since
-            assert low_since is None or t - low_since < 60, f"seed {seed}: below full for a minute at {t}"
+            assert low_since is None or t - low_since < 60, (
+                f"seed {seed}: below full for a minute at {t}"
+            )
         assert play(m, 2200, tick_s=5)[1][-1][1] == 3
 
 
@@ -93,10 +127,13 @@ BAMBOO += "600000,remove,node1\n600000,remove,node2\n1200000,add,node5\n1200000,
 PARCAE = "\n".join(
     json.dumps([t, what, {"nodes": nodes, "duration": 60000}])
     for t, what, nodes in [
-        (0, "add", ["a", "b", "c", "d"]), (60000, "no-op", []), (90000, "migration", []), (600000, "remove", ["a", "b"]),
+        (0, "add", ["a", "b", "c", "d"]),
+        (60000, "no-op", []),
+        (90000, "migration", []),
+        (600000, "remove", ["a", "b"]),
         (1200000, "add", ["e", "f"]),
     ]
-)  # fmt: skip
+)
 FORMATS = {
     "bamboo": BAMBOO,
     "parcae": PARCAE,
@@ -112,14 +149,21 @@ FORMATS = {
 def test_traces_of_every_format(name):
     m = from_trace(FORMATS[name], spec=name, max_nodes=4, faster=60)
     assert m.capacity == 4
-    assert [(pytest.approx(e.at_s, abs=1e-3), e.event) for e in m.entries] == [(10, Capacity(2)), (20, Capacity(4))]
+    assert [(pytest.approx(e.at_s, abs=1e-3), e.event) for e in m.entries] == [
+        (10, Capacity(2)),
+        (20, Capacity(4)),
+    ]
 
 
 def test_trace_scales(tmp_path):
     path = tmp_path / "a trace@home.csv"
     path.write_text(BAMBOO)
     assert [e.at_s for e in parse(f"{path}@600", max_nodes=2).entries] == [1, 2]
-    assert [e.event for e in parse(f"{path}@600", max_nodes=2).entries] == [Capacity(1), Capacity(2)]  # half of the peak
+    # half of the peak
+    assert [e.event for e in parse(f"{path}@600", max_nodes=2).entries] == [
+        Capacity(1),
+        Capacity(2),
+    ]
     path = path.rename(tmp_path / "t.csv")
     assert parse(str(path), max_nodes=2).entries[-1].at_s == pytest.approx(market.TRACE_FITS_S)
 
@@ -140,7 +184,10 @@ def test_bad_specs_are_told(spec, says):
     assert says in str(e.value)
 
 
-@pytest.mark.parametrize("text", ["", "a,b,c,d\n1,2,3,4\n", "0,jump,node1\n", "[1, 2]\n", "0,0\n5,0\n", "hello\n", "0,add\n"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "a,b,c,d\n1,2,3,4\n", "0,jump,node1\n", "[1, 2]\n", "0,0\n5,0\n", "hello\n", "0,add\n"],
+)
 def test_bad_traces_are_told(text):
     with pytest.raises(BadInput, match="trace"):
         from_trace(text, spec="x", max_nodes=3)
@@ -184,6 +231,9 @@ def test_progress_reads_each_segment_once_and_follows_rewinds():
 
 
 def test_offers_are_plain():
-    assert all(o.spot and o.usd_per_h < o.on_demand_usd_per_h and o.name.startswith("local/") for o in market.OFFERS)
+    assert all(
+        o.spot and o.usd_per_h < o.on_demand_usd_per_h and o.name.startswith("local/")
+        for o in market.OFFERS
+    )
     assert len({o.name for o in market.OFFERS}) == len(market.OFFERS)
     assert json.dumps([asdict(o) for o in market.OFFERS])

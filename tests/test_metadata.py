@@ -1,4 +1,5 @@
-"""The metadata endpoint says what EC2 says, and the watcher hears it - also when it is slow, wrong or silent."""
+"""The metadata endpoint says what EC2 says, and the watcher hears it - also when it is slow,
+wrong or silent."""
 
 import hashlib
 import http.client
@@ -50,7 +51,9 @@ def server(clock):
 
 
 def ask(server, method, path, headers=()):
-    request = urllib.request.Request(server.endpoint.rstrip("/") + path, method=method, headers=dict(headers))
+    request = urllib.request.Request(
+        server.endpoint.rstrip("/") + path, method=method, headers=dict(headers)
+    )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=5) as r:
@@ -70,21 +73,30 @@ def get(server, path):
     return ask(server, "GET", path, {TOKEN_HEADER: token(server)})
 
 
-# ---- the endpoint -----------------------------------------------------------------------------------------------
+# ---- the endpoint --------------------------------------------------------------------------------
 @pytest.mark.parametrize("ttl", [None, "", "0", "21601", "-1", "x", "1.5", "²"])
 def test_bad_ttl(server, ttl):
-    answer = server.protocol.answer("PUT", "/latest/api/token", {} if ttl is None else {TTL_HEADER.lower(): ttl})
+    answer = server.protocol.answer(
+        "PUT", "/latest/api/token", {} if ttl is None else {TTL_HEADER.lower(): ttl}
+    )
     assert answer.status == 400
 
 
 def test_token_rules(server, clock):
-    assert ask(server, "PUT", "/latest/api/token", {TTL_HEADER: "60", "X-Forwarded-For": "10.0.0.1"})[0] == 403
+    assert (
+        ask(server, "PUT", "/latest/api/token", {TTL_HEADER: "60", "X-Forwarded-For": "10.0.0.1"})[
+            0
+        ]
+        == 403
+    )
     assert ask(server, "GET", "/latest/api/token")[0] == 405
     assert ask(server, "GET", ACTION)[0] == 401
     assert ask(server, "GET", ACTION, {TOKEN_HEADER: "made up"})[0] == 401
     t = token(server, "60")
     clock.now_s += 20
-    status, body, headers = ask(server, "GET", "/latest/meta-data/instance-id", {TOKEN_HEADER.lower(): t})
+    status, body, headers = ask(
+        server, "GET", "/latest/meta-data/instance-id", {TOKEN_HEADER.lower(): t}
+    )
     assert (status, body, headers[TTL_HEADER]) == (200, "i-0123", "40")
     clock.now_s += 40
     assert ask(server, "GET", ACTION, {TOKEN_HEADER: t})[0] == 401
@@ -97,7 +109,10 @@ def test_nothing_pending(server):
     assert get(server, "/latest/meta-data/events/maintenance/scheduled")[:2] == (200, "[]")
     assert get(server, "/latest/meta-data/placement/availability-zone")[1] == "us-east-1a"
     assert get(server, "/latest/meta-data/placement/region/")[1] == "us-east-1"
-    assert json.loads(get(server, "/latest/dynamic/instance-identity/document")[1])["instanceId"] == "i-0123"
+    assert (
+        json.loads(get(server, "/latest/dynamic/instance-identity/document")[1])["instanceId"]
+        == "i-0123"
+    )
 
 
 def test_interruption_is_frozen_until_cancelled(server, clock):
@@ -117,7 +132,10 @@ def test_interruption_is_frozen_until_cancelled(server, clock):
 def test_faults(server):
     t = {TOKEN_HEADER: token(server)}
     server.inject(status=503, count=1)
-    assert [ask(server, "GET", "/latest/meta-data/instance-id", t)[0] for _ in range(2)] == [503, 200]
+    assert [ask(server, "GET", "/latest/meta-data/instance-id", t)[0] for _ in range(2)] == [
+        503,
+        200,
+    ]
     server.inject(drop=True, method="GET")
     with pytest.raises((http.client.RemoteDisconnected, urllib.error.URLError)):
         ask(server, "GET", "/latest/meta-data/instance-id", t)
@@ -130,7 +148,7 @@ def test_faults(server):
     assert ask(server, "GET", "/latest/meta-data/instance-id", t)[0] == 200
 
 
-# ---- the contract between the endpoint and the watcher -----------------------------------------------------------
+# ---- the contract between the endpoint and the watcher -------------------------------------------
 def test_hears_an_interruption_once_with_its_deadline(server, clock):
     source, seen, gone = AwsSource(server.endpoint, monotonic=clock), [], []
     known = step(source, {}, seen.append, gone.append)
@@ -140,7 +158,9 @@ def test_hears_an_interruption_once_with_its_deadline(server, clock):
         known = step(source, known, seen.append, gone.append)
     body = get(server, ACTION)[1]
     name = f"aws-itn-{hashlib.sha256(body.encode()).hexdigest()[:16]}"
-    assert seen == [Notice("aws", "kill", name, DEADLINE_S, False, "spot terminate at 2017-09-18T08:22:00Z")]
+    assert seen == [
+        Notice("aws", "kill", name, DEADLINE_S, False, "spot terminate at 2017-09-18T08:22:00Z")
+    ]
     server.protocol.cancel()
     step(source, known, seen.append, gone.append)
     assert gone == seen
@@ -153,7 +173,11 @@ def test_hears_rebalance_as_soft_and_maintenance_as_cancellable(server, clock):
     server.protocol.maintenance(EVENT)
     soft, maintenance = source.poll()
     assert (soft.kind, soft.deadline_s) == ("soft", None)
-    assert (maintenance.kind, maintenance.id, maintenance.cancellable) == ("maintenance", EVENT["EventId"], True)
+    assert (maintenance.kind, maintenance.id, maintenance.cancellable) == (
+        "maintenance",
+        EVENT["EventId"],
+        True,
+    )
     assert maintenance.deadline_s == utc("2019-01-21T09:00:43Z")
     server.protocol.maintenance({**EVENT, "State": "canceled"})
     assert [n.kind for n in source.poll()] == ["soft"]
@@ -179,8 +203,12 @@ def test_one_token_for_many_polls_and_a_new_one_when_it_is_refused(server, clock
     assert (server.requests, source.errors) == (10 + 1 + 3, 0)
 
 
-@pytest.mark.parametrize("fault", [{"status": 503}, {"drop": True}, {"status": 401}, {"latency_s": 0.5}, {"status": 200}])
-def test_an_endpoint_that_fails_neither_kills_the_watcher_nor_cancels_a_notice(server, clock, fault):
+@pytest.mark.parametrize(
+    "fault", [{"status": 503}, {"drop": True}, {"status": 401}, {"latency_s": 0.5}, {"status": 200}]
+)
+def test_an_endpoint_that_fails_neither_kills_the_watcher_nor_cancels_a_notice(
+    server, clock, fault
+):
     source = AwsSource(server.endpoint, timeout_s=0.15, monotonic=clock)
     server.protocol.announce("terminate", DEADLINE_S)
     before = list(source.poll())
@@ -221,7 +249,7 @@ def test_a_dead_endpoint_is_counted(clock):
     assert source.errors == 1
 
 
-# ---- files ------------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 def test_a_touched_file_is_a_notice_and_its_removal_a_cancellation(tmp_path):
     path, seen, gone = tmp_path / "notice", [], []
     source = FileSource(path, settle_s=0)
@@ -238,7 +266,9 @@ def test_a_touched_file_is_a_notice_and_its_removal_a_cancellation(tmp_path):
 def test_a_file_may_say_more(tmp_path):
     path = tmp_path / "notice"
     source = FileSource(path)
-    path.write_text(json.dumps({"kind": "soft", "grace_s": 30, "id": "drill-1", "detail": "a drill"}))
+    path.write_text(
+        json.dumps({"kind": "soft", "grace_s": 30, "id": "drill-1", "detail": "a drill"})
+    )
     (notice,) = source.poll()
     assert (notice.kind, notice.id, notice.detail) == ("soft", "drill-1", "a drill")
     assert notice.deadline_s == pytest.approx(path.stat().st_mtime + 30)
@@ -246,7 +276,9 @@ def test_a_file_may_say_more(tmp_path):
     assert [(n.kind, n.deadline_s, n.id) for n in source.poll()] == [("kill", 5000.0, "drill-2")]
 
 
-@pytest.mark.parametrize("text", ['{"kind": "ki', "[1]", '{"kind": "party"}', '{"grace_s": "soon"}'])
+@pytest.mark.parametrize(
+    "text", ['{"kind": "ki', "[1]", '{"kind": "party"}', '{"grace_s": "soon"}']
+)
 def test_an_unreadable_file_is_waited_for_and_then_taken_for_a_kill(tmp_path, text):
     path = tmp_path / "notice"
     path.write_text(text)
@@ -259,7 +291,7 @@ def test_an_unreadable_file_is_waited_for_and_then_taken_for_a_kill(tmp_path, te
     assert "unreadable" in notice.detail
 
 
-# ---- finding, watching ------------------------------------------------------------------------------------------
+# ---- finding, watching ---------------------------------------------------------------------------
 def test_detection_asks_the_machine_and_never_the_network(tmp_path):
     def base(env, root):
         return [s._endpoint.base for s in detect(env, tmp_path / root) if isinstance(s, AwsSource)]
@@ -274,7 +306,9 @@ def test_detection_asks_the_machine_and_never_the_network(tmp_path):
     assert base({}, "none") == base({}, "gcp") == []
     assert base({}, "aws") == base({}, "xen") == [AWS_V4]
     assert base({"AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE": "IPv6"}, "aws") == [AWS_V6]
-    assert base({"AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:7/"}, "gcp") == ["http://127.0.0.1:7"]
+    assert base({"AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:7/"}, "gcp") == [
+        "http://127.0.0.1:7"
+    ]
     assert base({"AWS_EC2_METADATA_DISABLED": "true"}, "aws") == []
     files = [s.path for s in detect({"HARNESS_NODE_DIR": str(tmp_path)}, tmp_path / "none")]
     assert files == [tmp_path / "notice"]
@@ -282,7 +316,10 @@ def test_detection_asks_the_machine_and_never_the_network(tmp_path):
 
 def test_watching_calls_back_and_stops(server, tmp_path):
     seen, gone = [], []
-    sources = [AwsSource(server.endpoint, pace_s=0.02), FileSource(tmp_path / "notice", pace_s=0.02, settle_s=0)]
+    sources = [
+        AwsSource(server.endpoint, pace_s=0.02),
+        FileSource(tmp_path / "notice", pace_s=0.02, settle_s=0),
+    ]
 
     def wait_for(count, what):
         until = time.monotonic() + 10

@@ -1,4 +1,5 @@
-"""The live view: a fold of facts that does not mind their order, drawn on terminals and told in lines elsewhere."""
+"""The live view: a fold of facts that does not mind their order, drawn on terminals and told in
+lines elsewhere."""
 
 import io
 import json
@@ -40,19 +41,36 @@ def drawn(state, now, **more):
 
 def seen(state: State, now: float):
     """All that anybody can see of a state."""
-    nodes = [(n.name, state.node_state(n, now), n.billed_s(now), state.ranks(n.member)) for n in state.shown_nodes(now)]
-    found = (state.run_state, state.step, state.epoch, state.world, state.rates(), state.spent(now), state.over)
+    nodes = [
+        (n.name, state.node_state(n, now), n.billed_s(now), state.ranks(n.member))
+        for n in state.shown_nodes(now)
+    ]
+    found = (
+        state.run_state,
+        state.step,
+        state.epoch,
+        state.world,
+        state.rates(),
+        state.spent(now),
+        state.over,
+    )
     return (drawn(state, now), nodes, found, state.committed, state.refused)
 
 
-# ---- the fold ---------------------------------------------------------------------------------------------------
+# ---- the fold ------------------------------------------------------------------------------------
 def test_it_knows_who_trains_where():
     state = state_at(90)
     assert (state.run_state, state.epoch, state.world, state.accumulation) == ("training", 2, 3, 6)
     assert 33 <= state.step <= 51
     assert state.total == TOTAL
-    assert [(n.name, state.node_state(n, T0 + 90)[1]) for n in state.shown_nodes(T0 + 90)] == [(x, "training") for x in ("1", "2", "4")]
-    assert [state.ranks(n.member) for n in state.shown_nodes(T0 + 90)] == [range(0, 1), range(1, 2), range(2, 3)]
+    assert [(n.name, state.node_state(n, T0 + 90)[1]) for n in state.shown_nodes(T0 + 90)] == [
+        (x, "training") for x in ("1", "2", "4")
+    ]
+    assert [state.ranks(n.member) for n in state.shown_nodes(T0 + 90)] == [
+        range(0, 1),
+        range(1, 2),
+        range(2, 3),
+    ]
     rates = state.rates()
     assert rates["steps_per_s"] == pytest.approx(1 / 0.81, rel=0.15)
     assert rates["tokens_per_s"] == pytest.approx(128 * rates["samples_per_s"])
@@ -64,7 +82,9 @@ def test_a_notice_counts_down():
     state = folded([s for s in FACTS if s.t <= notice.t])
     node = state.of_member(notice.fact.member)
     assert state.node_state(node, notice.t + 20) == ("bold yellow", "notice, 100 s left")
-    state.apply(f.Stamped(notice.t + 21, "x", f.NoticeCancelled(notice.fact.member, notice.fact.id)))
+    state.apply(
+        f.Stamped(notice.t + 21, "x", f.NoticeCancelled(notice.fact.member, notice.fact.id))
+    )
     assert state.node_state(node, notice.t + 22)[1] == "training"
 
 
@@ -81,7 +101,13 @@ def test_a_snapshot_whose_writer_died_unheard_is_known_from_the_resume():
     state = state_at(90)
     assert state.committed[0] == 32
     assert state.committed[1] is not None
-    state.apply(f.Stamped(T0 + 91, "w", f.SessionStarted(3, 1, 47, 2, TOTAL, 64, 4, (16,), "fast", "ddp", "cpu", 0.1)))
+    state.apply(
+        f.Stamped(
+            T0 + 91,
+            "w",
+            f.SessionStarted(3, 1, 47, 2, TOTAL, 64, 4, (16,), "fast", "ddp", "cpu", 0.1),
+        )
+    )
     assert state.committed == (47, None)
     assert "snapshot step 47" in progress_line(state, T0 + 92)
 
@@ -91,7 +117,8 @@ def test_money_is_that_of_the_bills():
     assert paid == pytest.approx(STORY.spent)
     assert on_demand > paid
     alive, _ = state_at(60).spent(T0 + 60)
-    assert alive == pytest.approx((40 + 31) * 1.10 / 3600, rel=0.01)  # nodes 1 and 2, up at 20 and 29 s
+    # nodes 1 and 2, up at 20 and 29 s
+    assert alive == pytest.approx((40 + 31) * 1.10 / 3600, rel=0.01)
 
 
 def test_an_outage_and_the_end():
@@ -125,7 +152,8 @@ def test_a_run_without_a_controller_ends_with_its_session():
 @settings(max_examples=40, deadline=None)
 def test_order_does_not_matter(seed, until):
     facts = [s for s in FACTS if s.t <= T0 + until]
-    # Seats flush at their own pace: each fact is seen up to two seconds late, but one writer's stay in order (as segments do).
+    # Seats flush at their own pace: each fact is seen up to two seconds late, but one writer's stay
+    # in order (as segments do).
     rng = random.Random(seed)
     delay = {w: rng.uniform(0, 2) for w in {s.writer for s in facts}}
     shuffled = sorted(facts, key=lambda s: s.t + delay[s.writer])
@@ -139,14 +167,20 @@ def test_every_fact_can_be_described():
 
 
 def test_terminal_codes_of_others_are_not_passed_on():
-    state = folded([f.Stamped(T0, "a", f.WorkerFailed("m1", 1, 0, 1, "Oops", "\x1b[2J\x07boom [bold]x[/]", ""))])
+    state = folded(
+        [
+            f.Stamped(
+                T0, "a", f.WorkerFailed("m1", 1, 0, 1, "Oops", "\x1b[2J\x07boom [bold]x[/]", "")
+            )
+        ]
+    )
     text = drawn(state, T0)
     assert "\x1b" not in text
     assert "\x07" not in text
     assert "boom [bold]x[/]" in text
 
 
-# ---- following --------------------------------------------------------------------------------------------------
+# ---- following -----------------------------------------------------------------------------------
 class Ticker:
     """A clock that sleeping moves; at given times something happens."""
 
@@ -178,7 +212,13 @@ def replay(store, clock):
 def test_without_a_terminal_it_is_plain_lines():
     store, clock, out = MemoryStore("memory://replay", {}), Ticker(), io.StringIO()
     replay(store, clock)
-    state = follow(store, lambda: clock.t > T0 + 2000, Console(file=out, width=60), now=clock.now, sleep=clock.sleep)
+    state = follow(
+        store,
+        lambda: clock.t > T0 + 2000,
+        Console(file=out, width=60),
+        now=clock.now,
+        sleep=clock.sleep,
+    )
     assert state.over
     assert clock.t < T0 + 400
     lines = out.getvalue().splitlines()
@@ -187,18 +227,25 @@ def test_without_a_terminal_it_is_plain_lines():
     assert sum("snapshot of step" in line and "committed" in line for line in lines) == 14
     assert any("node 1: preempted (killed)" in line for line in lines)
     assert not any("no-capacity" in line or "asking" in line for line in lines)
-    assert any("waiting for capacity  step 75/120" in line and "refused 2 times" in line for line in lines)
+    assert any(
+        "waiting for capacity  step 75/120" in line and "refused 2 times" in line for line in lines
+    )
     assert any("epoch 2 (grow): 3 ranks on 3 nodes (1 2 4)" in line for line in lines)
     progress = [line for line in lines if f"/{TOTAL}" in line]
     assert 15 < len(progress) < 80  # every few seconds
-    assert any("world 3 × 6" in line and "tokens/s" in line and "MFU 31.0 %" in line and "spent $" in line for line in progress)
+    assert any(
+        "world 3 × 6" in line and "tokens/s" in line and "MFU 31.0 %" in line and "spent $" in line
+        for line in progress
+    )
 
 
 def test_on_a_terminal_it_draws_and_leaves_the_last_picture():
     store, clock, out = MemoryStore("memory://drawn", {}), Ticker(), io.StringIO()
     replay(store, clock)
     console = Console(file=out, width=140, height=40, force_terminal=True, color_system=None)
-    follow(store, lambda: clock.t > T0 + 2000, console, now=clock.now, sleep=clock.sleep, poll_s=20.0)
+    follow(
+        store, lambda: clock.t > T0 + 2000, console, now=clock.now, sleep=clock.sleep, poll_s=20.0
+    )
     text = out.getvalue()
     assert "\x1b[" in text
     assert "training" in text
@@ -214,11 +261,20 @@ def test_once_prints_one_picture():
 
 def test_a_finished_run_ends_the_view_unless_it_is_being_launched_again():
     clock, out = Ticker(STORY.t), io.StringIO()
-    follow(STORY.store, lambda: False, Console(file=out, width=120), now=clock.now, sleep=clock.sleep)
+    follow(
+        STORY.store, lambda: False, Console(file=out, width=120), now=clock.now, sleep=clock.sleep
+    )
     assert clock.t == STORY.t
     assert "earlier events" in out.getvalue()
     stop_s = clock.t + 30
-    follow(STORY.store, lambda: clock.t > stop_s, Console(file=out), until_ended=False, now=clock.now, sleep=clock.sleep)
+    follow(
+        STORY.store,
+        lambda: clock.t > stop_s,
+        Console(file=out),
+        until_ended=False,
+        now=clock.now,
+        sleep=clock.sleep,
+    )
     assert clock.t > stop_s
 
 
@@ -269,11 +325,16 @@ def test_a_long_silence_is_shown():
     assert "has not answered for 9 s" in out.getvalue()
 
 
-# ---- status and the controller ----------------------------------------------------------------------------------
+# ---- status and the controller -------------------------------------------------------------------
 def test_status_is_json():
     body = status(STORY.store, now=lambda: STORY.t)
     json.dumps(body, allow_nan=False)
-    assert (body["state"], body["step"], body["total_steps"], body["over"]) == ("done", TOTAL, TOTAL, True)
+    assert (body["state"], body["step"], body["total_steps"], body["over"]) == (
+        "done",
+        TOTAL,
+        TOTAL,
+        True,
+    )
     assert body["snapshot"]["step"] == TOTAL
     assert body["controller_alive"] is False
     assert body["spent_usd"] == pytest.approx(STORY.spent)
@@ -292,7 +353,12 @@ def test_status_in_the_middle():
 
     sleep(0)
     body = status(store, now=clock.now, sleep=sleep)
-    assert (body["state"], body["world"], body["accumulation"], body["controller_alive"]) == ("training", 3, 6, True)
+    assert (body["state"], body["world"], body["accumulation"], body["controller_alive"]) == (
+        "training",
+        3,
+        6,
+        True,
+    )
     assert [n["ranks"] for n in body["nodes"]] == [[0], [1], [2]]
     assert body["rates"]["tokens_per_s"] > 0
 

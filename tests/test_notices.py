@@ -1,4 +1,5 @@
-"""Every cloud's source against its fake and against what clouds really send: appear, change, vanish; slow, wrong, silent, restarted."""
+"""Every cloud's source against its fake and against what clouds really send: appear, change,
+vanish; slow, wrong, silent, restarted."""
 
 import json
 import subprocess
@@ -19,7 +20,15 @@ from harness.agent.gcp import MAINTENANCE_EVENT, PREEMPTED, GcpSource, gcp_value
 from harness.agent.kubernetes import ACCOUNT, KubernetesSource, node_taints, pod_deletion
 from harness.agent.notices import Notice, step, watch
 from harness.agent.polling import utc
-from harness.agent.sources import LimitSource, MithrilSource, detect, duration, moment, places, sigterm_s
+from harness.agent.sources import (
+    LimitSource,
+    MithrilSource,
+    detect,
+    duration,
+    moment,
+    places,
+    sigterm_s,
+)
 from harness.clouds.aws_imds import AwsImds
 from harness.clouds.azure_events import AzureScheduledEvents
 from harness.clouds.gcp_metadata import GcpMetadata
@@ -63,7 +72,7 @@ def server(cloud):
         yield s
 
 
-# ---- the contract of every source with its fake -----------------------------------------------------------------
+# ---- the contract of every source with its fake --------------------------------------------------
 @pytest.mark.parametrize("kind", ["kill", "soft", "maintenance"])
 def test_a_notice_is_heard_once_and_its_cancellation_too(cloud, server, kind):
     source, ear = source_of(cloud, server.endpoint, kind), Ear()
@@ -81,7 +90,9 @@ def test_a_notice_is_heard_once_and_its_cancellation_too(cloud, server, kind):
 
 
 @pytest.mark.parametrize(
-    "fault", [{"status": 503}, {"status": 403}, {"drop": True}, {"latency_s": 1.0}, {"status": 200}], ids=lambda f: "-".join(map(str, f))
+    "fault",
+    [{"status": 503}, {"status": 403}, {"drop": True}, {"latency_s": 1.0}, {"status": 200}],
+    ids=lambda f: "-".join(map(str, f)),
 )
 def test_an_outage_neither_makes_nor_takes_back_a_notice(cloud, server, fault):
     options = {"timeout_s": 0.4, **({"hang_s": 0.01} if cloud == "gcp" else {})}
@@ -126,7 +137,9 @@ def test_a_service_that_is_restarted_tells_the_same_notice(cloud):
     first.close()
     assert len(ear.step(source)) == 1
     assert source.errors >= 1
-    with closing(MetadataServer(first.protocol if cloud != "gcp" else GcpMetadata("vm-7"), port)) as second:
+    with closing(
+        MetadataServer(first.protocol if cloud != "gcp" else GcpMetadata("vm-7"), port)
+    ) as second:
         if cloud == "gcp":
             second.protocol.set(PREEMPTED, "TRUE")  # with other ETags
         assert len(ear.step(source)) == 1
@@ -165,19 +178,33 @@ def test_the_environment_leads_to_the_fake(cloud, server, tmp_path):
     assert sum(s.errors for s in found) == 0
 
 
-# ---- AWS --------------------------------------------------------------------------------------------------------
+# ---- AWS -----------------------------------------------------------------------------------------
 def test_what_ec2_sends():
     action = '{"action": "terminate", "time": "2017-09-18T08:22:00Z"}'
     (notice,) = interruption(action)
     assert (notice.kind, notice.deadline_s) == ("kill", utc("2017-09-18T08:22:00Z"))
-    assert interruption(action)[0].id == notice.id != interruption(action.replace("terminate", "stop"))[0].id
+    assert (
+        interruption(action)[0].id
+        == notice.id
+        != interruption(action.replace("terminate", "stop"))[0].id
+    )
     assert [n.deadline_s for n in rebalance('{"noticeTime":"2020-10-27T08:22:00Z"}')] == [None]
     event = {
-        "NotBefore": "21 Jan 2019 09:00:43 GMT", "Code": "system-reboot", "Description": "scheduled reboot",
-        "EventId": "instance-event-0d59937288b749b32", "NotAfter": "21 Jan 2019 09:17:23 GMT", "State": "active",
-    }  # fmt: skip
+        "NotBefore": "21 Jan 2019 09:00:43 GMT",
+        "Code": "system-reboot",
+        "Description": "scheduled reboot",
+        "EventId": "instance-event-0d59937288b749b32",
+        "NotAfter": "21 Jan 2019 09:17:23 GMT",
+        "State": "active",
+    }
     (notice,) = maintenance(
-        json.dumps([event, event | {"EventId": "b", "State": "completed"}, event | {"EventId": "c", "State": "canceled"}])
+        json.dumps(
+            [
+                event,
+                event | {"EventId": "b", "State": "completed"},
+                event | {"EventId": "c", "State": "canceled"},
+            ]
+        )
     )
     assert (notice.id, notice.deadline_s) == (event["EventId"], utc("2019-01-21T09:00:43Z"))
 
@@ -188,16 +215,22 @@ def test_a_scheduled_event_that_moves_is_told_again():
         name = server.protocol.notice("maintenance", SOON_S)
         ear.step(source)
         server.protocol.maintenance(
-            {"EventId": name, "NotBefore": formatdate(SOON_S + 60, usegmt=True).partition(", ")[2], "State": "active"}
+            {
+                "EventId": name,
+                "NotBefore": formatdate(SOON_S + 60, usegmt=True).partition(", ")[2],
+                "State": "active",
+            }
         )
         ear.step(source)
         assert [(n.id, n.deadline_s) for n in ear.seen] == [(name, SOON_S), (name, SOON_S + 60)]
         assert ear.gone == []
 
 
-# ---- GCP --------------------------------------------------------------------------------------------------------
+# ---- GCP -----------------------------------------------------------------------------------------
 def get(server, path, **headers):
-    reply = polling.Endpoint(server.endpoint).request("GET", path, {k.replace("_", "-"): v for k, v in headers.items()}, timeout_s=10)
+    reply = polling.Endpoint(server.endpoint).request(
+        "GET", path, {k.replace("_", "-"): v for k, v in headers.items()}, timeout_s=10
+    )
     return reply.status, reply.body, reply.headers
 
 
@@ -209,12 +242,19 @@ def test_the_fake_of_gcp_has_its_manners():
         assert get(server, f"{base}/nothing", **google)[0] == 404
         assert get(server, "/")[2]["metadata-flavor"] == "Google"
         status, body, headers = get(server, f"{base}/preempted", **google)
-        assert (status, body, headers["metadata-flavor"], headers["server"]) == (200, "FALSE", "Google", "Metadata Server for VM")
+        assert (status, body, headers["metadata-flavor"], headers["server"]) == (
+            200,
+            "FALSE",
+            "Google",
+            "Metadata Server for VM",
+        )
         etag = headers["etag"]
         assert get(server, f"{base}/preempted", **google)[2]["etag"] == etag
         hanging = f"{base}/preempted?wait_for_change=true&timeout_sec=0.05&last_etag={etag}"
-        assert get(server, hanging, **google)[:2] == (200, "FALSE")  # the time is up, and nothing has changed
-        assert get(server, hanging.replace(etag, "0"), **google)[1] == "FALSE"  # another ETag is answered at once
+        # the time is up, and nothing has changed
+        assert get(server, hanging, **google)[:2] == (200, "FALSE")
+        # another ETag is answered at once
+        assert get(server, hanging.replace(etag, "0"), **google)[1] == "FALSE"
         threading.Timer(0.1, server.protocol.set, (PREEMPTED, "TRUE")).start()
         status, body, headers = get(server, hanging.replace("0.05", "9"), **google)
         assert (status, body) == (200, "TRUE")
@@ -235,8 +275,14 @@ def test_a_hanging_get_hears_the_change_in_one_request():
 
 def test_gcp_times_follow_from_what_was_seen():
     assert [n.deadline_s for n in gcp_value(PREEMPTED, "TRUE", True, 1000.0)] == [1030.0]
-    assert [n.deadline_s for n in gcp_value(MAINTENANCE_EVENT, "TERMINATE_ON_HOST_MAINTENANCE", True, 1000.0)] == [4600.0]
-    assert [n.deadline_s for n in gcp_value(MAINTENANCE_EVENT, "TERMINATE_ON_HOST_MAINTENANCE", False, 1000.0)] == [1060.0]
+    assert [
+        n.deadline_s
+        for n in gcp_value(MAINTENANCE_EVENT, "TERMINATE_ON_HOST_MAINTENANCE", True, 1000.0)
+    ] == [4600.0]
+    assert [
+        n.deadline_s
+        for n in gcp_value(MAINTENANCE_EVENT, "TERMINATE_ON_HOST_MAINTENANCE", False, 1000.0)
+    ] == [1060.0]
     (pause,) = gcp_value(MAINTENANCE_EVENT, "MIGRATE_ON_HOST_MAINTENANCE", False, 1000.0)
     assert (pause.kind, pause.pause) == ("soft", True)
     with pytest.raises(ValueError, match="MAYBE"):
@@ -247,23 +293,33 @@ def test_gcp_times_follow_from_what_was_seen():
         assert notice.deadline_s is None  # it was so before we came: nobody knows how long
 
 
-# ---- Azure ------------------------------------------------------------------------------------------------------
+# ---- Azure ---------------------------------------------------------------------------------------
 DOCUMENT = {  # after the shape in Azure's documentation
     "DocumentIncarnation": 2,
     "Events": [
         {
-            "EventId": "C7061BAC-AFDC-4513-B24B-AA5F13A16123", "EventType": "Preempt", "ResourceType": "VirtualMachine",
-            "Resources": ["vmss_vm1"], "EventStatus": "Scheduled", "NotBefore": "Mon, 11 Apr 2022 22:26:58 GMT", "Description": "",
-            "EventSource": "Platform", "DurationInSeconds": -1,
+            "EventId": "C7061BAC-AFDC-4513-B24B-AA5F13A16123",
+            "EventType": "Preempt",
+            "ResourceType": "VirtualMachine",
+            "Resources": ["vmss_vm1"],
+            "EventStatus": "Scheduled",
+            "NotBefore": "Mon, 11 Apr 2022 22:26:58 GMT",
+            "Description": "",
+            "EventSource": "Platform",
+            "DurationInSeconds": -1,
         },
     ],
-}  # fmt: skip
+}
 
 
 def test_what_azure_sends():
     event = DOCUMENT["Events"][0]
     (notice,) = azure_events(DOCUMENT, "VMSS_vm1")
-    assert (notice.kind, notice.id, notice.deadline_s) == ("kill", event["EventId"], utc("2022-04-11T22:26:58Z"))
+    assert (notice.kind, notice.id, notice.deadline_s) == (
+        "kill",
+        event["EventId"],
+        utc("2022-04-11T22:26:58Z"),
+    )
     assert (notice.scope, notice.acknowledge, notice.cancellable) == ("self", True, True)
     assert azure_events(DOCUMENT, "vmss_vm2") == ()  # the document names machines of the whole set
     assert len(azure_events(DOCUMENT, "")) == 1  # whose name it is we do not know: ours, to be safe
@@ -277,7 +333,10 @@ def test_what_azure_sends():
     assert [read(n, Resources=two).acknowledge for n in two] == [False, False]
     assert [read(n, True, Resources=two).acknowledge for n in two] == [True, False]
     assert read(two[0], Resources=two).scope == "others"
-    kinds = {t: read("vmss_vm1", EventType=t).kind for t in ("Preempt", "Terminate", "Reboot", "Redeploy", "Freeze", "News")}
+    kinds = {
+        t: read("vmss_vm1", EventType=t).kind
+        for t in ("Preempt", "Terminate", "Reboot", "Redeploy", "Freeze", "News")
+    }
     assert list(kinds.values()) == ["kill", "kill", "maintenance", "maintenance", "soft", "soft"]
     freeze = read("vmss_vm1", EventType="Freeze")
     assert (freeze.pause, freeze.acknowledge, freeze.deadline_s) == (True, False, None)
@@ -285,7 +344,11 @@ def test_what_azure_sends():
 
 
 def post(server, body, path="/metadata/scheduledevents?api-version=2020-07-01", **headers):
-    return polling.Endpoint(server.endpoint).request("POST", path, {"Metadata": "true"} | headers, timeout_s=10, body=body).status
+    return (
+        polling.Endpoint(server.endpoint)
+        .request("POST", path, {"Metadata": "true"} | headers, timeout_s=10, body=body)
+        .status
+    )
 
 
 def test_the_fake_of_azure_has_its_manners():
@@ -296,14 +359,28 @@ def test_the_fake_of_azure_has_its_manners():
         assert get(server, path, Metadata="true")[0] == 400
         status, body, _ = get(server, f"{path}?api-version=2020-07-01", Metadata="true")
         assert (status, json.loads(body)) == (200, {"DocumentIncarnation": 1, "Events": []})
-        assert get(server, "/metadata/instance/compute/name?api-version=2021-02-01&format=text", Metadata="true")[1] == "vm-7"
+        assert (
+            get(
+                server,
+                "/metadata/instance/compute/name?api-version=2021-02-01&format=text",
+                Metadata="true",
+            )[1]
+            == "vm-7"
+        )
         event = vm.schedule("Redeploy", SOON_S)
         document = json.loads(get(server, f"{path}?api-version=2020-07-01", Metadata="true")[1])
-        assert (document["DocumentIncarnation"], document["Events"][0]["NotBefore"]) == (2, "Sun, 17 Mar 2030 17:46:40 GMT")
-        assert [post(server, b) for b in (b"", b"{}", b'{"StartRequests": [{"EventId": "none"}]}')] == [400, 400, 400]
+        assert (document["DocumentIncarnation"], document["Events"][0]["NotBefore"]) == (
+            2,
+            "Sun, 17 Mar 2030 17:46:40 GMT",
+        )
+        assert [
+            post(server, b) for b in (b"", b"{}", b'{"StartRequests": [{"EventId": "none"}]}')
+        ] == [400, 400, 400]
         wanted = json.dumps({"StartRequests": [{"EventId": event}]}).encode()
         assert [post(server, wanted), post(server, wanted)] == [200, 200]
-        (started,) = json.loads(get(server, f"{path}?api-version=2020-07-01", Metadata="true")[1])["Events"]
+        (started,) = json.loads(get(server, f"{path}?api-version=2020-07-01", Metadata="true")[1])[
+            "Events"
+        ]
         assert (started["EventStatus"], started["NotBefore"]) == ("Started", "")
 
 
@@ -326,12 +403,17 @@ def test_a_started_event_keeps_the_deadline_that_was_told():
         assert not source.acknowledge(notice)
 
 
-# ---- Kubernetes -------------------------------------------------------------------------------------------------
+# ---- Kubernetes ----------------------------------------------------------------------------------
 POD = {
     "metadata": {"name": "trainer-0", "uid": "u-1"},
     "spec": {"nodeName": "gpu-1", "terminationGracePeriodSeconds": 30},
 }
-TAINT = {"key": "aws-node-termination-handler/spot-itn", "effect": "NoSchedule", "value": "x", "timeAdded": "2026-11-21T08:00:00Z"}
+TAINT = {
+    "key": "aws-node-termination-handler/spot-itn",
+    "effect": "NoSchedule",
+    "value": "x",
+    "timeAdded": "2026-11-21T08:00:00Z",
+}
 
 
 class ApiServer:
@@ -349,9 +431,20 @@ class ApiServer:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
                 outer.asked.append(self.path)
-                known = {"/api/v1/namespaces/team-a/pods/trainer-0": outer.pod, "/api/v1/nodes/gpu-1": outer.node}
+                known = {
+                    "/api/v1/namespaces/team-a/pods/trainer-0": outer.pod,
+                    "/api/v1/nodes/gpu-1": outer.node,
+                }
                 ours = self.headers["Authorization"] == "Bearer sa-token"
-                status = 401 if not ours else 403 if self.path in outer.refused else 200 if self.path in known else 404
+                status = (
+                    401
+                    if not ours
+                    else 403
+                    if self.path in outer.refused
+                    else 200
+                    if self.path in known
+                    else 404
+                )
                 body = json.dumps(known.get(self.path, {})).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
@@ -363,7 +456,9 @@ class ApiServer:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-        self.source = KubernetesSource(f"http://127.0.0.1:{self.server.server_address[1]}", "trainer-0", account)
+        self.source = KubernetesSource(
+            f"http://127.0.0.1:{self.server.server_address[1]}", "trainer-0", account
+        )
 
     def close(self):
         self.server.shutdown()
@@ -400,22 +495,32 @@ def test_what_the_service_account_may_not_read_is_asked_once(tmp_path):
 
 def test_taints_and_deletions_from_documents():
     assert pod_deletion(json.dumps(POD)) == ()
-    kinds = {k: node_taints(json.dumps({"spec": {"taints": [{"key": k}]}}))[0].kind for k in kubernetes.TAINTS}
+    kinds = {
+        k: node_taints(json.dumps({"spec": {"taints": [{"key": k}]}}))[0].kind
+        for k in kubernetes.TAINTS
+    }
     assert kinds["karpenter.sh/disrupted"] == kinds["ToBeDeletedByClusterAutoscaler"] == "kill"
     assert kinds["aws-node-termination-handler/rebalance-recommendation"] == "soft"
     assert node_taints('{"spec": {"taints": null}}') == ()
 
 
-# ---- Mithril, limits --------------------------------------------------------------------------------------------
+# ---- Mithril, limits -----------------------------------------------------------------------------
 def test_a_mithril_bid_is_lost_and_won_again(tmp_path):
     path, ear = tmp_path / "MITHRIL_SIGNAL.yml", Ear()
     source = MithrilSource(path, settle_s=0)
     assert ear.step(source) == []
     path.write_text("instance_status: STATUS_RUNNING\nbid_status: STATUS_ALLOCATED\n")
     assert ear.step(source) == []
-    path.write_text("instance_status: STATUS_PREEMPTING\nbid_status: STATUS_PREEMPTING\nend_time: 2026-11-21T08:05:00Z\n")
+    path.write_text(
+        "instance_status: STATUS_PREEMPTING\nbid_status: STATUS_PREEMPTING\nend_time: "
+        "2026-11-21T08:05:00Z\n"
+    )
     (notice,) = ear.step(source)
-    assert (notice.kind, notice.deadline_s, notice.cancellable) == ("kill", utc("2026-11-21T08:05:00Z"), True)
+    assert (notice.kind, notice.deadline_s, notice.cancellable) == (
+        "kill",
+        utc("2026-11-21T08:05:00Z"),
+        True,
+    )
     path.unlink()
     assert ear.step(source) == []
     path.write_text("instance_status: STATUS_RELOCATING\n")
@@ -428,7 +533,9 @@ def test_a_mithril_bid_is_lost_and_won_again(tmp_path):
 
 def test_ends_that_are_known_from_the_start(tmp_path):
     (slurm,) = detect({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1900000000"}, tmp_path)
-    assert slurm.poll() == [Notice("slurm", "maintenance", "slurm-1900000000", SOON_S, False, "the time is up then")]
+    assert slurm.poll() == [
+        Notice("slurm", "maintenance", "slurm-1900000000", SOON_S, False, "the time is up then")
+    ]
     (limit,) = detect({"HARNESS_CAPACITY_END": "2030-03-17T17:46:40Z"}, tmp_path)
     assert [n.deadline_s for n in limit.poll()] == [SOON_S]
     assert LimitSource("limit", moment("1900000000")).poll() == limit.poll()
@@ -440,15 +547,30 @@ def test_ends_that_are_known_from_the_start(tmp_path):
         moment("tomorrow")
 
 
-# ---- where we are -----------------------------------------------------------------------------------------------
+# ---- where we are --------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("files", "env", "found", "grace_s"),
     [
         ({"sys/class/dmi/id/sys_vendor": "Amazon EC2"}, {}, ["aws"], 30),
         ({"sys/class/dmi/id/product_name": "Google Compute Engine"}, {}, ["gcp"], 25),
-        ({"sys/class/dmi/id/product_name": "Google Compute Engine"}, {"HARNESS_NODE_DIR": "x"}, ["file"], 30),
-        ({"sys/class/dmi/id/chassis_asset_tag": "7783-7084-3265-9085-8269-3286-77"}, {}, ["azure"], 30),
-        ({"sys/class/dmi/id/sys_vendor": "Google", "sys/class/dmi/id/product_name": "Pixelbook"}, {}, [], 30),
+        (
+            {"sys/class/dmi/id/product_name": "Google Compute Engine"},
+            {"HARNESS_NODE_DIR": "x"},
+            ["file"],
+            30,
+        ),
+        (
+            {"sys/class/dmi/id/chassis_asset_tag": "7783-7084-3265-9085-8269-3286-77"},
+            {},
+            ["azure"],
+            30,
+        ),
+        (
+            {"sys/class/dmi/id/sys_vendor": "Google", "sys/class/dmi/id/product_name": "Pixelbook"},
+            {},
+            [],
+            30,
+        ),
         ({"sys/class/dmi/id/sys_vendor": "Nebius"}, {}, ["nebius"], 60),
         ({"opt/mithril/README": ""}, {}, ["mithril"], 30),
         ({}, {"RUNPOD_POD_ID": "abc"}, ["runpod"], 5),
@@ -473,7 +595,14 @@ def test_a_machine_says_where_it_is(tmp_path, files, env, found, grace_s):
 
 def test_what_is_asked_for_by_name_is_not_doubted(tmp_path):
     assert [s.name for s in detect({}, tmp_path, "aws, gcp")] == ["aws", "gcp", "gcp"]
-    assert detect({"RUNPOD_POD_ID": "x", "AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:1"}, tmp_path, "none") == []
+    assert (
+        detect(
+            {"RUNPOD_POD_ID": "x", "AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:1"},
+            tmp_path,
+            "none",
+        )
+        == []
+    )
     with pytest.raises(BadInput, match="tencent is not known; wanted a list of file"):
         detect({}, tmp_path, "aws,tencent")
     with pytest.raises(BadInput, match="wanted http"):
@@ -482,10 +611,12 @@ def test_what_is_asked_for_by_name_is_not_doubted(tmp_path):
         assert AwsSource(base)._endpoint._host == host
 
 
-# ---- the command ------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 def test_the_fake_as_a_command_takes_orders(tmp_path):
     words = [sys.executable, "-m", "harness.cli", "fake-metadata", "--cloud", "gcp", "--port", "0"]
-    fake = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    fake = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         name, _, host = fake.stdout.readline().removeprefix("export ").strip().partition("=")
         for _ in range(2):
@@ -503,9 +634,19 @@ def test_the_fake_as_a_command_takes_orders(tmp_path):
         control = polling.Endpoint(f"http://{host}")
 
         def post(said):
-            return control.request("POST", "/-/control", {}, timeout_s=10, body=json.dumps(said).encode()).status
+            return control.request(
+                "POST", "/-/control", {}, timeout_s=10, body=json.dumps(said).encode()
+            ).status
 
-        assert [post(o) for o in ({"do": "fault", "status": 503}, {"do": "fault", "party": 1}, {"do": "cancel"}, 7)] == [200, 400, 200, 400]
+        assert [
+            post(o)
+            for o in (
+                {"do": "fault", "status": 503},
+                {"do": "fault", "party": 1},
+                {"do": "cancel"},
+                7,
+            )
+        ] == [200, 400, 200, 400]
         assert [n.kind for n in source.poll()] == ["kill"]  # an outage takes nothing back
         assert source.errors == 1
         assert post({"do": "well"}) == 200
@@ -521,6 +662,8 @@ def test_a_port_that_is_taken_is_named():
     with closing(MetadataServer(GcpMetadata("vm-7"))) as server:
         port = server.endpoint.rstrip("/").rpartition(":")[2]
         words = [sys.executable, "-m", "harness.cli", "fake-metadata", "--port", port]
-        ended = subprocess.run(words, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+        ended = subprocess.run(
+            words, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+        )
         assert ended.returncode == 2
         assert f"--port {port}: Address already in use; name another port" in ended.stderr

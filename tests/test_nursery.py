@@ -40,19 +40,29 @@ def start(request, tmp_path):
     def start(text, rank=0, **more):
         script = tmp_path / f"script{rank}.py"
         script.write_text(text)
-        order = {"env": {"RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"), **more}, "argv": [str(script), "a"]}
+        order = {
+            "env": {
+                "RANK": str(rank),
+                "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"),
+                **more,
+            },
+            "argv": [str(script), "a"],
+        }
         return nursery.fork(order)
 
     return start
 
 
 def test_a_script_finds_what_a_process_of_its_own_would_have(start):
-    """One that was asked for before the warm process is warm; each fork has its own streams, environment, random numbers, session."""
+    """One that was asked for before the warm process is warm; each fork has its own streams,
+    environment, random numbers, session."""
     text = (
         "import os, random, sys, numpy, signal, torch\n"
-        "print(__name__, sys.argv[1], os.environ['MINE'], os.path.dirname(__file__) == sys.path[0], sys.stdin.read())\n"
+        "print(__name__, sys.argv[1], os.environ['MINE'], os.path.dirname(__file__) == "
+        "sys.path[0], sys.stdin.read())\n"
         "print(os.getsid(0) == os.getpid())\n"
-        "print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, torch.initial_seed(), len(os.listdir('/proc/self/fd')) < 8)\n"
+        "print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, torch.initial_seed(), "
+        "len(os.listdir('/proc/self/fd')) < 8)\n"
         "print(random.random(), numpy.random.random())\n"
         "sys.exit(int(os.environ['MINE']))\n"
     )
@@ -73,7 +83,10 @@ def test_an_exception_is_written_where_torchrun_would_write_it(start, tmp_path):
 
 
 def test_an_end_by_a_signal_is_told_and_what_was_started_ends_too(start):
-    process, out = start("import subprocess, time; print(subprocess.Popen(['sleep', '1000']).pid, flush=True); time.sleep(1000)")
+    process, out = start(
+        "import subprocess, time; print(subprocess.Popen(['sleep', '1000']).pid, flush=True); "
+        "time.sleep(1000)"
+    )
     child = int(out.readline())
     os.kill(child, 0)
     assert process.poll() is None
@@ -106,20 +119,25 @@ def test_a_warm_process_that_stands_still_does_not_hold_up_the_end(nursery, star
 def test_workers_die_with_whoever_asked_for_them(env, tmp_path):
     """The agent is killed: nothing of it stays."""
     script = tmp_path / "script.py"
-    script.write_text("import os, time; print(os.getppid(), os.getpid(), flush=True); time.sleep(1000)")
+    script.write_text(
+        "import os, time; print(os.getppid(), os.getpid(), flush=True); time.sleep(1000)"
+    )
     agent = (
         "import os, time; from harness.agent.nursery import Nursery\n"
         f"n = Nursery(os.environ); _, out = n.fork({{'env': {{}}, 'argv': ['{script}']}})\n"
         "print(out.readline().decode(), flush=True); time.sleep(1000)"
     )
-    with subprocess.Popen([sys.executable, "-c", agent], env=env, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", agent], env=env, stdout=subprocess.PIPE, text=True
+    ) as process:
         warm, worker = map(int, process.stdout.readline().split())
         process.kill()
     until(lambda: all(state_of(pid) in ("", "Z") for pid in (warm, worker)), within_s=60)
 
 
 def test_where_cuda_was_touched_the_fork_begins_anew(env, tmp_path):
-    """A site's own start-up code that initialises CUDA; torch's fork guard stands in for it, as there is no GPU."""
+    """A site's own start-up code that initialises CUDA; torch's fork guard stands in for it, as
+    there is no GPU."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
         "if sys.argv[:1] == ['-m'] and 'TOUCHED' not in os.environ:\n"
@@ -127,7 +145,10 @@ def test_where_cuda_was_touched_the_fork_begins_anew(env, tmp_path):
         "    import torch; torch.cuda._is_in_bad_fork = lambda: True\n"
     )
     script = tmp_path / "script.py"
-    script.write_text("import os, sys; print(os.environ['RANK'], open('/proc/self/cmdline').read()[-2:-1]); sys.exit(5)")
+    script.write_text(
+        "import os, sys; print(os.environ['RANK'], open('/proc/self/cmdline').read()[-2:-1]); "
+        "sys.exit(5)"
+    )
     nursery = Nursery({**env, "PYTHONPATH": f"{tmp_path}{os.pathsep}{env.get('PYTHONPATH', '')}"})
     process, out = nursery.fork({"env": {"RANK": "7"}, "argv": [str(script)]})
     assert process.wait(120) == 5

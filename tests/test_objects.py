@@ -1,4 +1,5 @@
-"""The contract that every object store must pass: memory, files, and buckets of real servers on loopback (tests/buckets.py)."""
+"""The contract that every object store must pass: memory, files, and buckets of real servers on
+loopback (tests/buckets.py)."""
 
 import errno
 import http.server
@@ -92,7 +93,9 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Ob
         return lambda tail: open_store(f"file://{tmp_path}/runs/x{tail}")
     scheme, backend, fixture = SERVERS[request.param]
     options = request.getfixturevalue(fixture)
-    return lambda tail: open_store(f"{scheme}://my-bucket{tmp_path}{tail}", backend=backend, **options)
+    return lambda tail: open_store(
+        f"{scheme}://my-bucket{tmp_path}{tail}", backend=backend, **options
+    )
 
 
 @pytest.fixture
@@ -124,7 +127,9 @@ def test_empty_and_binary_objects(store: ObjectStore) -> None:
     assert store.get("every") == every
 
 
-@pytest.mark.parametrize(("start", "end"), [(0, 3), (3, 7), (7, 10), (0, 10), (4, None), (None, 4), (9, 10)])
+@pytest.mark.parametrize(
+    ("start", "end"), [(0, 3), (3, 7), (7, 10), (0, 10), (4, None), (None, 4), (9, 10)]
+)
 def test_ranges(store: ObjectStore, start: int | None, end: int | None) -> None:
     store.put("r", b"0123456789")
     assert store.get("r", start, end) == b"0123456789"[start:end]
@@ -179,9 +184,13 @@ def test_create_only_once(store: ObjectStore) -> None:
     assert store.create("c", b"third") is True
 
 
-def test_create_race_has_exactly_one_winner(store: ObjectStore, request: pytest.FixtureRequest) -> None:
+def test_create_race_has_exactly_one_winner(
+    store: ObjectStore, request: pytest.FixtureRequest
+) -> None:
     if "moto" in request.node.name:
-        pytest.skip("moto looks and then writes, without a lock; SeaweedFS is who answers races here")
+        pytest.skip(
+            "moto looks and then writes, without a lock; SeaweedFS is who answers races here"
+        )
     writers = 8
     barrier = threading.Barrier(writers)
 
@@ -214,7 +223,9 @@ def test_two_stores_of_one_url_share_objects(opener: Callable[[str], ObjectStore
     assert opener("-other").list("") == []
 
 
-def test_large_objects_go_in_parts_and_come_back_to_where_they_are_wanted(store: ObjectStore) -> None:
+def test_large_objects_go_in_parts_and_come_back_to_where_they_are_wanted(
+    store: ObjectStore,
+) -> None:
     nbytes = 2 * fast.PART_NBYTES + 12_345
     data = memoryview(random.Random(1).randbytes(nbytes))
     store.put("big", data)
@@ -253,22 +264,34 @@ def test_unusual_keys(opener: Callable[[str], ObjectStore]) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_missing_bucket_is_an_error_at_once(s3_url: dict, backend: str) -> None:
     store = open_store("s3://not-there/x", backend=backend, **s3_url)
-    for call in (lambda: store.put("k", b"v"), lambda: store.create("k", b"v"), lambda: store.get("k")):
+    for call in (
+        lambda: store.put("k", b"v"),
+        lambda: store.create("k", b"v"),
+        lambda: store.get("k"),
+    ):
         with pytest.raises(StoreError, match="does not exist") as e:
             call()
         assert not isinstance(e.value, StoreUnavailable | NotFound)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_missing_object_in_a_bucket_called_bucket_is_not_found(s3_url: dict, backend: str) -> None:
+def test_a_missing_object_in_a_bucket_called_bucket_is_not_found(
+    s3_url: dict, backend: str
+) -> None:
     with pytest.raises(NotFound):
         open_store("s3://my-bucket/x", backend=backend, **s3_url).size("k")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_wrong_credentials_are_an_error_at_once_and_not_repeated_in_it(weed: dict, backend: str) -> None:
+def test_wrong_credentials_are_an_error_at_once_and_not_repeated_in_it(
+    weed: dict, backend: str
+) -> None:
     store = open_store("s3://my-bucket/x", backend=backend, **{**weed, "secret": "other-secret"})
-    for call in (lambda: store.put("k", b"v"), lambda: store.create("k", b"v"), lambda: store.get("k")):
+    for call in (
+        lambda: store.put("k", b"v"),
+        lambda: store.create("k", b"v"),
+        lambda: store.get("k"),
+    ):
         with pytest.raises(StoreError, match="permission denied") as e:
             call()
         assert not isinstance(e.value, StoreUnavailable)
@@ -376,31 +399,47 @@ class FullFiles(fsspec.AbstractFileSystem):
         return File()
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), OSError(errno.EDQUOT, "quota"), OSError("QuotaExceeded: 1 TB")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left"),
+        OSError(errno.EDQUOT, "quota"),
+        OSError("QuotaExceeded: 1 TB"),
+    ],
+)
 def test_a_full_store_is_an_error_at_once(error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec.register_implementation("full", FullFiles, clobber=True)
     FullFiles.error = error
     FullFiles.closed.clear()
     monkeypatch.setattr(objects, "BLOCK_NBYTES", 10)
     store = FsspecStore("full://x/y")
-    for call in (lambda: store.put("k", b"v"), lambda: store.create("k", b"v"), lambda: store.put("k", b"v" * 11)):
+    for call in (
+        lambda: store.put("k", b"v"),
+        lambda: store.create("k", b"v"),
+        lambda: store.put("k", b"v" * 11),
+    ):
         with pytest.raises(StoreError, match="is full; free some space") as e:
             call()
         assert not isinstance(e.value, StoreUnavailable)
     assert FullFiles.closed == ["discarded"]  # a half-written object is never finished
 
 
-# ---- what a server may answer to obstore --------------------------------------------------------------------------
+# ---- what a server may answer to obstore ---------------------------------------------------------
 @pytest.fixture
 def answers() -> Iterator[tuple[list[tuple[int, str]], FastStore]]:
-    """A server that gives the answers in the list, one after the other, and the last one for ever; and a store that talks to it."""
+    """A server that gives the answers in the list, one after the other, and the last one for
+    ever; and a store that talks to it."""
     script: list[tuple[int, str]] = []
 
     class Scripted(http.server.BaseHTTPRequestHandler):
         def answer(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             status, code = script.pop(0) if len(script) > 1 else script[0]
-            body = f"<Error><Code>{code}</Code><Message>so it is</Message></Error>".encode() if code else b""
+            body = (
+                f"<Error><Code>{code}</Code><Message>so it is</Message></Error>".encode()
+                if code
+                else b""
+            )
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.send_header("ETag", '"x"')
@@ -432,7 +471,9 @@ def answers() -> Iterator[tuple[list[tuple[int, str]], FastStore]]:
         (301, "PermanentRedirect", StoreRefused, "another region"),
     ],
 )
-def test_what_a_server_says_becomes_the_right_error(answers, status: int, code: str, error: type, match: str) -> None:  # type: ignore[no-untyped-def]
+def test_what_a_server_says_becomes_the_right_error(
+    answers, status: int, code: str, error: type, match: str
+) -> None:  # type: ignore[no-untyped-def]
     script, store = answers
     script.append((status, code))
     with pytest.raises(StoreError, match=match) as e:
@@ -443,16 +484,29 @@ def test_what_a_server_says_becomes_the_right_error(answers, status: int, code: 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_refusal_is_an_outage_where_the_store_has_answered(backend: str) -> None:
-    """An expired token, a policy on its way: nobody may take that for the end. Who was never let in is told so at once."""
+    """An expired token, a policy on its way: nobody may take that for the end. Who was never
+    let in is told so at once."""
     refuses = threading.Event()
     with buckets.moto(refuses) as url:
 
         def store(patience_s: float, **more: object) -> ObjectStore:
             environ = {"STORAGE_PATIENCE_S": str(patience_s)}
-            known = {"backend": backend, "key": "a", "secret": "b", "endpoint_url": url, "environ": environ, "retry_within_s": 0.05}
+            known = {
+                "backend": backend,
+                "key": "a",
+                "secret": "b",
+                "endpoint_url": url,
+                "environ": environ,
+                "retry_within_s": 0.05,
+            }
             return open_store("s3://my-bucket/refusals", **known, **more)
 
-        patient, hasty, newcomer, told = store(900.0), store(0.0), store(900.0), store(900.0, answered=True)
+        patient, hasty, newcomer, told = (
+            store(900.0),
+            store(0.0),
+            store(900.0),
+            store(900.0, answered=True),
+        )
         for one in (patient, hasty):
             one.put("k", b"v")
         refuses.set()
@@ -464,7 +518,9 @@ def test_a_refusal_is_an_outage_where_the_store_has_answered(backend: str) -> No
             hasty.put("k", b"w")
         with pytest.raises(StoreError, match="permission denied") as never:
             newcomer.put("k", b"w")
-        assert not isinstance(late.value, StoreUnavailable) and not isinstance(never.value, StoreUnavailable)
+        assert not isinstance(late.value, StoreUnavailable) and not isinstance(
+            never.value, StoreUnavailable
+        )
         refuses.clear()
         patient.put("k", b"w")
         assert newcomer.get("k") == b"w"
@@ -496,7 +552,8 @@ def test_patience_ends_and_begins_anew() -> None:
 
 
 def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path: Path) -> None:
-    """A network file system whose server restarts: who took that for an empty run would begin it anew."""
+    """A network file system whose server restarts: who took that for an empty run would begin
+    it anew."""
     (tmp_path / "run").symlink_to(tmp_path / "run")  # any error but "no such folder"
     with pytest.raises(StoreError):
         open_store(f"file://{tmp_path}/run").list("snapshots/")
@@ -511,7 +568,9 @@ def test_a_create_is_never_repeated_unseen(answers) -> None:  # type: ignore[no-
     assert store.create("k", b"v") is False
 
 
-def test_backends_are_chosen_by_what_they_can(s3_url: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backends_are_chosen_by_what_they_can(
+    s3_url: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def kind(url: str, **options: object) -> type:
         return type(open_store(url, **options).inner)  # type: ignore[attr-defined,arg-type]
 
@@ -525,15 +584,33 @@ def test_backends_are_chosen_by_what_they_can(s3_url: dict, monkeypatch: pytest.
         open_store("s3://b/x", **s3_url, backend="rclone")
     with pytest.raises(StoreError, match="nosuch"):
         open_store("nosuch://b/x")
-    assert kind("az://b/x", connection_string="AccountName=a;AccountKey=a2V5;BlobEndpoint=http://127.0.0.1:1/a") is FastStore
+    assert (
+        kind(
+            "az://b/x",
+            connection_string="AccountName=a;AccountKey=a2V5;BlobEndpoint=http://127.0.0.1:1/a",
+        )
+        is FastStore
+    )
     assert kind("gs://b/x", token="anon", endpoint_url="http://127.0.0.1:1") is FastStore
 
 
-def test_credentials_and_endpoints_by_the_clouds_own_conventions(moto_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_and_endpoints_by_the_clouds_own_conventions(
+    moto_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A profile of ~/.aws, which obstore itself does not read."""
-    (tmp_path / "config").write_text(f"[profile mine]\nregion = eu-north-1\nendpoint_url = {moto_url}\n")
-    (tmp_path / "credentials").write_text("[mine]\naws_access_key_id = a\naws_secret_access_key = b\n")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+    (tmp_path / "config").write_text(
+        f"[profile mine]\nregion = eu-north-1\nendpoint_url = {moto_url}\n"
+    )
+    (tmp_path / "credentials").write_text(
+        "[mine]\naws_access_key_id = a\naws_secret_access_key = b\n"
+    )
+    for name in (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+        "AWS_ENDPOINT_URL",
+        "AWS_ENDPOINT_URL_S3",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
@@ -548,7 +625,7 @@ def test_credentials_and_endpoints_by_the_clouds_own_conventions(moto_url: str, 
     assert not isinstance(e.value, StoreUnavailable)
 
 
-# ---- unfinished uploads --------------------------------------------------------------------------------------------
+# ---- unfinished uploads --------------------------------------------------------------------------
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_unfinished_uploads_are_found_and_aborted(weed: dict, tmp_path: Path, backend: str) -> None:
     client = botocore.session.Session().create_client(
@@ -561,12 +638,16 @@ def test_unfinished_uploads_are_found_and_aborted(weed: dict, tmp_path: Path, ba
     ours, other = f"{tmp_path}/run"[1:], f"{tmp_path}/other"[1:]
     for key in (f"{ours}/a", f"{ours}/b/c", f"{other}/a"):
         began = client.create_multipart_upload(Bucket="my-bucket", Key=key)
-        client.upload_part(Bucket="my-bucket", Key=key, UploadId=began["UploadId"], PartNumber=1, Body=b"x")
+        client.upload_part(
+            Bucket="my-bucket", Key=key, UploadId=began["UploadId"], PartNumber=1, Body=b"x"
+        )
     store = open_store(f"s3://my-bucket/{ours}", backend=backend, **weed)
     assert abort_stale_uploads(store, older_than_s=3600.0) == []
     assert abort_stale_uploads(store, older_than_s=-60.0) == ["a", "b/c"]  # in a minute's time
     assert abort_stale_uploads(store, older_than_s=-60.0) == []
-    left = client.list_multipart_uploads(Bucket="my-bucket", Prefix=f"{tmp_path}"[1:]).get("Uploads", [])
+    left = client.list_multipart_uploads(Bucket="my-bucket", Prefix=f"{tmp_path}"[1:]).get(
+        "Uploads", []
+    )
     assert [one["Key"] for one in left] == [f"{other}/a"]
 
 
@@ -581,7 +662,7 @@ def test_temporary_files_of_dead_writers_are_removed(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == ["b"]
 
 
-# ---- what a store really does --------------------------------------------------------------------------------------
+# ---- what a store really does --------------------------------------------------------------------
 def test_probe(store: ObjectStore) -> None:
     assert probe.require(store) == probe.Probe(True, True, True, True, True)
     assert store.list("") == []
@@ -620,7 +701,9 @@ class WholeOnly(MemoryStore):
         (WholeOnly, ["ranges"], "other bytes than those asked for"),
     ],
 )
-def test_a_store_that_breaks_a_promise_is_refused(kind: type[MemoryStore], missing: list[str], says: str) -> None:
+def test_a_store_that_breaks_a_promise_is_refused(
+    kind: type[MemoryStore], missing: list[str], says: str
+) -> None:
     store = kind(objects={})
     assert probe.probe(store).missing == missing
     with pytest.raises(StoreError, match=says):
@@ -628,11 +711,15 @@ def test_a_store_that_breaks_a_promise_is_refused(kind: type[MemoryStore], missi
     assert store._objects == {}
 
 
-# ---- keys that are none of ours, faults that are ---------------------------------------------------------------------
+# ---- keys that are none of ours, faults that are -------------------------------------------------
 def foreign_keys(options: dict, folder: str) -> None:
     """What any other program may put there, in one page with what is ours."""
     client = botocore.session.Session().create_client(
-        "s3", region_name="us-east-1", endpoint_url=options["endpoint_url"], aws_access_key_id="test", aws_secret_access_key="test"
+        "s3",
+        region_name="us-east-1",
+        endpoint_url=options["endpoint_url"],
+        aws_access_key_id="test",
+        aws_secret_access_key="test",
     )
     for key in ("a//b", "a/../c", "a/./d", "/e", "a/f/"):
         client.put_object(Bucket="my-bucket", Key=f"{folder}/{key}", Body=b"theirs")
@@ -650,11 +737,16 @@ def test_a_key_with_empty_parts_or_dots_is_left_out(
     assert store.list("") == ["a/0", "a/1", "a/z", "b/1"]
     assert store.list("a/") == ["a/0", "a/1", "a/z"]
     assert store.list("b") == ["b/1"]
-    assert [r.getMessage() for r in caplog.records if "none of ours" in r.getMessage()] == [caplog.records[0].getMessage()]  # told once
+    # told once
+    assert [r.getMessage() for r in caplog.records if "none of ours" in r.getMessage()] == [
+        caplog.records[0].getMessage()
+    ]
     assert store.get("a/z") == b"ours"
 
 
-def test_where_such_a_key_cannot_be_left_out_it_is_named_at_once(s3_url: dict, gcs_url: dict, tmp_path: Path) -> None:
+def test_where_such_a_key_cannot_be_left_out_it_is_named_at_once(
+    s3_url: dict, gcs_url: dict, tmp_path: Path
+) -> None:
     folder = f"{tmp_path}".lstrip("/")
     store = open_store(f"gs://my-bucket/{folder}", **gcs_url)
     store.put("a/1", b"ours")
@@ -670,7 +762,11 @@ def test_a_long_listing_is_read_page_by_page() -> None:
     def page(**asked: str) -> dict:
         assert (asked["Bucket"], asked["Prefix"]) == ("b", "r/a/")
         keys, token = pages[asked.get("ContinuationToken", "")]
-        return {"Contents": [{"Key": k} for k in keys], "IsTruncated": bool(token), "NextContinuationToken": token}
+        return {
+            "Contents": [{"Key": k} for k in keys],
+            "IsTruncated": bool(token),
+            "NextContinuationToken": token,
+        }
 
     assert list(remote.list_s3_keys(page, "b", "r/", "a/")) == ["a/1", "a//3", "a/4"]
 

@@ -17,7 +17,10 @@ from storage.files import MemoryStore
         (b"{}", UNSAID),
         (b'{"reason": null, "failed": "no"}', UNSAID),
         (b'{"reason": ""}', UNSAID),
-        (b'{"reason": "[/] over budget [red]", "by": 7, "log_tail": "x", "colour": 1}', "[/] over budget [red]"),
+        (
+            b'{"reason": "[/] over budget [red]", "by": 7, "log_tail": "x", "colour": 1}',
+            "[/] over budget [red]",
+        ),
         (b"over budget", "unreadable"),
         (b"\xff\xfe\x00", "unreadable"),
         (b"[]", "unreadable"),
@@ -32,7 +35,9 @@ def test_whatever_lies_there_is_a_stop_order(body, says):
     assert says in order.reason and not order.failed and order.log_tail == () and order.by == ""
 
 
-@pytest.mark.parametrize("words", [b"", b"please leave", b"\xff", b"[]", b'{"want": 99, "why": ""}', b'{"why": "x"}'])
+@pytest.mark.parametrize(
+    "words", [b"", b"please leave", b"\xff", b"[]", b'{"want": 99, "why": ""}', b'{"why": "x"}']
+)
 def test_a_mark_in_somebodys_own_words_means_drain(tmp_path, words):
     path = tmp_path / "mark"
     reader = MarkReader(path)
@@ -44,7 +49,10 @@ def test_a_mark_in_somebodys_own_words_means_drain(tmp_path, words):
 
 
 def test_the_first_order_stands_and_is_read_as_it_was_written():
-    store, order = MemoryStore("memory://orders", {}), StopOrder("it fails", "m0001", True, ("Traceback", "ValueError"))
+    store, order = (
+        MemoryStore("memory://orders", {}),
+        StopOrder("it fails", "m0001", True, ("Traceback", "ValueError")),
+    )
     assert ask_to_stop(store, order) and not ask_to_stop(store, StopOrder("another"))
     assert stop_order(store) == order
     assert json.loads(store.get(STOP_KEY))["reason"] == "it fails"  # as older versions read it

@@ -86,7 +86,9 @@ def test_the_wheel_works_alone(installed, tmp_path):
     imported = shell(
         f"{sys.executable} -c '{IMPORT_ALL}' {' '.join(modules)}", installed, tmp_path
     ).split()
-    assert {"harness.cli.command", "storage"} <= set(imported) and len(imported) > len(modules) * 0.8
+    assert {"harness.cli.command", "storage"} <= set(imported) and len(imported) > len(
+        modules
+    ) * 0.8
     assert "init" in shell("harness --help", installed, tmp_path)
     assert "doctor" in shell("harness doctor --help", installed, tmp_path)
     assert "3 worlds, every rule held" in shell("harness simulate --seeds 3", installed, tmp_path)

@@ -31,7 +31,15 @@ def pending(attempt: int, offer: Offer) -> Node:
 
 
 def view(*alive: Node, offers: tuple[Offer, ...] = (A, B, C), **changes: object) -> View:
-    base = {"now_s": 1000.0, "started_s": 0.0, "min_nodes": 1, "max_nodes": 2, "alive": alive, "offers": offers, **changes}
+    base = {
+        "now_s": 1000.0,
+        "started_s": 0.0,
+        "min_nodes": 1,
+        "max_nodes": 2,
+        "alive": alive,
+        "offers": offers,
+        **changes,
+    }
     return View(**base)  # type: ignore[arg-type]
 
 
@@ -57,7 +65,9 @@ def test_a_full_offer_gets_one_probe_at_a_time() -> None:
 
 
 def test_waits_end_when_something_can_be_asked_again() -> None:
-    assert cheapest(view(blocked={"a": 1003.0, "b": 1060.0, "c": 1004.0})) == Wait(3.0, "no capacity on the offers in question")
+    assert cheapest(view(blocked={"a": 1003.0, "b": 1060.0, "c": 1004.0})) == Wait(
+        3.0, "no capacity on the offers in question"
+    )
     assert isinstance(cheapest(view(offers=())), Wait)
 
 
@@ -76,16 +86,33 @@ def test_on_demand_only_for_the_minimum_and_only_while_there_is_no_spot() -> Non
     assert isinstance(on_demand_fallback(view(up(1, OD), offers=offers, blocked=full)), Wait)
     assert launched(on_demand_fallback(view(up(1, OD), offers=offers))) == A
     assert isinstance(on_demand_fallback(view(up(1, OD), pending(2, A), offers=offers)), Wait)
-    assert on_demand_fallback(view(up(1, OD), up(2, A), offers=offers)) == Terminate(1, "spot is back")
+    assert on_demand_fallback(view(up(1, OD), up(2, A), offers=offers)) == Terminate(
+        1, "spot is back"
+    )
     assert isinstance(on_demand_fallback(view(up(2, A), offers=offers, blocked=full)), Wait)
 
 
 def test_uniform_progress_buys_when_behind_and_saves_when_ahead() -> None:
-    def decide(hour: float, step: int, *alive: Node, blocked: dict[str, float] | None = None, nodes: int = 1) -> object:
+    def decide(
+        hour: float,
+        step: int,
+        *alive: Node,
+        blocked: dict[str, float] | None = None,
+        nodes: int = 1,
+    ) -> object:
         return uniform_progress(
-            view(*alive, now_s=hour * 3600, committed_step=step, offers=(A, OD), blocked=blocked or {}, max_nodes=nodes),
-            deadline_h=10, work_h=5, total_steps=100,
-        )  # fmt: skip
+            view(
+                *alive,
+                now_s=hour * 3600,
+                committed_step=step,
+                offers=(A, OD),
+                blocked=blocked or {},
+                max_nodes=nodes,
+            ),
+            deadline_h=10,
+            work_h=5,
+            total_steps=100,
+        )
 
     full = {"a": 1e9}
     assert launched(decide(1, 0)) == A
@@ -106,17 +133,23 @@ def test_a_node_that_may_not_stay_is_replaced_then_released() -> None:
     there = (*two, up(3, A))
     assert policy(view(*there, doubted=(1,))) == Terminate(1, "its replacement is there", 300.0)
     assert isinstance(policy(view(*there, doubted=(1,), now_s=30.0)), Wait)  # it has hardly come
-    assert policy(view(*there)) == Terminate(3, "it is not needed any more", 300.0)  # node 1 stays after all
+    # node 1 stays after all
+    assert policy(view(*there)) == Terminate(3, "it is not needed any more", 300.0)
     assert policy(view(*two, pending(3, A))) == Terminate(3, "it is not needed any more")
-    assert isinstance(policy(view(*two, doubted=(1,), blocked={"a": 1e9, "b": 1e9, "c": 1e9})), Wait)  # better than nothing
+    # better than nothing
+    assert isinstance(
+        policy(view(*two, doubted=(1,), blocked={"a": 1e9, "b": 1e9, "c": 1e9})), Wait
+    )
 
 
 def test_a_budget_stops_just_before_it_is_spent() -> None:
     policy = within_budget(cheapest, usd=10.0)
     assert launched(policy(view(spent_usd=5.0))) == A
     assert policy(view(up(1, A), spent_usd=10.0)) == Stop("the budget of 10 USD is spent")
-    assert policy(view(up(1, A), spent_usd=9.99)) == Stop("the budget of 10 USD is spent")  # 60 s of A are kept to drain it
-    assert isinstance(policy(view(up(1, A), spent_usd=9.96)), Wait)  # goes on with what is there, starts nothing
+    # 60 s of A are kept to drain it
+    assert policy(view(up(1, A), spent_usd=9.99)) == Stop("the budget of 10 USD is spent")
+    # goes on with what is there, starts nothing
+    assert isinstance(policy(view(up(1, A), spent_usd=9.96)), Wait)
     assert isinstance(policy(view(spent_usd=9.98)), Stop)
     assert isinstance(policy(view(up(1, A), up(2, A), spent_usd=5.0)), Wait)
 
@@ -133,7 +166,9 @@ def test_wrappers_compose() -> None:
 
 def test_reasons_of_waits_are_stable() -> None:
     """A wait is recorded once per reason; a number in it would make a fact of every look."""
-    early, late = (cheapest(view(now_s=t, blocked=dict.fromkeys("abc", 2000.0))) for t in (1000.0, 1500.0))
+    early, late = (
+        cheapest(view(now_s=t, blocked=dict.fromkeys("abc", 2000.0))) for t in (1000.0, 1500.0)
+    )
     assert isinstance(early, Wait) and isinstance(late, Wait)
     assert early.reason == late.reason
 
@@ -168,7 +203,7 @@ def test_a_bad_name_says_what_to_do(name: str, says: str) -> None:
         resolve(name)
 
 
-# ---- all in one place, and moving on purpose --------------------------------------------------------------------
+# ---- all in one place, and moving on purpose -----------------------------------------------------
 EAST, WEST = Offer(1.0, "x/east/a", place="x/east"), Offer(1.5, "x/west/a", place="x/west")
 FLEET = together(cheapest, saving=0.2, stay_s=600.0, settle_s=60.0)
 
@@ -192,7 +227,8 @@ def test_it_moves_to_where_it_is_cheaper_only_when_that_pays() -> None:
     assert launched(FLEET(fleet(*here))) == EAST
     assert isinstance(FLEET(fleet(*here, blocked={"x/east/a": 1001.0})), Wait)  # full there
     assert isinstance(FLEET(fleet(*here, doubted=(2,))), Wait)
-    assert isinstance(together(cheapest, saving=0.4, stay_s=600.0)(fleet(*here)), Wait)  # a third is not enough
+    # a third is not enough
+    assert isinstance(together(cheapest, saving=0.4, stay_s=600.0)(fleet(*here)), Wait)
     assert isinstance(together(cheapest, saving=0.0)(fleet(*here, now_s=1e6)), Wait)
     assert isinstance(FLEET(fleet(up(1, EAST), up(2, EAST))), Wait)  # there is nothing better
 
@@ -205,8 +241,12 @@ def test_a_world_as_large_is_ready_there_before_this_one_is_left() -> None:
     assert isinstance(FLEET(fleet(*here, up(3, EAST), fresh)), Wait)
     billed_while_it_is_set_up = Node(4, EAST, NodeState.UP, asked_s=0.0, up_s=1.0, at_work_s=990.0)
     assert isinstance(FLEET(fleet(*here, up(3, EAST), billed_while_it_is_set_up)), Wait)
-    assert FLEET(fleet(*here, up(3, EAST), up(4, EAST))) == Terminate(1, "the whole run is cheaper elsewhere", 300.0, (2,))
-    assert FLEET(fleet(*here[:1], up(3, EAST))) == Terminate(1, "the whole run is cheaper elsewhere", 300.0)
+    assert FLEET(fleet(*here, up(3, EAST), up(4, EAST))) == Terminate(
+        1, "the whole run is cheaper elsewhere", 300.0, (2,)
+    )
+    assert FLEET(fleet(*here[:1], up(3, EAST))) == Terminate(
+        1, "the whole run is cheaper elsewhere", 300.0
+    )
     full = FLEET(fleet(*here, up(3, EAST), blocked={"x/east/a": 2000.0}))
     assert full == Terminate(3, "there is no room for the whole run")
 
@@ -216,4 +256,6 @@ def test_a_move_is_not_mistaken_for_a_crowd() -> None:
     decide = replacing(FLEET)
     moving = up(1, WEST), up(2, WEST), up(3, EAST), pending(4, EAST)
     assert isinstance(decide(fleet(*moving)), Wait)
-    assert decide(fleet(*moving, pending(5, EAST))) == Terminate(5, "it is not needed any more", 0.0)
+    assert decide(fleet(*moving, pending(5, EAST))) == Terminate(
+        5, "it is not needed any more", 0.0
+    )

@@ -1,4 +1,5 @@
-"""Every interleaving of the real commit protocol, in small worlds; and the same with the protocol broken on purpose."""
+"""Every interleaving of the real commit protocol, in small worlds; and the same with the
+protocol broken on purpose."""
 
 from __future__ import annotations
 
@@ -8,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from storage import Keep, Manifest, MemoryStore, NotFound, ObjectStore, Ref, SnapshotCorrupt, Snapshots, StoreUnavailable
+from storage import (
+    Keep,
+    Manifest,
+    MemoryStore,
+    NotFound,
+    ObjectStore,
+    Ref,
+    SnapshotCorrupt,
+    Snapshots,
+    StoreUnavailable,
+)
 from storage.explore import Actor, Explored, Say, View, Violation, explore
 from storage.manifest import PartList
 from storage.snapshots import DOOM, PARTS, _list_key, _manifest_key
@@ -25,15 +36,21 @@ def honest_bytes(ref: Ref, rank: int, found: bytes) -> bool:
     return found in (content(ref, rank), FROZEN + own(ref, rank))
 
 
-def before(make: Make = Snapshots, refs: tuple[Ref, ...] = (OLD,), world: int = 1) -> dict[str, bytes]:
+def before(
+    make: Make = Snapshots, refs: tuple[Ref, ...] = (OLD,), world: int = 1
+) -> dict[str, bytes]:
     objects: dict[str, bytes] = {}
     for ref in refs:
         for rank in range(world):
-            writer(make, ref, rank, world, "t0")(MemoryStore("memory://", objects), lambda word: None)
+            writer(make, ref, rank, world, "t0")(
+                MemoryStore("memory://", objects), lambda word: None
+            )
     return objects
 
 
-def writer(make: Make, ref: Ref, rank: int, world: int, token: str, tries: int = 1, commits: int = 1) -> Actor:
+def writer(
+    make: Make, ref: Ref, rank: int, world: int, token: str, tries: int = 1, commits: int = 1
+) -> Actor:
     def act(store: ObjectStore, say: Say) -> None:
         snapshots = make(store)
         for left in reversed(range(tries)):
@@ -67,7 +84,8 @@ def pruner(make: Make, last: int = 1) -> Actor:
 
 
 def reader(make: Make) -> Actor:
-    """Reads the newest one whole, the next one down if that is gone by then; says what it ended with."""
+    """Reads the newest one whole, the next one down if that is gone by then; says what it ended
+    with."""
 
     def act(store: ObjectStore, say: Say) -> None:
         snapshots = make(store)
@@ -86,8 +104,11 @@ def reader(make: Make) -> Actor:
     return act
 
 
-def check(make: Make, at_start: Ref | None, damaged: Ref | None = None) -> Callable[[View], str | None]:
-    """What must hold in every state. `damaged`: by the world itself, so it need not be whole at the end."""
+def check(
+    make: Make, at_start: Ref | None, damaged: Ref | None = None
+) -> Callable[[View], str | None]:
+    """What must hold in every state. `damaged`: by the world itself, so it need not be whole at
+    the end."""
 
     @functools.cache
     def newest(objects: frozenset[tuple[str, bytes]]) -> tuple[Ref | None, str]:
@@ -101,7 +122,11 @@ def check(make: Make, at_start: Ref | None, damaged: Ref | None = None) -> Calla
         except SnapshotCorrupt as e:
             return manifest.ref, str(e)
         for part in manifest.parts:
-            if not honest_bytes(manifest.ref, int(part.key.split("/r")[1][:5]), honest.read(manifest, part.key, 0, part.nbytes)):
+            if not honest_bytes(
+                manifest.ref,
+                int(part.key.split("/r")[1][:5]),
+                honest.read(manifest, part.key, 0, part.nbytes),
+            ):
                 return manifest.ref, f"{part.key} has other bytes than its writer had"
         return manifest.ref, ""
 
@@ -109,7 +134,9 @@ def check(make: Make, at_start: Ref | None, damaged: Ref | None = None) -> Calla
         ref, bad = newest(frozenset(view.objects.items()))
         if bad:
             return f"the newest valid snapshot is not whole: {bad}"
-        committed = [word[1] for _, word in view.said if word[0] == "committed"] + ([at_start] if at_start else [])
+        committed = [word[1] for _, word in view.said if word[0] == "committed"] + (
+            [at_start] if at_start else []
+        )
         if committed and (ref is None or ref < max(committed)):
             return f"the newest valid snapshot is {ref}; {max(committed)} was reported committed"
         if view.settled:
@@ -133,7 +160,7 @@ def check(make: Make, at_start: Ref | None, damaged: Ref | None = None) -> Calla
     return look
 
 
-# ---- the worlds -------------------------------------------------------------------------------------------------
+# ---- the worlds ----------------------------------------------------------------------------------
 def two_ranks(make: Make) -> Explored:
     """Two ranks of a world, unknown outcomes and requests that land late."""
     actors = {f"rank{r}": writer(make, NEW, r, 2, "t", tries=2) for r in range(2)}
@@ -152,13 +179,19 @@ def two_incarnations(make: Make) -> Explored:
 
 
 def a_zombie(make: Make) -> Explored:
-    """A writer of an older epoch, far ahead by its own count, beside a new world, its pruner and unknown outcomes."""
-    actors = {"zombie": writer(make, ZOMBIE, 0, 1, "z"), "new": writer(make, NEW, 0, 1, "t"), "pruner": pruner(make)}
+    """A writer of an older epoch, far ahead by its own count, beside a new world, its pruner
+    and unknown outcomes."""
+    actors = {
+        "zombie": writer(make, ZOMBIE, 0, 1, "z"),
+        "new": writer(make, NEW, 0, 1, "t"),
+        "pruner": pruner(make),
+    }
     return explore(actors, before(make), check(make, OLD))
 
 
 def a_late_commit(make: Make) -> Explored:
-    """All lists of NEW are there; a committer and a pruner meet while NEWER is committed, and somebody reads."""
+    """All lists of NEW are there; a committer and a pruner meet while NEWER is committed, and
+    somebody reads."""
     objects = before(make, (OLD, NEWER))
     writer(make, NEW, 0, 1, "t")(MemoryStore("memory://", objects), lambda word: None)
     del objects[_manifest_key(NEW)]
@@ -175,17 +208,25 @@ def two_pruners(make: Make) -> Explored:
     """The newest is damaged: both must leave the one below it alone."""
     objects = before(make, (OLD, NEW, NEWER))
     del objects[next(k for k in objects if k.startswith(f"{PARTS}{NEWER.name}/r"))]
-    return explore({"one": pruner(make), "two": pruner(make), "reader": reader(make)}, objects, check(make, NEW, NEWER))
+    return explore(
+        {"one": pruner(make), "two": pruner(make), "reader": reader(make)},
+        objects,
+        check(make, NEW, NEWER),
+    )
 
 
 def everybody(make: Make) -> Explored:
     """Two ranks, a zombie, a pruner and a reader at once."""
     actors = {f"rank{r}": writer(make, NEW, r, 2, "t") for r in range(2)}
-    others = {"zombie": writer(make, ZOMBIE, 0, 1, "z"), "pruner": pruner(make), "reader": reader(make)}
+    others = {
+        "zombie": writer(make, ZOMBIE, 0, 1, "z"),
+        "pruner": pruner(make),
+        "reader": reader(make),
+    }
     return explore({**actors, **others}, before(make), check(make, OLD), max_states=3_000_000)
 
 
-# ---- worlds in which snapshots refer to older ones -----------------------------------------------------------------
+# ---- worlds in which snapshots refer to older ones -----------------------------------------------
 MID, MID2 = Ref(1, 2), Ref(1, 3)  # between OLD and NEW
 FROZEN = b"frozen weights! "  # two chunks, the same in all snapshots
 
@@ -199,7 +240,9 @@ def thrifty(kind: type[Snapshots]) -> Make:
     return lambda store: kind(store, chunk_nbytes=8)
 
 
-def sender(make: Make, ref: Ref, base: Ref | None, rank: int = 0, world: int = 1, token: str = "t") -> Actor:
+def sender(
+    make: Make, ref: Ref, base: Ref | None, rank: int = 0, world: int = 1, token: str = "t"
+) -> Actor:
     """Sends only what `base` does not have."""
 
     def act(store: ObjectStore, say: Say) -> None:
@@ -219,7 +262,9 @@ def pruners_of(make: Make, n: int) -> dict[str, Actor]:
     return {f"pruner{i}": pruner(make) for i in range(n)}
 
 
-def with_bases(make: Make, chain: list[tuple[Ref, Ref | None]], gone: tuple[Ref, ...] = ()) -> dict[str, bytes]:
+def with_bases(
+    make: Make, chain: list[tuple[Ref, Ref | None]], gone: tuple[Ref, ...] = ()
+) -> dict[str, bytes]:
     """A bucket in which these were committed, each with its base, and `gone` were pruned."""
     objects: dict[str, bytes] = {}
     store = MemoryStore("memory://", objects)
@@ -231,29 +276,46 @@ def with_bases(make: Make, chain: list[tuple[Ref, Ref | None]], gone: tuple[Ref,
 
 
 def its_base_is_pruned(kind: type[Snapshots]) -> Explored:
-    """NEW refers to OLD, which two pruners want to delete, for MID is newer and they keep one; unknown outcomes; a reader."""
+    """NEW refers to OLD, which two pruners want to delete, for MID is newer and they keep one;
+    unknown outcomes; a reader."""
     make = thrifty(kind)
     actors = {"new": sender(make, NEW, OLD), "pruner": pruner(make), "reader": reader(make)}
-    return explore(actors, with_bases(make, [(OLD, None), (MID, None)]), check(make, MID), unknowns=1, max_states=3_000_000)
+    return explore(
+        actors,
+        with_bases(make, [(OLD, None), (MID, None)]),
+        check(make, MID),
+        unknowns=1,
+        max_states=3_000_000,
+    )
 
 
 def a_chain(kind: type[Snapshots], pruners: int = 1) -> Explored:
-    """OLD is pruned, its object lives on by MID alone; NEW refers to that by way of MID while MID is pruned."""
+    """OLD is pruned, its object lives on by MID alone; NEW refers to that by way of MID while
+    MID is pruned."""
     make = thrifty(kind)
     objects = with_bases(make, [(OLD, None), (MID, OLD), (MID2, None)], gone=(OLD,))
     actors = {"new": sender(make, NEW, MID), **pruners_of(make, pruners)}
-    return explore(actors, objects, check(make, MID2), unknowns=int(pruners == 1), max_states=3_000_000)
+    return explore(
+        actors, objects, check(make, MID2), unknowns=int(pruners == 1), max_states=3_000_000
+    )
 
 
 def two_ranks_with_a_base(kind: type[Snapshots]) -> Explored:
     """Rank 0 refers to OLD, rank 1 to nothing; each commits; OLD is pruned."""
     make = thrifty(kind)
-    actors = {"rank0": sender(make, NEW, OLD, 0, 2), "rank1": sender(make, NEW, None, 1, 2), "pruner": pruner(make)}
-    return explore(actors, with_bases(make, [(OLD, None), (MID, None)]), check(make, MID), max_states=3_000_000)
+    actors = {
+        "rank0": sender(make, NEW, OLD, 0, 2),
+        "rank1": sender(make, NEW, None, 1, 2),
+        "pruner": pruner(make),
+    }
+    return explore(
+        actors, with_bases(make, [(OLD, None), (MID, None)]), check(make, MID), max_states=3_000_000
+    )
 
 
 def a_late_request_to_commit(kind: type[Snapshots], pruners: int = 1) -> Explored:
-    """All lists of NEW are there, which refers to OLD; the create of its manifest may land whenever it likes, beside pruners."""
+    """All lists of NEW are there, which refers to OLD; the create of its manifest may land
+    whenever it likes, beside pruners."""
     make = thrifty(kind)
     objects = with_bases(make, [(OLD, None), (MID, None)])
     sender(make, NEW, OLD)(MemoryStore("memory://", objects), lambda word: None)
@@ -263,7 +325,8 @@ def a_late_request_to_commit(kind: type[Snapshots], pruners: int = 1) -> Explore
 
 
 def a_damaged_base(kind: type[Snapshots]) -> Explored:
-    """MID, to whose objects NEW refers, turns out damaged while NEW is written and pruned, and what NEW needs of it is whole."""
+    """MID, to whose objects NEW refers, turns out damaged while NEW is written and pruned, and
+    what NEW needs of it is whole."""
     make = thrifty(kind)
     objects = with_bases(make, [(OLD, None), (MID, None)])
     known = make(MemoryStore("memory://", dict(objects))).load(MID)
@@ -275,12 +338,17 @@ def a_damaged_base(kind: type[Snapshots]) -> Explored:
         if snapshots.commit(NEW, 1):
             say(("committed", NEW))
 
-    actors: dict[str, Actor] = {"new": new, "newer": sender(make, NEWER, None), "pruner": pruner(make)}
+    actors: dict[str, Actor] = {
+        "new": new,
+        "newer": sender(make, NEWER, None),
+        "pruner": pruner(make),
+    }
     return explore(actors, objects, check(make, OLD, MID), max_states=3_000_000)
 
 
 def a_slow_reader(kind: type[Snapshots], pruners: int = 1) -> Explored:
-    """It says that it reads OLD, and must be able to do so to the end if it was told that it may."""
+    """It says that it reads OLD, and must be able to do so to the end if it was told that it
+    may."""
     make = thrifty(kind)
 
     def slow(store: ObjectStore, say: Say) -> None:
@@ -291,14 +359,27 @@ def a_slow_reader(kind: type[Snapshots], pruners: int = 1) -> Explored:
             return
         if snapshots.begin_reading(OLD, "me"):
             for i, part in enumerate(manifest.parts):
-                say(("piece", OLD, i, snapshots.read(manifest, part.key, 0, part.nbytes)))  # raises if it is gone
+                # raises if it is gone
+                say(("piece", OLD, i, snapshots.read(manifest, part.key, 0, part.nbytes)))
             snapshots.end_reading(OLD, "me")
 
     actors = {"slow": slow, **pruners_of(make, pruners)}
-    return explore(actors, with_bases(make, [(OLD, None), (MID, OLD), (MID2, None)]), check(make, MID2), max_states=3_000_000)
+    return explore(
+        actors,
+        with_bases(make, [(OLD, None), (MID, OLD), (MID2, None)]),
+        check(make, MID2),
+        max_states=3_000_000,
+    )
 
 
-REFERRING = [its_base_is_pruned, a_chain, two_ranks_with_a_base, a_late_request_to_commit, a_damaged_base, a_slow_reader]
+REFERRING = [
+    its_base_is_pruned,
+    a_chain,
+    two_ranks_with_a_base,
+    a_late_request_to_commit,
+    a_damaged_base,
+    a_slow_reader,
+]
 
 
 @pytest.mark.parametrize("world", REFERRING, ids=lambda w: w.__name__)
@@ -307,7 +388,15 @@ def test_what_others_refer_to_or_read_stays(world: Callable[[type[Snapshots]], E
     assert found.endings > 0 and found.states > 300, found
 
 
-WORLDS = [two_ranks, two_ranks_and_a_reader, two_incarnations, a_zombie, a_late_commit, a_reader_and_a_pruner, two_pruners]
+WORLDS = [
+    two_ranks,
+    two_ranks_and_a_reader,
+    two_incarnations,
+    a_zombie,
+    a_late_commit,
+    a_reader_and_a_pruner,
+    two_pruners,
+]
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda w: w.__name__)
@@ -316,11 +405,13 @@ def test_what_must_hold_holds_in_every_reachable_state(world: Callable[[Make], E
     assert found.endings > 0 and found.states > 300, found
 
 
-# ---- the same, broken -------------------------------------------------------------------------------------------
+# ---- the same, broken ----------------------------------------------------------------------------
 class ListBeforeParts(Snapshots):
     """The part list is written before the parts that it names."""
 
-    def write(self, ref: Ref, rank: int, world: int, files: Any, tensors: Any, data: Any, token: str) -> PartList:
+    def write(
+        self, ref: Ref, rank: int, world: int, files: Any, tensors: Any, data: Any, token: str
+    ) -> PartList:
         later = _Later(self.store)
         mine = Snapshots(later).write(ref, rank, world, files, tensors, data, token)  # type: ignore[arg-type]
         for key, content in later.parts.items():
@@ -342,7 +433,8 @@ class _Later:
 
 
 class SeesTheDoomed(Snapshots):
-    """A mark at a doomed snapshot is not looked at. (That alone is no error: it is there for those that others refer to.)"""
+    """A mark at a doomed snapshot is not looked at. (That alone is no error: it is there for
+    those that others refer to.)"""
 
     def refs(self) -> list[Ref]:
         return sorted(self.manifests()[0] - self.quarantined(), reverse=True)
@@ -355,7 +447,11 @@ class CommitWithoutSecondLook(SeesTheDoomed):
         lists = [_list_key(ref, rank) for rank in range(world)]
         try:
             manifest = Manifest.merge([PartList.from_json(self.store.get(key)) for key in lists])
-            return manifest if self.store.create(_manifest_key(ref), manifest.to_json().encode()) else self.load(ref)
+            return (
+                manifest
+                if self.store.create(_manifest_key(ref), manifest.to_json().encode())
+                else self.load(ref)
+            )
         except NotFound:
             return None
 
@@ -364,10 +460,16 @@ class CommitOfOneRank(Snapshots):
     """The manifest is written when the own list is there, whatever the other ranks have."""
 
     def commit(self, ref: Ref, world: int) -> Manifest | None:
-        found = [PartList.from_json(self.store.get(key)) for key in self.store.list(f"{PARTS}{ref.name}/list-")]
+        found = [
+            PartList.from_json(self.store.get(key))
+            for key in self.store.list(f"{PARTS}{ref.name}/list-")
+        ]
         if not found:
             return None
-        alone = [PartList(x.ref, i, len(found), x.token, x.parts, x.tensors, x.data) for i, x in enumerate(found)]
+        alone = [
+            PartList(x.ref, i, len(found), x.token, x.parts, x.tensors, x.data)
+            for i, x in enumerate(found)
+        ]
         manifest = Manifest.merge(alone)
         self.store.create(_manifest_key(ref), manifest.to_json().encode())
         return super().commit(ref, world)
@@ -438,7 +540,9 @@ class PruneLooksAtManifestsOnly(Snapshots):
 
     def _needed(self, gone: Any, newest: Any) -> Any:
         objects, _ = super()._needed(gone, newest)
-        return objects, frozenset(key for ref in self.manifests()[0].difference(gone) for key in self.load(ref).refers)
+        return objects, frozenset(
+            key for ref in self.manifests()[0].difference(gone) for key in self.load(ref).refers
+        )
 
 
 class CommitTrustsItsBase(Snapshots):
@@ -451,7 +555,17 @@ class CommitTrustsItsBase(Snapshots):
 class CommitLooksEarly(Snapshots):
     """The base is looked at before the part list is written, and then no more."""
 
-    def write(self, ref: Ref, rank: int, world: int, files: Any, tensors: Any, data: Any, token: str, base: Any = None) -> PartList:
+    def write(
+        self,
+        ref: Ref,
+        rank: int,
+        world: int,
+        files: Any,
+        tensors: Any,
+        data: Any,
+        token: str,
+        base: Any = None,
+    ) -> PartList:
         self.looked = base is None or super().stay([base.ref])
         return super().write(ref, rank, world, files, tensors, data, token, base)
 
@@ -460,7 +574,8 @@ class CommitLooksEarly(Snapshots):
 
 
 class PruneDoomsNobody(Snapshots):
-    """The look who refers comes without a mark before it: a commit between the look and the deletes is not told."""
+    """The look who refers comes without a mark before it: a commit between the look and the
+    deletes is not told."""
 
     def prune(self, keep: Any, on_bad: Any = None, expired: Any = None) -> list[Ref]:
         real, self.store = self.store, _NoMarks(self.store)  # type: ignore[assignment]
@@ -513,8 +628,14 @@ BROKEN_REFERENCES: list[tuple[type[Snapshots], Callable[[type[Snapshots]], Explo
 ]
 
 
-@pytest.mark.parametrize(("broken", "world"), BROKEN_REFERENCES, ids=[f"{b.__name__}-{w.__name__}" for b, w in BROKEN_REFERENCES])
-def test_broken_references_are_found(broken: type[Snapshots], world: Callable[[type[Snapshots]], Explored]) -> None:
+@pytest.mark.parametrize(
+    ("broken", "world"),
+    BROKEN_REFERENCES,
+    ids=[f"{b.__name__}-{w.__name__}" for b, w in BROKEN_REFERENCES],
+)
+def test_broken_references_are_found(
+    broken: type[Snapshots], world: Callable[[type[Snapshots]], Explored]
+) -> None:
     with pytest.raises(Violation) as found:
         world(broken)
     print(found.value)
@@ -534,14 +655,24 @@ BROKEN: list[tuple[type[Snapshots], Callable[[Make], Explored]]] = [
 
 
 @pytest.mark.parametrize(("broken", "world"), BROKEN, ids=[broken.__name__ for broken, _ in BROKEN])
-def test_what_is_broken_on_purpose_is_found(broken: type[Snapshots], world: Callable[[Make], Explored]) -> None:
+def test_what_is_broken_on_purpose_is_found(
+    broken: type[Snapshots], world: Callable[[Make], Explored]
+) -> None:
     with pytest.raises(Violation) as found:
         world(broken)
     print(found.value)
     assert len(found.value.trace) > 1
-    assert not found.value.why.split(" raised ")[1:], "the mutant is broken in a way that nobody meant"
+    assert not found.value.why.split(" raised ")[1:], (
+        "the mutant is broken in a way that nobody meant"
+    )
 
 
 if __name__ == "__main__":  # millions of states, half an hour
-    for larger in (everybody, *(functools.partial(w, pruners=2) for w in (a_chain, a_late_request_to_commit, a_slow_reader))):
+    for larger in (
+        everybody,
+        *(
+            functools.partial(w, pruners=2)
+            for w in (a_chain, a_late_request_to_commit, a_slow_reader)
+        ),
+    ):
         print(larger, larger(Snapshots), flush=True)  # type: ignore[operator]

@@ -16,7 +16,17 @@ from harness.bucket.lease import Lease
 from harness.controller.book import Book, bill, how_it_ended
 from harness.controller.policies import cheapest
 from harness.controller.recovery import STOP_KEY, Outcome, RunSpec, forget_stop, recover
-from harness.core.facts import AttemptDoubted, AttemptEnded, AttemptIntended, AttemptUp, Decided, Fact, LeaseTaken, RunEnded, Stamped
+from harness.core.facts import (
+    AttemptDoubted,
+    AttemptEnded,
+    AttemptIntended,
+    AttemptUp,
+    Decided,
+    Fact,
+    LeaseTaken,
+    RunEnded,
+    Stamped,
+)
 from harness.core.world import (
     DOUBT,
     LEAVE,
@@ -46,7 +56,8 @@ SPOT, DEAR = Offer(1.0, "spot"), Offer(3.0, "dear", spot=False)
 
 
 class Cloud:
-    """Nodes are up after 3 s and gone 1 s after they are told to. `script` gets every node that comes up."""
+    """Nodes are up after 3 s and gone 1 s after they are told to. `script` gets every node that
+    comes up."""
 
     def __init__(self, clock: VirtualClock, script: Callable[[Cloud, int], None] | None = None):
         self.clock, self.script, self.all = clock, script, dict[int, Node]()
@@ -67,7 +78,9 @@ class Cloud:
     def arrive(self, attempt: int) -> None:
         node = self.all[attempt]
         if node.offer.name in self.full:
-            self.all[attempt] = dataclasses.replace(node, state=NodeState.NO_CAPACITY, gone_s=self.clock.now())
+            self.all[attempt] = dataclasses.replace(
+                node, state=NodeState.NO_CAPACITY, gone_s=self.clock.now()
+            )
         elif node.alive:
             self.all[attempt] = dataclasses.replace(node, state=NodeState.UP, up_s=self.clock.now())
             if self.script:
@@ -79,7 +92,12 @@ class Cloud:
 
     def end(self, attempt: int, code: int | None, reason: str = "exited") -> None:
         if self.all[attempt].alive:
-            gone = {"state": NodeState.GONE, "gone_s": self.clock.now(), "exit_code": code, "reason": reason}
+            gone = {
+                "state": NodeState.GONE,
+                "gone_s": self.clock.now(),
+                "exit_code": code,
+                "reason": reason,
+            }
             self.all[attempt] = dataclasses.replace(self.all[attempt], **gone)  # type: ignore[arg-type]
 
     @property
@@ -101,13 +119,23 @@ class Stage:
         snapshots.commit(Ref(epoch, step), 1)
 
     def lead(
-        self, run: RunSpec | None = None, policy: Policy = cheapest, store: ObjectStore | None = None, cloud: object = None
+        self,
+        run: RunSpec | None = None,
+        policy: Policy = cheapest,
+        store: ObjectStore | None = None,
+        cloud: object = None,
     ) -> Outcome:
         self.turns += 1
         store = store or self.store
         name = f"controller-{self.turns}"
         world = World(self.clock, cloud or self.cloud, store, random.Random(1))  # type: ignore[arg-type]
-        return recover(run or RunSpec(), policy, world, Journal(store, name, self.clock.now), Lease(store, self.clock, name))
+        return recover(
+            run or RunSpec(),
+            policy,
+            world,
+            Journal(store, name, self.clock.now),
+            Lease(store, self.clock, name),
+        )
 
     def facts(self, kind: type[T]) -> list[T]:
         return [s.fact for s in read_facts(self.store) if isinstance(s.fact, kind)]
@@ -172,7 +200,9 @@ def test_a_full_offer_is_asked_ever_more_rarely(stage: Stage) -> None:
     stage.cloud.full = {"spot", "dear"}
     stage.clock.after(600.0, stage.cloud.full.clear)
     assert stage.lead().outcome == "done"
-    asked = [f.asked_s for f in stage.facts(AttemptEnded) if f.end == "no-capacity" and f.attempt % 2]
+    asked = [
+        f.asked_s for f in stage.facts(AttemptEnded) if f.end == "no-capacity" and f.attempt % 2
+    ]
     assert 10 < len(stage.facts(AttemptEnded)) < 60
     assert max(b - a for a, b in itertools.pairwise(asked)) > 20
 
@@ -185,7 +215,10 @@ def test_leftover_nodes_are_sent_away_when_it_is_done(stage: Stage) -> None:
 
 def test_a_node_that_cannot_be_ended_is_named(stage: Stage) -> None:
     stage.cloud.script, stage.cloud.immortal = None, True
-    stage.clock.after(10.0, lambda: stage.store.put(STOP_KEY, b'{"reason": "enough", "by": "user", "failed": false}'))
+    stage.clock.after(
+        10.0,
+        lambda: stage.store.put(STOP_KEY, b'{"reason": "enough", "by": "user", "failed": false}'),
+    )
     outcome = stage.lead(RunSpec(exit_grace_s=10.0, terminate_timeout_s=60.0))
     assert outcome.outcome == "failed"
     assert "enough; but STILL RUNNING AND BILLED" in outcome.reason
@@ -198,20 +231,26 @@ def test_a_stop_request_is_carried_out(stage: Stage, failed: bool, outcome: str)
     stage.clock.after(25.0, lambda: stage.store.put(STOP_KEY, request))
     assert stage.lead(RunSpec(exit_grace_s=5.0)) == Outcome(outcome, "loss is NaN", 10)
     assert not stage.cloud.alive
-    assert stage.lead() == Outcome(outcome, "loss is NaN", 10), "a restarted controller goes on stopping"
+    assert stage.lead() == Outcome(outcome, "loss is NaN", 10), (
+        "a restarted controller goes on stopping"
+    )
     forget_stop(stage.store)
     assert stage.lead().outcome == "done"
 
 
 def test_a_script_that_always_fails_is_not_retried_for_ever(stage: Stage) -> None:
-    stage.cloud.script = lambda cloud, attempt: cloud.clock.after(5.0, lambda: cloud.end(attempt, 1))
+    stage.cloud.script = lambda cloud, attempt: cloud.clock.after(
+        5.0, lambda: cloud.end(attempt, 1)
+    )
     outcome = stage.lead()
     assert (outcome.outcome, len(stage.cloud.all)) == ("failed", 3)
     assert "the script failed 3 times in a row after step 0" in outcome.reason
 
 
 def test_nodes_that_fail_together_are_one_failure(stage: Stage) -> None:
-    stage.cloud.script = lambda cloud, attempt: cloud.clock.after(5.0, lambda: cloud.end(attempt, 1))
+    stage.cloud.script = lambda cloud, attempt: cloud.clock.after(
+        5.0, lambda: cloud.end(attempt, 1)
+    )
     assert stage.lead(RunSpec(1, 4)).outcome == "failed"
     assert len(stage.cloud.all) == 12
 
@@ -226,7 +265,9 @@ def test_failures_with_progress_between_them_do_not_add_up(stage: Stage) -> None
 
 
 def test_attempts_without_progress_have_a_limit(stage: Stage) -> None:
-    stage.cloud.script = lambda cloud, attempt: cloud.clock.after(5.0, lambda: cloud.end(attempt, None, "preempted"))
+    stage.cloud.script = lambda cloud, attempt: cloud.clock.after(
+        5.0, lambda: cloud.end(attempt, None, "preempted")
+    )
     outcome = stage.lead(RunSpec(max_attempts_without_progress=7))
     assert (outcome.outcome, len(stage.cloud.all)) == ("failed", 7)
     assert "7 attempts in a row ended without a new snapshot after step 0" in outcome.reason
@@ -240,7 +281,10 @@ def test_a_run_that_hangs_has_a_limit(stage: Stage) -> None:
 
 
 def test_limits_count_anew_after_a_run_was_ended(stage: Stage) -> None:
-    good, stage.cloud.script = stage.cloud.script, lambda cloud, attempt: cloud.clock.after(5.0, lambda: cloud.end(attempt, 1))
+    good, stage.cloud.script = (
+        stage.cloud.script,
+        lambda cloud, attempt: cloud.clock.after(5.0, lambda: cloud.end(attempt, 1)),
+    )
     assert stage.lead().outcome == "failed"
     stage.cloud.script = good  # the user repaired the script
     forget_stop(stage.store)
@@ -285,11 +329,19 @@ def test_a_node_that_stays_after_all_makes_the_other_one_leave(stage: Stage) -> 
 
 def test_a_successor_knows_who_may_not_stay(stage: Stage) -> None:
     book = Book.of(
-        [Stamped(float(t), "controller-1", f) for t, f in enumerate((
-            AttemptIntended(1, dataclasses.asdict(SPOT)), AttemptUp(1, 1.0), AttemptDoubted(1, True), AttemptDoubted(9, True),
-        ))],
+        [
+            Stamped(float(t), "controller-1", f)
+            for t, f in enumerate(
+                (
+                    AttemptIntended(1, dataclasses.asdict(SPOT)),
+                    AttemptUp(1, 1.0),
+                    AttemptDoubted(1, True),
+                    AttemptDoubted(9, True),
+                )
+            )
+        ],
         random.Random(1),
-    )  # fmt: skip
+    )
     assert book.doubted == {1}
     book.add(9.0, AttemptEnded(1, "drained", 0.0, 1.0, 9.0, 33, "exited", 8.0, 0.0))
     assert book.doubted == set()
@@ -320,7 +372,7 @@ def test_waits_are_recorded_once_per_reason(stage: Stage) -> None:
     assert reasons == ["all nodes are there"]  # for 50 s
 
 
-# ---- taking over ----------------------------------------------------------------------------------------------------
+# ---- taking over ---------------------------------------------------------------------------------
 def intend(stage: Stage, *facts: Fact) -> None:
     journal = Journal(stage.store, "controller-before", stage.clock.now)
     for fact in facts:
@@ -345,7 +397,9 @@ def test_an_intent_that_was_never_launched_costs_nothing(stage: Stage) -> None:
 
 
 def test_a_node_that_the_cloud_forgot_is_billed_until_now(stage: Stage) -> None:
-    intend(stage, LeaseTaken(1, "x"), AttemptIntended(7, dataclasses.asdict(SPOT)), AttemptUp(7, 0.0))
+    intend(
+        stage, LeaseTaken(1, "x"), AttemptIntended(7, dataclasses.asdict(SPOT)), AttemptUp(7, 0.0)
+    )
     stage.clock.sleep(100)
     stage.lead(RunSpec(lost_after_s=10.0))
     lost = stage.facts(AttemptEnded)[0]
@@ -395,7 +449,8 @@ def test_an_unreadable_stop_request_stops(stage: Stage) -> None:
 def test_a_controller_that_hung_is_fenced_when_it_wakes(stage: Stage) -> None:
     class Hanging(Cloud):
         def nodes(self) -> Sequence[Node]:
-            if self.clock.now() > 10 and stage.turns == 1:  # in this call, a second controller leads the run to its end
+            # in this call, a second controller leads the run to its end
+            if self.clock.now() > 10 and stage.turns == 1:
                 assert stage.lead().outcome == "done"
             return super().nodes()
 
@@ -467,21 +522,27 @@ def test_a_bucket_that_refuses_us_for_a_moment_is_waited_for(stage: Stage) -> No
 
 
 @pytest.mark.parametrize("until_s", [1000.0, 1e9])
-def test_a_bucket_that_goes_on_refusing_ends_the_controller_and_no_node(stage: Stage, until_s: float) -> None:
+def test_a_bucket_that_goes_on_refusing_ends_the_controller_and_no_node(
+    stage: Stage, until_s: float
+) -> None:
     stage.cloud.script = trains(lambda: stage, seconds=2000.0)
     with pytest.raises(StoreError, match="permission denied"):
         stage.lead(RunSpec(max_refused_s=60.0), store=Refusing(stage, 20.0, until_s))
     assert 80 <= stage.clock.now() < 90
     assert stage.cloud.alive == [1]
     assert stage.lead().outcome == "done"  # its successor has credentials
-    assert list(stage.cloud.all) == [1] and [f.end for f in stage.facts(AttemptEnded)] == ["finished"]
+    assert list(stage.cloud.all) == [1] and [f.end for f in stage.facts(AttemptEnded)] == [
+        "finished"
+    ]
 
 
 def test_a_manifest_of_a_newer_format_ends_the_controller_at_once_and_no_node(stage: Stage) -> None:
     def upgrade() -> None:
         stage.commit(15)
         key = stage.store.list("snapshots/manifests/")[-1]
-        body = {k: v for k, v in json.loads(stage.store.get(key)).items() if k != "hash"} | {"version": 999}
+        body = {k: v for k, v in json.loads(stage.store.get(key)).items() if k != "hash"} | {
+            "version": 999
+        }
         stage.store.put(key, canonical({**body, "hash": digest(canonical(body))}))
 
     stage.clock.after(25.0, upgrade)
@@ -490,7 +551,7 @@ def test_a_manifest_of_a_newer_format_ends_the_controller_at_once_and_no_node(st
     assert stage.clock.now() < 40 and stage.cloud.alive == [1]
 
 
-# ---- another API server ---------------------------------------------------------------------------------------------
+# ---- another API server --------------------------------------------------------------------------
 class Elsewhere(Cloud):
     """What another API server shows of a run: nothing of `hidden`, which it can neither end."""
 
@@ -507,7 +568,8 @@ class Elsewhere(Cloud):
 
 
 def beats(stage: Stage, attempt: int, until_s: float = 1e9, goodbye: bool = False) -> None:
-    """The member of an attempt: rewrites its object, leaves when it is asked to, or when the run is over or stopped."""
+    """The member of an attempt: rewrites its object, leaves when it is asked to, or when the
+    run is over or stopped."""
     name, n = f"m{attempt:04d}-aa", itertools.count()
 
     def beat() -> None:
@@ -516,7 +578,9 @@ def beats(stage: Stage, attempt: int, until_s: float = 1e9, goodbye: bool = Fals
         asked = stage.store.list(f"{LEAVE}{attempt:06d}.json") or stage.store.list(STOP_KEY)
         if asked or (goodbye and now >= until_s):
             stage.cloud.end(attempt, 33)
-            stage.store.put(f"rdzv/members/{name}.json", json.dumps({**body, "state": "gone"}).encode())
+            stage.store.put(
+                f"rdzv/members/{name}.json", json.dumps({**body, "state": "gone"}).encode()
+            )
         elif node.alive and now < until_s:
             stage.store.put(f"rdzv/members/{name}.json", json.dumps(body).encode())
             stage.clock.after(2.0, beat)
@@ -540,10 +604,13 @@ def leaked(stage: Stage, *attempts: int) -> Elsewhere:
     return Elsewhere(stage.cloud, set(attempts))
 
 
-def test_nodes_that_beat_are_not_lost_because_this_api_server_does_not_show_them(stage: Stage) -> None:
+def test_nodes_that_beat_are_not_lost_because_this_api_server_does_not_show_them(
+    stage: Stage,
+) -> None:
     elsewhere = leaked(stage, 1, 2, 3)
     stage.clock.after(400.0, lambda: stage.commit(20, final=True))
-    stage.clock.after(402.0, lambda: stage.store.put(f"{LEAVE}000001.json", b"{}"))  # they leave when it is over
+    # they leave when it is over
+    stage.clock.after(402.0, lambda: stage.store.put(f"{LEAVE}000001.json", b"{}"))
     stage.clock.after(402.0, lambda: stage.store.put(f"{LEAVE}000002.json", b"{}"))
     stage.clock.after(402.0, lambda: stage.store.put(f"{LEAVE}000003.json", b"{}"))
     outcome = stage.lead(RunSpec(1, 3, lost_after_s=10.0), cloud=elsewhere)
@@ -552,7 +619,8 @@ def test_nodes_that_beat_are_not_lost_because_this_api_server_does_not_show_them
     ended = stage.facts(AttemptEnded)
     assert [(f.attempt, f.end) for f in ended] == [(1, "lost"), (2, "lost"), (3, "lost")]
     assert all(f.billed_s >= 390 for f in ended)
-    assert outcome.unproven == (1, 2, 3)  # their agents have ended; whether their machines have, is not for us to see
+    # their agents have ended; whether their machines have, is not for us to see
+    assert outcome.unproven == (1, 2, 3)
     assert all("look for its machine where it was launched from" in f.reason for f in ended)
 
 
@@ -560,17 +628,25 @@ def test_a_node_that_is_not_shown_is_asked_to_leave_through_the_bucket(stage: St
     elsewhere = leaked(stage, 1, 2)
 
     def policy(view: View) -> Terminate | Wait:
-        return Terminate(2, "one too many") if len(view.alive) > 1 and view.now_s > 60 else Wait(1.0, "idle")
+        return (
+            Terminate(2, "one too many")
+            if len(view.alive) > 1 and view.now_s > 60
+            else Wait(1.0, "idle")
+        )
 
     stage.clock.after(300.0, lambda: stage.store.put(STOP_KEY, b'{"reason": "enough"}'))
     assert stage.lead(RunSpec(1, 2), policy=policy, cloud=elsewhere).outcome == "stopped"
     gone_s = {n.attempt: n.gone_s for n in stage.cloud.all.values()}
-    assert gone_s[2] is not None and 60 < gone_s[2] < 80 and gone_s[1] is not None and gone_s[1] >= 300
+    assert (
+        gone_s[2] is not None and 60 < gone_s[2] < 80 and gone_s[1] is not None and gone_s[1] >= 300
+    )
     assert not stage.cloud.alive
 
 
 def test_a_node_that_is_not_shown_and_falls_silent_is_lost_and_replaced(stage: Stage) -> None:
-    intend(stage, LeaseTaken(1, "x"), AttemptIntended(1, dataclasses.asdict(SPOT)), AttemptUp(1, 3.0))
+    intend(
+        stage, LeaseTaken(1, "x"), AttemptIntended(1, dataclasses.asdict(SPOT)), AttemptUp(1, 3.0)
+    )
     elsewhere = Elsewhere(stage.cloud, {1})
     stage.cloud.script = None
     stage.cloud.launch(1, SPOT)
@@ -581,8 +657,11 @@ def test_a_node_that_is_not_shown_and_falls_silent_is_lost_and_replaced(stage: S
     assert 110 <= stage.cloud.all[2].asked_s < 125
 
 
-def test_a_node_that_was_given_up_and_beats_after_all_is_asked_to_leave_and_billed(stage: Stage) -> None:
-    """It was being launched elsewhere when its controller was lost; its place is taken when it comes up."""
+def test_a_node_that_was_given_up_and_beats_after_all_is_asked_to_leave_and_billed(
+    stage: Stage,
+) -> None:
+    """It was being launched elsewhere when its controller was lost; its place is taken when it
+    comes up."""
     intend(stage, LeaseTaken(1, "x"), AttemptIntended(1, dataclasses.asdict(SPOT)))
     elsewhere = Elsewhere(stage.cloud, {1})
     stage.cloud.script = None
@@ -593,16 +672,22 @@ def test_a_node_that_was_given_up_and_beats_after_all_is_asked_to_leave_and_bill
     assert outcome == Outcome("done", "step 20 is the last and is committed", 20, unproven=(1,))
     assert not stage.cloud.alive and sorted(stage.cloud.all) == [1, 2]
     bills = [f for f in stage.facts(AttemptEnded) if f.attempt == 1]
-    assert [f.end for f in bills] == ["lost", "lost"] and bills[0].usd == 0 and bills[1].billed_s > 60
+    assert (
+        [f.end for f in bills] == ["lost", "lost"] and bills[0].usd == 0 and bills[1].billed_s > 60
+    )
 
 
 def test_a_script_that_ends_well_before_its_last_step_is_not_started_for_ever(stage: Stage) -> None:
     """`break`, or an own loop without run.finish(): exit code 0, and no final snapshot."""
     stage.commit(10)
-    stage.cloud.script = lambda cloud, attempt: cloud.clock.after(5.0, lambda: cloud.end(attempt, 0))
+    stage.cloud.script = lambda cloud, attempt: cloud.clock.after(
+        5.0, lambda: cloud.end(attempt, 0)
+    )
     outcome = stage.lead(RunSpec(1, 4))
     assert (outcome.outcome, len(stage.cloud.all)) == ("failed", 12)
-    assert "the script ended with exit code 0 before its last step 3 times in a row" in outcome.reason
+    assert (
+        "the script ended with exit code 0 before its last step 3 times in a row" in outcome.reason
+    )
     assert "after step 10" in outcome.reason and "call run.finish()" in outcome.reason
 
 
@@ -614,14 +699,23 @@ def test_neither_is_one_that_gets_one_step_further_each_time(stage: Stage) -> No
     stage.cloud.script = script
     outcome = stage.lead(RunSpec(max_attempts_without_progress=10**6))
     assert (outcome.outcome, len(stage.cloud.all)) == ("failed", 10)
-    assert "exit code 0 before its last step 10 times in a row, the last time after step 10" in outcome.reason
+    assert (
+        "exit code 0 before its last step 10 times in a row, the last time after step 10"
+        in outcome.reason
+    )
 
 
 class Mortal:
     """Dies at its n-th operation on store or cloud, before or after it took effect."""
 
     def __init__(self, stage: Stage, dies_at: int, after: bool):
-        self.stage, self.dies_at, self.after, self.count, self.url = stage, dies_at, after, 0, stage.store.url
+        self.stage, self.dies_at, self.after, self.count, self.url = (
+            stage,
+            dies_at,
+            after,
+            0,
+            stage.store.url,
+        )
 
     def do(self, operation: Callable[[], T]) -> T:
         self.count += 1
@@ -634,15 +728,20 @@ class Mortal:
                 raise Crash
 
     def __getattr__(self, name: str) -> Callable[..., object]:
-        owner = self.stage.cloud if name in ("nodes", "launch", "terminate", "offers") else self.stage.store
+        owner = (
+            self.stage.cloud
+            if name in ("nodes", "launch", "terminate", "offers")
+            else self.stage.store
+        )
         return lambda *args: self.do(lambda: getattr(owner, name)(*args))
 
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_controller_may_die_at_every_single_operation(after: bool, stopped: bool) -> None:
-    """Two nodes, one of them preempted, one failed launch; then a clean end, or a stop. Whatever the operation at which the first
-    controller dies, a second one brings the run to the same end, leaves nothing behind, and the bills add up."""
+    """Two nodes, one of them preempted, one failed launch; then a clean end, or a stop. Whatever
+    the operation at which the first controller dies, a second one brings the run to the same end,
+    leaves nothing behind, and the bills add up."""
     dies_at = deaths = 0
     while True:
         dies_at += 1
@@ -652,7 +751,9 @@ def test_a_controller_may_die_at_every_single_operation(after: bool, stopped: bo
         run = RunSpec(1, 2, poll_s=5.0, exit_grace_s=10.0)
         stage.cloud.full = {"spot"}
         stage.clock.after(8.0, stage.cloud.full.clear)
-        stage.clock.after(30.0, lambda s=stage: 3 in s.cloud.all and s.cloud.end(3, None, "preempted"))  # type: ignore[misc]
+        stage.clock.after(
+            30.0, lambda s=stage: 3 in s.cloud.all and s.cloud.end(3, None, "preempted")
+        )  # type: ignore[misc]
         if stopped:
             stage.clock.after(40.0, lambda s=stage: s.store.put(STOP_KEY, b'{"reason": "enough"}'))  # type: ignore[misc]
         mortal = Mortal(stage, dies_at, after)
@@ -675,7 +776,7 @@ def test_a_controller_may_die_at_every_single_operation(after: bool, stopped: bo
     assert deaths > 100
 
 
-# ---- small things ---------------------------------------------------------------------------------------------------
+# ---- small things --------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("code", "reason", "end"),
     [
@@ -696,9 +797,14 @@ def test_how_it_ended(code: int | None, reason: str, end: str) -> None:
 
 
 def test_exit_36_is_not_the_scripts_fault(stage: Stage) -> None:
-    stage.cloud.script = lambda cloud, attempt: cloud.clock.after(5.0, lambda: cloud.end(attempt, 36))
+    stage.cloud.script = lambda cloud, attempt: cloud.clock.after(
+        5.0, lambda: cloud.end(attempt, 36)
+    )
     reason = stage.lead(RunSpec(max_attempts_without_progress=6)).reason
-    assert "6 attempts in a row ended without a new snapshot after step 0 (the last: " in reason and "exited)" in reason
+    assert (
+        "6 attempts in a row ended without a new snapshot after step 0 (the last: " in reason
+        and "exited)" in reason
+    )
 
 
 def test_node_numbers_make_sense() -> None:
@@ -706,7 +812,7 @@ def test_node_numbers_make_sense() -> None:
         RunSpec(3, 2)
 
 
-# ---- facts that cannot be read ----------------------------------------------------------------------------------
+# ---- facts that cannot be read -------------------------------------------------------------------
 def break_facts(stage: Stage, kind: str) -> str:
     """Damage the first segment that tells of `kind`; its key."""
     for key in stage.store.list("facts/controller-"):
@@ -734,9 +840,11 @@ def test_a_damaged_fact_stops_no_controller_and_hides_no_node(stage: Stage, kind
     key = break_facts(stage, kind)
     assert stage.lead() == Outcome("done", "step 20 is the last and is committed", 20)
     assert stage.cloud.alive == []
-    assert list(stage.cloud.all) == [1]  # the node that it could not read of went on, and none was launched beside it
+    # the node that it could not read of went on, and none was launched beside it
+    assert list(stage.cloud.all) == [1]
     (ended,) = stage.facts(AttemptEnded)
-    assert (ended.attempt, ended.end, ended.billed_s) == (1, "finished", 51.0)  # and is billed from its start
+    # and is billed from its start
+    assert (ended.attempt, ended.end, ended.billed_s) == (1, "finished", 51.0)
     (said,) = [d for d in stage.facts(Decided) if d.decision == "skip"]
     assert key in said.reason and "adopted" in said.reason
 

@@ -1,4 +1,5 @@
-"""The rendezvous: one epoch at a time, formed without waiting for the dead. Members here are real objects on one store."""
+"""The rendezvous: one epoch at a time, formed without waiting for the dead. Members here are
+real objects on one store."""
 
 import collections
 import contextlib
@@ -45,7 +46,9 @@ class Place:
     def member(self, name, nproc=1, attempt=0) -> Rendezvous:
         lines = self.lines[name] = Lines(name, "127.0.0.1", pulse_s=0.2)
         me = Member(name, "ready", 0, "127.0.0.1", lines.port, 29500, nproc=nproc, attempt=attempt)
-        r = Rendezvous(self.store, me, lines, beat_s=1.0, dead_s=5.0, join_window_s=1.0, monotonic=self.clock)
+        r = Rendezvous(
+            self.store, me, lines, beat_s=1.0, dead_s=5.0, join_window_s=1.0, monotonic=self.clock
+        )
         r.say()
         return r
 
@@ -58,9 +61,16 @@ class Place:
         return all(h.up or h.refused for h in map(m.lines.heard, m.lines._wanted))
 
     def up_to_date(self, m, members):
-        """Has it heard the last word of each of these whom it hears? Rounds pass faster than lines carry."""
-        heard = [(m.lines.heard(o.me.member), o.me.beat) for o in members if o.me.member in m.lines._wanted]
-        return all(not h.up or (h.record and json.loads(h.record)["beat"] >= beat) for h, beat in heard)
+        """Has it heard the last word of each of these whom it hears? Rounds pass faster than
+        lines carry."""
+        heard = [
+            (m.lines.heard(o.me.member), o.me.beat)
+            for o in members
+            if o.me.member in m.lines._wanted
+        ]
+        return all(
+            not h.up or (h.record and json.loads(h.record)["beat"] >= beat) for h, beat in heard
+        )
 
     def beat(self, *members, seconds=1.0):
         self.clock.now += seconds
@@ -88,7 +98,12 @@ class Place:
 def test_members_that_come_together_start_together(place):
     a, b, c = (place.member(n, attempt=i) for i, n in enumerate("abc"))
     epoch = place.form(a, b, c)
-    assert (epoch.epoch, epoch.members, epoch.world, epoch.reason) == (1, ("a", "b", "c"), 3, "start")
+    assert (epoch.epoch, epoch.members, epoch.world, epoch.reason) == (
+        1,
+        ("a", "b", "c"),
+        3,
+        "start",
+    )
     assert [epoch.ranks(n) for n in "abc"] == [range(0, 1), range(1, 2), range(2, 3)]
 
 
@@ -223,13 +238,16 @@ def test_the_same_failure_is_counted_over_epochs(place):
     for n in (1, 2, 3):
         epoch = place.form(a)
         assert epoch.streak == n - 1
-        a.say(state="ready", epoch=epoch.epoch, end="failed", failure="ValueError: x", failure_step=40)
+        a.say(
+            state="ready", epoch=epoch.epoch, end="failed", failure="ValueError: x", failure_step=40
+        )
     a.say(state="ready", failure="ValueError: other", failure_step=40)
     assert place.form(a).streak == 1
 
 
 def test_racing_members_agree_on_every_epoch(place):
-    """Real threads propose at the same time; each epoch number is one object, and whoever enters is in it."""
+    """Real threads propose at the same time; each epoch number is one object, and whoever
+    enters is in it."""
     members = [place.member(f"m{i}", attempt=i) for i in range(6)]
     place.clock.now += 100.0
     for m in members:
@@ -262,7 +280,8 @@ def told(member: Member, /, **changes) -> bytes:
 
 @pytest.mark.parametrize("odd", ODD)
 def test_odd_objects_under_rdzv_stop_nobody(place, odd, capsys):
-    """Empty, cut, of another kind, in a folder of their own: whoever wrote them, the run forms its epochs all the same."""
+    """Empty, cut, of another kind, in a folder of their own: whoever wrote them, the run forms
+    its epochs all the same."""
     for name in ("ghost.json", "sub/x.json", "y.json~"):
         place.store.put(f"rdzv/members/{name}", odd)
     for name in ("x.json~", "000001.json~", "000002.json"):
@@ -272,22 +291,33 @@ def test_odd_objects_under_rdzv_stop_nobody(place, odd, capsys):
     assert a.newest().epoch == newest_epoch(place.store).epoch == 1
     a.say(state="ready"), b.say(state="ready")
     epoch = place.form(a, b)
-    assert (epoch.epoch, epoch.members) == (3, ("a", "b"))  # the number 2 is taken by what is no epoch
+    # the number 2 is taken by what is no epoch
+    assert (epoch.epoch, epoch.members) == (3, ("a", "b"))
     assert newest_epoch(place.store) == epoch and {m.member for m in a.members()} == {"a", "b"}
-    assert capsys.readouterr().out.count("rdzv/members/ghost.json is passed over") == 2  # by each of us once
+    # by each of us once
+    assert capsys.readouterr().out.count("rdzv/members/ghost.json is passed over") == 2
 
 
 @pytest.mark.parametrize("odd", [*ODD, b"[]", b'["h"]', b'["h", 70000]', b'["h", "x"]', b'"short"'])
 def test_odd_chunk_places_and_secrets_cost_only_the_peer_tier(tmp_path, odd):
     store = MemoryStore("memory://near", {})
-    store.create(epoch_key(1), encode_epoch(Epoch(1, ("a", "b"), (1, 1), (1.0, 1.0), "h", 1, "start")))
+    store.create(
+        epoch_key(1), encode_epoch(Epoch(1, ("a", "b"), (1, 1), (1.0, 1.0), "h", 1, "start"))
+    )
     store.put("rdzv/chunks/b.json", odd)
-    near = Nearby(store, "a", tmp_path / "a", NearbyConfig(peer="memory", memory_nbytes=1000), lambda: [])
+    near = Nearby(
+        store, "a", tmp_path / "a", NearbyConfig(peer="memory", memory_nbytes=1000), lambda: []
+    )
     assert near.told()["peers"] == [] and near.told()["secret"]
     near.close()
     store.put("rdzv/secret.json", odd)
-    near = Nearby(store, "c", tmp_path / "c", NearbyConfig(peer="memory", memory_nbytes=1000), lambda: [])
-    assert "secret" not in near.told() and store.list("rdzv/chunks/") == ["rdzv/chunks/a.json", "rdzv/chunks/b.json"]
+    near = Nearby(
+        store, "c", tmp_path / "c", NearbyConfig(peer="memory", memory_nbytes=1000), lambda: []
+    )
+    assert "secret" not in near.told() and store.list("rdzv/chunks/") == [
+        "rdzv/chunks/a.json",
+        "rdzv/chunks/b.json",
+    ]
     near.close()
 
 
@@ -306,16 +336,31 @@ def test_odd_chunk_places_and_secrets_cost_only_the_peer_tier(tmp_path, odd):
 )
 def test_a_member_of_another_version_counts_if_it_makes_sense(place, changes, there):
     a, c = place.member("a"), place.member("c")
-    place.store.put(f"rdzv/members/{c.me.member}.json", told(replace(c.me, state="ready", beat=9), **changes))
+    place.store.put(
+        f"rdzv/members/{c.me.member}.json", told(replace(c.me, state="ready", beat=9), **changes)
+    )
     assert ([m.member for m in a.look()] == ["c", "a"]) == there
 
 
 def test_epochs_and_members_of_older_versions_are_read():
     store = MemoryStore("memory://older", {})
-    epoch = {"epoch": 1, "members": ["a"], "nproc": [2], "speeds": [1.0], "addr": "h", "port": 1, "reason": "start"}
+    epoch = {
+        "epoch": 1,
+        "members": ["a"],
+        "nproc": [2],
+        "speeds": [1.0],
+        "addr": "h",
+        "port": 1,
+        "reason": "start",
+    }
     store.put(epoch_key(1), json.dumps({**epoch, "unheard-of": {}}).encode())
     assert newest_epoch(store) == Epoch(1, ("a",), (2,), (1.0,), "h", 1, "start")
-    for broken in ({**epoch, "epoch": 7}, {**epoch, "nproc": []}, {**epoch, "members": "a"}, {**epoch, "port": -1}):
+    for broken in (
+        {**epoch, "epoch": 7},
+        {**epoch, "nproc": []},
+        {**epoch, "members": "a"},
+        {**epoch, "port": -1},
+    ):
         store.put(epoch_key(2), json.dumps(broken).encode())
         assert newest_epoch(store).epoch == 1
 
@@ -323,18 +368,28 @@ def test_epochs_and_members_of_older_versions_are_read():
 def test_an_address_that_is_none_does_not_end_the_lines():
     lines, other = Lines("a", "127.0.0.1", pulse_s=0.1), Lines("b", "127.0.0.1", pulse_s=0.1)
     try:
-        lines.follow({"x": ("127.0.0.1", 70_000), "y": ("\0", 5), "z": ("no such host.", 5), "b": ("127.0.0.1", other.port)})
+        lines.follow(
+            {
+                "x": ("127.0.0.1", 70_000),
+                "y": ("\0", 5),
+                "z": ("no such host.", 5),
+                "b": ("127.0.0.1", other.port),
+            }
+        )
         until(lambda: lines.heard("b").up)
     finally:
         lines.close(), other.close()
 
 
 def test_no_epoch_has_no_world():
-    assert (NO_EPOCH.world == 0 and newest_epoch(MemoryStore("memory://x", {})) is NO_EPOCH) or NO_EPOCH.epoch == 0
+    assert (
+        NO_EPOCH.world == 0 and newest_epoch(MemoryStore("memory://x", {})) is NO_EPOCH
+    ) or NO_EPOCH.epoch == 0
 
 
 def test_a_world_is_in_one_place_and_stays_there(place):
-    """Nodes of another region cannot be reached: they wait, and take over when nobody is left here."""
+    """Nodes of another region cannot be reached: they wait, and take over when nobody is left
+    here."""
     a, b, c, d = (place.member(n, attempt=i) for i, n in enumerate("abcd"))
     for m, where in ((a, "x/east"), (b, "x/east"), (c, "x/west"), (d, "x/west")):
         m.say(place=where)
@@ -352,7 +407,11 @@ def test_a_world_is_in_one_place_and_stays_there(place):
 
 
 def test_most_workers_decide_where_a_run_begins(place):
-    a, b, c = place.member("a", attempt=1), place.member("b", nproc=2, attempt=2), place.member("c", attempt=3)
+    a, b, c = (
+        place.member("a", attempt=1),
+        place.member("b", nproc=2, attempt=2),
+        place.member("c", attempt=3),
+    )
     a.say(place="x/east"), b.say(place="x/west"), c.say(place="x/east", state="gone")
     assert place.form(a, b).members == ("b",)
 
@@ -361,12 +420,21 @@ def test_lines_tell_living_dead_silent_and_strangers_apart():
     a, b = Lines("a", "127.0.0.1", pulse_s=0.2), Lines("b", "127.0.0.1", pulse_s=0.2)
     try:
         b.tell(b'{"n": 1}')
-        a.follow({"b": ("127.0.0.1", b.port), "other": ("127.0.0.1", b.port)})  # another member had this port once
-        until(lambda: a.heard("b") == Heard(True, False, b'{"n": 1}', True) and a.heard("other").refused)
+        # another member had this port once
+        a.follow({"b": ("127.0.0.1", b.port), "other": ("127.0.0.1", b.port)})
+        until(
+            lambda: (
+                a.heard("b") == Heard(True, False, b'{"n": 1}', True) and a.heard("other").refused
+            )
+        )
         until(b.knocked)
-        with socket.create_connection(("127.0.0.1", b.port)) as stranger, socket.create_connection(("127.0.0.1", b.port)) as rude:
+        with (
+            socket.create_connection(("127.0.0.1", b.port)) as stranger,
+            socket.create_connection(("127.0.0.1", b.port)) as rude,
+        ):
             stranger.sendall(b"\xff\x00" * 3000)
-            rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ends with a reset
+            # ends with a reset
+            rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             rude.sendall(b"x")
         b.tell(b'{"n": 2}')
         until(lambda: a.heard("b").record == b'{"n": 2}')
@@ -424,12 +492,18 @@ class Ears:
 
 
 def minutes10(tmp_path, members, first, up):
-    """Requests of one node in ten minutes of calm training, by the agent's own loop at its own pace (its heartbeat's are added)."""
+    """Requests of one node in ten minutes of calm training, by the agent's own loop at its own
+    pace (its heartbeat's are added)."""
     clock, store, ears = Ticks(), Counting(), Ears()
     names = tuple(f"m{i}" for i in range(members))
     for name in names:
-        store.put(f"rdzv/members/{name}.json", json.dumps(asdict(Member(name, "in", 1, "127.0.0.1", 1, 1, 1, 0))).encode())
-    agent = Agent(AgentConfig("memory://counted", [], 1, 1, "127.0.0.1", tmp_path, control_s=5.0), store, [])
+        store.put(
+            f"rdzv/members/{name}.json",
+            json.dumps(asdict(Member(name, "in", 1, "127.0.0.1", 1, 1, 1, 0))).encode(),
+        )
+    agent = Agent(
+        AgentConfig("memory://counted", [], 1, 1, "127.0.0.1", tmp_path, control_s=5.0), store, []
+    )
     agent.name, agent._lines = names[0 if first else 1], ears
     agent._epoch = Epoch(1, names, (1,) * members, (1.0,) * members, "", 0, "start")
     store.create(epoch_key(1), encode_epoch(agent._epoch))
@@ -458,7 +532,12 @@ def test_what_calm_training_costs_is_bounded_and_does_not_grow_with_the_world(tm
     """docs/RENDEZVOUS.md names these numbers."""
     first = minutes10(tmp_path, members, True, up=True)
     print(first)
-    assert first["put"] <= 60 and first["list"] <= 120 + 60 and first["get"] <= 300 and set(first) == {"put", "list", "get"}
+    assert (
+        first["put"] <= 60
+        and first["list"] <= 120 + 60
+        and first["get"] <= 300
+        and set(first) == {"put", "list", "get"}
+    )
     if members > 1:
         other = minutes10(tmp_path, members, False, up=True)
         print(other)

@@ -38,7 +38,14 @@ def buckets():
 
 
 def replica(source, target, **limits):
-    return Replica(source, target, Journal(source, "replica-x", time.time), here="aws/us-east-1", there="gcp", **limits)
+    return Replica(
+        source,
+        target,
+        Journal(source, "replica-x", time.time),
+        here="aws/us-east-1",
+        there="gcp",
+        **limits,
+    )
 
 
 def test_the_newest_is_copied_and_told_with_its_price(buckets):
@@ -60,7 +67,8 @@ def test_the_newest_is_copied_and_told_with_its_price(buckets):
     told = [s.fact for s in read_facts(source) if isinstance(s.fact, SnapshotReplicated)]
     assert [f.step for f in told] == [3, 5, 6] and all(f.nbytes == 5 * CHUNK for f in told)
     assert told[0].usd == pytest.approx(5 * CHUNK / 1e9 * 0.09)  # leaving AWS
-    assert replica(source, target).spent_usd == pytest.approx(3 * told[0].usd)  # known to the next one
+    # known to the next one
+    assert replica(source, target).spent_usd == pytest.approx(3 * told[0].usd)
 
 
 def test_nothing_is_copied_beyond_the_cap(buckets):
@@ -98,28 +106,55 @@ def test_what_is_damaged_in_the_first_bucket_is_read_from_the_second(buckets):
     key, told = manifest.parts[0].key, []
     for damage in ("flip", "truncate"):
         corrupt(source, key, damage, random.Random(2))
-        both = Tiered(source, manifest, [], lambda tier, what: told.append(tier), replica=lambda: target)
+        both = Tiered(
+            source, manifest, [], lambda tier, what: told.append(tier), replica=lambda: target
+        )
         assert Snapshots(both, CHUNK).read(manifest, key, 0, len(body)) == body
         assert both.tier == "bucket+replica" and set(told) == {"bucket"}
         with pytest.raises(SnapshotCorrupt):
             Snapshots(Tiered(source, manifest, []), CHUNK).read(manifest, key, 0, len(body))
     source.delete(key)
-    assert Snapshots(Tiered(source, manifest, [], replica=lambda: target), CHUNK).read(manifest, key, 0, len(body)) == body
+    assert (
+        Snapshots(Tiered(source, manifest, [], replica=lambda: target), CHUNK).read(
+            manifest, key, 0, len(body)
+        )
+        == body
+    )
     target.put(key, b"x" * len(body))
     with pytest.raises(SnapshotCorrupt):
-        Snapshots(Tiered(source, manifest, [], replica=lambda: target), CHUNK).read(manifest, key, 0, len(body))
+        Snapshots(Tiered(source, manifest, [], replica=lambda: target), CHUNK).read(
+            manifest, key, 0, len(body)
+        )
 
 
 def test_a_run_goes_on_in_its_second_bucket(tmp_path):
     run, second = tmp_path / "run", tmp_path / "second"
     flags = ("--total", "60", "--every", "10", "--reduce", "exact")
-    words = [sys.executable, "-m", "harness.cli", "run", "--run", str(run), "--replica", str(second), "--", TRAINER, *flags]
-    ended = subprocess.run(words, env={**os.environ, "HARNESS_NODE_DIR": str(tmp_path / "node")}, timeout=180)
+    words = [
+        sys.executable,
+        "-m",
+        "harness.cli",
+        "run",
+        "--run",
+        str(run),
+        "--replica",
+        str(second),
+        "--",
+        TRAINER,
+        *flags,
+    ]
+    ended = subprocess.run(
+        words, env={**os.environ, "HARNESS_NODE_DIR": str(tmp_path / "node")}, timeout=180
+    )
     assert ended.returncode == 0
-    assert [s.fact for s in read_facts(open_store(str(run))) if isinstance(s.fact, SnapshotReplicated)][-1].step == 60
+    assert [
+        s.fact for s in read_facts(open_store(str(run))) if isinstance(s.fact, SnapshotReplicated)
+    ][-1].step == 60
     weights = newest(second).data["weights"]
     assert weights == newest(run).data["weights"]
     train(second, 1, "--total", 70, *flags[2:])
     assert newest(second).step == 70
-    [started] = [s.fact for s in read_facts(open_store(str(second))) if isinstance(s.fact, SessionStarted)]
+    [started] = [
+        s.fact for s in read_facts(open_store(str(second))) if isinstance(s.fact, SessionStarted)
+    ]
     assert started.resumed_step == 60

@@ -1,4 +1,5 @@
-"""The report says what happened: in the terminal, as JSON, and as one page that needs nothing else."""
+"""The report says what happened: in the terminal, as JSON, and as one page that needs nothing
+else."""
 
 import io
 import json
@@ -48,7 +49,9 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        (self.scripts if self.open and self.open[-1] in ("script", "style") else self.text).append(data)
+        (self.scripts if self.open and self.open[-1] in ("script", "style") else self.text).append(
+            data
+        )
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +61,8 @@ def history():
 
 @pytest.fixture(scope="module")
 def summary(history):
-    return summarize(history.store, now=lambda: history.t + 1e6)  # long after: the end of the run counts, not now
+    # long after: the end of the run counts, not now
+    return summarize(history.store, now=lambda: history.t + 1e6)
 
 
 def printed(summary, width=150):
@@ -105,10 +109,20 @@ def test_the_terminal_shows_what_a_person_asks_for(summary):
     assert money(summary.ledger.usd) in text
     assert "5 nodes used, 3 taken away; 7 steps lost and redone" in text
     assert "and 3 attempts that found no capacity" in text
-    for words in ("node 1 lost without notice", "notice: node 2 left", "6 5 5", "61–75", "in time", "10 interval", "us-west-2"):
+    for words in (
+        "node 1 lost without notice",
+        "notice: node 2 left",
+        "6 5 5",
+        "61–75",
+        "in time",
+        "10 interval",
+        "us-west-2",
+    ):
         assert words in text, words
     for bucket in BUCKETS:
-        assert (re.search(rf"^ +{bucket} +█", text, re.M) is not None) == (summary.ledger.ns[bucket] > 0)
+        assert (re.search(rf"^ +{bucket} +█", text, re.M) is not None) == (
+            summary.ledger.ns[bucket] > 0
+        )
 
 
 def test_a_narrow_terminal_breaks_nothing(summary):
@@ -119,15 +133,29 @@ def test_the_page_is_whole_and_alone(summary, tmp_path):
     text, page = parsed(summary, tmp_path / "deep" / "report.html")
     assert not re.search(r"https?:|//cdn|@import|url\((?!#)", text)
     seen = " ".join(page.text)
-    for heading in ("Loss", "Nodes over time", "Where billed time went", "Money", "Attempts", "Worlds", "Notices", "Snapshots", "Trouble"):
+    for heading in (
+        "Loss",
+        "Nodes over time",
+        "Where billed time went",
+        "Money",
+        "Attempts",
+        "Worlds",
+        "Notices",
+        "Snapshots",
+        "Trouble",
+    ):
         assert heading in page.text
     for a in summary.ledger.attempts:
-        assert any(tip.startswith(f"node {a.name} on {a.offer}") for tip in page.tips) == (a.up_s is not None)
+        assert any(tip.startswith(f"node {a.name} on {a.offer}") for tip in page.tips) == (
+            a.up_s is not None
+        )
     for e in summary.ledger.epochs:
         assert any(tip.startswith(f"epoch {e.epoch} (") for tip in page.tips)
         assert e.ended in seen
     assert any("steps 61–67 were lost" in tip for tip in page.tips)
-    assert sum(tip.startswith("snapshot of step") for tip in page.tips) == len(summary.snapshots) == 14
+    assert (
+        sum(tip.startswith("snapshot of step") for tip in page.tips) == len(summary.snapshots) == 14
+    )
     assert sum("kill notice from" in tip for tip in page.tips) == 2
     assert page.tags.count("svg") >= 2
     assert "prefers-color-scheme:dark" in text
@@ -148,7 +176,9 @@ def test_json_is_plain_and_adds_up(summary):
     assert body["state"] == "done"
     assert len(body["attempts"]) == 8
     assert [e["accumulation"] for e in body["epochs"]] == [8, 6, 8, 16, 8]
-    assert sum(b["ns"] for b in body["buckets"].values()) == sum(sum(a["ns"].values()) for a in body["attempts"])
+    assert sum(b["ns"] for b in body["buckets"].values()) == sum(
+        sum(a["ns"].values()) for a in body["attempts"]
+    )
     assert body["notices"][0]["in_time"] is True
 
 
@@ -190,7 +220,10 @@ def test_broken_facts_and_records_are_told_and_passed_over(tmp_path):
     history.store.delete(samples)
     summary = summarize(history.store)
     assert len(summary.problems) == 2
-    assert "1 fact could not be read (see: harness verify), the first: facts/controller-1/000000.jsonl, line 1" in summary.problems[0]
+    assert (
+        "1 fact could not be read (see: harness verify), the first: "
+        "facts/controller-1/000000.jsonl, line 1" in summary.problems[0]
+    )
     assert "harness verify" in printed(summary)
     assert summary.step == TOTAL
     assert len(parsed(summary, tmp_path / "r.html")[0]) > 10_000
@@ -200,7 +233,10 @@ def test_a_world_whose_creator_died_unheard_is_known_from_the_rendezvous():
     store = MemoryStore("memory://unheard", {})
     at = {"t": T0}
     worker = Journal(store, "worker-e000001-a", lambda: at["t"])
-    store.create("rdzv/epochs/000001.json", json.dumps({"epoch": 1, "members": ["m0001-aa"], "nproc": [2], "reason": "start"}).encode())
+    store.create(
+        "rdzv/epochs/000001.json",
+        json.dumps({"epoch": 1, "members": ["m0001-aa"], "nproc": [2], "reason": "start"}).encode(),
+    )
     worker.record(f.SessionStarted(1, 2, 0, 0, 5, 8, 2, (2, 2), "fast", "ddp", "cpu", 0.1))
     worker.flush()
     (epoch,) = summarize(store, now=lambda: T0 + 5).ledger.epochs
@@ -220,7 +256,9 @@ def test_a_loss_that_is_not_a_number_is_drawn_around(tmp_path):
 
 
 def test_long_runs_stay_small():
-    points = [Point(i, float(i % 7) if i != 50_000 else 99.0, 1, float(i), 1.0) for i in range(1, 100_001)]
+    points = [
+        Point(i, float(i % 7) if i != 50_000 else 99.0, 1, float(i), 1.0) for i in range(1, 100_001)
+    ]
     few = thinned(points)
     assert len(few) <= 1500
     assert max(p.loss for p in few) == 99.0  # no spike gets lost

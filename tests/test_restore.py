@@ -1,4 +1,5 @@
-"""A bad look is no proof: who is to blame when a snapshot cannot be read, and how far a restore goes back by itself."""
+"""A bad look is no proof: who is to blame when a snapshot cannot be read, and how far a restore
+goes back by itself."""
 
 from __future__ import annotations
 
@@ -7,11 +8,21 @@ from collections.abc import Callable
 
 import pytest
 
-from storage import MemoryStore, NotFound, ObjectStore, Ref, SnapshotCorrupt, Snapshots, StoreError, StoreUnavailable
+from storage import (
+    MemoryStore,
+    NotFound,
+    ObjectStore,
+    Ref,
+    SnapshotCorrupt,
+    Snapshots,
+    StoreError,
+    StoreUnavailable,
+)
 from storage.faults import corrupt
 from storage.restore import PAUSES_S, Looks, Restore, Rewind
 
-Damage = Callable[[str, bytes, float], bytes]  # key, what is stored, the reader's clock in seconds -> what is read; may raise
+# key, what is stored, the reader's clock in seconds -> what is read; may raise
+Damage = Callable[[str, bytes, float], bytes]
 WAIT_S = sum(PAUSES_S)
 
 
@@ -36,7 +47,9 @@ class Eyes(MemoryStore):
         self.now_s += seconds
 
 
-def bucket(*steps: int, epoch: int = 1, store: ObjectStore | None = None, **data: object) -> Snapshots:
+def bucket(
+    *steps: int, epoch: int = 1, store: ObjectStore | None = None, **data: object
+) -> Snapshots:
     snapshots = Snapshots(store or MemoryStore(objects={}))
     for step in steps:
         body = random.Random(step).randbytes(300)
@@ -55,9 +68,14 @@ def resume(snapshots: Snapshots, host: str = "a", damage: Damage = lambda key, d
     eyes = Eyes(snapshots.store, damage)
     say = [] if told is None else told
     restore = Restore(
-        Snapshots(eyes), host, Looks(eyes.reopen, eyes.sleep), epoch=9,
-        tell=lambda ref, what: say.append(what), on_bad=lambda ref, why: say.append(f"bad {ref}"), **options,  # type: ignore[arg-type]
-    )  # fmt: skip
+        Snapshots(eyes),
+        host,
+        Looks(eyes.reopen, eyes.sleep),
+        epoch=9,
+        tell=lambda ref, what: say.append(what),
+        on_bad=lambda ref, why: say.append(f"bad {ref}"),
+        **options,  # type: ignore[arg-type]
+    )
     while (ref := restore.choose()) is not None:
         why = restore.verify(ref)
         if not why:
@@ -95,16 +113,28 @@ def marks(snapshots: Snapshots) -> set[int]:
 
 def rot(snapshots: Snapshots, *steps: int, epoch: int = 1) -> None:
     for step in steps:
-        corrupt(snapshots.store, snapshots.load(Ref(epoch, step)).parts[0].key, "flip", random.Random(step))
+        corrupt(
+            snapshots.store,
+            snapshots.load(Ref(epoch, step)).parts[0].key,
+            "flip",
+            random.Random(step),
+        )
 
 
-# ---- one bad look -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("damage", [flip, half, gone("snapshots/parts/"), gone("manifests/0000000030"), gone("snapshots/")])
+# ---- one bad look --------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "damage",
+    [flip, half, gone("snapshots/parts/"), gone("manifests/0000000030"), gone("snapshots/")],
+)
 @pytest.mark.parametrize("lasts_s", [0.005, WAIT_S - 0.1])
 def test_what_is_whole_at_a_later_look_is_whole(damage: Damage, lasts_s: float) -> None:
     snapshots, told = bucket(10, 20, 30), list[str]()
     assert resume(snapshots, damage=once(damage, lasts_s), told=told) == Ref(1, 30)
-    assert marks(snapshots) == set() and len(told) == 1 and "a read of it was damaged and right at look" in told[0]
+    assert (
+        marks(snapshots) == set()
+        and len(told) == 1
+        and "a read of it was damaged and right at look" in told[0]
+    )
 
 
 def test_looks_are_seconds_apart_on_new_handles() -> None:
@@ -134,14 +164,20 @@ def test_a_part_that_is_really_gone_is_damage() -> None:
     assert resume(snapshots) == Ref(1, 20) and marks(snapshots) == {30}
 
 
-# ---- who is to blame ----------------------------------------------------------------------------------------------
+# ---- who is to blame -----------------------------------------------------------------------------
 @pytest.mark.parametrize("damage", [flip, half])
-def test_a_reader_that_finds_two_bad_is_bad_itself_and_leaves_the_run_as_it_was(damage: Damage) -> None:
+def test_a_reader_that_finds_two_bad_is_bad_itself_and_leaves_the_run_as_it_was(
+    damage: Damage,
+) -> None:
     """On b30688c it marked them all, and the run began anew at step 1."""
     snapshots, told = bucket(10, 20, 30, 40), list[str]()
     with pytest.raises(Unfit, match="neither 0000000040-e000001 nor 0000000030-e000001"):
         resume(snapshots, "bad", damage, told)
-    assert marks(snapshots) == set() and told[0].startswith("bad 0000000040") and "its mark was taken back" in told[1]
+    assert (
+        marks(snapshots) == set()
+        and told[0].startswith("bad 0000000040")
+        and "its mark was taken back" in told[1]
+    )
     assert resume(snapshots, "good") == Ref(1, 40)
     for _ in range(3):  # nor by trying again and again
         with pytest.raises(Unfit):
@@ -153,7 +189,9 @@ def test_a_bad_reader_that_is_started_again_in_between_gets_no_further() -> None
     """It falls back by one, trains, dies; at its next start it finds the next one bad."""
     snapshots = bucket(10, 20, 30)
     only = {"0000000030"}
-    damage: Damage = lambda key, data, t: flip(key, data, t) if any(one in key for one in only) else data  # noqa: E731
+    damage: Damage = lambda key, data, t: (  # noqa: E731
+        flip(key, data, t) if any(one in key for one in only) else data
+    )
     assert resume(snapshots, "bad", damage) == Ref(1, 20) and marks(snapshots) == {30}
     only.add("0000000020")
     with pytest.raises(Unfit):
@@ -166,7 +204,9 @@ def test_where_nobody_else_can_say_the_mark_names_who_says_so() -> None:
     snapshots = bucket(10, 20, 30)
     rot(snapshots, 30)
     assert resume(snapshots, "host 1") == Ref(1, 20)
-    assert "hash differs" in snapshots.why(Ref(1, 30)) and "(says host_1)" in snapshots.why(Ref(1, 30))
+    assert "hash differs" in snapshots.why(Ref(1, 30)) and "(says host_1)" in snapshots.why(
+        Ref(1, 30)
+    )
     assert snapshots.doubters(Ref(1, 30)) == {"host_1"}
 
 
@@ -202,15 +242,21 @@ def test_a_reader_without_the_right_to_mark_still_gets_the_older_one() -> None:
             raise StoreError("permission denied")
 
     eyes, told = ReadOnly(snapshots.store), list[str]()
-    restore = Restore(Snapshots(eyes), "a", Looks(eyes.reopen, eyes.sleep), on_bad=lambda ref, why: told.append(why))
+    restore = Restore(
+        Snapshots(eyes),
+        "a",
+        Looks(eyes.reopen, eyes.sleep),
+        on_bad=lambda ref, why: told.append(why),
+    )
     assert (ref := restore.choose()) == Ref(1, 30) and ref is not None
     assert restore.blame(ref, {"a": restore.verify(ref)}) == {} and "could not be marked" in told[0]
     assert restore.choose() == Ref(1, 20)
 
 
-# ---- how far back -------------------------------------------------------------------------------------------------
+# ---- how far back --------------------------------------------------------------------------------
 def test_two_bad_snapshots_stop_the_run_and_not_one_node_after_the_other() -> None:
-    """The first host that finds both takes itself for unfit; the second knows that it is not, and asks for a person."""
+    """The first host that finds both takes itself for unfit; the second knows that it is not,
+    and asks for a person."""
     snapshots = bucket(10, 20, 30, 40)
     rot(snapshots, 40, 30)
     with pytest.raises(Unfit):
@@ -243,7 +289,10 @@ def test_a_first_snapshot_that_is_bad_may_be_passed_over_unless_there_were_other
     snapshots = bucket(10)
     rot(snapshots, 10)
     assert resume(snapshots) is None and marks(snapshots) == {10}
-    for more in (f"snapshots/manifests/{Ref(1, 5)}.doomed", "samples/0000000021-0000000030-abc.jsonl"):
+    for more in (
+        f"snapshots/manifests/{Ref(1, 5)}.doomed",
+        "samples/0000000021-0000000030-abc.jsonl",
+    ):
         snapshots.store.put(more, b"{}")
         with pytest.raises(Rewind, match="none of its snapshots can be used"):
             resume(snapshots)
@@ -254,7 +303,8 @@ def test_a_fresh_run_starts_fresh() -> None:
     snapshots = bucket()
     snapshots.store.put("run.json", b"{}")
     assert resume(snapshots, must_list="run.json") is None
-    snapshots.store.put("samples/0000000001-0000000010-abc.jsonl", b"")  # of a snapshot that was never committed
+    # of a snapshot that was never committed
+    snapshots.store.put("samples/0000000001-0000000010-abc.jsonl", b"")
     assert resume(snapshots, must_list="run.json") is None
 
 
@@ -266,20 +316,31 @@ class Blind(MemoryStore):
         self.prefix, self.until_s, self.now_s = prefix, until_s, 0.0
 
     def list(self, prefix: str) -> list[str]:
-        return [] if self.now_s < self.until_s and prefix.startswith(self.prefix) else super().list(prefix)
+        return (
+            []
+            if self.now_s < self.until_s and prefix.startswith(self.prefix)
+            else super().list(prefix)
+        )
 
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
 
 
-def choose_blind(snapshots: Snapshots, prefix: str, until_s: float, **options: object) -> Ref | None:
+def choose_blind(
+    snapshots: Snapshots, prefix: str, until_s: float, **options: object
+) -> Ref | None:
     eyes = Blind(snapshots.store, prefix, until_s)
     return Restore(Snapshots(eyes), "a", Looks(lambda: eyes, eyes.sleep), **options).choose()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("prefix", "options"),
-    [("", {"must_list": "run.json"}), ("", {"seen": Ref(1, 30)}), ("snapshots/", {"seen": Ref(1, 20)}), ("snapshots/", {})],
+    [
+        ("", {"must_list": "run.json"}),
+        ("", {"seen": Ref(1, 30)}),
+        ("snapshots/", {"seen": Ref(1, 20)}),
+        ("snapshots/", {}),
+    ],
 )
 def test_an_empty_listing_does_not_mean_step_0(prefix: str, options: dict[str, object]) -> None:
     snapshots = bucket(10, 20, 30)
@@ -296,7 +357,10 @@ def test_an_empty_listing_does_not_mean_step_0(prefix: str, options: dict[str, o
 def test_a_new_epoch_that_began_anew_on_b30688c_is_refused_while_the_work_is_there() -> None:
     snapshots = bucket(99_800, 99_900, 100_000)
     bucket(30, epoch=2, store=snapshots.store)
-    with pytest.raises(Rewind, match=r"committed step 100000, and would go on from step 30: a newer epoch began anew"):
+    with pytest.raises(
+        Rewind,
+        match=r"committed step 100000, and would go on from step 30: a newer epoch began anew",
+    ):
         resume(snapshots)
     assert resume(snapshots, allow_rewind=True) == Ref(2, 30)
 

@@ -30,7 +30,9 @@ def test_what_a_newer_epoch_left_behind_is_no_milestone() -> None:
 
 
 @given(some_refs, st.integers(1, 5), st.integers(0, 20))
-def test_the_newest_always_stays_and_nothing_is_invented(refs: set[Ref], last: int, every: int) -> None:
+def test_the_newest_always_stays_and_nothing_is_invented(
+    refs: set[Ref], last: int, every: int
+) -> None:
     stay = Keep(last, every)(refs)
     assert stay <= refs
     assert set(sorted(refs)[-last:]) <= stay
@@ -38,7 +40,9 @@ def test_the_newest_always_stays_and_nothing_is_invented(refs: set[Ref], last: i
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=30), st.integers(1, 3), st.integers(1, 25))
-def test_pruning_as_we_go_keeps_the_same_milestones_as_pruning_at_the_end(gaps: list[int], last: int, every: int) -> None:
+def test_pruning_as_we_go_keeps_the_same_milestones_as_pruning_at_the_end(
+    gaps: list[int], last: int, every: int
+) -> None:
     keep, step, have, everything = Keep(last, every), 0, set(), set()
     for gap in gaps:
         step += gap
@@ -54,7 +58,11 @@ def test_bad_numbers_are_refused() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.floats(0, 10), min_size=1, max_size=20), st.integers(1, 3), st.sampled_from(["loss:min", "loss:max"]))
+@given(
+    st.lists(st.floats(0, 10), min_size=1, max_size=20),
+    st.integers(1, 3),
+    st.sampled_from(["loss:min", "loss:max"]),
+)
 def test_the_best_survives_pruning_as_we_go(losses: list[float], last: int, best: str) -> None:
     keep, have, data = Keep(last, best=best), set(), {}
     for i, loss in enumerate(losses):

@@ -1,4 +1,5 @@
-"""The session with real processes and a real process group: same samples, same batch, same result on any world."""
+"""The session with real processes and a real process group: same samples, same batch, same
+result on any world."""
 
 import itertools
 import json
@@ -60,7 +61,9 @@ def test_stopped_and_resumed_is_bit_equal(world, tmp_path):
     assert newest(tmp_path / "parts").data["weights"] == newest(tmp_path / "whole").data["weights"]
 
 
-@pytest.mark.parametrize(("world", "flags"), [(2, []), (5, []), (3, ["--parallel", "fsdp2"]), (2, ["--workers", 1])])
+@pytest.mark.parametrize(
+    ("world", "flags"), [(2, []), (5, []), (3, ["--parallel", "fsdp2"]), (2, ["--workers", 1])]
+)
 def test_other_worlds_train_the_same(calm, tmp_path, world, flags):
     train(tmp_path / "run", world, *flags)
     assert [r.digest for r in history(tmp_path / "run")] == [r.digest for r in history(calm)]
@@ -70,7 +73,12 @@ def test_other_worlds_train_the_same(calm, tmp_path, world, flags):
 
 def test_the_world_may_change_on_the_way(calm, tmp_path):
     run = tmp_path / "run"
-    for world, total, parallel in ((2, 8, "fsdp2"), (5, 15, "fsdp2"), (1, 22, "ddp"), (3, 30, "ddp")):
+    for world, total, parallel in (
+        (2, 8, "fsdp2"),
+        (5, 15, "fsdp2"),
+        (1, 22, "ddp"),
+        (3, 30, "ddp"),
+    ):
         train(run, world, "--total", total, "--parallel", parallel)
     assert [r.world for r in history(run)] == [2] * 8 + [5] * 7 + [1] * 7 + [3] * 8
     assert losses(run) == pytest.approx(losses(calm), rel=1e-3)
@@ -95,7 +103,9 @@ print("ema", averages["ema"].module[0].weight.double().sum().item())
 
 
 @pytest.mark.parametrize("early", [[], ["early"]])
-def test_averages_are_copied_beside_the_training_and_who_breaks_the_promise_is_told(tmp_path, early):
+def test_averages_are_copied_beside_the_training_and_who_breaks_the_promise_is_told(
+    tmp_path, early
+):
     script = tmp_path / "script.py"
     script.write_text(AVERAGES)
     ended = finish(start(tmp_path / "run", 1, *early, script=script))
@@ -106,7 +116,11 @@ def test_averages_are_copied_beside_the_training_and_who_breaks_the_promise_is_t
     snapshots = Snapshots(store)
     manifest = snapshots.latest()
     snapshots.verify(manifest)
-    tensors = {name: t for name, t in dcp.destinations(manifest, {}).items() if name == "ema/module.0.weight"}
+    tensors = {
+        name: t
+        for name, t in dcp.destinations(manifest, {}).items()
+        if name == "ema/module.0.weight"
+    }
     dcp.load(snapshots, manifest, tensors)
     assert f"ema {tensors['ema/module.0.weight'].double().sum().item()}" in ended.output
     failed = [s.fact for s in read_facts(store) if isinstance(s.fact, SnapshotFailed)]
@@ -173,10 +187,15 @@ def test_a_script_that_ends_well_has_ended_the_run(tmp_path, ends, how, world, s
     train(tmp_path / "run", world, how, script=ends)
     store = open_store(str(tmp_path / "run"))
     manifest = Snapshots(store).latest()
-    assert manifest.step == step and manifest.data.get("final") and manifest.data.get("ended") == why
+    assert (
+        manifest.step == step and manifest.data.get("final") and manifest.data.get("ended") == why
+    )
     if how in ("epochs", "pauses"):
         train(tmp_path / "whole", world, "whole", script=ends)
-        assert losses(tmp_path / "run") == losses(tmp_path / "whole") and len(losses(tmp_path / "run")) == 6
+        assert (
+            losses(tmp_path / "run") == losses(tmp_path / "whole")
+            and len(losses(tmp_path / "run")) == 6
+        )
     assert how == "own" or audit(store).ok
 
 
@@ -189,7 +208,11 @@ def test_a_script_that_fails_has_not_ended_the_run(tmp_path, ends):
 
 def test_ranks_that_leave_at_different_steps_are_told(tmp_path, ends):
     ended = train(tmp_path / "run", 2, "apart", script=ends, codes=(0, 1))
-    assert "different steps (3, 4)" in ended.output and ended.codes == [1, 1] and newest(tmp_path / "run") is None
+    assert (
+        "different steps (3, 4)" in ended.output
+        and ended.codes == [1, 1]
+        and newest(tmp_path / "run") is None
+    )
 
 
 def test_shares_follow_speeds(calm, tmp_path):
@@ -211,14 +234,17 @@ def test_iterable_datasets_resume(tmp_path):
     train(tmp_path / "parts", 2, "--iterable", "--total", 5)
     train(tmp_path / "parts", 1, "--iterable", "--total", 12)
     contents = [r.contents for r in history(tmp_path / "whole")]
-    assert [r.contents for r in history(tmp_path / "parts")] == contents and len(set(contents)) == 12
+    assert [r.contents for r in history(tmp_path / "parts")] == contents and len(
+        set(contents)
+    ) == 12
     found = compare(open_store(str(tmp_path / "whole")), open_store(str(tmp_path / "parts")))
     assert found.proof == "contents" and found.first_other_samples is None
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
 
 
 def test_a_stream_that_forgets_reads_other_rows_and_that_shows(tmp_path):
-    """A sample is lost on load, as with a buffer that no state holds: positions are the same, contents are not."""
+    """A sample is lost on load, as with a buffer that no state holds: positions are the same,
+    contents are not."""
     train(tmp_path / "whole", 1, "--iterable", "--total", 6)
     train(tmp_path / "parts", 1, "--iterable", "--total", 3)
     train(tmp_path / "parts", 1, "--iterable", "--forgetful", "--total", 6)
@@ -236,7 +262,9 @@ def test_a_stream_that_the_first_version_began_goes_on_without_contents(tmp_path
     for key in store.list("samples/") + store.list("snapshots/"):
         store.delete(key)
     train(run, 1, "--iterable", "--total", 3)
-    assert {r.contents for r in history(run)} == {""} and '"contents"' not in store.get(store.list("samples/")[0]).decode()
+    assert {r.contents for r in history(run)} == {""} and '"contents"' not in store.get(
+        store.list("samples/")[0]
+    ).decode()
 
 
 def test_everything_with_a_state_resumes(tmp_path):
@@ -301,15 +329,21 @@ print("seen", seen, "again", again, "counted", *counted, "copied", copied, weigh
 
 
 @pytest.mark.parametrize("stream", [[], ["stream"]])
-@pytest.mark.parametrize(("reduce", "spike", "again"), [("fast", 2, []), ("exact", 0, []), ("exact", 2, [2]), ("exact32", 0, [1])])
+@pytest.mark.parametrize(
+    ("reduce", "spike", "again"),
+    [("fast", 2, []), ("exact", 0, []), ("exact", 2, [2]), ("exact32", 0, [1])],
+)
 def test_a_step_is_done_again_only_if_it_must_and_says_so(tmp_path, reduce, spike, again, stream):
-    """What the body was given, what buffers count, and what is copied; the first version did every first step twice."""
+    """What the body was given, what buffers count, and what is copied; the first version did
+    every first step twice."""
     script = tmp_path / "script.py"
     script.write_text(AGAIN)
     ended = train("", 1, reduce, spike, *stream, script=script)
     told = [line for line in ended.output.splitlines() if line.startswith("seen ")]
     repeats = [step for step in again for _ in range(4)]  # micro-batches
-    assert told[0].startswith(f"seen {24 + 2 * len(repeats)} again {repeats} counted 12 12 copied 0 "), ended.output
+    assert told[0].startswith(
+        f"seen {24 + 2 * len(repeats)} again {repeats} counted 12 12 copied 0 "
+    ), ended.output
     if reduce != "fast":
         fast = train("", 1, "fast", spike, *stream, script=script)
         ours, theirs = (float(e.output.split()[-1]) for e in (ended, fast))
@@ -390,12 +424,16 @@ def own(tmp_path_factory):
     """Trains a script whose ranks may hold states of their own."""
     script = tmp_path_factory.mktemp("own") / "script.py"
     script.write_text(OWN)
-    return lambda run, world, *flags, codes=(0,): train(run, world, *flags, codes=codes, script=script)
+    return lambda run, world, *flags, codes=(0,): train(
+        run, world, *flags, codes=codes, script=script
+    )
 
 
 def test_any_changed_byte_is_another_state():
     """Also where a GPU would hash."""
-    tensors, plain = dcp.split({"a": torch.arange(9.0), "b": torch.zeros(3, dtype=torch.bool), "c": [1, {"d": "x"}]})
+    tensors, plain = dcp.split(
+        {"a": torch.arange(9.0), "b": torch.zeros(3, dtype=torch.bool), "c": [1, {"d": "x"}]}
+    )
     one = replicas.held(tensors, plain)
     assert one.total() == replicas.held(tensors, plain).total() < 2**62
     raw = torch.arange(1003, dtype=torch.int64).to(torch.uint8)
@@ -407,7 +445,10 @@ def test_any_changed_byte_is_another_state():
     assert len(hashes) == len(raw) + 1 and int(replicas.weighted(raw)) in hashes
     tensors["b"][1] = True
     other = replicas.held(tensors, {**plain, "c": [1, {"d": "y"}]})
-    assert [path for path, _ in replicas.differing([one.leaves(), other.leaves()])] == ["c/1/d", "b"]
+    assert [path for path, _ in replicas.differing([one.leaves(), other.leaves()])] == [
+        "c/1/d",
+        "b",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -415,7 +456,8 @@ def test_any_changed_byte_is_another_state():
     [
         (("differ", "plain"), "loader/at is 10 on rank 0, 11 on rank 1"),
         (("differ", "tensor"), r"loader/rows is torch.float32 \(4,\) \w+ on rank 0, "),
-        (("later",), r"loader/at is .0 on rank 0, .1 on rank 1"),  # with the next snapshot from step 4 on
+        # with the next snapshot from step 4 on
+        (("later",), r"loader/at is .0 on rank 0, .1 on rank 1"),
     ],
 )
 def test_state_that_differs_between_ranks_is_never_mixed(own, tmp_path, flags, says):
@@ -434,26 +476,47 @@ def test_state_of_each_rank_goes_back_to_it(own, tmp_path):
     for rank in range(3):
         assert f"loaded {rank} {40 + rank} {400.0 + rank}" in again.output
     refused = own(run, 2, 8, "differ", "per-rank", codes=(1,))
-    assert "holds a state of 'loader' for each of 3 ranks, here are 2; go on with 3 ranks, or give Loader a method" in refused.output
+    assert (
+        "holds a state of 'loader' for each of 3 ranks, here are 2; go on with 3 ranks, or give "
+        "Loader a method" in refused.output
+    )
     merged = own(run, 2, 8, "differ", "per-rank", "merging")
-    assert all(f"merged {rank} [60, 61, 62] [600.0, 601.0, 602.0]" in merged.output for rank in range(2))
+    assert all(
+        f"merged {rank} [60, 61, 62] [600.0, 601.0, 602.0]" in merged.output for rank in range(2)
+    )
 
 
 def test_buffers_that_forwards_change_are_of_one_rank(own, tmp_path):
-    """Shares of 2 and 1 micro-batches, so the ranks' own would differ; what is stored is what all go on with."""
+    """Shares of 2 and 1 micro-batches, so the ranks' own would differ; what is stored is what
+    all go on with."""
     ended = own(tmp_path / "run", 2, 4)
-    said = [line.split(maxsplit=2)[1:] for line in ended.output.splitlines() if line.startswith("buffers ")]
+    said = [
+        line.split(maxsplit=2)[1:]
+        for line in ended.output.splitlines()
+        if line.startswith("buffers ")
+    ]
     manifest = newest(tmp_path / "run")
     names = ["1.running_mean", "1.running_var", "1.num_batches_tracked", "2.sums", "2.last"]
-    tensors = {name: t for name, t in dcp.destinations(manifest, {}).items() if name.removeprefix("model/") in names}
+    tensors = {
+        name: t
+        for name, t in dcp.destinations(manifest, {}).items()
+        if name.removeprefix("model/") in names
+    }
     dcp.load(Snapshots(open_store(str(tmp_path / "run"))), manifest, tensors)
     stored = {name: tensors[f"model/{name}"].tolist() for name in names}
-    assert sorted(said) == [["0", str(stored)], ["1", str(stored)]] and stored["1.num_batches_tracked"] == 8
+    assert (
+        sorted(said) == [["0", str(stored)], ["1", str(stored)]]
+        and stored["1.num_batches_tracked"] == 8
+    )
 
 
 def steps_reached(run):
     store = open_store(str(run))
-    return sum('"fact":"StepDone"' in line for k in store.list("facts/worker") for line in store.get(k).decode().splitlines())
+    return sum(
+        '"fact":"StepDone"' in line
+        for k in store.list("facts/worker")
+        for line in store.get(k).decode().splitlines()
+    )
 
 
 def wait_for(condition, timeout_s=60):
@@ -526,7 +589,7 @@ def test_a_loss_that_is_not_finite_is_never_committed(tmp_path):
     assert newest(tmp_path / "run").step == 10
 
 
-# ---- damaged snapshots, and damaged readers ---------------------------------------------------------------------
+# ---- damaged snapshots, and damaged readers ------------------------------------------------------
 @pytest.fixture(scope="module")
 def half_way(tmp_path_factory):
     """Snapshots of steps 5, 10 and 15."""
@@ -553,11 +616,19 @@ def sabotaged(folder, run, world=1, *flags, **bad):
     for rank in range(world):
         node = folder / f"node-{rank}"
         node.mkdir(parents=True)
-        (node / "sitecustomize.py").write_text(f"from harness import sabotage\nsabotage.arm({str(node)!r})\n")
+        (node / "sitecustomize.py").write_text(
+            f"from harness import sabotage\nsabotage.arm({str(node)!r})\n"
+        )
         if rank == world - 1:
             (node / "damage.json").write_text(json.dumps(bad))
         path = os.pathsep.join([str(node), *sys.path])
-        own = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        own = {
+            "RANK": rank,
+            "LOCAL_RANK": 0,
+            "WORLD_SIZE": world,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         own |= {"HARNESS_HOST": f"host-{rank}", "HARNESS_RUN": run, "PYTHONPATH": path}
         processes.append(
             subprocess.Popen(
@@ -576,28 +647,49 @@ def test_a_bad_snapshot_is_quarantined_and_the_older_one_used(tmp_path, calm, ha
     shutil.copytree(half_way, run)
     rot(run, 15)
     ended = train(run, 2)
-    assert "falling back" in ended.output and "resumed from step 10" in ended.output and marks(run) == {15}
+    assert (
+        "falling back" in ended.output
+        and "resumed from step 10" in ended.output
+        and marks(run) == {15}
+    )
     assert losses(run) == pytest.approx(losses(calm), rel=1e-4)
 
 
-def test_two_bad_snapshots_are_a_bad_reader_until_a_second_host_says_so_and_then_a_persons_business(tmp_path, half_way):
+def test_two_bad_snapshots_are_a_bad_reader_until_a_second_host_says_so_and_then_a_persons_business(
+    tmp_path, half_way
+):
     run = tmp_path / "run"
     shutil.copytree(half_way, run)
     rot(run, 10, 15)
     ended = train(run, 1, env={"HARNESS_HOST": "one"}, codes=(37,))
     assert "unfit to read snapshots: it can read neither" in ended.output and marks(run) == set()
     ended = train(run, 1, env={"HARNESS_HOST": "two"}, codes=(1,))
-    assert "BadInput" in ended.output and "would go on from step 5" in ended.output and "--allow-rewind" in ended.output
-    assert "resumed from step 5" in train(run, 1, "--total", 7, env={"HARNESS_HOST": "two", "HARNESS_ALLOW_REWIND": "1"}).output
-    assert {ref.step for ref in Snapshots(open_store(str(run))).manifests()[0]} == {5, 7, 10, 15}  # what is ahead stays
-    assert "resumed from step 7" in train(run, 1, "--total", 8).output  # it was allowed once and for all
+    assert (
+        "BadInput" in ended.output
+        and "would go on from step 5" in ended.output
+        and "--allow-rewind" in ended.output
+    )
+    assert (
+        "resumed from step 5"
+        in train(
+            run, 1, "--total", 7, env={"HARNESS_HOST": "two", "HARNESS_ALLOW_REWIND": "1"}
+        ).output
+    )
+    # what is ahead stays
+    assert {ref.step for ref in Snapshots(open_store(str(run))).manifests()[0]} == {5, 7, 10, 15}
+    # it was allowed once and for all
+    assert "resumed from step 7" in train(run, 1, "--total", 8).output
 
 
 def test_one_damaged_read_changes_nothing(tmp_path, half_way):
     run = tmp_path / "run"
     shutil.copytree(half_way, run)
-    ended = sabotaged(tmp_path, run, 1, "--total", 16, how="flip", prefix="snapshots/parts/", reads=1)
-    assert ended.codes == [0] and "resumed from step 15" in ended.output and marks(run) == set(), ended.output
+    ended = sabotaged(
+        tmp_path, run, 1, "--total", 16, how="flip", prefix="snapshots/parts/", reads=1
+    )
+    assert ended.codes == [0] and "resumed from step 15" in ended.output and marks(run) == set(), (
+        ended.output
+    )
     told = [s.fact.what for s in read_facts(open_store(str(run))) if isinstance(s.fact, Warned)]
     assert len(told) == 1 and "a read of it was damaged and right at look 2" in told[0]
 
@@ -607,7 +699,9 @@ def test_a_host_whose_reads_are_always_damaged_ends_and_the_others_go_on(tmp_pat
     run = tmp_path / "run"
     shutil.copytree(half_way, run)
     ended = sabotaged(tmp_path, run, 2, how="flip", prefix="snapshots/parts/", reads=-1)
-    assert ended.codes == [34, 37] and "which another host reads whole" in ended.output, ended.output
+    assert ended.codes == [34, 37] and "which another host reads whole" in ended.output, (
+        ended.output
+    )
     assert marks(run) == set()
     assert "resumed from step 15" in train(run, 1, "--total", 16).output
 
@@ -623,10 +717,13 @@ def test_what_cannot_be_exact_is_named(tmp_path):
     assert "Numbers[i] is another sample when it is read again" in ended.output
     ended = train(tmp_path / "norm", 1, "--norm", "--reduce", "exact", "--total", 3, codes=(1,))
     assert "the model has BatchNorm" in ended.output and newest(tmp_path / "norm") is None
-    assert "another sample" not in train(tmp_path / "augment", 1, "--augment", "--reduce", "exact", "--total", 3).output
+    assert (
+        "another sample"
+        not in train(tmp_path / "augment", 1, "--augment", "--reduce", "exact", "--total", 3).output
+    )
 
 
-# ---- the numbers of a step ---------------------------------------------------------------------------------------
+# ---- the numbers of a step -----------------------------------------------------------------------
 NUMBERS = """
 import time, torch, harness
 run = harness.attach(snapshot_every_steps=5)
@@ -651,7 +748,11 @@ def numbers(tmp_path, world, late, peaks):
     script = tmp_path / "numbers.py"
     script.write_text(NUMBERS.replace("LATE", str(late)).replace("PEAKS", repr(peaks)))
     output = train(tmp_path / "run", world, script=script).output
-    facts = [s.fact for s in read_facts(open_store(str(tmp_path / "run"))) if isinstance(s.fact, StepDone)]
+    facts = [
+        s.fact
+        for s in read_facts(open_store(str(tmp_path / "run")))
+        if isinstance(s.fact, StepDone)
+    ]
     return history(tmp_path / "run"), facts, float(output.rpartition("took ")[2].split()[0])
 
 
@@ -662,10 +763,12 @@ def test_steps_do_not_overlap_however_late_their_numbers_come(tmp_path, world, l
     for before, after in itertools.pairwise(records):
         assert after.t - after.dt >= before.t - 1e-6, (before, after)
     assert all(r.dt >= 0.01 for r in records)
-    assert sum(r.dt for r in records) <= took_s - 0.2  # what lies between two steps is none of theirs
+    # what lies between two steps is none of theirs
+    assert sum(r.dt for r in records) <= took_s - 0.2
     for r, f in zip(records, facts, strict=True):
         assert f.seconds == r.dt
-        assert f.mfu == pytest.approx(2e9 * 4 / r.dt / (1e12 if world == 1 else 4e12))  # of all ranks' GPUs, which may differ
+        # of all ranks' GPUs, which may differ
+        assert f.mfu == pytest.approx(2e9 * 4 / r.dt / (1e12 if world == 1 else 4e12))
 
 
 def test_mfu_is_unknown_where_one_peak_is(tmp_path):
@@ -674,9 +777,14 @@ def test_mfu_is_unknown_where_one_peak_is(tmp_path):
 
 
 def test_votes_that_come_late_are_heeded(calm, tmp_path):
-    """A drain is voted for in step 5, counted after step 6, and the rest is trained as if nothing had been."""
+    """A drain is voted for in step 5, counted after step 6, and the rest is trained as if
+    nothing had been."""
     run = tmp_path / "run"
-    late = Path(TRAINER).read_text().replace("torch.manual_seed(0)", "run.votes_late = True; torch.manual_seed(0)", 1)
+    late = (
+        Path(TRAINER)
+        .read_text()
+        .replace("torch.manual_seed(0)", "run.votes_late = True; torch.manual_seed(0)", 1)
+    )
     script = tmp_path / "late.py"
     script.write_text(late)
     train(run, 2, "--signal-at", 5, script=script, codes=(EXIT_CODE[Want.DRAIN],))

@@ -1,4 +1,5 @@
-"""What FSDP2 shards is summed right on real ranks, or refused by name; what comes from the meta device does not depend on the world."""
+"""What FSDP2 shards is summed right on real ranks, or refused by name; what comes from the meta
+device does not depend on the world."""
 
 import json
 import os
@@ -12,7 +13,9 @@ import pytest
 def printed(what):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     script = Path(__file__).parent / "sharding.py"
-    ended = subprocess.run([sys.executable, script, what], env=env, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        [sys.executable, script, what], env=env, capture_output=True, text=True, timeout=120
+    )
     assert ended.returncode == 0, ended.stderr
     return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("[")]
 
@@ -27,13 +30,31 @@ def ways():
     ("way", "says"),
     [
         ("ignored", "head.weight: wanted every parameter that trains to be sharded"),
-        ("partly", "blocks.1.weight, blocks.1.bias, head.weight and 1 more: wanted every parameter that trains to be sharded"),
-        ("hsdp", "blocks.0.weight: wanted a mesh of one dimension, found copies=2 x shards=1 (HSDP"),
-        ("tensor_parallel", "wanted parameters sharded by fully_shard, found DTensors without it (tensor parallelism?"),
-        ("by_hand", "head.weight: wanted it sharded by fully_shard, found a DTensor of another origin"),
+        (
+            "partly",
+            "blocks.1.weight, blocks.1.bias, head.weight and 1 more: wanted every parameter that "
+            "trains to be sharded",
+        ),
+        (
+            "hsdp",
+            "blocks.0.weight: wanted a mesh of one dimension, found copies=2 x shards=1 (HSDP",
+        ),
+        (
+            "tensor_parallel",
+            "wanted parameters sharded by fully_shard, found DTensors without it (tensor "
+            "parallelism?",
+        ),
+        (
+            "by_hand",
+            "head.weight: wanted it sharded by fully_shard, found a DTensor of another origin",
+        ),
         ("backwards", "wanted a mesh over ranks 0 to 1 in this order, found one over ranks [1, 0]"),
         ("alone", "wanted a mesh over ranks 0 to 1 in this order, found one over ranks [0]"),
-        ("mixed", "blocks.0.weight: wanted a mesh over ranks 0 to 1 in this order, found one over ranks [0]"),
+        (
+            "mixed",
+            "blocks.0.weight: wanted a mesh over ranks 0 to 1 in this order, found one over ranks "
+            "[0]",
+        ),
         ("wrapped", "the model is a DistributedDataParallel, which exchanges gradients itself"),
     ],
 )
@@ -58,6 +79,12 @@ def test_a_model_from_the_meta_device_begins_with_the_same_weights_on_any_world(
     assert len({rank["from meta"] for ranks in worlds for rank in ranks}) == 1
     for ranks in worlds:
         for rank in ranks:
-            assert rank["mute"].startswith("BadInput: inner (Module) has parameters or buffers on the meta device and no reset_param")
+            assert rank["mute"].startswith(
+                "BadInput: inner (Module) has parameters or buffers on the meta device and no "
+                "reset_param"
+            )
             assert rank["drawn"] == []
-            assert ({"blocks.0.weight", "blocks.1.weight"} <= set(rank["by shard"])) == (len(ranks) > 1)  # is noticed, at least
+            # is noticed, at least
+            assert ({"blocks.0.weight", "blocks.1.weight"} <= set(rank["by shard"])) == (
+                len(ranks) > 1
+            )

@@ -22,7 +22,16 @@ from storage.export import export
 from storage.faults import FaultyStore, corrupt
 from storage.transfer import copy, would_prune
 
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
 AT_ONCE = ("--look-again-s", "0", "0")
 
 
@@ -49,7 +58,8 @@ def save(store, ref, model_state, data=None, chunk_nbytes=256):
 
 
 def boxes(store, ref, name, tensor, cuts, chunk_nbytes=64):
-    """A snapshot whose tensor is saved in boxes, as ranks of a mesh save it; `cuts` = rows and columns of boxes."""
+    """A snapshot whose tensor is saved in boxes, as ranks of a mesh save it; `cuts` = rows and
+    columns of boxes."""
     files, chunks = {}, []
     for i, rows in enumerate(torch.arange(tensor.shape[0]).chunk(cuts[0])):
         for j, columns in enumerate(torch.arange(tensor.shape[1]).chunk(cuts[1])):
@@ -58,7 +68,11 @@ def boxes(store, ref, name, tensor, cuts, chunk_nbytes=64):
             files[file] = part.view(torch.uint8).numpy().tobytes()
             place = {"offsets": [int(rows[0]), int(columns[0])], "sizes": list(part.shape)}
             chunks.append({**place, "part": file, "start": 0, "end": len(files[file])})
-    entry = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "chunks": chunks}
+    entry = {
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "chunks": chunks,
+    }
     snapshots = Snapshots(store, chunk_nbytes)
     snapshots.write(ref, 0, 1, files, {f"model/{name}": entry}, {}, "t")
     return snapshots.commit(ref, 1)
@@ -68,11 +82,20 @@ def memory():
     return MemoryStore(objects={})
 
 
-# ---- export ---------------------------------------------------------------------------------------------------------
+# ---- export --------------------------------------------------------------------------------------
 def test_export_is_what_safetensors_reads(tmp_path):
     store, torch_rng = memory(), torch.Generator().manual_seed(0)
-    state = {f"layer.{str(d).removeprefix('torch.')}": (torch.randn(33, 7, generator=torch_rng) * 50).to(d) for d in DTYPES}
-    state |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "_orig_mod.compiled": torch.ones(3)}
+    state = {
+        f"layer.{str(d).removeprefix('torch.')}": (torch.randn(33, 7, generator=torch_rng) * 50).to(
+            d
+        )
+        for d in DTYPES
+    }
+    state |= {
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 4),
+        "_orig_mod.compiled": torch.ones(3),
+    }
     manifest = save(store, Ref(1, 5), state)
     made = export(Snapshots(store), manifest, tmp_path / "out")
     assert made.files == ("model.safetensors",)
@@ -92,16 +115,24 @@ def test_export_puts_boxes_together(tmp_path, cuts):
     store, tensor = memory(), torch.randn(11, 9)
     manifest = boxes(store, Ref(1, 5), "w", tensor, cuts)
     export(Snapshots(store), manifest, tmp_path / "out")
-    assert torch.equal(safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")["w"], tensor)
+    assert torch.equal(
+        safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")["w"], tensor
+    )
 
 
-@pytest.mark.parametrize(("asked", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)])
+@pytest.mark.parametrize(
+    ("asked", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+)
 def test_export_rounds_as_torch_does(tmp_path, asked, dtype):
     bits = np.random.default_rng(1).integers(0, 2**32, 20_000, np.uint32)
     ties = (np.arange(0x3F80, 0x3F80 + 500, dtype=np.uint32) << 16) | 0x8000
-    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 3.4e38, 1e-45, 65519.0, 65520.0])
+    special = torch.tensor(
+        [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 3.4e38, 1e-45, 65519.0, 65520.0]
+    )
     state = {
-        "w": torch.cat([torch.from_numpy(np.concatenate([bits, ties]).view(np.float32).copy()), special]),
+        "w": torch.cat(
+            [torch.from_numpy(np.concatenate([bits, ties]).view(np.float32).copy()), special]
+        ),
         "half": torch.randn(50).half(),
         "brain": torch.randn(50).bfloat16(),
         "double": torch.randn(50, dtype=torch.float64),
@@ -113,7 +144,10 @@ def test_export_rounds_as_torch_does(tmp_path, asked, dtype):
     assert torch.equal(found["ids"], state.pop("ids"))
     for name, tensor in state.items():
         assert found[name].dtype == dtype
-        assert torch.equal(torch.nan_to_num(found[name].float(), 1.5), torch.nan_to_num(tensor.to(dtype).float(), 1.5)), name
+        assert torch.equal(
+            torch.nan_to_num(found[name].float(), 1.5),
+            torch.nan_to_num(tensor.to(dtype).float(), 1.5),
+        ), name
         assert torch.equal(found[name].isnan(), tensor.isnan())
 
 
@@ -123,13 +157,18 @@ def test_tied_weights_are_stored_once_and_what_only_looks_alike_is_not_tied(tmp_
     made = export(Snapshots(store), manifest, tmp_path / "out")
     assert made.tied == {"lm_head.weight": "wte.weight"}  # the one that Hugging Face looks for
     other = Tied()
-    missing, unexpected = safetensors.torch.load_model(other, tmp_path / "out" / "model.safetensors")
+    missing, unexpected = safetensors.torch.load_model(
+        other, tmp_path / "out" / "model.safetensors"
+    )
     assert (list(missing), list(unexpected)) == ([], [])
     assert torch.equal(other.wte.weight, model.wte.weight)
     assert other.lm_head.weight is other.wte.weight
     made = export(Snapshots(store), manifest, tmp_path / "both", keep_tied=True)
     assert made.tied == {}
-    assert safetensors.torch.load_file(tmp_path / "both" / "model.safetensors").keys() == model.state_dict().keys()
+    assert (
+        safetensors.torch.load_file(tmp_path / "both" / "model.safetensors").keys()
+        == model.state_dict().keys()
+    )
 
 
 def test_big_exports_are_sharded_with_the_index_that_hugging_face_reads(tmp_path):
@@ -137,7 +176,13 @@ def test_big_exports_are_sharded_with_the_index_that_hugging_face_reads(tmp_path
     store = memory()
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "x"}')
-    made = export(Snapshots(store), save(store, Ref(1, 5), state), tmp_path / "out", shard_nbytes=900, config=config)
+    made = export(
+        Snapshots(store),
+        save(store, Ref(1, 5), state),
+        tmp_path / "out",
+        shard_nbytes=900,
+        config=config,
+    )
     assert made.files == tuple(f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4))
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == made.nbytes == 9 * 400
@@ -145,7 +190,9 @@ def test_big_exports_are_sharded_with_the_index_that_hugging_face_reads(tmp_path
     for name, file in index["weight_map"].items():
         with safetensors.safe_open(tmp_path / "out" / file, "pt") as f:
             assert torch.equal(f.get_tensor(name), state[name])
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted([*made.files, "model.safetensors.index.json", "config.json"])
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
+        [*made.files, "model.safetensors.index.json", "config.json"]
+    )
 
 
 def test_export_never_writes_what_does_not_hash_right(tmp_path):
@@ -160,7 +207,9 @@ def test_export_never_writes_what_does_not_hash_right(tmp_path):
 def test_export_says_what_is_wrong_with_its_input(tmp_path):
     store = memory()
     manifest = save(store, Ref(1, 5), {"w": torch.randn(2, 2)})
-    with pytest.raises(ValueError, match=r"no tensors under 'net/'; it has some under model/, optimizer/"):
+    with pytest.raises(
+        ValueError, match=r"no tensors under 'net/'; it has some under model/, optimizer/"
+    ):
         export(Snapshots(store), manifest, tmp_path / "out", prefix="net/")
     with pytest.raises(ValueError, match="wanted one of bf16, fp16, fp32"):
         export(Snapshots(store), manifest, tmp_path / "out", dtype="int4")
@@ -170,11 +219,16 @@ def test_export_says_what_is_wrong_with_its_input(tmp_path):
         export(Snapshots(store), manifest, tmp_path / "full")
 
 
-# ---- copy -----------------------------------------------------------------------------------------------------------
+# ---- copy ----------------------------------------------------------------------------------------
 def filled(steps=(10, 20, 30), nbytes=1000):
     store = memory()
     for step in steps:
-        save(store, Ref(1, step), {"w": torch.randn(nbytes // 4)}, {"loss": 1.0 / step, "final": step == max(steps)})
+        save(
+            store,
+            Ref(1, step),
+            {"w": torch.randn(nbytes // 4)},
+            {"loss": 1.0 / step, "final": step == max(steps)},
+        )
     return store
 
 
@@ -218,7 +272,16 @@ def test_a_copy_of_the_newest_brings_what_it_refers_to():
     index = {"model/w": {"shape": [1024], "dtype": "uint8", "chunks": chunks}}
     for step in (10, 20):
         base = snapshots.latest()
-        snapshots.write(Ref(1, step), 0, 1, {"a": frozen[:900] + bytes([step]) * 124}, index, {}, f"t{step}", base)
+        snapshots.write(
+            Ref(1, step),
+            0,
+            1,
+            {"a": frozen[:900] + bytes([step]) * 124},
+            index,
+            {},
+            f"t{step}",
+            base,
+        )
         snapshots.commit(Ref(1, step), 1)
     newest = snapshots.load(Ref(1, 20))
     assert newest.refers
@@ -260,7 +323,7 @@ def test_copy_refuses_damage_and_strangers():
     assert [one.state for one in copy(source, memory(), [ref])] == ["pruned"]
 
 
-# ---- prune ----------------------------------------------------------------------------------------------------------
+# ---- prune ---------------------------------------------------------------------------------------
 def test_a_dry_run_says_exactly_what_a_prune_does():
     store = filled((10, 20, 30, 40))
     store.put("snapshots/parts/0000000015-e000001/r00000-t-0000.bin", b"an orphan")
@@ -272,13 +335,18 @@ def test_a_dry_run_says_exactly_what_a_prune_does():
     assert {ref.step for ref in gone} == {10, 15, 20}
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 @pytest.fixture
 def run(tmp_path):
     url = str(tmp_path / "run")
     store = open_store(url)
     for step in (10, 20, 30):
-        save(store, Ref(1, step), {"w": torch.randn(100, 3)}, {"loss": 1.0 / step, "final": step == 30, "metrics": {"accuracy": 0.5}})
+        save(
+            store,
+            Ref(1, step),
+            {"w": torch.randn(100, 3)},
+            {"loss": 1.0 / step, "final": step == 30, "metrics": {"accuracy": 0.5}},
+        )
     return url
 
 
@@ -287,7 +355,9 @@ def test_list(run, capsys):
     journal = Journal(store, "worker-x", lambda: 1000.0)
     journal.record(SnapshotCommitted(20, 1, 1200, 0.1, 2.5, "interval", 990.0))
     journal.record(SnapshotReplicated(20, 1, "gs://second/x", 1200, 0.1, 0.0))
-    journal.record(SessionStarted(2, 1, 20, 1, 30, 8, 1, (8,), "exact", "ddp", "cpu", 0.1, "memory"))
+    journal.record(
+        SessionStarted(2, 1, 20, 1, 30, 8, 1, (8,), "exact", "ddp", "cpu", 0.1, "memory")
+    )
     journal.flush()
     corrupt(store, Snapshots(store).load(Ref(1, 10)).parts[0].key, "truncate", random.Random(0))
     Snapshots(store).quarantine(Ref(1, 30), "it would not load")
@@ -299,16 +369,34 @@ def test_list(run, capsys):
     assert [rows[step]["state"] for step in (30, 20, 10)] == ["quarantined", "whole", "damaged"]
     assert rows[30]["reason"] == "it would not load"
     assert rows[30]["final"] is True
-    assert (rows[20]["commit_s"], rows[20]["why"], rows[20]["restored"], rows[20]["committed_at"]) == (2.5, "interval", "memory", 1000.0)
-    assert (rows[20]["tiers"], rows[10]["tiers"], rows[30]["tiers"]) == ({"bucket": 1.0, "gs://second/x": 1.0}, {}, {})
+    assert (
+        rows[20]["commit_s"],
+        rows[20]["why"],
+        rows[20]["restored"],
+        rows[20]["committed_at"],
+    ) == (2.5, "interval", "memory", 1000.0)
+    assert (rows[20]["tiers"], rows[10]["tiers"], rows[30]["tiers"]) == (
+        {"bucket": 1.0, "gs://second/x": 1.0},
+        {},
+        {},
+    )
     assert rows[20]["metrics"] == {"loss": 0.05, "accuracy": 0.5}
-    assert store.list("snapshots/quarantine/") == ["snapshots/quarantine/0000000030-e000001.json"]  # looking marks nothing
+    # looking marks nothing
+    assert store.list("snapshots/quarantine/") == ["snapshots/quarantine/0000000030-e000001.json"]
     assert main(["list", run]) == 0
     shown = capsys.readouterr().out
-    assert " bucket " in shown and "memory" not in shown  # all that the storage engine alone can see
+    # all that the storage engine alone can see
+    assert " bucket " in shown and "memory" not in shown
     near = Notes(near=lambda manifest: {"memory": 1.0, "disk": 0.5})
-    assert [main(["list", run], tell=lambda store: near), "50%" in " ".join(capsys.readouterr().out.split())] == [0, True]
-    assert "3 snapshots" in shown and "the newest is of step 20" in shown and "it would not load" in shown
+    assert [
+        main(["list", run], tell=lambda store: near),
+        "50%" in " ".join(capsys.readouterr().out.split()),
+    ] == [0, True]
+    assert (
+        "3 snapshots" in shown
+        and "the newest is of step 20" in shown
+        and "it would not load" in shown
+    )
 
 
 def test_verify(run, capsys):
@@ -321,7 +409,10 @@ def test_verify(run, capsys):
     assert main(["verify", run, "--step", "30"]) == 0
     assert main(["verify", run, "--quarantine", *AT_ONCE]) == 1
     assert Snapshots(store).quarantined() == {Ref(1, 20)}
-    assert main(["verify", run, *AT_ONCE]) == 0 and "quarantined, and found damaged here too" in capsys.readouterr().out
+    assert (
+        main(["verify", run, *AT_ONCE]) == 0
+        and "quarantined, and found damaged here too" in capsys.readouterr().out
+    )
 
 
 def test_verify_takes_back_the_marks_of_what_it_reads_whole_and_says_so(run, capsys):
@@ -341,7 +432,10 @@ def test_two_damaged_ones_may_be_this_machines_fault(run, capsys):
     for step in (20, 30):
         corrupt(store, Snapshots(store).load(Ref(1, step)).parts[0].key, "flip", random.Random(0))
     assert main(["verify", run, "--quarantine", *AT_ONCE]) == 1
-    assert "it may be this machine" in capsys.readouterr().err and Snapshots(store).quarantined() == set()
+    assert (
+        "it may be this machine" in capsys.readouterr().err
+        and Snapshots(store).quarantined() == set()
+    )
 
 
 def test_show(run, capsys):
@@ -369,7 +463,18 @@ def test_export_and_copy_by_command(run, tmp_path, capsys):
         cli.main(["snapshots", "copy", run, str(tmp_path / "other")])
     assert e.value.code == 0
     assert capsys.readouterr().out.count("copied") == 3
-    command = [sys.executable, "-m", "storage", "export", str(tmp_path / "other"), str(tmp_path / "out"), "--step", "20", "--dtype", "bf16"]
+    command = [
+        sys.executable,
+        "-m",
+        "storage",
+        "export",
+        str(tmp_path / "other"),
+        str(tmp_path / "out"),
+        "--step",
+        "20",
+        "--dtype",
+        "bf16",
+    ]
     told = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert told.returncode == 0, told.stderr
     assert "1 tensors" in told.stdout
@@ -382,6 +487,19 @@ def test_export_and_copy_by_command(run, tmp_path, capsys):
 
 
 def test_numbers_for_the_eye():
-    assert [size(n) for n in (0, 999, 1000, 123_456, 5_400_000)] == ["0 B", "999 B", "1 kB", "123 kB", "5.4 MB"]
+    assert [size(n) for n in (0, 999, 1000, 123_456, 5_400_000)] == [
+        "0 B",
+        "999 B",
+        "1 kB",
+        "123 kB",
+        "5.4 MB",
+    ]
     assert [size(n) for n in (2.5e9, 3e12)] == ["2.5 GB", "3 TB"]
-    assert [age(s) for s in (3, 119, 120, 7199, 7200, 86400 * 3)] == ["3 s", "119 s", "2 min", "120 min", "2 h", "3 d"]
+    assert [age(s) for s in (3, 119, 120, 7199, 7200, 86400 * 3)] == [
+        "3 s",
+        "119 s",
+        "2 min",
+        "120 min",
+        "2 h",
+        "3 d",
+    ]

@@ -1,4 +1,5 @@
-"""The recovery loop, lease, journal and commit protocol in hundreds of hostile worlds; and proof that the checkers can fail."""
+"""The recovery loop, lease, journal and commit protocol in hundreds of hostile worlds; and
+proof that the checkers can fail."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from harness.bucket.journal import Journal
 from harness.bucket.lease import Lease
 from harness.controller import policies
 from harness.controller.recovery import Outcome, RunSpec, recover
-from harness.core.facts import AttemptEnded, AttemptIntended, Decided, Fact, LeaseTaken, RunEnded, Stamped
+from harness.core.facts import (
+    AttemptEnded,
+    AttemptIntended,
+    Decided,
+    Fact,
+    LeaseTaken,
+    RunEnded,
+    Stamped,
+)
 from harness.core.world import CloudUnavailable, Offer, View, Wait, World
 from harness.proof.invariants import Violation
 from harness.proof.sim import Build, SimResult, command, simulate, simulate_many
@@ -43,9 +52,17 @@ def test_every_world_ends_well_or_says_why_not(worlds: list[SimResult]) -> None:
         if r.outcome == "done":
             assert r.committed_step == 300
         else:
-            assert r.weather.fails_at_step or r.weather.stop_at_s is not None or r.weather.bad_readers or r.weather.rot
+            assert (
+                r.weather.fails_at_step
+                or r.weather.stop_at_s is not None
+                or r.weather.bad_readers
+                or r.weather.rot
+            )
         if r.outcome == "failed":  # two snapshots are bad, or two readers, and so a person is asked
-            assert "the script failed 3 times" in r.reason or "its newest 2 snapshots cannot be used" in r.reason
+            assert (
+                "the script failed 3 times" in r.reason
+                or "its newest 2 snapshots cannot be used" in r.reason
+            )
         if r.outcome == "stopped":
             assert r.reason == "somebody asked for it"
 
@@ -96,7 +113,11 @@ def test_a_spell_of_refusals_does_not_end_a_run() -> None:
 
 
 def test_without_capacity_it_stops_and_says_so() -> None:
-    r = simulate(2, run=RunSpec(1, 2, max_hours_without_progress=1.0), weather=Weather(calm_s=math.inf, available=0.0))
+    r = simulate(
+        2,
+        run=RunSpec(1, 2, max_hours_without_progress=1.0),
+        weather=Weather(calm_s=math.inf, available=0.0),
+    )
     assert r.outcome == "failed"
     assert "for lack of capacity" in r.reason
     assert 3600 <= r.elapsed_s < 3800
@@ -104,7 +125,9 @@ def test_without_capacity_it_stops_and_says_so() -> None:
 
 
 def test_a_budget_holds_in_every_world() -> None:
-    run = RunSpec(1, 3, poll_s=5.0, budget_usd=0.4, exit_grace_s=60.0, launch_s=60.0, terminate_s=10.0)
+    run = RunSpec(
+        1, 3, poll_s=5.0, budget_usd=0.4, exit_grace_s=60.0, launch_s=60.0, terminate_s=10.0
+    )
     ends = Counter(r.outcome for r in simulate_many(range(20), run=run))
     assert ends["stopped"] > 12
 
@@ -118,7 +141,11 @@ def test_hours_hold() -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    ["patient?premium=1.1&patience_s=600", "on_demand_fallback", "uniform_progress?deadline_h=1.5&work_h=0.5&total_steps=300"],
+    [
+        "patient?premium=1.1&patience_s=600",
+        "on_demand_fallback",
+        "uniform_progress?deadline_h=1.5&work_h=0.5&total_steps=300",
+    ],
 )
 def test_all_policies_keep_the_rules(policy: str) -> None:
     for r in simulate_many(range(8), policies.resolve(policy)):
@@ -126,7 +153,13 @@ def test_all_policies_keep_the_rules(policy: str) -> None:
 
 
 def test_on_demand_saves_a_run_that_has_no_spot() -> None:
-    drought = Weather(offers=(*CALM.offers, ON_DEMAND), calm_s=20_000.0, available=0.0, crashes=0.0, overtakings=0.0)
+    drought = Weather(
+        offers=(*CALM.offers, ON_DEMAND),
+        calm_s=20_000.0,
+        available=0.0,
+        crashes=0.0,
+        overtakings=0.0,
+    )
     r = simulate(3, policies.on_demand_fallback, RunSpec(1, 2), drought)
     assert r.outcome == "done"
     assert r.elapsed_s < 4000
@@ -139,7 +172,7 @@ def test_the_command_prints_what_happened(capsys: pytest.CaptureFixture[str]) ->
     assert "RunEnded" in capsys.readouterr().out
 
 
-# ---- the checkers can fail ------------------------------------------------------------------------------------------
+# ---- the checkers can fail -----------------------------------------------------------------------
 class DeafLease(Lease):
     """Does not look whether it was overtaken."""
 
@@ -204,7 +237,8 @@ class NewestByStep(Restore):
 
 
 class OneLook(Restore):
-    """One look by one reader is proof, and there is no guard against rewinding: as it was on b30688c."""
+    """One look by one reader is proof, and there is no guard against rewinding: as it was on
+    b30688c."""
 
     def read(self, ref: Ref, do: Any) -> Any:
         try:
@@ -230,11 +264,16 @@ class EmptyIsFresh(Restore):
 
 
 class PrunesWhatIsAhead(Snapshots):
-    """Whatever is older than the newest by its epoch may go, however much further it is by its step."""
+    """Whatever is older than the newest by its epoch may go, however much further it is by its
+    step."""
 
     def prune(self, keep: Any, *rest: Any) -> list[Ref]:
         newest = super().latest()
-        gone = [ref for ref in self.manifests()[0] if newest and ref < newest.ref and ref.step > newest.step]
+        gone = [
+            ref
+            for ref in self.manifests()[0]
+            if newest and ref < newest.ref and ref.step > newest.step
+        ]
         for ref in gone:
             self._take_back(ref, self.store.list(f"snapshots/parts/{ref.name}/"))
         return [*super().prune(keep, *rest), *gone]
@@ -246,7 +285,10 @@ class EarlyCommit(Snapshots):
     def commit(self, ref: Ref, world: int) -> Manifest | None:
         if not (keys := self.store.list(f"snapshots/parts/{ref.name}/list-r00000")):
             return None
-        lists = [dataclasses.replace(PartList.from_json(self.store.get(key)), world=len(keys)) for key in keys]
+        lists = [
+            dataclasses.replace(PartList.from_json(self.store.get(key)), world=len(keys))
+            for key in keys
+        ]
         manifest = Manifest.merge(lists)
         self.store.create(f"snapshots/manifests/{ref.name}.json", manifest.to_json().encode())
         return manifest
@@ -255,7 +297,9 @@ class EarlyCommit(Snapshots):
 class PartsLast(Snapshots):
     """Writes part lists and leaves the parts for later."""
 
-    def write(self, ref: Ref, rank: int, world: int, files: Any, tensors: Any, data: Any, token: str) -> Any:
+    def write(
+        self, ref: Ref, rank: int, world: int, files: Any, tensors: Any, data: Any, token: str
+    ) -> Any:
         written = super().write(ref, rank, world, files, tensors, data, token)
         if rank == 1:
             self.store.delete(written.parts[0].key)
@@ -313,10 +357,15 @@ def sleepy(view: View) -> Wait:
     return Wait(60.0, "later")
 
 
-STORMY = Weather(kills_per_h=12, zombies=0.8, noticed=0.2, crashes=0.002, overtakings=0.01, calm_s=1800.0)
+STORMY = Weather(
+    kills_per_h=12, zombies=0.8, noticed=0.2, crashes=0.002, overtakings=0.01, calm_s=1800.0
+)
 REFUSED = Weather(refusals=0.002, kills_per_h=6, crashes=0.001, overtakings=0.0, calm_s=1800.0)
-PATIENT = RunSpec(1, 2, poll_s=5.0, lost_after_s=180.0, max_refused_s=120.0, exit_grace_s=60.0)  # a launch and a boot take 90 s
-MOVING = Weather(elsewhere=0.5, kills_per_h=3, zombies=0.0, crashes=0.004, overtakings=0.0, calm_s=1800.0)
+# a launch and a boot take 90 s
+PATIENT = RunSpec(1, 2, poll_s=5.0, lost_after_s=180.0, max_refused_s=120.0, exit_grace_s=60.0)
+MOVING = Weather(
+    elsewhere=0.5, kills_per_h=3, zombies=0.0, crashes=0.004, overtakings=0.0, calm_s=1800.0
+)
 DAMAGED_READS = dataclasses.replace(STORMY, flips=0.2, bad_readers=0.1)
 DENIED = dataclasses.replace(STORMY, denials_per_h=30.0)
 
@@ -330,24 +379,54 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "deaf lease": ({"build": Build(lease=DeafLease)}, "one hand"),
     "hasty lease": ({"build": Build(lease=HastyLease)}, "one hand"),
     "lazy journal": ({"build": Build(journal=LazyJournal)}, "intended first"),
-    "forgetful journal": ({"build": Build(journal=ForgetfulJournal)}, "ledger|life|node limit|nothing left"),
+    "forgetful journal": (
+        {"build": Build(journal=ForgetfulJournal)},
+        "ledger|life|node limit|nothing left",
+    ),
     "generous journal": ({"build": Build(journal=GenerousJournal)}, "ledger"),
-    "overwriting store": ({"build": Build(store=lambda objects: OverwritingStore("memory://sim", objects))}, "write once"),
-    "leaky store": ({"build": Build(store=lambda objects: LeakyStore("memory://sim", objects))}, "samples once"),
+    "overwriting store": (
+        {"build": Build(store=lambda objects: OverwritingStore("memory://sim", objects))},
+        "write once",
+    ),
+    "leaky store": (
+        {"build": Build(store=lambda objects: LeakyStore("memory://sim", objects))},
+        "samples once",
+    ),
     "newest by step": ({"build": Build(restore=NewestByStep)}, "newest counts"),
     "one look": ({"build": Build(restore=OneLook), "weather": DAMAGED_READS}, "greatest step"),
-    "empty is fresh": ({"build": Build(restore=EmptyIsFresh), "weather": DENIED}, "greatest step|newest counts"),
+    "empty is fresh": (
+        {"build": Build(restore=EmptyIsFresh), "weather": DENIED},
+        "greatest step|newest counts",
+    ),
     "prunes what is ahead": ({"build": Build(snapshots=PrunesWhatIsAhead)}, "greatest step"),
-    "early commit": ({"build": Build(snapshots=EarlyCommit), "run": RunSpec(2, 3, poll_s=5.0)}, "whole"),
-    "parts last": ({"build": Build(snapshots=PartsLast), "run": RunSpec(2, 3, poll_s=5.0)}, "whole"),
+    "early commit": (
+        {"build": Build(snapshots=EarlyCommit), "run": RunSpec(2, 3, poll_s=5.0)},
+        "whole",
+    ),
+    "parts last": (
+        {"build": Build(snapshots=PartsLast), "run": RunSpec(2, 3, poll_s=5.0)},
+        "whole",
+    ),
     "impatient": ({"build": Build(recover=impatient)}, "nothing left|life"),
     "greedy": ({"build": Build(recover=greedy), "run": RunSpec(1, 2, poll_s=5.0)}, "node limit"),
-    "spendthrift": ({"build": Build(recover=spendthrift), "run": RunSpec(1, 3, poll_s=5.0, budget_usd=0.02)}, "budget"),
-    "believing": ({"build": Build(patience=believing), "weather": SPELL}, "life|nothing left|ledger"),
+    "spendthrift": (
+        {"build": Build(recover=spendthrift), "run": RunSpec(1, 3, poll_s=5.0, budget_usd=0.02)},
+        "budget",
+    ),
+    "believing": (
+        {"build": Build(patience=believing), "weather": SPELL},
+        "life|nothing left|ledger",
+    ),
     "boastful": ({"build": Build(recover=boastful)}, "newest counts"),
     "panicky": ({"build": Build(recover=panicky), "weather": REFUSED, "run": PATIENT}, "seeing"),
-    "deaf": ({"build": Build(recover=deaf), "weather": MOVING, "run": PATIENT}, "node limit|nothing left"),
-    "sleepy": ({"policy": sleepy, "run": RunSpec(1, 1, poll_s=60.0, max_hours_without_progress=2.0)}, "life"),
+    "deaf": (
+        {"build": Build(recover=deaf), "weather": MOVING, "run": PATIENT},
+        "node limit|nothing left",
+    ),
+    "sleepy": (
+        {"policy": sleepy, "run": RunSpec(1, 1, poll_s=60.0, max_hours_without_progress=2.0)},
+        "life",
+    ),
 }
 
 
@@ -363,7 +442,9 @@ def test_a_broken_part_is_found(name: str) -> None:
             pass
 
 
-@pytest.mark.parametrize("weather", [STORMY, DAMAGED_READS, DENIED], ids=["stormy", "damaged reads", "denied"])
+@pytest.mark.parametrize(
+    "weather", [STORMY, DAMAGED_READS, DENIED], ids=["stormy", "damaged reads", "denied"]
+)
 def test_the_same_storm_breaks_no_rule_with_whole_parts(weather: Weather) -> None:
     """The control of the experiment above."""
     assert all(r.outcome == "done" for r in simulate_many(range(12), weather=weather))
@@ -377,14 +458,26 @@ def test_controllers_in_trouble_or_elsewhere_break_no_rule(weather: Weather) -> 
 
 
 def test_a_fleet_stays_together_and_moves_to_where_it_is_cheaper() -> None:
-    """Places do not reach each other. The cheap one is full at first; when it has room, the run moves there, once, and loses nothing."""
+    """Places do not reach each other. The cheap one is full at first; when it has room, the run
+    moves there, once, and loses nothing."""
     west = Offer(1.5, "x/west", place="x/west")
     east = Offer(1.0, "x/east", place="x/east")
     fleet = policies.together(policies.cheapest, saving=0.2, stay_s=300.0)
     moved = 0
     for seed in range(30):
-        weather = Weather(offers=(east, west), available=0.5, spell_s=300.0, kills_per_h=0.5, calm_s=1500.0, crashes=0.002)
-        r = simulate(seed, fleet, RunSpec(1, 3, poll_s=5.0, exit_grace_s=60.0), weather, Job(total_steps=900))
+        weather = Weather(
+            offers=(east, west),
+            available=0.5,
+            spell_s=300.0,
+            kills_per_h=0.5,
+            calm_s=1500.0,
+            crashes=0.002,
+        )
+        r = simulate(
+            seed, fleet, RunSpec(1, 3, poll_s=5.0, exit_grace_s=60.0), weather, Job(total_steps=900)
+        )
         assert (r.outcome, r.committed_step) == ("done", 900)
-        moved += any(isinstance(s.fact, Decided) and "cheaper elsewhere" in s.fact.reason for s in r.facts)
+        moved += any(
+            isinstance(s.fact, Decided) and "cheaper elsewhere" in s.fact.reason for s in r.facts
+        )
     assert moved > 10

@@ -1,4 +1,5 @@
-"""The strategy ELASTIC: the order of its tries, on SkyPilot's own base class, with launches that a script answers."""
+"""The strategy ELASTIC: the order of its tries, on SkyPilot's own base class, with launches
+that a script answers."""
 
 import asyncio
 import importlib.util
@@ -8,18 +9,26 @@ import pytest
 
 from harness.clouds.sky_plugin import ladder
 
-needs_sky = pytest.mark.skipif(importlib.util.find_spec("sky") is None, reason="SkyPilot is not installed")
+needs_sky = pytest.mark.skipif(
+    importlib.util.find_spec("sky") is None, reason="SkyPilot is not installed"
+)
 EVERYWHERE = {"east", "west"}
 
 
 def test_the_ladder_takes_what_there_is_and_leaves_the_place_that_failed_first():
-    assert list(ladder(3, 2, True)) == [(3, "elsewhere"), (3, "there"), (2, "elsewhere"), (2, "there")]
+    assert list(ladder(3, 2, True)) == [
+        (3, "elsewhere"),
+        (3, "there"),
+        (2, "elsewhere"),
+        (2, "there"),
+    ]
     assert list(ladder(2, 1, False)) == [(2, "anywhere"), (1, "anywhere")]
     assert list(ladder(1, 0, True)) == [(1, "elsewhere"), (1, "there")]
 
 
 def job(answers, full=2, least=1, failed="east"):
-    """An executor whose launches are answered from a list: a time (it works), "full", "spurious", or an error that is raised."""
+    """An executor whose launches are answered from a list: a time (it works), "full",
+    "spurious", or an error that is raised."""
     from harness.clouds.sky_plugin import base_class
 
     class Scripted(base_class()):
@@ -58,7 +67,8 @@ def test_a_rung_without_capacity_is_tried_once_and_a_spurious_failure_again():
     assert when_s == 7.0 and made.asked == [(2, "west"), (2, "east"), (1, "west")]
     made, _ = job(["spurious", "full", RuntimeError("BrokenProcessPool"), 8.0])
     assert made.asked == [(2, "west"), (2, "west"), (2, "east"), (2, "east")]
-    assert made.dag.tasks[0].resources == EVERYWHERE  # what the user wrote is what the next recovery begins with
+    # what the user wrote is what the next recovery begins with
+    assert made.dag.tasks[0].resources == EVERYWHERE
 
 
 @needs_sky
@@ -69,7 +79,8 @@ def test_it_goes_round_until_there_is_something_and_never_below_the_least():
 
 @needs_sky
 def test_why_a_launch_failed_passes_by():
-    """SkyPilot's own `_launch` swallows it: what counts is caught where it waits for the request."""
+    """SkyPilot's own `_launch` swallows it: what counts is caught where it waits for the
+    request."""
     from sky import exceptions
     from sky.jobs import recovery_strategy
 

@@ -1,4 +1,5 @@
-"""SkyPilot's cloud behind our seam: what it shows of clusters, what it makes of errors, and that nothing is left behind."""
+"""SkyPilot's cloud behind our seam: what it shows of clusters, what it makes of errors, and
+that nothing is left behind."""
 
 import itertools
 import json
@@ -28,7 +29,9 @@ URL = "s3://b/runs/x"
 def task(tmp_path):
     path = tmp_path / "task.yaml"
     resources = "resources: {accelerators: 'H100:8', use_spot: true}"
-    path.write_text(f"name: t\n{resources}\nenvs: {{A: '1'}}\nsecrets: {{KEY: hidden}}\nrun: exec train\n")
+    path.write_text(
+        f"name: t\n{resources}\nenvs: {{A: '1'}}\nsecrets: {{KEY: hidden}}\nrun: exec train\n"
+    )
     return load(path, {"RUN": URL}, use_skypilot=False)
 
 
@@ -49,7 +52,8 @@ def cloud(task, sky, request):
 def look(cloud, sky, seconds=0.0):
     """Time passes; the cloud looks; questions to nodes are answered."""
     sky.tick(seconds)
-    for _ in range(3):  # the answer to a question that was asked before; one that is asked now; what follows from it
+    # the answer to a question that was asked before; one that is asked now; what follows from it
+    for _ in range(3):
         cloud.look()
         for attempt in cloud._attempts.values():
             if attempt.poll:
@@ -69,8 +73,18 @@ def name(n):
 
 def test_offers_are_ranked_priced_and_placed(cloud):
     first, second = cloud.offers()
-    assert (first.name, first.usd_per_h, first.on_demand_usd_per_h, first.spot) == ("aws/us-east-1/use1-az1/p5", 10.0, 50.0, True)
-    assert (first.place, second.place, first.gpus, first.speed) == ("aws/us-east-1", "nebius/eu-north1", 8, 1.0)
+    assert (first.name, first.usd_per_h, first.on_demand_usd_per_h, first.spot) == (
+        "aws/us-east-1/use1-az1/p5",
+        10.0,
+        50.0,
+        True,
+    )
+    assert (first.place, second.place, first.gpus, first.speed) == (
+        "aws/us-east-1",
+        "nebius/eu-north1",
+        8,
+        1.0,
+    )
 
 
 def test_a_spot_price_that_is_the_on_demand_price_is_no_offer(task, sky):
@@ -89,10 +103,15 @@ def test_no_offer_at_all_says_what_to_do(task):
 def test_a_member_knows_itself_and_is_pinned_to_its_place(cloud, sky):
     cloud.launch(3, cloud.offers()[0])
     config, secrets, idle_minutes = sky.configs[name(3)]
-    assert config["resources"] == {"infra": "aws/us-east-1/use1-az1", "use_spot": True}  # no recovery by SkyPilot: that is our job
+    # no recovery by SkyPilot: that is our job
+    assert config["resources"] == {"infra": "aws/us-east-1/use1-az1", "use_spot": True}
     assert config["envs"] | {"HARNESS_NODE": ""} == {
-        "A": "1", "RUN": URL, "HARNESS_ATTEMPT": "3", "HARNESS_OFFER": "aws/us-east-1/use1-az1/p5", "HARNESS_NODE": "",
-    }  # fmt: skip
+        "A": "1",
+        "RUN": URL,
+        "HARNESS_ATTEMPT": "3",
+        "HARNESS_OFFER": "aws/us-east-1/use1-az1/p5",
+        "HARNESS_NODE": "",
+    }
     assert json.loads(config["envs"]["HARNESS_NODE"])["offer"]["usd_per_h"] == 10.0
     assert secrets == {"KEY": "hidden"} and "hidden" not in json.dumps(config["envs"])
     assert idle_minutes  # the cloud ends it by itself if nobody else can
@@ -104,12 +123,15 @@ def test_launch_is_asked_for_once_and_shown_as_it_goes(cloud, sky):
     assert [m for m, _ in sky.calls].count("launch") == 1
     assert look(cloud, sky, 5.0)[1].state is NodeState.PENDING
     node = look(cloud, sky, 20.0)[1]
-    assert (node.state, node.asked_s, node.up_s) == (NodeState.UP, 1000.0, 1000.0)  # billed from when SkyPilot had the machine
-    assert node.at_work_s == sky.now_s and node.been_up_s(sky.now_s + 5.0) == 5.0  # but its command began only now
+    # billed from when SkyPilot had the machine
+    assert (node.state, node.asked_s, node.up_s) == (NodeState.UP, 1000.0, 1000.0)
+    # but its command began only now
+    assert node.at_work_s == sky.now_s and node.been_up_s(sky.now_s + 5.0) == 5.0
 
 
 def test_a_look_while_a_launch_is_asked_for_asks_for_no_second_one(task):
-    """Two launches of one cluster are two jobs: the second would train on a node that the first has left for good."""
+    """Two launches of one cluster are two jobs: the second would train on a node that the first
+    has left for good."""
 
     class Slow(FakeSky):
         def launch(self, **arguments):
@@ -165,7 +187,12 @@ def test_a_stale_status_is_not_believed(cloud, sky):
     sky.take_away(name(1))
     assert sky.clusters(name(1))[0]["status"] == "UP"
     node = look(cloud, sky, 3.0)[1]
-    assert (node.state, node.reason, node.exit_code, node.gone_s) == (NodeState.GONE, "preempted", None, sky.now_s)
+    assert (node.state, node.reason, node.exit_code, node.gone_s) == (
+        NodeState.GONE,
+        "preempted",
+        None,
+        sky.now_s,
+    )
 
 
 @pytest.mark.parametrize(
@@ -231,9 +258,19 @@ def test_a_launch_that_goes_on_can_be_ended(cloud, sky):
     assert not sky.records
 
 
-FULL = SkyError("ResourcesUnavailableError", "Failed", [("ResourcesUnavailableError", "InsufficientInstanceCapacity in use1-az1")])
-VCPU = SkyError("ResourcesUnavailableError", "Failed", [("ClientError", "VcpuLimitExceeded: you have requested more vCPU capacity")])
-KEYS = SkyError("ResourcesUnavailableError", "Failed", [("NoCredentialsError", "Unable to locate credentials")])
+FULL = SkyError(
+    "ResourcesUnavailableError",
+    "Failed",
+    [("ResourcesUnavailableError", "InsufficientInstanceCapacity in use1-az1")],
+)
+VCPU = SkyError(
+    "ResourcesUnavailableError",
+    "Failed",
+    [("ClientError", "VcpuLimitExceeded: you have requested more vCPU capacity")],
+)
+KEYS = SkyError(
+    "ResourcesUnavailableError", "Failed", [("NoCredentialsError", "Unable to locate credentials")]
+)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +279,12 @@ KEYS = SkyError("ResourcesUnavailableError", "Failed", [("NoCredentialsError", "
         (FULL, "no-capacity"),
         (VCPU, "quota"),
         (KEYS, "credentials"),
-        (SkyError("ResourcesUnavailableError", "x", [("A", "VcpuLimitExceeded"), ("B", "no capacity")]), "no-capacity"),
+        (
+            SkyError(
+                "ResourcesUnavailableError", "x", [("A", "VcpuLimitExceeded"), ("B", "no capacity")]
+            ),
+            "no-capacity",
+        ),
         (SkyError("ResourcesUnavailableError", "nothing feasible"), "no-capacity"),
         (SkyError("NoCloudAccessError", "x"), "credentials"),
         (SkyError("CloudError", "google error: QUOTA_EXCEEDED"), "quota"),
@@ -284,7 +326,9 @@ def test_a_cloud_without_credentials_is_not_asked_again(cloud, sky):
 
 
 def test_a_task_that_cannot_work_stops_the_run(cloud, sky):
-    sky.trouble["aws/us-east-1/use1-az1"] = [SkyError("NotSupportedError", "ports are not supported here")]
+    sky.trouble["aws/us-east-1/use1-az1"] = [
+        SkyError("NotSupportedError", "ports are not supported here")
+    ]
     cloud.launch(1, cloud.offers()[0])
     look(cloud, sky, 20.0)
     assert look(cloud, sky, 1.0)[1].state is NodeState.NO_CAPACITY
@@ -382,7 +426,11 @@ def test_shutdown_proves_that_nothing_is_left(task, sky, monkeypatch):
 
     made.look = look_and_tick
     made.shutdown(timeout_s=600.0)
-    assert not sky.records and not sky.real and not [n for n in (a.node() for a in made._attempts.values()) if n.alive]
+    assert (
+        not sky.records
+        and not sky.real
+        and not [n for n in (a.node() for a in made._attempts.values()) if n.alive]
+    )
 
 
 def test_down_without_a_controller(sky, cloud):
@@ -394,7 +442,7 @@ def test_down_without_a_controller(sky, cloud):
     assert not sky.real
 
 
-# ---- harness down ------------------------------------------------------------------------------------------------
+# ---- harness down --------------------------------------------------------------------------------
 @pytest.fixture
 def run(tmp_path):
     """A run whose controller is gone: two attempts are open in its facts."""
@@ -408,7 +456,8 @@ def run(tmp_path):
 
 
 def bring(run, sky, monkeypatch, capsys, *flags):
-    """`harness down` of a run, as `sky` is the API server of whoever gives the command: exit status and what was said."""
+    """`harness down` of a run, as `sky` is the API server of whoever gives the command: exit
+    status and what was said."""
     ticking = lambda method, timeout_s, **a: (sky.tick(8.0), sky(method, timeout_s, **a))[1]  # noqa: E731
     ticking.close = lambda: None
     monkeypatch.setattr(cli, "_sky", lambda _: ticking)
@@ -421,18 +470,30 @@ def test_down_does_not_call_gone_what_another_api_server_launched(run, monkeypat
     code, said = bring(run, FakeSky([EAST, WEST]), monkeypatch, capsys)
     names = ", ".join(f"{tag(run.url)}-000{n}" for n in (1, 2))
     assert code == 1 and f"NOT PROVEN TO BE GONE: attempts 1, 2 ({names})" in said
-    assert "SkyPilot's API server knows nothing of them" in said and f"`harness down {run.url}` where they were launched from" in said
+    assert (
+        "SkyPilot's API server knows nothing of them" in said
+        and f"`harness down {run.url}` where they were launched from" in said
+    )
     assert "Nothing of" not in said
 
 
 def test_down_is_done_when_this_api_server_has_had_them_all(run, sky, monkeypatch, capsys):
     for n in (1, 2):
-        sky.launch(f"{tag(run.url)}-000{n}", {"resources": {"infra": "x"}, "envs": {"HARNESS_NODE": "{}"}}, {}, None)
+        sky.launch(
+            f"{tag(run.url)}-000{n}",
+            {"resources": {"infra": "x"}, "envs": {"HARNESS_NODE": "{}"}},
+            {},
+            None,
+        )
     sky.tick(30.0)
     sky.down(f"{tag(run.url)}-0001")  # it went some time ago
     sky.tick(30.0)
     code, said = bring(run, sky, monkeypatch, capsys)
-    assert code == 0 and f"SkyPilot brought down {tag(run.url)}-0002." in said and "Nothing of this run is left." in said
+    assert (
+        code == 0
+        and f"SkyPilot brought down {tag(run.url)}-0002." in said
+        and "Nothing of this run is left." in said
+    )
     assert not sky.real
 
 
@@ -444,7 +505,13 @@ def test_down_asks_who_beats_to_stop_and_names_who_goes_on(run, listens, monkeyp
     def beat():
         for n in itertools.count():
             gone = over.wait(0.05) or (listens and run.list("control/stop.json"))
-            state = {"member": "m0002-aa", "attempt": 2, "state": "gone" if gone else "in", "beat": n, "beat_s": 0.1}
+            state = {
+                "member": "m0002-aa",
+                "attempt": 2,
+                "state": "gone" if gone else "in",
+                "beat": n,
+                "beat_s": 0.1,
+            }
             run.put("rdzv/members/m0002-aa.json", json.dumps(state).encode())
             if gone:
                 return
@@ -453,7 +520,9 @@ def test_down_asks_who_beats_to_stop_and_names_who_goes_on(run, listens, monkeyp
     member.start()
     try:
         until(lambda: run.list("rdzv/members/"), "its first beat")
-        code, said = bring(run, FakeSky([EAST, WEST]), monkeypatch, capsys, "--grace-s", "0.5", "--timeout-s", "1")
+        code, said = bring(
+            run, FakeSky([EAST, WEST]), monkeypatch, capsys, "--grace-s", "0.5", "--timeout-s", "1"
+        )
     finally:
         over.set()
         member.join()
@@ -470,7 +539,7 @@ def test_managed_secrets_are_refused_early(tmp_path):
         SkyPilotCloud(load(path, use_skypilot=False), URL, FakeSky())
 
 
-# ---- the process ------------------------------------------------------------------------------------------------
+# ---- the process ---------------------------------------------------------------------------------
 FAKE_BROKER = """
 import io, os, sys, time
 sys.path.insert(0, {root!r})
@@ -511,8 +580,15 @@ def test_the_process_answers_errors_and_noise(broker):
 
 
 def test_without_a_network_the_catalog_is_blamed_and_not_the_api_server(broker):
-    with pytest.raises(CloudUnavailable, match=r"catalog of prices cannot be downloaded \(Connection.*127\.0\.0\.1.*HTTPS_PROXY") as told:
-        broker("get", 60.0, url="http://127.0.0.1:9/skypilot-org/skypilot-catalog/master/catalogs/v8/common/accelerators.csv")
+    with pytest.raises(
+        CloudUnavailable,
+        match=r"catalog of prices cannot be downloaded \(Connection.*127\.0\.0\.1.*HTTPS_PROXY",
+    ) as told:
+        broker(
+            "get",
+            60.0,
+            url="http://127.0.0.1:9/skypilot-org/skypilot-catalog/master/catalogs/v8/common/accelerators.csv",
+        )
     assert "API server" not in str(told.value)
     with pytest.raises(CloudUnavailable, match="API server does not answer"):
         broker("get", 60.0, url="http://127.0.0.1:9/api/health")

@@ -1,4 +1,5 @@
-"""The commit protocol: whatever fails, whenever, the newest snapshot is whole and nothing committed is forgotten."""
+"""The commit protocol: whatever fails, whenever, the newest snapshot is whole and nothing
+committed is forgotten."""
 
 import contextlib
 import json
@@ -9,7 +10,18 @@ from typing import Any, TypeVar
 
 import pytest
 
-from storage import Keep, Manifest, MemoryStore, NotFound, ObjectStore, Ref, SnapshotCorrupt, Snapshots, StoreError, StoreUnavailable
+from storage import (
+    Keep,
+    Manifest,
+    MemoryStore,
+    NotFound,
+    ObjectStore,
+    Ref,
+    SnapshotCorrupt,
+    Snapshots,
+    StoreError,
+    StoreUnavailable,
+)
 from storage.faults import Crash, FaultyStore, corrupt
 from storage.leases import Watch, reading
 from storage.snapshots import DOOM
@@ -28,9 +40,23 @@ def content(ref: Ref, rank: int) -> bytes:
 
 def write(snaps: Snapshots, ref: Ref, rank: int = 0, world: int = 1, token: str = "t") -> None:
     body = content(ref, rank)
-    chunk = {"offsets": [rank * len(body)], "sizes": [len(body)], "part": "a.bin", "start": 0, "end": len(body)}
+    chunk = {
+        "offsets": [rank * len(body)],
+        "sizes": [len(body)],
+        "part": "a.bin",
+        "start": 0,
+        "end": len(body),
+    }
     tensors = {"w": {"shape": [world * len(body)], "dtype": "uint8", "chunks": [chunk]}}
-    snaps.write(ref, rank, world, {"a.bin": body, "b.bin": memoryview(body)[:10]}, tensors, {"step": ref.step, f"rank{rank}": token}, token)
+    snaps.write(
+        ref,
+        rank,
+        world,
+        {"a.bin": body, "b.bin": memoryview(body)[:10]},
+        tensors,
+        {"step": ref.step, f"rank{rank}": token},
+        token,
+    )
 
 
 def commit(snaps: Snapshots, ref: Ref, world: int = 1) -> Manifest:
@@ -43,14 +69,18 @@ def commit(snaps: Snapshots, ref: Ref, world: int = 1) -> Manifest:
 
 def names_in(store: ObjectStore, prefix: str = "") -> set[str]:
     """What objects are of, but for the marks of what was pruned."""
-    return {key.split("/")[2].removesuffix(".json") for key in store.list(prefix) if not key.endswith(DOOM)}
+    return {
+        key.split("/")[2].removesuffix(".json")
+        for key in store.list(prefix)
+        if not key.endswith(DOOM)
+    }
 
 
 def never(ref: Ref, why: str) -> None:
     raise AssertionError(f"{ref} was called bad: {why}")
 
 
-# ---- without faults ---------------------------------------------------------------------------------------------
+# ---- without faults ------------------------------------------------------------------------------
 def test_it_exists_if_and_only_if_its_manifest_does() -> None:
     store = memory()
     snaps, ref = Snapshots(store, CHUNK), Ref(1, 10)
@@ -65,16 +95,28 @@ def test_it_exists_if_and_only_if_its_manifest_does() -> None:
     assert snaps.refs() == [ref]
     assert snaps.latest() == snaps.load(ref) == snaps.commit(ref, 3) == manifest
     assert manifest.data == {"step": 10, "rank0": "t", "rank1": "t", "rank2": "t"}
-    assert [p.key for p in manifest.parts[:2]] == [f"snapshots/parts/{ref}/r00000-t-a.bin", f"snapshots/parts/{ref}/r00000-t-b.bin"]
+    assert [p.key for p in manifest.parts[:2]] == [
+        f"snapshots/parts/{ref}/r00000-t-a.bin",
+        f"snapshots/parts/{ref}/r00000-t-b.bin",
+    ]
     assert {c["part"] for c in manifest.tensors["w"]["chunks"]} <= {p.key for p in manifest.parts}
-    assert sorted(k.rsplit("/", 1)[1] for k in store.list(f"snapshots/parts/{ref}/list-")) == [f"list-r0000{r}.json" for r in range(3)]
+    assert sorted(k.rsplit("/", 1)[1] for k in store.list(f"snapshots/parts/{ref}/list-")) == [
+        f"list-r0000{r}.json" for r in range(3)
+    ]
 
 
 def test_reads_are_verified_ranges() -> None:
     snaps, ref = Snapshots(memory(), CHUNK), Ref(1, 1)
     manifest = commit(snaps, ref)
     body, key = content(ref, 0), manifest.parts[0].key
-    for start, end in [(0, len(body)), (0, 1), (63, 65), (64, 128), (100, 100), (len(body) - 1, len(body))]:
+    for start, end in [
+        (0, len(body)),
+        (0, 1),
+        (63, 65),
+        (64, 128),
+        (100, 100),
+        (len(body) - 1, len(body)),
+    ]:
         assert snaps.read(manifest, key, start, end) == body[start:end]
     for start, end in [(-1, 3), (5, 4), (0, len(body) + 1)]:
         with pytest.raises(ValueError, match="has bytes"):
@@ -121,7 +163,7 @@ def test_bad_calls() -> None:
         snaps.commit(Ref(1, 1), 1)
 
 
-# ---- damage -----------------------------------------------------------------------------------------------------
+# ---- damage --------------------------------------------------------------------------------------
 PART = f"snapshots/parts/{Ref(1, 3)}/r00000-t-a.bin"
 MANIFEST = f"snapshots/manifests/{Ref(1, 3)}.json"
 OLDER = f"snapshots/manifests/{Ref(1, 2)}.json"
@@ -142,7 +184,9 @@ def three() -> Snapshots:
     ],
 )
 @pytest.mark.parametrize("seed", range(5))
-def test_visible_damage_is_passed_over_and_marked_by_nobody_who_only_looks(key: str, how: Any, seed: int) -> None:
+def test_visible_damage_is_passed_over_and_marked_by_nobody_who_only_looks(
+    key: str, how: Any, seed: int
+) -> None:
     snaps = three()
     corrupt(snaps.store, key, how, random.Random(seed))
     bad: list[tuple[Ref, str]] = []
@@ -237,7 +281,12 @@ def test_all_bad_is_none_and_not_a_crash_loop() -> None:
 
 def test_foreign_objects_are_left_alone() -> None:
     snaps = three()
-    foreign = ["snapshots/manifests/notes.txt", "snapshots/manifests/.x/y", "snapshots/parts/readme", "snapshots/quarantine/z.json"]
+    foreign = [
+        "snapshots/manifests/notes.txt",
+        "snapshots/manifests/.x/y",
+        "snapshots/parts/readme",
+        "snapshots/quarantine/z.json",
+    ]
     foreign += ["samples/0000000001-0000000002-abc.jsonl", "run.json"]
     for key in foreign:
         snaps.store.put(key, b"mine")
@@ -284,7 +333,7 @@ def test_what_is_listed_and_never_found_is_no_answer() -> None:
         Snapshots(Silent(inner, "manifests/0000000003", NotFound)).latest(never)
 
 
-# ---- pruning ----------------------------------------------------------------------------------------------------
+# ---- pruning -------------------------------------------------------------------------------------
 def test_prune_leaves_what_is_kept_and_nothing_else() -> None:
     snaps = Snapshots(memory())
     for step in range(1, 7):
@@ -302,7 +351,8 @@ def test_prune_never_deletes_the_newest_whole_one() -> None:
     snaps = three()
     corrupt(snaps.store, PART, "delete", random.Random(0))
     snaps.quarantine(Ref(1, 3), "its part is gone")
-    assert snaps.prune(lambda refs: []) == [Ref(1, 1)]  # 3 is bad but newer: left for people to look at
+    # 3 is bad but newer: left for people to look at
+    assert snaps.prune(lambda refs: []) == [Ref(1, 1)]
     found = snaps.latest(never)
     assert found is not None
     assert found.ref == Ref(1, 2)
@@ -314,7 +364,8 @@ def test_prune_never_deletes_the_newest_whole_one() -> None:
 
 @pytest.mark.parametrize("marked", [False, True])
 def test_work_that_a_new_epoch_has_still_to_do_again_is_not_pruned(marked: bool) -> None:
-    """Epoch 2 began anew, for whatever reason. What epoch 1 has done stays until epoch 2 has come as far."""
+    """Epoch 2 began anew, for whatever reason. What epoch 1 has done stays until epoch 2 has
+    come as far."""
     snaps = Snapshots(memory())
     for step in (800, 900, 1000):
         commit(snaps, Ref(1, step))
@@ -327,7 +378,10 @@ def test_work_that_a_new_epoch_has_still_to_do_again_is_not_pruned(marked: bool)
         assert snaps.manifests()[0] >= old
     for ref in old:
         snaps.verify(snaps.load(ref))
-    assert snaps.prune(lambda refs: []) == [Ref(2, 90)] and snaps.manifests()[0] == {*old, Ref(2, 120)}
+    assert snaps.prune(lambda refs: []) == [Ref(2, 90)] and snaps.manifests()[0] == {
+        *old,
+        Ref(2, 120),
+    }
     commit(snaps, Ref(2, 950))
     snaps.prune(Keep(1))
     assert snaps.manifests()[0] == {Ref(2, 950), Ref(1, 1000)}
@@ -338,7 +392,8 @@ def test_work_that_a_new_epoch_has_still_to_do_again_is_not_pruned(marked: bool)
 
 @pytest.mark.parametrize("prefix", ["snapshots/manifests/", "snapshots/"])
 def test_a_listing_that_turns_empty_deletes_nothing(prefix: str) -> None:
-    """A store that says 404 for a while, from any of its answers on: no snapshot that stays is deleted for it."""
+    """A store that says 404 for a while, from any of its answers on: no snapshot that stays is
+    deleted for it."""
 
     class Spell(MemoryStore):
         left = 0
@@ -384,13 +439,19 @@ def test_orphans_are_collected_when_they_can_no_longer_matter() -> None:
         write(snaps, ref, 0, 2)
     assert snaps.prune(Keep(1)) == []  # nothing is committed: all of them may be in the making
     commit(snaps, Ref(2, 20))
-    assert snaps.prune(Keep(1)) == [Ref(2, 10), Ref(1, 50), Ref(1, 5)]  # ahead or not: they were never committed
-    assert {key.split("/")[2] for key in snaps.store.list("snapshots/parts/")} == {Ref(2, 20).name, Ref(2, 30).name, Ref(3, 1).name}
+    # ahead or not: they were never committed
+    assert snaps.prune(Keep(1)) == [Ref(2, 10), Ref(1, 50), Ref(1, 5)]
+    assert {key.split("/")[2] for key in snaps.store.list("snapshots/parts/")} == {
+        Ref(2, 20).name,
+        Ref(2, 30).name,
+        Ref(3, 1).name,
+    }
 
 
-# ---- one call fails, every call in turn -------------------------------------------------------------------------
+# ---- one call fails, every call in turn ----------------------------------------------------------
 class Watched(MemoryStore):
-    """After each write, looks whether everything that is listed is whole, and nothing told as committed is forgotten."""
+    """After each write, looks whether everything that is listed is whole, and nothing told as
+    committed is forgotten."""
 
     def __init__(self) -> None:
         super().__init__(objects={})
@@ -418,7 +479,8 @@ class Watched(MemoryStore):
 
 
 def a_life(inner: Watched, store: ObjectStore) -> None:
-    """Two ranks, two epochs, prunes and readers. A failed operation is repeated; a crashed one by a new process (token)."""
+    """Two ranks, two epochs, prunes and readers. A failed operation is repeated; a crashed one
+    by a new process (token)."""
     snaps, lives = Snapshots(store, CHUNK), 0
 
     def again(do: Callable[[], T]) -> T:
@@ -469,7 +531,12 @@ def test_any_single_call_may_fail(mode: Any) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_a_bad_store_never_leads_to_a_bad_snapshot(seed: int) -> None:
     store = Watched()
-    snaps = Snapshots(FaultyStore(store, random.Random(seed), unavailable=0.03, unknown=0.03, full=0.02, torn=0.02), CHUNK)
+    snaps = Snapshots(
+        FaultyStore(
+            store, random.Random(seed), unavailable=0.03, unknown=0.03, full=0.02, torn=0.02
+        ),
+        CHUNK,
+    )
     committed = 0
     for step in range(1, 30):
         with contextlib.suppress(StoreError):
@@ -481,9 +548,10 @@ def test_a_bad_store_never_leads_to_a_bad_snapshot(seed: int) -> None:
     assert committed > 10
 
 
-# ---- everything at once -----------------------------------------------------------------------------------------
+# ---- everything at once --------------------------------------------------------------------------
 class Turns:
-    """Runs actors as threads of which one moves at a time, from store call to store call; the seed says which."""
+    """Runs actors as threads of which one moves at a time, from store call to store call; the
+    seed says which."""
 
     def __init__(self, rng: random.Random, look: Callable[[], None]):
         self.rng, self.look = rng, look
@@ -495,7 +563,10 @@ class Turns:
         self.dead: set[str] = set()
 
     def run(self, actors: dict[str, Callable[[], None]], crash: float) -> None:
-        alive = {name: threading.Thread(target=self._act, args=(name, do), daemon=True) for name, do in actors.items()}
+        alive = {
+            name: threading.Thread(target=self._act, args=(name, do), daemon=True)
+            for name, do in actors.items()
+        }
         self.mine = {name: threading.Semaphore(0) for name in alive}
         for thread in alive.values():
             thread.start()
@@ -530,7 +601,8 @@ class Turns:
 
 
 class TurnStore(MemoryStore):
-    """Gives the turn away before each call; a dying actor dies after a call took effect or before the next."""
+    """Gives the turn away before each call; a dying actor dies after a call took effect or
+    before the next."""
 
     def __init__(self, turns: Turns, name: str, objects: dict[str, bytes]):
         super().__init__(objects=objects)
@@ -579,7 +651,9 @@ def everything_at_once(seed: int, crash: float) -> tuple[list[str], list[Ref]]:
     def snaps(name: str) -> Snapshots:
         return Snapshots(TurnStore(turns, name, objects), CHUNK)
 
-    def rank(name: str, epoch: int, rank: int, world: int, steps: range) -> Iterator[tuple[str, Callable[[], None]]]:
+    def rank(
+        name: str, epoch: int, rank: int, world: int, steps: range
+    ) -> Iterator[tuple[str, Callable[[], None]]]:
         def act() -> None:
             mine = snaps(name)
             for step in steps:
@@ -615,7 +689,8 @@ def everything_at_once(seed: int, crash: float) -> tuple[list[str], list[Ref]]:
     actors = dict(
         one
         for group in (
-            *(rank(f"old{r}", 1, r, 2, range(1, 6)) for r in range(2)),  # a world that does not know that it is over
+            # a world that does not know that it is over
+            *(rank(f"old{r}", 1, r, 2, range(1, 6)) for r in range(2)),
             *(rank(f"new{r}", 2, r, 3, range(2, 5)) for r in range(3)),
             rank("new1again", 2, 1, 3, range(3, 5)),  # a second incarnation of the same rank
             prune("prune1"),
@@ -627,7 +702,8 @@ def everything_at_once(seed: int, crash: float) -> tuple[list[str], list[Ref]]:
     turns.run(actors, crash)
     refs = raw.refs()
     raw.prune(Keep(1), never)
-    if refs:  # one quiet prune and the bucket holds one whole snapshot, and what may still become a newer one
+    # one quiet prune and the bucket holds one whole snapshot, and what may still become a newer one
+    if refs:
         ahead = {ref for ref in refs if ref.step > refs[0].step}
         assert raw.refs() == [ref for ref in refs if ref in {refs[0], *ahead}]
         raw.verify(raw.load(refs[0]))
@@ -654,7 +730,8 @@ def test_the_order_follows_from_the_seed() -> None:
 
 
 def test_a_late_commit_does_not_bring_a_pruned_snapshot_back() -> None:
-    """The narrow race by hand: the lists are read, everything is pruned, then the manifest is written."""
+    """The narrow race by hand: the lists are read, everything is pruned, then the manifest is
+    written."""
 
     class Late(MemoryStore):
         def create(self, key: str, data: bytes | memoryview) -> bool:
@@ -670,7 +747,8 @@ def test_a_late_commit_does_not_bring_a_pruned_snapshot_back() -> None:
 
 
 def test_a_late_commit_beside_a_pruner_that_died_half_way() -> None:
-    """Lists and manifest are deleted, the parts are still there, and then the late manifest comes."""
+    """Lists and manifest are deleted, the parts are still there, and then the late manifest
+    comes."""
 
     class Late(MemoryStore):
         def create(self, key: str, data: bytes | memoryview) -> bool:
@@ -679,10 +757,15 @@ def test_a_late_commit_beside_a_pruner_that_died_half_way() -> None:
                 commit(Snapshots(others), Ref(1, 2))
                 counting = FaultyStore(others, random.Random(0))
                 Snapshots(counting).latest()
-                dies_at = counting.calls + 3 + 2 + 2  # three listings, its doom, who reads, the list of rank 0, the manifest
+                # three listings, its doom, who reads, the list of rank 0, the manifest
+                dies_at = counting.calls + 3 + 2 + 2
                 with pytest.raises(Crash):
-                    Snapshots(FaultyStore(others, random.Random(0), fail_call=dies_at, mode="crash-after")).prune(Keep(1))
-                assert [k.rsplit("-", 1)[1] for k in others.list(f"snapshots/parts/{Ref(1, 1)}/")] == ["a.bin", "b.bin"]
+                    Snapshots(
+                        FaultyStore(others, random.Random(0), fail_call=dies_at, mode="crash-after")
+                    ).prune(Keep(1))
+                assert [
+                    k.rsplit("-", 1)[1] for k in others.list(f"snapshots/parts/{Ref(1, 1)}/")
+                ] == ["a.bin", "b.bin"]
             return super().create(key, data)
 
     store = memory()
@@ -694,7 +777,8 @@ def test_a_late_commit_beside_a_pruner_that_died_half_way() -> None:
 
 def test_commits_between_the_deletes_of_a_prune() -> None:
     class Busy(MemoryStore):
-        """After each delete, every rank of the world that is being pruned tries to commit once more."""
+        """After each delete, every rank of the world that is being pruned tries to commit once
+        more."""
 
         def delete(self, key: str) -> None:
             super().delete(key)
@@ -712,7 +796,8 @@ def test_commits_between_the_deletes_of_a_prune() -> None:
 @pytest.mark.parametrize("before", [MANIFEST, PART])
 def test_latest_looks_again_if_what_it_saw_was_pruned(before: str) -> None:
     class Slow(MemoryStore):
-        """Between our listing and our first look, or our look at the manifest and that at its parts, others commit and prune."""
+        """Between our listing and our first look, or our look at the manifest and that at its
+        parts, others commit and prune."""
 
         def others(self, key: str) -> None:
             if key == before and MANIFEST in self._objects:
@@ -745,10 +830,21 @@ def test_what_is_stored_is_plain_json_and_the_bytes_that_were_given() -> None:
         snaps.why(Ref(1, 3))
 
 
-# ---- references to older snapshots ------------------------------------------------------------------------------
-def save(snaps: Snapshots, ref: Ref, body: bytes, base: Manifest | None = None, **data: Any) -> Manifest:
+# ---- references to older snapshots ---------------------------------------------------------------
+def save(
+    snaps: Snapshots, ref: Ref, body: bytes, base: Manifest | None = None, **data: Any
+) -> Manifest:
     chunk = {"offsets": [0], "sizes": [len(body)], "part": "a.bin", "start": 0, "end": len(body)}
-    snaps.write(ref, 0, 1, {"a.bin": body}, {"w": {"shape": [len(body)], "dtype": "uint8", "chunks": [chunk]}}, data, "t", base)
+    snaps.write(
+        ref,
+        0,
+        1,
+        {"a.bin": body},
+        {"w": {"shape": [len(body)], "dtype": "uint8", "chunks": [chunk]}},
+        data,
+        "t",
+        base,
+    )
     manifest = snaps.commit(ref, 1)
     assert manifest is not None
     return manifest
@@ -770,7 +866,8 @@ def test_only_changed_chunks_are_stored_again_and_their_objects_outlive_their_sn
     snaps = Snapshots(store, CHUNK)
     bodies = [random.Random(1).randbytes(40 * CHUNK + 7)]
     bodies.append(changed(bodies[0], (10 * CHUNK + 3, 12 * CHUNK), (30 * CHUNK, 30 * CHUNK + 1)))
-    bodies.append(changed(bodies[1], (0, 5), (40 * CHUNK, 40 * CHUNK + 7)))  # the first and the last, short chunk
+    # the first and the last, short chunk
+    bodies.append(changed(bodies[1], (0, 5), (40 * CHUNK, 40 * CHUNK + 7)))
     base, kept = None, []
     for i, body in enumerate(bodies):
         base = save(snaps, Ref(1, i + 1), body, base)
@@ -781,7 +878,11 @@ def test_only_changed_chunks_are_stored_again_and_their_objects_outlive_their_sn
     for manifest, body in zip(kept, bodies, strict=True):
         snaps.verify(manifest)
         assert whole(snaps, snaps.load(manifest.ref)) == body
-        for start, end in [(3, 11 * CHUNK), (29 * CHUNK + 1, 31 * CHUNK + 1), (40 * CHUNK - 1, 40 * CHUNK + 7)]:
+        for start, end in [
+            (3, 11 * CHUNK),
+            (29 * CHUNK + 1, 31 * CHUNK + 1),
+            (40 * CHUNK - 1, 40 * CHUNK + 7),
+        ]:
             assert snaps.read(manifest, manifest.parts[0].key, start, end) == body[start:end]
     assert snaps.prune(Keep(1)) == [Ref(1, 2), Ref(1, 1)]
     assert snaps.refs() == [Ref(1, 3)] and snaps.prune(Keep(1)) == []
@@ -811,7 +912,9 @@ def test_a_base_that_was_pruned_or_found_bad_is_no_base() -> None:
     assert snaps.commit(Ref(1, 3), 1) is None and snaps.hopeless(Ref(1, 3), first.ref)
     second = save(snaps, Ref(1, 5), random.Random(3).randbytes(8 * CHUNK))
     snaps.quarantine(second.ref, "for the test")
-    snaps.write(Ref(1, 6), 0, 1, {"a.bin": random.Random(3).randbytes(8 * CHUNK)}, {}, {}, "t", second)
+    snaps.write(
+        Ref(1, 6), 0, 1, {"a.bin": random.Random(3).randbytes(8 * CHUNK)}, {}, {}, "t", second
+    )
     assert snaps.commit(Ref(1, 6), 1) is None
 
 

@@ -1,4 +1,5 @@
-"""Host memory of staged snapshots, the copy beside the training, and the hash that any world can add up."""
+"""Host memory of staged snapshots, the copy beside the training, and the hash that any world
+can add up."""
 
 import subprocess
 import sys
@@ -26,7 +27,9 @@ def test_a_segment_is_shared_by_its_name(tmp_path):
 def test_the_budget_holds_and_the_error_says_what_to_do(tmp_path):
     segments = Segments(tmp_path, 3 << 20)
     first = segments.create(2 << 20)
-    with pytest.raises(StageFull, match=r"budget is 3 MiB, 2 MiB are taken, 2 MiB more are wanted.*--stage-gib"):
+    with pytest.raises(
+        StageFull, match=r"budget is 3 MiB, 2 MiB are taken, 2 MiB more are wanted.*--stage-gib"
+    ):
         segments.create(2 << 20)
     segments.drop(first.path)
     segments.create(3 << 20)
@@ -40,8 +43,16 @@ def test_no_room_on_the_ram_disk_is_said(tmp_path):
 
 
 def test_what_a_killed_owner_left_is_swept_and_nothing_else(tmp_path):
-    code = "import sys, pathlib, storage.staging as s; mine = s.Stage(pathlib.Path(sys.argv[1])); print(mine.folder, flush=True); input()"
-    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    code = (
+        "import sys, pathlib, storage.staging as s; mine = s.Stage(pathlib.Path(sys.argv[1])); "
+        "print(mine.folder, flush=True); input()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     folder = Path(other.stdout.readline().strip())
     mine = Stage(tmp_path, 100)
     (tmp_path / f"{PREFIX}1-strange").mkdir()  # without a lock: not one of ours
@@ -56,7 +67,7 @@ def test_what_a_killed_owner_left_is_swept_and_nothing_else(tmp_path):
     other.stdout.close()
 
 
-# ---- hash of weights --------------------------------------------------------------------------------------------
+# ---- hash of weights -----------------------------------------------------------------------------
 def index(name, array, boxes):
     """Index and files of an array that is cut into boxes."""
     files, chunks = {}, []
@@ -64,7 +75,15 @@ def index(name, array, boxes):
         piece = np.ascontiguousarray(array[box])
         files[f"{name}{i}"] = memoryview(piece.tobytes())
         offsets = [s.start or 0 for s in box]
-        chunks.append({"offsets": offsets, "sizes": list(piece.shape), "part": f"{name}{i}", "start": 0, "end": piece.nbytes})
+        chunks.append(
+            {
+                "offsets": offsets,
+                "sizes": list(piece.shape),
+                "part": f"{name}{i}",
+                "start": 0,
+                "end": piece.nbytes,
+            }
+        )
     return {name: {"shape": list(array.shape), "dtype": str(array.dtype), "chunks": chunks}}, files
 
 
@@ -77,9 +96,14 @@ def test_the_hash_does_not_depend_on_who_holds_what(dtype):
         (slice(1, 613), slice(0, 5), slice(0, 31)),
         (slice(613, 700), slice(0, 5), slice(0, 31)),
     ]
-    columns = [(slice(0, 700), slice(0, 2), slice(0, 31)), (slice(0, 700), slice(2, 5), slice(0, 31))]
+    columns = [
+        (slice(0, 700), slice(0, 2), slice(0, 31)),
+        (slice(0, 700), slice(2, 5), slice(0, 31)),
+    ]
     last = [(slice(0, 700), slice(0, 5), slice(0, 30)), (slice(0, 700), slice(0, 5), slice(30, 31))]
-    found = {weights_sum(*index("m/w", array, boxes), "m/") for boxes in (whole, rows, columns, last)}
+    found = {
+        weights_sum(*index("m/w", array, boxes), "m/") for boxes in (whole, rows, columns, last)
+    }
     assert len(found) == 1
     shares = [f"{weights_sum(*index('m/w', array, [box]), 'm/'):x}" for box in rows]
     assert combined(shares) == combined([f"{found.pop():x}"])
@@ -103,12 +127,17 @@ def test_the_hash_sees_any_change():
     assert weights_sum(*index("other", array, boxes), "w") == 0
 
 
-# ---- copying beside the training --------------------------------------------------------------------------------
+# ---- copying beside the training -----------------------------------------------------------------
 def test_begin_copies_the_rest_later_and_finds_what_was_touched():
     torch = pytest.importorskip("torch")
     from storage.dcp import Saver, load
 
-    tensors = {"p": torch.randn(1000, 100), "p2": torch.randn(50, 3).t(), "buffer": torch.randn(7), "half": torch.randn(9).bfloat16()}
+    tensors = {
+        "p": torch.randn(1000, 100),
+        "p2": torch.randn(50, 3).t(),
+        "buffer": torch.randn(7),
+        "half": torch.randn(9).bfloat16(),
+    }
     before = {name: t.clone() for name, t in tensors.items()}
     saver = Saver(Snapshots(MemoryStore(objects={})), own_memory=False)
     saver.plan(tensors)
@@ -127,7 +156,8 @@ def test_begin_copies_the_rest_later_and_finds_what_was_touched():
     parts = [saver.snapshots.store.get(p.key) for p in manifest.parts]
     again = saver.begin(before, (), torch.zeros(saver.nbytes, dtype=torch.uint8))
     again.arrive()
-    assert [bytes(v) for v in again.files().values()] == parts  # what lies between the tensors does not depend on the buffer
+    # what lies between the tensors does not depend on the buffer
+    assert [bytes(v) for v in again.files().values()] == parts
 
 
 def test_an_error_of_the_copy_is_raised_to_who_sends():
@@ -135,7 +165,9 @@ def test_an_error_of_the_copy_is_raised_to_who_sends():
     from storage import dcp
 
     target = torch.zeros(4, dtype=torch.uint8)
-    copy = dcp._Copy([], [dcp._Move("x", torch.zeros(8), target.view(torch.float32), 0)], Beside("t"))
+    copy = dcp._Copy(
+        [], [dcp._Move("x", torch.zeros(8), target.view(torch.float32), 0)], Beside("t")
+    )
     copy.wait()
     with pytest.raises((ValueError, RuntimeError)):
         copy.arrive()

@@ -1,4 +1,5 @@
-"""Task files: what SkyPilot takes we take, what it refuses we refuse, and the message names file, field and remedy."""
+"""Task files: what SkyPilot takes we take, what it refuses we refuse, and the message names
+file, field and remedy."""
 
 import importlib.util
 import os
@@ -13,7 +14,13 @@ from harness.core.world import DRAINED, UNFIT, BadInput
 ROOT = Path(__file__).parent.parent
 TRAIN = ROOT / "sky_tasks" / "train.yaml"
 SKY = importlib.util.find_spec("sky") is not None
-BOTH = pytest.mark.parametrize("sky", [pytest.param(True, marks=pytest.mark.skipif(not SKY, reason="SkyPilot is not installed")), False])
+BOTH = pytest.mark.parametrize(
+    "sky",
+    [
+        pytest.param(True, marks=pytest.mark.skipif(not SKY, reason="SkyPilot is not installed")),
+        False,
+    ],
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of SkyPilot's own imports
 
@@ -33,7 +40,8 @@ def test_reads_what_skypilot_reads(write, sky):
     path = write(
         "name: x\nnum_nodes: 1\nworkdir: ${PLACE}/w\nsetup: echo hi\nrun: |\n  echo $A\n"
         "envs: {A: 1, B: , PLACE: /tmp}\nsecrets: {KEY: hidden, LATER: }\n"
-        "resources: {use_spot: true, any_of: [{accelerators: 'L4:1'}, {infra: aws/us-east-1}], job_recovery: {recover_on_exit_codes: 33}}\n"
+        "resources: {use_spot: true, any_of: [{accelerators: 'L4:1'}, {infra: aws/us-east-1}], "
+        "job_recovery: {recover_on_exit_codes: 33}}\n"
     )
     task = load(path, {"B": "two", "C": "3"}, use_skypilot=sky)
     assert (task.name, task.run, task.setup, task.num_nodes) == ("x", "echo $A\n", "echo hi", 1)
@@ -55,8 +63,14 @@ def test_reads_what_skypilot_reads(write, sky):
         ("run: x\nresources: {acelerators: L4}", ["resources", "accelerators"]),
         ("run: x\nresources: {any_of: [{use_spt: true}]}", ["resources.any_of.0", "use_spot"]),
         ("run: x\nresources: {use_spot: 3}", ["resources.use_spot", "bool"]),
-        ("run: x\nresources: {job_recovery: {recover_on_exit_code: 33}}", ["resources.job_recovery", "recover_on_exit_codes"]),
-        ("run: x\nresources: {job_recovery: {recover_on_exit_codes: [333]}}", ["resources.job_recovery", "255"]),
+        (
+            "run: x\nresources: {job_recovery: {recover_on_exit_code: 33}}",
+            ["resources.job_recovery", "recover_on_exit_codes"],
+        ),
+        (
+            "run: x\nresources: {job_recovery: {recover_on_exit_codes: [333]}}",
+            ["resources.job_recovery", "255"],
+        ),
         ("run: x\nnum_nodes: two", ["num_nodes", "two", "int"]),
         ("run: x\nnum_nodes: 0", ["num_nodes", "1 or more"]),
         ("run: 3", ["run", "str"]),
@@ -87,7 +101,12 @@ def test_a_missing_file_is_told(tmp_path):
 
 
 def test_pairs_of_a_command_line():
-    assert pairs(["A=1", "B=x=y", "C=", "D"], {"D": "from outside"}) == {"A": "1", "B": "x=y", "C": "", "D": "from outside"}
+    assert pairs(["A=1", "B=x=y", "C=", "D"], {"D": "from outside"}) == {
+        "A": "1",
+        "B": "x=y",
+        "C": "",
+        "D": "from outside",
+    }
     for bad in ("1A=2", "=x", "a b=1"):
         with pytest.raises(BadInput, match="not a variable name"):
             pairs([bad], {})
@@ -111,7 +130,7 @@ def test_what_the_local_cloud_cannot_do(changes, says):
     check_local(Task(Path("t.yaml"), "t", "true"))
 
 
-# ---- the task that we ship --------------------------------------------------------------------------------------
+# ---- the task that we ship -----------------------------------------------------------------------
 @BOTH
 def test_train_yaml_is_a_skypilot_task(sky):
     with pytest.raises(BadInput, match="--env RUN=value"):
@@ -148,7 +167,8 @@ def test_train_yaml_scripts_are_sound_and_setup_is_done_once(tmp_path):
     # A python3 whose venv has a python that only notes what pip is asked for.
     (tools / "python3").write_text(
         '#!/bin/bash\nmkdir -p "$3/bin"\n'
-        'printf \'#!/bin/bash\\necho "$@" >> pip.log\\ntouch .venv/bin/harness; chmod +x .venv/bin/harness\\n\' > "$3/bin/python"\n'
+        'printf \'#!/bin/bash\\necho "$@" >> pip.log\\ntouch .venv/bin/harness; chmod +x '
+        '.venv/bin/harness\\n\' > "$3/bin/python"\n'
         'chmod +x "$3/bin/python"\n'
     )
     (tools / "python3").chmod(0o755)
@@ -169,15 +189,37 @@ def test_train_yaml_run_section_starts_the_agent(tmp_path):
     (tmp_path / "harness").write_text('#!/bin/bash\necho "${WANDB_API_KEY-unset}" "$@"\n')
     (tmp_path / "harness").chmod(0o755)
     env = {**task.envs, **task.secrets, "PATH": f"{tmp_path}:/usr/bin:/bin"}
-    out = subprocess.run(["bash", "-c", task.run], cwd=tmp_path, env=env, check=True, timeout=10, capture_output=True, text=True)
-    assert out.stdout.startswith("unset run --run s3://b/runs/x --trackers wandb -- examples/pretrain.py --steps 7")
+    out = subprocess.run(
+        ["bash", "-c", task.run],
+        cwd=tmp_path,
+        env=env,
+        check=True,
+        timeout=10,
+        capture_output=True,
+        text=True,
+    )
+    assert out.stdout.startswith(
+        "unset run --run s3://b/runs/x --trackers wandb -- examples/pretrain.py --steps 7"
+    )
 
 
 @pytest.mark.parametrize("name", ["train.yaml", "train_gang.yaml"])
 def test_a_wandb_key_alone_means_online(tmp_path, name):
-    task = load(TRAIN.with_name(name), {"RUN": "s3://b/runs/x"}, {"WANDB_API_KEY": "k"}, use_skypilot=False)
-    (tmp_path / "harness").write_text('#!/bin/bash\necho "${WANDB_API_KEY-unset} ${WANDB_MODE-unset}"\n')
+    task = load(
+        TRAIN.with_name(name), {"RUN": "s3://b/runs/x"}, {"WANDB_API_KEY": "k"}, use_skypilot=False
+    )
+    (tmp_path / "harness").write_text(
+        '#!/bin/bash\necho "${WANDB_API_KEY-unset} ${WANDB_MODE-unset}"\n'
+    )
     (tmp_path / "harness").chmod(0o755)
     env = {**task.envs, **task.secrets, "PATH": f"{tmp_path}:/usr/bin:/bin"}
-    out = subprocess.run(["bash", "-c", task.run], cwd=tmp_path, env=env, check=True, timeout=10, capture_output=True, text=True)
+    out = subprocess.run(
+        ["bash", "-c", task.run],
+        cwd=tmp_path,
+        env=env,
+        check=True,
+        timeout=10,
+        capture_output=True,
+        text=True,
+    )
     assert out.stdout.split() == ["k", "unset"]

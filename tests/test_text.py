@@ -1,4 +1,5 @@
-"""What users, machines and buckets wrote is shown as it is: no markup, nothing that drives a terminal, nothing that is alive in a page."""
+"""What users, machines and buckets wrote is shown as it is: no markup, nothing that drives a
+terminal, nothing that is alive in a page."""
 
 from __future__ import annotations
 
@@ -43,11 +44,27 @@ def is_plain(text: str) -> bool:
     return all(c.isprintable() or c in "\n\t" for c in text)
 
 
-def test_a_run_that_was_stopped_for_any_reason_is_launched_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_was_stopped_for_any_reason_is_launched_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     task, run = tmp_path / "task.yaml", tmp_path / "run"
     task.write_text("name: t\nresources: {use_spot: true}\nrun: exit 1\n")
-    open_store(str(run)).put("control/stop.json", json.dumps({"reason": EVIL, "by": "user", "failed": False}).encode())
-    assert command("launch", str(task), "--run", str(run), "--policy", "test_text:stops", "--market", "calm") == common.ENDED_EARLY
+    open_store(str(run)).put(
+        "control/stop.json", json.dumps({"reason": EVIL, "by": "user", "failed": False}).encode()
+    )
+    assert (
+        command(
+            "launch",
+            str(task),
+            "--run",
+            str(run),
+            "--policy",
+            "test_text:stops",
+            "--market",
+            "calm",
+        )
+        == common.ENDED_EARLY
+    )
     out = " ".join(capsys.readouterr().out.split())
     assert f"This run was stopped earlier ({SHOWN}" in out
     assert f"stopped: because {SHOWN}" in out
@@ -55,11 +72,25 @@ def test_a_run_that_was_stopped_for_any_reason_is_launched_again(tmp_path: Path,
 
 
 @pytest.mark.parametrize("order", [b"{}", b"[" * 100_000])
-def test_an_order_without_a_reason_stops_no_launch(order: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_order_without_a_reason_stops_no_launch(
+    order: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     task, run = tmp_path / "task.yaml", tmp_path / "run"
     task.write_text("name: t\nresources: {use_spot: true}\nrun: exit 1\n")
     open_store(str(run)).put("control/stop.json", order)
-    assert command("launch", str(task), "--run", str(run), "--policy", "test_text:stops", "--market", "calm") == common.ENDED_EARLY
+    assert (
+        command(
+            "launch",
+            str(task),
+            "--run",
+            str(run),
+            "--policy",
+            "test_text:stops",
+            "--market",
+            "calm",
+        )
+        == common.ENDED_EARLY
+    )
     assert "This run was stopped earlier (stop requested" in capsys.readouterr().out
 
 
@@ -68,9 +99,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A whole run, with such text wherever text is free."""
     folder = tmp_path_factory.mktemp("evil") / "run"
     history = whole_run(open_store(str(folder)), evil=EVIL)
-    history.controller(f.AttemptIntended(90, {"usd_per_h": 1.0, "name": f"offer {EVIL}", "accelerator": EVIL}, EVIL))
+    history.controller(
+        f.AttemptIntended(
+            90, {"usd_per_h": 1.0, "name": f"offer {EVIL}", "accelerator": EVIL}, EVIL
+        )
+    )
     history.controller(f.AttemptUp(90, history.t))
-    history.controller(f.AttemptEnded(90, EVIL, history.t, history.t, history.t + 1, None, EVIL, 1.0, 1.0 / 3600))
+    history.controller(
+        f.AttemptEnded(90, EVIL, history.t, history.t, history.t + 1, None, EVIL, 1.0, 1.0 / 3600)
+    )
     history.say("agent-x", f.AgentStarted(f"m0091-{EVIL}", 91, EVIL, 1, EVIL, 1))
     history.say("agent-x", f.NoticeSeen(f"m0091-{EVIL}", EVIL, EVIL, EVIL, history.t))
     history.say("agent-x", f.WorkerFailed(f"m0091-{EVIL}", 1, 0, 1, EVIL, EVIL, EVIL))
@@ -80,12 +117,25 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize(
     "words",
-    [("status", "--once"), ("report",), ("verify",), ("compare",), ("snapshots", "list"), ("snapshots", "show")],
+    [
+        ("status", "--once"),
+        ("report",),
+        ("verify",),
+        ("compare",),
+        ("snapshots", "list"),
+        ("snapshots", "show"),
+    ],
     ids=" ".join,
 )
-def test_every_command_prints_it_plainly(words: tuple[str, ...], run: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_prints_it_plainly(
+    words: tuple[str, ...], run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     again = (run,) if words == ("compare",) else ()
-    code = command(*words[:2], run, *again) if words[0] == "snapshots" else command(words[0], run, *again, *words[1:])
+    code = (
+        command(*words[:2], run, *again)
+        if words[0] == "snapshots"
+        else command(words[0], run, *again, *words[1:])
+    )
     assert code in (common.DONE, common.FAILED, common.WRONG_INPUT)
     told = capsys.readouterr()
     assert is_plain(told.out) and is_plain(told.err)
@@ -98,8 +148,13 @@ def test_other_consoles_get_no_markup_either(run: str) -> None:
     out = io.StringIO()
     console = rich.console.Console(file=out, width=400)
     print_report(summarize(open_store(run)), console)
-    plan.show(plan.make([Offer(1.0, f"offer {SHOWN}", accelerator="[/x]", gpus=1)], stops, (1, 1)), console)
-    doctor.show([doctor.Finding(what, doctor.WARN, SHOWN, SHOWN) for what in ("bucket", "[/x]")], console)
+    plan.show(
+        plan.make([Offer(1.0, f"offer {SHOWN}", accelerator="[/x]", gpus=1)], stops, (1, 1)),
+        console,
+    )
+    doctor.show(
+        [doctor.Finding(what, doctor.WARN, SHOWN, SHOWN) for what in ("bucket", "[/x]")], console
+    )
     assert out.getvalue().count("[red]seen[/]") >= 8
 
 

@@ -1,4 +1,5 @@
-"""How hard sending presses the training: the throttle alone, on simulated machines, and the uploader that obeys it."""
+"""How hard sending presses the training: the throttle alone, on simulated machines, and the
+uploader that obeys it."""
 
 import threading
 import time
@@ -17,7 +18,8 @@ LEVELS = levels(4, 8)
 
 
 def drive(slowdowns, rates, windows=40, throttle=None):
-    """A machine on which level n slows steps by slowdowns[n] and sends rates[n] bytes per second. The levels it went through."""
+    """A machine on which level n slows steps by slowdowns[n] and sends rates[n] bytes per
+    second. The levels it went through."""
     throttle = throttle or Throttle(len(slowdowns))
     seen = []
     for _ in range(windows):
@@ -116,7 +118,9 @@ def test_less_is_sent_at_once_beside_a_slow_training_and_all_when_it_matters():
     assert (uploader._lanes.limit, store.puts_at_once, uploader._level) == (4, 2, 0)  # at once
     uploader.drain(None)
     outcome = told.wait()
-    assert outcome.state == "committed" and outcome.slowdown > 0 and outcome.requests in (1, 2, 4, 8)
+    assert (
+        outcome.state == "committed" and outcome.slowdown > 0 and outcome.requests in (1, 2, 4, 8)
+    )
 
 
 def test_what_may_not_take_longer_is_sent_at_full_speed():

@@ -1,4 +1,5 @@
-"""Tiers: a read takes the nearest bytes that hash right, whatever lies in the tiers and whoever dies; only the bucket can fail it."""
+"""Tiers: a read takes the nearest bytes that hash right, whatever lies in the tiers and whoever
+dies; only the bucket can fail it."""
 
 import contextlib
 import http.client
@@ -17,7 +18,15 @@ from storage.chunks import chunk_id
 from storage.faults import corrupt
 from storage.peers import ChunkServer, PeerTier
 from storage.staging import Segment
-from storage.tiers import ROOM_SHARE, FolderTier, OwnedFolder, SegmentTier, Tiered, blocks, chunks_of
+from storage.tiers import (
+    ROOM_SHARE,
+    FolderTier,
+    OwnedFolder,
+    SegmentTier,
+    Tiered,
+    blocks,
+    chunks_of,
+)
 
 CHUNK = 1 << 10
 BODY = random.Random(7).randbytes(21 * CHUNK + 77)
@@ -27,7 +36,15 @@ REF = Ref(1, 5)
 def commit(store: MemoryStore, ref: Ref = REF, body: bytes = BODY) -> Manifest:
     snapshots = Snapshots(store, CHUNK)
     chunk = {"offsets": [0], "sizes": [len(body)], "part": "a.bin", "start": 0, "end": len(body)}
-    snapshots.write(ref, 0, 1, {"a.bin": body}, {"w": {"shape": [len(body)], "dtype": "uint8", "chunks": [chunk]}}, {}, "t")
+    snapshots.write(
+        ref,
+        0,
+        1,
+        {"a.bin": body},
+        {"w": {"shape": [len(body)], "dtype": "uint8", "chunks": [chunk]}},
+        {},
+        "t",
+    )
     manifest = snapshots.commit(ref, 1)
     assert manifest is not None
     return manifest
@@ -50,7 +67,10 @@ def bucket():
 
 @pytest.fixture
 def tiers(tmp_path):
-    return [FolderTier("memory", tmp_path / "shm", 1 << 20), FolderTier("disk", tmp_path / "disk", 1 << 20)]
+    return [
+        FolderTier("memory", tmp_path / "shm", 1 << 20),
+        FolderTier("disk", tmp_path / "disk", 1 << 20),
+    ]
 
 
 def test_the_nearest_tier_is_read_and_what_comes_from_afar_is_left_there(bucket, tiers):
@@ -59,10 +79,18 @@ def test_the_nearest_tier_is_read_and_what_comes_from_afar_is_left_there(bucket,
     first = Tiered(bucket, manifest, tiers)
     assert read(first, manifest) == BODY and first.tier == "bucket"
     again = Tiered(bucket, manifest, tiers)
-    assert read(again, manifest) == BODY and again.tier == "memory" and again.read_nbytes["memory"] == len(BODY)
+    assert (
+        read(again, manifest) == BODY
+        and again.tier == "memory"
+        and again.read_nbytes["memory"] == len(BODY)
+    )
     tiers[0].drop(chunk_id(manifest.parts[0], 3))
     third = Tiered(bucket, manifest, tiers)
-    assert read(third, manifest) == BODY and third.tier == "memory+disk" and third.read_nbytes["disk"] == CHUNK
+    assert (
+        read(third, manifest) == BODY
+        and third.tier == "memory+disk"
+        and third.read_nbytes["disk"] == CHUNK
+    )
 
 
 def test_what_lies_in_an_older_snapshots_object_comes_from_near_as_well(bucket, tiers):
@@ -89,10 +117,14 @@ def test_every_range_is_what_the_bucket_has(bucket, tiers):
         assert store.get(manifest.parts[0].key, start, end) == BODY[start:end]
     assert read(store, manifest) == BODY == store.get(manifest.parts[0].key)
     assert store.read_nbytes["bucket"] == len(BODY)  # each chunk once
-    assert store.list("snapshots/") == bucket.list("snapshots/") and store.size(manifest.parts[0].key) == len(BODY)
+    assert store.list("snapshots/") == bucket.list("snapshots/") and store.size(
+        manifest.parts[0].key
+    ) == len(BODY)
 
 
-def test_what_is_staged_is_read_where_it_lies_and_believed_only_if_its_hash_is_right(bucket, tmp_path):
+def test_what_is_staged_is_read_where_it_lies_and_believed_only_if_its_hash_is_right(
+    bucket, tmp_path
+):
     manifest = commit(bucket)
     key = manifest.parts[0].key
     segment = Segment.create(tmp_path / "s", 40_000)
@@ -104,9 +136,19 @@ def test_what_is_staged_is_read_where_it_lies_and_believed_only_if_its_hash_is_r
     bucket.put(key, BODY)
     segment.view[100 + CHUNK] ^= 1
     told = []
-    near = Tiered(bucket, manifest, [SegmentTier(manifest, places)], lambda tier, what: told.append(tier))
-    assert read(near, manifest, 0, 3 * CHUNK) == BODY[: 3 * CHUNK] and near.tier == "memory+bucket" and told == ["memory"]
-    for wrong in ({key: (str(tmp_path / "nothing"), 0, len(BODY))}, {key: (str(tmp_path / "s"), 0, 10)}, {}):
+    near = Tiered(
+        bucket, manifest, [SegmentTier(manifest, places)], lambda tier, what: told.append(tier)
+    )
+    assert (
+        read(near, manifest, 0, 3 * CHUNK) == BODY[: 3 * CHUNK]
+        and near.tier == "memory+bucket"
+        and told == ["memory"]
+    )
+    for wrong in (
+        {key: (str(tmp_path / "nothing"), 0, len(BODY))},
+        {key: (str(tmp_path / "s"), 0, 10)},
+        {},
+    ):
         gone = Tiered(bucket, manifest, [SegmentTier(manifest, wrong)])
         assert read(gone, manifest) == BODY and gone.tier == "bucket"
 
@@ -122,9 +164,13 @@ def test_wrong_bytes_near_are_dropped_told_and_read_elsewhere(bucket, tiers, tmp
         for id in ids:
             path = tmp_path / folder / "chunks" / id
             good = path.read_bytes()
-            bad = {"flip": bytes([good[0] ^ 1]) + good[1:], "truncate": good[:-1], "empty": b"", "other": BODY[:CHUNK], "gone": None}[
-                damage
-            ]
+            bad = {
+                "flip": bytes([good[0] ^ 1]) + good[1:],
+                "truncate": good[:-1],
+                "empty": b"",
+                "other": BODY[:CHUNK],
+                "gone": None,
+            }[damage]
             path.unlink() if bad is None else path.write_bytes(bad)
     assert read(store, manifest) == BODY
     assert store.tier == "memory+bucket" and store.read_nbytes["bucket"] == CHUNK + 77
@@ -143,7 +189,8 @@ def test_only_a_bad_bucket_is_an_error(bucket, tiers):
             tier.drop(id)
     with pytest.raises(SnapshotCorrupt):
         read(Tiered(bucket, manifest, tiers), manifest)
-    assert len(tiers[0].list()) == len(manifest.parts[0].hashes) - 1  # the bad chunk is not passed on
+    # the bad chunk is not passed on
+    assert len(tiers[0].list()) == len(manifest.parts[0].hashes) - 1
     with pytest.raises(SnapshotCorrupt):
         read(bucket, manifest)
 
@@ -173,18 +220,22 @@ class Listed(FolderTier):
 
 
 def test_a_folder_is_not_listed_for_every_block(tmp_path):
-    tier, other = Listed("disk", tmp_path, 64 * 100), Listed("disk", tmp_path, 64 * 100)  # of another process
+    # of another process
+    tier, other = Listed("disk", tmp_path, 64 * 100), Listed("disk", tmp_path, 64 * 100)
     for i in range(500):
         assert (tier if i % 2 else other).put({f"{i:032x}-100": bytes(100)}) == 1
         os.utime(tmp_path / "chunks" / f"{i:032x}-100", (i, i))  # clocks are coarse
     assert tier.times + other.times <= 2 + 500 // (64 // ROOM_SHARE)
     newest = tier.list()
-    assert 60 <= len(newest) <= 64 and newest == [f"{i:032x}-100" for i in range(500 - len(newest), 500)]
+    assert 60 <= len(newest) <= 64 and newest == [
+        f"{i:032x}-100" for i in range(500 - len(newest), 500)
+    ]
     assert tier.nbytes <= tier.budget_nbytes
     for id in newest[:30]:
         tier.drop(id)
     tier.times = 0
-    assert tier.put({f"{1000 + i:032x}-100": bytes(100) for i in range(8)}) == 8 and tier.times == 1  # seems full, and is not
+    # seems full, and is not
+    assert tier.put({f"{1000 + i:032x}-100": bytes(100) for i in range(8)}) == 8 and tier.times == 1
     assert set(newest[30:]) < set(tier.list())
     for content in (b"", b"no number"):  # of a dead writer
         (tmp_path / "used").write_bytes(content)
@@ -203,7 +254,8 @@ def test_near_tiers_keep_the_last_snapshots(bucket, tiers):
         tier.keep(chunks_of([new]))
     assert set(tiers[0].list()) == chunks_of([new]) == set(tiers[1].list())
     store = Tiered(bucket, old, tiers)
-    assert read(store, old, 0, 4 * CHUNK) == bodies[0]  # from the bucket, but for the chunk they share
+    # from the bucket, but for the chunk they share
+    assert read(store, old, 0, 4 * CHUNK) == bodies[0]
     assert store.read_nbytes == {"memory": CHUNK, "bucket": 3 * CHUNK}
 
 
@@ -251,19 +303,27 @@ def test_a_node_fetches_each_byte_once(tmp_path):
     assert found == [BODY] * 4 and store.read_nbytes == len(BODY)
 
 
-# ---- peers ------------------------------------------------------------------------------------------------------
+# ---- peers ---------------------------------------------------------------------------------------
 def test_a_peer_gives_what_it_holds_to_those_who_know_the_secret(bucket, tmp_path):
     theirs = FolderTier("memory", tmp_path / "a", 1 << 20)
     manifest = commit(bucket)
     fill([theirs], manifest)
     with contextlib.closing(ChunkServer(lambda: [theirs], "127.0.0.1", "secret")) as server:
-        mine = [FolderTier("memory", tmp_path / "b", 1 << 20), PeerTier([(server.addr, server.port)], "secret")]
+        mine = [
+            FolderTier("memory", tmp_path / "b", 1 << 20),
+            PeerTier([(server.addr, server.port)], "secret"),
+        ]
         store = Tiered(bucket, manifest, mine)
         assert read(store, manifest) == BODY and store.tier == "peer"
         assert len(mine[0].list()) == 22  # it lies here now
         id = chunk_id(manifest.parts[0], 0)
         assert PeerTier([(server.addr, server.port)], "guess").get(id) is None
-        for path, code in ((f"/chunk/{id}", 200), ("/chunk/../owner", 404), ("/chunk/" + "0" * 32 + "-5", 404), ("/", 404)):
+        for path, code in (
+            (f"/chunk/{id}", 200),
+            ("/chunk/../owner", 404),
+            ("/chunk/" + "0" * 32 + "-5", 404),
+            ("/", 404),
+        ):
             connection = http.client.HTTPConnection(server.addr, server.port, timeout=10)
             connection.request("GET", path, headers={"Authorization": "Bearer secret"})
             assert connection.getresponse().status == code
@@ -279,18 +339,32 @@ def test_a_peer_gives_what_it_holds_to_those_who_know_the_secret(bucket, tmp_pat
 
 def test_a_peer_keeps_what_is_left_with_it_if_it_is_what_it_says(bucket, tmp_path):
     manifest, kept = commit(bucket), FolderTier("memory", tmp_path, 10 * CHUNK)
-    with contextlib.closing(ChunkServer(lambda: [kept], "127.0.0.1", "secret", keep=kept)) as server:
+    with contextlib.closing(
+        ChunkServer(lambda: [kept], "127.0.0.1", "secret", keep=kept)
+    ) as server:
         at = (server.addr, server.port)
         peer = PeerTier([at], "secret")
-        chunks = [one for block in blocks(manifest.parts[0], memoryview(BODY)) for one in block.items()]
-        assert peer.put(dict(chunks[:10])) == 10 and set(kept.list()) == {id for id, _ in chunks[:10]}
+        chunks = [
+            one for block in blocks(manifest.parts[0], memoryview(BODY)) for one in block.items()
+        ]
+        assert peer.put(dict(chunks[:10])) == 10 and set(kept.list()) == {
+            id for id, _ in chunks[:10]
+        }
         assert peer.put(dict(chunks[10:12])) == 2 and kept.nbytes == 10 * CHUNK  # within its budget
-        assert PeerTier([at], "secret").put({chunks[12][0]: bytes(CHUNK)}) == 0 and chunks[12][0] not in kept.list()
+        assert (
+            PeerTier([at], "secret").put({chunks[12][0]: bytes(CHUNK)}) == 0
+            and chunks[12][0] not in kept.list()
+        )
         assert PeerTier([at], "secret").put({chunks[12][0]: bytes(5)}) == 0
         assert PeerTier([at], "guess").put(dict(chunks[12:13])) == 0
         assert PeerTier([at], "secret").get(chunks[11][0]) == chunks[11][1]
-    assert PeerTier([at], "secret").put(dict(chunks[:1])) == 0 == PeerTier([], "secret").put(dict(chunks[:1]))
-    with contextlib.closing(ChunkServer(lambda: [kept], "127.0.0.1", "secret")) as server:  # one that only gives
+    assert (
+        PeerTier([at], "secret").put(dict(chunks[:1]))
+        == 0
+        == PeerTier([], "secret").put(dict(chunks[:1]))
+    )
+    # one that only gives
+    with contextlib.closing(ChunkServer(lambda: [kept], "127.0.0.1", "secret")) as server:
         assert PeerTier([(server.addr, server.port)], "secret").put(dict(chunks[12:13])) == 0
 
 
@@ -303,15 +377,21 @@ def test_peers_that_are_gone_silent_or_killed_cost_one_try(bucket, tmp_path):
     theirs = FolderTier("memory", tmp_path / "a", 1 << 20)
     fill([theirs], manifest)
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom storage.tiers import ChunkServer, FolderTier\n"
-        "mine = FolderTier('memory', Path(sys.argv[1]), 1 << 20)\ns = ChunkServer(lambda: [mine], '127.0.0.1', 'secret')\n"
+        "import sys, time\nfrom pathlib import Path\nfrom storage.tiers import ChunkServer, "
+        "FolderTier\n"
+        "mine = FolderTier('memory', Path(sys.argv[1]), 1 << 20)\ns = ChunkServer(lambda: [mine], "
+        "'127.0.0.1', 'secret')\n"
         "print(s.port, flush=True)\ntime.sleep(600)"
     )
-    node = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "a")], stdout=subprocess.PIPE, text=True)
+    node = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "a")], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert node.stdout is not None
         alive = ("127.0.0.1", int(node.stdout.readline()))
-        peers = PeerTier([("127.0.0.1", gone_port), silent.getsockname(), alive], "secret", timeout_s=5.0)
+        peers = PeerTier(
+            [("127.0.0.1", gone_port), silent.getsockname(), alive], "secret", timeout_s=5.0
+        )
         store = Tiered(bucket, manifest, [peers])
         assert read(store, manifest, 0, CHUNK) == BODY[:CHUNK] and store.tier == "peer"
         assert peers._gone == {("127.0.0.1", gone_port), silent.getsockname()}
@@ -325,22 +405,32 @@ def test_peers_that_are_gone_silent_or_killed_cost_one_try(bucket, tmp_path):
         silent.close()
 
 
-# ---- who owns a folder ------------------------------------------------------------------------------------------
+# ---- who owns a folder ---------------------------------------------------------------------------
 def test_folders_of_dead_owners_are_removed_and_those_of_living_ones_are_not(tmp_path):
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom storage.tiers import FolderTier, OwnedFolder\n"
-        "f = OwnedFolder(Path(sys.argv[1]), sys.argv[2])\nFolderTier('disk', f.path, 1 << 20).put({'0' * 32 + '-4': b'abcd'})\n"
+        "import sys, time\nfrom pathlib import Path\nfrom storage.tiers import FolderTier, "
+        "OwnedFolder\n"
+        "f = OwnedFolder(Path(sys.argv[1]), sys.argv[2])\nFolderTier('disk', f.path, 1 << "
+        "20).put({'0' * 32 + '-4': b'abcd'})\n"
         "print(f.path, flush=True)\ntime.sleep(600)"
     )
-    owners = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), n], stdout=subprocess.PIPE, text=True) for n in ("one", "two")]
+    owners = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path), n], stdout=subprocess.PIPE, text=True
+        )
+        for n in ("one", "two")
+    ]
     try:
         paths = [o.stdout.readline().strip() for o in owners if o.stdout is not None]
         mine = OwnedFolder(tmp_path, "mine")
         assert all(map(os.path.exists, paths))
         owners[0].kill()
         owners[0].wait(30)
-        again = OwnedFolder(tmp_path, "one")  # the same run on the same node finds what its dead agent left
-        assert str(again.path) == paths[0] and FolderTier("disk", again.path, 1 << 20).list() == ["0" * 32 + "-4"]
+        # the same run on the same node finds what its dead agent left
+        again = OwnedFolder(tmp_path, "one")
+        assert str(again.path) == paths[0] and FolderTier("disk", again.path, 1 << 20).list() == [
+            "0" * 32 + "-4"
+        ]
         again.close()
         owners[1].kill()
         owners[1].wait(30)
@@ -359,11 +449,15 @@ def test_a_killed_process_leaves_no_lock_and_no_half_chunk(bucket, tmp_path):
         "import sys, time\nfrom pathlib import Path\nfrom storage.tiers import FolderTier\n"
         "t = FolderTier('memory', Path(sys.argv[1]), 1 << 20)\n"
         "import contextlib\nwith contextlib.ExitStack() as s:\n"
-        "    [s.enter_context(t.locked(f'{i:02x}', 5)) for i in range(256)]; s.enter_context(t.locked('put', 5))\n"
-        "    (Path(sys.argv[1]) / 'chunks' / '.half').write_bytes(b'x' * 99)\n    print('held', flush=True)\n    time.sleep(600)"
+        "    [s.enter_context(t.locked(f'{i:02x}', 5)) for i in range(256)]; "
+        "s.enter_context(t.locked('put', 5))\n"
+        "    (Path(sys.argv[1]) / 'chunks' / '.half').write_bytes(b'x' * 99)\n    print('held', "
+        "flush=True)\n    time.sleep(600)"
     )
     folder = OwnedFolder(tmp_path, "run")
-    holder = subprocess.Popen([sys.executable, "-c", code, str(folder.path)], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder.path)], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         tier = FolderTier("memory", folder.path, 1 << 20)

@@ -1,4 +1,5 @@
-"""Plain torchrun with the rendezvous in the bucket: nodes join, are killed, and finish; no node's loss ends the run."""
+"""Plain torchrun with the rendezvous in the bucket: nodes join, are killed, and finish; no
+node's loss ends the run."""
 
 import contextlib
 import itertools
@@ -49,23 +50,48 @@ while not (folder / "end").exists() or step < 5:
 
 @pytest.fixture
 def torchruns(tmp_path):
-    """Starts torchrun agents that find the backend by the entry point which pyproject.toml names."""
-    (entry,) = re.findall(r'entry-points."torchrun.handlers"\]\n(\w+) = "(.+)"', (ROOT / "pyproject.toml").read_text())
+    """Starts torchrun agents that find the backend by the entry point which pyproject.toml
+    names."""
+    (entry,) = re.findall(
+        r'entry-points."torchrun.handlers"\]\n(\w+) = "(.+)"', (ROOT / "pyproject.toml").read_text()
+    )
     info = tmp_path / "path" / "backend_under_test-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: backend-under-test\nVersion: 0\n")
     (info / "entry_points.txt").write_text(f"[torchrun.handlers]\n{entry[0]} = {entry[1]}\n")
     (tmp_path / "script.py").write_text(SCRIPT)
-    base = {k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "TORCH", "RANK", "WORLD_SIZE"))}
-    base |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path / 'path'}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    base = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("HARNESS_", "TORCH", "RANK", "WORLD_SIZE"))
+    }
+    base |= {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path / 'path'}",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     started = []
 
     def start():
-        words = ["--rdzv-backend=bucket", f"--rdzv-endpoint=file://{tmp_path}/runs", "--rdzv-id=x", "--nnodes=1:3", "--max-restarts=9"]
-        words += ["--nproc-per-node=1", "--local-addr=127.0.0.1", "--shutdown-timeout=5", str(tmp_path / "script.py"), str(tmp_path)]
+        words = [
+            "--rdzv-backend=bucket",
+            f"--rdzv-endpoint=file://{tmp_path}/runs",
+            "--rdzv-id=x",
+            "--nnodes=1:3",
+            "--max-restarts=9",
+        ]
+        words += [
+            "--nproc-per-node=1",
+            "--local-addr=127.0.0.1",
+            "--shutdown-timeout=5",
+            str(tmp_path / "script.py"),
+            str(tmp_path),
+        ]
         with open(tmp_path / f"log{len(started)}", "wb") as log:
             command = [sys.executable, "-m", "torch.distributed.run", *words]
-            started.append(subprocess.Popen(command, env=base, stdout=log, stderr=log, start_new_session=True))
+            started.append(
+                subprocess.Popen(command, env=base, stdout=log, stderr=log, start_new_session=True)
+            )
         return started[-1]
 
     yield start
@@ -93,7 +119,9 @@ def test_nodes_join_the_one_with_rank_0_is_killed_and_the_run_finishes(torchruns
         return []
 
     def logs():
-        return "\n".join(f"--- {p.name}\n{p.read_text()[-4000:]}" for p in sorted(tmp_path.glob("log*")))
+        return "\n".join(
+            f"--- {p.name}\n{p.read_text()[-4000:]}" for p in sorted(tmp_path.glob("log*"))
+        )
 
     first = torchruns()
     until(lambda: len(steps()) > 3, logs, 150)
@@ -108,7 +136,8 @@ def test_nodes_join_the_one_with_rank_0_is_killed_and_the_run_finishes(torchruns
     (tmp_path / "end").touch()
     assert second.wait(120) == 0 and third.wait(120) == 0, logs()
     numbers = [s[0] for s in steps()]
-    assert all(b - a in (0, 1) for a, b in itertools.pairwise(numbers))  # no step was lost; one may be done again
+    # no step was lost; one may be done again
+    assert all(b - a in (0, 1) for a, b in itertools.pairwise(numbers))
     epochs = [int(s[2]) for s in steps()]
     assert epochs == sorted(epochs) and len(set(epochs)) >= 4
     assert {s[3] for s in steps()} == {f"file://{tmp_path}/runs/x"}
@@ -121,7 +150,9 @@ def bucket(request, tmp_path):
     if request.param == "file":
         yield f"{tmp_path}/runs/x", {}
         return
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(
+        ip_address="127.0.0.1", port=0, verbose=False
+    )
     server.start()
     host, port = server.get_host_and_port()
     options = {"key": "test", "secret": "test", "endpoint_url": f"http://{host}:{port}"}
@@ -139,7 +170,9 @@ class Agents:
 
     def make(self, **options):
         options = {"max_nodes": 4, "beat_s": 0.3, "dead_s": 3.0, "join_timeout_s": 60.0, **options}
-        self.made.append(BucketRendezvous(open_store(self.url, **self.options), "x", "127.0.0.1", **options))
+        self.made.append(
+            BucketRendezvous(open_store(self.url, **self.options), "x", "127.0.0.1", **options)
+        )
         return self.made[-1]
 
     def meet(self, *handlers):
@@ -150,7 +183,12 @@ class Agents:
             try:
                 info = handler.next_rendezvous()
                 info.store.set(f"rank{info.rank}", str(i))
-                got[i] = (info.rank, info.world_size, info.bootstrap_store_info.master_port, info.store)
+                got[i] = (
+                    info.rank,
+                    info.world_size,
+                    info.bootstrap_store_info.master_port,
+                    info.store,
+                )
             except Exception as e:
                 got[i] = e
 
@@ -166,12 +204,20 @@ def test_handlers_meet_in_a_store_of_each_epochs_own(bucket):
     agents = Agents(*bucket)
     a, b = agents.make(), agents.make()
     got = agents.meet(a, b)
-    assert sorted(g[0] for g in got) == [0, 1] and {g[1] for g in got} == {2} and len({g[2] for g in got}) == 1, got
+    assert (
+        sorted(g[0] for g in got) == [0, 1]
+        and {g[1] for g in got} == {2}
+        and len({g[2] for g in got}) == 1
+    ), got
     assert a.num_nodes_waiting() == b.num_nodes_waiting() == 0
     c = agents.make()
     waits = threading.Thread(target=lambda: agents.meet(c))
     waits.start()
-    until(lambda: a.num_nodes_waiting() == 1 and b.num_nodes_waiting() == 1, "both to see who waits", 60)
+    until(
+        lambda: a.num_nodes_waiting() == 1 and b.num_nodes_waiting() == 1,
+        "both to see who waits",
+        60,
+    )
     again = agents.meet(a, b)
     waits.join(60)
     assert {g[1] for g in again} == {3}
@@ -216,7 +262,8 @@ def test_an_agent_waits_for_a_slow_bucket_without_spinning(tmp_path):
     asks = threading.Thread(target=lambda: got.extend(agents.meet(handler)), daemon=True)
     asks.start()
     assert asked.wait(60)
-    handler._lines.changed.set()  # somebody's word, which `next_rendezvous` will hear when the bucket has answered
+    # somebody's word, which `next_rendezvous` will hear when the bucket has answered
+    handler._lines.changed.set()
     time.sleep(1.0)
     seen = next(looks)
     answered.set()

@@ -1,4 +1,5 @@
-"""Whatever is redone, killed or doubled, a tracker is told every committed step in order and exactly once."""
+"""Whatever is redone, killed or doubled, a tracker is told every committed step in order and
+exactly once."""
 
 import base64
 import http.server
@@ -26,7 +27,9 @@ FAST = {"min_batch_s": 0.0, "tries": 1}
 
 
 def publisher(run, *given, store=None, **changes):
-    return Publisher(store or run.store, RunInfo.of(run.store), given or [Jsonl()], **{**FAST, **changes})
+    return Publisher(
+        store or run.store, RunInfo.of(run.store), given or [Jsonl()], **{**FAST, **changes}
+    )
 
 
 def told(store, tmp_path, name="jsonl"):
@@ -48,14 +51,15 @@ class Deaf(MemoryStore):
         return super().create(key, data)
 
 
-# ---- exactly once -----------------------------------------------------------------------------------------------
+# ---- exactly once --------------------------------------------------------------------------------
 def test_steps_are_published_once_over_rewinds(tmp_path):
     run = TrueRun().train(7, every=3)
     p = publisher(run)
     assert not p.round()
     run.train(12, every=4)
     p.round()
-    run.snapshots.quarantine(Ref(epoch=2, step=12), "bad")  # steps 9-12 are redone, by a new epoch and with other losses
+    # steps 9-12 are redone, by a new epoch and with other losses
+    run.snapshots.quarantine(Ref(epoch=2, step=12), "bad")
     run.rewind(Ref(epoch=2, step=8))
     run.loss = lambda step: 9.0
     run.train(10)
@@ -64,7 +68,11 @@ def test_steps_are_published_once_over_rewinds(tmp_path):
     run.train(20, final=True)
     assert p.round()
     assert told(run.store, tmp_path) == list(range(1, 21))
-    assert [(m["first"], m["last"]) for m in published(run.store, "jsonl")] == [(1, 7), (8, 12), (13, 20)]
+    assert [(m["first"], m["last"]) for m in published(run.store, "jsonl")] == [
+        (1, 7),
+        (8, 12),
+        (13, 20),
+    ]
 
 
 @pytest.mark.parametrize("how", ["lost", "unheard"])
@@ -79,7 +87,8 @@ def test_crash_between_publishing_and_marker(tmp_path, how):
 
 
 def test_two_publishers_cut_differently(tmp_path):
-    """While one publishes steps 1-5, more is committed and another publishes 1-10: the first to mark owns them."""
+    """While one publishes steps 1-5, more is committed and another publishes 1-10: the first to
+    mark owns them."""
     run = TrueRun().train(5)
     other = publisher(run)
 
@@ -105,7 +114,9 @@ def test_two_publishers_cut_differently(tmp_path):
 def test_many_publishers_at_once(tmp_path):
     run = TrueRun().train(2)
     stop = threading.Event()
-    threads = [threading.Thread(target=publisher(run, stop=stop).run, args=(0.001,)) for _ in range(6)]
+    threads = [
+        threading.Thread(target=publisher(run, stop=stop).run, args=(0.001,)) for _ in range(6)
+    ]
     for t in threads:
         t.start()
     for to in range(4, 41, 2):
@@ -155,7 +166,7 @@ def test_batches_are_apart_except_the_last(tmp_path):
     assert told(run.store, tmp_path) == list(range(1, 10))
 
 
-# ---- failures ---------------------------------------------------------------------------------------------------
+# ---- failures ------------------------------------------------------------------------------------
 def test_failing_tracker_is_tried_later_and_stops_nobody(tmp_path, caplog):
     run, clock, calls = TrueRun().train(3), [0.0], []
 
@@ -164,7 +175,9 @@ def test_failing_tracker_is_tried_later_and_stops_nobody(tmp_path, caplog):
         if len(calls) < 3:
             raise RuntimeError("api_key=0123456789abcdef0123456789abcdef0123 was refused")
 
-    p = publisher(run, Function("broken", broken), Jsonl(), min_batch_s=10.0, monotonic=lambda: clock[0])
+    p = publisher(
+        run, Function("broken", broken), Jsonl(), min_batch_s=10.0, monotonic=lambda: clock[0]
+    )
     p.round()
     assert told(run.store, tmp_path) == [1, 2, 3]
     assert "0123456789abcdef" not in caplog.text
@@ -186,7 +199,9 @@ def test_failing_tracker_is_tried_later_and_stops_nobody(tmp_path, caplog):
 
 def test_two_publishers_do_not_act_outside_at_once():
     run, calls, clock = TrueRun().train(3, final=True), [], [1000.0]
-    second = publisher(run, Function("f", lambda records, info: calls.append("second")), now=lambda: clock[0])
+    second = publisher(
+        run, Function("f", lambda records, info: calls.append("second")), now=lambda: clock[0]
+    )
 
     def first_call(records, info):
         second.round()  # tries while the first one is at it
@@ -201,7 +216,9 @@ def test_two_publishers_do_not_act_outside_at_once():
 def test_claim_of_a_dead_publisher_is_taken_over():
     run, calls, clock = TrueRun().train(3, final=True), [], [1000.0]
     run.store.create("trackers/f/claims/0000000001.json", b'{"by":"dead","t":1000.0}')
-    p = publisher(run, Function("f", lambda records, info: calls.append(len(records))), now=lambda: clock[0])
+    p = publisher(
+        run, Function("f", lambda records, info: calls.append(len(records))), now=lambda: clock[0]
+    )
     assert not p.round()
     clock[0] += trackers.CLAIM_S + 1
     assert p.round()
@@ -215,7 +232,11 @@ def test_claim_of_a_dead_publisher_is_taken_over():
         ("wanbd", "'wanbd' is not known"),
         ("no.such.module:f", "wanted an importable"),
         ("harness.views.trackers:POLL_S", "wanted a function"),
-        pytest.param("tensorboard", "pip install tensorboard", marks=pytest.mark.skipif("tensorboard" in sys.modules, reason="installed")),
+        pytest.param(
+            "tensorboard",
+            "pip install tensorboard",
+            marks=pytest.mark.skipif("tensorboard" in sys.modules, reason="installed"),
+        ),
     ],
 )
 def test_bad_spec_is_a_clear_error(spec, words):
@@ -235,9 +256,15 @@ def test_metrics_of_a_step():
     run.begin_epoch(3)
     r = run.record(1, 3, metrics={"grad_norm": 2.0, "val_loss": 1.5}, dt=2.0)
     assert metrics(r) == {
-        "train/loss": 1.0, "train/lr": 0.1, "train/grad_norm": 2.0, "world": 3, "accumulation": 2, "epoch": 1, "samples_per_s": 4.0,
+        "train/loss": 1.0,
+        "train/lr": 0.1,
+        "train/grad_norm": 2.0,
+        "world": 3,
+        "accumulation": 2,
+        "epoch": 1,
+        "samples_per_s": 4.0,
         "val_loss": 1.5,
-    }  # fmt: skip
+    }
 
 
 def test_collect_refuses_what_was_changed(tmp_path):
@@ -249,14 +276,17 @@ def test_collect_refuses_what_was_changed(tmp_path):
         collect(run.store, tmp_path)
 
 
-# ---- W&B --------------------------------------------------------------------------------------------------------
+# ---- W&B -----------------------------------------------------------------------------------------
 def history(folder):
-    """Run ids and steps in all offline run directories, as `wandb sync` reads them, in the order of first steps."""
+    """Run ids and steps in all offline run directories, as `wandb sync` reads them, in the
+    order of first steps."""
     from wandb.proto import wandb_internal_pb2 as pb
     from wandb.sdk.internal.datastore import DataStore
 
     ids, steps, configs = set(), [], []
-    for path in sorted(Path(folder).rglob("*.wandb"), key=lambda p: p.parent.name.rsplit("-", 1)[1]):
+    for path in sorted(
+        Path(folder).rglob("*.wandb"), key=lambda p: p.parent.name.rsplit("-", 1)[1]
+    ):
         store = DataStore()
         store.open_for_scan(str(path))
         finished = False
@@ -268,7 +298,10 @@ def history(folder):
                 ids.add(record.run.run_id)
                 configs.append({u.key: json.loads(u.value_json) for u in record.run.config.update})
             if kind == "history":
-                items = {i.nested_key[0] if i.nested_key else i.key: json.loads(i.value_json) for i in record.history.item}
+                items = {
+                    i.nested_key[0] if i.nested_key else i.key: json.loads(i.value_json)
+                    for i in record.history.item
+                }
                 assert items["_step"] == record.history.step.num
                 steps.append((items["_step"], items["train/loss"]))
             finished |= kind == "exit"
@@ -302,7 +335,14 @@ def test_wandb_offline_over_rewind_and_crash(tmp_path):
 def start(url, *flags, env=None, **popen):
     base = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
     command = [sys.executable, "-m", "harness.views.trackers", url, *flags]
-    return subprocess.Popen(command, env=base | (env or {}), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **popen)
+    return subprocess.Popen(
+        command,
+        env=base | (env or {}),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        **popen,
+    )
 
 
 def test_two_wandb_publishers_as_processes(tmp_path):
@@ -334,10 +374,15 @@ def test_sigterm_publishes_what_is_left(tmp_path):
 
 def test_sigterm_is_bounded(tmp_path):
     run = TrueRun(store=FileStore((tmp_path / "run").as_uri())).train(3)
-    body = "import pathlib, time\ndef f(records, info):\n    pathlib.Path('at-it').touch()\n    time.sleep(600)\n"
+    body = (
+        "import pathlib, time\ndef f(records, info):\n    pathlib.Path('at-it').touch()\n    "
+        "time.sleep(600)\n"
+    )
     (tmp_path / "hangs.py").write_text(body)
     env = {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
-    process = start(run.store.url, "--trackers", "hangs:f,jsonl", "--finish-s", "1", env=env, cwd=tmp_path)
+    process = start(
+        run.store.url, "--trackers", "hangs:f,jsonl", "--finish-s", "1", env=env, cwd=tmp_path
+    )
     deadline = time.monotonic() + 30
     while not (tmp_path / "at-it").exists():
         assert time.monotonic() < deadline
@@ -371,14 +416,20 @@ def test_key_is_checked_before_anything_starts(tmp_path):
         assert tracker.outside
         with pytest.raises(BadInput, match="does not know the WANDB_API_KEY"):
             build("wandb", {**env, "WANDB_API_KEY": "bad"})
-        (tmp_path / ".netrc").write_text("machine 127.0.0.1 login user password good\n")  # as `wandb login` writes it
+        # as `wandb login` writes it
+        (tmp_path / ".netrc").write_text("machine 127.0.0.1 login user password good\n")
         (tracker,) = build("wandb", {**env, "HOME": str(tmp_path), "WANDB_MODE": ""})
         assert tracker.online  # a key alone is enough
         (tracker,) = build("wandb", {**env, "HOME": str(tmp_path), "WANDB_MODE": "offline"})
         assert not tracker.online
         server.shutdown()
     key = "0123456789abcdef0123456789abcdef01234567"
-    process = start(tmp_path.as_uri(), "--trackers", "wandb", env={"WANDB_API_KEY": key, "WANDB_BASE_URL": "http://127.0.0.1:9"})
+    process = start(
+        tmp_path.as_uri(),
+        "--trackers",
+        "wandb",
+        env={"WANDB_API_KEY": key, "WANDB_BASE_URL": "http://127.0.0.1:9"},
+    )
     out, err = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "W&B cannot be reached at http://127.0.0.1:9" in err
@@ -393,7 +444,8 @@ def test_online_needs_a_key(tmp_path):
 
 
 class FakeRun:
-    """What `Wandb` uses of a W&B run, with the server's memory: a step is kept once, steps only grow."""
+    """What `Wandb` uses of a W&B run, with the server's memory: a step is kept once, steps only
+    grow."""
 
     def __init__(self, server):
         self.server = server
@@ -441,5 +493,7 @@ def test_wandb_online_resumes_one_run_and_asks_what_it_has():
     run.train(11, final=True)
     assert publisher(run, Wandb(api, online=True)).round()
     assert list(api.server) == list(range(1, 12))
-    assert {(i["id"], i["resume"], i["mode"]) for i in api.inits} == {(RunInfo.of(run.store).id, "allow", "online")}
+    assert {(i["id"], i["resume"], i["mode"]) for i in api.inits} == {
+        (RunInfo.of(run.store).id, "allow", "online")
+    }
     assert [m["last"] for m in published(run.store, "wandb")] == [4, 11]

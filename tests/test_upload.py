@@ -31,10 +31,30 @@ until = functools.partial(worlds.until, within_s=WAIT_S)
 
 def job(ref=R1, rank=0, world=1, nbytes=1000, n=4, **more):
     files = {f"{i:04d}.bin": (i * nbytes, (i + 1) * nbytes) for i in range(n)}
-    chunks = [{"offsets": [i * nbytes], "sizes": [nbytes], "part": f"{i:04d}.bin", "start": 0, "end": nbytes} for i in range(n)]
+    chunks = [
+        {
+            "offsets": [i * nbytes],
+            "sizes": [nbytes],
+            "part": f"{i:04d}.bin",
+            "start": 0,
+            "end": nbytes,
+        }
+        for i in range(n)
+    ]
     tensors = {f"model/w{rank}": {"shape": [n * nbytes], "dtype": "uint8", "chunks": chunks}}
     note = {"t_start": time.time(), "stall_s": 0.01, "why": "interval"}
-    return Job(ref, rank, world, f"t{rank}", files, tensors, {"step": ref.step} if rank == 0 else {}, weights="model/", note=note, **more)
+    return Job(
+        ref,
+        rank,
+        world,
+        f"t{rank}",
+        files,
+        tensors,
+        {"step": ref.step} if rank == 0 else {},
+        weights="model/",
+        note=note,
+        **more,
+    )
 
 
 class Told:
@@ -98,7 +118,11 @@ def test_the_last_share_commits_and_the_weights_are_summed():
     alone, again = MemoryStore(objects={}), Told()
     Uploader(alone).submit(job(rank=0), VIEW, again)
     assert again.wait().weights != manifest.data["weights"]
-    parts = {key: bytes(VIEW[int(name[:4]) * 1000 : int(name[:4]) * 1000 + 1000]) for o in told.outcomes for key, name in o.parts.items()}
+    parts = {
+        key: bytes(VIEW[int(name[:4]) * 1000 : int(name[:4]) * 1000 + 1000])
+        for o in told.outcomes
+        for key, name in o.parts.items()
+    }
     assert parts == {p.key: store.get(p.key) for p in manifest.parts}
 
 
@@ -125,7 +149,10 @@ def test_errors_are_told_and_commit_nothing():
 
     told, store = Told(), Full(objects={})
     Uploader(store).submit(job(), VIEW, told)
-    assert (told.wait().state, told.outcomes[0].kind) == ("failed", "StoreError") and "full" in told.outcomes[0].error
+    assert (told.wait().state, told.outcomes[0].kind) == (
+        "failed",
+        "StoreError",
+    ) and "full" in told.outcomes[0].error
     assert Snapshots(store).latest() is None
 
 
@@ -179,13 +206,15 @@ def test_out_of_time_nothing_is_committed_then_or_later():
     assert told.wait().kind == "OutOfTime" and uploader.busy() == 0
     store.gate.set()
     until(lambda: store.at_once == 0)
-    assert Snapshots(store).commit(R1, 1) is None and not [k for k in store.list("") if "list-" in k]
+    assert Snapshots(store).commit(R1, 1) is None and not [
+        k for k in store.list("") if "list-" in k
+    ]
     uploader.drain(None)
     uploader.submit(job(R2), VIEW, told)
     assert told.wait(2).state == "committed"
 
 
-# ---- the server -------------------------------------------------------------------------------------------------
+# ---- the server ----------------------------------------------------------------------------------
 @contextlib.contextmanager
 def served(tmp_path, store, budget_nbytes=1 << 20):
     stage = Stage(tmp_path, budget_nbytes)
@@ -209,16 +238,22 @@ def test_a_session_hands_over_and_reads_its_parts_back(tmp_path):
         assert told.wait().state == "committed"
         places = remote.held(R1)["parts"]
         content = {p.key: store.get(p.key) for p in Snapshots(store).latest().parts}
-        assert {key: bytes(Segment.open(path, writable=False).view[a:b]) for key, (path, a, b) in places.items()} == content
+        assert {
+            key: bytes(Segment.open(path, writable=False).view[a:b])
+            for key, (path, a, b) in places.items()
+        } == content
         assert remote.held(R2)["parts"] == {}
-        assert remote.segment(4000) is segment and remote.segment(4000).path != segment.path  # one is being filled: another
+        # one is being filled: another
+        assert remote.segment(4000) is segment and remote.segment(4000).path != segment.path
         remote.give_back(segment)
         newer = Remote(folder, 2, 0, Local(store, lambda job, outcome: None))
         assert newer.held(R1)["parts"] == places
         newer.segment(5000)
         assert newer.held(R1)["parts"] == {}  # who reserves has restored
         facts = [s.fact for s in read_facts(store, "uploader-m0001-x")]
-        assert [f.kind for f in facts] == ["SnapshotCommitted"] and facts[0].weights == told.outcomes[0].weights
+        assert [f.kind for f in facts] == ["SnapshotCommitted"] and facts[
+            0
+        ].weights == told.outcomes[0].weights
 
 
 def test_what_a_node_has_of_a_snapshot_can_be_seen(tmp_path):
@@ -252,7 +287,9 @@ def test_short_memory_means_the_trainers_own(tmp_path, capsys):
         with pytest.raises(StageFull, match="--stage-gib"):  # one buffer: wait for it
             remote.segment(4000)
         remote.give_back(first)
-        assert remote.segment(6000).path is None and "trainer's own memory" in capsys.readouterr().out
+        assert (
+            remote.segment(6000).path is None and "trainer's own memory" in capsys.readouterr().out
+        )
 
 
 @pytest.mark.parametrize("enough", [True, False])
@@ -294,8 +331,11 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def start_uploader(folder, run):
     order = {"run": run, "folder": str(folder), "budget_nbytes": 1 << 30, "member": "m1"}
-    process = subprocess.Popen([sys.executable, "-m", "harness.uploader.server", json.dumps(order)], stdin=subprocess.PIPE)
-    Line(folder, connect_s=WAIT_S).close()  # a loaded machine takes longer to start it than a trainer would wait
+    process = subprocess.Popen(
+        [sys.executable, "-m", "harness.uploader.server", json.dumps(order)], stdin=subprocess.PIPE
+    )
+    # a loaded machine takes longer to start it than a trainer would wait
+    Line(folder, connect_s=WAIT_S).close()
     return process
 
 
@@ -316,7 +356,10 @@ def test_a_worker_that_dies_after_handing_over_costs_no_upload(tmp_path):
 def test_when_the_uploader_dies_the_trainer_sends_for_itself(tmp_path):
     stage, run = Stage(tmp_path, 1 << 30), f"file://{tmp_path}/run"
     uploader = start_uploader(stage.folder, run)
-    remote, told = Remote(stage.folder, 1, 0, Local(open_store(run), lambda job, outcome: None)), Told()
+    remote, told = (
+        Remote(stage.folder, 1, 0, Local(open_store(run), lambda job, outcome: None)),
+        Told(),
+    )
     segment = remote.segment(4000)
     os.kill(uploader.pid, signal.SIGSTOP)  # it will never get to the job
     remote.send(job(), segment, told)

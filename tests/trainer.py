@@ -81,13 +81,19 @@ p.add_argument("--every", type=int, default=10)
 p.add_argument("--hidden", type=int, default=64)
 p.add_argument("--parallel", default="ddp")
 p.add_argument("--reduce", default="fast")
-p.add_argument("--spike-at", type=int, default=0, help="the loss of this step is 10^8 times as large")
+p.add_argument(
+    "--spike-at", type=int, default=0, help="the loss of this step is 10^8 times as large"
+)
 p.add_argument("--workers", type=int, default=0)
 p.add_argument("--sleep-s", type=float, default=0.0)
 p.add_argument("--iterable", action="store_true")
-p.add_argument("--forgetful", action="store_true", help="the stream loses a sample when it is loaded")
+p.add_argument(
+    "--forgetful", action="store_true", help="the stream loses a sample when it is loaded"
+)
 p.add_argument("--augment", action="store_true")
-p.add_argument("--unseeded", action="store_true", help="the dataset draws from a generator of its own")
+p.add_argument(
+    "--unseeded", action="store_true", help="the dataset draws from a generator of its own"
+)
 p.add_argument("--norm", action="store_true", help="with BatchNorm")
 p.add_argument("--tokens", action="store_true")
 p.add_argument("--ema", action="store_true")
@@ -101,7 +107,12 @@ a = p.parse_args()
 
 run = harness.attach(seed=a.seed, snapshot_every_steps=a.every, reduce=a.reduce)
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(16, a.hidden), nn.BatchNorm1d(a.hidden) if a.norm else nn.ReLU(), nn.Dropout(0.1), nn.Linear(a.hidden, 2))
+model = nn.Sequential(
+    nn.Linear(16, a.hidden),
+    nn.BatchNorm1d(a.hidden) if a.norm else nn.ReLU(),
+    nn.Dropout(0.1),
+    nn.Linear(a.hidden, 2),
+)
 if a.parallel == "fsdp2":
     model = harness.fsdp2(model, run, [model[0], model[3]])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -110,13 +121,23 @@ ema = Ema(model) if a.ema else None
 scaler = torch.amp.GradScaler(run.device.type) if a.fp16 else None
 run.prepare(model, optimizer, scheduler=scheduler, scaler=scaler, **({"ema": ema} if ema else {}))
 dataset = Endless() if a.iterable else Numbers(a.samples, a.augment, a.unseeded)
-for step in run.steps(dataset, total=a.total, global_batch=a.global_batch, micro_batch=a.micro_batch, num_workers=a.workers):
+for step in run.steps(
+    dataset,
+    total=a.total,
+    global_batch=a.global_batch,
+    micro_batch=a.micro_batch,
+    num_workers=a.workers,
+):
     for x, y in step:
         with torch.autocast(run.device.type, dtype=torch.float16, enabled=a.fp16):
             logits = model(x)
         if a.tokens:  # rows count by how many positive inputs they have
             w = (x > 0).sum(1).float()
-            step.backward((nn.functional.cross_entropy(logits.float(), y, reduction="none") * w).sum() / w.sum(), weight=float(w.sum()))
+            step.backward(
+                (nn.functional.cross_entropy(logits.float(), y, reduction="none") * w).sum()
+                / w.sum(),
+                weight=float(w.sum()),
+            )
         else:
             loss = nn.functional.cross_entropy(logits.float(), y)
             loss = loss * 1e8 if step.number == a.spike_at else loss
@@ -133,9 +154,17 @@ for step in run.steps(dataset, total=a.total, global_batch=a.global_batch, micro
         run.log(half=step.number / 2)
     time.sleep(a.sleep_s)
 if a.out:
-    whole = [v.full_tensor() if hasattr(v, "full_tensor") else v for v in model.state_dict().values()]
-    weights = hashlib.sha256(b"".join(v.cpu().contiguous().numpy().tobytes() for v in whole)).hexdigest()
-    final = {"step": run.step, "ema": float(sum(v.double().sum() for v in ema.shadow.values())) if ema else None, "weights": weights}
+    whole = [
+        v.full_tensor() if hasattr(v, "full_tensor") else v for v in model.state_dict().values()
+    ]
+    weights = hashlib.sha256(
+        b"".join(v.cpu().contiguous().numpy().tobytes() for v in whole)
+    ).hexdigest()
+    final = {
+        "step": run.step,
+        "ema": float(sum(v.double().sum() for v in ema.shadow.values())) if ema else None,
+        "weights": weights,
+    }
     if run.rank == 0:
         Path(a.out).write_text(json.dumps(final))
 sys.exit(0)

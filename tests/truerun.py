@@ -16,14 +16,22 @@ from storage.manifest import Ref
 from storage.snapshots import Snapshots
 
 IDENTITY = {
-    "version": 1, "seed": 7, "samples": 50, "global_batch": 8, "micro_batch": 2, "shuffle": True, "data": "d", "model": "m",
+    "version": 1,
+    "seed": 7,
+    "samples": 50,
+    "global_batch": 8,
+    "micro_batch": 2,
+    "shuffle": True,
+    "data": "d",
+    "model": "m",
     "reduce": "fast",
-}  # fmt: skip
+}
 OFFER = Offer(1.5, "local/a", accelerator="cpu", on_demand_usd_per_h=3.0)
 
 
 class TrueRun:
-    """Writes what a real run writes: facts, epochs, records, parts, manifests. Every `train` is one epoch."""
+    """Writes what a real run writes: facts, epochs, records, parts, manifests. Every `train` is
+    one epoch."""
 
     def __init__(self, store=None, identity=IDENTITY, begin=True, loss=None, weights=True, salt=""):
         self.store = MemoryStore("memory://bucket/true-run", {}) if store is None else store
@@ -43,24 +51,44 @@ class TrueRun:
     @property
     def batching(self):
         i = self.identity
-        return batch.Batching(i["samples"] or batch.MAX_SAMPLES, i["global_batch"], i["micro_batch"], i["seed"], i["shuffle"])
+        return batch.Batching(
+            i["samples"] or batch.MAX_SAMPLES,
+            i["global_batch"],
+            i["micro_batch"],
+            i["seed"],
+            i["shuffle"],
+        )
 
     def record(self, step, world, **changes):
         b = self.batching
         total = 0
         for micro in range(b.micro_batches):
-            total += batch.digest(batch.sample_hash(batch.positions(b, step, micro), batch.indices(b, step, micro)))
+            total += batch.digest(
+                batch.sample_hash(batch.positions(b, step, micro), batch.indices(b, step, micro))
+            )
         shares = batch.plan(b.micro_batches, world).shares
         made = records.StepRecord(
-            step, self.epoch, world, shares, b.global_batch, f"{total % 2**64:016x}", float(b.global_batch), self.loss(step), 0.1,
-            self.t + 1, 1.0, {"grad_norm": 1.0 / step},
-        )  # fmt: skip
+            step,
+            self.epoch,
+            world,
+            shares,
+            b.global_batch,
+            f"{total % 2**64:016x}",
+            float(b.global_batch),
+            self.loss(step),
+            0.1,
+            self.t + 1,
+            1.0,
+            {"grad_norm": 1.0 / step},
+        )
         return dataclasses.replace(made, **changes)
 
     def begin_epoch(self, world):
         self.epoch += 1
         self.t += 10
-        epoch = asdict(Epoch(self.epoch, ("m0001-aa",), (world,), (1.0,), "127.0.0.1", 1234, "start"))
+        epoch = asdict(
+            Epoch(self.epoch, ("m0001-aa",), (world,), (1.0,), "127.0.0.1", 1234, "start")
+        )
         epoch["h"] = digest(canonical(json.loads(json.dumps(epoch))))
         self.store.create(epoch_key(self.epoch), json.dumps(epoch).encode())
         agent = Journal(self.store, f"agent-e{self.epoch}", lambda: self.t)
@@ -70,8 +98,14 @@ class TrueRun:
     def train(self, to, world=2, every=5, final=False, new_epoch=True, **changes):
         if new_epoch:
             self.begin_epoch(world)
-        worker = Journal(self.store, f"worker-e{self.epoch:06d}-{next(self.sessions)}", lambda: self.t)
-        worker.record(facts.SessionStarted(self.epoch, world, self.step, 0, 0, 8, 2, (2, 2), "fast", "ddp", "cpu", 0.1))
+        worker = Journal(
+            self.store, f"worker-e{self.epoch:06d}-{next(self.sessions)}", lambda: self.t
+        )
+        worker.record(
+            facts.SessionStarted(
+                self.epoch, world, self.step, 0, 0, 8, 2, (2, 2), "fast", "ddp", "cpu", 0.1
+            )
+        )
         unsaved = []
         while self.step < to:
             self.step += 1
@@ -91,15 +125,30 @@ class TrueRun:
         if unsaved:
             key = records.key(unsaved)
             self.store.create(key, records.encode(unsaved))
-            self.named = {"key": key, "head": unsaved[-1].h, "first": unsaved[0].step, "last": unsaved[-1].step}
+            self.named = {
+                "key": key,
+                "head": unsaved[-1].h,
+                "first": unsaved[0].step,
+                "last": unsaved[-1].step,
+            }
         for rank in range(world):
             content = random.Random(f"{self.step} {rank}{self.salt}").randbytes(200)
             chunk = {"offsets": [50 * rank], "sizes": [50], "part": "w", "start": 0, "end": 200}
             tensors = {"w": {"shape": [50 * world], "dtype": "float32", "chunks": [chunk]}}
-            data = {"final": final, "parent": self.parent.name if self.parent else "", "samples": self.named} if rank == 0 else {}
+            data = (
+                {
+                    "final": final,
+                    "parent": self.parent.name if self.parent else "",
+                    "samples": self.named,
+                }
+                if rank == 0
+                else {}
+            )
             if rank == 0 and self.weights:
                 data["weights"] = f"{self.step:032x}"
-            self.snapshots.write(ref, rank, world, {"w": content}, tensors, data, f"t{self.epoch}-{rank}")
+            self.snapshots.write(
+                ref, rank, world, {"w": content}, tensors, data, f"t{self.epoch}-{rank}"
+            )
         assert self.snapshots.commit(ref, world) is not None
         self.parent = ref
 
@@ -112,7 +161,18 @@ class TrueRun:
 
     def end(self, outcome="done", **changes):
         up, gone = 1_000_005.0, self.t + 0.7
-        ended = facts.AttemptEnded(1, "finished", up - 5, up, gone, 0, "exited", gone - up, (gone - up) / 3600 * OFFER.usd_per_h, self.step)
+        ended = facts.AttemptEnded(
+            1,
+            "finished",
+            up - 5,
+            up,
+            gone,
+            0,
+            "exited",
+            gone - up,
+            (gone - up) / 3600 * OFFER.usd_per_h,
+            self.step,
+        )
         self.t += 1
         self.controller.record(dataclasses.replace(ended, **changes))
         self.controller.record(facts.RunEnded(outcome, "", self.step))

@@ -1,4 +1,5 @@
-"""Starts real worlds of real worker processes for the tests, with torchrun's environment but no agent."""
+"""Starts real worlds of real worker processes for the tests, with torchrun's environment but no
+agent."""
 
 import contextlib
 import json
@@ -29,10 +30,13 @@ class Ended:
 
 
 def until(condition, what="a condition", within_s=30.0, every_s=0.01):
-    """What `condition` says, when that is true. `what`: for whoever reads why it failed; text, or what makes it."""
+    """What `condition` says, when that is true. `what`: for whoever reads why it failed; text,
+    or what makes it."""
     deadline_s = time.monotonic() + within_s
     while not (found := condition()):
-        assert time.monotonic() < deadline_s, f"waited {within_s} s for {what() if callable(what) else what}"
+        assert time.monotonic() < deadline_s, (
+            f"waited {within_s} s for {what() if callable(what) else what}"
+        )
         time.sleep(every_s)
     return found
 
@@ -45,7 +49,12 @@ def free_port() -> int:
 
 def environment():
     mine = {k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "SKYPILOT_"))}
-    return mine | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1", "HARNESS_LOOK_AGAIN_S": "0,0"}
+    return mine | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONUNBUFFERED": "1",
+        "HARNESS_LOOK_AGAIN_S": "0,0",
+    }
 
 
 def start(run, world=1, *flags, env=None, script=TRAINER):
@@ -53,7 +62,13 @@ def start(run, world=1, *flags, env=None, script=TRAINER):
     base, port = environment() | {"HARNESS_RUN": str(run)}, free_port()
     processes = []
     for rank in range(world):
-        own = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        own = {
+            "RANK": rank,
+            "LOCAL_RANK": 0,
+            "WORLD_SIZE": world,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         processes.append(
             subprocess.Popen(
                 [sys.executable, script, *map(str, flags)],
@@ -72,17 +87,41 @@ def finish(processes, timeout_s=120) -> Ended:
 
 
 class Nursery:
-    """Many worlds, one after the other, of processes that are forked as an agent forks them: seconds cheaper per rank."""
+    """Many worlds, one after the other, of processes that are forked as an agent forks them:
+    seconds cheaper per rank."""
 
     def __init__(self):
         self._warm = nursery.Nursery(environment())
 
-    def train(self, run, world=1, *flags, env=None, codes=(0,), script=TRAINER, kill_after_s=None, timeout_s=120) -> Ended:
-        """Run to the end; every exit code must be one of `codes`. `kill_after_s`: SIGKILL to every rank then."""
-        base = environment() | {"HARNESS_RUN": str(run), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        base |= {"LOCAL_RANK": "0", "WORLD_SIZE": str(world)} | {k: str(v) for k, v in (env or {}).items()}
+    def train(
+        self,
+        run,
+        world=1,
+        *flags,
+        env=None,
+        codes=(0,),
+        script=TRAINER,
+        kill_after_s=None,
+        timeout_s=120,
+    ) -> Ended:
+        """Run to the end; every exit code must be one of `codes`. `kill_after_s`: SIGKILL to
+        every rank then."""
+        base = environment() | {
+            "HARNESS_RUN": str(run),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
+        base |= {"LOCAL_RANK": "0", "WORLD_SIZE": str(world)} | {
+            k: str(v) for k, v in (env or {}).items()
+        }
         argv = [str(script), *map(str, flags)]
-        ranks, streams = zip(*(self._warm.fork({"env": base | {"RANK": str(rank)}, "argv": argv}) for rank in range(world)), strict=True)
+        ranks, streams = zip(
+            *(
+                self._warm.fork({"env": base | {"RANK": str(rank)}, "argv": argv})
+                for rank in range(world)
+            ),
+            strict=True,
+        )
         with ThreadPoolExecutor(world) as threads:
             outputs = threads.map(lambda stream: stream.read().decode(), streams)
             kill_at_s = time.monotonic() + (timeout_s if kill_after_s is None else kill_after_s)
@@ -122,4 +161,6 @@ def history(run) -> list[records.StepRecord]:
     store = open_store(str(run))
     manifest = Snapshots(store).latest()
     named = manifest.data["samples"]
-    return read_records(store, named["key"], named["head"], records.genesis(json.loads(store.get("run.json"))))
+    return read_records(
+        store, named["key"], named["head"], records.genesis(json.loads(store.get("run.json")))
+    )

@@ -1,9 +1,10 @@
 """The node agent: one per machine. `harness run -- script.py` is this.
 
-Joins the rendezvous, starts the script's workers with torchrun's environment, watches for notices, and leaves a mark when
-something is wanted of the workers; they agree at a step boundary, snapshot and leave. It knows nothing of torch (its
-start costs a fraction of a second and no GPU memory) and nothing of SkyPilot. It starts plain processes rather than
-torch elastic's PContext, which answers the first worker that leaves by killing those that are still saving.
+Joins the rendezvous, starts the script's workers with torchrun's environment, watches for notices,
+and leaves a mark when something is wanted of the workers; they agree at a step boundary, snapshot
+and leave. It knows nothing of torch (its start costs a fraction of a second and no GPU memory) and
+nothing of SkyPilot. It starts plain processes rather than torch elastic's PContext, which answers
+the first worker that leaves by killing those that are still saving.
 
 Exit codes: see docs/ARCHITECTURE.md.
 """
@@ -60,30 +61,67 @@ from storage.manifest import Ref, SnapshotCorrupt
 from storage.objects import ObjectStore
 from storage.snapshots import Snapshots
 
-HELPERS = {"trackers": "harness.views.trackers", "replica": "harness.uploader.replica"}  # processes beside the first member of an epoch
+# processes beside the first member of an epoch
+HELPERS = {"trackers": "harness.views.trackers", "replica": "harness.uploader.replica"}
 TAIL_LINES = 40
 NO_LIMIT = 1 << 30
-SAME_FAILURE_LIMIT = 3  # the same failure of the script at the same committed step: stop, it will not get better
-FRUITLESS_LIMIT = 20  # epochs that ended by some failure, of whomever, one after the other without a new snapshot: stop as well
-FRUITLESS_S = 600.0  # ... of a script without a session, whose progress we cannot see: that ended within so long
-SAME_KILL_LIMIT = 10  # signals from outside (out of memory, an operator), hangs and a silent bucket may be bad luck for longer
+# the same failure of the script at the same committed step: stop, it will not get better
+SAME_FAILURE_LIMIT = 3
+# epochs that ended by some failure, of whomever, one after the other without a new snapshot: stop
+# as well
+FRUITLESS_LIMIT = 20
+# ... of a script without a session, whose progress we cannot see: that ended within so long
+FRUITLESS_S = 600.0
+# signals from outside (out of memory, an operator), hangs and a silent bucket may be bad luck for
+# longer
+SAME_KILL_LIMIT = 10
 LAST_WORDS_S = 2.0  # before a deadline: what the end will be is written while it still can be
-WARM_S = 60.0  # a newcomer's workers may take so long to import what they need before others make room for it
+# a newcomer's workers may take so long to import what they need before others make room for it
+WARM_S = 60.0
 FENCE_S = 2.0  # between two looks for a newer epoch while all our peers are heard
 LINGER_S = 0.2  # for workers to end by themselves once it is known which one failed
 PEER_LEFT_S = 1.0  # for ours to notice that a peer's have failed
 BATCH_S = 5.0  # for others that are warming up already to join together with who is ready
-KILL_S = 20.0  # for a killed worker to be gone; after that the kernel holds it, and the node is unfit
+# for a killed worker to be gone; after that the kernel holds it, and the node is unfit
+KILL_S = 20.0
 DUMP_S = 1.0  # for a hung worker to write where it hangs
 FROZEN_S = 3.0  # our own loop stood still for so long: nobody else's silence is judged by that time
 
-# What a worker's error is like when the connection to another rank breaks. A hint that makes us look at the others, and no proof.
-LOST_TYPES = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError", "ConnectionResetError",
-              "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError")  # fmt: skip
-LOST_WORDS = ("Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "connectFullMesh", "Socket Timeout",
-              "NCCL", "ncclRemoteError", "Timed out waiting", "timed out after", "recvValue failed", "failed to recv", "Read error",
-              "Write error", "Socket closed", "EADDRINUSE", "Application timeout")  # fmt: skip
-FAILING = "failing"  # said of ourselves at once when a worker of ours has failed by itself, for those whose workers feel it
+# What a worker's error is like when the connection to another rank breaks. A hint that makes us
+# look at the others, and no proof.
+LOST_TYPES = (
+    "DistError",
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "ConnectionError",
+    "ConnectionResetError",
+    "ConnectionRefusedError",
+    "ConnectionAbortedError",
+    "BrokenPipeError",
+)
+LOST_WORDS = (
+    "Connection closed by peer",
+    "Connection reset",
+    "Connection refused",
+    "Broken pipe",
+    "connectFullMesh",
+    "Socket Timeout",
+    "NCCL",
+    "ncclRemoteError",
+    "Timed out waiting",
+    "timed out after",
+    "recvValue failed",
+    "failed to recv",
+    "Read error",
+    "Write error",
+    "Socket closed",
+    "EADDRINUSE",
+    "Application timeout",
+)
+# said of ourselves at once when a worker of ours has failed by itself, for those whose workers feel
+# it
+FAILING = "failing"
 ORDERLY = (FINISHED, DRAINED, RESIZE, STOPPED)
 
 
@@ -101,7 +139,8 @@ class AgentConfig:
     min_members: int = 1
     grace_s: float = 30.0  # what a SIGTERM leaves us when nobody says
     drain_lead_s: float = 120.0  # so long before an end that is known long before, we drain
-    doubt_ahead_s: float = 900.0  # and so long before it, whoever launched us may look for another node
+    # and so long before it, whoever launched us may look for another node
+    doubt_ahead_s: float = 900.0
     acknowledge: bool = True  # tell the cloud, where it can be told, that we have gone
     notify_signal: str = ""  # for scripts without a session: sent to them on a notice
     trackers: str = ""
@@ -110,18 +149,23 @@ class AgentConfig:
     beat_s: float = 1.0
     dead_s: float = 5.0
     tick_s: float = 0.3
-    control_s: float = 0.3  # how often to look for what people ask of the run; each look is a list, which object stores bill
+    # how often to look for what people ask of the run; each look is a list, which object stores
+    # bill
+    control_s: float = 0.3
     flush_s: float = 1.0
     wait_limit_s: float = 3600.0  # how long to wait for a place in an epoch
     stage_dir: Path | None = None  # a RAM disk for staged snapshots; None: /dev/shm
     stage_nbytes: int | None = None  # what they may take of it; None: half of what is free
-    nearby: NearbyConfig = field(default_factory=NearbyConfig)  # tiers of snapshots besides this node's stage
+    # tiers of snapshots besides this node's stage
+    nearby: NearbyConfig = field(default_factory=NearbyConfig)
     settle_s: float = 30.0  # how long the next epoch waits for uploads whose worker has died
     hang: progress.Limits = field(default_factory=progress.Limits)
     hangs_allowed: int = 3  # so many hangs of our own workers: this node is unfit
-    gpu_health: str = "off"  # "auto": by NVML; "off"; or the path of a script for the fake (harness/agent/health.py)
+    # "auto": by NVML; "off"; or the path of a script for the fake (harness/agent/health.py)
+    gpu_health: str = "off"
     unfit_grace_s: float = 60.0  # how long workers on a sick GPU have to reach a step boundary
-    leaderless_s: float = 0.0  # so long this node goes on when nobody leads the run any more; 0: for ever
+    # so long this node goes on when nobody leads the run any more; 0: for ever
+    leaderless_s: float = 0.0
     lease_s: float = LOOK_EVERY_S  # how often to look whether somebody does
 
 
@@ -179,12 +223,14 @@ class Agent:
         self._notices: dict[str, Notice] = {}  # in force, by id
         self._doubt_told = False  # that this node may not stay stands in the bucket
         self._control: set[str] = set()  # what lies under control/, as we saw it last
-        self._control_seen: set[str] | None = None  # what was asked of the run before we looked first is not for us
+        # what was asked of the run before we looked first is not for us
+        self._control_seen: set[str] | None = None
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._first_end_s: float | None = None
         self._peer_left_s: float | None = None
         self._entered_s = 0.0  # when our epoch began
-        self._fruitless, self._fruitful_step = 0, -1  # epochs in a row without a new snapshot; the newest one's step
+        # epochs in a row without a new snapshot; the newest one's step
+        self._fruitless, self._fruitful_step = 0, -1
         self._waiting_since_s: float | None = None
         self._ready_since_s = time.monotonic()
         self._next_tick_s = 0.0
@@ -192,7 +238,8 @@ class Agent:
         self._due_s: dict[str, float] = {}  # when to look at what next
         self._room: int | None = None  # ranks that a step has work for, once that is known
         self._warm_by_s = time.monotonic() + WARM_S
-        self._ready: dict[str, Any] | None = None  # what we shall say of ourselves once our uploads are done
+        # what we shall say of ourselves once our uploads are done
+        self._ready: dict[str, Any] | None = None
         self._settle_until_s = 0.0
         self._helpers: dict[str, subprocess.Popen[bytes]] = {}  # trackers, replica
         self._reason = ""  # in words, of our own end
@@ -200,26 +247,40 @@ class Agent:
         self._last_tail: tuple[str, ...] = ()
         self._hangs = 0  # of our own workers, not of those that waited for others
         self._unfit = ""  # why no run should come back to this node
-        self._unfit_by_s: float | None = None  # when workers on it are ended, if they have not left by then
+        # when workers on it are ended, if they have not left by then
+        self._unfit_by_s: float | None = None
         self._grace_spent: set[str] = set()  # the notices whose last words are written
         self._leaderless = Leaderless(config.leaderless_s)
         self._last_loop_s = time.monotonic()
 
-    # ---- life --------------------------------------------------------------------------------------------------
+    # ---- life ------------------------------------------------------------------------------------
     def execute(self) -> int:
         c = self.config
         c.node_dir.mkdir(parents=True, exist_ok=True)
         self._nursery = self._new_nursery()  # first of all: its imports take longest
         nearby = replace(c.nearby, addr=c.addr, share=c.nproc > 1)
-        self._uploads = NodeUploader(c.run, self.name, c.stage_dir, c.stage_nbytes, c.node_dir / "uploader.log", nearby)
+        self._uploads = NodeUploader(
+            c.run, self.name, c.stage_dir, c.stage_nbytes, c.node_dir / "uploader.log", nearby
+        )
         self._lines = Lines(self.name, c.addr, c.beat_s / 2)
         me = Member(
             *(self.name, "warming", 0, c.addr, self._lines.port, free_port(c.addr)),
             nproc=c.nproc, attempt=c.attempt, speed=c.speed, place=c.place,
         )  # fmt: skip
-        self.rendezvous = Rendezvous(self.store, me, self._lines, beat_s=c.beat_s, dead_s=c.dead_s, min_members=c.min_members,
-                                     over=self._is_over)  # fmt: skip
-        self.journal.record(AgentStarted(self.name, c.attempt, socket.gethostname(), c.nproc, c.accelerator, os.getpid()))
+        self.rendezvous = Rendezvous(
+            self.store,
+            me,
+            self._lines,
+            beat_s=c.beat_s,
+            dead_s=c.dead_s,
+            min_members=c.min_members,
+            over=self._is_over,
+        )
+        self.journal.record(
+            AgentStarted(
+                self.name, c.attempt, socket.gethostname(), c.nproc, c.accelerator, os.getpid()
+            )
+        )
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda n, _: self._inbox.put(("signal", signal.Signals(n).name)))
         signal.signal(signal.SIGUSR1, lambda *_: self._inbox.put(("snapshot", "SIGUSR1")))
@@ -263,10 +324,13 @@ class Agent:
                 self._lines.changed.clear()
                 self._next_tick_s = now + self.config.tick_s
                 self._heed_known_ends()
-                with contextlib.suppress(StoreUnavailable):  # training goes on while the bucket is silent
+                # training goes on while the bucket is silent
+                with contextlib.suppress(StoreUnavailable):
                     self._tell_doubt(self._doubtful())
                     self._heed_leader(now)
-                    code = self._seek_epoch(now) if self._epoch is NO_EPOCH else self._watch_peers(now)
+                    code = (
+                        self._seek_epoch(now) if self._epoch is NO_EPOCH else self._watch_peers(now)
+                    )
             if now >= self._next_flush_s:
                 self._next_flush_s = now + self.config.flush_s
                 with contextlib.suppress(StoreUnavailable):
@@ -276,13 +340,14 @@ class Agent:
             time.sleep(0.02)
 
     def _notice_own_sleep(self, now: float) -> None:
-        """Stopped and continued, or a machine that was paused: then our workers' silence is not theirs."""
+        """Stopped and continued, or a machine that was paused: then our workers' silence is not
+        theirs."""
         gap_s, self._last_loop_s = now - self._last_loop_s, now
         if gap_s > FROZEN_S:
             for worker in self._workers:
                 worker.pulse.forgive(gap_s)
 
-    # ---- what others tell us -----------------------------------------------------------------------------------
+    # ---- what others tell us ---------------------------------------------------------------------
     def _hear(self) -> int | None:
         while True:
             try:
@@ -305,8 +370,11 @@ class Agent:
     def _heed(self, notice: Notice) -> None:
         """A notice is new, or says something else than before."""
         self._notices[notice.id] = notice
-        self._next_tick_s = 0.0  # who launched us hears of it now: our workers may be gone within a tick
-        self.journal.record(NoticeSeen(self.name, notice.source, notice.kind, notice.id, notice.deadline_s))
+        # who launched us hears of it now: our workers may be gone within a tick
+        self._next_tick_s = 0.0
+        self.journal.record(
+            NoticeSeen(self.name, notice.source, notice.kind, notice.id, notice.deadline_s)
+        )
         if notice.kind == "soft":
             self._want(f"notice:{notice.id}", Want.SNAPSHOT)
         elif notice.kind == "kill" or notice.deadline_s is None:
@@ -317,66 +385,95 @@ class Agent:
     def _heed_known_ends(self) -> None:
         """An end that was told long before: work on until it is near."""
         for n in self._notices.values():
-            near = n.kind == "maintenance" and n.deadline_s is not None and time.time() >= n.deadline_s - self.config.drain_lead_s
+            near = (
+                n.kind == "maintenance"
+                and n.deadline_s is not None
+                and time.time() >= n.deadline_s - self.config.drain_lead_s
+            )
             if near and self._wants.get(f"notice:{n.id}") != (Want.RESIZE, n.deadline_s):
                 self._must_leave(f"{n.source} notice", f"notice:{n.id}", n.deadline_s)
 
     def _forget(self, notice: Notice) -> None:
-        """A notice was taken back. If the workers have not agreed on it yet they never will; else we join the next epoch again."""
+        """A notice was taken back. If the workers have not agreed on it yet they never will;
+        else we join the next epoch again."""
         self.journal.record(NoticeCancelled(self.name, notice.id))
         self._notices.pop(notice.id, None)
         _, before = self._reigning()
         self._wants.pop(f"notice:{notice.id}", None)
         deadlines = [deadline_s for _, deadline_s in self._wants.values() if deadline_s is not None]
         self._uploads.drain(min(deadlines, default=None))
-        if not self._unfit and not any(want is Want.RESIZE and who != "grow" for who, (want, _) in self._wants.items()):
+        if not self._unfit and not any(
+            want is Want.RESIZE and who != "grow" for who, (want, _) in self._wants.items()
+        ):
             self._leaving = ""
-        if self._reigning()[1] != before:  # a mark that is written again is a request that is made again
+        # a mark that is written again is a request that is made again
+        if self._reigning()[1] != before:
             self._write_mark()
 
     def _doubtful(self) -> bool:
-        """Is it time to look for another node, though this one is still there? At a kill notice it is: clouds take minutes to launch."""
+        """Is it time to look for another node, though this one is still there? At a kill notice
+        it is: clouds take minutes to launch."""
         by_s = time.time() + self.config.doubt_ahead_s
         return any(
-            not n.pause if n.kind == "soft" else n.kind == "kill" or (n.kind == "maintenance" and (n.deadline_s or 0.0) <= by_s)
+            not n.pause
+            if n.kind == "soft"
+            else n.kind == "kill" or (n.kind == "maintenance" and (n.deadline_s or 0.0) <= by_s)
             for n in self._notices.values()
         )
 
     def _tell_doubt(self, doubtful: bool) -> None:
-        """Who launched us by number sees it in the bucket. Raises StoreUnavailable; then it is told later."""
+        """Who launched us by number sees it in the bucket. Raises StoreUnavailable; then it is
+        told later."""
         if doubtful == self._doubt_told or not self.config.attempt:
             return
         key = f"{DOUBT}{self.config.attempt:06d}.json"
         if doubtful:
             said = [f"{n.kind} notice from {n.source}" for n in self._notices.values()]
-            self.store.create(key, json.dumps({"by": self.name, "reason": ", ".join(said)}).encode())
+            self.store.create(
+                key, json.dumps({"by": self.name, "reason": ", ".join(said)}).encode()
+            )
         else:
             self.store.delete(key)
         self._doubt_told = doubtful
 
     def _acknowledge(self) -> None:
-        """The snapshot is committed and our workers have gone: who waits for us need not wait any longer."""
+        """The snapshot is committed and our workers have gone: who waits for us need not wait
+        any longer."""
         if not self.config.acknowledge or self._uploads.busy():
             return
         for notice in self._notices.values():
             source = next((s for s in self.sources if s.name == notice.source), None)
             if notice.acknowledge and source is not None:
-                self.journal.record(NoticeAcknowledged(self.name, notice.id, source.acknowledge(notice)))
+                self.journal.record(
+                    NoticeAcknowledged(self.name, notice.id, source.acknowledge(notice))
+                )
 
     def _must_leave(self, reason: str, who: str, deadline_s: float | None) -> None:
         self._leaving = self._leaving or reason
         if deadline_s is not None:
-            self._uploads.drain(min([deadline_s, *(d for w, (_, d) in self._wants.items() if d is not None and w != who)]))
+            self._uploads.drain(
+                min(
+                    [
+                        deadline_s,
+                        *(d for w, (_, d) in self._wants.items() if d is not None and w != who),
+                    ]
+                )
+            )
         self._want(who, Want.RESIZE, deadline_s)
         if self._epoch is not NO_EPOCH and self.config.notify_signal and not self._attached():
             for worker in self._workers:
                 if worker.process.poll() is None:
-                    worker.process.send_signal(getattr(signal, f"SIG{self.config.notify_signal.removeprefix('SIG')}"))
+                    worker.process.send_signal(
+                        getattr(signal, f"SIG{self.config.notify_signal.removeprefix('SIG')}")
+                    )
 
     def _act_on_health(self, verdict: health.Verdict) -> None:
-        """A GPU reported something. Its node is left if it is sick; at once, without a snapshot, when its memory cannot be trusted."""
+        """A GPU reported something. Its node is left if it is sick; at once, without a
+        snapshot, when its memory cannot be trusted."""
         found, action = verdict.finding, verdict.action
-        self.journal.record(HealthSeen(self.name, found.gpu, found.what, found.message, action.name.lower()))
+        self.journal.record(
+            HealthSeen(self.name, found.gpu, found.what, found.message, action.name.lower())
+        )
         why = f"GPU {found.gpu}: {found.what} ({found.message})"
         if action is not health.Action.IGNORE:
             print(f"harness run: {why}: {verdict.reason}", flush=True)
@@ -387,7 +484,8 @@ class Agent:
             self._declare_unfit(why, grace_s)
 
     def _declare_unfit(self, why: str, grace_s: float) -> None:
-        """Leave, and tell who launched us not to come back here. Workers have `grace_s` to reach a step boundary."""
+        """Leave, and tell who launched us not to come back here. Workers have `grace_s` to
+        reach a step boundary."""
         self._unfit = self._unfit or why
         by_s = time.monotonic() + grace_s
         self._unfit_by_s = by_s if self._unfit_by_s is None else min(by_s, self._unfit_by_s)
@@ -400,8 +498,13 @@ class Agent:
         return UNFIT if self._unfit else DRAINED
 
     def _heed_leader(self, now: float) -> None:
-        """Does anybody lead the run? If nobody has for too long, this node drains. Raises StoreUnavailable; then it looks again later."""
-        if not self._leaderless.bound_s or self._leaving or not self._due("lease", now, self.config.lease_s):
+        """Does anybody lead the run? If nobody has for too long, this node drains. Raises
+        StoreUnavailable; then it looks again later."""
+        if (
+            not self._leaderless.bound_s
+            or self._leaving
+            or not self._due("lease", now, self.config.lease_s)
+        ):
             return
         if why := self._leaderless.see(now, *sign_of_life(self.store, self._leaderless.term)):
             self.journal.record(NoticeSeen(self.name, "lease", "kill", why, None))
@@ -419,7 +522,8 @@ class Agent:
         return who, self._wants.get(who, (Want.NOTHING, None))
 
     def _write_mark(self) -> None:
-        """The mark is a file: any person or program may leave one, and no signal handler is needed."""
+        """The mark is a file: any person or program may leave one, and no signal handler is
+        needed."""
         if not self._wants:
             self.mark_path.unlink(missing_ok=True)
             return
@@ -429,14 +533,15 @@ class Agent:
     def _attached(self) -> bool:
         return self.mark_path.with_name("attached").exists()
 
-    # ---- between epochs ----------------------------------------------------------------------------------------
+    # ---- between epochs --------------------------------------------------------------------------
     def _settle_s(self) -> float:
         """How long we can wait for uploads now: as long as the node lives, when that is known."""
         deadlines = [deadline for _, deadline in self._wants.values() if deadline is not None]
         return max(0.0, min(deadlines) - time.time()) if deadlines else self.config.settle_s
 
     def _say_ready(self, now: float) -> bool:
-        """A worker may have died and left a snapshot to send: no newer epoch may begin before it is committed."""
+        """A worker may have died and left a snapshot to send: no newer epoch may begin before
+        it is committed."""
         if self._ready is None:
             return True
         if now < self._settle_until_s and self._uploads.busy():
@@ -467,13 +572,17 @@ class Agent:
             return self._give_up(me.failure.removeprefix("BadInput: "))
         if again and last.streak + 1 >= limit:
             return self._give_up(
-                f"crash loop: the script failed {last.streak + 1} times in a row at the same point (after step {me.failure_step}): "
-                f"{me.failure}. Mend the script, then launch again: the run resumes at step {me.failure_step}."
+                f"crash loop: the script failed {last.streak + 1} times in a row at the same point "
+                f"(after step {me.failure_step}): "
+                f"{me.failure}. Mend the script, then launch again: the run resumes at step "
+                f"{me.failure_step}."
             )
         if self._fruitless >= FRUITLESS_LIMIT:
             return self._give_up(
-                f"{self._fruitless} epochs in a row ended without a new snapshot after step {max(0, self._fruitful_step)} "
-                f"(the last: {self._end}{', ' + me.failure if me.failure else ''}); see the workers' logs, then launch again."
+                f"{self._fruitless} epochs in a row ended without a new snapshot after step "
+                f"{max(0, self._fruitful_step)} "
+                f"(the last: {self._end}{', ' + me.failure if me.failure else ''}); see the "
+                "workers' logs, then launch again."
             )
         epoch = self.rendezvous.try_form(self._max_world())
         if epoch is not None:
@@ -481,7 +590,10 @@ class Agent:
             return None
         if self.rendezvous.is_over:
             self._reason = "the run has ended: its final snapshot is committed"
-            print(f"harness run: {self._reason}; for another training, name another run URL", flush=True)
+            print(
+                f"harness run: {self._reason}; for another training, name another run URL",
+                flush=True,
+            )
             return FINISHED
         if now - self._ready_since_s > self.config.wait_limit_s:
             self._reason = f"no place in any epoch for {self.config.wait_limit_s:.0f} s"
@@ -491,7 +603,9 @@ class Agent:
     def _give_up(self, reason: str) -> int:
         """More tries would only burn money."""
         self._reason = reason
-        ask_to_stop(self.store, StopOrder(self._reason, self.name, failed=True, log_tail=self._last_tail))
+        ask_to_stop(
+            self.store, StopOrder(self._reason, self.name, failed=True, log_tail=self._last_tail)
+        )
         return STOPPED
 
     def _max_world(self) -> int | None:
@@ -499,8 +613,11 @@ class Agent:
             try:
                 identity = json.loads(self.store.get("run.json"))  # never changes
                 micro_batch = int(identity.get("micro_batch") or 0)
-                self._room = int(identity["global_batch"]) // micro_batch if micro_batch else NO_LIMIT
-            except (NotFound, ValueError, KeyError, TypeError, AttributeError):  # not there yet, or not ours: workers say what is wrong
+                self._room = (
+                    int(identity["global_batch"]) // micro_batch if micro_batch else NO_LIMIT
+                )
+            except (NotFound, ValueError, KeyError, TypeError, AttributeError):
+                # not there yet, or not ours: workers say what is wrong
                 return None
         return None if self._room == NO_LIMIT else self._room
 
@@ -510,11 +627,25 @@ class Agent:
             path.unlink(missing_ok=True)
         self._wants.clear()
         self._entered_s = time.monotonic()
-        self._epoch, self._first_end_s, self._peer_left_s, self._waiting_since_s = epoch, None, None, None
-        self._tell(state="in", epoch=epoch.epoch, end="", failure="", failure_step=0, master_port=free_port(self.config.addr))
+        self._epoch, self._first_end_s, self._peer_left_s, self._waiting_since_s = (
+            epoch,
+            None,
+            None,
+            None,
+        )
+        self._tell(
+            state="in",
+            epoch=epoch.epoch,
+            end="",
+            failure="",
+            failure_step=0,
+            master_port=free_port(self.config.addr),
+        )
         ranks = epoch.ranks(self.name)
         self._warm_up()
-        self._workers = [self._start(epoch, rank, local_rank) for local_rank, rank in enumerate(ranks)]
+        self._workers = [
+            self._start(epoch, rank, local_rank) for local_rank, rank in enumerate(ranks)
+        ]
         if ranks.start == 0:
             self.journal.record(EpochStarted(epoch.epoch, epoch.members, epoch.world, epoch.reason))
             self._start_helpers()
@@ -522,25 +653,45 @@ class Agent:
             self._helpers["replica"].terminate()
 
     def _tell(self, **changes: Any) -> None:
-        with contextlib.suppress(StoreUnavailable):  # what we say of ourselves goes out with the next heartbeat then
+        # what we say of ourselves goes out with the next heartbeat then
+        with contextlib.suppress(StoreUnavailable):
             self.rendezvous.say(**changes)
 
     def _start(self, epoch: Epoch, rank: int, local_rank: int) -> Worker:
-        speeds = [speed for speed, n in zip(epoch.speeds, epoch.nproc, strict=True) for _ in range(n)]
+        speeds = [
+            speed for speed, n in zip(epoch.speeds, epoch.nproc, strict=True) for _ in range(n)
+        ]
         node = epoch.members.index(self.name)
         sign = self.config.node_dir / f"progress-{local_rank}"
         error_file = self.config.node_dir / f"error-{secrets.token_hex(4)}.json"
         env = {
-            "RANK": rank, "WORLD_SIZE": epoch.world, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": self.config.nproc,
-            "GROUP_RANK": node, "GROUP_WORLD_SIZE": len(epoch.members), "ROLE_RANK": rank, "ROLE_WORLD_SIZE": epoch.world,
-            "ROLE_NAME": "default", "MASTER_ADDR": epoch.addr, "MASTER_PORT": epoch.port,
-            "TORCHELASTIC_RUN_ID": "harness", "TORCHELASTIC_RESTART_COUNT": epoch.epoch - 1, "TORCHELASTIC_MAX_RESTARTS": 1_000_000,
-            "HARNESS_RUN": self.config.run, "HARNESS_REPLICA": self.config.replica,
-            "HARNESS_EPOCH": epoch.epoch, "HARNESS_MARK": self.mark_path,
-            "HARNESS_SPEEDS": json.dumps(speeds), "HARNESS_EPOCH_REASON": epoch.reason, "HARNESS_STAGE": self._uploads.stage.folder,
-            "HARNESS_PROGRESS": sign, "TORCHELASTIC_ERROR_FILE": error_file,
-        }  # fmt: skip
-        process, out = self._nursery.fork({"env": {k: str(v) for k, v in env.items()}, "argv": self.config.argv})
+            "RANK": rank,
+            "WORLD_SIZE": epoch.world,
+            "LOCAL_RANK": local_rank,
+            "LOCAL_WORLD_SIZE": self.config.nproc,
+            "GROUP_RANK": node,
+            "GROUP_WORLD_SIZE": len(epoch.members),
+            "ROLE_RANK": rank,
+            "ROLE_WORLD_SIZE": epoch.world,
+            "ROLE_NAME": "default",
+            "MASTER_ADDR": epoch.addr,
+            "MASTER_PORT": epoch.port,
+            "TORCHELASTIC_RUN_ID": "harness",
+            "TORCHELASTIC_RESTART_COUNT": epoch.epoch - 1,
+            "TORCHELASTIC_MAX_RESTARTS": 1_000_000,
+            "HARNESS_RUN": self.config.run,
+            "HARNESS_REPLICA": self.config.replica,
+            "HARNESS_EPOCH": epoch.epoch,
+            "HARNESS_MARK": self.mark_path,
+            "HARNESS_SPEEDS": json.dumps(speeds),
+            "HARNESS_EPOCH_REASON": epoch.reason,
+            "HARNESS_STAGE": self._uploads.stage.folder,
+            "HARNESS_PROGRESS": sign,
+            "TORCHELASTIC_ERROR_FILE": error_file,
+        }
+        process, out = self._nursery.fork(
+            {"env": {k: str(v) for k, v in env.items()}, "argv": self.config.argv}
+        )
         pulse = progress.Pulse(sign, self.config.hang, 2.0**self._hangs, since_s=time.monotonic())
         tail: deque[str] = deque(maxlen=TAIL_LINES)
         reader = threading.Thread(target=self._read, args=(rank, out, tail), daemon=True)
@@ -554,7 +705,8 @@ class Agent:
         return Nursery(env)
 
     def _warm_up(self) -> None:
-        """See to it that there is a warm process to fork from: the last one may have been killed."""
+        """See to it that there is a warm process to fork from: the last one may have been
+        killed."""
         if self._nursery.ended():
             self._nursery = self._new_nursery()
 
@@ -566,7 +718,7 @@ class Agent:
                 tail.append(line)
                 print(f"[{rank}] {line}", flush=True)
 
-    # ---- in an epoch -------------------------------------------------------------------------------------------
+    # ---- in an epoch -----------------------------------------------------------------------------
     def _watch_workers(self, now: float) -> int | None:
         self._say_last_words()
         if self._unfit_by_s is not None and now >= self._unfit_by_s:
@@ -578,8 +730,8 @@ class Agent:
         if not ended:
             return None
         self._first_end_s = self._first_end_s or now
-        # After a failure the others only need time to write their own error, and none once we know whose fault it is; after a
-        # planned end they may still be saving.
+        # After a failure the others only need time to write their own error, and none once we know
+        # whose fault it is; after a planned end they may still be saving.
         linger_s, evidence_s = 60.0, 0.0
         if any(c not in ORDERLY for c in ended):
             guilty = any(self._guilty(w) for w in self._workers)
@@ -587,7 +739,11 @@ class Agent:
                 self.rendezvous.mention(end=FAILING)
             linger_s = LINGER_S if guilty else 3.0
             # Only the others can prove that it was one of them; by then who is dead is known to be.
-            evidence_s = 0.0 if guilty or len(self._epoch.members) == 1 else self.config.dead_s + self.config.beat_s
+            evidence_s = (
+                0.0
+                if guilty or len(self._epoch.members) == 1
+                else self.config.dead_s + self.config.beat_s
+            )
         if len(ended) < len(codes) and now - self._first_end_s < linger_s:
             return None
         if now - self._first_end_s < evidence_s and not self._lost_member(self._epoch):
@@ -601,7 +757,11 @@ class Agent:
             if worker.process.poll() is not None:
                 continue
             worker.pulse.look(now)
-            state = progress.state_of(worker.process.pid) if now - worker.pulse.since_s > worker.pulse.bound_s(stopped=True) else ""
+            state = (
+                progress.state_of(worker.process.pid)
+                if now - worker.pulse.since_s > worker.pulse.bound_s(stopped=True)
+                else ""
+            )
             if what := worker.pulse.hung(now, state):
                 worker.hung = what
                 hung.append(worker)
@@ -609,7 +769,8 @@ class Agent:
         if hung:
             self._hangs += any(w.guilty for w in hung)
             deadline_s = time.monotonic() + DUMP_S
-            while time.monotonic() < deadline_s:  # a stopped one writes nothing; the bound is for that
+            # a stopped one writes nothing; the bound is for that
+            while time.monotonic() < deadline_s:
                 time.sleep(0.1)
         return bool(hung)
 
@@ -629,16 +790,26 @@ class Agent:
                 worker.hung,
             )
         )
-        print(f"harness run: rank {worker.rank} hangs: {worker.hung}; it is asked for its stacks, then ended", flush=True)
+        print(
+            f"harness run: rank {worker.rank} hangs: {worker.hung}; it is asked for its stacks, "
+            "then ended",
+            flush=True,
+        )
         if state != "T":
             with contextlib.suppress(ProcessLookupError):
                 worker.process.send_signal(DUMP_SIGNAL)
 
     def _say_last_words(self) -> None:
-        """Near a deadline that the workers have not met: write what is safe and what is not. They are not killed: the cloud may be late."""
+        """Near a deadline that the workers have not met: write what is safe and what is not.
+        They are not killed: the cloud may be late."""
         now_s = time.time()
         for who, (want, deadline_s) in self._wants.items():
-            if want is Want.SNAPSHOT or deadline_s is None or who in self._grace_spent or now_s < deadline_s - LAST_WORDS_S:
+            if (
+                want is Want.SNAPSHOT
+                or deadline_s is None
+                or who in self._grace_spent
+                or now_s < deadline_s - LAST_WORDS_S
+            ):
                 continue
             self._grace_spent.add(who)
             signs = [w.pulse.sign for w in self._workers if w.pulse.sign is not None]
@@ -646,12 +817,18 @@ class Agent:
             committed = -1
             with contextlib.suppress(StoreUnavailable):
                 committed = max((r.step for r in self.snapshots.refs()), default=0)
-            saving = self._uploads.busy() or any(s.place in (progress.Place.STAGING, progress.Place.SAVING) for s in signs)
+            saving = self._uploads.busy() or any(
+                s.place in (progress.Place.STAGING, progress.Place.SAVING) for s in signs
+            )
             verdict = "the workers have not reached a step boundary"
             if saving:
                 verdict = f"a snapshot is on its way and may come too late (workers at step {step})"
-            verdict += f"; step {committed} is committed" if committed >= 0 else "; the bucket is silent"
-            self.journal.record(GraceSpent(self.name, self._epoch.epoch, deadline_s, step, committed, verdict))
+            verdict += (
+                f"; step {committed} is committed" if committed >= 0 else "; the bucket is silent"
+            )
+            self.journal.record(
+                GraceSpent(self.name, self._epoch.epoch, deadline_s, step, committed, verdict)
+            )
             print(f"harness run: the deadline of {who} is here: {verdict}", flush=True)
             with contextlib.suppress(StoreUnavailable):
                 self.journal.flush()
@@ -660,9 +837,12 @@ class Agent:
         for worker in self._workers:
             worker.ended_by_us = worker.process.poll() is None
             worker.process.kill(KILL_S)
-            worker.reader.join(2.0)  # let its last words through; bounded, as a grandchild may hold the pipe open
+            # let its last words through; bounded, as a grandchild may hold the pipe open
+            worker.reader.join(2.0)
         if stuck := [w.rank for w in self._workers if w.process.returncode is None]:
-            self._unfit = self._unfit or f"rank {stuck[0]} cannot be killed: it hangs in the kernel, most likely in a driver"
+            self._unfit = self._unfit or (
+                f"rank {stuck[0]} cannot be killed: it hangs in the kernel, most likely in a driver"
+            )
         return self._workers
 
     def _leave(self, codes: list[int]) -> int | None:
@@ -670,11 +850,14 @@ class Agent:
         epoch, self._epoch, self._ready_since_s = self._epoch, NO_EPOCH, time.monotonic()
         failure, step = "", 0
         code: int | None
-        if unfit := next((w for w in self._workers if w.code == UNFIT), None):  # it cannot read what others can
+        # it cannot read what others can
+        if unfit := next((w for w in self._workers if w.code == UNFIT), None):
             self._unfit = self._unfit or unfit.failure()[1]
-        if self._unfit and any(c not in (FINISHED, RESIZE, DRAINED, STOPPED) for c in codes):  # killed by us, or by their GPU
+        # killed by us, or by their GPU
+        if self._unfit and any(c not in (FINISHED, RESIZE, DRAINED, STOPPED) for c in codes):
             why, code = "unfit", UNFIT
-        elif self._leaving and not self._attached():  # it heard the notice in its own way; whether it is done only it knows
+        elif self._leaving and not self._attached():
+            # it heard the notice in its own way; whether it is done only it knows
             why, code = "drained", self._gone_code()
         elif all(c == FINISHED for c in codes):
             why, code = self._well_ended(epoch)
@@ -689,7 +872,8 @@ class Agent:
         else:
             why, failure = self._diagnose(epoch)
             code = None
-            with contextlib.suppress(StoreUnavailable):  # then the failure counts as one at the start
+            # then the failure counts as one at the start
+            with contextlib.suppress(StoreUnavailable):
                 committed = max((r.step for r in self.snapshots.refs()), default=0)
                 step = committed if failure else 0
                 self._count_fruitless(committed)
@@ -712,14 +896,16 @@ class Agent:
         return code
 
     def _count_fruitless(self, committed: int) -> None:
-        """An epoch of ours was broken off. Without a controller nobody else counts what commits nothing."""
+        """An epoch of ours was broken off. Without a controller nobody else counts what commits
+        nothing."""
         unseen = not self._attached() and time.monotonic() - self._entered_s >= FRUITLESS_S
         self._fruitless = 1 if unseen or committed > self._fruitful_step else self._fruitless + 1
         self._fruitful_step = max(self._fruitful_step, committed)
 
     @staticmethod
     def _suspect(worker: Worker) -> bool:
-        """Has it failed as workers do whose peer was lost? Its words prove nothing: see `_lost_member`."""
+        """Has it failed as workers do whose peer was lost? Its words prove nothing: see
+        `_lost_member`."""
         if worker.hung or worker.process.poll() in (None, *ORDERLY):
             return False
         kind, text = worker.failure()
@@ -730,34 +916,46 @@ class Agent:
         return worker.process.poll() not in (None, *ORDERLY) and not self._suspect(worker)
 
     def _lost_member(self, epoch: Epoch) -> str:
-        """Another member of this epoch that is dead, gone, or has failed, or whose line fell; "": all are fine, as far as can be told."""
+        """Another member of this epoch that is dead, gone, or has failed, or whose line fell;
+        "": all are fine, as far as can be told."""
         with contextlib.suppress(StoreUnavailable):
             for m in self.rendezvous.watch(epoch.members):
                 if m.member == self.name or m.end == "finished":
                     continue
-                left = m.epoch > epoch.epoch or (m.epoch == epoch.epoch and (m.state == "ready" or m.end == FAILING))
+                left = m.epoch > epoch.epoch or (
+                    m.epoch == epoch.epoch and (m.state == "ready" or m.end == FAILING)
+                )
                 heard = self._lines.heard(m.member)
                 if left or m.state in ("gone", "dead") or (heard.seen and not heard.up):
                     return m.member
         return ""
 
     def _diagnose(self, epoch: Epoch) -> tuple[str, str]:
-        """Who failed and who is only a victim: ("failed" | "killed" | "peer-lost", signature of our own failure).
+        """Who failed and who is only a victim: ("failed" | "killed" | "peer-lost", signature of our
+        own failure).
 
-        A victim is one whose error looks like it *and* beside whom somebody else was lost: another worker of this node, or a member.
+        A victim is one whose error looks like it *and* beside whom somebody else was lost: another
+        worker of this node, or a member.
         """
-        failed = [w for w in self._workers if w.code not in (FINISHED, RESIZE) and (w.hung or not w.ended_by_us)]
+        failed = [
+            w
+            for w in self._workers
+            if w.code not in (FINISHED, RESIZE) and (w.hung or not w.ended_by_us)
+        ]
         suspects = [w for w in failed if self._suspect(w)]
         victims = {w.rank for w in [*suspects, *(w for w in failed if w.hung and not w.guilty)]}
         if suspects and len(suspects) == len(failed) and not self._lost_member(epoch):
-            victims.discard(min(suspects, key=lambda w: w.failed_s).rank)  # nobody else was lost before it, so it was the first
+            # nobody else was lost before it, so it was the first
+            victims.discard(min(suspects, key=lambda w: w.failed_s).rank)
         verdict, signature = "peer-lost", ""
         for worker in failed:
             code, victim = worker.code, worker.rank in victims
             kind, text = worker.failure()
             kind, text = ("PeerLost", text[:200]) if victim else (kind, text[:2000])
             tail = "\n".join(worker.tail)
-            self.journal.record(WorkerFailed(self.name, epoch.epoch, worker.rank, code, kind, text, tail))
+            self.journal.record(
+                WorkerFailed(self.name, epoch.epoch, worker.rank, code, kind, text, tail)
+            )
             if victim:
                 continue
             if not signature:
@@ -771,11 +969,13 @@ class Agent:
         refs = self.snapshots.refs()
         try:
             return bool(refs) and bool(self.snapshots.ended(self.snapshots.load(refs[0])))
-        except (NotFound, SnapshotCorrupt):  # pruned just now, or damaged: workers will find what is good, and what it says
+        except (NotFound, SnapshotCorrupt):
+            # pruned just now, or damaged: workers will find what is good, and what it says
             return False
 
     def _well_ended(self, epoch: Epoch) -> tuple[str, int]:
-        """All our workers ended with status 0: how the epoch ended, and our exit code. The node of rank 0 answers for the run."""
+        """All our workers ended with status 0: how the epoch ended, and our exit code. The node
+        of rank 0 answers for the run."""
         if self.name != epoch.members[0]:
             return "finished", FINISHED
         give_up_s = time.monotonic() + self.config.wait_limit_s
@@ -785,7 +985,8 @@ class Agent:
                     self._finish_for_script(epoch)
                 elif not self._is_over():
                     reason = (
-                        "the script exited 0 before the run's last step was committed as such: let it end by itself (no os._exit), or call "
+                        "the script exited 0 before the run's last step was committed as such: let "
+                        "it end by itself (no os._exit), or call "
                         "run.finish() after its last step"
                     )
                     return "unfinished", self._give_up(reason)
@@ -796,8 +997,9 @@ class Agent:
                 time.sleep(1.0)
 
     def _finish_for_script(self, epoch: Epoch) -> None:
-        """A script without a session has ended well: commit that, since progress is what is committed. Snapshots that it made in its
-        own way are not touched: the run ends with the newest of them, or else with an empty one of all ranks."""
+        """A script without a session has ended well: commit that, since progress is what is
+        committed. Snapshots that it made in its own way are not touched: the run ends with the
+        newest of them, or else with an empty one of all ranks."""
         why = "the script exited 0"
         if refs := self.snapshots.refs():
             self.snapshots.end(refs[0], why)
@@ -805,7 +1007,9 @@ class Agent:
         ref = Ref(epoch=epoch.epoch, step=0)
         data = {"final": True, "ended": why, "samples": None, "parent": ""}
         for rank in range(epoch.world):
-            self.snapshots.write(ref, rank, epoch.world, {}, {}, data if rank == 0 else {}, token=self.name)
+            self.snapshots.write(
+                ref, rank, epoch.world, {}, {}, data if rank == 0 else {}, token=self.name
+            )
         self.snapshots.commit(ref, epoch.world)
 
     def _watch_peers(self, now: float) -> int | None:
@@ -819,20 +1023,32 @@ class Agent:
         fence_s = FENCE_S if self._lines.all_up() else self.config.tick_s
         if self._due("fence", now, fence_s) and self.rendezvous.newest().epoch > epoch.epoch:
             return self._abandon("a newer epoch exists without us")
-        first = next(n for n in epoch.members if n == self.name or n not in self._absent) == self.name
-        everybody = {m.member: m for m in (self.rendezvous.look() if first else self.rendezvous.watch(epoch.members))}
+        first = (
+            next(n for n in epoch.members if n == self.name or n not in self._absent) == self.name
+        )
+        everybody = {
+            m.member: m
+            for m in (self.rendezvous.look() if first else self.rendezvous.watch(epoch.members))
+        }
         self._absent = {n for n, m in everybody.items() if m.state in ("gone", "dead")}
         peers = [everybody[n] for n in epoch.members if n != self.name and n in everybody]
         if dead := [p.member for p in peers if p.state == "dead"]:
             return self._abandon(f"lost {', '.join(dead)}")
-        if absent := [p.member for p in peers if p.state == "gone" and p.epoch < epoch.epoch]:  # told to go between its seal and its start
+        # told to go between its seal and its start
+        if absent := [p.member for p in peers if p.state == "gone" and p.epoch < epoch.epoch]:
             return self._abandon(f"{', '.join(absent)} went before its workers began", RESIZE)
-        left = [p for p in peers if p.epoch > epoch.epoch or (p.state in ("ready", "gone") and p.end != "finished")]
+        left = [
+            p
+            for p in peers
+            if p.epoch > epoch.epoch or (p.state in ("ready", "gone") and p.end != "finished")
+        ]
         if left:
             self._peer_left_s = self._peer_left_s or now
             planned = all(p.end in ("resize", "drained", "stopped", "") for p in left)
             if now - self._peer_left_s > (30.0 if planned else PEER_LEFT_S):
-                return self._abandon(f"{left[0].member} has left this epoch and our workers did not notice")
+                return self._abandon(
+                    f"{left[0].member} has left this epoch and our workers did not notice"
+                )
         self._invite(now, epoch, list(everybody.values()))
         return None
 
@@ -843,7 +1059,8 @@ class Agent:
         return self._leave([code] * len(self._workers))
 
     def _invite(self, now: float, epoch: Epoch, everybody: list[Member]) -> None:
-        """The first living member of the epoch asks for a bigger world when somebody fitting waits to get in."""
+        """The first living member of the epoch asks for a bigger world when somebody fitting
+        waits to get in."""
         alive = [m for m in everybody if m.state not in ("gone", "dead")]
         first = next((n for n in epoch.members if any(m.member == n for m in alive)), None)
         room = self._max_world()
@@ -881,20 +1098,27 @@ class Agent:
         if self.config.attempt and f"{LEAVE}{self.config.attempt:06d}.json" in keys:
             self._must_leave("released", "leave", None)
 
-    # ---- helpers -----------------------------------------------------------------------------------------------
+    # ---- helpers ---------------------------------------------------------------------------------
     def _start_helpers(self) -> None:
         c, commands = self.config, dict[str, list[str]]()
         if c.trackers:
             commands["trackers"] = [c.run, "--trackers", c.trackers]
         if c.replica:
-            commands["replica"] = [c.run, c.replica, *([] if c.replica_cap_usd is None else ["--cap-usd", str(c.replica_cap_usd)])]
+            commands["replica"] = [
+                c.run,
+                c.replica,
+                *([] if c.replica_cap_usd is None else ["--cap-usd", str(c.replica_cap_usd)]),
+            ]
             commands["replica"] += ["--here", c.place] if c.place else []
         for name, words in commands.items():
             if name in self._helpers and self._helpers[name].poll() is None:
                 continue
             with open(c.node_dir / f"{name}.log", "ab") as log:
                 self._helpers[name] = subprocess.Popen(
-                    [sys.executable, "-m", HELPERS[name], *words], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                    [sys.executable, "-m", HELPERS[name], *words],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
                 )
 
     def _end_helpers(self, wait_s: float) -> None:

@@ -9,7 +9,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from harness.agent.notices import Notice
-from harness.agent.polling import ANSWERLESS, REFRESH_BEFORE_S, TOKEN_TTL_S, TOKENLESS_S, Endpoint, Polled, hashed, utc
+from harness.agent.polling import (
+    ANSWERLESS,
+    REFRESH_BEFORE_S,
+    TOKEN_TTL_S,
+    TOKENLESS_S,
+    Endpoint,
+    Polled,
+    hashed,
+    utc,
+)
 
 if TYPE_CHECKING:
     from harness.agent.polling import Parser, Reply
@@ -17,9 +26,10 @@ if TYPE_CHECKING:
 AWS_V4, AWS_V6 = "http://169.254.169.254", "http://[fd00:ec2::254]"
 
 
-# ---- AWS --------------------------------------------------------------------------------------------------------
+# ---- AWS -----------------------------------------------------------------------------------------
 class AwsSource(Polled):
-    """EC2: spot interruption (kill), rebalance recommendation (soft) and scheduled events (maintenance), over IMDSv2."""
+    """EC2: spot interruption (kill), rebalance recommendation (soft) and scheduled events
+    (maintenance), over IMDSv2."""
 
     name = "aws"
 
@@ -41,7 +51,10 @@ class AwsSource(Polled):
 
     def poll(self) -> Sequence[Notice]:
         now = self._monotonic()
-        paths: list[tuple[str, Parser]] = [("spot/instance-action", interruption), ("events/recommendations/rebalance", rebalance)]
+        paths: list[tuple[str, Parser]] = [
+            ("spot/instance-action", interruption),
+            ("events/recommendations/rebalance", rebalance),
+        ]
         if now >= self._maintenance_due_s:
             paths.append(("events/maintenance/scheduled", maintenance))
         for path, read in paths:
@@ -52,10 +65,13 @@ class AwsSource(Polled):
         return [notice for notices in self._known.values() for notice in notices]
 
     def _learn(self, path: str, read: Parser) -> bool:
-        """Ask for one kind of notice. Without an answer, or with nonsense, what was in force stays so. False: silence."""
+        """Ask for one kind of notice. Without an answer, or with nonsense, what was in force
+        stays so. False: silence."""
         try:
             reply = self._get(f"/latest/meta-data/{path}")
-            self._known[path] = () if reply.status == 404 else self._on_our_clock(read(reply.body), reply.skew_s)
+            self._known[path] = (
+                () if reply.status == 404 else self._on_our_clock(read(reply.body), reply.skew_s)
+            )
         except ANSWERLESS as e:
             self._unheard(f"/{path}", e)
             return not isinstance(e, (OSError, http.client.HTTPException))
@@ -83,7 +99,9 @@ class AwsSource(Polled):
             return ""
         ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)}
         try:
-            reply = self._endpoint.request("PUT", "/latest/api/token", ttl, timeout_s=self._timeout_s)
+            reply = self._endpoint.request(
+                "PUT", "/latest/api/token", ttl, timeout_s=self._timeout_s
+            )
         except TimeoutError:
             # The hop limit swallows the token's way back into a container; IMDSv1 may still answer.
             self.errors += 1
@@ -100,17 +118,42 @@ def interruption(body: str) -> tuple[Notice, ...]:
     action = str(said["action"])
     # A hibernating instance is taken at once; the time is when the notice began.
     deadline_s = None if action == "hibernate" else utc(said["time"])
-    return (Notice("aws", "kill", hashed("aws-itn", body), deadline_s, False, f"spot {action} at {said['time']}"),)
+    return (
+        Notice(
+            "aws",
+            "kill",
+            hashed("aws-itn", body),
+            deadline_s,
+            False,
+            f"spot {action} at {said['time']}",
+        ),
+    )
 
 
 def rebalance(body: str) -> tuple[Notice, ...]:
     noticed = json.loads(body)["noticeTime"]
-    return (Notice("aws", "soft", hashed("aws-rebalance", body), None, False, f"rebalance recommended at {noticed}"),)
+    return (
+        Notice(
+            "aws",
+            "soft",
+            hashed("aws-rebalance", body),
+            None,
+            False,
+            f"rebalance recommended at {noticed}",
+        ),
+    )
 
 
 def maintenance(body: str) -> tuple[Notice, ...]:
     return tuple(
-        Notice("aws", "maintenance", str(e["EventId"]), utc(e["NotBefore"]), True, f"{e.get('Code', '')}: {e.get('Description', '')}")
+        Notice(
+            "aws",
+            "maintenance",
+            str(e["EventId"]),
+            utc(e["NotBefore"]),
+            True,
+            f"{e.get('Code', '')}: {e.get('Description', '')}",
+        )
         for e in json.loads(body)
         if e.get("State", "active") == "active"
     )

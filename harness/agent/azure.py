@@ -14,13 +14,20 @@ if TYPE_CHECKING:
     from harness.agent.polling import Reply
 
 AZURE = "http://169.254.169.254"
-# ---- Azure ------------------------------------------------------------------------------------------------------
-AZURE_KINDS = {"Preempt": "kill", "Terminate": "kill", "Reboot": "maintenance", "Redeploy": "maintenance", "Freeze": "soft"}
+# ---- Azure ---------------------------------------------------------------------------------------
+AZURE_KINDS = {
+    "Preempt": "kill",
+    "Terminate": "kill",
+    "Reboot": "maintenance",
+    "Redeploy": "maintenance",
+    "Freeze": "soft",
+}
 AZURE_VERSION, AZURE_NAME_VERSION = "2020-07-01", "2021-02-01"
 
 
 class AzureSource(Polled):
-    """Scheduled Events of a virtual machine. Can tell Azure to go ahead, and tells it nothing that concerns other machines."""
+    """Scheduled Events of a virtual machine. Can tell Azure to go ahead, and tells it nothing
+    that concerns other machines."""
 
     name = "azure"
 
@@ -30,12 +37,17 @@ class AzureSource(Polled):
         *,
         pace_s: float = 0.5,
         timeout_s: float = 2.0,
-        first_timeout_s: float = 130.0,  # the first call ever switches the service on, which takes up to two minutes
+        # the first call ever switches the service on, which takes up to two minutes
+        first_timeout_s: float = 130.0,
         speaks_for_all: bool = False,
         now: Callable[[], float] = time.time,
     ):
         super().__init__(Endpoint(endpoint, now=now), pace_s, timeout_s)
-        self._first_timeout_s, self._answered, self._speaks_for_all = first_timeout_s, False, speaks_for_all
+        self._first_timeout_s, self._answered, self._speaks_for_all = (
+            first_timeout_s,
+            False,
+            speaks_for_all,
+        )
         self._own_name = ""
         self._incarnation: int | None = None
         self._known: tuple[Notice, ...] = ()
@@ -46,9 +58,13 @@ class AzureSource(Polled):
             document = json.loads(reply.body)
             if int(document["DocumentIncarnation"]) != self._incarnation:
                 before, name = {n.id: n for n in self._known}, self._name()
-                fresh = self._on_our_clock(azure_events(document, name, self._speaks_for_all), reply.skew_s)
+                fresh = self._on_our_clock(
+                    azure_events(document, name, self._speaks_for_all), reply.skew_s
+                )
                 # An event that has started tells its time no more.
-                self._known = tuple(before[n.id] if n.deadline_s is None and n.id in before else n for n in fresh)
+                self._known = tuple(
+                    before[n.id] if n.deadline_s is None and n.id in before else n for n in fresh
+                )
                 self._incarnation = int(document["DocumentIncarnation"]) if name else None
         except ANSWERLESS as e:
             self._incarnation = None  # another service may count from one again
@@ -88,19 +104,38 @@ class AzureSource(Polled):
         return reply
 
 
-def azure_events(document: Mapping[str, Any], own_name: str, speaks_for_all: bool = False) -> tuple[Notice, ...]:
-    """The events that name this machine (any event, if its name is unknown). An acknowledgement starts the event for all machines that
-    it names, so only the first of them gives it, and only if they are all ours."""
+def azure_events(
+    document: Mapping[str, Any], own_name: str, speaks_for_all: bool = False
+) -> tuple[Notice, ...]:
+    """The events that name this machine (any event, if its name is unknown). An acknowledgement
+    starts the event for all machines that it names, so only the first of them gives it, and only if
+    they are all ours."""
     found = []
     for e in document["Events"]:
         named = [str(r) for r in e.get("Resources") or []]
         if named and own_name and own_name.lower() not in (r.lower() for r in named):
             continue
         kind, name = AZURE_KINDS.get(e["EventType"], "soft"), str(e["EventId"])
-        detail = f"{e['EventType']}: {e.get('Description') or e.get('EventSource') or ''}".rstrip(": ")
+        detail = f"{e['EventType']}: {e.get('Description') or e.get('EventSource') or ''}".rstrip(
+            ": "
+        )
         deadline_s = utc(e["NotBefore"]) if e.get("NotBefore") and kind != "soft" else None
         alone = [r.lower() for r in named] == [own_name.lower()]
-        leads = alone or (speaks_for_all and bool(own_name) and own_name.lower() == min(r.lower() for r in named))
+        leads = alone or (
+            speaks_for_all and bool(own_name) and own_name.lower() == min(r.lower() for r in named)
+        )
         pause, scope = kind == "soft", "self" if alone else "others"
-        found.append(Notice("azure", kind, name, deadline_s, True, detail, scope, pause, acknowledge=leads and not pause))
+        found.append(
+            Notice(
+                "azure",
+                kind,
+                name,
+                deadline_s,
+                True,
+                detail,
+                scope,
+                pause,
+                acknowledge=leads and not pause,
+            )
+        )
     return tuple(found)

@@ -11,16 +11,18 @@ from harness.agent.notices import Notice
 from harness.agent.polling import ANSWERLESS, Endpoint, Polled
 
 GCP_HOST = "metadata.google.internal"
-# ---- GCP --------------------------------------------------------------------------------------------------------
+# ---- GCP -----------------------------------------------------------------------------------------
 PREEMPTED, MAINTENANCE_EVENT = "instance/preempted", "instance/maintenance-event"
 GCP_KILL_S = 30.0  # from TRUE to the end, best effort
 GCP_TERMINATE_S = {True: 3600.0, False: 60.0}  # from the notice to the end, with a GPU and without
 
 
 class GcpSource(Polled):
-    """One value of Compute Engine's metadata server, heard of at the moment of its change by a GET that hangs until then.
+    """One value of Compute Engine's metadata server, heard of at the moment of its change by a GET
+    that hangs until then.
 
-    GCP tells no times: they follow from when the value changed, if we saw that. A value that was there before us says only: at once.
+    GCP tells no times: they follow from when the value changed, if we saw that. A value that was
+    there before us says only: at once.
     """
 
     name = "gcp"
@@ -32,7 +34,8 @@ class GcpSource(Polled):
         *,
         gpu: bool = True,
         hang_s: float = 60.0,
-        pace_s: float = 0.1,  # between two hanging GETs: a server that does not hang must not be stormed
+        # between two hanging GETs: a server that does not hang must not be stormed
+        pace_s: float = 0.1,
         timeout_s: float = 2.0,
         now: Callable[[], float] = time.time,
     ):
@@ -43,14 +46,24 @@ class GcpSource(Polled):
 
     def poll(self) -> Sequence[Notice]:
         # The first answer after a silence must come at once: only then is it known what we missed.
-        hang = f"?wait_for_change=true&timeout_sec={self._hang_s:g}&last_etag={quote(self._etag)}" if self._etag else ""
+        hang = (
+            f"?wait_for_change=true&timeout_sec={self._hang_s:g}&last_etag={quote(self._etag)}"
+            if self._etag
+            else ""
+        )
         limit_s = self._timeout_s + (self._hang_s if self._etag else 0.0)
         try:
             reply = self._endpoint.request(
-                "GET", f"/computeMetadata/v1/{self._path}{hang}", {"Metadata-Flavor": "Google"}, timeout_s=limit_s
+                "GET",
+                f"/computeMetadata/v1/{self._path}{hang}",
+                {"Metadata-Flavor": "Google"},
+                timeout_s=limit_s,
             )
             if reply.status != 200 or reply.headers.get("metadata-flavor") != "Google":
-                raise ValueError(f"status {reply.status}, Metadata-Flavor {reply.headers.get('metadata-flavor')!r}")
+                raise ValueError(
+                    f"status {reply.status}, Metadata-Flavor "
+                    f"{reply.headers.get('metadata-flavor')!r}"
+                )
             self._take(reply.body.strip())
         except ANSWERLESS as e:
             self._etag = ""
@@ -65,9 +78,14 @@ class GcpSource(Polled):
     def _take(self, value: str) -> None:
         if value == self._value:
             return
-        saw_it_change, fresh = bool(self._value), gcp_value(self._path, value, self._gpu, self._now())
+        saw_it_change, fresh = (
+            bool(self._value),
+            gcp_value(self._path, value, self._gpu, self._now()),
+        )
         if not saw_it_change:
-            fresh = tuple(replace(n, deadline_s=None) if n.kind == "maintenance" else n for n in fresh)
+            fresh = tuple(
+                replace(n, deadline_s=None) if n.kind == "maintenance" else n for n in fresh
+            )
         self._value, self._known = value, fresh
 
 
@@ -81,8 +99,18 @@ def gcp_value(path: str, value: str, gpu: bool, since_s: float) -> tuple[Notice,
             return (Notice("gcp", "kill", name, since_s + GCP_KILL_S, False, "preempted"),)
         case (_, "NONE") if path == MAINTENANCE_EVENT:
             return ()
-        case (_, "MIGRATE_ON_HOST_MAINTENANCE") if path == MAINTENANCE_EVENT:  # a pause; machines with GPUs are never migrated
+        # a pause; machines with GPUs are never migrated
+        case (_, "MIGRATE_ON_HOST_MAINTENANCE") if path == MAINTENANCE_EVENT:
             return (Notice("gcp", "soft", name, None, True, "live migration", pause=True),)
         case (_, "TERMINATE_ON_HOST_MAINTENANCE") if path == MAINTENANCE_EVENT:
-            return (Notice("gcp", "maintenance", name, since_s + GCP_TERMINATE_S[gpu], True, "host maintenance"),)
+            return (
+                Notice(
+                    "gcp",
+                    "maintenance",
+                    name,
+                    since_s + GCP_TERMINATE_S[gpu],
+                    True,
+                    "host maintenance",
+                ),
+            )
     raise ValueError(f"{path} is {value!r}")

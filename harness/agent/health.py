@@ -1,9 +1,11 @@
-"""GPU health: what the driver reports through NVML, and what is done about it. Runs beside the node agent.
+"""GPU health: what the driver reports through NVML, and what is done about it. Runs beside the node
+agent.
 
-NVML calls can hang for as long as the GPU is sick, so they are made in a process of their own (`python -m harness.agent.health`),
-which writes one line of JSON per look; silence for `silent_s` is a finding as well. `judge` is pure; `FakeNvml` is a
-stand-in for the library that is driven by a file (`harness run --gpu-health FILE`), for drills and users' tests.
-Knows nothing of torch, workers or the bucket.
+NVML calls can hang for as long as the GPU is sick, so they are made in a process of their own
+(`python -m harness.agent.health`), which writes one line of JSON per look; silence for `silent_s`
+is a finding as well. `judge` is pure; `FakeNvml` is a stand-in for the library that is driven by a
+file (`harness run --gpu-health FILE`), for drills and users' tests. Knows nothing of torch, workers
+or the bucket.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from harness.core import tables
 
 LOOK_EVERY_S = 5.0  # ECC counters, recovery action, clocks; XIDs come as events at once
 SILENT_S = 60.0  # a look that takes longer has hung in the driver
-REPEATS, REPEAT_WITHIN_S = 3, 86400.0  # so many counted errors on one GPU within a day: the GPU is at fault, not the program
+# so many counted errors on one GPU within a day: the GPU is at fault, not the program
+REPEATS, REPEAT_WITHIN_S = 3, 86400.0
 SLOW_LOOKS = 24  # two minutes of a hardware slowdown
 
 RECOVERY = {
@@ -75,12 +78,16 @@ class Verdict:
 
 def xid_table() -> dict[int, tuple[Action, str]]:
     """XID -> what is done, what it means. Package data; its sources stand in the file."""
-    return {int(row["xid"]): (Action[row["action"].upper()], row["name"]) for row in tables.rows("xids.csv")}
+    return {
+        int(row["xid"]): (Action[row["action"].upper()], row["name"])
+        for row in tables.rows("xids.csv")
+    }
 
 
 @dataclass
 class Judge:
-    """From findings to verdicts; remembers what must be counted. An unknown XID is counted, not ignored."""
+    """From findings to verdicts; remembers what must be counted. An unknown XID is counted, not
+    ignored."""
 
     table: dict[int, tuple[Action, str]] = field(default_factory=xid_table)
     _counted: dict[str, deque[float]] = field(default_factory=dict)  # GPU -> times
@@ -100,10 +107,19 @@ class Judge:
                     return self._count(found, meaning, now_s)
                 return Verdict(found, action, meaning)
             case "ecc":
-                return Verdict(found, Action.KILL, "uncorrectable ECC errors since the driver was loaded have grown")
+                return Verdict(
+                    found,
+                    Action.KILL,
+                    "uncorrectable ECC errors since the driver was loaded have grown",
+                )
             case "recovery":
-                # Peer-to-peer alone can wait for a boundary as well; every action needs a node without us on it.
-                return Verdict(found, Action.DRAIN, f"the driver asks for: {RECOVERY.get(found.value, f'action {found.value}')}")
+                # Peer-to-peer alone can wait for a boundary as well; every action needs a node
+                # without us on it.
+                return Verdict(
+                    found,
+                    Action.DRAIN,
+                    f"the driver asks for: {RECOVERY.get(found.value, f'action {found.value}')}",
+                )
             case "remap":
                 if found.value:
                     return Verdict(found, Action.DRAIN, "row remapping failed")
@@ -111,7 +127,9 @@ class Judge:
             case "lost":
                 return Verdict(found, Action.KILL, "the GPU has fallen off the bus")
             case "slow":
-                return Verdict(found, Action.COUNT, "clocks are held down by the hardware (thermal or power)")
+                return Verdict(
+                    found, Action.COUNT, "clocks are held down by the hardware (thermal or power)"
+                )
             case "silent":
                 return Verdict(found, Action.DRAIN, "the driver does not answer any more")
         return Verdict(found, Action.COUNT, "unknown finding")
@@ -122,32 +140,40 @@ class Judge:
         while times[0] < now_s - REPEAT_WITHIN_S:
             times.popleft()
         if len(times) >= REPEATS:
-            return Verdict(found, Action.DRAIN, f"{meaning}; {len(times)} such errors on this GPU within a day")
+            return Verdict(
+                found, Action.DRAIN, f"{meaning}; {len(times)} such errors on this GPU within a day"
+            )
         return Verdict(found, Action.COUNT, meaning)
 
 
-# ---- looking (in the probe process) -----------------------------------------------------------------------------------
+# ---- looking (in the probe process) --------------------------------------------------------------
 class Probe:
-    """Reads NVML. `nvml` is the module `pynvml` or a `FakeNvml`. Raises `nvml.NVMLError` when there is no driver."""
+    """Reads NVML. `nvml` is the module `pynvml` or a `FakeNvml`. Raises `nvml.NVMLError` when
+    there is no driver."""
 
     def __init__(self, nvml: Any):
         self.nvml = nvml
         nvml.nvmlInit()
-        self._gpus = {i: nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())}
+        self._gpus = {
+            i: nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())
+        }
         self._names = {i: _text(nvml.nvmlDeviceGetUUID(h)) for i, h in self._gpus.items()}
         self._ecc: dict[int, int] = {}  # GPU -> uncorrected errors at the last look
         self._slow: dict[int, int] = {}  # GPU -> looks in a row
         self._lost: set[int] = set()
         self._events = nvml.nvmlEventSetCreate()
         for i, handle in self._gpus.items():
-            self._asked(i, nvml.nvmlDeviceRegisterEvents, handle, XID_EVENT | DOUBLE_BIT_EVENT, self._events)
+            self._asked(
+                i, nvml.nvmlDeviceRegisterEvents, handle, XID_EVENT | DOUBLE_BIT_EVENT, self._events
+            )
 
     @property
     def names(self) -> list[str]:
         return list(self._names.values())
 
     def _asked(self, gpu: int, call: Callable[..., Any], *arguments: Any) -> Any:
-        """What the call gives; None where this GPU or driver has no such thing. Notes a lost GPU."""
+        """What the call gives; None where this GPU or driver has no such thing. Notes a lost
+        GPU."""
         try:
             return call(*arguments)
         except self.nvml.NVMLError as e:
@@ -185,10 +211,17 @@ class Probe:
             if (field_id := getattr(n, RECOVERY_FIELD, None)) is not None:
                 values = self._asked(i, n.nvmlDeviceGetFieldValues, handle, [field_id])
                 if values is not None and values[0].nvmlReturn == 0 and values[0].value.uiVal != 0:
-                    yield Finding(name, f"recovery {values[0].value.uiVal}", int(values[0].value.uiVal))
+                    yield Finding(
+                        name, f"recovery {values[0].value.uiVal}", int(values[0].value.uiVal)
+                    )
             rows = self._asked(i, n.nvmlDeviceGetRemappedRows, handle)
             if rows is not None and (rows[2] or rows[3]):
-                yield Finding(name, f"remap {int(bool(rows[3]))}", int(bool(rows[3])), f"pending {rows[2]}, failed {rows[3]}")
+                yield Finding(
+                    name,
+                    f"remap {int(bool(rows[3]))}",
+                    int(bool(rows[3])),
+                    f"pending {rows[2]}, failed {rows[3]}",
+                )
             reasons = self._asked(i, n.nvmlDeviceGetCurrentClocksEventReasons, handle)
             self._slow[i] = self._slow.get(i, 0) + 1 if reasons and reasons & HW_SLOWDOWN else 0
             if self._slow[i] == SLOW_LOOKS:
@@ -216,17 +249,26 @@ def watch(nvml: Any, out: IO[str], look_every_s: float = LOOK_EVERY_S) -> None:
         print(file=out, flush=True)
 
 
-# ---- the agent's side -------------------------------------------------------------------------------------------------
+# ---- the agent's side ----------------------------------------------------------------------------
 class Monitor:
-    """Runs the probe process and reads it. `on_verdict` is called from a thread of its own, for everything but IGNORE of nothing."""
+    """Runs the probe process and reads it. `on_verdict` is called from a thread of its own, for
+    everything but IGNORE of nothing."""
 
-    def __init__(self, words: list[str], on_verdict: Callable[[Verdict], None], silent_s: float = SILENT_S):
+    def __init__(
+        self, words: list[str], on_verdict: Callable[[Verdict], None], silent_s: float = SILENT_S
+    ):
         self._on_verdict, self._silent_s, self._judge = on_verdict, silent_s, Judge()
         self._heard_s, self._gpus, self._over = time.monotonic(), 0, threading.Event()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "harness.agent.health", *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "harness.agent.health", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
         )
-        self._threads = [threading.Thread(target=f, name="health", daemon=True) for f in (self._read, self._listen_for_silence)]
+        self._threads = [
+            threading.Thread(target=f, name="health", daemon=True)
+            for f in (self._read, self._listen_for_silence)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -256,7 +298,8 @@ class Monitor:
             self._on_verdict(verdict)
 
     def stop(self) -> None:
-        """A probe that hangs in the driver cannot be killed, so it is not waited for longer than a moment."""
+        """A probe that hangs in the driver cannot be killed, so it is not waited for longer
+        than a moment."""
         self._over.set()
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -269,14 +312,17 @@ class NoMonitor:
     def stop(self) -> None: ...
 
 
-def start(what: str, on_verdict: Callable[[Verdict], None], silent_s: float = SILENT_S) -> Monitor | NoMonitor:
-    """`what`: "off"; "auto": by NVML where there is a driver; else the path of a FakeNvml's file."""
+def start(
+    what: str, on_verdict: Callable[[Verdict], None], silent_s: float = SILENT_S
+) -> Monitor | NoMonitor:
+    """`what`: "off"; "auto": by NVML where there is a driver; else the path of a FakeNvml's
+    file."""
     if what == "off" or (what == "auto" and not Path("/proc/driver/nvidia/version").exists()):
         return NoMonitor()
     return Monitor([] if what == "auto" else ["--fake", what], on_verdict, silent_s)
 
 
-# ---- the fake ---------------------------------------------------------------------------------------------------------
+# ---- the fake ------------------------------------------------------------------------------------
 class FakeNvmlError(Exception):
     def __init__(self, value: int):
         super().__init__(f"NVML error {value}")
@@ -302,9 +348,11 @@ class _FieldValue:
 
 
 class FakeNvml:
-    """The part of `pynvml` that the probe uses, told what to show by the lines of a file, which may grow at any time:
+    """The part of `pynvml` that the probe uses, told what to show by the lines of a file, which may
+    grow at any time:
 
-    {"gpus": 8}   {"gpu": 0, "xid": 79}   {"gpu": 0, "ecc": 1}   {"gpu": 0, "recovery": 2}   {"gpu": 0, "remap": [1, 0]}
+    {"gpus": 8}   {"gpu": 0, "xid": 79}   {"gpu": 0, "ecc": 1}   {"gpu": 0, "recovery": 2}   {"gpu":
+                  0, "remap": [1, 0]}
     {"gpu": 0, "lost": true}   {"gpu": 0, "clocks": 64}   {"hang": true}
     """
 

@@ -15,9 +15,10 @@ from harness.agent.polling import ANSWERLESS, Endpoint, Polled, log, utc
 if TYPE_CHECKING:
     from harness.agent.polling import Parser
 
-# ---- Kubernetes -------------------------------------------------------------------------------------------------
+# ---- Kubernetes ----------------------------------------------------------------------------------
 ACCOUNT = "var/run/secrets/kubernetes.io/serviceaccount"
-# taint -> kind, seconds from its timeAdded to the end (None: not known). Who puts them there: docs/NOTICES.md.
+# taint -> kind, seconds from its timeAdded to the end (None: not known). Who puts them there:
+# docs/NOTICES.md.
 TAINTS: dict[str, tuple[str, float | None]] = {
     "aws-node-termination-handler/spot-itn": ("kill", 120.0),
     "aws-node-termination-handler/asg-lifecycle-termination": ("kill", None),
@@ -33,7 +34,8 @@ TAINTS: dict[str, tuple[str, float | None]] = {
 
 
 class KubernetesSource(Polled):
-    """What the API server says of our pod (it is being deleted) and of our node (taints), as far as the service account may read it."""
+    """What the API server says of our pod (it is being deleted) and of our node (taints), as
+    far as the service account may read it."""
 
     name = "kubernetes"
 
@@ -48,7 +50,11 @@ class KubernetesSource(Polled):
         now: Callable[[], float] = time.time,
     ):
         authority = account / "ca.crt"
-        tls = ssl.create_default_context(cafile=str(authority)) if endpoint.startswith("https") and authority.exists() else None
+        tls = (
+            ssl.create_default_context(cafile=str(authority))
+            if endpoint.startswith("https") and authority.exists()
+            else None
+        )
         super().__init__(Endpoint(endpoint, now=now, tls=tls), pace_s, timeout_s)
         self._pod, self._account, self._node = pod, account, ""
         self._forbidden: set[str] = set()
@@ -74,7 +80,9 @@ class KubernetesSource(Polled):
         reply = self._endpoint.request("GET", path, headers, timeout_s=self._timeout_s)
         if reply.status == 403:
             self._forbidden.add(path)
-            log.warning("notices: the service account may not read %s; without it only SIGTERM tells", path)
+            log.warning(
+                "notices: the service account may not read %s; without it only SIGTERM tells", path
+            )
             return
         if reply.status != 200:
             raise ValueError(f"{path}: status {reply.status}")
@@ -89,7 +97,20 @@ def pod_deletion(body: str) -> tuple[Notice, ...]:
     """`deletionTimestamp` of a pod is when its grace is over."""
     about = json.loads(body)["metadata"]
     at = about.get("deletionTimestamp")
-    return (Notice("kubernetes", "kill", f"pod-{about.get('uid', '')}", utc(at), False, "the pod is being deleted"),) if at else ()
+    return (
+        (
+            Notice(
+                "kubernetes",
+                "kill",
+                f"pod-{about.get('uid', '')}",
+                utc(at),
+                False,
+                "the pod is being deleted",
+            ),
+        )
+        if at
+        else ()
+    )
 
 
 def node_taints(body: str) -> tuple[Notice, ...]:
@@ -100,5 +121,14 @@ def node_taints(body: str) -> tuple[Notice, ...]:
             kind, lead_s = TAINTS[taint["key"]]
             since = taint.get("timeAdded")
             deadline_s = utc(since) + lead_s if since and lead_s is not None else None
-            found.append(Notice("kubernetes", kind, f"taint-{taint['key']}-{since or ''}", deadline_s, True, f"node taint {taint['key']}"))
+            found.append(
+                Notice(
+                    "kubernetes",
+                    kind,
+                    f"taint-{taint['key']}-{since or ''}",
+                    deadline_s,
+                    True,
+                    f"node taint {taint['key']}",
+                )
+            )
     return tuple(found)

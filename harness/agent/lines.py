@@ -1,11 +1,14 @@
-"""Open connections between agents: who lives, and what each says of itself, without asking the bucket. Runs in the node agent.
+"""Open connections between agents: who lives, and what each says of itself, without asking the
+bucket. Runs in the node agent.
 
-Every member listens. Who follows a member connects to it, and hears its name, its record, each new record at once, and a pulse.
-A connection that closes is tried again at once, and a refusal is a death known within milliseconds; silence is left to whoever
-judges. Nothing that strangers send is believed: a caller's name is only a reason to look into the bucket. All that is lost with a
-line is speed: the bucket says the same, later. Knows sockets; nothing of epochs.
+Every member listens. Who follows a member connects to it, and hears its name, its record, each new
+record at once, and a pulse. A connection that closes is tried again at once, and a refusal is a
+death known within milliseconds; silence is left to whoever judges. Nothing that strangers send is
+believed: a caller's name is only a reason to look into the bucket. All that is lost with a line is
+speed: the bucket says the same, later. Knows sockets; nothing of epochs.
 
-Wire: text lines. To followers: name, then records (one JSON line each) and empty lines (pulses). From followers: their name, once.
+Wire: text lines. To followers: name, then records (one JSON line each) and empty lines (pulses).
+From followers: their name, once.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class Heard:
-    """What is known of one member over its line. `refused`: its machine says that nobody of that name is there."""
+    """What is known of one member over its line. `refused`: its machine says that nobody of
+    that name is there."""
 
     up: bool = False
     refused: bool = False
@@ -57,7 +61,8 @@ class _Line:
 
 
 class Lines:
-    """`port`: where we listen. `changed` is set whenever something was heard that may matter. Close it when done."""
+    """`port`: where we listen. `changed` is set whenever something was heard that may matter.
+    Close it when done."""
 
     def __init__(self, name: str, addr: str, pulse_s: float = 0.5):
         self._name, self._pulse_s = name, pulse_s
@@ -82,7 +87,7 @@ class Lines:
         self._thread = threading.Thread(target=self._serve, name="lines", daemon=True)
         self._thread.start()
 
-    # ---- from other threads ------------------------------------------------------------------------------------
+    # ---- from other threads ----------------------------------------------------------------------
     def tell(self, record: bytes) -> None:
         """Our newest record (JSON without a newline), to all who follow us, at once."""
         with self._lock:
@@ -123,7 +128,7 @@ class Lines:
         with contextlib.suppress(OSError):  # full: it will wake up anyway; closed: nobody to wake
             self._bell.send(b"x")
 
-    # ---- the thread --------------------------------------------------------------------------------------------
+    # ---- the thread ------------------------------------------------------------------------------
     def _serve(self) -> None:
         pulse_due_s = time.monotonic() + self._pulse_s
         while not self._closing:
@@ -131,10 +136,18 @@ class Lines:
             for key, _ in self._selector.select(self._wait_s(pulse_due_s)):
                 self._attend(key.fileobj, key.data)
             now = time.monotonic()
-            pulse, pulse_due_s = (b"\n", now + self._pulse_s) if now >= pulse_due_s else (b"", pulse_due_s)
+            pulse, pulse_due_s = (
+                (b"\n", now + self._pulse_s) if now >= pulse_due_s else (b"", pulse_due_s)
+            )
             self._tell_followers(pulse)
         self._tell_followers(b"")  # last words
-        for s in [self._server, self._ear, self._bell, *self._followers, *(ln.socket for ln in self._lines.values() if ln.socket)]:
+        for s in [
+            self._server,
+            self._ear,
+            self._bell,
+            *self._followers,
+            *(ln.socket for ln in self._lines.values() if ln.socket),
+        ]:
             s.close()
         self._selector.close()
 
@@ -145,7 +158,9 @@ class Lines:
             self._send(s, news)
 
     def _wait_s(self, pulse_due_s: float) -> float:
-        due_s = min([pulse_due_s, *(ln.retry_s for ln in self._lines.values() if ln.socket is None)])
+        due_s = min(
+            [pulse_due_s, *(ln.retry_s for ln in self._lines.values() if ln.socket is None)]
+        )
         return min(max(due_s - time.monotonic(), 0.0), self._pulse_s)
 
     def _attend(self, s: Any, line: _Line | None) -> None:
@@ -203,7 +218,7 @@ class Lines:
             self._knocked.set()
             self.changed.set()
 
-    # ---- ours to others ----------------------------------------------------------------------------------------
+    # ---- ours to others --------------------------------------------------------------------------
     def _mend(self, now: float) -> None:
         """Lines as wanted: new ones begun, old ones ended, silent and broken ones made anew."""
         with self._lock:
@@ -225,11 +240,17 @@ class Lines:
 
     def _call(self, line: _Line, now: float) -> None:
         family = socket.AF_INET6 if ":" in line.address[0] else socket.AF_INET
-        line.socket, line.buffer, line.greeted, line.last_s = socket.socket(family, socket.SOCK_STREAM), b"", False, now
+        line.socket, line.buffer, line.greeted, line.last_s = (
+            socket.socket(family, socket.SOCK_STREAM),
+            b"",
+            False,
+            now,
+        )
         line.socket.setblocking(False)
         try:
             code = line.socket.connect_ex(line.address)
-        except (OSError, OverflowError, TypeError, ValueError):  # what a member says of itself need not be an address
+        except (OSError, OverflowError, TypeError, ValueError):
+            # what a member says of itself need not be an address
             code = errno.EINVAL
         if code in (0, errno.EINPROGRESS):
             self._selector.register(line.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, line)
@@ -243,7 +264,8 @@ class Lines:
                 self._selector.unregister(line.socket)
             line.socket.close()
         line.socket, line.greeted = None, False
-        line.retry_s = now + (WAKE_S if was_up else self._pulse_s)  # one that was up is asked at once whether it is still there
+        # one that was up is asked at once whether it is still there
+        line.retry_s = now + (WAKE_S if was_up else self._pulse_s)
         self._learn(line, Heard(False, refused, line.heard.record, line.heard.seen))
 
     def _learn(self, line: _Line, heard: Heard) -> None:
@@ -284,4 +306,6 @@ class Lines:
             line.greeted = True
         if line.greeted:
             records = [w for w in whole if w]
-            self._learn(line, Heard(True, False, records[-1] if records else line.heard.record, True))
+            self._learn(
+                line, Heard(True, False, records[-1] if records else line.heard.record, True)
+            )

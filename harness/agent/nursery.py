@@ -1,9 +1,11 @@
-"""The node's warm process, from the agent's side: torch is imported once for each node, and workers are forked from it in milliseconds.
+"""The node's warm process, from the agent's side: torch is imported once for each node, and workers
+are forked from it in milliseconds.
 
-`python -m harness.worker.process` has no CUDA context and no threads; each request over its socket is one worker. A fork costs what copying
-page tables costs, so a second loss right after the first is as cheap as the first, and no spare imports anything beside the training.
-The worker's end is told over the same socket; until we have heard it, its id cannot be anybody else's. When the warm process is killed,
-so are its workers, and all count as killed; the next one imports again.
+`python -m harness.worker.process` has no CUDA context and no threads; each request over its socket
+is one worker. A fork costs what copying page tables costs, so a second loss right after the first
+is as cheap as the first, and no spare imports anything beside the training. The worker's end is
+told over the same socket; until we have heard it, its id cannot be anybody else's. When the warm
+process is killed, so are its workers, and all count as killed; the next one imports again.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class Forked:
                 os.kill(self.pid, number)
 
     def kill(self, within_s: float) -> None:
-        """SIGKILL it and what it has started; wait for its end, but not for ever: one that hangs in a driver cannot be killed."""
+        """SIGKILL it and what it has started; wait for its end, but not for ever: one that
+        hangs in a driver cannot be killed."""
         until_s = time.monotonic() + within_s
         while self.returncode is None:
             with self._nursery.changed:
@@ -61,7 +64,8 @@ class Forked:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.wait(min(NO_MORE_S, within_s))
                 return
-            if not self.pid or state_of(self.pid) in ("Z", ""):  # it is the warm process that hangs, or is stopped
+            # it is the warm process that hangs, or is stopped
+            if not self.pid or state_of(self.pid) in ("Z", ""):
                 self._nursery.close()
             elif time.monotonic() > until_s:
                 return
@@ -95,7 +99,8 @@ class Nursery:
         return self._process.poll() is not None
 
     def fork(self, order: Mapping[str, Any]) -> tuple[Forked, BinaryIO]:
-        """A worker that runs `order` (see `harness.worker.process.run`), now or as soon as we are warm; and what it writes."""
+        """A worker that runs `order` (see `harness.worker.process.run`), now or as soon as we
+        are warm; and what it writes."""
         out, theirs = os.pipe()
         worker = Forked(self)
         with self.changed:
@@ -103,7 +108,9 @@ class Nursery:
             self._children[self._count] = worker
             number = self._count
         try:
-            socket.send_fds(self._socket, [json.dumps({"fork": number, "order": order}).encode()], [theirs])
+            socket.send_fds(
+                self._socket, [json.dumps({"fork": number, "order": order}).encode()], [theirs]
+            )
         except OSError:  # it has ended: `_listen` may be past its end already
             self._lose(number)
         finally:
@@ -134,7 +141,8 @@ class Nursery:
                     with contextlib.suppress(OSError):
                         self._socket.send(json.dumps({"reap": message["fork"]}).encode())
                 self.changed.notify_all()
-        self._process.kill()  # a socket that is closed by a living process would be of no use either
+        # a socket that is closed by a living process would be of no use either
+        self._process.kill()
         self._process.wait()
         for number in list(self._children):
             self._lose(number)
@@ -148,6 +156,7 @@ class Nursery:
                 return
             if worker.pid:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(worker.pid, signal.SIGKILL)  # it dies with the warm process; what it has started does not
+                    # it dies with the warm process; what it has started does not
+                    os.killpg(worker.pid, signal.SIGKILL)
             worker.returncode = -signal.SIGKILL
             self.changed.notify_all()

@@ -1,4 +1,5 @@
-"""Asking a metadata service again and again, within bounds, whatever it answers.  Runs in the agent."""
+"""Asking a metadata service again and again, within bounds, whatever it answers.  Runs in the
+agent."""
 
 from __future__ import annotations
 
@@ -23,15 +24,18 @@ from harness.core.world import BadInput
 log = logging.getLogger(__name__)
 TOKEN_TTL_S = 3600
 REFRESH_BEFORE_S = 15.0  # as aws-node-termination-handler does
-TOKENLESS_S = 60.0  # after a token request timed out (hop limit, in containers): how long to go on without
+# after a token request timed out (hop limit, in containers): how long to go on without
+TOKENLESS_S = 60.0
 MAX_ANSWER = 1 << 20
-SLOWEST_PACE_S = 5.0  # however long a service has been silent: the notice that it will give may leave us 30 s
+# however long a service has been silent: the notice that it will give may leave us 30 s
+SLOWEST_PACE_S = 5.0
 SKEW_S = 2.0  # Date headers have whole seconds, so less than this is no difference of clocks
-ANSWERLESS = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError)  # and answers that mean nothing
+# and answers that mean nothing
+ANSWERLESS = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError)
 Parser: TypeAlias = Callable[[str], tuple[Notice, ...]]
 
 
-# ---- what all services over HTTP have in common -----------------------------------------------------------------
+# ---- what all services over HTTP have in common --------------------------------------------------
 @dataclass(frozen=True)
 class Reply:
     status: int
@@ -41,23 +45,43 @@ class Reply:
 
 
 class Endpoint:
-    """One service over HTTP. Metadata is link-local, so no proxy is ever asked; nothing is retried, and every wait has a bound."""
+    """One service over HTTP. Metadata is link-local, so no proxy is ever asked; nothing is
+    retried, and every wait has a bound."""
 
-    def __init__(self, base: str, *, now: Callable[[], float] = time.time, tls: ssl.SSLContext | None = None):
+    def __init__(
+        self, base: str, *, now: Callable[[], float] = time.time, tls: ssl.SSLContext | None = None
+    ):
         self.base, self._now, self._tls = base.rstrip("/"), now, tls
         where = urlsplit(self.base)
         if where.scheme not in ("http", "https") or not where.hostname:
             raise BadInput(f"metadata endpoint {base!r}: wanted http://host or http://host:port")
-        self._host, self._port, self._prefix, self._secure = where.hostname, where.port, where.path, where.scheme == "https"
+        self._host, self._port, self._prefix, self._secure = (
+            where.hostname,
+            where.port,
+            where.path,
+            where.scheme == "https",
+        )
         self._connection: http.client.HTTPConnection | None = None
         self._lock = threading.Lock()
         self._closed = False
 
-    def request(self, method: str, path: str, headers: Mapping[str, str], *, timeout_s: float, body: bytes | None = None) -> Reply:
-        """Raises OSError (TimeoutError, refused, ...) or http.client.HTTPException when there is no answer."""
+    def request(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        *,
+        timeout_s: float,
+        body: bytes | None = None,
+    ) -> Reply:
+        """Raises OSError (TimeoutError, refused, ...) or http.client.HTTPException when there
+        is no answer."""
         if self._secure:
             connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                self._host, self._port, timeout=timeout_s, context=self._tls or ssl.create_default_context()
+                self._host,
+                self._port,
+                timeout=timeout_s,
+                context=self._tls or ssl.create_default_context(),
             )
         else:
             connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
@@ -94,7 +118,8 @@ class Endpoint:
 
 
 class Polled:
-    """What sources that ask a service share: what is known outlives silence, silence slows the asking, deadlines are on our clock."""
+    """What sources that ask a service share: what is known outlives silence, silence slows the
+    asking, deadlines are on our clock."""
 
     name = ""
 
@@ -119,14 +144,23 @@ class Polled:
     def _unheard(self, what: str, error: Exception) -> None:
         self.errors += 1
         self._silent += 1
-        self.pace_s = max(self._usual_pace_s, min(SLOWEST_PACE_S, self._usual_pace_s * 2.0 ** min(self._silent - 1, 10)))
+        self.pace_s = max(
+            self._usual_pace_s,
+            min(SLOWEST_PACE_S, self._usual_pace_s * 2.0 ** min(self._silent - 1, 10)),
+        )
         say = log.warning if self._silent == 1 else log.debug  # an outage is told once
         say("notices: %s%s: %s: %s", self._endpoint.base, what, type(error).__name__, error)
 
     def _on_our_clock(self, notices: Sequence[Notice], skew_s: float) -> tuple[Notice, ...]:
-        """A deadline is told by the cloud's clock. It is converted once, so that it stands still however the clocks wander."""
+        """A deadline is told by the cloud's clock. It is converted once, so that it stands
+        still however the clocks wander."""
         return tuple(
-            n if n.deadline_s is None else replace(n, deadline_s=self._deadlines.setdefault((n.id, n.deadline_s), n.deadline_s - skew_s))
+            n
+            if n.deadline_s is None
+            else replace(
+                n,
+                deadline_s=self._deadlines.setdefault((n.id, n.deadline_s), n.deadline_s - skew_s),
+            )
             for n in notices
         )
 
@@ -136,10 +170,14 @@ def hashed(prefix: str, body: str) -> str:
 
 
 def utc(text: str) -> float:
-    """RFC 3339 (`2017-09-18T08:22:00Z`), RFC 1123 (`Mon, 11 Apr 2026 22:26:58 GMT`) or EC2's `21 Jan 2019 09:00:43 GMT`, as seconds
-    since 1970. Raises ValueError."""
+    """RFC 3339 (`2017-09-18T08:22:00Z`), RFC 1123 (`Mon, 11 Apr 2026 22:26:58 GMT`) or EC2's `21
+    Jan 2019 09:00:43 GMT`, as seconds since 1970. Raises ValueError."""
     if text.endswith(" GMT"):
         text = text.rpartition(", ")[2]  # the name of the day says nothing new, and may be wrong
-        return datetime.strptime(text, "%d %b %Y %H:%M:%S GMT").replace(tzinfo=timezone.utc).timestamp()
+        return (
+            datetime.strptime(text, "%d %b %Y %H:%M:%S GMT")
+            .replace(tzinfo=timezone.utc)
+            .timestamp()
+        )
     at = datetime.fromisoformat(text.replace("Z", "+00:00"))
     return (at if at.tzinfo else at.replace(tzinfo=timezone.utc)).timestamp()

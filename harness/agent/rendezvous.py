@@ -1,19 +1,23 @@
 """Who trains together: a rendezvous in the bucket. Runs in the node agent.
 
-An epoch is one create-only object that names members, ranks and master; a member is one small object that its owner rewrites.
-No node hosts anything whose loss ends the run, and joining needs no more than the run URL. Knows nothing of torch or clouds.
+An epoch is one create-only object that names members, ranks and master; a member is one small
+object that its owner rewrites. No node hosts anything whose loss ends the run, and joining needs no
+more than the run URL. Knows nothing of torch or clouds.
 
-An epoch n+1 may be created when every member of epoch n has left it, said goodbye, or is dead. Only one object of that
-name can ever be created, so two epochs at once cannot begin; whoever lost the race finds itself in the winner's epoch or
-waits for the next one. Death is judged by each observer's own monotonic clock (no sign of life for `dead_s`) and by a
-refused connection, which is a death at once; never by comparing clocks of two machines.
+An epoch n+1 may be created when every member of epoch n has left it, said goodbye, or is dead. Only
+one object of that name can ever be created, so two epochs at once cannot begin; whoever lost the
+race finds itself in the winner's epoch or waits for the next one. Death is judged by each
+observer's own monotonic clock (no sign of life for `dead_s`) and by a refused connection, which is
+a death at once; never by comparing clocks of two machines.
 
-Signs of life and news come over open connections (lines.py), so that the bucket is asked little while all is well: members
-whose lines are up rewrite their object every `calm_s` only, and everybody else every `beat_s`. What it costs, the model that
-checks it, and what is guaranteed: docs/RENDEZVOUS.md.
+Signs of life and news come over open connections (lines.py), so that the bucket is asked little
+while all is well: members whose lines are up rewrite their object every `calm_s` only, and
+everybody else every `beat_s`. What it costs, the model that checks it, and what is guaranteed:
+docs/RENDEZVOUS.md.
 
-Whatever else lies under `rdzv/` stops nobody: unknown fields are ignored, missing ones have their defaults where one is sane, and an object
-that still makes no sense is passed over, and told once. An epoch's number that such an object takes is never used.
+Whatever else lies under `rdzv/` stops nobody: unknown fields are ignored, missing ones have their
+defaults where one is sane, and an object that still makes no sense is passed over, and told once.
+An epoch's number that such an object takes is never used.
 """
 
 from __future__ import annotations
@@ -29,38 +33,28 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from harness.agent.lines import Address, Heard
-from harness.bucket.epochs import MEMBERS, Epoch, Member, decode, encode_epoch, epoch_key, newest_epoch, read_epoch
+from harness.bucket.epochs import (
+    MEMBERS,
+    Epoch,
+    Member,
+    decode,
+    encode_epoch,
+    epoch_key,
+    newest_epoch,
+    read_epoch,
+)
 from harness.core.world import meeting_place
 from storage.errors import NotFound, StoreError
 from storage.objects import ObjectStore
 
-CALM_S = 10.0  # between two signs of life in the bucket, and two looks for newcomers, while lines say the same
+# between two signs of life in the bucket, and two looks for newcomers, while lines say the same
+CALM_S = 10.0
 FRESH_S = 10.0  # so long after a change those who wait look often
 LIST_S = 1.0  # ... so often
 KNOCK_S = 0.3  # and not more often than this because somebody calls
 GHOST_S = 60.0  # between two looks at one found dead, which may not be
 MENTION_S = 0.05  # for the beat that is on its way
 TURN_S = 2.0  # how long the next in order waits for the one before it to create the epoch
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 
 
 def free_port(addr: str) -> int:
@@ -100,8 +94,9 @@ class _Seen:
 
 
 class Rendezvous:
-    """One member's view. `beat_s`: how often it says that it lives; `dead_s`: silence that means death; `calm_s` takes the place
-    of `beat_s` while we train and hear everybody over lines. `over`: is the run finished? Then no epoch is begun any more."""
+    """One member's view. `beat_s`: how often it says that it lives; `dead_s`: silence that means
+    death; `calm_s` takes the place of `beat_s` while we train and hear everybody over lines.
+    `over`: is the run finished? Then no epoch is begun any more."""
 
     def __init__(
         self,
@@ -136,24 +131,30 @@ class Rendezvous:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True)
 
-    # ---- what we say -------------------------------------------------------------------------------------------
+    # ---- what we say -----------------------------------------------------------------------------
     def start(self) -> None:
         self.say()
         self._thread.start()
 
     def say(self, **changes: Any) -> None:
-        """Change what we say of ourselves, at once. Raises StoreError; followers have heard it then all the same."""
+        """Change what we say of ourselves, at once. Raises StoreError; followers have heard it
+        then all the same."""
         with self._lock:
             calm = changes.get("state", self.me.state) == "in" and self.lines.all_up()
-            self.me = replace(self.me, beat=self.me.beat + 1, beat_s=self._calm_s if calm else self._beat_s, **changes)
+            self.me = replace(
+                self.me,
+                beat=self.me.beat + 1,
+                beat_s=self._calm_s if calm else self._beat_s,
+                **changes,
+            )
             record = json.dumps(asdict(self.me)).encode()
             self.lines.tell(record)
             self._said_s = self._fresh_s = self._monotonic()
             self.store.put(f"{MEMBERS}{self.me.member}.json", record)
 
     def mention(self, **changes: Any) -> None:
-        """As `say`, but only to who hears us over a line; the bucket learns it with the next beat. Does not wait for the bucket, so
-        that it may say nothing while a beat is on its way."""
+        """As `say`, but only to who hears us over a line; the bucket learns it with the next beat.
+        Does not wait for the bucket, so that it may say nothing while a beat is on its way."""
         if self._lock.acquire(timeout=MENTION_S):
             try:
                 self.me = replace(self.me, beat=self.me.beat + 1, **changes)
@@ -169,11 +170,13 @@ class Rendezvous:
 
     def _heartbeat(self) -> None:
         while not self._stop.wait(self._beat_s / 2):
-            with contextlib.suppress(StoreError):  # a missed beat is what silence means; the next one may get through
+            # a missed beat is what silence means; the next one may get through
+            with contextlib.suppress(StoreError):
                 self.beat_if_due()
 
     def beat_if_due(self) -> bool:
-        """Rewrite our object if it is time to: every `beat_s`, at once when a line has just been lost, else every `calm_s`."""
+        """Rewrite our object if it is time to: every `beat_s`, at once when a line has just
+        been lost, else every `calm_s`."""
         calm = self.me.state == "in" and self.lines.all_up()
         doubt = not calm and self.me.beat_s > self._beat_s
         due = doubt or self._monotonic() - self._said_s >= (self._calm_s if calm else self._beat_s)
@@ -181,9 +184,10 @@ class Rendezvous:
             self.say()
         return due
 
-    # ---- what we see -------------------------------------------------------------------------------------------
+    # ---- what we see -----------------------------------------------------------------------------
     def newest(self) -> Epoch:
-        """The newest epoch. Numbers have no gaps, so one missing object proves it: no list is needed after the first look."""
+        """The newest epoch. Numbers have no gaps, so one missing object proves it: no list is
+        needed after the first look."""
         if self._newest is None:
             self._newest = newest_epoch(self.store)
         self._number = max(self._number, self._newest.epoch)
@@ -207,8 +211,8 @@ class Rendezvous:
         return [m for m in self.look() if m.state not in ("gone", "dead")]
 
     def look(self) -> list[Member]:
-        """Everybody who ever said something; those found dead have state "dead". Newcomers are looked for when somebody calls,
-        often while something changes, and every `calm_s` else."""
+        """Everybody who ever said something; those found dead have state "dead". Newcomers are
+        looked for when somebody calls, often while something changes, and every `calm_s` else."""
         now = self._monotonic()
         often = self.me.state != "in" and now - self._fresh_s < FRESH_S
         silent_s = now - self._listed_s
@@ -216,21 +220,29 @@ class Rendezvous:
         if knocked or silent_s >= (LIST_S if often else self._calm_s):
             self._listed_s = now
             for seen in self._seen.values():
-                seen.read_s = -float("inf") if knocked else seen.read_s  # one found dead may be who calls
-            names = [m[1] for k in self.store.list(MEMBERS) if (m := re.fullmatch(r"([^/]+)\.json", k.removeprefix(MEMBERS)))]
+                # one found dead may be who calls
+                seen.read_s = -float("inf") if knocked else seen.read_s
+            names = [
+                m[1]
+                for k in self.store.list(MEMBERS)
+                if (m := re.fullmatch(r"([^/]+)\.json", k.removeprefix(MEMBERS)))
+            ]
         else:
             names = list(self._seen)
         return self.watch(names)
 
     def watch(self, names: Iterable[str]) -> list[Member]:
-        """As `look`, for these members: without a list, and nobody is asked for who is heard over a line."""
+        """As `look`, for these members: without a list, and nobody is asked for who is heard
+        over a line."""
         now = self._monotonic()
-        if (gap_s := now - self._looked_s) > self._dead_s / 2:  # we stood still: nobody's silence is judged by that time
+        # we stood still: nobody's silence is judged by that time
+        if (gap_s := now - self._looked_s) > self._dead_s / 2:
             for seen in self._seen.values():
                 seen.sign_s += gap_s
         self._looked_s = now
         found = [self._judge(name, now) for name in names if name != self.me.member]
-        # Who is in another place cannot be reached; a line that never comes up would keep us from being calm.
+        # Who is in another place cannot be reached; a line that never comes up would keep us from
+        # being calm.
         here = {n: s.member for n, s in self._seen.items() if s.member.place == self.me.place}
         follow = {n: m for n, m in here.items() if not self._seen[n].dead and m.state != "gone"}
         self.lines.follow({n: (m.addr, m.probe_port) for n, m in follow.items()})
@@ -242,12 +254,15 @@ class Rendezvous:
         if seen is not None and seen.member.state == "gone":  # for ever: a name is used once
             return seen.member
         heard = self.lines.heard(name)
-        if seen is None or (not heard.up and now - seen.read_s >= (GHOST_S if seen.dead else self._beat_s)):
+        if seen is None or (
+            not heard.up and now - seen.read_s >= (GHOST_S if seen.dead else self._beat_s)
+        ):
             seen = self._read(name, now, seen)
             if seen is None:
                 return None
         if heard.record:
-            with contextlib.suppress(ValueError):  # not a record of our kind: the bucket will say it
+            # not a record of our kind: the bucket will say it
+            with contextlib.suppress(ValueError):
                 self._update(seen, decode(Member, heard.record), now)
         if heard.up:
             seen.sign_s, seen.dead, seen.moved = now, False, True
@@ -255,9 +270,14 @@ class Rendezvous:
             return seen.member
         if not seen.dead:
             silent_s = now - seen.sign_s
-            refused = heard.refused and (heard.seen or not seen.moved or silent_s >= 2 * self._beat_s)
-            # Whose line to us fell silent sees ours fall silent, and beats in the bucket from then on; who never had one may not.
-            patience_s = self._dead_s + (0.0 if heard.seen or seen.member.beat_s <= self._beat_s else seen.member.beat_s)
+            refused = heard.refused and (
+                heard.seen or not seen.moved or silent_s >= 2 * self._beat_s
+            )
+            # Whose line to us fell silent sees ours fall silent, and beats in the bucket from then
+            # on; who never had one may not.
+            patience_s = self._dead_s + (
+                0.0 if heard.seen or seen.member.beat_s <= self._beat_s else seen.member.beat_s
+            )
             seen.dead = refused or silent_s >= patience_s
             if seen.dead:
                 self._fresh_s = now
@@ -268,7 +288,9 @@ class Rendezvous:
         try:
             member = decode(Member, self.store.get(key))
             if member.member != name:
-                raise ValueError(f"wanted what {name} says of itself, found what {member.member} says")
+                raise ValueError(
+                    f"wanted what {name} says of itself, found what {member.member} says"
+                )
         except NotFound:
             return None
         except ValueError as e:  # what it said before it still counts, but is no sign of life
@@ -276,7 +298,8 @@ class Rendezvous:
             if seen is not None:
                 seen.read_s = now
             return seen
-        if seen is None:  # it may be years old, or be written at this moment: its line will tell, or its next beat
+        # it may be years old, or be written at this moment: its line will tell, or its next beat
+        if seen is None:
             seen = self._seen[name] = _Seen(member, now)
             self._fresh_s = now
         seen.read_s = now
@@ -289,26 +312,40 @@ class Rendezvous:
                 self._fresh_s = now
             seen.member, seen.sign_s, seen.moved, seen.dead = member, now, True, False
 
-    # ---- epochs ------------------------------------------------------------------------------------------------
+    # ---- epochs ----------------------------------------------------------------------------------
     def waiting(self, current: Epoch, alive: list[Member]) -> list[Member]:
         """Those who want in and are not in `current`."""
         here = {m.place for m in alive if m.member in current.members}
-        return [m for m in alive if m.state == "ready" and m.member not in current.members and m.place in here]
+        return [
+            m
+            for m in alive
+            if m.state == "ready" and m.member not in current.members and m.place in here
+        ]
 
     def try_form(self, max_world: int | None) -> Epoch | None:
-        """The newest epoch if we are in it and have not taken part yet; else create the next one when its time has come."""
+        """The newest epoch if we are in it and have not taken part yet; else create the next
+        one when its time has come."""
         last = self.newest()
         if self.me.member in last.members and last.epoch > self.me.epoch:
             return last
         alive = self.members()
         by_name = {m.member: m for m in alive}
-        unsettled = [by_name[n] for n in last.members if n in by_name and not self._has_left(by_name[n], last.epoch)]
+        unsettled = [
+            by_name[n]
+            for n in last.members
+            if n in by_name and not self._has_left(by_name[n], last.epoch)
+        ]
         fresh_start = not any(n in by_name for n in last.members)
         if unsettled or (fresh_start and any(m.state == "warming" for m in alive)):
             self._settled_since = None
             return None
         ready = [m for m in alive if m.state == "ready"]
-        where = meeting_place([(m.place, m.nproc, m.member in last.members) for m in sorted(ready, key=lambda m: self._order(m, last))])
+        where = meeting_place(
+            [
+                (m.place, m.nproc, m.member in last.members)
+                for m in sorted(ready, key=lambda m: self._order(m, last))
+            ]
+        )
         ready = [m for m in ready if m.place == where]
         if self.me.place != where or len(ready) < self._min_members:
             self._settled_since = None
@@ -321,7 +358,10 @@ class Rendezvous:
         # Whoever comes first in the order creates the epoch; the others step in should it fail to.
         order = sorted(ready, key=lambda m: self._order(m, last))
         turn = next(i for i, m in enumerate(order) if m.member == self.me.member)
-        if now - self._settled_since < (self._join_window_s if fresh_start else 0.0) + TURN_S * turn:
+        if (
+            now - self._settled_since
+            < (self._join_window_s if fresh_start else 0.0) + TURN_S * turn
+        ):
             return None
         proposal = self._propose(last, order, max_world)
         if self.me.member not in proposal.members:
@@ -335,9 +375,12 @@ class Rendezvous:
         return None  # another was quicker; the next look shows its epoch
 
     def _time_to_ask(self) -> bool:
-        """Whether the run is over, while nobody trains and we cannot begin: often after a change, seldom else."""
+        """Whether the run is over, while nobody trains and we cannot begin: often after a
+        change, seldom else."""
         now = self._monotonic()
-        if due := now - self._asked_s >= (LIST_S if now - self._fresh_s < FRESH_S else self._calm_s):
+        if due := now - self._asked_s >= (
+            LIST_S if now - self._fresh_s < FRESH_S else self._calm_s
+        ):
             self._asked_s = now
         return due
 
@@ -346,7 +389,8 @@ class Rendezvous:
 
     @staticmethod
     def _order(m: Member, last: Epoch) -> tuple[int, int, str]:
-        # Survivors keep their order, so that ranks (and what they hold in memory) move as little as possible.
+        # Survivors keep their order, so that ranks (and what they hold in memory) move as little as
+        # possible.
         known = last.members.index(m.member) if m.member in last.members else len(last.members)
         return (known, m.attempt, m.member)
 

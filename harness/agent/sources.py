@@ -1,8 +1,10 @@
-"""Where notices come from: one row and one parser for each cloud. Built by `cli.py` for the node agent.
+"""Where notices come from: one row and one parser for each cloud. Built by `cli.py` for the node
+agent.
 
-Knows metadata endpoints, files and what machines say of themselves (DMI, environment, files); never tries an address to find out
-where it is. Everything foreign is read below a root and from an environment that are given, so a test is any cloud it likes. What each
-cloud promises, and where that is written: docs/NOTICES.md.
+Knows metadata endpoints, files and what machines say of themselves (DMI, environment, files); never
+tries an address to find out where it is. Everything foreign is read below a root and from an
+environment that are given, so a test is any cloud it likes. What each cloud promises, and where
+that is written: docs/NOTICES.md.
 """
 
 from __future__ import annotations
@@ -27,16 +29,25 @@ from harness.agent.polling import log, utc
 from harness.core.world import BadInput
 
 
-# ---- files ------------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 class FileSource:
-    """A file that a person may `touch`, or a script fill with JSON; removing it takes the notice back.
+    """A file that a person may `touch`, or a script fill with JSON; removing it takes the notice
+    back.
 
-    Empty: go now. JSON: any of `{"kind", "grace_s" | "deadline_s", "id", "detail"}`; grace counts from the file's last change.
+    Empty: go now. JSON: any of `{"kind", "grace_s" | "deadline_s", "id", "detail"}`; grace counts
+    from the file's last change.
     """
 
     name = "file"
 
-    def __init__(self, path: str | Path, *, pace_s: float = 0.5, settle_s: float = 0.2, now: Callable[[], float] = time.time):
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        pace_s: float = 0.5,
+        settle_s: float = 0.2,
+        now: Callable[[], float] = time.time,
+    ):
         self.path, self.pace_s, self.errors = Path(path), pace_s, 0
         self._settle_s, self._now = settle_s, now
         self._seen: tuple[int, int] = (0, 0)
@@ -89,12 +100,16 @@ class FileSource:
         if kind not in KINDS:
             raise ValueError(f"kind {kind!r} is none of {', '.join(KINDS)}")
         deadline_s = None if deadline_s is None else float(deadline_s)
-        name, detail = str(said.get("id") or self._id(stat)), str(said.get("detail", "")) or str(self.path)
+        name, detail = (
+            str(said.get("id") or self._id(stat)),
+            str(said.get("detail", "")) or str(self.path),
+        )
         return (Notice("file", kind, name, deadline_s, True, detail),)
 
 
 class MithrilSource(FileSource):
-    """A Mithril bid is lost: a YAML file says so five minutes before, and vanishes if the bid wins again."""
+    """A Mithril bid is lost: a YAML file says so five minutes before, and vanishes if the bid
+    wins again."""
 
     name = "mithril"
     LEAD_S = 300.0
@@ -117,13 +132,20 @@ class MithrilSource(FileSource):
         return (Notice("mithril", "kill", f"mithril-{deadline_s:.0f}", deadline_s, True, detail),)
 
 
-# ---- a time that is known from the start ------------------------------------------------------------------------
+# ---- a time that is known from the start ---------------------------------------------------------
 class LimitSource:
     """The end of a capacity block, of a batch system's time limit, or of one's patience."""
 
     def __init__(self, name: str, deadline_s: float):
         self.name, self.pace_s, self.errors = name, 60.0, 0
-        self._notice = Notice(name, "maintenance", f"{name}-{deadline_s:.0f}", deadline_s, False, "the time is up then")
+        self._notice = Notice(
+            name,
+            "maintenance",
+            f"{name}-{deadline_s:.0f}",
+            deadline_s,
+            False,
+            "the time is up then",
+        )
 
     def poll(self) -> Sequence[Notice]:
         return [self._notice]
@@ -140,36 +162,58 @@ def moment(text: str) -> float:
     try:
         return float(text) if re.fullmatch(r"\d{9,}(\.\d*)?", text) else utc(text)
     except ValueError:
-        raise BadInput(f"{text!r} is no time; wanted 2026-11-21T08:00:00Z or seconds since 1970") from None
+        raise BadInput(
+            f"{text!r} is no time; wanted 2026-11-21T08:00:00Z or seconds since 1970"
+        ) from None
 
 
 def duration(text: str) -> float:
     """`90`, `90s`, `30m`, `12h`, `7d` in seconds. Raises BadInput."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
     if found is None:
-        raise BadInput(f"{text!r} is no duration; wanted seconds, or a number with s, m, h or d, such as 12h")
+        raise BadInput(
+            f"{text!r} is no duration; wanted seconds, or a number with s, m, h or d, such as 12h"
+        )
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
 
 
-# ---- which of them this machine has -----------------------------------------------------------------------------
+# ---- which of them this machine has --------------------------------------------------------------
 @dataclass(frozen=True)
 class Machine:
     """What a machine says of itself: its environment, and files below `root`."""
 
     env: Mapping[str, str]
     root: Path = Path("/")
-    speaks_for_all: bool = False  # every machine that an event names is of this run, so one of them may acknowledge it for all
+    # every machine that an event names is of this run, so one of them may acknowledge it for all
+    speaks_for_all: bool = False
 
     def dmi(self, *signs: str) -> bool:
-        """Does its firmware name one of these? Containers see it too. Xen instances name themselves in other files than Nitro ones."""
-        if "HARNESS_NODE_DIR" in self.env:  # a node of the local cloud is not the machine that it runs on
+        """Does its firmware name one of these? Containers see it too. Xen instances name
+        themselves in other files than Nitro ones."""
+        # a node of the local cloud is not the machine that it runs on
+        if "HARNESS_NODE_DIR" in self.env:
             return False
-        for name in ("sys_vendor", "product_name", "board_vendor", "bios_vendor", "product_version", "bios_version", "chassis_asset_tag"):
+        for name in (
+            "sys_vendor",
+            "product_name",
+            "board_vendor",
+            "bios_vendor",
+            "product_version",
+            "bios_version",
+            "chassis_asset_tag",
+        ):
             try:
-                said = (self.root / "sys/class/dmi/id" / name).read_text(errors="replace").strip().lower()
+                said = (
+                    (self.root / "sys/class/dmi/id" / name)
+                    .read_text(errors="replace")
+                    .strip()
+                    .lower()
+                )
             except OSError:
                 continue
-            if any(sign.lower() in said for sign in signs) or ("Amazon EC2" in signs and said.endswith("amazon")):
+            if any(sign.lower() in said for sign in signs) or (
+                "Amazon EC2" in signs and said.endswith("amazon")
+            ):
                 return True
         return False
 
@@ -180,7 +224,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Row:
-    """One cloud: how a machine is known to be there, what SIGTERM leaves it, and where its notices appear."""
+    """One cloud: how a machine is known to be there, what SIGTERM leaves it, and where its
+    notices appear."""
 
     here: Callable[[Machine], bool]
     sigterm_s: float | None  # None: as long as it likes; SIGTERM is no sign of the end there
@@ -189,22 +234,37 @@ class Row:
 
 def _aws(m: Machine) -> list[Source]:
     v6 = m.env.get("AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE", "").lower() == "ipv6"
-    endpoint = m.env.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or m.env.get("INSTANCE_METADATA_URL") or (AWS_V6 if v6 else AWS_V4)
-    return [] if m.env.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true" else [AwsSource(endpoint)]
+    endpoint = (
+        m.env.get("AWS_EC2_METADATA_SERVICE_ENDPOINT")
+        or m.env.get("INSTANCE_METADATA_URL")
+        or (AWS_V6 if v6 else AWS_V4)
+    )
+    return (
+        []
+        if m.env.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
+        else [AwsSource(endpoint)]
+    )
 
 
 def _gcp(m: Machine) -> list[Source]:
-    endpoint = f"http://{m.env.get('GCE_METADATA_HOST') or m.env.get('GCE_METADATA_ROOT') or m.env.get('GCE_METADATA_IP') or GCP_HOST}"
+    named = ("GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP")
+    host = next((m.env[name] for name in named if m.env.get(name)), GCP_HOST)
+    endpoint = f"http://{host}"
     return [GcpSource(endpoint, path, gpu=m.gpu) for path in (PREEMPTED, MAINTENANCE_EVENT)]
 
 
 def _kubernetes(m: Machine) -> list[Source]:
-    host, port = m.env.get("KUBERNETES_SERVICE_HOST", ""), m.env.get("KUBERNETES_SERVICE_PORT_HTTPS", "443")
+    host, port = (
+        m.env.get("KUBERNETES_SERVICE_HOST", ""),
+        m.env.get("KUBERNETES_SERVICE_PORT_HTTPS", "443"),
+    )
     account = m.root / ACCOUNT
     pod = m.env.get("POD_NAME") or m.env.get("HOSTNAME", "")
     if not (host and pod and (account / "token").exists()):
         return []
-    return [KubernetesSource(f"https://{f'[{host}]' if ':' in host else host}:{port}", pod, account)]
+    return [
+        KubernetesSource(f"https://{f'[{host}]' if ':' in host else host}:{port}", pod, account)
+    ]
 
 
 def _slurm(m: Machine) -> list[Source]:
@@ -213,12 +273,18 @@ def _slurm(m: Machine) -> list[Source]:
 
 
 def _file(m: Machine) -> list[Source]:
-    path = m.env.get("HARNESS_NOTICE_FILE") or (f"{m.env['HARNESS_NODE_DIR']}/notice" if m.env.get("HARNESS_NODE_DIR") else "")
+    path = m.env.get("HARNESS_NOTICE_FILE") or (
+        f"{m.env['HARNESS_NODE_DIR']}/notice" if m.env.get("HARNESS_NODE_DIR") else ""
+    )
     return [FileSource(path)] if path else []
 
 
 def _limit(m: Machine) -> list[Source]:
-    return [LimitSource("limit", moment(m.env["HARNESS_CAPACITY_END"]))] if m.env.get("HARNESS_CAPACITY_END") else []
+    return (
+        [LimitSource("limit", moment(m.env["HARNESS_CAPACITY_END"]))]
+        if m.env.get("HARNESS_CAPACITY_END")
+        else []
+    )
 
 
 def _given(*names: str) -> Callable[[Machine], bool]:
@@ -237,38 +303,68 @@ CLOUDS: dict[str, Row] = {
     "kubernetes": Row(_given("KUBERNETES_SERVICE_HOST"), 25.0, _kubernetes),
     "runpod": Row(_given("RUNPOD_POD_ID"), 5.0, _none),
     "sagemaker": Row(_given("SM_TRAINING_ENV"), 120.0, _none),
-    "mithril": Row(lambda m: (m.root / "opt/mithril").is_dir(), 30.0, lambda m: [MithrilSource(m.root / "opt/mithril/MITHRIL_SIGNAL.yml")]),
+    "mithril": Row(
+        lambda m: (m.root / "opt/mithril").is_dir(),
+        30.0,
+        lambda m: [MithrilSource(m.root / "opt/mithril/MITHRIL_SIGNAL.yml")],
+    ),
     "nebius": Row(lambda m: m.dmi("Nebius"), 60.0, _none),
-    "aws": Row(lambda m: _given("AWS_EC2_METADATA_SERVICE_ENDPOINT", "INSTANCE_METADATA_URL")(m) or m.dmi("Amazon EC2"), 30.0, _aws),
+    "aws": Row(
+        lambda m: (
+            _given("AWS_EC2_METADATA_SERVICE_ENDPOINT", "INSTANCE_METADATA_URL")(m)
+            or m.dmi("Amazon EC2")
+        ),
+        30.0,
+        _aws,
+    ),
     "gcp": Row(
-        lambda m: _given("GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP")(m) or m.dmi("Google Compute Engine"), 25.0, _gcp
+        lambda m: (
+            _given("GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP")(m)
+            or m.dmi("Google Compute Engine")
+        ),
+        25.0,
+        _gcp,
     ),
     "azure": Row(
         lambda m: _given("HARNESS_AZURE_METADATA")(m) or m.dmi("7783-7084-3265-9085-8269-3286-77"),
         30.0,
-        lambda m: [AzureSource(m.env.get("HARNESS_AZURE_METADATA") or AZURE, speaks_for_all=m.speaks_for_all)],
+        lambda m: [
+            AzureSource(
+                m.env.get("HARNESS_AZURE_METADATA") or AZURE, speaks_for_all=m.speaks_for_all
+            )
+        ],
     ),
 }
 
 
 def places(env: Mapping[str, str], root: Path = Path("/"), asked: str = "") -> list[str]:
-    """The rows of `CLOUDS` that hold here: those `asked` for by name ("aws,gcp"), or what the machine says of itself. Raises BadInput."""
+    """The rows of `CLOUDS` that hold here: those `asked` for by name ("aws,gcp"), or what the
+    machine says of itself. Raises BadInput."""
     machine = Machine(env, root)
     if not asked:
         return [name for name, row in CLOUDS.items() if row.here(machine)]
     names = [name.strip() for name in asked.split(",") if name.strip() not in ("", "none")]
     if unknown := [name for name in names if name not in CLOUDS]:
-        raise BadInput(f"--notices: {', '.join(unknown)} is not known; wanted a list of {', '.join(CLOUDS)}, or none")
+        raise BadInput(
+            f"--notices: {', '.join(unknown)} is not known; wanted a list of {', '.join(CLOUDS)}, "
+            "or none"
+        )
     return names
 
 
-def detect(env: Mapping[str, str], root: Path = Path("/"), asked: str = "", speaks_for_all: bool = False) -> list[Source]:
-    """The sources of this machine, by what it says of itself (or as asked for); never by trying addresses and waiting for time-outs."""
+def detect(
+    env: Mapping[str, str], root: Path = Path("/"), asked: str = "", speaks_for_all: bool = False
+) -> list[Source]:
+    """The sources of this machine, by what it says of itself (or as asked for); never by trying
+    addresses and waiting for time-outs."""
     machine = Machine(env, root, speaks_for_all)
     return [source for name in places(env, root, asked) for source in CLOUDS[name].sources(machine)]
 
 
 def sigterm_s(env: Mapping[str, str], root: Path = Path("/"), asked: str = "") -> float:
-    """How long a SIGTERM leaves us here: the shortest that any of our places promises; 30 s where nobody promises anything."""
-    promised = [grace for name in places(env, root, asked) if (grace := CLOUDS[name].sigterm_s) is not None]
+    """How long a SIGTERM leaves us here: the shortest that any of our places promises; 30 s
+    where nobody promises anything."""
+    promised = [
+        grace for name in places(env, root, asked) if (grace := CLOUDS[name].sigterm_s) is not None
+    ]
     return min(promised, default=30.0)

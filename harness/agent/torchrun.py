@@ -1,13 +1,17 @@
 """The bucket as a rendezvous backend of plain torchrun.
 
-    torchrun --rdzv-backend=bucket --rdzv-endpoint=s3://bucket/runs --rdzv-id=x --nnodes=1:4 --max-restarts=100 script.py
+    torchrun --rdzv-backend=bucket --rdzv-endpoint=s3://bucket/runs --rdzv-id=x --nnodes=1:4
+    --max-restarts=100 script.py
 
-The run URL is ENDPOINT/ID, and HARNESS_RUN and HARNESS_EPOCH of the workers say so, so that `harness.attach()` needs nothing else.
-Every epoch has a key-value store of its own, on the agent of its rank 0, at a socket that was bound before the epoch named it; so no
-node's loss ends the run, and nothing of an older epoch is ever read. Members confirm in that store before torch's agent hears of the
-epoch. Who is lost or wants in is known from memory (rendezvous.py, lines.py), so torch's poll costs nothing.
+The run URL is ENDPOINT/ID, and HARNESS_RUN and HARNESS_EPOCH of the workers say so, so that
+`harness.attach()` needs nothing else. Every epoch has a key-value store of its own, on the agent of
+its rank 0, at a socket that was bound before the epoch named it; so no node's loss ends the run,
+and nothing of an older epoch is ever read. Members confirm in that store before torch's agent hears
+of the epoch. Who is lost or wants in is known from memory (rendezvous.py, lines.py), so torch's
+poll costs nothing.
 
---rdzv-conf: beat_s, dead_s (as `harness run`), join_timeout (600 s), confirm_s (15 s: for all members to be at an epoch's store).
+--rdzv-conf: beat_s, dead_s (as `harness run`), join_timeout (600 s), confirm_s (15 s: for all
+members to be at an epoch's store).
 """
 
 from __future__ import annotations
@@ -24,8 +28,17 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
 
 from harness.agent.lines import Lines
 from harness.agent.rendezvous import Rendezvous, free_port
@@ -65,9 +78,21 @@ class BucketRendezvous(RendezvousHandler):
         self._join_timeout_s, self._confirm_s, self._beat_s = join_timeout_s, confirm_s, beat_s
         name = f"t{secrets.token_hex(4)}"
         self._lines = Lines(name, addr, beat_s / 2)
-        self._door = socket.create_server((addr, 0))  # where our store will listen, should we be rank 0 of the next epoch
-        me = Member(name, "warming", 0, addr, self._lines.port, self._door.getsockname()[1], nproc=1, attempt=0)
-        self._rendezvous = Rendezvous(store, me, self._lines, beat_s=beat_s, dead_s=dead_s, min_members=min_nodes)
+        # where our store will listen, should we be rank 0 of the next epoch
+        self._door = socket.create_server((addr, 0))
+        me = Member(
+            name,
+            "warming",
+            0,
+            addr,
+            self._lines.port,
+            self._door.getsockname()[1],
+            nproc=1,
+            attempt=0,
+        )
+        self._rendezvous = Rendezvous(
+            store, me, self._lines, beat_s=beat_s, dead_s=dead_s, min_members=min_nodes
+        )
         self._epoch = NO_EPOCH
         self._kv: TCPStore | None = None
         self._waiting = 0
@@ -78,7 +103,7 @@ class BucketRendezvous(RendezvousHandler):
         self._rendezvous.start()
         threading.Thread(target=self._watch, name="rendezvous", daemon=True).start()
 
-    # ---- what torch asks ---------------------------------------------------------------------------------------
+    # ---- what torch asks -------------------------------------------------------------------------
     def get_backend(self) -> str:
         return "bucket"
 
@@ -86,15 +111,22 @@ class BucketRendezvous(RendezvousHandler):
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Leave the epoch that we are in and enter the next. Raises Rendezvous{Closed,Connection,Timeout}Error."""
-        deadline_s, busy_until_s = time.monotonic() + self._join_timeout_s, time.monotonic() + BUSY_S
+        """Leave the epoch that we are in and enter the next. Raises
+        Rendezvous{Closed,Connection,Timeout}Error."""
+        deadline_s, busy_until_s = (
+            time.monotonic() + self._join_timeout_s,
+            time.monotonic() + BUSY_S,
+        )
         with self._lock:
             self._leave_epoch()
         while True:
             try:
                 with self._lock:
                     if self.is_closed():
-                        raise RendezvousClosedError(f"run {self._run_id}: epoch {self._rendezvous.newest().epoch} was the last one")
+                        raise RendezvousClosedError(
+                            f"run {self._run_id}: epoch {self._rendezvous.newest().epoch} was the "
+                            "last one"
+                        )
                     epoch = self._rendezvous.try_form(self._max_nodes)
                     info = self._enter(epoch) if epoch is not None else None
                     if info is not None:
@@ -105,23 +137,31 @@ class BucketRendezvous(RendezvousHandler):
                 raise RendezvousConnectionError(f"{self._store.url}: {e}") from e
             if time.monotonic() > deadline_s:
                 self._rendezvous.leave(end="")
-                raise RendezvousTimeoutError(f"{self._store.url}: no place in any epoch within {self._join_timeout_s:.0f} s (join_timeout)")
+                raise RendezvousTimeoutError(
+                    f"{self._store.url}: no place in any epoch within {self._join_timeout_s:.0f} s "
+                    "(join_timeout)"
+                )
             self._lines.changed.wait(TICK_S if time.monotonic() < busy_until_s else IDLE_S)
             self._lines.changed.clear()
 
     def num_nodes_waiting(self) -> int:
-        """Members that were lost, have left for the next epoch, or want in: for each the workers are started again."""
+        """Members that were lost, have left for the next epoch, or want in: for each the
+        workers are started again."""
         return self._waiting
 
     def is_closed(self) -> bool:
-        """Has somebody of the newest epoch ended the run? A marker from before our time does not count: see `_over_before`."""
+        """Has somebody of the newest epoch ended the run? A marker from before our time does
+        not count: see `_over_before`."""
         newest = self._rendezvous.newest().epoch
         return newest != self._over and self._exists(closed_key(newest))
 
     def set_closed(self) -> None:
         newest = self._rendezvous.newest().epoch
-        with contextlib.suppress(StoreUnavailable):  # then latecomers start again, and find what is committed
-            self._store.create(closed_key(newest), json.dumps({"by": self._rendezvous.me.member}).encode())
+        # then latecomers start again, and find what is committed
+        with contextlib.suppress(StoreUnavailable):
+            self._store.create(
+                closed_key(newest), json.dumps({"by": self._rendezvous.me.member}).encode()
+            )
 
     def shutdown(self) -> bool:
         """The workers have ended for good: nobody shall start again."""
@@ -133,7 +173,7 @@ class BucketRendezvous(RendezvousHandler):
             self._door.close()
         return True
 
-    # ---- epochs ------------------------------------------------------------------------------------------------
+    # ---- epochs ----------------------------------------------------------------------------------
     def _exists(self, key: str) -> bool:
         try:
             self._store.get(key)
@@ -142,7 +182,8 @@ class BucketRendezvous(RendezvousHandler):
         return True
 
     def _over_before(self) -> int:
-        """The newest epoch if it was closed before we came and nobody of it is left: then we begin the run's next life. Else -1."""
+        """The newest epoch if it was closed before we came and nobody of it is left: then we
+        begin the run's next life. Else -1."""
         newest = self._rendezvous.newest()
         if not self._exists(closed_key(newest.epoch)):
             return -1
@@ -172,7 +213,8 @@ class BucketRendezvous(RendezvousHandler):
             self._rendezvous.say(**changes)
 
     def _enter(self, epoch: Epoch) -> RendezvousInfo | None:
-        """Meet the others of an epoch in its store. None: it broke before it began, and we are ready for the next."""
+        """Meet the others of an epoch in its store. None: it broke before it began, and we are
+        ready for the next."""
         me = self._rendezvous.me.member
         rank = epoch.members.index(me)
         door, self._door = self._door, socket.create_server((self._addr, 0))
@@ -180,11 +222,19 @@ class BucketRendezvous(RendezvousHandler):
         gone_s = time.monotonic() + self._confirm_s
         try:
             if rank == 0:
-                self._kv = TCPStore(epoch.addr, epoch.port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach(),
-                                    timeout=timedelta(seconds=ANSWER_S))  # fmt: skip
+                self._kv = TCPStore(
+                    epoch.addr,
+                    epoch.port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    master_listen_fd=door.detach(),
+                    timeout=timedelta(seconds=ANSWER_S),
+                )
             elif self._until(lambda: _answers(epoch.addr, epoch.port), epoch, gone_s):
                 left = timedelta(seconds=max(1.0, gone_s - time.monotonic()))
-                self._kv = TCPStore(epoch.addr, epoch.port, is_master=False, wait_for_workers=False, timeout=left)
+                self._kv = TCPStore(
+                    epoch.addr, epoch.port, is_master=False, wait_for_workers=False, timeout=left
+                )
             if self._kv is not None:
                 self._kv.set_timeout(timedelta(seconds=ANSWER_S))
                 store = PrefixStore(f"epoch{epoch.epoch}", self._kv)
@@ -192,10 +242,17 @@ class BucketRendezvous(RendezvousHandler):
                     store.set(RendezvousStoreInfo.MASTER_ADDR_KEY, self._addr)
                     store.set(RendezvousStoreInfo.MASTER_PORT_KEY, str(free_port(self._addr)))
                 store.set(f"here/{me}", "")
-                if self._until(lambda: store.check([f"here/{m}" for m in epoch.members]), epoch, gone_s):
+                if self._until(
+                    lambda: store.check([f"here/{m}" for m in epoch.members]), epoch, gone_s
+                ):
                     self._epoch = epoch
-                    os.environ.update(HARNESS_RUN=self._store.url, HARNESS_EPOCH=str(epoch.epoch))  # torch's agent hands on its own
-                    info = RendezvousStoreInfo.build(rank, store, self._addr) if rank else self._bootstrap(store)
+                    # torch's agent hands on its own
+                    os.environ.update(HARNESS_RUN=self._store.url, HARNESS_EPOCH=str(epoch.epoch))
+                    info = (
+                        RendezvousStoreInfo.build(rank, store, self._addr)
+                        if rank
+                        else self._bootstrap(store)
+                    )
                     return RendezvousInfo(store, rank, len(epoch.members), info)
         except DistError:
             pass  # its host has gone meanwhile
@@ -207,15 +264,23 @@ class BucketRendezvous(RendezvousHandler):
 
     @staticmethod
     def _bootstrap(store: Any) -> RendezvousStoreInfo:
-        addr, port = (store.get(k).decode() for k in (RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY))
+        addr, port = (
+            store.get(k).decode()
+            for k in (RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY)
+        )
         return RendezvousStoreInfo(master_addr=addr, master_port=int(port))
 
     def _until(self, condition: Callable[[], bool], epoch: Epoch, deadline_s: float) -> bool:
-        """Wait until it holds. False: a member has gone, the epoch is not the newest any more, or it took too long."""
+        """Wait until it holds. False: a member has gone, the epoch is not the newest any more,
+        or it took too long."""
         while not condition():
             if time.monotonic() > deadline_s or self._rendezvous.newest().epoch > epoch.epoch:
                 return False
-            if any(self._lost(m, epoch) for m in self._rendezvous.watch(epoch.members) if m.member in epoch.members):
+            if any(
+                self._lost(m, epoch)
+                for m in self._rendezvous.watch(epoch.members)
+                if m.member in epoch.members
+            ):
                 return False
             time.sleep(0.05)
         return True
@@ -224,7 +289,11 @@ class BucketRendezvous(RendezvousHandler):
         """Has it left the epoch, and not because its workers are done?"""
         if m.member == self._rendezvous.me.member or (m.state == "gone" and m.end in ORDINARY_ENDS):
             return False
-        return m.state in ("dead", "gone") or m.epoch > epoch.epoch or (m.state == "ready" and m.epoch >= epoch.epoch)
+        return (
+            m.state in ("dead", "gone")
+            or m.epoch > epoch.epoch
+            or (m.state == "ready" and m.epoch >= epoch.epoch)
+        )
 
     def _watch(self) -> None:
         """Keeps the answer to `num_nodes_waiting`, so that asking is free."""
@@ -236,7 +305,9 @@ class BucketRendezvous(RendezvousHandler):
                     finally:
                         self._lock.release()
             if self._epoch is NO_EPOCH:
-                self._stop.wait(TICK_S)  # `changed` is then for `next_rendezvous`; who waited for it here would spin until that clears it
+                # `changed` is then for `next_rendezvous`; who waited for it here would spin until
+                # that clears it
+                self._stop.wait(TICK_S)
             else:
                 self._lines.changed.wait(TICK_S)
                 self._lines.changed.clear()
@@ -247,7 +318,14 @@ class BucketRendezvous(RendezvousHandler):
         everybody = {m.member: m for m in self._rendezvous.look()}
         lost = sum(self._lost(everybody[n], epoch) for n in epoch.members if n in everybody)
         room = self._max_nodes - len(epoch.members) + lost
-        joining = min(room, len(self._rendezvous.waiting(epoch, [m for m in everybody.values() if m.state != "dead"])))
+        joining = min(
+            room,
+            len(
+                self._rendezvous.waiting(
+                    epoch, [m for m in everybody.values() if m.state != "dead"]
+                )
+            ),
+        )
         now = time.monotonic()
         self._waiting_since_s = (self._waiting_since_s or now) if joining else None
         batched = self._waiting_since_s is not None and now - self._waiting_since_s >= BATCH_S
@@ -261,9 +339,13 @@ def _answers(addr: str, port: int) -> bool:
 
 
 def create(parameters: RendezvousParameters) -> BucketRendezvous:
-    """Of torchrun's command line. Raises ValueError for an endpoint that is no URL, StoreError for a bucket that says no."""
+    """Of torchrun's command line. Raises ValueError for an endpoint that is no URL, StoreError
+    for a bucket that says no."""
     if not parameters.endpoint:
-        raise ValueError("--rdzv-endpoint: wanted the URL of a folder in a bucket (s3://bucket/runs, file:///shared/runs), found nothing")
+        raise ValueError(
+            "--rdzv-endpoint: wanted the URL of a folder in a bucket (s3://bucket/runs, "
+            "file:///shared/runs), found nothing"
+        )
     run = f"{normalize(parameters.endpoint)}/{parameters.run_id}"
     return BucketRendezvous(
         open_store(run),

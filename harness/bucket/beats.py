@@ -1,8 +1,10 @@
-"""Who of a run still beats in the bucket, whatever any cloud shows. For whoever must not take a living node for a lost one.
+"""Who of a run still beats in the bucket, whatever any cloud shows. For whoever must not take a
+living node for a lost one.
 
-Members rewrite their object (`rdzv/members/`) all the time. One whose object changes is alive; one that said goodbye is gone; one whose
-object stands still for long enough, by the observer's own clock, is silent. No two clocks are compared, so the first look at a
-member proves nothing yet: only "gone" is known at once.
+Members rewrite their object (`rdzv/members/`) all the time. One whose object changes is alive; one
+that said goodbye is gone; one whose object stands still for long enough, by the observer's own
+clock, is silent. No two clocks are compared, so the first look at a member proves nothing yet: only
+"gone" is known at once.
 
 Pure: knows an ObjectStore and is given a clock; tolerates objects that it cannot read.
 """
@@ -40,18 +42,22 @@ class Beat:
 
 
 class Beats:
-    """One observer's view of a run's members. `now`: its own clock, in seconds; look more often than they beat."""
+    """One observer's view of a run's members. `now`: its own clock, in seconds; look more often
+    than they beat."""
 
     def __init__(self, store: ObjectStore, now: Callable[[], float]):
         self._store, self._now = store, now
-        self._seen: dict[str, tuple[bytes, float, bool]] = {}  # object, since when it stands still, whether it ever moved
+        # object, since when it stands still, whether it ever moved
+        self._seen: dict[str, tuple[bytes, float, bool]] = {}
         self._gone: dict[str, Beat] = {}  # for ever: a name is used once
 
     def look(self, attempts: Collection[int] | None = None) -> list[Beat]:
         """Every member that ever said something (`attempts`: of these only). Raises StoreError."""
         keys = self._store.list(MEMBERS)
         names = [k.removeprefix(MEMBERS).removesuffix(".json") for k in keys if k.endswith(".json")]
-        found = [self._look(name) for name in names if attempts is None or _attempt_of(name) in attempts]
+        found = [
+            self._look(name) for name in names if attempts is None or _attempt_of(name) in attempts
+        ]
         return [beat for beat in found if beat is not None]
 
     def _look(self, name: str) -> Beat | None:
@@ -79,7 +85,8 @@ def _attempt_of(member: str) -> int:
 
 
 def _parse(data: bytes) -> tuple[str, float]:
-    """(state, seconds between beats that it promises); an unreadable object is somebody's all the same."""
+    """(state, seconds between beats that it promises); an unreadable object is somebody's all
+    the same."""
     try:
         body = json.loads(data)
         promise_s = float(body.get("beat_s") or 0.0)

@@ -1,4 +1,5 @@
-"""Members and epochs as they lie in the bucket.  Every process reads them; the agent's rendezvous writes them."""
+"""Members and epochs as they lie in the bucket.  Every process reads them; the agent's
+rendezvous writes them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ class Member:
     """What a member says of itself. `epoch` is the last one it took part in (0: none yet)."""
 
     member: str
-    state: str  # "warming": not ready yet | "ready": wants a new epoch | "in": its workers run | "gone": goodbye
+    # "warming": not ready yet | "ready": wants a new epoch | "in": its workers run | "gone":
+    # goodbye
+    state: str
     epoch: int
     addr: str
     probe_port: int  # where its lines are had
@@ -61,6 +64,8 @@ class Epoch:
         i = self.members.index(member)
         start = sum(self.nproc[:i])
         return range(start, start + self.nproc[i])
+
+
 NO_EPOCH = Epoch(0, (), (), (), "", 0, "none")
 
 
@@ -72,6 +77,8 @@ def encode_epoch(epoch: Epoch) -> bytes:
     """As it lies in the bucket; `h` is its hash, so that an audit sees a changed byte."""
     body = json.loads(json.dumps(asdict(epoch)))
     return json.dumps({**body, "h": digest(canonical(body))}).encode()
+
+
 T = TypeVar("T", Member, Epoch)
 KINDS: dict[str, Callable[[Any], bool]] = {  # by annotation: what JSON may hold there
     "str": lambda v: isinstance(v, str),
@@ -81,7 +88,8 @@ KINDS: dict[str, Callable[[Any], bool]] = {  # by annotation: what JSON may hold
 
 
 def decode(kind: type[T], data: bytes) -> T:
-    """A member or an epoch as it lies in the bucket. Unknown fields are ignored. Raises ValueError if what it says makes no sense."""
+    """A member or an epoch as it lies in the bucket. Unknown fields are ignored. Raises
+    ValueError if what it says makes no sense."""
     try:
         body = json.loads(data)
     except RecursionError as e:
@@ -104,8 +112,12 @@ def decode(kind: type[T], data: bytes) -> T:
     ports = (found.probe_port, found.master_port) if isinstance(found, Member) else (found.port,)
     if max(ports) > 65535:
         raise ValueError(f"wanted ports up to 65535, found {max(ports)}")
-    if isinstance(found, Epoch) and not (found.members and len(found.members) == len(found.nproc) == len(found.speeds)):
-        raise ValueError(f"wanted members with a number of workers and a speed each, found {len(found.members)}")
+    if isinstance(found, Epoch) and not (
+        found.members and len(found.members) == len(found.nproc) == len(found.speeds)
+    ):
+        raise ValueError(
+            f"wanted members with a number of workers and a speed each, found {len(found.members)}"
+        )
     return found
 
 
@@ -119,7 +131,9 @@ def read_epoch(store: ObjectStore, epoch: int) -> Epoch:
 
 def epoch_numbers(store: ObjectStore) -> list[int]:
     """Numbers that are taken, ascending; by what does not matter."""
-    found = (re.fullmatch(r"([0-9]{6,})\.json", key.removeprefix(EPOCHS)) for key in store.list(EPOCHS))
+    found = (
+        re.fullmatch(r"([0-9]{6,})\.json", key.removeprefix(EPOCHS)) for key in store.list(EPOCHS)
+    )
     return sorted(int(m[1]) for m in found if m)
 
 

@@ -1,7 +1,8 @@
-"""Carries facts and step records to the bucket and back. Every seat has one Journal; its facts are one chain.
+"""Carries facts and step records to the bucket and back. Every seat has one Journal; its facts are
+one chain.
 
-An object store has no append, so a writer's facts become numbered create-only segments. A writer that dies loses at
-most what it had not flushed; what it flushed is whole.
+An object store has no append, so a writer's facts become numbered create-only segments. A writer
+that dies loses at most what it had not flushed; what it flushed is whole.
 """
 
 from __future__ import annotations
@@ -21,16 +22,24 @@ SEGMENT = re.compile(r"facts/([^/]+)/(\d{6,12})\.jsonl")
 
 
 class Journal:
-    """Records facts of one writer. `record` is cheap and never touches the store; `flush` makes durable.
+    """Records facts of one writer. `record` is cheap and never touches the store; `flush` makes
+    durable.
 
     `writer` must be unique in the run: "<seat>-<something random or fenced>".
     """
 
-    def __init__(self, store: ObjectStore, writer: str, now: Callable[[], float], listeners: tuple[Listener, ...] = ()):
+    def __init__(
+        self,
+        store: ObjectStore,
+        writer: str,
+        now: Callable[[], float],
+        listeners: tuple[Listener, ...] = (),
+    ):
         self.store, self.writer, self._now, self._listeners = store, writer, now, listeners
         self._chain, self._seq = Chain(writer), 0
         self._pending: list[str] = []
-        self._sealed: tuple[bytes, int] | None = None  # the segment on its way, and how many lines it takes with it
+        # the segment on its way, and how many lines it takes with it
+        self._sealed: tuple[bytes, int] | None = None
         self._lock = threading.Lock()
         self._flushing = threading.Lock()
 
@@ -42,10 +51,12 @@ class Journal:
             listener(Stamped(t, self.writer, fact))
 
     def flush(self) -> None:
-        """After this the facts recorded before are in the bucket. Raises StoreError; what failed is kept and tried again."""
+        """After this the facts recorded before are in the bucket. Raises StoreError; what
+        failed is kept and tried again."""
         with self._flushing:
             while True:
-                if self._sealed is None:  # else an earlier flush was not answered: the very same bytes again
+                # else an earlier flush was not answered: the very same bytes again
+                if self._sealed is None:
                     with self._lock:
                         lines = list(self._pending)
                     if not lines:
@@ -54,7 +65,9 @@ class Journal:
                 data, count = self._sealed
                 key = f"facts/{self.writer}/{self._seq:06d}.jsonl"
                 if not self.store.create(key, data) and self.store.get(key) != data:
-                    raise RuntimeError(f"{key}: another process writes under the same name; writers must be unique")
+                    raise RuntimeError(
+                        f"{key}: another process writes under the same name; writers must be unique"
+                    )
                 self._seq, self._sealed = self._seq + 1, None
                 with self._lock:
                     del self._pending[:count]
@@ -65,7 +78,8 @@ class Journal:
 
 
 def segments(store: ObjectStore, writers: str = "") -> dict[str, list[str]]:
-    """Keys of fact segments, in order, by writer. `writers`: only those whose name begins so. What else lies there is not ours."""
+    """Keys of fact segments, in order, by writer. `writers`: only those whose name begins so.
+    What else lies there is not ours."""
     by_writer: dict[str, list[tuple[int, str]]] = {}
     for key in store.list(f"facts/{writers}"):
         if found := SEGMENT.fullmatch(key):
@@ -74,8 +88,9 @@ def segments(store: ObjectStore, writers: str = "") -> dict[str, list[str]]:
 
 
 def read_facts(store: ObjectStore, writers: str = "") -> list[Stamped]:
-    """Facts of a run (of all writers, or those whose name begins so), by time. What was changed or lost, or is none, is an
-    `Unreadable` in its place: one bad object stops no reader. Raises StoreError."""
+    """Facts of a run (of all writers, or those whose name begins so), by time. What was changed or
+    lost, or is none, is an `Unreadable` in its place: one bad object stops no reader. Raises
+    StoreError."""
     found: list[Stamped] = []
     for writer, keys in segments(store, writers).items():
         found += read_chain(writer, _lines(store, keys))
@@ -91,13 +106,14 @@ def _lines(store: ObjectStore, keys: list[str]) -> Iterator[tuple[str, str]]:
 
 @dataclass
 class Follower:
-    """Reads only what is new since the last call; for live views. Does not check hashes (`harness verify` does). What is no fact is
-    an `Unreadable`."""
+    """Reads only what is new since the last call; for live views. Does not check hashes (`harness
+    verify` does). What is no fact is an `Unreadable`."""
 
     store: ObjectStore
     prefix: str = "facts/"
     _seen: set[str] = field(default_factory=set)
-    _unread: list[Stamped] = field(default_factory=list)  # read by a poll that the store then broke off
+    # read by a poll that the store then broke off
+    _unread: list[Stamped] = field(default_factory=list)
 
     def poll(self) -> list[Stamped]:
         for key in self.store.list(self.prefix):
@@ -109,10 +125,13 @@ class Follower:
         return new
 
 
-def read_records(store: ObjectStore, head_key: str, head: str, genesis: str) -> list[rec.StepRecord]:
+def read_records(
+    store: ObjectStore, head_key: str, head: str, genesis: str
+) -> list[rec.StepRecord]:
     """The chain of step records that ends at `head` (as named by a manifest), first step first.
 
-    Walks backwards from object to object by hash. Raises records.BrokenRecords naming what does not fit.
+    Walks backwards from object to object by hash. Raises records.BrokenRecords naming what does not
+    fit.
     """
     by_head = rec.heads(store.list("samples/"))
     parts: list[list[rec.StepRecord]] = []  # newest first
@@ -123,12 +142,17 @@ def read_records(store: ObjectStore, head_key: str, head: str, genesis: str) -> 
         except NotFound:
             raise rec.BrokenRecords(f"{key}: missing, but later records follow from it") from None
         if not part or part[-1].h != want:
-            raise rec.BrokenRecords(f"{key}: does not end with record {want[:16]} that its successor follows")
+            raise rec.BrokenRecords(
+                f"{key}: does not end with record {want[:16]} that its successor follows"
+            )
         parts.append(part)
         want = part[0].prev
         if want != genesis:
             if want[:16] not in by_head:
-                raise rec.BrokenRecords(f"records before step {part[0].step} are missing (wanted one ending in {want[:16]})")
+                raise rec.BrokenRecords(
+                    f"records before step {part[0].step} are missing (wanted one ending in "
+                    f"{want[:16]})"
+                )
             key = by_head[want[:16]]
     chain = [record for part in reversed(parts) for record in part]
     if chain and chain[0].step != 1:

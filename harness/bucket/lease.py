@@ -1,10 +1,12 @@
-"""One controller at a time, by nothing but create-only writes. Used by whoever runs `recovery.recover`.
+"""One controller at a time, by nothing but create-only writes. Used by whoever runs
+`recovery.recover`.
 
-`lease/{term}.json` is created once and never changed: who created it holds that term. The holder rewrites
-`lease/{term}.beat`; a challenger watches that by *its own* clock, so no two clocks are ever compared, and takes term n+1
-when the beat has stood still for the holder's `ttl_s`, or says that the lease was released. The holder looks
-for term n+1 before every act. Between that look and the act lies a window that no bucket can close; acts are
-therefore idempotent (an attempt number is launched once) and a successor cleans up what it did not expect.
+`lease/{term}.json` is created once and never changed: who created it holds that term. The holder
+rewrites `lease/{term}.beat`; a challenger watches that by *its own* clock, so no two clocks are
+ever compared, and takes term n+1 when the beat has stood still for the holder's `ttl_s`, or says
+that the lease was released. The holder looks for term n+1 before every act. Between that look and
+the act lies a window that no bucket can close; acts are therefore idempotent (an attempt number is
+launched once) and a successor cleans up what it did not expect.
 
 Pure: knows an ObjectStore and a Clock; knows nothing of clouds or processes.
 """
@@ -21,7 +23,8 @@ from harness.core.world import Clock, Fenced
 from storage.errors import NotFound
 from storage.objects import ObjectStore
 
-TTL_S = 5.0  # long enough for a slow bucket; short enough that a restarted controller is not waited for
+# long enough for a slow bucket; short enough that a restarted controller is not waited for
+TTL_S = 5.0
 MOST_TTL_S = 600.0  # nobody is believed to need longer
 RELEASED = b"released"
 TERM = re.compile(r"lease/(\d{6,12})\.json")
@@ -54,8 +57,8 @@ class Taken:
 
 
 def sign_of_life(store: ObjectStore, term: int = 0) -> tuple[int, bytes]:
-    """(newest term, its beat), for those who only watch; (0, b""): nobody ever led. `term`: what was found last time, which makes it two
-    small reads without a list. Raises StoreUnavailable."""
+    """(newest term, its beat), for those who only watch; (0, b""): nobody ever led. `term`: what
+    was found last time, which makes it two small reads without a list. Raises StoreUnavailable."""
     if not term:
         term = newest_term(store.list("lease/"))
         if not term:
@@ -74,10 +77,12 @@ def sign_of_life(store: ObjectStore, term: int = 0) -> tuple[int, bytes]:
 
 @dataclass
 class Lease:
-    """`acquire`, then `renew` every round and `check` before every act; both raise Fenced when a newer term exists.
+    """`acquire`, then `renew` every round and `check` before every act; both raise Fenced when a
+    newer term exists.
 
-    `holder` must be unique to this controller ("host:pid:random"). With `standby`, a challenger waits for as long as the
-    holder lives; without, it raises Fenced as soon as it has seen the holder's heart beat.
+    `holder` must be unique to this controller ("host:pid:random"). With `standby`, a challenger
+    waits for as long as the holder lives; without, it raises Fenced as soon as it has seen the
+    holder's heart beat.
     """
 
     store: ObjectStore
@@ -93,9 +98,13 @@ class Lease:
         """Wait until the newest term is surely over, then take the next one. Returns the term."""
         while True:
             term = self._newest()
-            if term and term != self.term and not self._is_over(term):  # our own, after an interruption, need not be waited for
-                continue  # its beat moved and we are on standby, or somebody took the next term meanwhile
-            if self.store.create(_key(term + 1), json.dumps({"holder": self.holder, "ttl_s": self.ttl_s}).encode()):
+            # our own, after an interruption, need not be waited for
+            if term and term != self.term and not self._is_over(term):
+                # its beat moved and we are on standby, or somebody took the next term meanwhile
+                continue
+            if self.store.create(
+                _key(term + 1), json.dumps({"holder": self.holder, "ttl_s": self.ttl_s}).encode()
+            ):
                 self.term = term + 1
                 self._beat(b"1")
                 return self.term
@@ -112,10 +121,14 @@ class Lease:
         if not self.term:
             raise Fenced("this controller does not hold the lease of the run")
         try:
-            body = self.store.get(_key(self.term + 1))  # terms have no gaps: each is created by who saw the one before
+            # terms have no gaps: each is created by who saw the one before
+            body = self.store.get(_key(self.term + 1))
         except NotFound:
             return
-        raise Fenced(f"{Taken.read(body).holder} has taken over this run (term {self.term + 1}, ours was {self.term})")
+        raise Fenced(
+            f"{Taken.read(body).holder} has taken over this run (term {self.term + 1}, ours was "
+            f"{self.term})"
+        )
 
     def release(self) -> None:
         """A clean end: a successor need not wait."""
@@ -136,7 +149,8 @@ class Lease:
             return b""  # it died, or is about to write its first one
 
     def _is_over(self, term: int) -> bool:
-        """Watch one term until its ttl has passed without a beat (True) or until it shows life (False, or Fenced)."""
+        """Watch one term until its ttl has passed without a beat (True) or until it shows life
+        (False, or Fenced)."""
         taken = Taken.read(self.store.get(_key(term)))
         first, since_s = self._read_beat(term), self.clock.now()
         while (beat := self._read_beat(term)) == first and beat != RELEASED:
@@ -144,5 +158,8 @@ class Lease:
                 return True
             self.clock.sleep(taken.ttl_s / 5)
         if beat != RELEASED and not self.standby:
-            raise Fenced(f"{taken.holder} is already leading this run (term {term}); stop it first, or wait on standby")
+            raise Fenced(
+                f"{taken.holder} is already leading this run (term {term}); stop it first, or wait "
+                "on standby"
+            )
         return beat == RELEASED

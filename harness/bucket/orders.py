@@ -1,8 +1,10 @@
-"""What people, controllers and agents ask of a run in its bucket: the keys, and the one reader and writer of a stop order.
+"""What people, controllers and agents ask of a run in its bucket: the keys, and the one reader and
+writer of a stop order.
 
-Pure: knows a store's interface, and nothing of who acts on an order. Whoever leaves an object at the key of an order means it,
-whatever is in there: an empty one, one without a reason and one that is no JSON are orders as well.
-(`control/doubt-*` and `control/leave-*`, by attempt, are in `world.py`.)
+Pure: knows a store's interface, and nothing of who acts on an order. Whoever leaves an object at
+the key of an order means it, whatever is in there: an empty one, one without a reason and one that
+is no JSON are orders as well. (`control/doubt-*` and `control/leave-*`, by attempt, are in
+`world.py`.)
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ LONGEST = 4000  # letters of a reason
 
 @dataclass(frozen=True)
 class StopOrder:
-    """Why the run shall stop, and who says so. `failed`: it cannot go on as it is; else it may be launched again."""
+    """Why the run shall stop, and who says so. `failed`: it cannot go on as it is; else it may
+    be launched again."""
 
     reason: str
     by: str = ""
@@ -48,7 +51,9 @@ class StopOrder:
             reason=reason[:LONGEST] if isinstance(reason, str) and reason.strip() else UNSAID,
             by=by if isinstance(by, str) else "",
             failed=body.get("failed") is True,
-            log_tail=tuple(line for line in tail if isinstance(line, str)) if isinstance(tail, list) else (),
+            log_tail=tuple(line for line in tail if isinstance(line, str))
+            if isinstance(tail, list)
+            else (),
         )
 
 

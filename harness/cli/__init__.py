@@ -1,1 +1,2 @@
-"""The `harness` command: the only place that builds the real world (clock, cloud, randomness, store)."""
+"""The `harness` command: the only place that builds the real world (clock, cloud, randomness,
+store)."""

@@ -1,8 +1,10 @@
-"""The `harness` command: the only place that builds the real world (clock, cloud, randomness, store).
+"""The `harness` command: the only place that builds the real world (clock, cloud, randomness,
+store).
 
-Each sub-command is one frozen dataclass (its flags) and one function. Exit status: 0 it is done, 1 it failed, 2 the input was
-wrong, 3 it was stopped before its end, 4 (`launch`) the controller cannot go on and has left the nodes training, 130 interrupted.
-A supervisor starts `launch` again on 1 and 4.
+Each sub-command is one frozen dataclass (its flags) and one function. Exit status: 0 it is done, 1
+it failed, 2 the input was wrong, 3 it was stopped before its end, 4 (`launch`) the controller
+cannot go on and has left the nodes training, 130 interrupted. A supervisor starts `launch` again on
+1 and 4.
 """
 
 from __future__ import annotations
@@ -44,164 +46,7 @@ if TYPE_CHECKING:
     pass
 
 
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-# ---- main -------------------------------------------------------------------------------------------------------
+# ---- main ----------------------------------------------------------------------------------------
 COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "init": (InitFlags, init),
     "launch": (LaunchFlags, launch),
@@ -227,7 +72,9 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
 def parser() -> tuple[Parser, dict[str, Parser]]:
     """The whole command, and the parser of each sub-command."""
     root = Parser(prog="harness", description="Train on spot machines; runs that outlive them.")
-    commands = root.add_subparsers(dest="subcommand", required=True, parser_class=Parser, metavar="COMMAND")
+    commands = root.add_subparsers(
+        dest="subcommand", required=True, parser_class=Parser, metavar="COMMAND"
+    )
     subs: dict[str, Parser] = {}
     for name, (cls, function) in COMMANDS.items():
         help_text = (function.__doc__ or "").split("\n")[0]

@@ -75,22 +75,33 @@ def sky_broker(url: str) -> Broker:
 
 
 def state_dir(url: str, what: str = "local-cloud") -> Path:
-    """Where the controller keeps state and logs of its own: beside a run in a folder, else under ~/.cache, by the run's URL."""
+    """Where the controller keeps state and logs of its own: beside a run in a folder, else
+    under ~/.cache, by the run's URL."""
     if url.startswith("file://"):
         return Path(url.removeprefix("file://")) / what
     import hashlib
 
-    return Path.home() / ".cache" / "spotharness" / what / hashlib.sha256(url.encode()).hexdigest()[:16]
+    return (
+        Path.home()
+        / ".cache"
+        / "spotharness"
+        / what
+        / hashlib.sha256(url.encode()).hexdigest()[:16]
+    )
 
 
 def html_path(url: str) -> str:
-    return str(Path(url.removeprefix("file://")) / "report.html") if url.startswith("file://") else ""
+    return (
+        str(Path(url.removeprefix("file://")) / "report.html") if url.startswith("file://") else ""
+    )
 
 
 def checked_store(url: str, retry_within_s: float = RETRY_WITHIN_S) -> ObjectStore:
-    """The run's bucket, proven to be there, writable and fit before anything is launched. Raises StoreError.
+    """The run's bucket, proven to be there, writable and fit before anything is launched. Raises
+    StoreError.
 
-    A person waits for this answer, so silence counts as a refusal sooner than it does once the run is under way.
+    A person waits for this answer, so silence counts as a refusal sooner than it does once the run
+    is under way.
     """
     from storage.probe import record, require
 

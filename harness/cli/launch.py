@@ -52,43 +52,82 @@ if TYPE_CHECKING:
     from harness.controller.recovery import RunSpec
     from harness.core.world import Policy
 
-SAME_S = 3.0  # a terminal that closes and a service manager that stops us send several signals: within this they are one
+# a terminal that closes and a service manager that stops us send several signals: within this they
+# are one
+SAME_S = 3.0
 
 
-# ---- what flags may say -----------------------------------------------------------------------------------------
+# ---- what flags may say --------------------------------------------------------------------------
 def _nodes(text: str) -> tuple[int, int]:
     """LOW:HIGH or N. Raises ValueError that says what is wanted."""
     low, _, high = text.partition(":")
     if not (low.isdecimal() and (high or low).isdecimal()) or not 1 <= int(low) <= int(high or low):
-        raise ValueError(f"wanted LOW:HIGH or N with 1 <= LOW <= HIGH, for example 1:4; found {text!r}")
+        raise ValueError(
+            f"wanted LOW:HIGH or N with 1 <= LOW <= HIGH, for example 1:4; found {text!r}"
+        )
     return int(low), int(high or low)
 
 
-# ---- launch -----------------------------------------------------------------------------------------------------
+# ---- launch --------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class LaunchFlags:
     task: str = positional("the SkyPilot task YAML")
-    run: str = flag("", "URL of the run (s3://, gs://, az://, file:// or a path); default: a new folder under runs/")
-    cloud: str = flag("local", "where nodes come from: local (this computer), sky (SkyPilot: costs money)", choices=["local", "sky"])
+    run: str = flag(
+        "",
+        "URL of the run (s3://, gs://, az://, file:// or a path); default: a new folder in runs/",
+    )
+    cloud: str = flag(
+        "local",
+        "where nodes come from: local (this computer), sky (SkyPilot: costs money)",
+        choices=["local", "sky"],
+    )
     nodes: str = flag("1:1", "how many nodes, LOW:HIGH or N", check=_nodes)
     market: str = flag("demo", "local cloud only: demo, calm, seed:N, or the path of a trace")
-    local_notices: str = flag("aws", "local cloud only: whose metadata service its nodes have", choices=["aws", "gcp", "azure"])
-    policy: str = flag("", "how to choose: a name, or package.module:function; default: cheapest (sky: best_value)")
-    dry_run: bool = flag(False, "print the plan (ranked offers, world, first choice and why), and launch nothing")
-    clouds: str = flag("", "with --cloud sky --dry-run: plan for these (aws,gcp,...) without asking which ones are enabled")
-    move_saving: float = flag(0.15, "sky: move all nodes to another place when work is cheaper there by this share; 0: never", at_most=1)
+    local_notices: str = flag(
+        "aws",
+        "local cloud only: whose metadata service its nodes have",
+        choices=["aws", "gcp", "azure"],
+    )
+    policy: str = flag(
+        "", "how to choose: a name, or package.module:function; default: cheapest (sky: best_value)"
+    )
+    dry_run: bool = flag(
+        False, "print the plan (ranked offers, world, first choice and why), and launch nothing"
+    )
+    clouds: str = flag(
+        "",
+        "with --cloud sky --dry-run: plan for these (aws,gcp,...) without asking which ones are "
+        "enabled",
+    )
+    move_saving: float = flag(
+        0.15,
+        "sky: move all nodes to another place when work is cheaper there by this share; 0: never",
+        at_most=1,
+    )
     move_stay_s: float = flag(1800.0, "sky: and when they have been where they are for so long")
-    on_demand: bool = flag(False, "sky: offer on-demand nodes too (implied by policies that use them)")
+    on_demand: bool = flag(
+        False, "sky: offer on-demand nodes too (implied by policies that use them)"
+    )
     json: bool = flag(False, "with --dry-run: the plan as JSON")
     budget_usd: float | None = flag(None, "stop before more than this is spent", above=0)
     max_hours: float | None = flag(None, "stop after this many hours", above=0)
-    env: tuple[str, ...] = flag((), "NAME=value for the task; repeat for more", metavar="NAME=value")
-    secret: tuple[str, ...] = flag((), "NAME or NAME=value, kept out of logs; repeat for more", metavar="NAME=value")
+    env: tuple[str, ...] = flag(
+        (), "NAME=value for the task; repeat for more", metavar="NAME=value"
+    )
+    secret: tuple[str, ...] = flag(
+        (), "NAME or NAME=value, kept out of logs; repeat for more", metavar="NAME=value"
+    )
     on_interrupt: str = flag(
-        "ask", "what Ctrl-C does: ask, drain, leave or kill; so do SIGTERM and SIGHUP, which drain instead of asking",
+        "ask",
+        "what Ctrl-C does: ask, drain, leave or kill; so do SIGTERM and SIGHUP, which drain "
+        "instead of asking",
         choices=["ask", "drain", "leave", "kill"],
-    )  # fmt: skip
-    html: str = flag("", "also write the report as this HTML file (default: report.html in the run's folder, if it has one)")
+    )
+    html: str = flag(
+        "",
+        "also write the report as this HTML file (default: report.html in the run's folder, if it "
+        "has one)",
+    )
     brief: bool = flag(False, "end without the report in the terminal")
 
 
@@ -120,12 +159,19 @@ def launch(flags: LaunchFlags) -> int:
     except StoreError as e:
         return _give_up(e, store, None, console, url)
     if final:
-        console.print(f"The run at {url} is finished already; this is its report. For another training, name another run URL.")
+        console.print(
+            f"The run at {url} is finished already; this is its report. For another training, name "
+            "another run URL."
+        )
         return show_report(store, console, flags.html or html_path(url))
     if before := stop_order(store):
         console.print(f"This run was stopped earlier ({before.reason}); going on.")
         store.delete(STOP_KEY)
-    console.print(f"run     {url}\nwatch   harness status {url}\nstop    harness stop {url}", highlight=False, soft_wrap=True)
+    console.print(
+        f"run     {url}\nwatch   harness status {url}\nstop    harness stop {url}",
+        highlight=False,
+        soft_wrap=True,
+    )
 
     clock = RealClock()
     run = _run_spec(flags, nodes)
@@ -133,7 +179,9 @@ def launch(flags: LaunchFlags) -> int:
     journal = Journal(store, f"controller-{secrets.token_hex(6)}", clock.now)
     cloud = _cloud(flags, task, url, nodes)
     world = World(clock, cloud, store, random.Random())
-    journal.record(RunAsked(flags.task, *nodes, named, "" if sky else flags.market, flags.budget_usd))
+    journal.record(
+        RunAsked(flags.task, *nodes, named, "" if sky else flags.market, flags.budget_usd)
+    )
     lease = Lease(store, clock, holder, ttl_s=20.0 if sky else 5.0)
     view = _View(store, console)
     asked: KeyboardInterrupt | None = None  # an interruption that is not answered yet
@@ -145,7 +193,11 @@ def launch(flags: LaunchFlags) -> int:
                     view.end()
                     what = _answer(asked, draining, flags.on_interrupt, console)
                     draining = what in ("drain", "kill")
-                    by = f"told to end by {asked}" if isinstance(asked, Told) else "interrupted with Ctrl-C"
+                    by = (
+                        f"told to end by {asked}"
+                        if isinstance(asked, Told)
+                        else "interrupted with Ctrl-C"
+                    )
                     if (code := _interrupted(what, by, store, cloud, console, url)) is not None:
                         return code
                     asked = None
@@ -160,7 +212,9 @@ def launch(flags: LaunchFlags) -> int:
                 console.print(str(e), style="red")
                 console.print(f"Nothing was touched. Watch it with: harness status {url}")
                 return FAILED
-            except Exception as e:  # also a fault of our own: whatever it is, the nodes are none the worse, and somebody must know
+            except Exception as e:
+                # also a fault of our own: whatever it is, the nodes are none the worse, and
+                # somebody must know
                 view.end()
                 if not isinstance(e, (StoreError, HarnessError)):
                     traceback.print_exc()
@@ -169,27 +223,44 @@ def launch(flags: LaunchFlags) -> int:
     show_report(store, console, flags.html or html_path(url), flags.brief)
     if outcome.unproven:
         names = attempts(outcome.unproven)
-        words = f"{names}: this cloud never showed their machines. Look whether they are gone: harness down {url}"
+        words = (
+            f"{names}: this cloud never showed their machines. Look whether they are gone: "
+            f"harness down {url}"
+        )
         console.print(f"\n{words}", style="bold red", highlight=False, soft_wrap=True)
     if outcome.outcome == "done":
         return DONE
-    console.print(Text.assemble("\n", (outcome.outcome, "bold red"), f": {outcome.reason}"), soft_wrap=True)
+    console.print(
+        Text.assemble("\n", (outcome.outcome, "bold red"), f": {outcome.reason}"), soft_wrap=True
+    )
     _print_tail(store, console)
-    console.print(f"The run stands at step {outcome.committed_step}; the same command resumes it from there.", highlight=False)
+    console.print(
+        f"The run stands at step {outcome.committed_step}; the same command resumes it from there.",
+        highlight=False,
+    )
     return FAILED if outcome.outcome == "failed" else ENDED_EARLY
 
 
-def _give_up(error: Exception, store: ObjectStore, cloud: LocalCloud | SkyPilotCloud | None, console: Console, url: str) -> int:
-    """This controller cannot lead on. Nodes need none in order to train, so they are left as they are. A mistake in the input that is
-    found before there are any ends everything: then it raises `error`."""
+def _give_up(
+    error: Exception,
+    store: ObjectStore,
+    cloud: LocalCloud | SkyPilotCloud | None,
+    console: Console,
+    url: str,
+) -> int:
+    """This controller cannot lead on. Nodes need none in order to train, so they are left as they
+    are. A mistake in the input that is found before there are any ends everything: then it raises
+    `error`."""
     if cloud is not None:
         if isinstance(error, BadInput) and _nothing_runs(store, cloud):
             cloud.shutdown()
             raise error
         cloud.close()
     said = f"""harness launch: {error}
-This controller cannot lead the run on. It has touched no node: nodes go on training and commit snapshots without it.
-  lead them again   the same command, once the cause is mended (exit status {LEFT}: a supervisor may try again)
+This controller cannot lead the run on. It has touched no node: nodes go on training and commit
+snapshots without it.
+  lead them again   the same command, once the cause is mended (exit status {LEFT}: a supervisor may
+                    try again)
   watch them        harness status {url}
   end them          harness down {url}
 Until then no lost node is replaced, and neither --budget-usd nor --max-hours is kept.
@@ -199,14 +270,21 @@ Without a controller for longer than `harness run --leaderless-hours` (24) nodes
 
 
 def _nothing_runs(store: ObjectStore, cloud: LocalCloud | SkyPilotCloud) -> bool:
-    """Is it sure that no node of this run is there? Then a mistake in the input has cost nothing yet."""
+    """Is it sure that no node of this run is there? Then a mistake in the input has cost
+    nothing yet."""
     from harness.bucket.beats import Beats
 
     try:
         book = book_of(store)
-        if book.unread or any(n.alive for n in cloud.nodes()) or any(n.up_s is not None for n in book.open.values()):
+        if (
+            book.unread
+            or any(n.alive for n in cloud.nodes())
+            or any(n.up_s is not None for n in book.open.values())
+        ):
             return False
-        return not any(b.attempt in book.open and not b.gone for b in Beats(store, time.monotonic).look())
+        return not any(
+            b.attempt in book.open and not b.gone for b in Beats(store, time.monotonic).look()
+        )
     except (HarnessError, StoreError):
         return False
 
@@ -217,8 +295,10 @@ class Told(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def _heed_signals(log: Path) -> Iterator[None]:
-    """SIGTERM and SIGHUP raise Told meanwhile. What a closed terminal would have shown goes to `log`."""
-    terminal = sys.stdout.isatty() or sys.stderr.isatty()  # a terminal that has gone does not say any more that it was one
+    """SIGTERM and SIGHUP raise Told meanwhile. What a closed terminal would have shown goes to
+    `log`."""
+    # a terminal that has gone does not say any more that it was one
+    terminal = sys.stdout.isatty() or sys.stderr.isatty()
     heard_s = -SAME_S
 
     def told(number: int, _: object) -> None:
@@ -230,7 +310,9 @@ def _heed_signals(log: Path) -> Iterator[None]:
             raise Told(signal.Signals(number).name)
 
     # One that is ignored stays so (`nohup harness launch`).
-    heeded = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    heeded = [
+        n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN
+    ]
     before = {number: signal.signal(number, told) for number in heeded}
     try:
         yield
@@ -240,9 +322,13 @@ def _heed_signals(log: Path) -> Iterator[None]:
 
 
 def _write_to(log: Path) -> None:
-    """The terminal has gone: from here on we write to a file. To write to where it was is an error."""
+    """The terminal has gone: from here on we write to a file. To write to where it was is an
+    error."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    out, null = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), os.open(os.devnull, os.O_RDONLY)
+    out, null = (
+        os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600),
+        os.open(os.devnull, os.O_RDONLY),
+    )
     for standard, target in ((0, null), (1, out), (2, out)):
         os.dup2(target, standard)
     os.close(out)
@@ -254,27 +340,65 @@ def _run_spec(flags: LaunchFlags, nodes: tuple[int, int]) -> RunSpec:
 
     wanted = RunSpec(*nodes, budget_usd=flags.budget_usd, max_hours=flags.max_hours)
     if flags.cloud == "sky":
-        return replace(wanted, poll_s=1.0, lost_after_s=90.0, block_limit_s=600.0, exit_grace_s=180.0, terminate_timeout_s=900.0)
+        return replace(
+            wanted,
+            poll_s=1.0,
+            lost_after_s=90.0,
+            block_limit_s=600.0,
+            exit_grace_s=180.0,
+            terminate_timeout_s=900.0,
+        )
     # The local cloud answers at once, so everything that waits for a cloud is short.
-    local = replace(wanted, poll_s=0.5, lost_after_s=10.0, block_limit_s=6.0, exit_grace_s=90.0, max_refused_s=10.0)
+    local = replace(
+        wanted,
+        poll_s=0.5,
+        lost_after_s=10.0,
+        block_limit_s=6.0,
+        exit_grace_s=90.0,
+        max_refused_s=10.0,
+    )
     return replace(local, launch_s=5.0, terminate_s=5.0)
 
 
-def _cloud(flags: LaunchFlags, task: Task, url: str, nodes: tuple[int, int]) -> LocalCloud | SkyPilotCloud:
+def _cloud(
+    flags: LaunchFlags, task: Task, url: str, nodes: tuple[int, int]
+) -> LocalCloud | SkyPilotCloud:
     if flags.cloud == "local":
         from harness.clouds.local import LocalCloud
 
-        return LocalCloud(state_dir(url), task, flags.market, url, wanted=nodes, notices=flags.local_notices)
+        return LocalCloud(
+            state_dir(url), task, flags.market, url, wanted=nodes, notices=flags.local_notices
+        )
     from harness.clouds.skypilot import SkyPilotCloud
 
     clouds = [c.strip() for c in flags.clouds.split(",") if c.strip()] or None
     if clouds and not flags.dry_run:
-        raise BadInput("--clouds is for --dry-run; to launch, SkyPilot must have the clouds enabled (`sky check`)")
-    on_demand = flags.on_demand or flags.policy.partition("?")[0] in ("on_demand_fallback", "uniform_progress")
-    return SkyPilotCloud(task, url, sky_broker(url), clouds=clouds, on_demand=on_demand, log_dir=state_dir(url, "sky-logs"))
+        raise BadInput(
+            "--clouds is for --dry-run; to launch, SkyPilot must have the clouds enabled (`sky "
+            "check`)"
+        )
+    on_demand = flags.on_demand or flags.policy.partition("?")[0] in (
+        "on_demand_fallback",
+        "uniform_progress",
+    )
+    return SkyPilotCloud(
+        task,
+        url,
+        sky_broker(url),
+        clouds=clouds,
+        on_demand=on_demand,
+        log_dir=state_dir(url, "sky-logs"),
+    )
 
 
-def _plan(flags: LaunchFlags, task: Task, policy: Policy, url: str, nodes: tuple[int, int], console: Console) -> int:
+def _plan(
+    flags: LaunchFlags,
+    task: Task,
+    policy: Policy,
+    url: str,
+    nodes: tuple[int, int],
+    console: Console,
+) -> int:
     """What would be launched. Touches neither bucket nor cloud, beyond reading."""
     from harness.bucket.journal import read_facts
     from harness.controller import plan as plans
@@ -286,7 +410,9 @@ def _plan(flags: LaunchFlags, task: Task, policy: Policy, url: str, nodes: tuple
         try:
             identity = dict(loaded(store.get("run.json")))
         except (ValueError, TypeError) as e:
-            raise BadInput(f"{url}/run.json: wanted the run's identity as JSON, found something else ({e})") from e
+            raise BadInput(
+                f"{url}/run.json: wanted the run's identity as JSON, found something else ({e})"
+            ) from e
         made = _newest_steps(store)
         offers = [s.fact.offer for s in read_facts(store) if isinstance(s.fact, AttemptIntended)]
         timed = plans.measured(made, amount(offers[-1].get("speed", 1.0)) if offers else 1.0)
@@ -311,17 +437,23 @@ def _plan(flags: LaunchFlags, task: Task, policy: Policy, url: str, nodes: tuple
 
 
 def _newest_steps(store: ObjectStore) -> list[tuple[float, int]]:
-    """(seconds, ranks) of the newest steps; none if their records are damaged (`harness verify` says so)."""
+    """(seconds, ranks) of the newest steps; none if their records are damaged (`harness verify`
+    says so)."""
     from harness.core import records as rec
 
     keys = sorted(rec.heads(store.list("samples/")).values())
     with contextlib.suppress(rec.BrokenRecords):
-        return [(r.dt, len(r.shares)) for r in (rec.decode(store.get(keys[-1]), keys[-1]) if keys else ()) if r.dt > 0]
+        return [
+            (r.dt, len(r.shares))
+            for r in (rec.decode(store.get(keys[-1]), keys[-1]) if keys else ())
+            if r.dt > 0
+        ]
     return []
 
 
 def _answer(asked: KeyboardInterrupt, draining: bool, what: str, console: Console) -> str:
-    """What an interruption shall do: "drain", "leave", "kill" or "carry on". The second one, while nodes drain, kills."""
+    """What an interruption shall do: "drain", "leave", "kill" or "carry on". The second one,
+    while nodes drain, kills."""
     told = isinstance(asked, Told)
     if draining:
         return "kill"
@@ -330,24 +462,42 @@ def _answer(asked: KeyboardInterrupt, draining: bool, what: str, console: Consol
     if told or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return "drain"
     console.print("\nInterrupted.", style="bold")
-    console.print("d = drain: snapshot, then stop   l = leave it running   k = kill now   c = carry on")
+    console.print(
+        "d = drain: snapshot, then stop   l = leave it running   k = kill now   c = carry on"
+    )
     try:
-        return {"l": "leave", "k": "kill", "c": "carry on"}.get(console.input("> ").strip().lower()[:1], "drain")
+        return {"l": "leave", "k": "kill", "c": "carry on"}.get(
+            console.input("> ").strip().lower()[:1], "drain"
+        )
     except (Told, EOFError):
         return "drain"
     except KeyboardInterrupt:
         return "kill"
 
 
-def _interrupted(what: str, by: str, store: ObjectStore, cloud: LocalCloud | SkyPilotCloud, console: Console, url: str) -> int | None:
-    """Do what was answered to what happened (`by`). None: go on leading (until the drain is over)."""
+def _interrupted(
+    what: str,
+    by: str,
+    store: ObjectStore,
+    cloud: LocalCloud | SkyPilotCloud,
+    console: Console,
+    url: str,
+) -> int | None:
+    """Do what was answered to what happened (`by`). None: go on leading (until the drain is
+    over)."""
     if what == "carry on":
         return None
     if what == "leave":
-        console.print(f"Left running. Lead it again with the same command; watch: harness status {url}; end it: harness stop {url}")
+        console.print(
+            f"Left running. Lead it again with the same command; watch: harness status {url}; end "
+            f"it: harness stop {url}"
+        )
         return INTERRUPTED
     if what == "drain":
-        console.print(f"{by[0].upper()}{by[1:]}. Draining: a snapshot is made, then everything is ended. The same again kills at once.")
+        console.print(
+            f"{by[0].upper()}{by[1:]}. Draining: a snapshot is made, then everything is ended. The "
+            "same again kills at once."
+        )
         ask_stop(store, f"the controller was {by}")
         return None
     console.print("Ending all nodes ...")
@@ -371,7 +521,9 @@ class _View:
 
         done = self._done = threading.Event()
         about = {"until_ended": False}
-        self._thread = threading.Thread(target=follow, args=(self._store, done.is_set, self._console), kwargs=about, daemon=True)
+        self._thread = threading.Thread(
+            target=follow, args=(self._store, done.is_set, self._console), kwargs=about, daemon=True
+        )
         self._thread.start()
 
     def end(self) -> None:
@@ -393,5 +545,9 @@ def _print_tail(store: ObjectStore, console: Console) -> None:
     failures = [s.fact for s in read_facts(store) if isinstance(s.fact, WorkerFailed)]
     if failures:
         last = failures[-1]
-        console.print(f"\nLast words of rank {last.rank} on {last.member} ({last.error}):", style="bold", highlight=False)
+        console.print(
+            f"\nLast words of rank {last.rank} on {last.member} ({last.error}):",
+            style="bold",
+            highlight=False,
+        )
         console.print(last.log_tail, markup=False, highlight=False, soft_wrap=True)

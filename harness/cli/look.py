@@ -14,7 +14,7 @@ from storage.opening import normalize
 from storage.text import Console
 
 
-# ---- looking at a run -------------------------------------------------------------------------------------------
+# ---- looking at a run ----------------------------------------------------------------------------
 @dataclass(frozen=True)
 class StatusFlags:
     url: str = positional("URL of the run")
@@ -37,7 +37,9 @@ def status(flags: StatusFlags) -> int:
 @dataclass(frozen=True)
 class ReportFlags:
     url: str = positional("URL of the run")
-    html: str = flag("", "write the page to this file (default: report.html in the run's folder, if it has one)")
+    html: str = flag(
+        "", "write the page to this file (default: report.html in the run's folder, if it has one)"
+    )
     json: bool = flag(False, "print the numbers as JSON instead")
 
 
@@ -69,7 +71,9 @@ def show_report(store: ObjectStore, console: Console, html: str, brief: bool = F
 @dataclass(frozen=True)
 class LogsFlags:
     url: str = positional("URL of the run")
-    attempt: int | None = flag(None, "of this attempt only (see `harness report`); default: all that are there", at_least=1)
+    attempt: int | None = flag(
+        None, "of this attempt only (see `harness report`); default: all that are there", at_least=1
+    )
     lines: int = flag(50, "how many lines of each")
 
 
@@ -80,7 +84,10 @@ def logs(flags: LogsFlags) -> int:
     found = _local_logs(url, flags.lines) if is_local(url) else _sky_logs(url, flags.lines)
     wanted = {n: text for n, text in found.items() if flags.attempt in (None, n)}
     if not wanted:
-        raise BadInput(f"{flags.url}: no log of {'any attempt' if flags.attempt is None else f'attempt {flags.attempt}'} is there")
+        raise BadInput(
+            f"{flags.url}: no log of "
+            f"{'any attempt' if flags.attempt is None else f'attempt {flags.attempt}'} is there"
+        )
     for number, text in sorted(wanted.items()):
         console.print(f"== attempt {number}", style="bold")
         console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -89,17 +96,25 @@ def logs(flags: LogsFlags) -> int:
 
 def _local_logs(url: str, lines: int) -> dict[int, str]:
     paths = (state_dir(url) / "nodes").glob("*/log")
-    return {int(p.parent.name): "\n".join(p.read_text(errors="replace").splitlines()[-lines:]) for p in paths}
+    return {
+        int(p.parent.name): "\n".join(p.read_text(errors="replace").splitlines()[-lines:])
+        for p in paths
+    }
 
 
 def _sky_logs(url: str, lines: int) -> dict[int, str]:
     """Of clusters that are there, from SkyPilot; of failed ones that are gone, what was kept."""
     from harness.clouds.skypilot import tails
 
-    kept = {p.stem: p.read_text(errors="replace") for p in state_dir(url, "sky-logs").glob("sh-*.log")}
+    kept = {
+        p.stem: p.read_text(errors="replace") for p in state_dir(url, "sky-logs").glob("sh-*.log")
+    }
     sky = sky_broker(url)
     try:
         found = {**kept, **tails(sky, url, lines)}
     finally:
         sky.close()
-    return {int(name.rpartition("-")[2]): "\n".join(text.splitlines()[-lines:]) for name, text in found.items()}
+    return {
+        int(name.rpartition("-")[2]): "\n".join(text.splitlines()[-lines:])
+        for name, text in found.items()
+    }

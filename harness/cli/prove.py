@@ -1,4 +1,5 @@
-"""`harness verify`, `compare`, `replay`, `simulate`, `drill`, `doctor`, `fake-metadata`: what proves that all is well."""
+"""`harness verify`, `compare`, `replay`, `simulate`, `drill`, `doctor`, `fake-metadata`: what
+proves that all is well."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class VerifyFlags:
 
 
 def verify(flags: VerifyFlags) -> int:
-    """Prove from the bucket alone that the run is what it should be. Exit status 1 names the first violation."""
+    """Prove from the bucket alone that the run is what it should be. Exit status 1 names the
+    first violation."""
     from harness.views.audit import audit, print_audit
 
     found = audit(existing_store(flags.url))
@@ -51,8 +53,12 @@ def compare(flags: CompareFlags) -> int:
 @dataclass(frozen=True)
 class ReplayFlags:
     url: str = positional("URL of the run")
-    script: tuple[str, ...] = positional("-- script.py and its arguments, as the run was trained", nargs="*")
-    start: int = flag(0, "the snapshot to begin from, by its step (see `harness report`)", metavar="STEP")
+    script: tuple[str, ...] = positional(
+        "-- script.py and its arguments, as the run was trained", nargs="*"
+    )
+    start: int = flag(
+        0, "the snapshot to begin from, by its step (see `harness report`)", metavar="STEP"
+    )
     steps: int = flag(10, "how many steps", at_least=1)
     nodes: int = flag(1, "how many workers", at_least=1)
     into: str = flag("", "an empty folder for the copy; default: a temporary one that is removed")
@@ -60,49 +66,73 @@ class ReplayFlags:
 
 
 def replay(flags: ReplayFlags) -> int:
-    """Execute a part of a run again from one of its snapshots, on any number of workers, and compare to the bit."""
+    """Execute a part of a run again from one of its snapshots, on any number of workers, and
+    compare to the bit."""
     import tempfile
 
     from harness.proof.replay import print_replay
     from harness.proof.replay import replay as execute
 
     if not flags.script:
-        raise BadInput("no script: write `harness replay URL --start STEP -- train.py --its-flags`, as the run was trained")
+        raise BadInput(
+            "no script: write `harness replay URL --start STEP -- train.py --its-flags`, as the "
+            "run was trained"
+        )
     store = existing_store(flags.url)
     with tempfile.TemporaryDirectory(prefix="harness-replay-") as temporary:
         scratch = Path(flags.into or temporary)
         if scratch.exists() and any(scratch.iterdir()):
             raise BadInput(f"--into {scratch}: wanted an empty folder")
         scratch.mkdir(parents=True, exist_ok=True)
-        return print_replay(execute(store, scratch, flags.start, flags.steps, flags.nodes, flags.script, flags.timeout_s), Console())
+        return print_replay(
+            execute(
+                store, scratch, flags.start, flags.steps, flags.nodes, flags.script, flags.timeout_s
+            ),
+            Console(),
+        )
 
 
-# ---- simulation -------------------------------------------------------------------------------------------------
+# ---- simulation ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class FakeMetadataFlags:
-    cloud: str = flag("aws", "whose metadata service: aws, gcp or azure", choices=["aws", "gcp", "azure"])
+    cloud: str = flag(
+        "aws", "whose metadata service: aws, gcp or azure", choices=["aws", "gcp", "azure"]
+    )
     port: int = flag(1338, "where to listen, on loopback; 0: a free port", at_most=65535)
     name: str = flag("fake-0", "name of the machine")
     clock_ahead_s: float = flag(0.0, "how far the cloud's clock is ahead of ours", at_least=None)
 
 
 def fake_metadata(flags: FakeMetadataFlags) -> int:
-    """Be a cloud's metadata service on loopback, and announce what you are told to: notices, cancellations, outages."""
+    """Be a cloud's metadata service on loopback, and announce what you are told to: notices,
+    cancellations, outages."""
     from harness.clouds.metadata import MetadataServer, environment_of, protocol_of
     from harness.clouds.metadata_protocol import CONTROL_PATH
 
     try:
-        server = MetadataServer(protocol_of(flags.cloud, flags.name), flags.port, control=True, clock_ahead_s=flags.clock_ahead_s)
+        server = MetadataServer(
+            protocol_of(flags.cloud, flags.name),
+            flags.port,
+            control=True,
+            clock_ahead_s=flags.clock_ahead_s,
+        )
     except OSError as e:
-        raise BadInput(f"--port {flags.port}: {e.strerror}; name another port, or 0 for a free one") from e
+        raise BadInput(
+            f"--port {flags.port}: {e.strerror}; name another port, or 0 for a free one"
+        ) from e
     for name, value in environment_of(flags.cloud, server.endpoint).items():
         print(f"export {name}={value}")
-    print(f"""# curl -d '{{"do": "notice", "kind": "kill", "in_s": 120}}' {server.endpoint.rstrip("/")}{CONTROL_PATH}""")
+    print(
+        """# curl -d '{"do": "notice", "kind": "kill", "in_s": 120}' """
+        f"{server.endpoint.rstrip('/')}{CONTROL_PATH}"
+    )
     print("# or one such line here; ends with Ctrl-C", flush=True)
     try:
         for line in sys.stdin:
             try:
-                print(json.dumps(server.order(json.loads(line))) if line.strip() else "", flush=True)
+                print(
+                    json.dumps(server.order(json.loads(line))) if line.strip() else "", flush=True
+                )
             except (ValueError, KeyError, TypeError, AttributeError) as e:
                 print(f"{type(e).__name__}: {e}", file=sys.stderr, flush=True)
         threading.Event().wait()  # standard input is closed: the port still listens
@@ -120,16 +150,21 @@ class SimulateFlags:
 
 
 def simulate(flags: SimulateFlags) -> int:
-    """The very recovery loop and commit protocol, on a virtual clock in a hostile world, with invariants checked all along."""
+    """The very recovery loop and commit protocol, on a virtual clock in a hostile world, with
+    invariants checked all along."""
     from harness.proof import sim
 
     return sim.command(flags.seeds, flags.seed, flags.first, flags.policy)
 
 
-# ---- drill ------------------------------------------------------------------------------------------------------
+# ---- drill ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class DrillFlags:
-    only: tuple[str, ...] = flag((), "FAULT:PHASE, either may be *; repeat for more (default: the whole matrix)", metavar="FAULT:PHASE")
+    only: tuple[str, ...] = flag(
+        (),
+        "FAULT:PHASE, either may be *; repeat for more (default: the whole matrix)",
+        metavar="FAULT:PHASE",
+    )
     seed: int = flag(0, "which node, which moment")
     jobs: int = flag(1, "cells at the same time; about one per core", at_least=1)
     json: bool = flag(False, "print the results as JSON")
@@ -138,24 +173,32 @@ class DrillFlags:
 
 
 def drill(flags: DrillFlags) -> int:
-    """Every fault in every phase, on real processes of this machine; passed is what ends with the weights of a calm run."""
+    """Every fault in every phase, on real processes of this machine; passed is what ends with
+    the weights of a calm run."""
     from harness.proof import drill as drills
 
-    return drills.command(flags.only, flags.seed, flags.jobs, flags.json, flags.keep, flags.soak, Console())
+    return drills.command(
+        flags.only, flags.seed, flags.jobs, flags.json, flags.keep, flags.soak, Console()
+    )
 
 
-# ---- doctor -----------------------------------------------------------------------------------------------------
+# ---- doctor --------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class DoctorFlags:
-    task: str = positional("the SkyPilot task YAML that is to be launched; may be left out", nargs="?")
+    task: str = positional(
+        "the SkyPilot task YAML that is to be launched; may be left out", nargs="?"
+    )
     run: str = flag("", "URL of the run: its bucket is tried out")
-    env: tuple[str, ...] = flag((), "NAME=value for the task; repeat for more", metavar="NAME=value")
+    env: tuple[str, ...] = flag(
+        (), "NAME=value for the task; repeat for more", metavar="NAME=value"
+    )
     secret: tuple[str, ...] = flag((), "NAME or NAME=value; repeat for more", metavar="NAME=value")
     json: bool = flag(False, "print the findings as JSON")
 
 
 def doctor(flags: DoctorFlags) -> int:
-    """Is everything in place for a launch? Costs nothing; says what to do about what is missing. Exit status 1 if a launch cannot work."""
+    """Is everything in place for a launch? Costs nothing; says what to do about what is
+    missing. Exit status 1 if a launch cannot work."""
     from harness.clouds import tasks
     from harness.controller import doctor as doctors
 
@@ -170,7 +213,9 @@ def doctor(flags: DoctorFlags) -> int:
         return open_store(at, retry_within_s=PREFLIGHT_S)
 
     try:
-        found = doctors.examine(task, url, sky, opened, os.environ, Path.home(), secrets.token_hex(4))
+        found = doctors.examine(
+            task, url, sky, opened, os.environ, Path.home(), secrets.token_hex(4)
+        )
     finally:
         sky.close()
     if flags.json:

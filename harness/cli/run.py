@@ -22,7 +22,7 @@ def _workers(text: str) -> None:
         raise ValueError(f"wanted a number or auto, at least 1; found {text!r}")
 
 
-# ---- run (the agent) --------------------------------------------------------------------------------------------
+# ---- run (the agent) -----------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Pace:
     """How often an agent speaks to its store, and how long another one may be silent."""
@@ -30,45 +30,115 @@ class Pace:
     beat_s: float
     dead_s: float
     control_s: float
+
+
 FOLDER, BUCKET = Pace(1.0, 5.0, 0.3), Pace(2.0, 10.0, 5.0)
 USUAL = Limits()
 
 
 @dataclass(frozen=True)
 class RunFlags:
-    script: tuple[str, ...] = positional("-- script.py and its arguments, or -- -m module", nargs="*")
-    run: str = flag("", "URL of the run; default: HARNESS_RUN")
-    nproc: str = flag("auto", "workers on this node: a number, or auto (one per GPU, else one)", check=_workers)
-    speed: float = flag(1.0, "relative speed of this node's workers, for uneven shares on mixed hardware", above=0)
-    min_nodes: int = flag(1, "do not train with fewer nodes than this", at_least=1)
-    grace_s: float = flag(0.0, "how long a SIGTERM leaves us before the end; 0: what this cloud promises, 30 s where it promises nothing")
-    notices: str = flag("", "where to listen for notices, such as aws,kubernetes, or none; default: what this machine says of itself")
-    notice_ack: str = flag("own", "tell Azure that this node has gone: own, all (every machine that an event names is ours), never",
-                           choices=["own", "all", "never"])  # fmt: skip
-    leave_at: str = flag("", "when this node ends, such as the end of a capacity block: 2026-11-21T08:00:00Z, or seconds since 1970",
-                         check=when)  # fmt: skip
-    leave_after: str = flag("", "this node ends so long after its start: 12h, 90m, seconds", check=duration_text)
-    drain_lead_s: float = flag(120.0, "how long before an end that is known long before the node drains")
-    notify_signal: str = flag("", "for scripts without harness.attach(): send them this signal (USR1, TERM...) on a notice")
-    trackers: str = flag("", "where to publish committed steps: wandb, tensorboard, jsonl, or package.module:function, comma-separated")
-    replica: str = flag("", "URL of a second bucket: committed snapshots are copied there; default: HARNESS_REPLICA")
-    replica_cap_usd: float | None = flag(None, "copy nothing that would make it cost more; default: HARNESS_REPLICA_CAP_USD, else no limit")
-    stage_gib: float = flag(0.0, "host memory for staged snapshots, in GiB; 0: half of what is free")
-    stage_dir: str = flag("", "RAM disk for staged snapshots; default: /dev/shm")
-    disk_tier_gib: float = flag(0.0, "keep the last snapshots on this much of the node's disk, too; 0: do not")
-    disk_tier_dir: str = flag("", "where; default: the node's scratch folder")
-    peer_tier: str = flag("off", "memory, disk: nodes keep a copy of a neighbour's share there, and read from each other before the bucket",
-                          choices=["off", "memory", "disk"])  # fmt: skip
-    hang_after_s: float = flag(
-        0.0, f"a worker without a sign of life for so long is hung; 0: {FACTOR:g} times its slowest step, at least {USUAL.floor_s:g} s"
+    script: tuple[str, ...] = positional(
+        "-- script.py and its arguments, or -- -m module", nargs="*"
     )
-    stuck_after_s: float = flag(0.0, f"the same for start-up and resuming, and for saving; 0: {USUAL.start_s:g} s and {USUAL.save_s:g} s")
-    gpu_health: str = flag("auto", "auto (NVML, where there is a driver), off, or the file that drives a fake one")
-    beat_s: float = flag(0.0, f"how often this node says that it lives; 0: {FOLDER.beat_s:g} s (folder), {BUCKET.beat_s:g} s (bucket)")
-    dead_s: float = flag(0.0, f"silence of a node that means its death; 0: {FOLDER.dead_s:g} s (folder), {BUCKET.dead_s:g} s (bucket)")
-    allow_rewind: bool = flag(False, "go on though committed steps must be done again (HARNESS_ALLOW_REWIND)")
-    leaderless_hours: float = flag(24.0, "a controller that led this run has been silent for so long: drain; 0: train on")
-    addr: str = flag("", "this node's address as the other nodes see it; default: from SkyPilot, else loopback")
+    run: str = flag("", "URL of the run; default: HARNESS_RUN")
+    nproc: str = flag(
+        "auto", "workers on this node: a number, or auto (one per GPU, else one)", check=_workers
+    )
+    speed: float = flag(
+        1.0, "relative speed of this node's workers, for uneven shares on mixed hardware", above=0
+    )
+    min_nodes: int = flag(1, "do not train with fewer nodes than this", at_least=1)
+    grace_s: float = flag(
+        0.0,
+        "how long a SIGTERM leaves us before the end; 0: what this cloud promises, 30 s where it "
+        "promises nothing",
+    )
+    notices: str = flag(
+        "",
+        "where to listen for notices, such as aws,kubernetes, or none; default: what this machine "
+        "says of itself",
+    )
+    notice_ack: str = flag(
+        "own",
+        "tell Azure that this node has gone: own, all (every machine that an event names is ours), "
+        "never",
+        choices=["own", "all", "never"],
+    )
+    leave_at: str = flag(
+        "",
+        "when this node ends, such as the end of a capacity block: 2026-11-21T08:00:00Z, or "
+        "seconds since 1970",
+        check=when,
+    )
+    leave_after: str = flag(
+        "", "this node ends so long after its start: 12h, 90m, seconds", check=duration_text
+    )
+    drain_lead_s: float = flag(
+        120.0, "how long before an end that is known long before the node drains"
+    )
+    notify_signal: str = flag(
+        "",
+        "for scripts without harness.attach(): send them this signal (USR1, TERM...) on a notice",
+    )
+    trackers: str = flag(
+        "",
+        "where to publish committed steps: wandb, tensorboard, jsonl, or package.module:function, "
+        "comma-separated",
+    )
+    replica: str = flag(
+        "", "URL of a second bucket: committed snapshots are copied there; default: HARNESS_REPLICA"
+    )
+    replica_cap_usd: float | None = flag(
+        None,
+        "copy nothing that would cost more; default: HARNESS_REPLICA_CAP_USD, else no limit",
+    )
+    stage_gib: float = flag(
+        0.0, "host memory for staged snapshots, in GiB; 0: half of what is free"
+    )
+    stage_dir: str = flag("", "RAM disk for staged snapshots; default: /dev/shm")
+    disk_tier_gib: float = flag(
+        0.0, "keep the last snapshots on this much of the node's disk, too; 0: do not"
+    )
+    disk_tier_dir: str = flag("", "where; default: the node's scratch folder")
+    peer_tier: str = flag(
+        "off",
+        "memory, disk: nodes keep a copy of a neighbour's share there, and read from each other "
+        "before the bucket",
+        choices=["off", "memory", "disk"],
+    )
+    hang_after_s: float = flag(
+        0.0,
+        f"a worker without a sign of life for so long is hung; 0: {FACTOR:g} times its slowest "
+        f"step, at least {USUAL.floor_s:g} s",
+    )
+    stuck_after_s: float = flag(
+        0.0,
+        f"the same for start-up and resuming, and for saving; 0: {USUAL.start_s:g} s and "
+        f"{USUAL.save_s:g} s",
+    )
+    gpu_health: str = flag(
+        "auto", "auto (NVML, where there is a driver), off, or the file that drives a fake one"
+    )
+    beat_s: float = flag(
+        0.0,
+        f"how often this node says that it lives; 0: {FOLDER.beat_s:g} s (folder), "
+        f"{BUCKET.beat_s:g} s (bucket)",
+    )
+    dead_s: float = flag(
+        0.0,
+        f"silence of a node that means its death; 0: {FOLDER.dead_s:g} s (folder), "
+        f"{BUCKET.dead_s:g} s (bucket)",
+    )
+    allow_rewind: bool = flag(
+        False, "go on though committed steps must be done again (HARNESS_ALLOW_REWIND)"
+    )
+    leaderless_hours: float = flag(
+        24.0, "a controller that led this run has been silent for so long: drain; 0: train on"
+    )
+    addr: str = flag(
+        "", "this node's address as the other nodes see it; default: from SkyPilot, else loopback"
+    )
 
 
 def run(flags: RunFlags) -> int:
@@ -82,7 +152,9 @@ def run(flags: RunFlags) -> int:
     env = os.environ
     url = flags.run or env.get("HARNESS_RUN", "")
     if not url:
-        raise BadInput("no run URL: give --run URL (or HARNESS_RUN), for example --run s3://my-bucket/runs/x")
+        raise BadInput(
+            "no run URL: give --run URL (or HARNESS_RUN), for example --run s3://my-bucket/runs/x"
+        )
     argv = list(flags.script)
     if not argv:
         raise BadInput("no script: write `harness run --run URL -- train.py --its-flags`")
@@ -92,8 +164,10 @@ def run(flags: RunFlags) -> int:
         env["HARNESS_ALLOW_REWIND"] = "1"  # for its workers
     if env.get("HARNESS_NODE_DIR"):  # a node of the local cloud dies as a whole, like a machine
         die_with_parent()
-    store = checked_store(normalize(url), retry_within_s=10.0)  # an agent must hear notices while the bucket is silent
-    os.environ["STORAGE_ANSWERED"] = normalize(url)  # for whom we start: to them a refusal is an outage as well
+    # an agent must hear notices while the bucket is silent
+    store = checked_store(normalize(url), retry_within_s=10.0)
+    # for whom we start: to them a refusal is an outage as well
+    os.environ["STORAGE_ANSWERED"] = normalize(url)
     trackers = flags.trackers or env.get("HARNESS_TRACKERS", "")
     replica = flags.replica or env.get("HARNESS_REPLICA", "")
     if replica:
@@ -108,7 +182,11 @@ def run(flags: RunFlags) -> int:
     pace = FOLDER if normalize(url).startswith("file://") else BUCKET
     sources = detect(dict(env), asked=flags.notices, speaks_for_all=flags.notice_ack == "all")
     sources += [LimitSource("limit", moment(flags.leave_at))] if flags.leave_at else []
-    sources += [LimitSource("limit", time.time() + duration(flags.leave_after))] if flags.leave_after else []
+    sources += (
+        [LimitSource("limit", time.time() + duration(flags.leave_after))]
+        if flags.leave_after
+        else []
+    )
     config = AgentConfig(
         run=normalize(url),
         argv=argv,
@@ -130,7 +208,9 @@ def run(flags: RunFlags) -> int:
         stage_dir=Path(flags.stage_dir) if flags.stage_dir else None,
         stage_nbytes=int(flags.stage_gib * 2**30) or None,
         nearby=NearbyConfig(
-            disk_nbytes=int(flags.disk_tier_gib * 2**30), disk_root=flags.disk_tier_dir or str(node_dir / "disk-tier"), peer=flags.peer_tier
+            disk_nbytes=int(flags.disk_tier_gib * 2**30),
+            disk_root=flags.disk_tier_dir or str(node_dir / "disk-tier"),
+            peer=flags.peer_tier,
         ).checked(),
         beat_s=flags.beat_s or pace.beat_s,
         dead_s=flags.dead_s or pace.dead_s,
@@ -152,8 +232,13 @@ def _nproc(text: str, env: Any) -> int:
     if text != "auto":
         return int(text)
     if "CUDA_VISIBLE_DEVICES" in env:
-        return max(1, len([d for d in env["CUDA_VISIBLE_DEVICES"].split(",") if d.strip() not in ("", "-1")]))
-    found = [p for p in Path("/dev").glob("nvidia[0-9]*") if p.name.removeprefix("nvidia").isdigit()]
+        return max(
+            1,
+            len([d for d in env["CUDA_VISIBLE_DEVICES"].split(",") if d.strip() not in ("", "-1")]),
+        )
+    found = [
+        p for p in Path("/dev").glob("nvidia[0-9]*") if p.name.removeprefix("nvidia").isdigit()
+    ]
     return max(1, len(found))
 
 
@@ -164,7 +249,8 @@ def _address(env: Any) -> str:
 
 
 def _place(env: Any) -> str:
-    """Cloud and region of this node, from SkyPilot: nodes of others are not reached. Empty: unknown, or the local cloud."""
+    """Cloud and region of this node, from SkyPilot: nodes of others are not reached. Empty:
+    unknown, or the local cloud."""
     about = json.loads(env.get("SKYPILOT_CLUSTER_INFO") or "{}")
     if about.get("cloud") == "local":
         return ""

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from storage.command import Notes
 
 
-
 @dataclass(frozen=True)
 class SnapshotsFlags:
-    words: tuple[str, ...] = positional("list|verify|show|prune|export|copy URL ...; `harness snapshots list --help`", nargs="...")
+    words: tuple[str, ...] = positional(
+        "list|verify|show|prune|export|copy URL ...; `harness snapshots list --help`", nargs="..."
+    )
 
 
 def snapshots(flags: SnapshotsFlags) -> int:
@@ -29,7 +30,8 @@ def snapshots(flags: SnapshotsFlags) -> int:
 
 
 def _notes(store: ObjectStore) -> Notes:
-    """What the record knows of snapshots, and what a copy of them needs to be resumed and audited."""
+    """What the record knows of snapshots, and what a copy of them needs to be resumed and
+    audited."""
     from harness.bucket.journal import Journal, read_facts
     from harness.core.facts import SessionStarted, SnapshotCommitted, SnapshotReplicated, Warned
     from harness.uploader.client import seen_here

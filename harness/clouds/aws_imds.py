@@ -21,7 +21,7 @@ from harness.clouds.metadata_protocol import (
 )
 
 
-# ---- AWS --------------------------------------------------------------------------------------------------------
+# ---- AWS -----------------------------------------------------------------------------------------
 class AwsImds:
     """Instance metadata service, version 2, of one EC2 instance."""
 
@@ -49,7 +49,12 @@ class AwsImds:
             "placement/availability-zone": zone,
             "placement/region": region,
         }
-        self._identity = {"instanceId": instance_id, "instanceType": instance_type, "region": region, "availabilityZone": zone}
+        self._identity = {
+            "instanceId": instance_id,
+            "instanceType": instance_type,
+            "region": region,
+            "availabilityZone": zone,
+        }
         self._notices: dict[str, Answer] = {}
         self._maintenance: list[dict[str, str]] = []
 
@@ -64,8 +69,18 @@ class AwsImds:
                 return "events/recommendations/rebalance"
             case "maintenance":
                 event = f"instance-event-{secrets.token_hex(8)}"
-                at = datetime.fromtimestamp(deadline_s, timezone.utc).strftime("%d %b %Y %H:%M:%S GMT")
-                self.maintenance({"NotBefore": at, "Code": "system-reboot", "Description": "reboot", "EventId": event, "State": "active"})
+                at = datetime.fromtimestamp(deadline_s, timezone.utc).strftime(
+                    "%d %b %Y %H:%M:%S GMT"
+                )
+                self.maintenance(
+                    {
+                        "NotBefore": at,
+                        "Code": "system-reboot",
+                        "Description": "reboot",
+                        "EventId": event,
+                        "State": "active",
+                    }
+                )
                 return event
         raise no_kind(kind)
 
@@ -78,7 +93,8 @@ class AwsImds:
                 self._notices["spot/termination-time"] = Answer(200, at)
 
     def cancel(self, name: str = "") -> None:
-        """Take back what was announced (real AWS cancels scheduled events only; a test of un-latching needs more)."""
+        """Take back what was announced (real AWS cancels scheduled events only; a test of
+        un-latching needs more)."""
         with self._lock:
             for path in [p for p in self._notices if not name or p == name]:
                 self._notices.pop(path, None)
@@ -93,19 +109,30 @@ class AwsImds:
 
     def rebalance(self, noticed_s: float) -> None:
         with self._lock:
-            self._notices["events/recommendations/rebalance"] = json_answer({"noticeTime": rfc3339(noticed_s)})
+            self._notices["events/recommendations/rebalance"] = json_answer(
+                {"noticeTime": rfc3339(noticed_s)}
+            )
 
     def maintenance(self, event: Mapping[str, str]) -> None:
-        """Add a scheduled event, or change the one with the same EventId (State active -> completed | canceled)."""
+        """Add a scheduled event, or change the one with the same EventId (State active ->
+        completed | canceled)."""
         with self._lock:
-            self._maintenance = [e for e in self._maintenance if e.get("EventId") != event.get("EventId")] + [dict(event)]
+            self._maintenance = [
+                e for e in self._maintenance if e.get("EventId") != event.get("EventId")
+            ] + [dict(event)]
 
     # -- what the instance sees --
-    def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes = b"") -> Answer:
+    def answer(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
+    ) -> Answer:
         path = path.partition("?")[0].rstrip("/") or "/"
         with self._lock:
             if path == TOKEN_PATH:
-                return self._token(headers) if method == "PUT" else Answer(405, "405 - Method Not Allowed")
+                return (
+                    self._token(headers)
+                    if method == "PUT"
+                    else Answer(405, "405 - Method Not Allowed")
+                )
             if method != "GET":
                 return Answer(405, "405 - Method Not Allowed")
             echo: dict[str, str] = {}
@@ -125,7 +152,8 @@ class AwsImds:
         if not (ttl.isascii() and ttl.isdigit()) or not 1 <= int(ttl) <= MAX_TTL_S:
             return Answer(400, "400 - Bad Request")
         now = self._monotonic()
-        self._tokens = {t: until for t, until in self._tokens.items() if until > now}  # bounded by what is alive
+        # bounded by what is alive
+        self._tokens = {t: until for t, until in self._tokens.items() if until > now}
         token = secrets.token_urlsafe(42)
         self._tokens[token] = now + int(ttl)
         return Answer(200, token, headers={TTL_HEADER: ttl})
@@ -134,7 +162,12 @@ class AwsImds:
         if path == "/latest/dynamic/instance-identity/document":
             return json_answer(self._identity)
         if path == "/latest/meta-data":
-            return Answer(200, "\n".join(sorted({*(k.partition("/")[0] for k in self._fixed), "events/", "spot/"})))
+            return Answer(
+                200,
+                "\n".join(
+                    sorted({*(k.partition("/")[0] for k in self._fixed), "events/", "spot/"})
+                ),
+            )
         name = path.removeprefix("/latest/meta-data/")
         if name == "events/maintenance/scheduled":
             return json_answer(self._maintenance)  # an empty list, not 404, when nothing is planned

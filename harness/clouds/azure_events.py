@@ -11,11 +11,19 @@ from email.utils import formatdate
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from harness.clouds.metadata_protocol import EVENTS_PATH, NAME_PATH, Answer, azure_error, json_answer, no_kind
+from harness.clouds.metadata_protocol import (
+    EVENTS_PATH,
+    NAME_PATH,
+    Answer,
+    azure_error,
+    json_answer,
+    no_kind,
+)
 
 
 class AzureScheduledEvents:
-    """Scheduled Events, and the name, of one virtual machine. An event that is over, or was cancelled, is not in the document any more."""
+    """Scheduled Events, and the name, of one virtual machine. An event that is over, or was
+    cancelled, is not in the document any more."""
 
     server = "IMDS/150.870.65.1854"
 
@@ -24,11 +32,19 @@ class AzureScheduledEvents:
         self._lock = threading.Lock()
         self._incarnation = 1
         self._events: list[dict[str, Any]] = []
-        self.acknowledged: list[str] = []  # ids of events, in the order of the requests to start them
+        # ids of events, in the order of the requests to start them
+        self.acknowledged: list[str] = []
 
     # -- what happens to the machine --
-    def schedule(self, event_type: str, not_before_s: float, resources: tuple[str, ...] = (), duration_s: int = -1) -> str:
-        """Add an event of a type ("Freeze", "Reboot", "Redeploy", "Preempt", "Terminate"); its id."""
+    def schedule(
+        self,
+        event_type: str,
+        not_before_s: float,
+        resources: tuple[str, ...] = (),
+        duration_s: int = -1,
+    ) -> str:
+        """Add an event of a type ("Freeze", "Reboot", "Redeploy", "Preempt", "Terminate"); its
+        id."""
         event = {
             "EventId": str(uuid.uuid4()).upper(),
             "EventType": event_type,
@@ -72,7 +88,9 @@ class AzureScheduledEvents:
         pass
 
     # -- what the machine sees --
-    def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes = b"") -> Answer:
+    def answer(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
+    ) -> Answer:
         asked = urlsplit(path)
         version = parse_qs(asked.query).get("api-version", [""])[-1]
         if headers.get("metadata", "").lower() != "true":
@@ -80,20 +98,25 @@ class AzureScheduledEvents:
         if headers.get("x-forwarded-for") is not None:
             return azure_error("Bad request. X-Forwarded-For is not allowed")
         if len(version) != 10:
-            return azure_error("Bad request. api-version is invalid or was not specified in the request.")
+            return azure_error(
+                "Bad request. api-version is invalid or was not specified in the request."
+            )
         if asked.path == NAME_PATH and method == "GET":
             return Answer(200, self.name)
         if asked.path != EVENTS_PATH:
             return Answer(404, json.dumps({"error": "Not found"}), "application/json")
         if method == "GET":
             with self._lock:
-                return json_answer({"DocumentIncarnation": self._incarnation, "Events": self._events})
+                return json_answer(
+                    {"DocumentIncarnation": self._incarnation, "Events": self._events}
+                )
         if method == "POST":
             return self._start_requests(body)
         return Answer(405, json.dumps({"error": "Method not allowed"}), "application/json")
 
     def _start_requests(self, body: bytes) -> Answer:
-        """An event that somebody wants to begin, begins. Asking again is no error; a malformed request or an unknown event is."""
+        """An event that somebody wants to begin, begins. Asking again is no error; a malformed
+        request or an unknown event is."""
         try:
             wanted = [str(request["EventId"]) for request in json.loads(body)["StartRequests"]]
         except (ValueError, KeyError, TypeError):
@@ -103,7 +126,11 @@ class AzureScheduledEvents:
             if not set(wanted) <= known | set(self.acknowledged):
                 return azure_error("Bad request. There is no such event")
             self.acknowledged += wanted
-            waiting = [e for e in self._events if e["EventId"] in wanted and e["EventStatus"] == "Scheduled"]
+            waiting = [
+                e
+                for e in self._events
+                if e["EventId"] in wanted and e["EventStatus"] == "Scheduled"
+            ]
             for event in waiting:
                 event.update(EventStatus="Started", NotBefore="")
             self._incarnation += bool(waiting)

@@ -1,13 +1,17 @@
-"""The process that speaks SkyPilot. `skypilot.py` starts it and asks it: one JSON object per line in, one per line out.
+"""The process that speaks SkyPilot. `skypilot.py` starts it and asks it: one JSON object per line
+in, one per line out.
 
-A process of its own because `import sky` costs seconds and hundreds of MB, because its calls cannot be given up (a process can be
-ended), and because the optimizer is asked here about clouds that the API server has enabled, by a patch that must not leak.
-It knows nothing of runs, attempts or policies. It decides nothing: what an error means is for `skypilot.py` to say.
+A process of its own because `import sky` costs seconds and hundreds of MB, because its calls cannot
+be given up (a process can be ended), and because the optimizer is asked here about clouds that the
+API server has enabled, by a patch that must not leak. It knows nothing of runs, attempts or
+policies. It decides nothing: what an error means is for `skypilot.py` to say.
 
     {"id": 1, "method": "clusters", "arguments": {...}}  ->  {"id": 1, "result": ...}
-                                                         or  {"id": 1, "error": {"type", "message", "history": [{"type", "message"}]}}
+                                                         or  {"id": 1, "error": {"type", "message",
+                                                         "history": [{"type", "message"}]}}
 
-Calls run in threads, so that a slow one holds up no other. It ends when its input ends, which is when its parent does.
+Calls run in threads, so that a slow one holds up no other. It ends when its input ends, which is
+when its parent does.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ from typing import Any
 import yaml
 
 ACTIVE = ("PENDING", "RUNNING", "WAITING")  # states of an API server's request that has not ended
-NODE_ENV = "HARNESS_NODE"  # in a cluster's task: who launched it, as what; how a later controller knows its clusters
+# in a cluster's task: who launched it, as what; how a later controller knows its clusters
+NODE_ENV = "HARNESS_NODE"
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -35,7 +40,8 @@ def sky(module: str = "") -> Any:
 
 def _bare(config: dict[str, Any]) -> dict[str, Any]:
     """What the optimizer needs of a task; a copy, since SkyPilot changes what it is given."""
-    return json.loads(json.dumps({k: v for k, v in config.items() if k in ("name", "resources", "num_nodes", "config")}))  # type: ignore[no-any-return]
+    kept = {k: v for k, v in config.items() if k in ("name", "resources", "num_nodes", "config")}
+    return json.loads(json.dumps(kept))  # type: ignore[no-any-return]
 
 
 def plain(text: object) -> str:
@@ -47,7 +53,8 @@ class Calls:
     """Every method is one call; arguments and results are JSON."""
 
     def __init__(self) -> None:
-        self._optimizing = threading.Lock()  # the optimizer's context (Dag) and our patch are global
+        # the optimizer's context (Dag) and our patch are global
+        self._optimizing = threading.Lock()
 
     # -- offers --
     def enabled(self) -> list[str]:
@@ -55,10 +62,13 @@ class Calls:
         sdk = sky("client.sdk")
         return sorted(str(name).lower() for name in sdk.get(sdk.enabled_clouds()))
 
-    def offers(self, config: dict[str, Any], clouds: Sequence[str] | None = None, on_demand: bool = False) -> list[dict[str, Any]]:
+    def offers(
+        self, config: dict[str, Any], clouds: Sequence[str] | None = None, on_demand: bool = False
+    ) -> list[dict[str, Any]]:
         """Every place where SkyPilot could put one member of this task, cheapest first.
 
-        clouds: None means those that the API server has enabled. on_demand: also what each costs when it is not spot.
+        clouds: None means those that the API server has enabled. on_demand: also what each costs
+        when it is not spot.
         """
         names = self.enabled() if clouds is None else list(clouds)
         if not names:  # nobody has asked this server yet; its own `launch` would ask now as well
@@ -75,11 +85,14 @@ class Calls:
             chosen = sky("optimizer").Optimizer.optimize(dag, quiet=True).tasks[0]
         return self._offer(chosen.best_resources, chosen.num_nodes)
 
-    def _offers(self, config: dict[str, Any], names: Sequence[str], bare: bool, on_demand: bool) -> list[dict[str, Any]]:
+    def _offers(
+        self, config: dict[str, Any], names: Sequence[str], bare: bool, on_demand: bool
+    ) -> list[dict[str, Any]]:
         registry = sky("utils.registry").CLOUD_REGISTRY
         enabled = [registry.from_str(name) for name in names]
         check = sky("check")
-        check.get_cached_enabled_clouds_or_refresh = lambda *_, **__: list(enabled)  # this process asks for nothing else
+        # this process asks for nothing else
+        check.get_cached_enabled_clouds_or_refresh = lambda *_, **__: list(enabled)
         if bare:  # a plan without accounts: AWS's zones keep their catalog names
             sky("catalog.aws_catalog")._get_az_mappings = lambda *_: None
         task = sky("task").Task.from_yaml_config(_bare(config))
@@ -100,7 +113,8 @@ class Calls:
         cloud = str(resources.cloud).lower()
         try:
             usd = float(resources.get_cost(3600)) * num_nodes
-        except (ValueError, AssertionError):  # no price in the catalog: it cannot be ranked, or put under a budget
+        except (ValueError, AssertionError):
+            # no price in the catalog: it cannot be ranked, or put under a budget
             return None
         try:
             on_demand_usd = float(resources.copy(use_spot=False).get_cost(3600)) * num_nodes
@@ -129,13 +143,17 @@ class Calls:
         idle_minutes: int | None = None,
     ) -> str:
         """Ask for a cluster; returns the request's id as soon as the API server has it."""
-        # The server remembers the file as it is given here, so a cluster's envs can be read later; overrides it would not show.
+        # The server remembers the file as it is given here, so a cluster's envs can be read later;
+        # overrides it would not show.
         task = sky("task").Task.from_yaml_config(config, secrets_overrides=list(secrets.items()))
-        more = {} if idle_minutes is None else {"idle_minutes_to_autostop": idle_minutes, "down": True}
+        more = (
+            {} if idle_minutes is None else {"idle_minutes_to_autostop": idle_minutes, "down": True}
+        )
         return str(sky("client.sdk").launch(task, cluster_name=name, **more))
 
     def requests(self, ids: Sequence[str]) -> dict[str, str]:
-        """State of each request: PENDING, RUNNING, WAITING, SUCCEEDED, FAILED, CANCELLED; one that is unknown is left out."""
+        """State of each request: PENDING, RUNNING, WAITING, SUCCEEDED, FAILED, CANCELLED; one
+        that is unknown is left out."""
         if not ids:
             return {}
         found = sky("client.sdk").api_status(request_ids=list(ids), fields=["request_id", "status"])
@@ -149,22 +167,29 @@ class Calls:
     def launching(self, name: str) -> str | None:
         """The id of a launch of this cluster that goes on at the API server."""
         for request in sky("client.sdk").api_status(cluster_name=name, limit=50):
-            if request.cluster_name == name and request.name.endswith("launch") and request.status in ACTIVE:
+            if (
+                request.cluster_name == name
+                and request.name.endswith("launch")
+                and request.status in ACTIVE
+            ):
                 return str(request.request_id)
         return None
 
     def clusters(self, prefix: str, refresh: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """What the API server knows of the clusters whose names begin so; of those in `refresh` the cloud itself is asked.
+        """What the API server knows of the clusters whose names begin so; of those in `refresh` the
+        cloud itself is asked.
 
-        A status that was not refreshed may be stale: a cluster that was taken away stays UP there. One that the
-        cloud does not know any more is left out.
+        A status that was not refreshed may be stale: a cluster that was taken away stays UP there.
+        One that the cloud does not know any more is left out.
         """
         sdk, modes = sky("client.sdk"), sky("utils.common").StatusRefreshMode
         records = {r.name: r for r in sdk.get(sdk.status()) if r.name.startswith(prefix)}
         asked = [name for name in refresh if name in records]
         if asked:
             fresh = {r.name: r for r in sdk.get(sdk.status(asked, refresh=modes.FORCE))}
-            records = {n: fresh.get(n, r) for n, r in records.items() if n not in asked or n in fresh}
+            records = {
+                n: fresh.get(n, r) for n, r in records.items() if n not in asked or n in fresh
+            }
         return [self._cluster(r) for r in records.values()]
 
     @staticmethod
@@ -172,7 +197,9 @@ class Calls:
         node: Any = None
         if record.last_creation_yaml:
             made_from = yaml.safe_load(record.last_creation_yaml)
-            node = (made_from.get("envs") or {}).get(NODE_ENV) if isinstance(made_from, dict) else None
+            node = (
+                (made_from.get("envs") or {}).get(NODE_ENV) if isinstance(made_from, dict) else None
+            )
         return {
             "name": record.name,
             "status": record.status.value,
@@ -206,16 +233,27 @@ class Calls:
     def costs(self, prefix: str, days: int = 30) -> list[dict[str, Any]]:
         """SkyPilot's own bill of clusters whose names begin so: running time in seconds, USD."""
         sdk = sky("client.sdk")
-        rows = [r if isinstance(r, dict) else r.model_dump() for r in sdk.get(sdk.cost_report(days=days))]
+        rows = [
+            r if isinstance(r, dict) else r.model_dump()
+            for r in sdk.get(sdk.cost_report(days=days))
+        ]
         wanted = ("name", "duration", "total_cost", "launched_at", "num_nodes")
-        return [{k: row.get(k) for k in wanted} for row in rows if str(row.get("name") or "").startswith(prefix)]
+        return [
+            {k: row.get(k) for k in wanted}
+            for row in rows
+            if str(row.get("name") or "").startswith(prefix)
+        ]
 
     # -- the server --
     def server(self) -> dict[str, Any]:
         """Where the API server is and how it does; a local one is started."""
         sdk, info = sky("client.sdk"), None
         info = sdk.api_info()
-        return {"endpoint": str(sky("server.common").get_server_url()), "status": str(info.status.value), "version": str(info.version)}
+        return {
+            "endpoint": str(sky("server.common").get_server_url()),
+            "status": str(info.status.value),
+            "version": str(info.version),
+        }
 
     def version(self) -> str:
         return str(sky().__version__)
@@ -223,12 +261,15 @@ class Calls:
     def check(self, clouds: Sequence[str] | None = None) -> str:
         """`sky check`: asks every cloud for its credentials, and remembers which ones work."""
         sdk, out = sky("client.sdk"), io.StringIO()
-        sdk.stream_and_get(sdk.check(tuple(clouds) if clouds else None, verbose=False), output_stream=out)
+        sdk.stream_and_get(
+            sdk.check(tuple(clouds) if clouds else None, verbose=False), output_stream=out
+        )
         return plain(out.getvalue())
 
 
 def told(error: BaseException) -> dict[str, Any]:
-    """An exception as JSON. A failed fail-over says what each place answered; a request that failed, what was asked (`url`)."""
+    """An exception as JSON. A failed fail-over says what each place answered; a request that
+    failed, what was asked (`url`)."""
     history = [*getattr(error, "failover_history", ()), *getattr(error, "reasons", ())]
     return {
         "type": type(error).__name__,
@@ -246,7 +287,8 @@ def serve(calls: Calls, lines: Iterable[str], answer: io.TextIOBase) -> None:
         body: dict[str, Any]
         try:
             body = {"result": getattr(calls, request["method"])(**request["arguments"])}
-        except BaseException as e:  # SkyPilot raises SystemExit too; whatever it was, the parent must know
+        except BaseException as e:
+            # SkyPilot raises SystemExit too; whatever it was, the parent must know
             body = {"error": told(e)}
         with writing:
             answer.write(json.dumps({"id": request["id"], **body}) + "\n")
@@ -257,7 +299,8 @@ def serve(calls: Calls, lines: Iterable[str], answer: io.TextIOBase) -> None:
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")  # what SkyPilot prints goes to the log, not between our answers
+    # what SkyPilot prints goes to the log, not between our answers
+    answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     serve(Calls(), sys.stdin, answers)
     os._exit(0)  # threads may hang in a call

@@ -11,12 +11,13 @@ from urllib.parse import parse_qs, urlsplit
 
 from harness.clouds.metadata_protocol import MAX_HANG_S, Answer, no_kind
 
-# ---- GCP --------------------------------------------------------------------------------------------------------
+# ---- GCP -----------------------------------------------------------------------------------------
 PREEMPTED, MAINTENANCE_EVENT = "instance/preempted", "instance/maintenance-event"
 
 
 class GcpMetadata:
-    """The metadata server of one Compute Engine instance: values with ETags, and GETs that hang until one changes."""
+    """The metadata server of one Compute Engine instance: values with ETags, and GETs that hang
+    until one changes."""
 
     server = "Metadata Server for VM"
     FLAVOR: ClassVar[Mapping[str, str]] = {"Metadata-Flavor": "Google"}
@@ -67,12 +68,19 @@ class GcpMetadata:
             self._changed.notify_all()
 
     # -- what the instance sees --
-    def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes = b"") -> Answer:
+    def answer(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
+    ) -> Answer:
         asked = urlsplit(path)
         if asked.path == "/":
             return Answer(200, "computeMetadata/\n", "application/text", self.FLAVOR)
         if headers.get("x-forwarded-for") is not None:
-            return Answer(403, "Your client does not have permission to get URL from this server.", "text/html", self.FLAVOR)
+            return Answer(
+                403,
+                "Your client does not have permission to get URL from this server.",
+                "text/html",
+                self.FLAVOR,
+            )
         if headers.get("metadata-flavor") != "Google":
             return Answer(403, "Missing Metadata-Flavor:Google header.", "text/html", self.FLAVOR)
         if method != "GET":
@@ -88,10 +96,17 @@ class GcpMetadata:
                 return Answer(404, "Not Found", "text/html", self.FLAVOR)
             if query.get("wait_for_change") == "true":
                 seen = query.get("last_etag", self._etag(name))
-                self._changed.wait_for(lambda: self._released or self._etag(name) != seen, timeout=hang_s)
+                self._changed.wait_for(
+                    lambda: self._released or self._etag(name) != seen, timeout=hang_s
+                )
                 if self._released:
                     return Answer(503, "Service Unavailable", "text/html", self.FLAVOR)
-            return Answer(200, self._values[name], "application/text", {**self.FLAVOR, "ETag": self._etag(name)})
+            return Answer(
+                200,
+                self._values[name],
+                "application/text",
+                {**self.FLAVOR, "ETag": self._etag(name)},
+            )
 
     def _etag(self, name: str) -> str:
         return hashlib.sha256(f"{self._salt} {name} {self._values[name]}".encode()).hexdigest()[:16]

@@ -1,7 +1,8 @@
 """The local cloud, as a controller sees it: a `Cloud` whose nodes are processes on this computer.
 
-A thin client of `provider.py`, which it starts when there is none: nodes and their history outlive any controller, and
-a new one that is given the same `state_dir` adopts them. Knows nothing of recovery, agents or torch.
+A thin client of `provider.py`, which it starts when there is none: nodes and their history outlive
+any controller, and a new one that is given the same `state_dir` adopts them. Knows nothing of
+recovery, agents or torch.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ CALL_TIMEOUT_S = 15.0
 START_WITHIN_S = 30.0
 END_WITHIN_S = 15.0
 
-# Of the caller's environment a node must not see: who the caller is in another run, job, test or torch world.
+# Of the caller's environment a node must not see: who the caller is in another run, job, test or
+# torch world.
 NOT_FOR_NODES = re.compile(
     r"(HARNESS|SKYPILOT|TORCHELASTIC|PYTEST|COV_CORE|SLURM)_.*|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
     r"|AWS_EC2_METADATA_.*|AWS_METADATA_SERVICE_.*|INSTANCE_METADATA_URL|GCE_METADATA_.*|CUDA_VISIBLE_DEVICES|BASH_ENV|OLDPWD|_"
@@ -50,9 +52,11 @@ def visible_gpus(env: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str,
 
 
 class LocalCloud:
-    """`wanted` is (min, max) nodes, or max; `env` is the caller's environment (None: this process's).
+    """`wanted` is (min, max) nodes, or max; `env` is the caller's environment (None: this
+    process's).
 
-    Market and capacity are fixed by whoever starts the provider; a controller that finds one running adopts it as it is.
+    Market and capacity are fixed by whoever starts the provider; a controller that finds one
+    running adopts it as it is.
     """
 
     def __init__(
@@ -72,7 +76,9 @@ class LocalCloud:
     ):
         check_local(task)
         if not sys.platform.startswith("linux"):
-            raise BadInput(f"the local cloud needs Linux (/proc, parent-death signals), found {sys.platform}")
+            raise BadInput(
+                f"the local cloud needs Linux (/proc, parent-death signals), found {sys.platform}"
+            )
         self.state_dir, self.task = Path(state_dir).resolve(), task
         self._env = dict(os.environ if env is None else env)
         low, high = (1, wanted) if isinstance(wanted, int) else wanted
@@ -88,7 +94,8 @@ class LocalCloud:
             offers=tuple(offers),
             notices=notices,
         )
-        markets.parse(self._config.market, min_nodes=low, max_nodes=high)  # a bad spec is told at once
+        # a bad spec is told at once
+        markets.parse(self._config.market, min_nodes=low, max_nodes=high)
         self._started: subprocess.Popen[bytes] | None = None
         self._closed = False
 
@@ -117,20 +124,27 @@ class LocalCloud:
 
     # -- more than a Cloud --
     def gone(self) -> set[int]:
-        """Attempts that are surely over. Unlike `nodes` it starts no provider: where none lives, no node does."""
-        alive = {n.attempt for n in self.nodes() if n.alive} if not self._closed and self._alive() else set()
+        """Attempts that are surely over. Unlike `nodes` it starts no provider: where none
+        lives, no node does."""
+        alive = (
+            {n.attempt for n in self.nodes() if n.alive}
+            if not self._closed and self._alive()
+            else set()
+        )
         return {n.attempt for n in self._history()} - alive
 
     def log_path(self, attempt: int) -> Path:
         return self.state_dir / "nodes" / str(attempt) / "log"
 
     def status(self) -> dict[str, Any]:
-        """The market as the provider sees it: spec, market_s, available, holding, max_nodes, progress, pid."""
+        """The market as the provider sees it: spec, market_s, available, holding, max_nodes,
+        progress, pid."""
         found: dict[str, Any] = self._call("GET", "/status")
         return found
 
     def event(self, event: str, **fields: Any) -> None:
-        """Make something happen now: `event("preempt", grace_s=8)`, `"kill"`, `"outage"`, `"capacity"`; `attempt=` names a victim."""
+        """Make something happen now: `event("preempt", grace_s=8)`, `"kill"`, `"outage"`,
+        `"capacity"`; `attempt=` names a victim."""
         self._call("POST", "/event", {"event": event, **fields})
 
     def inject(self, attempt: int, **fault: Any) -> None:
@@ -141,7 +155,8 @@ class LocalCloud:
         """Nothing to let go of: nodes and their provider stay as they are."""
 
     def shutdown(self) -> None:
-        """End all nodes and the provider; nothing is left running. `nodes()` still tells the history."""
+        """End all nodes and the provider; nothing is left running. `nodes()` still tells the
+        history."""
         self._closed = True
         if self._alive():
             address = self._address()
@@ -157,10 +172,16 @@ class LocalCloud:
             self._started.wait(timeout=END_WITHIN_S)
             self._started = None
         if self._alive():
-            raise CloudUnavailable(f"the provider of {self.state_dir} does not end; look at {self.state_dir}/provider.log")
+            raise CloudUnavailable(
+                f"the provider of {self.state_dir} does not end; look at "
+                f"{self.state_dir}/provider.log"
+            )
         left = machines.sweep(self.state_dir)
         if left:
-            raise CloudUnavailable(f"processes {sorted(left)} of {self.state_dir} survive SIGKILL; look at them with ps")
+            raise CloudUnavailable(
+                f"processes {sorted(left)} of {self.state_dir} survive SIGKILL; look at them with "
+                "ps"
+            )
 
     # -- the provider --
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -187,10 +208,17 @@ class LocalCloud:
             f"it will be asked again; its log is {self.state_dir}/provider.log"
         ) from error
 
-    def _http(self, address: Mapping[str, Any], method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", address["port"], timeout=CALL_TIMEOUT_S)
+    def _http(
+        self, address: Mapping[str, Any], method: str, path: str, body: Mapping[str, Any] | None
+    ) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection(
+            "127.0.0.1", address["port"], timeout=CALL_TIMEOUT_S
+        )
         try:
-            headers = {"Authorization": f"Bearer {address['token']}", "Content-Type": "application/json"}
+            headers = {
+                "Authorization": f"Bearer {address['token']}",
+                "Content-Type": "application/json",
+            }
             connection.request(method, path, json.dumps(body or {}), headers)
             response = connection.getresponse()
             return response.status, json.loads(response.read())
@@ -220,7 +248,8 @@ class LocalCloud:
         give_up_s = time.monotonic() + START_WITHIN_S
         if not self._alive():
             self._reap()
-            (self.state_dir / "provider.json").unlink(missing_ok=True)  # of a provider that was killed
+            # of a provider that was killed
+            (self.state_dir / "provider.json").unlink(missing_ok=True)
             provider.write_atomic(self.state_dir / "config.json", self._config.to_json())
             root = str(Path(__file__).resolve().parent.parent)
             with open(self.state_dir / "provider.log", "ab") as out:
@@ -241,7 +270,9 @@ class LocalCloud:
             if code is not None and code != provider.ALREADY_RUNNING:
                 break
             time.sleep(0.03)
-        raise CloudUnavailable(f"the provider of {self.state_dir} did not start: {self._last_words()}")
+        raise CloudUnavailable(
+            f"the provider of {self.state_dir} did not start: {self._last_words()}"
+        )
 
     def _reap(self) -> None:
         if self._started is not None:

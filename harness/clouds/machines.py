@@ -23,9 +23,11 @@ from harness.core.world import Node, NodeState, Offer
 
 log = logging.getLogger("harness.clouds.provider")
 T = TypeVar("T")
-KILL_WITHIN_S = 10.0  # how long processes may survive SIGKILL (uninterruptible sleep) before we give up
+# how long processes may survive SIGKILL (uninterruptible sleep) before we give up
+KILL_WITHIN_S = 10.0
 PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)  # loaded here: a freshly forked child must not import or allocate much
+# loaded here: a freshly forked child must not import or allocate much
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,13 @@ class Config:
     @classmethod
     def from_json(cls, text: str) -> Config:
         body = json.loads(text)
-        return cls(**{**body, "gpus": tuple(body["gpus"]), "offers": tuple(Offer(**o) for o in body["offers"])})
+        return cls(
+            **{
+                **body,
+                "gpus": tuple(body["gpus"]),
+                "offers": tuple(Offer(**o) for o in body["offers"]),
+            }
+        )
 
 
 @dataclass
@@ -77,7 +85,18 @@ class Machine:
     metadata: MetadataServer | None = None
     doom: tuple[float, str] | None = None  # (when it is killed, for what reason)
 
-    KEPT = ("attempt", "offer", "asked_s", "state", "up_s", "gone_s", "exit_code", "reason", "pid", "noticed_s")
+    KEPT = (
+        "attempt",
+        "offer",
+        "asked_s",
+        "state",
+        "up_s",
+        "gone_s",
+        "exit_code",
+        "reason",
+        "pid",
+        "noticed_s",
+    )
 
     def to_json(self) -> dict[str, Any]:
         body = {name: getattr(self, name) for name in self.KEPT}
@@ -95,7 +114,7 @@ def node_of(body: Mapping[str, Any]) -> Node:
     return Node(m.attempt, m.offer, m.state, m.asked_s, m.up_s, m.gone_s, m.exit_code, m.reason)
 
 
-# ---- processes --------------------------------------------------------------------------------------------------
+# ---- processes -----------------------------------------------------------------------------------
 def _processes() -> Iterator[tuple[int, int, int]]:
     """(pid, parent, session) of every process that is not a zombie."""
     for name in os.listdir("/proc"):
@@ -117,10 +136,15 @@ def _environ(pid: int) -> bytes:
 
 
 def belonging(marker: bytes, session: int = 0) -> set[int]:
-    """Every process that carries the marker in its environment, is of the session, or descends from such a one."""
+    """Every process that carries the marker in its environment, is of the session, or descends
+    from such a one."""
     table = list(_processes())
     me = os.getpid()
-    mine = {pid for pid, _, sid in table if pid != me and ((session and sid == session) or marker in _environ(pid))}
+    mine = {
+        pid
+        for pid, _, sid in table
+        if pid != me and ((session and sid == session) or marker in _environ(pid))
+    }
     grown = True
     while grown:
         more = {pid for pid, parent, _ in table if parent in mine and pid not in mine and pid != me}
@@ -130,7 +154,8 @@ def belonging(marker: bytes, session: int = 0) -> set[int]:
 
 
 def kill_all(marker: bytes, session: int = 0, within_s: float = KILL_WITHIN_S) -> set[int]:
-    """SIGKILL everything that belongs, until nothing is left; returns what would not die in time."""
+    """SIGKILL everything that belongs, until nothing is left; returns what would not die in
+    time."""
     give_up_s = time.monotonic() + within_s
     clean = 0
     left: set[int] = set()
@@ -157,10 +182,11 @@ def sweep(state_dir: Path) -> set[int]:
 
 
 def start_guard(instance: str) -> tuple[int, int]:
-    """Fork a watchman that kills every node when this process is gone, however it ended. Returns (pid, pipe to hold open).
+    """Fork a watchman that kills every node when this process is gone, however it ended. Returns
+    (pid, pipe to hold open).
 
-    The parent-death signal reaches a node's first process only; its children may have made their own sessions.
-    Must be called before any thread is started.
+    The parent-death signal reaches a node's first process only; its children may have made their
+    own sessions. Must be called before any thread is started.
     """
     read, write = os.pipe()
     pid = os.fork()
@@ -175,7 +201,8 @@ def start_guard(instance: str) -> tuple[int, int]:
         for standard in (0, 1, 2):
             os.dup2(null, standard)
         os.dup2(read, 3)
-        os.closerange(4, 1024)  # above all the lock and the pipe's other end, which would outlive the provider here
+        # above all the lock and the pipe's other end, which would outlive the provider here
+        os.closerange(4, 1024)
         while os.read(3, 1):
             pass
         kill_all(marker_of("HARNESS_PROVIDER", instance))

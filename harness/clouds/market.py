@@ -1,7 +1,8 @@
-"""A spot market as a schedule: when capacity comes and goes, and which nodes are taken. Drives the local cloud.
+"""A spot market as a schedule: when capacity comes and goes, and which nodes are taken. Drives the
+local cloud.
 
-Pure: it is told the time and the run's progress, and answers with the events that are due. `provider.py` carries them out.
-The same (spec, seed, node range) always gives the same market.
+Pure: it is told the time and the run's progress, and answers with the events that are due.
+`provider.py` carries them out. The same (spec, seed, node range) always gives the same market.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from storage.errors import NotFound
 from storage.objects import ObjectStore
 
 TRACE_FITS_S = 180.0  # a trace without a scale is squeezed into this
-TRACE_GRACE_S = 5.0  # notice that nodes get when a trace takes them; not scaled, so that draining stays possible
+# notice that nodes get when a trace takes them; not scaled, so that draining stays possible
+TRACE_GRACE_S = 5.0
 RANDOM_HORIZON_S = 1800.0  # after this a random market is calm
 DEMO_GAP_S = 3.0  # least time between two acts of the demo, however fast the run is
 
-# Made-up prices, so that bills and ledgers of a rehearsal have something to add up. Nothing is ever charged.
+# Made-up prices, so that bills and ledgers of a rehearsal have something to add up. Nothing is ever
+# charged.
 OFFERS = (
     Offer(0.40, "local/a", accelerator="cpu", on_demand_usd_per_h=1.20),
     Offer(0.45, "local/b", accelerator="cpu", on_demand_usd_per_h=1.20),
@@ -34,10 +37,11 @@ OFFERS = (
 )
 
 
-# ---- events -----------------------------------------------------------------------------------------------------
+# ---- events --------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Capacity:
-    """So many nodes can be had from now on. Nodes beyond that get a notice of `grace_s` and are then taken."""
+    """So many nodes can be had from now on. Nodes beyond that get a notice of `grace_s` and are
+    then taken."""
 
     nodes: int
     grace_s: float = TRACE_GRACE_S
@@ -60,7 +64,8 @@ class Kill:
 
 @dataclass(frozen=True)
 class Outage:
-    """All nodes vanish without a word, and none can be had for so long; then capacity is what it was."""
+    """All nodes vanish without a word, and none can be had for so long; then capacity is what
+    it was."""
 
     seconds: float
 
@@ -70,17 +75,20 @@ Event: TypeAlias = Capacity | Preempt | Kill | Outage
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the schedule: due at a time, at a progress, or so long after another entry has fired."""
+    """One line of the schedule: due at a time, at a progress, or so long after another entry
+    has fired."""
 
     event: Event
     at_s: float | None = None
     at_progress: float | None = None
-    after: int | None = None  # index of an earlier entry; `at_s` then counts from when that one fired
+    # index of an earlier entry; `at_s` then counts from when that one fired
+    after: int | None = None
 
 
 @dataclass(frozen=True)
 class State:
-    """What has happened in a market so far; a value, so that it can be written down and taken up again."""
+    """What has happened in a market so far; a value, so that it can be written down and taken
+    up again."""
 
     capacity: int
     fired: tuple[tuple[int, float], ...] = ()  # (entry, when)
@@ -90,11 +98,19 @@ class State:
         return 0 if now_s < self.outage_until_s else self.capacity
 
     def to_json(self) -> dict[str, Any]:
-        return {"capacity": self.capacity, "fired": [list(f) for f in self.fired], "outage_until_s": self.outage_until_s}
+        return {
+            "capacity": self.capacity,
+            "fired": [list(f) for f in self.fired],
+            "outage_until_s": self.outage_until_s,
+        }
 
     @classmethod
     def from_json(cls, body: dict[str, Any]) -> State:
-        return cls(int(body["capacity"]), tuple((int(i), float(t)) for i, t in body["fired"]), float(body["outage_until_s"]))
+        return cls(
+            int(body["capacity"]),
+            tuple((int(i), float(t)) for i, t in body["fired"]),
+            float(body["outage_until_s"]),
+        )
 
 
 @dataclass(frozen=True)
@@ -114,9 +130,11 @@ class Market:
         return any(e.at_progress is not None for e in self.entries)
 
     def due(self, now_s: float, progress: float, state: State) -> tuple[list[Event], State]:
-        """The events that are due now, in order, and the state after them. Each entry fires once, even if progress rewinds.
+        """The events that are due now, in order, and the state after them. Each entry fires once,
+        even if progress rewinds.
 
-        `now_s` counts from the market's beginning; `progress` is the fraction of all steps that is done.
+        `now_s` counts from the market's beginning; `progress` is the fraction of all steps that is
+        done.
         """
         events: list[Event] = []
         fired = dict(state.fired)
@@ -147,11 +165,20 @@ def state_after(state: State, event: Event, now_s: float) -> State:
             return replace(state, outage_until_s=max(state.outage_until_s, now_s + seconds))
 
 
-# ---- specs ------------------------------------------------------------------------------------------------------
-def parse(spec: str, *, max_nodes: int, min_nodes: int = 1, read: Callable[[str], str] = lambda path: Path(path).read_text()) -> Market:
-    """`demo`, `calm`, `seed:7`, or a trace file (`path`, `path@60` = 60 times faster than it was recorded)."""
+# ---- specs ---------------------------------------------------------------------------------------
+def parse(
+    spec: str,
+    *,
+    max_nodes: int,
+    min_nodes: int = 1,
+    read: Callable[[str], str] = lambda path: Path(path).read_text(),
+) -> Market:
+    """`demo`, `calm`, `seed:7`, or a trace file (`path`, `path@60` = 60 times faster than it
+    was recorded)."""
     if not 1 <= min_nodes <= max_nodes:
-        raise BadInput(f"market {spec!r}: wanted 1 <= min nodes <= max nodes, found {min_nodes}..{max_nodes}")
+        raise BadInput(
+            f"market {spec!r}: wanted 1 <= min nodes <= max nodes, found {min_nodes}..{max_nodes}"
+        )
     if spec in ("", "demo"):
         return _demo(min_nodes, max_nodes)
     if spec == "calm":
@@ -159,7 +186,9 @@ def parse(spec: str, *, max_nodes: int, min_nodes: int = 1, read: Callable[[str]
     if spec.startswith("seed:"):
         number = spec.removeprefix("seed:")
         if not number.isdigit():
-            raise BadInput(f"market {spec!r}: wanted seed:<whole number>, such as seed:7; found {number!r}")
+            raise BadInput(
+                f"market {spec!r}: wanted seed:<whole number>, such as seed:7; found {number!r}"
+            )
         return _random(int(number), max_nodes)
     path, at, scale = spec.rpartition("@")
     if not at or "/" in scale:
@@ -167,20 +196,27 @@ def parse(spec: str, *, max_nodes: int, min_nodes: int = 1, read: Callable[[str]
     try:
         faster = float(scale) if scale else None
     except ValueError:
-        raise BadInput(f"market {spec!r}: wanted PATH@SPEED with a number such as @60, found @{scale}") from None
+        raise BadInput(
+            f"market {spec!r}: wanted PATH@SPEED with a number such as @60, found @{scale}"
+        ) from None
     if faster is not None and not (faster > 0 and math.isfinite(faster)):
         raise BadInput(f"market {spec!r}: the speed after @ must be above 0, found {scale}")
     try:
         text = read(path)
     except (OSError, UnicodeDecodeError) as e:
         reason = getattr(e, "strerror", None) or str(e)
-        raise BadInput(f"market {spec!r}: wanted demo, calm, seed:<n> or a trace file; cannot read {path!r}: {reason}") from e
+        raise BadInput(
+            f"market {spec!r}: wanted demo, calm, seed:<n> or a trace file; cannot read {path!r}: "
+            f"{reason}"
+        ) from e
     return from_trace(text, spec=spec, max_nodes=max_nodes, faster=faster)
 
 
 def _demo(low: int, high: int) -> Market:
-    """Everything that can happen to a run, once, told by progress: late capacity, a notice, a sudden death, a total outage."""
-    few = max(low, high - 1, 1)  # never fewer than the run needs, or progress, and with it the schedule, would stop for ever
+    """Everything that can happen to a run, once, told by progress: late capacity, a notice, a
+    sudden death, a total outage."""
+    # never fewer than the run needs, or progress, and with it the schedule, would stop for ever
+    few = max(low, high - 1, 1)
     entries = [
         Entry(Capacity(high), at_progress=0.15),
         Entry(Preempt(8.0, victim=0), at_progress=0.35),
@@ -195,7 +231,8 @@ def _demo(low: int, high: int) -> Market:
 
 
 def _random(seed: int, high: int) -> Market:
-    """Losses at random times; every one is made good within some 20 s, so that capacity always returns."""
+    """Losses at random times; every one is made good within some 20 s, so that capacity always
+    returns."""
     rng = random.Random(f"market {seed}")
     entries: list[Entry] = []
     capacity = rng.randint(1, high)
@@ -209,14 +246,23 @@ def _random(seed: int, high: int) -> Market:
             entries += [Entry(Preempt(grace, victim), at_s=now)]
             entries += [Entry(Capacity(high), at_s=now + grace + rng.uniform(2.0, 8.0))]
         elif dice < 0.85:
-            entries += [Entry(Kill(victim), at_s=now), Entry(Capacity(high), at_s=now + rng.uniform(3.0, 12.0))]
+            entries += [
+                Entry(Kill(victim), at_s=now),
+                Entry(Capacity(high), at_s=now + rng.uniform(3.0, 12.0)),
+            ]
         else:
-            entries += [Entry(Outage(rng.uniform(3.0, 8.0)), at_s=now), Entry(Capacity(high), at_s=now + 8.0)]
-    return Market(f"seed:{seed}", high, capacity, tuple(sorted(entries, key=lambda e: e.at_s or 0.0)))
+            entries += [
+                Entry(Outage(rng.uniform(3.0, 8.0)), at_s=now),
+                Entry(Capacity(high), at_s=now + 8.0),
+            ]
+    return Market(
+        f"seed:{seed}", high, capacity, tuple(sorted(entries, key=lambda e: e.at_s or 0.0))
+    )
 
 
 def from_trace(text: str, *, spec: str, max_nodes: int, faster: float | None = None) -> Market:
-    """A recorded market. Node counts are scaled so that the trace's peak is `max_nodes`; after its end capacity is full."""
+    """A recorded market. Node counts are scaled so that the trace's peak is `max_nodes`; after
+    its end capacity is full."""
     points = _points(text, spec)
     first = points[0][0]
     points = [(t - first, n) for t, n in points]
@@ -241,7 +287,9 @@ def from_trace(text: str, *, spec: str, max_nodes: int, faster: float | None = N
 
 def _points(text: str, spec: str) -> list[tuple[float, int]]:
     """(seconds, nodes) rows of any trace format that we know, told apart by content."""
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    lines = [
+        line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")
+    ]
     wanted = (
         "wanted rows of `ms,add|remove,node` (Bamboo, Parcae), `time,count`, `date, time, count`, "
         'or JSON lines `[ms, "add"|"remove", {"nodes": [...]}]`'
@@ -256,7 +304,11 @@ def _points(text: str, spec: str) -> list[tuple[float, int]]:
 
 
 def _json_rows(lines: Sequence[str]) -> list[tuple[float, int]]:
-    rows = json.loads("\n".join(lines)) if lines[0] == "[" or lines[0].startswith("[[") else [json.loads(line) for line in lines]
+    rows = (
+        json.loads("\n".join(lines))
+        if lines[0] == "[" or lines[0].startswith("[[")
+        else [json.loads(line) for line in lines]
+    )
     return _changes((float(row[0]), row[1], row[2]["nodes"]) for row in rows)
 
 
@@ -266,9 +318,15 @@ def _csv_rows(lines: Sequence[str]) -> list[tuple[float, int]]:
         rows = rows[1:]  # a heading
     if len(rows[0]) == 2:
         times, scale = [float(t) for t, _ in rows], _seconds_per_unit([t for t, _ in rows])
-        return sorted(((t * scale, int(n)) for t, (_, n) in zip(times, rows, strict=True)), key=lambda point: point[0])
+        return sorted(
+            ((t * scale, int(n)) for t, (_, n) in zip(times, rows, strict=True)),
+            key=lambda point: point[0],
+        )
     if len(rows[0]) == 3 and "-" in rows[0][0]:
-        dated = ((datetime.fromisoformat(f"{day}T{clock}+00:00").timestamp(), int(n)) for day, clock, n in rows)
+        dated = (
+            (datetime.fromisoformat(f"{day}T{clock}+00:00").timestamp(), int(n))
+            for day, clock, n in rows
+        )
         return sorted(dated, key=lambda point: point[0])
     if len(rows[0]) == 3:
         return _changes((float(t), what, [node]) for t, what, node in rows)
@@ -276,7 +334,8 @@ def _csv_rows(lines: Sequence[str]) -> list[tuple[float, int]]:
 
 
 def _seconds_per_unit(times: Sequence[str]) -> float:
-    """Published count traces are in hours (fractions), in milliseconds (whole minutes) or in seconds."""
+    """Published count traces are in hours (fractions), in milliseconds (whole minutes) or in
+    seconds."""
     if any("." in t for t in times):
         return 3600.0
     return 0.001 if all(int(t) % 60_000 == 0 for t in times) and int(times[-1]) > 0 else 1.0
@@ -296,11 +355,13 @@ def _changes(rows: Iterable[tuple[float, str, Sequence[str]]]) -> list[tuple[flo
     return sorted(points, key=lambda point: point[0])
 
 
-# ---- progress ---------------------------------------------------------------------------------------------------
+# ---- progress ------------------------------------------------------------------------------------
 class Progress:
-    """How far the run is, read from its bucket: the newest live step or the newest commit, as a fraction of all steps.
+    """How far the run is, read from its bucket: the newest live step or the newest commit, as a
+    fraction of all steps.
 
-    Fact segments are written once, so each is read once; a poll costs two listings and the new segments.
+    Fact segments are written once, so each is read once; a poll costs two listings and the new
+    segments.
     """
 
     def __init__(self, store: ObjectStore):
@@ -315,7 +376,10 @@ class Progress:
                 self._take(key)
         if not self._total:
             return 0.0
-        committed = [int(key.rpartition("/")[2].partition("-")[0]) for key in self._store.list("snapshots/manifests/")]
+        committed = [
+            int(key.rpartition("/")[2].partition("-")[0])
+            for key in self._store.list("snapshots/manifests/")
+        ]
         return min(1.0, max([self._newest[1], *committed]) / self._total)
 
     def _take(self, key: str) -> None:

@@ -1,9 +1,11 @@
-"""Clouds' metadata services, as their machines see them, on loopback. Runs in the local cloud's provider, in tests, and as
-`harness fake-metadata`.
+"""Clouds' metadata services, as their machines see them, on loopback. Runs in the local cloud's
+provider, in tests, and as `harness fake-metadata`.
 
-`AwsImds`, `GcpMetadata` and `AzureScheduledEvents` are the protocols, without sockets; `MetadataServer` carries any of them over
-HTTP and can be told to be slow, wrong, silent, or of another time. What was announced is frozen: every request sees the same bytes until
-something happens. Another cloud is another class with `answer`, `notice` and `cancel`. Knows nothing of nodes, markets or agents.
+`AwsImds`, `GcpMetadata` and `AzureScheduledEvents` are the protocols, without sockets;
+`MetadataServer` carries any of them over HTTP and can be told to be slow, wrong, silent, or of
+another time. What was announced is frozen: every request sees the same bytes until something
+happens. Another cloud is another class with `answer`, `notice` and `cancel`. Knows nothing of
+nodes, markets or agents.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from harness.clouds.gcp_metadata import GcpMetadata
 from harness.clouds.metadata_protocol import CONTROL_PATH, Answer, json_answer
 
 
-# ---- by name ----------------------------------------------------------------------------------------------------
+# ---- by name -------------------------------------------------------------------------------------
 def protocol_of(cloud: str, name: str) -> MetadataProtocol:
     """The metadata service of a machine of that name on "aws", "gcp" or "azure"."""
     match cloud:
@@ -43,7 +45,8 @@ def protocol_of(cloud: str, name: str) -> MetadataProtocol:
 
 
 def environment_of(cloud: str, endpoint: str) -> dict[str, str]:
-    """What makes a process on this machine find `endpoint` (http://host:port/): the clouds' own variables where there are some."""
+    """What makes a process on this machine find `endpoint` (http://host:port/): the clouds' own
+    variables where there are some."""
     host = urlsplit(endpoint).netloc
     return {
         "aws": {"AWS_EC2_METADATA_SERVICE_ENDPOINT": endpoint},
@@ -52,7 +55,7 @@ def environment_of(cloud: str, endpoint: str) -> dict[str, str]:
     }[cloud]
 
 
-# ---- over HTTP --------------------------------------------------------------------------------------------------
+# ---- over HTTP -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Fault:
     """What is wrong with the endpoint. `count` requests are hit (None: all until `inject()`)."""
@@ -66,13 +69,23 @@ class Fault:
 
 
 class MetadataServer:
-    """Serves one protocol on a loopback port (0: of the system's choice), in its own daemon threads.
+    """Serves one protocol on a loopback port (0: of the system's choice), in its own daemon
+    threads.
 
-    `clock_ahead_s`: how far the cloud's clock, as its Date headers show it, is ahead of ours. With `control`, a POST to /-/control is an
-    order: `{"do": "notice", "kind": "kill", "in_s": 120}`, `{"do": "cancel"}`, `{"do": "fault", "latency_s": 3}`, `{"do": "well"}`.
+    `clock_ahead_s`: how far the cloud's clock, as its Date headers show it, is ahead of ours. With
+    `control`, a POST to /-/control is an
+    order: `{"do": "notice", "kind": "kill", "in_s": 120}`, `{"do": "cancel"}`, `{"do": "fault",
+    "latency_s": 3}`, `{"do": "well"}`.
     """
 
-    def __init__(self, protocol: MetadataProtocol, port: int = 0, *, control: bool = False, clock_ahead_s: float = 0.0):
+    def __init__(
+        self,
+        protocol: MetadataProtocol,
+        port: int = 0,
+        *,
+        control: bool = False,
+        clock_ahead_s: float = 0.0,
+    ):
         self.protocol, self.clock_ahead_s = protocol, clock_ahead_s
         self.requests = 0
         self._control = control
@@ -93,7 +106,10 @@ class MetadataServer:
                 return outer.protocol.server
 
             def date_time_string(self, timestamp: float | None = None) -> str:
-                return formatdate(time.time() + outer.clock_ahead_s if timestamp is None else timestamp, usegmt=True)
+                return formatdate(
+                    time.time() + outer.clock_ahead_s if timestamp is None else timestamp,
+                    usegmt=True,
+                )
 
             def log_message(self, format: str, *args: object) -> None:
                 pass
@@ -106,7 +122,9 @@ class MetadataServer:
                 pass  # a client that hung up is its own business
 
         self._server = Server(("127.0.0.1", port), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="metadata", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.05,), name="metadata", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -129,12 +147,17 @@ class MetadataServer:
             self._fault = Fault(latency_s, status, drop, method, count, every)
 
     def order(self, said: Mapping[str, Any]) -> dict[str, Any]:
-        """What the control asks for. Raises ValueError, KeyError or TypeError for what it cannot mean."""
+        """What the control asks for. Raises ValueError, KeyError or TypeError for what it
+        cannot mean."""
         more = {k: v for k, v in said.items() if k != "do"}
         match said.get("do"):
             case "notice":
                 ahead_s = time.time() + self.clock_ahead_s
-                return {"id": self.protocol.notice(str(more.get("kind", "kill")), ahead_s + float(more.get("in_s", 120.0)))}
+                return {
+                    "id": self.protocol.notice(
+                        str(more.get("kind", "kill")), ahead_s + float(more.get("in_s", 120.0))
+                    )
+                }
             case "cancel":
                 self.protocol.cancel(str(more.get("id", "")))
             case "fault":
@@ -155,7 +178,11 @@ class MetadataServer:
         with self._lock:
             self.requests += 1
             fault = self._fault
-            if fault.method not in (None, method) or fault.count == 0 or self.requests % fault.every:
+            if (
+                fault.method not in (None, method)
+                or fault.count == 0
+                or self.requests % fault.every
+            ):
                 return Fault()
             if fault.count is not None:
                 self._fault = replace(fault, count=fault.count - 1)
@@ -165,7 +192,8 @@ class MetadataServer:
         length = handler.headers.get("Content-Length", "0")
         body = b""
         if length.isdigit() and 0 < int(length) <= 65_536:
-            body = handler.rfile.read(int(length))  # or it would be taken for the next request of this connection
+            # or it would be taken for the next request of this connection
+            body = handler.rfile.read(int(length))
         if self._control and handler.path == CONTROL_PATH and handler.command == "POST":
             self._send(handler, self._ordered(body))
             return
@@ -178,20 +206,31 @@ class MetadataServer:
         if fault.status:
             answer = Answer(fault.status, f"{fault.status} - injected")
         else:
-            answer = self.protocol.answer(handler.command, handler.path, {k.lower(): v for k, v in handler.headers.items()}, body)
+            answer = self.protocol.answer(
+                handler.command,
+                handler.path,
+                {k.lower(): v for k, v in handler.headers.items()},
+                body,
+            )
         self._send(handler, answer)
 
     def _ordered(self, body: bytes) -> Answer:
         try:
             return json_answer(self.order(json.loads(body)))
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            return Answer(400, json.dumps({"error": f"{type(e).__name__}: {e}"}), "application/json")
+            return Answer(
+                400, json.dumps({"error": f"{type(e).__name__}: {e}"}), "application/json"
+            )
 
     @staticmethod
     def _send(handler: BaseHTTPRequestHandler, answer: Answer) -> None:
         body = answer.body.encode()
         handler.send_response(answer.status)
-        for name, value in {"Content-Type": answer.content_type, "Content-Length": str(len(body)), **answer.headers}.items():
+        for name, value in {
+            "Content-Type": answer.content_type,
+            "Content-Length": str(len(body)),
+            **answer.headers,
+        }.items():
             handler.send_header(name, value)
         handler.end_headers()
         handler.wfile.write(body)

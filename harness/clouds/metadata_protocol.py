@@ -15,9 +15,12 @@ MAX_TTL_S = 21_600
 MAX_HANG_S = 3600.0  # of one hanging GET
 CONTROL_PATH = "/-/control"  # no cloud has such a path
 NOT_FOUND = (
-    '<?xml version="1.0" encoding="iso-8859-1"?>\n<!DOCTYPE html PUBLIC "-//W3C//DTD XHTML 1.0 Transitional//EN"\n'
-    '\t"http://www.w3.org/TR/xhtml1/DTD/xhtml1-transitional.dtd">\n<html xmlns="http://www.w3.org/1999/xhtml">\n'
-    " <head>\n  <title>404 - Not Found</title>\n </head>\n <body>\n  <h1>404 - Not Found</h1>\n </body>\n</html>\n"
+    '<?xml version="1.0" encoding="iso-8859-1"?>\n<!DOCTYPE html PUBLIC "-//W3C//DTD XHTML 1.0 '
+    'Transitional//EN"\n'
+    '\t"http://www.w3.org/TR/xhtml1/DTD/xhtml1-transitional.dtd">\n<html '
+    'xmlns="http://www.w3.org/1999/xhtml">\n'
+    " <head>\n  <title>404 - Not Found</title>\n </head>\n <body>\n  <h1>404 - Not Found</h1>\n "
+    "</body>\n</html>\n"
 )
 
 
@@ -34,10 +37,13 @@ class MetadataProtocol(Protocol):
 
     server: str  # what it calls itself in the Server header
 
-    def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes = b"") -> Answer: ...
+    def answer(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
+    ) -> Answer: ...
 
     def notice(self, kind: str, deadline_s: float) -> str:
-        """Announce what this cloud has of that kind ("kill", "soft" or "maintenance") for a wall-clock time; its id."""
+        """Announce what this cloud has of that kind ("kill", "soft" or "maintenance") for a
+        wall-clock time; its id."""
 
     def cancel(self, name: str = "") -> None:
         """Take back what `notice` returned this id for; everything, without one."""
@@ -56,7 +62,9 @@ def json_answer(value: Any) -> Answer:
 
 def no_kind(kind: str) -> ValueError:
     return ValueError(f"kind {kind!r} is none of kill, soft, maintenance")
-# ---- Azure ------------------------------------------------------------------------------------------------------
+
+
+# ---- Azure ---------------------------------------------------------------------------------------
 EVENTS_PATH, NAME_PATH = "/metadata/scheduledevents", "/metadata/instance/compute/name"
 
 

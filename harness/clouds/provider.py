@@ -1,10 +1,13 @@
-"""The local cloud's provider: nodes that are real processes and can be taken away like spot machines.
+"""The local cloud's provider: nodes that are real processes and can be taken away like spot
+machines.
 
-Runs as its own process (`python -m harness.clouds.provider STATE_DIR`), one per STATE_DIR, so that a controller may die and nodes
-go on. It owns capacity (the market), starts nodes, serves each one's metadata endpoint, and answers `local.py` over
-loopback HTTP. A node is `bash -c COMMAND` in its own session; its end is the SIGKILL of every process that belongs to it.
+Runs as its own process (`python -m harness.clouds.provider STATE_DIR`), one per STATE_DIR, so that
+a controller may die and nodes go on. It owns capacity (the market), starts nodes, serves each one's
+metadata endpoint, and answers `local.py` over loopback HTTP. A node is `bash -c COMMAND` in its own
+session; its end is the SIGKILL of every process that belongs to it.
 
-In STATE_DIR:  lock            held (flock) while a provider lives; its mtime is the provider's heartbeat
+In STATE_DIR:  lock            held (flock) while a provider lives; its mtime is the provider's
+               heartbeat
                config.json     what `local.py` wants of it (no secrets)
                provider.json   where it listens, and the token (0600)
                nodes.json      every attempt there ever was, and the market's state
@@ -34,7 +37,17 @@ from pathlib import Path
 from typing import Any
 
 from harness.clouds import market as markets
-from harness.clouds.machines import KILL_WITHIN_S, Config, Machine, die_with, kill_all, log, marker_of, start_guard, sweep
+from harness.clouds.machines import (
+    KILL_WITHIN_S,
+    Config,
+    Machine,
+    die_with,
+    kill_all,
+    log,
+    marker_of,
+    start_guard,
+    sweep,
+)
 from harness.clouds.metadata import MetadataServer, environment_of, protocol_of
 from harness.core.world import BadInput, NodeState
 from storage.errors import StoreError
@@ -48,41 +61,25 @@ MAX_BODY = 4 << 20
 ALREADY_RUNNING = 3  # exit code: another provider owns this STATE_DIR
 
 
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 class Stopping(Exception):
     """Too late: the provider is ending."""
 
 
-# ---- the provider -----------------------------------------------------------------------------------------------
+# ---- the provider --------------------------------------------------------------------------------
 class Provider:
-    """Capacity, nodes and their endings. `tick` is called by the main thread only; calls come from the API's threads."""
+    """Capacity, nodes and their endings. `tick` is called by the main thread only; calls come
+    from the API's threads."""
 
-    def __init__(self, state_dir: Path, config: Config, instance: str, now: Callable[[], float] = time.time):
+    def __init__(
+        self, state_dir: Path, config: Config, instance: str, now: Callable[[], float] = time.time
+    ):
         self.state_dir, self.config, self.instance, self._now = state_dir, config, instance, now
-        self.market = markets.parse(config.market, max_nodes=config.max_nodes, min_nodes=config.min_nodes)
+        self.market = markets.parse(
+            config.market, max_nodes=config.max_nodes, min_nodes=config.min_nodes
+        )
         self.market_state = self.market.start()
-        self.market_began_s: float | None = None  # at the first launch: nothing happens in a market without buyers
+        # at the first launch: nothing happens in a market without buyers
+        self.market_began_s: float | None = None
         self.machines: dict[int, Machine] = {}
         self.progress = 0.0
         self.stopping = ""  # reason; not empty: end everything
@@ -140,11 +137,15 @@ class Provider:
                 "pid": os.getpid(),
             }
 
-    def launch(self, attempt: int, offer_name: str, command: str, cwd: str, env: Mapping[str, str]) -> None:
+    def launch(
+        self, attempt: int, offer_name: str, command: str, cwd: str, env: Mapping[str, str]
+    ) -> None:
         """Ask for a node; the same attempt twice is one node."""
         offers = {o.name: o for o in self.config.offers}
         if offer_name not in offers:
-            raise BadInput(f"launch {attempt}: no offer {offer_name!r}; there are {', '.join(offers)}")
+            raise BadInput(
+                f"launch {attempt}: no offer {offer_name!r}; there are {', '.join(offers)}"
+            )
         if not os.path.isdir(cwd):
             raise BadInput(f"launch {attempt}: workdir {cwd!r} is not a directory")
         with self._changed:
@@ -155,7 +156,9 @@ class Provider:
             now = self._now()
             if self.market_began_s is None:
                 self.market_began_s = now
-            machine = Machine(attempt, offers[offer_name], asked_s=now, command=command, cwd=cwd, env=dict(env))
+            machine = Machine(
+                attempt, offers[offer_name], asked_s=now, command=command, cwd=cwd, env=dict(env)
+            )
             machine.ready_s = now + self.config.launch_s
             self.machines[attempt] = machine
             self._save()
@@ -173,7 +176,8 @@ class Provider:
             self.stopping = self.stopping or reason
 
     def event(self, event: markets.Event, attempt: int | None = None) -> None:
-        """Make something happen now, besides the schedule (drills and tests). `attempt`: its victim."""
+        """Make something happen now, besides the schedule (drills and tests). `attempt`: its
+        victim."""
         with self._changed:
             now_s = self._market_s()
             self.market_state = markets.state_after(self.market_state, event, now_s)
@@ -211,7 +215,9 @@ class Provider:
 
     def idle(self) -> bool:
         with self._changed:
-            alive = any(m.state in (NodeState.PENDING, NodeState.UP) for m in self.machines.values())
+            alive = any(
+                m.state in (NodeState.PENDING, NodeState.UP) for m in self.machines.values()
+            )
             return not alive and time.monotonic() - self._last_call_s > self.config.idle_exit_s
 
     def end_all(self, reason: str) -> None:
@@ -225,7 +231,11 @@ class Provider:
         return 0.0 if self.market_began_s is None else self._now() - self.market_began_s
 
     def _up(self) -> list[Machine]:
-        return [m for m in sorted(self.machines.values(), key=lambda m: m.attempt) if m.state is NodeState.UP]
+        return [
+            m
+            for m in sorted(self.machines.values(), key=lambda m: m.attempt)
+            if m.state is NodeState.UP
+        ]
 
     def _holding(self) -> list[Machine]:
         """Nodes that hold capacity: up, and not already told to go."""
@@ -259,7 +269,11 @@ class Provider:
 
     def _admit(self, machine: Machine, now: float) -> None:
         if len(self._holding()) >= self.market_state.available(self._market_s()):
-            machine.state, machine.gone_s, machine.reason = NodeState.NO_CAPACITY, now, "no capacity"
+            machine.state, machine.gone_s, machine.reason = (
+                NodeState.NO_CAPACITY,
+                now,
+                "no capacity",
+            )
             log.info("attempt %d: no capacity", machine.attempt)
         else:
             self._start(machine, now)
@@ -271,7 +285,9 @@ class Provider:
         folder.mkdir(parents=True, exist_ok=True)
         taken = {m.slot for m in self._up()}
         machine.slot = next(n for n in range(len(taken) + 1) if n not in taken)
-        machine.imds = protocol_of(self.config.notices, f"i-{self.instance[:8]}{machine.attempt:09d}")
+        machine.imds = protocol_of(
+            self.config.notices, f"i-{self.instance[:8]}{machine.attempt:09d}"
+        )
         machine.metadata = MetadataServer(machine.imds)
         env = node_env(self.config, machine, folder, machine.metadata.endpoint, self.instance)
         with open(folder / "log", "ab") as out:
@@ -286,10 +302,13 @@ class Provider:
                 preexec_fn=die_with(os.getpid()),
             )
         machine.pid, machine.up_s, machine.state = machine.process.pid, now, NodeState.UP
-        log.info("attempt %d: up, pid %d, %s", machine.attempt, machine.pid, machine.metadata.endpoint)
+        log.info(
+            "attempt %d: up, pid %d, %s", machine.attempt, machine.pid, machine.metadata.endpoint
+        )
 
     def _ended(self, machine: Machine) -> None:
-        """The node's command ended by itself; a machine without its command is given back, leftovers and all."""
+        """The node's command ended by itself; a machine without its command is given back,
+        leftovers and all."""
         assert machine.process is not None
         code = machine.process.returncode
         self._gone(machine, "exited", code if code >= 0 else 128 - code)
@@ -304,13 +323,23 @@ class Provider:
             folder = self.state_dir / "nodes" / str(machine.attempt)
             left = kill_all(marker_of("HARNESS_NODE_DIR", str(folder)), session=machine.pid)
             if left:
-                log.error("attempt %d: processes %s survived SIGKILL for %g s", machine.attempt, sorted(left), KILL_WITHIN_S)
+                log.error(
+                    "attempt %d: processes %s survived SIGKILL for %g s",
+                    machine.attempt,
+                    sorted(left),
+                    KILL_WITHIN_S,
+                )
         if machine.process is not None:
             machine.process.wait(timeout=KILL_WITHIN_S)
         if machine.metadata is not None:
             machine.metadata.close()
         machine.process = machine.metadata = machine.imds = machine.doom = None
-        machine.state, machine.gone_s, machine.reason, machine.exit_code = NodeState.GONE, self._now(), reason, exit_code
+        machine.state, machine.gone_s, machine.reason, machine.exit_code = (
+            NodeState.GONE,
+            self._now(),
+            reason,
+            exit_code,
+        )
         log.info("attempt %d: gone, %s, exit code %s", machine.attempt, reason, exit_code)
         self._save()
 
@@ -319,10 +348,18 @@ def _pick(machines: list[Machine], victim: int) -> Machine:
     return machines[victim % len(machines)]
 
 
-def node_env(config: Config, machine: Machine, folder: Path, endpoint: str, instance: str) -> dict[str, str]:
-    """What a node's command sees: what the caller gave, what SkyPilot sets on a one-node cluster, and who it is."""
+def node_env(
+    config: Config, machine: Machine, folder: Path, endpoint: str, instance: str
+) -> dict[str, str]:
+    """What a node's command sees: what the caller gave, what SkyPilot sets on a one-node
+    cluster, and who it is."""
     share = _share(config.gpus, machine.slot, config.max_nodes)
-    place = {"cluster_name": f"local-{machine.attempt}", "cloud": "local", "region": machine.offer.name, "zone": None}
+    place = {
+        "cluster_name": f"local-{machine.attempt}",
+        "cloud": "local",
+        "region": machine.offer.name,
+        "zone": None,
+    }
     run = hashlib.sha256((config.run_url or str(folder.parent.parent)).encode()).hexdigest()[:12]
     env = {
         "OMP_NUM_THREADS": "1",
@@ -340,7 +377,9 @@ def node_env(config: Config, machine: Machine, folder: Path, endpoint: str, inst
         "HARNESS_OFFER": machine.offer.name,
         "HARNESS_PROVIDER": instance,
         **environment_of(config.notices, endpoint),
-        "PATH": os.pathsep.join([os.path.dirname(sys.executable), machine.env.get("PATH", os.defpath)]),
+        "PATH": os.pathsep.join(
+            [os.path.dirname(sys.executable), machine.env.get("PATH", os.defpath)]
+        ),
     }
     if config.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(share)
@@ -348,7 +387,8 @@ def node_env(config: Config, machine: Machine, folder: Path, endpoint: str, inst
 
 
 def _share(gpus: tuple[str, ...], slot: int, nodes: int) -> tuple[str, ...]:
-    """A node's GPUs: an equal part of all, or one that several nodes share when there are fewer than nodes."""
+    """A node's GPUs: an equal part of all, or one that several nodes share when there are fewer
+    than nodes."""
     if not gpus:
         return ()
     each = len(gpus) // nodes
@@ -357,7 +397,7 @@ def _share(gpus: tuple[str, ...], slot: int, nodes: int) -> tuple[str, ...]:
     return gpus[slot * each : (slot + 1) * each]
 
 
-# ---- the loopback API -------------------------------------------------------------------------------------------
+# ---- the loopback API ----------------------------------------------------------------------------
 EVENTS: dict[str, type[Any]] = {
     "capacity": markets.Capacity,
     "preempt": markets.Preempt,
@@ -367,7 +407,8 @@ EVENTS: dict[str, type[Any]] = {
 
 
 def _route(provider: Provider, method: str, path: str, body: Mapping[str, Any]) -> Any:
-    """The answer to one call, or None if there is no such call. Raises BadInput, KeyError, TypeError, ValueError for bad bodies."""
+    """The answer to one call, or None if there is no such call. Raises BadInput, KeyError,
+    TypeError, ValueError for bad bodies."""
     match method, path:
         case "GET", "/offers":
             return [dataclasses.asdict(o) for o in provider.config.offers]
@@ -376,7 +417,9 @@ def _route(provider: Provider, method: str, path: str, body: Mapping[str, Any]) 
         case "GET", "/status":
             return provider.status()
         case "POST", "/launch":
-            provider.launch(int(body["attempt"]), body["offer"], body["command"], body["cwd"], body["env"])
+            provider.launch(
+                int(body["attempt"]), body["offer"], body["command"], body["cwd"], body["env"]
+            )
         case "POST", "/terminate":
             provider.terminate(int(body["attempt"]))
         case "POST", "/event":
@@ -402,13 +445,18 @@ def serve(provider: Provider, token: str) -> ThreadingHTTPServer:
                 self.close_connection = True
                 return self._answer(413, {"error": f"a body may have {MAX_BODY} bytes"})
             raw = self.rfile.read(int(length))
-            if not hmac.compare_digest(self.headers.get("Authorization", "").encode(), f"Bearer {token}".encode()):
+            if not hmac.compare_digest(
+                self.headers.get("Authorization", "").encode(), f"Bearer {token}".encode()
+            ):
                 return self._answer(401, {"error": "wrong token; it is in provider.json"})
             provider.touch()
             try:
                 found = _route(provider, self.command, self.path, json.loads(raw or b"{}"))
             except (BadInput, KeyError, TypeError, ValueError) as e:
-                return self._answer(400, {"error": str(e) if isinstance(e, BadInput) else f"{type(e).__name__}: {e}"})
+                return self._answer(
+                    400,
+                    {"error": str(e) if isinstance(e, BadInput) else f"{type(e).__name__}: {e}"},
+                )
             except Stopping as e:
                 return self._answer(503, {"error": str(e)})
             if found is None:
@@ -440,7 +488,7 @@ def serve(provider: Provider, token: str) -> ThreadingHTTPServer:
     return server
 
 
-# ---- the process ------------------------------------------------------------------------------------------------
+# ---- the process ---------------------------------------------------------------------------------
 def write_atomic(path: Path, text: str) -> None:
     """0600: readers see the old or the new file, and nobody else sees any."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -468,7 +516,11 @@ def _follow_progress(provider: Provider) -> None:
     try:
         progress = markets.Progress(open_store(provider.config.run_url))
     except (StoreError, ValueError, ImportError) as e:
-        log.error("progress of %s cannot be read, events by progress will not happen: %s", provider.config.run_url, e)
+        log.error(
+            "progress of %s cannot be read, events by progress will not happen: %s",
+            provider.config.run_url,
+            e,
+        )
         return
     while not provider.stopping:
         try:
@@ -488,7 +540,10 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     handle = lock(state_dir, within_s=1.0)  # callers hold it for a moment to see whether we live
     if handle is None:
-        print(f"{state_dir}: a provider is running already; there can be one per STATE_DIR", file=sys.stderr)
+        print(
+            f"{state_dir}: a provider is running already; there can be one per STATE_DIR",
+            file=sys.stderr,
+        )
         return ALREADY_RUNNING
     config_path = state_dir / "config.json"
     config = Config.from_json(config_path.read_text()) if config_path.exists() else Config()
@@ -509,15 +564,28 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(provider: Provider) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: setattr(provider, "stopping", provider.stopping or "provider ended"))
+        signal.signal(
+            number, lambda *_: setattr(provider, "stopping", provider.stopping or "provider ended")
+        )
     token = secrets.token_urlsafe(32)
     server = serve(provider, token)
     address = {"port": server.server_address[1], "pid": os.getpid(), "token": token}
     path = provider.state_dir / "provider.json"
     write_atomic(path, json.dumps(address))
-    if provider.market.needs_progress and provider.config.run_url and not provider.config.run_url.startswith("memory:"):
-        threading.Thread(target=_follow_progress, args=(provider,), name="progress", daemon=True).start()
-    log.info("provider %d listens on port %d, market %s", os.getpid(), address["port"], provider.market.spec)
+    if (
+        provider.market.needs_progress
+        and provider.config.run_url
+        and not provider.config.run_url.startswith("memory:")
+    ):
+        threading.Thread(
+            target=_follow_progress, args=(provider,), name="progress", daemon=True
+        ).start()
+    log.info(
+        "provider %d listens on port %d, market %s",
+        os.getpid(),
+        address["port"],
+        provider.market.spec,
+    )
     try:
         while not provider.stopping:
             provider.tick()

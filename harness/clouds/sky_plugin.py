@@ -1,8 +1,10 @@
-"""A plugin of SkyPilot's API server: the recovery strategy ELASTIC, for people who use plain `sky jobs launch`.
+"""A plugin of SkyPilot's API server: the recovery strategy ELASTIC, for people who use plain `sky
+jobs launch`.
 
-SkyPilot's own strategies ask for as many nodes as before, again and again. ELASTIC takes what there is: after a loss it tries all nodes
-everywhere but in the region that has just failed, then there, then one fewer, down to `min_nodes`; and it grows back to the full
-number at the next recovery. The training itself goes on on any number of nodes (that is what the rest of this package is for).
+SkyPilot's own strategies ask for as many nodes as before, again and again. ELASTIC takes what there
+is: after a loss it tries all nodes everywhere but in the region that has just failed, then there,
+then one fewer, down to `min_nodes`; and it grows back to the full number at the next recovery. The
+training itself goes on on any number of nodes (that is what the rest of this package is for).
 
     ~/.sky/plugins.yaml                              resources of the task
     plugins:                                         job_recovery:
@@ -10,8 +12,8 @@ number at the next recovery. The training itself goes on on any number of nodes 
                                                        min_nodes: 1
                                                        recover_on_exit_codes: [33, 37]
 
-The package must be importable where the API server and its job controllers run. Knows SkyPilot 0.14 and nothing of runs; the order of
-tries (`ladder`) is a function of its own and needs no SkyPilot.
+The package must be importable where the API server and its job controllers run. Knows SkyPilot 0.14
+and nothing of runs; the order of tries (`ladder`) is a function of its own and needs no SkyPilot.
 """
 
 from __future__ import annotations
@@ -23,17 +25,23 @@ from typing import Any
 
 NAME = "ELASTIC"
 ROUND_PAUSE_S = 30.0  # between two rounds in which nothing was to be had
-SPURIOUS_TRIES = 2  # of one rung that did not fail for lack of capacity: a worker of the API server may die for reasons of its own
+# of one rung that did not fail for lack of capacity: a worker of the API server may die for reasons
+# of its own
+SPURIOUS_TRIES = 2
 
 
 def ladder(full: int, least: int, failed_here: bool) -> Iterator[tuple[int, str]]:
-    """(nodes, where) in the order in which they are tried; where: "elsewhere" than the region that failed, "there" again, "anywhere"."""
+    """(nodes, where) in the order in which they are tried; where: "elsewhere" than the region
+    that failed, "there" again, "anywhere"."""
     for nodes in range(full, max(1, least) - 1, -1):
-        yield from [(nodes, "elsewhere"), (nodes, "there")] if failed_here else [(nodes, "anywhere")]
+        yield from (
+            [(nodes, "elsewhere"), (nodes, "there")] if failed_here else [(nodes, "anywhere")]
+        )
 
 
 def base_class() -> Any:
-    """SkyPilot's base of strategies with what ELASTIC adds. SkyPilot is imported here, in its own server only."""
+    """SkyPilot's base of strategies with what ELASTIC adds. SkyPilot is imported here, in its
+    own server only."""
     strategies: Any = importlib.import_module("sky.jobs.recovery_strategy")
     states: Any = importlib.import_module("sky.global_user_state")
     errors: Any = importlib.import_module("sky.exceptions")
@@ -82,7 +90,11 @@ def base_class() -> Any:
             while True:
                 for nodes, where in ladder(self.full, self.min_nodes, failed is not None):
                     task.num_nodes = nodes
-                    places = wanted if where == "anywhere" else await asyncio.to_thread(self.suitable, task, failed, where)
+                    places = (
+                        wanted
+                        if where == "anywhere"
+                        else await asyncio.to_thread(self.suitable, task, failed, where)
+                    )
                     for _ in range(SPURIOUS_TRIES if places else 0):
                         strategies.logger.info(f"{NAME}: {nodes} of {self.full} nodes, {where}")
                         task.set_resources(places)
@@ -95,14 +107,18 @@ def base_class() -> Any:
                 await asyncio.sleep(self.pause_s)
 
         async def _try(self) -> float | None:
-            """One launch. An error that is not about capacity is a reason to try once more, not to lose the job."""
+            """One launch. An error that is not about capacity is a reason to try once more, not
+            to lose the job."""
             self.full_house = False
             try:
-                found: float | None = await self._launch(max_retry=1, raise_on_failure=False, recovery=True)
+                found: float | None = await self._launch(
+                    max_retry=1, raise_on_failure=False, recovery=True
+                )
                 return found
             except (asyncio.CancelledError, KeyboardInterrupt):
                 raise
-            except Exception as e:  # SkyPilot's own pools, sockets and sub-processes fail in many ways
+            except Exception as e:
+                # SkyPilot's own pools, sockets and sub-processes fail in many ways
                 strategies.logger.info(f"{NAME}: {type(e).__name__}: {e}")
                 await asyncio.to_thread(self._cleanup_cluster)
                 return None
@@ -111,12 +127,17 @@ def base_class() -> Any:
 
 
 def suitable(task: Any, failed: Any, where: str) -> set[Any]:
-    """Every place that suits the task: in the region that failed ("there"), or in all others. (`Task.blocked_resources`, which
-    SkyPilot's own strategies set, does not travel to the API server in 0.14, so places are named one by one.)"""
+    """Every place that suits the task: in the region that failed ("there"), or in all others.
+    (`Task.blocked_resources`, which SkyPilot's own strategies set, does not travel to the API
+    server in 0.14, so places are named one by one.)"""
     optimizer: Any = importlib.import_module("sky.optimizer")
     launchable, *_ = optimizer._fill_in_launchable_resources(task, None, quiet=True)
     found = {r for choices in launchable.values() for r in choices}
-    return {r for r in found if (r.cloud.is_same_cloud(failed.cloud) and r.region == failed.region) == (where == "there")}
+    return {
+        r
+        for r in found
+        if (r.cloud.is_same_cloud(failed.cloud) and r.region == failed.region) == (where == "there")
+    }
 
 
 def register() -> None:
@@ -132,8 +153,9 @@ def _plugin() -> Any:
     plugins: Any = importlib.import_module("sky.server.plugins")
 
     class ElasticPlugin(plugins.BasePlugin):  # type: ignore[misc]
-        """`parameters` of plugins.yaml: network_probe, a URL that job controllers ask whether there is a network (default: SkyPilot's
-        public ones, which a closed network does not reach; a job would then never be recovered)."""
+        """`parameters` of plugins.yaml: network_probe, a URL that job controllers ask whether there
+        is a network (default: SkyPilot's public ones, which a closed network does not reach; a job
+        would then never be recovered)."""
 
         def __init__(self, network_probe: str = ""):
             self.network_probe = network_probe
@@ -141,13 +163,16 @@ def _plugin() -> Any:
         def install(self, extension_context: Any) -> None:
             register()
             if self.network_probe:
-                importlib.import_module("sky.backends.backend_utils").__dict__["_TEST_IP_LIST"] = [self.network_probe]
+                importlib.import_module("sky.backends.backend_utils").__dict__["_TEST_IP_LIST"] = [
+                    self.network_probe
+                ]
 
     return ElasticPlugin
 
 
 def __getattr__(name: str) -> Mapping[str, Any]:
-    """`ElasticPlugin` is made when SkyPilot's server asks for it, so that importing this module needs no SkyPilot."""
+    """`ElasticPlugin` is made when SkyPilot's server asks for it, so that importing this module
+    needs no SkyPilot."""
     if name == "ElasticPlugin":
         found = globals()[name] = _plugin()
         return found  # type: ignore[no-any-return]

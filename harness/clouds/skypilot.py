@@ -1,14 +1,18 @@
-"""SkyPilot behind the `Cloud` seam: every member of a run is a cluster of its own, found again by the run's tag.
+"""SkyPilot behind the `Cloud` seam: every member of a run is a cluster of its own, found again by
+the run's tag.
 
-`SkyPilotCloud` asks a broker process (`broker.py`) and never SkyPilot itself, so nothing here imports it, and a call that hangs is
-given up by ending a process. A thread looks at all clusters of the run all the time; `nodes` tells what it saw last. The truth is
-SkyPilot's API server: what a controller has launched can be read there by the next one, which adopts it.
+`SkyPilotCloud` asks a broker process (`broker.py`) and never SkyPilot itself, so nothing here
+imports it, and a call that hangs is given up by ending a process. A thread looks at all clusters of
+the run all the time; `nodes` tells what it saw last. The truth is SkyPilot's API server: what a
+controller has launched can be read there by the next one, which adopts it.
 
-An attempt's way: asked for (a launch request at the API server) -> up (its job runs) -> over (the job ended, the cluster was taken away,
-or somebody wants it gone) -> brought down -> gone, which is proven by the cloud and not assumed. Only then `nodes` calls it gone.
+An attempt's way: asked for (a launch request at the API server) -> up (its job runs) -> over (the
+job ended, the cluster was taken away, or somebody wants it gone) -> brought down -> gone, which is
+proven by the cloud and not assumed. Only then `nodes` calls it gone.
 
-What SkyPilot's errors mean for a run is decided in `verdict`: an offer without capacity or quota is left for the next one, a cloud
-without credentials is not asked again, a task that cannot work stops the run, and anything else is tried again, boundedly.
+What SkyPilot's errors mean for a run is decided in `verdict`: an offer without capacity or quota is
+left for the next one, a cloud without credentials is not asked again, a task that cannot work stops
+the run, and anything else is tried again, boundedly.
 """
 
 from __future__ import annotations
@@ -50,12 +54,17 @@ from harness.clouds.tasks import Task
 from harness.core.hardware import peak_flops
 from harness.core.world import UNFIT, BadInput, CloudUnavailable, Node, NodeState, Offer
 
-OFFERS_FRESH_S = 300.0  # catalogs change a few times a day; which clouds are enabled, when somebody works on it
+# catalogs change a few times a day; which clouds are enabled, when somebody works on it
+OFFERS_FRESH_S = 300.0
 SICK_S = 30.0  # a cluster that is not whole for that long is given up
 STALE_S = 180.0  # the oldest look at the clusters that is still taken for the present
 LOOK_EVERY_S = 1.0  # at what the API server knows
-ASK_EVERY_S = 3.0  # a cloud about a cluster, and a node about its job: clouds limit requests, and each of ours costs a node some processes
-REST_CLOUD, REST_NODE = 1.0, 2.0  # and no sooner than after so many times what the last answer took: who is slow has other things to do
+# a cloud about a cluster, and a node about its job: clouds limit requests, and each of ours costs a
+# node some processes
+ASK_EVERY_S = 3.0
+# and no sooner than after so many times what the last answer took: who is slow has other things to
+# do
+REST_CLOUD, REST_NODE = 1.0, 2.0
 REST_LIMIT_S = 60.0  # but after so long in any case
 LAUNCH_LIMIT_S = 3600.0  # a launch that has neither worked nor failed by then is given up
 DOWN_AGAIN_S = 20.0  # after a failed `down`
@@ -64,21 +73,14 @@ H100_FLOPS = 989e12  # `Offer.speed` is relative to it
 ENDED_WITH = re.compile(r"return code list:\D*\[([\d, ]+)\]")
 
 
-
-
-
-
-
-
-
-
-
-
-# ---- offers -----------------------------------------------------------------------------------------------------
+# ---- offers --------------------------------------------------------------------------------------
 def has_spot_market(answer: Mapping[str, Any]) -> bool:
-    """Some catalogs list a spot price where there is no spot market: it equals the on-demand price. Such a node can be taken
-    away and saves nothing."""
-    return not answer["on_demand_usd_per_h"] or answer["usd_per_h"] < 0.999 * answer["on_demand_usd_per_h"]
+    """Some catalogs list a spot price where there is no spot market: it equals the on-demand price.
+    Such a node can be taken away and saves nothing."""
+    return (
+        not answer["on_demand_usd_per_h"]
+        or answer["usd_per_h"] < 0.999 * answer["on_demand_usd_per_h"]
+    )
 
 
 def to_offer(answer: Mapping[str, Any]) -> Offer:
@@ -89,13 +91,16 @@ def to_offer(answer: Mapping[str, Any]) -> Offer:
         accelerator=answer["accelerator"],
         gpus=answer["gpus"],
         on_demand_usd_per_h=answer["on_demand_usd_per_h"],
-        speed=(peak_flops(answer["accelerator"]) or H100_FLOPS) / H100_FLOPS if answer["gpus"] else 1.0,
+        speed=(peak_flops(answer["accelerator"]) or H100_FLOPS) / H100_FLOPS
+        if answer["gpus"]
+        else 1.0,
         place=answer["place"],
     )
 
 
 def tag(run_url: str) -> str:
-    """The beginning of the names of all clusters of a run: the same for every controller that leads it."""
+    """The beginning of the names of all clusters of a run: the same for every controller that
+    leads it."""
     return f"sh-{hashlib.sha256(run_url.encode()).hexdigest()[:8]}"
 
 
@@ -105,13 +110,18 @@ def cluster(run_url: str, attempt: int) -> str:
 
 
 def known_once(sky: Sky, run_url: str) -> set[int]:
-    """Attempts whose clusters this API server has had: those that it does not show any more are gone. Raises SkyError."""
-    names = (str(row["name"]).rpartition("-") for row in sky("costs", REFRESH_TIMEOUT_S, prefix=f"{tag(run_url)}-"))
+    """Attempts whose clusters this API server has had: those that it does not show any more are
+    gone. Raises SkyError."""
+    names = (
+        str(row["name"]).rpartition("-")
+        for row in sky("costs", REFRESH_TIMEOUT_S, prefix=f"{tag(run_url)}-")
+    )
     return {int(number) for _, _, number in names if number.isdecimal()}
 
 
 def bring_down(sky: Sky, run_url: str, timeout_s: float) -> list[str]:
-    """End every cluster of a run; returns their names. Raises CloudUnavailable that names those not proven to be down in time."""
+    """End every cluster of a run; returns their names. Raises CloudUnavailable that names those
+    not proven to be down in time."""
     prefix, give_up_s = f"{tag(run_url)}-", time.monotonic() + timeout_s
     ended: dict[str, str] = {}  # name -> the request that brings it down
     while True:
@@ -119,7 +129,10 @@ def bring_down(sky: Sky, run_url: str, timeout_s: float) -> list[str]:
         if not left:
             return sorted(ended)
         if time.monotonic() > give_up_s:
-            raise CloudUnavailable(f"not proven to be down after {timeout_s:g} s, end them by hand (`sky down`): {' '.join(left)}")
+            raise CloudUnavailable(
+                f"not proven to be down after {timeout_s:g} s, end them by hand (`sky down`): "
+                f"{' '.join(left)}"
+            )
         states = sky("requests", CALL_TIMEOUT_S, ids=[r for r in ended.values() if r])
         for name in left:
             if states.get(ended.get(name, ""), "LOST") not in ("PENDING", "RUNNING", "WAITING"):
@@ -128,7 +141,9 @@ def bring_down(sky: Sky, run_url: str, timeout_s: float) -> list[str]:
                 except SkyError as e:
                     ended[name] = ""
                     if e.type != "ClusterDoesNotExist":
-                        raise CloudUnavailable(f"SkyPilot does not bring {name} down ({e}); try `sky down {name}`") from e
+                        raise CloudUnavailable(
+                            f"SkyPilot does not bring {name} down ({e}); try `sky down {name}`"
+                        ) from e
         time.sleep(1.0)
 
 
@@ -137,13 +152,15 @@ def tails(sky: Sky, run_url: str, lines: int) -> dict[str, str]:
     found = {}
     for record in sky("clusters", REFRESH_TIMEOUT_S, prefix=f"{tag(run_url)}-"):
         try:
-            found[record["name"]] = str(sky("tail", REFRESH_TIMEOUT_S, name=record["name"], lines=lines))
+            found[record["name"]] = str(
+                sky("tail", REFRESH_TIMEOUT_S, name=record["name"], lines=lines)
+            )
         except (SkyError, CloudUnavailable) as e:
             found[record["name"]] = f"(no log: {e})"
     return found
 
 
-# ---- the cloud --------------------------------------------------------------------------------------------------
+# ---- the cloud -----------------------------------------------------------------------------------
 @dataclass
 class Attempt:
     """One cluster, from asking for it until it is surely gone."""
@@ -152,11 +169,14 @@ class Attempt:
     name: str
     offer: Offer
     asked_s: float
-    asking: bool = False  # a call is on its way that asks for it: nothing that is seen meanwhile says that it was not asked for
+    # a call is on its way that asks for it: nothing that is seen meanwhile says that it was not
+    # asked for
+    asking: bool = False
     request: str = ""  # launch at the API server that goes on
     tries: int = 0
     up_s: float | None = None
-    at_work_s: float | None = None  # when it was seen first that its launch has ended, which is when its command begins
+    # when it was seen first that its launch has ended, which is when its command begins
+    at_work_s: float | None = None
     billed_s: float | None = None  # the earliest that SkyPilot says it was launched
     gone_s: float | None = None
     exit_code: int | None = None
@@ -169,7 +189,8 @@ class Attempt:
     refresh_s: float = -math.inf  # when the cloud is to be asked again
     poll_s: float = -math.inf  # and the node
     polling_s: float = -math.inf  # when the node was asked
-    poll: Future[tuple[str | None, int | None]] | None = None  # the question to the node how its job is
+    # the question to the node how its job is
+    poll: Future[tuple[str | None, int | None]] | None = None
     trouble: str = ""  # the last thing that went wrong
 
     @property
@@ -181,14 +202,26 @@ class Attempt:
         if self.gone_s is not None:
             state = NodeState.NO_CAPACITY if self.refused else NodeState.GONE
         at_work_s = None if self.up_s is None else self.at_work_s
-        return Node(self.number, self.offer, state, self.asked_s, self.up_s, self.gone_s, self.exit_code, self.reason, at_work_s)
+        return Node(
+            self.number,
+            self.offer,
+            state,
+            self.asked_s,
+            self.up_s,
+            self.gone_s,
+            self.exit_code,
+            self.reason,
+            at_work_s,
+        )
 
 
 class SkyPilotCloud:
     """Members are clusters named `<tag>-<attempt>`.
 
-    `sky` answers questions to SkyPilot (a `Broker`, or a fake); `clouds`: plan for these without asking which are enabled;
-    `on_demand`: offer nodes that are not spot as well; `log_dir`: where the last words of failed nodes are kept.
+    `sky` answers questions to SkyPilot (a `Broker`, or a fake); `clouds`: plan for these without
+    asking which are enabled;
+    `on_demand`: offer nodes that are not spot as well; `log_dir`: where the last words of failed
+    nodes are kept.
     """
 
     def __init__(
@@ -205,11 +238,18 @@ class SkyPilotCloud:
     ):
         if task.managed_secrets:
             name = task.managed_secrets[0]
-            raise BadInput(f"{task.path}: secrets.{name} has no value; give it one with --secret {name}=value")
+            raise BadInput(
+                f"{task.path}: secrets.{name} has no value; give it one with --secret {name}=value"
+            )
         self.task, self.tag, self.sky, self.log_dir = task, tag(run_url), sky, log_dir
         self._run_url = run_url
         self.broken: BadInput | None = None  # why no launch of this task can work
-        self._clouds, self._on_demand, self._ask_every_s, self._now = clouds, on_demand, ask_every_s, now
+        self._clouds, self._on_demand, self._ask_every_s, self._now = (
+            clouds,
+            on_demand,
+            ask_every_s,
+            now,
+        )
         self._config: dict[str, Any] = yaml.safe_load(task.path.read_text())
         self._attempts: dict[int, Attempt] = {}
         self._answers: dict[str, dict[str, Any]] = {}
@@ -234,7 +274,9 @@ class SkyPilotCloud:
         left = [o for o in self._offers if o.name.split("/")[0] not in self._shut]
         if not left and not any(a.gone_s is None for a in self._attempts.values()):
             why = "; ".join(f"{cloud}: {reason}" for cloud, reason in self._shut.items())
-            raise BadInput(f"no cloud is left that could run {self.task.path} ({why}); `sky check` tells more")
+            raise BadInput(
+                f"no cloud is left that could run {self.task.path} ({why}); `sky check` tells more"
+            )
         return left
 
     def launch(self, attempt: int, offer: Offer) -> None:
@@ -243,7 +285,9 @@ class SkyPilotCloud:
         with self._lock:
             if attempt in self._attempts:
                 return
-            new = self._attempts[attempt] = Attempt(attempt, cluster(self._run_url, attempt), offer, self._now(), asking=True)
+            new = self._attempts[attempt] = Attempt(
+                attempt, cluster(self._run_url, attempt), offer, self._now(), asking=True
+            )
             if offer.name not in self._answers:
                 new.refused, new.reason, new.gone_s = True, "no longer offered", self._now()
                 return
@@ -253,7 +297,9 @@ class SkyPilotCloud:
         if self._watcher is None:
             self.watch()
         if self._now() - self._looked_s > STALE_S:
-            raise CloudUnavailable(f"the clusters of this run could not be seen for {STALE_S:g} s: {self._blind}")
+            raise CloudUnavailable(
+                f"the clusters of this run could not be seen for {STALE_S:g} s: {self._blind}"
+            )
         with self._lock:
             return [a.node() for a in sorted(self._attempts.values(), key=lambda a: a.number)]
 
@@ -266,7 +312,8 @@ class SkyPilotCloud:
 
     # -- more than a Cloud --
     def watch(self) -> None:
-        """Look once, then go on looking in a thread. Raises SkyError or CloudUnavailable if the first look fails."""
+        """Look once, then go on looking in a thread. Raises SkyError or CloudUnavailable if the
+        first look fails."""
         self.look()
         self._watcher = threading.Thread(target=self._keep_looking, daemon=True, name="sky-watch")
         self._watcher.start()
@@ -282,7 +329,8 @@ class SkyPilotCloud:
             self.sky.close()
 
     def shutdown(self, timeout_s: float = 900.0) -> None:
-        """Bring all clusters of this run down, prove it, and stop looking. Raises CloudUnavailable that names what is left."""
+        """Bring all clusters of this run down, prove it, and stop looking. Raises
+        CloudUnavailable that names what is left."""
         give_up_s = self._now() + timeout_s
         if self._watcher is None:
             self.watch()
@@ -298,10 +346,15 @@ class SkyPilotCloud:
         self.close()
         if left or not fresh:
             names = " ".join(a.name for a in left) or f"{self.tag}-*"
-            raise CloudUnavailable(f"not proven to be down after {timeout_s:g} s, look at them with `sky status -r` and end them: {names}")
+            raise CloudUnavailable(
+                f"not proven to be down after {timeout_s:g} s, look at them with `sky status -r` "
+                f"and end them: {names}"
+            )
 
     def tail(self, attempt: int, lines: int) -> str:
-        return str(self.sky("tail", REFRESH_TIMEOUT_S, name=self._attempts[attempt].name, lines=lines))
+        return str(
+            self.sky("tail", REFRESH_TIMEOUT_S, name=self._attempts[attempt].name, lines=lines)
+        )
 
     def costs(self) -> list[dict[str, Any]]:
         """SkyPilot's own bill of this run: [{"name", "duration" (s), "total_cost" (USD)}]."""
@@ -310,34 +363,66 @@ class SkyPilotCloud:
 
     # -- asking --
     def _ask_offers(self) -> tuple[Offer, ...]:
-        config = {k: v for k, v in self._config.items() if k in ("name", "resources", "num_nodes", "config")}
+        config = {
+            k: v
+            for k, v in self._config.items()
+            if k in ("name", "resources", "num_nodes", "config")
+        }
         try:
-            answers = self.sky("offers", OFFERS_TIMEOUT_S, config=config, clouds=self._clouds, on_demand=self._on_demand)
+            answers = self.sky(
+                "offers",
+                OFFERS_TIMEOUT_S,
+                config=config,
+                clouds=self._clouds,
+                on_demand=self._on_demand,
+            )
         except SkyError as e:
             if self._offers:
                 return self._offers  # what was offered before is better than nothing
-            raise BadInput(f"{self.task.path}: SkyPilot has no offer: {e.message}; `sky check` tells more") from e
+            raise BadInput(
+                f"{self.task.path}: SkyPilot has no offer: {e.message}; `sky check` tells more"
+            ) from e
         self._answers |= {a["name"]: a for a in answers}
         found = sorted(to_offer(a) for a in answers if not a["spot"] or has_spot_market(a))
         self.no_market = tuple(a["name"] for a in answers if a["spot"] and not has_spot_market(a))
         if not found:
             raise BadInput(
-                f"{self.task.path}: SkyPilot finds no machine for its resources on the enabled clouds; loosen `resources` or enable more "
+                f"{self.task.path}: SkyPilot finds no machine for its resources on the enabled "
+                "clouds; loosen `resources` or enable more "
                 f"clouds (`sky check` tells which ones and how)"
             )
         return tuple(found)
 
     def _member_config(self, attempt: Attempt) -> dict[str, Any]:
-        """The task of one member: the user's file, pinned to one place, with what its agent must know."""
-        about = {"attempt": attempt.number, "asked_s": attempt.asked_s, "offer": asdict(attempt.offer)}
-        ours = {"HARNESS_ATTEMPT": str(attempt.number), "HARNESS_OFFER": attempt.offer.name, "HARNESS_NODE": json.dumps(about)}
-        resources = {k: v for k, v in self._answers[attempt.offer.name]["resources"].items() if k not in ("job_recovery", "autostop")}
-        return {**self._config, "name": attempt.name, "resources": resources, "envs": {**self.task.envs, **ours}}
+        """The task of one member: the user's file, pinned to one place, with what its agent
+        must know."""
+        about = {
+            "attempt": attempt.number,
+            "asked_s": attempt.asked_s,
+            "offer": asdict(attempt.offer),
+        }
+        ours = {
+            "HARNESS_ATTEMPT": str(attempt.number),
+            "HARNESS_OFFER": attempt.offer.name,
+            "HARNESS_NODE": json.dumps(about),
+        }
+        resources = {
+            k: v
+            for k, v in self._answers[attempt.offer.name]["resources"].items()
+            if k not in ("job_recovery", "autostop")
+        }
+        return {
+            **self._config,
+            "name": attempt.name,
+            "resources": resources,
+            "envs": {**self.task.envs, **ours},
+        }
 
     def _ask(self, attempt: Attempt) -> None:
         attempt.tries, attempt.asking = attempt.tries + 1, True
         cloud = attempt.offer.name.split("/")[0]
-        idle = None if cloud in ("slurm", "ssh") else IDLE_MINUTES  # those cannot end a node by themselves
+        # those cannot end a node by themselves
+        idle = None if cloud in ("slurm", "ssh") else IDLE_MINUTES
         try:
             attempt.request = self.sky(
                 "launch",
@@ -369,7 +454,8 @@ class SkyPilotCloud:
         if kind == "setup":
             attempt.exit_code, attempt.up_s = 1, attempt.billed_s or attempt.asked_s
             return
-        if kind == "again":  # machines, if there were any, are billed; and this must not go on all night
+        # machines, if there were any, are billed; and this must not go on all night
+        if kind == "again":
             attempt.reason = f"its launch failed {TRIES} times: {said}"[:500]
             attempt.exit_code, attempt.up_s = UNFIT, attempt.billed_s
             return
@@ -398,7 +484,12 @@ class SkyPilotCloud:
         # To ask the cloud about a cluster that is being launched would wait for the launch.
         began_s = self._now()
         due = [a for a in alive if not a.request and not a.down and began_s >= a.refresh_s]
-        records = {r["name"]: r for r in self.sky("clusters", REFRESH_TIMEOUT_S, prefix=f"{self.tag}-", refresh=[a.name for a in due])}
+        records = {
+            r["name"]: r
+            for r in self.sky(
+                "clusters", REFRESH_TIMEOUT_S, prefix=f"{self.tag}-", refresh=[a.name for a in due]
+            )
+        }
         for attempt in due:
             attempt.refresh_s = self._again_s(began_s, REST_CLOUD)
         for name in records.keys() - {a.name for a in alive}:
@@ -409,27 +500,44 @@ class SkyPilotCloud:
 
     def _again_s(self, asked_s: float, rest: float) -> float:
         """When to ask again what was asked then and answered now."""
-        return self._now() + max(self._ask_every_s, min(REST_LIMIT_S, rest * (self._now() - asked_s)))
+        return self._now() + max(
+            self._ask_every_s, min(REST_LIMIT_S, rest * (self._now() - asked_s))
+        )
 
     def _adopt(self, record: Mapping[str, Any]) -> None:
         """A cluster that an earlier controller launched."""
         number = record["name"].removeprefix(f"{self.tag}-")
         if not number.isdigit():
             return
-        if known := self._attempts.get(int(number)):  # it was gone and is there again: a launch that was ended too late to come to nothing
+        # it was gone and is there again: a launch that was ended too late to come to nothing
+        if known := self._attempts.get(int(number)):
             known.gone_s, known.down = None, ""
             return
         about = json.loads(record["node"] or "null") or {}
-        offer = Offer(**about["offer"]) if "offer" in about else Offer(0.0, f"unknown/{record['resources']}", spot=False)
-        found = Attempt(int(number), record["name"], offer, about.get("asked_s", float(record["launched_at"])), seen=True)
+        offer = (
+            Offer(**about["offer"])
+            if "offer" in about
+            else Offer(0.0, f"unknown/{record['resources']}", spot=False)
+        )
+        found = Attempt(
+            int(number),
+            record["name"],
+            offer,
+            about.get("asked_s", float(record["launched_at"])),
+            seen=True,
+        )
         found.request = self.sky("launching", CALL_TIMEOUT_S, name=found.name) or ""
         if not found.request and record["ever_up"]:
-            found.up_s = found.asked_s  # when it was there first, the record does not say any more: rather too early than too late
+            # when it was there first, the record does not say any more: rather too early than too
+            # late
+            found.up_s = found.asked_s
             found.at_work_s = self._now()
         with self._lock:
             self._attempts.setdefault(found.number, found)
 
-    def _step(self, a: Attempt, record: Mapping[str, Any] | None, states: Mapping[str, str]) -> None:
+    def _step(
+        self, a: Attempt, record: Mapping[str, Any] | None, states: Mapping[str, str]
+    ) -> None:
         """Bring one attempt up to date with what was seen."""
         if a.asking:
             return
@@ -471,13 +579,17 @@ class SkyPilotCloud:
 
     def _vanished(self, a: Attempt) -> None:
         """The cloud does not know it (any more)."""
-        if not a.seen and not a.over:  # asked for, and neither request nor cluster is there: the question was lost
+        # asked for, and neither request nor cluster is there: the question was lost
+        if not a.seen and not a.over:
             if found := self.sky("launching", CALL_TIMEOUT_S, name=a.name):
                 a.request = found
             elif a.tries < TRIES:
                 self._ask(a)
             else:
-                a.reason, a.refused = f"no-capacity: {a.trouble or 'the launch left no trace'}", True
+                a.reason, a.refused = (
+                    f"no-capacity: {a.trouble or 'the launch left no trace'}",
+                    True,
+                )
             return
         a.reason = a.reason or "preempted"
         a.gone_s = self._now()
@@ -501,22 +613,28 @@ class SkyPilotCloud:
             poll, a.poll, a.poll_s = a.poll, None, self._again_s(a.polling_s, REST_NODE)
             try:
                 state, a.exit_code = poll.result()
-            except (SkyError, CloudUnavailable) as e:  # not reachable: whether it is gone is for a refresh to say
+            except (SkyError, CloudUnavailable) as e:
+                # not reachable: whether it is gone is for a refresh to say
                 a.trouble = str(e)
                 return
             if state in JOB_OVER:
                 a.reason = "exited" if a.exit_code is not None else f"its job ended as {state}"
 
     def _job(self, a: Attempt) -> tuple[str | None, int | None]:
-        """State of its job, and the exit code of its command if it has ended. SkyPilot only tells "failed"; which code it was
-        stands in the log."""
+        """State of its job, and the exit code of its command if it has ended. SkyPilot only tells
+        "failed"; which code it was stands in the log."""
         state = self.sky("job", JOB_TIMEOUT_S, name=a.name)
         code = JOB_OVER.get(state)
         if code != 1:
             return state, code
         with contextlib.suppress(SkyError, CloudUnavailable):
             log = str(self.sky("tail", JOB_TIMEOUT_S, name=a.name, lines=LOG_LINES))
-            codes = [int(c) for found in ENDED_WITH.findall(log)[-1:] for c in found.split(",") if c.strip()]
+            codes = [
+                int(c)
+                for found in ENDED_WITH.findall(log)[-1:]
+                for c in found.split(",")
+                if c.strip()
+            ]
             code = max(codes, default=code)
             if self.log_dir:
                 self.log_dir.mkdir(parents=True, exist_ok=True)

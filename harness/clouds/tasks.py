@@ -1,7 +1,9 @@
-"""SkyPilot task files: read one, put the user's values in, and refuse what SkyPilot would refuse - before money is spent.
+"""SkyPilot task files: read one, put the user's values in, and refuse what SkyPilot would refuse -
+before money is spent.
 
-When SkyPilot is installed its own schemas decide; a GPU node needs no SkyPilot, so there is a small table for without.
-Knows nothing of clouds. SkyPilot is imported only when a file is read (it takes 2-3 s).
+When SkyPilot is installed its own schemas decide; a GPU node needs no SkyPilot, so there is a small
+table for without. Knows nothing of clouds. SkyPilot is imported only when a file is read (it takes
+2-3 s).
 """
 
 from __future__ import annotations
@@ -61,14 +63,20 @@ class Task:
 
 
 def pairs(given: Sequence[str], environ: Mapping[str, str], flag: str = "--env") -> dict[str, str]:
-    """`K=V` as given on a command line; a bare `K` takes its value from the environment, as SkyPilot does."""
+    """`K=V` as given on a command line; a bare `K` takes its value from the environment, as
+    SkyPilot does."""
     found: dict[str, str] = {}
     for item in given:
         name, equals, value = item.partition("=")
         if not ENV_NAME.fullmatch(name):
-            raise BadInput(f"{flag} {item}: {name!r} is not a variable name; write {flag} NAME=value")
+            raise BadInput(
+                f"{flag} {item}: {name!r} is not a variable name; write {flag} NAME=value"
+            )
         if not equals and name not in environ:
-            raise BadInput(f"{flag} {name}: it has no value and is not set in your environment; write {flag} {name}=value")
+            raise BadInput(
+                f"{flag} {name}: it has no value and is not set in your environment; write {flag} "
+                f"{name}=value"
+            )
         found[name] = value if equals else environ[name]
     return found
 
@@ -80,7 +88,8 @@ def load(
     *,
     use_skypilot: bool | None = None,
 ) -> Task:
-    """Read a task file; `envs` and `secrets` override what it says. `use_skypilot`: None means if it is installed."""
+    """Read a task file; `envs` and `secrets` override what it says. `use_skypilot`: None means
+    if it is installed."""
     path = Path(path)
     config = _read(path)
     _stringify(config, "envs")
@@ -100,7 +109,10 @@ def load(
     given, managed = _secrets(config.get("secrets"), secrets or {})
     run = config.get("run") or ""
     if not run.strip():
-        raise BadInput(f"{path}: wanted a `run` section with the command of a node, found none; `exec harness run ...` is usual")
+        raise BadInput(
+            f"{path}: wanted a `run` section with the command of a node, found none; `exec harness "
+            "run ...` is usual"
+        )
     num_nodes = 1 if config.get("num_nodes") is None else config["num_nodes"]
     if num_nodes < 1:
         raise BadInput(f"{path}: num_nodes must be 1 or more, found {num_nodes}")
@@ -122,28 +134,44 @@ def load(
 
 
 def check_local(task: Task) -> None:
-    """Refuse what the local cloud cannot do. Its nodes run in place: no copying, no setup section, one node per member."""
+    """Refuse what the local cloud cannot do. Its nodes run in place: no copying, no setup
+    section, one node per member."""
     if task.num_nodes != 1:
         raise BadInput(
-            f"{task.path}: num_nodes is {task.num_nodes}, but a member of the local cloud is one node; "
+            f"{task.path}: num_nodes is {task.num_nodes}, but a member of the local cloud is one "
+            "node; "
             "remove num_nodes and ask for several members with --nodes"
         )
     if task.git is not None:
-        raise BadInput(f"{task.path}: workdir is a git repository; the local cloud runs in place: write workdir: . instead")
+        raise BadInput(
+            f"{task.path}: workdir is a git repository; the local cloud runs in place: write "
+            "workdir: . instead"
+        )
     if task.file_mounts:
-        raise BadInput(f"{task.path}: the local cloud has no file_mounts; read {sorted(task.file_mounts)[0]!r} by its URL instead")
+        raise BadInput(
+            f"{task.path}: the local cloud has no file_mounts; read "
+            f"{sorted(task.file_mounts)[0]!r} by its URL instead"
+        )
     if task.managed_secrets:
         name = task.managed_secrets[0]
-        raise BadInput(f"{task.path}: secrets.{name} is known to a SkyPilot server only; give it here with --secret {name}=value")
+        raise BadInput(
+            f"{task.path}: secrets.{name} is known to a SkyPilot server only; give it here with "
+            f"--secret {name}=value"
+        )
     if task.workdir is not None and not task.workdir.is_dir():
-        raise BadInput(f"{task.path}: workdir {str(task.workdir)!r} is not a directory (seen from {Path.cwd()})")
+        raise BadInput(
+            f"{task.path}: workdir {str(task.workdir)!r} is not a directory (seen from "
+            f"{Path.cwd()})"
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         documents = [d for d in yaml.safe_load_all(path.read_text()) if d is not None]
     except OSError as e:
-        raise BadInput(f"{path}: cannot read the task file: {e.strerror}; name a SkyPilot task YAML") from e
+        raise BadInput(
+            f"{path}: cannot read the task file: {e.strerror}; name a SkyPilot task YAML"
+        ) from e
     except UnicodeDecodeError as e:
         raise BadInput(f"{path}: wanted a YAML text file, found other bytes ({e.reason})") from e
     except yaml.YAMLError as e:
@@ -151,9 +179,15 @@ def _read(path: Path) -> dict[str, Any]:
         where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise BadInput(f"{path}:{where} not valid YAML: {getattr(e, 'problem', None) or e}") from e
     if len(documents) != 1:
-        raise BadInput(f"{path}: wanted one task, found {len(documents)} YAML documents; a run has one task, not a pipeline")
+        raise BadInput(
+            f"{path}: wanted one task, found {len(documents)} YAML documents; a run has one task, "
+            "not a pipeline"
+        )
     if not isinstance(documents[0], dict):
-        raise BadInput(f"{path}: wanted `field: value` lines of a SkyPilot task, found a {type(documents[0]).__name__}")
+        raise BadInput(
+            f"{path}: wanted `field: value` lines of a SkyPilot task, found a "
+            f"{type(documents[0]).__name__}"
+        )
     return documents[0]
 
 
@@ -165,10 +199,15 @@ def _stringify(config: dict[str, Any], key: str) -> None:
 
 
 def _secrets(section: Any, overrides: Mapping[str, str]) -> tuple[Secrets, tuple[str, ...]]:
-    """Split into values and names that a SkyPilot server resolves: `KEY:` without a value, or `secrets:KEY`."""
-    found: dict[str, str | None] = dict.fromkeys(section) if isinstance(section, list) else dict(section or {})
+    """Split into values and names that a SkyPilot server resolves: `KEY:` without a value, or
+    `secrets:KEY`."""
+    found: dict[str, str | None] = (
+        dict.fromkeys(section) if isinstance(section, list) else dict(section or {})
+    )
     found = {k.removeprefix("secrets:"): v for k, v in found.items()} | dict(overrides)
-    return Secrets({k: v for k, v in found.items() if v is not None}), tuple(k for k, v in found.items() if v is None)
+    return Secrets({k: v for k, v in found.items() if v is not None}), tuple(
+        k for k, v in found.items() if v is None
+    )
 
 
 def _fill(text: str, envs: Mapping[str, str]) -> str:
@@ -178,10 +217,14 @@ def _fill(text: str, envs: Mapping[str, str]) -> str:
 
 def _nearest(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(k for k in known if k[:1] != '_'))}"
+    return (
+        f"did you mean {near[0]!r}?"
+        if near
+        else f"known are {', '.join(sorted(k for k in known if k[:1] != '_'))}"
+    )
 
 
-# ---- with SkyPilot ----------------------------------------------------------------------------------------------
+# ---- with SkyPilot -------------------------------------------------------------------------------
 def _check_with_skypilot(path: Path, config: dict[str, Any]) -> None:
     # Importing SkyPilot would otherwise prepare its usage reports.
     os.environ.setdefault("SKYPILOT_DISABLE_USAGE_COLLECTION", "1")
@@ -200,7 +243,8 @@ def _check_with_skypilot(path: Path, config: dict[str, Any]) -> None:
 
 
 def _where(value: Any, schema: Mapping[str, Any], prefix: str) -> str:
-    """The dotted name of the field that a schema refuses; SkyPilot's own message leaves nested names out."""
+    """The dotted name of the field that a schema refuses; SkyPilot's own message leaves nested
+    names out."""
     validator: Any = importlib.import_module("sky.utils.validator")
     clean = {k: v for k, v in value.items() if v is not None}
     errors = list(validator.get_schema_validator()(schema).iter_errors(clean))
@@ -216,21 +260,59 @@ def _oneline(text: str) -> str:
     return "; ".join(line.strip() for line in plain.splitlines() if line.strip())
 
 
-# ---- without ----------------------------------------------------------------------------------------------------
+# ---- without -------------------------------------------------------------------------------------
 _STR, _INT, _DICT, _LIST, _BOOL, _NUMBER = (str,), (int,), (dict,), (list,), (bool,), (int, float)
 _TASK_FIELDS: dict[str, tuple[type, ...]] = {
-    "name": _STR, "workdir": (str, dict), "event_callback": _STR, "num_nodes": _INT, "resources": _DICT,
-    "file_mounts": _DICT, "service": _DICT, "pool": _DICT, "setup": _STR, "run": _STR, "envs": _DICT,
-    "secrets": (dict, list), "managed_secrets": _LIST, "inputs": _DICT, "outputs": _DICT, "file_mounts_mapping": _DICT,
-    "config": _DICT, "volumes": _DICT, "volume_mounts": _LIST, "api_server_access": _BOOL, "_metadata": _DICT,
-}  # fmt: skip
+    "name": _STR,
+    "workdir": (str, dict),
+    "event_callback": _STR,
+    "num_nodes": _INT,
+    "resources": _DICT,
+    "file_mounts": _DICT,
+    "service": _DICT,
+    "pool": _DICT,
+    "setup": _STR,
+    "run": _STR,
+    "envs": _DICT,
+    "secrets": (dict, list),
+    "managed_secrets": _LIST,
+    "inputs": _DICT,
+    "outputs": _DICT,
+    "file_mounts_mapping": _DICT,
+    "config": _DICT,
+    "volumes": _DICT,
+    "volume_mounts": _LIST,
+    "api_server_access": _BOOL,
+    "_metadata": _DICT,
+}
 _RESOURCES_FIELDS: dict[str, tuple[type, ...]] = {
-    "cloud": _STR, "region": _STR, "zone": _STR, "infra": _STR, "cpus": (str, int, float), "memory": (str, int, float),
-    "accelerators": (str, dict, list), "instance_type": _STR, "use_spot": _BOOL, "job_recovery": (str, dict), "volumes": _LIST,
-    "disk_size": (str, int), "ephemeral_storage": (str, int), "disk_tier": _STR, "network_tier": _STR, "local_disk": _STR,
-    "max_hourly_cost": _NUMBER, "ports": (str, int, list), "labels": _DICT, "accelerator_args": _DICT, "image_id": (str, dict),
-    "autostop": (bool, int, str, dict), "priority": _INT, "priority_class": _STR, "any_of": _LIST, "ordered": _LIST,
-}  # fmt: skip
+    "cloud": _STR,
+    "region": _STR,
+    "zone": _STR,
+    "infra": _STR,
+    "cpus": (str, int, float),
+    "memory": (str, int, float),
+    "accelerators": (str, dict, list),
+    "instance_type": _STR,
+    "use_spot": _BOOL,
+    "job_recovery": (str, dict),
+    "volumes": _LIST,
+    "disk_size": (str, int),
+    "ephemeral_storage": (str, int),
+    "disk_tier": _STR,
+    "network_tier": _STR,
+    "local_disk": _STR,
+    "max_hourly_cost": _NUMBER,
+    "ports": (str, int, list),
+    "labels": _DICT,
+    "accelerator_args": _DICT,
+    "image_id": (str, dict),
+    "autostop": (bool, int, str, dict),
+    "priority": _INT,
+    "priority_class": _STR,
+    "any_of": _LIST,
+    "ordered": _LIST,
+}
 _RECOVERY_FIELDS = ("strategy", "max_restarts_on_errors", "recover_on_exit_codes")
 
 
@@ -244,34 +326,52 @@ def _check_with_table(path: Path, config: dict[str, Any]) -> None:
     for key in ("any_of", "ordered"):
         for number, choice in enumerate(resources.get(key) or ()):
             if not isinstance(choice, dict):
-                raise BadInput(f"{path}: resources.{key}.{number}: wanted `field: value` lines, found {choice!r}")
+                raise BadInput(
+                    f"{path}: resources.{key}.{number}: wanted `field: value` lines, found "
+                    f"{choice!r}"
+                )
             inner = {k: v for k, v in _RESOURCES_FIELDS.items() if k not in ("any_of", "ordered")}
             _check_fields(path, f"resources.{key}.{number}", choice, inner)
 
 
-def _check_fields(path: Path, prefix: str, section: Mapping[str, Any], known: Mapping[str, tuple[type, ...]]) -> None:
+def _check_fields(
+    path: Path, prefix: str, section: Mapping[str, Any], known: Mapping[str, tuple[type, ...]]
+) -> None:
     for name, value in section.items():
         where = f"{prefix}.{name}" if prefix else str(name)
         if name not in known:
             raise BadInput(f"{path}: {where}: no such field; {_nearest(str(name), list(known))}")
         types = known[name]
-        if value is not None and (not isinstance(value, types) or (isinstance(value, bool) and bool not in types)):
+        if value is not None and (
+            not isinstance(value, types) or (isinstance(value, bool) and bool not in types)
+        ):
             wanted = " or ".join(t.__name__ for t in types)
-            raise BadInput(f"{path}: {where}: wanted {wanted}, found {value!r} ({type(value).__name__})")
+            raise BadInput(
+                f"{path}: {where}: wanted {wanted}, found {value!r} ({type(value).__name__})"
+            )
 
 
 def _check_recovery(path: Path, config: dict[str, Any]) -> None:
-    """SkyPilot's client lets any job_recovery key pass and its server refuses it; a misspelt exit code list would cost a run."""
+    """SkyPilot's client lets any job_recovery key pass and its server refuses it; a misspelt
+    exit code list would cost a run."""
     resources = config.get("resources") or {}
     places = [("resources", resources)]
     for key in ("any_of", "ordered"):
-        places += [(f"resources.{key}.{i}", choice) for i, choice in enumerate(resources.get(key) or ())]
+        places += [
+            (f"resources.{key}.{i}", choice) for i, choice in enumerate(resources.get(key) or ())
+        ]
     for where, place in places:
         recovery = place.get("job_recovery")
         for name in recovery if isinstance(recovery, dict) else ():
             if name not in _RECOVERY_FIELDS:
-                raise BadInput(f"{path}: {where}.job_recovery.{name}: no such field; {_nearest(str(name), _RECOVERY_FIELDS)}")
+                raise BadInput(
+                    f"{path}: {where}.job_recovery.{name}: no such field; "
+                    f"{_nearest(str(name), _RECOVERY_FIELDS)}"
+                )
         codes = recovery.get("recover_on_exit_codes", []) if isinstance(recovery, dict) else []
         for code in codes if isinstance(codes, list) else [codes]:
             if not isinstance(code, int) or not 0 <= code <= 255:
-                raise BadInput(f"{path}: {where}.job_recovery.recover_on_exit_codes: wanted codes of 0..255, found {code!r}")
+                raise BadInput(
+                    f"{path}: {where}.job_recovery.recover_on_exit_codes: wanted codes of 0..255, "
+                    f"found {code!r}"
+                )

@@ -1,6 +1,7 @@
 """What the facts say about attempts: the only memory of the recovery loop. Used by `recovery.py`.
 
-A `Book` is a fold of the controller's facts, so it is the same for the controller that wrote them and for the one that takes over.
+A `Book` is a fold of the controller's facts, so it is the same for the controller that wrote them
+and for the one that takes over.
 
 Pure: knows facts and the nouns of `world.py`; knows no store, cloud or clock.
 """
@@ -27,14 +28,30 @@ from harness.core.facts import (
     built,
     number,
 )
-from harness.core.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED, UNFIT, Node, NodeState, Offer
+from harness.core.world import (
+    DRAINED,
+    FENCED,
+    FINISHED,
+    RESIZE,
+    STOPPED,
+    UNFIT,
+    Node,
+    NodeState,
+    Offer,
+)
 
-BLOCK_S = 2.0  # a full offer is left alone for this long, doubled at every refusal up to the run's limit
-UNFIT_BLOCKS = 10.0  # a place that gave us an unfit node is left alone for so many times the limit for a full one
+# a full offer is left alone for this long, doubled at every refusal up to the run's limit
+BLOCK_S = 2.0
+# a place that gave us an unfit node is left alone for so many times the limit for a full one
+UNFIT_BLOCKS = 10.0
 UNLED_S = 3600.0
-UNSHOWN = "this cloud never showed it"  # begins `AttemptEnded.reason` of a node that beat in the bucket only
-MEASURED = 3  # so many launches or ends tell how long they take; fewer may only be longer than what is assumed
-HIDDEN_PER_GAP = 10  # attempt numbers left out for each place where facts could not be read: a lost segment holds fewer intents
+# begins `AttemptEnded.reason` of a node that beat in the bucket only
+UNSHOWN = "this cloud never showed it"
+# so many launches or ends tell how long they take; fewer may only be longer than what is assumed
+MEASURED = 3
+# attempt numbers left out for each place where facts could not be read: a lost segment holds fewer
+# intents
+HIDDEN_PER_GAP = 10
 
 
 @dataclass
@@ -56,12 +73,17 @@ class Book:
     failures: int = 0  # of the script, one after the other, since
     failed_s: float = 0.0  # when the last of those was over
     early: int = 0  # ended with exit code 0, one after the other, though the run was not done
-    idle: int = 0  # ... of those, the ones since the last progress: the script thinks that it is done
+    # ... of those, the ones since the last progress: the script thinks that it is done
+    idle: int = 0
     idle_s: float = 0.0  # when the last of those was over
-    launches_s: list[float] = field(default_factory=list)  # from asking for a node until it was seen to be up
-    leaves_s: list[float] = field(default_factory=list)  # from asking a node to leave until it was gone
-    ends_s: list[float] = field(default_factory=list)  # from having one terminated until it was gone
-    told_s: dict[tuple[str, int], float] = field(default_factory=dict)  # ("release" | "terminate", attempt): when first
+    # from asking for a node until it was seen to be up
+    launches_s: list[float] = field(default_factory=list)
+    # from asking a node to leave until it was gone
+    leaves_s: list[float] = field(default_factory=list)
+    # from having one terminated until it was gone
+    ends_s: list[float] = field(default_factory=list)
+    # ("release" | "terminate", attempt): when first
+    told_s: dict[tuple[str, int], float] = field(default_factory=dict)
     last_s: float = 0.0  # of the last fact
     unread: list[Unreadable] = field(default_factory=list)  # each may hide the intent of an attempt
     first_free: int = 1  # numbers below it may be taken, known or not
@@ -83,18 +105,25 @@ class Book:
         match fact:
             case LeaseTaken():
                 self.started_s = t if self.started_s is None else self.started_s
-                if silent_s > UNLED_S:  # nobody led the run (a laptop that was closed): that time is not held against it
+                # nobody led the run (a laptop that was closed): that time is not held against it
+                if silent_s > UNLED_S:
                     self.progress_s = max(self.progress_s, t)
             case AttemptIntended(attempt, offer) if attempt not in self.ended:
                 self.offers[attempt] = _offer(attempt, offer)
-                self.open[attempt] = Node(attempt, self.offers[attempt], NodeState.PENDING, asked_s=t)
+                self.open[attempt] = Node(
+                    attempt, self.offers[attempt], NodeState.PENDING, asked_s=t
+                )
             case AttemptUp(attempt, up_s) if attempt in self.open:
                 self.launches_s.append(max(0.0, t - self.open[attempt].asked_s))
-                node = self.open[attempt] = dataclasses.replace(self.open[attempt], state=NodeState.UP, up_s=up_s)
+                node = self.open[attempt] = dataclasses.replace(
+                    self.open[attempt], state=NodeState.UP, up_s=up_s
+                )
                 self.refusals.pop(node.offer.name, None)
                 self.blocked.pop(node.offer.name, None)
             case AttemptDoubted(attempt, doubted):
-                (self.doubted.add if doubted and attempt in self.open else self.doubted.discard)(attempt)
+                (self.doubted.add if doubted and attempt in self.open else self.doubted.discard)(
+                    attempt
+                )
             case Decided("release" | "terminate" as what, reason):
                 number = reason.removeprefix("attempt ").partition(":")[0]
                 if number.isdecimal() and (attempt := int(number)) in self.open:
@@ -102,12 +131,21 @@ class Book:
             case AttemptEnded():
                 self._time(fact)
                 self._end(fact)
-            case RunEnded():  # what is counted towards a limit starts anew when the run is launched again
-                self.started_s, self.fruitless, self.failures, self.early, self.idle = None, 0, 0, 0, 0
+            # what is counted towards a limit starts anew when the run is launched again
+            case RunEnded():
+                self.started_s, self.fruitless, self.failures, self.early, self.idle = (
+                    None,
+                    0,
+                    0,
+                    0,
+                    0,
+                )
 
     def _time(self, fact: AttemptEnded) -> None:
         """How long it took from the word to go until it was gone."""
-        released_s, ended_s = (self.told_s.pop((what, fact.attempt), None) for what in ("release", "terminate"))
+        released_s, ended_s = (
+            self.told_s.pop((what, fact.attempt), None) for what in ("release", "terminate")
+        )
         if fact.up_s is None or fact.end == "lost":
             return
         if released_s is not None:
@@ -125,15 +163,22 @@ class Book:
             self.refusals[name] = self.refusals.get(name, 0) + 1
             wait_s = min(self.block_limit_s, BLOCK_S * 2.0 ** min(self.refusals[name] - 1, 16))
             self.blocked[name] = fact.gone_s + wait_s * self.rng.uniform(0.5, 1.0)
-        elif fact.end == "unfit" and node and not again:  # the place may give us the same broken machine again
+        elif fact.end == "unfit" and node and not again:
+            # the place may give us the same broken machine again
             self.fruitless += 1
             self.blocked[node.offer.name] = fact.gone_s + UNFIT_BLOCKS * self.block_limit_s
-        elif not again and fact.end != "terminated" and not (fact.end == "lost" and fact.up_s is None):
+        elif (
+            not again
+            and fact.end != "terminated"
+            and not (fact.end == "lost" and fact.up_s is None)
+        ):
             self.fruitless += 1
         if fact.end == "failed" and fact.exit_code != FENCED and fact.asked_s >= self.failed_s:
-            self.failures += 1  # nodes that fail together are one failure: the next must have been asked for after it
+            # nodes that fail together are one failure: the next must have been asked for after it
+            self.failures += 1
             self.failed_s = fact.gone_s
-        if fact.end == "finished" and not again and fact.asked_s >= self.idle_s:  # the same with those that end well and have done nothing
+        # the same with those that end well and have done nothing
+        if fact.end == "finished" and not again and fact.asked_s >= self.idle_s:
             self.early, self.idle = self.early + 1, self.idle + 1
             self.idle_s = fact.gone_s
 
@@ -152,24 +197,36 @@ class Book:
 
     @property
     def unproven(self) -> tuple[int, ...]:
-        """Attempts that have ended as far as the bucket tells, and whose machines no cloud has proven to be gone."""
-        return tuple(sorted(n for n, e in self.ended.items() if e.end == "lost" and e.reason.startswith(UNSHOWN)))
+        """Attempts that have ended as far as the bucket tells, and whose machines no cloud has
+        proven to be gone."""
+        return tuple(
+            sorted(
+                n for n, e in self.ended.items() if e.end == "lost" and e.reason.startswith(UNSHOWN)
+            )
+        )
 
     @property
     def losses(self) -> int:
         """Attempts that ended without being asked to."""
-        return sum(e.end in ("preempted", "failed", "unfit") or (e.end == "lost" and e.up_s is not None) for e in self.ended.values())
+        return sum(
+            e.end in ("preempted", "failed", "unfit") or (e.end == "lost" and e.up_s is not None)
+            for e in self.ended.values()
+        )
 
     def launch_s(self, assumed_s: float) -> float:
-        """How long a launch takes: the longest that was seen, or what is assumed while too few were seen."""
+        """How long a launch takes: the longest that was seen, or what is assumed while too few
+        were seen."""
         return _longest(self.launches_s, assumed_s)
 
     def leave_s(self, drain_s: float, end_s: float) -> float:
-        """How long a node is billed after it was asked to leave: it drains, then the cloud ends it. Assumed as for `launch_s`."""
+        """How long a node is billed after it was asked to leave: it drains, then the cloud ends
+        it. Assumed as for `launch_s`."""
         return _longest(self.leaves_s, drain_s + _longest(self.ends_s, end_s))
 
     def spent_usd(self, now_s: float) -> float:
-        return sum(e.usd for e in self.ended.values()) + sum(bill(node, now_s)[1] for node in self.open.values())
+        return sum(e.usd for e in self.ended.values()) + sum(
+            bill(node, now_s)[1] for node in self.open.values()
+        )
 
 
 def _longest(seen_s: list[float], assumed_s: float) -> float:
@@ -177,7 +234,8 @@ def _longest(seen_s: list[float], assumed_s: float) -> float:
 
 
 def _offer(attempt: int, body: dict[str, Any]) -> Offer:
-    """What an intent says was asked for. Of an offer that cannot be read its price, which counts against budgets, is kept if it can be."""
+    """What an intent says was asked for. Of an offer that cannot be read its price, which
+    counts against budgets, is kept if it can be."""
     try:
         return built(Offer, body)
     except TypeError:
@@ -190,15 +248,26 @@ def _offer(attempt: int, body: dict[str, Any]) -> Offer:
 
 def bill(node: Node, until_s: float) -> tuple[float, float]:
     """Billed seconds and what they cost: from up to gone."""
-    seconds = 0.0 if node.up_s is None else max(0.0, (until_s if node.gone_s is None else node.gone_s) - node.up_s)
+    seconds = (
+        0.0
+        if node.up_s is None
+        else max(0.0, (until_s if node.gone_s is None else node.gone_s) - node.up_s)
+    )
     return seconds, seconds / 3600 * node.offer.usd_per_h
 
 
 def how_it_ended(node: Node) -> str:
-    """`AttemptEnded.end` of a node that is gone. An exit code tells more than the cloud's reason, except for kills."""
+    """`AttemptEnded.end` of a node that is gone. An exit code tells more than the cloud's
+    reason, except for kills."""
     if node.state is NodeState.NO_CAPACITY:
         return "no-capacity"
-    by_code = {FINISHED: "finished", DRAINED: "drained", RESIZE: "drained", STOPPED: "terminated", UNFIT: "unfit"}
+    by_code = {
+        FINISHED: "finished",
+        DRAINED: "drained",
+        RESIZE: "drained",
+        STOPPED: "terminated",
+        UNFIT: "unfit",
+    }
     if node.exit_code in by_code:
         return by_code[node.exit_code]
     if node.reason == "terminated":

@@ -1,4 +1,5 @@
-"""What a launch would do, before it costs anything: ranked offers, the world they make, the first choice and why.
+"""What a launch would do, before it costs anything: ranked offers, the world they make, the first
+choice and why.
 
 `harness launch --dry-run` prints it. Knows offers and policies; knows no cloud.
 """
@@ -42,14 +43,16 @@ class Plan:
     budget_usd: float | None
 
     def usd_per_step(self, offer: Offer) -> float | None:
-        """Of a step on any number of nodes of this offer (twice the nodes, half the time); None: nothing was measured yet."""
+        """Of a step on any number of nodes of this offer (twice the nodes, half the time);
+        None: nothing was measured yet."""
         if self.measured is None:
             return None
         work_per_step = self.measured.step_s * self.measured.work_per_s
         return usd_per_work(offer) / 3600 * work_per_step
 
     def shares(self, nodes: int) -> tuple[int, ...] | None:
-        """Micro-batches of a step for each rank of a world of that many nodes of the first choice: the accumulation."""
+        """Micro-batches of a step for each rank of a world of that many nodes of the first
+        choice: the accumulation."""
         if self.choice is None or self.micro_batches is None:
             return None
         try:
@@ -60,7 +63,12 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         return {
             "offers": [
-                {**vars(o), "usd_per_work": usd_per_work(o), "usd_per_step": self.usd_per_step(o), "rank": i}
+                {
+                    **vars(o),
+                    "usd_per_work": usd_per_work(o),
+                    "usd_per_step": self.usd_per_step(o),
+                    "rank": i,
+                }
                 for i, o in enumerate(self.offers, 1)
             ],
             "no_spot_market": list(self.no_market),
@@ -81,20 +89,34 @@ def make(
     measured: Measured | None = None,
     budget_usd: float | None = None,
 ) -> Plan:
-    """Ask the policy again and again, as if every offer that it takes were full: that is its order."""
+    """Ask the policy again and again, as if every offer that it takes were full: that is its
+    order."""
     order: list[Offer] = []
     left = sorted(offers)
     first: tuple[Offer | None, str] | None = None
     while left:
         decision = policy(View(0.0, 0.0, *nodes, (), tuple(left)))
         if first is None:
-            first = (decision.offer, decision.reason) if isinstance(decision, Launch) else (None, _words(decision))
+            first = (
+                (decision.offer, decision.reason)
+                if isinstance(decision, Launch)
+                else (None, _words(decision))
+            )
         if not isinstance(decision, Launch):
             break
         order.append(decision.offer)
         left = [o for o in left if o.name != decision.offer.name]
     choice, why = first or (None, "there is no offer")
-    return Plan(tuple(order + left), tuple(no_market), nodes, choice, why, micro_batches, measured, budget_usd)
+    return Plan(
+        tuple(order + left),
+        tuple(no_market),
+        nodes,
+        choice,
+        why,
+        micro_batches,
+        measured,
+        budget_usd,
+    )
 
 
 def _words(decision: object) -> str:
@@ -102,7 +124,8 @@ def _words(decision: object) -> str:
 
 
 def micro_batches(identity: Mapping[str, Any] | None, envs: Mapping[str, str]) -> int | None:
-    """How many a step has: from the run's identity, else from the task's own GLOBAL_BATCH and MICRO_BATCH."""
+    """How many a step has: from the run's identity, else from the task's own GLOBAL_BATCH and
+    MICRO_BATCH."""
     if identity and identity.get("global_batch") and identity.get("micro_batch"):
         return int(identity["global_batch"]) // int(identity["micro_batch"])
     words = envs.get("GLOBAL_BATCH", ""), envs.get("MICRO_BATCH", "")
@@ -120,22 +143,37 @@ def measured(steps: Sequence[tuple[float, int]], speed: float) -> Measured | Non
 def show(plan: Plan, console: Console) -> None:
     table = Table(title=f"{len(plan.offers)} offers", title_justify="left")
     for name in ("", "offer", "GPUs", "USD/h", "spared", "USD/step"):
-        table.add_column(name, justify="left" if name in ("offer", "GPUs") else "right", overflow="fold")
+        table.add_column(
+            name, justify="left" if name in ("offer", "GPUs") else "right", overflow="fold"
+        )
     least = min((usd_per_work(o) for o in plan.offers), default=1.0) or 1.0
     for rank, o in enumerate(plan.offers[:SHOWN], 1):
-        spared = f"{1 - o.usd_per_h / o.on_demand_usd_per_h:.0%}" if o.spot and o.on_demand_usd_per_h else ""
+        spared = (
+            f"{1 - o.usd_per_h / o.on_demand_usd_per_h:.0%}"
+            if o.spot and o.on_demand_usd_per_h
+            else ""
+        )
         usd = plan.usd_per_step(o)
         step = f"{usd:.2g}" if usd is not None else f"x {usd_per_work(o) / least:.2f}"
-        what, gpus = Text(plain(o.name)), Text(plain(f"{o.accelerator}:{o.gpus}" if o.gpus else "-"))
+        what, gpus = (
+            Text(plain(o.name)),
+            Text(plain(f"{o.accelerator}:{o.gpus}" if o.gpus else "-")),
+        )
         table.add_row(str(rank), what, gpus, f"{o.usd_per_h:.4g}", spared, step)
     console.print(table)
     if len(plan.offers) > SHOWN:
         console.print(f"... and {len(plan.offers) - SHOWN} more")
     if plan.no_market:
         some = ", ".join(plan.no_market[:4])
-        console.print(f"{len(plan.no_market)} left out, their spot price is the on-demand price: {some}", soft_wrap=True, markup=False)
+        console.print(
+            f"{len(plan.no_market)} left out, their spot price is the on-demand price: {some}",
+            soft_wrap=True,
+            markup=False,
+        )
     if plan.measured is None:
-        console.print("USD/step is relative (by peak FLOP/s) until the run has made steps that can be timed.")
+        console.print(
+            "USD/step is relative (by peak FLOP/s) until the run has made steps that can be timed."
+        )
     if plan.choice is None:
         console.print(f"Nothing would be launched: {plan.why}", markup=False)
         return
@@ -143,9 +181,25 @@ def show(plan: Plan, console: Console) -> None:
     for nodes in sorted({low, high}):
         ranks, usd = nodes * max(1, plan.choice.gpus), nodes * plan.choice.usd_per_h
         shares = plan.shares(nodes)
-        spread = "known when the script has said its batches" if plan.micro_batches is None else "too many workers for this batch"
+        spread = (
+            "known when the script has said its batches"
+            if plan.micro_batches is None
+            else "too many workers for this batch"
+        )
         if shares:
-            spread = f"{min(shares)}" if min(shares) == max(shares) else f"{min(shares)}..{max(shares)}"
-        hours = f", {plan.budget_usd / usd:.1f} h for {plan.budget_usd:g} USD" if plan.budget_usd and usd else ""
-        console.print(f"world   {nodes} nodes, {ranks} workers: {usd:.4g} USD/h{hours}; accumulation {spread}", highlight=False)
-    console.print(f"first   {plan.choice.name}: {plan.why}", markup=False, highlight=False, soft_wrap=True)
+            spread = (
+                f"{min(shares)}" if min(shares) == max(shares) else f"{min(shares)}..{max(shares)}"
+            )
+        hours = (
+            f", {plan.budget_usd / usd:.1f} h for {plan.budget_usd:g} USD"
+            if plan.budget_usd and usd
+            else ""
+        )
+        console.print(
+            f"world   {nodes} nodes, {ranks} workers: {usd:.4g} USD/h{hours}; "
+            f"accumulation {spread}",
+            highlight=False,
+        )
+    console.print(
+        f"first   {plan.choice.name}: {plan.why}", markup=False, highlight=False, soft_wrap=True
+    )

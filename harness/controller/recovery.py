@@ -1,12 +1,15 @@
-"""The loop that keeps a run alive. Runs in the controller; `cli.py` gives it the real world, `sim.py` a simulated one.
+"""The loop that keeps a run alive. Runs in the controller; `cli.py` gives it the real world,
+`sim.py` a simulated one.
 
-Every round it looks at everything anew (nodes, newest snapshot, stop requests), asks a policy for one decision, and acts on
-it. What it must remember between rounds it writes down as facts *before* acting, and its memory (`book.py`) is
-nothing but a fold of those facts. So taking over from a controller that died anywhere is no special case: the
-successor reads the same facts, sees the same nodes, and goes on. Progress is what is committed in the bucket;
-no node is ever asked how far it got.
+Every round it looks at everything anew (nodes, newest snapshot, stop requests), asks a policy for
+one decision, and acts on it. What it must remember between rounds it writes down as facts *before*
+acting, and its memory (`book.py`) is nothing but a fold of those facts. So taking over from a
+controller that died anywhere is no special case: the successor reads the same facts, sees the same
+nodes, and goes on. Progress is what is committed in the bucket; no node is ever asked how far it
+got.
 
-Pure: knows no torch, SkyPilot, wall clock or process. Lets errors travel, except that a silent cloud or bucket is waited for.
+Pure: knows no torch, SkyPilot, wall clock or process. Lets errors travel, except that a silent
+cloud or bucket is waited for.
 """
 
 from __future__ import annotations
@@ -23,7 +26,17 @@ from harness.bucket.lease import Lease
 from harness.bucket.orders import STOP_KEY, StopOrder, ask_to_stop, stop_order
 from harness.controller import policies
 from harness.controller.book import UNSHOWN, Book, bill, how_it_ended
-from harness.core.facts import AttemptDoubted, AttemptEnded, AttemptIntended, AttemptUp, Decided, Fact, LeaseTaken, RunEnded, Stamped
+from harness.core.facts import (
+    AttemptDoubted,
+    AttemptEnded,
+    AttemptIntended,
+    AttemptUp,
+    Decided,
+    Fact,
+    LeaseTaken,
+    RunEnded,
+    Stamped,
+)
 from harness.core.world import (
     DOUBT,
     LEAVE,
@@ -46,10 +59,13 @@ from storage.manifest import Manifest, SnapshotTooNew
 from storage.objects import ObjectStore
 from storage.snapshots import Snapshots
 
-ENDED_UNSHOWN = f"{UNSHOWN}, and its agent has ended: look for its machine where it was launched from"
+ENDED_UNSHOWN = (
+    f"{UNSHOWN}, and its agent has ended: look for its machine where it was launched from"
+)
 REPEAT_S = 30.0  # a node that does not go is told again after this
 LISTEN_S = 5.0  # between two looks at who beats, while the cloud does not show everybody
-LOST_S = 7200.0  # an attempt that was given up may still come up until then: nobody's launch takes longer
+# an attempt that was given up may still come up until then: nobody's launch takes longer
+LOST_S = 7200.0
 
 
 @dataclass(frozen=True)
@@ -62,22 +78,30 @@ class RunSpec:
     budget_usd: float | None = None
     max_hours: float | None = None
     max_hours_without_progress: float = 24.0  # without capacity, or with nodes that commit nothing
-    max_attempts_without_progress: int = 20  # for each of max_nodes; refusals by the cloud do not count
+    # for each of max_nodes; refusals by the cloud do not count
+    max_attempts_without_progress: int = 20
     max_failures_at_one_step: int = 3  # one after the other: the script itself is at fault
-    max_idle_ends: int = 3  # with exit code 0 and without progress, one after the other: the script thinks that it is done
+    # with exit code 0 and without progress, one after the other: the script thinks that it is done
+    max_idle_ends: int = 3
     max_early_ends: int = 10  # with exit code 0, though each of them got a little further
-    max_outage_s: float = 3600.0  # of cloud or bucket, before the controller gives up (nodes go on; launch it again)
-    max_refused_s: float = 300.0  # the same of a bucket that answers "no": credentials that are renewed, a policy that is changed
-    lost_after_s: float = 20.0  # an intended node that the cloud has not shown by then was never launched
+    # of cloud or bucket, before the controller gives up (nodes go on; launch it again)
+    max_outage_s: float = 3600.0
+    # the same of a bucket that answers "no": credentials that are renewed, a policy that is changed
+    max_refused_s: float = 300.0
+    # an intended node that the cloud has not shown by then was never launched
+    lost_after_s: float = 20.0
     block_limit_s: float = 60.0  # the longest that an offer without capacity is left alone
     exit_grace_s: float = 120.0  # for nodes to drain and leave by themselves when the run ends
     terminate_timeout_s: float = 600.0  # for them to be surely gone
-    launch_s: float = 600.0  # what the budget assumes of a launch until some were timed; of a drain it assumes exit_grace_s
+    # what the budget assumes of a launch until some were timed; of a drain it assumes exit_grace_s
+    launch_s: float = 600.0
     terminate_s: float = 300.0  # ... and of the cloud's part of an end
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:
-            raise BadInput(f"wanted 1 <= min_nodes <= max_nodes, found {self.min_nodes} and {self.max_nodes}")
+            raise BadInput(
+                f"wanted 1 <= min_nodes <= max_nodes, found {self.min_nodes} and {self.max_nodes}"
+            )
 
 
 @dataclass(frozen=True)
@@ -85,7 +109,8 @@ class Outcome:
     outcome: str  # "done" | "stopped" | "failed"
     reason: str
     committed_step: int
-    unproven: tuple[int, ...] = ()  # attempts whose agents have ended, and whose machines this cloud cannot prove to be gone
+    # attempts whose agents have ended, and whose machines this cloud cannot prove to be gone
+    unproven: tuple[int, ...] = ()
 
 
 class Journal(Protocol):
@@ -99,8 +124,9 @@ class Journal(Protocol):
 def recover(run: RunSpec, policy: Policy, world: World, journal: Journal, lease: Lease) -> Outcome:
     """Lead `run` until it is done, stopped or failed; returns only when no node of it is left.
 
-    Raises Fenced when another controller leads it (nothing is touched then). Raises StoreError or CloudUnavailable when bucket or
-    cloud were silent, or refused, for too long: nodes are left as they are, and whoever calls this again leads them on.
+    Raises Fenced when another controller leads it (nothing is touched then). Raises StoreError or
+    CloudUnavailable when bucket or cloud were silent, or refused, for too long: nodes are left as
+    they are, and whoever calls this again leads them on.
     """
     policy = policies.replacing(policy)
     if run.budget_usd is not None:
@@ -108,10 +134,15 @@ def recover(run: RunSpec, policy: Policy, world: World, journal: Journal, lease:
     if run.max_hours is not None:
         policy = policies.within_hours(policy, hours=run.max_hours)
     term = lease.acquire()
-    loop = Loop(run, policy, world, journal, lease, Book.of(journal.read(), world.rng, run.block_limit_s))
+    loop = Loop(
+        run, policy, world, journal, lease, Book.of(journal.read(), world.rng, run.block_limit_s)
+    )
     loop.note(LeaseTaken(term, lease.holder))
     if unread := loop.book.unread:
-        lost = f"{len(unread)} facts of earlier controllers cannot be read ({unread[0]}); nodes that only they told of are adopted as seen"
+        lost = (
+            f"{len(unread)} facts of earlier controllers cannot be read ({unread[0]}); nodes "
+            "that only they told of are adopted as seen"
+        )
         loop.note(Decided("skip", lost))
     answered_s = world.clock.now()
     while True:
@@ -120,7 +151,8 @@ def recover(run: RunSpec, policy: Policy, world: World, journal: Journal, lease:
             answered_s = world.clock.now()
         except SnapshotTooNew:
             raise
-        except (CloudUnavailable, StoreError) as e:  # whatever was cut off here is seen, and done again, in the next round
+        except (CloudUnavailable, StoreError) as e:
+            # whatever was cut off here is seen, and done again, in the next round
             silent = isinstance(e, (CloudUnavailable, StoreUnavailable))
             if world.clock.now() - answered_s > (run.max_outage_s if silent else run.max_refused_s):
                 raise
@@ -131,14 +163,16 @@ def recover(run: RunSpec, policy: Policy, world: World, journal: Journal, lease:
 
 
 def forget_stop(store: ObjectStore) -> None:
-    """Take back a stop request. For a person who launches a stopped run again: a controller never does it by itself, so one that
-    dies while stopping, and is restarted by a supervisor, goes on stopping."""
+    """Take back a stop request. For a person who launches a stopped run again: a controller never
+    does it by itself, so one that dies while stopping, and is restarted by a supervisor, goes on
+    stopping."""
     store.delete(STOP_KEY)
 
 
 @dataclass
 class Loop:
-    """One controller's turn at the wheel. What it holds besides the book may be forgotten without harm."""
+    """One controller's turn at the wheel. What it holds besides the book may be forgotten
+    without harm."""
 
     run: RunSpec
     policy: Policy
@@ -146,12 +180,14 @@ class Loop:
     journal: Journal
     lease: Lease
     book: Book
-    unseen_s: dict[int, float] = field(default_factory=dict)  # intended, not shown by the cloud: since when
+    # intended, not shown by the cloud: since when
+    unseen_s: dict[int, float] = field(default_factory=dict)
     told_s: dict[int, float] = field(default_factory=dict)  # told to go: when
     asked_s: dict[int, float] = field(default_factory=dict)  # asked to leave: when
     strays: list[Node] = field(default_factory=list)  # alive, but not in the book
     shown: set[int] = field(default_factory=set)  # attempts that the cloud knows
-    beating: set[int] = field(default_factory=set)  # attempts that it does not, and that beat in the bucket
+    # attempts that it does not, and that beat in the bucket
+    beating: set[int] = field(default_factory=set)
     late: dict[int, Node] = field(default_factory=dict)  # given up as lost, and seen to beat since
     beats: Beats = field(init=False)
     heard: list[Beat] = field(default_factory=list)
@@ -185,24 +221,36 @@ class Loop:
         return None
 
     def committed(self) -> tuple[int, bool]:
-        """The newest snapshot's step, and whether it is the run's last. Parts are looked at only when there is a newer one."""
+        """The newest snapshot's step, and whether it is the run's last. Parts are looked at
+        only when there is a newer one."""
         snapshots = Snapshots(self.world.store)
         if self.newest is None or snapshots.refs()[:1] != [self.newest.ref]:
-            self.newest = snapshots.latest() or self.newest  # what was committed does not vanish: the listing is not whole
+            # what was committed does not vanish: the listing is not whole
+            self.newest = snapshots.latest() or self.newest
         if self.newest is None:
             return 0, False
         self.book.progress(self.world.clock.now(), self.newest.step)
         return self.newest.step, bool(snapshots.ended(self.newest))
 
     def reconcile(self, step: int) -> None:
-        """Make the book agree with what the cloud shows: adopt, close, and send away what nobody asked for."""
+        """Make the book agree with what the cloud shows: adopt, close, and send away what
+        nobody asked for."""
         book = self.book
         shown = {node.attempt: node for node in self.world.cloud.nodes()}
         self.shown = set(shown)
         for node in [n for n in shown.values() if n.alive and book.hidden(n.attempt)]:
-            self.note(AttemptIntended(node.attempt, dataclasses.asdict(node.offer), "adopted: the fact of its launch cannot be read"))
-        # Launched by a controller while it was being fenced, or given up as lost: nobody counts on them.
-        self.strays = [node for node in shown.values() if node.alive and node.attempt not in book.open]
+            self.note(
+                AttemptIntended(
+                    node.attempt,
+                    dataclasses.asdict(node.offer),
+                    "adopted: the fact of its launch cannot be read",
+                )
+            )
+        # Launched by a controller while it was being fenced, or given up as lost: nobody counts on
+        # them.
+        self.strays = [
+            node for node in shown.values() if node.alive and node.attempt not in book.open
+        ]
         for node in self.strays:
             self.dismiss(node.attempt)
         for node in shown.values():
@@ -212,7 +260,9 @@ class Loop:
                 if node.up_s is not None and book.open[node.attempt].up_s is None:
                     self.note(AttemptUp(node.attempt, node.up_s))
                 book.open[node.attempt] = node
-            elif not node.alive and (ended is None or (ended.end == "lost" and node.up_s is not None)):
+            elif not node.alive and (
+                ended is None or (ended.end == "lost" and node.up_s is not None)
+            ):
                 self.close(node, how_it_ended(node), step)
         self.reconcile_unshown(step)
         said = set(self.world.store.list(DOUBT))
@@ -222,11 +272,16 @@ class Loop:
         self.journal.flush()
 
     def reconcile_unshown(self, step: int) -> None:
-        """Attempts that the cloud does not show. Another API server may have launched them: one whose member beats in the bucket is
-        alive, is billed, and is asked to leave through the bucket when it must go; it is lost only when it beats no more."""
+        """Attempts that the cloud does not show. Another API server may have launched them: one
+        whose member beats in the bucket is alive, is billed, and is asked to leave through the
+        bucket when it must go; it is lost only when it beats no more."""
         now, book = self.world.clock.now(), self.book
         unshown = {n: node for n, node in book.open.items() if n not in self.shown}
-        given_up = (e for e in book.ended.values() if e.end == "lost" and e.attempt in book.offers and now - e.gone_s < LOST_S)
+        given_up = (
+            e
+            for e in book.ended.values()
+            if e.end == "lost" and e.attempt in book.offers and now - e.gone_s < LOST_S
+        )
         lost = ({e.attempt for e in given_up} | self.late.keys()) - self.shown
         if (unshown or lost) and now - self.heard_s >= LISTEN_S:
             self.heard, self.heard_s = self.beats.look({*unshown, *lost}), now
@@ -235,24 +290,49 @@ class Loop:
         self.beating = alive & moved & {*unshown, *lost}
         for attempt, node in unshown.items():
             unseen_s = now - self.unseen_s.setdefault(attempt, now)
-            if attempt in self.beating and node.up_s is None:  # since when, nobody says: rather too early than too late
+            # since when, nobody says: rather too early than too late
+            if attempt in self.beating and node.up_s is None:
                 self.note(AttemptUp(attempt, node.asked_s))
             elif attempt not in alive and unseen_s >= self.run.lost_after_s:
-                known = "never launched" if node.up_s is None else "the cloud knows nothing of it any more"
-                self.close(dataclasses.replace(node, reason=ENDED_UNSHOWN if attempt in moved else known), "lost", step)
+                known = (
+                    "never launched"
+                    if node.up_s is None
+                    else "the cloud knows nothing of it any more"
+                )
+                self.close(
+                    dataclasses.replace(node, reason=ENDED_UNSHOWN if attempt in moved else known),
+                    "lost",
+                    step,
+                )
         for attempt in sorted(lost):  # given up, and here after all: nobody counts on it
             if attempt in self.beating:
                 asked_s = book.ended[attempt].asked_s
-                self.late[attempt] = Node(attempt, book.offers[attempt], NodeState.UP, asked_s, asked_s)
+                self.late[attempt] = Node(
+                    attempt, book.offers[attempt], NodeState.UP, asked_s, asked_s
+                )
                 self.strays.append(self.late[attempt])
                 self.dismiss(attempt)
             elif attempt in self.late and attempt not in alive:
-                self.close(dataclasses.replace(self.late.pop(attempt), reason=ENDED_UNSHOWN), "lost", step)
+                self.close(
+                    dataclasses.replace(self.late.pop(attempt), reason=ENDED_UNSHOWN), "lost", step
+                )
 
     def close(self, node: Node, end: str, step: int) -> None:
         gone_s = self.world.clock.now() if node.gone_s is None else node.gone_s
         billed = bill(node, gone_s)
-        self.note(AttemptEnded(node.attempt, end, node.asked_s, node.up_s, gone_s, node.exit_code, node.reason, *billed, step))
+        self.note(
+            AttemptEnded(
+                node.attempt,
+                end,
+                node.asked_s,
+                node.up_s,
+                gone_s,
+                node.exit_code,
+                node.reason,
+                *billed,
+                step,
+            )
+        )
 
     def view(self, step: int) -> View:
         now, book = self.world.clock.now(), self.book
@@ -278,20 +358,38 @@ class Loop:
         """The limits that hold whatever the policy says."""
         run, book = self.run, self.book
         if book.failures >= run.max_failures_at_one_step:
-            return f"the script failed {book.failures} times in a row after step {book.step}; see the workers' logs"
+            return (
+                f"the script failed {book.failures} times in a row after step {book.step}; see "
+                "the workers' logs"
+            )
         if book.idle >= run.max_idle_ends or book.early >= run.max_early_ends:
             times = max(book.early, book.idle)
             return (
-                f"the script ended with exit code 0 before its last step {times} times in a row, the last time after step {book.step}, "
-                "and made no final snapshot; call run.finish() where it is done, or let run.steps() come to its end"
+                f"the script ended with exit code 0 before its last step {times} times in a row, "
+                f"the last time after step {book.step}, "
+                "and made no final snapshot; call run.finish() where it is done, or let "
+                "run.steps() come to its end"
             )
         if book.fruitless >= run.max_attempts_without_progress * run.max_nodes:
             last = max(book.ended.values(), key=lambda e: (e.gone_s, e.attempt))
             why = last.reason if last.reason in ("", last.end) else f"{last.end}: {last.reason}"
-            return f"{book.fruitless} attempts in a row ended without a new snapshot after step {book.step} (the last: {why or last.end})"
-        if view.now_s - max(view.last_progress_s, view.started_s) >= run.max_hours_without_progress * 3600:
-            what = "though nodes are up" if any(n.up_s is not None for n in view.alive) else "for lack of capacity"
-            return f"no new snapshot after step {book.step} for {run.max_hours_without_progress:g} h, {what}"
+            return (
+                f"{book.fruitless} attempts in a row ended without a new snapshot after step "
+                f"{book.step} (the last: {why or last.end})"
+            )
+        if (
+            view.now_s - max(view.last_progress_s, view.started_s)
+            >= run.max_hours_without_progress * 3600
+        ):
+            what = (
+                "though nodes are up"
+                if any(n.up_s is not None for n in view.alive)
+                else "for lack of capacity"
+            )
+            return (
+                f"no new snapshot after step {book.step} for {run.max_hours_without_progress:g} "
+                f"h, {what}"
+            )
         return None
 
     def act(self, decision: Decision) -> None:
@@ -317,7 +415,8 @@ class Loop:
                 self.ask_to_stop(reason, failed=False)
 
     def room(self, offer: Offer) -> bool:
-        """Limits that hold whatever the policy says: `max_nodes` in a place, and never in more than two places, which a move takes."""
+        """Limits that hold whatever the policy says: `max_nodes` in a place, and never in more
+        than two places, which a move takes."""
         places = [node.offer.place for node in self.book.open.values()]
         limit = self.run.max_nodes + len(self.book.doubted)
         return places.count(offer.place) < limit and len({*places, offer.place}) <= 2
@@ -341,7 +440,10 @@ class Loop:
 
     def ask_to_leave(self, attempt: int, reason: str) -> bool:
         """Through the bucket. False: it was asked before."""
-        return self.world.store.create(f"{LEAVE}{attempt:06d}.json", json.dumps({"reason": reason, "by": "controller"}).encode())
+        return self.world.store.create(
+            f"{LEAVE}{attempt:06d}.json",
+            json.dumps({"reason": reason, "by": "controller"}).encode(),
+        )
 
     def dismiss(self, attempt: int) -> None:
         """Have a node terminated; again from time to time for as long as it is seen."""
@@ -355,7 +457,8 @@ class Loop:
             self.note(Decided("terminate", f"attempt {attempt}"))
 
     def ask_to_stop(self, reason: str, failed: bool) -> None:
-        """Every stop is a request in the bucket: agents drain on it, and a successor carries it out."""
+        """Every stop is a request in the bucket: agents drain on it, and a successor carries it
+        out."""
         self.note(Decided("stop", reason))
         self.journal.flush()
         self.lease.check()
@@ -374,7 +477,10 @@ class Loop:
             return None
         if left:
             names = ", ".join(f"{n.attempt} on {n.offer.name}" for n in left)
-            outcome, reason = "failed", f"{reason}; but STILL RUNNING AND BILLED, end them by hand: attempts {names}"
+            outcome, reason = (
+                "failed",
+                f"{reason}; but STILL RUNNING AND BILLED, end them by hand: attempts {names}",
+            )
         self.lease.check()
         self.note(RunEnded(outcome, reason, step))
         self.journal.flush()

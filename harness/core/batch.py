@@ -1,14 +1,17 @@
-"""Which samples a step consumes, and which rank does which of them.  Every rank asks; all get the same answer.
+"""Which samples a step consumes, and which rank does which of them.  Every rank asks; all get the
+same answer.
 
-Pure: no torch, no clock, no randomness but arithmetic on the seed. The samples of step k are a function of (seed, k)
-alone, so there is no data cursor to save, and the number of ranks may change between any two steps:
+Pure: no torch, no clock, no randomness but arithmetic on the seed. The samples of step k are a
+function of (seed, k) alone, so there is no data cursor to save, and the number of ranks may change
+between any two steps:
 
     position p = 0, 1, 2, ...          one endless stream of samples
     step k (the first is 1)            takes positions [(k-1) * G, k * G)
     micro-batch m of a step            takes its b positions from m * b on
     epoch, offset = divmod(p, N)       every sample exactly once per epoch
     index = permute(offset)            keyed by (seed, epoch); computed, never stored
-    plan                               cuts the micro-batches 0 .. G/b - 1 into one contiguous run per rank
+    plan                               cuts the micro-batches 0 .. G/b - 1 into one contiguous run
+                                       per rank
 """
 
 from __future__ import annotations
@@ -31,13 +34,16 @@ Uint64s: TypeAlias = NDArray[np.uint64]
 MAX_SAMPLES = 2**62  # the two halves of the Feistel network then fit 31 bits, and their products 62
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_ROUNDS = 8  # 4 pass the tests for n > 1000; 8 for small n, where each round has few bits to work with
-_ORDER, _MICRO, _SAMPLE, _DIGEST = (0x6F72646572, 0x6D6963726F, 0x73616D706C65, 0x646967657374)  # separate uses of one seed
+# 4 pass the tests for n > 1000; 8 for small n, where each round has few bits to work with
+_ROUNDS = 8
+# separate uses of one seed
+_ORDER, _MICRO, _SAMPLE, _DIGEST = (0x6F72646572, 0x6D6963726F, 0x73616D706C65, 0x646967657374)
 
 
 @dataclass(frozen=True)
 class Batching:
-    """What must not change while a run lives, however many ranks it has. All sizes are in samples."""
+    """What must not change while a run lives, however many ranks it has. All sizes are in
+    samples."""
 
     samples: int  # length of the dataset, N
     global_batch: int  # samples per step, G
@@ -46,22 +52,38 @@ class Batching:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        for name, limit in (("samples", MAX_SAMPLES), ("global_batch", 2**40), ("micro_batch", 2**40)):
+        for name, limit in (
+            ("samples", MAX_SAMPLES),
+            ("global_batch", 2**40),
+            ("micro_batch", 2**40),
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= limit:
-                raise BadInput(f"{name} must be a whole number from 1 to {limit}, found {value!r}; pass another {name}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
-            raise BadInput(f"seed must be a whole number from 0 to 2**63 - 1, found {self.seed!r}; pass another seed")
+                raise BadInput(
+                    f"{name} must be a whole number from 1 to {limit}, found {value!r}; pass "
+                    f"another {name}"
+                )
+        if (
+            isinstance(self.seed, bool)
+            or not isinstance(self.seed, int)
+            or not 0 <= self.seed < 2**63
+        ):
+            raise BadInput(
+                f"seed must be a whole number from 0 to 2**63 - 1, found {self.seed!r}; pass "
+                "another seed"
+            )
         if self.global_batch % self.micro_batch:
             down = self.global_batch - self.global_batch % self.micro_batch
             near = f"{down} or {down + self.micro_batch}" if down else f"{self.micro_batch}"
             raise BadInput(
-                f"global_batch must be a multiple of micro_batch, found {self.global_batch} and {self.micro_batch}; "
+                f"global_batch must be a multiple of micro_batch, found {self.global_batch} and "
+                f"{self.micro_batch}; "
                 f"use global_batch={near}, or a micro_batch that divides {self.global_batch}"
             )
         if self.samples < self.global_batch:
             raise BadInput(
-                f"the dataset must hold at least one global batch, found {self.samples} samples and "
+                f"the dataset must hold at least one global batch, found {self.samples} samples "
+                "and "
                 f"global_batch={self.global_batch}; lower global_batch or add data"
             )
 
@@ -102,24 +124,30 @@ class Plan:
 def plan(micro_batches: int, ranks: int, speeds: Sequence[float] | None = None) -> Plan:
     """Share `micro_batches` out over `ranks`, at least one to each.
 
-    Without `speeds` (samples per second of each rank, any unit) shares differ by at most one, larger ones first. With them
-    the time of a step, max(share / speed), is the least possible: each further micro-batch goes to the rank that would
-    finish it first. Ties go to the lower rank, so every rank computes the same plan.
+    Without `speeds` (samples per second of each rank, any unit) shares differ by at most one,
+    larger ones first. With them the time of a step, max(share / speed), is the least possible: each
+    further micro-batch goes to the rank that would finish it first. Ties go to the lower rank, so
+    every rank computes the same plan.
     """
     if ranks < 1:
         raise BadInput(f"a plan needs at least 1 rank, found {ranks}; start a worker")
     if ranks > micro_batches:
         raise BadInput(
-            f"a step has {micro_batches} micro-batches, found {ranks} ranks, and each rank needs at least one; "
+            f"a step has {micro_batches} micro-batches, found {ranks} ranks, and each rank needs "
+            "at least one; "
             f"lower micro_batch, raise global_batch, or use at most {micro_batches} ranks"
         )
     if speeds is None:
         share, larger = divmod(micro_batches, ranks)
         return Plan((share + 1,) * larger + (share,) * (ranks - larger))
     if len(speeds) != ranks or not all(math.isfinite(s) and s > 0 for s in speeds):
-        raise BadInput(f"speeds must be {ranks} positive finite numbers, one per rank, found {list(speeds)}; leave them out if unknown")
+        raise BadInput(
+            f"speeds must be {ranks} positive finite numbers, one per rank, found {list(speeds)}; "
+            "leave them out if unknown"
+        )
     shares = [1] * ranks
-    heap = [(2 / speed, rank) for rank, speed in enumerate(speeds)]  # when the rank would finish one more
+    # when the rank would finish one more
+    heap = [(2 / speed, rank) for rank, speed in enumerate(speeds)]
     heapq.heapify(heap)
     for _ in range(micro_batches - ranks):
         rank = heap[0][1]
@@ -131,7 +159,10 @@ def plan(micro_batches: int, ranks: int, speeds: Sequence[float] | None = None) 
 def positions(batching: Batching, step: int, micro: int) -> Int64s:
     """Stream positions of one micro-batch, shape (b,)."""
     if step < 1 or not 0 <= micro < batching.micro_batches:
-        raise ValueError(f"step {step}, micro-batch {micro}: steps begin at 1, micro-batches are 0..{batching.micro_batches - 1}")
+        raise ValueError(
+            f"step {step}, micro-batch {micro}: steps begin at 1, micro-batches are "
+            f"0..{batching.micro_batches - 1}"
+        )
     first = (step - 1) * batching.global_batch + micro * batching.micro_batch
     return np.arange(first, first + batching.micro_batch, dtype=np.int64)
 
@@ -147,18 +178,21 @@ def indices_at(batching: Batching, positions: Int64s) -> Int64s:
     if not batching.shuffle:
         return offsets
     out = np.empty_like(offsets)
-    for epoch in np.unique(epochs).tolist():  # one, or two where the micro-batch crosses the end of an epoch
+    # one, or two where the micro-batch crosses the end of an epoch
+    for epoch in np.unique(epochs).tolist():
         here = epochs == epoch
         out[here] = permute(offsets[here], batching.samples, _combine(_ORDER, batching.seed, epoch))
     return out
 
 
 def permute(offsets: ArrayLike, n: int, key: int) -> Int64s:
-    """Where a keyed pseudo-random permutation of 0..n-1 takes `offsets`; same shape, nothing of size n is made.
+    """Where a keyed pseudo-random permutation of 0..n-1 takes `offsets`; same shape, nothing of
+    size n is made.
 
-    A Feistel network over pairs (left, right) of an a x b rectangle, a ~ b ~ sqrt(n), the smallest that holds n
-    (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). Fewer than a of its cells lie outside 0..n-1; who
-    lands there walks on until inside, which keeps the map a bijection.
+    A Feistel network over pairs (left, right) of an a x b rectangle, a ~ b ~ sqrt(n), the smallest
+    that holds n (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). Fewer than a of
+    its cells lie outside 0..n-1; who lands there walks on until inside, which keeps the map a
+    bijection.
     """
     x = np.asarray(offsets, dtype=np.int64)
     if not 0 < n <= MAX_SAMPLES:
@@ -175,7 +209,8 @@ def permute(offsets: ArrayLike, n: int, key: int) -> Int64s:
 
 
 def sample_hash(positions: ArrayLike, indices: ArrayLike) -> Uint64s:
-    """A 64-bit hash of each (position, index), shape (n,). For one position, different indices never collide (a bijection)."""
+    """A 64-bit hash of each (position, index), shape (n,). For one position, different indices
+    never collide (a bijection)."""
     where = _mix_array(np.asarray(positions, dtype=np.int64).astype(np.uint64) ^ np.uint64(_DIGEST))
     return _mix_array(where + np.asarray(indices, dtype=np.int64).astype(np.uint64))
 
@@ -187,27 +222,35 @@ def digest(hashes: Uint64s) -> int:
 
 def expected_digest(batching: Batching, step: int) -> int:
     """What the digest of `step` must be, whoever loaded its samples."""
-    where = np.arange((step - 1) * batching.global_batch, step * batching.global_batch, dtype=np.int64)
+    where = np.arange(
+        (step - 1) * batching.global_batch, step * batching.global_batch, dtype=np.int64
+    )
     return digest(sample_hash(where, indices_at(batching, where)))
 
 
 def seed_for(seed: int, step: int, micro: int) -> int:
-    """63-bit seed of the randomness inside one micro-batch (dropout...): the same on whatever rank does it."""
+    """63-bit seed of the randomness inside one micro-batch (dropout...): the same on whatever
+    rank does it."""
     return _combine(_MICRO, seed, step, micro) >> 1
 
 
 def sample_seed(seed: int, position: int) -> int:
-    """63-bit seed of the randomness of one sample (augmentation...): the same in whatever process loads it."""
+    """63-bit seed of the randomness of one sample (augmentation...): the same in whatever
+    process loads it."""
     return _combine(_SAMPLE, seed, position) >> 1
 
 
 def _feistel(x: Uint64s, a: int, b: int, keys: Sequence[int]) -> Uint64s:
-    """One pass over the a x b rectangle; each round adds a hash of one half to the other, so it can be undone."""
+    """One pass over the a x b rectangle; each round adds a hash of one half to the other, so it
+    can be undone."""
     left, right = np.divmod(x, np.uint64(b))
     size, other = a, b
     for key in keys:
-        # The top half of the hash, scaled to 0..size-1 by a product instead of a slow 64-bit division.
-        shift = ((_mix_array(right ^ np.uint64(key)) >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32)
+        # The top half of the hash, scaled to 0..size-1 by a product instead of a slow 64-bit
+        # division.
+        shift = (
+            (_mix_array(right ^ np.uint64(key)) >> np.uint64(32)) * np.uint64(size)
+        ) >> np.uint64(32)
         left = left + shift
         left = np.where(left >= size, left - np.uint64(size), left)
         left, right, size, other = right, left, other, size

@@ -6,9 +6,10 @@
         nodes: str = flag("1:1", "how many nodes, LOW:HIGH", check=node_range)
         budget_usd: float | None = flag(None, "stop before more than this is spent", above=0)
 
-An unknown flag is answered with the nearest known one. Every number is finite and not negative; a flag that takes others carries its own
-bounds (`at_least`, `above`, `at_most`; `at_least=None`: any number), and one that is not a number may carry a `check`, which raises
-ValueError with what is wanted. What breaks them is told with the flag's name, before anything is done.
+An unknown flag is answered with the nearest known one. Every number is finite and not negative; a
+flag that takes others carries its own bounds (`at_least`, `above`, `at_most`; `at_least=None`: any
+number), and one that is not a number may carry a `check`, which raises ValueError with what is
+wanted. What breaks them is told with the flag's name, before anything is done.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Bounds:
     at_most: float | None = None
 
     def of(self, text: str, kind: type[float] | type[int]) -> float:
-        """The number that `text` is. Raises ValueError that says what is wanted and what was found."""
+        """The number that `text` is. Raises ValueError that says what is wanted and what was
+        found."""
         found: float | None = None
         with contextlib.suppress(ValueError):
             found = kind(text)
@@ -53,7 +55,11 @@ class Bounds:
 
     def _holds(self, number: float) -> bool:
         low = self.at_least is None or self.above is not None or number >= self.at_least
-        return low and (self.above is None or number > self.above) and (self.at_most is None or number <= self.at_most)
+        return (
+            low
+            and (self.above is None or number > self.above)
+            and (self.at_most is None or number <= self.at_most)
+        )
 
     def words(self, kind: type[float] | type[int]) -> str:
         words = "a whole number" if kind is int else "a finite number"
@@ -99,7 +105,11 @@ class Parser(argparse.ArgumentParser):
         known = [option for action in self._actions for option in action.option_strings]
         unknown = message.removeprefix("unrecognized arguments: ")
         for word in unknown.split() if unknown != message else []:
-            near = difflib.get_close_matches(word.split("=")[0], known, 1) if word.startswith("-") else []
+            near = (
+                difflib.get_close_matches(word.split("=")[0], known, 1)
+                if word.startswith("-")
+                else []
+            )
             if near:
                 message += f"; did you mean {near[0]}?"
                 break
@@ -114,7 +124,13 @@ def add_flags(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
         kind, settings = hints[f.name], dict(f.metadata)
         is_positional = settings.pop("positional", False)
         check = settings.pop("check", None)
-        bounds = Bounds(**{side: settings.pop(side) for side in ("at_least", "above", "at_most") if side in settings})
+        bounds = Bounds(
+            **{
+                side: settings.pop(side)
+                for side in ("at_least", "above", "at_most")
+                if side in settings
+            }
+        )
         options: dict[str, Any] = {"help": settings.pop("help", None), **settings}
         if typing.get_origin(kind) in (typing.Union, types.UnionType):
             kind = next(k for k in typing.get_args(kind) if k is not type(None))

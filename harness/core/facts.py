@@ -1,10 +1,12 @@
-"""Facts: immutable records of what happened. Dashboards, ledgers, reports and audits are renderings of them.
+"""Facts: immutable records of what happened. Dashboards, ledgers, reports and audits are renderings
+of them.
 
-Pure. A fact becomes one line of JSON; the lines of one writer are chained by hash, so a changed, lost or reordered
-fact is found. `journal.py` carries them to the bucket.
+Pure. A fact becomes one line of JSON; the lines of one writer are chained by hash, so a changed,
+lost or reordered fact is found. `journal.py` carries them to the bucket.
 
-Readers go on whatever a bucket holds: unknown kinds and fields (of a newer version) are ignored, missing fields get their
-defaults, and any other line becomes an `Unreadable`, which says where and why. `harness verify` calls that a violation.
+Readers go on whatever a bucket holds: unknown kinds and fields (of a newer version) are ignored,
+missing fields get their defaults, and any other line becomes an `Unreadable`, which says where and
+why. `harness verify` calls that a violation.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class Fact:
 
 @dataclass(frozen=True)
 class Unreadable(Fact):
-    """In the place of what could not be read. Made by readers; nobody writes it. `t` of its stamp is that of the fact before."""
+    """In the place of what could not be read. Made by readers; nobody writes it. `t` of its
+    stamp is that of the fact before."""
 
     where: str  # the segment's key and the line
     why: str
@@ -70,7 +73,7 @@ class Stamped:
     fact: Fact
 
 
-# ---- controller -------------------------------------------------------------------------------------------------
+# ---- controller ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class LeaseTaken(Fact):
     term: int
@@ -106,11 +109,14 @@ class AttemptUp(Fact):
 
 @dataclass(frozen=True)
 class AttemptEnded(Fact):
-    """The attempt is surely gone. asked_s/up_s/gone_s are wall-clock seconds. Another one for the same attempt replaces
+    """The attempt is surely gone. asked_s/up_s/gone_s are wall-clock seconds. Another one for the
+    same attempt replaces
     it: a node that was given up as "lost" turned up after all, and this is its bill."""
 
     attempt: int
-    end: str  # "finished" | "drained" | "preempted" | "failed" | "terminated" | "no-capacity" | "lost" | "unfit"
+    # "finished" | "drained" | "preempted" | "failed" | "terminated" | "no-capacity" | "lost" |
+    # "unfit"
+    end: str
     asked_s: float
     up_s: float | None
     gone_s: float
@@ -118,12 +124,14 @@ class AttemptEnded(Fact):
     reason: str
     billed_s: float
     usd: float
-    committed_step: int = 0  # of the run when this was recorded; breakers count what ends without progress
+    # of the run when this was recorded; breakers count what ends without progress
+    committed_step: int = 0
 
 
 @dataclass(frozen=True)
 class AttemptDoubted(Fact):
-    """The node may not stay (a soft notice, or an end that is near), or may after all; the controller looks for another."""
+    """The node may not stay (a soft notice, or an end that is near), or may after all; the
+    controller looks for another."""
 
     attempt: int
     doubted: bool
@@ -144,7 +152,7 @@ class RunEnded(Fact):
     committed_step: int = 0
 
 
-# ---- agent ------------------------------------------------------------------------------------------------------
+# ---- agent ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class AgentStarted(Fact):
     member: str
@@ -195,7 +203,9 @@ class EpochLeft(Fact):
 
     epoch: int
     member: str
-    why: str  # "finished" | "drained" | "resize" | "peer-lost" | "failed" | "killed" | "hung" | "unfit" | "stopped" | "unfinished"
+    # "finished" | "drained" | "resize" | "peer-lost" | "failed" | "killed" | "hung" | "unfit" |
+    # "stopped" | "unfinished"
+    why: str
 
 
 @dataclass(frozen=True)
@@ -225,7 +235,8 @@ class WorkerHung(Fact):
 
 @dataclass(frozen=True)
 class GraceSpent(Fact):
-    """A notice's deadline is here and the workers have not left: what will be lost, and what is safe."""
+    """A notice's deadline is here and the workers have not left: what will be lost, and what is
+    safe."""
 
     member: str
     epoch: int
@@ -253,7 +264,7 @@ class AgentEnded(Fact):
     reason: str = ""
 
 
-# ---- worker -----------------------------------------------------------------------------------------------------
+# ---- worker --------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class SessionStarted(Fact):
     """Rank 0 of an epoch is ready to train. `shares`: micro-batches per rank and step."""
@@ -306,13 +317,17 @@ class SnapshotCommitted(Fact):
     why: str  # "interval" | "notice" | "resize" | "request" | "final"
     t_start: float  # safe point, wall clock
     weights: str = ""  # hash of the model's weights, where it was made
-    slowdown: float = 0.0  # of the steps beside rank 0's sending: 0.1 is a tenth longer; 0 also if it was too short to tell
-    requests: int = 0  # that rank 0's node had on their way at once in the end (storage/throttle.py); 0: not known
+    # of the steps beside rank 0's sending: 0.1 is a tenth longer; 0 also if it was too short to
+    # tell
+    slowdown: float = 0.0
+    # that rank 0's node had on their way at once in the end (storage/throttle.py); 0: not known
+    requests: int = 0
 
 
 @dataclass(frozen=True)
 class SnapshotReplicated(Fact):
-    """A committed snapshot is in a second bucket as well. `usd`: estimate of what bringing `nbytes` there cost."""
+    """A committed snapshot is in a second bucket as well. `usd`: estimate of what bringing
+    `nbytes` there cost."""
 
     step: int
     epoch: int
@@ -331,7 +346,8 @@ class SnapshotFailed(Fact):
 
 @dataclass(frozen=True)
 class DrainVerdict(Fact):
-    """Said once of every snapshot share that was on its way while a node had a deadline, and final when it is said."""
+    """Said once of every snapshot share that was on its way while a node had a deadline, and
+    final when it is said."""
 
     member: str
     step: int
@@ -339,7 +355,8 @@ class DrainVerdict(Fact):
     rank: int
     committed: bool
     last_good_step: int  # the newest committed snapshot of the run when this was said
-    expected: bool  # what was forecast when the share arrived, from the measured bandwidth and the time left
+    # what was forecast when the share arrived, from the measured bandwidth and the time left
+    expected: bool
     left_s: Reading  # at that moment
     need_s: Reading
 
@@ -377,7 +394,7 @@ class SessionEnded(Fact):
     why: str = ""  # "finished" | "drained" | "resize" | "stopped"
 
 
-# ---- lines ------------------------------------------------------------------------------------------------------
+# ---- lines ---------------------------------------------------------------------------------------
 class Chain:
     """Turns one writer's facts into chained JSON lines."""
 
@@ -398,10 +415,13 @@ def loaded(text: str | bytes) -> Any:
         raise ValueError("nested too deep") from None
 
 
-def read_chain(writer: str, lines: Iterable[tuple[str, str]], hashes: bool = True) -> Iterator[Stamped]:
-    """The facts of one writer, from (where, line) in order; an `Unreadable` for each line that is none, was changed, or follows
-    one that is lost. `hashes`: look for the latter two."""
-    head: str | None = digest(writer.encode())  # None: the line before could not be read, and that is told already
+def read_chain(
+    writer: str, lines: Iterable[tuple[str, str]], hashes: bool = True
+) -> Iterator[Stamped]:
+    """The facts of one writer, from (where, line) in order; an `Unreadable` for each line that is
+    none, was changed, or follows one that is lost. `hashes`: look for the latter two."""
+    # None: the line before could not be read, and that is told already
+    head: str | None = digest(writer.encode())
     t = 0.0
     for where, line in lines:
         try:
@@ -414,27 +434,39 @@ def read_chain(writer: str, lines: Iterable[tuple[str, str]], hashes: bool = Tru
             head = None
             continue
         if hashes and head not in (None, body.get("prev")):
-            yield Stamped(t, writer, Unreadable(where, "what came before it was changed, lost or put out of order"))
+            yield Stamped(
+                t,
+                writer,
+                Unreadable(where, "what came before it was changed, lost or put out of order"),
+            )
         head = str(found)
         try:
             fact, t = parse(body), number(body.get("t"), 0.0, MOST_T)
         except TypeError as e:
-            yield Stamped(t, writer, Unreadable(where, f"wanted the fields of {body.get('fact')}, found other ones ({e})"))
+            yield Stamped(
+                t,
+                writer,
+                Unreadable(
+                    where, f"wanted the fields of {body.get('fact')}, found other ones ({e})"
+                ),
+            )
             continue
         yield Stamped(t, writer, fact)
 
 
 def parse(body: dict[str, Any]) -> Fact:
-    """A fact from its JSON body. Unknown kinds and fields (written by a newer version) are tolerated.
+    """A fact from its JSON body. Unknown kinds and fields (written by a newer version) are
+    tolerated.
 
-    Raises TypeError if a field that has no default is missing, or one is of another type than its kind says.
+    Raises TypeError if a field that has no default is missing, or one is of another type than its
+    kind says.
     """
     kind = body.get("fact")
     cls = KINDS.get(kind) if isinstance(kind, str) else None
     return Fact() if cls is None else built(cls, body)
 
 
-# ---- values from a bucket -----------------------------------------------------------------------------------------
+# ---- values from a bucket ------------------------------------------------------------------------
 def number(value: Any, low: float = -MOST_FLOAT, high: float = MOST_FLOAT) -> float:
     """A finite number in [low, high]. Raises TypeError."""
     if type(value) not in (int, float) or not low <= value <= high:
@@ -448,7 +480,8 @@ def amount(value: Any) -> float:
 
 
 def built(cls: type[T], body: dict[str, Any]) -> T:
-    """A dataclass from JSON: lists become tuples, unknown fields are ignored, types are checked. Raises TypeError."""
+    """A dataclass from JSON: lists become tuples, unknown fields are ignored, types are
+    checked. Raises TypeError."""
     values: dict[str, Any] = {}
     for name, check in _checks(cls):  # type: ignore[arg-type]
         if name in body:
@@ -510,4 +543,8 @@ def _reading(value: Any) -> Any:
 
 
 def _brief(value: Any) -> str:
-    return type(value).__name__ if isinstance(value, (list, dict)) or value is None else f"{value!r:.40}"
+    return (
+        type(value).__name__
+        if isinstance(value, (list, dict)) or value is None
+        else f"{value!r:.40}"
+    )

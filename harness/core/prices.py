@@ -1,9 +1,12 @@
-"""What a run pays besides its nodes: the bucket's storage, and data that leaves a cloud or a region. Estimates, for `harness report`.
+"""What a run pays besides its nodes: the bucket's storage, and data that leaves a cloud or a
+region. Estimates, for `harness report`.
 
-Nobody bills a run for this by itself, so it can only be estimated: from what facts say was read and written where, and list prices
-(`egress.csv`). It stands apart from the ledger, whose numbers are exact. Pure but for reading the table.
+Nobody bills a run for this by itself, so it can only be estimated: from what facts say was read and
+written where, and list prices (`egress.csv`). It stands apart from the ledger, whose numbers are
+exact. Pure but for reading the table.
 
-Where the bucket is follows from its URL; in which region nobody says, so the first place of its cloud that trained is taken for it.
+Where the bucket is follows from its URL; in which region nobody says, so the first place of its
+cloud that trained is taken for it.
 """
 
 from __future__ import annotations
@@ -13,9 +16,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.core import tables
-from harness.core.facts import AgentStarted, AttemptIntended, EpochStarted, SessionStarted, SnapshotCommitted, Stamped
+from harness.core.facts import (
+    AgentStarted,
+    AttemptIntended,
+    EpochStarted,
+    SessionStarted,
+    SnapshotCommitted,
+    Stamped,
+)
 
-CLOUD_OF = {"s3": "aws", "gs": "gcp", "gcs": "gcp", "az": "azure", "abfs": "azure", "abfss": "azure", "r2": "cloudflare", "oci": "oci"}
+CLOUD_OF = {
+    "s3": "aws",
+    "gs": "gcp",
+    "gcs": "gcp",
+    "az": "azure",
+    "abfs": "azure",
+    "abfss": "azure",
+    "r2": "cloudflare",
+    "oci": "oci",
+}
 MONTH_S = 30 * 86400.0
 
 
@@ -31,7 +50,8 @@ class Moved:
 
 @dataclass(frozen=True)
 class Estimate:
-    """`storage_usd`: for the time of the run; `month_usd`: for each month that its snapshots are kept."""
+    """`storage_usd`: for the time of the run; `month_usd`: for each month that its snapshots
+    are kept."""
 
     cloud: str
     stored_nbytes: int
@@ -51,19 +71,25 @@ class Estimate:
 @functools.cache
 def prices() -> Mapping[tuple[str, str], float]:
     """(cloud, "internet" | "region" | "storage") -> USD per GB."""
-    return {(row["cloud"], row["what"]): float(row["usd_per_gb"]) for row in tables.rows("egress.csv")}
+    return {
+        (row["cloud"], row["what"]): float(row["usd_per_gb"]) for row in tables.rows("egress.csv")
+    }
 
 
 def transfer_usd(source: str, target: str, nbytes: int) -> float:
-    """What it costs to bring so many bytes from one place to another. Who receives pays nothing; an unknown cloud is taken to be free."""
-    (cloud, region), (other, other_region) = (place.partition("/")[::2] for place in (source, target))
+    """What it costs to bring so many bytes from one place to another. Who receives pays
+    nothing; an unknown cloud is taken to be free."""
+    (cloud, region), (other, other_region) = (
+        place.partition("/")[::2] for place in (source, target)
+    )
     if cloud == other and (region == other_region or not region or not other_region):
         return 0.0
     return prices().get((cloud, "region" if cloud == other else "internet"), 0.0) * nbytes / 1e9
 
 
 def estimate(url: str, facts: Iterable[Stamped], kept: int, seconds: float) -> Estimate | None:
-    """Of a run in the bucket `url`, with so many snapshots kept, for so many seconds. None: the bucket is no cloud's (a folder)."""
+    """Of a run in the bucket `url`, with so many snapshots kept, for so many seconds. None: the
+    bucket is no cloud's (a folder)."""
     cloud = CLOUD_OF.get(url.partition("://")[0])
     if cloud is None:
         return None
@@ -71,25 +97,34 @@ def estimate(url: str, facts: Iterable[Stamped], kept: int, seconds: float) -> E
     committed = {f.step: f.nbytes for f in said if isinstance(f, SnapshotCommitted)}
     stored = kept * max(committed.values(), default=0)
     month_usd = prices().get((cloud, "storage"), 0.0) * stored / 1e9
-    return Estimate(cloud, stored, month_usd * seconds / MONTH_S, month_usd, _moved(cloud, said, committed))
+    return Estimate(
+        cloud, stored, month_usd * seconds / MONTH_S, month_usd, _moved(cloud, said, committed)
+    )
 
 
 def _moved(cloud: str, said: Sequence[object], committed: Mapping[int, int]) -> tuple[Moved, ...]:
-    place_of = {f.attempt: str(f.offer.get("place", "")) for f in said if isinstance(f, AttemptIntended)}
+    place_of = {
+        f.attempt: str(f.offer.get("place", "")) for f in said if isinstance(f, AttemptIntended)
+    }
     attempt_of = {f.member: f.attempt for f in said if isinstance(f, AgentStarted)}
     worlds = {f.epoch: f.members for f in said if isinstance(f, EpochStarted)}
 
     def place(epoch: int) -> str:
-        return next((p for m in worlds.get(epoch, ()) if (p := place_of.get(attempt_of.get(m, 0), ""))), "")
+        return next(
+            (p for m in worlds.get(epoch, ()) if (p := place_of.get(attempt_of.get(m, 0), ""))), ""
+        )
 
     trained = [place(e) for e in sorted(worlds)]
     home = next((p for p in trained if p.partition("/")[0] == cloud), cloud)
     ways: dict[tuple[str, str], int] = {}
     for fact in said:
-        if isinstance(fact, SessionStarted) and fact.resumed_step and (at := place(fact.epoch)):  # at most: every node reads all of it
+        # at most: every node reads all of it
+        if isinstance(fact, SessionStarted) and fact.resumed_step and (at := place(fact.epoch)):
             nbytes = committed.get(fact.resumed_step, 0) * max(1, len(worlds.get(fact.epoch, ())))
             ways[home, at] = ways.get((home, at), 0) + nbytes
         if isinstance(fact, SnapshotCommitted) and (at := place(fact.epoch)):
             ways[at, home] = ways.get((at, home), 0) + fact.nbytes
-    priced = (Moved(a, b, nbytes, transfer_usd(a, b, nbytes)) for (a, b), nbytes in sorted(ways.items()))
+    priced = (
+        Moved(a, b, nbytes, transfer_usd(a, b, nbytes)) for (a, b), nbytes in sorted(ways.items())
+    )
     return tuple(m for m in priced if m.usd > 0)

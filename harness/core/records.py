@@ -1,8 +1,10 @@
-"""Step records: what every optimizer step really consumed, chained by hash. The durable history of a run.
+"""Step records: what every optimizer step really consumed, chained by hash. The durable history of
+a run.
 
-Pure. Rank 0's session makes them, a snapshot's manifest names them, `harness verify` and the reports read them.
-A chain begins at the run's genesis (its identity), so the records of two runs can never be mixed. The hash is of a record as it was
-written, so fields of a newer version are covered by it, and ignored.
+Pure. Rank 0's session makes them, a snapshot's manifest names them, `harness verify` and the
+reports read them. A chain begins at the run's genesis (its identity), so the records of two runs
+can never be mixed. The hash is of a record as it was written, so fields of a newer version are
+covered by it, and ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ NAME = re.compile(r"samples/\d{10,}-\d{10,}-([0-9a-f]{16})\.jsonl")
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer update. `digest`: 64-bit sum of batch.sample_hash over the samples really loaded, 16 hex digits."""
+    """One optimizer update. `digest`: 64-bit sum of batch.sample_hash over the samples really
+    loaded, 16 hex digits."""
 
     step: int
     epoch: int
@@ -37,7 +40,9 @@ class StepRecord:
     metrics: dict[str, Reading] = field(default_factory=dict)
     prev: str = ""
     h: str = ""
-    contents: str = ""  # like `digest`, of (position, hash of what was read there); only of streams, whose contents nobody can compute
+    # like `digest`, of (position, hash of what was read there); only of streams, whose contents
+    # nobody can compute
+    contents: str = ""
 
     def chained(self, prev: str) -> StepRecord:
         unsealed = dataclasses.replace(self, prev=prev, h="")
@@ -52,7 +57,8 @@ class StepRecord:
         return json.dumps(self._body(), separators=(",", ":"))
 
     def _body(self) -> dict[str, Any]:
-        """Without what is empty since it came later than the first records, so that their hashes stay."""
+        """Without what is empty since it came later than the first records, so that their
+        hashes stay."""
         body = dataclasses.asdict(self)
         if not self.contents:
             del body["contents"]
@@ -61,7 +67,8 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Named:
-    """What a manifest calls its step records: the object, the hash of its last record, its first and last step."""
+    """What a manifest calls its step records: the object, the hash of its last record, its
+    first and last step."""
 
     key: str
     head: str
@@ -74,8 +81,9 @@ class BrokenRecords(ValueError):
 
 
 def what_digests_prove(identity: Mapping[str, Any]) -> str:
-    """Of the run with this run.json: "samples", which anybody can compute; of an iterable dataset "contents" (hashes of what was read,
-    which only another run can be compared with), or "positions" alone (runs that the first version began)."""
+    """Of the run with this run.json: "samples", which anybody can compute; of an iterable dataset
+    "contents" (hashes of what was read, which only another run can be compared with), or
+    "positions" alone (runs that the first version began)."""
     if identity.get("samples"):
         return "samples"
     return "contents" if identity.get("contents") else "positions"
@@ -92,19 +100,23 @@ def key(records: list[StepRecord]) -> str:
 
 
 def heads(keys: Iterable[str]) -> dict[str, str]:
-    """Keys of records objects by the first 16 digits of the hash they end with. What else lies under `samples/` is not ours."""
+    """Keys of records objects by the first 16 digits of the hash they end with. What else lies
+    under `samples/` is not ours."""
     return {found[1]: key for key in keys if (found := NAME.fullmatch(key))}
 
 
 def named(data: Mapping[str, Any]) -> Named | None:
-    """The records that a manifest's data names; None: none. Raises BrokenRecords if it is no name of records."""
+    """The records that a manifest's data names; None: none. Raises BrokenRecords if it is no
+    name of records."""
     found = data.get("samples")
     if not found:
         return None
     try:
         return built(Named, found)
     except (TypeError, AttributeError) as e:
-        raise BrokenRecords(f"the manifest's data: wanted the name of step records, found {found!r:.100} ({e})") from e
+        raise BrokenRecords(
+            f"the manifest's data: wanted the name of step records, found {found!r:.100} ({e})"
+        ) from e
 
 
 def encode(records: Iterable[StepRecord]) -> bytes:
@@ -112,7 +124,8 @@ def encode(records: Iterable[StepRecord]) -> bytes:
 
 
 def decode(data: bytes, where: str) -> list[StepRecord]:
-    """Records of one object, each checked against its own hash and its predecessor's. Raises BrokenRecords."""
+    """Records of one object, each checked against its own hash and its predecessor's. Raises
+    BrokenRecords."""
     records: list[StepRecord] = []
     for number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
         try:
@@ -122,8 +135,12 @@ def decode(data: bytes, where: str) -> list[StepRecord]:
         except (ValueError, TypeError, AttributeError, RecursionError) as e:
             raise BrokenRecords(f"{where}, line {number}: not a step record ({e})") from e
         if found != record.h:
-            raise BrokenRecords(f"{where}, step {record.step}: the record was changed (its hash does not fit)")
+            raise BrokenRecords(
+                f"{where}, step {record.step}: the record was changed (its hash does not fit)"
+            )
         if records and (record.prev != records[-1].h or record.step != records[-1].step + 1):
-            raise BrokenRecords(f"{where}, step {record.step}: does not follow step {records[-1].step}")
+            raise BrokenRecords(
+                f"{where}, step {record.step}: does not follow step {records[-1].step}"
+            )
         records.append(record)
     return records

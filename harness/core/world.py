@@ -1,7 +1,7 @@
 """The nouns of recovery, and the one door through which the world comes in.
 
-Pure: no torch, no SkyPilot, no sockets, no wall clock, no global randomness. `cli.py` builds the real `World`,
-`sim.py` the simulated one; everything between takes what it is given.
+Pure: no torch, no SkyPilot, no sockets, no wall clock, no global randomness. `cli.py` builds the
+real `World`, `sim.py` the simulated one; everything between takes what it is given.
 
 Errors:
     HarnessError
@@ -21,8 +21,10 @@ from typing import Protocol, TypeAlias
 
 from storage.objects import ObjectStore
 
-FINISHED, DRAINED, RESIZE, STOPPED, FENCED, UNFIT = 0, 33, 34, 35, 36, 37  # exit codes; docs/ARCHITECTURE.md says who acts on which
-DOUBT = "control/doubt-"  # + attempt: written by the agent of a node that may not stay, and taken back by it
+# exit codes; docs/ARCHITECTURE.md says who acts on which
+FINISHED, DRAINED, RESIZE, STOPPED, FENCED, UNFIT = 0, 33, 34, 35, 36, 37
+# + attempt: written by the agent of a node that may not stay, and taken back by it
+DOUBT = "control/doubt-"
 LEAVE = "control/leave-"  # + attempt: written by the controller, to have a node snapshot and leave
 
 
@@ -48,7 +50,8 @@ class CloudUnavailable(HarnessError):
 
 @dataclass(frozen=True, order=True)
 class Offer:
-    """A place, a shape and a price. `usd_per_h` is for the whole node; `gpus` may be 0 (a CPU node)."""
+    """A place, a shape and a price. `usd_per_h` is for the whole node; `gpus` may be 0 (a CPU
+    node)."""
 
     usd_per_h: float
     name: str  # unique, stable, printable: "local/a", "aws/us-east-1/use1-az1/p5.48xlarge"
@@ -57,7 +60,8 @@ class Offer:
     gpus: int = 0
     on_demand_usd_per_h: float = 0.0  # what the same shape costs on demand; 0: unknown
     speed: float = 1.0  # relative samples per second of one worker on it
-    place: str = ""  # nodes of one place reach each other ("aws/us-east-1"); "": all that have none do
+    # nodes of one place reach each other ("aws/us-east-1"); "": all that have none do
+    place: str = ""
 
 
 class NodeState(str, Enum):
@@ -71,7 +75,8 @@ class NodeState(str, Enum):
 
 @dataclass(frozen=True)
 class Node:
-    """One attempt as the cloud sees it. Times are seconds on the world's clock; NaN-free: None is 'not yet'."""
+    """One attempt as the cloud sees it. Times are seconds on the world's clock; NaN-free: None
+    is 'not yet'."""
 
     attempt: int
     offer: Offer
@@ -81,7 +86,8 @@ class Node:
     gone_s: float | None = None
     exit_code: int | None = None  # of the node's command, when the cloud knows it
     reason: str = ""  # "preempted", "exited", "terminated", "killed", ... as the cloud tells it
-    at_work_s: float | None = None  # when its command began, if that was (much) later than up_s, from which it is billed
+    # when its command began, if that was (much) later than up_s, from which it is billed
+    at_work_s: float | None = None
 
     def been_up_s(self, now_s: float) -> float:
         """Seconds for which its command has been at work; below 0 if it is not yet."""
@@ -101,7 +107,8 @@ class Clock(Protocol):
 
 
 class Cloud(Protocol):
-    """Where nodes come from. Level-triggered: `launch` only asks; what came of it is seen in `nodes`.
+    """Where nodes come from. Level-triggered: `launch` only asks; what came of it is seen in
+    `nodes`.
 
     All nodes of the run are found by its tag, so a new controller adopts what an old one launched.
     `launch` is idempotent per attempt number; `terminate` of an unknown attempt does nothing.
@@ -128,27 +135,34 @@ class View:
     """What a policy may know: a snapshot of the situation, made anew for every decision."""
 
     now_s: float
-    started_s: float  # when this launch of the run began; outlives controllers, begins anew after RunEnded
+    # when this launch of the run began; outlives controllers, begins anew after RunEnded
+    started_s: float
     min_nodes: int
     max_nodes: int
     alive: tuple[Node, ...]  # pending or up
     offers: tuple[Offer, ...]  # cheapest first
-    # Offers that were full when last asked -> until when it is pointless to ask again; in here until one of them comes up.
+    # Offers that were full when last asked -> until when it is pointless to ask again; in here
+    # until one of them comes up.
     blocked: dict[str, float] = field(default_factory=dict)
     committed_step: int = 0
     last_progress_s: float = 0.0  # when committed_step last rose
     spent_usd: float = 0.0  # billed so far, running nodes included
     attempts: int = 0  # made so far
     losses: int = 0  # attempts that ended without being asked to
-    doubted: tuple[int, ...] = ()  # of those alive: attempts that may not stay (facts.AttemptDoubted)
-    launch_s: float = 0.0  # from asking for a node until it is up; clouds may bill it from when it was asked for
-    leave_s: float = 60.0  # for so long a node is billed after it was asked to leave: it drains, and is terminated
+    # of those alive: attempts that may not stay (facts.AttemptDoubted)
+    doubted: tuple[int, ...] = ()
+    # from asking for a node until it is up; clouds may bill it from when it was asked for
+    launch_s: float = 0.0
+    # for so long a node is billed after it was asked to leave: it drains, and is terminated
+    leave_s: float = 60.0
 
 
 def meeting_place(found: Sequence[tuple[str, int, bool]]) -> str:
-    """Where those that want to train together meet. found: of each, its place, its number of workers, whether it was in the last world.
+    """Where those that want to train together meet. found: of each, its place, its number of
+    workers, whether it was in the last world.
 
-    Where the last world was, for as long as somebody of it is there; else where most workers are, then the first that is named.
+    Where the last world was, for as long as somebody of it is there; else where most workers are,
+    then the first that is named.
     """
     candidates = [f for f in found if f[2]] or list(found)
     workers: dict[str, int] = {}

@@ -1,7 +1,8 @@
-"""Marks: how an agent, a person or a program asks something of the workers at their next step boundary.
+"""Marks: how an agent, a person or a program asks something of the workers at their next step
+boundary.
 
-A mark is one small JSON file beside the agent; `touch mark` is enough for a person (an empty mark, or one in other words, means: drain).
-Knows nothing of torch, clouds or the bucket.
+A mark is one small JSON file beside the agent; `touch mark` is enough for a person (an empty mark,
+or one in other words, means: drain). Knows nothing of torch, clouds or the bucket.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from harness.core.world import DRAINED, RESIZE, STOPPED
 
 
 class Want(IntEnum):
-    """What is asked; the greatest one wins. All but SNAPSHOT end the epoch after a committed snapshot."""
+    """What is asked; the greatest one wins. All but SNAPSHOT end the epoch after a committed
+    snapshot."""
 
     NOTHING = 0
     SNAPSHOT = 1
@@ -64,8 +66,14 @@ class MarkReader:
         if (found.st_mtime_ns, found.st_ino) != self._stamp:
             try:
                 body: dict[str, Any] = json.loads(self._path.read_bytes())
-                mark = Mark(Want(body["want"]), str(body["why"]), body.get("deadline_s"), str(body.get("id", found.st_mtime_ns)))
-            except (ValueError, KeyError, TypeError, RecursionError):  # empty, or in somebody's own words
+                mark = Mark(
+                    Want(body["want"]),
+                    str(body["why"]),
+                    body.get("deadline_s"),
+                    str(body.get("id", found.st_mtime_ns)),
+                )
+            except (ValueError, KeyError, TypeError, RecursionError):
+                # empty, or in somebody's own words
                 mark = Mark(Want.DRAIN, "touched by hand", None, str(found.st_mtime_ns))
             self._mark = mark
             self._stamp = (found.st_mtime_ns, found.st_ino)

@@ -13,9 +13,11 @@ DUMP_SIGNAL = signal.SIGUSR2  # the agent asks a hung worker where it hangs
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Linux: be killed when the parent dies, however it dies. Elsewhere there is no such call; pipes closing must do.
+    """Linux: be killed when the parent dies, however it dies. Elsewhere there is no such call;
+    pipes closing must do.
 
-    `parent`: its id, from before we were forked; it may have died before we could ask to die with it.
+    `parent`: its id, from before we were forked; it may have died before we could ask to die with
+    it.
     """
     parent = os.getppid() if parent is None else parent
     with contextlib.suppress(OSError, AttributeError):

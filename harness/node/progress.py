@@ -1,7 +1,9 @@
-"""A worker's sign of life: a few bytes in a file that its session rewrites at every step, and how its agent judges their silence.
+"""A worker's sign of life: a few bytes in a file that its session rewrites at every step, and how
+its agent judges their silence.
 
-The worker says where it is (`Place`) and at which step; the agent, which must not trust a hung process to answer, only reads.
-Knows nothing of torch or the bucket. A script without a session says nothing and is never judged.
+The worker says where it is (`Place`) and at which step; the agent, which must not trust a hung
+process to answer, only reads. Knows nothing of torch or the bucket. A script without a session says
+nothing and is never judged.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ FACTOR = 10.0  # a step may take this many times as long as the slowest of the r
 
 
 class Place(IntEnum):
-    """Where in its life a worker is. In REDUCE, SAVING and LEAVING it waits for others: its silence may be their fault."""
+    """Where in its life a worker is. In REDUCE, SAVING and LEAVING it waits for others: its
+    silence may be their fault."""
 
     START = 1  # until the process group stands
     RESTORE = 2  # loading a snapshot
@@ -46,7 +49,11 @@ class Progress:
 
     def __init__(self, path: str | None):
         self.path = path or ""
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600) if path else -1
+        self._fd = (
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            if path
+            else -1
+        )
         self._beats, self._step, self._place = 0, 0, Place.START
 
     def tell(self, place: Place | None = None, step: int | None = None) -> None:
@@ -72,7 +79,8 @@ def read(path: Path) -> Sign | None:
 
 
 def state_of(pid: int) -> str:
-    """The kernel's letter for the process: R, S, D, T (stopped), Z...; "" where /proc does not tell."""
+    """The kernel's letter for the process: R, S, D, T (stopped), Z...; "" where /proc does not
+    tell."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -81,8 +89,9 @@ def state_of(pid: int) -> str:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long silence may last. `hang_after_s` None: ten times the slowest of the last steps, and at least `floor_s`, since a
-    validation between two steps is silent as well. Who waits for others has `wait_s`: it is for their agents to act first."""
+    """How long silence may last. `hang_after_s` None: ten times the slowest of the last steps, and
+    at least `floor_s`, since a validation between two steps is silent as well. Who waits for others
+    has `wait_s`: it is for their agents to act first."""
 
     hang_after_s: float | None = None
     floor_s: float = 300.0
@@ -94,8 +103,9 @@ class Limits:
 
 @dataclass
 class Pulse:
-    """The agent's view of one worker. All times by the agent's monotonic clock. `patience`: times the bound while it computes; an
-    agent that has found hangs before doubles it, lest slow work is taken for a hang again and again."""
+    """The agent's view of one worker. All times by the agent's monotonic clock. `patience`: times
+    the bound while it computes; an agent that has found hangs before doubles it, lest slow work is
+    taken for a hang again and again."""
 
     path: Path
     limits: Limits
@@ -122,7 +132,8 @@ class Pulse:
             self._step_s += seconds
 
     def bound_s(self, stopped: bool = False) -> float:
-        """How long the present silence may last. `stopped`: by a signal, so nothing slow can be the reason."""
+        """How long the present silence may last. `stopped`: by a signal, so nothing slow can be
+        the reason."""
         known = self.limits.hang_after_s
         if stopped:
             return self.limits.stopped_s if known is None else known
@@ -134,11 +145,16 @@ class Pulse:
             return known
         if len(self._steps) < 2:
             return self.limits.start_s
-        floor_s = self.limits.wait_s if self.sign.place in WAITS_FOR_OTHERS else self.limits.floor_s * self.patience
+        floor_s = (
+            self.limits.wait_s
+            if self.sign.place in WAITS_FOR_OTHERS
+            else self.limits.floor_s * self.patience
+        )
         return max(floor_s, FACTOR * max(self._steps))
 
     def hung(self, now: float, state: str) -> str:
-        """In words, why it counts as hung; "" if it does not. A worker that never said anything is not judged unless stopped."""
+        """In words, why it counts as hung; "" if it does not. A worker that never said anything
+        is not judged unless stopped."""
         stopped = state == "T"
         if self.sign is None:
             if not stopped:
@@ -155,4 +171,8 @@ class Pulse:
 
     def waits(self, state: str) -> bool:
         """It hangs, but in a place where it waits for others."""
-        return state not in ("T", "D") and self.sign is not None and self.sign.place in WAITS_FOR_OTHERS
+        return (
+            state not in ("T", "D")
+            and self.sign is not None
+            and self.sign.place in WAITS_FOR_OTHERS
+        )

@@ -1,10 +1,12 @@
-"""`harness drill`: every fault in every phase, with real processes, until the run has finished by itself with the very same weights.
+"""`harness drill`: every fault in every phase, with real processes, until the run has finished by
+itself with the very same weights.
 
-A cell of the matrix is one tiny exact training (`exercise.py`) on two nodes. Its processes are held where the phase is
-(`sabotage.py`), the fault happens, and they are let go. Then nobody helps, except that a node is launched by the same command when
-none is left. Passed: the run ends; `harness verify` proves it; the weights' hash is the calm run's; no process is left.
-As root on Linux every node has a network namespace of its own, and a cut is a link that is down; elsewhere those cells are skipped.
-Knows processes, signals and links; reads the bucket only to judge.
+A cell of the matrix is one tiny exact training (`exercise.py`) on two nodes. Its processes are held
+where the phase is (`sabotage.py`), the fault happens, and they are let go. Then nobody helps,
+except that a node is launched by the same command when none is left. Passed: the run ends; `harness
+verify` proves it; the weights' hash is the calm run's; no process is left. As root on Linux every
+node has a network namespace of its own, and a cut is a link that is down; elsewhere those cells are
+skipped. Knows processes, signals and links; reads the bucket only to judge.
 """
 
 from __future__ import annotations
@@ -29,7 +31,19 @@ from rich.text import Text
 
 from harness.bucket.orders import StopOrder, ask_to_stop
 from harness.core.world import DRAINED, STOPPED, BadInput
-from harness.proof.scene import ANYBODY, EVERY, PHASES, REACH_S, STEPS, Net, NotReached, Scene, can_isolate, plain_environment, wait_until
+from harness.proof.scene import (
+    ANYBODY,
+    EVERY,
+    PHASES,
+    REACH_S,
+    STEPS,
+    Net,
+    NotReached,
+    Scene,
+    can_isolate,
+    plain_environment,
+    wait_until,
+)
 from harness.proof.sore_points import FAULTS, STAND_S
 from harness.views.audit import audit
 from storage.errors import StoreError
@@ -41,73 +55,7 @@ END_S = 60.0  # for the last processes to be gone
 RELAUNCHES = 5
 
 
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-# ---- cells ------------------------------------------------------------------------------------------------------------
+# ---- cells ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Result:
     fault: str
@@ -136,13 +84,28 @@ class Ground:
 
 
 def train(run: Path, steps: int, every: int, *extra: str, wanted: int = 0) -> str:
-    """Train calmly in one process; the hash of the weights. Raises RuntimeError if even that fails."""
-    command = [sys.executable, "-m", "harness.proof.exercise", "--total", str(steps), "--every", str(every), "--sleep-s", "0", *extra]
+    """Train calmly in one process; the hash of the weights. Raises RuntimeError if even that
+    fails."""
+    command = [
+        sys.executable,
+        "-m",
+        "harness.proof.exercise",
+        "--total",
+        str(steps),
+        "--every",
+        str(every),
+        "--sleep-s",
+        "0",
+        *extra,
+    ]
     path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
     env = plain_environment() | {"HARNESS_RUN": str(run), "PYTHONPATH": path}
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=3600)
     if ended.returncode != wanted:
-        raise RuntimeError(f"the calm run ended with {ended.returncode}, wanted {wanted}:\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}")
+        raise RuntimeError(
+            f"the calm run ended with {ended.returncode}, wanted "
+            f"{wanted}:\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}"
+        )
     manifest = Snapshots(open_store(str(run))).latest()
     assert manifest is not None
     return str(manifest.data["weights"])
@@ -162,21 +125,44 @@ def drill(ground: Ground, fault: str, phase: str, seed: int) -> Result:
     folder = ground.folder / f"{fault}-{phase}-{seed}"
     folder.mkdir()
     with contextlib.ExitStack() as stack:
-        net = stack.enter_context(Net(f"hd{os.getpid() % 100000}{_unique()}")) if ground.isolated else None
+        net = (
+            stack.enter_context(Net(f"hd{os.getpid() % 100000}{_unique()}"))
+            if ground.isolated
+            else None
+        )
         scene = Scene(folder, net, random.Random(f"{fault} {phase} {seed}"))
         stack.callback(scene.close)
         try:
             outcome, why = "passed", ""
             play(ground, scene, fault, phase)
             judge(ground, scene)
-        except (AssertionError, NotReached, StoreError, OSError, subprocess.SubprocessError, RuntimeError, ValueError) as e:
+        except (
+            AssertionError,
+            NotReached,
+            StoreError,
+            OSError,
+            subprocess.SubprocessError,
+            RuntimeError,
+            ValueError,
+        ) as e:
             outcome, why = "FAILED", f"{type(e).__name__}: {e}"
-        codes = tuple(n.process.poll() if n.process.poll() is not None else -999 for n in scene.nodes)
-        epochs = len(list((scene.run / "rdzv" / "epochs").glob("*.json"))) if scene.run.exists() else 0
+        codes = tuple(
+            n.process.poll() if n.process.poll() is not None else -999 for n in scene.nodes
+        )
+        epochs = (
+            len(list((scene.run / "rdzv" / "epochs").glob("*.json"))) if scene.run.exists() else 0
+        )
     result = Result(
-        fault, phase, outcome, "; ".join([why, *scene.notes]).strip("; "), time.monotonic() - t0, epochs, len(scene.nodes),
-        tuple(int(c or 0) for c in codes), str(folder) if outcome == "FAILED" or ground.keep else "",
-    )  # fmt: skip
+        fault,
+        phase,
+        outcome,
+        "; ".join([why, *scene.notes]).strip("; "),
+        time.monotonic() - t0,
+        epochs,
+        len(scene.nodes),
+        tuple(int(c or 0) for c in codes),
+        str(folder) if outcome == "FAILED" or ground.keep else "",
+    )
     if outcome == "passed" and not ground.keep:
         shutil.rmtree(folder, ignore_errors=True)
     return result
@@ -197,7 +183,12 @@ def play(ground: Ground, s: Scene, fault: str, phase: str) -> None:
     chosen = s.rng.randrange(2)
     for i in range(2):
         s.launch(hold if phase in ANYBODY or i == chosen else None)
-    wait_until(lambda: any((n.folder / "reached").exists() for n in s.nodes), REACH_S, s, NotReached(f"nobody came to the phase {phase!r}"))
+    wait_until(
+        lambda: any((n.folder / "reached").exists() for n in s.nodes),
+        REACH_S,
+        s,
+        NotReached(f"nobody came to the phase {phase!r}"),
+    )
     s.victim = next(i for i, n in enumerate(s.nodes) if (n.folder / "reached").exists())
     s.reached = int((s.node.folder / "reached").read_text() or 0)
     time.sleep(s.rng.uniform(0.0, 0.2))
@@ -218,8 +209,6 @@ def play(ground: Ground, s: Scene, fault: str, phase: str) -> None:
         time.sleep(0.1)
 
 
-
-
 def judge(ground: Ground, s: Scene) -> None:
     """The oracle. Raises AssertionError."""
     store = open_store(str(s.run))
@@ -227,10 +216,14 @@ def judge(ground: Ground, s: Scene) -> None:
     if manifest is None or not Snapshots(store).ended(manifest):
         raise AssertionError("there is no final snapshot")
     if manifest.data["weights"] != ground.weights:
-        raise AssertionError(f"the weights are {manifest.data['weights']}, the calm run's {ground.weights}")
+        raise AssertionError(
+            f"the weights are {manifest.data['weights']}, the calm run's {ground.weights}"
+        )
     found = audit(store)
     if not found.ok:
-        raise AssertionError("verify: " + "; ".join(f"{c.name}: {c.detail}" for c in found.checks if not c.ok))
+        raise AssertionError(
+            "verify: " + "; ".join(f"{c.name}: {c.detail}" for c in found.checks if not c.ok)
+        )
     left = [p.pid for n in s.nodes for p in n.processes()]
     deadline_s = time.monotonic() + END_S
     while left and time.monotonic() < deadline_s:
@@ -240,13 +233,19 @@ def judge(ground: Ground, s: Scene) -> None:
         raise AssertionError(f"still running: {left}")
 
 
-# ---- soak -------------------------------------------------------------------------------------------------------------
-SOAK_KILLS: tuple[tuple[str, int], ...] = (("worker-kill", 6), ("node-kill", 2), ("agent-kill", 1), ("both-killed", 1))
+# ---- soak ----------------------------------------------------------------------------------------
+SOAK_KILLS: tuple[tuple[str, int], ...] = (
+    ("worker-kill", 6),
+    ("node-kill", 2),
+    ("agent-kill", 1),
+    ("both-killed", 1),
+)
 
 
 def soak(folder: Path, kills: int, seed: int, tell: Callable[[str], None]) -> str:
-    """One long run on two nodes, and seeded kills until there were `kills`; then it is stopped, verified, and compared with a calm
-    run of as many steps. Returns what happened, in words. Raises AssertionError."""
+    """One long run on two nodes, and seeded kills until there were `kills`; then it is stopped,
+    verified, and compared with a calm run of as many steps. Returns what happened, in words. Raises
+    AssertionError."""
     rng, t0 = random.Random(seed), time.monotonic()
     s = Scene(folder, None, random.Random(seed), steps=1_000_000, every=5)
     store, done, names, weights = open_store(str(s.run)), 0, *zip(*SOAK_KILLS, strict=True)
@@ -255,14 +254,21 @@ def soak(folder: Path, kills: int, seed: int, tell: Callable[[str], None]) -> st
         while done < kills:
             alive = [i for i, n in enumerate(s.nodes) if n.process.poll() is None]
             if (folder / "run/control/stop.json").exists():
-                raise AssertionError(f"after {done} kills the run stopped itself: {store.get('control/stop.json').decode()}")
+                raise AssertionError(
+                    f"after {done} kills the run stopped itself: "
+                    f"{store.get('control/stop.json').decode()}"
+                )
             if len(alive) < 2:
                 s.launch()
                 continue
             step = max((r.step for r in Snapshots(store).refs()), default=0)
-            if step <= stood:  # each kill shall find a run that has got on; that it does not is a failure in itself
+            # each kill shall find a run that has got on; that it does not is a failure in itself
+            if step <= stood:
                 if time.monotonic() - stood_s > FINISH_S:
-                    raise AssertionError(f"after {done} kills nothing was committed for {FINISH_S:.0f} s after step {stood}")
+                    raise AssertionError(
+                        f"after {done} kills nothing was committed for {FINISH_S:.0f} s after step "
+                        f"{stood}"
+                    )
                 time.sleep(0.05)
                 continue
             time.sleep(rng.uniform(0.0, 0.5))
@@ -271,11 +277,17 @@ def soak(folder: Path, kills: int, seed: int, tell: Callable[[str], None]) -> st
             FAULTS[kind](s)
             done, stood, stood_s = done + 1, step, time.monotonic()
             tell(
-                f"{done}/{kills} {kind} of node {s.node.number} after step {step}, {done / (time.monotonic() - t0) * 60:.1f} kills a minute"
+                f"{done}/{kills} {kind} of node {s.node.number} after step {step}, "
+                f"{done / (time.monotonic() - t0) * 60:.1f} kills a minute"
             )
         minutes = (time.monotonic() - t0) / 60
         ask_to_stop(store, StopOrder("soaked", "drill"))
-        wait_until(lambda: all(n.process.poll() is not None for n in s.nodes), FINISH_S, s, AssertionError("nodes did not stop"))
+        wait_until(
+            lambda: all(n.process.poll() is not None for n in s.nodes),
+            FINISH_S,
+            s,
+            AssertionError("nodes did not stop"),
+        )
     finally:
         s.close()
     codes = [n.process.returncode for n in s.nodes if n.process.returncode >= 0]
@@ -285,36 +297,55 @@ def soak(folder: Path, kills: int, seed: int, tell: Callable[[str], None]) -> st
     assert newest is not None
     tell(f"trained to step {newest.step}; the same without kills, to compare")
     if (calm := train(folder / "calm", newest.step, max(1, newest.step))) != newest.data["weights"]:
-        raise AssertionError(f"the weights at step {newest.step} are {newest.data['weights']}, a calm run's {calm}")
+        raise AssertionError(
+            f"the weights at step {newest.step} are {newest.data['weights']}, a calm run's {calm}"
+        )
     found = audit(store)
     if not found.ok:
         raise AssertionError(f"verify: {found.first_violation}")
     return (
-        f"{kills} kills in {minutes:.1f} minutes ({kills / minutes:.1f} a minute), {len(s.nodes)} nodes launched, "
-        f"step {newest.step}, epoch {newest.epoch}; verified, and the weights are those of a calm run"
+        f"{kills} kills in {minutes:.1f} minutes ({kills / minutes:.1f} a minute), {len(s.nodes)} "
+        "nodes launched, "
+        f"step {newest.step}, epoch {newest.epoch}; verified, and the weights are those of a calm "
+        "run"
     )
 
 
-# ---- the command ------------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 def cells(only: Iterable[str]) -> list[tuple[str, str]]:
-    """Those that match any of `fault:phase` (either side may be empty or *). Raises BadInput for unknown names."""
+    """Those that match any of `fault:phase` (either side may be empty or *). Raises BadInput
+    for unknown names."""
     chosen = []
     for word in only or ("*:*",):
         fault, _, phase = word.partition(":")
         fault, phase = fault or "*", phase or "*"
         if fault not in ("*", *FAULTS) or phase not in ("*", *PHASES):
-            raise BadInput(f"--only {word}: wanted FAULT:PHASE, of {', '.join(FAULTS)} and {', '.join(PHASES)}; * for all")
-        chosen += [(f, p) for f in FAULTS for p in PHASES if fault in ("*", f) and phase in ("*", p)]
+            raise BadInput(
+                f"--only {word}: wanted FAULT:PHASE, of {', '.join(FAULTS)} and "
+                f"{', '.join(PHASES)}; * for all"
+            )
+        chosen += [
+            (f, p) for f in FAULTS for p in PHASES if fault in ("*", f) and phase in ("*", p)
+        ]
     return list(dict.fromkeys(chosen))
 
 
 def matrix(ground: Ground, chosen: list[tuple[str, str]], seed: int, jobs: int) -> Iterator[Result]:
     """Results as they come."""
-    with ThreadPoolExecutor(jobs) as pool:  # threads that outlive their cells: nodes die with the thread that started them
+    # threads that outlive their cells: nodes die with the thread that started them
+    with ThreadPoolExecutor(jobs) as pool:
         yield from pool.map(lambda cell: drill(ground, cell[0], cell[1], seed), chosen)
 
 
-def command(only: tuple[str, ...], seed: int, jobs: int, as_json: bool, keep: str, kills: int, console: Console) -> int:
+def command(
+    only: tuple[str, ...],
+    seed: int,
+    jobs: int,
+    as_json: bool,
+    keep: str,
+    kills: int,
+    console: Console,
+) -> int:
     """`harness drill`. 0: every cell passed or was skipped for a reason."""
     if keep and Path(keep).exists() and any(Path(keep).iterdir()):
         raise BadInput(f"--keep {keep}: wanted an empty folder")
@@ -322,13 +353,25 @@ def command(only: tuple[str, ...], seed: int, jobs: int, as_json: bool, keep: st
     results: list[Result] = []
     isolated = can_isolate()
     with contextlib.ExitStack() as stack:
-        folder = Path(keep) if keep else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="harness-drill-")))
+        folder = (
+            Path(keep)
+            if keep
+            else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="harness-drill-")))
+        )
         folder.mkdir(parents=True, exist_ok=True)
         if kills:
             try:
-                console.print(soak(folder, kills, seed, lambda text: console.print(text, highlight=False)), highlight=False)
+                console.print(
+                    soak(folder, kills, seed, lambda text: console.print(text, highlight=False)),
+                    highlight=False,
+                )
             except AssertionError as e:
-                console.print(Text.assemble(("FAILED", "red"), f" {e}\nagain: harness drill --soak {kills} --seed {seed} --keep FOLDER"))
+                console.print(
+                    Text.assemble(
+                        ("FAILED", "red"),
+                        f" {e}\nagain: harness drill --soak {kills} --seed {seed} --keep FOLDER",
+                    )
+                )
                 return 1
             return 0
         ground = prepare(folder, isolated, bool(keep))
@@ -336,7 +379,10 @@ def command(only: tuple[str, ...], seed: int, jobs: int, as_json: bool, keep: st
             results.append(r)
             if not as_json:
                 colour = {"passed": "green", "skipped": "yellow"}.get(r.outcome, "red")
-                text = f" {r.fault}:{r.phase}  {r.seconds:.1f} s, {r.epochs} epochs, {r.launches} nodes" + (f"  {r.why}" if r.why else "")
+                text = (
+                    f" {r.fault}:{r.phase}  {r.seconds:.1f} s, {r.epochs} epochs, {r.launches} "
+                    "nodes" + (f"  {r.why}" if r.why else "")
+                )
                 console.print(Text.assemble((f"{r.outcome:8}", colour), text))
                 if r.outcome == "FAILED":
                     console.print(_last_words(Path(r.folder)), markup=False, highlight=False)
@@ -346,12 +392,18 @@ def command(only: tuple[str, ...], seed: int, jobs: int, as_json: bool, keep: st
         console.print(table(results))
         for r in results:
             if r.outcome == "FAILED":
-                console.print(f"again: harness drill --seed {seed} --only {r.fault}:{r.phase} --keep FOLDER", highlight=False)
+                console.print(
+                    f"again: harness drill --seed {seed} --only {r.fault}:{r.phase} --keep FOLDER",
+                    highlight=False,
+                )
     return 1 if any(r.outcome == "FAILED" for r in results) else 0
 
 
 def _last_words(folder: Path) -> str:
-    return "\n".join(f"--- {p.name}\n{p.read_text(errors='replace')[-1500:]}" for p in sorted(folder.glob("node*.log")))
+    return "\n".join(
+        f"--- {p.name}\n{p.read_text(errors='replace')[-1500:]}"
+        for p in sorted(folder.glob("node*.log"))
+    )
 
 
 def table(results: list[Result]) -> Table:
@@ -366,4 +418,7 @@ def table(results: list[Result]) -> Table:
 
 
 def _mark(r: Result) -> Text:
-    return {"passed": Text(f"{r.seconds:.0f} s", "green"), "skipped": Text("skipped", "yellow")}.get(r.outcome, Text("FAILED", "red"))
+    return {
+        "passed": Text(f"{r.seconds:.0f} s", "green"),
+        "skipped": Text("skipped", "yellow"),
+    }.get(r.outcome, Text("FAILED", "red"))

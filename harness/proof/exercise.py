@@ -1,4 +1,5 @@
-"""A training so small that a drill can afford it a thousand times: `python -m harness.proof.exercise`. Exact sums, so one hash is its result."""
+"""A training so small that a drill can afford it a thousand times: `python -m
+harness.proof.exercise`. Exact sums, so one hash is its result."""
 
 from __future__ import annotations
 
@@ -30,8 +31,18 @@ def main() -> None:
     p = argparse.ArgumentParser(prog="python -m harness.proof.exercise")
     p.add_argument("--total", type=int, default=40)
     p.add_argument("--every", type=int, default=10, help="steps between snapshots")
-    p.add_argument("--sleep-s", type=float, default=0.03, help="how much longer than its arithmetic a step takes")
-    p.add_argument("--drain-at", type=int, default=0, help="send ourselves SIGTERM in this step (only without an agent)")
+    p.add_argument(
+        "--sleep-s",
+        type=float,
+        default=0.03,
+        help="how much longer than its arithmetic a step takes",
+    )
+    p.add_argument(
+        "--drain-at",
+        type=int,
+        default=0,
+        help="send ourselves SIGTERM in this step (only without an agent)",
+    )
     a = p.parse_args()
     run = harness.attach(seed=1, snapshot_every_steps=a.every, reduce="exact")
     torch.manual_seed(0)

@@ -1,7 +1,9 @@
-"""What must always hold, each as a checker that is fed with everything that happens. Used by `sim.py` after every event.
+"""What must always hold, each as a checker that is fed with everything that happens. Used by
+`sim.py` after every event.
 
-A checker sees effects, not claims: objects as they land in the bucket, acts as they reach the cloud, nodes as they are billed. It
-raises `Violation` at the first event that breaks its rule. docs/ARCHITECTURE.md names the rules.
+A checker sees effects, not claims: objects as they land in the bucket, acts as they reach the
+cloud, nodes as they are billed. It raises `Violation` at the first event that breaks its rule.
+docs/ARCHITECTURE.md names the rules.
 
 Pure: knows the bucket's layout and the nouns; knows nothing of how the simulation produces events.
 """
@@ -14,7 +16,15 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from harness.core.facts import AttemptDoubted, AttemptEnded, AttemptIntended, LeaseTaken, RunEnded, digest, parse
+from harness.core.facts import (
+    AttemptDoubted,
+    AttemptEnded,
+    AttemptIntended,
+    LeaseTaken,
+    RunEnded,
+    digest,
+    parse,
+)
 from harness.core.world import Node
 from storage.errors import NotFound
 from storage.manifest import Manifest, Ref, SnapshotCorrupt
@@ -44,7 +54,8 @@ class Acted:
     term: int
     act: str  # "launch" | "terminate"
     attempt: int
-    blind: bool = False  # the last that its controller asked of the bucket was refused, or not answered
+    # the last that its controller asked of the bucket was refused, or not answered
+    blind: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,21 +90,30 @@ def _facts(event: Event) -> Iterable[object]:
 
 
 def _committed(event: Event) -> Ref | None:
-    if isinstance(event, Written) and event.key.startswith("snapshots/manifests/") and event.key.endswith(".json"):
+    if (
+        isinstance(event, Written)
+        and event.key.startswith("snapshots/manifests/")
+        and event.key.endswith(".json")
+    ):
         return Ref.parse(event.key.rpartition("/")[2].removesuffix(".json"))
     return None
 
 
 @dataclass
 class WriteOnce:
-    """What is created is never changed: terms, facts, epochs, sample records, part lists and manifests."""
+    """What is created is never changed: terms, facts, epochs, sample records, part lists and
+    manifests."""
 
     def see(self, event: Event) -> None:
         if not isinstance(event, Written) or event.before is None or event.before == event.data:
             return
         parts_list = event.key.startswith("snapshots/parts/") and "/list-" in event.key
         term = event.key.startswith("lease/") and event.key.endswith(".json")
-        if term or parts_list or event.key.startswith(("facts/", "rdzv/epochs/", "samples/", "snapshots/manifests/")):
+        if (
+            term
+            or parts_list
+            or event.key.startswith(("facts/", "rdzv/epochs/", "samples/", "snapshots/manifests/"))
+        ):
             raise Violation(f"write once: {event.key} was replaced at {event.t:.1f} s")
 
     def at_end(self) -> None: ...
@@ -101,8 +121,9 @@ class WriteOnce:
 
 @dataclass
 class OneHand:
-    """At most one controller acts. One that was overtaken between its last look at the lease and its act may still do that
-    one act (no bucket can prevent it, and it is harmless because acts are idempotent), never a second."""
+    """At most one controller acts. One that was overtaken between its last look at the lease and
+    its act may still do that one act (no bucket can prevent it, and it is harmless because acts are
+    idempotent), never a second."""
 
     leading: int = 0
     late: dict[int, int] = field(default_factory=dict)
@@ -115,7 +136,8 @@ class OneHand:
             self.late[event.term] = self.late.get(event.term, 0) + 1
             if self.late[event.term] > 1:
                 raise Violation(
-                    f"one hand: term {event.term} did {event.act} of attempt {event.attempt} at {event.t:.1f} s, after term {self.leading}"
+                    f"one hand: term {event.term} did {event.act} of attempt {event.attempt} at "
+                    f"{event.t:.1f} s, after term {self.leading}"
                 )
 
     def at_end(self) -> None: ...
@@ -123,12 +145,16 @@ class OneHand:
 
 @dataclass
 class Seeing:
-    """Nothing is done to nodes by a controller whose last question to the bucket was refused, or not answered: it does not know whether
-    it still leads, or what is asked of the run. Its trouble is not theirs."""
+    """Nothing is done to nodes by a controller whose last question to the bucket was refused, or
+    not answered: it does not know whether it still leads, or what is asked of the run. Its trouble
+    is not theirs."""
 
     def see(self, event: Event) -> None:
         if isinstance(event, Acted) and event.blind:
-            raise Violation(f"seeing: term {event.term} did {event.act} of attempt {event.attempt} at {event.t:.1f} s without its bucket")
+            raise Violation(
+                f"seeing: term {event.term} did {event.act} of attempt {event.attempt} at "
+                f"{event.t:.1f} s without its bucket"
+            )
 
     def at_end(self) -> None: ...
 
@@ -140,17 +166,26 @@ class IntendedFirst:
     intended: set[int] = field(default_factory=set)
 
     def see(self, event: Event) -> None:
-        self.intended |= {fact.attempt for fact in _facts(event) if isinstance(fact, AttemptIntended)}
-        if isinstance(event, Acted) and event.act == "launch" and event.attempt not in self.intended:
-            raise Violation(f"intended first: attempt {event.attempt} was launched at {event.t:.1f} s without a durable intent")
+        self.intended |= {
+            fact.attempt for fact in _facts(event) if isinstance(fact, AttemptIntended)
+        }
+        if (
+            isinstance(event, Acted)
+            and event.act == "launch"
+            and event.attempt not in self.intended
+        ):
+            raise Violation(
+                f"intended first: attempt {event.attempt} was launched at {event.t:.1f} s without "
+                "a durable intent"
+            )
 
     def at_end(self) -> None: ...
 
 
 @dataclass
 class NodeLimit:
-    """Never more than `max_nodes` nodes alive in one place, besides those that might not stay, and never in more than two places. A
-    controller that was overtaken in mid-act may have added one."""
+    """Never more than `max_nodes` nodes alive in one place, besides those that might not stay, and
+    never in more than two places. A controller that was overtaken in mid-act may have added one."""
 
     max_nodes: int
     alive: dict[int, str] = field(default_factory=dict)  # and where
@@ -170,7 +205,10 @@ class NodeLimit:
             places = Counter(self.alive.values())
             limit = self.max_nodes + len(self.doubted & self.alive.keys()) + self.late
             if any(count > limit for count in places.values()) or len(places) > 2 + self.late:
-                raise Violation(f"node limit: attempts {sorted(self.alive)} are alive at {event.t:.1f} s, limit {self.max_nodes}")
+                raise Violation(
+                    f"node limit: attempts {sorted(self.alive)} are alive at {event.t:.1f} s, "
+                    f"limit {self.max_nodes}"
+                )
 
     def at_end(self) -> None: ...
 
@@ -186,9 +224,14 @@ class NothingLeft:
         if isinstance(event, Changed):
             (self.alive.add if event.node.alive else self.alive.discard)(event.node.attempt)
         for fact in _facts(event):
-            self.ended = isinstance(fact, RunEnded) or (self.ended and not isinstance(fact, LeaseTaken))
+            self.ended = isinstance(fact, RunEnded) or (
+                self.ended and not isinstance(fact, LeaseTaken)
+            )
         if self.ended and self.alive:
-            raise Violation(f"nothing left: attempts {sorted(self.alive)} are alive at {event.t:.1f} s although the run has ended")
+            raise Violation(
+                f"nothing left: attempts {sorted(self.alive)} are alive at {event.t:.1f} s "
+                "although the run has ended"
+            )
 
     def at_end(self) -> None:
         if self.alive:
@@ -197,7 +240,8 @@ class NothingLeft:
 
 @dataclass
 class Whole:
-    """A snapshot has a part of every member of its epoch, and verifies byte for byte, at the moment it is committed."""
+    """A snapshot has a part of every member of its epoch, and verifies byte for byte, at the
+    moment it is committed."""
 
     store: ObjectStore
 
@@ -211,14 +255,18 @@ class Whole:
                 raise Violation(f"whole: snapshot {ref}, committed at {event.t:.1f} s: {e}") from e
             ranks = len(json.loads(self.store.get(f"rdzv/epochs/{ref.epoch:06d}.json"))["members"])
             if manifest.world != ranks:
-                raise Violation(f"whole: snapshot {ref} was committed at {event.t:.1f} s by {manifest.world} of {ranks} ranks")
+                raise Violation(
+                    f"whole: snapshot {ref} was committed at {event.t:.1f} s by {manifest.world} "
+                    f"of {ranks} ranks"
+                )
 
     def at_end(self) -> None: ...
 
 
 @dataclass
 class NewestCounts:
-    """The newest committed snapshot never goes back, every epoch starts from it, and "done" means that it is the last step."""
+    """The newest committed snapshot never goes back, every epoch starts from it, and "done"
+    means that it is the last step."""
 
     store: ObjectStore
     best: Ref | None = None
@@ -230,26 +278,40 @@ class NewestCounts:
         if _committed(event):
             newest, marked = self.newest(), Snapshots(self.store).quarantined()
             if self.best and self.best not in marked and (newest is None or newest < self.best):
-                raise Violation(f"newest counts: the newest snapshot was {self.best}, is {newest} at {event.t:.1f} s")
+                raise Violation(
+                    f"newest counts: the newest snapshot was {self.best}, is {newest} at "
+                    f"{event.t:.1f} s"
+                )
             self.best = newest
         if isinstance(event, Written) and event.key.startswith("rdzv/epochs/"):
             epoch, newest = json.loads(event.data), self.newest()
             found = Ref.parse(epoch["resume"]) if epoch["resume"] else None
             if found != newest:
-                raise Violation(f"newest counts: epoch {epoch['epoch']} began with {found} at {event.t:.1f} s, newest is {newest}")
+                raise Violation(
+                    f"newest counts: epoch {epoch['epoch']} began with {found} at {event.t:.1f} s, "
+                    f"newest is {newest}"
+                )
         for fact in _facts(event):
             if isinstance(fact, RunEnded) and fact.outcome == "done":
                 newest = self.newest()
-                if newest is None or newest.step != fact.committed_step or not Snapshots(self.store).load(newest).data["final"]:
-                    raise Violation(f"newest counts: done at step {fact.committed_step}, but the newest snapshot is {newest}")
+                if (
+                    newest is None
+                    or newest.step != fact.committed_step
+                    or not Snapshots(self.store).load(newest).data["final"]
+                ):
+                    raise Violation(
+                        f"newest counts: done at step {fact.committed_step}, but the newest "
+                        f"snapshot is {newest}"
+                    )
 
     def at_end(self) -> None: ...
 
 
 @dataclass
 class GreatestStep:
-    """The greatest committed step never falls: what nobody but the world can spoil is never deleted before something as far is there,
-    and no epoch begins more than one snapshot behind it. `store` is the bucket as it is, whatever readers see of it."""
+    """The greatest committed step never falls: what nobody but the world can spoil is never deleted
+    before something as far is there, and no epoch begins more than one snapshot behind it. `store`
+    is the bucket as it is, whatever readers see of it."""
 
     store: ObjectStore
     whole: set[Ref] = field(default_factory=set)  # committed, and not spoiled by the world
@@ -258,13 +320,21 @@ class GreatestStep:
         if isinstance(event, Damaged):
             self.whole.discard(event.ref)
             return
-        if not isinstance(event, Written) or not event.key.startswith(("snapshots/manifests/", "rdzv/epochs/")):
+        if not isinstance(event, Written) or not event.key.startswith(
+            ("snapshots/manifests/", "rdzv/epochs/")
+        ):
             return
         there, doomed = Snapshots(self.store).manifests()
-        left, before = self.whole & (there - doomed), max((ref.step for ref in self.whole), default=0)
+        left, before = (
+            self.whole & (there - doomed),
+            max((ref.step for ref in self.whole), default=0),
+        )
         now = max((ref.step for ref in left), default=0)
         if now < before:
-            raise Violation(f"greatest step: it was {before}, is {now} at {event.t:.1f} s: snapshots of later steps were pruned")
+            raise Violation(
+                f"greatest step: it was {before}, is {now} at {event.t:.1f} s: snapshots of later "
+                "steps were pruned"
+            )
         self.whole = left
         if ref := _committed(event):
             self.whole.add(ref)
@@ -276,7 +346,8 @@ class GreatestStep:
         passed = sorted(ref for ref in self.whole if found is None or ref > found)
         if len(passed) > 1:
             raise Violation(
-                f"greatest step: epoch {epoch['epoch']} began with {found} at {event.t:.1f} s, though "
+                f"greatest step: epoch {epoch['epoch']} began with {found} at {event.t:.1f} s, "
+                "though "
                 f"{', '.join(ref.name for ref in passed)} are committed and whole"
             )
 
@@ -285,7 +356,8 @@ class GreatestStep:
 
 @dataclass
 class SamplesOnce:
-    """Along the line of training that a snapshot ends, each step from 1 on was done once, with the samples it must have."""
+    """Along the line of training that a snapshot ends, each step from 1 on was done once, with
+    the samples it must have."""
 
     store: ObjectStore
     genesis: str
@@ -303,20 +375,35 @@ class SamplesOnce:
             try:
                 todo.append([json.loads(line) for line in self.store.get(key).splitlines()])
             except NotFound:
-                raise Violation(f"samples once: snapshot {ref} needs {key}, which is missing at {event.t:.1f} s") from None
+                raise Violation(
+                    f"samples once: snapshot {ref} needs {key}, which is missing at {event.t:.1f} s"
+                ) from None
             head = str(todo[-1][0]["prev"])
-            key = next((k for k in self.store.list("samples/") if k.endswith(f"-{head[:16]}.jsonl")), f"the records before {key}")
+            key = next(
+                (k for k in self.store.list("samples/") if k.endswith(f"-{head[:16]}.jsonl")),
+                f"the records before {key}",
+            )
         step = 0 if head == self.genesis else self.good[head]
         for record in (r for part in reversed(todo) for r in part):
             step += 1
-            if record["step"] != step or record["prev"] != head or record["digest"] != self.expected(step):
-                raise Violation(f"samples once: step {step} of snapshot {ref} was recorded as {record}")
+            if (
+                record["step"] != step
+                or record["prev"] != head
+                or record["digest"] != self.expected(step)
+            ):
+                raise Violation(
+                    f"samples once: step {step} of snapshot {ref} was recorded as {record}"
+                )
             head = record_hash(record)
             if record["h"] != head:
-                raise Violation(f"samples once: the record of step {step} of snapshot {ref} was changed")
+                raise Violation(
+                    f"samples once: the record of step {step} of snapshot {ref} was changed"
+                )
             self.good[head] = step
         if (samples["head"], ref.step) != (head, step):
-            raise Violation(f"samples once: snapshot {ref} says {samples}, its records end at step {step}")
+            raise Violation(
+                f"samples once: snapshot {ref} says {samples}, its records end at step {step}"
+            )
 
     def at_end(self) -> None: ...
 
@@ -328,8 +415,9 @@ def record_hash(record: dict[str, str | int]) -> str:
 
 @dataclass
 class Ledger:
-    """Bills add up: what the facts say of each attempt is what the cloud charges for it, to the second. `estimated`: of these only that
-    they have one, as a controller that speaks to another API server does not see how they end."""
+    """Bills add up: what the facts say of each attempt is what the cloud charges for it, to the
+    second. `estimated`: of these only that they have one, as a controller that speaks to another
+    API server does not see how they end."""
 
     estimated: Collection[int] = ()
     nodes: dict[int, Node] = field(default_factory=dict)
@@ -353,10 +441,15 @@ class Ledger:
             if fact is not None and attempt in self.estimated:
                 continue
             if fact is None or abs(fact.billed_s - seconds) > 1e-6 or abs(fact.usd - usd) > 1e-9:
-                raise Violation(f"ledger: attempt {attempt} is charged {seconds} s and {usd} USD; the facts say {fact}")
+                raise Violation(
+                    f"ledger: attempt {attempt} is charged {seconds} s and {usd} USD; the facts "
+                    f"say {fact}"
+                )
         for attempt in self.ended.keys() - self.nodes.keys():
             if self.ended[attempt].billed_s:
-                raise Violation(f"ledger: attempt {attempt} never existed; the facts say {self.ended[attempt]}")
+                raise Violation(
+                    f"ledger: attempt {attempt} never existed; the facts say {self.ended[attempt]}"
+                )
 
 
 def _charge(node: Node) -> tuple[float, float]:
@@ -375,6 +468,9 @@ class Budget:
 
     def see(self, event: Event) -> None:
         if isinstance(event, Changed) and self.ledger.usd > self.budget_usd + self.slack_usd:
-            raise Violation(f"budget: {self.ledger.usd:.4f} USD spent at {event.t:.1f} s of {self.budget_usd} (+ {self.slack_usd:.4f})")
+            raise Violation(
+                f"budget: {self.ledger.usd:.4f} USD spent at {event.t:.1f} s of {self.budget_usd} "
+                f"(+ {self.slack_usd:.4f})"
+            )
 
     def at_end(self) -> None: ...

@@ -1,12 +1,16 @@
-"""`make campaign`: writer, uploader and agent killed at many seeded points, every store call failing once, and damage of every class.
+"""`make campaign`: writer, uploader and agent killed at many seeded points, every store call
+failing once, and damage of every class.
 
-    python -m harness.proof.kills --points 500 --jobs 2         # a table; exit status 1 if anything that must hold did not
+    # a table; exit status 1 if anything that must hold did not
+    python -m harness.proof.kills --points 500 --jobs 2
 
-A life is one node: an agent, its uploader process (`harness.uploader.server.Server`) and two ranks that take tiny snapshots through it, all
-forked from one warm process, with real SIGKILLs, sockets, shared memory and files. The uploader is killed before or after its n-th
-call to the store, the others after a part of the time that a life takes. Ten lives follow each other in one bucket, each an epoch with
-what the ones before it left. After each: the newest valid snapshot is whole, to the byte what its ranks had; it is not older than
-any that was reported committed; and in the end one more snapshot can be taken, and a prune leaves nothing that nobody refers to.
+A life is one node: an agent, its uploader process (`harness.uploader.server.Server`) and two ranks
+that take tiny snapshots through it, all forked from one warm process, with real SIGKILLs, sockets,
+shared memory and files. The uploader is killed before or after its n-th call to the store, the
+others after a part of the time that a life takes. Ten lives follow each other in one bucket, each
+an epoch with what the ones before it left. After each: the newest valid snapshot is whole, to the
+byte what its ranks had; it is not older than any that was reported committed; and in the end one
+more snapshot can be taken, and a prune leaves nothing that nobody refers to.
 """
 
 from __future__ import annotations
@@ -50,14 +54,15 @@ RANKS, STEPS, LIVES = 2, 4, 10
 FROZEN_NBYTES, TRAINED_NBYTES, CHUNK_NBYTES = 24 << 10, 6 << 10, 4 << 10
 CALLS = 90  # of the uploader in one life, about
 LIFE_S = 60.0  # the longest that a life may take
-SETTLE_S = 0.05  # what is left of a node after a kill goes on for so long before it is taken away as well
+# what is left of a node after a kill goes on for so long before it is taken away as well
+SETTLE_S = 0.05
 
 
 class Broken(AssertionError):
     """What must hold did not. The message says how to see it again."""
 
 
-# ---- what is saved ----------------------------------------------------------------------------------------------
+# ---- what is saved -------------------------------------------------------------------------------
 def content(ref: Ref, rank: int) -> bytes:
     """A rank's bytes: most are the same in all snapshots."""
     frozen, own = random.Random(rank), random.Random(f"{ref} {rank}")
@@ -75,7 +80,16 @@ def job(ref: Ref, rank: int, world: int = RANKS, keep: int = 2) -> Job:
     tensors = {f"model/w{rank}": {"shape": [nbytes], "dtype": "uint8", "chunks": chunks}}
     note = {"t_start": time.time(), "stall_s": 0.0, "why": "interval"}
     return Job(
-        ref, rank, world, f"t{rank}", files, tensors, {"step": ref.step}, "model/", note=note, keep={"last": keep} if rank == 0 else None
+        ref,
+        rank,
+        world,
+        f"t{rank}",
+        files,
+        tensors,
+        {"step": ref.step},
+        "model/",
+        note=note,
+        keep={"last": keep} if rank == 0 else None,
     )
 
 
@@ -90,12 +104,18 @@ def whole(snapshots: Snapshots, manifest: Manifest) -> bool:
     return True
 
 
-# ---- one life ---------------------------------------------------------------------------------------------------
+# ---- one life ------------------------------------------------------------------------------------
 class _Deadly:
     """A store whose caller is killed before or after its n-th call."""
 
     def __init__(self, inner: ObjectStore, n: int, after: bool):
-        self.url, self._inner, self._n, self._after, self._lock = inner.url, inner, n, after, threading.Lock()
+        self.url, self._inner, self._n, self._after, self._lock = (
+            inner.url,
+            inner,
+            n,
+            after,
+            threading.Lock(),
+        )
 
     def _call(self, do: Callable[[], T]) -> T:
         with self._lock:
@@ -142,7 +162,9 @@ def _fork(do: Callable[[], None]) -> int:
 def _uploader(url: str, stage: Path, deadly: tuple[int, bool] | None) -> NoReturn:
     die_with_parent()
     store = open_store(url)
-    server = Server(_Deadly(store, *deadly) if deadly else store, stage, 16 << 20, "m1", NearbyConfig())
+    server = Server(
+        _Deadly(store, *deadly) if deadly else store, stage, 16 << 20, "m1", NearbyConfig()
+    )
     _thrifty(server.uploader)
     server.serve()
     os._exit(0)
@@ -171,11 +193,16 @@ def _rank(url: str, stage: Path, epoch: int, rank: int, told: int) -> None:
         done.wait()
 
 
-def _agent(url: str, folder: Path, epoch: int, told: int, deadly: tuple[int, bool] | None, pids: int) -> None:
+def _agent(
+    url: str, folder: Path, epoch: int, told: int, deadly: tuple[int, bool] | None, pids: int
+) -> None:
     die_with_parent()
     stage = Stage(folder, 16 << 20)
     children = [_fork(lambda: _uploader(url, stage.folder, deadly))]
-    children += [_fork(lambda rank=rank: _rank(url, stage.folder, epoch, rank, told)) for rank in range(RANKS)]  # type: ignore[misc]
+    children += [
+        _fork(lambda rank=rank: _rank(url, stage.folder, epoch, rank, told))  # type: ignore[misc]
+        for rank in range(RANKS)
+    ]
     os.write(pids, " ".join(map(str, children)).encode() + b"\n")
     os.close(pids)
     failed = [status for pid in children[1:] if (status := os.waitpid(pid, 0)[1])]
@@ -186,8 +213,11 @@ def _agent(url: str, folder: Path, epoch: int, told: int, deadly: tuple[int, boo
         os._exit(1)
 
 
-def life(url: str, folder: Path, epoch: int, kill: tuple[str, float, bool] | None) -> tuple[set[Ref], float, bool]:
-    """kill: role, when (0 to 1 of a usual life), after the call. Refs that were reported, seconds that it took, and was it killed?"""
+def life(
+    url: str, folder: Path, epoch: int, kill: tuple[str, float, bool] | None
+) -> tuple[set[Ref], float, bool]:
+    """kill: role, when (0 to 1 of a usual life), after the call. Refs that were reported,
+    seconds that it took, and was it killed?"""
     told_r, told_w = os.pipe()
     pids_r, pids_w = os.pipe()
     deadly = (1 + int(kill[1] * CALLS), kill[2]) if kill and kill[0] == "uploader" else None
@@ -215,7 +245,9 @@ def life(url: str, folder: Path, epoch: int, kill: tuple[str, float, bool] | Non
         status = os.waitpid(agent, 0)[1]
         guard.cancel()
         if status != 0:
-            raise Broken(f"the ranks did not get to the end without their uploader (status {status})")
+            raise Broken(
+                f"the ranks did not get to the end without their uploader (status {status})"
+            )
     with os.fdopen(told_r) as f:  # ends when the last of them is dead
         refs = {Ref.parse(line.strip()) for line in f if line.endswith("\n")}
     took_s = time.monotonic() - t0
@@ -230,7 +262,10 @@ def usual_s() -> float:
     """How long a life without a kill takes here, now."""
     if not _usual_s:
         with tempfile.TemporaryDirectory() as scratch:
-            _usual_s.extend(life(f"file://{scratch}/run", Path(scratch) / "stage", epoch, None)[1] for epoch in (1, 2, 3))
+            _usual_s.extend(
+                life(f"file://{scratch}/run", Path(scratch) / "stage", epoch, None)[1]
+                for epoch in (1, 2, 3)
+            )
     return sorted(_usual_s)[1]
 
 
@@ -239,18 +274,26 @@ def look(url: str, reported: set[Ref]) -> Ref | None:
     store = open_store(url)
     snapshots, bad = Snapshots(store, CHUNK_NBYTES), list[str]()
     newest = snapshots.latest(lambda ref, why: bad.append(f"{ref}: {why}"))
-    committed = {Ref(s.fact.epoch, s.fact.step) for s in read_facts(store, "uploader-") if isinstance(s.fact, SnapshotCommitted)} | reported
+    committed = {
+        Ref(s.fact.epoch, s.fact.step)
+        for s in read_facts(store, "uploader-")
+        if isinstance(s.fact, SnapshotCommitted)
+    } | reported
     if bad:
         raise Broken(f"a kill was taken for damage: {bad[0]}")
     if committed and (newest is None or newest.ref < max(committed)):
-        raise Broken(f"the newest valid snapshot is {newest and newest.ref}; {max(committed)} was reported committed")
+        raise Broken(
+            f"the newest valid snapshot is {newest and newest.ref}; {max(committed)} was reported "
+            "committed"
+        )
     if newest is not None and not whole(snapshots, newest):
         raise Broken(f"snapshot {newest.ref} has other bytes than its ranks had")
     return newest.ref if newest else None
 
 
 def bucket(role: str, seed: int, points: int, scratch: Path) -> Counter[str]:
-    """`points` kills in one bucket, a life each, and some more whose kill came too late. Raises Broken."""
+    """`points` kills in one bucket, a life each, and some more whose kill came too late. Raises
+    Broken."""
     rng, url, found = random.Random(f"{role} {seed}"), f"file://{scratch}/run", Counter[str]()
     reported: set[Ref] = set()
     epoch = 0
@@ -263,13 +306,17 @@ def bucket(role: str, seed: int, points: int, scratch: Path) -> Counter[str]:
             newest = look(url, reported)
         except (Broken, SnapshotCorrupt, StoreError) as e:
             raise Broken(
-                f"{role}, seed {seed}, life {epoch}, kill {kill}: {e} (python -m harness.proof.kills --only {role} --seed {seed})"
+                f"{role}, seed {seed}, life {epoch}, kill {kill}: {e} (python -m "
+                f"harness.proof.kills --only {role} --seed {seed})"
             ) from e
         found["killed" if killed else "too late"] += 1
         found["reported"] += len(refs)
         found["nothing committed in this life"] += newest is None or newest.epoch != epoch
     if found["killed"] < points:
-        raise Broken(f"{role}, seed {seed}: only {found['killed']} of {points} kills came before the end of a life")
+        raise Broken(
+            f"{role}, seed {seed}: only {found['killed']} of {points} kills came before the end of "
+            "a life"
+        )
     epoch += 1
     refs, _, _ = life(url, scratch / "stage", epoch, None)
     if look(url, reported | refs) != Ref(epoch, epoch * STEPS + STEPS - 1):
@@ -280,15 +327,20 @@ def bucket(role: str, seed: int, points: int, scratch: Path) -> Counter[str]:
     last = snapshots.latest()
     assert last is not None
     needed = {f"snapshots/manifests/{last.ref.name}.json", *last.objects}
-    left = [k for k in store.list("snapshots/") if k not in needed and not k.endswith(DOOM) and f"{last.ref.name}/list-" not in k]
+    left = [
+        k
+        for k in store.list("snapshots/")
+        if k not in needed and not k.endswith(DOOM) and f"{last.ref.name}/list-" not in k
+    ]
     if left or not whole(snapshots, last):
         raise Broken(f"{role}, seed {seed}: the last prune left {left}")
     return found
 
 
-# ---- every store call fails once --------------------------------------------------------------------------------
+# ---- every store call fails once -----------------------------------------------------------------
 def short_run(store: ObjectStore) -> set[Ref]:
-    """Three snapshots of two ranks by the upload engine, one lane, in this process. What was reported committed."""
+    """Three snapshots of two ranks by the upload engine, one lane, in this process. What was
+    reported committed."""
     committed: set[Ref] = set()
     uploaders = [Uploader(store, lanes=1, commit_timeout_s=0.05) for _ in range(RANKS)]
     for uploader in uploaders:
@@ -303,7 +355,9 @@ def short_run(store: ObjectStore) -> set[Ref]:
                     committed.add(outcome.ref)
                 done.set()
 
-            uploaders[rank].submit(job(ref, rank, keep=1), memoryview(bytearray(content(ref, rank))), heard)
+            uploaders[rank].submit(
+                job(ref, rank, keep=1), memoryview(bytearray(content(ref, rank))), heard
+            )
             done.wait(LIFE_S)
     return committed
 
@@ -320,14 +374,19 @@ def every_call(modes: tuple[Mode, ...], every: int = 1) -> Counter[str]:
             snapshots = Snapshots(inner, CHUNK_NBYTES)
             newest = snapshots.latest()
             if committed and (newest is None or newest.ref < max(committed)):
-                raise Broken(f"call {call}, {mode}: {max(committed)} was reported, the newest valid snapshot is {newest and newest.ref}")
+                raise Broken(
+                    f"call {call}, {mode}: {max(committed)} was reported, the newest valid "
+                    f"snapshot is {newest and newest.ref}"
+                )
             if newest is not None and not whole(snapshots, newest):
-                raise Broken(f"call {call}, {mode}: {newest.ref} has other bytes than its ranks had")
+                raise Broken(
+                    f"call {call}, {mode}: {newest.ref} has other bytes than its ranks had"
+                )
             found[mode] += 1
     return found
 
 
-# ---- damage -----------------------------------------------------------------------------------------------------
+# ---- damage --------------------------------------------------------------------------------------
 def _commit(snapshots: Snapshots, ref: Ref, base: Manifest | None) -> Manifest:
     for rank in range(RANKS):
         one, view = job(ref, rank), memoryview(content(ref, rank))
@@ -338,11 +397,20 @@ def _commit(snapshots: Snapshots, ref: Ref, base: Manifest | None) -> Manifest:
     return manifest
 
 
-DAMAGE = ("bit flip", "truncation", "missing", "stale", "mixed parts", "zombie write", "wrong store object")
+DAMAGE = (
+    "bit flip",
+    "truncation",
+    "missing",
+    "stale",
+    "mixed parts",
+    "zombie write",
+    "wrong store object",
+)
 
 
 def damaged(how: str, seed: int) -> tuple[bool, bool]:
-    """Snapshots 1 to 3 are committed, then 3 is damaged. Was it caught, and was 2, or what is right, used instead?"""
+    """Snapshots 1 to 3 are committed, then 3 is damaged. Was it caught, and was 2, or what is
+    right, used instead?"""
     rng, store = random.Random(f"{how} {seed}"), MemoryStore(objects={})
     snapshots = Snapshots(store, CHUNK_NBYTES)
     base = _commit(snapshots, Ref(2, 1), None)
@@ -363,7 +431,8 @@ def damaged(how: str, seed: int) -> tuple[bool, bool]:
             store.put(key, content(Ref(2, 2), rank)[-store.size(key) :])
         case "mixed parts":
             corrupt(store, own[0], "swap", rng, other=own[1])
-        case "zombie write":  # a writer of an older epoch, further on by its own count, overwrites and commits
+        # a writer of an older epoch, further on by its own count, overwrites and commits
+        case "zombie write":
             _commit(snapshots, Ref(1, 99), None)
             if rng.random() < 0.5:
                 store.put(key, rng.randbytes(store.size(key)))
@@ -392,11 +461,17 @@ def damaged(how: str, seed: int) -> tuple[bool, bool]:
     return (right == base.ref or base.ref in snapshots.quarantined()), fell_back
 
 
-# ---- the whole --------------------------------------------------------------------------------------------------
-def kills(roles: tuple[str, ...], points: int, seed: int, jobs: int, say: Callable[[str], None]) -> dict[str, Counter[str]]:
+# ---- the whole -----------------------------------------------------------------------------------
+def kills(
+    roles: tuple[str, ...], points: int, seed: int, jobs: int, say: Callable[[str], None]
+) -> dict[str, Counter[str]]:
     """`points` kills of each role, in `jobs` processes. Raises Broken."""
     usual_s()
-    tasks = [(role, seed + i, min(LIVES, points - i * LIVES)) for role in roles for i in range(-(-points // LIVES))]
+    tasks = [
+        (role, seed + i, min(LIVES, points - i * LIVES))
+        for role in roles
+        for i in range(-(-points // LIVES))
+    ]
     found = {role: Counter[str]() for role in roles}
     for role, one in _in_parallel(tasks, jobs):
         found[role] += one
@@ -404,7 +479,9 @@ def kills(roles: tuple[str, ...], points: int, seed: int, jobs: int, say: Callab
     return found
 
 
-def _in_parallel(tasks: list[tuple[str, int, int]], jobs: int) -> Iterator[tuple[str, Counter[str]]]:
+def _in_parallel(
+    tasks: list[tuple[str, int, int]], jobs: int
+) -> Iterator[tuple[str, Counter[str]]]:
     """Forked, not threads: a fork with threads about is no place to live in."""
     waiting, running = tasks[::-1], dict[int, tuple[str, Any, Path]]()
     try:
@@ -414,7 +491,13 @@ def _in_parallel(tasks: list[tuple[str, int, int]], jobs: int) -> Iterator[tuple
                 scratch = Path(tempfile.mkdtemp(prefix="kills-"))
                 answer = scratch / "answer"
 
-                def work(role: str = role, seed: int = seed, points: int = points, scratch: Path = scratch, answer: Path = answer) -> None:
+                def work(
+                    role: str = role,
+                    seed: int = seed,
+                    points: int = points,
+                    scratch: Path = scratch,
+                    answer: Path = answer,
+                ) -> None:
                     die_with_parent()
                     try:
                         text = json.dumps(bucket(role, seed, points, scratch))
@@ -425,7 +508,11 @@ def _in_parallel(tasks: list[tuple[str, int, int]], jobs: int) -> Iterator[tuple
                 running[_fork(work)] = role, answer, scratch
             pid, _ = os.wait()
             role, answer, scratch = running.pop(pid)
-            said = json.loads(answer.read_text()) if answer.exists() else f"{role}: no answer ({scratch})"
+            said = (
+                json.loads(answer.read_text())
+                if answer.exists()
+                else f"{role}: no answer ({scratch})"
+            )
             if isinstance(said, str):
                 raise Broken(said)
             shutil.rmtree(scratch, ignore_errors=True)
@@ -440,7 +527,9 @@ def main() -> int:
     from rich.console import Console
     from rich.table import Table
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--points", type=int, default=500, help="kills of each role")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
@@ -451,22 +540,40 @@ def main() -> int:
     try:
         with console.status("kills") as status:
             roles = (flags.only,) if flags.only else ROLES
-            for role, found in kills(roles, flags.points, flags.seed, flags.jobs, status.update).items():
+            for role, found in kills(
+                roles, flags.points, flags.seed, flags.jobs, status.update
+            ).items():
                 tried = found["killed"]
                 nothing = found["nothing committed in this life"]
-                notes = f"{found['too late']} more came too late, {found['reported']} reports, {nothing} lives without a commit"
+                notes = (
+                    f"{found['too late']} more came too late, {found['reported']} reports, "
+                    f"{nothing} lives without a commit"
+                )
                 table.add_row(f"SIGKILL of the {role}", str(tried), str(tried), notes)
             if not flags.only:
                 status.update("every store call fails once")
                 for mode, n in every_call(("before", "after", "torn", "full")).items():
-                    table.add_row(f"a store call fails: {mode}", str(n), str(n), "every call of six shares, once")
+                    table.add_row(
+                        f"a store call fails: {mode}",
+                        str(n),
+                        str(n),
+                        "every call of six shares, once",
+                    )
                 status.update("damage")
                 for how in DAMAGE:
                     results = [damaged(how, seed) for seed in range(flags.points)]
                     caught, right = sum(c for c, _ in results), sum(f for _, f in results)
-                    table.add_row(f"damage: {how}", str(len(results)), str(min(caught, right)), f"{caught} caught, {right} right fallbacks")
+                    table.add_row(
+                        f"damage: {how}",
+                        str(len(results)),
+                        str(min(caught, right)),
+                        f"{caught} caught, {right} right fallbacks",
+                    )
                     if min(caught, right) != len(results):
-                        raise Broken(f"{how}: only {caught} of {len(results)} were caught, {right} fell back rightly")
+                        raise Broken(
+                            f"{how}: only {caught} of {len(results)} were caught, {right} fell "
+                            "back rightly"
+                        )
     except Broken as e:
         console.print(table)
         console.print(f"broken: {e}", style="red", markup=False)

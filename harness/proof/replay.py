@@ -1,8 +1,10 @@
-"""`harness replay`: execute a part of a run again, from one of its snapshots, on any number of workers, and compare.
+"""`harness replay`: execute a part of a run again, from one of its snapshots, on any number of
+workers, and compare.
 
-For an audit (was that window computed right?), for debugging at another size, and for finding the first step and tensor of a
-divergence. The run itself is only read; everything happens in a scratch folder. With reduce="exact" the replayed
-window must be identical to the bit on any world; with "fast" only on the same world.
+For an audit (was that window computed right?), for debugging at another size, and for finding the
+first step and tensor of a divergence. The run itself is only read; everything happens in a scratch
+folder. With reduce="exact" the replayed window must be identical to the bit on any world; with
+"fast" only on the same world.
 """
 
 from __future__ import annotations
@@ -47,20 +49,38 @@ class Replay:
         return not self.first_difference and not self.weights.startswith("different")
 
 
-def replay(store: ObjectStore, scratch: Path, start: int, steps: int, world: int, argv: Sequence[str], timeout_s: float = 3600.0) -> Replay:
-    """Execute steps start+1 .. start+steps again with `world` workers of the script `argv`, in `scratch` (an empty folder).
+def replay(
+    store: ObjectStore,
+    scratch: Path,
+    start: int,
+    steps: int,
+    world: int,
+    argv: Sequence[str],
+    timeout_s: float = 3600.0,
+) -> Replay:
+    """Execute steps start+1 .. start+steps again with `world` workers of the script `argv`, in
+    `scratch` (an empty folder).
 
-    Raises BadInput (no such snapshot), HarnessError (the script failed; its words are in the message).
+    Raises BadInput (no such snapshot), HarnessError (the script failed; its words are in the
+    message).
     """
     source = Snapshots(store)
     found = {ref.step: ref for ref in sorted(source.refs())}
     if start not in found:
         have = ", ".join(str(s) for s in sorted(found)) or "none"
-        raise BadInput(f"there is no snapshot of step {start}; found: {have}. Keep more with attach(keep_every_steps=...)")
+        raise BadInput(
+            f"there is no snapshot of step {start}; found: {have}. Keep more with "
+            "attach(keep_every_steps=...)"
+        )
     newest = source.latest()
     assert newest is not None
     named = newest.data["samples"]
-    original = {r.step: r for r in read_records(store, named["key"], named["head"], rec.genesis(json.loads(store.get("run.json"))))}
+    original = {
+        r.step: r
+        for r in read_records(
+            store, named["key"], named["head"], rec.genesis(json.loads(store.get("run.json")))
+        )
+    }
     last = min(start + steps, newest.step)
     if last <= start:
         raise BadInput(f"the run has no steps after {start}; choose an earlier --from")
@@ -70,7 +90,9 @@ def replay(store: ObjectStore, scratch: Path, start: int, steps: int, world: int
     again = Snapshots(copy).latest()
     replayed = [r for key in copy.list("samples/") for r in rec.decode(copy.get(key), key)]
     if again is None or [r.step for r in replayed] != list(range(start + 1, last + 1)):
-        raise HarnessError(f"the replay covered steps {[r.step for r in replayed]}, wanted {start + 1} to {last}")
+        raise HarnessError(
+            f"the replay covered steps {[r.step for r in replayed]}, wanted {start + 1} to {last}"
+        )
     difference = next((d for r in replayed for d in _differences(original[r.step], r)), "")
     weights = "not compared: the run keeps no snapshot of that step"
     if last in found:
@@ -84,7 +106,9 @@ def _copy(store: ObjectStore, copy: ObjectStore, manifest: Manifest) -> None:
         copy.put(key, store.get(key))
 
 
-def _execute(scratch: Path, epoch: int, until: int, world: int, argv: Sequence[str], timeout_s: float) -> None:
+def _execute(
+    scratch: Path, epoch: int, until: int, world: int, argv: Sequence[str], timeout_s: float
+) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -94,14 +118,27 @@ def _execute(scratch: Path, epoch: int, until: int, world: int, argv: Sequence[s
         for rank in range(world):
             env = {
                 **{k: v for k, v in os.environ.items() if not k.startswith("HARNESS_")},
-                **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)},
-                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HARNESS_RUN": str(scratch)},
+                **{
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(world),
+                    "LOCAL_WORLD_SIZE": str(world),
+                },
+                **{
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "HARNESS_RUN": str(scratch),
+                },
                 **{"HARNESS_EPOCH": str(epoch), "HARNESS_UNTIL_STEP": str(until)},
             }
             env.setdefault("OMP_NUM_THREADS", "1")
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")
             with open(logs[rank], "wb") as log:
-                processes.append(subprocess.Popen([sys.executable, *argv], env=env, stdout=log, stderr=subprocess.STDOUT))
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, *argv], env=env, stdout=log, stderr=subprocess.STDOUT
+                    )
+                )
         deadline_s = time.monotonic() + timeout_s
         while any(p.poll() is None for p in processes):
             failed = next((i for i, p in enumerate(processes) if p.poll() not in (None, 0)), None)
@@ -110,8 +147,15 @@ def _execute(scratch: Path, epoch: int, until: int, world: int, argv: Sequence[s
             time.sleep(0.05)
         for rank, process in enumerate(processes):
             if process.poll() != 0:
-                what = "did not end in time" if process.poll() is None else f"ended with {process.returncode}"
-                raise HarnessError(f"rank {rank} of the replay {what}: {logs[rank].read_text(errors='replace')[-1500:]}")
+                what = (
+                    "did not end in time"
+                    if process.poll() is None
+                    else f"ended with {process.returncode}"
+                )
+                raise HarnessError(
+                    f"rank {rank} of the replay {what}: "
+                    f"{logs[rank].read_text(errors='replace')[-1500:]}"
+                )
     finally:
         for process in processes:
             process.kill()
@@ -131,13 +175,16 @@ def _differences(a: rec.StepRecord, b: rec.StepRecord) -> Iterator[str]:
 
 def _compare_weights(source: Snapshots, a: Manifest, copy: Snapshots, b: Manifest) -> str:
     for name in a.tensors:
-        if name not in b.tensors or not np.array_equal(_whole(source, a, name), _whole(copy, b, name)):
+        if name not in b.tensors or not np.array_equal(
+            _whole(source, a, name), _whole(copy, b, name)
+        ):
             return f"different: {name} is the first tensor that differs after step {a.step}"
     return "identical"
 
 
 def _whole(snapshots: Snapshots, manifest: Manifest, name: str) -> np.ndarray[Any, Any]:
-    """The bytes of one tensor, uint8 of shape (*tensor's shape, bytes per element), whatever it was cut into."""
+    """The bytes of one tensor, uint8 of shape (*tensor's shape, bytes per element), whatever it
+    was cut into."""
     entry: dict[str, Any] = manifest.tensors[name]
     chunks = entry["chunks"]
     if not chunks:
@@ -155,10 +202,20 @@ def print_replay(found: Replay, console: Console) -> int:
     """Exit status 0 if everything that was compared is identical."""
     ranks = f"{found.world} worker{'s' if found.world > 1 else ''}"
     if not found.first_difference:
-        console.print(f"steps {found.first}-{found.last} on {ranks}: identical (samples, loss, gradient norm, to the bit)", highlight=False)
+        console.print(
+            f"steps {found.first}-{found.last} on {ranks}: identical (samples, loss, gradient "
+            "norm, to the bit)",
+            highlight=False,
+        )
     else:
-        console.print(f"steps {found.first}-{found.last} on {ranks}: first difference at {found.first_difference}", highlight=False)
-    console.print(f"state after step {found.last}: {found.weights}; weights {found.hash}", highlight=False)
+        console.print(
+            f"steps {found.first}-{found.last} on {ranks}: first difference at "
+            f"{found.first_difference}",
+            highlight=False,
+        )
+    console.print(
+        f"state after step {found.last}: {found.weights}; weights {found.hash}", highlight=False
+    )
     return 0 if found.identical else 1
 
 

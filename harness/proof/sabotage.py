@@ -1,14 +1,19 @@
-"""What a drill does inside the processes of one node: hold them at a phase, silence or slow their store, shift their clock.
+"""What a drill does inside the processes of one node: hold them at a phase, silence or slow their
+store, shift their clock.
 
-Production code has no hook for it: the drill puts a `sitecustomize` that calls `arm` on the node's Python path. Everything follows
-files in one folder, so it can begin and end at any moment from outside:
+Production code has no hook for it: the drill puts a `sitecustomize` that calls `arm` on the node's
+Python path. Everything follows files in one folder, so it can begin and end at any moment from
+outside:
 
-    hold.json {"phase": ..., "after_step": n}   stand still at that phase until the file is gone; the first to get there writes `reached`
+    hold.json {"phase": ..., "after_step": n}   stand still at that phase until the file is gone;
+                                                the first to get there writes `reached`
     outage                                      the store does not answer
     delay                                       seconds that each call to the store takes longer
     clock                                       seconds by which the wall clock is off
-    damage.json {"how": ..., "prefix": ..., "reads": n}    what is read of keys with that prefix is damaged, n times in each process
-                                                (-1: always): "flip" a bit, "gone" (404), "hidden" (404, and not listed either)
+    damage.json {"how": ..., "prefix": ..., "reads": n}   what is read of keys with that prefix is
+                                                damaged, n times in each process
+                                                (-1: always): "flip" a bit, "gone" (404), "hidden"
+                                                (404, and not listed either)
 """
 
 from __future__ import annotations
@@ -30,8 +35,14 @@ T = TypeVar("T")
 
 HOLD_LIMIT_S = 30.0  # a drill that was killed must not hold anybody for ever
 RETRY_WITHIN_S = 1.0  # an outage shall be felt, not only bridged
-KEYS = {"upload": "snapshots/parts/", "commit": "snapshots/manifests/", "rendezvous": "rdzv/epochs/"}  # phases by what is written
-PLACES = {"start": "START", "resume": "RESTORE", "step": "COMPUTE", "staging": "STAGING"}  # phases by progress.Place
+# phases by what is written
+KEYS = {
+    "upload": "snapshots/parts/",
+    "commit": "snapshots/manifests/",
+    "rendezvous": "rdzv/epochs/",
+}
+# phases by progress.Place
+PLACES = {"start": "START", "resume": "RESTORE", "step": "COMPUTE", "staging": "STAGING"}
 
 
 class Folder:
@@ -112,7 +123,11 @@ class SabotagedStore:
         return self._write("create", key, lambda: self.inner.create(key, data))
 
     def list(self, prefix: str) -> list[str]:
-        return self._call("list", prefix, lambda: [] if self._folder.damage(prefix) == "hidden" else self.inner.list(prefix))
+        return self._call(
+            "list",
+            prefix,
+            lambda: [] if self._folder.damage(prefix) == "hidden" else self.inner.list(prefix),
+        )
 
     def delete(self, key: str) -> None:
         self._call("delete", key, lambda: self.inner.delete(key))
@@ -122,17 +137,24 @@ class SabotagedStore:
 
 
 def arm(path: str) -> None:
-    """From now on this process follows the orders in the folder. Called once, before anything else is imported."""
+    """From now on this process follows the orders in the folder. Called once, before anything
+    else is imported."""
     from harness.node import progress
 
     folder = Folder(Path(path))
     open_store, tell, now = opening.open_store, progress.Progress.tell, time.time
     shift: list[float] = [0.0, 0.0]  # seconds, and until when that is believed
 
-    def sabotaged(url: str, *, retry_within_s: float = RETRY_WITHIN_S, **options: Any) -> ObjectStore:
-        return Retrying(SabotagedStore(open_store(url, **options), folder), min(retry_within_s, RETRY_WITHIN_S))
+    def sabotaged(
+        url: str, *, retry_within_s: float = RETRY_WITHIN_S, **options: Any
+    ) -> ObjectStore:
+        return Retrying(
+            SabotagedStore(open_store(url, **options), folder), min(retry_within_s, RETRY_WITHIN_S)
+        )
 
-    def held(self: progress.Progress, place: progress.Place | None = None, step: int | None = None) -> None:
+    def held(
+        self: progress.Progress, place: progress.Place | None = None, step: int | None = None
+    ) -> None:
         tell(self, place, step)
         for phase, name in PLACES.items():
             if place is not None and place.name == name:

@@ -1,4 +1,5 @@
-"""A drill's scene: real agents and workers on this computer, held still at the phase where a fault is wanted."""
+"""A drill's scene: real agents and workers on this computer, held still at the phase where a
+fault is wanted."""
 
 from __future__ import annotations
 
@@ -24,7 +25,20 @@ from storage.snapshots import Snapshots
 PHASES = ("start", "step", "staging", "upload", "commit", "rendezvous", "resume")
 ANYBODY = ("commit", "rendezvous")  # one of the nodes does it; who, is seen when it happens
 STEPS, EVERY = 40, 10
-AGENT = ("--beat-s", "0.3", "--dead-s", "2", "--hang-after-s", "6", "--stuck-after-s", "30", "--grace-s", "8", "--gpu-health", "off")
+AGENT = (
+    "--beat-s",
+    "0.3",
+    "--dead-s",
+    "2",
+    "--hang-after-s",
+    "6",
+    "--stuck-after-s",
+    "30",
+    "--grace-s",
+    "8",
+    "--gpu-health",
+    "off",
+)
 THAW_S = 5.0  # who was stopped is continued after this: longer than --dead-s
 REACH_S = 90.0  # for the processes to get to the phase
 
@@ -33,7 +47,7 @@ class NotReached(RuntimeError):
     """The phase never came; the cell says nothing."""
 
 
-# ---- nodes ------------------------------------------------------------------------------------------------------------
+# ---- nodes ---------------------------------------------------------------------------------------
 def can_isolate() -> bool:
     """Network namespaces: Linux, root, iproute2, and a kernel that lets us."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0 or shutil.which("ip") is None:
@@ -51,7 +65,8 @@ def ip(*words: str) -> None:
 
 @dataclass
 class Net:
-    """A bridge, and one namespace per node on it. Nothing of it reaches outside: the bridge has no address."""
+    """A bridge, and one namespace per node on it. Nothing of it reaches outside: the bridge has
+    no address."""
 
     name: str
     nodes: int = 0
@@ -66,9 +81,24 @@ class Net:
         self.nodes += 1
         space, address = f"{self.name}n{self.nodes}", f"10.213.0.{self.nodes}"
         ip("netns", "add", space)
-        ip("link", "add", self.link(self.nodes), "type", "veth", "peer", "name", "eth0", "netns", space)
+        ip(
+            "link",
+            "add",
+            self.link(self.nodes),
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            space,
+        )
         ip("link", "set", self.link(self.nodes), "master", f"{self.name}b", "up")
-        for words in (("link", "set", "lo", "up"), ("addr", "add", f"{address}/24", "dev", "eth0"), ("link", "set", "eth0", "up")):
+        for words in (
+            ("link", "set", "lo", "up"),
+            ("addr", "add", f"{address}/24", "dev", "eth0"),
+            ("link", "set", "eth0", "up"),
+        ):
             ip("-n", space, *words)
         return ["ip", "netns", "exec", space], address
 
@@ -95,7 +125,10 @@ class Drilled:
         found = []
         for p in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if p.environ().get("HARNESS_NODE_DIR") == str(self.folder) and p.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    p.environ().get("HARNESS_NODE_DIR") == str(self.folder)
+                    and p.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(p)
         return sorted(found, key=lambda p: (p.pid != self.process.pid, p.pid))
 
@@ -144,18 +177,46 @@ class Scene:
         number = len(self.nodes) + 1
         folder = self.folder / f"node{number}"
         folder.mkdir()
-        (folder / "sitecustomize.py").write_text(f"from harness import sabotage\n\nsabotage.arm({str(folder)!r})\n")
+        (folder / "sitecustomize.py").write_text(
+            f"from harness import sabotage\n\nsabotage.arm({str(folder)!r})\n"
+        )
         if hold is not None:
             (folder / "hold.json").write_text(json.dumps(hold))
         prefix, address = self.net.add() if self.net else ([], "127.0.0.1")
-        path = os.pathsep.join([str(folder), str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-        env = plain_environment() | {"HARNESS_NODE_DIR": str(folder), "HARNESS_ATTEMPT": str(number), "PYTHONPATH": path}
+        path = os.pathsep.join(
+            [str(folder), str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+        )
+        env = plain_environment() | {
+            "HARNESS_NODE_DIR": str(folder),
+            "HARNESS_ATTEMPT": str(number),
+            "PYTHONPATH": path,
+        }
         env["HARNESS_HOST"] = f"node-{number}"
         env |= {"GLOO_SOCKET_IFNAME": "eth0" if self.net else "lo"}
-        command = [*prefix, sys.executable, "-m", "harness.cli", "run", "--run", str(self.run), *AGENT, "--addr", address]
+        command = [
+            *prefix,
+            sys.executable,
+            "-m",
+            "harness.cli",
+            "run",
+            "--run",
+            str(self.run),
+            *AGENT,
+            "--addr",
+            address,
+        ]
         with open(self.folder / f"node{number}.log", "wb") as log:
             process = subprocess.Popen(
-                [*command, "--", "-m", "harness.proof.exercise", "--total", str(self.steps), "--every", str(self.every)],
+                [
+                    *command,
+                    "--",
+                    "-m",
+                    "harness.proof.exercise",
+                    "--total",
+                    str(self.steps),
+                    "--every",
+                    str(self.every),
+                ],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -187,7 +248,11 @@ class Scene:
 
 def plain_environment() -> dict[str, str]:
     """Ours, without what would make a child take itself for somebody else's node."""
-    base = {k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "SKYPILOT_", "AWS_", "TORCHELASTIC_"))}
+    base = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("HARNESS_", "SKYPILOT_", "AWS_", "TORCHELASTIC_"))
+    }
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         base.pop(name, None)
     return base | {"OMP_NUM_THREADS": "1"}

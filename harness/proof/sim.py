@@ -1,11 +1,13 @@
-"""A simulated world for the real recovery loop, lease, journal and commit protocol. For users ("what would this policy have
-cost?", `harness simulate`) as much as for tests (`invariants.py` watches every event).
+"""A simulated world for the real recovery loop, lease, journal and commit protocol. For users
+("what would this policy have cost?", `harness simulate`) as much as for tests (`invariants.py`
+watches every event).
 
-Everything follows from the seed. Time is virtual: it passes only while a controller sleeps or calls something. Controllers run the real
-`recovery.recover`; they are made to die, or to be overtaken by another one, at random operations. Nodes hold simulated
-members that form epochs, train, write snapshots through the real `storage.snapshots` (each rank its own part, at
-its own time), drain when told, or go on as zombies when the cloud believes them gone. From `calm_s` on nothing goes
-wrong any more and there is capacity: then the run must end.
+Everything follows from the seed. Time is virtual: it passes only while a controller sleeps or calls
+something. Controllers run the real `recovery.recover`; they are made to die, or to be overtaken by
+another one, at random operations. Nodes hold simulated members that form epochs, train, write
+snapshots through the real `storage.snapshots` (each rank its own part, at its own time), drain when
+told, or go on as zombies when the cloud believes them gone. From `calm_s` on nothing goes wrong any
+more and there is capacity: then the run must end.
 
 Pure: no threads, sockets, wall clock or global randomness.
 """
@@ -53,15 +55,20 @@ from storage.snapshots import Snapshots
 
 @dataclass(frozen=True)
 class Build:
-    """What the controllers and members of a simulation are built of. Tests put a broken part in, to see that it is found."""
+    """What the controllers and members of a simulation are built of. Tests put a broken part
+    in, to see that it is found."""
 
     lease: type[Lease] = Lease
     journal: type[Journal] = Journal
     snapshots: type[Snapshots] = Snapshots
     restore: type[Restore] = Restore
-    store: Callable[[dict[str, bytes]], ObjectStore] = lambda objects: MemoryStore("memory://sim", objects)
+    store: Callable[[dict[str, bytes]], ObjectStore] = lambda objects: MemoryStore(
+        "memory://sim", objects
+    )
     recover: Callable[..., Outcome] = recover
-    patience: Callable[[Callable[[], float]], Patience] = lambda monotonic: Patience(answered=True, monotonic=monotonic)
+    patience: Callable[[Callable[[], float]], Patience] = lambda monotonic: Patience(
+        answered=True, monotonic=monotonic
+    )
 
 
 @dataclass(frozen=True)
@@ -88,10 +95,13 @@ def simulate(
     job: Job | None = None,
     build: Build | None = None,
 ) -> SimResult:
-    """One run in one simulated world. Raises invariants.Violation, with the line that reproduces it."""
+    """One run in one simulated world. Raises invariants.Violation, with the line that
+    reproduces it."""
     rng = random.Random(seed)
     weather = weather or Weather.of(rng)
-    run = run or RunSpec(1, rng.randint(1, 4), poll_s=5.0, exit_grace_s=60.0, max_hours_without_progress=2.0)
+    run = run or RunSpec(
+        1, rng.randint(1, 4), poll_s=5.0, exit_grace_s=60.0, max_hours_without_progress=2.0
+    )
     sim = Simulation(seed, rng, policy, run, weather, job or Job(), build or Build())
     try:
         return sim.play()
@@ -99,7 +109,9 @@ def simulate(
         raise Violation(f"{e}\n  reproduce it: harness simulate --seed {seed}") from e
 
 
-def simulate_many(seeds: Iterable[int], policy: Policy = cheapest, run: RunSpec | None = None, **world: object) -> Iterator[SimResult]:
+def simulate_many(
+    seeds: Iterable[int], policy: Policy = cheapest, run: RunSpec | None = None, **world: object
+) -> Iterator[SimResult]:
     """Lazily, one after the other; the first broken rule raises."""
     return (simulate(seed, policy, run, **world) for seed in seeds)  # type: ignore[arg-type]
 
@@ -109,10 +121,15 @@ def command(seeds: int, seed: int | None, first: int, policy: str) -> int:
     chosen = resolve(policy)
     results: list[SimResult] = []
     try:
-        for result in simulate_many([seed] if seed is not None else range(first, first + seeds), chosen):
+        for result in simulate_many(
+            [seed] if seed is not None else range(first, first + seeds), chosen
+        ):
             results.append(result)
             if result.outcome == "failed" or seed is not None:
-                print(f"seed {result.seed}: {result.outcome} at step {result.committed_step}: {result.reason}")
+                print(
+                    f"seed {result.seed}: {result.outcome} at step {result.committed_step}: "
+                    f"{result.reason}"
+                )
     except Violation as e:
         print(f"after {len(results)} good worlds: {e}")
         return 1
@@ -123,51 +140,36 @@ def command(seeds: int, seed: int | None, first: int, policy: str) -> int:
     for outcome in ("done", "stopped", "failed"):
         if some := [r for r in results if r.outcome == outcome]:
             hours = statistics.median(r.elapsed_s for r in some) / 3600
-            usd, losses = statistics.median(r.usd for r in some), statistics.median(r.attempts for r in some)
+            usd, losses = (
+                statistics.median(r.usd for r in some),
+                statistics.median(r.attempts for r in some),
+            )
             redone = sum(r.steps_redone for r in some) / max(1, sum(r.committed_step for r in some))
-            print(f"{len(some):5} {outcome:8} median: {hours:.2f} h, {usd:.2f} USD, {losses:g} nodes used; steps done twice: {redone:.1%}")
+            print(
+                f"{len(some):5} {outcome:8} median: {hours:.2f} h, {usd:.2f} USD, {losses:g} nodes "
+                f"used; steps done twice: {redone:.1%}"
+            )
     print(f"{len(results)} worlds, every rule held in each of them ({policy})")
     return 0
 
 
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-# ---- controllers ----------------------------------------------------------------------------------------------------
+# ---- controllers ---------------------------------------------------------------------------------
 class Seat:
-    """One controller's eyes and hands. Every operation takes time; at each the controller may die, before or after it took
-    effect, or hang while another one takes over. It is the store and the cloud that this controller sees."""
+    """One controller's eyes and hands. Every operation takes time; at each the controller may die,
+    before or after it took effect, or hang while another one takes over. It is the store and the
+    cloud that this controller sees."""
 
     def __init__(self, sim: Simulation, depth: int, dies_s: float = math.inf):
         self.sim, self.depth, self.dies_s = sim, depth, dies_s
         self.url = sim.store.url
         self.lease: Lease | None = None
-        self.server = "another" if sim.weather.elsewhere and sim.rng.random() < sim.weather.elsewhere and not sim.cloud.calm else "usual"
+        self.server = (
+            "another"
+            if sim.weather.elsewhere
+            and sim.rng.random() < sim.weather.elsewhere
+            and not sim.cloud.calm
+            else "usual"
+        )
         self.refused_until_s = 0.0
         self.blind = False  # the bucket's last answer was none, or no
 
@@ -206,7 +208,8 @@ class Seat:
 
     # -- ObjectStore
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
-        if key.startswith("facts/"):  # read by hundreds at a takeover, with no effect: nothing to see in between
+        # read by hundreds at a takeover, with no effect: nothing to see in between
+        if key.startswith("facts/"):
             return self.sim.store.get(key, start, end)
         return self.store("get", lambda: self.sim.controller_store().get(key, start, end))
 
@@ -230,7 +233,9 @@ class Seat:
         return self.sim.cloud.offers()
 
     def nodes(self) -> Sequence[Node]:
-        return self.ask("nodes", lambda: [n for n in self.sim.cloud.nodes() if self.knows(n.attempt)])
+        return self.ask(
+            "nodes", lambda: [n for n in self.sim.cloud.nodes() if self.knows(n.attempt)]
+        )
 
     def launch(self, attempt: int, offer: Offer) -> None:
         def ask() -> None:
@@ -240,7 +245,11 @@ class Seat:
         self.act("launch", attempt, ask)
 
     def terminate(self, attempt: int) -> None:
-        self.act("terminate", attempt, lambda: self.sim.cloud.terminate(attempt) if self.knows(attempt) else None)
+        self.act(
+            "terminate",
+            attempt,
+            lambda: self.sim.cloud.terminate(attempt) if self.knows(attempt) else None,
+        )
 
     def knows(self, attempt: int) -> bool:
         """Was it launched through the API server that this controller speaks to?"""
@@ -248,7 +257,15 @@ class Seat:
 
     def act(self, what: str, attempt: int, operation: Callable[[], None]) -> None:
         def effect() -> None:
-            self.sim.emit(Acted(self.sim.clock.now(), self.lease.term if self.lease else 0, what, attempt, self.blind))
+            self.sim.emit(
+                Acted(
+                    self.sim.clock.now(),
+                    self.lease.term if self.lease else 0,
+                    what,
+                    attempt,
+                    self.blind,
+                )
+            )
             operation()
 
         self.ask(what, effect)
@@ -270,12 +287,31 @@ class Seat:
 class Simulation:
     """Builds the world, keeps somebody at the wheel, and lets the checkers see everything."""
 
-    def __init__(self, seed: int, rng: random.Random, policy: Policy, run: RunSpec, weather: Weather, job: Job, build: Build):
-        self.seed, self.rng, self.policy, self.run, self.weather, self.job, self.build = seed, rng, policy, run, weather, job, build
+    def __init__(
+        self,
+        seed: int,
+        rng: random.Random,
+        policy: Policy,
+        run: RunSpec,
+        weather: Weather,
+        job: Job,
+        build: Build,
+    ):
+        self.seed, self.rng, self.policy, self.run, self.weather, self.job, self.build = (
+            seed,
+            rng,
+            policy,
+            run,
+            weather,
+            job,
+            build,
+        )
         self.clock = VirtualClock()
         self.checkers: list[Checker] = []
         self.store = WatchedStore(build.store({}), self.clock, self.emit)
-        self._faulty = FaultyStore(self.store, rng, unavailable=weather.store_errors / 2, unknown=weather.store_errors / 2)
+        self._faulty = FaultyStore(
+            self.store, rng, unavailable=weather.store_errors / 2, unknown=weather.store_errors / 2
+        )
         self._patience = build.patience(self.clock.now)
         self.reads = random.Random(f"reads {seed}")  # what happens to reads; of its own
         self.denials = self._denials()
@@ -298,28 +334,44 @@ class Simulation:
             invariants.Whole(self.store.inner),
             invariants.NewestCounts(self.store.inner),
             invariants.GreatestStep(self.store.inner),
-            invariants.SamplesOnce(self.store.inner, GENESIS, lambda step: expected_samples(job, step)),
+            invariants.SamplesOnce(
+                self.store.inner, GENESIS, lambda step: expected_samples(job, step)
+            ),
             ledger,
         ]
         if run.budget_usd is not None:
-            # One attempt: what all nodes cost from the last look of a controller that dies to the end of the grace its successor gives.
+            # One attempt: what all nodes cost from the last look of a controller that dies to the
+            # end of the grace its successor gives.
             slack_s = run.exit_grace_s + weather.restart_s + 300
             dearest = max(o.usd_per_h for o in weather.offers)
-            self.checkers.append(invariants.Budget(run.budget_usd, run.max_nodes * dearest * slack_s / 3600, ledger))
+            self.checkers.append(
+                invariants.Budget(run.budget_usd, run.max_nodes * dearest * slack_s / 3600, ledger)
+            )
         slowest = min(o.speed for o in weather.offers)
         work_s = 2 * job.total_steps * job.step_s / slowest
-        limit_s = run.max_hours_without_progress * 3600 if weather.calm_s == math.inf or weather.fails_at_step else 0.0
-        self.clock.horizon_s = (0.0 if weather.calm_s == math.inf else weather.calm_s) + work_s + limit_s + 1800
+        limit_s = (
+            run.max_hours_without_progress * 3600
+            if weather.calm_s == math.inf or weather.fails_at_step
+            else 0.0
+        )
+        self.clock.horizon_s = (
+            (0.0 if weather.calm_s == math.inf else weather.calm_s) + work_s + limit_s + 1800
+        )
         if weather.stop_at_s is not None:
             request = StopOrder("somebody asked for it", "user").to_json()
             self.clock.after(weather.stop_at_s, lambda: self.store.put(STOP_KEY, request))
 
     def _denials(self) -> list[tuple[float, float, bool]]:
-        """From when until when the store says 404 of all snapshots, and whether it lists them nevertheless."""
+        """From when until when the store says 404 of all snapshots, and whether it lists them
+        nevertheless."""
         spells, t = list[tuple[float, float, bool]](), 0.0
         calm_s = min(self.weather.calm_s, 86_400.0)
-        while self.weather.denials_per_h and (t := t + self.reads.expovariate(self.weather.denials_per_h / 3600)) < calm_s:
-            # Not longer than a restore looks again while nothing is listed: the very first snapshot leaves no trace but itself.
+        while (
+            self.weather.denials_per_h
+            and (t := t + self.reads.expovariate(self.weather.denials_per_h / 3600)) < calm_s
+        ):
+            # Not longer than a restore looks again while nothing is listed: the very first snapshot
+            # leaves no trace but itself.
             length_s, lists = self.reads.choice(((0.005, False), (8.0, False), (60.0, True)))
             spells.append((t, min(calm_s, t + length_s), lists))
         return spells
@@ -335,7 +387,11 @@ class Simulation:
             return self.store
         since_s, until_s = self.weather.refused_s
         seen: ObjectStore = Eyes(self, self._faulty)
-        return Refused(seen, self._patience, lambda: since_s <= self.clock.now() < until_s) if until_s else seen
+        return (
+            Refused(seen, self._patience, lambda: since_s <= self.clock.now() < until_s)
+            if until_s
+            else seen
+        )
 
     controller_store = member_store
 
@@ -373,14 +429,21 @@ class Simulation:
         excused = (
             weather.fails_at_step is not None
             or weather.stop_at_s is not None
-            # The world spoiled more than a run may pass over by itself, or several readers say so who are bad themselves.
-            or (self.refused and len(self.damaged) + sum(m.bad_reader for m in self.members.all.values()) > 1)
+            # The world spoiled more than a run may pass over by itself, or several readers say so
+            # who are bad themselves.
+            or (
+                self.refused
+                and len(self.damaged) + sum(m.bad_reader for m in self.members.all.values()) > 1
+            )
             or weather.calm_s == math.inf
             or run.budget_usd is not None
             or run.max_hours is not None
         )
         if (outcome.outcome != "done" and not excused) or not outcome.reason:
-            raise Violation(f"life: {outcome.outcome} ({outcome.reason}) at {self.clock.now():.0f} s, although it could have ended")
+            raise Violation(
+                f"life: {outcome.outcome} ({outcome.reason}) at {self.clock.now():.0f} s, although "
+                "it could have ended"
+            )
 
     def lead(self, depth: int, dies_s: float = math.inf) -> None:
         """One controller, from its start to its end, of whatever kind."""
@@ -398,9 +461,12 @@ class Simulation:
     def overtake(self, what: str) -> None:
         """A controller hangs in an operation for so long that another one leads meanwhile.
 
-        Not for longer than `lost_after_s` between its look at the lease and a launch: nothing can fence that but the cloud itself.
+        Not for longer than `lost_after_s` between its look at the lease and a launch: nothing can
+        fence that but the cloud itself.
         """
-        hangs_s = 15.0 * 1.5 + self.rng.uniform(0, 0.8 * self.run.lost_after_s if what == "launch" else 600)
+        hangs_s = 15.0 * 1.5 + self.rng.uniform(
+            0, 0.8 * self.run.lost_after_s if what == "launch" else 600
+        )
         back_s = self.clock.now() + hangs_s
         self.lead(depth=1, dies_s=back_s)
         self.clock.sleep(max(0.0, back_s - self.clock.now()) * self.rng.random())

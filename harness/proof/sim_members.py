@@ -1,4 +1,5 @@
-"""The simulated members: what agents and workers do, in few words, with the real snapshots and restores."""
+"""The simulated members: what agents and workers do, in few words, with the real snapshots and
+restores."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class Job:
     micro_batches: int = 8
 
 
-# ---- members --------------------------------------------------------------------------------------------------------
+# ---- members -------------------------------------------------------------------------------------
 @dataclass
 class Member:
     attempt: int
@@ -61,7 +62,8 @@ class Team:
     first: int  # the step resumed from
     head: str
     recorded: int
-    lines: dict[int, str] = field(default_factory=dict)  # step records since the last committed step
+    # step records since the last committed step
+    lines: dict[int, str] = field(default_factory=dict)
     resumed: str = ""
     draining: str = ""
     over: bool = False  # its members have left it, or know that it is broken
@@ -76,7 +78,8 @@ class Team:
 
 
 class Members:
-    """All node agents and workers. They share nothing but the bucket; their events are atomic, their uploads are not."""
+    """All node agents and workers. They share nothing but the bucket; their events are atomic,
+    their uploads are not."""
 
     def __init__(self, sim: Simulation):
         self.sim, self.clock, self.rng, self.job = sim, sim.clock, sim.rng, sim.job
@@ -102,19 +105,27 @@ class Members:
     def boot(self, attempt: int, offer: Offer) -> None:
         bad = not self.sim.cloud.calm and self.sim.reads.random() < self.sim.weather.bad_readers
         member = self.all[attempt] = Member(attempt, offer, bad_reader=bad)
-        self.clock.after(self.rng.uniform(0.5, 1.5) * self.job.boot_s, lambda: self.retry(lambda: self.ready(member)))
+        self.clock.after(
+            self.rng.uniform(0.5, 1.5) * self.job.boot_s,
+            lambda: self.retry(lambda: self.ready(member)),
+        )
         if not self.sim.cloud.calm and self.rng.random() < self.sim.weather.flaky:
-            self.clock.after(self.rng.uniform(1, 600), lambda: self.sim.cloud.end(attempt, 1, "exited"))
+            self.clock.after(
+                self.rng.uniform(1, 600), lambda: self.sim.cloud.end(attempt, 1, "exited")
+            )
 
     def beat(self, member: Member, count: int = 0) -> None:
-        """What it says of itself in the bucket, as real ones do; only where somebody may need it."""
+        """What it says of itself in the bucket, as real ones do; only where somebody may need
+        it."""
         if not member.dead:
             self.say(member, "in", count)
             self.clock.after(10.0, lambda: self.beat(member, count + 1))
 
     def say(self, member: Member, state: str, count: int) -> None:
         body = {"attempt": member.attempt, "state": state, "beat": count, "beat_s": 10.0}
-        self.sim.store.put(f"rdzv/members/m{member.attempt:04d}-sim.json", json.dumps(body).encode())
+        self.sim.store.put(
+            f"rdzv/members/m{member.attempt:04d}-sim.json", json.dumps(body).encode()
+        )
 
     def ready(self, member: Member) -> None:
         if member.dead:
@@ -154,7 +165,9 @@ class Members:
 
     def leave(self, member: Member, code: int) -> None:
         member.ready = False
-        self.clock.after(self.rng.uniform(0.2, 3), lambda: self.sim.cloud.end(member.attempt, code, "exited"))
+        self.clock.after(
+            self.rng.uniform(0.2, 3), lambda: self.sim.cloud.end(member.attempt, code, "exited")
+        )
 
     def notice(self, attempt: int) -> None:
         member = self.all.get(attempt)
@@ -219,27 +232,41 @@ class Members:
             for member in members:
                 self.leave(member, FINISHED)
             return
-        body: dict[str, object] = {"epoch": epoch, "members": [m.attempt for m in members], "resume": newest.ref.name if newest else None}
+        body: dict[str, object] = {
+            "epoch": epoch,
+            "members": [m.attempt for m in members],
+            "resume": newest.ref.name if newest else None,
+        }
         if not store.create(f"rdzv/epochs/{epoch:06d}.json", json.dumps(body).encode()):
-            raise StoreUnavailable("another member was first, or a write of ours took effect unheard: look again")
+            raise StoreUnavailable(
+                "another member was first, or a write of ours took effect unheard: look again"
+            )
         self.forming, self.epochs = False, self.epochs + 1
         speed = sum(m.offer.speed for m in members)
         first, head = (newest.step, newest.data["samples"]["head"]) if newest else (0, GENESIS)
         restored_s = self.clock.now() + self.rng.uniform(2, 10) + restored.waited_s
-        self.team = team = Team(epoch, members, restored_s, self.job.step_s / speed, first, head, first)
+        self.team = team = Team(
+            epoch, members, restored_s, self.job.step_s / speed, first, head, first
+        )
         team.resumed = newest.ref.name if newest else ""
         for member in members:
-            member.seen = max(filter(None, (member.seen, newest.ref if newest else None)), default=None)
+            member.seen = max(
+                filter(None, (member.seen, newest.ref if newest else None)), default=None
+            )
         self.milestone(team, self.next_stop(first))
 
     def next_stop(self, step: int) -> int:
         every = self.job.snapshot_every
         step = min((step // every + 1) * every, self.job.total_steps)
         bug = self.sim.weather.fails_at_step
-        return step if bug is None or self.team is None else min(step, max(bug, self.team.first + 1))
+        return (
+            step if bug is None or self.team is None else min(step, max(bug, self.team.first + 1))
+        )
 
     def milestone(self, team: Team, step: int) -> None:
-        self.clock.after(max(0.0, team.time_of(step) - self.clock.now()), lambda: self.reach(team, step))
+        self.clock.after(
+            max(0.0, team.time_of(step) - self.clock.now()), lambda: self.reach(team, step)
+        )
 
     def reach(self, team: Team, step: int) -> None:
         """A step at which a snapshot is due."""
@@ -278,7 +305,12 @@ class Members:
         """Its records are those since the last one that is committed, as a session's are."""
         for k in range(team.recorded + 1, step + 1):
             consumed = self.consumed(k, len(team.members))
-            record: dict[str, str | int] = {"step": k, "epoch": team.epoch, "digest": consumed, "prev": team.head}
+            record: dict[str, str | int] = {
+                "step": k,
+                "epoch": team.epoch,
+                "digest": consumed,
+                "prev": team.head,
+            }
             team.head = record_hash(record)
             team.lines[k] = json.dumps({**record, "h": team.head})
             self.steps_done += 1
@@ -286,11 +318,24 @@ class Members:
         first = min(team.lines, default=step)
         key = f"samples/{first:010d}-{step:010d}-{team.head[:16]}.jsonl"
         records = "\n".join(team.lines[k] for k in sorted(team.lines)).encode()
-        data: dict[str, object] = {"samples": {"key": key, "head": team.head, "first": first, "last": step}}
+        data: dict[str, object] = {
+            "samples": {"key": key, "head": team.head, "first": first, "last": step}
+        }
         data |= {"final": step == self.job.total_steps, "resumed": team.resumed}
         for rank, member in enumerate(team.members):
-            upload = Upload(team, member, rank, step, f"state after {team.head} of rank {rank}", data if rank == 0 else {}, (key, records))
-            self.clock.after(self.rng.uniform(0.2, 4), lambda u=upload: self.retry(lambda: self.upload(u)))  # type: ignore[misc]
+            upload = Upload(
+                team,
+                member,
+                rank,
+                step,
+                f"state after {team.head} of rank {rank}",
+                data if rank == 0 else {},
+                (key, records),
+            )
+            self.clock.after(
+                self.rng.uniform(0.2, 4),
+                lambda u=upload: self.retry(lambda: self.upload(u)),  # type: ignore[misc]
+            )
 
     def consumed(self, step: int, world: int) -> str:
         """Sum of what the ranks loaded; the same for any world, or something is wrong."""
@@ -318,7 +363,8 @@ class Members:
             if not self.sim.cloud.calm and self.rng.random() < self.sim.weather.rot:
                 how = self.rng.choice(("flip", "truncate", "delete"))
                 self.clock.after(self.rng.uniform(1, 100), lambda: self.rot(manifest, how))
-        elif self.sim.denials and self.clock.now() < until_s and not up.member.dead:  # other ranks are still at it, or their lists denied
+        elif self.sim.denials and self.clock.now() < until_s and not up.member.dead:
+            # other ranks are still at it, or their lists denied
             self.clock.after(2.0, lambda: self.retry(lambda: self.commit(up, ref, world, until_s)))
 
     def rot(self, manifest: Manifest, how: str) -> None:
@@ -372,13 +418,20 @@ def expected_samples(job: Job, step: int) -> str:
     return f"{sum(_sample_hash(step, i) for i in range(job.micro_batches)) % 2**64:x}"
 
 
-# ---- reading ------------------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 class Eyes:
-    """The bucket as it is read, by `member` if one is named: what restores it may get flipped bytes, a bad reader always does, and there
-    are spells in which the store denies all snapshots. Time passes for who looks again, and for nobody else."""
+    """The bucket as it is read, by `member` if one is named: what restores it may get flipped
+    bytes, a bad reader always does, and there are spells in which the store denies all snapshots.
+    Time passes for who looks again, and for nobody else."""
 
     def __init__(self, sim: Simulation, inner: ObjectStore, member: Member | None = None):
-        self.sim, self.inner, self.url, self.member, self.waited_s = sim, inner, inner.url, member, 0.0
+        self.sim, self.inner, self.url, self.member, self.waited_s = (
+            sim,
+            inner,
+            inner.url,
+            member,
+            0.0,
+        )
         self.put, self.create, self.delete = inner.put, inner.create, inner.delete
 
     def sleep(self, seconds: float) -> None:
@@ -395,7 +448,9 @@ class Eyes:
         found = self.inner.get(key, start, end)
         if self.member is None or not key.endswith("state.bin") or not found:
             return found
-        damaged = self.member.bad_reader or (not self.sim.cloud.calm and self.sim.reads.random() < self.sim.weather.flips)
+        damaged = self.member.bad_reader or (
+            not self.sim.cloud.calm and self.sim.reads.random() < self.sim.weather.flips
+        )
         return bytes([found[0] ^ 1]) + found[1:] if damaged else found
 
     def list(self, prefix: str) -> list[str]:
@@ -409,7 +464,8 @@ class Eyes:
 
 @dataclass(frozen=True)
 class Restored:
-    """What a world resumes from, and how long its looks took; or who leaves instead, with which exit code."""
+    """What a world resumes from, and how long its looks took; or who leaves instead, with which
+    exit code."""
 
     manifest: Manifest | None
     waited_s: float = 0.0
@@ -422,24 +478,36 @@ def restore(sim: Simulation, members: Sequence[Member], epoch: int) -> Restored:
     hosts = {f"node-{m.attempt}": Eyes(sim, store, m) for m in members}
     each = {
         host: build.restore(
-            build.snapshots(eyes), host, Looks(lambda eyes=eyes: eyes, eyes.sleep),  # type: ignore[misc]
-            epoch=epoch, seen=max((m.seen for m in members if m.seen), default=None),
+            build.snapshots(eyes),
+            host,
+            Looks(lambda eyes=eyes: eyes, eyes.sleep),  # type: ignore[misc]
+            epoch=epoch,
+            seen=max((m.seen for m in members if m.seen), default=None),
         )
         for host, eyes in hosts.items()
-    }  # fmt: skip
+    }
     chooser = next(iter(each.values()))
     try:
         while ref := chooser.choose():
-            found = {host: one.read(ref, lambda snapshots, look: _whole(snapshots, ref)) for host, one in each.items()}
+            found = {
+                host: one.read(ref, lambda snapshots, look: _whole(snapshots, ref))
+                for host, one in each.items()
+            }
             bad = {host: why for host, (_, why) in found.items() if why}
             if not bad:
                 chooser.done(ref)
-                return Restored(next(iter(found.values()))[0], max(eyes.waited_s for eyes in hosts.values()))
+                return Restored(
+                    next(iter(found.values()))[0], max(eyes.waited_s for eyes in hosts.values())
+                )
             if unfit := chooser.blame(ref, bad, refuted=len(bad) < len(found)):
-                return Restored(None, leave=[(m, UNFIT) for m in members if f"node-{m.attempt}" in unfit])
+                return Restored(
+                    None, leave=[(m, UNFIT) for m in members if f"node-{m.attempt}" in unfit]
+                )
     except Rewind as e:
         sim.refused = str(e)
-        sim.member_store().create(STOP_KEY, json.dumps({"reason": sim.refused, "by": "a member", "failed": True}).encode())
+        sim.member_store().create(
+            STOP_KEY, json.dumps({"reason": sim.refused, "by": "a member", "failed": True}).encode()
+        )
         return Restored(None, leave=[(m, STOPPED) for m in members])
     return Restored(None, max(eyes.waited_s for eyes in hosts.values()))
 

@@ -26,12 +26,15 @@ OFFERS = (
     Offer(1.3, "gcp/us-central1-b", accelerator="H100", gpus=8, on_demand_usd_per_h=4.0, speed=1.1),
     Offer(1.6, "aws/eu-west-1c", accelerator="H100", gpus=8, on_demand_usd_per_h=4.4, speed=0.9),
 )
-ON_DEMAND = Offer(4.0, "aws/us-east-1a/on-demand", spot=False, accelerator="H100", gpus=8, on_demand_usd_per_h=4.0)
+ON_DEMAND = Offer(
+    4.0, "aws/us-east-1a/on-demand", spot=False, accelerator="H100", gpus=8, on_demand_usd_per_h=4.0
+)
 
 
 @dataclass(frozen=True)
 class Weather:
-    """What the world does to a run until `calm_s`. Rates are per hour and node; chances are per operation unless said otherwise."""
+    """What the world does to a run until `calm_s`. Rates are per hour and node; chances are per
+    operation unless said otherwise."""
 
     offers: tuple[Offer, ...] = OFFERS
     calm_s: float = 1800.0
@@ -48,24 +51,31 @@ class Weather:
     store_errors: float = 0.003
     flips: float = 0.0  # chance that bytes of a part are damaged on their way to who restores it
     bad_readers: float = 0.0  # share of nodes on which they always are
-    denials_per_h: float = 0.0  # spells in which the store says 404 of all snapshots, and may list none
+    # spells in which the store says 404 of all snapshots, and may list none
+    denials_per_h: float = 0.0
     crashes: float = 0.002  # of a controller
     overtakings: float = 0.001  # a controller hangs, and another one takes over
     restart_s: float = 30.0  # at most until somebody starts a dead controller again
-    refused_s: tuple[float, float] = (0.0, 0.0)  # from when to when the bucket says 403 to everybody
+    # from when to when the bucket says 403 to everybody
+    refused_s: tuple[float, float] = (0.0, 0.0)
     fails_at_step: int | None = None  # the script has a bug there
     stop_at_s: float | None = None  # a person asks for it
-    refusals: float = 0.0  # chance that the bucket begins to refuse a controller (403), for up to half an hour
-    elsewhere: float = 0.0  # chance that a controller speaks to another API server, which shows only what was launched through it
+    # chance that the bucket begins to refuse a controller (403), for up to half an hour
+    refusals: float = 0.0
+    # chance that a controller speaks to another API server, which shows only what was launched
+    # through it
+    elsewhere: float = 0.0
 
     @classmethod
     def of(cls, rng: random.Random) -> Weather:
-        """Each seed has its own mixture, and some things not at all: bugs hide in combinations, and in calm too."""
+        """Each seed has its own mixture, and some things not at all: bugs hide in combinations,
+        and in calm too."""
 
         def sometimes(low: float, high: float) -> float:
             return rng.choice((0.0, 1.0, 1.0)) * rng.uniform(low, high)
 
-        reads = random.Random(repr(rng.getstate()[1][:4]))  # of its own, so that the rest of a world is what it was without
+        # of its own, so that the rest of a world is what it was without
+        reads = random.Random(repr(rng.getstate()[1][:4]))
         return cls(
             offers=(*OFFERS[: rng.randint(1, 3)], *([ON_DEMAND] if rng.random() < 0.3 else [])),
             calm_s=rng.uniform(0, 2400),
@@ -89,7 +99,7 @@ class Weather:
         )
 
 
-# ---- time -----------------------------------------------------------------------------------------------------------
+# ---- time ----------------------------------------------------------------------------------------
 class VirtualClock:
     """Events happen, in order, while somebody sleeps."""
 
@@ -109,7 +119,10 @@ class VirtualClock:
             happen()
         self.now_s = until_s
         if until_s > self.horizon_s:
-            raise Violation(f"life: at {until_s:.0f} s the run goes on, although there is capacity and nothing went wrong for long")
+            raise Violation(
+                f"life: at {until_s:.0f} s the run goes on, although there is capacity and nothing "
+                "went wrong for long"
+            )
 
     def after(self, seconds: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now_s + seconds, next(self._order), happen))
@@ -120,7 +133,12 @@ class WatchedStore:
 
     def __init__(self, inner: ObjectStore, clock: VirtualClock, emit: Callable[[Event], None]):
         self.inner, self.url, self._clock, self._emit = inner, inner.url, clock, emit
-        self.get, self.list, self.delete, self.size = inner.get, inner.list, inner.delete, inner.size
+        self.get, self.list, self.delete, self.size = (
+            inner.get,
+            inner.list,
+            inner.delete,
+            inner.size,
+        )
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         self._write(key, data, lambda: self.inner.put(key, data))
@@ -140,7 +158,8 @@ class WatchedStore:
 
 
 class Refused:
-    """A store that says no to everybody for a while, seen with the patience that `open_store` has with it."""
+    """A store that says no to everybody for a while, seen with the patience that `open_store`
+    has with it."""
 
     def __init__(self, inner: ObjectStore, patience: Patience, refuses: Callable[[], bool]):
         self.inner, self.url, self._patience, self._refuses = inner, inner.url, patience, refuses
@@ -170,14 +189,23 @@ class Refused:
             return do()
 
 
-# ---- the cloud ------------------------------------------------------------------------------------------------------
+# ---- the cloud -----------------------------------------------------------------------------------
 class SimCloud:
-    """Offers whose capacity comes and goes; nodes that start slowly and are taken away, with or without a word."""
+    """Offers whose capacity comes and goes; nodes that start slowly and are taken away, with or
+    without a word."""
 
-    def __init__(self, weather: Weather, clock: VirtualClock, rng: random.Random, emit: Callable[[Event], None]):
+    def __init__(
+        self,
+        weather: Weather,
+        clock: VirtualClock,
+        rng: random.Random,
+        emit: Callable[[Event], None],
+    ):
         self.weather, self.clock, self.rng, self._emit = weather, clock, rng, emit
         self.all: dict[int, Node] = {}
-        self.available = {o.name: not o.spot or rng.random() < weather.available for o in weather.offers}
+        self.available = {
+            o.name: not o.spot or rng.random() < weather.available for o in weather.offers
+        }
         self.members: Members | None = None
         for offer in weather.offers:
             if offer.spot and 0 < weather.available < 1:
@@ -194,11 +222,15 @@ class SimCloud:
     def launch(self, attempt: int, offer: Offer) -> None:
         if attempt not in self.all:
             self._set(Node(attempt, offer, NodeState.PENDING, asked_s=self.clock.now()))
-            self.clock.after(self.rng.uniform(*self.weather.launch_s), lambda: self._arrive(attempt))
+            self.clock.after(
+                self.rng.uniform(*self.weather.launch_s), lambda: self._arrive(attempt)
+            )
 
     def nodes(self) -> Sequence[Node]:
         lag_s = 0.0 if self.calm else 4.0  # a cloud's lists are a little behind
-        return [n for n in self.all.values() if n.asked_s + lag_s * (n.attempt % 2) <= self.clock.now()]
+        return [
+            n for n in self.all.values() if n.asked_s + lag_s * (n.attempt % 2) <= self.clock.now()
+        ]
 
     def terminate(self, attempt: int) -> None:
         if attempt in self.all:
@@ -221,19 +253,29 @@ class SimCloud:
         if self.members:
             self.members.boot(attempt, node.offer)
         if node.offer.spot and self.weather.kills_per_h:
-            self.clock.after(self.rng.expovariate(self.weather.kills_per_h) * 3600, lambda: self._take(attempt))
+            self.clock.after(
+                self.rng.expovariate(self.weather.kills_per_h) * 3600, lambda: self._take(attempt)
+            )
 
     def _next_spell(self, offer: Offer) -> None:
         share = self.weather.available if self.available[offer.name] else 1 - self.weather.available
-        self.clock.after(self.rng.expovariate(1 / (2 * self.weather.spell_s * max(share, 0.02))), lambda: self._turn(offer))
+        self.clock.after(
+            self.rng.expovariate(1 / (2 * self.weather.spell_s * max(share, 0.02))),
+            lambda: self._turn(offer),
+        )
 
     def _turn(self, offer: Offer) -> None:
         if self.calm:
             return
         self.available[offer.name] = not self.available[offer.name]
-        if not self.available[offer.name]:  # most machines of the place are taken, at about the same time
+        # most machines of the place are taken, at about the same time
+        if not self.available[offer.name]:
             for node in list(self.all.values()):
-                if node.offer.name == offer.name and node.state is NodeState.UP and self.rng.random() < 0.7:
+                if (
+                    node.offer.name == offer.name
+                    and node.state is NodeState.UP
+                    and self.rng.random() < 0.7
+                ):
                     self.clock.after(self.rng.uniform(0, 20), lambda a=node.attempt: self._take(a))  # type: ignore[misc]
         self._next_spell(offer)
 
@@ -250,6 +292,14 @@ class SimCloud:
     def end(self, attempt: int, exit_code: int | None, reason: str, zombie: bool = False) -> None:
         node = self.all[attempt]
         if node.alive:
-            self._set(dataclasses.replace(node, state=NodeState.GONE, gone_s=self.clock.now(), exit_code=exit_code, reason=reason))
+            self._set(
+                dataclasses.replace(
+                    node,
+                    state=NodeState.GONE,
+                    gone_s=self.clock.now(),
+                    exit_code=exit_code,
+                    reason=reason,
+                )
+            )
             if self.members:
                 self.members.lost(attempt, zombie)

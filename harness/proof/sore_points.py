@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 CUT_S = 7.0  # longer than --hang-after-s, so that it is noticed
 OUTAGE_S = 3.0
-STAND_S = {"agent-stop": 3.0, "node-stop": 3.0}  # longer than --dead-s: the tiny run must not be over before anybody is missed
+# longer than --dead-s: the tiny run must not be over before anybody is missed
+STAND_S = {"agent-stop": 3.0, "node-stop": 3.0}
 
 
-# ---- faults -----------------------------------------------------------------------------------------------------------
+# ---- faults --------------------------------------------------------------------------------------
 def _worker(s: Scene) -> list[psutil.Process]:
     at_phase = [p for p in s.node.workers() if p.pid == s.reached]
     return at_phase or s.node.workers()[:1]
@@ -106,7 +107,9 @@ def clock_back(s: Scene) -> None:
 
 
 def _announce(s: Scene, in_s: float) -> None:
-    s.node.order("notice", json.dumps({"kind": "kill", "id": "drill", "deadline_s": time.time() + in_s}))
+    s.node.order(
+        "notice", json.dumps({"kind": "kill", "id": "drill", "deadline_s": time.time() + in_s})
+    )
 
 
 def notice(s: Scene) -> None:
@@ -141,12 +144,32 @@ def node_kill_and_worker_stop(s: Scene) -> None:
     others = [n for n in s.nodes if n is not s.node]
     send_signal(others[0].workers()[:1], signal.SIGSTOP)
     node_kill(s)
+
+
 Fault = Callable[[Scene], None]
 FAULTS: dict[str, Fault] = {
     f.__name__.replace("_", "-"): f
     for f in (
-        worker_kill, worker_stop, worker_term, agent_kill, agent_stop, agent_term, node_kill, node_stop, both_killed, cut, outage,
-        outage_everywhere, slow_store, clock_forward, clock_back, notice, late_notice, cancelled_notice, notice_without_loss,
-        worker_kill_and_outage, node_kill_and_worker_stop,
+        worker_kill,
+        worker_stop,
+        worker_term,
+        agent_kill,
+        agent_stop,
+        agent_term,
+        node_kill,
+        node_stop,
+        both_killed,
+        cut,
+        outage,
+        outage_everywhere,
+        slow_store,
+        clock_forward,
+        clock_back,
+        notice,
+        late_notice,
+        cancelled_notice,
+        notice_without_loss,
+        worker_kill_and_outage,
+        node_kill_and_worker_stop,
     )
-}  # fmt: skip
+}

@@ -29,7 +29,8 @@ from storage.staging import PREFIX, Segment, Stage, StageFull, default_parent, s
 from storage.tiers import FolderTier, SegmentTier, share
 from storage.upload import Job, Outcome, Uploader
 
-ANSWER_S = 30.0  # the longest wait for an answer of the uploader (making a big segment takes seconds)
+# the longest wait for an answer of the uploader (making a big segment takes seconds)
+ANSWER_S = 30.0
 CONNECT_S = 5.0  # ... for its start; then the trainer sends for itself
 AGENT_ANSWER_S = 2.0  # the agent has more to do than to wait
 BUFFERS = 2  # one being sent, one being filled
@@ -51,7 +52,8 @@ class Courier(Protocol):
         """Hand over; the segment is free again when `done` has been told."""
 
     def held(self, ref: Ref) -> dict[str, Any]:
-        """Where a snapshot lies nearer than in the bucket, as `nearby.tiers_for` takes it; {}: nowhere."""
+        """Where a snapshot lies nearer than in the bucket, as `nearby.tiers_for` takes it; {}:
+        nowhere."""
 
 
 def fence(store: ObjectStore) -> Callable[[Ref], None]:
@@ -59,14 +61,18 @@ def fence(store: ObjectStore) -> Callable[[Ref], None]:
 
     def check(ref: Ref) -> None:
         if newest_epoch(store).epoch > ref.epoch:
-            raise Fenced(f"epoch {ref.epoch} is over: a newer one exists, so its snapshot of step {ref.step} is not committed")
+            raise Fenced(
+                f"epoch {ref.epoch} is over: a newer one exists, so its snapshot of step "
+                f"{ref.step} is not committed"
+            )
 
     return check
 
 
 @contextlib.contextmanager
 def socket_in(folder: Path) -> Iterator[str]:
-    """Its address: a path of at most 107 bytes, which on Linux any folder can have by way of a descriptor."""
+    """Its address: a path of at most 107 bytes, which on Linux any folder can have by way of a
+    descriptor."""
     if not sys.platform.startswith("linux"):
         yield str(folder / "socket")
         return
@@ -91,8 +97,17 @@ class _Slot:
 class Local:
     """In the trainer's own process, in memory of its own."""
 
-    def __init__(self, store: ObjectStore, on_outcome: Callable[[Job, Outcome], None], progress: Progress | None = None):
-        seen = (lambda where: sign_seen(progress.sign)) if progress is not None else (lambda where: None)
+    def __init__(
+        self,
+        store: ObjectStore,
+        on_outcome: Callable[[Job, Outcome], None],
+        progress: Progress | None = None,
+    ):
+        seen = (
+            (lambda where: sign_seen(progress.sign))
+            if progress is not None
+            else (lambda where: None)
+        )
         self._uploader = Uploader(store, fence(store), on_outcome, nice=NICE, watch=seen)
         self._slots: list[_Slot] = []
 
@@ -124,9 +139,12 @@ class Local:
 
 
 class Line:
-    """Requests and answers over the uploader's socket. Raises ConnectionError when it is not there (any more)."""
+    """Requests and answers over the uploader's socket. Raises ConnectionError when it is not
+    there (any more)."""
 
-    def __init__(self, folder: Path, connect_s: float = CONNECT_S, on_lost: Callable[[], None] = lambda: None):
+    def __init__(
+        self, folder: Path, connect_s: float = CONNECT_S, on_lost: Callable[[], None] = lambda: None
+    ):
         deadline_s = time.monotonic() + connect_s
         while True:
             self._socket = socket.socket(socket.AF_UNIX)
@@ -184,7 +202,16 @@ class Line:
                     self._later.pop(number)[1](Outcome.from_dict(body["outcome"]))
                 elif "error" in body:
                     job, done = self._later.pop(number)
-                    done(Outcome(job.ref, job.rank, "failed", error=body["error"], kind="StoreError", note=job.note))
+                    done(
+                        Outcome(
+                            job.ref,
+                            job.rank,
+                            "failed",
+                            error=body["error"],
+                            kind="StoreError",
+                            note=job.note,
+                        )
+                    )
         with self._lock:
             self.lost = True
         for one in list(self._answers.values()):
@@ -198,7 +225,8 @@ class Line:
 
 
 class Remote:
-    """The uploader process of this node. Should it die, what it had not finished is sent from here, and so is all that follows."""
+    """The uploader process of this node. Should it die, what it had not finished is sent from
+    here, and so is all that follows."""
 
     def __init__(self, folder: Path, epoch: int, local_rank: int, fallback: Local):
         self._epoch, self._rank, self._fallback = epoch, local_rank, fallback
@@ -216,7 +244,13 @@ class Remote:
             unused = [str(s.segment.path) for s in self._slots if not s.busy]  # of another size
             self._slots = [s for s in self._slots if s.busy]
             try:
-                answer = self._line.ask("reserve", rank=self._rank, epoch=self._epoch, nbytes=max(1, nbytes), unused=unused)
+                answer = self._line.ask(
+                    "reserve",
+                    rank=self._rank,
+                    epoch=self._epoch,
+                    nbytes=max(1, nbytes),
+                    unused=unused,
+                )
             except ConnectionError:
                 return self._fallback.segment(nbytes)
             except StageFull as e:
@@ -248,7 +282,9 @@ class Remote:
             self._pending[job.ref] = job, segment, landed
         try:
             self._line.send(job, str(segment.path), landed)
-        except OSError:  # it died; had it our job, then `_take_over` was called, and does nothing the second time
+        except OSError:
+            # it died; had it our job, then `_take_over` was called, and does nothing the second
+            # time
             self._take_over()
 
     def _take_over(self) -> None:
@@ -281,13 +317,22 @@ def fact_of(job: Job, outcome: Outcome) -> Fact:
         return SnapshotFailed(ref.step, ref.epoch, outcome.error)
     commit_s = time.time() - note["t_start"]
     return SnapshotCommitted(
-        ref.step, ref.epoch, outcome.nbytes, note["stall_s"], commit_s, note["why"], note["t_start"], outcome.weights, outcome.slowdown,
+        ref.step,
+        ref.epoch,
+        outcome.nbytes,
+        note["stall_s"],
+        commit_s,
+        note["why"],
+        note["t_start"],
+        outcome.weights,
+        outcome.slowdown,
         outcome.requests,
-    )  # fmt: skip
+    )
 
 
 def seen_here(parent: Path | None = None) -> Callable[[Manifest], dict[str, float]]:
-    """What the uploaders of this node and user have of a snapshot: tier -> share of its bytes, nearest first. Nobody answers: {}."""
+    """What the uploaders of this node and user have of a snapshot: tier -> share of its bytes,
+    nearest first. Nobody answers: {}."""
     lines = []
     for folder in (parent or default_parent()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # of a dead agent, or another user's
@@ -306,11 +351,20 @@ def seen_here(parent: Path | None = None) -> Callable[[Manifest], dict[str, floa
     return near
 
 
-# ---- the agent's side -------------------------------------------------------------------------------------------
+# ---- the agent's side ----------------------------------------------------------------------------
 class NodeUploader:
-    """The uploader of a node, held by its agent, and the stage that both own. Every call is bounded and harmless when it is dead."""
+    """The uploader of a node, held by its agent, and the stage that both own. Every call is
+    bounded and harmless when it is dead."""
 
-    def __init__(self, run: str, member: str, parent: Path | None, budget_nbytes: int | None, log: Path, nearby: NearbyConfig):
+    def __init__(
+        self,
+        run: str,
+        member: str,
+        parent: Path | None,
+        budget_nbytes: int | None,
+        log: Path,
+        nearby: NearbyConfig,
+    ):
         self.run, self.member, self._log, self._nearby = run, member, log, nearby
         sweep(parent)
         self.stage = Stage(parent, budget_nbytes)
@@ -322,15 +376,26 @@ class NodeUploader:
         """Start it, or start it again."""
         if self._process is not None and self._process.poll() is None:
             return
-        for left in self.stage.folder.iterdir():  # what one that died has left; who maps a segment keeps its memory
+        # what one that died has left; who maps a segment keeps its memory
+        for left in self.stage.folder.iterdir():
             if left.name not in ("lock", NEAR):
                 left.unlink(missing_ok=True)
         self._line = None
-        order = {"run": self.run, "folder": str(self.stage.folder), "budget_nbytes": self.stage.budget_nbytes, "member": self.member}
-        order["nearby"] = replace(self._nearby, memory_nbytes=self.stage.budget_nbytes // 2).to_dict()
+        order = {
+            "run": self.run,
+            "folder": str(self.stage.folder),
+            "budget_nbytes": self.stage.budget_nbytes,
+            "member": self.member,
+        }
+        order["nearby"] = replace(
+            self._nearby, memory_nbytes=self.stage.budget_nbytes // 2
+        ).to_dict()
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "harness.uploader.server", json.dumps(order)], stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT
+                [sys.executable, "-m", "harness.uploader.server", json.dumps(order)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
 
     def busy(self) -> int:

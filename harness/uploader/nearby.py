@@ -1,7 +1,9 @@
-"""A node's own tiers, held by its uploader: a folder in host memory, one on a disk, and what peers keep for each other.
+"""A node's own tiers, held by its uploader: a folder in host memory, one on a disk, and what peers
+keep for each other.
 
-What a node has sent and seen committed is copied to its disk and left with its neighbour (the next member of the epoch), so that the
-share of a node that is lost is still near. Workers are told where to look, and read by themselves (`tiers_for`). Nothing here is
+What a node has sent and seen committed is copied to its disk and left with its neighbour (the next
+member of the epoch), so that the share of a node that is lost is still near. Workers are told where
+to look, and read by themselves (`tiers_for`). Nothing here is
 needed: every error is a miss, and the bucket has it all. Knows nothing of torch.
 """
 
@@ -23,7 +25,8 @@ from storage.objects import ObjectStore
 from storage.peers import ChunkServer, PeerTier
 from storage.tiers import FolderTier, OwnedFolder, SegmentTier, Tier, blocks, chunks_of
 
-SECRET = "rdzv/secret.json"  # create-only; who can read the bucket may read its chunks from peers as well
+# create-only; who can read the bucket may read its chunks from peers as well
+SECRET = "rdzv/secret.json"
 CHUNKS = "rdzv/chunks/"  # create-only, {member}.json: where its chunks are served
 NEAR = "near"  # the folder in the stage
 KEEP_NEAR = 2  # snapshots in a node's tiers: the newest, and the one before should it turn out bad
@@ -49,7 +52,9 @@ class NearbyConfig:
         if self.disk_nbytes < 0:
             raise BadInput("--disk-tier-gib is in GiB and at least 0 (0: no disk tier)")
         if self.peer == "disk" and not self.disk_nbytes:
-            raise BadInput("--peer-tier disk: wanted a disk tier to keep it in; give --disk-tier-gib as well")
+            raise BadInput(
+                "--peer-tier disk: wanted a disk tier to keep it in; give --disk-tier-gib as well"
+            )
         return self
 
     @property
@@ -64,7 +69,14 @@ class NearbyConfig:
 class Nearby:
     """`staged()`: tiers that hold what this node has staged and seen committed."""
 
-    def __init__(self, store: ObjectStore, member: str, stage: Path, config: NearbyConfig, staged: Callable[[], Sequence[Tier]]):
+    def __init__(
+        self,
+        store: ObjectStore,
+        member: str,
+        stage: Path,
+        config: NearbyConfig,
+        staged: Callable[[], Sequence[Tier]],
+    ):
         self.store, self.member, self.config = store, member, config
         self._folders: list[FolderTier] = []
         self._owned: list[OwnedFolder] = []
@@ -81,13 +93,22 @@ class Nearby:
             self._secret = _secret(store.get(SECRET))
             if self._secret:
                 keep = next(f for f in self._folders if f.name == config.peer)
-                self._server = ChunkServer(lambda: [*staged(), *self._folders], config.addr, self._secret, keep)
-                store.create(f"{CHUNKS}{member}.json", json.dumps([config.addr, self._server.port]).encode())
+                self._server = ChunkServer(
+                    lambda: [*staged(), *self._folders], config.addr, self._secret, keep
+                )
+                store.create(
+                    f"{CHUNKS}{member}.json", json.dumps([config.addr, self._server.port]).encode()
+                )
             else:
-                print(f"harness: {store.url}/{SECRET} is not what we make; nodes keep nothing for each other (delete it)", flush=True)
+                print(
+                    f"harness: {store.url}/{SECRET} is not what we make; nodes keep nothing for "
+                    "each other (delete it)",
+                    flush=True,
+                )
 
     def fill(self, manifest: Manifest, parts: Mapping[str, memoryview]) -> None:
-        """A snapshot is committed, and these parts (key -> content) of it are ours: to the disk, and to the neighbour."""
+        """A snapshot is committed, and these parts (key -> content) of it are ours: to the
+        disk, and to the neighbour."""
         disks: list[Tier] = [f for f in self._folders if f.name == "disk"]
         peers: list[Tier] = [self._neighbour_in(manifest.epoch)] if self._server is not None else []
         if not disks and not peers:
@@ -105,8 +126,16 @@ class Nearby:
     def _neighbour_in(self, epoch: int) -> PeerTier:
         if self._neighbour[0] != epoch:
             members = self._members()
-            after = members[members.index(self.member) + 1 :] + members if self.member in members else []
-            found = [at for name in after[:1] if name != self.member and (at := self._where(name)) is not None]
+            after = (
+                members[members.index(self.member) + 1 :] + members
+                if self.member in members
+                else []
+            )
+            found = [
+                at
+                for name in after[:1]
+                if name != self.member and (at := self._where(name)) is not None
+            ]
             self._neighbour = epoch, PeerTier(found, self._secret)
         return self._neighbour[1]
 
@@ -124,12 +153,17 @@ class Nearby:
 
     def told(self) -> dict[str, Any]:
         """What a worker of ours needs to know, as plain data: for `tiers_for`."""
-        found: dict[str, Any] = {"folders": [[f.name, str(f.root), f.budget_nbytes] for f in self._folders]}
+        found: dict[str, Any] = {
+            "folders": [[f.name, str(f.root), f.budget_nbytes] for f in self._folders]
+        }
         if self._server is not None:
             members = self._members()
             i = members.index(self.member) if self.member in members else 0
             around = [m for m in (members[i + 1 :] + members[:i]) if m != self.member][:PEERS_ASKED]
-            found |= {"peers": [at for m in around if (at := self._where(m)) is not None], "secret": self._secret}
+            found |= {
+                "peers": [at for m in around if (at := self._where(m)) is not None],
+                "secret": self._secret,
+            }
         return found
 
     def shared_no_more(self) -> None:
@@ -156,10 +190,18 @@ def _secret(data: bytes) -> str:
 
 
 def tiers_for(manifest: Manifest, held: Mapping[str, Any]) -> list[Tier]:
-    """The tiers of this node, nearest first; `held` is what its uploader says of the snapshot ({}: there is none)."""
-    places = {key: (str(path), int(start), int(end)) for key, (path, start, end) in held.get("parts", {}).items()}
+    """The tiers of this node, nearest first; `held` is what its uploader says of the snapshot
+    ({}: there is none)."""
+    places = {
+        key: (str(path), int(start), int(end))
+        for key, (path, start, end) in held.get("parts", {}).items()
+    }
     tiers: list[Tier] = [SegmentTier(manifest, places)]
-    tiers += [FolderTier(name, Path(folder), nbytes) for name, folder, nbytes in held.get("folders", [])]
+    tiers += [
+        FolderTier(name, Path(folder), nbytes) for name, folder, nbytes in held.get("folders", [])
+    ]
     if held.get("peers"):
-        tiers.append(PeerTier([(str(addr), int(port)) for addr, port in held["peers"]], held["secret"]))
+        tiers.append(
+            PeerTier([(str(addr), int(port)) for addr, port in held["peers"]], held["secret"])
+        )
     return tiers

@@ -1,9 +1,12 @@
-"""A second bucket, on another cloud if you like: committed snapshots are copied there, behind the training, within a budget.
+"""A second bucket, on another cloud if you like: committed snapshots are copied there, behind the
+training, within a budget.
 
-`python -m harness.uploader.replica RUN REPLICA` is started by the agent of an epoch's first member, as the trackers are; a second copy of it does
-no harm, since everything there is create-only. The newest snapshot is copied, then the next newest; a run that commits faster than
-the way is wide skips some. What leaves a cloud or a region is priced (`egress.py`), and nothing is copied that could exceed the cap.
-A restore that finds damage in the first bucket reads those bytes here; should the first bucket be lost, `--run REPLICA` goes on here.
+`python -m harness.uploader.replica RUN REPLICA` is started by the agent of an epoch's first member,
+as the trackers are; a second copy of it does no harm, since everything there is create-only. The
+newest snapshot is copied, then the next newest; a run that commits faster than the way is wide
+skips some. What leaves a cloud or a region is priced (`egress.py`), and nothing is copied that
+could exceed the cap. A restore that finds damage in the first bucket reads those bytes here; should
+the first bucket be lost, `--run REPLICA` goes on here.
 """
 
 from __future__ import annotations
@@ -36,19 +39,29 @@ NICE = 10
 
 
 class Replica:
-    """`here`, `there`: places as `egress.transfer_usd` takes them; by default the clouds that the URLs name."""
+    """`here`, `there`: places as `egress.transfer_usd` takes them; by default the clouds that
+    the URLs name."""
 
     def __init__(
-        self, source: ObjectStore, target: ObjectStore, journal: Journal, cap_usd: float | None = None, here: str = "", there: str = ""
+        self,
+        source: ObjectStore,
+        target: ObjectStore,
+        journal: Journal,
+        cap_usd: float | None = None,
+        here: str = "",
+        there: str = "",
     ):
         self.source, self.target, self.journal, self.cap_usd = source, target, journal, cap_usd
         self.here, self.there = here or _cloud(source.url), there or _cloud(target.url)
-        self.spent_usd = sum(s.fact.usd for s in read_facts(source) if isinstance(s.fact, SnapshotReplicated))
+        self.spent_usd = sum(
+            s.fact.usd for s in read_facts(source) if isinstance(s.fact, SnapshotReplicated)
+        )
         self._told = False
         self._done: Ref | None = None  # the newest that needs nothing more
 
     def look(self) -> Ref | None:
-        """Copy the newest committed snapshot, if it is not there: its ref. Raises StoreError, SnapshotCorrupt."""
+        """Copy the newest committed snapshot, if it is not there: its ref. Raises StoreError,
+        SnapshotCorrupt."""
         snapshots, there = Snapshots(self.source), Snapshots(self.target)
         if snapshots.refs()[:1] == [self._done]:  # one listing, and not a request for each part
             return None
@@ -63,7 +76,10 @@ class Replica:
         usd = transfer_usd(self.here, self.there, nbytes)
         if self.cap_usd is not None and self.spent_usd + usd > self.cap_usd:
             if not self._told:
-                why = f"${self.spent_usd:.2f} of ${self.cap_usd:.2f} are spent, and {nbytes / 1e9:.2f} GB would cost ${usd:.2f}"
+                why = (
+                    f"${self.spent_usd:.2f} of ${self.cap_usd:.2f} are spent, and "
+                    f"{nbytes / 1e9:.2f} GB would cost ${usd:.2f}"
+                )
                 why = f"nothing more is copied to {self.target.url}: {why}; raise --replica-cap-usd"
                 self.journal.record(Warned(manifest.step, manifest.epoch, why))
                 self.journal.flush()
@@ -71,12 +87,23 @@ class Replica:
             return None
         t0 = time.monotonic()
         records = set(self.source.list("samples/")) - set(self.target.list("samples/"))
-        [copied] = copy(self.source, self.target, [manifest.ref], extra=["run.json", *sorted(records)])
+        [copied] = copy(
+            self.source, self.target, [manifest.ref], extra=["run.json", *sorted(records)]
+        )
         if copied.state == "pruned":
             return None
         usd = transfer_usd(self.here, self.there, copied.nbytes)
         self.spent_usd += usd
-        self.journal.record(SnapshotReplicated(manifest.step, manifest.epoch, self.target.url, copied.nbytes, time.monotonic() - t0, usd))
+        self.journal.record(
+            SnapshotReplicated(
+                manifest.step,
+                manifest.epoch,
+                self.target.url,
+                copied.nbytes,
+                time.monotonic() - t0,
+                usd,
+            )
+        )
         self.journal.flush()
         there.prune(Keep(last=KEEP))
         self._done = manifest.ref
@@ -103,11 +130,20 @@ def _cloud(url: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m harness.uploader.replica", description="Copy a run's snapshots to a second bucket.")
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.uploader.replica",
+        description="Copy a run's snapshots to a second bucket.",
+    )
     parser.add_argument("url", help="URL of the run")
     parser.add_argument("replica", help="URL of the second bucket")
-    parser.add_argument("--cap-usd", type=float, help="copy nothing that would make the whole cost more than this")
-    parser.add_argument("--here", default="", help="the run's place, such as aws/us-east-1 (default: the cloud that its URL names)")
+    parser.add_argument(
+        "--cap-usd", type=float, help="copy nothing that would make the whole cost more than this"
+    )
+    parser.add_argument(
+        "--here",
+        default="",
+        help="the run's place, such as aws/us-east-1 (default: the cloud that its URL names)",
+    )
     flags = parser.parse_args(argv)
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, NICE)

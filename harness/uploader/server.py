@@ -1,13 +1,19 @@
-"""Uploads beside the trainer: the uploader process of a node, and what the session and the agent say to it.
+"""Uploads beside the trainer: the uploader process of a node, and what the session and the agent
+say to it.
 
-`python -m harness.uploader.server` is started by the agent, one per node. It makes the shared segments that workers stage into, sends what
-they hand over, commits, prunes, records the facts of it, and lives on when a worker dies. It dies with its agent. One JSON object per
-line over a Unix socket in the stage's folder, which only its own user can enter; bytes never travel, they lie in the segments.
+`python -m harness.uploader.server` is started by the agent, one per node. It makes the shared
+segments that workers stage into, sends what they hand over, commits, prunes, records the facts of
+it, and lives on when a worker dies. It dies with its agent. One JSON object per line over a Unix
+socket in the stage's folder, which only its own user can enter; bytes never travel, they lie in the
+segments.
 
-    reserve   a segment for one more snapshot of a rank            held    where a committed snapshot lies near (nearby.py)
-    send      a job; its outcome is told when it is known          drain   there is a deadline; busy: how many shares are not written
+    reserve   a segment for one more snapshot of a rank            held    where a committed
+              snapshot lies near (nearby.py)
+    send      a job; its outcome is told when it is known          drain   there is a deadline;
+              busy: how many shares are not written
 
-Without an agent a session uses `Local`: the same engine on threads of the trainer's process. Knows nothing of torch.
+Without an agent a session uses `Local`: the same engine on threads of the trainer's process. Knows
+nothing of torch.
 """
 
 from __future__ import annotations
@@ -45,7 +51,7 @@ from storage.tiers import SegmentTier
 from storage.upload import Forecast, Job, Outcome, Uploader
 
 
-# ---- the process ------------------------------------------------------------------------------------------------
+# ---- the process ---------------------------------------------------------------------------------
 @dataclass
 class _Kept:
     """A segment and what is known of it."""
@@ -62,12 +68,25 @@ class _Kept:
 class Server:
     """One node's uploader. `serve` returns when `stop` is called."""
 
-    def __init__(self, store: ObjectStore, folder: Path, budget_nbytes: int, member: str, nearby: NearbyConfig):
+    def __init__(
+        self,
+        store: ObjectStore,
+        folder: Path,
+        budget_nbytes: int,
+        member: str,
+        nearby: NearbyConfig,
+    ):
         self.store, self.member = store, member
         self.snapshots = Snapshots(store)
         self.journal = Journal(store, f"uploader-{member}-{secrets.token_hex(3)}", time.time)
         self.segments = Segments(folder, budget_nbytes)
-        self.uploader = Uploader(store, fence(store), self._record, nice=NICE, watch=lambda path: sign_seen(read_sign(Path(path))))
+        self.uploader = Uploader(
+            store,
+            fence(store),
+            self._record,
+            nice=NICE,
+            watch=lambda path: sign_seen(read_sign(Path(path))),
+        )
         self._kept: dict[str, _Kept] = {}
         self._lock = threading.Lock()
         self._expected: dict[tuple[Ref, int], tuple[bool, float, float]] = {}
@@ -95,7 +114,8 @@ class Server:
             self.journal.flush()
 
     def _talk(self, connection: socket.socket) -> None:
-        """With one worker, or the agent. That it hangs up (or dies) changes nothing for what it has handed over."""
+        """With one worker, or the agent. That it hangs up (or dies) changes nothing for what it
+        has handed over."""
         lock = threading.Lock()
 
         def say(body: dict[str, Any]) -> None:
@@ -108,7 +128,10 @@ class Server:
                 number = request.pop("n")
                 answer: dict[str, Any] | None
                 try:
-                    answer = self._answer(request, lambda outcome, n=number: say({"n": n, "outcome": outcome.to_dict()}))  # type: ignore[misc]
+                    answer = self._answer(
+                        request,
+                        lambda outcome, n=number: say({"n": n, "outcome": outcome.to_dict()}),  # type: ignore[misc]
+                    )
                 except StoreError as e:
                     answer = {"error": str(e)}
                 if answer is not None:
@@ -123,7 +146,9 @@ class Server:
                 self._send(Job.from_dict(request["job"]), request["path"], done)
                 return None
             case "held":
-                return {"near": {"parts": self._held(Ref.parse(request["ref"])), **self.nearby.told()}}
+                return {
+                    "near": {"parts": self._held(Ref.parse(request["ref"])), **self.nearby.told()}
+                }
             case "drain":
                 self._drain(request["deadline_s"])
                 return {}
@@ -134,7 +159,8 @@ class Server:
 
     def _reserve(self, rank: int, epoch: int, nbytes: int, unused: list[str]) -> Segment:
         with self._lock:
-            # Whoever reserves has restored, and so have all ranks of its epoch: what older epochs left is of no use to them.
+            # Whoever reserves has restored, and so have all ranks of its epoch: what older epochs
+            # left is of no use to them.
             for path, kept in list(self._kept.items()):
                 if not kept.busy and (path in unused or kept.epoch < epoch):
                     self.segments.drop(Path(path))
@@ -150,7 +176,11 @@ class Server:
             kept.busy, kept.ref, kept.parts, kept.tier = True, None, {}, None
 
         def landed(outcome: Outcome) -> None:
-            if outcome.state == "committed" and self.nearby.config.keeps and self._deadline_s is None:
+            if (
+                outcome.state == "committed"
+                and self.nearby.config.keeps
+                and self._deadline_s is None
+            ):
                 self._fill(kept, job, outcome)
             with self._lock:
                 kept.busy = False
@@ -159,12 +189,16 @@ class Server:
                     kept.parts = {key: job.files[name] for key, name in outcome.parts.items()}
             done(outcome)
 
-        self.uploader.submit(job, kept.segment.view, landed, lambda forecast: self._expect(forecast, job))
+        self.uploader.submit(
+            job, kept.segment.view, landed, lambda forecast: self._expect(forecast, job)
+        )
 
     def _held(self, ref: Ref) -> dict[str, Place]:
         with self._lock:
             kept = [(path, k) for path, k in self._kept.items() if k.ref == ref]
-            return {key: (path, start, end) for path, k in kept for key, (start, end) in k.parts.items()}
+            return {
+                key: (path, start, end) for path, k in kept for key, (start, end) in k.parts.items()
+            }
 
     def _fill(self, kept: _Kept, job: Job, outcome: Outcome) -> None:
         """The nearer tiers have it too. That they do not is no error."""
@@ -172,8 +206,13 @@ class Server:
             manifest = self.snapshots.load(job.ref)
             places = {key: job.files[name] for key, name in outcome.parts.items()}
             path = str(kept.segment.path)
-            kept.tier = SegmentTier(manifest, {key: (path, start, end) for key, (start, end) in places.items()})
-            self.nearby.fill(manifest, {key: kept.segment.view[start:end] for key, (start, end) in places.items()})
+            kept.tier = SegmentTier(
+                manifest, {key: (path, start, end) for key, (start, end) in places.items()}
+            )
+            self.nearby.fill(
+                manifest,
+                {key: kept.segment.view[start:end] for key, (start, end) in places.items()},
+            )
 
     def _staged(self) -> list[SegmentTier]:
         with self._lock:
@@ -183,17 +222,27 @@ class Server:
     def _drain(self, deadline_s: float | None) -> None:
         """`deadline_s`: wall clock, None: called off."""
         self._deadline_s = deadline_s
-        self.uploader.drain(None if deadline_s is None else time.monotonic() + deadline_s - time.time())
+        self.uploader.drain(
+            None if deadline_s is None else time.monotonic() + deadline_s - time.time()
+        )
         with contextlib.suppress(PermissionError):  # now it is the training that waits for us
             os.setpriority(os.PRIO_PROCESS, 0, 0 if deadline_s is not None else NICE)
 
     def _expect(self, found: Forecast | None, job: Job) -> None:
         if found is None or self._deadline_s is None or job.ref not in found.need_s:
             return
-        left_s, need_s, sure = self._deadline_s - time.time(), found.need_s[job.ref], job.ref in found.sure
+        left_s, need_s, sure = (
+            self._deadline_s - time.time(),
+            found.need_s[job.ref],
+            job.ref in found.sure,
+        )
         self._expected[job.ref, job.rank] = (sure, left_s, need_s)
         word = "will commit" if sure else "may not commit"
-        print(f"harness: {left_s:.1f} s left, {need_s:.1f} s needed: the snapshot of step {job.ref.step} {word}", flush=True)
+        print(
+            f"harness: {left_s:.1f} s left, {need_s:.1f} s needed: the snapshot of step "
+            f"{job.ref.step} {word}",
+            flush=True,
+        )
 
     def _record(self, job: Job, outcome: Outcome) -> None:
         ref = job.ref
@@ -204,9 +253,17 @@ class Server:
             if expected is not None:
                 last = max((r.step for r in self.snapshots.refs()), default=0)
                 committed = outcome.state == "committed"
-                self.journal.record(DrainVerdict(self.member, ref.step, ref.epoch, job.rank, committed, last, *expected))
+                self.journal.record(
+                    DrainVerdict(
+                        self.member, ref.step, ref.epoch, job.rank, committed, last, *expected
+                    )
+                )
                 if not committed:
-                    print(f"harness: the snapshot of step {ref.step} is not committed; last good is step {last}", flush=True)
+                    print(
+                        f"harness: the snapshot of step {ref.step} is not committed; last good is "
+                        f"step {last}",
+                        flush=True,
+                    )
             self.journal.flush()
 
 
@@ -220,7 +277,13 @@ def main() -> None:
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, NICE)
     nearby = NearbyConfig(**order.get("nearby", {}))
-    server = Server(open_store(order["run"]), Path(order["folder"]), order["budget_nbytes"], order["member"], nearby)
+    server = Server(
+        open_store(order["run"]),
+        Path(order["folder"]),
+        order["budget_nbytes"],
+        order["member"],
+        nearby,
+    )
     threading.Thread(target=server.serve, daemon=True).start()
     sys.stdin.read()  # until the agent closes it
     server.stop()
@@ -230,5 +293,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-

@@ -23,7 +23,7 @@ def esc(value: object) -> str:
     return html.escape(plain(value, keep="\n"), quote=True)
 
 
-# ---- drawing ----------------------------------------------------------------------------------------------------
+# ---- drawing -------------------------------------------------------------------------------------
 def nice_ticks(low: float, high: float, about: int) -> list[float]:
     """Round numbers in [low, high]."""
     if not high > low:
@@ -37,7 +37,9 @@ def nice_ticks(low: float, high: float, about: int) -> list[float]:
 
 def time_ticks(seconds: float, about: int) -> tuple[list[float], str, float]:
     """Round times in [0, seconds], their unit, and the unit's seconds."""
-    unit, size = ("s", 1.0) if seconds < 180 else ("min", 60.0) if seconds < 3 * 3600 else ("h", 3600.0)
+    unit, size = (
+        ("s", 1.0) if seconds < 180 else ("min", 60.0) if seconds < 3 * 3600 else ("h", 3600.0)
+    )
     return [t * size for t in nice_ticks(0, seconds / size, about)], unit, size
 
 
@@ -49,13 +51,16 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     kept: list[Point] = []
     for i in range(0, len(points), size):
         piece = points[i : i + size]
-        kept += sorted({min(piece, key=lambda p: p.loss), max(piece, key=lambda p: p.loss)}, key=lambda p: p.step)
+        kept += sorted(
+            {min(piece, key=lambda p: p.loss), max(piece, key=lambda p: p.loss)},
+            key=lambda p: p.step,
+        )
     return kept
 
 
 def condensed(segments: Sequence[Segment], columns: int) -> list[Segment]:
-    """Segments for drawing. What is too short for the eye is drawn as its neighbour; where there are more than columns, each
-    column gets what fills it most."""
+    """Segments for drawing. What is too short for the eye is drawn as its neighbour; where there
+    are more than columns, each column gets what fills it most."""
     if not segments:
         return []
     start, end = segments[0][0], segments[-1][1]
@@ -70,10 +75,15 @@ def condensed(segments: Sequence[Segment], columns: int) -> list[Segment]:
     drawn: list[Segment] = []
     i = 0
     for column in range(columns):
-        a, b = start + (end - start) * column // columns, start + (end - start) * (column + 1) // columns
+        a, b = (
+            start + (end - start) * column // columns,
+            start + (end - start) * (column + 1) // columns,
+        )
         amount: dict[str, int] = {}
         while i < len(segments) and segments[i][0] < b:
-            amount[segments[i][2]] = amount.get(segments[i][2], 0) + min(b, segments[i][1]) - max(a, segments[i][0])
+            amount[segments[i][2]] = (
+                amount.get(segments[i][2], 0) + min(b, segments[i][1]) - max(a, segments[i][0])
+            )
             if segments[i][1] > b:
                 break
             i += 1
@@ -90,7 +100,10 @@ def _path(points: Iterable[tuple[float, float]]) -> str:
 
 
 def _text(x: float, y: float, text: object, anchor: str = "middle", cls: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{f" class={cls!r}" if cls else ""}>{esc(text)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" '
+        f'text-anchor="{anchor}"{f" class={cls!r}" if cls else ""}>{esc(text)}</text>'
+    )
 
 
 def loss_chart(s: Summary) -> str:
@@ -112,15 +125,22 @@ def loss_chart(s: Summary) -> str:
     def y(value: float) -> float:
         return top + (high - value) / (high - low) * (height - top - bottom)
 
-    out = [f'<div class=scroll><svg id="loss" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="loss over steps">']
+    out = [
+        f'<div class=scroll><svg id="loss" viewBox="0 0 {WIDTH} {height}" role="img" '
+        'aria-label="loss over steps">'
+    ]
     biggest = max([1, *(e.world for e in s.ledger.epochs)])
     for e in s.ledger.epochs:  # the lineage, by world
         mine = [p.step for p in s.curve if p.epoch == e.epoch]
         if mine:
             a, b = x(min(mine) - 0.5), x(max(mine) + 0.5)
-            tip = f"epoch {e.epoch}: {plural(e.world, 'rank')} on nodes {' '.join(e.attempts)}; micro-batches {spread(e.shares)}; {e.ended}"
+            tip = (
+                f"epoch {e.epoch}: {plural(e.world, 'rank')} on nodes {' '.join(e.attempts)}; "
+                f"micro-batches {spread(e.shares)}; {e.ended}"
+            )
             out.append(
-                f'<rect class=world x="{a:.1f}" y="{top}" width="{b - a:.1f}" height="{height - top - bottom}" '
+                f'<rect class=world x="{a:.1f}" y="{top}" width="{b - a:.1f}" '
+                f'height="{height - top - bottom}" '
                 f'style="opacity:{0.35 + 0.65 * e.world / biggest:.2f}" data-tip="{esc(tip)}"/>'
                 f'<line class=cut x1="{a:.1f}" x2="{a:.1f}" y1="{top}" y2="{height - bottom}"/>'
             )
@@ -130,39 +150,70 @@ def loss_chart(s: Summary) -> str:
                 if b - a > 120 and e.accumulation:
                     out.append(_text((a + b) / 2, top - 6, f"accumulation {e.accumulation}"))
     for value in nice_ticks(low, high, 5):
-        out.append(f'<line class=grid x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
+        out.append(
+            f'<line class=grid x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" '
+            f'y2="{y(value):.1f}"/>'
+        )
         out.append(_text(LEFT - 8, y(value) + 4, f"{value:.4g}", "end"))
-    out += [_text(x(t), height - bottom + 16, f"{t:,.0f}") for t in nice_ticks(1, last, 10) if t == int(t)]
+    out += [
+        _text(x(t), height - bottom + 16, f"{t:,.0f}")
+        for t in nice_ticks(1, last, 10)
+        if t == int(t)
+    ]
     out.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 3, "step"))
     for epoch in sorted({p.epoch for p in s.lost}):
         mine_lost = [p for p in s.lost if p.epoch == epoch]
         a, b = x(mine_lost[0].step - 0.5), x(mine_lost[-1].step + 0.5)
-        tip = f"epoch {epoch}: steps {mine_lost[0].step}–{mine_lost[-1].step} were lost and done again"
+        tip = (
+            f"epoch {epoch}: steps {mine_lost[0].step}–{mine_lost[-1].step} were lost and done "
+            "again"
+        )
         width = max(2.0, b - a)
         out.append(
-            f'<rect class=lostband x="{a:.1f}" y="{top}" width="{width:.1f}" height="{height - top - bottom}" data-tip="{esc(tip)}"/>'
-            f'<rect class=losttab x="{a:.1f}" y="{height - bottom - 5}" width="{width:.1f}" height="5"/>'
+            f'<rect class=lostband x="{a:.1f}" y="{top}" width="{width:.1f}" '
+            f'height="{height - top - bottom}" data-tip="{esc(tip)}"/>'
+            f'<rect class=losttab x="{a:.1f}" y="{height - bottom - 5}" width="{width:.1f}" '
+            'height="5"/>'
         )
         drawn = [p for p in thinned(mine_lost) if math.isfinite(p.loss)]
         if drawn:
             out.append(f'<path class=lost d="{_path((x(p.step), y(p.loss)) for p in drawn)}"/>')
     if curve:
-        out.append(f'<path class=curve d="{_path((x(p.step), y(p.loss)) for p in thinned(curve))}"/>')
+        out.append(
+            f'<path class=curve d="{_path((x(p.step), y(p.loss)) for p in thinned(curve))}"/>'
+        )
     if validation:
         out.append(f'<path class=valline d="{_path((x(a), y(b)) for a, b in validation)}"/>')
         out += [f'<circle class=val cx="{x(a):.1f}" cy="{y(b):.1f}" r="4"/>' for a, b in validation]
-    out.append(f'<line id="cross" class=cross y1="{top}" y2="{height - bottom}" visibility="hidden"/></svg></div>')
+    out.append(
+        f'<line id="cross" class=cross y1="{top}" y2="{height - bottom}" '
+        'visibility="hidden"/></svg></div>'
+    )
     by_step = dict(validation)
     worlds = {e.epoch: e.world for e in s.ledger.epochs}
     data = {
-        "left": LEFT, "right": RIGHT, "width": WIDTH, "last": last, "val": s.validation_name,
+        "left": LEFT,
+        "right": RIGHT,
+        "width": WIDTH,
+        "last": last,
+        "val": s.validation_name,
         "rows": [
-            [p.step, float(f"{p.loss:.6g}"), p.epoch, worlds.get(p.epoch, 0), round(p.seconds, 3), by_step.get(p.step)]
+            [
+                p.step,
+                float(f"{p.loss:.6g}"),
+                p.epoch,
+                worlds.get(p.epoch, 0),
+                round(p.seconds, 3),
+                by_step.get(p.step),
+            ]
             for p in thinned(curve)
         ],
-    }  # fmt: skip
+    }
     # "<" is spelled so that no text in the data can end the script element.
-    out.append(f'<script type="application/json" id="lossdata">{json.dumps(data).replace("<", chr(92) + "u003c")}</script>')
+    out.append(
+        '<script type="application/json" '
+        f'id="lossdata">{json.dumps(data).replace("<", chr(92) + "u003c")}</script>'
+    )
     return "".join(out)
 
 
@@ -189,32 +240,51 @@ def timeline(s: Summary) -> str:
     def x(t: float) -> float:
         return left + min(1.0, max(0.0, (t - start) / span)) * (WIDTH - left - RIGHT)
 
-    out = [f'<div class=scroll><svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="nodes over time">']
+    out = [
+        f'<div class=scroll><svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="nodes over '
+        'time">'
+    ]
     out.append(
-        '<defs><pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+        '<defs><pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" '
+        'patternTransform="rotate(45)">'
         "<line class=hatchline x1='0' x2='0' y1='0' y2='7'/></pattern></defs>"
     )
     for a, b in _outages(rows, start + span):
         tip = f"no node for {duration(b - a)}"
         out.append(
-            f'<rect fill="url(#hatch)" x="{x(a):.1f}" y="{top}" width="{x(b) - x(a):.1f}" height="{height - top - 26}" data-tip="{tip}"/>'
+            f'<rect fill="url(#hatch)" x="{x(a):.1f}" y="{top}" width="{x(b) - x(a):.1f}" '
+            f'height="{height - top - 26}" data-tip="{tip}"/>'
         )
         if x(b) - x(a) > 70:
             out.append(_text((x(a) + x(b)) / 2, top + steps_height / 2, "no node", cls="strong"))
     ticks, unit, size = time_ticks(span, 9)
     for t in ticks:
-        out.append(f'<line class=grid x1="{x(start + t):.1f}" x2="{x(start + t):.1f}" y1="{top}" y2="{height - 24}"/>')
+        out.append(
+            f'<line class=grid x1="{x(start + t):.1f}" x2="{x(start + t):.1f}" y1="{top}" '
+            f'y2="{height - 24}"/>'
+        )
         out.append(_text(x(start + t), height - 8, f"{t / size:g} {unit}"))
     out += _progress(s, x, top, steps_height)
     trained = [(e, x(e.first_s)) for e in s.ledger.epochs if e.first_s is not None]
     free = -1e9  # right of this there is room for a label
     for (e, at), (_, following) in zip(trained, [*trained[1:], (None, float(WIDTH))], strict=False):
-        tip = f"epoch {e.epoch} ({e.reason or 'start'}): {plural(e.world, 'rank')}, steps {steps_text(e)}; {e.ended or 'goes on'}"
+        tip = (
+            f"epoch {e.epoch} ({e.reason or 'start'}): {plural(e.world, 'rank')}, steps "
+            f"{steps_text(e)}; {e.ended or 'goes on'}"
+        )
         out.append(
             f'<line class=epoch x1="{at:.1f}" x2="{at:.1f}" y1="{top - 4}" y2="{height - 26}"/>'
-            f'<rect class=hit x="{at - 6:.1f}" y="4" width="56" height="{top - 6}" data-tip="{esc(tip)}"/>'
+            f'<rect class=hit x="{at - 6:.1f}" y="4" width="56" height="{top - 6}" '
+            f'data-tip="{esc(tip)}"/>'
         )
-        label = next((t for t in (f"e{e.epoch} · {plural(e.world, 'rank')}", f"e{e.epoch}") if following - at > 6.5 * len(t) + 4), "")
+        label = next(
+            (
+                t
+                for t in (f"e{e.epoch} · {plural(e.world, 'rank')}", f"e{e.epoch}")
+                if following - at > 6.5 * len(t) + 4
+            ),
+            "",
+        )
         if label and at >= free:
             out.append(_text(at + 2, top - 10, label, "start", "strong"))
             free = at + 6.5 * len(label) + 4
@@ -237,7 +307,8 @@ def _outages(rows: Sequence[AttemptRow], end_s: float) -> list[tuple[float, floa
 
 
 def _progress(s: Summary, x: Scale, top: float, height: float) -> list[str]:
-    """Steps over time: it falls back where work was lost. With a dot for each committed snapshot."""
+    """Steps over time: it falls back where work was lost. With a dot for each committed
+    snapshot."""
     points = sorted([*s.curve, *s.lost], key=lambda p: p.t)
     most = max([p.step for p in points] + [s.total_steps, 1])
 
@@ -245,10 +316,12 @@ def _progress(s: Summary, x: Scale, top: float, height: float) -> list[str]:
         return top + height - step / most * height
 
     out = [
-        f'<line class=base x1="{x(s.started_s):.1f}" x2="{WIDTH - RIGHT}" y1="{top + height}" y2="{top + height}"/>',
-        _text(168, top + 8, f"{most:,}", "end"), _text(168, top + height, "0", "end"),
+        f'<line class=base x1="{x(s.started_s):.1f}" x2="{WIDTH - RIGHT}" y1="{top + height}" '
+        f'y2="{top + height}"/>',
+        _text(168, top + 8, f"{most:,}", "end"),
+        _text(168, top + height, "0", "end"),
         _text(12, top + height / 2 + 4, "steps", "start", "strong"),
-    ]  # fmt: skip
+    ]
     by_epoch: dict[int, list[Point]] = {}
     for p in points:
         by_epoch.setdefault(p.epoch, []).append(p)
@@ -257,14 +330,26 @@ def _progress(s: Summary, x: Scale, top: float, height: float) -> list[str]:
         good = [p for p in mine if (p.epoch, p.step) not in lost]
         if good:
             begin = (x(good[0].t - good[0].seconds), y(good[0].step - 1))
-            out.append(f'<path class=curve d="{_path([begin, *((x(p.t), y(p.step)) for p in _every(good))])}"/>')
+            out.append(
+                f"<path class=curve "
+                f'd="{_path([begin, *((x(p.t), y(p.step)) for p in _every(good))])}"/>'
+            )
         bad = [p for p in mine if (p.epoch, p.step) in lost]
         if bad:
-            out.append(f'<path class=lost d="{_path((x(p.t), y(p.step)) for p in [*good[-1:], *_every(bad)])}"/>')
+            out.append(
+                f"<path class=lost "
+                f'd="{_path((x(p.t), y(p.step)) for p in [*good[-1:], *_every(bad)])}"/>'
+            )
     if len(s.snapshots) <= 400:
         for c in s.snapshots:
-            tip = f"snapshot of step {c.step} ({c.why}): still {duration(c.stall_s)}, committed after {duration(c.commit_s)}"
-            out.append(f'<circle class=snap cx="{x(c.t_start):.1f}" cy="{y(c.step):.1f}" r="3.4" data-tip="{esc(tip)}"/>')
+            tip = (
+                f"snapshot of step {c.step} ({c.why}): still {duration(c.stall_s)}, committed "
+                f"after {duration(c.commit_s)}"
+            )
+            out.append(
+                f'<circle class=snap cx="{x(c.t_start):.1f}" cy="{y(c.step):.1f}" r="3.4" '
+                f'data-tip="{esc(tip)}"/>'
+            )
     return out
 
 
@@ -279,41 +364,59 @@ def _bar(s: Summary, a: AttemptRow, x: Scale, y: float, height: float) -> list[s
     place = a.offer.split("/")
     short = " ".join(place[1:2] + place[-1:]) if len(place) > 2 else a.offer
     short = short if len(short) <= 22 else short[:21] + "…"
-    tip = f"node {a.name} on {a.offer or a.accelerator}: {attempt_end(a)}; {duration(a.billed_s)}, {money(a.usd)}"
+    tip = (
+        f"node {a.name} on {a.offer or a.accelerator}: {attempt_end(a)}; {duration(a.billed_s)}, "
+        f"{money(a.usd)}"
+    )
     out = []
     if height > 10:
         label = f"<tspan class=strong>{esc(a.name[:14])}</tspan>  {esc(short)}"
         out.append(f'<text x="12" y="{y + height - 5:.1f}" data-tip="{esc(tip)}">{label}</text>')
     asked, up = x(max(a.asked_s, s.started_s)), x(a.up_s)
     if up - asked > 1:
-        out.append(f'<line class=asked x1="{asked:.1f}" x2="{up:.1f}" y1="{y + height / 2:.1f}" y2="{y + height / 2:.1f}"/>')
+        out.append(
+            f'<line class=asked x1="{asked:.1f}" x2="{up:.1f}" y1="{y + height / 2:.1f}" '
+            f'y2="{y + height / 2:.1f}"/>'
+        )
     for begin, end, bucket in condensed(a.segments, WIDTH - LEFT):
         at, width = x(begin / NANO), x(end / NANO) - x(begin / NANO)
         tip = f"node {a.name} · {bucket}: {duration((end - begin) / NANO)} ({MEANING[bucket]})"
         out.append(
-            f'<rect class="b-{bucket}" x="{at:.2f}" y="{y:.1f}" width="{max(0.3, width):.2f}" height="{height}" data-tip="{esc(tip)}"/>'
+            f'<rect class="b-{bucket}" x="{at:.2f}" y="{y:.1f}" width="{max(0.3, width):.2f}" '
+            f'height="{height}" data-tip="{esc(tip)}"/>'
         )
     for n in s.ledger.notices:
         if n.member in a.members:
             at = x(n.seen_s)
             grace = "" if n.grace_s is None else f", {duration(n.grace_s)} of grace"
             commit = "" if n.commit_s is None else f", committed after {duration(n.commit_s)}"
-            tip = f"{n.kind} notice from {n.source}{grace}{commit}: {verdict(n.in_time, n.cancelled)}"
+            tip = (
+                f"{n.kind} notice from {n.source}{grace}{commit}: {verdict(n.in_time, n.cancelled)}"
+            )
             d = f"M{at - 6:.1f} {y - 7:.1f}h12l-6 10z"
             out.append(f'<path class=notice d="{d}" data-tip="{esc(tip)}"/>')
     if a.gone_s is not None and a.end in ("preempted", "lost", "failed", "unfit"):
         at, mid, r = x(a.gone_s) + 8, y + height / 2, 4.5
-        d = f"M{at - r:.1f} {mid - r:.1f}l{2 * r} {2 * r}M{at + r:.1f} {mid - r:.1f}l{-2 * r} {2 * r}"
-        out.append(f'<path class=kill d="{d}" data-tip="{esc(f"node {a.name}: {attempt_end(a)}")}"/>')
+        d = (
+            f"M{at - r:.1f} {mid - r:.1f}l{2 * r} {2 * r}M{at + r:.1f} {mid - r:.1f}l{-2 * r} "
+            f"{2 * r}"
+        )
+        out.append(
+            f'<path class=kill d="{d}" data-tip="{esc(f"node {a.name}: {attempt_end(a)}")}"/>'
+        )
     return out
 
 
 def timeline_legend() -> str:
     keys = "".join(f"<span><u class='b-{b}'></u>{b}</span>" for b in BUCKETS)
     marks = (
-        "<span><svg width=14 height=12 viewBox='-7 -2 14 12'><path class=notice d='M-6 0h12l-6 9z'/></svg>notice</span>"
-        "<span><svg width=14 height=12 viewBox='-7 -6 14 12'><path class=kill d='M-4 -4l8 8M4 -4l-8 8'/></svg>taken or failed</span>"
-        "<span><svg width=12 height=12 viewBox='-6 -6 12 12'><circle class=snap r=3.6 /></svg>snapshot</span>"
-        "<span><svg width=12 height=12 viewBox='-6 -6 12 12'><line class=epoch y1=-6 y2=6 /></svg>a new world trains</span>"
+        "<span><svg width=14 height=12 viewBox='-7 -2 14 12'><path class=notice d='M-6 0h12l-6 "
+        "9z'/></svg>notice</span>"
+        "<span><svg width=14 height=12 viewBox='-7 -6 14 12'><path class=kill d='M-4 -4l8 8M4 "
+        "-4l-8 8'/></svg>taken or failed</span>"
+        "<span><svg width=12 height=12 viewBox='-6 -6 12 12'><circle class=snap r=3.6 "
+        "/></svg>snapshot</span>"
+        "<span><svg width=12 height=12 viewBox='-6 -6 12 12'><line class=epoch y1=-6 y2=6 "
+        "/></svg>a new world trains</span>"
     )
     return f"<span class=legend>{keys}{marks}</span>"

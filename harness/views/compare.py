@@ -1,7 +1,9 @@
-"""Are two runs the same training? `harness compare A B`: one with, one without preemptions; one on 4 GPUs, one on 3.
+"""Are two runs the same training? `harness compare A B`: one with, one without preemptions; one on
+4 GPUs, one on 3.
 
-Compares what is committed and nothing else: the identities, the step records (loss bits and digests of the samples) along the
-line that leads to each run's newest snapshot, and the weights at its end. Knows no torch: weights are compared by hash.
+Compares what is committed and nothing else: the identities, the step records (loss bits and digests
+of the samples) along the line that leads to each run's newest snapshot, and the weights at its end.
+Knows no torch: weights are compared by hash.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ SAME_IDENTITY = ("seed", "samples", "global_batch", "micro_batch", "shuffle", "d
 
 WEAK = {  # what equal digests of iterable datasets do not say
     "contents": "an iterable dataset: contents are hashes of what was read, position by position",
-    "positions": "an iterable dataset: only positions and counts were compared; what was read there is not recorded",
+    "positions": (
+        "an iterable dataset: only positions and counts were compared; what was read "
+        "there is not recorded"
+    ),
 }
 
 
@@ -55,14 +60,20 @@ class Comparison:
     first_other_samples: int | None  # first step that consumed other samples
     max_relative_loss_difference: float
     max_at: int | None  # where that is; None when there is no difference
-    same_weights: bool | None  # None: not comparable (different last steps, or sharded differently and without a hash)
+    # None: not comparable (different last steps, or sharded differently and without a hash)
+    same_weights: bool | None
     weights: str  # how that was found out
     proof: str = "samples"  # what equal digests mean; see records.what_digests_prove
     steps: list[StepPair] = field(default_factory=list, repr=False)
 
     def same(self, rtol: float) -> bool:
-        """The same training: same identity, length and samples, and losses within `rtol` at every step."""
-        alike = not self.different_identity and self.steps_a == self.steps_b and self.first_other_samples is None
+        """The same training: same identity, length and samples, and losses within `rtol` at
+        every step."""
+        alike = (
+            not self.different_identity
+            and self.steps_a == self.steps_b
+            and self.first_other_samples is None
+        )
         return alike and self.max_relative_loss_difference <= rtol
 
 
@@ -70,22 +81,34 @@ class Comparison:
 class _Run:
     identity: dict[str, Any]
     manifest: Manifest | None
-    steps: list[tuple[float, str]]  # loss and digests of step i + 1; not whole records, so that a million steps fit
+    # loss and digests of step i + 1; not whole records, so that a million steps fit
+    steps: list[tuple[float, str]]
 
 
 def compare(store_a: ObjectStore, store_b: ObjectStore) -> Comparison:
-    """Compare two runs by what is in their buckets. Raises BadInput, BrokenRecords, SnapshotCorrupt, StoreError."""
+    """Compare two runs by what is in their buckets. Raises BadInput, BrokenRecords,
+    SnapshotCorrupt, StoreError."""
     a, b = _read(store_a), _read(store_b)
     proof = next(
-        (weak for weak in ("positions", "contents") if weak in map(rec.what_digests_prove, (a.identity, b.identity))), "samples"
+        (
+            weak
+            for weak in ("positions", "contents")
+            if weak in map(rec.what_digests_prove, (a.identity, b.identity))
+        ),
+        "samples",
     )
     if proof == "positions":  # of one of them at least no more is known
         for run in (a, b):
             run.steps[:] = [(loss, digest.partition(" ")[0]) for loss, digest in run.steps]
     different = {
-        name: (a.identity.get(name), b.identity.get(name)) for name in SAME_IDENTITY if a.identity.get(name) != b.identity.get(name)
+        name: (a.identity.get(name), b.identity.get(name))
+        for name in SAME_IDENTITY
+        if a.identity.get(name) != b.identity.get(name)
     }
-    pairs = [_pair(i, *one, *other) for i, (one, other) in enumerate(zip(a.steps, b.steps, strict=False), 1)]
+    pairs = [
+        _pair(i, *one, *other)
+        for i, (one, other) in enumerate(zip(a.steps, b.steps, strict=False), 1)
+    ]
     first = next((p.step for p in pairs if not (p.same_bits and p.same_samples)), None)
     largest = max(pairs, key=lambda p: p.relative, default=None)
     same_weights, weights = _weights(a.manifest, b.manifest)
@@ -113,9 +136,14 @@ def _read(store: ObjectStore) -> _Run:
         if not isinstance(identity, dict):
             raise ValueError(f"wanted an object, found {type(identity).__name__}")
     except NotFound:
-        raise BadInput(f"{store.url}: wanted a run to compare, found no run.json there; check the URL") from None
+        raise BadInput(
+            f"{store.url}: wanted a run to compare, found no run.json there; check the URL"
+        ) from None
     except ValueError as e:
-        raise BadInput(f"{store.url}/run.json: wanted JSON, found something else ({e}); `harness verify` tells what was changed") from e
+        raise BadInput(
+            f"{store.url}/run.json: wanted JSON, found something else ({e}); `harness verify` "
+            "tells what was changed"
+        ) from e
     snapshots = Snapshots(store)
     refs = snapshots.refs()
     manifest = snapshots.load(refs[0]) if refs else None
@@ -128,7 +156,9 @@ def _read(store: ObjectStore) -> _Run:
 
 def _pair(step: int, loss_a: float, digest_a: str, loss_b: float, digest_b: str) -> StepPair:
     same = struct.pack("<d", loss_a) == struct.pack("<d", loss_b)
-    return StepPair(step, loss_a, loss_b, same, digest_a == digest_b, 0.0 if same else _relative(loss_a, loss_b))
+    return StepPair(
+        step, loss_a, loss_b, same, digest_a == digest_b, 0.0 if same else _relative(loss_a, loss_b)
+    )
 
 
 def _relative(a: float, b: float) -> float:
@@ -146,7 +176,9 @@ def _weights(a: Manifest | None, b: Manifest | None) -> tuple[bool | None, str]:
         return None, f"the newest snapshots are of different steps ({a.step} and {b.step})"
     hash_a, hash_b = a.data.get("weights"), b.data.get("weights")
     if hash_a and hash_b:
-        return hash_a == hash_b, f"hash of the weights at step {a.step}: {hash_a}" + ("" if hash_a == hash_b else f" and {hash_b}")
+        return hash_a == hash_b, f"hash of the weights at step {a.step}: {hash_a}" + (
+            "" if hash_a == hash_b else f" and {hash_b}"
+        )
     if (bits_a := _bits(a)) == (bits_b := _bits(b)):
         return True, f"all stored tensors are the same at step {a.step}"
     if [layout for layout, _ in bits_a] != [layout for layout, _ in bits_b]:
@@ -155,10 +187,16 @@ def _weights(a: Manifest | None, b: Manifest | None) -> tuple[bool | None, str]:
 
 
 def _bits(manifest: Manifest) -> list[tuple[Any, Any]]:
-    """Layout and hashes of what is stored, without names that differ by attempt. Hashes are of chunks of whole parts."""
+    """Layout and hashes of what is stored, without names that differ by attempt. Hashes are of
+    chunks of whole parts."""
     order = {part.key: i for i, part in enumerate(manifest.parts)}
     layout = [
-        (name, t["dtype"], t["shape"], [(order[c["part"]], c["start"], c["end"], c["offsets"]) for c in t["chunks"]])
+        (
+            name,
+            t["dtype"],
+            t["shape"],
+            [(order[c["part"]], c["start"], c["end"], c["offsets"]) for c in t["chunks"]],
+        )
         for name, t in sorted(manifest.tensors.items())
     ]
     return [(layout, None), *(((p.nbytes, p.chunk_nbytes), p.hashes) for p in manifest.parts)]
@@ -176,16 +214,27 @@ def print_comparison(found: Comparison, console: Console, rtol: float = 1e-3) ->
         say(f"different {name}: {a!r} and {b!r}; these are two different trainings", "red")
     both = min(found.steps_a, found.steps_b)
     if found.steps_a != found.steps_b:
-        say(f"a has {found.steps_a} committed steps, b has {found.steps_b}; compared up to step {both}", "red")
+        say(
+            f"a has {found.steps_a} committed steps, b has {found.steps_b}; compared up to step "
+            f"{both}",
+            "red",
+        )
     if not both:
         say("no step that both have committed")
     elif found.first_difference is None:
         say(f"identical from step 1 to {both} (loss bits, {found.proof})", "green")
     else:
-        same = f"steps 1-{found.identical_until} identical" if found.identical_until else "different from step 1 on"
+        same = (
+            f"steps 1-{found.identical_until} identical"
+            if found.identical_until
+            else "different from step 1 on"
+        )
         within = "yes" if found.max_relative_loss_difference <= rtol else "no"
         at = f" at step {found.max_at}" if found.max_at is not None else ""
-        say(f"{same}; largest relative difference of the loss {found.max_relative_loss_difference:.1e}{at}; within {rtol:g}: {within}")
+        say(
+            f"{same}; largest relative difference of the loss "
+            f"{found.max_relative_loss_difference:.1e}{at}; within {rtol:g}: {within}"
+        )
         if found.first_other_samples is None:
             say(f"{found.proof}: the same in all {both} steps")
         else:
@@ -195,5 +244,8 @@ def print_comparison(found: Comparison, console: Console, rtol: float = 1e-3) ->
     verdict = {True: "the same", False: "different", None: "not comparable"}[found.same_weights]
     say(f"weights: {verdict} ({found.weights})")
     same_training = found.same(rtol)
-    say("The same training." if same_training else "Not the same training.", "bold green" if same_training else "bold red")
+    say(
+        "The same training." if same_training else "Not the same training.",
+        "bold green" if same_training else "bold red",
+    )
     return 0 if same_training else 1

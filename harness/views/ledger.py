@@ -1,11 +1,16 @@
-"""The ledger: every billed second of every node in exactly one bucket of use or loss. Used by report and monitor.
+"""The ledger: every billed second of every node in exactly one bucket of use or loss. Used by
+report and monitor.
 
-A fold of facts and committed step records. Time is counted in integer nanoseconds and money in integer nano-dollars, so
-buckets add up to the bill exactly, not nearly. Where two things happen at once, PRECEDENCE says which bucket gets the time.
+A fold of facts and committed step records. Time is counted in integer nanoseconds and money in
+integer nano-dollars, so buckets add up to the bill exactly, not nearly. Where two things happen at
+once, PRECEDENCE says which bucket gets the time.
 
-    useful    steps of the committed lineage           start    node up, until the first step of its first epoch
-    redone    work lost with its epoch, done again     reform   between epochs: rendezvous, restart, restore
-    snapshot  training stood still to copy its state   drain    after its last step, until it was gone
+    useful    steps of the committed lineage           start    node up, until the first step of its
+              first epoch
+    redone    work lost with its epoch, done again     reform   between epochs: rendezvous, restart,
+              restore
+    snapshot  training stood still to copy its state   drain    after its last step, until it was
+              gone
     other     in an epoch between steps: validation    idle     others trained without it
 
 Pure: no store, no clock.
@@ -48,26 +53,8 @@ from harness.views.painting import BUCKETS, NANO, apportion, ns, paint, totals
 from harness.views.rows import AttemptRow, Billed, Cost, EpochRow, NoticeRow
 
 SAME_EVENT_S = 60.0  # a node may be known to be gone only this long after its world was replaced
-GOOD_ENDS = ("finished", "drained", "resize", "stopped")  # facts.EpochLeft.why of workers that left with a committed snapshot
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
+# facts.EpochLeft.why of workers that left with a committed snapshot
+GOOD_ENDS = ("finished", "drained", "resize", "stopped")
 
 
 @dataclass(frozen=True)
@@ -94,7 +81,7 @@ class Ledger(Billed):
         return _Maker(sorted(facts, key=lambda s: s.t), records, now_s).ledger()
 
 
-# ---- making it --------------------------------------------------------------------------------------------------
+# ---- making it -----------------------------------------------------------------------------------
 @dataclass
 class _Node:
     """An attempt while it is put together."""
@@ -144,7 +131,8 @@ class _Epoch:
         return self.session_ended is not None or any(left.why in GOOD_ENDS for _, left in self.left)
 
     def layers(self) -> list[Segment]:
-        """What its members did, by bucket. Steps after the newest snapshot of a world that lives are useful so far."""
+        """What its members did, by bucket. Steps after the newest snapshot of a world that
+        lives are useful so far."""
         lost = "redone" if self.over else "useful"
         layers = [(a, b, "snapshot") for a, b in self.stalls]
         layers += [(a, b, "useful") for a, b in self.committed.values()]
@@ -152,8 +140,15 @@ class _Epoch:
         if self.window:
             layers.append((*self.window, "other"))
         if self.over and self.end is not None and not self.orderly:
-            # It was working when it broke; what it did since its last known step is lost, told to the bucket or not.
-            since = self.window[1] if self.window else None if self.session_s is None else ns(self.session_s)
+            # It was working when it broke; what it did since its last known step is lost, told to
+            # the bucket or not.
+            since = (
+                self.window[1]
+                if self.window
+                else None
+                if self.session_s is None
+                else ns(self.session_s)
+            )
             if since is not None:
                 layers.append((since, self.end, "redone"))
         return layers
@@ -225,29 +220,44 @@ class _Maker:
             case WorkerFailed() as f:
                 self.epoch(f.epoch, t).failures.append(f)
                 self.saw(f.member, t)
-            case SessionStarted() as f if self.epoch(f.epoch, t).session_s is None:  # the same session tells it again at each loop
+            # the same session tells it again at each loop
+            case SessionStarted() as f if self.epoch(f.epoch, t).session_s is None:
                 epoch = self.epoch(f.epoch, t)
-                epoch.world, epoch.shares, epoch.resumed_step, epoch.session_s = f.world, tuple(f.shares), f.resumed_step, t
+                epoch.world, epoch.shares, epoch.resumed_step, epoch.session_s = (
+                    f.world,
+                    tuple(f.shares),
+                    f.resumed_step,
+                    t,
+                )
             case SessionEnded() as f:
                 self.epoch(f.epoch, t).session_ended = f
             case StepDone() as f:
-                self.epoch(f.epoch, f.t_start).done[f.step] = (ns(f.t_start), ns(f.t_start + max(0.0, f.seconds)))
+                self.epoch(f.epoch, f.t_start).done[f.step] = (
+                    ns(f.t_start),
+                    ns(f.t_start + max(0.0, f.seconds)),
+                )
             case SnapshotCommitted() as f:
                 self.snapshots.append(f)
-                self.epoch(f.epoch, f.t_start).stalls.append((ns(f.t_start), ns(f.t_start + max(0.0, f.stall_s))))
+                self.epoch(f.epoch, f.t_start).stalls.append(
+                    (ns(f.t_start), ns(f.t_start + max(0.0, f.stall_s)))
+                )
 
     def saw(self, member: str, t: float) -> None:
         self.seen[member] = max(t, self.seen.get(member, t))
 
     def place_members(self) -> None:
-        """Give every member its attempt. One that no controller launched (`sky jobs launch`, plain torchrun) is its own node."""
+        """Give every member its attempt. One that no controller launched (`sky jobs launch`,
+        plain torchrun) is its own node."""
         for member in {m for e in self.epochs.values() for m in e.members} | set(self.attempt_of):
-            # An agent that died before its first flush is known by name only: "m<attempt>-<random>".
+            # An agent that died before its first flush is known by name only:
+            # "m<attempt>-<random>".
             by_name = re.match(r"m0*(\d{1,9})-", member)
             attempt = self.attempt_of.setdefault(member, int(by_name[1]) if by_name else 0)
             if str(attempt) not in self.nodes:
                 started_s = self.agents.get(member)
-                self.nodes[member] = _Node(member, attempt, started_s or self.now_s, up_s=started_s, stranger=True)
+                self.nodes[member] = _Node(
+                    member, attempt, started_s or self.now_s, up_s=started_s, stranger=True
+                )
             self.of_member(member).members.append(member)
         for node in self.nodes.values():
             node.members.sort(key=lambda m: (self.agents.get(m, 0.0), m))
@@ -267,7 +277,12 @@ class _Maker:
             ends = [t for t, _ in epoch.left] + gone
             if after is not None:
                 ends.append(self.epochs[after].started_s)
-            epoch.over = after is not None or bool(epoch.left) or epoch.session_ended is not None or bool(gone)
+            epoch.over = (
+                after is not None
+                or bool(epoch.left)
+                or epoch.session_ended is not None
+                or bool(gone)
+            )
             if epoch.over:
                 epoch.end = max(since, ns(min(ends))) if ends else since
 
@@ -276,12 +291,21 @@ class _Maker:
         for node in self.nodes.values():
             for member in node.members if node.stranger else ():
                 signs = [self.seen.get(member, node.asked_s)]
-                signs += [e.window[1] / NANO for e in self.epochs.values() if member in e.members and e.window]
-                node.gone_s = max(signs) if member in self.agent_ended else min(self.now_s, max(signs))
+                signs += [
+                    e.window[1] / NANO
+                    for e in self.epochs.values()
+                    if member in e.members and e.window
+                ]
+                node.gone_s = (
+                    max(signs) if member in self.agent_ended else min(self.now_s, max(signs))
+                )
 
     # -- making rows --
     def ledger(self) -> Ledger:
-        attempts = tuple(self.row(n) for n in sorted(self.nodes.values(), key=lambda n: (n.attempt, n.asked_s, n.name)))
+        attempts = tuple(
+            self.row(n)
+            for n in sorted(self.nodes.values(), key=lambda n: (n.attempt, n.asked_s, n.name))
+        )
         return Ledger(
             attempts=attempts,
             epochs=tuple(self.epoch_rows()),
@@ -301,7 +325,9 @@ class _Maker:
             segments = paint(self.layers(node, start, end), start, end)
         spent = totals(segments)
         nusd = ns(ended.usd) if ended else round(sum(spent.values()) * price / 3600)
-        agent = next((self.agent_ended[m][1] for m in reversed(node.members) if m in self.agent_ended), None)
+        agent = next(
+            (self.agent_ended[m][1] for m in reversed(node.members) if m in self.agent_ended), None
+        )
         return AttemptRow(
             name=node.name,
             attempt=node.attempt,
@@ -324,7 +350,9 @@ class _Maker:
 
     def layers(self, node: _Node, start: int, end: int) -> list[Segment]:
         """Everything that is known of [start, end) of one node; `paint` settles what overlaps."""
-        mine = [e for _, e in sorted(self.epochs.items()) if any(m in e.members for m in node.members)]
+        mine = [
+            e for _, e in sorted(self.epochs.items()) if any(m in e.members for m in node.members)
+        ]
         theirs = [e.window for e in self.epochs.values() if e not in mine and e.window]
         layers = [segment for e in mine for segment in e.layers()]
         # An epoch that this node did not live to see the first step of is no part of its life.
@@ -349,7 +377,8 @@ class _Maker:
             lost = len(set(e.done) - set(e.committed)) if e.over else 0
             gap = None if previous is None or not e.window else max(0, e.window[0] - previous)
             after = next((x for x in order[i + 1 :] if x.window), None)
-            lost_ns = 0  # a world without a step lies in the gap that its predecessor has counted already
+            # a world without a step lies in the gap that its predecessor has counted already
+            lost_ns = 0
             if e.over and e.window:
                 lost_ns = totals(paint(e.layers(), *e.window))["redone"]
                 if after and after.window:
@@ -364,7 +393,9 @@ class _Maker:
                     attempts=tuple(self.of_member(m).name for m in e.members),
                     world=e.world,
                     shares=e.shares,
-                    resumed_step=e.resumed_step if e.session_s is not None else (steps[0] - 1 if steps else 0),
+                    resumed_step=e.resumed_step
+                    if e.session_s is not None
+                    else (steps[0] - 1 if steps else 0),
                     first_step=steps[0] if steps else None,
                     last_step=steps[-1] if steps else None,
                     steps=len(steps),
@@ -388,14 +419,22 @@ class _Maker:
         if not e.over:
             return ""
         whys = {left.why for _, left in e.left}
-        if (e.session_ended and e.session_ended.why == "finished") or (whys and whys <= {"finished"}):
+        if (e.session_ended and e.session_ended.why == "finished") or (
+            whys and whys <= {"finished"}
+        ):
             return "finished"
         if (e.session_ended and e.session_ended.why == "stopped") or "stopped" in whys:
             return "stopped"
-        noticed = {n.member for t, n in self.notices if n.notice != "soft" and (n.member, n.id) not in self.cancelled}
+        noticed = {
+            n.member
+            for t, n in self.notices
+            if n.notice != "soft" and (n.member, n.id) not in self.cancelled
+        }
         parts: list[str] = []
         if e.orderly:
-            leaving = [m for m in e.members if m in noticed and (after is None or m not in after.members)]
+            leaving = [
+                m for m in e.members if m in noticed and (after is None or m not in after.members)
+            ]
             stays = after is not None and any(m in e.members for m in after.members)
             joined = [m for m in after.members if m not in e.members] if after and stays else []
             if leaving:
@@ -409,17 +448,25 @@ class _Maker:
         for member in e.members:
             gone_s = self.of_member(member).gone_s
             absent = after is None or member not in after.members
-            if absent and member not in told and gone_s is not None and gone_s <= horizon + SAME_EVENT_S:
+            if (
+                absent
+                and member not in told
+                and gone_s is not None
+                and gone_s <= horizon + SAME_EVENT_S
+            ):
                 vanished.append(member)
         if vanished:
             warned = " in spite of a notice" if set(vanished) <= noticed else " without notice"
             parts.append(f"{_names(self.of_member(m).name for m in vanished)} lost{warned}")
         if e.failures and not vanished:
             parts.append(f"rank {e.failures[0].rank} failed: {e.failures[0].error}")
-        return ", ".join(parts) or ("failed" if "failed" in whys else "killed" if "killed" in whys else "broke")
+        return ", ".join(parts) or (
+            "failed" if "failed" in whys else "killed" if "killed" in whys else "broke"
+        )
 
     def notice_rows(self) -> Iterable[NoticeRow]:
-        """One row per node and kind: the second voice that tells the same (a signal after the cloud's notice) adds nothing."""
+        """One row per node and kind: the second voice that tells the same (a signal after the
+        cloud's notice) adds nothing."""
         grouped: dict[tuple[str, str], list[tuple[float, NoticeSeen]]] = defaultdict(list)
         for t, notice in self.notices:
             grouped[notice.member, notice.notice].append((t, notice))
@@ -433,8 +480,10 @@ class _Maker:
                 for s in self.snapshots
                 for e in current
                 if s.epoch == e.number and s.t_start + s.commit_s >= t
-                # Of the state at the notice or later: copied after it, or what the epoch ended with.
-                if s.t_start + s.stall_s >= t or (e.session_ended is not None and e.session_ended.step == s.step)
+                # Of the state at the notice or later: copied after it, or what the epoch ended
+                # with.
+                if s.t_start + s.stall_s >= t
+                or (e.session_ended is not None and e.session_ended.step == s.step)
             ]
             at, step = min(commits, default=(None, None))
             yield NoticeRow(

@@ -1,7 +1,9 @@
-"""A run as it goes on: a live view on a terminal, plain lines elsewhere, JSON for programs. `harness status` and `harness launch`.
+"""A run as it goes on: a live view on a terminal, plain lines elsewhere, JSON for programs.
+`harness status` and `harness launch`.
 
-`State` is a fold of facts that does not care in which order they come: seats flush at their own pace, so a worker's fact may be seen
-before the controller's that caused it. Greater epochs and later times win, and a rewind is nothing but a greater epoch.
+`State` is a fold of facts that does not care in which order they come: seats flush at their own
+pace, so a worker's fact may be seen before the controller's that caused it. Greater epochs and
+later times win, and a rewind is nothing but a greater epoch.
 """
 
 from __future__ import annotations
@@ -23,7 +25,16 @@ from rich.text import Text
 from harness.bucket.journal import Follower
 from harness.core.facts import Stamped
 from harness.views.report import unread_text
-from harness.views.watching import EVENTS_SHOWN, PROGRESS_EVERY_S, LeaseWatch, State, about, describe, number_rows, progress_line
+from harness.views.watching import (
+    EVENTS_SHOWN,
+    PROGRESS_EVERY_S,
+    LeaseWatch,
+    State,
+    about,
+    describe,
+    number_rows,
+    progress_line,
+)
 from harness.views.words import clock, percent, plural
 from storage.errors import StoreUnavailable
 from storage.objects import ObjectStore
@@ -31,20 +42,35 @@ from storage.text import Console as Terminal
 from storage.text import plain
 
 
-def render(state: State, now: float, url: str = "", controller: bool | None = None, silent_s: float = 0.0) -> RenderableType:
+def render(
+    state: State, now: float, url: str = "", controller: bool | None = None, silent_s: float = 0.0
+) -> RenderableType:
     """The screen."""
     head = Text(overflow="ellipsis", no_wrap=True)
-    colour = {"training": "green", "done": "green", "finished": "green", "failed": "red", "stopped": "yellow"}.get(state.run_state, "cyan")
+    colour = {
+        "training": "green",
+        "done": "green",
+        "finished": "green",
+        "failed": "red",
+        "stopped": "yellow",
+    }.get(state.run_state, "cyan")
     head.append(state.run_state, style=f"bold {colour}")
     head.append(f"  step {state.step:,}", style="bold")
     head.append(f" of {state.total:,}" if state.total else "")
-    head.append(f"  {about((state.last_s if state.over else now) - state.started_s)}" if state.last_s > 0 else "")
+    head.append(
+        f"  {about((state.last_s if state.over else now) - state.started_s)}"
+        if state.last_s > 0
+        else ""
+    )
     head.append(f"  {plain(url)}", style="dim")
     parts: list[RenderableType] = [head]
     if state.total:
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(ratio=1)
-        bar.add_row(ProgressBar(total=state.total, completed=min(state.step, state.total)), percent(state.step / state.total))
+        bar.add_row(
+            ProgressBar(total=state.total, completed=min(state.step, state.total)),
+            percent(state.step / state.total),
+        )
         parts.append(bar)
     numbers = Text()
     for name, value in number_rows(state, now):
@@ -54,7 +80,13 @@ def render(state: State, now: float, url: str = "", controller: bool | None = No
     if state.over and state.ended:
         parts.append(Text(plain(state.ended[1].reason), style=colour))
     elif controller is False and state.lease and not state.over:
-        parts.append(Text("no controller leads this run: lost nodes are not replaced; `harness launch` again to lead it", style="yellow"))
+        parts.append(
+            Text(
+                "no controller leads this run: lost nodes are not replaced; `harness launch` again "
+                "to lead it",
+                style="yellow",
+            )
+        )
     if state.unread:
         parts.append(Text(plain(unread_text(state.unread)), style="yellow"))
     if silent_s > 0:
@@ -65,20 +97,38 @@ def render(state: State, now: float, url: str = "", controller: bool | None = No
         for n in nodes:
             style, words = state.node_state(n, now)
             ranks = state.ranks(n.member) if n.alive and n.member in state.training() else None
-            place = "" if ranks is None else f"epoch {state.epoch} rank {ranks.start}" + (f"–{ranks.stop - 1}" if len(ranks) > 1 else "")
+            place = (
+                ""
+                if ranks is None
+                else f"epoch {state.epoch} rank {ranks.start}"
+                + (f"–{ranks.stop - 1}" if len(ranks) > 1 else "")
+            )
             up = about(n.billed_s(now)) if n.billed_s(now) else ""
-            cells = ((plain(n.name), "bold"), (plain(n.offer), ""), (words, style), (up, "dim"), (place, "dim"))
+            cells = (
+                (plain(n.name), "bold"),
+                (plain(n.offer), ""),
+                (words, style),
+                (up, "dim"),
+                (place, "dim"),
+            )
             table.add_row(*(Text(text, style=tone) for text, tone in cells))
         parts += [Text(""), table]
     if state.events:
         parts.append(Text(""))
         for event in state.events[-EVENTS_SHOWN:]:
             style, words = describe(event.fact, state) or ("", "")
-            parts.append(Text.assemble((clock(event.t)[11:] + "  ", "dim"), (plain(words), style), overflow="ellipsis", no_wrap=True))
+            parts.append(
+                Text.assemble(
+                    (clock(event.t)[11:] + "  ", "dim"),
+                    (plain(words), style),
+                    overflow="ellipsis",
+                    no_wrap=True,
+                )
+            )
     return Group(*parts)
 
 
-# ---- following --------------------------------------------------------------------------------------------------
+# ---- following -----------------------------------------------------------------------------------
 @dataclass
 class LiveView:
     """A view of a run that `poll` keeps up to date; draws on a terminal, prints lines elsewhere.
@@ -129,7 +179,9 @@ class LiveView:
     def screen(self) -> RenderableType:
         now = self.now()
         silent_s = now - (self._answered_s or now)
-        return render(self.state, now, self.store.url, self.controller, silent_s if silent_s >= 3 else 0.0)
+        return render(
+            self.state, now, self.store.url, self.controller, silent_s if silent_s >= 3 else 0.0
+        )
 
     def _draw(self) -> None:
         if self._live is None:
@@ -149,7 +201,11 @@ class LiveView:
             self._say(f"{clock(t)[11:]}  {plain(text)}")
         now = self.now()
         line = progress_line(self.state, now)
-        if now - self._printed_s >= PROGRESS_EVERY_S and line != self._line and self.state.last_s > 0:
+        if (
+            now - self._printed_s >= PROGRESS_EVERY_S
+            and line != self._line
+            and self.state.last_s > 0
+        ):
             self._say(f"{clock(now)[11:]}  {line}")
             self._printed_s, self._line = now, line
 
@@ -174,9 +230,11 @@ def follow(
     now: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> State:
-    """Show a run until `stop()`, or (`until_ended`) until it has ended. Where `stop()` holds from the start: one picture.
+    """Show a run until `stop()`, or (`until_ended`) until it has ended. Where `stop()` holds from
+    the start: one picture.
 
-    Whoever launches a run again passes `until_ended=False`: its last end is still the newest thing in the bucket then.
+    Whoever launches a run again passes `until_ended=False`: its last end is still the newest thing
+    in the bucket then.
     """
     console = Terminal() if console is None else console
     view = LiveView(store, console, now)
@@ -186,7 +244,8 @@ def follow(
         return view.state
     try:
         while True:
-            ending = stop()  # before the last look, so that what was written before the stop is seen
+            # before the last look, so that what was written before the stop is seen
+            ending = stop()
             state = view.poll()
             if ending or (until_ended and state.over):
                 return state
@@ -198,9 +257,14 @@ def follow(
 
 
 def status(
-    store: ObjectStore, *, watch_s: float = 3.0, now: Callable[[], float] = time.time, sleep: Callable[[float], None] = time.sleep
+    store: ObjectStore,
+    *,
+    watch_s: float = 3.0,
+    now: Callable[[], float] = time.time,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> dict[str, Any]:
-    """Where a run stands, as plain JSON. Watches the controller's heart beat for up to `watch_s`; null: not known in that time."""
+    """Where a run stands, as plain JSON. Watches the controller's heart beat for up to
+    `watch_s`; null: not known in that time."""
     view = LiveView(store, Console(quiet=True), now)
     view.read()
     state, begun = view.state, now()
@@ -217,10 +281,16 @@ def status(
         ranks = state.ranks(n.member) if n.member in training else None
         nodes.append(
             {
-                "name": n.name, "offer": n.offer, "state": state.node_state(n, t)[1], "alive": n.alive, "up_s": n.billed_s(t),
-                "member": n.member, "ranks": list(ranks) if ranks is not None else [], "notice_deadline_s": deadline,
+                "name": n.name,
+                "offer": n.offer,
+                "state": state.node_state(n, t)[1],
+                "alive": n.alive,
+                "up_s": n.billed_s(t),
+                "member": n.member,
+                "ranks": list(ranks) if ranks is not None else [],
+                "notice_deadline_s": deadline,
             }
-        )  # fmt: skip
+        )
     body = {
         "url": store.url,
         "state": state.run_state,
@@ -238,7 +308,9 @@ def status(
         "attempts": len(state.nodes),
         "spent_usd": paid,
         "on_demand_usd": on_demand,
-        "snapshot": {"step": committed, "age_s": None if taken_s is None else t - taken_s} if committed else None,
+        "snapshot": {"step": committed, "age_s": None if taken_s is None else t - taken_s}
+        if committed
+        else None,
         "controller_alive": False if state.over else view.controller,
         "updated_s": state.last_s if state.last_s > 0 else None,
         "unread_facts": [str(u) for u in state.unread],

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-BUCKETS = ("useful", "redone", "snapshot", "start", "reform", "drain", "idle", "other")  # in the order they are shown
-PRECEDENCE = ("snapshot", "useful", "redone", "other", "start", "drain", "idle", "reform")  # the first one gets the time
+# in the order they are shown
+BUCKETS = ("useful", "redone", "snapshot", "start", "reform", "drain", "idle", "other")
+# the first one gets the time
+PRECEDENCE = ("snapshot", "useful", "redone", "other", "start", "drain", "idle", "reform")
 NANO = 1_000_000_000
 Interval = tuple[int, int]  # [from, to) in nanoseconds
 Segment = tuple[int, int, str]  # ... and a bucket
@@ -15,10 +17,10 @@ def ns(seconds: float) -> int:
     return round(seconds * NANO)
 
 
-# ---- painting time ----------------------------------------------------------------------------------------------
+# ---- painting time -------------------------------------------------------------------------------
 def paint(layers: Iterable[Segment], start: int, end: int) -> list[Segment]:
-    """Cut [start, end) into segments without gap or overlap, each in the bucket of highest precedence that covers it
-    (`reform` where none does). Neighbours of one bucket are joined."""
+    """Cut [start, end) into segments without gap or overlap, each in the bucket of highest
+    precedence that covers it (`reform` where none does). Neighbours of one bucket are joined."""
     level = {bucket: i for i, bucket in enumerate(PRECEDENCE)}
     cuts: list[tuple[int, int, int]] = []
     for a, b, bucket in layers:
@@ -49,7 +51,8 @@ def totals(segments: Iterable[Segment]) -> dict[str, int]:
 
 
 def apportion(amount: int, weights: dict[str, int]) -> dict[str, int]:
-    """`amount` in proportion to `weights`, in whole units that add up to it. Without any weight it is `other`."""
+    """`amount` in proportion to `weights`, in whole units that add up to it. Without any weight
+    it is `other`."""
     whole = sum(weights.values())
     if not whole:
         return {bucket: amount if bucket == "other" else 0 for bucket in weights}

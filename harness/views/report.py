@@ -1,7 +1,9 @@
-"""What happened in a run, for people: tables in the terminal, one self-contained HTML page, and JSON. `harness report` is this.
+"""What happened in a run, for people: tables in the terminal, one self-contained HTML page, and
+JSON. `harness report` is this.
 
-Everything is read from the bucket and nothing is written to it; facts, step records and manifests are all that is needed, so a
-report of a run that is going on, or whose machines are all dead, is made in the same way.
+Everything is read from the bucket and nothing is written to it; facts, step records and manifests
+are all that is needed, so a report of a run that is going on, or whose machines are all dead, is
+made in the same way.
 """
 
 from __future__ import annotations
@@ -31,13 +33,29 @@ from harness.core.facts import (
 )
 from harness.views.painting import BUCKETS, NANO
 from harness.views.rows import AttemptRow
-from harness.views.words import cost_text, duration, money, nbytes, number, percent, plural, spread, steps_text
+from harness.views.words import (
+    cost_text,
+    duration,
+    money,
+    nbytes,
+    number,
+    percent,
+    plural,
+    spread,
+    steps_text,
+)
 from storage.text import plain
 
 COLOURS = {  # of the terminal; the page has its own, for light and dark
-    "useful": "green", "redone": "red", "snapshot": "blue", "start": "magenta", "reform": "yellow", "drain": "cyan",
-    "idle": "bright_black", "other": "white",
-}  # fmt: skip
+    "useful": "green",
+    "redone": "red",
+    "snapshot": "blue",
+    "start": "magenta",
+    "reform": "yellow",
+    "drain": "cyan",
+    "idle": "bright_black",
+    "other": "white",
+}
 MEANING = {
     "useful": "steps of the committed lineage",
     "redone": "work lost with its world, done again",
@@ -50,16 +68,6 @@ MEANING = {
 }
 
 
-
-
-
-
-
-
-
-
-
-
 @dataclass(frozen=True)
 class Epoch:
     """What of an epoch's object in the rendezvous is told in a report."""
@@ -69,66 +77,64 @@ class Epoch:
     reason: str = ""
 
 
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 def unread_text(unread: Sequence[Unreadable]) -> str:
-    return f"{plural(len(unread), 'fact')} could not be read (see: harness verify), the first: {unread[0]}"
-
-
-
-
+    return (
+        f"{plural(len(unread), 'fact')} could not be read (see: harness verify), the first: "
+        f"{unread[0]}"
+    )
 
 
 def headline(s: Summary) -> list[tuple[str, str]]:
     """What a person wants to know first."""
     ledger, low_high = s.ledger, s.worlds
     up = [a for a in ledger.attempts if a.up_s is not None]
-    taken = sum(a.end in ("preempted", "lost") or any(n.member in a.members and n.kind == "kill" for n in ledger.notices) for a in up)
+    taken = sum(
+        a.end in ("preempted", "lost")
+        or any(n.member in a.members and n.kind == "kill" for n in ledger.notices)
+        for a in up
+    )
     rows = [
         ("state", s.state + (f": {s.reason}" if s.reason else "")),
-        ("steps", f"{s.step:,} of {s.total_steps:,} committed" if s.total_steps else f"{s.step:,} committed"),
+        (
+            "steps",
+            f"{s.step:,} of {s.total_steps:,} committed"
+            if s.total_steps
+            else f"{s.step:,} committed",
+        ),
     ]
     if s.losses:
         rows.append(("loss", f"{number(s.losses[0])} → {number(s.losses[1])}"))
     if s.validations:
-        rows.append((s.validation_name.replace("_", " "), f"{number(s.validations[0])} → {number(s.validations[1])}"))
+        rows.append(
+            (
+                s.validation_name.replace("_", " "),
+                f"{number(s.validations[0])} → {number(s.validations[1])}",
+            )
+        )
     away = f" (and {duration(s.away_s)} between launches)" if s.away_s >= 1 else ""
     world = f"{low_high[0]}" if low_high[0] == low_high[1] else f"{low_high[0]} to {low_high[1]}"
     rows += [
         ("wall time", duration(s.wall_s) + away),
-        ("world", f"{world} ranks in {plural(len([e for e in ledger.epochs if e.steps]), 'epoch')}"),
-        ("nodes", f"{plural(len(up), 'node')} used, {taken} taken away; {plural(ledger.steps_lost, 'step')} lost and redone"),
-        ("goodput", f"{percent(ledger.goodput)} of {duration(ledger.billed_s)} billed went into steps that count"),
+        (
+            "world",
+            f"{world} ranks in {plural(len([e for e in ledger.epochs if e.steps]), 'epoch')}",
+        ),
+        (
+            "nodes",
+            f"{plural(len(up), 'node')} used, {taken} taken away; "
+            f"{plural(ledger.steps_lost, 'step')} lost and redone",
+        ),
+        (
+            "goodput",
+            f"{percent(ledger.goodput)} of {duration(ledger.billed_s)} billed went into steps that "
+            "count",
+        ),
         ("cost", cost_text(s)),
     ]
     return rows
 
 
-
-
-# ---- terminal ---------------------------------------------------------------------------------------------------
+# ---- terminal ------------------------------------------------------------------------------------
 def print_report(summary: Summary, console: Console) -> None:
     """The report as tables. Without a terminal: the same without colours."""
     console.print(render(summary), highlight=False)
@@ -138,9 +144,14 @@ def render(s: Summary) -> Group:
     parts: list[Any] = [Text(""), Text(plain(s.url), style="bold"), _headline_table(s)]
     parts += [Text(f"! {plain(p)}", style="yellow") for p in s.problems]
     sections = (
-        ("Attempts", _attempts_table), ("Epochs", _epochs_table), ("Where billed time went", _buckets_table), ("Money", _money_table),
-        ("Snapshots", _snapshots_table), ("Notices", _notices_table), ("Trouble", _marks_table),
-    )  # fmt: skip
+        ("Attempts", _attempts_table),
+        ("Epochs", _epochs_table),
+        ("Where billed time went", _buckets_table),
+        ("Money", _money_table),
+        ("Snapshots", _snapshots_table),
+        ("Notices", _notices_table),
+        ("Trouble", _marks_table),
+    )
     for title, make in sections:
         table = make(s)
         if table is not None:
@@ -163,10 +174,15 @@ def _grid(rows: Sequence[tuple[str, str]]) -> Table:
 
 
 def _headline_table(s: Summary) -> Padding:
-    colour = {"done": "green", "finished": "green", "failed": "red", "stopped": "yellow"}.get(s.state, "cyan")
+    colour = {"done": "green", "finished": "green", "failed": "red", "stopped": "yellow"}.get(
+        s.state, "cyan"
+    )
     table = Table.grid(padding=(0, 2))
     for name, value in headline(s):
-        table.add_row(Text(name, style="dim"), Text(plain(value), style=f"bold {colour}" if name == "state" else ""))
+        table.add_row(
+            Text(name, style="dim"),
+            Text(plain(value), style=f"bold {colour}" if name == "state" else ""),
+        )
     return Padding(table, (0, 0, 0, 1))
 
 
@@ -181,15 +197,29 @@ def _attempts_table(s: Summary) -> Any:
     refused = len(s.ledger.attempts) - len(used)
     if not used and not refused:
         return None
-    table = _table("#", "offer", "up", "why it ended", "billed", "useful", "$", right=("#", "up", "billed", "useful", "$"))
+    table = _table(
+        "#",
+        "offer",
+        "up",
+        "why it ended",
+        "billed",
+        "useful",
+        "$",
+        right=("#", "up", "billed", "useful", "$"),
+    )
     for a in used:
         up = "–" if a.up_s is None else f"+{duration(a.up_s - s.started_s)}"
         useful = percent(a.ns["useful"] / a.billed_ns) if a.billed_ns else "–"
         style = "red" if a.end in ("failed", "preempted", "lost", "unfit") else ""
         table.add_row(
-            Text(plain(a.name)), Text(plain(a.offer or a.accelerator)), up, Text(plain(attempt_end(a)), style=style),
-            duration(a.billed_s), useful, money(a.usd),
-        )  # fmt: skip
+            Text(plain(a.name)),
+            Text(plain(a.offer or a.accelerator)),
+            up,
+            Text(plain(attempt_end(a)), style=style),
+            duration(a.billed_s),
+            useful,
+            money(a.usd),
+        )
     return Group(table, Text(refusals(refused), style="dim")) if refused else table
 
 
@@ -201,16 +231,35 @@ def _epochs_table(s: Summary) -> Any:
     if not s.ledger.epochs:
         return None
     right = ("#", "world", "accum", "lost", "took")
-    table = _table("#", "world", "nodes", "accum", "shares", "steps", "why it ended", "lost", "took", right=right)
+    table = _table(
+        "#",
+        "world",
+        "nodes",
+        "accum",
+        "shares",
+        "steps",
+        "why it ended",
+        "lost",
+        "took",
+        right=right,
+    )
     for e in s.ledger.epochs:
         table.add_row(
-            str(e.epoch), str(e.world), Text(plain(" ".join(e.attempts))), str(e.accumulation or "–"), spread(e.shares), steps_text(e),
-            Text(plain(e.ended) or "goes on"), Text(str(e.steps_lost), style="red" if e.steps_lost else "dim"), duration(e.lost_s),
-        )  # fmt: skip
-    note = "shares: micro-batches of each rank, accum: of the busiest; lost: steps to redo; took: time until the next world trained"
+            str(e.epoch),
+            str(e.world),
+            Text(plain(" ".join(e.attempts))),
+            str(e.accumulation or "–"),
+            spread(e.shares),
+            steps_text(e),
+            Text(plain(e.ended) or "goes on"),
+            Text(str(e.steps_lost), style="red" if e.steps_lost else "dim"),
+            duration(e.lost_s),
+        )
+    note = (
+        "shares: micro-batches of each rank, accum: of the busiest; lost: steps to redo; took: "
+        "time until the next world trained"
+    )
     return Group(table, Text(note, style="dim"))
-
-
 
 
 def _buckets_table(s: Summary) -> Any:
@@ -223,24 +272,43 @@ def _buckets_table(s: Summary) -> Any:
         if ledger.ns[bucket]:
             bar = Text("█" * max(1, round(20 * share)), style=COLOURS[bucket], no_wrap=True)
             table.add_row(
-                bucket, bar, percent(share), duration(ledger.ns[bucket] / NANO), money(ledger.nusd[bucket] / NANO),
+                bucket,
+                bar,
+                percent(share),
+                duration(ledger.ns[bucket] / NANO),
+                money(ledger.nusd[bucket] / NANO),
                 Text(MEANING[bucket], style="dim", no_wrap=True, overflow="ellipsis"),
-            )  # fmt: skip
-    table.add_row("billed", "", "100 %", duration(ledger.billed_s), money(ledger.usd), "", style="bold")
+            )
+    table.add_row(
+        "billed", "", "100 %", duration(ledger.billed_s), money(ledger.usd), "", style="bold"
+    )
     table.show_header = False
     return table
 
 
 def money_rows(s: Summary) -> list[tuple[str, float, str]]:
     cost = s.ledger.cost
-    rows = [("paid", cost.spot_usd, f"{money(1000 * cost.spot_usd / s.step)} per 1,000 steps" if s.step else "")]
+    rows = [
+        (
+            "paid",
+            cost.spot_usd,
+            f"{money(1000 * cost.spot_usd / s.step)} per 1,000 steps" if s.step else "",
+        )
+    ]
     if cost.on_demand_usd:
         rows += [
             ("the same node-hours on demand", cost.on_demand_usd, f"saved {percent(cost.saved)}"),
-            ("an on-demand run that nothing disturbs", cost.undisturbed_usd, f"saved {percent(cost.saved_undisturbed)}"),
+            (
+                "an on-demand run that nothing disturbs",
+                cost.undisturbed_usd,
+                f"saved {percent(cost.saved_undisturbed)}",
+            ),
         ]
     if s.store and s.store.stored_nbytes:
-        note = f"estimate: {nbytes(s.store.stored_nbytes)} of snapshots; {money(s.store.month_usd)} for each month that they are kept"
+        note = (
+            f"estimate: {nbytes(s.store.stored_nbytes)} of snapshots; "
+            f"{money(s.store.month_usd)} for each month that they are kept"
+        )
         rows.append(("the bucket's storage meanwhile", s.store.storage_usd, note))
     if s.store and s.store.moved:
         ways = "; ".join(f"{nbytes(m.nbytes)} {m.source} to {m.target}" for m in s.store.moved)
@@ -265,10 +333,26 @@ def snapshot_rows(s: Summary) -> list[tuple[str, str]]:
     for one in s.snapshots:
         whys[one.why] = whys.get(one.why, 0) + 1
     return [
-        ("committed", f"{len(s.snapshots)} ({', '.join(f'{n} {why}' for why, n in whys.items())}); {s.kept} in the bucket now"),
-        ("bytes", f"{nbytes(median(x.nbytes for x in s.snapshots))} each, {nbytes(sum(x.nbytes for x in s.snapshots))} written"),
-        ("training stood still", f"{duration(median(x.stall_s for x in s.snapshots))} (median), {_most(x.stall_s for x in s.snapshots)}"),
-        ("time to commit", f"{duration(median(x.commit_s for x in s.snapshots))} (median), {_most(x.commit_s for x in s.snapshots)}"),
+        (
+            "committed",
+            f"{len(s.snapshots)} ({', '.join(f'{n} {why}' for why, n in whys.items())}); {s.kept} "
+            "in the bucket now",
+        ),
+        (
+            "bytes",
+            f"{nbytes(median(x.nbytes for x in s.snapshots))} each, "
+            f"{nbytes(sum(x.nbytes for x in s.snapshots))} written",
+        ),
+        (
+            "training stood still",
+            f"{duration(median(x.stall_s for x in s.snapshots))} (median), "
+            f"{_most(x.stall_s for x in s.snapshots)}",
+        ),
+        (
+            "time to commit",
+            f"{duration(median(x.commit_s for x in s.snapshots))} (median), "
+            f"{_most(x.commit_s for x in s.snapshots)}",
+        ),
     ]
 
 
@@ -282,19 +366,41 @@ def _snapshots_table(s: Summary) -> Any:
 
 
 def verdict(in_time: bool | None, cancelled: bool) -> str:
-    return "cancelled" if cancelled else {True: "in time", False: "TOO LATE", None: "nothing to save"}[in_time]
+    return (
+        "cancelled"
+        if cancelled
+        else {True: "in time", False: "TOO LATE", None: "nothing to save"}[in_time]
+    )
 
 
 def _notices_table(s: Summary) -> Any:
     if not s.ledger.notices:
         return None
-    table = _table("at", "node", "notice", "from", "grace", "committed after", "step", "", right=("at", "grace", "committed after", "step"))
+    table = _table(
+        "at",
+        "node",
+        "notice",
+        "from",
+        "grace",
+        "committed after",
+        "step",
+        "",
+        right=("at", "grace", "committed after", "step"),
+    )
     for n in s.ledger.notices:
         table.add_row(
-            f"+{duration(n.seen_s - s.started_s)}", Text(plain(n.attempt or n.member)), Text(plain(n.kind)), Text(plain(n.source)),
-            duration(n.grace_s), duration(n.commit_s), str(n.step or "–"),
-            Text(verdict(n.in_time, n.cancelled), style={True: "green", False: "bold red", None: "dim"}[n.in_time]),
-        )  # fmt: skip
+            f"+{duration(n.seen_s - s.started_s)}",
+            Text(plain(n.attempt or n.member)),
+            Text(plain(n.kind)),
+            Text(plain(n.source)),
+            duration(n.grace_s),
+            duration(n.commit_s),
+            str(n.step or "–"),
+            Text(
+                verdict(n.in_time, n.cancelled),
+                style={True: "green", False: "bold red", None: "dim"}[n.in_time],
+            ),
+        )
     return table
 
 
@@ -308,9 +414,10 @@ def _marks_table(s: Summary) -> Any:
     return table
 
 
-# ---- JSON -------------------------------------------------------------------------------------------------------
+# ---- JSON ----------------------------------------------------------------------------------------
 def to_json(s: Summary) -> dict[str, Any]:
-    """The numbers as plain JSON (no NaN). Seconds and dollars, with the exact nanoseconds and nano-dollars of the ledger."""
+    """The numbers as plain JSON (no NaN). Seconds and dollars, with the exact nanoseconds and
+    nano-dollars of the ledger."""
     ledger = s.ledger
 
     def attempt(a: AttemptRow) -> dict[str, Any]:
@@ -333,15 +440,29 @@ def to_json(s: Summary) -> dict[str, Any]:
         "goodput": ledger.goodput,
         "steps_lost": ledger.steps_lost,
         "billed_s": ledger.billed_s,
-        "buckets": {b: {"s": ledger.ns[b] / NANO, "ns": ledger.ns[b], "nusd": ledger.nusd[b]} for b in BUCKETS},
-        "cost": {**dataclasses.asdict(ledger.cost), "saved_usd": ledger.cost.saved_usd, "saved": ledger.cost.saved},
+        "buckets": {
+            b: {"s": ledger.ns[b] / NANO, "ns": ledger.ns[b], "nusd": ledger.nusd[b]}
+            for b in BUCKETS
+        },
+        "cost": {
+            **dataclasses.asdict(ledger.cost),
+            "saved_usd": ledger.cost.saved_usd,
+            "saved": ledger.cost.saved,
+        },
         "attempts": [attempt(a) for a in ledger.attempts],
-        "epochs": [{**dataclasses.asdict(e), "accumulation": e.accumulation} for e in ledger.epochs],
-        "notices": [{**dataclasses.asdict(n), "grace_s": n.grace_s, "in_time": n.in_time} for n in ledger.notices],
+        "epochs": [
+            {**dataclasses.asdict(e), "accumulation": e.accumulation} for e in ledger.epochs
+        ],
+        "notices": [
+            {**dataclasses.asdict(n), "grace_s": n.grace_s, "in_time": n.in_time}
+            for n in ledger.notices
+        ],
         "snapshots": {"kept": s.kept, "committed": [dataclasses.asdict(x) for x in s.snapshots]},
         "trouble": [dataclasses.asdict(m) for m in s.marks],
         "problems": s.problems,
-        "store": {**dataclasses.asdict(s.store), "moved_usd": s.store.moved_usd} if s.store else None,
+        "store": {**dataclasses.asdict(s.store), "moved_usd": s.store.moved_usd}
+        if s.store
+        else None,
     }
     cleaned: dict[str, Any] = _finite(body)
     return cleaned

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from harness.views.painting import Segment
 
 
-
-# ---- rows -------------------------------------------------------------------------------------------------------
+# ---- rows ----------------------------------------------------------------------------------------
 class Billed:
     """Time and money by bucket: `ns` in 1e-9 s, `nusd` in 1e-9 USD."""
 
@@ -38,7 +37,8 @@ class Billed:
 
 @dataclass(frozen=True)
 class AttemptRow(Billed):
-    """One attempt and where its billed time went. `name` is its number; of a node that no controller launched, its member."""
+    """One attempt and where its billed time went. `name` is its number; of a node that no
+    controller launched, its member."""
 
     name: str
     attempt: int
@@ -79,7 +79,8 @@ class EpochRow:
     first_s: float | None  # begin of its first step
     last_s: float | None  # end of its last step
     end_s: float | None  # when it was over; None: it lives
-    gap_s: float | None  # end of the last step of the epoch before -> its first step; None: nothing before, or no step
+    # end of the last step of the epoch before -> its first step; None: nothing before, or no step
+    gap_s: float | None
     lost_s: float  # wall-clock seconds lost with its end: work to redo, and the gap that followed
     ended: str  # why, in words; "" while it lives
 
@@ -99,7 +100,8 @@ class NoticeRow:
     source: str
     seen_s: float
     deadline_s: float | None
-    commit_s: float | None  # seconds from notice to commit of a state at or after it; None: none was
+    # seconds from notice to commit of a state at or after it; None: none was
+    commit_s: float | None
     step: int | None  # of that snapshot
     training: bool  # the node was in an epoch when it came; else there was nothing to save
     cancelled: bool
@@ -122,7 +124,8 @@ class Cost:
 
     spot_usd: float  # what is billed
     on_demand_usd: float  # the same node-seconds at on-demand prices
-    undisturbed_usd: float  # only steps, validation and one start per node of the first epoch: on demand, nothing ever lost
+    # only steps, validation and one start per node of the first epoch: on demand, nothing ever lost
+    undisturbed_usd: float
     known: bool  # all on-demand prices are known; else the paid price stands for unknown ones
 
     @property
@@ -136,5 +139,6 @@ class Cost:
 
     @property
     def saved_undisturbed(self) -> float:
-        """Against an on-demand run that nothing ever disturbs: the harder comparison, as interruptions count against us."""
+        """Against an on-demand run that nothing ever disturbs: the harder comparison, as
+        interruptions count against us."""
         return 1.0 - self.spot_usd / self.undisturbed_usd if self.undisturbed_usd else 0.0

@@ -63,7 +63,9 @@ class Summary:
     """Everything that the renderings below need."""
 
     url: str
-    state: str  # "done" | "stopped" | "failed" | "going on" | "finished" (final snapshot, but no controller said so)
+    # "done" | "stopped" | "failed" | "going on" | "finished" (final snapshot, but no controller
+    # said so)
+    state: str
     reason: str
     step: int  # committed
     total_steps: int
@@ -71,7 +73,8 @@ class Summary:
     ended_s: float  # of what is known so far
     away_s: float  # between an end of the run and the next launch
     ledger: Ledger
-    curve: tuple[Point, ...]  # committed steps, and those after the newest snapshot of a run that goes on
+    # committed steps, and those after the newest snapshot of a run that goes on
+    curve: tuple[Point, ...]
     lost: tuple[Point, ...]  # executed, and done again
     validation_name: str
     validation: tuple[tuple[int, float], ...]
@@ -107,9 +110,10 @@ class Summary:
         return self.step * self.session.global_batch if self.session else 0
 
 
-# ---- reading ----------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summary:
-    """Read the whole run. What is broken is told in `problems` and passed over. Raises StoreError."""
+    """Read the whole run. What is broken is told in `problems` and passed over. Raises
+    StoreError."""
     problems: list[str] = []
     found = read_facts(store)
     facts = [s for s in found if not isinstance(s.fact, Unreadable)]
@@ -150,12 +154,15 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
         session=sessions[-1] if sessions else None,
         asked=next((s.fact for s in reversed(facts) if isinstance(s.fact, RunAsked)), None),
         problems=tuple(problems),
-        store=egress.estimate(store.url, facts, kept, until_s - min((s.t for s in facts), default=until_s)),
+        store=egress.estimate(
+            store.url, facts, kept, until_s - min((s.t for s in facts), default=until_s)
+        ),
     )
 
 
 def _lost_epochs(store: ObjectStore, facts: list[Stamped]) -> list[Stamped]:
-    """Worlds whose creator died before it had told of them: their objects in the rendezvous say who was in."""
+    """Worlds whose creator died before it had told of them: their objects in the rendezvous say
+    who was in."""
     told = {s.fact.epoch for s in facts if isinstance(s.fact, EpochStarted)}
     begun = {s.fact.epoch: s.t for s in facts if isinstance(s.fact, SessionStarted)}
     found: list[Stamped] = []
@@ -163,7 +170,8 @@ def _lost_epochs(store: ObjectStore, facts: list[Stamped]) -> list[Stamped]:
         name = key.rsplit("/", 1)[-1].removesuffix(".json")
         if not name.isdigit() or int(name) in told or int(name) not in begun:
             continue
-        with contextlib.suppress(ValueError, TypeError, AttributeError, NotFound):  # `harness verify` names what is damaged
+        # `harness verify` names what is damaged
+        with contextlib.suppress(ValueError, TypeError, AttributeError, NotFound):
             body = built(Epoch, loaded(store.get(key)))
             fact = EpochStarted(int(name), body.members, sum(body.nproc), body.reason)
             found.append(Stamped(begun[int(name)], "rendezvous", fact))
@@ -171,7 +179,8 @@ def _lost_epochs(store: ObjectStore, facts: list[Stamped]) -> list[Stamped]:
 
 
 def _newest(store: ObjectStore, problems: list[str]) -> tuple[Manifest | None, int]:
-    """The newest readable manifest. Unlike `Snapshots.latest` this marks nothing: a report leaves no trace."""
+    """The newest readable manifest. Unlike `Snapshots.latest` this marks nothing: a report
+    leaves no trace."""
     snapshots = Snapshots(store)
     refs = snapshots.refs()
     for ref in refs:
@@ -182,17 +191,24 @@ def _newest(store: ObjectStore, problems: list[str]) -> tuple[Manifest | None, i
     return None, len(refs)
 
 
-def _records(store: ObjectStore, manifest: Manifest | None, problems: list[str]) -> list[rec.StepRecord]:
+def _records(
+    store: ObjectStore, manifest: Manifest | None, problems: list[str]
+) -> list[rec.StepRecord]:
     try:
         named = rec.named(manifest.data) if manifest else None
         if named is None:
             return []
-        return read_records(store, named.key, named.head, rec.genesis(loaded(store.get("run.json"))))
+        return read_records(
+            store, named.key, named.head, rec.genesis(loaded(store.get("run.json")))
+        )
     except (rec.BrokenRecords, NotFound) as e:
         problems.append(f"{e}; steps are shown as they were told live (see: harness verify)")
         return []
     except (ValueError, TypeError, RecursionError) as e:
-        problems.append(f"run.json cannot be read ({e}); steps are shown as they were told live (see: harness verify)")
+        problems.append(
+            f"run.json cannot be read ({e}); steps are shown as they were told live (see: harness "
+            "verify)"
+        )
         return []
 
 
@@ -207,7 +223,9 @@ def _away(facts: list[Stamped]) -> float:
     return away
 
 
-def _curves(facts: list[Stamped], records: list[rec.StepRecord], epochs: Sequence[EpochRow]) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
+def _curves(
+    facts: list[Stamped], records: list[rec.StepRecord], epochs: Sequence[EpochRow]
+) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
     """Committed steps (and those of a living world after its newest snapshot), and lost ones."""
     committed = {(r.epoch, r.step) for r in records}
     living = {e.epoch for e in epochs if not e.ended}
@@ -218,7 +236,9 @@ def _curves(facts: list[Stamped], records: list[rec.StepRecord], epochs: Sequenc
         if isinstance(f, StepDone) and (f.epoch, f.step) not in committed:
             point = Point(f.step, f.loss, f.epoch, f.t_start + f.seconds, f.seconds)
             (curve if f.epoch in living or not records else lost).append(point)
-    return tuple(sorted(curve, key=lambda p: (p.step, p.epoch))), tuple(sorted(lost, key=lambda p: (p.epoch, p.step)))
+    return tuple(sorted(curve, key=lambda p: (p.step, p.epoch))), tuple(
+        sorted(lost, key=lambda p: (p.epoch, p.step))
+    )
 
 
 def _validation(
@@ -230,14 +250,18 @@ def _validation(
     by_name: dict[str, dict[int, float]] = {}
     for s in facts:
         f = s.fact
-        if isinstance(f, Validated) and ((f.epoch, f.step) in committed or f.epoch in living or not records):
+        if isinstance(f, Validated) and (
+            (f.epoch, f.step) in committed or f.epoch in living or not records
+        ):
             for name, value in f.metrics.items():
                 by_name.setdefault(name, {})[f.step] = value
     for r in records:  # the record knows, also when the fact was lost with its writer
         for name, value in r.metrics.items():
             if name != "grad_norm":
                 by_name.setdefault(name, {}).setdefault(r.step, value)
-    best = sorted((n for n in by_name if "loss" in n), key=lambda n: (n != "val_loss", "val" not in n, n))
+    best = sorted(
+        (n for n in by_name if "loss" in n), key=lambda n: (n != "val_loss", "val" not in n, n)
+    )
     return (best[0], tuple(sorted(by_name[best[0]].items()))) if best else ("", ())
 
 
@@ -246,12 +270,17 @@ def _marks(facts: list[Stamped]) -> tuple[Mark, ...]:
     for s in facts:
         match s.fact:
             case WorkerFailed() as f:
-                text = f"rank {f.rank} of epoch {f.epoch} ({f.member}) ended with {f.error}: {f.message}"
+                text = (
+                    f"rank {f.rank} of epoch {f.epoch} ({f.member}) ended with {f.error}: "
+                    f"{f.message}"
+                )
                 marks.append(Mark(s.t, "failed", text, f.log_tail))
             case GuardTripped(step, _, what, value):
                 marks.append(Mark(s.t, "guard", f"step {step}: {what} ({value:g})"))
             case SnapshotFailed(step, _, why):
                 marks.append(Mark(s.t, "snapshot failed", f"snapshot of step {step}: {why}"))
             case SnapshotQuarantined(step, epoch, why):
-                marks.append(Mark(s.t, "quarantined", f"snapshot of step {step} (epoch {epoch}): {why}"))
+                marks.append(
+                    Mark(s.t, "quarantined", f"snapshot of step {step} (epoch {epoch}): {why}")
+                )
     return tuple(marks)

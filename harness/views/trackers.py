@@ -1,19 +1,27 @@
-"""Publish committed steps to trackers: W&B (default), TensorBoard, JSON lines, or anybody's function.
+"""Publish committed steps to trackers: W&B (default), TensorBoard, JSON lines, or anybody's
+function.
 
-    python -m harness.views.trackers URL --trackers wandb,jsonl          the publisher, beside rank 0; the agent starts and ends it
-    python -m harness.views.trackers URL --collect FOLDER                download what was published, for `wandb sync` and the like
+    python -m harness.views.trackers URL --trackers wandb,jsonl
+                                   the publisher, beside rank 0; the agent starts and ends it
+    python -m harness.views.trackers URL --collect FOLDER
+                                   download what was published, for `wandb sync` and the like
 
-A tracker is a rendering of what is committed, so the publisher reads the bucket (newest manifest -> step records) and never
-talks to a worker. Steps are published strictly in order and each exactly once, whatever is redone, killed or doubled:
+A tracker is a rendering of what is committed, so the publisher reads the bucket (newest manifest ->
+step records) and never talks to a worker. Steps are published strictly in order and each exactly
+once, whatever is redone, killed or doubled:
 
-    trackers/{name}/{first}-{last}-{token}/...   the files of a batch of steps, under names no other publisher uses
-    trackers/{name}/{first}.json                 the marker, create-only, last; it names last step, folder and files
+    trackers/{name}/{first}-{last}-{token}/...   the files of a batch of steps, under names that no
+                                                 other publisher uses
+    trackers/{name}/{first}.json                 the marker, create-only, last; it names last step,
+                                                 folder and files
 
-A batch is published if and only if its marker exists, and the next one begins at the marker's last step + 1. The marker's name
-is the batch's *first* step alone: of two publishers that cut batches differently only one can own the steps from there on; what
-the other wrote is deleted, and nobody reads it. So wandb's offline mode is exact: a whole run directory per batch, all of one run
-id. What acts outside of the bucket (wandb online, functions) cannot be undone; there a claim keeps a second publisher out, and
-after a crash between publishing and marking W&B is asked which steps it has (`run.step`); functions get the same batch again.
+A batch is published if and only if its marker exists, and the next one begins at the marker's last
+step + 1. The marker's name is the batch's *first* step alone: of two publishers that cut batches
+differently only one can own the steps from there on; what the other wrote is deleted, and nobody
+reads it. So wandb's offline mode is exact: a whole run directory per batch, all of one run id. What
+acts outside of the bucket (wandb online, functions) cannot be undone; there a claim keeps a second
+publisher out, and after a crash between publishing and marking W&B is asked which steps it has
+(`run.step`); functions get the same batch again.
 
 Knows wandb, records and snapshots; knows nothing of torch, agents or clouds.
 """
@@ -68,62 +76,47 @@ MIN_BATCH_S = 30.0  # between two batches, so that a run of days makes no millio
 MAX_BATCH_STEPS = 10_000  # per batch; bounds memory when a publisher comes late
 TRIES = 3  # at once, for one batch; then the next one comes after MAX_PAUSE_S at most
 MAX_PAUSE_S = 600.0
-CLAIM_S = 300.0  # how long a publisher that acts outside of the bucket may be silent before another takes over
+# how long a publisher that acts outside of the bucket may be silent before another takes over
+CLAIM_S = 300.0
 FINISH_S = 40.0  # to publish what is left when told to stop
 
 
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-# ---- exactly once -----------------------------------------------------------------------------------------------
+# ---- exactly once --------------------------------------------------------------------------------
 def marker_key(name: str, first: int) -> str:
     return f"trackers/{name}/{first:010d}.json"
 
 
 def published(store: ObjectStore, name: str, first: int = 1) -> Iterator[dict[str, Any]]:
-    """The markers of what a tracker has published from `first` on (where a batch begins), in order of steps and without gaps."""
+    """The markers of what a tracker has published from `first` on (where a batch begins), in
+    order of steps and without gaps."""
     while True:
         key = marker_key(name, first)
         try:
             marker = loaded(store.get(key))
             last, folder, files = marker["last"], marker["folder"], marker["files"]
-            if type(last) is not int or last < first or not isinstance(folder, str) or not isinstance(files, dict):
+            if (
+                type(last) is not int
+                or last < first
+                or not isinstance(folder, str)
+                or not isinstance(files, dict)
+            ):
                 raise ValueError(f"last step {last!r:.40}, folder {folder!r:.40}")
         except NotFound:
             return
         except (ValueError, TypeError, KeyError) as e:
-            raise BadInput(f"{key}: wanted a marker of what was published, found another object ({e}); it was changed") from e
+            raise BadInput(
+                f"{key}: wanted a marker of what was published, found another object ({e}); it was "
+                "changed"
+            ) from e
         yield marker
         first = last + 1
 
 
-def committed(store: ObjectStore, info: RunInfo, first: int, limit: int = MAX_BATCH_STEPS) -> tuple[list[rec.StepRecord], bool]:
-    """Records of the committed steps from `first` on (at most `limit`), and whether they go to the end of a finished run.
+def committed(
+    store: ObjectStore, info: RunInfo, first: int, limit: int = MAX_BATCH_STEPS
+) -> tuple[list[rec.StepRecord], bool]:
+    """Records of the committed steps from `first` on (at most `limit`), and whether they go to the
+    end of a finished run.
 
     Walks the chain from the newest manifest back to `first`, not to the beginning of the run.
     """
@@ -139,18 +132,26 @@ def committed(store: ObjectStore, info: RunInfo, first: int, limit: int = MAX_BA
     while True:
         part = rec.decode(store.get(key), key)
         if not part or part[-1].h != want:
-            raise rec.BrokenRecords(f"{key}: wanted records that end in {want[:16]}, found others; `harness verify` tells more")
+            raise rec.BrokenRecords(
+                f"{key}: wanted records that end in {want[:16]}, found others; `harness verify` "
+                "tells more"
+            )
         parts.append([r for r in part if r.step >= first])
-        if sum(map(len, parts)) > 2 * limit:  # a publisher that comes late needs the beginning only; do not hold the rest
+        # a publisher that comes late needs the beginning only; do not hold the rest
+        if sum(map(len, parts)) > 2 * limit:
             _drop_newest(parts, limit)
         want = part[0].prev
         if part[0].step <= first or want == genesis:
             break
         if want[:16] not in by_head:
-            raise rec.BrokenRecords(f"records before step {part[0].step} are missing (wanted one ending in {want[:16]})")
+            raise rec.BrokenRecords(
+                f"records before step {part[0].step} are missing (wanted one ending in {want[:16]})"
+            )
         key = by_head[want[:16]]
     chain = [r for part in reversed(parts) for r in part][:limit]
-    return chain, bool(snapshots.ended(manifest)) and bool(chain) and chain[-1].step == manifest.step
+    return chain, bool(snapshots.ended(manifest)) and bool(chain) and chain[
+        -1
+    ].step == manifest.step
 
 
 def _drop_newest(parts: list[list[rec.StepRecord]], limit: int) -> None:
@@ -173,7 +174,8 @@ class _State:
 
 @dataclass
 class Publisher:
-    """Follows one run and publishes to its trackers. Any number of publishers may follow the same run."""
+    """Follows one run and publishes to its trackers. Any number of publishers may follow the
+    same run."""
 
     store: ObjectStore
     info: RunInfo
@@ -189,7 +191,8 @@ class Publisher:
         self._states = [_State(tracker) for tracker in self.trackers]
 
     def run(self, poll_s: float = POLL_S) -> bool:
-        """Publish until the run has finished, or `stop` is set; then once more what is committed. Has all been published?"""
+        """Publish until the run has finished, or `stop` is set; then once more what is
+        committed. Has all been published?"""
         while not self.stop.is_set():
             if self.round():
                 return True
@@ -197,15 +200,21 @@ class Publisher:
         return self.round(last=True)
 
     def round(self, last: bool = False) -> bool:
-        """Let each tracker publish what is due. `last`: everything is due. Is everything of a finished run published?"""
+        """Let each tracker publish what is due. `last`: everything is due. Is everything of a
+        finished run published?"""
         for state in self._states:
-            while not state.complete and (last or self.monotonic() >= state.not_before) and self._batch(state, last):
+            while (
+                not state.complete
+                and (last or self.monotonic() >= state.not_before)
+                and self._batch(state, last)
+            ):
                 pass
         return all(state.complete for state in self._states)
 
     def _batch(self, state: _State, last: bool) -> bool:
-        """Publish one batch. True: there may be more to do at once. Never raises: whatever a tracker, a plug-in or the
-        bucket does, training must not stop for it, so the answer to any failure is to tell it and to try again later."""
+        """Publish one batch. True: there may be more to do at once. Never raises: whatever a
+        tracker, a plug-in or the bucket does, training must not stop for it, so the answer to any
+        failure is to tell it and to try again later."""
         name = state.tracker.name
         try:
             return self._try_batch(state, last)
@@ -214,7 +223,13 @@ class Publisher:
             state.failures += 1
             pause_s = min(MAX_PAUSE_S, self.min_batch_s * 2.0 ** min(state.failures, 16))
             state.not_before = self.monotonic() + pause_s
-            log.warning("%s: steps from %d on are not published (%s); next try in %.0f s", name, state.first, _brief(cause), pause_s)
+            log.warning(
+                "%s: steps from %d on are not published (%s); next try in %.0f s",
+                name,
+                state.first,
+                _brief(cause),
+                pause_s,
+            )
             return False
 
     def _try_batch(self, state: _State, last: bool) -> bool:
@@ -253,7 +268,12 @@ class Publisher:
         tracker, first, last = state.tracker, records[0].step, records[-1].step
         assert first == state.first, "the chain of records has no gaps"
         if state.head and records[0].prev != state.head:
-            log.warning("%s: steps before %d were redone after they were published; what was published stays", tracker.name, first)
+            log.warning(
+                "%s: steps before %d were redone after they were published; what was published "
+                "stays",
+                tracker.name,
+                first,
+            )
         into = f"trackers/{tracker.name}/{first:010d}-{last:010d}-{self.token}/"
         with tempfile.TemporaryDirectory(prefix="harness-tracker-") as temporary:
             folder = Path(temporary)
@@ -261,12 +281,19 @@ class Publisher:
             files: dict[str, str] = {}
             for path in sorted(p for p in folder.rglob("*") if p.is_file()):
                 data, name = path.read_bytes(), path.relative_to(folder).as_posix()
-                self.store.put(into + name, data)  # ours alone; put, so that a second try may replace the first
+                # ours alone; put, so that a second try may replace the first
+                self.store.put(into + name, data)
                 files[name] = digest(data)
         marker: dict[str, Any] = {
-            "version": 1, "first": first, "last": last, "head": records[-1].h, "run_id": self.info.id, "folder": into if files else "",
-            "files": files, "t": self.now(),
-        }  # fmt: skip
+            "version": 1,
+            "first": first,
+            "last": last,
+            "head": records[-1].h,
+            "run_id": self.info.id,
+            "folder": into if files else "",
+            "files": files,
+            "t": self.now(),
+        }
         key = marker_key(tracker.name, first)
         if not self.store.create(key, canonical(marker)):
             # Another publisher owns these steps now (or we do, and did not hear of it).
@@ -278,13 +305,14 @@ class Publisher:
         state.first, state.head = int(marker["last"]) + 1, str(marker["head"])
         log.info("%s: steps %d-%d published", tracker.name, first, int(marker["last"]))
 
-    # ---- claims: only for what acts outside of the bucket -----------------------------------------------------------
+    # ---- claims: only for what acts outside of the bucket ----------------------------------------
     @staticmethod
     def _claim_key(name: str, first: int) -> str:
         return f"trackers/{name}/claims/{first:010d}.json"
 
     def _claim(self, state: _State) -> bool:
-        """May we publish these steps? A claim whose holder has been silent for CLAIM_S may be replaced."""
+        """May we publish these steps? A claim whose holder has been silent for CLAIM_S may be
+        replaced."""
         key = self._claim_key(state.tracker.name, state.first)
         mine = canonical({"by": self.token, "t": self.now()})
         if self.store.create(key, mine):
@@ -298,19 +326,25 @@ class Publisher:
         if self.now() - float(held["t"]) < CLAIM_S:
             return False
         self.store.put(key, mine)
-        return self.store.get(key) == mine  # of two that replace it at once the later stays, and mostly sees so
+        # of two that replace it at once the later stays, and mostly sees so
+        return self.store.get(key) == mine
 
 
 def _brief(error: BaseException | None) -> str:
     """What went wrong, without anything that looks like a key."""
-    text = re.sub(r"(?i)\b[0-9a-f]{32,}\b|(key|token|secret|password)(\S*[=:]\s*)\S+", r"\1\2***", f"{type(error).__name__}: {error}")
+    text = re.sub(
+        r"(?i)\b[0-9a-f]{32,}\b|(key|token|secret|password)(\S*[=:]\s*)\S+",
+        r"\1\2***",
+        f"{type(error).__name__}: {error}",
+    )
     return text if len(text) <= 300 else text[:300] + "..."
 
 
 def collect(store: ObjectStore, folder: Path) -> list[Path]:
     """Download what was published, in order of steps. Returns the files' paths.
 
-    folder/wandb/offline-run-...   one per batch, all of one run id: `wandb beta sync FOLDER/wandb`, or `wandb sync --append` one by one
+    folder/wandb/offline-run-...   one per batch, all of one run id: `wandb beta sync FOLDER/wandb`,
+                                   or `wandb sync --append` one by one
     folder/tensorboard/            all event files: `tensorboard --logdir FOLDER/tensorboard`
     folder/jsonl/metrics.jsonl     all steps
     """
@@ -320,11 +354,19 @@ def collect(store: ObjectStore, folder: Path) -> list[Path]:
             for inside, wanted in marker["files"].items():
                 data = store.get(marker["folder"] + inside)
                 if digest(data) != wanted:
-                    raise BadInput(f"{marker['folder']}{inside}: wanted what was published, found other bytes; it was changed")
+                    raise BadInput(
+                        f"{marker['folder']}{inside}: wanted what was published, found other "
+                        "bytes; it was changed"
+                    )
                 try:
-                    place = checked_key(f"{checked_key(name)}/{_place(name, checked_key(inside), marker)}")
+                    place = checked_key(
+                        f"{checked_key(name)}/{_place(name, checked_key(inside), marker)}"
+                    )
                 except ValueError as e:
-                    raise BadInput(f"tracker {name!r}: a marker or its key leads out of {folder}: {e}; it was changed") from e
+                    raise BadInput(
+                        f"tracker {name!r}: a marker or its key leads out of {folder}: {e}; it was "
+                        "changed"
+                    ) from e
                 target = folder / place
                 target.parent.mkdir(parents=True, exist_ok=True)
                 if name == "jsonl" and marker["first"] > 1:
@@ -338,16 +380,20 @@ def collect(store: ObjectStore, folder: Path) -> list[Path]:
 
 
 def _place(name: str, inside: str, marker: dict[str, Any]) -> str:
-    """Batches that started in the same second have run directories of the same name; the steps tell them apart."""
+    """Batches that started in the same second have run directories of the same name; the steps
+    tell them apart."""
     if name != "wandb":
         return inside
     path = PurePosixPath(inside)
     return f"{path.parts[0]}-{marker['first']:010d}/{'/'.join(path.parts[1:])}"
 
 
-# ---- the process ------------------------------------------------------------------------------------------------
-def wait_for_run(store: ObjectStore, stop: threading.Event, poll_s: float = POLL_S) -> RunInfo | None:
-    """The run's identity, as soon as its first worker has written it; None if told to stop before."""
+# ---- the process ---------------------------------------------------------------------------------
+def wait_for_run(
+    store: ObjectStore, stop: threading.Event, poll_s: float = POLL_S
+) -> RunInfo | None:
+    """The run's identity, as soon as its first worker has written it; None if told to stop
+    before."""
     while not stop.is_set():
         with contextlib.suppress(NotFound, StoreUnavailable):
             return RunInfo.of(store)
@@ -356,15 +402,30 @@ def wait_for_run(store: ObjectStore, stop: threading.Event, poll_s: float = POLL
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
-    parser = argparse.ArgumentParser(prog="python -m harness.views.trackers", description="Publish a run's committed steps.")
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.views.trackers", description="Publish a run's committed steps."
+    )
     parser.add_argument("url", help="URL of the run")
-    parser.add_argument("--trackers", default="wandb", help="wandb, tensorboard, jsonl or package.module:function, comma-separated")
-    parser.add_argument("--min-batch-s", type=float, default=MIN_BATCH_S, help="least seconds between two batches (default: %(default)s)")
+    parser.add_argument(
+        "--trackers",
+        default="wandb",
+        help="wandb, tensorboard, jsonl or package.module:function, comma-separated",
+    )
+    parser.add_argument(
+        "--min-batch-s",
+        type=float,
+        default=MIN_BATCH_S,
+        help="least seconds between two batches (default: %(default)s)",
+    )
     left = "seconds to publish what is left after SIGTERM (default: %(default)s)"
     parser.add_argument("--finish-s", type=float, default=FINISH_S, help=left)
-    parser.add_argument("--collect", metavar="FOLDER", help="download what was published into FOLDER, and end")
+    parser.add_argument(
+        "--collect", metavar="FOLDER", help="download what was published into FOLDER, and end"
+    )
     flags = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s trackers: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s trackers: %(message)s", stream=sys.stderr
+    )
     try:
         store = open_store(flags.url)
         if flags.collect:
@@ -377,13 +438,15 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         return 2
     for name in [n for n, value in os.environ.items() if n.startswith("WANDB_") and not value]:
         del os.environ[name]  # a task's "not set"; to wandb it is a value, and a wrong one
-    os.environ.pop("WANDB_SERVICE", None)  # a wandb process that we do not own would not end with our teardown()
+    # a wandb process that we do not own would not end with our teardown()
+    os.environ.pop("WANDB_SERVICE", None)
     stop = threading.Event()
 
     def told_to_stop(*_: Any) -> None:
         if not stop.is_set():
             stop.set()
-            # Whatever hangs (a tracker's network, the bucket), we are gone after finish_s; what was not marked is published later.
+            # Whatever hangs (a tracker's network, the bucket), we are gone after finish_s; what was
+            # not marked is published later.
             watchdog = threading.Timer(flags.finish_s, lambda: os._exit(1))
             watchdog.daemon = True
             watchdog.start()
@@ -397,8 +460,11 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         return 2
     if info is None:
         return 0
-    # One thread each, so that a tracker that hangs (wandb waits for its network for hours) holds up no other.
-    publishers = [Publisher(store, info, [tracker], flags.min_batch_s, stop=stop) for tracker in trackers]
+    # One thread each, so that a tracker that hangs (wandb waits for its network for hours) holds up
+    # no other.
+    publishers = [
+        Publisher(store, info, [tracker], flags.min_batch_s, stop=stop) for tracker in trackers
+    ]
     threads = [threading.Thread(target=p.run, name=p.trackers[0].name) for p in publishers]
     for thread in threads:
         thread.start()

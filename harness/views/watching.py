@@ -40,7 +40,9 @@ class NodeView:
 
     @property
     def alive(self) -> bool:
-        return self.ended is None and not (self.asked_s is None and self.members and set(self.members) <= set(self.agent_ended))
+        return self.ended is None and not (
+            self.asked_s is None and self.members and set(self.members) <= set(self.agent_ended)
+        )
 
     @property
     def member(self) -> str:
@@ -49,8 +51,12 @@ class NodeView:
 
     def deadline(self) -> tuple[bool, float | None]:
         """Is there a notice that counts, and until when."""
-        open_ = [n for key, n in self.notices.items() if key not in self.cancelled and n.notice != "soft"]
-        return bool(open_), min((n.deadline_s for n in open_ if n.deadline_s is not None), default=None)
+        open_ = [
+            n for key, n in self.notices.items() if key not in self.cancelled and n.notice != "soft"
+        ]
+        return bool(open_), min(
+            (n.deadline_s for n in open_ if n.deadline_s is not None), default=None
+        )
 
     def billed_s(self, now: float) -> float:
         if self.ended is not None:
@@ -67,7 +73,8 @@ class State:
     epochs: dict[int, f.EpochStarted] = field(default_factory=dict)
     left: dict[int, dict[str, str]] = field(default_factory=dict)  # epoch -> member -> why
     sessions: dict[int, f.SessionStarted] = field(default_factory=dict)
-    steps: dict[tuple[int, int], f.StepDone] = field(default_factory=dict)  # (epoch, step): the newest few
+    # (epoch, step): the newest few
+    steps: dict[tuple[int, int], f.StepDone] = field(default_factory=dict)
     validated: tuple[tuple[int, int], dict[str, float]] | None = None
     snapshot: tuple[tuple[int, int], f.SnapshotCommitted] | None = None
     asked: tuple[float, f.RunAsked] | None = None
@@ -76,7 +83,8 @@ class State:
     started_s: float = math.inf
     last_s: float = -math.inf
     session_ends: dict[int, str] = field(default_factory=dict)  # epoch -> why
-    events: list[Stamped] = field(default_factory=list)  # what is worth a line, by time; put into words when shown
+    # what is worth a line, by time; put into words when shown
+    events: list[Stamped] = field(default_factory=list)
     unread: list[f.Unreadable] = field(default_factory=list)
 
     # -- folding --
@@ -168,7 +176,8 @@ class State:
 
     @property
     def last_step(self) -> f.StepDone | None:
-        """The newest step of the newest world that made one: after a rewind it is lower than one that was seen before."""
+        """The newest step of the newest world that made one: after a rewind it is lower than
+        one that was seen before."""
         return self.steps[max(self.steps)] if self.steps else None
 
     @property
@@ -177,12 +186,14 @@ class State:
         last, session, snapshot = self.last_step, self.session, self.snapshot
         found = [((last.epoch, 1), last.step)] if last else []
         found += [((session.epoch, 0), session.resumed_step)] if session else []
-        found += [((snapshot[0][0], 1), snapshot[1].step)] if snapshot and not last else []  # of a script without live metrics
+        # of a script without live metrics
+        found += [((snapshot[0][0], 1), snapshot[1].step)] if snapshot and not last else []
         return max(found, default=((0, 0), 0))[1]
 
     @property
     def committed(self) -> tuple[int, float | None]:
-        """The newest snapshot's step and when it was taken; the latter is unknown if its writer died before it could tell."""
+        """The newest snapshot's step and when it was taken; the latter is unknown if its writer
+        died before it could tell."""
         told = (self.snapshot[0], self.snapshot[1].t_start) if self.snapshot else ((0, 0), None)
         session = self.session
         if session and (session.resumed_epoch, session.resumed_step) > told[0]:
@@ -193,7 +204,10 @@ class State:
     def refused(self) -> int:
         """How often there was no capacity since a node last came up."""
         up = max((n.up_s for n in self.nodes.values() if n.up_s is not None), default=-math.inf)
-        return sum(n.ended is not None and n.ended.end == "no-capacity" and n.ended.gone_s > up for n in self.nodes.values())
+        return sum(
+            n.ended is not None and n.ended.end == "no-capacity" and n.ended.gone_s > up
+            for n in self.nodes.values()
+        )
 
     @property
     def total(self) -> int:
@@ -202,7 +216,9 @@ class State:
     @property
     def world(self) -> int:
         """Ranks that train now."""
-        return len(self.training()) and (self.epochs[self.epoch].world if self.epoch in self.epochs else 0)
+        return len(self.training()) and (
+            self.epochs[self.epoch].world if self.epoch in self.epochs else 0
+        )
 
     @property
     def accumulation(self) -> int:
@@ -214,7 +230,11 @@ class State:
         started = self.epochs.get(self.epoch)
         if started is None or self.over:
             return []
-        return [m for m in started.members if m not in self.left.get(self.epoch, {}) and self.of_member(m).alive]
+        return [
+            m
+            for m in started.members
+            if m not in self.left.get(self.epoch, {}) and self.of_member(m).alive
+        ]
 
     def ranks(self, member: str) -> range | None:
         started = self.epochs.get(self.epoch)
@@ -231,7 +251,8 @@ class State:
 
     @property
     def over(self) -> bool:
-        """The run has ended, and nobody has begun to lead it again since. One that nobody leads ends with its last session."""
+        """The run has ended, and nobody has begun to lead it again since. One that nobody leads
+        ends with its last session."""
         if self.ended is None:
             return self.lease is None and self.session_ends.get(self.epoch) == "finished"
         return all(x is None or x[0] < self.ended[0] for x in (self.asked, self.lease))
@@ -248,8 +269,11 @@ class State:
         return "waiting for a node" if alive else "waiting for capacity"
 
     def rates(self) -> dict[str, float]:
-        """Speed of the newest world: steps, samples and tokens per second, and MFU if it is known."""
-        mine = [s for (epoch, _), s in sorted(self.steps.items()) if epoch == self.epoch][-RATE_STEPS:]
+        """Speed of the newest world: steps, samples and tokens per second, and MFU if it is
+        known."""
+        mine = [s for (epoch, _), s in sorted(self.steps.items()) if epoch == self.epoch][
+            -RATE_STEPS:
+        ]
         if not mine:
             return {}
         # From begin to begin: durations of steps leave out what lies between them.
@@ -259,7 +283,10 @@ class State:
             span, counted = mine[-1].seconds, mine[-1:]
         if span <= 0:
             return {}
-        found = {"steps_per_s": len(counted) / span, "samples_per_s": sum(s.samples for s in counted) / span}
+        found = {
+            "steps_per_s": len(counted) / span,
+            "samples_per_s": sum(s.samples for s in counted) / span,
+        }
         if tokens := sum(s.tokens for s in counted):
             found["tokens_per_s"] = tokens / span
         mfu = [s.mfu for s in counted if s.mfu is not None]
@@ -278,14 +305,26 @@ class State:
 
     def shown_nodes(self, now: float) -> list[NodeView]:
         def recent(n: NodeView) -> bool:
-            return n.ended is not None and n.ended.up_s is not None and now - n.ended.gone_s < GONE_SHOWN_S
+            return (
+                n.ended is not None
+                and n.ended.up_s is not None
+                and now - n.ended.gone_s < GONE_SHOWN_S
+            )
 
-        return sorted((n for n in self.nodes.values() if n.alive or recent(n)), key=lambda n: (not n.name.isdigit(), len(n.name), n.name))
+        return sorted(
+            (n for n in self.nodes.values() if n.alive or recent(n)),
+            key=lambda n: (not n.name.isdigit(), len(n.name), n.name),
+        )
 
     def node_state(self, n: NodeView, now: float) -> tuple[str, str]:
         """Style and words."""
         if n.ended is not None:
-            return "red" if n.ended.end in ("preempted", "lost", "failed", "unfit") else "dim", n.ended.end
+            return "red" if n.ended.end in (
+                "preempted",
+                "lost",
+                "failed",
+                "unfit",
+            ) else "dim", n.ended.end
         member = n.member
         if member and member in n.agent_ended:
             return "dim", "leaving"
@@ -314,40 +353,78 @@ def describe(fact: f.Fact, state: State) -> tuple[str, str] | None:
     match fact:
         case f.RunAsked(task, low, high, policy):
             return "bold", f"launch {task} on {low} to {high} nodes, policy {policy}"
-        case f.AttemptUp(attempt):  # asking and being refused is no event: in an outage there would be nothing else
+        # asking and being refused is no event: in an outage there would be nothing else
+        case f.AttemptUp(attempt):
             node = state.nodes.get(str(attempt))
-            return "cyan", f"node {attempt} is up" + (f" on {node.offer}" if node and node.offer else "")
+            return "cyan", f"node {attempt} is up" + (
+                f" on {node.offer}" if node and node.offer else ""
+            )
         case f.AttemptEnded() if fact.end != "no-capacity":
             style = {"finished": "green", "drained": "", "terminated": ""}.get(fact.end, "red")
-            return style, f"node {fact.attempt}: {fact.end}" + (f" ({fact.reason})" if fact.reason and fact.reason != fact.end else "")
+            return style, f"node {fact.attempt}: {fact.end}" + (
+                f" ({fact.reason})" if fact.reason and fact.reason != fact.end else ""
+            )
         case f.NoticeSeen(member, source, kind, _, deadline):
             until = "" if deadline is None else f", deadline {clock(deadline)[11:]}"
             return "yellow", f"{who(member)}: {kind} notice from {source}{until}"
         case f.NoticeAcknowledged(member, _, heard):
-            return "", f"{who(member)}: the cloud {'was told' if heard else 'could not be told'} that it has gone"
+            return (
+                "",
+                f"{who(member)}: the cloud {'was told' if heard else 'could not be told'} that it "
+                "has gone",
+            )
         case f.AttemptDoubted(attempt, doubted):
-            return "", f"node {attempt}: {'may not stay; another one is looked for' if doubted else 'stays after all'}"
+            return (
+                "",
+                f"node {attempt}: "
+                + ("may not stay; another one is looked for" if doubted else "stays after all"),
+            )
         case f.NoticeCancelled(member):
             return "", f"{who(member)}: notice cancelled"
         case f.EpochStarted(epoch, members, world, reason):
             names = " ".join(state.attempt_of.get(m, m) for m in members)
-            return "bold", f"epoch {epoch} ({reason}): {plural(world, 'rank')} on {plural(len(members), 'node')} ({names})"
+            return (
+                "bold",
+                f"epoch {epoch} ({reason}): {plural(world, 'rank')} on "
+                f"{plural(len(members), 'node')} ({names})",
+            )
         case f.SessionStarted():
             accumulation = f", accumulation {max(fact.shares)}" if fact.shares else ""
-            verb = f"resumed from step {fact.resumed_step} in {duration(fact.restore_s)}" if fact.resumed_step else "training from step 0"
+            verb = (
+                f"resumed from step {fact.resumed_step} in {duration(fact.restore_s)}"
+                if fact.resumed_step
+                else "training from step 0"
+            )
             return "green", f"epoch {fact.epoch}: {verb}{accumulation}"
         case f.EpochLeft(epoch, member, why) if why not in ("resize", "finished"):
-            return "red" if why in ("failed", "killed", "hung", "unfit", "peer-lost") else "", f"{who(member)} left epoch {epoch}: {why}"
+            return "red" if why in (
+                "failed",
+                "killed",
+                "hung",
+                "unfit",
+                "peer-lost",
+            ) else "", f"{who(member)} left epoch {epoch}: {why}"
         case f.WorkerFailed():
-            return "red", f"rank {fact.rank} on {who(fact.member)} ended with {fact.error}: {fact.message[:160]}"
+            return (
+                "red",
+                f"rank {fact.rank} on {who(fact.member)} ended with {fact.error}: "
+                f"{fact.message[:160]}",
+            )
         case f.WorkerHung():
             return "red", f"rank {fact.rank} on {who(fact.member)} hangs: {fact.what}"
         case f.GraceSpent(member, _, _, _, _, verdict):
             return "red", f"{who(member)}: its time is up: {verdict}"
         case f.HealthSeen(member, gpu, what, message, action) if action != "ignore":
-            return "red" if action in ("drain", "kill") else "yellow", f"{who(member)}: GPU {gpu}: {what} {message}: {action}"
+            return "red" if action in (
+                "drain",
+                "kill",
+            ) else "yellow", f"{who(member)}: GPU {gpu}: {what} {message}: {action}"
         case f.SnapshotCommitted():
-            return "blue", f"snapshot of step {fact.step} committed ({fact.why}, {nbytes(fact.nbytes)}, {duration(fact.commit_s)})"
+            return (
+                "blue",
+                f"snapshot of step {fact.step} committed ({fact.why}, {nbytes(fact.nbytes)}, "
+                f"{duration(fact.commit_s)})",
+            )
         case f.SnapshotFailed(step, _, why):
             return "red", f"snapshot of step {step} failed: {why}"
         case f.SnapshotQuarantined(step, _, why):
@@ -361,10 +438,11 @@ def describe(fact: f.Fact, state: State) -> tuple[str, str] | None:
     return None
 
 
-# ---- is the controller alive? -----------------------------------------------------------------------------------
+# ---- is the controller alive? --------------------------------------------------------------------
 @dataclass
 class LeaseWatch:
-    """Tells by the holder's heart beat, on our own clock, whether a controller lives: True, False, or None (not known yet)."""
+    """Tells by the holder's heart beat, on our own clock, whether a controller lives: True,
+    False, or None (not known yet)."""
 
     store: ObjectStore
     _seen: tuple[str, bytes] = ("", b"")
@@ -390,7 +468,7 @@ class LeaseWatch:
         return False
 
 
-# ---- rendering --------------------------------------------------------------------------------------------------
+# ---- rendering -----------------------------------------------------------------------------------
 def about(seconds: float) -> str:
     """A duration in whole seconds, as live numbers are read."""
     return duration(float(max(0, round(seconds)))).replace(".0 s", " s")
@@ -408,7 +486,9 @@ def number_rows(state: State, now: float) -> list[tuple[str, str]]:
     if state.last_step:
         found.append(("loss", number(state.last_step.loss)))
     if state.validated:
-        names = sorted((n for n in state.validated[1] if "loss" in n), key=lambda n: (n != "val_loss", n))
+        names = sorted(
+            (n for n in state.validated[1] if "loss" in n), key=lambda n: (n != "val_loss", n)
+        )
         found += [(name.replace("_", " "), number(state.validated[1][name])) for name in names[:1]]
     rates = state.rates() if state.training() else {}
     if "tokens_per_s" in rates:
@@ -418,7 +498,9 @@ def number_rows(state: State, now: float) -> list[tuple[str, str]]:
     if "mfu" in rates:
         found.append(("MFU", percent(rates["mfu"])))
     if state.world:
-        found.append(("world", f"{state.world}" + (f" × {state.accumulation}" if state.accumulation else "")))
+        found.append(
+            ("world", f"{state.world}" + (f" × {state.accumulation}" if state.accumulation else ""))
+        )
     committed, taken_s = state.committed
     if committed:
         age = "" if state.over or taken_s is None else f" ({about(now - taken_s)} ago)"
@@ -427,7 +509,13 @@ def number_rows(state: State, now: float) -> list[tuple[str, str]]:
         found.append(("refused", f"{state.refused} times"))
     paid, on_demand = state.spent(now)
     if paid:
-        found.append(("spent", money(paid) + (f" ({percent(1 - paid / on_demand)} saved)" if on_demand > paid else "")))
+        found.append(
+            (
+                "spent",
+                money(paid)
+                + (f" ({percent(1 - paid / on_demand)} saved)" if on_demand > paid else ""),
+            )
+        )
     if rates and state.total > state.step:
         found.append(("left", about((state.total - state.step) / rates["steps_per_s"])))
     return found

@@ -12,14 +12,15 @@ if TYPE_CHECKING:
     from harness.views.summary import Summary
 
 
-
-# ---- words ------------------------------------------------------------------------------------------------------
+# ---- words ---------------------------------------------------------------------------------------
 def duration(seconds: float | None) -> str:
     """`0.4 s`, `12.3 s`, `4 min 05 s`, `3 h 07 min`, `2 d 04 h`."""
     if seconds is None:
         return "–"
     if seconds < 99.95:
-        return f"{seconds:.1f} s" if seconds >= 0.095 or seconds == 0 else f"{1000 * seconds:.0f} ms"
+        return (
+            f"{seconds:.1f} s" if seconds >= 0.095 or seconds == 0 else f"{1000 * seconds:.0f} ms"
+        )
     whole = round(seconds)
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
@@ -31,7 +32,13 @@ def duration(seconds: float | None) -> str:
 def money(usd: float) -> str:
     if 0 < usd < 0.00005:
         return "<$0.0001"
-    return f"${usd:,.2f}" if abs(usd) >= 10 or usd == 0 else f"${usd:.3f}" if abs(usd) >= 0.1 else f"${usd:.4f}"
+    return (
+        f"${usd:,.2f}"
+        if abs(usd) >= 10 or usd == 0
+        else f"${usd:.3f}"
+        if abs(usd) >= 0.1
+        else f"${usd:.4f}"
+    )
 
 
 def nbytes(n: float) -> str:
@@ -47,7 +54,13 @@ def percent(share: float) -> str:
 
 
 def number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}" if abs(value) < 1e-3 or abs(value) >= 1e4 else f"{value:.4f}"
+    return (
+        "–"
+        if value is None
+        else f"{value:.4g}"
+        if abs(value) < 1e-3 or abs(value) >= 1e4
+        else f"{value:.4f}"
+    )
 
 
 def clock(t: float) -> str:
@@ -74,7 +87,10 @@ def cost_text(s: Summary) -> str:
     if not cost.on_demand_usd:
         return money(cost.spot_usd)
     sure = "" if cost.known else " (some on-demand prices are unknown)"
-    return f"{money(cost.spot_usd)}; {percent(cost.saved)} less than the same node-hours on demand ({money(cost.on_demand_usd)}){sure}"
+    return (
+        f"{money(cost.spot_usd)}; {percent(cost.saved)} less than the same node-hours on demand "
+        f"({money(cost.on_demand_usd)}){sure}"
+    )
 
 
 def steps_text(e: EpochRow) -> str:

@@ -12,17 +12,26 @@ def environment(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         name, threads = torch.cuda.get_device_name(device), "any"
     else:
-        name, threads = f"{platform.machine()} {_cpu()} {torch.backends.cpu.get_cpu_capability()}", str(torch.get_num_threads())
+        name, threads = (
+            f"{platform.machine()} {_cpu()} {torch.backends.cpu.get_cpu_capability()}",
+            str(torch.get_num_threads()),
+        )
     return {"torch": str(torch.__version__), "device": name, "threads": threads}
 
 
 def _cpu() -> str:
     try:
         with open("/proc/cpuinfo") as f:
-            return next((line.partition(":")[2].strip() for line in f if line.startswith("model name")), "")
+            return next(
+                (line.partition(":")[2].strip() for line in f if line.startswith("model name")), ""
+            )
     except OSError:  # not Linux
         return platform.processor()
 
 
 def differences(wanted: dict[str, str], found: dict[str, str]) -> str:
-    return "; ".join(f"{name} was {wanted[name]!r}, here it is {found.get(name)!r}" for name in wanted if wanted[name] != found.get(name))
+    return "; ".join(
+        f"{name} was {wanted[name]!r}, here it is {found.get(name)!r}"
+        for name in wanted
+        if wanted[name] != found.get(name)
+    )

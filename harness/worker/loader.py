@@ -1,10 +1,13 @@
-"""This rank's micro-batches, in order, with ordinary DataLoader workers that prefetch across steps. Runs in the worker.
+"""This rank's micro-batches, in order, with ordinary DataLoader workers that prefetch across steps.
+Runs in the worker.
 
-What step k consumes is a pure function of (seed, k) (batch.py), so there is nothing to save and nothing to re-shard:
-a resumed or resized run asks for the same positions. Randomness in `dataset[i]` (augmentation) is seeded by position.
+What step k consumes is a pure function of (seed, k) (batch.py), so there is nothing to save and
+nothing to re-shard: a resumed or resized run asks for the same positions. Randomness in
+`dataset[i]` (augmentation) is seeded by position.
 
-An iterable dataset is another matter: what lies at a position is what the stream says, and nobody can compute it. So what is read is
-hashed, item by item, before it is collated (`content_hash`), and the sum over a step goes into its record.
+An iterable dataset is another matter: what lies at a position is what the stream says, and nobody
+can compute it. So what is read is hashed, item by item, before it is collated (`content_hash`), and
+the sum over a step goes into its record.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from harness.core.world import BadInput
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """`positions`, `samples`: int64 (b,), where in the stream and which of the dataset; `data` as the collate function made it.
+    """`positions`, `samples`: int64 (b,), where in the stream and which of the dataset; `data` as
+    the collate function made it.
 
     Of a stream only: `contents`, int64 (b,), hashes of the items, which `items` are.
     """
@@ -46,14 +50,16 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
         np.random.seed(seed % 2**32)
-    # Not torch.manual_seed: without a GPU it queues a seed for every backend that may come, with a stack trace, at every call.
+    # Not torch.manual_seed: without a GPU it queues a seed for every backend that may come, with a
+    # stack trace, at every call.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed(seed)
 
 
 class _Keyed(Dataset[Any]):
-    """Reads (position, index) pairs; whatever the sample's own transform draws is a function of (seed, position)."""
+    """Reads (position, index) pairs; whatever the sample's own transform draws is a function of
+    (seed, position)."""
 
     def __init__(self, dataset: Any, seed: int):
         self.dataset, self.seed = dataset, seed
@@ -63,7 +69,8 @@ class _Keyed(Dataset[Any]):
         seed = sample_seed(self.seed, position)
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)  # not torch.manual_seed: the devices' generators are not used here
+        # not torch.manual_seed: the devices' generators are not used here
+        torch.default_generator.manual_seed(seed)
         return position, index, self.dataset[index]
 
 
@@ -73,14 +80,21 @@ class _Collate:
 
     def __call__(self, items: list[tuple[int, int, Any]]) -> MicroBatch:
         positions, samples, data = zip(*items, strict=True)
-        return MicroBatch(np.array(positions, np.int64), np.array(samples, np.int64), self.collate(list(data)))
+        return MicroBatch(
+            np.array(positions, np.int64), np.array(samples, np.int64), self.collate(list(data))
+        )
 
 
 class _Order:
     """The batch sampler: this rank's micro-batches of all steps to come."""
 
     def __init__(self, batching: Batching, plan: Plan, rank: int, first: int, total: int):
-        self.batching, self.micros, self.first, self.total = batching, plan.micros(rank), first, total
+        self.batching, self.micros, self.first, self.total = (
+            batching,
+            plan.micros(rank),
+            first,
+            total,
+        )
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for step in range(self.first, self.total + 1):
@@ -95,7 +109,15 @@ def _keys(b: Batching, step: int, micro: int) -> list[tuple[int, int]]:
 
 
 def map_style(
-    dataset: Any, batching: Batching, plan: Plan, rank: int, first: int, total: int, collate_fn: Any, num_workers: int, pin: bool
+    dataset: Any,
+    batching: Batching,
+    plan: Plan,
+    rank: int,
+    first: int,
+    total: int,
+    collate_fn: Any,
+    num_workers: int,
+    pin: bool,
 ) -> Iterator[MicroBatch]:
     """Micro-batches of this rank for steps first..total, in order."""
     loader: DataLoader[Any] = DataLoader(
@@ -109,32 +131,38 @@ def map_style(
 
 
 def read_again(dataset: Any, batching: Batching, step: int, micro: int, collate_fn: Any) -> Any:
-    """The data of one micro-batch of a map-style dataset, read here and now: what a step that is done again gets."""
+    """The data of one micro-batch of a map-style dataset, read here and now: what a step that
+    is done again gets."""
     keyed = _Keyed(dataset, batching.seed)
     return _Collate(collate_fn)([keyed[key] for key in _keys(batching, step, micro)]).data
 
 
 class Stream:
-    """An iterable dataset. Every rank walks the whole stream and keeps its own micro-batches, so the samples of a step do not
-    depend on the world; what that costs is reading, not training. The dataset's `state_dict` travels in the snapshot.
+    """An iterable dataset. Every rank walks the whole stream and keeps its own micro-batches, so
+    the samples of a step do not depend on the world; what that costs is reading, not training. The
+    dataset's `state_dict` travels in the snapshot.
 
-    A pass ends with the iterator and the next begins with a new one. Some datasets (Hugging Face's) begin every pass after
-    `load_state_dict` where that state was, not at the beginning: such a pass shows by its first item, or by having none, and the
-    state in which the dataset came is loaded then.
+    A pass ends with the iterator and the next begins with a new one. Some datasets (Hugging Face's)
+    begin every pass after `load_state_dict` where that state was, not at the beginning: such a pass
+    shows by its first item, or by having none, and the state in which the dataset came is loaded
+    then.
     """
 
     def __init__(self, dataset: Any, batching: Batching, plan: Plan, rank: int, collate_fn: Any):
         if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
             raise BadInput(
-                f"{type(dataset).__name__} is iterable but has no state_dict/load_state_dict, so a resumed run could not go on where it "
-                "was; give it both (torchdata's nodes have them), or use a map-style dataset (__getitem__ and __len__)"
+                f"{type(dataset).__name__} is iterable but has no state_dict/load_state_dict, so a "
+                "resumed run could not go on where it "
+                "was; give it both (torchdata's nodes have them), or use a map-style dataset "
+                "(__getitem__ and __len__)"
             )
         self.dataset, self.batching, self.mine = dataset, batching, set(plan.micros(rank))
         self.collate = collate_fn or default_collate
         self._iterator: Iterator[Any] | None = None
         self._fresh: Any = copy.deepcopy(dataset.state_dict())
         self._resumed = False  # this pass began from a loaded state
-        self._passed_first: int | None = None  # hash of the first item of that pass; None: it had none
+        # hash of the first item of that pass; None: it had none
+        self._passed_first: int | None = None
 
     def state_dict(self) -> Any:
         return self.dataset.state_dict()
@@ -153,7 +181,8 @@ class Stream:
 
     def _begin(self) -> Any:
         """The first item of a new pass."""
-        if self._iterator is None and self._resumed:  # the rest of a pass that an earlier session began
+        # the rest of a pass that an earlier session began
+        if self._iterator is None and self._resumed:
             self._iterator = iter(self.dataset)
             for item in self._iterator:
                 self._passed_first = content_hash(item)
@@ -168,25 +197,33 @@ class Stream:
                 self._iterator = iter(self.dataset)
                 item = next(self._iterator, _NOTHING)
         if item is _NOTHING:
-            raise BadInput("the iterable dataset is empty: a whole pass from its beginning gave nothing; wanted at least one sample")
+            raise BadInput(
+                "the iterable dataset is empty: a whole pass from its beginning gave nothing; "
+                "wanted at least one sample"
+            )
         return item
 
     def step(self, step: int) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of one step; must be exhausted before the next step or a snapshot."""
+        """This rank's micro-batches of one step; must be exhausted before the next step or a
+        snapshot."""
         b = self.batching
         for micro in range(b.micro_batches):
             items = [self._next() for _ in range(b.micro_batch)]
             if micro in self.mine:
                 start = (step - 1) * b.global_batch + micro * b.micro_batch
                 positions = np.arange(start, start + b.micro_batch, dtype=np.int64)
-                yield MicroBatch(positions, positions, self.collate(items), contents_of(items), tuple(items))
+                yield MicroBatch(
+                    positions, positions, self.collate(items), contents_of(items), tuple(items)
+                )
 
     def collated_again(self, batch: MicroBatch) -> Any:
         """Its data once more. Raises BadInput if the script has changed the items."""
         if not np.array_equal(contents_of(batch.items), batch.contents):  # type: ignore[arg-type]
             raise BadInput(
-                "a step must be done again (see step.attempt), but the script changed what the stream gave it in place, and a stream "
-                "cannot be read twice; change a copy, or use a collate_fn that copies (the default one does)"
+                "a step must be done again (see step.attempt), but the script changed what the "
+                "stream gave it in place, and a stream "
+                "cannot be read twice; change a copy, or use a collate_fn that copies (the default "
+                "one does)"
             )
         return self.collate(list(batch.items))
 
@@ -199,7 +236,8 @@ def is_map_style(dataset: Any) -> bool:
 
 
 def fingerprint(dataset: Any, by_repr: bool = False) -> str:
-    """Its own `fingerprint` if it has one, else a hash of a few of its samples; the same in every process.
+    """Its own `fingerprint` if it has one, else a hash of a few of its samples; the same in every
+    process.
 
     `by_repr`: as the first version made it, which runs that it began are known by.
     """
@@ -216,9 +254,11 @@ def fingerprint(dataset: Any, by_repr: bool = False) -> str:
 
 
 def same_when_read_again(dataset: Any, seed: int) -> bool:
-    """Is a sample a function of its index and of the seeded generators? Reads a few of a map-style dataset twice.
+    """Is a sample a function of its index and of the seeded generators? Reads a few of a map-style
+    dataset twice.
 
-    What draws from a generator of its own (np.random.default_rng(), os.urandom) is found here, most of the time.
+    What draws from a generator of its own (np.random.default_rng(), os.urandom) is found here, most
+    of the time.
     """
     keyed = _Keyed(dataset, seed)
     for index in sorted({0, len(dataset) // 2, len(dataset) - 1}):
@@ -233,8 +273,9 @@ def same_when_read_again(dataset: Any, seed: int) -> bool:
 
 
 def _feed(h: Any, value: Any, by_repr: bool) -> None:
-    """For fingerprints of datasets. Of numbers, strings, tensors and arrays, and dicts and lists of them, the bytes are as in the first
-    version, so that runs which it began are known again. All else is spelled canonically (or, `by_repr`, as it was)."""
+    """For fingerprints of datasets. Of numbers, strings, tensors and arrays, and dicts and lists of
+    them, the bytes are as in the first version, so that runs which it began are known again. All
+    else is spelled canonically (or, `by_repr`, as it was)."""
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         h.update(f"{value.dtype}{tuple(value.shape)}".encode())
         h.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -257,9 +298,11 @@ PLAIN = {type(None), bool, int, float, complex, str, bytes}  # whose reprs say a
 
 
 def content_hash(value: Any) -> int:
-    """64 bits of what a value is, the same in any process: its numbers, strings, arrays, fields; never a repr or an address.
+    """64 bits of what a value is, the same in any process: its numbers, strings, arrays, fields;
+    never a repr or an address.
 
-    Objects are taken apart as pickle does (`__reduce_ex__`); of one that refuses that only the type's name counts, which is weak.
+    Objects are taken apart as pickle does (`__reduce_ex__`); of one that refuses that only the
+    type's name counts, which is weak.
     """
     h = xxhash.xxh3_64()
     _spell(h, value, ())
@@ -272,7 +315,8 @@ def contents_of(items: Sequence[Any]) -> np.ndarray[Any, Any]:
 
 
 def _spell(h: Any, value: Any, above: tuple[int, ...]) -> None:
-    """Every piece with its kind and length, so that no two values are spelled alike. `above`: ids of the objects that this is within."""
+    """Every piece with its kind and length, so that no two values are spelled alike. `above`:
+    ids of the objects that this is within."""
     kind = type(value)
     if kind in PLAIN:
         data = value if kind is bytes else repr(value).encode()
@@ -294,7 +338,8 @@ def _spell(h: Any, value: Any, above: tuple[int, ...]) -> None:
     elif isinstance(value, np.ndarray):
         h.update(f"objects {value.shape}:".encode())
         _spell(h, value.reshape(-1).tolist(), within)
-    elif kind in (list, tuple) and set(map(type, value)) <= PLAIN:  # of tokens, mostly: quicker, and as unambiguous
+    elif kind in (list, tuple) and set(map(type, value)) <= PLAIN:
+        # of tokens, mostly: quicker, and as unambiguous
         data = repr(value).encode()
         h.update(b"%s %d:" % (kind.__name__.encode(), len(data)))
         h.update(data)
@@ -316,7 +361,17 @@ def _spell(h: Any, value: Any, above: tuple[int, ...]) -> None:
         h.update(f"enum {_name(kind)}.{value.name};".encode())
     elif isinstance(value, (bytearray, memoryview)):
         _spell(h, bytes(value), within)
-    elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, torch.dtype, torch.device)):
+    elif isinstance(
+        value,
+        (
+            type,
+            types.FunctionType,
+            types.BuiltinFunctionType,
+            types.ModuleType,
+            torch.dtype,
+            torch.device,
+        ),
+    ):
         h.update(f"name {_name(value)};".encode())
     else:
         _spell_object(h, value, within)
@@ -326,7 +381,8 @@ def _spell_object(h: Any, value: Any, within: tuple[int, ...]) -> None:
     h.update(f"object {_name(type(value))}:".encode())
     try:
         parts: Any = value.__reduce_ex__(4)
-    except Exception:  # whatever an object says that does not want to be pickled: then its type is all we know
+    except Exception:
+        # whatever an object says that does not want to be pickled: then its type is all we know
         return
     if isinstance(parts, str):
         h.update(parts.encode())
@@ -357,7 +413,11 @@ def to_device(data: Any, device: torch.device) -> Any:
     if isinstance(data, dict):
         return {k: to_device(v, device) for k, v in data.items()}
     if isinstance(data, tuple):
-        return type(data)(*(to_device(v, device) for v in data)) if hasattr(data, "_fields") else tuple(to_device(v, device) for v in data)
+        return (
+            type(data)(*(to_device(v, device) for v in data))
+            if hasattr(data, "_fields")
+            else tuple(to_device(v, device) for v in data)
+        )
     if isinstance(data, list):
         return [to_device(v, device) for v in data]
     return data

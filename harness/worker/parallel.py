@@ -1,8 +1,10 @@
-"""Data parallelism as a function applied to a model, and the sum of its gradients. Runs in the worker.
+"""Data parallelism as a function applied to a model, and the sum of its gradients. Runs in the
+worker.
 
-Gradients are *sums* over samples (or tokens), divided once by the global weight, so ranks may do different numbers of
-micro-batches. `Replicated` is our own reducer and not torch's DistributedDataParallel: that one averages over ranks,
-and rebuilds its buckets after the first step, so that a resumed run sums in another order than one never stopped.
+Gradients are *sums* over samples (or tokens), divided once by the global weight, so ranks may do
+different numbers of micro-batches. `Replicated` is our own reducer and not torch's
+DistributedDataParallel: that one averages over ranks, and rebuilds its buckets after the first
+step, so that a resumed run sums in another order than one never stopped.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ BUCKET_BYTES = 25 << 20
 
 
 class Strategy(Protocol):
-    """What a step needs of the parallelism. `equal_rounds`: its forward has collectives, so ranks must do equally many."""
+    """What a step needs of the parallelism. `equal_rounds`: its forward has collectives, so
+    ranks must do equally many."""
 
     name: str
     equal_rounds: bool
@@ -33,13 +36,15 @@ class Strategy(Protocol):
         """Before the first step: how many micro-batches every step has, on all ranks together."""
 
     def micro(self, last: bool, filler: bool = False) -> None:
-        """Before the forward of a micro-batch; `last`: gradients are exchanged during this one's backward; `filler`: it counts nothing."""
+        """Before the forward of a micro-batch; `last`: gradients are exchanged during this
+        one's backward; `filler`: it counts nothing."""
 
     def micro_done(self) -> None:
         """After the backward of a micro-batch."""
 
     def again(self) -> bool:
-        """After the last micro-batch: all ranks must do all of this step's once more; what they summed is forgotten."""
+        """After the last micro-batch: all ranks must do all of this step's once more; what they
+        summed is forgotten."""
 
     def reduce(self) -> None:
         """Wait until every gradient is the sum over all ranks."""
@@ -58,10 +63,11 @@ class Strategy(Protocol):
 
 
 class Replicated:
-    """Every rank holds the whole model. Gradients live in flat buckets, summed while the last backward still runs.
+    """Every rank holds the whole model. Gradients live in flat buckets, summed while the last
+    backward still runs.
 
-    Buckets are filled in reverse order of the parameters and sent in that fixed order, so the order of summation is a
-    function of model and world only.
+    Buckets are filled in reverse order of the parameters and sent in that fixed order, so the order
+    of summation is a function of model and world only.
     """
 
     name, equal_rounds, may_repeat = "ddp", False, False
@@ -85,14 +91,20 @@ class Replicated:
         for p in reversed(self.parameters):
             nbytes = p.numel() * p.element_size()
             kind = (p.dtype, p.device)
-            if not groups or size + nbytes > bucket_bytes or (groups[-1][0].dtype, groups[-1][0].device) != kind:
+            if (
+                not groups
+                or size + nbytes > bucket_bytes
+                or (groups[-1][0].dtype, groups[-1][0].device) != kind
+            ):
                 groups.append([])
                 size = 0
             groups[-1].append(p)
             size += nbytes
         self._sizes = [len(group) for group in groups]
         for number, group in enumerate(groups):
-            flat = torch.zeros(sum(p.numel() for p in group), dtype=group[0].dtype, device=group[0].device)
+            flat = torch.zeros(
+                sum(p.numel() for p in group), dtype=group[0].dtype, device=group[0].device
+            )
             self._flats.append(flat)
             offset = 0
             for p in group:
@@ -115,7 +127,8 @@ class Replicated:
 
     def _ready(self, p: nn.Parameter) -> None:
         view = self._views[p]
-        if p.grad is not view and p.grad is not None:  # the script set gradients to None; take over what it has now
+        # the script set gradients to None; take over what it has now
+        if p.grad is not view and p.grad is not None:
             view.copy_(p.grad)
             p.grad = view
         if not self._armed:
@@ -160,7 +173,8 @@ class Replicated:
 
 
 class Sharded:
-    """FSDP2: parameters and gradients are DTensors; reduce-scatter sums them during the last backward."""
+    """FSDP2: parameters and gradients are DTensors; reduce-scatter sums them during the last
+    backward."""
 
     name, equal_rounds, may_repeat = "fsdp2", True, False
 
@@ -173,7 +187,12 @@ class Sharded:
         inside = {id(child) for m in self._modules for child in m.modules() if child is not m}  # type: ignore[attr-defined]
         self._roots = [m for m in self._modules if id(m) not in inside]
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        needs(FSDPModule, "harness.fsdp2", "set_gradient_divide_factor", "set_force_sum_reduction_for_comms")
+        needs(
+            FSDPModule,
+            "harness.fsdp2",
+            "set_gradient_divide_factor",
+            "set_force_sum_reduction_for_comms",
+        )
         for module in self._modules:
             module.set_gradient_divide_factor(1.0)  # a sum, not a mean over ranks
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
@@ -194,16 +213,23 @@ class Sharded:
         """FSDP has waited for its reduce-scatters at the end of the backward."""
 
     def _local(self) -> list[torch.Tensor]:
-        return [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in self.parameters if p.grad is not None]  # type: ignore[union-attr,attr-defined]
+        return [
+            p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
+            for p in self.parameters
+            if p.grad is not None
+        ]  # type: ignore[union-attr,attr-defined]
 
     def divide(self, weight: float | torch.Tensor) -> None:
         for grad in self._local():
             grad.div_(weight)
 
     def norm(self) -> torch.Tensor:
-        """Every element lies on one rank, so the ranks' squares add up (`check_sharding` has seen to that)."""
+        """Every element lies on one rank, so the ranks' squares add up (`check_sharding` has
+        seen to that)."""
         grads = self._local()
-        squares = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) ** 2 for g in grads]).sum()
+        squares = torch.stack(
+            [torch.linalg.vector_norm(g, dtype=torch.float32) ** 2 for g in grads]
+        ).sum()
         dist.all_reduce(squares)
         return squares.sqrt()
 
@@ -221,11 +247,13 @@ class Sharded:
 
 
 def needs(thing: object, what: str, *names: str) -> None:
-    """Raises BadInput if this torch's FSDP2 has other names than those that are used here: the setters came with 2.8, and what has no
-    public name (exact sums reach into FSDP2) may change with any version."""
+    """Raises BadInput if this torch's FSDP2 has other names than those that are used here: the
+    setters came with 2.8, and what has no public name (exact sums reach into FSDP2) may change with
+    any version."""
     if missing := [name for name in names if not hasattr(thing, name)]:
         raise BadInput(
-            f"{what} wants an FSDP2 with {', '.join(missing)}; torch {torch.__version__} has none. Use torch 2.13 (2.8 or newer may do), "
+            f"{what} wants an FSDP2 with {', '.join(missing)}; torch {torch.__version__} has none. "
+            "Use torch 2.13 (2.8 or newer may do), "
             "or leave harness.fsdp2 out: plain data parallelism needs torch 2.6"
         )
 
@@ -237,7 +265,8 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def groups_of(module: Any) -> list[Any]:
-    """What FSDP2 gathers together at one of its modules. No public name gives it. Raises BadInput if this torch has it elsewhere."""
+    """What FSDP2 gathers together at one of its modules. No public name gives it. Raises
+    BadInput if this torch has it elsewhere."""
     what = "a sharded model"
     needs(module, what, "_get_fsdp_state")
     state = module._get_fsdp_state()
@@ -252,48 +281,77 @@ def groups_of(module: Any) -> list[Any]:
 
 
 def fsdp_groups(model: nn.Module) -> list[Any]:
-    """What FSDP2 gathers and shards together, in the whole model. Raises BadInput as `groups_of`."""
+    """What FSDP2 gathers and shards together, in the whole model. Raises BadInput as
+    `groups_of`."""
     from torch.distributed.fsdp import FSDPModule
 
-    found = {id(group): group for module in model.modules() if isinstance(module, FSDPModule) for group in groups_of(module)}
+    found = {
+        id(group): group
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in groups_of(module)
+    }
     return list(found.values())
 
 
 def check_sharding(model: nn.Module) -> None:
-    """Raises BadInput, naming parameters, unless all that trains is sharded by FSDP2 over one mesh of all ranks, in their order.
+    """Raises BadInput, naming parameters, unless all that trains is sharded by FSDP2 over one mesh
+    of all ranks, in their order.
 
-    Only then is every element of every gradient on one rank, and summed over all ranks. Frozen parameters may be plain.
+    Only then is every element of every gradient on one rank, and summed over all ranks. Frozen
+    parameters may be plain.
     """
     from torch.distributed.tensor import DTensor, Shard
 
-    use = "use harness.fsdp2(model, run), or fully_shard with a mesh of one dimension over all ranks"
+    use = (
+        "use harness.fsdp2(model, run), or fully_shard with a mesh of one dimension over all ranks"
+    )
     named = list(model.named_parameters())
     sharded: list[tuple[str, Any]] = [(name, p) for name, p in named if isinstance(p, DTensor)]
-    managed = {id(handle.sharded_param) for group in fsdp_groups(model) for handle in group.fsdp_params}
+    managed = {
+        id(handle.sharded_param) for group in fsdp_groups(model) for handle in group.fsdp_params
+    }
     if not managed:
         raise BadInput(
-            f"{_some(n for n, _ in sharded)}: wanted parameters sharded by fully_shard, found DTensors without it (tensor parallelism? "
+            f"{_some(n for n, _ in sharded)}: wanted parameters sharded by fully_shard, found "
+            "DTensors without it (tensor parallelism? "
             f"distribute_tensor?), whose gradients are not summed over the ranks' samples; {use}"
         )
     if plain := [name for name, p in named if p.requires_grad and not isinstance(p, DTensor)]:
         raise BadInput(
-            f"{_some(plain)}: wanted every parameter that trains to be sharded, found plain ones beside DTensors: nobody would sum their "
-            "gradients. Give fully_shard no ignored_params and apply it to the whole model as well as to its blocks, or freeze them"
+            f"{_some(plain)}: wanted every parameter that trains to be sharded, found plain ones "
+            "beside DTensors: nobody would sum their "
+            "gradients. Give fully_shard no ignored_params and apply it to the whole model as well "
+            "as to its blocks, or freeze them"
         )
     world = dist.get_world_size()
     meshes: dict[str, str] = {}
     for name, p in sharded:
         mesh = p.device_mesh
         if mesh.ndim != 1:
-            dims = " x ".join(f"{n}={size}" for n, size in zip(mesh.mesh_dim_names or "?" * mesh.ndim, mesh.shape, strict=True))
-            raise BadInput(f"{name}: wanted a mesh of one dimension, found {dims} (HSDP, or tensor parallelism beside fsdp2); {use}")
+            dims = " x ".join(
+                f"{n}={size}"
+                for n, size in zip(mesh.mesh_dim_names or "?" * mesh.ndim, mesh.shape, strict=True)
+            )
+            raise BadInput(
+                f"{name}: wanted a mesh of one dimension, found {dims} (HSDP, or tensor "
+                f"parallelism beside fsdp2); {use}"
+            )
         if not isinstance(p.placements[0], Shard):
-            raise BadInput(f"{name}: wanted its rows sharded over the ranks, found {p.placements[0]}; {use}")
+            raise BadInput(
+                f"{name}: wanted its rows sharded over the ranks, found {p.placements[0]}; {use}"
+            )
         if id(p) not in managed:
-            raise BadInput(f"{name}: wanted it sharded by fully_shard, found a DTensor of another origin (distribute_tensor?); {use}")
+            raise BadInput(
+                f"{name}: wanted it sharded by fully_shard, found a DTensor of another origin "
+                f"(distribute_tensor?); {use}"
+            )
         ranks = mesh.mesh.flatten().tolist()
         if ranks != list(range(world)):
-            raise BadInput(f"{name}: wanted a mesh over ranks 0 to {world - 1} in this order, found one over ranks {ranks}; {use}")
+            raise BadInput(
+                f"{name}: wanted a mesh over ranks 0 to {world - 1} in this order, found one over "
+                f"ranks {ranks}; {use}"
+            )
         meshes.setdefault(mesh.device_type, name)
     if len(meshes) > 1:
         found = ", ".join(f"{name} on {device}" for device, name in meshes.items())
@@ -306,21 +364,29 @@ def _some(names: Iterable[str]) -> str:
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raises BadInput for wrappers that exchange gradients themselves; only a loop of one's own can have them."""
+    """Raises BadInput for wrappers that exchange gradients themselves; only a loop of one's own
+    can have them."""
     for name, module in model.named_modules():
         fsdp = sys.modules.get("torch.distributed.fsdp")
-        if isinstance(module, nn.parallel.DistributedDataParallel) or (fsdp and isinstance(module, fsdp.FullyShardedDataParallel)):
+        if isinstance(module, nn.parallel.DistributedDataParallel) or (
+            fsdp and isinstance(module, fsdp.FullyShardedDataParallel)
+        ):
             raise BadInput(
-                f"{name or 'the model'} is a {type(module).__name__}, which exchanges gradients itself, as means over ranks; wanted the "
-                "model without it: run.steps(...) does that part, and harness.fsdp2(model, run) shards"
+                f"{name or 'the model'} is a {type(module).__name__}, which exchanges gradients "
+                "itself, as means over ranks; wanted the "
+                "model without it: run.steps(...) does that part, and harness.fsdp2(model, run) "
+                "shards"
             )
 
 
 def check_real(model: nn.Module) -> None:
     """Raises BadInput for parameters that have no values yet."""
-    if meta := [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]:
+    if meta := [
+        name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta
+    ]:
         raise BadInput(
-            f"{_some(meta)}: wanted parameters and buffers with values, found them on the meta device; harness.fsdp2(model, run) gives "
+            f"{_some(meta)}: wanted parameters and buffers with values, found them on the meta "
+            "device; harness.fsdp2(model, run) gives "
             "them values that do not depend on the world, or build the model on a real device"
         )
 
@@ -329,18 +395,27 @@ def strategy_for(model: nn.Module) -> Strategy:
     return Sharded(model) if is_sharded(model) else Replicated(model.parameters())
 
 
-def shard(model: nn.Module, device: torch.device, blocks: Sequence[nn.Module] | None = None, seed: int = 0) -> nn.Module:
-    """FSDP2 over all ranks: each of `blocks` (default: the members of every ModuleList) and the root.
+def shard(
+    model: nn.Module, device: torch.device, blocks: Sequence[nn.Module] | None = None, seed: int = 0
+) -> nn.Module:
+    """FSDP2 over all ranks: each of `blocks` (default: the members of every ModuleList) and the
+    root.
 
-    One block at a time goes to the device, takes rank 0's values and is sharded: the whole model never lies on one device. What is on
-    the meta device gets its values there, whole, before it is sharded; see `materialize`.
+    One block at a time goes to the device, takes rank 0's values and is sharded: the whole model
+    never lies on one device. What is on the meta device gets its values there, whole, before it is
+    sharded; see `materialize`.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     if blocks is None:  # those inside others first
-        blocks = [block for m in reversed(list(model.modules())) if isinstance(m, nn.ModuleList) for block in m]
+        blocks = [
+            block
+            for m in reversed(list(model.modules()))
+            if isinstance(m, nn.ModuleList)
+            for block in m
+        ]
     names = {id(m): name for name, m in model.named_modules()}
     made: dict[int, Any] = {}
     for part in [*blocks, model]:
@@ -351,12 +426,16 @@ def shard(model: nn.Module, device: torch.device, blocks: Sequence[nn.Module] | 
     return model
 
 
-def materialize(part: nn.Module, device: torch.device, seed: int, names: dict[int, str], made: dict[int, Any]) -> None:
-    """Give values to what is on the meta device in `part`, by the `reset_parameters()` of the module that holds it.
+def materialize(
+    part: nn.Module, device: torch.device, seed: int, names: dict[int, str], made: dict[int, Any]
+) -> None:
+    """Give values to what is on the meta device in `part`, by the `reset_parameters()` of the
+    module that holds it.
 
-    Each module's randomness is seeded by `seed` and its name, so neither the world nor the order of blocks matters. `names`: of
-    modules, by id; `made`: meta tensor's id -> (it, what it became), so that tied ones stay tied. Raises BadInput for modules without
-    `reset_parameters`; one that resets its children's parameters as well must not have blocks among them.
+    Each module's randomness is seeded by `seed` and its name, so neither the world nor the order of
+    blocks matters. `names`: of modules, by id; `made`: meta tensor's id -> (it, what it became), so
+    that tied ones stay tied. Raises BadInput for modules without `reset_parameters`; one that
+    resets its children's parameters as well must not have blocks among them.
     """
     for module in dict.fromkeys(_children_first(part)):
         found = False
@@ -366,23 +445,33 @@ def materialize(part: nn.Module, device: torch.device, seed: int, names: dict[in
                     continue
                 if id(t) not in made:
                     empty = torch.empty_like(t, device=device)
-                    made[id(t)] = (t, nn.Parameter(empty, t.requires_grad) if isinstance(t, nn.Parameter) else empty)
+                    made[id(t)] = (
+                        t,
+                        nn.Parameter(empty, t.requires_grad)
+                        if isinstance(t, nn.Parameter)
+                        else empty,
+                    )
                     made[id(t)][1].__dict__.update(t.__dict__)
                     found = True
                 kind[name] = made[id(t)][1]
         if not found:
             continue
-        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        reset = getattr(module, "reset_parameters", None) or getattr(
+            module, "_reset_parameters", None
+        )
         where = names.get(id(module), "") or "the model itself"
         if reset is None:
             raise BadInput(
-                f"{where} ({type(module).__name__}) has parameters or buffers on the meta device and no reset_parameters() to give them "
-                "values; wanted one (it sets what the module itself holds), or a model built on the CPU"
+                f"{where} ({type(module).__name__}) has parameters or buffers on the meta device "
+                "and no reset_parameters() to give them "
+                "values; wanted one (it sets what the module itself holds), or a model built on "
+                "the CPU"
             )
         seed_everything(xxhash.xxh3_64_intdigest(f"{seed} {where}".encode()) >> 1)
         with torch.no_grad():
             reset()
-        seed_everything(seed)  # and what the script draws next does not depend on which module was the last
+        # and what the script draws next does not depend on which module was the last
+        seed_everything(seed)
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
@@ -393,7 +482,8 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def same_everywhere(model: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers (a model built with other randomness would train apart). Not of DTensors."""
+    """Give every rank rank 0's parameters and buffers (a model built with other randomness
+    would train apart). Not of DTensors."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
@@ -403,13 +493,15 @@ def same_everywhere(model: nn.Module) -> None:
 
 def _broadcast(tensor: torch.Tensor) -> None:
     whole = tensor.contiguous()
-    dist.broadcast(whole.reshape(-1).view(torch.uint8), src=0)  # as bytes: not every backend knows every dtype
+    # as bytes: not every backend knows every dtype
+    dist.broadcast(whole.reshape(-1).view(torch.uint8), src=0)
     if whole is not tensor:
         tensor.copy_(whole)
 
 
 def share(buffers: Sequence[torch.Tensor]) -> None:
-    """Give every rank rank 0's `buffers`, in one exchange for each dtype. As DistributedDataParallel does before each forward."""
+    """Give every rank rank 0's `buffers`, in one exchange for each dtype. As
+    DistributedDataParallel does before each forward."""
     buffers = [b.detach() for b in buffers]
     for kind in dict.fromkeys((b.dtype, b.device) for b in buffers):
         mine = [b for b in buffers if (b.dtype, b.device) == kind]
@@ -420,15 +512,22 @@ def share(buffers: Sequence[torch.Tensor]) -> None:
 
 
 def drawn_by_shard(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
-    """Names of weights whose shards are the same on all ranks though they are not constant: most likely each rank drew its own part
-    from the same seed, so that what the run begins with depends on the world. Collective."""
+    """Names of weights whose shards are the same on all ranks though they are not constant: most
+    likely each rank drew its own part from the same seed, so that what the run begins with depends
+    on the world. Collective."""
     mine: dict[str, str] = {}
     for name, p in model.named_parameters():
         if hasattr(p, "to_local"):
             local = p.detach().to_local()  # type: ignore[attr-defined]
             few = local.reshape(-1)[:4096].float().cpu()
             if few.numel() and bool((few != few[0]).any()):
-                mine[name] = f"{tuple(local.shape)} {xxhash.xxh3_64_hexdigest(few.numpy().tobytes())}"
+                mine[name] = (
+                    f"{tuple(local.shape)} {xxhash.xxh3_64_hexdigest(few.numpy().tobytes())}"
+                )
     every: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(every, mine, group=group)
-    return [name for name in every[0] if len(every) > 1 and all(other.get(name) == every[0][name] for other in every)]
+    return [
+        name
+        for name in every[0]
+        if len(every) > 1 and all(other.get(name) == every[0][name] for other in every)
+    ]

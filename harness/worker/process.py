@@ -1,8 +1,10 @@
-"""The processes in which the user's script runs, forked from one per node that has torch imported already.
+"""The processes in which the user's script runs, forked from one per node that has torch imported
+already.
 
-`python -m harness.worker.process FD` imports torch, then forks a worker for each request on the socket FD (`harness.agent.nursery` asks): environment,
-command and a pipe for its output. It dies with its agent, and they with it. A script's exception is written to TORCHELASTIC_ERROR_FILE,
-as torchrun does.
+`python -m harness.worker.process FD` imports torch, then forks a worker for each request on the
+socket FD (`harness.agent.nursery` asks): environment, command and a pipe for its output. It dies
+with its agent, and they with it. A script's exception is written to TORCHELASTIC_ERROR_FILE, as
+torchrun does.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ def write_error(error: BaseException) -> None:
             "message": f"{type(error).__name__}: {error}",
             "type": type(error).__name__,
             "text": str(error),
-            "extraInfo": {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))},
+            "extraInfo": {
+                "py_callstack": "".join(traceback.format_exception(error)),
+                "timestamp": str(int(time.time())),
+            },
         }
     }
     with contextlib.suppress(OSError), open(path, "w") as f:
@@ -67,12 +72,23 @@ def run(order: dict[str, Any]) -> None:
 def serve(fd: int) -> None:
     """Import, then fork for as long as the agent lives."""
     die_with_parent()
-    for signum in (signal.SIGINT, signal.SIGTERM):  # a Ctrl-C or a cloud's SIGTERM is for the agent, which tells workers in its own way
+    # a Ctrl-C or a cloud's SIGTERM is for the agent, which tells workers in its own way
+    for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
-    gc.disable()  # imports make next to no garbage, and looking for it in them is a tenth of their time
-    # torch._dynamo: the first optimizer that is made imports it, which takes as long as half of torch; numpy.ma: numpy.unique does.
-    for module in ("numpy", "numpy.ma", "torch", "torch.distributed", "torch.distributed.checkpoint", "harness.worker.session", "torch._dynamo"):
+    # imports make next to no garbage, and looking for it in them is a tenth of their time
+    gc.disable()
+    # torch._dynamo: the first optimizer that is made imports it, which takes as long as half of
+    # torch; numpy.ma: numpy.unique does.
+    for module in (
+        "numpy",
+        "numpy.ma",
+        "torch",
+        "torch.distributed",
+        "torch.distributed.checkpoint",
+        "harness.worker.session",
+        "torch._dynamo",
+    ):
         with contextlib.suppress(ImportError):  # the script may need none of them
             importlib.import_module(module)
     gc.collect()
@@ -86,7 +102,8 @@ def serve(fd: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     agent.send(b'{"warm": true}')
     living: dict[int, int] = {}  # number of the request -> process
-    ended: dict[int, int] = {}  # not reaped: until the agent has heard of the end, nobody else may have the id
+    # not reaped: until the agent has heard of the end, nobody else may have the id
+    ended: dict[int, int] = {}
     while True:
         if agent in select.select([agent, awake], [], [])[0]:
             data, fds, _, _ = socket.recv_fds(agent, MESSAGE_NBYTES, 1)
@@ -126,17 +143,17 @@ def become_worker(order: dict[str, Any], out: int) -> NoReturn:
     os.close(out)
     name_process(f"rank-{order['env'].get('RANK', '')}")
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    if torch is not None and torch.cuda._is_in_bad_fork():  # an import of the site's own has touched CUDA: begin anew
+    # an import of the site's own has touched CUDA: begin anew
+    if torch is not None and torch.cuda._is_in_bad_fork():
         pipe = os.memfd_create("order")
         os.write(pipe, json.dumps(order).encode())
         os.lseek(pipe, 0, os.SEEK_SET)
         os.dup2(pipe, 0)
         os.execv(sys.executable, [sys.executable, "-m", "harness.worker.process", "-"])
     if numpy is not None:
-        numpy.random.seed()  # each process has its own, as if it had imported numpy itself; Python's does so by itself
+        # each process has its own, as if it had imported numpy itself; Python's does so by itself
+        numpy.random.seed()
     leave(exit_code(order))
-
-
 
 
 def main() -> None:
@@ -175,8 +192,9 @@ def exit_code(order: dict[str, Any]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End as Python does, threads joined and atexit functions run, but without tearing torch's modules down: that takes
-    a second or two on a busy machine, in which the next world waits for this rank."""
+    """End as Python does, threads joined and atexit functions run, but without tearing torch's
+    modules down: that takes a second or two on a busy machine, in which the next world waits for
+    this rank."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

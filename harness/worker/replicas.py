@@ -1,7 +1,9 @@
-"""Do all ranks hold the same state? What differs must not be mixed into one snapshot. Runs in the worker; talks to nobody itself.
+"""Do all ranks hold the same state? What differs must not be mixed into one snapshot. Runs in the
+worker; talks to nobody itself.
 
-A snapshot takes plain values from rank 0 and each tensor from whichever rank has the least to write, so what is stored under one name
-must be the same on all ranks. `Held` is what of a rank's state has to be so, as hashes; `differing` names what is not.
+A snapshot takes plain values from rank 0 and each tensor from whichever rank has the least to
+write, so what is stored under one name must be the same on all ranks. `Held` is what of a rank's
+state has to be so, as hashes; `differing` names what is not.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-SMALL_NBYTES = 1 << 20  # tensors up to this are looked at for every snapshot, if anything but an optimizer changes them
+# tensors up to this are looked at for every snapshot, if anything but an optimizer changes them
+SMALL_NBYTES = 1 << 20
 CHUNK = 1 << 20  # elements of a GPU's tensor that are hashed at a time
 SHOWN = 3  # differences that a message names
 
@@ -42,27 +45,43 @@ def held(tensors: Mapping[str, torch.Tensor], plain: Any) -> Held:
     hashes = {}
     for name, t in tensors.items():
         kind = f"{t.dtype} {tuple(t.shape)}"
-        hashes[name] = f"sharded {kind}" if isinstance(t, DTensor) else f"{kind} {_hash(t.detach())}"
+        hashes[name] = (
+            f"sharded {kind}" if isinstance(t, DTensor) else f"{kind} {_hash(t.detach())}"
+        )
     return Held(hashes, plain)
 
 
-def held_aside(tensors: Mapping[str, torch.Tensor], plain: dict[str, Any], updated: Collection[str]) -> Held:
-    """The little of it that is not changed by optimizers: cheap enough for every snapshot. `updated`: tensors that are."""
+def held_aside(
+    tensors: Mapping[str, torch.Tensor], plain: dict[str, Any], updated: Collection[str]
+) -> Held:
+    """The little of it that is not changed by optimizers: cheap enough for every snapshot.
+    `updated`: tensors that are."""
     some = {
         name: t.detach()
         for name, t in tensors.items()
-        if name not in updated and not isinstance(t, DTensor) and t.numel() * t.element_size() <= SMALL_NBYTES
+        if name not in updated
+        and not isinstance(t, DTensor)
+        and t.numel() * t.element_size() <= SMALL_NBYTES
     }
     hashes: dict[str, str] = {}
     for device in dict.fromkeys(t.device for t in some.values()):  # one copy from each
-        here = {name: t.contiguous().reshape(-1).view(torch.uint8) for name, t in some.items() if t.device == device}
+        here = {
+            name: t.contiguous().reshape(-1).view(torch.uint8)
+            for name, t in some.items()
+            if t.device == device
+        }
         data = torch.cat(list(here.values())).cpu().numpy().data
         at = 0
         for name, t in here.items():
-            hashes[name] = f"{some[name].dtype} {tuple(some[name].shape)} {xxhash.xxh3_64_hexdigest(data[at : at + len(t)])}"
+            hashes[name] = (
+                f"{some[name].dtype} {tuple(some[name].shape)} "
+                f"{xxhash.xxh3_64_hexdigest(data[at : at + len(t)])}"
+            )
             at += len(t)
     rest = {name: value for name, value in plain.items() if name not in ("model", "optimizer")}
-    rest["optimizer"] = [{k: v for k, v in one.items() if k != "state"} for one in plain.get("optimizer", ())]
+    rest["optimizer"] = [
+        {k: v for k, v in one.items() if k != "state"} for one in plain.get("optimizer", ())
+    ]
     return Held(hashes, rest)
 
 
@@ -74,7 +93,10 @@ def differing(ranks: Sequence[dict[str, str]]) -> list[tuple[str, str]]:
         for rank, leaves in enumerate(ranks):
             values.setdefault(leaves.get(path, "missing"), []).append(rank)
         if len(values) > 1:
-            who = [f"{_short(value)} on rank{'s' * (len(who) > 1)} {_some_of(who)}" for value, who in values.items()]
+            who = [
+                f"{_short(value)} on rank{'s' * (len(who) > 1)} {_some_of(who)}"
+                for value, who in values.items()
+            ]
             found.append((path, ", ".join(who[:SHOWN]) + (", ..." if len(who) > SHOWN else "")))
     return found
 
@@ -84,11 +106,22 @@ def explain(found: Sequence[tuple[str, str]]) -> str:
     tops = list(dict.fromkeys(path.partition("/")[0] for path, _ in found))
     shown = "; ".join(f"{path} is {who}" for path, who in found[:SHOWN])
     more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    own = [top for top in tops if top not in ("model", "optimizer", "scheduler", "scaler", "reduce", "dataset")]
-    advice = f"if each rank has a state of its own, say so with run.prepare(..., per_rank={own}); if not, " if own else ""
+    own = [
+        top
+        for top in tops
+        if top not in ("model", "optimizer", "scheduler", "scaler", "reduce", "dataset")
+    ]
+    advice = (
+        f"if each rank has a state of its own, say so with run.prepare(..., per_rank={own}); if "
+        "not, "
+        if own
+        else ""
+    )
     return (
-        f"the state of {', '.join(repr(top) for top in tops)} is not the same on all ranks, and a snapshot would mix them: {shown}{more}; "
-        f"{advice}make it the same (sum or broadcast it, or draw from what is seeded alike), or leave it out of the state"
+        f"the state of {', '.join(repr(top) for top in tops)} is not the same on all ranks, and a "
+        f"snapshot would mix them: {shown}{more}; "
+        f"{advice}make it the same (sum or broadcast it, or draw from what is seeded alike), or "
+        "leave it out of the state"
     )
 
 
@@ -109,18 +142,26 @@ def _hash(tensor: torch.Tensor) -> str:
     raw = tensor.contiguous().reshape(-1).view(torch.uint8)
     if not raw.is_cuda:
         return xxhash.xxh3_64_hexdigest(raw.cpu().numpy().data)
-    return f"{int(weighted(raw)) & (1 << 64) - 1:016x}"  # where it lies: a copy of gigabytes to the host would stop the training
+    # where it lies: a copy of gigabytes to the host would stop the training
+    return f"{int(weighted(raw)) & (1 << 64) - 1:016x}"
 
 
 def weighted(raw: torch.Tensor) -> torch.Tensor:
-    """A 64-bit sum of bytes (n,), each times an odd number that is its place's own; 0-d int64, on the same device."""
-    words = raw[: len(raw) // 4 * 4].view(torch.int32) if raw.storage_offset() % 4 == 0 else raw[:0].view(torch.int32)
+    """A 64-bit sum of bytes (n,), each times an odd number that is its place's own; 0-d int64,
+    on the same device."""
+    words = (
+        raw[: len(raw) // 4 * 4].view(torch.int32)
+        if raw.storage_offset() % 4 == 0
+        else raw[:0].view(torch.int32)
+    )
     rest = raw[len(words) * 4 :]
     total = torch.zeros((), dtype=torch.int64, device=raw.device)
     for numbers, first in ((words, 0), (rest, len(words))):
         for start in range(0, len(numbers), CHUNK):
             piece = numbers[start : start + CHUNK]
-            place = torch.arange(first + start, first + start + len(piece), dtype=torch.int64, device=raw.device)
+            place = torch.arange(
+                first + start, first + start + len(piece), dtype=torch.int64, device=raw.device
+            )
             place = (place + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15
             total += ((place ^ (place >> 29)) | 1).mul_(piece).sum()
     return total
@@ -131,4 +172,6 @@ def _short(value: str) -> str:
 
 
 def _some_of(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+    return ", ".join(map(str, ranks[:4])) + (
+        f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+    )

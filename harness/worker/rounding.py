@@ -15,13 +15,18 @@ import torch
 from harness.core.world import BadInput
 
 WORDS = {"exact": 64, "exact32": 32}  # bits on the wire of each value of attach(reduce=...)
-HEADROOM = {64: 8, 32: 2}  # a gradient may be 2**8 (2**2) times its recent peak before a step must be done again
+# a gradient may be 2**8 (2**2) times its recent peak before a step must be done again
+HEADROOM = {64: 8, 32: 2}
 INTEGERS = {64: torch.int64, 32: torch.int32}
 MAX_SHIFT = 149  # no float32 is finer than that
 LEAST_BITS = 12  # of one micro-batch's share of a word; fewer would not be worth summing
-FIRST = 15  # a parameter's first gradients are taken to be below 2**15 (losses are sums over a micro-batch's samples or tokens)
+# a parameter's first gradients are taken to be below 2**15 (losses are sums over a micro-batch's
+# samples or tokens)
+FIRST = 15
 FUSE_FROM = 1 << 18  # elements from which a GPU's kernel of its own pays
-CHUNK = 1 << 17  # elements on a CPU at a time: what several passes read stays in its cache, and Python's share is small
+# elements on a CPU at a time: what several passes read stays in its cache, and Python's share is
+# small
+CHUNK = 1 << 17
 
 
 class Verdict(enum.Enum):
@@ -31,21 +36,25 @@ class Verdict(enum.Enum):
 
 
 class Scales:
-    """The unit of each parameter. Pure: a function of the peaks that it was told, which are the same on every rank.
+    """The unit of each parameter. Pure: a function of the peaks that it was told, which are the
+    same on every rank.
 
-    With exponent e, gradients below 2**(e + headroom) fit. A micro-batch may use `bits` of the word so that M of them never overflow.
+    With exponent e, gradients below 2**(e + headroom) fit. A micro-batch may use `bits` of the word
+    so that M of them never overflow.
     """
 
     def __init__(self, count: int, word: int):
         self.word = word
         self.bits = 0
-        self.exponents: list[int | None] = [None] * count  # None: no gradient but zero has been seen
+        # None: no gradient but zero has been seen
+        self.exponents: list[int | None] = [None] * count
 
     def start(self, micro_batches: int) -> None:
         self.bits = self.word - 1 - micro_batches.bit_length()  # M * 2**bits < 2**(word - 1)
         if self.bits < LEAST_BITS:
             raise BadInput(
-                f"{self.word} bits leave {self.bits} for each of {micro_batches} micro-batches, wanted at least {LEAST_BITS}; "
+                f"{self.word} bits leave {self.bits} for each of {micro_batches} micro-batches, "
+                f"wanted at least {LEAST_BITS}; "
                 'use reduce="exact" or a larger micro_batch'
             )
 
@@ -58,23 +67,32 @@ class Scales:
 
     def limit(self, i: int) -> float:
         """The greatest |gradient| of one micro-batch that fits."""
-        return 0.0 if self.exponents[i] is None and self.word != 64 else 2.0 ** min(self.bits - self.shift(i), 1023)
+        return (
+            0.0
+            if self.exponents[i] is None and self.word != 64
+            else 2.0 ** min(self.bits - self.shift(i), 1023)
+        )
 
     def least(self, i: int) -> float:
-        """The least peak that the unit is fine enough for; known units follow the peaks, guessed ones may be too coarse."""
+        """The least peak that the unit is fine enough for; known units follow the peaks,
+        guessed ones may be too coarse."""
         return 2.0 ** (LEAST_BITS - self.shift(i)) if self.exponents[i] is None else 0.0
 
     def judge(self, peaks: Sequence[float]) -> Verdict:
-        """`peaks`: of each parameter the greatest |gradient| that any micro-batch of the step had. AGAIN changes the units."""
+        """`peaks`: of each parameter the greatest |gradient| that any micro-batch of the step
+        had. AGAIN changes the units."""
         if not all(map(math.isfinite, peaks)):
             return Verdict.BAD
-        over = [i for i, peak in enumerate(peaks) if peak > self.limit(i) or 0.0 < peak < self.least(i)]
+        over = [
+            i for i, peak in enumerate(peaks) if peak > self.limit(i) or 0.0 < peak < self.least(i)
+        ]
         for i in over:
             self.exponents[i] = math.frexp(peaks[i])[1]
         return Verdict.AGAIN if over else Verdict.GOOD
 
     def advance(self, peaks: Sequence[float]) -> None:
-        """After a step that was good: follow the peaks, upwards at once and downwards by one bit a step."""
+        """After a step that was good: follow the peaks, upwards at once and downwards by one
+        bit a step."""
         for i, peak in enumerate(peaks):
             exponent = self.exponents[i]
             if peak > 0:
@@ -83,7 +101,8 @@ class Scales:
 
 
 class Scratch:
-    """A CPU's buffers of one chunk, by dtype; views of them are kept, as making one costs as much as a small sum."""
+    """A CPU's buffers of one chunk, by dtype; views of them are kept, as making one costs as
+    much as a small sum."""
 
     def __init__(self) -> None:
         self._made: dict[torch.dtype, torch.Tensor] = {}
@@ -99,11 +118,15 @@ class Scratch:
         return self._views[dtype, sizes]
 
 
-def add_rounded(grads: Sequence[torch.Tensor], shifts: Sequence[int], total: torch.Tensor, scratch: Scratch) -> list[float]:
-    """total += round(grad * 2**shift) on a CPU, for gradients that lie in `total` one after the other. Returns the max |grad| of each.
+def add_rounded(
+    grads: Sequence[torch.Tensor], shifts: Sequence[int], total: torch.Tensor, scratch: Scratch
+) -> list[float]:
+    """total += round(grad * 2**shift) on a CPU, for gradients that lie in `total` one after the
+    other. Returns the max |grad| of each.
 
-    grads: all float32 or all float64, (n_i,); total: int32 or int64, (sum of n_i,). One gradient, or several of CHUNK elements together.
-    A NaN's peak is NaN. Where a product does not fit, what is added is of no meaning; the peak tells.
+    grads: all float32 or all float64, (n_i,); total: int32 or int64, (sum of n_i,). One gradient,
+    or several of CHUNK elements together. A NaN's peak is NaN. Where a product does not fit, what
+    is added is of no meaning; the peak tells.
     """
     peaks: list[float] = []
     for g in grads:
@@ -117,23 +140,30 @@ def add_rounded(grads: Sequence[torch.Tensor], shifts: Sequence[int], total: tor
     return peaks
 
 
-def _add_chunk(grads: Sequence[torch.Tensor], shifts: Sequence[int], total: torch.Tensor, scratch: Scratch) -> None:
+def _add_chunk(
+    grads: Sequence[torch.Tensor], shifts: Sequence[int], total: torch.Tensor, scratch: Scratch
+) -> None:
     *parts, real = scratch.of(grads[0].dtype, *(g.numel() for g in grads))
     whole = scratch.of(total.dtype, total.numel())[-1]
     for g, shift, part in zip(grads, shifts, parts, strict=True):
-        torch.mul(g, 2.0 ** min(shift, 126), out=part)  # powers of two: exact; 2**127 is the last that float32 has
+        # powers of two: exact; 2**127 is the last that float32 has
+        torch.mul(g, 2.0 ** min(shift, 126), out=part)
         if shift > 126:
             part.mul_(2.0 ** (shift - 126))
     whole.copy_(real.round_())
     if total.dtype is torch.int64:
         mine = total.numpy()
-        np.add(mine, whole.numpy(), out=mine)  # torch's int64 add multiplies by alpha=1 first: four times slower
+        # torch's int64 add multiplies by alpha=1 first: four times slower
+        np.add(mine, whole.numpy(), out=mine)
     else:
         total.add_(whole)
 
 
-def add_rounded_together(grads: list[torch.Tensor], shifts: Sequence[int], total: torch.Tensor) -> torch.Tensor:
-    """The same for a GPU, and of any size: few kernels for small gradients, a fused one for each large one.
+def add_rounded_together(
+    grads: list[torch.Tensor], shifts: Sequence[int], total: torch.Tensor
+) -> torch.Tensor:
+    """The same for a GPU, and of any size: few kernels for small gradients, a fused one for each
+    large one.
 
     Returns the peaks, (len(grads),).
     """
@@ -142,11 +172,17 @@ def add_rounded_together(grads: list[torch.Tensor], shifts: Sequence[int], total
         return _add_in_steps(grads, shifts, total)
     peaks: list[torch.Tensor] = []
     offset = 0
-    for large, run in groupby(zip(grads, shifts, strict=True), key=lambda pair: pair[0].numel() >= FUSE_FROM):
+    for large, run in groupby(
+        zip(grads, shifts, strict=True), key=lambda pair: pair[0].numel() >= FUSE_FROM
+    ):
         some, their = zip(*run, strict=True)
         if large:
             for g, shift in zip(some, their, strict=True):
-                peaks.append(fused(g, _factors(shift, g.dtype, g.device), total[offset : offset + g.numel()]).view(1))
+                peaks.append(
+                    fused(
+                        g, _factors(shift, g.dtype, g.device), total[offset : offset + g.numel()]
+                    ).view(1)
+                )
                 offset += g.numel()
         else:
             size = sum(g.numel() for g in some)
@@ -155,7 +191,9 @@ def add_rounded_together(grads: list[torch.Tensor], shifts: Sequence[int], total
     return torch.cat(peaks)
 
 
-def _add_in_steps(grads: list[torch.Tensor], shifts: Sequence[int], total: torch.Tensor) -> torch.Tensor:
+def _add_in_steps(
+    grads: list[torch.Tensor], shifts: Sequence[int], total: torch.Tensor
+) -> torch.Tensor:
     peaks = torch.stack(torch._foreach_norm(grads, math.inf))
     scaled = torch._foreach_mul(grads, [2.0 ** min(shift, 126) for shift in shifts])
     if max(shifts) > 126:
@@ -166,8 +204,11 @@ def _add_in_steps(grads: list[torch.Tensor], shifts: Sequence[int], total: torch
 
 @functools.cache
 def _factors(shift: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """2**shift as two factors that a float32 has, on the device: a kernel that takes them as data is compiled once."""
-    return torch.tensor([2.0 ** min(shift, 126), 2.0 ** max(shift - 126, 0)], dtype=dtype, device=device)
+    """2**shift as two factors that a float32 has, on the device: a kernel that takes them as
+    data is compiled once."""
+    return torch.tensor(
+        [2.0 ** min(shift, 126), 2.0 ** max(shift - 126, 0)], dtype=dtype, device=device
+    )
 
 
 def _add_and_peak(grad: torch.Tensor, factors: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
@@ -176,21 +217,39 @@ def _add_and_peak(grad: torch.Tensor, factors: torch.Tensor, total: torch.Tensor
 
 
 @functools.cache
-def fused_kernel(device: str) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """`_add_and_peak` as one pass over memory; the single steps move more than twice as many bytes. None: no compiler here."""
+def fused_kernel(
+    device: str,
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """`_add_and_peak` as one pass over memory; the single steps move more than twice as many
+    bytes. None: no compiler here."""
     kernel = torch.compile(_add_and_peak, dynamic=True)
     try:
-        grad, factors = torch.zeros(8, device=device), _factors(0, torch.float32, torch.device(device))
+        grad, factors = (
+            torch.zeros(8, device=device),
+            _factors(0, torch.float32, torch.device(device)),
+        )
         for word in INTEGERS.values():
             kernel(grad, factors, torch.zeros(8, dtype=word, device=device))
-    except Exception as e:  # whatever a compiler's absence looks like on this machine: the single steps do the same
-        warnings.warn(f"exact sums take single steps, which are slower, as their kernel could not be compiled: {e}", stacklevel=2)
+    except Exception as e:
+        # whatever a compiler's absence looks like on this machine: the single steps do the same
+        warnings.warn(
+            "exact sums take single steps, which are slower, as their kernel could not be "
+            f"compiled: {e}",
+            stacklevel=2,
+        )
         return None
     return kernel
 
 
-def divide_into(out: torch.Tensor, total: torch.Tensor, weight: float | torch.Tensor, shift: int, scratch: Scratch) -> None:
-    """out = total / (weight * 2**shift): in float64, then rounded to out's dtype. All (n,); weight: a number, or 0-d float64."""
+def divide_into(
+    out: torch.Tensor,
+    total: torch.Tensor,
+    weight: float | torch.Tensor,
+    shift: int,
+    scratch: Scratch,
+) -> None:
+    """out = total / (weight * 2**shift): in float64, then rounded to out's dtype. All (n,);
+    weight: a number, or 0-d float64."""
     below = weight * 2.0**shift
     if total.device.type != "cpu":
         out.copy_(total.double().div_(below))
@@ -206,16 +265,19 @@ def exact_norm(
     greatest: Callable[[torch.Tensor], object] | None = None,
     add_up: Callable[[torch.Tensor], object] | None = None,
 ) -> torch.Tensor:
-    """Euclidean norm of everything in `parts` (real numbers, (n,) each) on all ranks, 0-d float32; any cut of `parts` gives the same bits.
+    """Euclidean norm of everything in `parts` (real numbers, (n,) each) on all ranks, 0-d float32;
+    any cut of `parts` gives the same bits.
 
-    `numel`: their number on all ranks; `greatest` and `add_up` make an int64 tensor the maximum and sum over ranks. Squares are summed
-    as integers, of as many limbs as it takes for a relative error of the sum below 2**-20 at worst, 2**-24 and less in practice.
+    `numel`: their number on all ranks; `greatest` and `add_up` make an int64 tensor the maximum and
+    sum over ranks. Squares are summed as integers, of as many limbs as it takes for a relative
+    error of the sum below 2**-20 at worst, 2**-24 and less in practice.
     """
     parts = [p for p in parts if p.numel()]
     top = torch.zeros((), dtype=torch.float64, device=device)
     if parts:
         top = torch.stack([torch.stack(torch.aminmax(p)).abs().max().double() for p in parts]).max()
-    bits = torch.nan_to_num(top, nan=math.inf, posinf=math.inf).view(torch.int64)  # of numbers >= 0 these sort like the numbers
+    # of numbers >= 0 these sort like the numbers
+    bits = torch.nan_to_num(top, nan=math.inf, posinf=math.inf).view(torch.int64)
     if greatest is not None:
         greatest(bits)
     peak = float(bits.view(torch.float64))
@@ -223,7 +285,8 @@ def exact_norm(
         return torch.tensor(math.nan if peak else 0.0, dtype=torch.float32, device=device)
     exponent = math.frexp(peak)[1]  # |x| < 2**exponent
     width = (62 - numel.bit_length()) // 2 * 2  # bits of a limb: numel of them add up below 2**62
-    limbs = -(-(numel.bit_length() + 22) // width)  # all that the last one rounds is below 2**-22 of the greatest square
+    # all that the last one rounds is below 2**-22 of the greatest square
+    limbs = -(-(numel.bit_length() + 22) // width)
     sums = torch.zeros(limbs, dtype=torch.int64, device=device)
     size = CHUNK if device.type == "cpu" else 1 << 24
     for part in parts:
@@ -240,4 +303,8 @@ def exact_norm(
     square = 0
     for limb in sums.tolist():
         square = (square << width) + limb
-    return torch.tensor(math.ldexp(math.sqrt(square / (1 << limbs * width)), max(exponent, -900)), dtype=torch.float32, device=device)
+    return torch.tensor(
+        math.ldexp(math.sqrt(square / (1 << limbs * width)), max(exponent, -900)),
+        dtype=torch.float32,
+        device=device,
+    )

@@ -7,9 +7,10 @@
             step.backward(loss_fn(model(x), y))             # the mean over the micro-batch
         step.update(clip_norm=1.0)
 
-It keeps three promises: the samples of step k and the global batch are the same on any number of ranks; a snapshot is
-committed or absent; all ranks act on a notice at the same step boundary. It finds its place in the environment that the
-agent (or plain torchrun) sets; without any it is an ordinary single process.
+It keeps three promises: the samples of step k and the global batch are the same on any number of
+ranks; a snapshot is committed or absent; all ranks act on a notice at the same step boundary. It
+finds its place in the environment that the agent (or plain torchrun) sets; without any it is an
+ordinary single process.
 """
 
 from __future__ import annotations
@@ -74,7 +75,16 @@ from harness.worker.loader import (
     seed_everything,
     to_device,
 )
-from harness.worker.parallel import Strategy, check_real, check_unwrapped, drawn_by_shard, same_everywhere, shard, share, strategy_for
+from harness.worker.parallel import (
+    Strategy,
+    check_real,
+    check_unwrapped,
+    drawn_by_shard,
+    same_everywhere,
+    shard,
+    share,
+    strategy_for,
+)
 from harness.worker.process import write_error
 from harness.worker.rounding import WORDS
 from storage import dcp
@@ -93,9 +103,13 @@ from storage.upload import Job, Outcome
 
 COMMIT_TIMEOUT_S = 600.0  # the longest that leaving waits for its snapshot
 CALM_STEPS = 5  # that say how long a step takes
-SENDING = 0.25  # of the snapshot interval may pass until the commit, for the sake of the training's speed (a third would make it longer)
-LOSS_EVERY_S = 3600.0  # assumed mean time between losses nobody announced, for the snapshot interval
-FLUSH_S = {"file": 1.0, "memory": 1.0}  # how often facts go to the bucket; elsewhere every FLUSH_REMOTE_S
+# of the snapshot interval may pass until the commit, for the sake of the training's speed (a third
+# would make it longer)
+SENDING = 0.25
+# assumed mean time between losses nobody announced, for the snapshot interval
+LOSS_EVERY_S = 3600.0
+# how often facts go to the bucket; elsewhere every FLUSH_REMOTE_S
+FLUSH_S = {"file": 1.0, "memory": 1.0}
 FLUSH_REMOTE_S = 10.0
 UNKNOWN_GFLOPS = -(1 << 50)  # one rank's makes the sum of all negative
 REPLICA_S = 15.0  # how long a restore waits for a silent second bucket
@@ -112,11 +126,15 @@ class CommitTimeout(HarnessError):
 class _Pending:
     """A step whose numbers are still on their way from the other ranks."""
 
-    record: rec.StepRecord  # digest, samples, weight, loss and h are filled in when they have arrived
+    # digest, samples, weight, loss and h are filled in when they have arrived
+    record: rec.StepRecord
     t_start: float
-    t_end: float  # `update` was over: when the numbers arrive, and what the script does until the next step, is none of its time
+    # `update` was over: when the numbers arrive, and what the script does until the next step, is
+    # none of its time
+    t_end: float
     floats: torch.Tensor  # (3,) float64 on the device: loss sum, weight, grad norm
-    ints: torch.Tensor  # (6 + wants,) int64, host: digest halves, samples, `VOTES`, contents halves, GFLOP/s
+    # (6 + wants,) int64, host: digest halves, samples, `VOTES`, contents halves, GFLOP/s
+    ints: torch.Tensor
     work: Any = None
 
     def arrive(self) -> tuple[float, float, float]:
@@ -142,7 +160,8 @@ class _Flight:
     plain: dict[str, Any] = field(default_factory=dict)
     staged: dcp.Staged | None = None  # None: the structure is not the planned one
     segment: Segment | None = None
-    changed: torch.Tensor | None = None  # (3,) int64: is that so on any rank? The greatest and least hash of `common`. See `agreed`
+    # (3,) int64: is that so on any rank? The greatest and least hash of `common`. See `agreed`
+    changed: torch.Tensor | None = None
     agreed: Any = None
     finished: bool = False  # training may change the state
     stall_s: float = 0.0
@@ -154,17 +173,21 @@ class _Flight:
 
 
 class Step:
-    """One optimizer update. Iterate it for this rank's micro-batches, call `backward` for each, then `update`.
+    """One optimizer update. Iterate it for this rank's micro-batches, call `backward` for each,
+    then `update`.
 
-    `number`: 1, 2, ... `attempt`: 0; with exact sums 1, 2, ... while the same micro-batches come again because a gradient did not fit:
-    count and log what the body does only at 0 (see `attach`).
+    `number`: 1, 2, ... `attempt`: 0; with exact sums 1, 2, ... while the same micro-batches come
+    again because a gradient did not fit: count and log what the body does only at 0 (see `attach`).
     """
 
     def __init__(self, session: Session, number: int, batches: Iterator[MicroBatch]):
         self.number, self._session, self._batches = number, session, batches
         self._hash_sum, self._contents_sum, self._samples = 0, 0, 0
-        # One place per micro-batch of the step, filled by who does it: their sum over ranks, in this order, is the same on any world.
-        self._losses = torch.zeros(session.batching.micro_batches, dtype=torch.float64, device=session.device)
+        # One place per micro-batch of the step, filled by who does it: their sum over ranks, in
+        # this order, is the same on any world.
+        self._losses = torch.zeros(
+            session.batching.micro_batches, dtype=torch.float64, device=session.device
+        )
         self._weights = [0.0] * session.batching.micro_batches
         self._tokens_weighted = False
         self._current: MicroBatch | None = None
@@ -202,7 +225,10 @@ class Step:
                 assert self._current is not None
                 yield to_device(self._current.data, s.device)
                 if (times := self._backwards - before) != 1:
-                    raise BadInput(f"step {self.number}: step.backward(loss) was called {times} times for one micro-batch, wanted once")
+                    raise BadInput(
+                        f"step {self.number}: step.backward(loss) was called {times} times for one "
+                        "micro-batch, wanted once"
+                    )
             repeat = s.strategy.again()
             if repeat:
                 self.attempt += 1
@@ -216,13 +242,18 @@ class Step:
                 raise AssertionError("a micro-batch of ours came after our last one")
 
     def _again(self, read: MicroBatch | None) -> MicroBatch:
-        """What `_micro` was given before, from the dataset or from the items that the stream gave: the script may have changed the rest."""
+        """What `_micro` was given before, from the dataset or from the items that the stream
+        gave: the script may have changed the rest."""
         s = self._session
         if read is not None:
             assert s.stream is not None
             return replace(read, data=s.stream.collated_again(read))
         assert s._read_again is not None and self._current is not None
-        return replace(self._current, data=s._read_again(self.number, self._micro), samples=self._current.samples)
+        return replace(
+            self._current,
+            data=s._read_again(self.number, self._micro),
+            samples=self._current.samples,
+        )
 
     def _read(self) -> MicroBatch:
         batch = next(self._batches)
@@ -233,8 +264,9 @@ class Step:
         return batch
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
-        """Add this micro-batch's gradients. `loss`: mean over the micro-batch, 0-d. `weight`: how much the mean stands for; by
-        default its samples; the number of valid tokens when those differ."""
+        """Add this micro-batch's gradients. `loss`: mean over the micro-batch, 0-d. `weight`: how
+        much the mean stands for; by default its samples; the number of valid tokens when those
+        differ."""
         assert self._current is not None
         amount = float(len(self._current.samples)) if weight is None else float(weight)
         if self._filler:
@@ -251,7 +283,8 @@ class Step:
         self._backwards += 1
 
     def update(self, clip_norm: float | None = None) -> None:
-        """Sum over all ranks, divide by the global weight, clip, and let optimizers and schedulers step."""
+        """Sum over all ranks, divide by the global weight, clip, and let optimizers and
+        schedulers step."""
         self._session._update(self, clip_norm)
         self._session._time_step()
         self._session._life.tell(Place.COMPUTE, self._session.step)
@@ -259,7 +292,8 @@ class Step:
 
     @property
     def loss(self) -> float:
-        """The loss over the global batch; waits for the other ranks (and the GPU), so ask only when you need it."""
+        """The loss over the global batch; waits for the other ranks (and the GPU), so ask only
+        when you need it."""
         s = self._session
         if s._pending is not None and s._pending.record.step == self.number:
             return s._pending.arrive()[0]
@@ -288,47 +322,70 @@ class Session:
         self.rank = int(environ.get("RANK", 0))
         self.local_rank = int(environ.get("LOCAL_RANK", 0))
         self.world = int(environ.get("WORLD_SIZE", 1))
-        self.device = torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-        self._until = int(environ.get("HARNESS_UNTIL_STEP", 1 << 62))  # `harness replay` re-executes a part of a run
+        self.device = (
+            torch.device("cuda", self.local_rank)
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
+        # `harness replay` re-executes a part of a run
+        self._until = int(environ.get("HARNESS_UNTIL_STEP", 1 << 62))
         self.tokens_per_sample = 0
         self.flops_per_sample = 0.0
-        self.peak_flops: float | None = None  # of this rank's device, for MFU; None: from its name and what the model is computed in
-        # Numbers and votes of a step arrive while the next one computes: the host of a GPU runs ahead of it.
+        # of this rank's device, for MFU; None: from its name and what the model is computed in
+        self.peak_flops: float | None = None
+        # Numbers and votes of a step arrive while the next one computes: the host of a GPU runs
+        # ahead of it.
         self.votes_late = self.device.type != "cpu"
         self._precision: Precision | None = None
         self._speeds = json.loads(environ.get("HARNESS_SPEEDS", "null"))
         self._every_s, self._every_steps, self._keep = snapshot_every_s, snapshot_every_steps, keep
         if self.device.type == "cuda":
-            if reduce != "fast":  # kernels that add in whatever order they come would undo what exact sums give
+            # kernels that add in whatever order they come would undo what exact sums give
+            if reduce != "fast":
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
                 torch.use_deterministic_algorithms(True, warn_only=True)
             torch.cuda.set_device(self.device)
         seed_everything(seed)
         if "WORLD_SIZE" in environ and not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
-        self._control = dist.new_group(backend="gloo") if dist.is_initialized() and self.world > 1 else None
-        self._marks = MarkReader(Path(environ["HARNESS_MARK"]) if "HARNESS_MARK" in environ else None)
+        self._control = (
+            dist.new_group(backend="gloo") if dist.is_initialized() and self.world > 1 else None
+        )
+        self._marks = MarkReader(
+            Path(environ["HARNESS_MARK"]) if "HARNESS_MARK" in environ else None
+        )
         self._signalled = Want.NOTHING
         self._host = environ.get("HARNESS_HOST") or this_machine()
-        self._look_again_s = _seconds("HARNESS_LOOK_AGAIN_S", environ.get("HARNESS_LOOK_AGAIN_S", ""), PAUSES_S)
+        self._look_again_s = _seconds(
+            "HARNESS_LOOK_AGAIN_S", environ.get("HARNESS_LOOK_AGAIN_S", ""), PAUSES_S
+        )
         self._allow_rewind = environ.get("HARNESS_ALLOW_REWIND", "") not in ("", "0")
-        self._seen_path = Path(environ["HARNESS_MARK"]).with_name("seen.json") if "HARNESS_MARK" in environ else None
-        self._epoch_is_told = "HARNESS_EPOCH" in environ and "HARNESS_STAGE" not in environ  # by hand: it may lie nowhere
+        self._seen_path = (
+            Path(environ["HARNESS_MARK"]).with_name("seen.json")
+            if "HARNESS_MARK" in environ
+            else None
+        )
+        # by hand: it may lie nowhere
+        self._epoch_is_told = "HARNESS_EPOCH" in environ and "HARNESS_STAGE" not in environ
         self._open_bucket(run or environ.get("HARNESS_RUN"), environ)
         if "HARNESS_MARK" in environ:
             Path(environ["HARNESS_MARK"]).with_name("attached").touch()
             if threading.current_thread() is threading.main_thread():
-                # systemd and Slurm send it to every process of a node; it is for the agent, which tells us by the mark.
+                # systemd and Slurm send it to every process of a node; it is for the agent, which
+                # tells us by the mark.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
         elif threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: self._signal(Want.DRAIN))
             signal.signal(signal.SIGUSR1, lambda *_: self._signal(Want.SNAPSHOT))
         self.scaler: Any = None
         self._buffers: _Buffers | None = None
-        self._read_again: Callable[[int, int], Any] | None = None  # (step, micro-batch) -> its data; of a map-style dataset
+        # (step, micro-batch) -> its data; of a map-style dataset
+        self._read_again: Callable[[int, int], Any] | None = None
         self._saved: dict[str, Any] = {}  # name -> object with state_dict
-        self._per_rank: frozenset[str] = frozenset()  # names of those whose state is each rank's own
-        self._living: list[str] | None = None  # buffers that every rank takes from rank 0 after each step; None: not looked yet
+        # names of those whose state is each rank's own
+        self._per_rank: frozenset[str] = frozenset()
+        # buffers that every rank takes from rank 0 after each step; None: not looked yet
+        self._living: list[str] | None = None
         self._model: nn.Module | None = None
         self._optimizers: list[torch.optim.Optimizer] = []
         self.stream: Stream | None = None
@@ -341,23 +398,28 @@ class Session:
         self._resumed_ref = ""  # the snapshot that this epoch went on from
         self._saved_step = -1  # of the newest snapshot that is surely committed
         self._resumed_step = 0
-        self._by_script = "HARNESS_MARK" in environ  # an agent waits for the script's end, and `conclude` is called then
+        # an agent waits for the script's end, and `conclude` is called then
+        self._by_script = "HARNESS_MARK" in environ
         self._began = False  # to resume: by `steps` or in a loop of the script's own
         self._looped = False  # `steps` was called
         self._complete = False  # ... and came to its total, which is committed
         self._over = False  # finished, or left because it was asked to
         self._pending: _Pending | None = None
-        self._counted: torch.Tensor | None = None  # votes that have arrived but were not acted upon yet (`votes_late`)
+        # votes that have arrived but were not acted upon yet (`votes_late`)
+        self._counted: torch.Tensor | None = None
         self._metrics: dict[str, float] = {}
         self._last_metrics: dict[str, float] = {}  # of all names, for the manifest
         self._flight: _Flight | None = None
         self._tier = "bucket"  # where the last restore found its bytes
         self._older: list[_Flight] = []  # overtaken by a snapshot that could not wait
-        self._beside = True  # parameters and optimizer state are copied beside the next forward and backward
+        # parameters and optimizer state are copied beside the next forward and backward
+        self._beside = True
         self._preparing: threading.Thread | None = None
         self._courier_at = environ.get("HARNESS_STAGE")
         second = environ.get("HARNESS_REPLICA", "")
-        self._replica = functools.partial(open_store, second, retry_within_s=REPLICA_S) if second else None
+        self._replica = (
+            functools.partial(open_store, second, retry_within_s=REPLICA_S) if second else None
+        )
         self._last_snapshot_s = time.monotonic()
         self._calm_steps_s: deque[float] = deque(maxlen=4 * CALM_STEPS)
         self._updated_s, self._calm = 0.0, False
@@ -370,16 +432,24 @@ class Session:
         self.run_url = run
         self.store: ObjectStore = open_store(run) if run else MemoryStore("memory://unnamed", {})
         if run is None:
-            self.print("harness: no run URL (HARNESS_RUN or attach(run=...)); training without snapshots")
+            self.print(
+                "harness: no run URL (HARNESS_RUN or attach(run=...)); training without snapshots"
+            )
         self.snapshots = Snapshots(self.store)
-        self.epoch = self._agree(lambda: int(environ["HARNESS_EPOCH"]) if "HARNESS_EPOCH" in environ else self._own_epoch())
+        self.epoch = self._agree(
+            lambda: (
+                int(environ["HARNESS_EPOCH"]) if "HARNESS_EPOCH" in environ else self._own_epoch()
+            )
+        )
         self._token = secrets.token_hex(4)
         writer = f"worker-e{self.epoch:06d}-{self._token}"
         self.journal = Journal(self.store, writer, time.time) if self.rank == 0 else None
         self._closing = threading.Event()
         if self.journal and run:
             flush_s = FLUSH_S.get(self.store.url.partition("://")[0], FLUSH_REMOTE_S)
-            threading.Thread(target=self._flush_facts, args=(flush_s,), name="facts", daemon=True).start()
+            threading.Thread(
+                target=self._flush_facts, args=(flush_s,), name="facts", daemon=True
+            ).start()
 
     def _own_epoch(self) -> int:
         """Without an agent (plain torchrun, or one process) the epoch is ours to make."""
@@ -405,13 +475,14 @@ class Session:
     def _signal(self, want: Want) -> None:
         self._signalled = max(self._signalled, want)
 
-    # ---- what the script calls ---------------------------------------------------------------------------------
+    # ---- what the script calls -------------------------------------------------------------------
     def print(self, *values: Any) -> None:
         if self.rank == 0:
             print(*values, flush=True)
 
     def sum(self, value: float | torch.Tensor) -> float:
-        """The sum over all ranks, rounded once (so it depends on the ranks' values, not on their order). Every rank must call it."""
+        """The sum over all ranks, rounded once (so it depends on the ranks' values, not on
+        their order). Every rank must call it."""
         self._life.tell()
         mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(1)
         if self._control is None:
@@ -421,15 +492,16 @@ class Session:
         return math.fsum(float(v) for v in every)
 
     def log(self, **metrics: float) -> None:
-        """Metrics of the step that was just updated (validation loss...); they go into its record. All ranks may call it."""
+        """Metrics of the step that was just updated (validation loss...); they go into its
+        record. All ranks may call it."""
         self._life.tell()
         self._metrics.update({k: float(v) for k, v in metrics.items()})
         self._last_metrics.update(self._metrics)
         self._fact(Validated(self.step, self.epoch, {k: float(v) for k, v in metrics.items()}))
 
     def alive(self) -> None:
-        """A sign of life, for work between two steps that takes far longer than a step (a long validation): else the agent
-        takes the silence for a hang."""
+        """A sign of life, for work between two steps that takes far longer than a step (a long
+        validation): else the agent takes the silence for a hang."""
         self._life.tell()
 
     def prepare(
@@ -442,23 +514,30 @@ class Session:
         per_rank: Collection[str] = (),
         **others: Any,
     ) -> nn.Module:
-        """Say what makes up the training state: model, optimizers, scheduler, GradScaler, and anything with a `state_dict`.
+        """Say what makes up the training state: model, optimizers, scheduler, GradScaler, and
+        anything with a `state_dict`.
 
-        The model moves to this rank's device (its parameters stay the same objects); its gradients will be summed over ranks.
-        `after_update`: those of the others (an average of the weights) whose tensors change, if at all, between `step.update()` and the
-        end of the loop's body, as an `AveragedModel`'s are taken to: a snapshot copies them beside the next forward and backward. Others
-        it copies while training stands still. Who breaks the promise loses that snapshot, is told so, and is not believed again.
+        The model moves to this rank's device (its parameters stay the same objects); its gradients
+        will be summed over ranks.
+        `after_update`: those of the others (an average of the weights) whose tensors change, if at
+        all, between `step.update()` and the end of the loop's body, as an `AveragedModel`'s are
+        taken to: a snapshot copies them beside the next forward and backward. Others it copies
+        while training stands still. Who breaks the promise loses that snapshot, is told so, and is
+        not believed again.
 
-        State must be the same on all ranks: it is compared after the first step, and what optimizers do not change with each snapshot.
-        What differs is refused (BadInput, naming it) unless `per_rank` names it: then each rank's is stored, and given back to the same
-        rank in a world of the same size. In a world of another size the object's `load_state_dicts(states)` gets those of all
-        ranks, in order; without such a method resuming there is refused. Buffers of the model that forwards change (BatchNorm's
-        statistics) every rank takes from rank 0 after each step, as DistributedDataParallel does; with exact sums they must be the same.
+        State must be the same on all ranks: it is compared after the first step, and what
+        optimizers do not change with each snapshot. What differs is refused (BadInput, naming it)
+        unless `per_rank` names it: then each rank's is stored, and given back to the same rank in a
+        world of the same size. In a world of another size the object's `load_state_dicts(states)`
+        gets those of all ranks, in order; without such a method resuming there is refused. Buffers
+        of the model that forwards change (BatchNorm's statistics) every rank takes from rank 0
+        after each step, as DistributedDataParallel does; with exact sums they must be the same.
         """
         for option, names in {"after_update": after_update, "per_rank": per_rank}.items():
             if unknown := sorted(set(names) - set(others)):
                 raise BadInput(
-                    f"prepare({option}={unknown!r}): wanted names of what else it is given, found only {', '.join(others) or 'none'}"
+                    f"prepare({option}={unknown!r}): wanted names of what else it is given, found "
+                    f"only {', '.join(others) or 'none'}"
                 )
         self._per_rank = frozenset(per_rank)
         check_real(model)
@@ -466,10 +545,13 @@ class Session:
         same_everywhere(model)
         self._model = model
         self._optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-        held = {id(p) for o in self._optimizers for group in o.param_groups for p in group["params"]}
+        held = {
+            id(p) for o in self._optimizers for group in o.param_groups for p in group["params"]
+        }
         if not any(id(p) in held for p in model.parameters()):
             raise BadInput(
-                "the optimizer holds none of the model's parameters; make it from model.parameters() after fsdp2(model, run), "
+                "the optimizer holds none of the model's parameters; make it from "
+                "model.parameters() after fsdp2(model, run), "
                 "before run.prepare(model, optimizer)"
             )
         self.scheduler, self.scaler = scheduler, scaler
@@ -478,24 +560,35 @@ class Session:
         if self.reduce == "fast":
             self.strategy = strategy_for(model)
         else:
-            self.strategy = self._saved["reduce"] = exact_strategy_for(model, self.reduce, self._optimizers)
+            self.strategy = self._saved["reduce"] = exact_strategy_for(
+                model, self.reduce, self._optimizers
+            )
         for name, thing in {"scheduler": scheduler, "scaler": scaler, **others}.items():
             if thing is None:
                 continue
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-                raise BadInput(f"prepare({name}=...): {type(thing).__name__} has no state_dict/load_state_dict, so it cannot be resumed")
+                raise BadInput(
+                    f"prepare({name}=...): {type(thing).__name__} has no "
+                    "state_dict/load_state_dict, so it cannot be resumed"
+                )
             self._saved[name] = thing
-        self._after_update = {*after_update, *(name for name, thing in others.items() if isinstance(thing, AveragedModel))}
+        self._after_update = {
+            *after_update,
+            *(name for name, thing in others.items() if isinstance(thing, AveragedModel)),
+        }
         self._buffers = _Buffers(model)
         self._buffers.note()
         if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
             if self.reduce != "fast":
                 raise BadInput(
-                    f"reduce={self.reduce!r} promises the same result on any number of ranks, but the model has BatchNorm, whose running "
-                    "statistics depend on which rank saw what; use GroupNorm or LayerNorm, or reduce='fast'"
+                    f"reduce={self.reduce!r} promises the same result on any number of ranks, but "
+                    "the model has BatchNorm, whose running "
+                    "statistics depend on which rank saw what; use GroupNorm or LayerNorm, or "
+                    "reduce='fast'"
                 )
             self.print(
-                "harness: the model has BatchNorm: its statistics are of rank 0's micro-batches, so results will depend on the world"
+                "harness: the model has BatchNorm: its statistics are of rank 0's micro-batches, "
+                "so results will depend on the world"
             )
         return model
 
@@ -510,14 +603,17 @@ class Session:
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> Iterator[Step]:
-        """The steps that are still to do, after resuming from the newest valid snapshot. `global_batch` and `micro_batch` in samples.
+        """The steps that are still to do, after resuming from the newest valid snapshot.
+        `global_batch` and `micro_batch` in samples.
 
-        `total` counts from the run's first step. The step that reaches it is committed at once, so that what the script does
-        afterwards (a validation, an export) can lose nothing. It may be called again with a greater total, once per epoch for
-        example, and goes on. The run ends when the script ends with status 0: also after a `break` or `return` out of the loop,
-        which must happen at the same step on every rank; then the training state as it is at the script's end is committed as the
-        final snapshot. A script that fails has not ended the run. To end it at once, or without an agent (plain torchrun, a single
-        process), call `finish` after the loop.
+        `total` counts from the run's first step. The step that reaches it is committed at once, so
+        that what the script does afterwards (a validation, an export) can lose nothing. It may be
+        called again with a greater total, once per epoch for example, and goes on. The run ends
+        when the script ends with status 0: also after a `break` or `return` out of the loop, which
+        must happen at the same step on every rank; then the training state as it is at the script's
+        end is committed as the final snapshot. A script that fails has not ended the run. To end it
+        at once, or without an agent (plain torchrun, a single process), call `finish` after the
+        loop.
         """
         if self._model is None:
             raise BadInput("call run.prepare(model, optimizer) before run.steps(...)")
@@ -528,17 +624,28 @@ class Session:
         speeds = self._speeds if self._speeds and len(set(self._speeds)) > 1 else None
         self.plan: Plan = plan(self.batching.micro_batches, self.world, speeds)
         if not mapped and (self.stream is None or self.stream.dataset is not dataset):
-            self._saved["dataset"] = self.stream = Stream(dataset, self.batching, self.plan, self.rank, collate_fn)
+            self._saved["dataset"] = self.stream = Stream(
+                dataset, self.batching, self.plan, self.rank, collate_fn
+            )
         identity = {
-            "version": 1, "seed": self.seed, "samples": samples if mapped else 0, "global_batch": global_batch, "micro_batch": micro_batch,
-            "shuffle": shuffle and mapped, "data": fingerprint(dataset), "model": _model_fingerprint(self._model), "reduce": self.reduce,
-        }  # fmt: skip
+            "version": 1,
+            "seed": self.seed,
+            "samples": samples if mapped else 0,
+            "global_batch": global_batch,
+            "micro_batch": micro_batch,
+            "shuffle": shuffle and mapped,
+            "data": fingerprint(dataset),
+            "model": _model_fingerprint(self._model),
+            "reduce": self.reduce,
+        }
         if not mapped:
             identity["contents"] = True
         if self.reduce != "fast" and mapped and not same_when_read_again(dataset, self.seed):
             what = (
-                f"{type(dataset).__name__}[i] is another sample when it is read again: it draws from a generator that is not seeded here "
-                "(torch's, numpy's and Python's global ones are), so no two runs will be the same to the bit"
+                f"{type(dataset).__name__}[i] is another sample when it is read again: it draws "
+                "from a generator that is not seeded here "
+                "(torch's, numpy's and Python's global ones are), so no two runs will be the same "
+                "to the bit"
             )
             self._fact(Warned(0, self.epoch, what))
             self.print(f"harness: {what}")
@@ -553,9 +660,21 @@ class Session:
         self._looped, self._complete = True, False
         batches = iter(())
         if mapped:
-            self._read_again = functools.partial(read_again, dataset, self.batching, collate_fn=collate_fn)
+            self._read_again = functools.partial(
+                read_again, dataset, self.batching, collate_fn=collate_fn
+            )
             pin = self.device.type == "cuda"
-            batches = map_style(dataset, self.batching, self.plan, self.rank, self.step + 1, total, collate_fn, num_workers, pin)  # type: ignore[assignment]
+            batches = map_style(
+                dataset,
+                self.batching,
+                self.plan,
+                self.rank,
+                self.step + 1,
+                total,
+                collate_fn,
+                num_workers,
+                pin,
+            )  # type: ignore[assignment]
         self.strategy.start(self.batching.micro_batches)
         self.strategy.zero()
         self._precision = Precision(self._model) if self.flops_per_sample else None
@@ -564,14 +683,18 @@ class Session:
             self._life.tell(Place.COMPUTE, self.step)
             yield step
             if not step.updated:
-                raise BadInput(f"step {step.number}: step.update() was not called; it makes the optimizer step")
+                raise BadInput(
+                    f"step {step.number}: step.update() was not called; it makes the optimizer step"
+                )
             self._boundary()
         self._reach()
 
     def resume(self) -> int:
-        """Load the newest valid snapshot into what `prepare` was given. Returns the step it is of (0: a fresh start).
+        """Load the newest valid snapshot into what `prepare` was given. Returns the step it is of
+        (0: a fresh start).
 
-        `steps` calls it; call it yourself only with a loop of your own, then `safe_point` after each step and `finish` after the last.
+        `steps` calls it; call it yourself only with a loop of your own, then `safe_point` after
+        each step and `finish` after the last.
         """
         t0, self._began = time.time(), True
         self._life.tell(Place.RESTORE)
@@ -605,14 +728,17 @@ class Session:
                 shares=self.plan.shares if batching else (),
                 reduce=self.reduce,
                 parallel=self.strategy.name,
-                device=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+                device=torch.cuda.get_device_name(self.device)
+                if self.device.type == "cuda"
+                else "cpu",
                 restore_s=restore_s,
                 tier=self._tier,
             )
         )
 
     def safe_point(self, step: int) -> None:
-        """For a training loop of your own: `step` optimizer steps are done. Snapshots when due; leaves when asked to."""
+        """For a training loop of your own: `step` optimizer steps are done. Snapshots when due;
+        leaves when asked to."""
         self.step, self._began = step, True
         self._life.tell(Place.REDUCE, step)
         wants = torch.zeros(len(Want), dtype=torch.int64)
@@ -624,10 +750,12 @@ class Session:
         self._finish_staging()  # what a loop of your own does next we cannot know
 
     def finish(self) -> None:
-        """End the run here: commit the final snapshot and wait until it is there. Every rank must call it, at the same step.
+        """End the run here: commit the final snapshot and wait until it is there. Every rank must
+        call it, at the same step.
 
-        After `steps` it is needed only where no agent waits for the script's end, or to end the run before that; after a loop of your own
-        it says that the loop was the whole training. Raises StoreError, CommitTimeout.
+        After `steps` it is needed only where no agent waits for the script's end, or to end the run
+        before that; after a loop of your own it says that the loop was the whole training. Raises
+        StoreError, CommitTimeout.
         """
         if self._over:
             return
@@ -636,7 +764,8 @@ class Session:
         self._leave("finished")
 
     def conclude(self) -> None:
-        """The script has ended with status 0, on this rank. Of a run with an agent that is the end, wherever the loop was left.
+        """The script has ended with status 0, on this rank. Of a run with an agent that is the end,
+        wherever the loop was left.
 
         Raises BadInput if it cannot be.
         """
@@ -644,8 +773,10 @@ class Session:
             return
         if not self._began:
             raise BadInput(
-                "the script ended with status 0 after harness.attach() and trained nothing: wanted run.steps(...), or run.resume() "
-                "and run.finish() around a loop of its own; end with another status if that is a failure"
+                "the script ended with status 0 after harness.attach() and trained nothing: wanted "
+                "run.steps(...), or run.resume() "
+                "and run.finish() around a loop of its own; end with another status if that is a "
+                "failure"
             )
         if self._complete:  # all of it is committed: no rank need wait for another
             if self.rank == 0 and self._by_script:
@@ -656,12 +787,16 @@ class Session:
         self._life.tell(Place.LEAVING)
         if self._control is not None:
             if not dist.is_initialized():
-                raise BadInput(f"the script ended at {self._where()} without its process group: call run.finish() before destroying that")
+                raise BadInput(
+                    f"the script ended at {self._where()} without its process group: call "
+                    "run.finish() before destroying that"
+                )
             steps = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
             dist.all_gather(steps, torch.tensor([self.step]), group=self._control)
             if len(found := {int(step) for step in steps}) > 1:
                 raise BadInput(
-                    f"the ranks left the training at different steps ({', '.join(map(str, sorted(found)))}), so it has no final state: "
+                    "the ranks left the training at different steps "
+                    f"({', '.join(map(str, sorted(found)))}), so it has no final state: "
                     "decide together (run.sum) when to leave the loop, and call run.finish() there"
                 )
         self.print(f"harness: the script ended at {self._where()}; the run ends with it")
@@ -677,15 +812,20 @@ class Session:
     def _go_on(self) -> None:
         """`steps` once more: what the last loop left open is done, and the state is what it is."""
         if self._over:
-            raise BadInput("run.steps(...) after run.finish(): the run has ended; call finish after the last loop only")
+            raise BadInput(
+                "run.steps(...) after run.finish(): the run has ended; call finish after the last "
+                "loop only"
+            )
         if self._pending is not None:
             self._boundary()
         self._tell_start(self._parent.epoch if self._parent else 0, 0.0)
 
     def _reach(self) -> None:
-        """The loop has come to its total: what was trained is safe from here on, whatever the script does next.
+        """The loop has come to its total: what was trained is safe from here on, whatever the
+        script does next.
 
-        Whether the run ends with it only the script's end tells, and who waits for that is an agent. Without one nobody acts on it before.
+        Whether the run ends with it only the script's end tells, and who waits for that is an
+        agent. Without one nobody acts on it before.
         """
         if not self._save_end(final=not self._by_script) and not self._by_script:
             self._agree(self._mark_end)
@@ -699,8 +839,13 @@ class Session:
         self._hang_up_at_exit()
 
     def _save_end(self, final: bool) -> bool:
-        """See to it that the step at which we are is committed. False: it was already, and may not be known to be the last."""
-        if self._pending is None and self._flight is not None and self._flight.ref.step == self.step:
+        """See to it that the step at which we are is committed. False: it was already, and may
+        not be known to be the last."""
+        if (
+            self._pending is None
+            and self._flight is not None
+            and self._flight.ref.step == self.step
+        ):
             self._land(must=True)
         if self._saved_step != self.step or self._pending is not None or self._unsaved:
             self._take_snapshot("final", final=final)
@@ -709,24 +854,29 @@ class Session:
         return False
 
     def _mark_end(self) -> None:
-        """Rank 0: the newest snapshot is the run's last one. Its manifest says so if that was known when it was committed."""
+        """Rank 0: the newest snapshot is the run's last one. Its manifest says so if that was
+        known when it was committed."""
         if not self.run_url or self._parent is None:
             return
         if not self.snapshots.ended(self.snapshots.load(self._parent)):
             self.snapshots.end(self._parent, self._end_words())
 
-    # ---- one step ----------------------------------------------------------------------------------------------
+    # ---- one step --------------------------------------------------------------------------------
     def _zero(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def _update(self, step: Step, clip_norm: float | None) -> None:
         self._life.tell(Place.REDUCE)
         self.strategy.reduce()
-        sums = torch.stack([step._losses, torch.tensor(step._weights, dtype=torch.float64, device=self.device)])
+        sums = torch.stack(
+            [step._losses, torch.tensor(step._weights, dtype=torch.float64, device=self.device)]
+        )
         if self._control is not None:
             dist.all_reduce(sums)  # on the device's own stream: no host waits for it
         floats = torch.cat([sums.sum(1), self._zero().view(1)])
-        weight: float | torch.Tensor = floats[1] if step._tokens_weighted else float(self.batching.global_batch)
+        weight: float | torch.Tensor = (
+            floats[1] if step._tokens_weighted else float(self.batching.global_batch)
+        )
         self.strategy.divide(weight)
         if self.scaler is not None:
             for optimizer in self._optimizers:
@@ -750,34 +900,65 @@ class Session:
         self.strategy.zero()
         self._share_buffers(look=self._living is None)
         self.step += 1
-        self._settle()  # the step before this one (on a GPU): its numbers have had a whole step to arrive
-        halves = [part for total in (step._hash_sum, step._contents_sum) for part in (total & 0xFFFFFFFF, total >> 32)]
+        # the step before this one (on a GPU): its numbers have had a whole step to arrive
+        self._settle()
+        halves = [
+            part
+            for total in (step._hash_sum, step._contents_sum)
+            for part in (total & 0xFFFFFFFF, total >> 32)
+        ]
         mine = [*halves[:2], step._samples, *[0] * len(Want), *halves[2:], self._peak_gflops]
         ints = torch.tensor(mine, dtype=torch.int64)
         self._vote(ints[VOTES])
-        work = dist.all_reduce(ints, group=self._control, async_op=True) if self._control is not None else None
+        work = (
+            dist.all_reduce(ints, group=self._control, async_op=True)
+            if self._control is not None
+            else None
+        )
         record = rec.StepRecord(
-            step=self.step, epoch=self.epoch, world=self.world, shares=self.plan.shares, samples=0, digest="", weight=0.0, loss=math.nan,
-            lr=lr, t=0.0, dt=0.0,
-        )  # fmt: skip
+            step=self.step,
+            epoch=self.epoch,
+            world=self.world,
+            shares=self.plan.shares,
+            samples=0,
+            digest="",
+            weight=0.0,
+            loss=math.nan,
+            lr=lr,
+            t=0.0,
+            dt=0.0,
+        )
         self._pending = _Pending(record, step.t_start, time.time(), floats, ints, work)
 
     @functools.cached_property
     def _peak_gflops(self) -> int:
-        """What this rank adds to the sum by which MFU divides; asked for after the first forward."""
+        """What this rank adds to the sum by which MFU divides; asked for after the first
+        forward."""
         precision = self._precision.name if self._precision is not None else "none"
-        known = peak_flops(torch.cuda.get_device_name(self.device), precision) if self.device.type == "cuda" else None
+        known = (
+            peak_flops(torch.cuda.get_device_name(self.device), precision)
+            if self.device.type == "cuda"
+            else None
+        )
         peak = self.peak_flops or known
         return int(peak / 1e9) if peak else UNKNOWN_GFLOPS
 
     def _share_buffers(self, look: bool) -> None:
-        """What forwards have changed in the model beside its parameters is rank 0's from here on. `look`: it may be more than before."""
-        if self._control is None or self._model is None or self._buffers is None or self.reduce != "fast":
+        """What forwards have changed in the model beside its parameters is rank 0's from here
+        on. `look`: it may be more than before."""
+        if (
+            self._control is None
+            or self._model is None
+            or self._buffers is None
+            or self.reduce != "fast"
+        ):
             return  # exact sums promise more: what differs is refused
         if look:
             every: list[Any] = [None] * self.world
             dist.all_gather_object(every, self._buffers.changed(), group=self._control)
-            self._living = sorted({*(self._living or ()), *(name for names in every for name in names)})
+            self._living = sorted(
+                {*(self._living or ()), *(name for names in every for name in names)}
+            )
         if self._living:
             now = dict(self._model.named_buffers())
             with torch.no_grad():
@@ -799,13 +980,16 @@ class Session:
         return time.monotonic() - self._last_snapshot_s >= self._interval_s()
 
     def _interval_s(self) -> float:
-        """Between two snapshots. 0: unknown, since they are counted in steps and no step was measured."""
+        """Between two snapshots. 0: unknown, since they are counted in steps and no step was
+        measured."""
         if self._every_steps:
             return self._every_steps * self._calm_step_s
         if self._every_s is not None:
             return self._every_s
         # Young: sqrt(2 * cost * time between losses); never so often that uploads overlap
-        return min(900.0, max(10.0, math.sqrt(2 * self._stall_s * LOSS_EVERY_S), 3 * self._commit_s))
+        return min(
+            900.0, max(10.0, math.sqrt(2 * self._stall_s * LOSS_EVERY_S), 3 * self._commit_s)
+        )
 
     def _time_step(self) -> None:
         """How long a step takes while no snapshot is on its way, for who sends the next one."""
@@ -817,10 +1001,13 @@ class Session:
     @property
     def _calm_step_s(self) -> float:
         """Median; 0: too few were seen."""
-        return statistics.median(self._calm_steps_s) if len(self._calm_steps_s) >= CALM_STEPS else 0.0
+        return (
+            statistics.median(self._calm_steps_s) if len(self._calm_steps_s) >= CALM_STEPS else 0.0
+        )
 
     def _settle(self) -> None:
-        """Wait for the numbers of the pending step, make its record, and look at them. Raises NonFiniteLoss."""
+        """Wait for the numbers of the pending step, make its record, and look at them. Raises
+        NonFiniteLoss."""
         p = self._pending
         if p is None:
             return
@@ -834,13 +1021,24 @@ class Session:
         metrics = {"grad_norm": norm, **self._metrics}
         self._metrics = {}
         record = replace(
-            p.record, samples=samples, digest=f"{(low + (high << 32)) % 2**64:016x}", weight=weight, loss=loss, t=p.t_end,
-            dt=p.t_end - p.t_start, metrics=metrics, contents=contents,
-        ).chained(self._head)  # fmt: skip
+            p.record,
+            samples=samples,
+            digest=f"{(low + (high << 32)) % 2**64:016x}",
+            weight=weight,
+            loss=loss,
+            t=p.t_end,
+            dt=p.t_end - p.t_start,
+            metrics=metrics,
+            contents=contents,
+        ).chained(self._head)
         try:
             check_finite(record.step, loss, None if self.scaler is not None else norm)
         except NonFiniteLoss:
-            self._fact(GuardTripped(record.step, self.epoch, "non-finite", loss if not math.isfinite(loss) else norm))
+            self._fact(
+                GuardTripped(
+                    record.step, self.epoch, "non-finite", loss if not math.isfinite(loss) else norm
+                )
+            )
             self._close()
             raise
         self._head, self._last_record = record.h, record
@@ -865,7 +1063,8 @@ class Session:
     def _boundary(self) -> None:
         """Between two steps: agree on what to do and do it, all ranks at the same boundary.
 
-        With `votes_late` (on a GPU) the votes of step k are counted after step k + 1, so that no step waits for another rank's host.
+        With `votes_late` (on a GPU) the votes of step k are counted after step k + 1, so that no
+        step waits for another rank's host.
         """
         pending = self._pending
         self._life.tell(Place.REDUCE)
@@ -883,10 +1082,17 @@ class Session:
         if self._pending is not None:
             self._settle()
         mark = self._marks.read()
-        why = {Want.SNAPSHOT: "interval", Want.RESIZE: "resize", Want.DRAIN: "drain", Want.STOP: "stop"}[want]
+        why = {
+            Want.SNAPSHOT: "interval",
+            Want.RESIZE: "resize",
+            Want.DRAIN: "drain",
+            Want.STOP: "stop",
+        }[want]
         if mark.why.startswith(("notice", "signal")) and want is not Want.SNAPSHOT:
             why = "notice"
-        elif want is Want.SNAPSHOT and (mark.want is Want.SNAPSHOT or self._signalled is Want.SNAPSHOT):
+        elif want is Want.SNAPSHOT and (
+            mark.want is Want.SNAPSHOT or self._signalled is Want.SNAPSHOT
+        ):
             why = "request"
             self._marks.answered()
             self._signalled = Want.NOTHING
@@ -900,7 +1106,7 @@ class Session:
         sys.stdout.flush()
         sys.exit(EXIT_CODE[want])
 
-    # ---- snapshots ---------------------------------------------------------------------------------------------
+    # ---- snapshots -------------------------------------------------------------------------------
     def _state(self) -> dict[str, Any]:
         return {self._stored(name): thing.state_dict() for name, thing in self._saved.items()}
 
@@ -909,26 +1115,39 @@ class Session:
 
     def _common(self, state: dict[str, Any]) -> dict[str, Any]:
         """Of tensors by path, or plain state by name: what all ranks hold."""
-        return {path: value for path, value in state.items() if RANK_MARK not in path.partition("/")[0]}
+        return {
+            path: value for path, value in state.items() if RANK_MARK not in path.partition("/")[0]
+        }
 
     def _plan_stage(self, tensors: dict[str, torch.Tensor], plain: dict[str, Any]) -> None:
         """Agree who writes what. Raises BadInput on all ranks if they do not hold the same."""
         if self._control is not None:
             mine = replicas.held(self._common(tensors), self._common(plain))
             every: list[Any] = [None] * self.world
-            dist.all_gather_object(every, (mine.total(), environment(self.device)), group=self._control)
+            dist.all_gather_object(
+                every, (mine.total(), environment(self.device)), group=self._control
+            )
             if len({total for total, _ in every}) > 1:
                 self._refuse_differences(mine, alike=all(env == every[0][1] for _, env in every))
         self._saver.plan(tensors)
 
     def _refuse_differences(self, mine: replicas.Held, alike: bool = True) -> None:
-        """All ranks come here. `alike`: they are of one kind; else their arithmetic may differ, and so may what it made."""
+        """All ranks come here. `alike`: they are of one kind; else their arithmetic may differ,
+        and so may what it made."""
         every: list[Any] = [None] * self.world
         dist.all_gather_object(every, mine.leaves(), group=self._control)
         found = replicas.differing(every)
-        if found and not alike and all(path in mine.tensors and path.startswith(("model/", "optimizer/")) for path, _ in found):
+        if (
+            found
+            and not alike
+            and all(
+                path in mine.tensors and path.startswith(("model/", "optimizer/"))
+                for path, _ in found
+            )
+        ):
             what = (
-                f"ranks are of different kinds (device or library), and their copies of {found[0][0]!r} (one of {len(found)}) are "
+                "ranks are of different kinds (device or library), and their copies of "
+                f"{found[0][0]!r} (one of {len(found)}) are "
                 "no longer the same to the bit; a snapshot takes each tensor from one of them"
             )
             self._fact(Warned(self.step, self.epoch, what))
@@ -947,16 +1166,23 @@ class Session:
     @functools.cached_property
     def _courier(self) -> Courier:
         local = Local(self.store, self._record_outcome, self._life)
-        return courier_at(Path(self._courier_at), self.epoch, self.local_rank, local) if self._courier_at else local
+        return (
+            courier_at(Path(self._courier_at), self.epoch, self.local_rank, local)
+            if self._courier_at
+            else local
+        )
 
     def _prepare_stage(self) -> None:
-        """After the first step, when the optimizer has its state: plan, and take the memory before the first snapshot needs it."""
+        """After the first step, when the optimizer has its state: plan, and take the memory
+        before the first snapshot needs it."""
         if self.run_url and self._preparing is None:
             tensors, plain = dcp.split(self._state())
             if not self._saver.planned:
                 self._plan_stage(tensors, plain)
             self._sender  # noqa: B018 - starts it
-            self._preparing = threading.Thread(target=self._take_memory, args=(self._saver.nbytes,), name="stage", daemon=True)
+            self._preparing = threading.Thread(
+                target=self._take_memory, args=(self._saver.nbytes,), name="stage", daemon=True
+            )
             self._preparing.start()
 
     def _take_memory(self, nbytes: int) -> None:
@@ -980,7 +1206,8 @@ class Session:
     def _take_snapshot(self, why: str, final: bool = False) -> None:
         """Begin to copy the state to host memory; from there it is sent in the background.
 
-        What only the optimizer changes is copied beside the next forward and backward; `_finish_staging` waits for the rest of it.
+        What only the optimizer changes is copied beside the next forward and backward;
+        `_finish_staging` waits for the rest of it.
         """
         if not self.run_url:
             return
@@ -1005,13 +1232,23 @@ class Session:
                 "samples": self._last_samples,
                 "metrics": dict(self._last_metrics),
                 "environment": environment(self.device),
-                "resumed": self._resumed_ref,  # its line was begun under the guard of storage/restore.py
+                # its line was begun under the guard of storage/restore.py
+                "resumed": self._resumed_ref,
             }
         elif self._per_rank:
-            data = {f"state{RANK_MARK}{self.rank}": {self._stored(name): plain[self._stored(name)] for name in self._per_rank}}
+            data = {
+                f"state{RANK_MARK}{self.rank}": {
+                    self._stored(name): plain[self._stored(name)] for name in self._per_rank
+                }
+            }
         unsaved, self._unsaved = self._unsaved, []
         if unsaved and self.rank == 0:
-            data["samples"] = {"key": rec.key(unsaved), "head": unsaved[-1].h, "first": unsaved[0].step, "last": unsaved[-1].step}
+            data["samples"] = {
+                "key": rec.key(unsaved),
+                "head": unsaved[-1].h,
+                "first": unsaved[0].step,
+                "last": unsaved[-1].step,
+            }
             data["loss"] = unsaved[-1].loss
         if unsaved:
             self._last_samples = data.get("samples")
@@ -1019,16 +1256,21 @@ class Session:
         if why == "interval":
             flight.within_s = SENDING * self._interval_s()
         changed = not self._saver.fits(tensors)
-        between = _between_updates(self._model, tensors, {self._stored(name) for name in self._after_update})
+        between = _between_updates(
+            self._model, tensors, {self._stored(name) for name in self._after_update}
+        )
         if not self._saver.planned or self._control is None:
             if changed:
                 self._plan_stage(tensors, plain)
         else:
-            # Whether it has changed on any rank, or differs between ranks, is known when it is needed: before the optimizer steps.
+            # Whether it has changed on any rank, or differs between ranks, is known when it is
+            # needed: before the optimizer steps.
             flight.common = replicas.held_aside(self._common(tensors), self._common(plain), between)
             total = flight.common.total()
             flight.changed = torch.tensor([changed, total, -total], dtype=torch.int64)
-            flight.agreed = dist.all_reduce(flight.changed, op=dist.ReduceOp.MAX, group=self._control, async_op=True)
+            flight.agreed = dist.all_reduce(
+                flight.changed, op=dist.ReduceOp.MAX, group=self._control, async_op=True
+            )
         if flight.agreed is None or not changed:
             flight.segment = self._segment()
             later = between if self._beside else set()
@@ -1039,14 +1281,16 @@ class Session:
         self._sender.run(functools.partial(self._send, flight, flight.changed))
 
     def _overtake(self) -> None:
-        """Time is short: the next snapshot does not wait for the one that is on its way, and carries its records as well."""
+        """Time is short: the next snapshot does not wait for the one that is on its way, and
+        carries its records as well."""
         self._finish_staging()
         assert self._flight is not None
         self._unsaved = self._flight.records + self._unsaved
         self._older, self._flight = [*self._older, self._flight], None
 
     def _finish_staging(self) -> None:
-        """The state is about to change: wait for what is not copied yet. All ranks come here at the same point, between the same steps."""
+        """The state is about to change: wait for what is not copied yet. All ranks come here at
+        the same point, between the same steps."""
         flight = self._flight
         if flight is None or flight.finished:
             return
@@ -1060,7 +1304,8 @@ class Session:
                 flight.staged.arrive()
                 self._courier.give_back(flight.segment)
             self._refuse_differences(flight.common)
-        if flight.changed is not None and int(flight.changed[0]):  # plan anew; nothing has changed the state so far
+        # plan anew; nothing has changed the state so far
+        if flight.changed is not None and int(flight.changed[0]):
             self._plan_stage(flight.tensors, flight.plain)
             if flight.staged is not None:
                 flight.staged.arrive()
@@ -1077,7 +1322,8 @@ class Session:
         if self._beside and (touched := flight.staged.touched()):
             self._beside = False
             what = (
-                f"{touched[0]!r} (one of {len(touched)}) was changed in place between two optimizer steps; from now on snapshots are "
+                f"{touched[0]!r} (one of {len(touched)}) was changed in place between two "
+                "optimizer steps; from now on snapshots are "
                 "copied while training stands still"
             )
             self._fact(Warned(self.step, self.epoch, what))
@@ -1094,16 +1340,37 @@ class Session:
             assert staged is not None and segment is not None
             staged.arrive()
             if self._beside and not flight.finished and (touched := staged.touched()):
-                raise StoreError(f"snapshot of step {flight.ref.step}: {touched[0]!r} was changed in place while it was copied")
+                raise StoreError(
+                    f"snapshot of step {flight.ref.step}: {touched[0]!r} was changed in place "
+                    "while it was copied"
+                )
             since_s = flight.waiting_since_s
-            stall_s = flight.stall_s + (time.perf_counter() - since_s if since_s is not None and not flight.finished else 0.0)
-            before = {rec.key(flight.records): rec.encode(flight.records).decode()} if flight.records and self.rank == 0 else {}
+            stall_s = flight.stall_s + (
+                time.perf_counter() - since_s
+                if since_s is not None and not flight.finished
+                else 0.0
+            )
+            before = (
+                {rec.key(flight.records): rec.encode(flight.records).decode()}
+                if flight.records and self.rank == 0
+                else {}
+            )
             job = Job(
-                flight.ref, self.rank, self.world, f"{self._token}{self.rank}", dict(staged.layout.files), staged.layout.index, flight.data,
-                weights="model/", before=before, keep=asdict(self._keep) if self.rank == 0 else None, step_s=self._calm_step_s,
-                within_s=flight.within_s, watch=self._life.path or "here",
+                flight.ref,
+                self.rank,
+                self.world,
+                f"{self._token}{self.rank}",
+                dict(staged.layout.files),
+                staged.layout.index,
+                flight.data,
+                weights="model/",
+                before=before,
+                keep=asdict(self._keep) if self.rank == 0 else None,
+                step_s=self._calm_step_s,
+                within_s=flight.within_s,
+                watch=self._life.path or "here",
                 note={"t_start": flight.t_start, "stall_s": stall_s, "why": flight.why},
-            )  # fmt: skip
+            )
             self._courier.send(job, segment, lambda outcome: self._landed(flight, outcome))
         except (StoreError, RuntimeError) as e:
             self._fact(SnapshotFailed(flight.ref.step, flight.ref.epoch, str(e)))
@@ -1126,11 +1393,13 @@ class Session:
         """Of what was sent from this process; the uploader process records the rest."""
         self._fact(fact_of(job, outcome))
         if self.journal is not None:
-            with contextlib.suppress(StoreError):  # so that who dies now has not committed in silence
+            # so that who dies now has not committed in silence
+            with contextlib.suppress(StoreError):
                 self.journal.flush()
 
     def _land(self, must: bool) -> None:
-        """Wait for the snapshot that is on its way. `must`: its failure is ours (we are about to leave)."""
+        """Wait for the snapshot that is on its way. `must`: its failure is ours (we are about
+        to leave)."""
         self._finish_staging()
         flight, self._flight = self._flight, None
         if flight is None:
@@ -1139,11 +1408,17 @@ class Session:
         flight.landed.wait(COMMIT_TIMEOUT_S + 60.0)
         committed = flight.outcome is not None and flight.outcome.state == "committed"
         if not committed:
-            error = flight.error or CommitTimeout(f"nothing was heard of the snapshot of step {flight.ref.step}")
+            error = flight.error or CommitTimeout(
+                f"nothing was heard of the snapshot of step {flight.ref.step}"
+            )
             if must:
                 raise error
-            self._unsaved = flight.records + self._unsaved  # the next snapshot carries these as well
-            print(f"harness: snapshot of step {flight.ref.step} failed, training goes on: {error}", flush=True)
+            # the next snapshot carries these as well
+            self._unsaved = flight.records + self._unsaved
+            print(
+                f"harness: snapshot of step {flight.ref.step} failed, training goes on: {error}",
+                flush=True,
+            )
         else:
             self._saved_step = flight.ref.step
 
@@ -1155,17 +1430,24 @@ class Session:
             self.print(f"harness: {what}")
 
     def _check_beginning(self) -> None:
-        """Weights that were drawn after they were sharded depend on the world; most of the time that shows."""
-        if self._control is not None and self._model is not None and (names := drawn_by_shard(self._model, self._control)):
+        """Weights that were drawn after they were sharded depend on the world; most of the time
+        that shows."""
+        if (
+            self._control is not None
+            and self._model is not None
+            and (names := drawn_by_shard(self._model, self._control))
+        ):
             what = (
-                f"{names[0]!r} (one of {len(names)}) begins with the same values on every rank's shard: it was drawn after it was sharded, "
-                "so what the run begins with depends on the number of ranks. harness.fsdp2(model, run) takes models on the meta device "
+                f"{names[0]!r} (one of {len(names)}) begins with the same values on every rank's "
+                "shard: it was drawn after it was sharded, "
+                "so what the run begins with depends on the number of ranks. harness.fsdp2(model, "
+                "run) takes models on the meta device "
                 "and gives them values that do not"
             )
             self._fact(Warned(0, self.epoch, what))
             self.print(f"harness: {what}")
 
-    # ---- resuming ----------------------------------------------------------------------------------------------
+    # ---- resuming --------------------------------------------------------------------------------
     def _agree(self, value: Callable[[], Any]) -> Any:
         """Rank 0's value, on every rank; its error as well."""
         if self._control is None:
@@ -1186,7 +1468,8 @@ class Session:
         return result
 
     def _identify(self, identity: dict[str, Any], first_version: Callable[[], str]) -> None:
-        """This run is what it was when it began, or it is refused. `first_version`: the data's fingerprint as that made it."""
+        """This run is what it was when it began, or it is refused. `first_version`: the data's
+        fingerprint as that made it."""
 
         def check() -> dict[str, Any]:
             if self.store.create("run.json", canonical(identity)):
@@ -1199,7 +1482,8 @@ class Session:
                     continue
                 hint = f"use a new run URL, or give {name} the value that this run began with"
                 raise BadInput(
-                    f"{self.run_url} holds another run: its {name} is {found.get(name)!r}, this script's is {identity[name]!r}; {hint}"
+                    f"{self.run_url} holds another run: its {name} is {found.get(name)!r}, this "
+                    f"script's is {identity[name]!r}; {hint}"
                 )
             return found
 
@@ -1218,7 +1502,8 @@ class Session:
         return every
 
     def _restore(self) -> Manifest | None:
-        """Every rank loads the same snapshot. `storage/restore.py` says what is done about one that some rank cannot read."""
+        """Every rank loads the same snapshot. `storage/restore.py` says what is done about one
+        that some rank cannot read."""
         if not self.run_url:
             return None
         reopen = functools.partial(open_store, self.run_url)
@@ -1242,7 +1527,9 @@ class Session:
                     self._note_seen(manifest.ref)
                 return manifest
 
-    def _restore_newest(self, restore: Restore, lease: contextlib.ExitStack) -> tuple[Manifest | None, bool]:
+    def _restore_newest(
+        self, restore: Restore, lease: contextlib.ExitStack
+    ) -> tuple[Manifest | None, bool]:
         """True: it was bad, and there may be an older one."""
         newest: str | None = self._agree(functools.partial(self._newest, restore, lease))
         if newest is None:
@@ -1260,9 +1547,15 @@ class Session:
             if self.rank == 0:
                 restore.done(ref)
             return manifest, False
-        refuted, second = False, next((rank for rank, (host, _, _) in enumerate(found) if host not in bad), None)
-        if second is not None:  # somebody on another host has read it, or its share of it: it shall read all of it
-            said = self._gather(self._second_look(restore, ref) if self.rank == second else None)[second]
+        refuted, second = (
+            False,
+            next((rank for rank, (host, _, _) in enumerate(found) if host not in bad), None),
+        )
+        # somebody on another host has read it, or its share of it: it shall read all of it
+        if second is not None:
+            said = self._gather(self._second_look(restore, ref) if self.rank == second else None)[
+                second
+            ]
             refuted = said == ""
             if said:
                 bad[found[second][0]] = said
@@ -1287,7 +1580,8 @@ class Session:
             return None
 
     def _leave_unfit(self, unfit: dict[str, str]) -> None:
-        """Not the snapshot is bad, but some hosts. They end for good; the others form a world without them."""
+        """Not the snapshot is bad, but some hosts. They end for good; the others form a world
+        without them."""
         for host, why in unfit.items():
             what = f"host {host} is unfit to read snapshots: {why}"
             self._fact(Warned(self.step, self.epoch, what))
@@ -1323,7 +1617,9 @@ class Session:
             except Rewind as e:  # a person has to decide; agents stop the run for that
                 raise BadInput(str(e)) from e
             if found is None or lease.enter_context(reading(self.snapshots, found)):
-                break  # else it was pruned just now, and there is a newer one (or we may not write, and read without a lease)
+                # else it was pruned just now, and there is a newer one (or we may not write, and
+                # read without a lease)
+                break
         return found.name if found else None
 
     def _surely_there(self) -> str:
@@ -1333,7 +1629,8 @@ class Session:
         return "" if self._epoch_is_told else f"rdzv/epochs/{self.epoch:06d}.json"
 
     def _seen(self) -> str:
-        """The newest snapshot that workers of this node saw committed, whatever the bucket says of it now; "": none."""
+        """The newest snapshot that workers of this node saw committed, whatever the bucket says
+        of it now; "": none."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             body = json.loads(self._seen_path.read_text()) if self._seen_path else {}
             return Ref.parse(body["ref"]).name if body["run"] == self.run_url else ""
@@ -1351,7 +1648,9 @@ class Session:
     def _load(self, manifest: Manifest, snapshots: Snapshots) -> None:
         assert self._model is not None
         have, _ = dcp.split(self._state())
-        by_index = [[p for group in o.param_groups for p in group["params"]] for o in self._optimizers]
+        by_index = [
+            [p for group in o.param_groups for p in group["params"]] for o in self._optimizers
+        ]
 
         def like(name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
             """Optimizer state that does not exist yet is laid out like its parameter."""
@@ -1370,13 +1669,16 @@ class Session:
 
         tensors = dcp.destinations(manifest, self._common(have), like, wanted)
         dcp.load(snapshots, manifest, tensors)
-        state = dcp.join(tensors, {key: plain for key, plain in _stored_plain(manifest).items() if wanted(key)})
+        state = dcp.join(
+            tensors, {key: plain for key, plain in _stored_plain(manifest).items() if wanted(key)}
+        )
         for name, thing in self._saved.items():
             keys = own.get(name, [name])
             if missing := [key for key in keys if key not in state]:
                 found = ", ".join(state)
                 raise BadInput(
-                    f"snapshot {manifest.ref.name} has no state of {missing[0]!r}, only of {found}; it was saved by another script"
+                    f"snapshot {manifest.ref.name} has no state of {missing[0]!r}, only of "
+                    f"{found}; it was saved by another script"
                 )
             if name in own and manifest.world != self.world:
                 thing.load_state_dicts([state[key] for key in keys])
@@ -1384,19 +1686,22 @@ class Session:
                 thing.load_state_dict(state[keys[0]])
 
     def _own_of(self, manifest: Manifest) -> dict[str, list[str]]:
-        """Of what is each rank's own: the stored states that this rank needs. Raises BadInput if there is no way to share them out."""
+        """Of what is each rank's own: the stored states that this rank needs. Raises BadInput
+        if there is no way to share them out."""
         if manifest.world == self.world:
             return {name: [_of_rank(name, self.rank)] for name in self._per_rank}
         for name in sorted(self._per_rank):
             if not hasattr(self._saved[name], "load_state_dicts"):
                 raise BadInput(
-                    f"snapshot {manifest.ref.name} holds a state of {name!r} for each of {manifest.world} ranks, here are {self.world}; "
-                    f"go on with {manifest.world} ranks, or give {type(self._saved[name]).__name__} a method load_state_dicts(states) "
+                    f"snapshot {manifest.ref.name} holds a state of {name!r} for each of "
+                    f"{manifest.world} ranks, here are {self.world}; "
+                    f"go on with {manifest.world} ranks, or give "
+                    f"{type(self._saved[name]).__name__} a method load_state_dicts(states) "
                     "that takes those of all ranks, in order"
                 )
         return {name: _ranks_of(name, manifest) for name in self._per_rank}
 
-    # ---- leaving -----------------------------------------------------------------------------------------------
+    # ---- leaving ---------------------------------------------------------------------------------
     def _fact(self, fact: Fact) -> None:
         if self.journal is not None:
             self.journal.record(fact)
@@ -1425,14 +1730,16 @@ class Session:
 
     def _flush(self) -> None:
         if self.journal is not None and self.run_url:
-            with contextlib.suppress(StoreError):  # what is not written is kept; at the end of a session its snapshot is committed
+            # what is not written is kept; at the end of a session its snapshot is committed
+            with contextlib.suppress(StoreError):
                 self.journal.flush()
 
 
 class _Buffers:
     """A model's buffers as they were before a step, should it be done again.
 
-    In the first step all are copied. Later only those that have changed in a step before: others have not for as long as we know.
+    In the first step all are copied. Later only those that have changed in a step before: others
+    have not for as long as we know.
     """
 
     def __init__(self, model: nn.Module):
@@ -1445,14 +1752,25 @@ class _Buffers:
         """A step begins, or all of them do."""
         now = dict(self._model.named_buffers())
         self._versions = {name: (b, _version(b)) for name, b in now.items()}
-        self._copies = {name: b.detach().clone() for name, b in now.items() if self._living is None or name in self._living}
+        self._copies = {
+            name: b.detach().clone()
+            for name, b in now.items()
+            if self._living is None or name in self._living
+        }
 
     def changed(self) -> list[str]:
         """Their names: since `note`."""
         now = dict(self._model.named_buffers())
-        norms = {id(b) for m in self._model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) for b in m.buffers(recurse=False)}
+        norms = {
+            id(b)
+            for m in self._model.modules()
+            if isinstance(m, nn.modules.batchnorm._NormBase)
+            for b in m.buffers(recurse=False)
+        }
         return [  # a norm's kernel changes its statistics without counting that
-            name for name, (b, version) in self._versions.items() if now.get(name) is not b or _version(b) != version or id(b) in norms
+            name
+            for name, (b, version) in self._versions.items()
+            if now.get(name) is not b or _version(b) != version or id(b) in norms
         ]
 
     def learn(self) -> None:
@@ -1471,10 +1789,12 @@ class _Buffers:
                 elif _version(b) != version:
                     lost.append(name)
                 owner, _, key = name.rpartition(".")
-                self._model.get_submodule(owner)._buffers[key] = b  # if another was put in its place
+                # if another was put in its place
+                self._model.get_submodule(owner)._buffers[key] = b
         if lost:
             return (
-                f"the buffer {lost[0]!r} (one of {len(lost)}) changed for the first time in a step that had to be done again, so it was "
+                f"the buffer {lost[0]!r} (one of {len(lost)}) changed for the first time in a step "
+                "that had to be done again, so it was "
                 "changed twice; change it where step.attempt is 0"
             )
         return ""
@@ -1506,7 +1826,10 @@ def _seconds(name: str, text: str, usual: tuple[float, ...]) -> tuple[float, ...
     except ValueError:
         found = (-1.0,)
     if not all(0.0 <= each <= 600.0 for each in found):
-        raise BadInput(f"{name}={text!r}: wanted seconds between 0 and 600, separated by commas, for example 1,3,8")
+        raise BadInput(
+            f"{name}={text!r}: wanted seconds between 0 and 600, separated by commas, for example "
+            "1,3,8"
+        )
     return found
 
 
@@ -1538,16 +1861,20 @@ def _tensor_of(segment: Segment) -> torch.Tensor:
     return torch.frombuffer(segment.view, dtype=torch.uint8)
 
 
-def _between_updates(model: nn.Module | None, tensors: dict[str, torch.Tensor], after_update: Collection[str] = ()) -> set[str]:
-    """Names of tensors that nothing changes from the end of a step to the next optimizer's step: parameters, the optimizers' own
-    state, and what is promised to change only behind it."""
+def _between_updates(
+    model: nn.Module | None, tensors: dict[str, torch.Tensor], after_update: Collection[str] = ()
+) -> set[str]:
+    """Names of tensors that nothing changes from the end of a step to the next optimizer's step:
+    parameters, the optimizers' own state, and what is promised to change only behind it."""
     assert model is not None
     later = {f"model/{name}" for name, _ in model.named_parameters(remove_duplicate=False)}
     tops = set(after_update)
     return {
         name
         for name in tensors
-        if name in later or (name.startswith("optimizer/") and name.split("/")[2] == "state") or name.partition("/")[0] in tops
+        if name in later
+        or (name.startswith("optimizer/") and name.split("/")[2] == "state")
+        or name.partition("/")[0] in tops
     }
 
 
@@ -1556,7 +1883,11 @@ def _winner(wants: torch.Tensor) -> Want:
 
 
 def _model_fingerprint(model: nn.Module) -> str:
-    shapes = sorted((name, list(t.shape), str(t.dtype)) for name, t in model.state_dict().items() if isinstance(t, torch.Tensor))
+    shapes = sorted(
+        (name, list(t.shape), str(t.dtype))
+        for name, t in model.state_dict().items()
+        if isinstance(t, torch.Tensor)
+    )
     return xxhash.xxh3_128(json.dumps(shapes).encode()).hexdigest()
 
 
@@ -1571,16 +1902,20 @@ def attach(
     keep_best: str = "",
     reduce: str = "fast",
 ) -> Session:
-    """Join the run that the environment names. `seed` decides data order and all randomness of the training.
+    """Join the run that the environment names. `seed` decides data order and all randomness of the
+    training.
 
-    `reduce`: "fast", or "exact" or "exact32" (sums that do not depend on the world; 64 or 32 bits on the wire). With these a step's
-    micro-batches come a second time when a gradient is far greater than those before it: then `step.attempt` is 1, buffers of the
-    model are as they were before the step, and the batches are given anew. Only what the body counts or logs for itself has to look
-    at `step.attempt`. With "exact" that is rare; with "exact32" it is so in the first step of a run.
+    `reduce`: "fast", or "exact" or "exact32" (sums that do not depend on the world; 64 or 32 bits
+    on the wire). With these a step's micro-batches come a second time when a gradient is far
+    greater than those before it: then `step.attempt` is 1, buffers of the model are as they were
+    before the step, and the batches are given anew. Only what the body counts or logs for itself
+    has to look at `step.attempt`. With "exact" that is rare; with "exact32" it is so in the first
+    step of a run.
 
-    `run`: the run's URL, by default what the agent says. Snapshot interval: every `snapshot_every_steps` steps, or
-    every `snapshot_every_s` seconds, or (neither) derived from what a snapshot costs. `keep_best`: keep also the best one by a
-    metric that the script logs, "accuracy:max", or "loss:min". Raises BadInput, StoreError.
+    `run`: the run's URL, by default what the agent says. Snapshot interval: every
+    `snapshot_every_steps` steps, or every `snapshot_every_s` seconds, or (neither) derived from
+    what a snapshot costs. `keep_best`: keep also the best one by a metric that the script logs,
+    "accuracy:max", or "loss:min". Raises BadInput, StoreError.
     """
     keep = Keep(last=keep_snapshots, every=keep_every_steps, best=keep_best)
     session = Session(
@@ -1606,11 +1941,13 @@ def conclude() -> None:
 
 
 def fsdp2(model: nn.Module, run: Session, blocks: list[nn.Module] | None = None) -> nn.Module:
-    """Shard the model over all ranks (FSDP2). Call before the optimizer is made: it replaces the parameters.
+    """Shard the model over all ranks (FSDP2). Call before the optimizer is made: it replaces the
+    parameters.
 
-    `blocks` (default: the members of every ModuleList) are sharded one after the other, so no device ever holds the whole model. A model
-    on the meta device (`with torch.device("meta")`) gets its values by each module's `reset_parameters()`, from `attach`'s seed and the
-    module's name: the same on any number of ranks. Raises BadInput for a module there that has none.
+    `blocks` (default: the members of every ModuleList) are sharded one after the other, so no
+    device ever holds the whole model. A model on the meta device (`with torch.device("meta")`) gets
+    its values by each module's `reset_parameters()`, from `attach`'s seed and the module's name:
+    the same on any number of ranks. Raises BadInput for a module there that has none.
     """
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]

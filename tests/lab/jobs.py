@@ -1,16 +1,21 @@
-"""The task files by other ways than our recovery loop: plain `sky launch`, `sky jobs launch`, a gang under the strategy ELASTIC.
+"""The task files by other ways than our recovery loop: plain `sky launch`, `sky jobs launch`, a
+gang under the strategy ELASTIC.
 
     python tests/lab/jobs.py DIR [--only plain,managed,...]     (DIR: of a lab that is up, see lab.py; or `make lab`)
 
-plain:      one node trains to the end; and how much sooner its first step is than that of `harness launch` with one node.
+plain:      one node trains to the end; and how much sooner its first step is than that of `harness
+            launch` with one node.
 canary:     canary.yaml by `sky launch`.
 controller: the commands of controller.yaml, on this computer: they lead a run, and nothing is left.
 drill:      the commands of drill.yaml, on this computer.
-managed:    the node is powered off; SkyPilot recovers the job, which resumes from the bucket under the same SKYPILOT_TASK_ID.
-elastic:    two nodes; one is powered off, and only one node is left anywhere: the job goes on with that one.
+managed:    the node is powered off; SkyPilot recovers the job, which resumes from the bucket under
+            the same SKYPILOT_TASK_ID.
+elastic:    two nodes; one is powered off, and only one node is left anywhere: the job goes on with
+            that one.
 
-Every run must hold under `harness verify`, and nothing may be left. SkyPilot's server gets our plugin, as docs/CLOUDS.md tells; its network
-probe is pointed at the server itself, since job controllers ask public addresses otherwise, which a closed network does not reach.
+Every run must hold under `harness verify`, and nothing may be left. SkyPilot's server gets our
+plugin, as docs/CLOUDS.md tells; its network probe is pointed at the server itself, since job
+controllers ask public addresses otherwise, which a closed network does not reach.
 """
 
 from __future__ import annotations
@@ -26,7 +31,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent.parent)]
+sys.path[:0] = [
+    str(Path(__file__).resolve().parent),
+    str(Path(__file__).resolve().parent.parent.parent),
+]
 
 from lab import CLUSTERS, Lab  # noqa: E402
 from task import in_lab, run_here  # noqa: E402
@@ -37,7 +45,8 @@ from storage.opening import open_store  # noqa: E402
 from storage.snapshots import Snapshots  # noqa: E402
 
 WITHIN_S = 900.0
-MORE_WITHIN_S = 20.0  # that `harness launch` may take to the first step beyond what `sky launch` takes
+# that `harness launch` may take to the first step beyond what `sky launch` takes
+MORE_WITHIN_S = 20.0
 SERVER = "http://127.0.0.1:46580"
 STATES = "PENDING|SUBMITTED|STARTING|RUNNING|RECOVERING|SUCCEEDED|FAILED[A-Z_]*|CANCELL[A-Z]*"
 
@@ -49,8 +58,13 @@ class Stage:
 
     def server(self) -> None:
         """Register the plugin; the server reads it when it starts."""
-        plugin = {"class": "harness.clouds.sky_plugin.ElasticPlugin", "parameters": {"network_probe": f"{SERVER}/api/health"}}
-        (self.lab.controller_home / ".sky" / "plugins.yaml").write_text(json.dumps({"plugins": [plugin]}))
+        plugin = {
+            "class": "harness.clouds.sky_plugin.ElasticPlugin",
+            "parameters": {"network_probe": f"{SERVER}/api/health"},
+        }
+        (self.lab.controller_home / ".sky" / "plugins.yaml").write_text(
+            json.dumps({"plugins": [plugin]})
+        )
         self.lab.jobs_here(True)
         self.sky("api", "stop", fails=True)
         self.sky("api", "start")
@@ -58,24 +72,52 @@ class Stage:
     def sky(self, *words: str, fails: bool = False, timeout_s: float = WITHIN_S) -> str:
         command = [str(self.lab.venv / "bin/sky"), *words]
         done = subprocess.run(
-            command, env=self.lab.env(), capture_output=True, text=True, timeout=timeout_s, cwd=self.lab.code, stdin=subprocess.DEVNULL
+            command,
+            env=self.lab.env(),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            cwd=self.lab.code,
+            stdin=subprocess.DEVNULL,
         )
         if done.returncode and not fails:
-            raise SystemExit(f"sky {' '.join(words)} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+            raise SystemExit(
+                f"sky {' '.join(words)} ended with "
+                f"{done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+            )
         return done.stdout
 
     def harness(self, *words: str, timeout_s: float = WITHIN_S) -> str:
-        command = ["sh", "-c", 'umask 0; exec "$@"', "sh", str(self.lab.venv / "bin/harness"), *words]
-        done = subprocess.run(command, env=self.lab.env(), capture_output=True, text=True, timeout=timeout_s, cwd=self.lab.code)
+        command = [
+            "sh",
+            "-c",
+            'umask 0; exec "$@"',
+            "sh",
+            str(self.lab.venv / "bin/harness"),
+            *words,
+        ]
+        done = subprocess.run(
+            command,
+            env=self.lab.env(),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            cwd=self.lab.code,
+        )
         if done.returncode:
-            raise SystemExit(f"harness {' '.join(words)} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-2000:]}")
+            raise SystemExit(
+                f"harness {' '.join(words)} ended with "
+                f"{done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-2000:]}"
+            )
         return done.stdout
 
     def until(self, what: str, true: Callable[[], bool], within_s: float = WITHIN_S) -> None:
         began_s = time.monotonic()
         while not true():
             if time.monotonic() - began_s > within_s:
-                raise SystemExit(f"not within {within_s:g} s: {what}\n{self.sky('jobs', 'queue', fails=True)}")
+                raise SystemExit(
+                    f"not within {within_s:g} s: {what}\n{self.sky('jobs', 'queue', fails=True)}"
+                )
             time.sleep(1.0)
         print(f"{time.strftime('%T')}  {what}  ({time.monotonic() - began_s:.1f} s)", flush=True)
 
@@ -102,12 +144,28 @@ class Play:
         self.ids.touch()
         self.ids.chmod(0o666)
         self.task = in_lab(
-            task, stage.lab.venv, stage.lab.root / f"{name}.yaml", stage.lab.code, f'echo "$SKYPILOT_TASK_ID" >> {self.ids}', **resources
+            task,
+            stage.lab.venv,
+            stage.lab.root / f"{name}.yaml",
+            stage.lab.code,
+            f'echo "$SKYPILOT_TASK_ID" >> {self.ids}',
+            **resources,
         )
         self.store = open_store(self.url)
 
     def given(self, steps: int) -> list[str]:
-        return [str(self.task), "-y", "--env", f"RUN={self.url}", "--env", f"STEPS={steps}", "--env", "SIZE=1m", "--env", "GLOBAL_BATCH=24"]
+        return [
+            str(self.task),
+            "-y",
+            "--env",
+            f"RUN={self.url}",
+            "--env",
+            f"STEPS={steps}",
+            "--env",
+            "SIZE=1m",
+            "--env",
+            "GLOBAL_BATCH=24",
+        ]
 
     def step(self) -> int:
         newest = Snapshots(self.store).latest()
@@ -124,13 +182,18 @@ class Play:
     def holds(self, steps: int) -> None:
         self.stage.harness("verify", self.url)
         ids = self.ids.read_text().split()
-        print(f"          step {self.step()}, worlds {self.worlds()}, {len(ids)} starts, {len(set(ids))} SKYPILOT_TASK_ID", flush=True)
+        print(
+            f"          step {self.step()}, worlds {self.worlds()}, {len(ids)} starts, "
+            f"{len(set(ids))} SKYPILOT_TASK_ID",
+            flush=True,
+        )
         if self.step() != steps:
             raise SystemExit(f"wanted step {steps}, found step {self.step()} in {self.url}")
 
 
 def plain(stage: Stage) -> None:
-    """By turns, twice; what counts is the better one of each, since others may use this computer too."""
+    """By turns, twice; what counts is the better one of each, since others may use this
+    computer too."""
     first_s: dict[str, list[float]] = {"sky-launch": [], "harness-launch": []}
     for name in [*first_s] * 2:
         play, began_s = Play(stage, f"{name}-{len(first_s[name])}", "train.yaml"), time.time()
@@ -138,7 +201,18 @@ def plain(stage: Stage) -> None:
             stage.sky("launch", "-c", "plain", *play.given(8))
         else:
             env = [word for word in play.given(8)[1:] if word != "-y"]
-            stage.harness("launch", str(play.task), "--cloud", "sky", "--run", play.url, "--nodes", "1", "--brief", *env)
+            stage.harness(
+                "launch",
+                str(play.task),
+                "--cloud",
+                "sky",
+                "--run",
+                play.url,
+                "--nodes",
+                "1",
+                "--brief",
+                *env,
+            )
         first_s[name].append(min(t for t, _ in play.facts(StepDone)) - began_s)
         print(f"          {name}: {first_s[name][-1]:.1f} s to the first step", flush=True)
         play.holds(8)
@@ -147,13 +221,23 @@ def plain(stage: Stage) -> None:
     more_s = min(first_s["harness-launch"]) - min(first_s["sky-launch"])
     print(f"          harness launch takes {more_s:.1f} s more", flush=True)
     if more_s > MORE_WITHIN_S:
-        stage.late.append(f"from harness launch to the first step: {more_s:.1f} s more than sky launch takes, wanted {MORE_WITHIN_S:g} s")
+        stage.late.append(
+            f"from harness launch to the first step: {more_s:.1f} s more than sky launch takes, "
+            f"wanted {MORE_WITHIN_S:g} s"
+        )
 
 
 def canary(stage: Stage) -> None:
     play = Play(stage, "canary", "canary.yaml")
     env = {"RUN": play.url, "STEPS": "12", "ARGS": "--size 1m", "LIMIT_S": "600"}
-    stage.sky("launch", "-y", "-c", "canary", str(play.task), *(word for k, v in env.items() for word in ("--env", f"{k}={v}")))
+    stage.sky(
+        "launch",
+        "-y",
+        "-c",
+        "canary",
+        str(play.task),
+        *(word for k, v in env.items() for word in ("--env", f"{k}={v}")),
+    )
     log = stage.sky("logs", "canary", "--no-follow", fails=True)
     stage.sky("down", "-y", "canary")
     play.holds(12)
@@ -166,7 +250,12 @@ def controller(stage: Stage) -> None:
     seat = stage.lab.code / ".venv"
     seat.unlink(missing_ok=True)
     seat.symlink_to(stage.lab.venv)
-    given = {"TASK": str(play.task), "NODES": "1:1", "BUDGET_USD": "2", "ARGS": "--env STEPS=8 --brief"}
+    given = {
+        "TASK": str(play.task),
+        "NODES": "1:1",
+        "BUDGET_USD": "2",
+        "ARGS": "--env STEPS=8 --brief",
+    }
     try:
         here(stage, "controller", play, given)
     finally:
@@ -185,7 +274,9 @@ def drill(stage: Stage) -> None:
 def here(stage: Stage, name: str, play: Play, given: dict[str, str]) -> None:
     log = stage.lab.root / "log" / f"{name}.log"
     with open(log, "ab") as out:
-        code = run_here(name, stage.lab.venv, play.url, given, env=stage.lab.env(), cwd=stage.lab.code, out=out)
+        code = run_here(
+            name, stage.lab.venv, play.url, given, env=stage.lab.env(), cwd=stage.lab.code, out=out
+        )
     print(f"          the commands of {name}.yaml ended with {code}", flush=True)
     if code:
         raise SystemExit(f"wanted 0, see {log}")
@@ -202,16 +293,25 @@ def managed(stage: Stage) -> None:
     print(f"{time.strftime('%T')}  {node} is off at step {play.step()}", flush=True)
     stage.until("SkyPilot has recovered it", lambda: len(play.worlds()) > epochs)
     stage.until(
-        "the job ends", lambda: stage.job(play.name) not in ("PENDING", "SUBMITTED", "STARTING", "RUNNING", "RECOVERING", "UNKNOWN")
+        "the job ends",
+        lambda: (
+            stage.job(play.name)
+            not in ("PENDING", "SUBMITTED", "STARTING", "RUNNING", "RECOVERING", "UNKNOWN")
+        ),
     )
     ended(stage, play, steps)
     stage.lab.node_up(node)
 
 
 def elastic(stage: Stage) -> None:
-    steps = 200  # the node that is left trains on until SkyPilot ends it (25 s): more than it can do in that time
+    # the node that is left trains on until SkyPilot ends it (25 s): more than it can do in that
+    # time
+    steps = 200
     play = Play(
-        stage, "elastic", "train_gang.yaml", job_recovery={"strategy": "ELASTIC", "min_nodes": 1, "recover_on_exit_codes": [33, 37]}
+        stage,
+        "elastic",
+        "train_gang.yaml",
+        job_recovery={"strategy": "ELASTIC", "min_nodes": 1, "recover_on_exit_codes": [33, 37]},
     )
     stage.sky("jobs", "launch", "-d", "-n", play.name, *play.given(steps))
     stage.until("two nodes train", lambda: 2 in play.worlds() and play.step() > 0)
@@ -221,15 +321,28 @@ def elastic(stage: Stage) -> None:
     stage.lab.drain(here.name)
     stage.lab.drain(other.name, other.nodes[1:])
     stage.lab.power_off(victim)
-    print(f"{time.strftime('%T')}  {victim} is off at step {play.step()}; one node is left, in {other.name}", flush=True)
-    stage.until("the job is started again on one node", lambda: len(play.ids.read_text().split()) == 3)
+    print(
+        f"{time.strftime('%T')}  {victim} is off at step {play.step()}; one node is left, in "
+        f"{other.name}",
+        flush=True,
+    )
+    stage.until(
+        "the job is started again on one node", lambda: len(play.ids.read_text().split()) == 3
+    )
     if stage.lab.busy(other.name) != [other.nodes[0]]:
         raise SystemExit(f"wanted it on {other.nodes[0]}, found {stage.busy()}")
     if (at := play.step()) >= steps:
-        raise SystemExit(f"the node that was left did all {steps} steps before SkyPilot ended it: this computer needs more of them here")
+        raise SystemExit(
+            f"the node that was left did all {steps} steps before SkyPilot ended it: this computer "
+            "needs more of them here"
+        )
     stage.until("... and goes on", lambda: play.step() > at)
     stage.until(
-        "the job ends", lambda: stage.job(play.name) not in ("PENDING", "SUBMITTED", "STARTING", "RUNNING", "RECOVERING", "UNKNOWN")
+        "the job ends",
+        lambda: (
+            stage.job(play.name)
+            not in ("PENDING", "SUBMITTED", "STARTING", "RUNNING", "RECOVERING", "UNKNOWN")
+        ),
     )
     ended(stage, play, steps)
     stage.lab.node_up(victim)
@@ -237,13 +350,22 @@ def elastic(stage: Stage) -> None:
         stage.lab.resume(cluster.name)
 
 
-PARTS = {"plain": plain, "canary": canary, "controller": controller, "drill": drill, "managed": managed, "elastic": elastic}
+PARTS = {
+    "plain": plain,
+    "canary": canary,
+    "controller": controller,
+    "drill": drill,
+    "managed": managed,
+    "elastic": elastic,
+}
 
 
 def ended(stage: Stage, play: Play, steps: int) -> None:
     state = stage.job(play.name)
     if state != "SUCCEEDED":
-        log = stage.sky("jobs", "logs", "--controller", "--no-follow", "-n", play.name, fails=True)[-3000:]
+        log = stage.sky("jobs", "logs", "--controller", "--no-follow", "-n", play.name, fails=True)[
+            -3000:
+        ]
         raise SystemExit(f"{play.name}: wanted SUCCEEDED, found {state}\n{log}")
     play.holds(steps)
     if len(set(play.ids.read_text().split())) != 1:
@@ -251,7 +373,9 @@ def ended(stage: Stage, play: Play, steps: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("dir", help="where the lab's state lies (python tests/lab/lab.py up DIR)")
     parser.add_argument("--only", default=",".join(PARTS))
     flags = parser.parse_args()

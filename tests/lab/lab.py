@@ -1,4 +1,5 @@
-"""A small world for real SkyPilot on one computer: loopback Slurm clusters, each of which SkyPilot takes for a priced region.
+"""A small world for real SkyPilot on one computer: loopback Slurm clusters, each of which SkyPilot
+takes for a priced region.
 
     python tests/lab/lab.py provide                     installs the Debian packages that it needs (as root), and says so
     python tests/lab/lab.py fit                         may this computer have a lab? If not, says why and ends with 1
@@ -8,8 +9,9 @@
     python tests/lab/lab.py power-off|take|node-up DIR NODE  dies without a word / is taken, and the cloud knows / comes back
     python tests/lab/lab.py drain|resume DIR CLUSTER    there is no more capacity in a region / there is again
 
-Every node is a `slurmd` in its own mount and UTS namespace (own host name, own address in 127/8, own local disk), with one GPU that
-is no GPU: /dev/null under another name. Everything listens on loopback. DIR holds all state; the user `skylab` owns the nodes' home.
+Every node is a `slurmd` in its own mount and UTS namespace (own host name, own address in 127/8,
+own local disk), with one GPU that is no GPU: /dev/null under another name. Everything listens on
+loopback. DIR holds all state; the user `skylab` owns the nodes' home.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from pathlib import Path
 USER = "skylab"
 GPU = "H100"
 SKYPILOT = "0.14.1"
-PYTHON = "/usr/bin/python3.11"  # Debian 12's; one that the nodes' user may run, and that SkyPilot's runtime works with
+# Debian 12's; one that the nodes' user may run, and that SkyPilot's runtime works with
+PYTHON = "/usr/bin/python3.11"
 NEEDS = {  # a program -> the Debian package that has it
     "slurmctld": "slurm-wlm",
     "slurmd": "slurm-wlm",
@@ -89,18 +92,28 @@ def unfit() -> str:
         return "the lab needs root (namespaces, munge, a user of its own)"
     if missing := lacking():
         packages = " ".join(sorted({NEEDS[name] for name in missing}))
-        return f"the lab needs {', '.join(missing)}: apt-get install -y --no-install-recommends {packages}"
+        return (
+            f"the lab needs {', '.join(missing)}: apt-get install -y --no-install-recommends "
+            f"{packages}"
+        )
     tried = subprocess.run(["unshare", "--mount", "--uts", "true"], capture_output=True, text=True)
-    return f"the lab needs namespaces, and may not make them here: {tried.stderr.strip()}" if tried.returncode else ""
+    return (
+        f"the lab needs namespaces, and may not make them here: {tried.stderr.strip()}"
+        if tried.returncode
+        else ""
+    )
 
 
 def lacking(needs: Mapping[str, str] = NEEDS) -> list[str]:
     """The programs that the lab needs and this computer has not."""
-    return [name for name in needs if not (Path(name).exists() if "/" in name else shutil.which(name))]
+    return [
+        name for name in needs if not (Path(name).exists() if "/" in name else shutil.which(name))
+    ]
 
 
 def provide(needs: Mapping[str, str] = NEEDS, root: Path = Path("/")) -> str:
-    """Install the packages that the lab needs, where this is root's Debian; why that was not done, or empty.
+    """Install the packages that the lab needs, where this is root's Debian; why that was not done,
+    or empty.
 
     Their services are not started (the lab starts its own, on loopback): for as long as it takes, a
     policy-rc.d forbids it.
@@ -108,7 +121,11 @@ def provide(needs: Mapping[str, str] = NEEDS, root: Path = Path("/")) -> str:
     packages = sorted({needs[name] for name in lacking(needs)})
     if not packages:
         return ""
-    if os.geteuid() != 0 or not (root / "etc/debian_version").exists() or shutil.which("apt-get") is None:
+    if (
+        os.geteuid() != 0
+        or not (root / "etc/debian_version").exists()
+        or shutil.which("apt-get") is None
+    ):
         return "only root on Debian can install packages"
     print(f"installing for the lab: {' '.join(packages)}", flush=True)
     policy = root / "usr/sbin/policy-rc.d"
@@ -124,11 +141,19 @@ def provide(needs: Mapping[str, str] = NEEDS, root: Path = Path("/")) -> str:
         for words in (["update"], ["install", "-y", "--no-install-recommends", *packages]):
             left_s = give_up_s - time.monotonic()
             done = subprocess.run(
-                [*apt, *words], env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=left_s
+                [*apt, *words],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=left_s,
             )
             if done.returncode:
                 said = (done.stderr or done.stdout).strip().splitlines()
-                return f"apt-get {words[0]} failed: {said[-1] if said else f'status {done.returncode}'}"
+                return (
+                    f"apt-get {words[0]} failed: "
+                    f"{said[-1] if said else f'status {done.returncode}'}"
+                )
     except subprocess.TimeoutExpired:
         return f"apt-get took more than {INSTALL_WITHIN_S:.0f} s"
     finally:
@@ -138,7 +163,8 @@ def provide(needs: Mapping[str, str] = NEEDS, root: Path = Path("/")) -> str:
 
 
 class Lab:
-    """State lies in `root`; python of `venv` runs SkyPilot's server, the controller and the nodes' programs."""
+    """State lies in `root`; python of `venv` runs SkyPilot's server, the controller and the
+    nodes' programs."""
 
     def __init__(self, root: str | Path):
         self.root = Path(root).resolve()
@@ -146,27 +172,48 @@ class Lab:
         self.home = self.root / "home"  # of the nodes: their shared file system
         self.controller_home = self.root / "controller"
         self.bucket = self.root / "bucket"
-        self.image = self.root / "image" / "lib" / Path(PYTHON).name / "site-packages"  # of SkyPilot's runtime on nodes
-        self.code = self.root / "code"  # what runs: a copy, so that the tree may be worked on meanwhile
+        # of SkyPilot's runtime on nodes
+        self.image = self.root / "image" / "lib" / Path(PYTHON).name / "site-packages"
+        # what runs: a copy, so that the tree may be worked on meanwhile
+        self.code = self.root / "code"
 
     def install(self) -> None:
-        """Packages of the controller, the API server and the nodes, of Debian's Python, which the nodes' user may read."""
+        """Packages of the controller, the API server and the nodes, of Debian's Python, which
+        the nodes' user may read."""
         if (self.image / "sky").is_dir():
             return
         tree = Path(__file__).resolve().parent.parent.parent
         self.root.mkdir(parents=True, exist_ok=True)
         subprocess.run([PYTHON, "-m", "venv", self.venv], check=True)
-        pip = [self.venv / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pip = [
+            self.venv / "bin/python",
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+        ]
         subprocess.run([*pip, "torch==2.13.0"], check=True)
         # SkyPilot's server builds a wheel of itself, so it needs these.
-        subprocess.run([*pip, f"skypilot[slurm]=={SKYPILOT}", f"{tree}[worker]", "setuptools", "wheel", "uv"], check=True)
-        # The runtime that SkyPilot installs on every node, as a machine image may bring it: a minute of two cores less for each launch.
+        subprocess.run(
+            [*pip, f"skypilot[slurm]=={SKYPILOT}", f"{tree}[worker]", "setuptools", "wheel", "uv"],
+            check=True,
+        )
+        # The runtime that SkyPilot installs on every node, as a machine image may bring it: a
+        # minute of two cores less for each launch.
         uv, image = self.venv / "bin" / "uv", self.root / "image"
-        there = {**os.environ, "VIRTUAL_ENV": str(image), "UV_SYSTEM_CERTS": "1"}  # whom pip trusts, uv shall trust
-        subprocess.run([uv, "venv", "--quiet", "--seed", "--python", PYTHON, image], env=there, check=True)
+        # whom pip trusts, uv shall trust
+        there = {**os.environ, "VIRTUAL_ENV": str(image), "UV_SYSTEM_CERTS": "1"}
+        subprocess.run(
+            [uv, "venv", "--quiet", "--seed", "--python", PYTHON, image], env=there, check=True
+        )
         runtime = [f"skypilot[slurm,remote]=={SKYPILOT}", "click<8.3.0"]
         # Without a cache: root would own it, and the nodes' user could not write there.
-        subprocess.run([uv, "pip", "install", "--quiet", "--no-cache", "--compile-bytecode", *runtime], env=there, check=True)
+        subprocess.run(
+            [uv, "pip", "install", "--quiet", "--no-cache", "--compile-bytecode", *runtime],
+            env=there,
+            check=True,
+        )
 
     # -- up and down --
     def up(self) -> None:
@@ -174,7 +221,10 @@ class Lab:
             raise SystemExit(why)
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", SERVER_PORT)) == 0:
-                raise SystemExit(f"SkyPilot's API server runs here already (port {SERVER_PORT}); the lab needs its own: `sky api stop`")
+                raise SystemExit(
+                    f"SkyPilot's API server runs here already (port {SERVER_PORT}); the lab needs "
+                    "its own: `sky api stop`"
+                )
         for name in ("pids", "log", "bin", "etc", "munge", "dev", "local", "uvcache"):
             (self.root / name).mkdir(parents=True, exist_ok=True)
         (self.root / "began").touch()
@@ -191,25 +241,38 @@ class Lab:
         self._wait()
 
     def jobs_here(self, here: bool) -> None:
-        """Managed jobs run in the API server's own processes (a dozen of them, which start with it), or cannot be launched."""
+        """Managed jobs run in the API server's own processes (a dozen of them, which start with
+        it), or cannot be launched."""
         path = self.controller_home / ".sky" / "config.yaml"
         config = json.loads(path.read_text())
-        path.write_text(json.dumps({**config, "jobs": {"controller": {"consolidation_mode": here}}}))
+        path.write_text(
+            json.dumps({**config, "jobs": {"controller": {"consolidation_mode": here}}})
+        )
 
     def refresh_code(self) -> None:
         """Copy this tree's programs to where the lab runs them from."""
         tree = Path(__file__).resolve().parent.parent.parent
         for name in ("harness", "storage", "examples", "sky_tasks"):
             shutil.rmtree(self.code / name, ignore_errors=True)
-            shutil.copytree(tree / name, self.code / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                tree / name, self.code / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
         for name in ("pyproject.toml", "README.md"):
             shutil.copy(tree / name, self.code / name)
-        subprocess.run([self.venv / "bin/python", "-m", "compileall", "-q", self.code], check=True)  # once, and not on each node
+        # once, and not on each node
+        subprocess.run([self.venv / "bin/python", "-m", "compileall", "-q", self.code], check=True)
 
     def down(self) -> None:
-        """End everything that `up` and the nodes started: SkyPilot's server, then nodes, then daemons."""
+        """End everything that `up` and the nodes started: SkyPilot's server, then nodes, then
+        daemons."""
         if (self.controller_home / ".sky").is_dir() and (self.venv / "bin" / "sky").exists():
-            subprocess.run([self.venv / "bin/sky", "api", "stop"], env=self.env(), timeout=60, check=False, capture_output=True)
+            subprocess.run(
+                [self.venv / "bin/sky", "api", "stop"],
+                env=self.env(),
+                timeout=60,
+                check=False,
+                capture_output=True,
+            )
         for cluster in CLUSTERS:
             for node in cluster.nodes:
                 self.power_off(node)
@@ -224,7 +287,8 @@ class Lab:
         self._sweep_semaphores()
 
     def _end_strays(self) -> None:
-        """What outlives who started it: what SkyPilot runs over ssh as the nodes' user, and watchdogs of the API server."""
+        """What outlives who started it: what SkyPilot runs over ssh as the nodes' user, and
+        watchdogs of the API server."""
         uid, ours = pwd.getpwnam(USER).pw_uid, f"{self.venv}/bin/".encode()
         keep, pid = set(), os.getpid()
         while pid > 1:
@@ -238,20 +302,30 @@ class Lab:
                     os.kill(int(entry.name), signal.SIGKILL)
 
     def _sweep_semaphores(self) -> None:
-        """Those that SkyPilot's server leaves in shared memory: made since the lab came up, and open nowhere."""
+        """Those that SkyPilot's server leaves in shared memory: made since the lab came up, and
+        open nowhere."""
         began_s = (self.root / "began").stat().st_mtime
         used = set()
         for maps in Path("/proc").glob("[0-9]*/maps"):
             with contextlib.suppress(OSError):
-                used |= {line.split()[-1] for line in maps.read_text().splitlines() if "/dev/shm/sem.mp-" in line}
+                used |= {
+                    line.split()[-1]
+                    for line in maps.read_text().splitlines()
+                    if "/dev/shm/sem.mp-" in line
+                }
         for path in Path("/dev/shm").glob("sem.mp-*"):
             with contextlib.suppress(FileNotFoundError):
                 if str(path) not in used and path.stat().st_mtime >= began_s:
                     path.unlink()
 
     def env(self) -> dict[str, str]:
-        """The environment of a person at the controller: a HOME of its own, this tree's code, nothing reported."""
-        keep = {k: v for k, v in os.environ.items() if not k.startswith(("SKYPILOT_", "HARNESS_", "SLURM_", "PYTEST_", "PYTHON"))}
+        """The environment of a person at the controller: a HOME of its own, this tree's code,
+        nothing reported."""
+        keep = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("SKYPILOT_", "HARNESS_", "SLURM_", "PYTEST_", "PYTHON"))
+        }
         return {
             **keep,
             "HOME": str(self.controller_home),
@@ -263,7 +337,8 @@ class Lab:
 
     # -- what happens to clouds --
     def power_off(self, node: str) -> int:
-        """SIGKILL every process in the node's namespace, as a power cut does. Returns how many there were."""
+        """SIGKILL every process in the node's namespace, as a power cut does. Returns how many
+        there were."""
         try:
             pid = int((self.root / "pids" / f"slurmd-{node}").read_text())
             namespace = os.readlink(f"/proc/{pid}/ns/uts")
@@ -283,26 +358,43 @@ class Lab:
         return len(victims)
 
     def take(self, node: str) -> None:
-        """The cloud takes a machine: as a power cut, but it knows. (Slurm 22.05 may start a job on a node whose death it has not
-        seen; it then starts that job again elsewhere by itself, when SkyPilot has given it up and forgotten it.)"""
+        """The cloud takes a machine: as a power cut, but it knows. (Slurm 22.05 may start a job on
+        a node whose death it has not seen; it then starts that job again elsewhere by itself, when
+        SkyPilot has given it up and forgotten it.)"""
         self.power_off(node)
         cluster = next(c.name for c in CLUSTERS if node in c.nodes)
         self.scontrol(cluster, "update", f"nodename={node}", "state=down", "reason=taken")
 
     def drain(self, cluster: str, nodes: tuple[str, ...] = ()) -> None:
-        """No more capacity (on these nodes; default: all): running nodes stay, nothing new is placed."""
+        """No more capacity (on these nodes; default: all): running nodes stay, nothing new is
+        placed."""
         found = next(c for c in CLUSTERS if c.name == cluster)
-        self.scontrol(cluster, "update", f"nodename={','.join(nodes or found.nodes)}", "state=drain", "reason=lab")
+        self.scontrol(
+            cluster,
+            "update",
+            f"nodename={','.join(nodes or found.nodes)}",
+            "state=drain",
+            "reason=lab",
+        )
 
     def resume(self, cluster: str) -> None:
         """There is again, on all nodes that are on."""
         found = next(c for c in CLUSTERS if c.name == cluster)
         give_up_s = time.monotonic() + UP_WITHIN_S
-        while not all(s in ("idle", "mixed", "allocated") for s in self.slurm(cluster, "sinfo", "-h", "-N", "-o", "%T").split()):
+        while not all(
+            s in ("idle", "mixed", "allocated")
+            for s in self.slurm(cluster, "sinfo", "-h", "-N", "-o", "%T").split()
+        ):
             if time.monotonic() > give_up_s:
-                raise SystemExit(f"nodes of {cluster} are not ready after {UP_WITHIN_S:g} s; is one off? look at {self.root}/log")
-            with contextlib.suppress(subprocess.CalledProcessError):  # a node that has not said yet that it is there
-                self.scontrol(cluster, "update", f"nodename={','.join(found.nodes)}", "state=resume")
+                raise SystemExit(
+                    f"nodes of {cluster} are not ready after {UP_WITHIN_S:g} s; is one off? look "
+                    f"at {self.root}/log"
+                )
+            # a node that has not said yet that it is there
+            with contextlib.suppress(subprocess.CalledProcessError):
+                self.scontrol(
+                    cluster, "update", f"nodename={','.join(found.nodes)}", "state=resume"
+                )
             time.sleep(1.0)
 
     def busy(self, cluster: str) -> list[str]:
@@ -315,7 +407,9 @@ class Lab:
 
     def slurm(self, cluster: str, *words: str) -> str:
         env = {**os.environ, "SLURM_CONF": str(self.root / "clusters" / cluster / "slurm.conf")}
-        return subprocess.run(words, env=env, capture_output=True, text=True, check=True, timeout=60).stdout
+        return subprocess.run(
+            words, env=env, capture_output=True, text=True, check=True, timeout=60
+        ).stdout
 
     def node_up(self, node: str) -> None:
         cluster = next(c for c in CLUSTERS if node in c.nodes)
@@ -324,16 +418,26 @@ class Lab:
         local.mkdir(parents=True, exist_ok=True)
         local.chmod(0o1777)
         inside = (
-            f"hostname {node} && mount --bind {folder}/hosts /etc/hosts && mount --bind {local} {self.root}/local && "
-            f"export SLURM_CONF={folder}/slurm.conf && exec slurmd -D -N {node} -f {folder}/slurm.conf"
+            f"hostname {node} && mount --bind {folder}/hosts /etc/hosts && mount --bind {local} "
+            f"{self.root}/local && "
+            f"export SLURM_CONF={folder}/slurm.conf && exec slurmd -D -N {node} -f "
+            f"{folder}/slurm.conf"
         )
-        self._start(f"slurmd-{node}", ["unshare", "--mount", "--uts", "--propagation", "private", "bash", "-c", inside])
+        self._start(
+            f"slurmd-{node}",
+            ["unshare", "--mount", "--uts", "--propagation", "private", "bash", "-c", inside],
+        )
 
     # -- parts --
     def _start(self, name: str, command: list[str], env: dict[str, str] | None = None) -> None:
         with open(self.root / "log" / f"{name}.log", "ab") as log:
             started = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **(env or {})}, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
             )
         (self.root / "pids" / name).write_text(str(started.pid))
 
@@ -341,34 +445,64 @@ class Lab:
         try:
             pwd.getpwnam(USER)
         except KeyError:
-            subprocess.run(["useradd", "-M", "-d", str(self.home), "-s", "/bin/bash", USER], check=True)
-        # '*' rather than '!': sshd refuses locked accounts, and there is still no password that fits.
-        subprocess.run(["usermod", "-p", "*", "-d", str(self.home), USER], check=True, capture_output=True)
+            subprocess.run(
+                ["useradd", "-M", "-d", str(self.home), "-s", "/bin/bash", USER], check=True
+            )
+        # '*' rather than '!': sshd refuses locked accounts, and there is still no password that
+        # fits.
+        subprocess.run(
+            ["usermod", "-p", "*", "-d", str(self.home), USER], check=True, capture_output=True
+        )
         uid, gid = pwd.getpwnam(USER)[2:4]
         for name in ("id", "hostkey"):
             if not (self.root / "etc" / name).exists():
-                subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.root / "etc" / name)], check=True)
+                subprocess.run(
+                    [
+                        "ssh-keygen",
+                        "-q",
+                        "-t",
+                        "ed25519",
+                        "-N",
+                        "",
+                        "-f",
+                        str(self.root / "etc" / name),
+                    ],
+                    check=True,
+                )
         ssh = self.home / ".ssh"
         ssh.mkdir(parents=True, exist_ok=True)
         (ssh / "authorized_keys").write_bytes((self.root / "etc/id.pub").read_bytes())
-        (self.home / ".profile").write_text(f"export PATH={self.root}/bin:$PATH\n[ -f ~/.bashrc ] && . ~/.bashrc\n")
+        (self.home / ".profile").write_text(
+            f"export PATH={self.root}/bin:$PATH\n[ -f ~/.bashrc ] && . ~/.bashrc\n"
+        )
         (self.home / ".bashrc").touch()
         ssh.chmod(0o700)
         (ssh / "authorized_keys").chmod(0o600)
-        for path in (self.home, ssh, ssh / "authorized_keys", self.home / ".profile", self.home / ".bashrc"):
+        for path in (
+            self.home,
+            ssh,
+            ssh / "authorized_keys",
+            self.home / ".profile",
+            self.home / ".bashrc",
+        ):
             os.chown(path, uid, gid)
 
     def _programs(self) -> None:
-        """What a machine image would bring: uv, SkyPilot's runtime, and an answer to uv's installer's URL."""
+        """What a machine image would bring: uv, SkyPilot's runtime, and an answer to uv's
+        installer's URL."""
         shutil.copy(self.venv / "bin" / "uv", self.root / "bin" / "uv")
         self._script(
             "uv-on-node",  # SkyPilot asks for a Python that would be downloaded; Debian's will do
-            f'a=(); p=; for x in "$@"; do [ "$p" = --python ] && [ "$x" = 3.10 ] && x={PYTHON}; a+=("$x"); p=$x; done\n'
-            "export UV_SYSTEM_CERTS=1 SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt UV_PYTHON_DOWNLOADS=never UV_LINK_MODE=symlink\n"
+            f'a=(); p=; for x in "$@"; do [ "$p" = --python ] && [ "$x" = 3.10 ] && x={PYTHON}; '
+            'a+=("$x"); p=$x; done\n'
+            "export UV_SYSTEM_CERTS=1 SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt "
+            "UV_PYTHON_DOWNLOADS=never UV_LINK_MODE=symlink\n"
             f"export UV_CACHE_DIR={self.root}/uvcache\n"
-            # The runtime is in the image: all of its environments share one folder of packages, compiled once.
+            # The runtime is in the image: all of its environments share one folder of packages,
+            # compiled once.
             f"under=lib/{Path(PYTHON).name}/site-packages\n"
-            'case "$1 $2" in "pip install" | "pip uninstall") [ -L "$VIRTUAL_ENV/$under" ] && exit 0;; esac\n'
+            'case "$1 $2" in "pip install" | "pip uninstall") [ -L "$VIRTUAL_ENV/$under" ] && exit '
+            "0;; esac\n"
             f'{self.root}/bin/uv "${{a[@]}}" || exit $?\n'
             'for x in "$@"; do case "$1 $x" in "venv "*/skypilot-runtime)\n'
             f'  rm -rf "$x/$under" && ln -s {self.image} "$x/$under";; esac; done\n',
@@ -396,36 +530,60 @@ class Lab:
             os.chown(path, uid, gid)
         (folder / "munge.key").chmod(0o600)
         folder.chmod(0o755)
-        self._start("munged", [
-            "setpriv", "--reuid=munge", "--regid=munge", "--clear-groups", "munged", "-F", f"--key-file={folder}/munge.key",
-            f"--socket={folder}/munge.socket", f"--pid-file={folder}/munged.pid", f"--log-file={folder}/munged.log",
-            f"--seed-file={folder}/munged.seed", "--num-threads=2",
-        ])  # fmt: skip
+        self._start(
+            "munged",
+            [
+                "setpriv",
+                "--reuid=munge",
+                "--regid=munge",
+                "--clear-groups",
+                "munged",
+                "-F",
+                f"--key-file={folder}/munge.key",
+                f"--socket={folder}/munge.socket",
+                f"--pid-file={folder}/munged.pid",
+                f"--log-file={folder}/munged.log",
+                f"--seed-file={folder}/munged.seed",
+                "--num-threads=2",
+            ],
+        )
 
     def _cluster(self, cluster: Cluster) -> None:
         folder = self.root / "clusters" / cluster.name
-        for name in ("state", "spool"):  # what an earlier controller remembered (drained nodes) is forgotten
+        # what an earlier controller remembered (drained nodes) is forgotten
+        for name in ("state", "spool"):
             shutil.rmtree(folder / name, ignore_errors=True)
         for name in ("state", "spool", "log", "nodes"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         names = "".join(f"{cluster.address(node)} {node}\n" for node in cluster.nodes)
         (folder / "hosts").write_text(Path("/etc/hosts").read_text() + names)
-        (folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu Type={GPU} File={self.root}/dev/nvidia0\n")
+        (folder / "gres.conf").write_text(
+            f"AutoDetect=off\nName=gpu Type={GPU} File={self.root}/dev/nvidia0\n"
+        )
         (folder / "slurm.conf").write_text(self._slurm_conf(cluster, folder))
         (folder / "sshd_config").write_text(
-            f"Port {cluster.ssh_port}\nListenAddress 127.0.0.1\nHostKey {self.root}/etc/hostkey\nPidFile {folder}/sshd.pid\nUsePAM no\n"
-            f"StrictModes no\nPasswordAuthentication no\nAllowUsers {USER}\nPrintMotd no\nMaxSessions 200\nMaxStartups 200\n"
+            f"Port {cluster.ssh_port}\nListenAddress 127.0.0.1\nHostKey "
+            f"{self.root}/etc/hostkey\nPidFile {folder}/sshd.pid\nUsePAM no\n"
+            f"StrictModes no\nPasswordAuthentication no\nAllowUsers {USER}\nPrintMotd "
+            "no\nMaxSessions 200\nMaxStartups 200\n"
             f"SetEnv SLURM_CONF={folder}/slurm.conf\nSubsystem sftp internal-sftp\n"
         )
         Path("/run/sshd").mkdir(exist_ok=True)
-        self._start(f"ctld-{cluster.name}", ["slurmctld", "-D", "-f", f"{folder}/slurm.conf"], {"SLURM_CONF": f"{folder}/slurm.conf"})
-        self._start(f"sshd-{cluster.name}", ["/usr/sbin/sshd", "-D", "-e", "-f", f"{folder}/sshd_config"])
+        self._start(
+            f"ctld-{cluster.name}",
+            ["slurmctld", "-D", "-f", f"{folder}/slurm.conf"],
+            {"SLURM_CONF": f"{folder}/slurm.conf"},
+        )
+        self._start(
+            f"sshd-{cluster.name}", ["/usr/sbin/sshd", "-D", "-e", "-f", f"{folder}/sshd_config"]
+        )
         for node in cluster.nodes:
             self.node_up(node)
 
     def _slurm_conf(self, cluster: Cluster, folder: Path) -> str:
         nodes = "".join(
-            f"NodeName={n} NodeAddr={cluster.address(n)} Port={cluster.port(n)} CPUs=8 RealMemory=65536 Gres=gpu:{GPU}:1 State=UNKNOWN\n"
+            f"NodeName={n} NodeAddr={cluster.address(n)} Port={cluster.port(n)} CPUs=8 "
+            f"RealMemory=65536 Gres=gpu:{GPU}:1 State=UNKNOWN\n"
             for n in cluster.nodes
         )
         return (
@@ -433,17 +591,20 @@ class Lab:
             f"AuthType=auth/munge\nAuthInfo=socket={self.root}/munge/munge.socket\nCredType=cred/munge\nSlurmUser=root\n"
             f"StateSaveLocation={folder}/state\nSlurmdSpoolDir={folder}/spool/%n\nSlurmctldPidFile={folder}/slurmctld.pid\n"
             f"SlurmdPidFile={folder}/spool/%n.pid\nSlurmctldLogFile={folder}/log/slurmctld.log\nSlurmdLogFile={folder}/log/slurmd.%n.log\n"
-            # config_overrides: a small host may claim to be six large ones. ReturnToService=2: a node that comes back is used again.
+            # config_overrides: a small host may claim to be six large ones. ReturnToService=2: a
+            # node that comes back is used again.
             "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nSwitchType=switch/none\nMpiDefault=none\nReturnToService=2\n"
             "SlurmdParameters=config_overrides\nSelectType=select/cons_tres\nSelectTypeParameters=CR_CPU_Memory\nKillWait=5\nMinJobAge=120\n"
             "SlurmdTimeout=10\nSlurmctldTimeout=30\nBatchStartTimeout=20\nMessageTimeout=20\nInactiveLimit=0\nWaittime=0\n"
             "SchedulerParameters=sched_min_interval=500000,bf_interval=5,sched_interval=5\nJobAcctGatherType=jobacct_gather/none\n"
             f"AccountingStorageType=accounting_storage/none\nGresTypes=gpu\n{nodes}"
-            f"PartitionName={cluster.zone} Nodes={','.join(cluster.nodes)} Default=YES MaxTime=7-00:00:00 OverSubscribe=NO\n"
+            f"PartitionName={cluster.zone} Nodes={','.join(cluster.nodes)} Default=YES "
+            "MaxTime=7-00:00:00 OverSubscribe=NO\n"
         )
 
     def _controller(self) -> None:
-        """A laptop's home: SkyPilot's configuration with the prices, the ways to the clusters, and the list of accelerators."""
+        """A laptop's home: SkyPilot's configuration with the prices, the ways to the clusters,
+        and the list of accelerators."""
         sky = self.controller_home / ".sky"
         (self.controller_home / ".slurm").mkdir(parents=True, exist_ok=True)
         (sky / "catalogs" / "v8" / "common").mkdir(parents=True, exist_ok=True)
@@ -461,7 +622,8 @@ class Lab:
         }
         config = {"slurm": {"provision_timeout": 20, "cluster_configs": configs}}
         (sky / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
-        # A file that is not the downloaded one is never replaced from the network. Any task that names an accelerator needs it.
+        # A file that is not the downloaded one is never replaced from the network. Any task that
+        # names an accelerator needs it.
         source = Path(__file__).parent.parent / "data" / "catalog" / "common" / "accelerators.csv"
         shutil.copy(source, sky / "catalogs" / "v8" / "common" / "accelerators.csv")
 
@@ -474,7 +636,10 @@ class Lab:
                     if len(states) == len(cluster.nodes) and set(states) == {"idle"}:
                         break
                 if time.monotonic() > give_up_s:
-                    raise SystemExit(f"cluster {cluster.name} did not come up in {UP_WITHIN_S:g} s; look at {self.root}/log")
+                    raise SystemExit(
+                        f"cluster {cluster.name} did not come up in {UP_WITHIN_S:g} s; look at "
+                        f"{self.root}/log"
+                    )
                 time.sleep(0.5)
 
 
@@ -487,7 +652,11 @@ def play(lab: Lab, *scripts: str) -> None:
     try:
         for script in scripts:
             name, *words = script.split()
-            subprocess.run([lab.venv / "bin/python", Path(__file__).parent / name, lab.root, *words], env=lab.env(), check=True)
+            subprocess.run(
+                [lab.venv / "bin/python", Path(__file__).parent / name, lab.root, *words],
+                env=lab.env(),
+                check=True,
+            )
     except subprocess.CalledProcessError as e:
         raise SystemExit(f"{Path(e.cmd[1]).name} did not hold; look at {lab.root}/log") from e
     finally:
@@ -511,7 +680,11 @@ def main() -> None:
             getattr(lab, what)()
         case "status":
             for cluster in CLUSTERS:
-                print(lab.slurm(cluster.name, "sinfo", "-N", "-o", "%N %T %P"), lab.slurm(cluster.name, "squeue"), sep="\n")
+                print(
+                    lab.slurm(cluster.name, "sinfo", "-N", "-o", "%N %T %P"),
+                    lab.slurm(cluster.name, "squeue"),
+                    sep="\n",
+                )
         case "power-off" | "take" | "node-up" | "drain" | "resume":
             getattr(lab, what.replace("-", "_"))(sys.argv[3])
         case _:

@@ -1,14 +1,18 @@
-"""The whole way, for real: `harness launch --cloud sky` on the lab's two clouds, with everything that can happen to a run.
+"""The whole way, for real: `harness launch --cloud sky` on the lab's two clouds, with everything
+that can happen to a run.
 
     python tests/lab/scenario.py DIR [--short]     (DIR: of a lab that is up, see lab.py; or `make lab`)
 
-Two members train on the cheaper cloud. One gets a notice (its machine has the metadata service of AWS) and leaves; another takes its
-place. One is powered off without a word, and there is no more capacity: the run goes on with fewer. The last one is taken too, and the
-run moves to the dearer cloud. The controller is killed, and another one adopts the nodes; SkyPilot's API server is restarted under
-it. Capacity returns, and the run moves back, because that pays. Then it is stopped, and resumed for its last steps. `harness verify`
-must hold, nothing may be left, and the bill must agree with SkyPilot's.
+Two members train on the cheaper cloud. One gets a notice (its machine has the metadata service of
+AWS) and leaves; another takes its place. One is powered off without a word, and there is no more
+capacity: the run goes on with fewer. The last one is taken too, and the run moves to the dearer
+cloud. The controller is killed, and another one adopts the nodes; SkyPilot's API server is
+restarted under it. Capacity returns, and the run moves back, because that pays. Then it is stopped,
+and resumed for its last steps. `harness verify` must hold, nothing may be left, and the bill must
+agree with SkyPilot's.
 
-What is waited for are facts; how long it takes depends on the computer: 10 minutes on an idle one with 2 cores.
+What is waited for are facts; how long it takes depends on the computer: 10 minutes on an idle one
+with 2 cores.
 """
 
 from __future__ import annotations
@@ -25,7 +29,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent.parent)]
+sys.path[:0] = [
+    str(Path(__file__).resolve().parent),
+    str(Path(__file__).resolve().parent.parent.parent),
+]
 
 from lab import CLUSTERS, Lab  # noqa: E402
 from task import in_lab  # noqa: E402
@@ -75,23 +82,55 @@ class Scene:
                 found[node] = MetadataServer(protocol_of("aws", node))
                 says = environment_of("aws", found[node].endpoint)
                 where = self.lab.root / "clusters" / cluster.name / "nodes" / node / "metadata"
-                where.write_text("".join(f"export {name}={value}\n" for name, value in says.items()))
+                where.write_text(
+                    "".join(f"export {name}={value}\n" for name, value in says.items())
+                )
                 where.chmod(0o644)
         return found
 
     # -- what a person does --
     def harness(self, *words: str, timeout_s: float = 600.0) -> subprocess.CompletedProcess[str]:
         command = [str(self.lab.venv / "bin/harness"), *words]
-        return subprocess.run(command, env=self.lab.env(), capture_output=True, text=True, timeout=timeout_s, cwd=self.lab.code)
+        return subprocess.run(
+            command,
+            env=self.lab.env(),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            cwd=self.lab.code,
+        )
 
     def launch(self, steps: int) -> None:
-        command = [str(self.lab.venv / "bin/harness"), "launch", str(self.task), "--cloud", "sky", "--run", self.url, "--nodes", "1:2"]
-        command += ["--env", f"STEPS={steps}", "--budget-usd", "20", "--move-stay-s", "120", "--on-interrupt", "drain"]
+        command = [
+            str(self.lab.venv / "bin/harness"),
+            "launch",
+            str(self.task),
+            "--cloud",
+            "sky",
+            "--run",
+            self.url,
+            "--nodes",
+            "1:2",
+        ]
+        command += [
+            "--env",
+            f"STEPS={steps}",
+            "--budget-usd",
+            "20",
+            "--move-stay-s",
+            "120",
+            "--on-interrupt",
+            "drain",
+        ]
         with open(self.lab.root / "log" / "scenario.log", "ab") as log:
             self.controller = subprocess.Popen(
                 ["sh", "-c", 'umask 0; exec "$@"', "sh", *command],
-                env=self.lab.env(), stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self.lab.code,
-            )  # fmt: skip
+                env=self.lab.env(),
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                cwd=self.lab.code,
+            )
 
     # -- what the bucket says --
     def stamped(self) -> list[Stamped]:
@@ -107,7 +146,12 @@ class Scene:
 
     def worlds(self) -> list[int]:
         """The size of every epoch, in order."""
-        return [e.world for e in sorted({e.epoch: e for e in self.facts(EpochStarted)}.values(), key=lambda e: e.epoch)]
+        return [
+            e.world
+            for e in sorted(
+                {e.epoch: e for e in self.facts(EpochStarted)}.values(), key=lambda e: e.epoch
+            )
+        ]
 
     def places(self) -> list[str]:
         """Of the attempts that are up."""
@@ -122,9 +166,14 @@ class Scene:
         began_s = time.monotonic()
         while not true():
             if time.monotonic() - began_s > within_s:
-                raise SystemExit(f"not within {within_s:g} s: {what}; look at {self.lab.root}/log/scenario.log and {self.url}")
+                raise SystemExit(
+                    f"not within {within_s:g} s: {what}; look at {self.lab.root}/log/scenario.log "
+                    f"and {self.url}"
+                )
             if self.controller and self.controller.poll() is not None:
-                raise SystemExit(f"the controller ended ({self.controller.returncode}) before: {what}")
+                raise SystemExit(
+                    f"the controller ended ({self.controller.returncode}) before: {what}"
+                )
             time.sleep(0.5)
         print(f"{time.strftime('%T')}  {what}  ({time.monotonic() - began_s:.1f} s)", flush=True)
 
@@ -140,14 +189,21 @@ class Scene:
     def begin(self) -> None:
         self.did("harness launch, 1 to 2 nodes")
         self.launch(MANY)
-        self.until("two members train in the cheaper cloud", lambda: 2 in self.worlds() and set(self.places()) == {"slurm/east"})
+        self.until(
+            "two members train in the cheaper cloud",
+            lambda: 2 in self.worlds() and set(self.places()) == {"slurm/east"},
+        )
         self.until("a snapshot is committed", lambda: self.step() > 0)
 
     def dear(self) -> None:
-        """To begin where it is dearer, for lack of capacity (instead of `begin`; `back` can follow)."""
+        """To begin where it is dearer, for lack of capacity (instead of `begin`; `back` can
+        follow)."""
         self.lab.drain("east")
         self.launch(MANY)
-        self.until("two members train in the dearer cloud", lambda: self.worlds()[-1:] == [2] and set(self.places()) == {"slurm/west"})
+        self.until(
+            "two members train in the dearer cloud",
+            lambda: self.worlds()[-1:] == [2] and set(self.places()) == {"slurm/west"},
+        )
         self.until("a snapshot is committed", lambda: self.step() > 0)
 
     def notice(self) -> None:
@@ -156,7 +212,9 @@ class Scene:
         epochs = len(self.worlds())
         self.machines[node].protocol.notice("kill", time.time() + GRACE_S)
         self.did(f"{node} is told that it will be taken")
-        self.until("the notice is seen", lambda: any(f.notice == "kill" for f in self.facts(NoticeSeen)))
+        self.until(
+            "the notice is seen", lambda: any(f.notice == "kill" for f in self.facts(NoticeSeen))
+        )
         self.until("it leaves with its state committed", lambda: "drained" in self.ends())
         self.lab.take(node)
         self.did(f"{node} is taken")
@@ -176,11 +234,14 @@ class Scene:
         self.goes_on("steps are made alone")
         self.lab.take(other)
         self.did(f"{other} is taken")
-        self.until("the run has moved to the dearer cloud", lambda: set(self.places()) == {"slurm/west"})
+        self.until(
+            "the run has moved to the dearer cloud", lambda: set(self.places()) == {"slurm/west"}
+        )
         self.until("two train there", lambda: self.worlds()[-1] == 2 and len(self.places()) == 2)
 
     def seats(self) -> None:
-        """The controller dies, the API server is restarted: the training goes on, and no node is launched twice."""
+        """The controller dies, the API server is restarted: the training goes on, and no node
+        is launched twice."""
         assert self.controller
         self.controller.send_signal(signal.SIGKILL)
         self.controller.wait()
@@ -194,12 +255,19 @@ class Scene:
         self.goes_on("... and training goes on with it")
         self.stop_server()
         self.goes_on("... and while the API server is restarted")
-        new = [f for f in self.facts(AttemptIntended)[before:] if "cheaper there" not in f.reason]  # to make a move ready is no doubling
+        # to make a move ready is no doubling
+        new = [f for f in self.facts(AttemptIntended)[before:] if "cheaper there" not in f.reason]
         if new:
             raise SystemExit(f"the new controller launched nodes though all were there: {new}")
 
     def stop_server(self) -> None:
-        subprocess.run([self.lab.venv / "bin/sky", "api", "stop"], env=self.lab.env(), timeout=120, check=True, capture_output=True)
+        subprocess.run(
+            [self.lab.venv / "bin/sky", "api", "stop"],
+            env=self.lab.env(),
+            timeout=120,
+            check=True,
+            capture_output=True,
+        )
         self.did("the API server was stopped; whoever needs it starts it")
 
     def back(self) -> None:
@@ -210,7 +278,10 @@ class Scene:
             self.lab.node_up(node)
         self.lab.resume("east")
         self.did("there is capacity in east again")
-        self.until("the run has moved back to the cheaper cloud", lambda: self.places() == ["slurm/east"] * 2)
+        self.until(
+            "the run has moved back to the cheaper cloud",
+            lambda: self.places() == ["slurm/east"] * 2,
+        )
         self.until("two train there", lambda: self.worlds()[-1] == 2)
         self.goes_on("... and make progress")
 
@@ -230,7 +301,10 @@ class Scene:
         self.launch(at + FEW)
         self.did(f"launched again, for {FEW} more steps than the {at} that it has")
         controller, self.controller = self.controller, None
-        self.until("it is resumed and ends", lambda: controller is not None and controller.poll() is not None)
+        self.until(
+            "it is resumed and ends",
+            lambda: controller is not None and controller.poll() is not None,
+        )
         last = self.facts(RunEnded)[-1]
         if (last.outcome, last.committed_step) != ("done", at + FEW):
             raise SystemExit(f"wanted it to be done at step {at + FEW}, found {last}")
@@ -242,22 +316,33 @@ class Scene:
         verified = self.harness("verify", self.url)
         print(f"harness verify: {verified.stdout.splitlines()[-1]}", flush=True)
         left = subprocess.run(
-            [self.lab.venv / "bin/sky", "status", "-r"], env=self.lab.env(), capture_output=True, text=True, timeout=300
+            [self.lab.venv / "bin/sky", "status", "-r"],
+            env=self.lab.env(),
+            capture_output=True,
+            text=True,
+            timeout=300,
         ).stdout
         held = [n for c in CLUSTERS for n in self.lab.busy(c.name)]
         bill = self.bill()
         print(json.dumps(bill), flush=True)
         if verified.returncode or "No existing clusters" not in left or held:
-            raise SystemExit(f"verify {verified.returncode}, held {held}, sky status:\n{left}\n{verified.stdout}")
+            raise SystemExit(
+                f"verify {verified.returncode}, held {held}, sky status:\n{left}\n{verified.stdout}"
+            )
         if abs(bill["ours_usd"] - bill["skypilot_usd"]) > 0.25 * bill["skypilot_usd"]:
             raise SystemExit("the two bills differ by more than a quarter")
         if late:
-            raise SystemExit(f"decided later than {DECIDED_WITHIN_S:g} s after a loss: {', '.join(late)}")
+            raise SystemExit(
+                f"decided later than {DECIDED_WITHIN_S:g} s after a loss: {', '.join(late)}"
+            )
         print("Everything holds.")
 
     def decisions(self) -> list[tuple[int, float]]:
-        """(attempt that was lost, seconds from the fact that it is gone to the fact that another is launched), unless one was already."""
-        intended = {s.fact.attempt: s for s in self.stamped() if isinstance(s.fact, AttemptIntended)}
+        """(attempt that was lost, seconds from the fact that it is gone to the fact that
+        another is launched), unless one was already."""
+        intended = {
+            s.fact.attempt: s for s in self.stamped() if isinstance(s.fact, AttemptIntended)
+        }
         settled: dict[int, float] = {}  # when it was up, or gone without
         for s in self.stamped():
             if isinstance(s.fact, (AttemptUp, AttemptEnded)):
@@ -274,7 +359,10 @@ class Scene:
 
     def table(self) -> None:
         """What happened and when, from the facts, beside what was done to the run."""
-        rows = [*((t, "", what) for t, what in self.done), *((s.t, s.fact.kind, said) for s in self.stamped() if (said := words(s)))]
+        rows = [
+            *((t, "", what) for t, what in self.done),
+            *((s.t, s.fact.kind, said) for s in self.stamped() if (said := words(s))),
+        ]
         began_s = min(t for t, _, _ in rows)
         print("\n      s  fact               what")
         for t, kind, what in sorted(rows):
@@ -313,7 +401,10 @@ def words(s: Stamped) -> str:
         case AttemptUp():
             return f"attempt {s.fact.attempt}, {s.t - s.fact.up_s:.0f} s billed by now"
         case AttemptEnded():
-            return f"attempt {s.fact.attempt} {s.fact.end}, {s.fact.usd:.4f} USD, at step {s.fact.committed_step} ({s.fact.reason[:60]})"
+            return (
+                f"attempt {s.fact.attempt} {s.fact.end}, {s.fact.usd:.4f} USD, at step "
+                f"{s.fact.committed_step} ({s.fact.reason[:60]})"
+            )
         case NoticeSeen():
             return f"{s.fact.member}: {s.fact.notice} from {s.fact.source}"
         case EpochStarted():
@@ -329,10 +420,22 @@ def words(s: Stamped) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("dir", help="where the lab's state lies (python tests/lab/lab.py up DIR)")
-    parser.add_argument("--only", default=",".join(WHOLE), help="these parts, in order; `dear` instead of `begin` is another one")
-    parser.add_argument("--short", action="store_const", dest="only", const=",".join(SHORT), help=f"only {', '.join(SHORT)}")
+    parser.add_argument(
+        "--only",
+        default=",".join(WHOLE),
+        help="these parts, in order; `dear` instead of `begin` is another one",
+    )
+    parser.add_argument(
+        "--short",
+        action="store_const",
+        dest="only",
+        const=",".join(SHORT),
+        help=f"only {', '.join(SHORT)}",
+    )
     flags = parser.parse_args()
     os.umask(0)
     lab = Lab(flags.dir)
