@@ -357,7 +357,7 @@ def resolve(name: str) -> Policy:
             f"policy {name!r}: {e}; it is {path}{takes}; options are written "
             f"{path}?name=value&name=value"
         ) from e
-    return functools.partial(function, **options) if options else function  # type: ignore[no-any-return]
+    return functools.partial(function, **options) if options else function
 
 
 def _value(text: str) -> float | str:

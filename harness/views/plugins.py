@@ -109,10 +109,10 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         suffix = f".{records[0].step:010d}-{records[-1].step:010d}"
-        with SummaryWriter(str(folder), filename_suffix=suffix) as writer:  # type: ignore[no-untyped-call]
+        with SummaryWriter(str(folder), filename_suffix=suffix) as writer:
             for r in records:
                 for key, value in metrics(r).items():
-                    writer.add_scalar(key, value, r.step, walltime=r.t)  # type: ignore[no-untyped-call]
+                    writer.add_scalar(key, value, r.step, walltime=r.t)
 
 
 class Wandb:

@@ -122,7 +122,7 @@ def map_style(
     """Micro-batches of this rank for steps first..total, in order."""
     loader: DataLoader[Any] = DataLoader(
         _Keyed(dataset, batching.seed),
-        batch_sampler=_Order(batching, plan, rank, first, total),  # type: ignore[arg-type]
+        batch_sampler=_Order(batching, plan, rank, first, total),
         collate_fn=_Collate(collate_fn),
         num_workers=num_workers,
         pin_memory=pin,

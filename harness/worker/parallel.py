@@ -184,7 +184,7 @@ class Sharded:
 
         check_sharding(model)
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
-        inside = {id(child) for m in self._modules for child in m.modules() if child is not m}  # type: ignore[attr-defined]
+        inside = {id(child) for m in self._modules for child in m.modules() if child is not m}
         self._roots = [m for m in self._modules if id(m) not in inside]
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         needs(
@@ -217,7 +217,7 @@ class Sharded:
             p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
             for p in self.parameters
             if p.grad is not None
-        ]  # type: ignore[union-attr,attr-defined]
+        ]
 
     def divide(self, weight: float | torch.Tensor) -> None:
         for grad in self._local():

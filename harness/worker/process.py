@@ -187,7 +187,7 @@ def exit_code(order: dict[str, Any]) -> int:
                 raise
         return code
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         return 1
 
 
