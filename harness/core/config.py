@@ -144,7 +144,7 @@ def add_flags(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
             parser.add_argument(f.name, **options)
             continue
         name = "--" + f.name.replace("_", "-")
-        default = f.default if f.default is not dataclasses.MISSING else f.default_factory()
+        default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[operator]
         if kind is bool:
             parser.add_argument(name, action="store_true", default=default, **options)
         elif typing.get_origin(kind) is tuple or kind is tuple:
