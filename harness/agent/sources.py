@@ -1,4 +1,4 @@
-"""Where notices come from: one row and one parser for each cloud. Built by `cli.py` for the node
+"""Where notices come from: one row and one parser for each cloud. Built by `cli/run.py` for the node
 agent.
 
 Knows metadata endpoints, files and what machines say of themselves (DMI, environment, files); never
