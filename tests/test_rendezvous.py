@@ -12,7 +12,8 @@ from dataclasses import asdict, replace
 import pytest
 from worlds import until
 
-from harness.agent.agent import Agent, AgentConfig
+from harness.agent.agent import Agent
+from harness.agent.config import AgentConfig, Timing
 from harness.agent.lines import Heard, Lines
 from harness.agent.rendezvous import Rendezvous
 from harness.bucket.epochs import NO_EPOCH, Epoch, Member, encode_epoch, epoch_key, newest_epoch
@@ -502,7 +503,11 @@ def minutes10(tmp_path, members, first, up):
             json.dumps(asdict(Member(name, "in", 1, "127.0.0.1", 1, 1, 1, 0))).encode(),
         )
     agent = Agent(
-        AgentConfig("memory://counted", [], 1, 1, "127.0.0.1", tmp_path, control_s=5.0), store, []
+        AgentConfig(
+            "memory://counted", [], 1, 1, "127.0.0.1", tmp_path, timing=Timing(control_s=5.0)
+        ),
+        store,
+        [],
     )
     agent.name, agent._lines = names[0 if first else 1], ears
     agent._epoch = Epoch(1, names, (1,) * members, (1.0,) * members, "", 0, "start")

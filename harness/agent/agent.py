@@ -18,21 +18,19 @@ import queue
 import secrets
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
-from collections import deque
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import IO, Any
+from dataclasses import replace
+from typing import Any
 
 from harness.agent import health
-from harness.agent.leaderless import LOOK_EVERY_S, Leaderless
+from harness.agent.config import AgentConfig
+from harness.agent.helpers import Helpers
+from harness.agent.leaderless import Leaderless
 from harness.agent.lines import Lines
 from harness.agent.notices import Notice, Source, watch
-from harness.agent.nursery import Forked, Nursery
 from harness.agent.rendezvous import Rendezvous, free_port
+from harness.agent.workers import Worker, Workers
 from harness.bucket.epochs import NO_EPOCH, Epoch, Member
 from harness.bucket.journal import Journal
 from harness.bucket.lease import sign_of_life
@@ -48,22 +46,16 @@ from harness.core.facts import (
     NoticeCancelled,
     NoticeSeen,
     WorkerFailed,
-    WorkerHung,
 )
 from harness.core.world import DOUBT, DRAINED, FENCED, FINISHED, LEAVE, RESIZE, STOPPED, UNFIT
 from harness.node import marks, progress
 from harness.node.marks import Want
-from harness.node.processes import DUMP_SIGNAL
 from harness.uploader.client import NodeUploader
-from harness.uploader.nearby import NearbyConfig
 from storage.errors import NotFound, StoreError, StoreUnavailable
 from storage.manifest import Ref, SnapshotCorrupt
 from storage.objects import ObjectStore
 from storage.snapshots import Snapshots
 
-# processes beside the first member of an epoch
-HELPERS = {"trackers": "harness.views.trackers", "replica": "harness.uploader.replica"}
-TAIL_LINES = 40
 NO_LIMIT = 1 << 30
 # the same failure of the script at the same committed step: stop, it will not get better
 SAME_FAILURE_LIMIT = 3
@@ -82,9 +74,6 @@ FENCE_S = 2.0  # between two looks for a newer epoch while all our peers are hea
 LINGER_S = 0.2  # for workers to end by themselves once it is known which one failed
 PEER_LEFT_S = 1.0  # for ours to notice that a peer's have failed
 BATCH_S = 5.0  # for others that are warming up already to join together with who is ready
-# for a killed worker to be gone; after that the kernel holds it, and the node is unfit
-KILL_S = 20.0
-DUMP_S = 1.0  # for a hung worker to write where it hangs
 FROZEN_S = 3.0  # our own loop stood still for so long: nobody else's silence is judged by that time
 
 # What a worker's error is like when the connection to another rank breaks. A hint that makes us
@@ -125,87 +114,6 @@ FAILING = "failing"
 ORDERLY = (FINISHED, DRAINED, RESIZE, STOPPED)
 
 
-@dataclass(frozen=True)
-class AgentConfig:
-    run: str
-    argv: list[str]
-    nproc: int
-    attempt: int
-    addr: str
-    node_dir: Path
-    accelerator: str = "cpu"
-    speed: float = 1.0
-    place: str = ""  # nodes of one place reach each other and form worlds; those of others wait
-    min_members: int = 1
-    grace_s: float = 30.0  # what a SIGTERM leaves us when nobody says
-    drain_lead_s: float = 120.0  # so long before an end that is known long before, we drain
-    # and so long before it, whoever launched us may look for another node
-    doubt_ahead_s: float = 900.0
-    acknowledge: bool = True  # tell the cloud, where it can be told, that we have gone
-    notify_signal: str = ""  # for scripts without a session: sent to them on a notice
-    trackers: str = ""
-    replica: str = ""  # URL of a second bucket that snapshots are copied to
-    replica_cap_usd: float | None = None
-    beat_s: float = 1.0
-    dead_s: float = 5.0
-    tick_s: float = 0.3
-    # how often to look for what people ask of the run; each look is a list, which object stores
-    # bill
-    control_s: float = 0.3
-    flush_s: float = 1.0
-    wait_limit_s: float = 3600.0  # how long to wait for a place in an epoch
-    stage_dir: Path | None = None  # a RAM disk for staged snapshots; None: /dev/shm
-    stage_nbytes: int | None = None  # what they may take of it; None: half of what is free
-    # tiers of snapshots besides this node's stage
-    nearby: NearbyConfig = field(default_factory=NearbyConfig)
-    settle_s: float = 30.0  # how long the next epoch waits for uploads whose worker has died
-    hang: progress.Limits = field(default_factory=progress.Limits)
-    hangs_allowed: int = 3  # so many hangs of our own workers: this node is unfit
-    # "auto": by NVML; "off"; or the path of a script for the fake (harness/agent/health.py)
-    gpu_health: str = "off"
-    unfit_grace_s: float = 60.0  # how long workers on a sick GPU have to reach a step boundary
-    # so long this node goes on when nobody leads the run any more; 0: for ever
-    leaderless_s: float = 0.0
-    lease_s: float = LOOK_EVERY_S  # how often to look whether somebody does
-
-
-@dataclass
-class Worker:
-    process: Forked
-    error_file: Path
-    rank: int
-    pulse: progress.Pulse
-    tail: deque[str]
-    reader: threading.Thread  # of what it prints
-    hung: str = ""  # in words, when it was killed for that
-    guilty: bool = False  # of the hang; else it was waiting for others
-    ended_by_us: bool = False  # it was still at work
-
-    @property
-    def code(self) -> int:
-        """Of its end. One that even SIGKILL did not end counts as killed."""
-        return -signal.SIGKILL if self.process.returncode is None else self.process.returncode
-
-    @property
-    def failed_s(self) -> float:
-        """When its error was written; of use only beside those of this node's other workers."""
-        with contextlib.suppress(OSError):
-            return self.error_file.stat().st_mtime_ns / 1e9
-        return float("inf")
-
-    def failure(self) -> tuple[str, str]:
-        """Type and text of what ended it, from its error file, else from its exit code."""
-        code = self.code
-        if self.hung:
-            return "Hung", self.hung
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            message = json.loads(self.error_file.read_text())["message"]
-            return str(message["type"]), str(message["text"])
-        if code < 0:
-            return signal.Signals(-code).name, f"killed by {signal.Signals(-code).name}"
-        return "exit", f"exit code {code}"
-
-
 class Agent:
     """One node's part in a run. `execute` returns the exit code."""
 
@@ -215,7 +123,7 @@ class Agent:
         self.journal = Journal(store, f"agent-{self.name}", time.time)
         self.snapshots = Snapshots(store)
         self.mark_path = config.node_dir / "mark.json"
-        self._workers: list[Worker] = []
+        self._workers = Workers(config, self.name, self.mark_path, self.journal.record)
         self._epoch: Epoch = NO_EPOCH  # the one whose workers run, else NO_EPOCH
         self._absent: set[str] = set()  # members of our epoch that are gone or dead
         self._wants: dict[str, tuple[Want, float | None]] = {}  # who wants what, until when
@@ -241,7 +149,7 @@ class Agent:
         # what we shall say of ourselves once our uploads are done
         self._ready: dict[str, Any] | None = None
         self._settle_until_s = 0.0
-        self._helpers: dict[str, subprocess.Popen[bytes]] = {}  # trackers, replica
+        self._helpers = Helpers(config)
         self._reason = ""  # in words, of our own end
         self._end = ""  # how our last epoch ended: facts.EpochLeft.why
         self._last_tail: tuple[str, ...] = ()
@@ -250,19 +158,24 @@ class Agent:
         # when workers on it are ended, if they have not left by then
         self._unfit_by_s: float | None = None
         self._grace_spent: set[str] = set()  # the notices whose last words are written
-        self._leaderless = Leaderless(config.leaderless_s)
+        self._leaderless = Leaderless(config.timing.leaderless_s)
         self._last_loop_s = time.monotonic()
 
     # ---- life ------------------------------------------------------------------------------------
     def execute(self) -> int:
         c = self.config
         c.node_dir.mkdir(parents=True, exist_ok=True)
-        self._nursery = self._new_nursery()  # first of all: its imports take longest
-        nearby = replace(c.nearby, addr=c.addr, share=c.nproc > 1)
+        self._workers.warm_up()  # first of all: its imports take longest
+        nearby = replace(c.uploads.nearby, addr=c.addr, share=c.nproc > 1)
         self._uploads = NodeUploader(
-            c.run, self.name, c.stage_dir, c.stage_nbytes, c.node_dir / "uploader.log", nearby
+            c.run,
+            self.name,
+            c.uploads.stage_dir,
+            c.uploads.stage_nbytes,
+            c.node_dir / "uploader.log",
+            nearby,
         )
-        self._lines = Lines(self.name, c.addr, c.beat_s / 2)
+        self._lines = Lines(self.name, c.addr, c.timing.beat_s / 2)
         me = Member(
             *(self.name, "warming", 0, c.addr, self._lines.port, free_port(c.addr)),
             nproc=c.nproc, attempt=c.attempt, speed=c.speed, place=c.place,
@@ -271,8 +184,8 @@ class Agent:
             self.store,
             me,
             self._lines,
-            beat_s=c.beat_s,
-            dead_s=c.dead_s,
+            beat_s=c.timing.beat_s,
+            dead_s=c.timing.dead_s,
             min_members=c.min_members,
             over=self._is_over,
         )
@@ -289,7 +202,9 @@ class Agent:
             on_notice=lambda notice: self._inbox.put(("notice", notice)),
             on_cancel=lambda notice: self._inbox.put(("cancel", notice)),
         )
-        monitor = health.start(c.gpu_health, lambda verdict: self._inbox.put(("health", verdict)))
+        monitor = health.start(
+            c.fitness.gpu_health, lambda verdict: self._inbox.put(("health", verdict))
+        )
         code = FENCED
         try:
             self.rendezvous.start()
@@ -300,7 +215,7 @@ class Agent:
         finally:
             watcher.stop()
             monitor.stop()
-            self._nursery.close()
+            self._workers.close()
             self._uploads.settle(self._settle_s())
             if code in (DRAINED, FINISHED):
                 self._acknowledge()
@@ -308,7 +223,7 @@ class Agent:
             self.rendezvous.leave(end=self._end)
             self._lines.close()
             self.journal.record(AgentEnded(self.name, code, self._reason))
-            self._end_helpers(wait_s=45.0 if code == FINISHED else 3.0)
+            self._helpers.end(wait_s=45.0 if code == FINISHED else 3.0)
             with contextlib.suppress(StoreError):  # our last words; their loss changes nothing
                 self.journal.flush()
         return code
@@ -322,7 +237,7 @@ class Agent:
                 code = self._watch_workers(now)
             if code is None and (now >= self._next_tick_s or self._lines.changed.is_set()):
                 self._lines.changed.clear()
-                self._next_tick_s = now + self.config.tick_s
+                self._next_tick_s = now + self.config.timing.tick_s
                 self._heed_known_ends()
                 # training goes on while the bucket is silent
                 with contextlib.suppress(StoreUnavailable):
@@ -332,7 +247,7 @@ class Agent:
                         self._seek_epoch(now) if self._epoch is NO_EPOCH else self._watch_peers(now)
                     )
             if now >= self._next_flush_s:
-                self._next_flush_s = now + self.config.flush_s
+                self._next_flush_s = now + self.config.timing.flush_s
                 with contextlib.suppress(StoreUnavailable):
                     self.journal.flush()
             if code is not None:
@@ -344,8 +259,7 @@ class Agent:
         theirs."""
         gap_s, self._last_loop_s = now - self._last_loop_s, now
         if gap_s > FROZEN_S:
-            for worker in self._workers:
-                worker.pulse.forgive(gap_s)
+            self._workers.forgive(gap_s)
 
     # ---- what others tell us ---------------------------------------------------------------------
     def _hear(self) -> int | None:
@@ -357,7 +271,7 @@ class Agent:
             if what == "snapshot":
                 self._want("snapshot", Want.SNAPSHOT)
             elif what == "signal":
-                deadline = time.time() + self.config.grace_s
+                deadline = time.time() + self.config.leaving.grace_s
                 self.journal.record(NoticeSeen(self.name, "signal", "kill", value, deadline))
                 self._must_leave(f"{value}", f"signal:{value}", deadline)
             elif what == "notice":
@@ -388,7 +302,7 @@ class Agent:
             near = (
                 n.kind == "maintenance"
                 and n.deadline_s is not None
-                and time.time() >= n.deadline_s - self.config.drain_lead_s
+                and time.time() >= n.deadline_s - self.config.leaving.drain_lead_s
             )
             if near and self._wants.get(f"notice:{n.id}") != (Want.RESIZE, n.deadline_s):
                 self._must_leave(f"{n.source} notice", f"notice:{n.id}", n.deadline_s)
@@ -413,7 +327,7 @@ class Agent:
     def _doubtful(self) -> bool:
         """Is it time to look for another node, though this one is still there? At a kill notice
         it is: clouds take minutes to launch."""
-        by_s = time.time() + self.config.doubt_ahead_s
+        by_s = time.time() + self.config.leaving.doubt_ahead_s
         return any(
             not n.pause
             if n.kind == "soft"
@@ -439,7 +353,7 @@ class Agent:
     def _acknowledge(self) -> None:
         """The snapshot is committed and our workers have gone: who waits for us need not wait
         any longer."""
-        if not self.config.acknowledge or self._uploads.busy():
+        if not self.config.leaving.acknowledge or self._uploads.busy():
             return
         for notice in self._notices.values():
             source = next((s for s in self.sources if s.name == notice.source), None)
@@ -460,12 +374,12 @@ class Agent:
                 )
             )
         self._want(who, Want.RESIZE, deadline_s)
-        if self._epoch is not NO_EPOCH and self.config.notify_signal and not self._attached():
-            for worker in self._workers:
-                if worker.process.poll() is None:
-                    worker.process.send_signal(
-                        getattr(signal, f"SIG{self.config.notify_signal.removeprefix('SIG')}")
-                    )
+        if (
+            self._epoch is not NO_EPOCH
+            and self.config.leaving.notify_signal
+            and not self._workers.attached()
+        ):
+            self._workers.signal(self.config.leaving.notify_signal)
 
     def _act_on_health(self, verdict: health.Verdict) -> None:
         """A GPU reported something. Its node is left if it is sick; at once, without a
@@ -480,7 +394,7 @@ class Agent:
         if action is health.Action.SNAPSHOT:
             self._want(f"health:{found.what}", Want.SNAPSHOT)
         elif action in (health.Action.DRAIN, health.Action.KILL):
-            grace_s = 0.0 if action is health.Action.KILL else self.config.unfit_grace_s
+            grace_s = 0.0 if action is health.Action.KILL else self.config.fitness.unfit_grace_s
             self._declare_unfit(why, grace_s)
 
     def _declare_unfit(self, why: str, grace_s: float) -> None:
@@ -503,7 +417,7 @@ class Agent:
         if (
             not self._leaderless.bound_s
             or self._leaving
-            or not self._due("lease", now, self.config.lease_s)
+            or not self._due("lease", now, self.config.timing.lease_s)
         ):
             return
         if why := self._leaderless.see(now, *sign_of_life(self.store, self._leaderless.term)):
@@ -530,14 +444,11 @@ class Agent:
         who, (want, deadline_s) = self._reigning()
         marks.write(self.mark_path, want, who, deadline_s)
 
-    def _attached(self) -> bool:
-        return self.mark_path.with_name("attached").exists()
-
     # ---- between epochs --------------------------------------------------------------------------
     def _settle_s(self) -> float:
         """How long we can wait for uploads now: as long as the node lives, when that is known."""
         deadlines = [deadline for _, deadline in self._wants.values() if deadline is not None]
-        return max(0.0, min(deadlines) - time.time()) if deadlines else self.config.settle_s
+        return max(0.0, min(deadlines) - time.time()) if deadlines else self.config.uploads.settle_s
 
     def _say_ready(self, now: float) -> bool:
         """A worker may have died and left a snapshot to send: no newer epoch may begin before
@@ -557,7 +468,7 @@ class Agent:
             self._reason = stop
             return STOPPED
         if self.rendezvous.me.state == "warming":
-            if not (self._leaving or now >= self._warm_by_s or self._nursery.warm()):
+            if not (self._leaving or now >= self._warm_by_s or self._workers.warm()):
                 return None
             self._tell(state="ready")
         if self._leaving:
@@ -595,8 +506,8 @@ class Agent:
                 flush=True,
             )
             return FINISHED
-        if now - self._ready_since_s > self.config.wait_limit_s:
-            self._reason = f"no place in any epoch for {self.config.wait_limit_s:.0f} s"
+        if now - self._ready_since_s > self.config.timing.wait_limit_s:
+            self._reason = f"no place in any epoch for {self.config.timing.wait_limit_s:.0f} s"
             return FENCED
         return None
 
@@ -622,9 +533,7 @@ class Agent:
         return None if self._room == NO_LIMIT else self._room
 
     def _enter(self, epoch: Epoch) -> None:
-        signs = [self.config.node_dir / f"progress-{i}" for i in range(self.config.nproc)]
-        for path in (self.mark_path, self.mark_path.with_name("attached"), *signs):
-            path.unlink(missing_ok=True)
+        self._workers.clear_signs()
         self._wants.clear()
         self._entered_s = time.monotonic()
         self._epoch, self._first_end_s, self._peer_left_s, self._waiting_since_s = (
@@ -641,91 +550,27 @@ class Agent:
             failure_step=0,
             master_port=free_port(self.config.addr),
         )
-        ranks = epoch.ranks(self.name)
-        self._warm_up()
-        self._workers = [
-            self._start(epoch, rank, local_rank) for local_rank, rank in enumerate(ranks)
-        ]
-        if ranks.start == 0:
+        self._workers.start(epoch, self._uploads.stage.folder, patience=2.0**self._hangs)
+        if epoch.members[0] == self.name:
             self.journal.record(EpochStarted(epoch.epoch, epoch.members, epoch.world, epoch.reason))
-            self._start_helpers()
-        elif "replica" in self._helpers:  # another node's does it now
-            self._helpers["replica"].terminate()
+            self._helpers.start()
+        else:
+            self._helpers.release_replica()
 
     def _tell(self, **changes: Any) -> None:
         # what we say of ourselves goes out with the next heartbeat then
         with contextlib.suppress(StoreUnavailable):
             self.rendezvous.say(**changes)
 
-    def _start(self, epoch: Epoch, rank: int, local_rank: int) -> Worker:
-        speeds = [
-            speed for speed, n in zip(epoch.speeds, epoch.nproc, strict=True) for _ in range(n)
-        ]
-        node = epoch.members.index(self.name)
-        sign = self.config.node_dir / f"progress-{local_rank}"
-        error_file = self.config.node_dir / f"error-{secrets.token_hex(4)}.json"
-        env = {
-            "RANK": rank,
-            "WORLD_SIZE": epoch.world,
-            "LOCAL_RANK": local_rank,
-            "LOCAL_WORLD_SIZE": self.config.nproc,
-            "GROUP_RANK": node,
-            "GROUP_WORLD_SIZE": len(epoch.members),
-            "ROLE_RANK": rank,
-            "ROLE_WORLD_SIZE": epoch.world,
-            "ROLE_NAME": "default",
-            "MASTER_ADDR": epoch.addr,
-            "MASTER_PORT": epoch.port,
-            "TORCHELASTIC_RUN_ID": "harness",
-            "TORCHELASTIC_RESTART_COUNT": epoch.epoch - 1,
-            "TORCHELASTIC_MAX_RESTARTS": 1_000_000,
-            "HARNESS_RUN": self.config.run,
-            "HARNESS_REPLICA": self.config.replica,
-            "HARNESS_EPOCH": epoch.epoch,
-            "HARNESS_MARK": self.mark_path,
-            "HARNESS_SPEEDS": json.dumps(speeds),
-            "HARNESS_EPOCH_REASON": epoch.reason,
-            "HARNESS_STAGE": self._uploads.stage.folder,
-            "HARNESS_PROGRESS": sign,
-            "TORCHELASTIC_ERROR_FILE": error_file,
-        }
-        process, out = self._nursery.fork(
-            {"env": {k: str(v) for k, v in env.items()}, "argv": self.config.argv}
-        )
-        pulse = progress.Pulse(sign, self.config.hang, 2.0**self._hangs, since_s=time.monotonic())
-        tail: deque[str] = deque(maxlen=TAIL_LINES)
-        reader = threading.Thread(target=self._read, args=(rank, out, tail), daemon=True)
-        reader.start()
-        return Worker(process, error_file, rank, pulse, tail, reader)
-
-    def _new_nursery(self) -> Nursery:
-        env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
-        if self.config.addr.startswith("127."):
-            env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        return Nursery(env)
-
-    def _warm_up(self) -> None:
-        """See to it that there is a warm process to fork from: the last one may have been
-        killed."""
-        if self._nursery.ended():
-            self._nursery = self._new_nursery()
-
-    @staticmethod
-    def _read(rank: int, stream: IO[bytes], tail: deque[str]) -> None:
-        with stream:
-            for raw in stream:
-                line = raw.decode(errors="replace").rstrip("\n")
-                tail.append(line)
-                print(f"[{rank}] {line}", flush=True)
-
     # ---- in an epoch -----------------------------------------------------------------------------
     def _watch_workers(self, now: float) -> int | None:
         self._say_last_words()
         if self._unfit_by_s is not None and now >= self._unfit_by_s:
             return self._abandon(self._unfit)
-        if self._find_hung(now):
-            return self._leave([w.code for w in self._end_workers()])
-        codes = [w.process.poll() for w in self._workers]
+        if hung := self._workers.find_hung(now):
+            self._hangs += any(w.guilty for w in hung)
+            return self._leave(self._end_workers())
+        codes = [w.process.poll() for w in self._workers.all]
         ended = [c for c in codes if c is not None]
         if not ended:
             return None
@@ -734,7 +579,7 @@ class Agent:
         # whose fault it is; after a planned end they may still be saving.
         linger_s, evidence_s = 60.0, 0.0
         if any(c not in ORDERLY for c in ended):
-            guilty = any(self._guilty(w) for w in self._workers)
+            guilty = any(self._guilty(w) for w in self._workers.all)
             if guilty and self.rendezvous.me.end != FAILING:
                 self.rendezvous.mention(end=FAILING)
             linger_s = LINGER_S if guilty else 3.0
@@ -742,62 +587,13 @@ class Agent:
             evidence_s = (
                 0.0
                 if guilty or len(self._epoch.members) == 1
-                else self.config.dead_s + self.config.beat_s
+                else self.config.timing.dead_s + self.config.timing.beat_s
             )
         if len(ended) < len(codes) and now - self._first_end_s < linger_s:
             return None
         if now - self._first_end_s < evidence_s and not self._lost_member(self._epoch):
             return None
-        return self._leave([w.code for w in self._end_workers()])
-
-    def _find_hung(self, now: float) -> bool:
-        """Name workers that give no sign of life, and have them write down where they hang."""
-        hung: list[Worker] = []
-        for worker in self._workers:
-            if worker.process.poll() is not None:
-                continue
-            worker.pulse.look(now)
-            state = (
-                progress.state_of(worker.process.pid)
-                if now - worker.pulse.since_s > worker.pulse.bound_s(stopped=True)
-                else ""
-            )
-            if what := worker.pulse.hung(now, state):
-                worker.hung = what
-                hung.append(worker)
-                self._report_hung(worker, now, state)
-        if hung:
-            self._hangs += any(w.guilty for w in hung)
-            deadline_s = time.monotonic() + DUMP_S
-            # a stopped one writes nothing; the bound is for that
-            while time.monotonic() < deadline_s:
-                time.sleep(0.1)
-        return bool(hung)
-
-    def _report_hung(self, worker: Worker, now: float, state: str) -> None:
-        pulse = worker.pulse
-        sign = pulse.sign or progress.Sign(0, 0, progress.Place.START)
-        worker.guilty = not pulse.waits(state)
-        self.journal.record(
-            WorkerHung(
-                self.name,
-                self._epoch.epoch,
-                worker.rank,
-                sign.step,
-                sign.place.name.lower(),
-                now - pulse.since_s,
-                worker.guilty,
-                worker.hung,
-            )
-        )
-        print(
-            f"harness run: rank {worker.rank} hangs: {worker.hung}; it is asked for its stacks, "
-            "then ended",
-            flush=True,
-        )
-        if state != "T":
-            with contextlib.suppress(ProcessLookupError):
-                worker.process.send_signal(DUMP_SIGNAL)
+        return self._leave(self._end_workers())
 
     def _say_last_words(self) -> None:
         """Near a deadline that the workers have not met: write what is safe and what is not.
@@ -812,7 +608,7 @@ class Agent:
             ):
                 continue
             self._grace_spent.add(who)
-            signs = [w.pulse.sign for w in self._workers if w.pulse.sign is not None]
+            signs = self._workers.signs()
             step = max((s.step for s in signs), default=-1)
             committed = -1
             with contextlib.suppress(StoreUnavailable):
@@ -833,17 +629,13 @@ class Agent:
             with contextlib.suppress(StoreUnavailable):
                 self.journal.flush()
 
-    def _end_workers(self) -> list[Worker]:
-        for worker in self._workers:
-            worker.ended_by_us = worker.process.poll() is None
-            worker.process.kill(KILL_S)
-            # let its last words through; bounded, as a grandchild may hold the pipe open
-            worker.reader.join(2.0)
-        if stuck := [w.rank for w in self._workers if w.process.returncode is None]:
+    def _end_workers(self) -> list[int]:
+        """Their exit codes."""
+        if stuck := self._workers.end():
             self._unfit = self._unfit or (
                 f"rank {stuck[0]} cannot be killed: it hangs in the kernel, most likely in a driver"
             )
-        return self._workers
+        return [w.code for w in self._workers.all]
 
     def _leave(self, codes: list[int]) -> int | None:
         """Our workers of this epoch have ended with `codes`: what now?"""
@@ -851,12 +643,12 @@ class Agent:
         failure, step = "", 0
         code: int | None
         # it cannot read what others can
-        if unfit := next((w for w in self._workers if w.code == UNFIT), None):
+        if unfit := next((w for w in self._workers.all if w.code == UNFIT), None):
             self._unfit = self._unfit or unfit.failure()[1]
         # killed by us, or by their GPU
         if self._unfit and any(c not in (FINISHED, RESIZE, DRAINED, STOPPED) for c in codes):
             why, code = "unfit", UNFIT
-        elif self._leaving and not self._attached():
+        elif self._leaving and not self._workers.attached():
             # it heard the notice in its own way; whether it is done only it knows
             why, code = "drained", self._gone_code()
         elif all(c == FINISHED for c in codes):
@@ -877,7 +669,7 @@ class Agent:
                 committed = max((r.step for r in self.snapshots.refs()), default=0)
                 step = committed if failure else 0
                 self._count_fruitless(committed)
-        if code is None and self._hangs >= self.config.hangs_allowed:
+        if code is None and self._hangs >= self.config.fitness.hangs_allowed:
             self._unfit = f"its workers hung {self._hangs} times"
             code = UNFIT
         self.journal.record(EpochLeft(epoch.epoch, self.name, why))
@@ -891,14 +683,14 @@ class Agent:
             self._ready = {"state": "ready", "end": why, "failure": failure, "failure_step": step}
             self._settle_until_s = time.monotonic() + self._settle_s()
             self._say_ready(time.monotonic())
-            self._warm_up()
+            self._workers.warm_up()
             self._next_tick_s = 0.0
         return code
 
     def _count_fruitless(self, committed: int) -> None:
         """An epoch of ours was broken off. Without a controller nobody else counts what commits
         nothing."""
-        unseen = not self._attached() and time.monotonic() - self._entered_s >= FRUITLESS_S
+        unseen = not self._workers.attached() and time.monotonic() - self._entered_s >= FRUITLESS_S
         self._fruitless = 1 if unseen or committed > self._fruitful_step else self._fruitless + 1
         self._fruitful_step = max(self._fruitful_step, committed)
 
@@ -939,7 +731,7 @@ class Agent:
         """
         failed = [
             w
-            for w in self._workers
+            for w in self._workers.all
             if w.code not in (FINISHED, RESIZE) and (w.hung or not w.ended_by_us)
         ]
         suspects = [w for w in failed if self._suspect(w)]
@@ -978,10 +770,10 @@ class Agent:
         of rank 0 answers for the run."""
         if self.name != epoch.members[0]:
             return "finished", FINISHED
-        give_up_s = time.monotonic() + self.config.wait_limit_s
+        give_up_s = time.monotonic() + self.config.timing.wait_limit_s
         while True:
             try:
-                if not self._attached():
+                if not self._workers.attached():
                     self._finish_for_script(epoch)
                 elif not self._is_over():
                     reason = (
@@ -1014,13 +806,13 @@ class Agent:
 
     def _watch_peers(self, now: float) -> int | None:
         epoch = self._epoch
-        if self._attached():
+        if self._workers.attached():
             self._uploads.ensure()
         if (stop := self._stop_order(now)) is not None:
             self._reason = stop
             self._want("stop", Want.STOP)
         self._heed_requests()
-        fence_s = FENCE_S if self._lines.all_up() else self.config.tick_s
+        fence_s = FENCE_S if self._lines.all_up() else self.config.timing.tick_s
         if self._due("fence", now, fence_s) and self.rendezvous.newest().epoch > epoch.epoch:
             return self._abandon("a newer epoch exists without us")
         first = (
@@ -1056,7 +848,7 @@ class Agent:
         """End our workers; `code`: what their end shall count as."""
         print(f"harness run: epoch {self._epoch.epoch} is over: {why}", flush=True)
         self._end_workers()
-        return self._leave([code] * len(self._workers))
+        return self._leave([code] * len(self._workers.all))
 
     def _invite(self, now: float, epoch: Epoch, everybody: list[Member]) -> None:
         """The first living member of the epoch asks for a bigger world when somebody fitting
@@ -1083,7 +875,7 @@ class Agent:
 
     def _stop_order(self, now: float) -> str | None:
         """Why the run shall stop, if it shall. One list tells of everything that is asked of it."""
-        if self._due("control", now, self.config.control_s):
+        if self._due("control", now, self.config.timing.control_s):
             self._control = set(self.store.list(CONTROL))
         order = stop_order(self.store) if STOP_KEY in self._control else None
         return order.reason if order else None
@@ -1097,37 +889,3 @@ class Agent:
         self._control_seen = keys
         if self.config.attempt and f"{LEAVE}{self.config.attempt:06d}.json" in keys:
             self._must_leave("released", "leave", None)
-
-    # ---- helpers ---------------------------------------------------------------------------------
-    def _start_helpers(self) -> None:
-        c, commands = self.config, dict[str, list[str]]()
-        if c.trackers:
-            commands["trackers"] = [c.run, "--trackers", c.trackers]
-        if c.replica:
-            commands["replica"] = [
-                c.run,
-                c.replica,
-                *([] if c.replica_cap_usd is None else ["--cap-usd", str(c.replica_cap_usd)]),
-            ]
-            commands["replica"] += ["--here", c.place] if c.place else []
-        for name, words in commands.items():
-            if name in self._helpers and self._helpers[name].poll() is None:
-                continue
-            with open(c.node_dir / f"{name}.log", "ab") as log:
-                self._helpers[name] = subprocess.Popen(
-                    [sys.executable, "-m", HELPERS[name], *words],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-
-    def _end_helpers(self, wait_s: float) -> None:
-        until_s = time.monotonic() + wait_s
-        for helper in self._helpers.values():
-            helper.terminate()
-        for helper in self._helpers.values():
-            try:
-                helper.wait(max(0.0, until_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                helper.kill()
-                helper.wait()

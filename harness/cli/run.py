@@ -143,7 +143,8 @@ class RunFlags:
 
 def run(flags: RunFlags) -> int:
     """Be this node's agent: join the run, start the script's workers, heed notices."""
-    from harness.agent.agent import Agent, AgentConfig
+    from harness.agent.agent import Agent
+    from harness.agent.config import AgentConfig, Beside, Fitness, Leaving, Timing, Uploads
     from harness.agent.leaderless import LOOK_EVERY_S
     from harness.agent.sources import LimitSource, detect, duration, moment, sigterm_s
     from harness.node.processes import die_with_parent
@@ -198,27 +199,33 @@ def run(flags: RunFlags) -> int:
         speed=flags.speed,
         place=_place(env),
         min_members=flags.min_nodes,
-        grace_s=flags.grace_s or sigterm_s(env, asked=flags.notices),
-        drain_lead_s=flags.drain_lead_s,
-        acknowledge=flags.notice_ack != "never",
-        notify_signal=flags.notify_signal,
-        trackers=trackers,
-        replica=replica,
-        replica_cap_usd=cap_usd,
-        stage_dir=Path(flags.stage_dir) if flags.stage_dir else None,
-        stage_nbytes=int(flags.stage_gib * 2**30) or None,
-        nearby=NearbyConfig(
-            disk_nbytes=int(flags.disk_tier_gib * 2**30),
-            disk_root=flags.disk_tier_dir or str(node_dir / "disk-tier"),
-            peer=flags.peer_tier,
-        ).checked(),
-        beat_s=flags.beat_s or pace.beat_s,
-        dead_s=flags.dead_s or pace.dead_s,
-        control_s=pace.control_s,
-        hang=_hang_limits(flags.hang_after_s, flags.stuck_after_s),
-        gpu_health=flags.gpu_health,
-        leaderless_s=flags.leaderless_hours * 3600,
-        lease_s=min(LOOK_EVERY_S, flags.leaderless_hours * 900),
+        timing=Timing(
+            beat_s=flags.beat_s or pace.beat_s,
+            dead_s=flags.dead_s or pace.dead_s,
+            control_s=pace.control_s,
+            leaderless_s=flags.leaderless_hours * 3600,
+            lease_s=min(LOOK_EVERY_S, flags.leaderless_hours * 900),
+        ),
+        leaving=Leaving(
+            grace_s=flags.grace_s or sigterm_s(env, asked=flags.notices),
+            drain_lead_s=flags.drain_lead_s,
+            acknowledge=flags.notice_ack != "never",
+            notify_signal=flags.notify_signal,
+        ),
+        fitness=Fitness(
+            hang=_hang_limits(flags.hang_after_s, flags.stuck_after_s),
+            gpu_health=flags.gpu_health,
+        ),
+        uploads=Uploads(
+            stage_dir=Path(flags.stage_dir) if flags.stage_dir else None,
+            stage_nbytes=int(flags.stage_gib * 2**30) or None,
+            nearby=NearbyConfig(
+                disk_nbytes=int(flags.disk_tier_gib * 2**30),
+                disk_root=flags.disk_tier_dir or str(node_dir / "disk-tier"),
+                peer=flags.peer_tier,
+            ).checked(),
+        ),
+        beside=Beside(trackers, replica, cap_usd),
     )
     return Agent(config, store, sources).execute()
 
