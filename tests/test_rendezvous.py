@@ -510,8 +510,8 @@ def minutes10(tmp_path, members, first, up):
         [],
     )
     agent.name, agent._lines = names[0 if first else 1], ears
-    agent._epoch = Epoch(1, names, (1,) * members, (1.0,) * members, "", 0, "start")
-    store.create(epoch_key(1), encode_epoch(agent._epoch))
+    agent._stay.epoch = Epoch(1, names, (1,) * members, (1.0,) * members, "", 0, "start")
+    store.create(epoch_key(1), encode_epoch(agent._stay.epoch))
     store.create("run.json", json.dumps({"global_batch": 64, "micro_batch": 4}).encode())
     me = Member(agent.name, "in", 1, "127.0.0.1", 1, 1, 1, 0)
     agent.rendezvous = Rendezvous(store, me, ears, beat_s=1.0, dead_s=5.0, monotonic=clock)

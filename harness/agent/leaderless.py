@@ -1,5 +1,5 @@
 """What a node does when nobody leads its run any more: it trains on, but not for ever. Used by
-`agent.py`.
+`run_state.py`.
 
 A controller may be killed, or its laptop closed; nodes need none in order to train, to take
 snapshots and to finish. But without one nobody replaces lost nodes, keeps a budget, or ends a node

@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import IO
 
 from harness.agent.config import AgentConfig
+from harness.agent.ends import WorkerEnd
 from harness.agent.nursery import Forked, Nursery
 from harness.bucket.epochs import NO_EPOCH, Epoch
 from harness.core.facts import Fact, WorkerHung
-from harness.node import progress
+from harness.node import marks, progress
+from harness.node.marks import Want
 from harness.node.processes import DUMP_SIGNAL
 
 TAIL_LINES = 40
@@ -56,6 +58,23 @@ class Worker:
             return self.error_file.stat().st_mtime_ns / 1e9
         return float("inf")
 
+    def seen(self) -> WorkerEnd:
+        """Of its end, or of its being at work."""
+        at_work = self.process.poll() is None
+        error, text = ("", "") if at_work and not self.hung else self.failure()
+        return WorkerEnd(
+            self.rank,
+            self.code,
+            error,
+            text,
+            self.failed_s,
+            at_work,
+            self.hung,
+            self.guilty,
+            self.ended_by_us,
+            tuple(self.tail),
+        )
+
     def failure(self) -> tuple[str, str]:
         """Type and text of what ended it, from its error file, else from its exit code."""
         code = self.code
@@ -72,11 +91,9 @@ class Worker:
 class Workers:
     """Those of one epoch, and the warm process that they are forked from. `record`: takes facts."""
 
-    def __init__(
-        self, config: AgentConfig, member: str, mark_path: Path, record: Callable[[Fact], None]
-    ):
-        self._config, self._member = config, member
-        self._mark_path, self._record = mark_path, record
+    def __init__(self, config: AgentConfig, member: str, record: Callable[[Fact], None]):
+        self._config, self._member, self._record = config, member, record
+        self._mark_path = config.node_dir / "mark.json"
         self._epoch: Epoch = NO_EPOCH
         self._warm: Nursery | None = None
         self.all: list[Worker] = []
@@ -179,6 +196,14 @@ class Workers:
     def _attached_path(self) -> Path:
         return self._mark_path.with_name("attached")
 
+    def seen(self) -> list[WorkerEnd]:
+        """All of them, as they are now."""
+        return [w.seen() for w in self.all]
+
+    def at_work(self) -> int:
+        """How many of them are."""
+        return sum(w.process.poll() is None for w in self.all)
+
     # ---- what they say ---------------------------------------------------------------------------
     def attached(self) -> bool:
         """Has the script a session?"""
@@ -192,6 +217,14 @@ class Workers:
         """The agent itself stood still for so long."""
         for worker in self.all:
             worker.pulse.forgive(seconds)
+
+    def mark(self, want: Want, why: str, deadline_s: float | None) -> None:
+        """Leave a mark; NOTHING: take it away. It is a file: any person or program may leave
+        one, and no signal handler is needed."""
+        if want is Want.NOTHING:
+            self._mark_path.unlink(missing_ok=True)
+        else:
+            marks.write(self._mark_path, want, why, deadline_s)
 
     def signal(self, name: str) -> None:
         """Send "USR1" (or "SIGUSR1") to those that run."""

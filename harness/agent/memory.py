@@ -1,0 +1,62 @@
+"""What a node remembers: its time in one epoch, its epochs so far, when to look at what next."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.agent.ends import End, Fruitless
+from harness.bucket.epochs import NO_EPOCH, Epoch
+
+# the loop stood still for so long: nobody else's silence is judged by that time
+FROZEN_S = 3.0
+
+
+@dataclass
+class Due:
+    """When to look at what next, by our own clock."""
+
+    _next_s: dict[str, float] = field(default_factory=dict)
+    _round_s: float = field(default_factory=time.monotonic)
+
+    def now(self, what: str, now: float, every_s: float) -> bool:
+        """Is it time for this? Then the next time is in `every_s`."""
+        if now < self._next_s.get(what, 0.0):
+            return False
+        self._next_s[what] = now + every_s
+        return True
+
+    def at_once(self, what: str) -> None:
+        self._next_s[what] = 0.0
+
+    def slept_s(self, now: float) -> float:
+        """For how long we were stopped, or the machine paused, since the last round; 0: not."""
+        gap_s, self._round_s = now - self._round_s, now
+        return gap_s if gap_s > FROZEN_S else 0.0
+
+
+@dataclass
+class Stay:
+    """Our time in one epoch. All times by our own clock; None: not yet."""
+
+    epoch: Epoch = NO_EPOCH
+    entered_s: float = 0.0
+    absent: set[str] = field(default_factory=set)  # members of it that are gone or dead
+    first_end_s: float | None = None  # of a worker of ours
+    peer_left_s: float | None = None
+    waiting_since_s: float | None = None  # somebody who wants in
+
+
+@dataclass
+class Past:
+    """What is remembered of this node's epochs."""
+
+    reason: str = ""  # in words, of our own end
+    end: End | None = None  # of the last one
+    tail: tuple[str, ...] = ()  # of the log of the worker that failed
+    fruitless: Fruitless = field(default_factory=Fruitless)
+    left_s: float = field(default_factory=time.monotonic)  # since then we are in none
+    # what we shall say of ourselves once our uploads are done, and when we say it anyway
+    ready: dict[str, Any] = field(default_factory=dict)
+    settle_until_s: float = 0.0
