@@ -70,7 +70,7 @@ def test_a_sabotaged_store_is_silent_or_slow_or_held_at_a_phase(tmp_path):
 
 def test_a_node_may_have_another_clock(tmp_path):
     code = (
-        f"from harness import sabotage; sabotage.arm({str(tmp_path)!r})\nimport time, pathlib\nt = "
+        f"from harness.proof import sabotage; sabotage.arm({str(tmp_path)!r})\nimport time, pathlib\nt = "
         "time.time()\n"
         f"pathlib.Path({str(tmp_path)!r}, "
         "'clock').write_text('3600')\ntime.sleep(0.2)\nprint(time.time() - t > 3599)"

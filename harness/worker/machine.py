@@ -2,7 +2,7 @@
 no clock, nothing is read or written here.
 
 `turn(state, event, seen)` says what to do first, the state that holds once that is done, and what
-to do in it. `session.py` is the hands: it performs the acts, in their order. All ranks give the
+to do in it. `hands.py` performs the acts, in their order. All ranks give the
 same state, event and `Seen` (of `Seen.leads` only rank 0 knows), so all do the same.
 
     phase      event      acts                                                      then

@@ -15,11 +15,8 @@ ordinary single process.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
-import sys
-import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,28 +25,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from harness.bucket.journal import Journal
 from harness.core.batch import Batching, Plan
-from harness.core.facts import SessionEnded, SessionStarted
 from harness.core.world import BadInput
 from harness.node.marks import Want
 from harness.node.progress import Place
 from harness.worker import machine
 from harness.worker.feed import Feed
+from harness.worker.hands import Hands
 from harness.worker.hold import Hold
-from harness.worker.loader import seed_everything
-from harness.worker.machine import Do
+from harness.worker.loader import Stream, seed_everything
 from harness.worker.parallel import Strategy, check_unwrapped, shard
 from harness.worker.peers import Peers
-from harness.worker.resume import LastSeen, Resume, Unfit, look_again_s
+from harness.worker.resume import LastSeen, Resume, look_again_s
 from harness.worker.rhythm import Rhythm
 from harness.worker.rounding import WORDS
 from harness.worker.run import Run
 from harness.worker.snapshotter import Snapshotter
 from harness.worker.step import Step, Work
-from harness.worker.steplog import VOTES, Rates, StepLog
+from harness.worker.steplog import Rates, StepLog
 from harness.worker.training import Training
 from harness.worker.votes import Votes
+from storage.objects import ObjectStore
 from storage.retention import Keep
+from storage.snapshots import Snapshots
 
 
 class Session:
@@ -76,8 +75,7 @@ class Session:
         self.seed, self.reduce = seed, reduce
         peers = self._peers = Peers(environ)
         # `harness replay` re-executes a part of a run
-        self._until = int(environ.get("HARNESS_UNTIL_STEP", 1 << 62))
-        self.votes_late = peers.device.type != "cpu"
+        until = int(environ.get("HARNESS_UNTIL_STEP", 1 << 62))
         if peers.device.type == "cuda":
             # kernels that add in whatever order they come would undo what exact sums give
             if reduce != "fast":
@@ -95,16 +93,15 @@ class Session:
         last_seen = LastSeen(seen_path, joined.url, writes=peers.local_rank == 0)
         training, rates = Training(peers, reduce), Rates(peers.device)
         log, rhythm = StepLog(joined, rates), Rhythm(interval)
-        hold = self._hold = Hold(peers, joined, environ.get("HARNESS_STAGE"))
+        hold = Hold(peers, joined, environ.get("HARNESS_STAGE"))
         snapshotter = Snapshotter(peers, joined, training, log, hold, rhythm, last_seen, keep)
-        self._resume = Resume(peers, joined, training, hold, last_seen, environ)
+        resume = Resume(peers, joined, training, hold, last_seen, environ)
         feed = Feed(peers, seed, json.loads(environ.get("HARNESS_SPEEDS", "null")))
         self._work = Work(peers, joined, training, feed, log, rates, rhythm, snapshotter, votes)
         # an agent waits for the script's end, and `conclude` is called then
-        self._state = machine.State(by_script=mark is not None, stored=bool(joined.url))
-        # votes that have arrived but were not acted upon yet (`votes_late`)
-        self._counted: torch.Tensor | None = None
-        self._total = 0
+        state = machine.State(by_script=mark is not None, stored=bool(joined.url))
+        late = peers.device.type != "cpu"
+        self._hands = Hands(self._work, hold, resume, state, until, late)
 
     # ---- what the script may look at -------------------------------------------------------------
     @property
@@ -126,6 +123,19 @@ class Session:
     @property
     def run_url(self) -> str | None:
         return self._run.url
+
+    @property
+    def store(self) -> ObjectStore:
+        return self._run.store
+
+    @property
+    def snapshots(self) -> Snapshots:
+        return self._run.snapshots
+
+    @property
+    def journal(self) -> Journal | None:
+        """Rank 0's; None on the others."""
+        return self._run.journal
 
     @property
     def epoch(self) -> int:
@@ -150,6 +160,27 @@ class Session:
     def strategy(self) -> Strategy:
         """How gradients are summed; of what was prepared."""
         return self._work.training.strategy
+
+    @property
+    def stream(self) -> Stream | None:
+        """Of data that is read in order only."""
+        return self._work.feed.stream
+
+    @property
+    def scheduler(self) -> Any:
+        return self._work.training.scheduler
+
+    @property
+    def scaler(self) -> Any:
+        return self._work.training.scaler
+
+    @property
+    def votes_late(self) -> bool:
+        return self._hands.votes_late
+
+    @votes_late.setter
+    def votes_late(self, late: bool) -> None:
+        self._hands.votes_late = late
 
     @property
     def tokens_per_sample(self) -> int:
@@ -264,11 +295,11 @@ class Session:
         identity = feed.identity(training.model, self.reduce)
         if self.reduce != "fast" and (what := feed.drawn_anew()):
             self._run.warn(what, 0)
-        self._total = total
-        total = min(total, self._until)
+        self._hands.total = total
+        total = min(total, self._hands.until)
         self._run.identify(identity, feed.first_version)
         seed_everything(self.seed)
-        self._turn(machine.Looped())
+        self._hands.turn(machine.Looped())
         batches = feed.batches(self.step + 1, total, num_workers)
         training.strategy.start(self.batching.micro_batches)
         training.strategy.zero()
@@ -281,8 +312,8 @@ class Session:
                 raise BadInput(
                     f"step {step.number}: step.update() was not called; it makes the optimizer step"
                 )
-            self._boundary()
-        self._turn(machine.Reached())
+            self._hands.boundary()
+        self._hands.turn(machine.Reached())
 
     def resume(self) -> int:
         """Load the newest valid snapshot into what `prepare` was given. Returns the step it is of
@@ -291,35 +322,21 @@ class Session:
         `steps` calls it; call it yourself only with a loop of your own, then `safe_point` after
         each step and `finish` after the last.
         """
-        t0 = time.time()
-        self._turn(machine.Begun())
-        self._peers.life.tell(Place.RESTORE)
-        try:
-            manifest = self._resume.restore()
-        except Unfit as e:
-            self._turn(machine.HostsUnfit(e.mine))
-            raise
-        self._work.snapshotter.resumed(manifest)
-        if manifest is not None:
-            self._run.step = manifest.step
-            self.print(f"harness: resumed from step {manifest.step} (epoch {manifest.epoch})")
-        self._resume.check(manifest)
-        self._work.rhythm.begin()
-        self._tell_start(manifest.epoch if manifest else 0, time.time() - t0)
+        self._hands.resume()
         return self.step
 
     def safe_point(self, step: int) -> None:
         """For a training loop of your own: `step` optimizer steps are done. Snapshots when due;
         leaves when asked to."""
         self._run.step = step
-        self._turn(machine.Begun())
+        self._hands.turn(machine.Begun())
         self._peers.life.tell(Place.REDUCE, step)
         wants = torch.zeros(len(Want), dtype=torch.int64)
         self._work.votes.cast(wants, self._work.snapshotter.due)
         if self._peers.control is not None:
             dist.all_reduce(wants, group=self._peers.control)
         self._peers.life.tell(Place.COMPUTE, step)
-        self._count(wants)
+        self._hands.count(wants)
         # what a loop of your own does next we cannot know
         self._work.snapshotter.finish_staging()
 
@@ -331,7 +348,7 @@ class Session:
         before that; after a loop of your own it says that the loop was the whole training. Raises
         StoreError, CommitTimeout.
         """
-        self._turn(machine.Finished())
+        self._hands.turn(machine.Finished())
 
     def conclude(self) -> None:
         """The script has ended with status 0, on this rank. Of a run with an agent that is the end,
@@ -339,157 +356,7 @@ class Session:
 
         Raises BadInput if it cannot be.
         """
-        self._turn(machine.Ended())
-
-    # ---- the machine's hands ---------------------------------------------------------------------
-    def _turn(self, event: machine.Event) -> None:
-        turn = machine.turn(self._state, event, self._seen())
-        for act in turn.first:
-            self._do(act)
-        self._state = turn.state
-        for act in turn.after:
-            self._do(act)
-
-    def _seen(self) -> machine.Seen:
-        log, snapshotter = self._work.log, self._work.snapshotter
-        return machine.Seen(
-            step=self.step,
-            total=self._total,
-            until=self._until,
-            saved_step=snapshotter.saved_step,
-            flight_step=snapshotter.flight_step,
-            pending=log.pending is not None,
-            unsaved=bool(log.unsaved),
-            leads=self.rank == 0,
-        )
-
-    def _do(self, act: machine.Act) -> None:
-        match act:
-            case machine.Snapshot(why, final):
-                ended = machine.end_words(self._seen()) if final else ""
-                own_loop = self._work.feed.batching is None
-                self._work.snapshotter.take(why, ended, own_loop)
-            case machine.Leave(why, code):
-                self._leave(why)
-                if code is not None:
-                    sys.stdout.flush()
-                    sys.exit(code)
-            case machine.Refuse(what):
-                raise BadInput(what)
-            case Do.RESUME:
-                self.resume()
-            case Do.GO_ON:
-                self._go_on()
-            case Do.ANSWER:
-                self._work.votes.answered()
-            case Do.LAND:
-                self._work.snapshotter.land(must=True)
-            case Do.MARK_END:
-                self._peers.agree(self._mark_end)
-            case Do.MARK_END_ALONE:
-                self._mark_end()
-                self._tell_end("finished")
-            case Do.TELL_END:
-                self._tell_end("finished")
-            case Do.COMPARE_STEPS:
-                self._compare_steps()
-            case Do.PART:
-                self._peers.life.tell(Place.LEAVING)
-                self._run.flush()
-                self._peers.barrier()
-                self._hang_up_at_exit()
-
-    def _boundary(self) -> None:
-        """Between two steps: agree on what to do and do it, all ranks at the same boundary.
-
-        With `votes_late` (on a GPU) the votes of step k are counted after step k + 1, so that no
-        step waits for another rank's host.
-        """
-        pending = self._work.log.pending
-        self._peers.life.tell(Place.REDUCE)
-        if not self.votes_late and pending is not None:
-            self._work.log.settle()
-            self._count(pending.ints[VOTES])
-        elif self._counted is not None:
-            self._count(self._counted)
-        self._counted = pending.ints[VOTES] if pending is not None else None
-        self._hold.prepare(self._work.training.state)
-
-    def _count(self, votes: torch.Tensor) -> None:
-        want = machine.winner(votes.tolist())
-        if want is not Want.NOTHING:
-            self._work.log.settle()
-            self._turn(self._work.votes.asked(want))
-
-    def _go_on(self) -> None:
-        """`steps` once more: what the last loop left open is done, and the state is what it is."""
-        if self._work.log.pending is not None:
-            self._boundary()
-        parent = self._work.snapshotter.parent
-        self._tell_start(parent.epoch if parent else 0, 0.0)
-
-    def _tell_start(self, resumed_epoch: int, restore_s: float) -> None:
-        feed, on_gpu = self._work.feed, self.device.type == "cuda"
-        batching = feed.batching
-        self._run.fact(
-            SessionStarted(
-                epoch=self.epoch,
-                world=self.world,
-                resumed_step=self._work.snapshotter.resumed_step,
-                resumed_epoch=resumed_epoch,
-                total_steps=self._total,
-                global_batch=batching.global_batch if batching else 0,
-                micro_batch=batching.micro_batch if batching else 0,
-                shares=feed.plan.shares if batching else (),
-                reduce=self.reduce,
-                parallel=self.strategy.name,
-                device=torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
-                restore_s=restore_s,
-                tier=self._resume.tier,
-            )
-        )
-
-    def _compare_steps(self) -> None:
-        """The script has ended here; has it on the other ranks, at the same step?"""
-        self._peers.life.tell(Place.LEAVING)
-        where = machine.where(self._seen())
-        if self._peers.control is not None and not dist.is_initialized():
-            raise BadInput(
-                f"the script ended at {where} without its process group: call "
-                "run.finish() before destroying that"
-            )
-        if what := machine.apart(self._peers.gather_steps(self.step)):
-            raise BadInput(what)
-        self.print(f"harness: the script ended at {where}; the run ends with it")
-
-    def _mark_end(self) -> None:
-        """Rank 0: the newest snapshot is the run's last one. Its manifest says so if that was
-        known when it was committed."""
-        newest, snapshots = self._work.snapshotter.parent, self._run.snapshots
-        if not self._run.url or newest is None:
-            return
-        if not snapshots.ended(snapshots.load(newest)):
-            snapshots.end(newest, machine.end_words(self._seen()))
-
-    # ---- leaving ---------------------------------------------------------------------------------
-    def _tell_end(self, why: str) -> None:
-        self._run.fact(SessionEnded(self.epoch, self.step, why))
-
-    def _leave(self, why: str) -> None:
-        self._peers.life.tell(Place.LEAVING)
-        self._tell_end(why)
-        self._run.close()
-        self._peers.barrier()
-        self._hang_up_at_exit()
-
-    def _hang_up_at_exit(self) -> None:
-        atexit.unregister(self._hang_up)  # once is enough
-        atexit.register(self._hang_up)
-
-    def _hang_up(self) -> None:
-        self._run.close()  # what the script logged after its last step
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        self._hands.turn(machine.Ended())
 
 
 def attach(

@@ -64,6 +64,15 @@ class Agreement:
 
 
 @dataclass
+class Landing:
+    """How the flight of a snapshot ended, once that is `told`."""
+
+    told: threading.Event = field(default_factory=threading.Event)
+    committed: bool = False
+    error: BaseException | None = None
+
+
+@dataclass
 class Flight:
     """A snapshot on its way to the bucket."""
 
@@ -81,9 +90,7 @@ class Flight:
     stall_s: float = 0.0
     within_s: float = 0.0  # see `Job`
     waiting_since_s: float | None = None
-    landed: threading.Event = field(default_factory=threading.Event)
-    committed: bool = False
-    error: BaseException | None = None
+    landing: Landing = field(default_factory=Landing)
 
 
 class Snapshotter:
@@ -137,7 +144,7 @@ class Snapshotter:
     @property
     def quiet(self) -> bool:
         """No snapshot is on its way."""
-        return self._flight is None or self._flight.landed.is_set()
+        return self._flight is None or self._flight.landing.told.is_set()
 
     def due(self) -> bool:
         return bool(self._run.url) and self.quiet and self._rhythm.due(self._run.step)
@@ -223,7 +230,7 @@ class Snapshotter:
 
     def _wait_for_older(self) -> None:
         for flight in self._older:
-            flight.landed.wait(COMMIT_TIMEOUT_S)
+            flight.landing.told.wait(COMMIT_TIMEOUT_S)
 
     def _overtake(self) -> None:
         """Time is short: the next snapshot does not wait for the one that is on its way, and
@@ -299,8 +306,8 @@ class Snapshotter:
             self._run.fact(SnapshotFailed(flight.ref.step, flight.ref.epoch, str(e)))
             if flight.segment is not None:
                 self._hold.courier.give_back(flight.segment)
-            flight.error = e
-            flight.landed.set()
+            flight.landing.error = e
+            flight.landing.told.set()
 
     def _job(self, flight: Flight, staged: dcp.Staged) -> Job:
         leads, since_s = self._peers.rank == 0, flight.waiting_since_s
@@ -332,13 +339,13 @@ class Snapshotter:
     # ---- land ------------------------------------------------------------------------------------
     def _landed(self, flight: Flight, outcome: Outcome) -> None:
         if outcome.state == "committed":
-            flight.committed = True
+            flight.landing.committed = True
             self._last_seen.note(flight.ref)
             self._rhythm.commit_s = time.time() - flight.t_start
         else:
             known = {"Fenced": Fenced, "CommitTimeout": CommitTimeout}
-            flight.error = known.get(outcome.kind, StoreError)(outcome.error)
-        flight.landed.set()
+            flight.landing.error = known.get(outcome.kind, StoreError)(outcome.error)
+        flight.landing.told.set()
 
     def land(self, must: bool) -> None:
         """Wait for the snapshot that is on its way. `must`: its failure is ours (we are about
@@ -348,9 +355,9 @@ class Snapshotter:
         if flight is None:
             return
         self._peers.life.tell(Place.SAVING)
-        flight.landed.wait(COMMIT_TIMEOUT_S + 60.0)
-        if not flight.committed:
-            error = flight.error or CommitTimeout(
+        flight.landing.told.wait(COMMIT_TIMEOUT_S + 60.0)
+        if not flight.landing.committed:
+            error = flight.landing.error or CommitTimeout(
                 f"nothing was heard of the snapshot of step {flight.ref.step}"
             )
             if must:

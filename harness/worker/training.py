@@ -46,7 +46,7 @@ class Training:
     strategy: Strategy
 
     def __init__(self, peers: Peers, reduce: str):
-        self._peers, self._reduce = peers, reduce
+        self._peers, self.reduce = peers, reduce
         self.model: nn.Module | None = None
         self.optimizers: list[torch.optim.Optimizer] = []
         self.scheduler: Any = None
@@ -85,11 +85,11 @@ class Training:
         self._check_optimizers()
         self.scheduler, self.scaler = scheduler, scaler
         self._saved = {"model": model, "optimizer": _Many(optimizers)}
-        if self._reduce == "fast":
+        if self.reduce == "fast":
             self.strategy = strategy_for(model)
         else:
             self.strategy = self._saved["reduce"] = exact_strategy_for(
-                model, self._reduce, optimizers
+                model, self.reduce, optimizers
             )
         for name, thing in {"scheduler": scheduler, "scaler": scaler, **others}.items():
             if thing is None:
@@ -122,9 +122,9 @@ class Training:
         """BatchNorm's statistics depend on the world: refused with exact sums, told with others."""
         assert self.model is not None
         if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules()):
-            if self._reduce != "fast":
+            if self.reduce != "fast":
                 raise BadInput(
-                    f"reduce={self._reduce!r} promises the same result on any number of ranks, but "
+                    f"reduce={self.reduce!r} promises the same result on any number of ranks, but "
                     "the model has BatchNorm, whose running "
                     "statistics depend on which rank saw what; use GroupNorm or LayerNorm, or "
                     "reduce='fast'"
@@ -143,7 +143,7 @@ class Training:
         """What forwards have changed in the model beside its parameters is rank 0's from here
         on. `look`: it may be more than before."""
         control = self._peers.control
-        if control is None or self.model is None or self.buffers is None or self._reduce != "fast":
+        if control is None or self.model is None or self.buffers is None or self.reduce != "fast":
             return  # exact sums promise more: what differs is refused
         if look or self._living is None:
             every: list[Any] = [None] * self._peers.world
