@@ -406,9 +406,9 @@ def show(samples: list[Sample]) -> None:
             words = f"{name:16}{kind:10}{len(times):4d}{len(times) - len(good):7d}"
             if good:
                 p95 = good[min(len(good) - 1, round(0.95 * (len(good) - 1)))]
-                median = statistics.median(good)
+                middle = statistics.median(good)
                 words += (
-                    f"{median:10.2f}{good[0]:8.2f}{p95:8.2f}{median / ours if ours else 0:11.1f}"
+                    f"{middle:10.2f}{good[0]:8.2f}{p95:8.2f}{middle / ours if ours else 0:11.1f}"
                 )
             print(words)
     for name in SYSTEMS:

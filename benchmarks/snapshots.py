@@ -379,7 +379,7 @@ import json, os, sys, threading
 from pathlib import Path
 from harness.uploader.nearby import NearbyConfig
 from harness.uploader.server import NICE, Server
-from storage.objects import open_store
+from storage.opening import open_store
 url, folder, budget = json.loads(sys.argv[1])
 os.nice(NICE)
 store = open_store(url, **({} if "://" in url else {"durable": True}))

@@ -377,8 +377,8 @@ def test_peers_that_are_gone_silent_or_killed_cost_one_try(bucket, tmp_path):
     theirs = FolderTier("memory", tmp_path / "a", 1 << 20)
     fill([theirs], manifest)
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom storage.tiers import ChunkServer, "
-        "FolderTier\n"
+        "import sys, time\nfrom pathlib import Path\nfrom storage.peers import ChunkServer\n"
+        "from storage.tiers import FolderTier\n"
         "mine = FolderTier('memory', Path(sys.argv[1]), 1 << 20)\ns = ChunkServer(lambda: [mine], "
         "'127.0.0.1', 'secret')\n"
         "print(s.port, flush=True)\ntime.sleep(600)"

@@ -319,7 +319,7 @@ import os, signal, sys, threading
 from pathlib import Path
 sys.path.insert(0, "tests")
 from test_upload import job
-from harness.uploader.server import Local, Remote
+from harness.uploader.client import Local, Remote
 from storage import open_store
 remote = Remote(Path(sys.argv[1]), 1, 0, Local(open_store(sys.argv[2]), lambda job, outcome: None))
 segment = remote.segment(4 << 20)

@@ -1,5 +1,4 @@
-"""Where notices come from: one row and one parser for each cloud. Built by `cli.py` for the node
-agent.
+"""Where notices come from: one row and one parser for each cloud. Built by `cli/run.py`.
 
 Knows metadata endpoints, files and what machines say of themselves (DMI, environment, files); never
 tries an address to find out where it is. Everything foreign is read below a root and from an

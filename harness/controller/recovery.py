@@ -1,4 +1,4 @@
-"""The loop that keeps a run alive. Runs in the controller; `cli.py` gives it the real world,
+"""The loop that keeps a run alive. Runs in the controller; `cli/` gives it the real world,
 `sim.py` a simulated one.
 
 Every round it looks at everything anew (nodes, newest snapshot, stop requests), asks a policy for

@@ -1,6 +1,6 @@
 """The nouns of recovery, and the one door through which the world comes in.
 
-Pure: no torch, no SkyPilot, no sockets, no wall clock, no global randomness. `cli.py` builds the
+Pure: no torch, no SkyPilot, no sockets, no wall clock, no global randomness. `cli/` builds the
 real `World`, `sim.py` the simulated one; everything between takes what it is given.
 
 Errors:

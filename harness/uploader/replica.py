@@ -4,7 +4,7 @@ training, within a budget.
 `python -m harness.uploader.replica RUN REPLICA` is started by the agent of an epoch's first member,
 as the trackers are; a second copy of it does no harm, since everything there is create-only. The
 newest snapshot is copied, then the next newest; a run that commits faster than the way is wide
-skips some. What leaves a cloud or a region is priced (`egress.py`), and nothing is copied that
+skips some. What leaves a cloud or a region is priced (`prices.py`), and nothing is copied that
 could exceed the cap. A restore that finds damage in the first bucket reads those bytes here; should
 the first bucket be lost, `--run REPLICA` goes on here.
 """
@@ -39,7 +39,7 @@ NICE = 10
 
 
 class Replica:
-    """`here`, `there`: places as `egress.transfer_usd` takes them; by default the clouds that
+    """`here`, `there`: places as `prices.transfer_usd` takes them; by default the clouds that
     the URLs name."""
 
     def __init__(
