@@ -53,7 +53,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from harness.node.progress import Place, Progress
 from harness.uploader.client import Line, Local, Remote
-from harness.worker.session import _between_updates, _tensor_of
+from harness.worker.hold import tensor_of
+from harness.worker.training import between_updates
 from storage import Keep, Ref, Snapshots, open_store
 from storage.dcp import Saver, load
 from storage.objects import read_into
@@ -171,7 +172,7 @@ class Ours(Way):
         assert self.saver.fits(tensors)
         segment = self.courier.segment(self.saver.nbytes)
         staged = self.staged = self.saver.begin(
-            tensors, _between_updates(self.training.model, tensors), _tensor_of(segment)
+            tensors, between_updates(self.training.model, tensors), tensor_of(segment)
         )
         future: Future[Any] = Future()
         note = {"t_start": time.time(), "stall_s": 0.0, "why": "interval"}

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from harness.proof.replay import _whole
-from harness.worker.session import _between_updates
+from harness.worker.training import between_updates
 from storage import Ref, Snapshots, open_store
 from storage.dcp import Saver, load
 from storage.trees import join, split
@@ -53,7 +53,7 @@ def save(folder, kind, world, group):
     saver = Saver(Snapshots(store), group if world > 1 else None, own_memory=False)
     saver.plan(tensors)
     buffer = torch.zeros(saver.nbytes, dtype=torch.uint8)
-    staged = saver.begin(tensors, _between_updates(model, tensors), buffer)
+    staged = saver.begin(tensors, between_updates(model, tensors), buffer)
     staged.wait()
     with torch.no_grad():
         for t in tensors.values():

@@ -16,12 +16,13 @@ PURE = {  # by file; no torch, sky, sockets, wall clock, global randomness
     "controller": {"book", "policies", "recovery"},
     "clouds": {"market"},
     "agent": {"ends", "leaderless", "machine"},
+    "worker": {"machine"},
     "views": {"ledger", "painting", "rows"},
     "proof": {"invariants", "sim", "sim_members", "sim_world"},
 }
 ROOMS = [f"{package}/{name}" for package, names in PURE.items() for name in sorted(names)]
 # ... and what pure rooms may use besides
-MAY_USE_ROOMS = {"bucket/epochs", "bucket/journal", "core/tables"}
+MAY_USE_ROOMS = {"bucket/epochs", "bucket/journal", "core/tables", "node/marks"}
 # ... and what they may name of rooms that are not pure: what is said of the world, in plain values
 NOUNS = {
     "harness.agent.health.Action",

@@ -91,7 +91,7 @@ run = harness.attach(snapshot_every_steps=2)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
 averages = {"ema": AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)), "other": AveragedModel(model)}
 run.prepare(model, torch.optim.AdamW(model.parameters()), **averages)
-run._after_update -= {"other"} if "early" not in sys.argv else set()  # as one of a class that we do not know
+run._work.training.after_update -= {"other"} if "early" not in sys.argv else set()  # as one of a class that we do not know
 for step in run.steps(torch.utils.data.TensorDataset(torch.randn(64, 8)), total=6, global_batch=4, micro_batch=4):
     averages["other"].update_parameters(model)  # not where averages are updated
     for (x,) in step:
@@ -617,7 +617,7 @@ def sabotaged(folder, run, world=1, *flags, **bad):
         node = folder / f"node-{rank}"
         node.mkdir(parents=True)
         (node / "sitecustomize.py").write_text(
-            f"from harness import sabotage\nsabotage.arm({str(node)!r})\n"
+            f"from harness.proof import sabotage\nsabotage.arm({str(node)!r})\n"
         )
         if rank == world - 1:
             (node / "damage.json").write_text(json.dumps(bad))

@@ -1,0 +1,124 @@
+"""What `steps` is given: the data, who reads which of it, and what makes it this run's. Runs in the
+worker."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import xxhash
+from torch import Tensor, nn
+
+from harness.core.batch import Batching, Plan, plan
+from harness.worker.loader import (
+    MicroBatch,
+    Stream,
+    fingerprint,
+    is_map_style,
+    map_style,
+    read_again,
+    same_when_read_again,
+)
+from harness.worker.peers import Peers
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Feed:
+    """`batching`: None until `steps` is called. `stream`: of data that is read in order only."""
+
+    plan: Plan
+
+    def __init__(self, peers: Peers, seed: int, speeds: list[float] | None):
+        self._peers, self.seed = peers, seed
+        self._speeds = speeds if speeds and len(set(speeds)) > 1 else None
+        self.batching: Batching | None = None
+        self.stream: Stream | None = None
+        # (step, micro-batch) -> its data; of a map-style dataset
+        self.read_again: Callable[[int, int], Any] | None = None
+        self._dataset: Any = None
+        self._collate: Collate | None = None
+
+    def open(
+        self,
+        dataset: Any,
+        global_batch: int,
+        micro_batch: int,
+        shuffle: bool,
+        collate: Collate | None,
+    ) -> Stream | None:
+        """Plan who reads what. The stream if one was begun: its place is part of the state."""
+        mapped = is_map_style(dataset)
+        samples = len(dataset) if mapped else 1 << 62
+        self._dataset, self._collate = dataset, collate
+        self.batching = Batching(samples, global_batch, micro_batch, self.seed, shuffle and mapped)
+        self.plan = plan(self.batching.micro_batches, self._peers.world, self._speeds)
+        if mapped or (self.stream is not None and self.stream.dataset is dataset):
+            return None
+        self.stream = Stream(dataset, self.batching, self.plan, self._peers.rank, collate)
+        return self.stream
+
+    def identity(self, model: nn.Module, reduce: str) -> dict[str, Any]:
+        """What must stay the same for the whole run."""
+        assert self.batching is not None
+        mapped = is_map_style(self._dataset)
+        identity = {
+            "version": 1,
+            "seed": self.seed,
+            "samples": self.batching.samples if mapped else 0,
+            "global_batch": self.batching.global_batch,
+            "micro_batch": self.batching.micro_batch,
+            "shuffle": self.batching.shuffle,
+            "data": fingerprint(self._dataset),
+            "model": _model_fingerprint(model),
+            "reduce": reduce,
+        }
+        return identity if mapped else {**identity, "contents": True}
+
+    def first_version(self) -> str:
+        """The data's fingerprint as the first version of that made it."""
+        return fingerprint(self._dataset, by_repr=True)
+
+    def drawn_anew(self) -> str:
+        """Why samples are others when they are read again, so that no two runs are the same to the
+        bit; "": they are the same."""
+        if not is_map_style(self._dataset) or same_when_read_again(self._dataset, self.seed):
+            return ""
+        return (
+            f"{type(self._dataset).__name__}[i] is another sample when it is read again: it draws "
+            "from a generator that is not seeded here "
+            "(torch's, numpy's and Python's global ones are), so no two runs will be the same "
+            "to the bit"
+        )
+
+    def batches(self, first: int, total: int, num_workers: int) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of steps `first` to `total`; a stream gives its own."""
+        assert self.batching is not None
+        if not is_map_style(self._dataset):
+            return iter(())
+        self.read_again = functools.partial(
+            read_again, self._dataset, self.batching, collate_fn=self._collate
+        )
+        pin = self._peers.device.type == "cuda"
+        return map_style(
+            self._dataset,
+            self.batching,
+            self.plan,
+            self._peers.rank,
+            first,
+            total,
+            self._collate,
+            num_workers,
+            pin,
+        )
+
+
+def _model_fingerprint(model: nn.Module) -> str:
+    shapes = sorted(
+        (name, list(t.shape), str(t.dtype))
+        for name, t in model.state_dict().items()
+        if isinstance(t, Tensor)
+    )
+    return xxhash.xxh3_128(json.dumps(shapes).encode()).hexdigest()

@@ -1,0 +1,116 @@
+"""Host memory that this rank's share of a snapshot is copied to, and who writes which share. Runs
+in the worker."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.core.world import BadInput
+from harness.uploader.client import Courier, Local, courier_at
+from harness.worker import replicas
+from harness.worker.environment import environment
+from harness.worker.peers import Peers
+from harness.worker.run import Run
+from harness.worker.training import common
+from storage import dcp
+from storage.staging import Beside, Segment, StageFull
+
+
+class Hold:
+    """`courier_at`: the folder of the node's uploader; None: this process sends for itself."""
+
+    def __init__(self, peers: Peers, run: Run, courier_at: str | None):
+        self._peers, self._run, self._courier_at = peers, run, courier_at
+        self._preparing: threading.Thread | None = None
+
+    @functools.cached_property
+    def saver(self) -> dcp.Saver:
+        return dcp.Saver(self._run.snapshots, self._peers.control, own_memory=False)
+
+    @functools.cached_property
+    def sender(self) -> Beside:
+        """The thread from which snapshots are sent."""
+        return Beside("snapshot")
+
+    @functools.cached_property
+    def courier(self) -> Courier:
+        """Who takes a snapshot to the bucket."""
+        local = Local(self._run.store, self._run.record_outcome, self._peers.life)
+        return (
+            courier_at(Path(self._courier_at), self._run.epoch, self._peers.local_rank, local)
+            if self._courier_at
+            else local
+        )
+
+    def prepare(self, state: Callable[[], dict[str, Any]]) -> None:
+        """Once, after the first step, when the optimizer has its state: plan, and take the memory
+        before the first snapshot needs it."""
+        if self._run.url and self._preparing is None:
+            tensors, plain = dcp.split(state())
+            if not self.saver.planned:
+                self.plan(tensors, plain)
+            self.sender  # noqa: B018 - starts it
+            self._preparing = threading.Thread(
+                target=self._take_memory, args=(self.saver.nbytes,), name="stage", daemon=True
+            )
+            self._preparing.start()
+
+    def plan(self, tensors: dict[str, torch.Tensor], plain: dict[str, Any]) -> None:
+        """Agree who writes what. Raises BadInput on all ranks if they do not hold the same."""
+        if self._peers.control is not None:
+            mine = replicas.held(common(tensors), common(plain))
+            every = self._peers.gather((mine.total(), environment(self._peers.device)))
+            if len({total for total, _ in every}) > 1:
+                self.refuse_differences(mine, alike=all(env == every[0][1] for _, env in every))
+        self.saver.plan(tensors)
+
+    def refuse_differences(self, mine: replicas.Held, alike: bool = True) -> None:
+        """All ranks come here. `alike`: they are of one kind; else their arithmetic may differ,
+        and so may what it made. Raises BadInput."""
+        found = replicas.differing(self._peers.gather(mine.leaves()))
+        if (
+            found
+            and not alike
+            and all(
+                path in mine.tensors and path.startswith(("model/", "optimizer/"))
+                for path, _ in found
+            )
+        ):
+            self._run.warn(
+                "ranks are of different kinds (device or library), and their copies of "
+                f"{found[0][0]!r} (one of {len(found)}) are "
+                "no longer the same to the bit; a snapshot takes each tensor from one of them"
+            )
+            return
+        raise BadInput(replicas.explain(found))
+
+    def _take_memory(self, nbytes: int) -> None:
+        with contextlib.suppress(StageFull):  # said when a snapshot needs it
+            segment = self.courier.segment(nbytes)
+            dcp.pin(tensor_of(segment))
+            self.courier.give_back(segment)
+
+    def segment(self, make_room: Callable[[], None]) -> Segment:
+        """Memory for this rank's share. `make_room`: waits until all that was sent has landed.
+        Raises StageFull."""
+        if self._preparing is not None:
+            self._preparing.join()
+        try:
+            segment = self.courier.segment(self.saver.nbytes)
+        except StageFull:
+            make_room()  # one buffer it is, then
+            segment = self.courier.segment(self.saver.nbytes)
+        dcp.pin(tensor_of(segment))
+        return segment
+
+
+def tensor_of(segment: Segment) -> torch.Tensor:
+    """Its bytes, uint8."""
+    return torch.frombuffer(segment.view, dtype=torch.uint8)

@@ -1,0 +1,146 @@
+"""The run that a session belongs to, as its rank sees it: bucket, epoch, facts, identity. Runs in
+the worker."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from harness.bucket.journal import Journal
+from harness.core import records as rec
+from harness.core.facts import Fact, Warned, canonical
+from harness.core.world import BadInput
+from harness.uploader.client import fact_of
+from harness.worker.peers import Peers
+from storage.errors import StoreError
+from storage.files import MemoryStore
+from storage.objects import ObjectStore
+from storage.opening import open_store
+from storage.snapshots import Snapshots
+from storage.upload import Job, Outcome
+
+# how often facts go to the bucket; elsewhere every FLUSH_REMOTE_S
+FLUSH_S = {"file": 1.0, "memory": 1.0}
+FLUSH_REMOTE_S = 10.0
+
+
+class Run:
+    """`url`: None without a bucket. `step`: optimizer updates done. `identity`: what the run was
+    when it began, once it is known."""
+
+    def __init__(self, peers: Peers, url: str | None, environ: dict[str, str]):
+        url = url or None  # HARNESS_RUN may be set and empty
+        self.peers, self.url, self.step = peers, url, 0
+        self.identity: dict[str, Any] | None = None
+        self.store: ObjectStore = open_store(url) if url else MemoryStore("memory://unnamed", {})
+        if url is None:
+            peers.print(
+                "harness: no run URL (HARNESS_RUN or attach(run=...)); training without snapshots"
+            )
+        self.snapshots = Snapshots(self.store)
+        # by hand: it may lie nowhere
+        self._epoch_is_told = "HARNESS_EPOCH" in environ and "HARNESS_STAGE" not in environ
+        self.epoch: int = peers.agree(
+            lambda: (
+                int(environ["HARNESS_EPOCH"]) if "HARNESS_EPOCH" in environ else self._own_epoch()
+            )
+        )
+        self.token = secrets.token_hex(4)
+        writer = f"worker-e{self.epoch:06d}-{self.token}"
+        self.journal = Journal(self.store, writer, time.time) if peers.rank == 0 else None
+        self._closing = threading.Event()
+        if self.journal and url:
+            flush_s = FLUSH_S.get(self.store.url.partition("://")[0], FLUSH_REMOTE_S)
+            threading.Thread(
+                target=self._flush_facts, args=(flush_s,), name="facts", daemon=True
+            ).start()
+
+    def _own_epoch(self) -> int:
+        """Without an agent (plain torchrun, or one process) the epoch is ours to make."""
+        from harness.bucket.epochs import Epoch, encode_epoch, epoch_key, epoch_numbers
+
+        while True:
+            number = max(epoch_numbers(self.store), default=0) + 1
+            epoch = Epoch(number, ("torchrun",), (self.peers.world,), (1.0,), "", 0, "start")
+            if self.store.create(epoch_key(number), encode_epoch(epoch)):
+                return number
+
+    def _flush_facts(self, every_s: float) -> None:
+        assert self.journal
+        while not self._closing.wait(every_s):
+            with contextlib.suppress(StoreError):  # what was not written is kept and tried again
+                self.journal.flush()
+
+    # ---- facts -----------------------------------------------------------------------------------
+    def fact(self, fact: Fact) -> None:
+        """Rank 0 records it."""
+        if self.journal is not None:
+            self.journal.record(fact)
+
+    def warn(self, what: str, step: int | None = None) -> None:
+        """A fact, and a line of rank 0's."""
+        self.fact(Warned(self.step if step is None else step, self.epoch, what))
+        self.peers.print(f"harness: {what}")
+
+    def warn_here(self, what: str, step: int | None = None) -> None:
+        """A fact, and a line of this rank's, whichever it is."""
+        self.fact(Warned(self.step if step is None else step, self.epoch, what))
+        print(f"harness: {what}", flush=True)
+
+    def record_outcome(self, job: Job, outcome: Outcome) -> None:
+        """Of what was sent from this process; the uploader process records the rest."""
+        self.fact(fact_of(job, outcome))
+        if self.journal is not None:
+            # so that who dies now has not committed in silence
+            with contextlib.suppress(StoreError):
+                self.journal.flush()
+
+    def flush(self) -> None:
+        """Facts go to the bucket now."""
+        if self.journal is not None and self.url:
+            # what is not written is kept; at the end of a session its snapshot is committed
+            with contextlib.suppress(StoreError):
+                self.journal.flush()
+
+    def close(self) -> None:
+        """The last flush; more may follow."""
+        self._closing.set()
+        self.flush()
+
+    # ---- identity --------------------------------------------------------------------------------
+    def identify(self, identity: dict[str, Any], first_version: Callable[[], str]) -> None:
+        """This run is what it was when it began, or it is refused (BadInput). `first_version`: the
+        data's fingerprint as that made it."""
+
+        def check() -> dict[str, Any]:
+            if self.store.create("run.json", canonical(identity)):
+                return identity
+            found: dict[str, Any] = json.loads(self.store.get("run.json"))
+            for name in identity:
+                if found.get(name) == identity[name] or (name == "contents" and name not in found):
+                    continue
+                if name == "data" and found.get(name) == first_version():
+                    continue
+                hint = f"use a new run URL, or give {name} the value that this run began with"
+                raise BadInput(
+                    f"{self.url} holds another run: its {name} is {found.get(name)!r}, this "
+                    f"script's is {identity[name]!r}; {hint}"
+                )
+            return found
+
+        self.identity = self.peers.agree(check) if self.url else identity
+
+    def genesis(self) -> str:
+        """Where the chain of step records begins."""
+        return rec.genesis(self.identity or {})
+
+    def surely_there(self) -> str:
+        """A key that the listing must show, if it tells the truth; "" if we know of none."""
+        if self.identity is not None:
+            return "run.json"
+        return "" if self._epoch_is_told else f"rdzv/epochs/{self.epoch:06d}.json"

@@ -1,0 +1,274 @@
+"""What is trained: the things that `prepare` was given, as one state that is saved and loaded. Runs
+in the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from harness.core.world import BadInput
+from harness.worker.buffers import Buffers
+from harness.worker.exact import exact_strategy_for
+from harness.worker.loader import Stream
+from harness.worker.parallel import Strategy, check_real, same_everywhere, share, strategy_for
+from harness.worker.peers import Peers
+from storage import dcp
+from storage.manifest import Manifest
+from storage.snapshots import Snapshots
+
+RANK_MARK = "@r"  # between a name and a rank; no keyword has it
+
+
+@dataclass
+class _Many:
+    """Several optimizers as one thing with a state."""
+
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [o.state_dict() for o in self.optimizers]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+
+class Training:
+    """Empty until `prepare`. `after_update`: names of what is promised to change only between an
+    update and the end of the loop's body."""
+
+    strategy: Strategy
+
+    def __init__(self, peers: Peers, reduce: str):
+        self._peers, self.reduce = peers, reduce
+        self.model: nn.Module | None = None
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.scheduler: Any = None
+        self.scaler: Any = None
+        self.buffers: Buffers | None = None
+        self.after_update: set[str] = set()
+        self._saved: dict[str, Any] = {}  # name -> object with state_dict
+        # names of those whose state is each rank's own
+        self._per_rank: frozenset[str] = frozenset()
+        # buffers that every rank takes from rank 0 after each step; None: not looked yet
+        self._living: list[str] | None = None
+
+    # ---- what `prepare` is given -----------------------------------------------------------------
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        scheduler: Any,
+        scaler: Any,
+        after_update: Collection[str],
+        per_rank: Collection[str],
+        others: dict[str, Any],
+    ) -> None:
+        """See `Session.prepare`."""
+        for option, names in {"after_update": after_update, "per_rank": per_rank}.items():
+            if unknown := sorted(set(names) - set(others)):
+                raise BadInput(
+                    f"prepare({option}={unknown!r}): wanted names of what else it is given, found "
+                    f"only {', '.join(others) or 'none'}"
+                )
+        self._per_rank = frozenset(per_rank)
+        check_real(model)
+        model.to(self._peers.device)
+        same_everywhere(model)
+        self.model, self.optimizers = model, optimizers
+        self._check_optimizers()
+        self.scheduler, self.scaler = scheduler, scaler
+        self._saved = {"model": model, "optimizer": _Many(optimizers)}
+        if self.reduce == "fast":
+            self.strategy = strategy_for(model)
+        else:
+            self.strategy = self._saved["reduce"] = exact_strategy_for(
+                model, self.reduce, optimizers
+            )
+        for name, thing in {"scheduler": scheduler, "scaler": scaler, **others}.items():
+            if thing is None:
+                continue
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                raise BadInput(
+                    f"prepare({name}=...): {type(thing).__name__} has no "
+                    "state_dict/load_state_dict, so it cannot be resumed"
+                )
+            self._saved[name] = thing
+        self.after_update = {
+            *after_update,
+            *(name for name, thing in others.items() if isinstance(thing, AveragedModel)),
+        }
+        self.buffers = Buffers(model)
+        self.buffers.note()
+        self._check_norms()
+
+    def _check_optimizers(self) -> None:
+        assert self.model is not None
+        held = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
+        if not any(id(p) in held for p in self.model.parameters()):
+            raise BadInput(
+                "the optimizer holds none of the model's parameters; make it from "
+                "model.parameters() after fsdp2(model, run), "
+                "before run.prepare(model, optimizer)"
+            )
+
+    def _check_norms(self) -> None:
+        """BatchNorm's statistics depend on the world: refused with exact sums, told with others."""
+        assert self.model is not None
+        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules()):
+            if self.reduce != "fast":
+                raise BadInput(
+                    f"reduce={self.reduce!r} promises the same result on any number of ranks, but "
+                    "the model has BatchNorm, whose running "
+                    "statistics depend on which rank saw what; use GroupNorm or LayerNorm, or "
+                    "reduce='fast'"
+                )
+            self._peers.print(
+                "harness: the model has BatchNorm: its statistics are of rank 0's micro-batches, "
+                "so results will depend on the world"
+            )
+
+    def reads(self, stream: Stream) -> None:
+        """Where the stream is, is part of the state."""
+        self._saved["dataset"] = stream
+
+    # ---- buffers ---------------------------------------------------------------------------------
+    def share_buffers(self, look: bool = False) -> None:
+        """What forwards have changed in the model beside its parameters is rank 0's from here
+        on. `look`: it may be more than before."""
+        control = self._peers.control
+        if control is None or self.model is None or self.buffers is None or self.reduce != "fast":
+            return  # exact sums promise more: what differs is refused
+        if look or self._living is None:
+            every: list[Any] = [None] * self._peers.world
+            dist.all_gather_object(every, self.buffers.changed(), group=control)
+            self._living = sorted(
+                {*(self._living or ()), *(name for names in every for name in names)}
+            )
+        if self._living:
+            now = dict(self.model.named_buffers())
+            with torch.no_grad():
+                share([now[name] for name in self._living])
+
+    # ---- state -----------------------------------------------------------------------------------
+    def state(self) -> dict[str, Any]:
+        """All of it, by the names under which it is stored."""
+        return {self._stored(name): thing.state_dict() for name, thing in self._saved.items()}
+
+    def _stored(self, name: str) -> str:
+        return _of_rank(name, self._peers.rank) if name in self._per_rank else name
+
+    def plain_of_rank(self, plain: dict[str, Any]) -> dict[str, Any]:
+        """What a manifest says of this rank: rank 0's stands for all, of others what is their
+        own."""
+        if self._peers.rank == 0:
+            return {"state": plain}
+        if not self._per_rank:
+            return {}
+        own = {self._stored(name): plain[self._stored(name)] for name in self._per_rank}
+        return {f"state{RANK_MARK}{self._peers.rank}": own}
+
+    def between_updates(self, tensors: dict[str, torch.Tensor]) -> set[str]:
+        """Names of the tensors that nothing changes between two updates."""
+        assert self.model is not None
+        later = {self._stored(name) for name in self.after_update}
+        return between_updates(self.model, tensors, later)
+
+    def load(self, manifest: Manifest, snapshots: Snapshots) -> None:
+        """Take over the state of a snapshot. Raises BadInput, StoreError."""
+        assert self.model is not None
+        have, _ = dcp.split(self.state())
+        by_index = [
+            [p for group in o.param_groups for p in group["params"]] for o in self.optimizers
+        ]
+
+        def like(name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+            """Optimizer state that does not exist yet is laid out like its parameter."""
+            parts = name.split("/")
+            if parts[0] == "optimizer" and parts[2] == "state":
+                parameter = by_index[int(parts[1])][int(parts[3])]
+                return parameter.detach() if tuple(parameter.shape) == shape else None
+            return None
+
+        own = self._own_of(manifest)
+        mine = {key for keys in own.values() for key in keys}
+
+        def wanted(path: str) -> bool:
+            top = path.partition("/")[0]
+            return RANK_MARK not in top or top in mine
+
+        tensors = dcp.destinations(manifest, common(have), like, wanted)
+        dcp.load(snapshots, manifest, tensors)
+        state = dcp.join(
+            tensors, {key: plain for key, plain in _stored_plain(manifest).items() if wanted(key)}
+        )
+        for name, thing in self._saved.items():
+            keys = own.get(name, [name])
+            if missing := [key for key in keys if key not in state]:
+                found = ", ".join(state)
+                raise BadInput(
+                    f"snapshot {manifest.ref.name} has no state of {missing[0]!r}, only of "
+                    f"{found}; it was saved by another script"
+                )
+            if name in own and manifest.world != self._peers.world:
+                thing.load_state_dicts([state[key] for key in keys])
+            else:
+                thing.load_state_dict(state[keys[0]])
+
+    def _own_of(self, manifest: Manifest) -> dict[str, list[str]]:
+        """Of what is each rank's own: the stored states that this rank needs. Raises BadInput
+        if there is no way to share them out."""
+        if manifest.world == self._peers.world:
+            return {name: [_of_rank(name, self._peers.rank)] for name in self._per_rank}
+        for name in sorted(self._per_rank):
+            if not hasattr(self._saved[name], "load_state_dicts"):
+                raise BadInput(
+                    f"snapshot {manifest.ref.name} holds a state of {name!r} for each of "
+                    f"{manifest.world} ranks, here are {self._peers.world}; "
+                    f"go on with {manifest.world} ranks, or give "
+                    f"{type(self._saved[name]).__name__} a method load_state_dicts(states) "
+                    "that takes those of all ranks, in order"
+                )
+        return {
+            name: [_of_rank(name, rank) for rank in range(manifest.world)]
+            for name in self._per_rank
+        }
+
+
+def common(state: dict[str, Any]) -> dict[str, Any]:
+    """Of tensors by path, or plain state by name: what all ranks hold."""
+    return {path: value for path, value in state.items() if RANK_MARK not in path.partition("/")[0]}
+
+
+def between_updates(
+    model: nn.Module, tensors: dict[str, torch.Tensor], after_update: Collection[str] = ()
+) -> set[str]:
+    """Names of tensors that nothing changes from the end of a step to the next optimizer's step:
+    parameters, the optimizers' own state, and what is promised to change only behind it."""
+    later = {f"model/{name}" for name, _ in model.named_parameters(remove_duplicate=False)}
+    tops = set(after_update)
+    return {
+        name
+        for name in tensors
+        if name in later
+        or (name.startswith("optimizer/") and name.split("/")[2] == "state")
+        or name.partition("/")[0] in tops
+    }
+
+
+def _of_rank(name: str, rank: int) -> str:
+    return f"{name}{RANK_MARK}{rank}"
+
+
+def _stored_plain(manifest: Manifest) -> dict[str, Any]:
+    """The plain state in a manifest: what all ranks held, and what each had for itself."""
+    stored = dict(manifest.data["state"])
+    for rank in range(1, manifest.world):
+        stored |= manifest.data.get(f"state{RANK_MARK}{rank}", {})
+    return stored
