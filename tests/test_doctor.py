@@ -11,6 +11,7 @@ from fakesky import FakeSky, answer
 from rich.console import Console
 
 from harness.cli import command as cli
+from harness.cli import prove
 from harness.clouds.sky_client import SkyError
 from harness.clouds.tasks import load
 from harness.controller import doctor
@@ -267,7 +268,9 @@ def test_what_people_and_programs_read(task):
 
 def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
-        cli, "_sky", lambda _: type("Closed", (Sky,), {"close": lambda self: None})([EAST, WEST])
+        prove,
+        "sky_broker",
+        lambda _: type("Closed", (Sky,), {"close": lambda self: None})([EAST, WEST]),
     )
     monkeypatch.setattr(doctor, "skypilot", lambda: doctor.Finding("SkyPilot", OK, "0.14.1"))
     run = tmp_path / "run"

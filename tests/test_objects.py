@@ -28,7 +28,6 @@ from storage import (
     StoreRefused,
     StoreUnavailable,
     fast,
-    objects,
     probe,
     remote,
     retries,
@@ -411,7 +410,7 @@ def test_a_full_store_is_an_error_at_once(error: OSError, monkeypatch: pytest.Mo
     fsspec.register_implementation("full", FullFiles, clobber=True)
     FullFiles.error = error
     FullFiles.closed.clear()
-    monkeypatch.setattr(objects, "BLOCK_NBYTES", 10)
+    monkeypatch.setattr(remote, "BLOCK_NBYTES", 10)
     store = FsspecStore("full://x/y")
     for call in (
         lambda: store.put("k", b"v"),

@@ -12,6 +12,7 @@ from fakesky import FakeSky, answer
 from worlds import until
 
 from harness.bucket.journal import Journal
+from harness.cli import ask
 from harness.cli import command as cli
 from harness.clouds.broker import told
 from harness.clouds.sky_client import TRIES, Broker, SkyError, verdict
@@ -460,7 +461,7 @@ def bring(run, sky, monkeypatch, capsys, *flags):
     status and what was said."""
     ticking = lambda method, timeout_s, **a: (sky.tick(8.0), sky(method, timeout_s, **a))[1]  # noqa: E731
     ticking.close = lambda: None
-    monkeypatch.setattr(cli, "_sky", lambda _: ticking)
+    monkeypatch.setattr(ask, "sky_broker", lambda _: ticking)
     with pytest.raises(SystemExit) as ended:
         cli.main(["down", run.url, *flags])
     return ended.value.code, " ".join(capsys.readouterr().out.split())

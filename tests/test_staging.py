@@ -162,11 +162,11 @@ def test_begin_copies_the_rest_later_and_finds_what_was_touched():
 
 def test_an_error_of_the_copy_is_raised_to_who_sends():
     torch = pytest.importorskip("torch")
-    from storage import dcp
+    from storage import copying
 
     target = torch.zeros(4, dtype=torch.uint8)
-    copy = dcp._Copy(
-        [], [dcp._Move("x", torch.zeros(8), target.view(torch.float32), 0)], Beside("t")
+    copy = copying.Copying(
+        [], [copying._Move("x", torch.zeros(8), target.view(torch.float32), 0)], Beside("t")
     )
     copy.wait()
     with pytest.raises((ValueError, RuntimeError)):

@@ -3,6 +3,7 @@ exactly once."""
 
 import base64
 import http.server
+import importlib.util
 import json
 import os
 import signal
@@ -240,7 +241,7 @@ def test_claim_of_a_dead_publisher_is_taken_over():
     ],
 )
 def test_bad_spec_is_a_clear_error(spec, words):
-    if spec == "tensorboard" and trackers.importlib.util.find_spec("tensorboard"):
+    if spec == "tensorboard" and importlib.util.find_spec("tensorboard"):
         pytest.skip("it is installed here")
     with pytest.raises(BadInput, match=words):
         build(spec, {})
