@@ -166,7 +166,7 @@ def test_an_error_of_the_copy_is_raised_to_who_sends():
 
     target = torch.zeros(4, dtype=torch.uint8)
     copy = copying.Copying(
-        [], [copying._Move("x", torch.zeros(8), target.view(torch.float32), 0)], Beside("t")
+        [], [copying.Move("x", torch.zeros(8), target.view(torch.float32), 0)], Beside("t")
     )
     copy.wait()
     with pytest.raises((ValueError, RuntimeError)):
