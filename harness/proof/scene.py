@@ -178,7 +178,7 @@ class Scene:
         folder = self.folder / f"node{number}"
         folder.mkdir()
         (folder / "sitecustomize.py").write_text(
-            f"from harness import sabotage\n\nsabotage.arm({str(folder)!r})\n"
+            f"from harness.proof import sabotage\n\nsabotage.arm({str(folder)!r})\n"
         )
         if hold is not None:
             (folder / "hold.json").write_text(json.dumps(hold))
