@@ -295,7 +295,10 @@ class Snapshotter:
             staged, segment = flight.staged, flight.segment
             assert staged is not None and segment is not None
             staged.arrive()
-            if self._beside and not flight.finished and (touched := staged.touched()):
+            # In this order: what is found before `finished` was set is a fault, and what the next
+            # optimizer step changes after that is none.
+            touched = staged.touched() if self._beside else []
+            if touched and not flight.finished:
                 raise StoreError(
                     f"snapshot of step {flight.ref.step}: {touched[0]!r} was changed in place "
                     "while it was copied"
