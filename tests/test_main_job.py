@@ -129,6 +129,21 @@ def test_sigkill_of_anything_at_any_moment(campaign, seed, calm_weights):
     assert newest(c.run).data["weights"] == calm_weights
 
 
+def test_a_controller_killed_after_the_last_step_leaves_nothing_to_the_next(campaign):
+    """The run is over, but who led it could not end its nodes: the same command does."""
+    c = campaign(market="calm", flags="--total 20 --every 10 --sleep-s 0.04")
+    c.launch()
+    c.until(lambda: c.step() >= 10)
+    c.process.send_signal(signal.SIGSTOP)
+    c.until(lambda: c.step() == 20)  # nodes go on by themselves
+    c.process.kill()
+    c.process.wait(10)
+    assert c.left_over()
+    c.launch()
+    assert c.wait(60) == 0, c.logs()
+    assert c.facts(AttemptEnded) and not c.left_over()
+
+
 def test_a_second_controller_is_refused(campaign):
     # so that it still runs when the second one has started
     c = campaign(flags="--total 100000 --every 10 --sleep-s 0.04")

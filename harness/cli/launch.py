@@ -34,6 +34,8 @@ from harness.cli.common import (
     checked_store,
     html_path,
     is_final,
+    is_local,
+    local_cloud,
     sky_broker,
     state_dir,
 )
@@ -155,10 +157,13 @@ def launch(flags: LaunchFlags) -> int:
         return _plan(flags, task, policy, url, nodes, console)
     store = checked_store(url)
     try:
-        final = is_final(store)
+        # A controller killed after the last step may have left nodes: those are ended first.
+        over = is_final(store) and not book_of(store).open
     except StoreError as e:
         return _give_up(e, store, None, console, url)
-    if final:
+    if over:
+        if is_local(url):
+            local_cloud(url).shutdown()
         console.print(
             f"The run at {url} is finished already; this is its report. For another training, name "
             "another run URL."
