@@ -141,6 +141,13 @@ class Campaign:
         kinds = ["controller", "provider", "agent", "worker"]
         return [f"{kind} {p.pid}" for kind in kinds for p in self.processes(kind)]
 
+    def nothing_left(self, within_s: float = 15.0) -> bool:
+        """Is all of it gone, or about to go? A process that has said that it ends takes a moment."""
+        deadline_s = time.monotonic() + within_s
+        while self.left_over() and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        return not self.left_over()
+
     def close(self) -> None:
         for _ in range(20):
             if not self.kill("all", random.Random(0)):

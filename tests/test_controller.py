@@ -54,7 +54,7 @@ def drained(c: Campaign) -> bool:
     (end,) = c.facts(RunEnded)
     assert end.outcome == "stopped" and end.committed_step == c.step()
     assert {(a.end, a.exit_code) for a in c.facts(AttemptEnded)} == {("terminated", 35)}
-    until(lambda: not c.left_over(), c.logs, 15)
+    until(lambda: c.nothing_left(), c.logs, 15)
     return True
 
 
@@ -106,7 +106,7 @@ def test_a_second_signal_kills(campaign):
     c.process.send_signal(signal.SIGTERM)
     assert c.wait(30) == 130, c.logs()
     assert "Killed" in c.output()
-    until(lambda: not c.left_over(), c.logs, 15)
+    until(lambda: c.nothing_left(), c.logs, 15)
 
 
 def test_trouble_of_the_controller_leaves_the_nodes_training_and_down_ends_them(campaign):
@@ -149,7 +149,7 @@ def test_trouble_of_the_controller_leaves_the_nodes_training_and_down_ends_them(
         ended, took_s = harness(words, c.run)
         assert ended.returncode == 0 and says in ended.stdout, ended.stdout + ended.stderr
         assert took_s < 30  # of 120 and 60 that they may wait
-    assert not c.left_over()
+    assert c.nothing_left()
 
 
 def test_nodes_without_a_leader_train_on_and_then_drain(campaign):

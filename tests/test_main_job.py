@@ -141,7 +141,7 @@ def test_a_controller_killed_after_the_last_step_leaves_nothing_to_the_next(camp
     assert c.left_over()
     c.launch()
     assert c.wait(60) == 0, c.logs()
-    assert c.facts(AttemptEnded) and not c.left_over()
+    assert c.facts(AttemptEnded) and c.nothing_left()
 
 
 def test_a_second_controller_is_refused(campaign):
@@ -157,7 +157,7 @@ def test_a_second_controller_is_refused(campaign):
     c.until(lambda: c.step() > seen)  # the first one's run is none the worse
     first.send_signal(signal.SIGINT)
     assert c.wait(120) == 3, c.logs()
-    assert not c.left_over()
+    assert c.nothing_left()
 
 
 def test_ctrl_c_drains_and_the_same_command_resumes(campaign):
@@ -167,7 +167,7 @@ def test_ctrl_c_drains_and_the_same_command_resumes(campaign):
     c.process.send_signal(signal.SIGINT)
     assert c.wait(60) == 3, c.logs()
     stopped_at = c.step()
-    assert "resumes" in c.output() and not c.left_over()
+    assert "resumes" in c.output() and c.nothing_left()
     assert c.facts(RunEnded)[-1].outcome == "stopped"
     assert not [a for a in c.facts(AttemptEnded) if a.end == "preempted"]
     c.launch()
@@ -186,7 +186,7 @@ def test_a_budget_is_kept(campaign):
     assert c.wait() == 3, c.logs()
     assert "budget" in c.output()
     assert sum(a.usd for a in c.facts(AttemptEnded)) == 0
-    assert not c.left_over()
+    assert c.nothing_left()
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_broken_script_stops_the_run_with_its_reason(campaign, flags, says):
     assert c.wait(150) == 1, c.logs()
     assert says in c.output(), c.output()
     assert "Traceback (most recent call last):\n  File" not in c.output().split("Last words")[0]
-    assert not c.left_over()
+    assert c.nothing_left()
     if "every" in flags:
         assert c.step() in (10, 11)  # nothing was lost (11: the second node came just then)
 
@@ -231,7 +231,7 @@ def test_bad_flags_are_refused_before_anything_starts(campaign, change, says, mo
     ended = harness(*c.command[3:], *change)
     assert ended.returncode in (1, 2)
     assert says in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
-    assert not c.left_over()
+    assert c.nothing_left()
 
 
 def test_a_task_that_skypilot_would_refuse_is_refused(campaign):
