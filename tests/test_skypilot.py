@@ -498,6 +498,16 @@ def test_down_is_done_when_this_api_server_has_had_them_all(run, sky, monkeypatc
     assert not sky.real
 
 
+def test_down_proves_nothing_where_a_fact_cannot_be_read(run, monkeypatch, capsys):
+    """Such a fact may be the intent of an attempt that nothing else tells of."""
+    facts = next(iter(run.list("facts/")))
+    run.put("facts/controller-2/000000.jsonl", b"{no fact}\n")
+    run.delete(facts)
+    code, said = bring(run, FakeSky([EAST, WEST]), monkeypatch, capsys)
+    assert code == 1 and "Nothing of" not in said
+    assert "cannot be read (facts/controller-2/000000.jsonl" in said
+
+
 @pytest.mark.parametrize("listens", [True, False])
 def test_down_asks_who_beats_to_stop_and_names_who_goes_on(run, listens, monkeypatch, capsys):
     """A node that another API server launched: its agent hears of the stop in the bucket."""

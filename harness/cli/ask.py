@@ -84,18 +84,15 @@ class _Ending:
             Follower(store, "facts/controller-"),
         )
         self._sign, self._led_s = (0, b""), time.monotonic()
-        self.book, self.damage, self._gone = Book(random.Random(0)), "", gone
+        self.book, self._gone = Book(random.Random(0)), gone
 
     def look(self) -> list[Beat]:
         """Members that are not known to have ended. One that died never says goodbye: that a cloud
         has proven its attempt to be gone (a fact of the controller) tells, or its silence."""
         from harness.bucket.lease import RELEASED, sign_of_life
 
-        try:
-            for stamped in self._facts.poll():
-                self.book.add(stamped.t, stamped.fact)
-        except (ValueError, KeyError, TypeError) as e:
-            self.damage = f"{type(e).__name__}: {e}"
+        for stamped in self._facts.poll():
+            self.book.add(stamped.t, stamped.fact)
         if (sign := sign_of_life(self._store, self._sign[0])) != self._sign:
             self._sign, self._led_s = sign, time.monotonic()
         if not sign[0] or sign[1] == RELEASED:
@@ -197,10 +194,10 @@ def _prove(
     )
     doubts = (
         [
-            f"The controller's facts cannot be read ({ending.damage}): they do not tell what was "
-            "launched."
+            f"{len(unread)} facts of the controller cannot be read ({unread[0]}): they may hide "
+            "what was launched."
         ]
-        if ending.damage
+        if (unread := ending.book.unread)
         else []
     )
     if beating:
