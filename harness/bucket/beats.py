@@ -15,10 +15,10 @@ import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from harness.bucket.epochs import MEMBERS
 from storage.errors import NotFound
 from storage.objects import ObjectStore
 
-MEMBERS = "rdzv/members/"
 PROMISE_S = 10.0  # between two beats of a member that does not say how often it beats
 LONGEST_S = 60.0  # nobody promises so little that its death would not be noticed
 MISSED = 2.0  # so many beats in a row, and LATE_S, must be missed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import logging
@@ -11,7 +10,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,9 +24,6 @@ log = logging.getLogger("harness.clouds.provider")
 T = TypeVar("T")
 # how long processes may survive SIGKILL (uninterruptible sleep) before we give up
 KILL_WITHIN_S = 10.0
-PR_SET_PDEATHSIG = 1
-# loaded here: a freshly forked child must not import or allocate much
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -208,12 +204,3 @@ def start_guard(instance: str) -> tuple[int, int]:
         kill_all(marker_of("HARNESS_PROVIDER", instance))
     finally:
         os._exit(0)
-
-
-def die_with(parent: int) -> Callable[[], None]:
-    def in_child() -> None:
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died between fork and prctl
-            os._exit(1)
-
-    return in_child

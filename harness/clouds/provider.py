@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import hmac
 import json
@@ -41,7 +42,6 @@ from harness.clouds.machines import (
     KILL_WITHIN_S,
     Config,
     Machine,
-    die_with,
     kill_all,
     log,
     marker_of,
@@ -50,6 +50,7 @@ from harness.clouds.machines import (
 )
 from harness.clouds.metadata import MetadataServer, environment_of, protocol_of
 from harness.core.world import BadInput, NodeState
+from harness.node.processes import die_with_parent
 from storage.errors import StoreError
 from storage.opening import open_store
 
@@ -299,7 +300,7 @@ class Provider:
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
-                preexec_fn=die_with(os.getpid()),
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
         machine.pid, machine.up_s, machine.state = machine.process.pid, now, NodeState.UP
         log.info(

@@ -8,6 +8,8 @@ import os
 import signal
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+# loaded here: a freshly forked child must not import or allocate much
+LIBC = ctypes.CDLL(None, use_errno=True)
 MESSAGE_NBYTES = 1 << 20
 DUMP_SIGNAL = signal.SIGUSR2  # the agent asks a hung worker where it hangs
 
@@ -21,7 +23,7 @@ def die_with_parent(parent: int | None = None) -> None:
     """
     parent = os.getppid() if parent is None else parent
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -29,4 +31,4 @@ def die_with_parent(parent: int | None = None) -> None:
 def name_process(name: str) -> None:
     """What `top` and `ps -o comm` show."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_NAME, name.encode()[:15])
+        LIBC.prctl(PR_SET_NAME, name.encode()[:15])

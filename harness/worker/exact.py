@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,6 +191,14 @@ class _Counting:
             )
         return True
 
+    def must_not_repeat(self, again: Callable[[], bool]) -> None:
+        """Before sums are taken; `again` is asked if nobody has asked it yet. Raises BadInput."""
+        if self.verdict is None and again():
+            raise BadInput(
+                "a gradient did not fit and the step must be done again, but `for batch in step` "
+                "did not run to its end"
+            )
+
     def write(
         self, i: int, total: torch.Tensor, weight: float | torch.Tensor, out: torch.Tensor
     ) -> None:
@@ -336,11 +344,7 @@ class ExactReplicated(Replicated):
         return repeat
 
     def reduce(self) -> None:
-        if self.counting.verdict is None and self.again():
-            raise BadInput(
-                "a gradient did not fit and the step must be done again, but `for batch in step` "
-                "did not run to its end"
-            )
+        self.counting.must_not_repeat(self.again)
 
     def divide(self, weight: float | torch.Tensor) -> None:
         for i, p in enumerate(self.parameters):
@@ -538,11 +542,7 @@ class ExactSharded(Sharded):
         return repeat
 
     def reduce(self) -> None:
-        if self.counting.verdict is None and self.again():
-            raise BadInput(
-                "a gradient did not fit and the step must be done again, but `for batch in step` "
-                "did not run to its end"
-            )
+        self.counting.must_not_repeat(self.again)
 
     def divide(self, weight: float | torch.Tensor) -> None:
         from torch.distributed.tensor import DTensor
