@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed-$(shell cat requirements.txt pyproject.toml | cksum | cut -d' ' -f1)
+STAMP := $(VENV)/.installed-$(shell cat requirements.txt requirements-apart.txt pyproject.toml | cksum | cut -d' ' -f1)
 
 NODES ?= 1:3
 STEPS ?= 150
@@ -20,11 +20,12 @@ LAB ?= /var/tmp/harness-lab
 
 .PHONY: install train launch jobs-launch plan down doctor lab lab-short test check lint types pythons sim walk drill campaign soak clean
 install: $(STAMP)
-$(STAMP): requirements.txt pyproject.toml
+$(STAMP): requirements.txt requirements-apart.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned environment wants Python 3.11 or newer, this is " + sys.version + "; make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-apart.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@rm -f $(VENV)/.installed-* && touch $@
 

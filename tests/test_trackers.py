@@ -11,14 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from truerun import TrueRun
 
 from harness.core.world import BadInput
 from harness.views import trackers
-from harness.views.plugins import Function, Jsonl, RunInfo, Wandb, build, metrics
+from harness.views.plugins import Function, Jsonl, RunInfo, build, metrics
+from harness.views.stream import STEP, whole
 from harness.views.trackers import Publisher, collect, committed, marker_key, published
 from storage.errors import StoreUnavailable
 from storage.files import FileStore, MemoryStore
@@ -142,7 +142,7 @@ def test_committed_reads_only_what_it_needs():
 
 
 def test_late_publisher_goes_in_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr(trackers.committed, "__defaults__", (4,))
+    monkeypatch.setattr(committed, "__defaults__", (4,))
     monkeypatch.setattr(trackers, "MAX_BATCH_STEPS", 4)
     run = TrueRun().train(19, final=True)
     assert publisher(run, min_batch_s=1e9).round()
@@ -277,62 +277,7 @@ def test_collect_refuses_what_was_changed(tmp_path):
         collect(run.store, tmp_path)
 
 
-# ---- W&B -----------------------------------------------------------------------------------------
-def history(folder):
-    """Run ids and steps in all offline run directories, as `wandb sync` reads them, in the
-    order of first steps."""
-    from wandb.proto import wandb_internal_pb2 as pb
-    from wandb.sdk.internal.datastore import DataStore
-
-    ids, steps, configs = set(), [], []
-    for path in sorted(
-        Path(folder).rglob("*.wandb"), key=lambda p: p.parent.name.rsplit("-", 1)[1]
-    ):
-        store = DataStore()
-        store.open_for_scan(str(path))
-        finished = False
-        while (data := store.scan_data()) is not None:
-            record = pb.Record()
-            record.ParseFromString(data)
-            kind = record.WhichOneof("record_type")
-            if kind == "run":
-                ids.add(record.run.run_id)
-                configs.append({u.key: json.loads(u.value_json) for u in record.run.config.update})
-            if kind == "history":
-                items = {
-                    i.nested_key[0] if i.nested_key else i.key: json.loads(i.value_json)
-                    for i in record.history.item
-                }
-                assert items["_step"] == record.history.step.num
-                steps.append((items["_step"], items["train/loss"]))
-            finished |= kind == "exit"
-        store._fp.close()
-        assert finished
-    return ids, steps, configs
-
-
-def test_wandb_offline_over_rewind_and_crash(tmp_path):
-    run = TrueRun(store=Deaf("memory://x/offline", {})).train(4)
-    (tracker,) = build("wandb", {"WANDB_API_KEY": "x" * 40, "WANDB_MODE": "offline"})
-    assert not tracker.online
-    p = publisher(run, tracker)
-    p.round()
-    run.train(8, every=2)
-    run.store.how = "lost"  # published, and dead before the marker
-    p.round()
-    run.store.how = ""
-    run.snapshots.quarantine(Ref(epoch=2, step=8), "bad")
-    run.rewind(Ref(epoch=2, step=6)).train(10, final=True)
-    restarted = publisher(run, tracker)
-    assert restarted.round()
-    paths = collect(run.store, tmp_path)
-    ids, steps, configs = history(tmp_path)
-    assert ids == {restarted.info.id}
-    assert steps == [(k, 2.0 / (k + 1)) for k in range(1, 11)]
-    assert all(c["global_batch"] == 8 and c["seed"] == 7 for c in configs)
-    assert not any("logs" in path.parts for path in paths)
-
-
+# ---- the process ----------------------------------------------------------------------------------
 def start(url, *flags, env=None, **popen):
     base = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
     command = [sys.executable, "-m", "harness.views.trackers", url, *flags]
@@ -346,16 +291,15 @@ def start(url, *flags, env=None, **popen):
     )
 
 
-def test_two_wandb_publishers_as_processes(tmp_path):
+def test_two_offline_publishers_as_processes(tmp_path):
+    """Without a key the stream is kept, once, for `harness sync`."""
     run = TrueRun(store=FileStore((tmp_path / "run").as_uri())).train(30, every=10, final=True)
     both = [start(run.store.url, "--trackers", "wandb,jsonl") for _ in range(2)]
     for process in both:
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0, out + err
-    collect(run.store, tmp_path / "collected")
-    ids, steps, _ = history(tmp_path / "collected")
-    assert len(ids) == 1
-    assert [k for k, _ in steps] == list(range(1, 31))
+    assert [row.step for row in whole(run.store) if row.kind == STEP] == list(range(1, 31))
+    assert told(run.store, tmp_path) == list(range(1, 31))
 
 
 def test_sigterm_publishes_what_is_left(tmp_path):
@@ -414,7 +358,6 @@ def test_key_is_checked_before_anything_starts(tmp_path):
         env = {"WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}"}
         (tracker,) = build("wandb", {**env, "WANDB_API_KEY": "good"})
         assert tracker.online
-        assert tracker.outside
         with pytest.raises(BadInput, match="does not know the WANDB_API_KEY"):
             build("wandb", {**env, "WANDB_API_KEY": "bad"})
         # as `wandb login` writes it
@@ -442,59 +385,3 @@ def test_online_needs_a_key(tmp_path):
         build("wandb", {"HOME": str(tmp_path), "WANDB_MODE": "online"})
     (tracker,) = build("wandb", {"HOME": str(tmp_path), "WANDB_MODE": "", "WANDB_API_KEY": ""})
     assert not tracker.online
-
-
-class FakeRun:
-    """What `Wandb` uses of a W&B run, with the server's memory: a step is kept once, steps only
-    grow."""
-
-    def __init__(self, server):
-        self.server = server
-        self.resumed, self.step = bool(server), max(server, default=-1) + 1
-
-    def log(self, values, step):
-        assert step not in self.server, f"step {step} was sent twice"
-        self.server[step] = values
-
-    def finish(self, exit_code):
-        pass
-
-
-class FakeWandb:
-    class Settings:
-        def __init__(self, **values):
-            self.values = values
-
-    def __init__(self):
-        self.server, self.inits = {}, []
-
-    def init(self, **values):
-        self.inits.append(values)
-        return FakeRun(self.server)
-
-    def teardown(self):
-        pass
-
-
-def test_wandb_online_resumes_one_run_and_asks_what_it_has():
-    run = TrueRun(store=Deaf("memory://x/online", {})).train(4)
-    api = FakeWandb()
-    original = run.store.create
-    publisher(run, Wandb(api, online=True)).round()
-
-    def dies_before_the_marker(key, data):
-        if key == marker_key("wandb", 5):
-            raise StoreUnavailable("dead")
-        return original(key, data)
-
-    run.train(8)
-    run.store.create = dies_before_the_marker
-    publisher(run, Wandb(api, online=True)).round()
-    run.store.create = original
-    run.train(11, final=True)
-    assert publisher(run, Wandb(api, online=True)).round()
-    assert list(api.server) == list(range(1, 12))
-    assert {(i["id"], i["resume"], i["mode"]) for i in api.inits} == {
-        (RunInfo.of(run.store).id, "allow", "online")
-    }
-    assert [m["last"] for m in published(run.store, "wandb")] == [4, 11]

@@ -20,6 +20,7 @@ import base64
 import gzip
 import hashlib
 import http.server
+import itertools
 import json
 import re
 import threading
@@ -84,7 +85,7 @@ class LoopbackRun:
                 lines[i] = line
         if name == HISTORY:
             steps = [json.loads(line).get("_step", -1) for line in lines[max(0, offset - 1) :]]
-            if any(b <= a for a, b in zip(steps, steps[1:], strict=False)):
+            if any(b <= a for a, b in itertools.pairwise(steps)):
                 self.problems.append(f"{name}: steps do not grow: {steps[:20]}")
 
     def rewind(self, step: int) -> None:

@@ -1,14 +1,14 @@
-"""Publish committed steps to trackers: W&B (default), TensorBoard, JSON lines, or anybody's
-function.
+"""Publish a run to trackers: W&B, TensorBoard, MLflow, JSON lines, or anybody's function.
 
     python -m harness.views.trackers URL --trackers wandb,jsonl
                                    the publisher, beside rank 0; the agent starts and ends it
     python -m harness.views.trackers URL --collect FOLDER
                                    download what was published, for `wandb sync` and the like
 
-A tracker is a rendering of what is committed, so the publisher reads the bucket (newest manifest ->
-step records) and never talks to a worker. Steps are published strictly in order and each exactly
-once, whatever is redone, killed or doubled:
+A tracker is a rendering of what is in the bucket, so the publisher reads that (newest manifest ->
+step records; facts) and never talks to a worker. W&B, TensorBoard and MLflow are told the stream
+(`stream.py`). JSON lines and functions get committed steps in batches, strictly in order and each
+exactly once, whatever is redone, killed or doubled:
 
     trackers/{name}/{first}-{last}-{token}/...   the files of a batch of steps, under names that no
                                                  other publisher uses
@@ -18,12 +18,10 @@ once, whatever is redone, killed or doubled:
 A batch is published if and only if its marker exists, and the next one begins at the marker's last
 step + 1. The marker's name is the batch's *first* step alone: of two publishers that cut batches
 differently only one can own the steps from there on; what the other wrote is deleted, and nobody
-reads it. So wandb's offline mode is exact: a whole run directory per batch, all of one run id. What
-acts outside of the bucket (wandb online, functions) cannot be undone; there a claim keeps a second
-publisher out, and after a crash between publishing and marking W&B is asked which steps it has
-(`run.step`); functions get the same batch again.
+reads it. Functions act outside of the bucket, which cannot be undone; there a claim keeps a second
+publisher out, and after a crash between publishing and marking they get the same batch again.
 
-Knows wandb, records and snapshots; knows nothing of torch, agents or clouds.
+Knows records and snapshots; knows nothing of torch, agents or clouds.
 """
 
 from __future__ import annotations
@@ -35,10 +33,10 @@ if TYPE_CHECKING:
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import logging
 import os
-import re
 import secrets
 import signal
 import sys
@@ -63,17 +61,19 @@ from tenacity import (
 from harness.core import records as rec
 from harness.core.facts import canonical, digest, loaded
 from harness.core.world import BadInput
-from harness.views.plugins import RunInfo, build
+from harness.views.committed import MAX_BATCH_STEPS, committed
+from harness.views.plugins import KNOWN, Account, Place, RunInfo, build
+from harness.views.stream import newest_header
+from harness.views.telling import Telling, about_of, brief, renderer_of, writer_of
+from harness.views.wandb_offline import write_offline
 from storage.errors import NotFound, StoreUnavailable
 from storage.objects import ObjectStore, checked_key
 from storage.opening import open_store
-from storage.snapshots import Snapshots
 
 log = logging.getLogger("harness.views.trackers")
 
 POLL_S = 2.0  # how often the publisher looks for a new commit
 MIN_BATCH_S = 30.0  # between two batches, so that a run of days makes no million objects
-MAX_BATCH_STEPS = 10_000  # per batch; bounds memory when a publisher comes late
 TRIES = 3  # at once, for one batch; then the next one comes after MAX_PAUSE_S at most
 MAX_PAUSE_S = 600.0
 # how long a publisher that acts outside of the bucket may be silent before another takes over
@@ -110,54 +110,6 @@ def published(store: ObjectStore, name: str, first: int = 1) -> Iterator[dict[st
             ) from e
         yield marker
         first = last + 1
-
-
-def committed(
-    store: ObjectStore, info: RunInfo, first: int, limit: int = MAX_BATCH_STEPS
-) -> tuple[list[rec.StepRecord], bool]:
-    """Records of the committed steps from `first` on (at most `limit`), and whether they go to the
-    end of a finished run.
-
-    Walks the chain from the newest manifest back to `first`, not to the beginning of the run.
-    """
-    snapshots = Snapshots(store)
-    refs = snapshots.refs()
-    manifest = snapshots.load(refs[0]) if refs else None
-    named = rec.named(manifest.data) if manifest else None
-    if manifest is None or not named or manifest.step < first:
-        return [], bool(manifest and snapshots.ended(manifest))
-    by_head = rec.heads(store.list("samples/"))
-    key, want, genesis = named.key, named.head, rec.genesis(info.identity)
-    parts: list[list[rec.StepRecord]] = []
-    while True:
-        part = rec.decode(store.get(key), key)
-        if not part or part[-1].h != want:
-            raise rec.BrokenRecords(
-                f"{key}: wanted records that end in {want[:16]}, found others; `harness verify` "
-                "tells more"
-            )
-        parts.append([r for r in part if r.step >= first])
-        # a publisher that comes late needs the beginning only; do not hold the rest
-        if sum(map(len, parts)) > 2 * limit:
-            _drop_newest(parts, limit)
-        want = part[0].prev
-        if part[0].step <= first or want == genesis:
-            break
-        if want[:16] not in by_head:
-            raise rec.BrokenRecords(
-                f"records before step {part[0].step} are missing (wanted one ending in {want[:16]})"
-            )
-        key = by_head[want[:16]]
-    chain = [r for part in reversed(parts) for r in part][:limit]
-    return chain, bool(snapshots.ended(manifest)) and bool(chain) and chain[
-        -1
-    ].step == manifest.step
-
-
-def _drop_newest(parts: list[list[rec.StepRecord]], limit: int) -> None:
-    """Forget the newest objects as long as `limit` records stay; `parts` is newest first."""
-    while len(parts) > 1 and sum(map(len, parts[1:])) >= limit:
-        del parts[0]
 
 
 @dataclass
@@ -227,7 +179,7 @@ class Publisher:
                 "%s: steps from %d on are not published (%s); next try in %.0f s",
                 name,
                 state.first,
-                _brief(cause),
+                brief(cause),
                 pause_s,
             )
             return False
@@ -330,21 +282,11 @@ class Publisher:
         return self.store.get(key) == mine
 
 
-def _brief(error: BaseException | None) -> str:
-    """What went wrong, without anything that looks like a key."""
-    text = re.sub(
-        r"(?i)\b[0-9a-f]{32,}\b|(key|token|secret|password)(\S*[=:]\s*)\S+",
-        r"\1\2***",
-        f"{type(error).__name__}: {error}",
-    )
-    return text if len(text) <= 300 else text[:300] + "..."
-
-
 def collect(store: ObjectStore, folder: Path) -> list[Path]:
     """Download what was published, in order of steps. Returns the files' paths.
 
-    folder/wandb/offline-run-...   one per batch, all of one run id: `wandb beta sync FOLDER/wandb`,
-                                   or `wandb sync --append` one by one
+    folder/wandb/offline-run-...   the whole run, for `wandb sync`; of runs of older versions one
+                                   folder per batch
     folder/tensorboard/            all event files: `tensorboard --logdir FOLDER/tensorboard`
     folder/jsonl/metrics.jsonl     all steps
     """
@@ -376,7 +318,24 @@ def collect(store: ObjectStore, folder: Path) -> list[Path]:
                     target.write_bytes(data)
                 if target not in found:
                     found.append(target)
+    for key in store.list("trackers/tensorboard/"):
+        if key.endswith(".spotharness"):
+            target = folder / checked_key(key.removeprefix("trackers/"))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(store.get(key))
+            found.append(target)
     return found
+
+
+def collect_wandb(store: ObjectStore, folder: Path, environ: Mapping[str, str]) -> list[Path]:
+    """The stream as one offline run in `folder`, if there is one, and wandb is installed."""
+    if newest_header(store) is None or importlib.util.find_spec("wandb") is None:
+        return []
+    import wandb
+
+    info = RunInfo.of(store)
+    writer = writer_of(store, info)
+    return write_offline(store, info, wandb, about_of(writer, environ)(), folder)
 
 
 def _place(name: str, inside: str, marker: dict[str, Any]) -> str:
@@ -409,7 +368,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     parser.add_argument(
         "--trackers",
         default="wandb",
-        help="wandb, tensorboard, jsonl or package.module:function, comma-separated",
+        help=f"{KNOWN}, comma-separated",
     )
     parser.add_argument(
         "--min-batch-s",
@@ -429,7 +388,9 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     try:
         store = open_store(flags.url)
         if flags.collect:
-            for path in collect(store, Path(flags.collect)):
+            folder = Path(flags.collect)
+            made = collect_wandb(store, folder / "wandb", environ)
+            for path in [*collect(store, folder), *made]:
                 print(path)
             return 0
         trackers = build(flags.trackers, environ)
@@ -462,10 +423,17 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         return 0
     # One thread each, so that a tracker that hangs (wandb waits for its network for hours) holds up
     # no other.
+    places = [t for t in trackers if isinstance(t, (Account, Place))]
     publishers = [
-        Publisher(store, info, [tracker], flags.min_batch_s, stop=stop) for tracker in trackers
+        Publisher(store, info, [tracker], flags.min_batch_s, stop=stop)
+        for tracker in trackers
+        if not isinstance(tracker, (Account, Place))
     ]
     threads = [threading.Thread(target=p.run, name=p.trackers[0].name) for p in publishers]
+    if places:
+        writer = writer_of(store, info, flags.min_batch_s)
+        told = [r for place in places if (r := renderer_of(place, writer, environ))]
+        threads += Telling(writer, told, stop).threads()
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,0 +1,78 @@
+"""Alerts and artifacts of a batch of the stream, as W&B is told of them.
+
+Snapshots become reference artifacts: W&B knows of each where it lies, at which step, and from which
+data it came; its bytes stay in the bucket. Aliases: `latest`, `best` (the first one after the
+lowest validation loss), `step-N`. What was pruned since is not told.
+"""
+
+from __future__ import annotations
+
+import urllib.parse
+from collections.abc import Callable
+from typing import Any
+
+from harness.core.facts import canonical, digest
+from harness.views.operations import Alert
+from harness.views.plugins import RunInfo
+from harness.views.stream import Header, alert_of
+from storage.manifest import Ref
+from storage.objects import ObjectStore
+from storage.snapshots import MANIFESTS, Snapshots
+
+Act = Callable[[Any, Any], None]  # of the module wandb, and the run
+
+
+def place_of(url: str) -> str:
+    """A URL without what could be a secret: no user, no query."""
+    parts = urllib.parse.urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    return urllib.parse.urlunsplit((parts.scheme, host, parts.path, "", ""))
+
+
+def acts_of(store: ObjectStore, info: RunInfo, header: Header) -> list[Act]:
+    """What is to be done for this batch, once."""
+    acts: list[Act] = []
+    if header.number == 0:
+        acts.append(_dataset(info))
+    acts += [_alert(alert_of(body)) for body in header.new_alerts]
+    if header.snapshots:
+        there = set(Snapshots(store).refs())
+        for name in header.snapshots:
+            if (ref := Ref.parse(name)) in there:
+                acts.append(_snapshot(store, info, ref, name == header.best_snapshot))
+    return acts
+
+
+def _alert(alert: Alert) -> Act:
+    def alert_act(api: Any, run: Any) -> None:
+        run.alert(title=alert.title, text=alert.text, level=alert.level)
+
+    return alert_act
+
+
+def _dataset(info: RunInfo) -> Act:
+    """What the run reads: its fingerprint, not its place, which only the script knows."""
+
+    def dataset_act(api: Any, run: Any) -> None:
+        said = {k: info.identity.get(k) for k in ("data", "samples", "seed", "shuffle")}
+        name = digest(canonical(said))[:16]
+        artifact = api.Artifact(f"dataset-{name}", "dataset", metadata=said)
+        artifact.add_reference(f"fingerprint://{name}", name="fingerprint", checksum=False)
+        run.use_artifact(artifact)
+
+    return dataset_act
+
+
+def _snapshot(store: ObjectStore, info: RunInfo, ref: Ref, best: bool) -> Act:
+    def snapshot_act(api: Any, run: Any) -> None:
+        artifact = api.Artifact(
+            f"snapshot-{info.id}", "model", metadata={"step": ref.step, "epoch": ref.epoch}
+        )
+        where = f"{place_of(store.url)}/{MANIFESTS}{ref.name}.json"
+        try:
+            artifact.add_reference(where, name="manifest", checksum=False)
+        except Exception:  # the cloud's own library is missing here: W&B shows the URL all the same
+            artifact.add_reference(f"bucket+{where}", name="manifest", checksum=False)
+        run.log_artifact(artifact, aliases=[f"step-{ref.step}", *(["best"] if best else [])])
+
+    return snapshot_act

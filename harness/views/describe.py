@@ -1,0 +1,128 @@
+"""What trackers are told of a run besides its numbers: configuration, environment, tags.
+
+Read from the run's identity and facts, and from the machine that publishes, which is the one of
+rank 0: its git commit, its packages, and such environment variables as are no secrets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.core import facts as f
+from harness.core.facts import Stamped
+from harness.views.plugins import RunInfo
+
+SAID = re.compile(r"(HARNESS|SKYPILOT|CUDA|NCCL|TORCH|OMP)_[A-Z0-9_]+")
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE|INFO|URL|URI|IPS", re.IGNORECASE)
+PACKAGES = (
+    "accelerate",
+    "datasets",
+    "deepspeed",
+    "flash-attn",
+    "numpy",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+    "safetensors",
+    "spotharness",
+    "tokenizers",
+    "torch",
+    "torchao",
+    "torchdata",
+    "transformers",
+    "triton",
+)
+GIT_S = 10.0
+
+
+def config_of(
+    info: RunInfo, facts: Sequence[Stamped], environ: Mapping[str, str], folder: Path
+) -> dict[str, Any]:
+    """Flat where users filter by it, nested where they look it up."""
+    session = _last(facts, f.SessionStarted)
+    asked = _last(facts, f.RunAsked)
+    found: dict[str, Any] = dict(info.identity)
+    if session:
+        found |= {
+            "total_steps": session.total_steps,
+            "parallel": session.parallel,
+            "device": session.device,
+            "reduce": session.reduce,
+        }
+    if asked:
+        found["launch"] = {
+            "task": asked.task,
+            "min_nodes": asked.min_nodes,
+            "max_nodes": asked.max_nodes,
+            "policy": asked.policy,
+            "market": asked.market,
+            "budget_usd": asked.budget_usd,
+        }
+    agents = [s.fact for s in facts if isinstance(s.fact, f.AgentStarted)]
+    found["hardware"] = sorted({a.accelerator for a in agents if a.accelerator})
+    found["environment"] = environment(environ)
+    found["packages"] = packages()
+    found["git"] = git(folder)
+    return found
+
+
+def tags_of(facts: Sequence[Stamped]) -> list[str]:
+    """ "spot" or "on-demand", and the clouds of its nodes."""
+    offers = [s.fact.offer for s in facts if isinstance(s.fact, f.AttemptIntended)]
+    clouds = {str(o.get("name", "")).partition("/")[0] for o in offers} - {""}
+    kinds = {"spot" if o.get("spot", True) else "on-demand" for o in offers}
+    return sorted(kinds) + sorted(clouds)
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Python, platform, and the variables that say how the run was set up."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in sorted(environ):
+        if SAID.fullmatch(name) and not SECRET.search(name):
+            found[name] = environ[name][:200]
+    return found
+
+
+def packages() -> dict[str, str]:
+    """Versions of what a result depends on, of what is installed here."""
+    found: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git(folder: Path) -> dict[str, Any]:
+    """Commit and state of the work tree that holds `folder`; {}: it is in none. Of what is not
+    committed only a hash leaves this machine."""
+
+    def said(*words: str) -> str | None:
+        try:
+            out = subprocess.run(
+                ["git", *words], cwd=folder, capture_output=True, text=True, timeout=GIT_S
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return out.stdout if out.returncode == 0 else None
+
+    commit = said("rev-parse", "HEAD")
+    if not commit:
+        return {}
+    diff = said("diff", "HEAD") or ""
+    found: dict[str, Any] = {"commit": commit.strip(), "changed": bool(diff.strip())}
+    if diff.strip():
+        found["diff_sha256"] = hashlib.sha256(diff.encode()).hexdigest()
+    branch = said("rev-parse", "--abbrev-ref", "HEAD")
+    return found | ({"branch": branch.strip()} if branch else {})
+
+
+def _last(facts: Sequence[Stamped], kind: type[Any]) -> Any:
+    return next((s.fact for s in reversed(facts) if isinstance(s.fact, kind)), None)

@@ -1,0 +1,328 @@
+"""Operations as rows of numbers: what a run's facts say at a moment, for trackers.
+
+The numbers are the ledger's (`ledger.py`), so that a chart of W&B and `harness report` cannot
+disagree. Their x axis is wall time, not steps: a run costs money, waits and recovers while it makes
+no step.
+
+Knows facts and the ledger; knows no tracker. Near live: facts arrive when their writers flush them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from harness.bucket.journal import Follower
+from harness.bucket.orders import stop_order
+from harness.core import facts as f
+from harness.core import prices
+from harness.core.facts import Stamped, canonical, digest
+from harness.core.records import StepRecord
+from harness.views.committed import Lineage
+from harness.views.ledger import Ledger
+from harness.views.painting import NANO
+from harness.views.rows import AttemptRow
+from storage.manifest import Ref
+from storage.objects import ObjectStore
+
+MOST_MOMENTS = 300  # that are filled in after a time without a publisher
+TURNING_POINTS = (
+    f.AttemptUp,
+    f.AttemptEnded,
+    f.EpochStarted,
+    f.EpochLeft,
+    f.SessionStarted,
+    f.SnapshotCommitted,
+    f.NoticeSeen,
+    f.RunEnded,
+)
+
+
+@dataclass(frozen=True)
+class Alert:
+    """What a person should be told at once. `level`: "INFO", "WARN" or "ERROR", as W&B names
+    them."""
+
+    id: str
+    title: str  # 64 letters at most
+    text: str
+    level: str
+    t: float
+
+
+Rules = Callable[[Stamped], "Alert | None"]
+
+
+def alert_of_fact(stamped: Stamped) -> Alert | None:
+    """The facts that hurt, each in a line."""
+    match stamped.fact:
+        case f.RunEnded(outcome, reason, step) if outcome != "done":
+            title, text, level = f"run {outcome}", f"after step {step}: {reason}", "ERROR"
+        case f.GuardTripped(step, _, what, value):
+            title, text, level = f"guard: {what}", f"step {step}: {value:g}", "ERROR"
+        case f.WorkerHung() as w if w.guilty:
+            title = f"rank {w.rank} hangs"
+            text = f"{w.member}: silent for {w.silent_s:.0f} s in {w.place} at step {w.step}"
+            level = "ERROR"
+        case f.WorkerFailed() as w:
+            title, text, level = f"rank {w.rank} failed", f"{w.error}: {w.message}", "WARN"
+        case f.HealthSeen(member, gpu, what, message):
+            title, text, level = f"GPU: {what}", f"{member} {gpu}: {message}", "WARN"
+        case f.SnapshotQuarantined(step, epoch, why):
+            title = f"snapshot of step {step} is not used"
+            text, level = f"epoch {epoch}: {why}", "WARN"
+        case f.SnapshotFailed(step, _, why):
+            title, text, level = f"snapshot of step {step} failed", why, "WARN"
+        case f.GraceSpent(member, _, _, step, committed_step) if step > committed_step:
+            title = "a notice's time is over"
+            text, level = f"{member} is at step {step}, {committed_step} is committed", "WARN"
+        case _:
+            return None
+    named = canonical([stamped.writer, stamped.t, title, text])
+    return Alert(digest(named)[:16], title[:64], text[:1000], level, stamped.t)
+
+
+@dataclass
+class Operations:
+    """Follows a run's facts. One reader of its own, fed by `poll`."""
+
+    store: ObjectStore
+    lineage: Lineage
+    rules: Rules = alert_of_fact
+    facts: list[Stamped] = field(default_factory=list)
+    cost_s: float = 0.0  # what the last row took to compute
+
+    def __post_init__(self) -> None:
+        self._follower = Follower(self.store)
+
+    def poll(self) -> None:
+        """Read what is new. Raises StoreError."""
+        new = [s for s in self._follower.poll() if not isinstance(s.fact, f.Unreadable)]
+        if new:
+            self.facts = sorted([*self.facts, *new], key=lambda s: s.t)
+
+    def started_s(self, now_s: float) -> float:
+        return min((s.t for s in self.facts), default=now_s)
+
+    # ---- what has happened -----------------------------------------------------------------------
+    def end(self, final: bool) -> str:
+        """How the run has ended; "": it goes on, or may. `final`: its last snapshot is committed
+        and all its steps are read."""
+        if final:
+            return "done"
+        last = next(
+            (
+                s.fact
+                for s in reversed(self.facts)
+                if isinstance(s.fact, (f.RunEnded, f.LeaseTaken))
+            ),
+            None,
+        )
+        if isinstance(last, f.RunEnded):
+            return last.outcome if last.outcome != "done" else ""
+        epoch = max(
+            (s.fact.epoch for s in self.facts if isinstance(s.fact, f.EpochStarted)), default=0
+        )
+        why = {
+            s.fact.why
+            for s in self.facts
+            if isinstance(s.fact, f.EpochLeft) and s.fact.epoch == epoch
+        }
+        if why & {"stopped", "unfinished"} and (order := stop_order(self.store)):
+            return "failed" if order.failed else "stopped"
+        return ""
+
+    def snapshots(self, told: str) -> list[str]:
+        """Names of snapshots that were committed after the one that was told last, oldest
+        first."""
+        after = Ref.parse(told) if told else Ref(0, 0)
+        found = {
+            Ref(s.fact.epoch, s.fact.step)
+            for s in self.facts
+            if isinstance(s.fact, f.SnapshotCommitted)
+        }
+        return [ref.name for ref in sorted(found) if ref > after]
+
+    def alerts(self, told: Sequence[str]) -> list[Alert]:
+        known = set(told)
+        found = [a for s in self.facts if (a := self.rules(s)) and a.id not in known]
+        return found[:100]  # the rest comes with the next batch
+
+    def moments(self, since_s: float, now_s: float, gap_s: float, over: bool) -> list[float]:
+        """When a row is due after `since_s`: now, or at the end of what is known of a run that is
+        `over` (its last words may come from another machine's clock); and at the turning points
+        between, if nobody told them for `gap_s`."""
+        if over and self.facts:
+            ends = [s.fact.gone_s for s in self.facts if isinstance(s.fact, f.AttemptEnded)]
+            now_s = max([self.facts[-1].t, *ends, since_s + 1e-3])
+        found: list[float] = []
+        if now_s - since_s > gap_s:
+            turns = [
+                s.t
+                for s in self.facts
+                if isinstance(s.fact, TURNING_POINTS) and since_s < s.t < now_s
+            ]
+            found = sorted(set(turns))[:: len(turns) // MOST_MOMENTS + 1]
+        return [*found, now_s]
+
+    # ---- numbers ---------------------------------------------------------------------------------
+    def values(self, t: float) -> dict[str, float]:
+        """Everything, as it was known at `t`."""
+        began_s = time.perf_counter()
+        facts = [s for s in self.facts if s.t <= t]
+        records = [r for r in self.lineage.refresh() if r.t <= t]
+        ledger = Ledger.of(facts, records, t)
+        found = {
+            **_money(ledger, records),
+            **_time_use(ledger),
+            **_troubles(ledger),
+            **_world(ledger, facts, t),
+            **_snapshots(facts, records),
+            **_restores(facts),
+            **_live(facts),
+        }
+        span = t - facts[0].t if facts else 0.0
+        kept = len({s.fact.step for s in facts if isinstance(s.fact, f.SnapshotCommitted)})
+        if bill := prices.estimate(self.store.url, facts, min(kept, 2), span):
+            found["cost/egress_usd"], found["cost/storage_usd"] = bill.moved_usd, bill.storage_usd
+        self.cost_s = time.perf_counter() - began_s
+        return {k: v for k, v in found.items() if math.isfinite(v)}
+
+
+def name_of(text: str) -> str:
+    """A part of a metric's name."""
+    return re.sub(r"[^A-Za-z0-9_.\-]+", "_", text) or "unknown"
+
+
+def living(ledger: Ledger) -> list[AttemptRow]:
+    return [a for a in ledger.attempts if a.up_s is not None and a.gone_s is None and not a.end]
+
+
+def _money(ledger: Ledger, records: Sequence[StepRecord]) -> dict[str, float]:
+    cost, steps = ledger.cost, len(records)
+    samples = sum(r.samples for r in records)
+    found = {
+        "cost/usd_total": ledger.usd,
+        "cost/usd_per_h": sum(a.usd_per_h for a in living(ledger)),
+        "cost/on_demand_usd": cost.on_demand_usd,
+        "cost/saved_usd": cost.saved_usd,
+        "cost/saved_fraction": cost.saved,
+        "cost/saved_undisturbed_fraction": cost.saved_undisturbed,
+        "cost/node_hours": ledger.billed_s / 3600,
+    }
+    if steps:
+        found["cost/usd_per_1k_steps"] = ledger.usd / steps * 1000
+    if samples:
+        found["cost/usd_per_1m_samples"] = ledger.usd / samples * 1e6
+    by_cloud: dict[str, float] = {}
+    for a in ledger.attempts:
+        cloud = name_of(a.offer.partition("/")[0])
+        by_cloud[cloud] = by_cloud.get(cloud, 0.0) + a.usd
+    return found | {f"cost/usd_by_cloud/{cloud}": usd for cloud, usd in by_cloud.items()}
+
+
+def _time_use(ledger: Ledger) -> dict[str, float]:
+    """The waterfall: billed seconds by what they went into."""
+    return {
+        "goodput/fraction": ledger.goodput,
+        "goodput/billed_s": ledger.billed_s,
+        **{f"goodput/{bucket}_s": spent / NANO for bucket, spent in ledger.ns.items()},
+        **{f"goodput/{bucket}_usd": spent / NANO for bucket, spent in ledger.nusd.items()},
+    }
+
+
+def _troubles(ledger: Ledger) -> dict[str, float]:
+    ended = [e for e in ledger.epochs if e.ended]
+    broken = [e for e in ended if e.ended not in ("finished", "stopped")]
+    gaps = [e.gap_s for e in ledger.epochs if e.gap_s is not None]
+    found = {
+        "spot/notices": len([n for n in ledger.notices if not n.cancelled]),
+        "spot/notices_in_time": len([n for n in ledger.notices if n.in_time]),
+        "spot/losses": len(
+            [a for a in ledger.attempts if a.end in ("preempted", "lost", "failed")]
+        ),
+        "spot/interruptions": len(broken),
+        "spot/resizes": len(
+            [
+                e
+                for e, after in zip(ledger.epochs, ledger.epochs[1:], strict=False)
+                if e.world != after.world
+            ]
+        ),
+        "spot/steps_lost": ledger.steps_lost,
+        "spot/lost_s": sum(e.lost_s for e in broken),
+        "spot/recoveries": len(gaps),
+    }
+    if gaps:
+        found |= {"spot/recover_last_s": gaps[-1], "spot/recover_max_s": max(gaps)}
+        found["spot/recover_mean_s"] = sum(gaps) / len(gaps)
+    return found
+
+
+def _world(ledger: Ledger, facts: Sequence[Stamped], t: float) -> dict[str, float]:
+    now = next((e for e in reversed(ledger.epochs) if not e.ended and e.end_s is None), None)
+    asked = next((s.fact for s in reversed(facts) if isinstance(s.fact, f.RunAsked)), None)
+    found: dict[str, float] = {
+        "world/size": now.world if now else 0,
+        "world/members": len(now.members) if now else 0,
+        "world/accumulation": now.accumulation if now else 0,
+        "world/epoch": max((e.epoch for e in ledger.epochs), default=0),
+        "world/nodes": len(living(ledger)),
+        "world/nodes_asked": len([a for a in ledger.attempts if a.up_s is None and not a.end]),
+    }
+    if asked:
+        found |= {"world/min_nodes": asked.min_nodes, "world/max_nodes": asked.max_nodes}
+    # a place that has had nodes stays at 0, so that its line comes down
+    places = {name_of(a.offer or "unlisted"): 0.0 for a in ledger.attempts}
+    for a in living(ledger):
+        places[name_of(a.offer or "unlisted")] += 1
+    return found | {f"nodes/{place}": count for place, count in places.items()}
+
+
+def _snapshots(facts: Sequence[Stamped], records: Sequence[StepRecord]) -> dict[str, float]:
+    made = [s.fact for s in facts if isinstance(s.fact, f.SnapshotCommitted)]
+    failed = len([s for s in facts if isinstance(s.fact, f.SnapshotFailed)])
+    bad = len([s for s in facts if isinstance(s.fact, f.SnapshotQuarantined)])
+    found: dict[str, float] = {"ckpt/committed": len(made), "ckpt/failed": failed}
+    found |= {"ckpt/quarantined": bad, "ckpt/step": records[-1].step if records else 0}
+    done = [s.fact.step for s in facts if isinstance(s.fact, f.StepDone)]
+    if done:
+        found["ckpt/lag_steps"] = max(0, done[-1] - (records[-1].step if records else 0))
+    if made:
+        last = made[-1]
+        found |= {
+            "ckpt/stall_s": last.stall_s,
+            "ckpt/stall_total_s": sum(m.stall_s for m in made),
+            "ckpt/durable_s": last.commit_s,
+            "ckpt/bytes": last.nbytes,
+            "ckpt/throttle_slowdown": last.slowdown,
+            "ckpt/throttle_requests": last.requests,
+        }
+    return found
+
+
+def _restores(facts: Sequence[Stamped]) -> dict[str, float]:
+    sessions = [s.fact for s in facts if isinstance(s.fact, f.SessionStarted)]
+    restored = [s for s in {s.epoch: s for s in sessions}.values() if s.resumed_step]
+    found: dict[str, float] = {"restore/count": len(restored)}
+    if restored:
+        found["restore/last_s"] = restored[-1].restore_s
+        found["restore/total_s"] = sum(s.restore_s for s in restored)
+    for session in restored:
+        key = f"restore/from_{name_of(session.tier)}"
+        found[key] = found.get(key, 0) + 1
+    return found
+
+
+def _live(facts: Sequence[Stamped]) -> dict[str, float]:
+    """The newest step that was done, committed or not: W&B need not wait for a snapshot."""
+    step = next((s.fact for s in reversed(facts) if isinstance(s.fact, f.StepDone)), None)
+    if step is None:
+        return {}
+    found = {"live/step": step.step, "live/loss": step.loss, "live/step_s": step.seconds}
+    if step.mfu is not None:
+        found["live/mfu"] = step.mfu
+    return found

@@ -1,0 +1,335 @@
+"""The stream: everything that W&B, MLflow and TensorBoard are told of a run, as numbered rows in
+its bucket.
+
+    trackers/stream/{number:08d}.jsonl     create-only: one batch; a header line, then its rows
+
+A row is a committed step with the record's values, or a sample of operations (`operations.py`) at
+a moment. The publisher makes batches, whoever creates number n first owns it, and nobody changes
+one later. So the stream exists once, whatever is killed or doubled, and a tracker's server is only
+a copy: it is asked how many rows it has, and is told the ones behind them, now or years later.
+
+A rewind is a batch that begins at a row which exists already: the rows from there on are void. It
+happens when steps that were published are redone from an older snapshot. The batch holds the
+operations of the void rows again (`again`), since those did happen.
+
+Knows records, snapshots and facts; knows no tracker.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.core import records as rec
+from harness.core.facts import Reading, built, loaded
+from harness.core.world import BadInput
+from harness.views.committed import committed, newest
+from harness.views.operations import Alert, Operations
+from harness.views.plugins import RunInfo, metrics
+from storage.errors import NotFound
+from storage.manifest import Ref
+from storage.objects import ObjectStore
+
+log = logging.getLogger("harness.views.trackers")
+
+PREFIX = "trackers/stream/"
+MAX_STEPS = 5_000  # per batch; bounds memory when a publisher comes late
+STEP, OPS, START = "step", "ops", "start"
+
+
+@dataclass(frozen=True)
+class Row:
+    """`number`: its place in the stream. `step`: of a committed step, else 0."""
+
+    number: int
+    kind: str
+    t: float  # wall clock
+    values: dict[str, Reading]
+    step: int = 0
+    again: bool = False  # it was in a batch that a rewind made void
+
+
+@dataclass(frozen=True)
+class Header:
+    """A batch, and how far the stream is with it: the newest header is all that a publisher must
+    know. `best`: metric -> [value, step], of losses the lowest."""
+
+    number: int
+    first_row: int
+    rows: int
+    last_step: int = 0  # committed and in the stream; 0: none
+    head: str = ""  # hash of that step's record
+    epoch: int = 0  # of that record
+    ops_t: float = 0.0  # of the newest row of operations
+    facts: int = 0  # that this row knew
+    started_s: float = 0.0  # of the run, wall clock: `time/wall_s` counts from here
+    end: str = ""  # "done" | "failed" | "stopped": the run has ended, and this is all of it
+    best: dict[str, Any] = field(default_factory=dict)
+    snapshots: tuple[str, ...] = ()  # newly committed ones: "0000000012-e000002"
+    newest: str = ""  # snapshot that the stream has told of
+    best_snapshot: str = ""  # of this batch: the first one after the lowest validation loss
+    best_waits: int = 0  # step of the lowest validation loss, while no snapshot holds it
+    alerts: tuple[str, ...] = ()  # ids of those told so far; the newest thousand
+    new_alerts: tuple[dict[str, Any], ...] = ()
+    version: int = 1
+
+    @property
+    def end_row(self) -> int:
+        """The number of the row after its last."""
+        return self.first_row + self.rows
+
+
+def key(number: int) -> str:
+    return f"{PREFIX}{number:08d}.jsonl"
+
+
+def read(store: ObjectStore, number: int) -> tuple[Header, list[Row]]:
+    """One batch. Raises NotFound, StoreError, BadInput."""
+    where = key(number)
+    lines = store.get(where).decode(errors="replace").splitlines()
+    try:
+        header = built(Header, loaded(lines[0]))
+        rows = [
+            built(Row, {**loaded(line), "number": header.first_row + i})
+            for i, line in enumerate(lines[1:])
+        ]
+        if header.number != number or len(rows) != header.rows:
+            raise ValueError(f"batch {header.number} with {len(rows)} rows")
+    except (ValueError, TypeError, IndexError, AttributeError) as e:
+        raise BadInput(
+            f"{where}: wanted a batch of the stream, found another object ({e}); it was changed"
+        ) from e
+    return header, rows
+
+
+def newest_header(store: ObjectStore) -> Header | None:
+    """How far the stream is. Raises StoreError, BadInput."""
+    keys = [k for k in store.list(PREFIX) if k.endswith(".jsonl")]
+    return (
+        read(store, int(keys[-1].removeprefix(PREFIX).removesuffix(".jsonl")))[0] if keys else None
+    )
+
+
+def live(
+    store: ObjectStore, number: int, down_to_row: int = 0
+) -> Iterator[tuple[Header, list[Row]]]:
+    """The batches up to `number` with the rows that no later rewind made void, newest first, until
+    the one that holds `down_to_row`."""
+    limit: float = math.inf
+    for n in range(number, -1, -1):
+        header, rows = read(store, n)
+        kept = [row for row in rows if row.number < limit]
+        if kept:
+            yield header, kept
+        limit = min(limit, header.first_row)
+        if limit <= down_to_row:
+            return
+
+
+def rows_from(store: ObjectStore, number: int, first_row: int = 0) -> Iterator[Row]:
+    """Every row that counts from `first_row` on, in order, up to batch `number`. Raises
+    StoreError, BadInput."""
+    # two passes over the bucket, so that no run is too long for this machine's memory
+    spans = [(h.number, len(rows)) for h, rows in live(store, number, first_row)]
+    for batch, count in reversed(spans):
+        yield from (row for row in read(store, batch)[1][:count] if row.number >= first_row)
+
+
+def whole(store: ObjectStore) -> Iterator[Row]:
+    """Every row that counts, in order. Raises StoreError, BadInput."""
+    found = newest_header(store)
+    return rows_from(store, found.number) if found else iter(())
+
+
+@dataclass
+class StreamWriter:
+    """Brings one run's stream up to date. Any number of them may follow the same run."""
+
+    store: ObjectStore
+    info: RunInfo
+    operations: Operations
+    ops_every_s: float = 30.0  # between two rows of operations
+    min_batch_s: float = 0.0  # between two batches, unless all is due
+    now: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
+        self.header: Header | None = None
+        self._looked = False
+        self._wrote_s = -math.inf
+
+    def round(self, last: bool = False) -> bool:
+        """Write what is due. `last`: all is. Is everything of a run that has ended in the
+        stream? Raises StoreError, BadInput, BrokenRecords."""
+        if last or self.now() - self._wrote_s >= self.min_batch_s:
+            while self._one(last):
+                pass
+        return bool(self.header and self.header.end == "done")
+
+    def _one(self, last: bool) -> bool:
+        """One batch. True: there may be more to do at once."""
+        self._catch_up()
+        before = self.header
+        self.operations.poll()
+        if before is None:
+            # a row of its own, so that a rewind of all steps has one to go back to
+            t = self.operations.started_s(self.now())
+            self._create(Header(0, 0, 1, started_s=t), [Row(0, START, t, _moment(t, t))])
+            return True
+        records, final, keep = self._steps(before)
+        more = len(records) >= MAX_STEPS
+        first_row = before.end_row
+        again: list[Row] = []
+        if keep is not None:
+            again = [
+                dataclasses.replace(row, again=True)
+                for _, rows in live(self.store, before.number, keep.end_row)
+                for row in rows
+                if row.kind != STEP and row.number >= keep.end_row
+            ]
+            first_row = keep.end_row
+        known = keep if keep is not None else before
+        started_s = before.started_s
+        rows = [_step_row(r, started_s) for r in records]
+        end = "" if more else self.operations.end(final)
+        due = last or bool(records) or end != before.end
+        samples = self._samples(before, due and not more, bool(end))
+        alerts = self.operations.alerts(before.alerts)
+        snapshots = self.operations.snapshots(before.newest)
+        if not (rows or samples or again or alerts or snapshots) and end == before.end:
+            return False
+        rows = sorted([*rows, *samples, *again], key=lambda row: row.t)
+        tail = records[-1] if records else None
+        best, waits = _best(known.best, records), known.best_waits
+        if best != known.best:
+            waits = max(step for _, step in best.values())
+        best_snapshot = next((n for n in snapshots if 0 < waits <= Ref.parse(n).step), "")
+        header = Header(
+            number=before.number + 1,
+            first_row=first_row,
+            rows=len(rows),
+            last_step=tail.step if tail else known.last_step,
+            head=tail.h if tail else known.head,
+            epoch=tail.epoch if tail else known.epoch,
+            ops_t=samples[-1].t if samples else before.ops_t,
+            facts=len(self.operations.facts) if samples else before.facts,
+            started_s=started_s,
+            end=end,
+            best=best,
+            best_snapshot=best_snapshot,
+            best_waits=0 if best_snapshot else waits,
+            snapshots=tuple(snapshots),
+            newest=snapshots[-1] if snapshots else before.newest,
+            alerts=(*before.alerts, *(a.id for a in alerts))[-1000:],
+            new_alerts=tuple(dataclasses.asdict(a) for a in alerts),
+        )
+        self._create(header, rows)
+        return more
+
+    def _catch_up(self) -> None:
+        """To the newest batch, whoever wrote it."""
+        if not self._looked:
+            self.header, self._looked = newest_header(self.store), True
+        while True:
+            try:
+                self.header = read(self.store, self.header.number + 1 if self.header else 0)[0]
+            except NotFound:
+                return
+
+    def _create(self, header: Header, rows: Iterable[Row]) -> None:
+        lines = [json.dumps(dataclasses.asdict(header))]
+        for row in rows:
+            body = dataclasses.asdict(row)
+            del body["number"]
+            lines.append(json.dumps({k: v for k, v in body.items() if v or k == "values"}))
+        data = ("\n".join(lines) + "\n").encode()
+        if self.store.create(key(header.number), data):
+            self.header, self._wrote_s = header, self.now()
+            log.info("stream: %d rows, up to step %d", header.end_row, header.last_step)
+        else:  # another publisher owns this number; what it wrote is as good
+            self._catch_up()
+
+    def _steps(self, before: Header) -> tuple[list[rec.StepRecord], bool, Header | None]:
+        """Committed steps that follow, whether they go to the end of a finished run, and after
+        which batch they follow if steps in the stream were redone (None: they were not)."""
+        last = before.last_step
+        records, final = committed(self.store, self.info, last + 1, MAX_STEPS)
+        if not last:
+            return records, final, None
+        if records:
+            if records[0].prev == before.head:
+                return records, final, None
+        else:
+            found = newest(self.store)
+            if found is None or found.head == before.head or found.epoch <= before.epoch:
+                # nothing new; or published steps were quarantined, and nobody has redone them yet
+                return [], final, None
+        keep = self._last_true(before)
+        log.warning(
+            "stream: steps from %d on were redone after they were published; the stream is rewound",
+            keep.last_step + 1,
+        )
+        return (*committed(self.store, self.info, keep.last_step + 1, MAX_STEPS), keep)
+
+    def _last_true(self, before: Header) -> Header:
+        """The newest batch whose steps are all in the lineage of the newest snapshot; at least
+        the first row of the stream stays."""
+        for header, _ in live(self.store, before.number):
+            if not header.last_step:
+                return header
+            there, _ = committed(self.store, self.info, header.last_step, 1)
+            if there and there[0].step == header.last_step and there[0].h == header.head:
+                return header
+        raise BadInput(f"{key(0)}: wanted the first row of the stream, found none; it was changed")
+
+    def _samples(self, before: Header, due: bool, over: bool) -> list[Row]:
+        """Rows of operations: now, and at what happened since the newest one, if nobody was here
+        to tell it."""
+        now, since = self.now(), before.ops_t or before.started_s
+        due = due or now - since >= self.ops_every_s
+        if not due or (over and len(self.operations.facts) == before.facts):
+            return []
+        moments = self.operations.moments(since, now, 2.5 * self.ops_every_s, over)
+        return [
+            Row(0, OPS, t, {**_moment(t, before.started_s), **self.operations.values(t)})
+            for t in moments
+            if t > since
+        ]
+
+
+def _moment(t: float, started_s: float) -> dict[str, Reading]:
+    """The x axes that all rows share."""
+    return {"time/wall_s": t - started_s, "time/unix": t}
+
+
+def _step_row(r: rec.StepRecord, started_s: float) -> Row:
+    values = {"train/step": r.step, **_moment(r.t, started_s), "train/step_s": r.dt}
+    values |= {_in_section(name): value for name, value in metrics(r).items()}
+    return Row(0, STEP, r.t, values, r.step)
+
+
+def _in_section(name: str) -> str:
+    """Sections decide the x axis, so every name has one: "val_loss" -> "val/loss"."""
+    if "/" in name:
+        return name if name.split("/")[0] in ("train", "val") else f"train/{name}"
+    return f"val/{name[4:]}" if name.startswith("val_") and name[4:] else f"train/{name}"
+
+
+def _best(known: dict[str, Any], records: list[rec.StepRecord]) -> dict[str, Any]:
+    """The lowest of every validation loss, and at which step it was."""
+    best = dict(known)
+    for r in records:
+        for name, value in r.metrics.items():
+            if "loss" in name and math.isfinite(value) and value < best.get(name, [math.inf])[0]:
+                best[name] = [value, r.step]
+    return best
+
+
+def alert_of(body: dict[str, Any]) -> Alert:
+    """As a header holds it."""
+    return built(Alert, body)

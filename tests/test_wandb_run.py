@@ -1,0 +1,397 @@
+"""W&B's own client against the loopback server: whatever is killed, doubled or redone, one run has
+every committed step once, with the record's values, and the state that the run has."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from story import Story
+
+from harness.bucket.journal import read_facts
+from harness.core import facts
+from harness.proof.wandb_server import WandbServer
+from harness.views import wandb_run
+from harness.views.committed import Lineage, committed
+from harness.views.ledger import Ledger
+from harness.views.plugins import RunInfo
+from harness.views.stream import newest_header, whole
+from harness.views.telling import renderer_of, sync, writer_of
+from harness.views.wandb_api import Account
+from storage.files import FileStore, MemoryStore
+from storage.manifest import Ref
+
+# a client that dies leaves threads behind that say so
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+wandb = pytest.importorskip("wandb", minversion="0.31")
+
+
+@pytest.fixture
+def server(monkeypatch):
+    for name in [n for n in os.environ if n.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setattr(wandb_run, "CONFIRM_S", 2.0)
+    with WandbServer() as server:
+        yield server
+        assert server.misunderstood == []
+    wandb.teardown()
+
+
+class Side:
+    """One publisher, round by round."""
+
+    def __init__(self, story, server, **changes):
+        self.info = RunInfo.of(story.store)
+        account = Account(True, server.key, server.url)
+        self.writer = writer_of(story.store, self.info, 0.0)
+        self.writer.now = lambda: story.t
+        self.wandb = renderer_of(account, self.writer, dict(os.environ))
+        for name, value in changes.items():
+            setattr(self.wandb, name, value)
+
+    def round(self, last=False):
+        self.writer.round(last)
+        return self.wandb.round(last)
+
+    def until_told(self, tries=5):
+        """As the publisher's thread does it: a failure is told, and tried again. Ends the client,
+        which else sends every 15 s only."""
+        for _ in range(tries):
+            try:
+                self.writer.round()
+                if self.wandb.round(last=True):
+                    return
+            except Exception:
+                if tries == 1:
+                    raise
+                self.wandb.close()
+        raise AssertionError("not told")
+
+    def die(self):
+        """As SIGKILL: W&B's own process dies, the claim stays."""
+        for child in psutil.Process().children(recursive=True):
+            if "wandb-core" in " ".join(child.cmdline()):
+                child.kill()
+                child.wait(10)
+        with contextlib.suppress(Exception):
+            wandb.teardown()
+
+
+def check(story, server, run_id=None):
+    """Each committed step once, in order, with the record's values; nothing overwritten."""
+    (run,) = [r for n, r in server.runs.items() if run_id in (None, n)]
+    records, _ = committed(story.store, RunInfo.of(story.store), 1, 10**6)
+    found = [
+        (row["train/step"], row["train/loss"], row["train/grad_norm"], row["_timestamp"])
+        for row in run.history
+        if "train/step" in row
+    ]
+    assert found == [(r.step, r.loss, r.metrics["grad_norm"], r.t) for r in records]
+    assert [row["_step"] for row in run.history] == list(range(len(run.history)))
+    told = [{k: v for k, v in row.items() if not k.startswith("_")} for row in run.history]
+    assert told == [row.values for row in whole(story.store)]
+    assert run.problems == []
+    return run
+
+
+def ledger_of(story, t):
+    info = RunInfo.of(story.store)
+    known = [s for s in read_facts(story.store) if s.t <= t]
+    return Ledger.of(known, [r for r in Lineage(story.store, info).refresh() if r.t <= t], t)
+
+
+def agrees(story, run):
+    """The operations rows say what the ledger says."""
+    ops = [row for row in run.history if "cost/usd_total" in row]
+    last = ops[-1]
+    ledger = ledger_of(story, last["time/unix"])
+    assert last["cost/usd_total"] == ledger.usd
+    assert last["goodput/fraction"] == ledger.goodput
+    assert last["cost/saved_usd"] == pytest.approx(ledger.cost.saved_usd)
+    assert {b: last[f"goodput/{b}_s"] for b in ledger.ns} == {
+        b: spent / 1e9 for b, spent in ledger.ns.items()
+    }
+    times = [row["time/wall_s"] for row in ops]
+    assert len(times) == len(set(times))
+    return last
+
+
+def publisher(url, server, *flags):
+    """The real one, as the agent starts it."""
+    env = {**os.environ, "WANDB_BASE_URL": server.url, "WANDB_API_KEY": server.key}
+    command = [sys.executable, "-m", "harness.views.trackers", url, "--trackers", "wandb"]
+    return subprocess.Popen(
+        [*command, "--min-batch-s", "0.2", *flags],
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for(what, why, within_s=90.0):
+    until_s = time.monotonic() + within_s
+    while not what():
+        assert time.monotonic() < until_s, why
+        time.sleep(0.1)
+
+
+def steps_at(server):
+    return [
+        r["train/step"] for run in server.runs.values() for r in run.history if "train/step" in r
+    ]
+
+
+def test_interruptions_resizes_quarantine_and_a_killed_publisher(server, tmp_path):
+    """With real processes: the key alone means online; state is right at every moment."""
+    story = Story(FileStore((tmp_path / "run").as_uri()))
+    story.first_half()
+    url, stream = story.store.url, lambda: newest_header(story.store)
+    one = publisher(url, server)
+    wait_for(lambda: stream() and stream().last_step == 20 and server.runs, "steps 1-20")
+    one.terminate()  # its node leaves
+    assert one.wait(60) == 0
+    (run_id,) = server.runs
+    check(story, server)
+    assert (server.state(run_id), server.runs[run_id].ends) == ("running", [])
+    story.spoiled()
+    two = publisher(url, server)
+    wait_for(lambda: steps_at(server)[-1:] == [26], "steps 21-26")
+    two.kill()
+    two.communicate()
+    assert server.state(run_id) == "running"
+    story.second_half()
+    (claim,) = [k for k in story.store.list("trackers/wandb/") if k.endswith(".claim")]
+    story.store.put(claim, b'{"by": "dead", "t": 0}')  # minutes later
+    both = [publisher(url, server) for _ in range(2)]
+    wait_for(lambda: stream().last_step == 36 and server.runs[run_id].rewinds, "redone steps")
+    assert server.state(run_id) == "running"
+    story.finish()
+    for process in both:
+        assert process.wait(90) == 0
+    run = check(story, server)
+    assert (run.ends, server.state(run_id)) == ([0], "finished")
+    assert run.rewinds and list(server.runs) == [run_id]
+    # the bill comes later, from the controller
+    story.closed()
+    account = Account(True, server.key, server.url)
+    for _ in range(3):
+        assert sync(story.store, [account], dict(os.environ), 30.0) == []
+    run = check(story, server)
+    last = agrees(story, run)
+    assert (run.ends, server.state(run_id)) == ([0, 0], "finished")  # no third end
+    assert last["spot/interruptions"] == 5
+    assert last["spot/resizes"] >= 3
+    assert last["spot/notices"] == 1
+    assert (last["ckpt/quarantined"], last["ckpt/step"]) == (1, 40)
+    assert last["cost/usd_by_cloud/aws"] + last["cost/usd_by_cloud/gcp"] == pytest.approx(
+        last["cost/usd_total"]
+    )
+
+
+def test_wandb_that_does_not_rewind_gets_a_new_run(server):
+    server.can_rewind = False
+    story = Story()
+    story.first_half(), story.spoiled()
+    side = Side(story, server)
+    side.until_told()
+    (old,) = server.runs
+    story.second_half(), story.finish(), story.closed()
+    side.until_told()
+    assert side.round(last=True)
+    side.wandb.close()
+    (new,) = set(server.runs) - {old}
+    check(story, server, new)
+    assert (server.state(old), server.state(new)) == ("killed", "finished")
+    assert "superseded" in server.runs[old].about["tags"]
+
+
+def test_a_dead_client_begins_anew(server):
+    """wandb's own process is killed between two batches, and with rows on their way."""
+    story = Story()
+    story.node(1)
+    story.train(5)
+    side = Side(story, server)
+    side.until_told()
+    side.die()
+    story.train(9, new_epoch=False)
+    side.until_told()
+    story.train(12, new_epoch=False)
+    side.writer.round()
+    side.wandb.round()  # logged; nothing has arrived
+    side.die()
+    story.train(15, final=True, new_epoch=False)
+    side.until_told()
+    assert side.round(last=True)
+    run = check(story, server)
+    assert (run.ends, server.state(run.name)) == ([0], "finished")
+
+
+def test_half_a_sync_and_a_refusing_server(server):
+    story = Story()
+    story.first_half()
+    account = Account(True, server.key, server.url)
+    server.fail("file_stream", 403, times=1000)  # final: the client gives up, and says nothing
+    assert sync(story.store, [account], dict(os.environ), 0.0) == ["wandb"]
+    server._faults.clear()
+    assert steps_at(server) == []
+    assert sync(story.store, [account], dict(os.environ), 60.0) == []
+    run = check(story, server)
+    assert (server.state(run.name), run.ends) == ("running", [])
+    story.closed("stopped", "by a person")
+    assert sync(story.store, [account], dict(os.environ), 60.0) == []
+    assert (server.state(run.name), run.ends) == ("killed", [255])
+    check(story, server)
+    # launched again: the same run goes on
+    story.told(facts.LeaseTaken(2, "me"))
+    story.node(9)
+    story.train(25, final=True)
+    assert sync(story.store, [account], dict(os.environ), 60.0) == []
+    run = check(story, server)
+    assert (server.state(run.name), run.ends) == ("finished", [255, 0])
+
+
+def test_an_old_answer_erases_nothing(server):
+    """W&B may answer with less than it has: nothing is sent, as it would overwrite rows."""
+    story = Story()
+    story.node(1)
+    story.train(8)
+    side = Side(story, server)
+    side.until_told()
+    side.wandb.close()
+    (run_id,) = server.runs
+    server.stale[run_id] = 3
+    with pytest.raises(Exception, match="wanted at least"):
+        side.wandb.round()
+    del server.stale[run_id]
+    story.train(12, final=True, new_epoch=False)
+    assert side.round(last=True)
+    check(story, server)
+
+
+def test_a_deleted_run_is_made_again(server):
+    story = Story()
+    story.node(1)
+    story.train(5)
+    side = Side(story, server)
+    side.until_told()
+    side.wandb.close()
+    (old,) = server.runs
+    del server.runs[old]
+    server.deleted.add(old)
+    story.train(9, final=True, new_epoch=False)
+    assert side.round(last=True)
+    (new,) = server.runs
+    assert new != old
+    check(story, server)
+
+
+def test_what_w_and_b_knows_besides_numbers(server):
+    """Configuration, tags, axes, summary, snapshots as artifacts, lineage, alerts."""
+    story = Story(MemoryStore("s3://user:secret@bucket/runs/mine?token=x", {}))
+    story.node(1)
+    story.train(4, metrics={"grad_norm": 0.5, "val_loss": 0.9})
+    side = Side(story, server)
+    side.until_told()
+    story.train(8, new_epoch=False, metrics={"grad_norm": 0.5, "val_loss": 0.3})
+    story.told(facts.GuardTripped(8, 1, "loss spike", 12.0), writer="worker-guard")
+    side.until_told()
+    story.train(10, new_epoch=False, metrics={"grad_norm": 0.5, "val_loss": 0.7})
+    side.until_told()
+    story.train(12, new_epoch=False, final=True)
+    assert side.round(last=True)
+    side.wandb.close()
+    (run,) = server.runs.values()
+    config = run.values()
+    assert (config["global_batch"], config["seed"], config["hardware"]) == (8, 7, ["H100"])
+    assert config["environment"]["python"] and config["packages"]["numpy"]
+    assert config["launch"]["policy"] == "cheapest"
+    assert len(config["git"].get("commit", "x" * 40)) == 40
+    assert (run.about["jobType"], run.about["displayName"]) == ("train", "mine?token=x")
+    assert run.about["tags"] == ["spot", "gcp"]
+    assert (run.summary["best/val_loss"], run.summary["best/val_loss_step"]) == (0.3, 5)
+    axes = {m.get("2"): m for m in run.config["_wandb"]["value"]["m"] if "2" in m}
+    assert {"train/*", "val/*", "cost/*", "goodput/*"} <= set(axes)
+    assert axes["train/*"]["5"] != axes["cost/*"]["5"]
+    aliases = server.aliases(f"snapshot-{side.info.id}")
+    assert aliases["latest"] == aliases["step-12"]
+    assert aliases["best"] == aliases["step-5"]
+    manifests = b"".join(a.manifest for a in server.artifacts)
+    assert b"s3://bucket/runs/mine/snapshots/manifests/" in manifests
+    assert b"secret" not in manifests and b"token" not in manifests
+    assert [a.kind for a in server.artifacts if a.id in run.used] == ["dataset"]
+    assert [a["title"] for a in run.alerts] == ["guard: loss spike"]
+
+
+def test_offline_export_through_wandb_sync(server, tmp_path):
+    """`--collect` writes one offline run; W&B's own `wandb sync` uploads it; `harness sync` finds
+    nothing left to tell, and doubles nothing."""
+    story = Story(FileStore((tmp_path / "run").as_uri()))
+    story.first_half(), story.spoiled()
+    account = Account(True, server.key, server.url)
+    side = Side(story, server)
+    side.writer.round()
+    story.second_half(), story.finish(), story.closed()
+    side.writer.round(last=True)
+    command = [sys.executable, "-m", "harness.views.trackers", story.store.url]
+    out = subprocess.run(
+        [*command, "--collect", str(tmp_path / "out")], capture_output=True, text=True, timeout=90
+    )
+    assert out.returncode == 0, out.stderr
+    folders = list((tmp_path / "out" / "wandb").glob("offline-run-*"))
+    assert len(folders) == 1
+    env = {**os.environ, "WANDB_BASE_URL": server.url, "WANDB_API_KEY": server.key}
+    words = [sys.executable, "-m", "wandb", "sync", "--project", "spotharness", str(folders[0])]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=90, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = check(story, server)
+    assert server.state(run.name) == "finished"
+    rows = len(run.history)
+    assert sync(story.store, [account], dict(os.environ), 60.0) == []
+    assert len(check(story, server).history) == rows
+
+
+def test_w_and_bs_stop_button_stops_the_run(server):
+    story = Story()
+    story.node(1)
+    story.train(5)
+    side = Side(story, server)
+    side.until_told()
+    (run,) = server.runs.values()
+    run.stopped = True
+    story.train(9, new_epoch=False)
+    side.writer.round()
+    side.wandb.round()
+    wait_for(lambda: "control/stop.json" in story.store.list("control/"), "stop order", 40.0)
+    assert json.loads(story.store.get("control/stop.json"))["by"] == "wandb"
+    side.wandb.close()
+
+
+def test_a_second_publisher_waits_for_the_claim(server):
+    story = Story()
+    story.node(1)
+    story.train(5)
+    one, two = Side(story, server), Side(story, server)
+    one.until_told()
+    assert not two.round(last=True)
+    one.wandb.release()
+    story.train(9, final=True, new_epoch=False)
+    assert two.round(last=True)
+    check(story, server)
+
+
+def test_quarantine_alone_takes_nothing_back(server):
+    """Nobody has redone the steps yet: the mark may be taken back, so W&B keeps them."""
+    story = Story()
+    story.node(1)
+    story.train(9, every=3)
+    side = Side(story, server)
+    side.until_told()
+    story.snapshots.quarantine(Ref(epoch=1, step=9), "bad")
+    side.until_told()
+    assert steps_at(server) == list(range(1, 10))
+    side.wandb.close()
