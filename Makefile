@@ -18,7 +18,9 @@ LAUNCH = $(BIN)/harness launch sky_tasks/train.yaml --cloud local --env STEPS=$(
 TASK ?= sky_tasks/train.yaml
 LAB ?= /var/tmp/harness-lab
 
-.PHONY: install train launch jobs-launch plan down doctor lab lab-short test check lint types pythons sim walk drill campaign soak clean
+DASHBOARDS ?= dashboards.json
+
+.PHONY: install train launch jobs-launch plan down doctor dashboards lab lab-short test check lint types pythons sim walk drill campaign soak clean
 install: $(STAMP)
 $(STAMP): requirements.txt requirements-apart.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned environment wants Python 3.11 or newer, this is " + sys.version + "; make PYTHON=python3.11 ...")'
@@ -51,6 +53,9 @@ down: install bucket  ## stop RUN and end every node of it; proven by asking Sky
 
 doctor: install  ## is everything in place for a launch of TASK? costs nothing
 	$(BIN)/harness doctor $(TASK) $(if $(filter command% environment%,$(origin RUN)),--run $(RUN))
+
+dashboards: install  ## W&B's workspace and report for a project, from code (WANDB_API_KEY; without one their definition is written to DASHBOARDS=dashboards.json)
+	$(BIN)/harness dashboards $(if $(WANDB_API_KEY),,--out $(DASHBOARDS)) $(ARGS)
 
 .PHONY: bucket
 bucket:

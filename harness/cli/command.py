@@ -37,6 +37,7 @@ from harness.cli.prove import (
 )
 from harness.cli.run import RunFlags, run
 from harness.cli.shelf import SnapshotsFlags, snapshots
+from harness.cli.track import DashboardsFlags, SyncFlags, dashboards, sync
 from harness.core.config import Parser, add_flags, build
 from harness.core.world import BadInput, HarnessError
 from storage.errors import StoreError
@@ -62,6 +63,8 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "logs": (LogsFlags, logs),
     "snapshot": (SnapshotFlags, snapshot),
     "snapshots": (SnapshotsFlags, snapshots),
+    "sync": (SyncFlags, sync),
+    "dashboards": (DashboardsFlags, dashboards),
     "simulate": (SimulateFlags, simulate),
     "fake-metadata": (FakeMetadataFlags, fake_metadata),
     "drill": (DrillFlags, drill),

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import base64
 import gzip
-import hashlib
 import http.server
 import itertools
 import json
@@ -26,7 +25,7 @@ import re
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -430,9 +429,30 @@ class WandbServer:
 
     # ---- workspaces and reports ------------------------------------------------------------------
     def _on_UpsertView2(self, v: Json) -> Json:
-        self.views.append(v)
-        name = v.get("name") or "view"
-        return {"upsertView": {"view": {"id": f"V{len(self.views)}", "name": name}}}
+        found = next((o for o in self.views if o["id"] == v.get("id")), None)
+        if found is None:
+            found = {"id": f"V{len(self.views)}", "name": v.get("name") or "view"}
+            self.views.append(found)
+        found.update({k: value for k, value in v.items() if value is not None})
+        project = {"id": "p", "name": v.get("projectName"), "entityName": v.get("entityName")}
+        view = {k: found.get(k) for k in ("id", "name", "type", "displayName", "spec")}
+        view |= {"description": found.get("description") or "", "project": project}
+        return {"upsertView": {"view": view}}
+
+    _on_upsertView = _on_UpsertView2
+
+    def _on_GetProjects(self, v: Json) -> Json:
+        names = {r.project for r in self.runs.values()} | {o["projectName"] for o in self.views}
+        more = {"entityName": self.entity, "createdAt": "", "isBenchmark": False, "user": None}
+        edges = [{"node": {"id": "p", "name": name, **more}} for name in sorted(names)]
+        return {"models": {"pageInfo": {"endCursor": None, "hasNextPage": False}, "edges": edges}}
+
+    def _on_HarnessViews(self, v: Json) -> Json:
+        mine = [
+            o for o in self.views if (o.get("projectName"), o["type"]) == (v["project"], v["kind"])
+        ]
+        nodes = [{k: o.get(k) for k in ("id", "name", "displayName")} for o in mine]
+        return {"project": {"allViews": {"edges": [{"node": node} for node in nodes]}}}
 
 
 def _handler(server: WandbServer) -> type[http.server.BaseHTTPRequestHandler]:
@@ -465,12 +485,6 @@ def _key(header: str) -> str:
     if kind != "Basic":
         return ""
     return base64.b64decode(value + "==").decode(errors="replace").partition(":")[2]
-
-
-def digest_of(lines: Iterable[str]) -> str:
-    """Of a history, whenever it was sent: to compare two runs."""
-    rows = [_without_runtime(line) for line in lines]
-    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
 
 
 def main() -> None:

@@ -165,3 +165,12 @@ def check_key(account: Account) -> None:
         ) from None
     if not (found.get("data") or {}).get("viewer"):
         raise BadInput(f"tracker wandb: {account.base_url} does not know the WANDB_API_KEY; {hint}")
+
+
+def viewer_of(account: Account) -> str:
+    """The entity that the key belongs to. Raises WandbSilent."""
+    found = ask(account.base_url, account.key, "query Viewer { viewer { id entity } }", {})
+    try:
+        return str(found["data"]["viewer"]["entity"])
+    except (KeyError, TypeError):
+        raise WandbSilent(f"{account.base_url}: wanted who the key is, found nobody") from None
