@@ -63,11 +63,12 @@ class Story(TrueRun):
         )
 
     def begin_epoch(self, world):
-        super().begin_epoch(world)
+        self.epoch += 1
+        self.t += 10
         members = tuple(f"m{a:04d}-aa" for a in sorted(self.up))
+        reason = "start" if self.epoch == 1 else "loss"
         self.told(
-            facts.EpochStarted(self.epoch, members, world, "loss"),
-            writer=f"agent-e{self.epoch}-who",
+            facts.EpochStarted(self.epoch, members, world, reason), writer=f"agent-e{self.epoch}"
         )
 
     def snapshot(self, unsaved, world, final=False):
