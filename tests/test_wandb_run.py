@@ -7,12 +7,15 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 from story import Story
 
 from harness.bucket.journal import read_facts
+from harness.cli.track import publisher_beside
+from harness.clouds.tasks import Task
 from harness.core import facts
 from harness.proof.wandb_server import WandbServer
 from harness.views import wandb_run
@@ -20,7 +23,7 @@ from harness.views.committed import Lineage, committed
 from harness.views.ledger import Ledger
 from harness.views.plugins import RunInfo
 from harness.views.stream import newest_header, whole
-from harness.views.telling import renderer_of, sync, writer_of
+from harness.views.telling import leave_machine, renderer_of, sync, writer_of
 from harness.views.wandb_api import Account
 from storage.files import FileStore, MemoryStore
 from storage.manifest import Ref
@@ -294,6 +297,7 @@ def test_what_w_and_b_knows_besides_numbers(server):
     """Configuration, tags, axes, summary, snapshots as artifacts, lineage, alerts."""
     story = Story(MemoryStore("s3://user:secret@bucket/runs/mine?token=x", {}))
     story.node(1)
+    leave_machine(story.store, {"HARNESS_X": "1", "HARNESS_KEY": "hidden", "HOME": "/"})
     story.train(4, metrics={"grad_norm": 0.5, "val_loss": 0.9})
     side = Side(story, server)
     side.until_told()
@@ -308,6 +312,7 @@ def test_what_w_and_b_knows_besides_numbers(server):
     (run,) = server.runs.values()
     config = run.values()
     assert (config["global_batch"], config["seed"], config["hardware"]) == (8, 7, ["H100"])
+    assert (config["environment"]["HARNESS_X"], "HARNESS_KEY" in config["environment"]) == ("1", 0)
     assert config["environment"]["python"] and config["packages"]["numpy"]
     assert config["launch"]["policy"] == "cheapest"
     assert len(config["git"].get("commit", "x" * 40)) == 40
@@ -395,3 +400,20 @@ def test_quarantine_alone_takes_nothing_back(server):
     side.until_told()
     assert steps_at(server) == list(range(1, 10))
     side.wandb.close()
+
+
+def test_the_publisher_beside_a_controller_tells_how_the_run_ended(server, tmp_path):
+    """No node is up any more when the controller gives the run up."""
+    story = Story(FileStore((tmp_path / "run").as_uri()))
+    envs = {"TRACKERS": "", "WANDB_BASE_URL": server.url}
+    task = Task(Path("-"), "x", "true", envs=envs, secrets={"WANDB_API_KEY": server.key})
+    with publisher_beside(story.store.url, task, tmp_path / "log"):
+        story.first_half()
+        wait_for(lambda: server.runs, "a run")
+        story.closed("failed", "over budget")
+    (run,) = server.runs.values()
+    assert (run.ends, server.state(run.name)) == ([1], "failed")
+    check(story, server)
+    nobody = Task(Path("-"), "x", "true", envs={**envs, "TRACKERS": "jsonl"}, secrets=task.secrets)
+    with publisher_beside(story.store.url, nobody, tmp_path / "none"):
+        assert not (tmp_path / "none").exists()

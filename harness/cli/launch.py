@@ -40,6 +40,7 @@ from harness.cli.common import (
     state_dir,
 )
 from harness.cli.look import show_report
+from harness.cli.track import publisher_beside
 from harness.core.config import flag, positional
 from harness.core.world import BadInput, Fenced, HarnessError
 from storage.errors import NotFound, StoreError
@@ -191,7 +192,8 @@ def launch(flags: LaunchFlags) -> int:
     view = _View(store, console)
     asked: KeyboardInterrupt | None = None  # an interruption that is not answered yet
     draining = False
-    with _heed_signals(state_dir(url, "controller") / "log"):
+    logs = state_dir(url, "controller")
+    with _heed_signals(logs / "log"), publisher_beside(url, task, logs / "publisher.log"):
         while True:
             try:
                 if asked is not None:

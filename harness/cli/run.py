@@ -83,8 +83,8 @@ class RunFlags:
     )
     trackers: str = flag(
         "",
-        "where to publish committed steps: wandb, tensorboard, jsonl, or package.module:function, "
-        "comma-separated",
+        "where to publish the run: wandb, tensorboard, mlflow, jsonl, or package.module:function, "
+        "comma-separated; default: wandb if WANDB_API_KEY is set",
     )
     replica: str = flag(
         "", "URL of a second bucket: committed snapshots are copied there; default: HARNESS_REPLICA"
@@ -170,6 +170,8 @@ def run(flags: RunFlags) -> int:
     # for whom we start: to them a refusal is an outage as well
     os.environ["STORAGE_ANSWERED"] = normalize(url)
     trackers = flags.trackers or env.get("HARNESS_TRACKERS", "")
+    if not trackers and env.get("WANDB_API_KEY"):
+        trackers = "wandb"  # a key alone is enough
     replica = flags.replica or env.get("HARNESS_REPLICA", "")
     if replica:
         checked_store(normalize(replica), retry_within_s=10.0)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.cli.common import DONE, FAILED, existing_store
 from harness.core.config import flag, positional
 from harness.core.world import BadInput
+from harness.node.processes import die_with_parent
+
+if TYPE_CHECKING:
+    from harness.clouds.tasks import Task
+
+FINISH_S = 60.0  # for the publisher beside a controller, when the run has ended
 
 
 @dataclass(frozen=True)
@@ -93,3 +104,43 @@ def dashboards(flags: DashboardsFlags) -> int:
     for url in made.save(account, entity or viewer_of(account)):
         print(url)
     return DONE
+
+
+@contextmanager
+def publisher_beside(url: str, task: Task, log: Path) -> Iterator[None]:
+    """W&B's publisher beside a controller, for a run whose nodes have a key: it goes on while no
+    node is up, and tells how the run ended. While another one publishes it waits. Without the
+    package wandb here, nodes alone publish."""
+    import importlib.util
+
+    from harness.views.wandb_api import wandb_key, wandb_online
+
+    environ = {**task.envs, **task.secrets}
+    key = wandb_key({"HOME": os.devnull, **environ})
+    wants = (task.envs.get("TRACKERS") or "wandb").split(",")
+    online = wandb_online(key, task.envs.get("WANDB_MODE") or "") and "wandb" in wants
+    if not online or importlib.util.find_spec("wandb") is None:
+        yield
+        return
+    told = {k: v for k, v in environ.items() if k.startswith("WANDB_") and v}
+    log.parent.mkdir(parents=True, exist_ok=True)
+    words = [sys.executable, "-m", "harness.views.trackers", url, "--trackers", "wandb"]
+    with open(log, "ab") as out:
+        publisher = subprocess.Popen(
+            words,
+            env={**os.environ, **told, "HARNESS_BESIDE_CONTROLLER": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,  # Ctrl-C is the controller's
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
+        )
+    try:
+        yield
+    finally:
+        publisher.terminate()
+        try:
+            publisher.wait(FINISH_S)
+        except subprocess.TimeoutExpired:
+            publisher.kill()
+            publisher.wait()

@@ -276,6 +276,8 @@ def tracker(task: Task | None, env: Mapping[str, str], home: Path) -> Finding:
         for t in (task.envs.get("TRACKERS", "") if task else "wandb").split(",")
         if t.strip()
     ]
+    given = task.secrets.get("WANDB_API_KEY", "") if task else ""
+    wants = wants or (["wandb"] if given else [])  # a key alone is enough (cli/run.py)
     if "wandb" not in wants:
         return Finding("tracker", OK, f"{', '.join(wants) or 'none'} (needs no key)")
     here = wandb_key(env, home)
@@ -283,7 +285,7 @@ def tracker(task: Task | None, env: Mapping[str, str], home: Path) -> Finding:
     key = task.secrets.get("WANDB_API_KEY", "") if task else here
     mode = (task.envs if task else env).get("WANDB_MODE") or ""
     whose = "in the task's secrets" if task else "here"
-    later = "offline: what is committed is kept in the bucket, for `wandb sync` later"
+    later = "offline: what is committed is kept in the bucket, for `harness sync` later"
     if wandb_online(key, mode):
         return Finding("tracker", OK, f"wandb: online, a key is {whose}")
     if key:

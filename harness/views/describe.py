@@ -1,7 +1,10 @@
 """What trackers are told of a run besides its numbers: configuration, environment, tags.
 
-Read from the run's identity and facts, and from the machine that publishes, which is the one of
-rank 0: its git commit, its packages, and such environment variables as are no secrets.
+Read from the run's identity and facts, and from rank 0's machine: its git commit, its packages, and
+such environment variables as are no secrets. The publisher there leaves it in the bucket, for those
+that run elsewhere:
+
+    trackers/machine.json
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.core import facts as f
-from harness.core.facts import Stamped
+from harness.core.facts import Stamped, loaded
 from harness.views.plugins import RunInfo
+from storage.errors import NotFound
+from storage.objects import ObjectStore
 
 SAID = re.compile(r"(HARNESS|SKYPILOT|CUDA|NCCL|TORCH|OMP)_[A-Z0-9_]+")
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE|INFO|URL|URI|IPS", re.IGNORECASE)
@@ -39,10 +44,25 @@ PACKAGES = (
     "triton",
 )
 GIT_S = 10.0
+MACHINE_KEY = "trackers/machine.json"
+
+
+def machine_of(environ: Mapping[str, str], folder: Path) -> dict[str, Any]:
+    """Of this process."""
+    return {"environment": environment(environ), "packages": packages(), "git": git(folder)}
+
+
+def left_by_node(store: ObjectStore) -> dict[str, Any]:
+    """What rank 0's publisher said of its machine; {}: nothing. Raises StoreError."""
+    try:
+        found = loaded(store.get(MACHINE_KEY))
+    except (NotFound, ValueError):
+        return {}
+    return dict(found) if isinstance(found, dict) else {}
 
 
 def config_of(
-    info: RunInfo, facts: Sequence[Stamped], environ: Mapping[str, str], folder: Path
+    info: RunInfo, facts: Sequence[Stamped], machine: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Flat where users filter by it, nested where they look it up."""
     session = _last(facts, f.SessionStarted)
@@ -66,10 +86,7 @@ def config_of(
         }
     agents = [s.fact for s in facts if isinstance(s.fact, f.AgentStarted)]
     found["hardware"] = sorted({a.accelerator for a in agents if a.accelerator})
-    found["environment"] = environment(environ)
-    found["packages"] = packages()
-    found["git"] = git(folder)
-    return found
+    return found | dict(machine)
 
 
 def tags_of(facts: Sequence[Stamped]) -> list[str]:

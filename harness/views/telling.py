@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from harness.core.facts import canonical
 from harness.core.world import BadInput
 from harness.views.committed import Lineage
-from harness.views.describe import config_of, tags_of
+from harness.views.describe import MACHINE_KEY, config_of, left_by_node, machine_of, tags_of
 from harness.views.operations import Operations
 from harness.views.plugins import Account, Place, RunInfo
 from harness.views.stream import StreamWriter
@@ -170,10 +171,11 @@ def about_of(writer: StreamWriter, environ: Mapping[str, str]) -> Callable[[], M
     def about() -> dict[str, Any]:
         writer.operations.poll()
         facts = writer.operations.facts
+        tags = [t for t in (environ.get("WANDB_TAGS") or "").split(",") if t]
+        machine = left_by_node(writer.store)
         said: dict[str, Any] = {
-            "config": config_of(writer.info, facts, environ, Path(os.curdir)),
-            "tags": [t for t in (environ.get("WANDB_TAGS") or "").split(",") if t]
-            or tags_of(facts),
+            "config": config_of(writer.info, facts, machine),
+            "tags": tags or tags_of(facts),
         }
         if not environ.get("WANDB_NAME"):
             said["name"] = writer.info.name
@@ -182,6 +184,11 @@ def about_of(writer: StreamWriter, environ: Mapping[str, str]) -> Callable[[], M
         return said
 
     return about
+
+
+def leave_machine(store: ObjectStore, environ: Mapping[str, str]) -> None:
+    """On rank 0's node: what machine trains, for every publisher. Raises StoreError."""
+    store.put(MACHINE_KEY, canonical(machine_of(environ, Path(os.curdir))))
 
 
 def sync(

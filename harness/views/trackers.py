@@ -64,7 +64,14 @@ from harness.core.world import BadInput
 from harness.views.committed import MAX_BATCH_STEPS, committed
 from harness.views.plugins import KNOWN, Account, Place, RunInfo, build
 from harness.views.stream import newest_header
-from harness.views.telling import Telling, about_of, brief, renderer_of, writer_of
+from harness.views.telling import (
+    Telling,
+    about_of,
+    brief,
+    leave_machine,
+    renderer_of,
+    writer_of,
+)
 from harness.views.wandb_offline import write_offline
 from storage.errors import NotFound, StoreUnavailable
 from storage.objects import ObjectStore, checked_key
@@ -291,7 +298,8 @@ def collect(store: ObjectStore, folder: Path) -> list[Path]:
     folder/jsonl/metrics.jsonl     all steps
     """
     found: list[Path] = []
-    for name in sorted({key.split("/")[1] for key in store.list("trackers/")}):
+    folders = {key.split("/")[1] for key in store.list("trackers/") if key.count("/") > 1}
+    for name in sorted(folders):
         for marker in published(store, name):
             for inside, wanted in marker["files"].items():
                 data = store.get(marker["folder"] + inside)
@@ -431,6 +439,9 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     ]
     threads = [threading.Thread(target=p.run, name=p.trackers[0].name) for p in publishers]
     if places:
+        if not environ.get("HARNESS_BESIDE_CONTROLLER"):
+            with contextlib.suppress(StoreUnavailable):  # a nicety
+                leave_machine(store, environ)
         writer = writer_of(store, info, flags.min_batch_s)
         told = [r for place in places if (r := renderer_of(place, writer, environ))]
         threads += Telling(writer, told, stop).threads()
