@@ -297,7 +297,9 @@ def test_what_w_and_b_knows_besides_numbers(server):
     """Configuration, tags, axes, summary, snapshots as artifacts, lineage, alerts."""
     story = Story(MemoryStore("s3://user:secret@bucket/runs/mine?token=x", {}))
     story.node(1)
-    leave_machine(story.store, {"HARNESS_X": "1", "HARNESS_KEY": "hidden", "HOME": "/"})
+    environ = {"HARNESS_X": "1", "HARNESS_KEY": "hidden", "HOME": "/"}
+    script = "examples/train.py --lr 3e-4 --layers=12 --fast --hf-token abc --max-tokens 9 --data s3://u:p@b/d?x"
+    leave_machine(story.store, environ, script)
     story.train(4, metrics={"grad_norm": 0.5, "val_loss": 0.9})
     side = Side(story, server)
     side.until_told()
@@ -314,6 +316,8 @@ def test_what_w_and_b_knows_besides_numbers(server):
     assert (config["global_batch"], config["seed"], config["hardware"]) == (8, 7, ["H100"])
     assert (config["environment"]["HARNESS_X"], "HARNESS_KEY" in config["environment"]) == ("1", 0)
     assert config["environment"]["python"] and config["packages"]["numpy"]
+    flags = {"lr": 3e-4, "layers": 12, "fast": True, "max-tokens": 9, "data": "s3://b/d"}
+    assert (config["script"], config["flags"]) == ("train.py", flags)
     assert config["launch"]["policy"] == "cheapest"
     assert len(config["git"].get("commit", "x" * 40)) == 40
     assert (run.about["jobType"], run.about["displayName"]) == ("train", "mine?token=x")
@@ -374,6 +378,11 @@ def test_w_and_bs_stop_button_stops_the_run(server):
     wait_for(lambda: "control/stop.json" in story.store.list("control/"), "stop order", 40.0)
     assert json.loads(story.store.get("control/stop.json"))["by"] == "wandb"
     side.wandb.close()
+    # launched again: W&B says it for ever, and nobody listens
+    story.store.delete("control/stop.json")
+    side.wandb._asked_to_stop()
+    assert "control/stop.json" not in story.store.list("control/")
+    side.wandb.close()
 
 
 def test_a_second_publisher_waits_for_the_claim(server):
@@ -382,6 +391,8 @@ def test_a_second_publisher_waits_for_the_claim(server):
     story.train(5)
     one, two = Side(story, server), Side(story, server)
     one.until_told()
+    assert not two.round(last=True)
+    two.wandb.release()  # not its own
     assert not two.round(last=True)
     one.wandb.release()
     story.train(9, final=True, new_epoch=False)

@@ -50,6 +50,7 @@ def quiet(server):
 
 
 def test_the_pinned_client_in_a_process_of_its_own(tmp_path):
+    pytest.importorskip("wandb", minversion="0.31")
     with WandbServer() as server:
         out = subprocess.run(
             [sys.executable, "-c", CLIENT],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 import time
@@ -35,7 +36,8 @@ class Helpers:
         """The words after the module, of each that is wanted."""
         c, beside, commands = self._config, self._config.beside, dict[str, list[str]]()
         if beside.trackers:
-            commands["trackers"] = [c.run, "--trackers", beside.trackers]
+            script = shlex.join(c.argv)  # its flags are configuration
+            commands["trackers"] = [c.run, "--trackers", beside.trackers, "--script", script]
         if beside.replica:
             cap = beside.replica_cap_usd
             commands["replica"] = [

@@ -7,11 +7,11 @@ lowest validation loss), `step-N`. What was pruned since is not told.
 
 from __future__ import annotations
 
-import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
 from harness.core.facts import canonical, digest
+from harness.views.describe import place_of
 from harness.views.operations import Alert
 from harness.views.plugins import RunInfo
 from harness.views.stream import Header, alert_of
@@ -20,13 +20,6 @@ from storage.objects import ObjectStore
 from storage.snapshots import MANIFESTS, Snapshots
 
 Act = Callable[[Any, Any], None]  # of the module wandb, and the run
-
-
-def place_of(url: str) -> str:
-    """A URL without what could be a secret: no user, no query."""
-    parts = urllib.parse.urlsplit(url)
-    host = parts.netloc.rpartition("@")[2]
-    return urllib.parse.urlunsplit((parts.scheme, host, parts.path, "", ""))
 
 
 def acts_of(store: ObjectStore, info: RunInfo, header: Header) -> list[Act]:

@@ -13,7 +13,9 @@ import hashlib
 import importlib.metadata
 import platform
 import re
+import shlex
 import subprocess
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,9 @@ PACKAGES = (
     "transformers",
     "triton",
 )
+HIDDEN = re.compile(
+    r"(^|[-_])(key|token|secret|passw\w*|credentials?|auth)$", re.IGNORECASE
+)  # names of flags
 GIT_S = 10.0
 MACHINE_KEY = "trackers/machine.json"
 
@@ -50,6 +55,41 @@ MACHINE_KEY = "trackers/machine.json"
 def machine_of(environ: Mapping[str, str], folder: Path) -> dict[str, Any]:
     """Of this process."""
     return {"environment": environment(environ), "packages": packages(), "git": git(folder)}
+
+
+def script_of(words: str) -> dict[str, Any]:
+    """The script's name, and its flags as values: "--lr 0.1 --fast" -> {"lr": 0.1, "fast": True}.
+    What may be a secret is left out, by its name; of URLs only the place is told."""
+    given = shlex.split(words)
+    if not given:
+        return {}
+    flags: dict[str, Any] = {}
+    name = ""
+    for word in given[1:]:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            flags[name] = _value(value) if equals else True
+            name = "" if equals else name
+        elif name:
+            flags[name], name = _value(word), ""
+    told = {k: v for k, v in flags.items() if not HIDDEN.search(k)}
+    return {"script": Path(given[0]).name, "flags": told}
+
+
+def _value(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return place_of(text)[:200] if "://" in text else text[:200]
+
+
+def place_of(url: str) -> str:
+    """A URL without what could be a secret: no user, no query."""
+    parts = urllib.parse.urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    return urllib.parse.urlunsplit((parts.scheme, host, parts.path, "", ""))
 
 
 def left_by_node(store: ObjectStore) -> dict[str, Any]:

@@ -40,6 +40,7 @@ log = logging.getLogger("harness.views.trackers")
 
 PREFIX = "trackers/stream/"
 MAX_STEPS = 5_000  # per batch; bounds memory when a publisher comes late
+FILL_S = 60.0  # to compute rows of operations for a time without a publisher
 STEP, OPS, START = "step", "ops", "start"
 
 
@@ -295,11 +296,15 @@ class StreamWriter:
         if not due or (over and len(self.operations.facts) == before.facts):
             return []
         moments = self.operations.moments(since, now, 2.5 * self.ops_every_s, over)
-        return [
-            Row(0, OPS, t, {**_moment(t, before.started_s), **self.operations.values(t)})
-            for t in moments
-            if t > since
-        ]
+        rows: list[Row] = []
+        spent_s = 0.0
+        for t in moments:
+            # the past is filled in as far as that takes no age; the newest row is always there
+            if t > since and (spent_s < FILL_S or t == moments[-1]):
+                values = {**_moment(t, before.started_s), **self.operations.values(t)}
+                rows.append(Row(0, OPS, t, values))
+                spent_s += self.operations.cost_s
+        return rows
 
 
 def _moment(t: float, started_s: float) -> dict[str, Reading]:

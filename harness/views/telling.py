@@ -20,7 +20,14 @@ from typing import Any, Protocol
 from harness.core.facts import canonical
 from harness.core.world import BadInput
 from harness.views.committed import Lineage
-from harness.views.describe import MACHINE_KEY, config_of, left_by_node, machine_of, tags_of
+from harness.views.describe import (
+    MACHINE_KEY,
+    config_of,
+    left_by_node,
+    machine_of,
+    script_of,
+    tags_of,
+)
 from harness.views.operations import Operations
 from harness.views.plugins import Account, Place, RunInfo
 from harness.views.stream import StreamWriter
@@ -28,6 +35,7 @@ from storage.objects import ObjectStore
 
 log = logging.getLogger("harness.views.trackers")
 
+OLDEST_WANDB = (0, 31)
 TELL_S = 5.0  # between two looks of a tracker, if nothing wakes it
 MIN_BATCH_S = 30.0  # between two batches, so that a run of days makes no million objects
 MAX_PAUSE_S = 600.0  # after failures
@@ -151,6 +159,16 @@ def renderer_of(
 
         from harness.views.wandb_run import WandbRun
 
+        version = tuple(int(n) for n in re.findall(r"\d+", wandb.__version__)[:2])
+        if version < OLDEST_WANDB:
+            log.error(
+                "wandb: wanted version %d.%d or newer, found %s; what it would be told is kept for "
+                "`harness sync`",
+                *OLDEST_WANDB,
+                wandb.__version__,
+            )
+            return None
+
         return WandbRun(store, info, place, wandb, about, environ)
     if place.name == "tensorboard":
         from harness.views.tensorboard import TensorBoard
@@ -186,9 +204,11 @@ def about_of(writer: StreamWriter, environ: Mapping[str, str]) -> Callable[[], M
     return about
 
 
-def leave_machine(store: ObjectStore, environ: Mapping[str, str]) -> None:
-    """On rank 0's node: what machine trains, for every publisher. Raises StoreError."""
-    store.put(MACHINE_KEY, canonical(machine_of(environ, Path(os.curdir))))
+def leave_machine(store: ObjectStore, environ: Mapping[str, str], script: str = "") -> None:
+    """On rank 0's node: what machine trains, and with which flags, for every publisher. Raises
+    StoreError."""
+    said = {**machine_of(environ, Path(os.curdir)), **script_of(script)}
+    store.put(MACHINE_KEY, canonical(said))
 
 
 def sync(

@@ -389,6 +389,8 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     parser.add_argument(
         "--collect", metavar="FOLDER", help="download what was published into FOLDER, and end"
     )
+    script = "the script and its flags, which trackers show as configuration"
+    parser.add_argument("--script", default="", help=script)
     flags = parser.parse_args(argv)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s trackers: %(message)s", stream=sys.stderr
@@ -441,7 +443,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     if places:
         if not environ.get("HARNESS_BESIDE_CONTROLLER"):
             with contextlib.suppress(StoreUnavailable):  # a nicety
-                leave_machine(store, environ)
+                leave_machine(store, environ, flags.script)
         writer = writer_of(store, info, flags.min_batch_s)
         told = [r for place in places if (r := renderer_of(place, writer, environ))]
         threads += Telling(writer, told, stop).threads()

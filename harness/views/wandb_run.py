@@ -125,6 +125,7 @@ class WandbRun:
         self._told = Told()
         self._next = 0  # row to send
         self._batch = -1  # of which all rows are sent
+        self._seen = 0  # rows that W&B was seen to have
         self._claimed_s = self._moved_s = -1e18
 
     # ---- rounds ----------------------------------------------------------------------------------
@@ -167,8 +168,12 @@ class WandbRun:
         self._run = None
 
     def release(self) -> None:
-        """Let another publisher write at once."""
-        self.store.delete(f"{self._place}.claim")
+        """Let another publisher write at once, if it was we who wrote. Raises StoreError."""
+        claim = f"{self._place}.claim"
+        with contextlib.suppress(NotFound, ValueError, TypeError, KeyError):
+            if json.loads(self.store.get(claim))["by"] == self.token:
+                self.store.delete(claim)
+        self._claimed_s = -1e18
 
     def _newer(self) -> Header | None:
         if self._batch < 0:
@@ -195,11 +200,11 @@ class WandbRun:
         if there is None and self._told.rows:
             log.warning("wandb: run %s was deleted there; a new one takes over", self.run_id)
             self._save(batch=-1, rows=0, again=self._told.again + 1, ended=-1, rewound=-1)
-        rows = there.rows if there else 0
-        if there and (rows < self._told.rows or there.last_step != rows - 1):
+        rows = there.last_step + 1 if there else 0
+        if there and not self._told.rows <= rows <= there.rows:
             raise WandbBehind(
-                f"wandb: wanted at least {self._told.rows} rows in run {self.run_id}, found {rows} "
-                f"up to _step {there.last_step}; it is asked again"
+                f"wandb: wanted at least {self._told.rows} rows in run {self.run_id}, found "
+                f"{there.rows} up to _step {there.last_step}; it is asked again"
             )
         keep = self._void_from(max(self._told.batch, self._told.rewound), newest.number)
         if keep is not None and rows > keep:
@@ -210,7 +215,7 @@ class WandbRun:
             found, self._next = int(self._run.starting_step), rows
             self.close()
             raise WandbBehind(f"wandb: wanted to go on at row {rows}, found that it is {found}")
-        self._next, self._moved_s = rows, self.now()
+        self._next, self._seen, self._moved_s = rows, rows, self.now()
 
     def _void_from(self, since: int, newest: int) -> int | None:
         """From which row on what W&B has may be void: the stream was rewound after batch
@@ -232,7 +237,7 @@ class WandbRun:
         try:
             self._run = self._init(resume_from=f"{self.run_id}?_step={keep - 1}")
             there = self.account.run(self.run_id)
-            if there and there.rows == keep:
+            if there and there.last_step == keep - 1:
                 log.info("wandb: rewound to row %d", keep)
                 self._save(rewound=newest)
                 return keep
@@ -275,8 +280,10 @@ class WandbRun:
         return run
 
     def _asked_to_stop(self) -> None:
-        """W&B's Stop button."""
-        if ask_to_stop(self.store, StopOrder("asked for with W&B's Stop button", by="wandb")):
+        """W&B's Stop button: once in a run's life, as W&B says it again for ever, and a run that
+        was stopped may be launched again."""
+        if self.store.create(f"{self._place}/stop-{self._told.again}", b"{}"):
+            ask_to_stop(self.store, StopOrder("asked for with W&B's Stop button", by="wandb"))
             log.warning("W&B's Stop button: the run is asked to stop")
 
     # ---- telling ---------------------------------------------------------------------------------
@@ -319,15 +326,16 @@ class WandbRun:
         """Has W&B every row that was sent?"""
         until_s = self.now() + wait_s
         while True:
-            there = self.account.run(self.run_id)
-            rows = there.rows if there else 0
-            if rows > self._told.rows:
-                self._moved_s = self.now()
-            if there and rows == self._next and there.last_step == self._next - 1:
-                if (self._told.batch, self._told.rows) != (self._batch, rows):
-                    self._save(batch=self._batch, rows=rows)
-                self._moved_s = self.now()
-                return True
+            with contextlib.suppress(WandbSilent):  # rows are on their way all the same
+                there = self.account.run(self.run_id)
+                rows = there.last_step + 1 if there else 0
+                if there and rows == self._next <= there.rows:
+                    if (self._told.batch, self._told.rows) != (self._batch, rows):
+                        self._save(batch=self._batch, rows=rows)
+                    self._moved_s = self.now()
+                    return True
+                if rows > self._seen:
+                    self._seen, self._moved_s = rows, self.now()
             if self.now() >= until_s:
                 return False
             self.sleep(1.0)
