@@ -61,6 +61,8 @@ def script_of(words: str) -> dict[str, Any]:
     """The script's name, and its flags as values: "--lr 0.1 --fast" -> {"lr": 0.1, "fast": True}.
     What may be a secret is left out, by its name; of URLs only the place is told."""
     given = shlex.split(words)
+    if given[:1] == ["-m"]:
+        given = given[1:]
     if not given:
         return {}
     flags: dict[str, Any] = {}
