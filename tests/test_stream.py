@@ -7,6 +7,7 @@ import pytest
 from story import Story
 from truerun import TrueRun
 
+from harness.bucket.journal import read_facts
 from harness.core import facts
 from harness.core.world import BadInput
 from harness.views import stream as streams
@@ -189,6 +190,18 @@ def test_time_without_a_publisher_is_filled_in():
     sizes = {r.values["world/size"] for r in rows}
     assert {1, 2, 3} <= sizes
     assert {r.values["nodes/aws_us-east-1_p5"] for r in rows} >= {0, 1}
+
+
+def test_facts_are_read_once_by_many_threads():
+    run = Story()
+    run.first_half()
+    operations = Operations(run.store, Lineage(run.store, RunInfo.of(run.store)))
+    threads = [threading.Thread(target=operations.poll) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(operations.facts) == len(read_facts(run.store))
 
 
 def test_how_a_run_ends():

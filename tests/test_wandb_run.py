@@ -129,7 +129,7 @@ def publisher(url, server, *flags):
     env = {**os.environ, "WANDB_BASE_URL": server.url, "WANDB_API_KEY": server.key}
     command = [sys.executable, "-m", "harness.views.trackers", url, "--trackers", "wandb"]
     return subprocess.Popen(
-        [*command, "--min-batch-s", "0.2", *flags],
+        [*command, "--min-batch-s", "0.5", *flags],
         env=env,
         stderr=subprocess.PIPE,
         text=True,
@@ -425,6 +425,17 @@ def test_the_publisher_beside_a_controller_tells_how_the_run_ended(server, tmp_p
     (run,) = server.runs.values()
     assert (run.ends, server.state(run.name)) == ([1], "failed")
     check(story, server)
+    # launched again, to the end; the bill comes after the last step, and W&B's run ends with it
+    story.told(facts.LeaseTaken(2, "me"))
+    with publisher_beside(story.store.url, task, tmp_path / "log"):
+        story.node(9)
+        story.train(25, final=True)
+        wait_for(lambda: newest_header(story.store).end == "done", "the last step")
+        assert run.ends == [1]
+        story.t += 30
+        story.closed()
+    assert (run.ends, server.state(run.name)) == ([1, 0], "finished")
+    assert agrees(story, check(story, server))["ckpt/step"] == 25
     nobody = Task(Path("-"), "x", "true", envs={**envs, "TRACKERS": "jsonl"}, secrets=task.secrets)
     with publisher_beside(story.store.url, nobody, tmp_path / "none"):
         assert not (tmp_path / "none").exists()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -97,12 +98,14 @@ class Operations:
 
     def __post_init__(self) -> None:
         self._follower = Follower(self.store)
+        self._lock = threading.Lock()
 
     def poll(self) -> None:
-        """Read what is new. Raises StoreError."""
-        new = [s for s in self._follower.poll() if not isinstance(s.fact, f.Unreadable)]
-        if new:
-            self.facts = sorted([*self.facts, *new], key=lambda s: s.t)
+        """Read what is new; from any thread. Raises StoreError."""
+        with self._lock:
+            new = [s for s in self._follower.poll() if not isinstance(s.fact, f.Unreadable)]
+            if new:
+                self.facts = sorted([*self.facts, *new], key=lambda s: s.t)
 
     def started_s(self, now_s: float) -> float:
         return min((s.t for s in self.facts), default=now_s)

@@ -39,6 +39,8 @@ OLDEST_WANDB = (0, 31)
 TELL_S = 5.0  # between two looks of a tracker, if nothing wakes it
 MIN_BATCH_S = 30.0  # between two batches, so that a run of days makes no million objects
 MAX_PAUSE_S = 600.0  # after failures
+SETTLE_S = 10.0  # after a run's last step nodes have last words, and W&B's run shall end once
+HELD_S = 150.0  # `sync` waits for another publisher's claim: wandb_run.CLAIM_S and more
 FEWEST_PAUSES = 20.0  # a row of operations may cost this part of the time at most: 1/20
 
 
@@ -62,7 +64,7 @@ class Telling:
     writer: StreamWriter
     renderers: Sequence[Renderer]
     stop: threading.Event = field(default_factory=threading.Event)
-    monotonic: Callable[[], float] = time.monotonic
+    linger: bool = False  # go on after the run's end until `stop` is set: its bill comes later
 
     def __post_init__(self) -> None:
         self._news = {r.name: threading.Event() for r in self.renderers}
@@ -75,10 +77,17 @@ class Telling:
         return [makes, *tells]
 
     def write(self, poll_s: float = 2.0) -> None:
-        """Until the run has ended or `stop` is set; then once more."""
-        failures, ended = 0, False
-        while not ended and not self.stop.is_set():
+        """Until the run has ended and nothing more is said of it, or `stop` is set; then once
+        more."""
+        failures, ended, number, said_s = 0, False, -1, time.monotonic()
+        settle_s = min(SETTLE_S, 5 * self.writer.min_batch_s)
+        while not self.stop.is_set():
             failures, ended = self._try("stream", self._write, failures)
+            header = self.writer.header
+            if header and header.number != number:
+                number, said_s = header.number, time.monotonic()
+            if ended and not self.linger and time.monotonic() - said_s > settle_s:
+                break
             self.stop.wait(_pause_s(failures, poll_s))
         self._try("stream", lambda: self.writer.round(last=True), failures)
         self._written.set()
@@ -147,7 +156,9 @@ def writer_of(store: ObjectStore, info: RunInfo, min_batch_s: float = MIN_BATCH_
 
 
 def renderer_of(
-    place: Account | Place, writer: StreamWriter, environ: Mapping[str, str]
+    place: Account | Place,
+    writer: StreamWriter,
+    environ: Mapping[str, str],
 ) -> Renderer | None:
     """None: nobody is told now; the stream is kept for `harness sync`."""
     store, info = writer.store, writer.info
@@ -238,16 +249,19 @@ def sync(
 
 def _told(renderer: Renderer, patience_s: float) -> bool:
     """Tell it all, within bounds. `last` closes W&B's client, so success is its answer."""
-    until_s = time.monotonic() + patience_s
+    began_s = time.monotonic()
     while True:
         try:
             if renderer.round(last=True) or renderer.name != "wandb":
                 return True
-            why = "it has not arrived, or another publisher tells it"
+            held = getattr(renderer, "held_elsewhere", False)
+            why = "another publisher tells it" if held else "it has not arrived"
+            if held:  # long enough for a dead one's claim to become old
+                patience_s = min(patience_s, HELD_S)
         except Exception as e:  # as in `Telling`: said, and tried again while there is patience
             why = brief(e)
             renderer.close()
-        if time.monotonic() > until_s:
+        if time.monotonic() - began_s > patience_s:
             log.error("%s: not all is told (%s)", renderer.name, why)
             return False
         log.warning("%s: %s; it is tried again", renderer.name, why)

@@ -441,12 +441,14 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     ]
     threads = [threading.Thread(target=p.run, name=p.trackers[0].name) for p in publishers]
     if places:
-        if not environ.get("HARNESS_BESIDE_CONTROLLER"):
+        # beside a controller: not rank 0's machine, and the bill comes after the run's end
+        beside = bool(environ.get("HARNESS_BESIDE_CONTROLLER"))
+        if not beside:
             with contextlib.suppress(StoreUnavailable):  # a nicety
                 leave_machine(store, environ, flags.script)
         writer = writer_of(store, info, flags.min_batch_s)
-        told = [r for place in places if (r := renderer_of(place, writer, environ))]
-        threads += Telling(writer, told, stop).threads()
+        found = (renderer_of(place, writer, environ) for place in places)
+        threads += Telling(writer, [r for r in found if r], stop, beside).threads()
     for thread in threads:
         thread.start()
     for thread in threads:

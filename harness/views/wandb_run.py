@@ -125,12 +125,14 @@ class WandbRun:
         self._told = Told()
         self._next = 0  # row to send
         self._batch = -1  # of which all rows are sent
+        self.held_elsewhere = False  # another publisher writes
         self._seen = 0  # rows that W&B was seen to have
         self._claimed_s = self._moved_s = -1e18
 
     # ---- rounds ----------------------------------------------------------------------------------
     def round(self, last: bool = False) -> bool:
-        """Tell what is new. `last`: and see it arrive. Is W&B told of the run's end? Raises
+        """Tell what is new. `last`: and see it arrive, and end W&B's run if the run has ended: more
+        may be said of it before. Is everything told? Raises
         StoreError, WandbSilent, WandbBehind, and what wandb raises."""
         newest = self._newer()
         if newest is None or not self._claim():
@@ -141,7 +143,7 @@ class WandbRun:
         if self._run is None:
             self._open(newest)
         self._send(newest)
-        if not (last or newest.end):
+        if not last:
             if not self._confirm(0.0) and self.now() - self._moved_s > STALL_S:
                 log.warning(
                     "wandb: %d rows do not arrive; beginning anew", self._next - self._told.rows
@@ -366,6 +368,7 @@ class WandbRun:
 
     def _claim(self) -> bool:
         """May we write? Renewed while we do."""
+        self.held_elsewhere = False
         claim, t = f"{self._place}.claim", self.now()
         if t - self._claimed_s < RENEW_S:
             return True
@@ -379,6 +382,7 @@ class WandbRun:
             except (ValueError, TypeError, KeyError):
                 by, since_s = "", CLAIM_S
             if by != self.token and since_s < CLAIM_S:
+                self.held_elsewhere = True
                 self.close()
                 return False
             self.store.put(claim, mine)
