@@ -368,7 +368,7 @@ def wait_for_run(
     return None
 
 
-def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m harness.views.trackers", description="Publish a run's committed steps."
     )
@@ -391,7 +391,11 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     )
     script = "the script and its flags, which trackers show as configuration"
     parser.add_argument("--script", default="", help=script)
-    flags = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
+    flags = _parser().parse_args(argv)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s trackers: %(message)s", stream=sys.stderr
     )
