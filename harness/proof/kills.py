@@ -44,7 +44,8 @@ from storage.manifest import Manifest, Ref, SnapshotCorrupt
 from storage.objects import ObjectStore
 from storage.opening import open_store
 from storage.retention import Keep
-from storage.snapshots import DOOM, Snapshots
+from storage.snapshot_keys import DOOM
+from storage.snapshots import Snapshots
 from storage.staging import Stage
 from storage.upload import Job, Outcome, Uploader
 

@@ -27,10 +27,11 @@ from rich.console import Console
 from harness.bucket.journal import read_records
 from harness.core import records as rec
 from harness.core.world import BadInput, HarnessError
-from storage.manifest import Manifest
+from storage.manifest import PARTS, Manifest
 from storage.objects import ObjectStore
 from storage.opening import open_store
-from storage.snapshots import MANIFESTS, PARTS, Snapshots
+from storage.snapshot_keys import MANIFESTS
+from storage.snapshots import Snapshots
 
 
 @dataclass(frozen=True)
