@@ -84,7 +84,7 @@ def socket_in(folder: Path) -> Iterator[str]:
 
 
 def sign_seen(sign: Sign | None) -> tuple[int, bool] | None:
-    """As `storage.upload.Watch`."""
+    """As `storage.pacing.TrainingWatch`."""
     return None if sign is None else (sign.step, sign.place in WAITS_FOR_SNAPSHOTS)
 
 
