@@ -23,10 +23,11 @@ from harness.core.world import Fenced
 from harness.node.progress import WAITS_FOR_SNAPSHOTS, Progress, Sign
 from harness.uploader.nearby import NEAR, NearbyConfig, tiers_for
 from storage.errors import StoreError
+from storage.folder_tiers import FolderTier
 from storage.manifest import Manifest, Ref
 from storage.objects import ObjectStore
 from storage.staging import PREFIX, Segment, Stage, StageFull, default_parent, sweep
-from storage.tiers import FolderTier, SegmentTier, share
+from storage.tiers import SegmentTier, share
 from storage.upload import Job, Outcome, Uploader
 
 # the longest wait for an answer of the uploader (making a big segment takes seconds)
