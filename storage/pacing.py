@@ -22,7 +22,7 @@ LOOK_S = (0.02, 0.5)
 TrainingWatch = Callable[[str], tuple[int, bool] | None]
 
 
-class Pace:
+class Pacer:
     """Sets the limits of lanes and store, and watches the training while a job is sent.
 
     sending: the jobs that are not yet written. draining: there is a deadline, so send all at once.

@@ -30,7 +30,7 @@ from storage.lanes import Ahead, Lanes, Running, be_nice
 from storage.leases import Watch as LeaseWatch
 from storage.manifest import Manifest, Ref
 from storage.objects import ObjectStore
-from storage.pacing import Pace, TrainingWatch
+from storage.pacing import Pacer, TrainingWatch
 from storage.retention import Keep
 from storage.snapshots import Snapshots
 from storage.throttle import Throttle
@@ -77,7 +77,7 @@ class Uploader:
         self._running: dict[int, Running] = {}
         self._numbers = itertools.count()
         self._lanes = Lanes(lanes, nice)
-        self._pace = Pace(store, self._lanes, self._sending, watch)
+        self._pacer = Pacer(store, self._lanes, self._sending, watch)
         self._deadline_s: float | None = None  # monotonic
         self._base = _Base(self.snapshots)
         self._leases = LeaseWatch()
@@ -95,7 +95,7 @@ class Uploader:
             one = Running(job, view, done, next(self._numbers), job.nbytes, time.monotonic())
             self._running[one.number] = one
         expect(self._plan())
-        self._pace.set()
+        self._pacer.set()
         threading.Thread(
             target=self._run, args=(one,), name=f"upload-{job.ref}", daemon=True
         ).start()
@@ -111,13 +111,13 @@ class Uploader:
     def drain(self, deadline_s: float | None) -> Forecast | None:
         """Be done by `deadline_s` (monotonic clock; None: no hurry). Holds also for what is
         submitted later. Returns what to expect."""
-        self._deadline_s, self._pace.draining = deadline_s, deadline_s is not None
-        self._pace.set()
+        self._deadline_s, self._pacer.draining = deadline_s, deadline_s is not None
+        self._pacer.set()
         return self._plan()
 
     @property
     def throttle(self) -> Throttle:
-        return self._pace.throttle
+        return self._pacer.throttle
 
     @property
     def nbytes_per_s(self) -> float:
@@ -197,7 +197,7 @@ class Uploader:
         mine = snapshots.write(
             job.ref, job.rank, job.world, files, job.tensors, data, job.token, base
         )
-        one.requests = self._pace.requests
+        one.requests = self._pacer.requests
         self._check(job.ref)  # sending may have taken long
         manifest = self.snapshots.commit(job.ref, job.world)
         one.written = True
