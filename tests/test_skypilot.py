@@ -59,8 +59,8 @@ def look(cloud, sky, seconds=0.0):
     for _ in range(3):
         cloud.look()
         for attempt in cloud._attempts.values():
-            if attempt.looks.poll:
-                attempt.looks.poll.exception()
+            if attempt.polls.poll:
+                attempt.polls.poll.exception()
     return {n.attempt: n for n in cloud.nodes()}
 
 

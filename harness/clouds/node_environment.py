@@ -27,7 +27,7 @@ def node_env(
     run = hashlib.sha256((config.run_url or str(folder.parent.parent)).encode()).hexdigest()[:12]
     env = {
         "OMP_NUM_THREADS": "1",
-        **machine.env,
+        **machine.asked.env,
         "SKYPILOT_NODE_RANK": "0",
         "SKYPILOT_NODE_IPS": "127.0.0.1",
         "SKYPILOT_NUM_NODES": "1",
@@ -42,7 +42,7 @@ def node_env(
         "HARNESS_PROVIDER": instance,
         **environment_of(config.notices, endpoint),
         "PATH": os.pathsep.join(
-            [os.path.dirname(sys.executable), machine.env.get("PATH", os.defpath)]
+            [os.path.dirname(sys.executable), machine.asked.env.get("PATH", os.defpath)]
         ),
     }
     if config.gpus:

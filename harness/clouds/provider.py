@@ -35,7 +35,9 @@ from harness.clouds import market as markets
 from harness.clouds.machines import (
     KILL_WITHIN_S,
     Config,
+    LiveMachine,
     Machine,
+    NodeCommand,
     kill_all,
     log,
     marker_of,
@@ -149,7 +151,7 @@ class Provider:
             if self.market_began_s is None:
                 self.market_began_s = now
             machine = Machine(
-                attempt, offers[offer_name], asked_s=now, command=command, cwd=cwd, env=dict(env)
+                attempt, offers[offer_name], asked_s=now, asked=NodeCommand(command, cwd, dict(env))
             )
             machine.ready_s = now + self.config.launch_s
             self.machines[attempt] = machine
@@ -180,9 +182,9 @@ class Provider:
         """Make a node's metadata endpoint misbehave."""
         with self._changed:
             machine = self.machines.get(attempt)
-            if machine is None or machine.metadata is None:
+            if machine is None or machine.live.metadata is None:
                 raise BadInput(f"inject: attempt {attempt} is not up")
-            machine.metadata.inject(**fault)
+            machine.live.metadata.inject(**fault)
 
     # -- what the main thread does --
     def tick(self) -> None:
@@ -198,7 +200,7 @@ class Provider:
                     self._apply(event)
                 self._save()
             for machine in list(self.machines.values()):
-                if machine.process is not None and machine.process.poll() is not None:
+                if machine.live.process is not None and machine.live.process.poll() is not None:
                     self._ended(machine)
                 if machine.doom is not None and now >= machine.doom[0]:
                     self._take(machine, machine.doom[1])
@@ -256,8 +258,8 @@ class Provider:
     def _announce(self, machine: Machine, deadline_s: float) -> None:
         machine.noticed_s = self._now()
         machine.doom = (deadline_s, "preempted")
-        if machine.imds is not None:
-            machine.imds.notice("kill", deadline_s)
+        if machine.live.imds is not None:
+            machine.live.imds.notice("kill", deadline_s)
 
     def _admit(self, machine: Machine, now: float) -> None:
         if len(self._holding()) >= self.market_state.available(self._market_s()):
@@ -269,7 +271,7 @@ class Provider:
             log.info("attempt %d: no capacity", machine.attempt)
         else:
             self._start(machine, now)
-        machine.command, machine.env = "", {}  # may hold secrets; not needed any more
+        machine.asked = NodeCommand()  # may hold secrets; not needed any more
         self._save()
 
     def _start(self, machine: Machine, now: float) -> None:
@@ -277,15 +279,15 @@ class Provider:
         folder.mkdir(parents=True, exist_ok=True)
         taken = {m.slot for m in self._up()}
         machine.slot = next(n for n in range(len(taken) + 1) if n not in taken)
-        machine.imds = protocol_of(
+        machine.live.imds = protocol_of(
             self.config.notices, f"i-{self.instance[:8]}{machine.attempt:09d}"
         )
-        machine.metadata = MetadataServer(machine.imds)
-        env = node_env(self.config, machine, folder, machine.metadata.endpoint, self.instance)
+        machine.live.metadata = MetadataServer(machine.live.imds)
+        env = node_env(self.config, machine, folder, machine.live.metadata.endpoint, self.instance)
         with open(folder / "log", "ab") as out:
-            machine.process = subprocess.Popen(
-                ["bash", "-c", machine.command],
-                cwd=machine.cwd,
+            machine.live.process = subprocess.Popen(
+                ["bash", "-c", machine.asked.command],
+                cwd=machine.asked.cwd,
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -293,16 +295,19 @@ class Provider:
                 start_new_session=True,
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
-        machine.pid, machine.up_s, machine.state = machine.process.pid, now, NodeState.UP
+        machine.pid, machine.up_s, machine.state = machine.live.process.pid, now, NodeState.UP
         log.info(
-            "attempt %d: up, pid %d, %s", machine.attempt, machine.pid, machine.metadata.endpoint
+            "attempt %d: up, pid %d, %s",
+            machine.attempt,
+            machine.pid,
+            machine.live.metadata.endpoint,
         )
 
     def _ended(self, machine: Machine) -> None:
         """The node's command ended by itself; a machine without its command is given back,
         leftovers and all."""
-        assert machine.process is not None
-        code = machine.process.returncode
+        assert machine.live.process is not None
+        code = machine.live.process.returncode
         self._gone(machine, "exited", code if code >= 0 else 128 - code)
 
     def _take(self, machine: Machine, reason: str) -> None:
@@ -321,11 +326,11 @@ class Provider:
                     sorted(left),
                     KILL_WITHIN_S,
                 )
-        if machine.process is not None:
-            machine.process.wait(timeout=KILL_WITHIN_S)
-        if machine.metadata is not None:
-            machine.metadata.close()
-        machine.process = machine.metadata = machine.imds = machine.doom = None
+        if machine.live.process is not None:
+            machine.live.process.wait(timeout=KILL_WITHIN_S)
+        if machine.live.metadata is not None:
+            machine.live.metadata.close()
+        machine.live, machine.doom = LiveMachine(), None
         machine.state, machine.gone_s, machine.reason, machine.exit_code = (
             NodeState.GONE,
             self._now(),

@@ -40,7 +40,7 @@ class EndRequest:
 
 
 @dataclass
-class Looks:
+class Polls:
     """When a cloud and a node are asked about a cluster."""
 
     refresh_s: float = -math.inf  # when the cloud is to be asked again
@@ -67,7 +67,7 @@ class Attempt:
     launch: LaunchRequest = field(default_factory=LaunchRequest)
     times: Times = field(default_factory=Times)
     end: EndRequest = field(default_factory=EndRequest)
-    looks: Looks = field(default_factory=Looks)
+    polls: Polls = field(default_factory=Polls)
 
     @property
     def over(self) -> bool:

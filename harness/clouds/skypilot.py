@@ -303,7 +303,7 @@ class SkyPilotCloud:
         due = [
             a
             for a in alive
-            if not a.launch.request and not a.end.request and began_s >= a.looks.refresh_s
+            if not a.launch.request and not a.end.request and began_s >= a.polls.refresh_s
         ]
         records = {
             r["name"]: r
@@ -312,7 +312,7 @@ class SkyPilotCloud:
             )
         }
         for attempt in due:
-            attempt.looks.refresh_s = self._again_s(began_s, REST_CLOUD)
+            attempt.polls.refresh_s = self._again_s(began_s, REST_CLOUD)
         for name in records.keys() - {a.name for a in alive}:
             self._adopt(records[name])
         for attempt in alive:
@@ -430,13 +430,13 @@ class SkyPilotCloud:
         a.sick_s = None
         if a.times.up_s is None:  # adopted in the middle of its launch
             a.times.up_s, a.times.at_work_s = a.times.billed_s, self._now()
-        if a.looks.poll is None and self._now() >= a.looks.poll_s:
-            a.looks.poll, a.looks.polling_s = self._pool.submit(self._job, a), self._now()
-        elif a.looks.poll and a.looks.poll.done():
-            poll, a.looks.poll, a.looks.poll_s = (
-                a.looks.poll,
+        if a.polls.poll is None and self._now() >= a.polls.poll_s:
+            a.polls.poll, a.polls.polling_s = self._pool.submit(self._job, a), self._now()
+        elif a.polls.poll and a.polls.poll.done():
+            poll, a.polls.poll, a.polls.poll_s = (
+                a.polls.poll,
                 None,
-                self._again_s(a.looks.polling_s, REST_NODE),
+                self._again_s(a.polls.polling_s, REST_NODE),
             )
             try:
                 state, a.exit_code = poll.result()
