@@ -52,12 +52,41 @@ def parser(prog: str) -> argparse.ArgumentParser:
         one.add_argument("url", help="URL of the run")
         return one
 
-    def step(one: argparse.ArgumentParser) -> None:
-        one.add_argument("--step", type=int, help="the snapshot of this step (default: the newest)")
-
     one = command("list", "All snapshots: step, age, size, what they are worth.")
     one.add_argument("--json", action="store_true", help="as JSON")
-    one = command("verify", "Read and hash every byte. Exit status 1 if something is damaged.")
+    _add_verify_options(
+        command("verify", "Read and hash every byte. Exit status 1 if something is damaged.")
+    )
+    one = command("show", "What is in a snapshot: tensors, parts, data.")
+    _add_step(one)
+    one.add_argument("--json", action="store_true", help="as JSON")
+    _add_prune_options(
+        command(
+            "prune",
+            "Delete old snapshots, parts that nobody committed, and uploads that nobody finished.",
+        )
+    )
+    _add_export_options(
+        command(
+            "export", "Write the model's weights as safetensors, the way Hugging Face reads them."
+        )
+    )
+    one = command(
+        "copy",
+        "Copy committed snapshots to another URL, verified; go on where a broken-off copy stopped.",
+    )
+    one.add_argument("target", help="URL to copy to")
+    one.add_argument(
+        "--step", type=int, help="only the snapshot of this step (default: all, newest first)"
+    )
+    return root
+
+
+def _add_step(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--step", type=int, help="the snapshot of this step (default: the newest)")
+
+
+def _add_verify_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--step", type=int, help="only the snapshot of this step (default: all)")
     one.add_argument(
         "--look-again-s",
@@ -73,13 +102,9 @@ def parser(prog: str) -> argparse.ArgumentParser:
         help="mark what is damaged, so that nobody resumes from it",
     )
     one.add_argument("--json", action="store_true", help="as JSON")
-    one = command("show", "What is in a snapshot: tensors, parts, data.")
-    step(one)
-    one.add_argument("--json", action="store_true", help="as JSON")
-    one = command(
-        "prune",
-        "Delete old snapshots, parts that nobody committed, and uploads that nobody finished.",
-    )
+
+
+def _add_prune_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--keep-last", type=int, default=3, help="so many stay (default: %(default)s)")
     one.add_argument(
         "--keep-every",
@@ -103,11 +128,11 @@ def parser(prog: str) -> argparse.ArgumentParser:
     one.add_argument(
         "--dry-run", action="store_true", help="say what would be deleted, and delete nothing"
     )
-    one = command(
-        "export", "Write the model's weights as safetensors, the way Hugging Face reads them."
-    )
+
+
+def _add_export_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("out", help="a new or empty folder")
-    step(one)
+    _add_step(one)
     one.add_argument(
         "--dtype",
         choices=sorted(FLOATS),
@@ -129,15 +154,6 @@ def parser(prog: str) -> argparse.ArgumentParser:
         "--keep-tied", action="store_true", help="store tied weights as often as they have names"
     )
     one.add_argument("--config", default="", help="a config.json to put beside them")
-    one = command(
-        "copy",
-        "Copy committed snapshots to another URL, verified; go on where a broken-off copy stopped.",
-    )
-    one.add_argument("target", help="URL to copy to")
-    one.add_argument(
-        "--step", type=int, help="only the snapshot of this step (default: all, newest first)"
-    )
-    return root
 
 
 def main(
