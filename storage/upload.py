@@ -27,7 +27,7 @@ from typing import Any
 
 from storage.errors import StoreError
 from storage.lanes import Ahead, Lanes, Running, be_nice
-from storage.leases import Watch as LeaseWatch
+from storage.leases import Watch
 from storage.manifest import Manifest, Ref
 from storage.objects import ObjectStore
 from storage.pacing import Pacer, TrainingWatch
@@ -80,7 +80,7 @@ class Uploader:
         self._pacer = Pacer(store, self._lanes, self._sending, watch)
         self._deadline_s: float | None = None  # monotonic
         self._base = _Base(self.snapshots)
-        self._leases = LeaseWatch()
+        self._leases = Watch()
 
     def submit(
         self,

@@ -30,7 +30,7 @@ class Job:
     keep: dict[str, Any] | None = None
     step_s: float = 0.0  # of an undisturbed training step; 0: unknown
     within_s: float = 0.0  # it may take so long for the sake of the training's speed; 0: full speed
-    watch: str = ""  # where the training's progress is seen, for `Watch`
+    watch: str = ""  # where the training's progress is seen, for `TrainingWatch`
     # the caller's own, returned with the outcome
     note: dict[str, Any] = field(default_factory=dict)
 

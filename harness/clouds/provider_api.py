@@ -62,7 +62,7 @@ def _route(provider: Provider, method: str, path: str, body: Mapping[str, Any]) 
 
 
 def serve(provider: Provider, token: str) -> ThreadingHTTPServer:
-    class Handler(BaseHTTPRequestHandler):
+    class ProviderHandler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         timeout = 30.0
 
@@ -103,13 +103,13 @@ def serve(provider: Provider, token: str) -> ThreadingHTTPServer:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    class Server(ThreadingHTTPServer):
+    class ProviderHTTPServer(ThreadingHTTPServer):
         daemon_threads = True
         block_on_close = False
 
         def handle_error(self, request: object, client_address: object) -> None:
             log.info("a caller hung up: %s", sys.exc_info()[1])
 
-    server = Server(("127.0.0.1", 0), Handler)
+    server = ProviderHTTPServer(("127.0.0.1", 0), ProviderHandler)
     threading.Thread(target=server.serve_forever, args=(0.1,), name="api", daemon=True).start()
     return server
