@@ -130,6 +130,19 @@ def test_the_name_of_a_type_has_one_meaning():
     assert not twice, f"a name for each: {twice} (docs/ARCHITECTURE.md has a glossary)"
 
 
+def test_the_glossary_says_where_a_name_is_defined():
+    page = (ROOT / "docs" / "ARCHITECTURE.md").read_text().partition("\n## Glossary\n")[2]
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \| `([\w/.]+)` \|$", page, re.M)
+    assert len(rows) > 100
+    assert sorted({name.lower() for name, *_ in rows}) == [name.lower() for name, *_ in rows]
+    wrong = []
+    for name, _, where in rows:
+        path = ROOT / where if where.startswith("storage/") else ROOT / "harness" / where
+        if path not in TREES or name not in types(TREES[path]):
+            wrong.append(f"{name} is not defined in {where}")
+    assert not wrong, "\n".join(wrong)
+
+
 def prose(text: str) -> Iterator[tuple[int, str]]:
     """(number, line) of a markdown file, without tables, code and HTML."""
     fenced = False
