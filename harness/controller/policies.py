@@ -242,53 +242,77 @@ def together(
     back in `stay_s` or so.
     """
 
-    def decide(view: View) -> Decision:
+    return _Together(policy, move_after_s, saving, stay_s, settle_s, grace_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Together:
+    """What `together` returns, and describes."""
+
+    policy: Policy
+    move_after_s: float
+    saving: float
+    stay_s: float
+    settle_s: float
+    grace_s: float
+
+    def __call__(self, view: View) -> Decision:
         if not view.alive:
-            return policy(view)
+            return self.policy(view)
         home = min(view.alive, key=lambda n: (n.up_s is None, n.attempt)).offer.place
         nodes, away = _split(view.alive, home)
         if away:
-            return moving(view, nodes, away)
+            return self._moving(view, nodes, away)
         here = tuple(o for o in view.offers if o.place == home)
+        if self._stuck(view, here):
+            return Terminate(
+                view.alive[-1].attempt, "too few nodes can be had here: the whole run moves"
+            )
+        if (cheaper := self._cheaper(view, home, nodes)) is not None:
+            return Launch(cheaper, "the whole run will be cheaper there")
+        return self.policy(dataclasses.replace(view, offers=here))
+
+    def _stuck(self, view: View, here: tuple[Offer, ...]) -> bool:
+        """Too few are up, this place is full, another is not, and nothing was committed for
+        long."""
         up = sum(node.up_s is not None for node in view.alive)
         stuck_s = view.now_s - max(
             view.last_progress_s, view.started_s, *(node.asked_s for node in view.alive)
         )
-        if (
+        return (
             up < view.min_nodes
-            and stuck_s >= move_after_s
+            and stuck_s >= self.move_after_s
             and not open_offers(view, here)
-            and open_offers(view)
-        ):
-            return Terminate(
-                view.alive[-1].attempt, "too few nodes can be had here: the whole run moves"
-            )
-        if (
-            saving > 0
-            and not view.doubted
-            and all(n.up_s is not None and view.now_s - n.up_s >= stay_s for n in nodes)
-        ):
-            better = tuple(
-                o
-                for o in view.offers
-                if o.place != home and usd_per_work(o) <= (1 - saving) * _cost(nodes)
-            )
-            wanted = policy(
-                dataclasses.replace(view, alive=(), offers=tuple(open_offers(view, better)))
-            )
-            if isinstance(wanted, Launch):
-                return Launch(wanted.offer, "the whole run will be cheaper there")
-        return policy(dataclasses.replace(view, offers=here))
+            and bool(open_offers(view))
+        )
 
-    def moving(view: View, nodes: list[Node], away: list[Node]) -> Decision:
+    def _cheaper(self, view: View, home: str, nodes: list[Node]) -> Offer | None:
+        """What the policy would take elsewhere, where work is cheaper by enough."""
+        if (
+            self.saving <= 0
+            or view.doubted
+            or any(n.up_s is None or view.now_s - n.up_s < self.stay_s for n in nodes)
+        ):
+            return None
+        better = tuple(
+            o
+            for o in view.offers
+            if o.place != home and usd_per_work(o) <= (1 - self.saving) * _cost(nodes)
+        )
+        wanted = self.policy(
+            dataclasses.replace(view, alive=(), offers=tuple(open_offers(view, better)))
+        )
+        return wanted.offer if isinstance(wanted, Launch) else None
+
+    def _moving(self, view: View, nodes: list[Node], away: list[Node]) -> Decision:
         """Some nodes are elsewhere already, beside the world that trains."""
         there, odd = _split(away, min(away, key=lambda n: (n.up_s is None, n.attempt)).offer.place)
-        if odd or saving <= 0 or _cost(there) >= _cost(nodes):
+        if odd or self.saving <= 0 or _cost(there) >= _cost(nodes):
             return Terminate((odd or away)[-1].attempt, "the others cannot reach it")
-        settled = sum(n.been_up_s(view.now_s) >= settle_s for n in there)
+        settled = sum(n.been_up_s(view.now_s) >= self.settle_s for n in there)
         if settled >= len(nodes):
             first, *rest = (n.attempt for n in nodes)
-            return Terminate(first, "the whole run is cheaper elsewhere", grace_s, tuple(rest))
+            return Terminate(first, "the whole run is cheaper elsewhere", self.grace_s, tuple(rest))
         if len(there) < len(nodes):
             room = tuple(
                 o
@@ -300,8 +324,6 @@ def together(
             if all(n.up_s is not None for n in there):
                 return Terminate(there[-1].attempt, "there is no room for the whole run")
         return Wait(LOOK_AGAIN_S, "a cheaper place is made ready")
-
-    return decide
 
 
 def _split(nodes: Iterable[Node], place: str) -> tuple[list[Node], list[Node]]:
