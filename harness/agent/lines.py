@@ -92,7 +92,7 @@ class Lines:
     def share(self, name: str, record: bytes) -> None:
         """What a member says of itself in the bucket: pass it on if it is news."""
         with self._lock:
-            self._protocol.share(name, record)
+            self._protocol.share(name, record, time.monotonic())
         self._ring()
 
     def doubt(self, name: str) -> None:

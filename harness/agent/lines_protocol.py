@@ -31,6 +31,7 @@ STRANGERS_EACH = 16  # ... of one address
 INTRODUCE_S = 2.0  # that they have for it
 INTRODUCTION_NBYTES = 256
 SAID_NBYTES = 4096  # that followers may say besides; they have nothing to say
+RELAY_S = 0.005  # news is passed on together with what else comes within this time
 CALLERS = 256  # names of callers that are remembered until somebody asks
 CONNECT_S = 1.0  # for a connection and the first word on it
 SILENT_PULSES = 3.0  # so many pulses missed: the line is made anew
@@ -156,6 +157,8 @@ class LinesProtocol:
     _by_conn: dict[int, _Line] = field(default_factory=dict)
     _callers: dict[int, _Caller] = field(default_factory=dict)  # oldest first
     _acts: list[LineAct] = field(default_factory=list)
+    _relays: dict[bytes, set[str]] = field(default_factory=dict)  # to pass on: who has it
+    _relay_due_s: float = float("inf")
     _pulse_due_s: float = 0.0
     _conns: int = 0  # so many had a number
 
@@ -194,13 +197,13 @@ class LinesProtocol:
             if not caller.introduced and caller.name and self._may_be_plain(caller.name):
                 self._greet(conn, caller)
 
-    def share(self, name: str, record: bytes) -> None:
+    def share(self, name: str, record: bytes, now: float) -> None:
         """What a member says of itself in the bucket: pass it on if it is news."""
-        self._pass_on(self._gossip.learn(name, record))
+        self._pass_on(self._gossip.learn(name, record), now)
 
     def doubt(self, name: str, now: float) -> None:
         """We found it dead."""
-        self._pass_on(self._gossip.doubt(name, Grade.DEAD, now))
+        self._pass_on(self._gossip.doubt(name, Grade.DEAD, now), now)
 
     def heard(self, name: str) -> Heard:
         line, known = self._lines.get(name), self._gossip.records.get(name)
@@ -236,7 +239,7 @@ class LinesProtocol:
     def wait_s(self, now: float) -> float:
         """Until the next `tick` is due."""
         retries = [ln.retry_s for ln in self._lines.values() if ln.conn is None]
-        due_s = min([self._pulse_due_s, *retries])
+        due_s = min([self._pulse_due_s, self._relay_due_s, *retries])
         return min(max(due_s - now, 0.0), self.pulse_s)
 
     # ---- events ----------------------------------------------------------------------------------
@@ -252,6 +255,8 @@ class LinesProtocol:
         for conn, caller in list(self._callers.items()):
             if not caller.introduced and now - caller.since_s > INTRODUCE_S:
                 self._send_away(conn)
+        if now >= self._relay_due_s:
+            self._relay()
         if now >= self._pulse_due_s:
             self._pulse_due_s = now + self.pulse_s
             self._send_all(b"\n")
@@ -346,19 +351,33 @@ class LinesProtocol:
         del self._callers[conn]
         self._acts.append(HangUp(conn))
 
-    def _send_all(self, data: bytes, proven: bool | None = None, but: str = "") -> None:
+    def _send_all(self, data: bytes, proven: bool | None = None) -> None:
         """To all followers that have introduced themselves. `proven`: only to those that have
         proven it, or have not."""
         if data:
             self._acts += [
                 Transmit(conn, data)
                 for conn, c in self._callers.items()
-                if c.introduced and proven in (None, c.proven) and (not but or c.name != but)
+                if c.introduced and proven in (None, c.proven)
             ]
 
-    def _pass_on(self, lines: bytes, but: str = "") -> None:
-        if self.passing:
-            self._send_all(lines, proven=True, but=but)
+    def _pass_on(self, line: bytes, now: float, whose: str = "") -> None:
+        """Soon, together with other news. `whose`: it came from there, so it need not go back."""
+        if line and self.passing:
+            self._relays.setdefault(line, set()).add(whose)
+            self._relay_due_s = min(self._relay_due_s, now + RELAY_S)
+
+    def _relay(self) -> None:
+        relays, self._relays, self._relay_due_s = self._relays, {}, float("inf")
+        everything = b"".join(relays)
+        sources = set[str]().union(*relays.values())
+        for conn, c in self._callers.items():
+            if c.proven and c.introduced:
+                lines = everything
+                if c.name in sources:
+                    lines = b"".join(ln for ln, known in relays.items() if c.name not in known)
+                if lines:
+                    self._acts.append(Transmit(conn, lines))
 
     # ---- ours to others --------------------------------------------------------------------------
     def _number(self) -> int:
@@ -391,7 +410,7 @@ class LinesProtocol:
         line.retry_s = now + (WAKE_S if line.greeted else self.pulse_s)
         if line.heard.seen and (silent or not line.greeted):
             grade = Grade.REFUSED if refused else Grade.SILENT
-            self._pass_on(self._gossip.doubt(line.name, grade, now))
+            self._pass_on(self._gossip.doubt(line.name, grade, now), now)
         line.greeted = False
         self._learn(line, Heard(False, refused, line.heard.record, line.heard.seen))
 
@@ -416,17 +435,24 @@ class LinesProtocol:
             line.greeted = True
             self._gossip.clear(line.name)
         if line.greeted:
-            records = [w for w in whole if w and not subject(w)]
-            newest = records[-1] if records else line.heard.record
+            own: list[bytes] = []
+            gossip: list[bytes] = []
+            for word in filter(None, whole):
+                (gossip if word[:1] in (b"@", b"?") else own).append(word)
+            newest = own[-1] if own else line.heard.record
             self._learn(line, Heard(True, False, newest, True))
-            on = [self._gossip.learn(line.name, newest)] if records else []
-            on += [self._overhear(w, now) for w in whole if subject(w)]
-            self._pass_on(b"".join(on), but=line.name)
+            if own:
+                self._pass_on(self._gossip.learn(line.name, newest), now, line.name)
+            for word in gossip:
+                self._overhear(word, now, line.name)
 
-    def _overhear(self, said: bytes, now: float) -> bytes:
-        """What to pass on of what one that we follow says of another."""
-        other = self._lines.get(subject(said))
+    def _overhear(self, said: bytes, now: float, whose: str) -> None:
+        """One that we follow says something of another."""
+        if said + b"\n" in self._relays:
+            self._relays[said + b"\n"].add(whose)
+            return
+        other = self._lines.get(subject(said)) if said[:1] == b"?" else None
         name, on = self._gossip.hear(said, now, bool(other and other.heard.up))
         if name:
             self._acts.append(Heed())
-        return on
+        self._pass_on(on, now, whose)

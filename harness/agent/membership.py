@@ -239,7 +239,7 @@ class Membership:
         circle = self._circle
         circle.big, circle.place = self._grows(), me.place
         circle.near = neighbours(me.member, living) if circle.big else set(living)
-        for name in [n for n in circle.suspects if n in circle.near or n not in living]:
+        for name in [n for n in circle.suspects if n not in living]:
             del circle.suspects[name]
         followed = {n: living[n] for n in (*circle.near, *circle.suspects)}
         doors = {n: Door(m.addr, m.probe_port, m.key) for n, m in followed.items()}
@@ -258,14 +258,14 @@ class Membership:
         } - {me.member}
         for name, grade in overheard.doubts.items():
             seen = self.seen.get(name)
-            if seen is None or seen.dead or name in circle.near or not circle.big:
+            if seen is None or seen.dead or not circle.big or self._lines.heard(name).up:
                 continue
             matters = name in self.vital or seen.member.state == "ready"
-            if grade is Grade.DEAD and not matters and name not in circle.suspects:
+            if grade is Grade.DEAD and not matters and self._is_trusted(name):
                 seen.dead, self.fresh_s = True, now
                 circle.hearsay.add(name)
             else:
-                if name not in circle.suspects:  # it was trusted until now
+                if self._is_trusted(name):  # until now
                     seen.sign_s = now
                 circle.suspects[name] = max(grade, circle.suspects.get(name, 0))
 
@@ -286,8 +286,10 @@ class Membership:
         circle, due = self._circle, list(self._circle.callers)
         for name, grade in circle.suspects.items():
             seen, heard = self.seen[name], self._lines.heard(name)
-            last_look_s = seen.sign_s + self._patience_s(seen, heard, grade)
-            if not heard.up and seen.read_s < last_look_s <= now:
+            # what it said last, while its line may yet come up or be refused; and a last look
+            first_s = seen.sign_s + self._beats.beat_s
+            last_s = seen.sign_s + self._patience_s(seen, heard, grade)
+            if not heard.up and any(seen.read_s < at_s <= now for at_s in (first_s, last_s)):
                 due.append(name)
         if circle.strangers:
             living = {n for n, s in self.seen.items() if not s.dead and s.member.state != "gone"}
@@ -331,8 +333,12 @@ class Membership:
         # it may be years old, or be written at this moment: its line will tell, or its next beat
         if seen is None:
             seen = self._meet(member, now)
+        grade, sign_s = self._circle.suspects.get(name), seen.sign_s
+        first = grade is not None and seen.read_s < sign_s + self._beats.beat_s
         seen.read_s = now
         self._update(seen, member, now)
+        if first and not seen.dead:  # its beats are not passed on: this one may be an old one
+            self._circle.suspects[name], seen.sign_s = grade or 0, sign_s
         self._lines.share(name, data)
 
     def _hear(self, member: Member, now: float) -> None:

@@ -8,9 +8,9 @@ objects go beside, as in the agent.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -31,7 +31,7 @@ from harness.agent.lines_protocol import (
 )
 from harness.agent.membership import Ears
 from harness.agent.rendezvous import READS, Rendezvous
-from harness.bucket.epochs import NO_EPOCH, Epoch, Member
+from harness.bucket.epochs import EPOCHS, NO_EPOCH, Epoch, Member, decode
 from storage.errors import NotFound
 
 REQUEST_S = 0.030  # one request of the bucket
@@ -110,11 +110,11 @@ class CrowdStore:
 
     def many(self, call: Callable[[str], Any], names: Iterable[str]) -> Iterable[Any]:
         """As a pool of threads."""
-        begun_s, found, n = self.busy_s, [], 0
-        for n, name in enumerate(names, 1):
+        begun_s, found = self.busy_s, []
+        for name in names:
             self.busy_s = begun_s
             found.append(call(name))
-        self.busy_s = begun_s + -(-n // READS) * REQUEST_S
+        self.busy_s = begun_s + -(-len(found) // READS) * REQUEST_S
         return found
 
     def _request(self, kind: str) -> dict[str, bytes]:
@@ -173,6 +173,7 @@ class CrowdMember(Ears):
     peers: dict[int, tuple[CrowdMember, int]] = field(default_factory=dict)  # by connection
     sent: Counter[str] = field(default_factory=Counter)
     next_s: float = 0.0
+    lines_due_s: float = float("inf")
     waiting_s: float | None = None
     left_s: float | None = None
 
@@ -182,9 +183,7 @@ class CrowdMember(Ears):
         self.protocol = LinesProtocol(self.name, BEAT_S / 2, clock.now, self.key)
         self.store = CrowdStore(self.crowd.bucket, clock)
         attempt = int(self.name[1:5])
-        me = Member(
-            self.name, "warming", 0, "crowd", self.port, 29500, nproc=8, attempt=attempt
-        )
+        me = Member(self.name, "warming", 0, "crowd", self.port, 29500, nproc=8, attempt=attempt)
         self.rendezvous = Rendezvous(
             self.store,
             me,
@@ -217,7 +216,7 @@ class CrowdMember(Ears):
         self.act()
 
     def share(self, name: str, record: bytes) -> None:
-        self.protocol.share(name, record)
+        self.protocol.share(name, record, self.crowd.scheduler.now)
         self.act()
 
     def doubt(self, name: str) -> None:
@@ -232,6 +231,11 @@ class CrowdMember(Ears):
     def act(self) -> None:
         for act in self.protocol.take():
             self._do(act)
+        clock = self.crowd.scheduler
+        due_s = clock.now + max(self.protocol.wait_s(clock.now), 0.001)
+        if due_s < self.lines_due_s - 1e-9:
+            self.lines_due_s = due_s
+            clock.after(due_s - clock.now, self.tick_lines)
 
     def _do(self, act: LineAct) -> None:
         match act:
@@ -248,17 +252,17 @@ class CrowdMember(Ears):
                 self.wake()
 
     def tick_lines(self) -> None:
-        if self.alive:
-            self.protocol.tick(self.crowd.scheduler.now)
+        clock = self.crowd.scheduler
+        if self.alive and clock.now >= self.lines_due_s - 1e-9:
+            self.lines_due_s = float("inf")
+            self.protocol.tick(clock.now)
             self.act()
-            wait_s = max(self.protocol.wait_s(self.crowd.scheduler.now), 0.005)
-            self.crowd.scheduler.after(wait_s, self.tick_lines)
 
     # ---- the agent -------------------------------------------------------------------------------
     def start(self, ready_after_s: float) -> None:
         clock = self.crowd.scheduler
         self._at_once(self.rendezvous.say)
-        self.tick_lines()
+        self.act()
         clock.after(BEAT_S / 2, self._beat)
         clock.after(ready_after_s, self._become_ready)
         self.next_s = clock.now
@@ -324,9 +328,11 @@ class CrowdMember(Ears):
         everybody = {m.member: m for m in found}
         peers = [everybody[n] for n in epoch.members if n != self.name and n in everybody]
         said = ends.hear_peers(epoch.epoch, peers, self.left_s, now)
-        # here workers agree with their peers at once
-        if said.why or said.since_s:
-            self._leave("resize" if said.since_s and not said.why else "peer-lost")
+        self.left_s = said.since_s
+        # workers agree with their peers at once to leave
+        has_left = any(p.state in ("ready", "gone") and p.epoch >= epoch.epoch for p in peers)
+        if said.why or has_left:
+            self._leave("peer-lost" if said.why else "resize")
         elif look:
             alive = [m for m in everybody.values() if m.state not in ("gone", "dead")]
             waiting = self.rendezvous.waiting(epoch, alive)
@@ -364,7 +370,7 @@ class Crowd:
         for other, conn in peers.values():
             if host:
                 continue
-            self._deliver(member, other, lambda o=other, c=conn: o.crowd.ended(o, c))
+            self._deliver(member, other, functools.partial(self.ended, other, conn))
 
     def living(self) -> list[CrowdMember]:
         return [m for m in self.members.values() if m.alive]
@@ -439,9 +445,5 @@ class Crowd:
         )
 
     def epochs(self) -> list[Epoch]:
-        found = []
-        for key in sorted(k for k in self.bucket.at(self.scheduler.now) if "/epochs/" in k):
-            body = json.loads(self.bucket.objects[key])
-            found.append(Epoch(**{k: tuple(v) if isinstance(v, list) else v
-                                  for k, v in body.items() if k != "h"}))  # fmt: skip
-        return found
+        objects = self.bucket.at(self.scheduler.now)
+        return [decode(Epoch, objects[key]) for key in sorted(objects) if key.startswith(EPOCHS)]
