@@ -14,7 +14,9 @@ from worlds import until
 
 from harness.agent.agent import Agent
 from harness.agent.config import AgentConfig, Timing
-from harness.agent.lines import Heard, Lines
+from harness.agent.lines import Lines
+from harness.agent.lines_protocol import Heard
+from harness.agent.membership import Ears
 from harness.agent.rendezvous import Rendezvous
 from harness.bucket.epochs import NO_EPOCH, Epoch, Member, encode_epoch, epoch_key, newest_epoch
 from harness.uploader.nearby import Nearby, NearbyConfig
@@ -59,7 +61,7 @@ class Place:
 
     def resolved(self, m):
         """Does it know of everybody whom it follows whether they are there?"""
-        return all(h.up or h.refused for h in map(m.lines.heard, m.lines._wanted))
+        return all(h.up or h.refused for h in map(m.lines.heard, m.lines.following()))
 
     def up_to_date(self, m, members):
         """Has it heard the last word of each of these whom it hears? Rounds pass faster than
@@ -67,7 +69,7 @@ class Place:
         heard = [
             (m.lines.heard(o.me.member), o.me.beat)
             for o in members
-            if o.me.member in m.lines._wanted
+            if o.me.member in m.lines.following()
         ]
         return all(
             not h.up or (h.record and json.loads(h.record)["beat"] >= beat) for h, beat in heard
@@ -189,7 +191,7 @@ def test_news_comes_over_the_line_and_a_newcomer_knocks(place):
     place.store.list = listed
     c = place.member("c")
     c.look()
-    until(lambda: c.lines.all_up() and a.lines._knocked.is_set())
+    until(lambda: c.lines.all_up() and a.lines._protocol.stranger_called)
     place.clock.now += 1.0
     assert {m.member for m in a.look()} == {"a", "b", "c"}
 
@@ -252,7 +254,7 @@ def test_racing_members_agree_on_every_epoch(place):
     members = [place.member(f"m{i}", attempt=i) for i in range(6)]
     place.clock.now += 100.0
     for m in members:
-        m._settled_since = 0.0  # everybody's turn has come
+        m._last.settled_s = 0.0  # everybody's turn has come
     seen, lock = [], threading.Lock()
 
     def propose(m):
@@ -367,7 +369,7 @@ def test_epochs_and_members_of_older_versions_are_read():
 
 
 def test_an_address_that_is_none_does_not_end_the_lines():
-    lines, other = Lines("a", "127.0.0.1", pulse_s=0.1), Lines("b", "127.0.0.1", pulse_s=0.1)
+    lines, other = (Lines(n, "127.0.0.1", pulse_s=0.1, key="") for n in "ab")
     try:
         lines.follow(
             {
@@ -397,7 +399,7 @@ def test_a_world_is_in_one_place_and_stays_there(place):
     epoch = place.form(a, b, c, d)
     assert epoch.members == ("a", "b")
     assert a.waiting(epoch, a.members()) == []  # so nobody stops for them
-    assert set(a.lines._wanted) == {"b"}  # nor waits for lines that never come up
+    assert a.lines.following() == {"b"}  # nor waits for lines that never come up
     a.leave(end="drained")
     b.say(state="ready", end="resize")
     assert c.try_form(None) is None
@@ -418,7 +420,7 @@ def test_most_workers_decide_where_a_run_begins(place):
 
 
 def test_lines_tell_living_dead_silent_and_strangers_apart():
-    a, b = Lines("a", "127.0.0.1", pulse_s=0.2), Lines("b", "127.0.0.1", pulse_s=0.2)
+    a, b = (Lines(n, "127.0.0.1", pulse_s=0.2, key="") for n in "ab")
     try:
         b.tell(b'{"n": 1}')
         # another member had this port once
@@ -470,13 +472,13 @@ class Counting(MemoryStore):
         return super().__getattribute__(name)
 
 
-class Ears:
+class Hears(Ears):
     """Lines on which everybody is heard."""
 
     def __init__(self):
         self.up, self.changed = True, threading.Event()
 
-    def follow(self, members):
+    def follow(self, members, passing=False, keyless=()):
         pass
 
     def heard(self, name):
@@ -495,7 +497,7 @@ class Ears:
 def minutes10(tmp_path, members, first, up):
     """Requests of one node in ten minutes of calm training, by the agent's own loop at its own
     pace (its heartbeat's are added)."""
-    clock, store, ears = Ticks(), Counting(), Ears()
+    clock, store, ears = Ticks(), Counting(), Hears()
     names = tuple(f"m{i}" for i in range(members))
     for name in names:
         store.put(
@@ -525,7 +527,7 @@ def minutes10(tmp_path, members, first, up):
         beats += agent.rendezvous.beat_if_due()
         if not up:  # the others beat too, then
             for name in names:
-                r = agent.rendezvous._seen.get(name)
+                r = agent.rendezvous.others.seen.get(name)
                 if r:
                     r.sign_s = clock.now
     assert beats > 0
