@@ -12,6 +12,7 @@ from typing import TypeVar
 import pytest
 
 from harness.bucket.journal import Journal, read_facts
+from harness.bucket.layout import DOUBT, LEAVE
 from harness.bucket.lease import Lease
 from harness.controller.book import Book, bill, how_it_ended
 from harness.controller.policies import cheapest
@@ -28,8 +29,6 @@ from harness.core.facts import (
     Stamped,
 )
 from harness.core.world import (
-    DOUBT,
-    LEAVE,
     BadInput,
     CloudUnavailable,
     Fenced,

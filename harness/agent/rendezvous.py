@@ -23,26 +23,16 @@ An epoch's number that such an object takes is never used.
 from __future__ import annotations
 
 import contextlib
-import json
-import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from harness.agent.lines import Address, Heard
-from harness.bucket.epochs import (
-    MEMBERS,
-    Epoch,
-    Member,
-    decode,
-    encode_epoch,
-    epoch_key,
-    newest_epoch,
-    read_epoch,
-)
+from harness.bucket.epochs import newest_epoch, read_epoch
+from harness.bucket.layout import MEMBERS, Epoch, Member, epoch_key, member_key, member_of
 from harness.core.world import meeting_place
 from storage.errors import NotFound, StoreError
 from storage.objects import ObjectStore
@@ -147,10 +137,10 @@ class Rendezvous:
                 beat_s=self._calm_s if calm else self._beat_s,
                 **changes,
             )
-            record = json.dumps(asdict(self.me)).encode()
+            record = self.me.encode()
             self.lines.tell(record)
             self._said_s = self._fresh_s = self._monotonic()
-            self.store.put(f"{MEMBERS}{self.me.member}.json", record)
+            self.store.put(member_key(self.me.member), record)
 
     def mention(self, **changes: Any) -> None:
         """As `say`, but only to who hears us over a line; the bucket learns it with the next beat.
@@ -158,7 +148,7 @@ class Rendezvous:
         if self._lock.acquire(timeout=MENTION_S):
             try:
                 self.me = replace(self.me, beat=self.me.beat + 1, **changes)
-                self.lines.tell(json.dumps(asdict(self.me)).encode())
+                self.lines.tell(self.me.encode())
             finally:
                 self._lock.release()
 
@@ -222,11 +212,7 @@ class Rendezvous:
             for seen in self._seen.values():
                 # one found dead may be who calls
                 seen.read_s = -float("inf") if knocked else seen.read_s
-            names = [
-                m[1]
-                for k in self.store.list(MEMBERS)
-                if (m := re.fullmatch(r"([^/]+)\.json", k.removeprefix(MEMBERS)))
-            ]
+            names = [name for key in self.store.list(MEMBERS) if (name := member_of(key))]
         else:
             names = list(self._seen)
         return self.watch(names)
@@ -263,7 +249,7 @@ class Rendezvous:
         if heard.record:
             # not a record of our kind: the bucket will say it
             with contextlib.suppress(ValueError):
-                self._update(seen, decode(Member, heard.record), now)
+                self._update(seen, Member.decode(heard.record), now)
         if heard.up:
             seen.sign_s, seen.dead, seen.moved = now, False, True
         if seen.member.state == "gone":
@@ -284,9 +270,9 @@ class Rendezvous:
         return replace(seen.member, state="dead") if seen.dead else seen.member
 
     def _read(self, name: str, now: float, seen: _Seen | None) -> _Seen | None:
-        key = f"{MEMBERS}{name}.json"
+        key = member_key(name)
         try:
-            member = decode(Member, self.store.get(key))
+            member = Member.decode(self.store.get(key))
             if member.member != name:
                 raise ValueError(
                     f"wanted what {name} says of itself, found what {member.member} says"
@@ -370,7 +356,7 @@ class Rendezvous:
         if self._over():
             self.is_over = True
             return None
-        if self.store.create(epoch_key(proposal.epoch), encode_epoch(proposal)):
+        if self.store.create(epoch_key(proposal.epoch), proposal.encode()):
             return proposal
         return None  # another was quicker; the next look shows its epoch
 

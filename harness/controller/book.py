@@ -25,9 +25,8 @@ from harness.core.facts import (
     RunEnded,
     Stamped,
     Unreadable,
-    built,
-    number,
 )
+from harness.core.values import BadObject, built, number
 from harness.core.world import (
     DRAINED,
     FENCED,
@@ -238,10 +237,10 @@ def _offer(attempt: int, body: dict[str, Any]) -> Offer:
     counts against budgets, is kept if it can be."""
     try:
         return built(Offer, body)
-    except TypeError:
+    except BadObject:
         try:
             usd_per_h = number(body.get("usd_per_h"), 0.0)
-        except TypeError:
+        except BadObject:
             usd_per_h = 0.0
         return Offer(usd_per_h, f"unreadable offer of attempt {attempt}")
 

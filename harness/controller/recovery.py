@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from harness.bucket.beats import Beat, Beats
+from harness.bucket.layout import DOUBT, LEAVE, STOP_KEY, StopOrder, order_by, order_key
 from harness.bucket.lease import Lease
-from harness.bucket.orders import STOP_KEY, StopOrder, ask_to_stop, stop_order
+from harness.bucket.orders import ask_to_stop, stop_order
 from harness.controller import policies
 from harness.controller.book import UNSHOWN, Book, bill, how_it_ended
 from harness.core.facts import (
@@ -38,8 +38,6 @@ from harness.core.facts import (
     Stamped,
 )
 from harness.core.world import (
-    DOUBT,
-    LEAVE,
     BadInput,
     CloudUnavailable,
     Decision,
@@ -267,7 +265,7 @@ class Loop:
         self.reconcile_unshown(step)
         said = set(self.world.store.list(DOUBT))
         for attempt in sorted(book.open):
-            if (doubted := f"{DOUBT}{attempt:06d}.json" in said) != (attempt in book.doubted):
+            if (doubted := order_key(DOUBT, attempt) in said) != (attempt in book.doubted):
                 self.note(AttemptDoubted(attempt, doubted))
         self.journal.flush()
 
@@ -440,10 +438,7 @@ class Loop:
 
     def ask_to_leave(self, attempt: int, reason: str) -> bool:
         """Through the bucket. False: it was asked before."""
-        return self.world.store.create(
-            f"{LEAVE}{attempt:06d}.json",
-            json.dumps({"reason": reason, "by": "controller"}).encode(),
-        )
+        return self.world.store.create(order_key(LEAVE, attempt), order_by("controller", reason))
 
     def dismiss(self, attempt: int) -> None:
         """Have a node terminated; again from time to time for as long as it is seen."""

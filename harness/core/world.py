@@ -23,9 +23,6 @@ from storage.objects import ObjectStore
 
 # exit codes; docs/ARCHITECTURE.md says who acts on which
 FINISHED, DRAINED, RESIZE, STOPPED, FENCED, UNFIT = 0, 33, 34, 35, 36, 37
-# + attempt: written by the agent of a node that may not stay, and taken back by it
-DOUBT = "control/doubt-"
-LEAVE = "control/leave-"  # + attempt: written by the controller, to have a node snapshot and leave
 
 
 class HarnessError(Exception):

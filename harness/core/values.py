@@ -1,0 +1,247 @@
+"""Values from a bucket: the one engine that turns JSON into dataclasses, within bounds.
+
+Pure. Whatever lies in a bucket may have been written by an older or a newer version, by somebody
+else, or be damaged. `parsed` turns bytes into JSON within bounds on size and depth, `built` turns
+that into a dataclass by its annotations, and `decoded` does both. They give a value or raise
+`BadObject`, and nothing else. The rules:
+
+- an unknown field (of a newer version) is ignored; what is hashed is hashed with it
+- a missing field gets its default; without one, the object is bad
+- a value of another type, or out of its bounds, makes the object bad; nothing is converted
+- numbers are finite, but for a `Reading`, which is a measurement
+- a `protocol` that is newer than PROTOCOL is `NewerProtocol`, a BadObject that says what to do
+
+The keys of a run's bucket and what decodes each are in `bucket/layout.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+T = TypeVar("T")
+# What this code speaks in a run's bucket: members, epochs, lease terms, facts, run.json. Raise it
+# when something is written that the code before would misunderstand, not for a field that it may
+# ignore. 1 is not written: that is what all objects without a number are.
+PROTOCOL = 1
+# Beyond these a number is damage. MOST_T: wall clock, the year 5138.
+MOST_INT, MOST_FLOAT, MOST_COUNT, MOST_T = 2**53, 1e15, 10**6, 1e11
+MOST_NBYTES = 1 << 20  # of one JSON text that nobody says more of: an object, a line of facts
+MOST_DEPTH = 64  # brackets within brackets
+
+
+@dataclass(frozen=True)
+class Within:
+    """In an annotation: the bounds of a number, both included."""
+
+    low: float
+    high: float
+
+
+Reading = Annotated[float, "a measurement: may be NaN or infinite"]
+Count = Annotated[int, Within(0, MOST_COUNT)]  # of things that readers go through one by one
+Natural = Annotated[int, Within(0, MOST_INT)]
+Amount = Annotated[float, Within(0, MOST_FLOAT)]  # a price, a speed, seconds
+Port = Annotated[int, Within(0, 65535)]
+Checked = Callable[[Any], Any]
+
+
+class BadObject(ValueError):
+    """What was read is not what is wanted there: damaged, foreign, or of another version."""
+
+
+class NewerProtocol(BadObject):
+    """A newer version of this code wrote it: nothing is wrong with it, but with who reads it."""
+
+
+# ---- JSON and hashes -----------------------------------------------------------------------------
+def canonical(value: object) -> bytes:
+    """The one JSON spelling that hashes are made of. Floats keep every bit (repr round-trips)."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=True).encode()
+
+
+def digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def parsed(
+    text: str | bytes,
+    *,
+    most_nbytes: int = MOST_NBYTES,
+    most_depth: int = MOST_DEPTH,
+    finite: bool = False,
+) -> Any:
+    """JSON of a bucket. `finite`: NaN and infinities are refused anywhere. Raises BadObject."""
+    if len(text) > most_nbytes:
+        raise BadObject(f"wanted at most {most_nbytes} bytes, found {len(text)}")
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise BadObject(f"wanted JSON, found brackets nested deeper than {most_depth}") from None
+    except ValueError as e:  # also of text that is no UTF-8, and of numbers without end
+        raise BadObject(f"wanted JSON, found something else ({e})") from None
+    if finite or _brackets(text) > most_depth:
+        _look_through(found, most_depth, finite)
+    return found
+
+
+def _brackets(text: str | bytes) -> int:
+    """No fewer than it is deep."""
+    if isinstance(text, str):
+        return text.count("[") + text.count("{")
+    return text.count(b"[") + text.count(b"{")
+
+
+def _look_through(value: Any, most_depth: int, finite: bool) -> None:
+    level: list[Any] = [value]
+    for _ in range(most_depth + 1):
+        inside: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                inside += one.values()
+            elif isinstance(one, list):
+                inside += one
+            elif finite and type(one) is float and not math.isfinite(one):
+                raise BadObject(f"wanted finite numbers, found {one}")
+        if not inside:
+            return
+        level = inside
+    raise BadObject(f"wanted JSON, found brackets nested deeper than {most_depth}")
+
+
+# ---- versions ------------------------------------------------------------------------------------
+def protocol_of(body: Mapping[str, Any]) -> int:
+    """The protocol that an object names; 1 if it names none. Raises BadObject if that is no
+    number."""
+    return int(_whole(body.get("protocol", 1), 1))
+
+
+def check_protocol(body: Mapping[str, Any]) -> None:
+    """Raises NewerProtocol for an object that this code may misunderstand."""
+    if (found := protocol_of(body)) > PROTOCOL:
+        raise NewerProtocol(
+            f"it is of protocol {found}, this code reads up to {PROTOCOL}; update the package here"
+        )
+
+
+def stamped(body: dict[str, Any]) -> dict[str, Any]:
+    """`body` with the protocol that this code speaks, which is not written while it is 1."""
+    body.pop("protocol", None)
+    return {**body, "protocol": PROTOCOL} if PROTOCOL > 1 else body
+
+
+# ---- dataclasses ---------------------------------------------------------------------------------
+def decoded(cls: type[T], text: str | bytes, *, most_nbytes: int = MOST_NBYTES) -> T:
+    """A dataclass from an object of a bucket, of this protocol or an older one. Raises BadObject,
+    NewerProtocol."""
+    body = parsed(text, most_nbytes=most_nbytes)
+    if isinstance(body, dict):
+        check_protocol(body)
+    return built(cls, body)
+
+
+def built(cls: type[T], body: Any) -> T:
+    """A dataclass from parsed JSON: lists become tuples, unknown fields are ignored, types and
+    bounds are checked. Raises BadObject."""
+    if not isinstance(body, dict):
+        raise BadObject(f"wanted a JSON object, found {_brief(body)}")
+    values: dict[str, Any] = {}
+    for name, check, is_needed in _checks(cls):  # type: ignore[arg-type]
+        if name in body:
+            try:
+                values[name] = check(body[name])
+            except BadObject as e:
+                raise BadObject(f"{name}: {e}") from None
+        elif is_needed:
+            raise BadObject(f"wanted a field {name}, found none")
+    return cls(**values)
+
+
+@functools.cache
+def _checks(cls: type[Any]) -> tuple[tuple[str, Checked, bool], ...]:
+    """(field, check, is it needed?)"""
+    hints, nothing = typing.get_type_hints(cls, include_extras=True), dataclasses.MISSING
+    return tuple(
+        (f.name, _check_of(hints[f.name]), f.default is nothing and f.default_factory is nothing)
+        for f in dataclasses.fields(cls)
+    )
+
+
+def _check_of(hint: Any) -> Checked:
+    """What turns a JSON value into one of this type, or raises BadObject."""
+    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return lambda value: value
+    if hint is float:
+        return number
+    if origin is Annotated:
+        bounds = next((each for each in inside[1:] if isinstance(each, Within)), None)
+        if bounds is None:
+            return _reading
+        if inside[0] is float:
+            return functools.partial(number, low=bounds.low, high=bounds.high)
+        return functools.partial(_whole, low=int(bounds.low), high=int(bounds.high))
+    if hint is int:
+        return _whole
+    if origin in (typing.Union, types.UnionType):
+        check = _check_of(next(i for i in inside if i is not type(None)))
+        return lambda value: None if value is None else check(value)
+    if origin is tuple:
+        check = _check_of(inside[0])
+        return lambda value: tuple(check(v) for v in _of(list, value))
+    if origin is dict:
+        check = _check_of(inside[1])
+        return lambda value: {k: check(v) for k, v in _of(dict, value).items()}
+    return functools.partial(_of, hint)
+
+
+# ---- values --------------------------------------------------------------------------------------
+def number(value: Any, low: float = -MOST_FLOAT, high: float = MOST_FLOAT) -> float:
+    """A finite number in [low, high]. Raises BadObject."""
+    if type(value) not in (int, float) or not low <= value <= high:
+        raise BadObject(f"wanted a number in [{low:g}, {high:g}], found {_brief(value)}")
+    return value  # type: ignore[no-any-return]
+
+
+def amount(value: Any) -> float:
+    """A price, a speed or a count of free form: a number from 0 on, else 0 (unknown)."""
+    return float(value) if type(value) in (int, float) and 0 <= value <= MOST_FLOAT else 0.0
+
+
+def word(value: Any, most: int = MOST_NBYTES) -> str:
+    """Text of free form, cut off at `most` letters; "" if it is none."""
+    return value[:most] if isinstance(value, str) else ""
+
+
+def _of(kind: type[Any], value: Any) -> Any:
+    if type(value) is not kind:
+        raise BadObject(f"wanted {kind.__name__}, found {_brief(value)}")
+    return value
+
+
+def _whole(value: Any, low: int = -MOST_INT, high: int = MOST_INT) -> Any:
+    if type(value) is not int or not low <= value <= high:
+        raise BadObject(f"wanted a whole number in [{low}, {high}], found {_brief(value)}")
+    return value
+
+
+def _reading(value: Any) -> Any:
+    if type(value) is not float:
+        _whole(value)
+    return value
+
+
+def _brief(value: Any) -> str:
+    return (
+        type(value).__name__
+        if isinstance(value, (list, dict)) or value is None
+        else f"{value!r:.40}"
+    )
