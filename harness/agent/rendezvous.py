@@ -33,7 +33,9 @@ from typing import Any, Protocol
 from harness.agent.lines import Address, Heard
 from harness.bucket.epochs import newest_epoch, read_epoch
 from harness.bucket.layout import MEMBERS, Epoch, Member, epoch_key, member_key, member_of
-from harness.core.world import meeting_place
+from harness.core import values
+from harness.core.values import BadObject, NewerProtocol
+from harness.core.world import WrongProtocol, meeting_place
 from storage.errors import NotFound, StoreError
 from storage.objects import ObjectStore
 
@@ -179,17 +181,53 @@ class Rendezvous:
         """The newest epoch. Numbers have no gaps, so one missing object proves it: no list is
         needed after the first look."""
         if self._newest is None:
-            self._newest = newest_epoch(self.store)
+            try:
+                self._newest = newest_epoch(self.store)
+            except NewerProtocol as e:
+                raise self._outdated(e) from e
         self._number = max(self._number, self._newest.epoch)
         while True:
             try:
-                self._newest = read_epoch(self.store, self._number + 1)
-                self._fresh_s = self._monotonic()
+                found = read_epoch(self.store, self._number + 1)
+                self._check_older(found)
+                self._newest, self._fresh_s = found, self._monotonic()
             except NotFound:
                 return self._newest
+            except NewerProtocol as e:
+                raise self._outdated(e) from e
             except ValueError as e:  # its number is taken all the same
                 self._pass_over(epoch_key(self._number + 1), e)
             self._number += 1
+
+    def _outdated(self, why: NewerProtocol) -> WrongProtocol:
+        return WrongProtocol(
+            f"{self.store.url} is trained by a newer version of this code, {why}: install the "
+            "version that its other nodes have"
+        )
+
+    def _check_older(self, found: Epoch) -> None:
+        """Nodes of an older version may not know that ours is another. Raises BadObject."""
+        ours = values.PROTOCOL
+        if found.protocol < ours and self._newest and self._newest.protocol == ours:
+            raise BadObject(f"it is of protocol {found.protocol}, this run's epochs are of {ours}")
+
+    def admitted(self) -> bool:
+        """May we say that we are ready? Not while nodes that speak an older protocol may train
+        here: they would take us for one of theirs. Raises WrongProtocol once one is seen to
+        live."""
+        last = self.newest()
+        if not last.epoch or last.protocol == values.PROTOCOL:
+            return True
+        alive = {m.member for m in self.members()} - {self.me.member}
+        here = [name for name in last.members if name in alive]
+        if any(self._seen[name].moved for name in here):
+            raise WrongProtocol(
+                f"{self.store.url} is trained by {', '.join(here)} in epoch {last.epoch}, which is "
+                f"of protocol {last.protocol}; this node speaks {values.PROTOCOL}: install the "
+                "version that they have, or stop the run (harness stop) and launch it anew with "
+                "this version"
+            )
+        return not here
 
     def _pass_over(self, key: str, why: ValueError) -> None:
         if key not in self._odd:
@@ -305,16 +343,21 @@ class Rendezvous:
         return [
             m
             for m in alive
-            if m.state == "ready" and m.member not in current.members and m.place in here
+            if m.state == "ready"
+            and m.member not in current.members
+            and m.place in here
+            and m.protocol == values.PROTOCOL
         ]
 
     def try_form(self, max_world: int | None) -> Epoch | None:
         """The newest epoch if we are in it and have not taken part yet; else create the next
         one when its time has come."""
+        if not self.admitted():
+            return None
         last = self.newest()
         if self.me.member in last.members and last.epoch > self.me.epoch:
             return last
-        alive = self.members()
+        alive = [m for m in self.members() if m.protocol == values.PROTOCOL]
         by_name = {m.member: m for m in alive}
         unsettled = [
             by_name[n]

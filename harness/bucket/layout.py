@@ -34,6 +34,7 @@ from harness.core.values import (
     digest,
     parsed,
     protocol_of,
+    spoken,
     stamped,
     word,
 )
@@ -194,6 +195,7 @@ class Member:
     failure_step: Natural = 0  # newest committed step when it failed
     place: str = ""  # who is in one place reach each other; an epoch is in one place
     beat_s: Amount = 0.0  # a promise: its object is rewritten at least so often; 0: as everybody's
+    protocol: Natural = field(default_factory=spoken)
 
     @classmethod
     def decode(cls, data: bytes) -> Member:
@@ -218,6 +220,7 @@ class Epoch:
     streak: Natural = 0  # how often in a row the script has failed so without any new commit
     failure: str = ""
     failure_step: Natural = 0
+    protocol: Natural = field(default_factory=spoken)
 
     @property
     def world(self) -> int:

@@ -19,7 +19,7 @@ from harness.bucket.layout import LEASES, Term, term_key
 from harness.bucket.layout import RELEASED as RELEASED
 from harness.bucket.layout import newest_term as newest_term
 from harness.core import values
-from harness.core.world import BadInput, Clock, Fenced
+from harness.core.world import Clock, Fenced
 from storage.errors import NotFound
 from storage.objects import ObjectStore
 
@@ -67,7 +67,7 @@ class Lease:
 
     def acquire(self) -> int:
         """Wait until the newest term is surely over, then take the next one. Returns the term.
-        Raises Fenced; BadInput if a newer version of this code has led the run."""
+        Raises Fenced, also if a newer version of this code has led the run."""
         while True:
             term = self._newest()
             # our own, after an interruption, need not be waited for
@@ -123,7 +123,7 @@ class Lease:
         (False, or Fenced)."""
         taken = Term.decode(self.store.get(term_key(term)))
         if taken.newer:  # its facts would be misunderstood, and nodes be lost sight of
-            raise BadInput(
+            raise Fenced(
                 f"{self.store.url} was led by a newer version of this code (term {term} is of "
                 f"protocol {taken.newer}, this code speaks {values.PROTOCOL}); update the package "
                 "here and launch again. The nodes of the run go on"

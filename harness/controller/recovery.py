@@ -360,6 +360,11 @@ class Loop:
                 f"the script failed {book.failures} times in a row after step {book.step}; see "
                 "the workers' logs"
             )
+        if book.refused >= run.max_failures_at_one_step and not book.open:
+            return (
+                f"{book.refused} nodes in a row were refused: they speak another protocol than the "
+                "run; launch it with the version of this code that wrote it last, or a newer one"
+            )
         if book.idle >= run.max_idle_ends or book.early >= run.max_early_ends:
             times = max(book.early, book.idle)
             return (
@@ -393,6 +398,9 @@ class Loop:
     def act(self, decision: Decision) -> None:
         """Intent first, durably; then the act, if we still hold the lease."""
         match decision:
+            case Launch() if self.book.refused and self.book.open:
+                why = "a new node was refused: the others speak another protocol; waiting for them"
+                self.wait(self.run.poll_s, why)
             case Launch(offer, reason) if self.room(offer):
                 attempt = self.book.next_attempt
                 self.note(AttemptIntended(attempt, dataclasses.asdict(offer), reason))

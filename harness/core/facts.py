@@ -112,7 +112,7 @@ class AttemptEnded(Fact):
 
     attempt: int
     # "finished" | "drained" | "preempted" | "failed" | "terminated" | "no-capacity" | "lost" |
-    # "unfit"
+    # "unfit" | "refused"
     end: str
     asked_s: float
     up_s: float | None

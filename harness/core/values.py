@@ -132,10 +132,15 @@ def check_protocol(body: Mapping[str, Any]) -> None:
         )
 
 
+def spoken() -> int:
+    """The protocol of what is made here."""
+    return PROTOCOL
+
+
 def stamped(body: dict[str, Any]) -> dict[str, Any]:
-    """`body` with the protocol that this code speaks, which is not written while it is 1."""
-    body.pop("protocol", None)
-    return {**body, "protocol": PROTOCOL} if PROTOCOL > 1 else body
+    """`body` with its protocol, by default the one that this code speaks; 1 is not written."""
+    found = body.pop("protocol", PROTOCOL)
+    return {**body, "protocol": found} if found > 1 else body
 
 
 # ---- dataclasses ---------------------------------------------------------------------------------
@@ -145,6 +150,7 @@ def decoded(cls: type[T], text: str | bytes, *, most_nbytes: int = MOST_NBYTES) 
     body = parsed(text, most_nbytes=most_nbytes)
     if isinstance(body, dict):
         check_protocol(body)
+        body = {"protocol": 1, **body}
     return built(cls, body)
 
 

@@ -199,7 +199,7 @@ def _attempts_table(s: Summary) -> Any:
     for a in used:
         up = "–" if a.up_s is None else f"+{duration(a.up_s - s.started_s)}"
         useful = percent(a.ns["useful"] / a.billed_ns) if a.billed_ns else "–"
-        style = "red" if a.end in ("failed", "preempted", "lost", "unfit") else ""
+        style = "red" if a.end in ("failed", "preempted", "lost", "unfit", "refused") else ""
         table.add_row(
             Text(plain(a.name)),
             Text(plain(a.offer or a.accelerator)),

@@ -326,6 +326,7 @@ class State:
                 "lost",
                 "failed",
                 "unfit",
+                "refused",
             ) else "dim", n.ended.end
         member = n.member
         if member and member in n.agent_ended:
