@@ -18,14 +18,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import json
-import math
 import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
+
+from storage.json_text import MOST_INT as MOST_INT
+from storage.json_text import MOST_NBYTES, brief, whole
+from storage.json_text import BadObject as BadObject
+from storage.json_text import canonical as canonical
+from storage.json_text import digest as digest
+from storage.json_text import parsed as parsed
 
 T = TypeVar("T")
 # What this code speaks in a run's bucket: members, epochs, lease terms, facts, run.json. Raise it
@@ -33,9 +37,7 @@ T = TypeVar("T")
 # ignore. 1 is not written: that is what all objects without a number are.
 PROTOCOL = 1
 # Beyond these a number is damage. MOST_T: wall clock, the year 5138.
-MOST_INT, MOST_FLOAT, MOST_COUNT, MOST_T = 2**53, 1e15, 10**6, 1e11
-MOST_NBYTES = 1 << 20  # of one JSON text that nobody says more of: an object, a line of facts
-MOST_DEPTH = 64  # brackets within brackets
+MOST_FLOAT, MOST_COUNT, MOST_T = 1e15, 10**6, 1e11
 
 
 @dataclass(frozen=True)
@@ -54,74 +56,15 @@ Port = Annotated[int, Within(0, 65535)]
 Checked = Callable[[Any], Any]
 
 
-class BadObject(ValueError):
-    """What was read is not what is wanted there: damaged, foreign, or of another version."""
-
-
 class NewerProtocol(BadObject):
     """A newer version of this code wrote it: nothing is wrong with it, but with who reads it."""
-
-
-# ---- JSON and hashes -----------------------------------------------------------------------------
-def canonical(value: object) -> bytes:
-    """The one JSON spelling that hashes are made of. Floats keep every bit (repr round-trips)."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=True).encode()
-
-
-def digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def parsed(
-    text: str | bytes,
-    *,
-    most_nbytes: int = MOST_NBYTES,
-    most_depth: int = MOST_DEPTH,
-    finite: bool = False,
-) -> Any:
-    """JSON of a bucket. `finite`: NaN and infinities are refused anywhere. Raises BadObject."""
-    if len(text) > most_nbytes:
-        raise BadObject(f"wanted at most {most_nbytes} bytes, found {len(text)}")
-    try:
-        found = json.loads(text)
-    except RecursionError:
-        raise BadObject(f"wanted JSON, found brackets nested deeper than {most_depth}") from None
-    except ValueError as e:  # also of text that is no UTF-8, and of numbers without end
-        raise BadObject(f"wanted JSON, found something else ({e})") from None
-    if finite or _brackets(text) > most_depth:
-        _look_through(found, most_depth, finite)
-    return found
-
-
-def _brackets(text: str | bytes) -> int:
-    """No fewer than it is deep."""
-    if isinstance(text, str):
-        return text.count("[") + text.count("{")
-    return text.count(b"[") + text.count(b"{")
-
-
-def _look_through(value: Any, most_depth: int, finite: bool) -> None:
-    level: list[Any] = [value]
-    for _ in range(most_depth + 1):
-        inside: list[Any] = []
-        for one in level:
-            if isinstance(one, dict):
-                inside += one.values()
-            elif isinstance(one, list):
-                inside += one
-            elif finite and type(one) is float and not math.isfinite(one):
-                raise BadObject(f"wanted finite numbers, found {one}")
-        if not inside:
-            return
-        level = inside
-    raise BadObject(f"wanted JSON, found brackets nested deeper than {most_depth}")
 
 
 # ---- versions ------------------------------------------------------------------------------------
 def protocol_of(body: Mapping[str, Any]) -> int:
     """The protocol that an object names; 1 if it names none. Raises BadObject if that is no
     number."""
-    return int(_whole(body.get("protocol", 1), 1))
+    return int(whole(body.get("protocol", 1), 1))
 
 
 def check_protocol(body: Mapping[str, Any]) -> None:
@@ -158,7 +101,7 @@ def built(cls: type[T], body: Any) -> T:
     """A dataclass from parsed JSON: lists become tuples, unknown fields are ignored, types and
     bounds are checked. Raises BadObject."""
     if not isinstance(body, dict):
-        raise BadObject(f"wanted a JSON object, found {_brief(body)}")
+        raise BadObject(f"wanted a JSON object, found {brief(body)}")
     values: dict[str, Any] = {}
     for name, check, is_needed in _checks(cls):  # type: ignore[arg-type]
         if name in body:
@@ -194,9 +137,9 @@ def _check_of(hint: Any) -> Checked:
             return _reading
         if inside[0] is float:
             return functools.partial(number, low=bounds.low, high=bounds.high)
-        return functools.partial(_whole, low=int(bounds.low), high=int(bounds.high))
+        return functools.partial(whole, low=int(bounds.low), high=int(bounds.high))
     if hint is int:
-        return _whole
+        return whole
     if origin in (typing.Union, types.UnionType):
         check = _check_of(next(i for i in inside if i is not type(None)))
         return lambda value: None if value is None else check(value)
@@ -213,7 +156,7 @@ def _check_of(hint: Any) -> Checked:
 def number(value: Any, low: float = -MOST_FLOAT, high: float = MOST_FLOAT) -> float:
     """A finite number in [low, high]. Raises BadObject."""
     if type(value) not in (int, float) or not low <= value <= high:
-        raise BadObject(f"wanted a number in [{low:g}, {high:g}], found {_brief(value)}")
+        raise BadObject(f"wanted a number in [{low:g}, {high:g}], found {brief(value)}")
     return value  # type: ignore[no-any-return]
 
 
@@ -229,25 +172,11 @@ def word(value: Any, most: int = MOST_NBYTES) -> str:
 
 def _of(kind: type[Any], value: Any) -> Any:
     if type(value) is not kind:
-        raise BadObject(f"wanted {kind.__name__}, found {_brief(value)}")
-    return value
-
-
-def _whole(value: Any, low: int = -MOST_INT, high: int = MOST_INT) -> Any:
-    if type(value) is not int or not low <= value <= high:
-        raise BadObject(f"wanted a whole number in [{low}, {high}], found {_brief(value)}")
+        raise BadObject(f"wanted {kind.__name__}, found {brief(value)}")
     return value
 
 
 def _reading(value: Any) -> Any:
     if type(value) is not float:
-        _whole(value)
+        whole(value)
     return value
-
-
-def _brief(value: Any) -> str:
-    return (
-        type(value).__name__
-        if isinstance(value, (list, dict)) or value is None
-        else f"{value!r:.40}"
-    )
