@@ -45,7 +45,16 @@ from harness.core.facts import (
     GraceSpent,
     NoticeAcknowledged,
 )
-from harness.core.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED, UNFIT
+from harness.core.world import (
+    DRAINED,
+    FENCED,
+    FINISHED,
+    REFUSED,
+    RESIZE,
+    STOPPED,
+    UNFIT,
+    WrongProtocol,
+)
 from harness.node.progress import Place
 from harness.uploader.client import NodeUploader
 from storage.errors import StoreError, StoreUnavailable
@@ -105,7 +114,8 @@ class Agent:
         try:
             self.rendezvous.start()
             code = self._loop()
-        except StoreError as e:
+        except (StoreError, WrongProtocol) as e:
+            code = REFUSED if isinstance(e, WrongProtocol) else FENCED
             self._past.reason = str(e)
             print(f"harness run: {e}", file=sys.stderr, flush=True)
         finally:
@@ -281,6 +291,8 @@ class Agent:
         if not self._node.may_join(now, self._workers.warm()):
             return None
         if self._node.life is Life.WARMING:
+            if not self.rendezvous.admitted():
+                return None
             self._tell(state="ready")
             self._feed(machine.Ready())
         if self._node.leaving:

@@ -17,14 +17,13 @@ defaults where one is sane, and an object that still makes no sense is passed ov
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from harness.agent.gossip import Grade, Overheard
 from harness.agent.lines_protocol import Door, Heard
-from harness.bucket.epochs import MEMBERS, Member, decode
+from harness.bucket.layout import MEMBERS, Member, member_key, member_of
 from storage.errors import NotFound
 from storage.objects import ObjectStore
 
@@ -168,11 +167,7 @@ class Membership:
             for seen in self.seen.values():
                 # one found dead may be who calls
                 seen.read_s = -float("inf") if knocked else seen.read_s
-        names = [
-            m[1]
-            for k in self._store.list(MEMBERS)
-            if (m := re.fullmatch(r"([^/]+)\.json", k.removeprefix(MEMBERS)))
-        ]
+        names = [name for key in self._store.list(MEMBERS) if (name := member_of(key))]
         for name in names:
             if name not in self.seen and name != me.member:
                 self._circle.strangers.setdefault(name, now)
@@ -252,7 +247,7 @@ class Membership:
             if name != me.member:
                 # not a record of our kind: the bucket will say it
                 with contextlib.suppress(ValueError):
-                    self._hear(decode(Member, record), now)
+                    self._hear(Member.decode(record), now)
         circle.callers |= {
             n for n in overheard.callers if n not in self.seen or self.seen[n].dead
         } - {me.member}
@@ -304,7 +299,7 @@ class Membership:
     def _read(self, names: list[str], now: float) -> None:
         def get(name: str) -> bytes | None:
             try:
-                return self._store.get(f"{MEMBERS}{name}.json")
+                return self._store.get(member_key(name))
             except NotFound:
                 return None
 
@@ -320,13 +315,13 @@ class Membership:
         """What lies in a member's object."""
         seen = self.seen.get(name)
         try:
-            member = decode(Member, data)
+            member = Member.decode(data)
             if member.member != name:
                 raise ValueError(
                     f"wanted what {name} says of itself, found what {member.member} says"
                 )
         except ValueError as e:  # what it said before it still counts, but is no sign of life
-            self.pass_over(f"{MEMBERS}{name}.json", e)
+            self.pass_over(member_key(name), e)
             if seen is not None:
                 seen.read_s = now
             return
@@ -378,7 +373,7 @@ class Membership:
         if heard.record and heard.record != seen.record:
             seen.record = heard.record
             with contextlib.suppress(ValueError):
-                self._update(seen, decode(Member, heard.record), now)
+                self._update(seen, Member.decode(heard.record), now)
         if heard.up:
             seen.sign_s, seen.dead, seen.moved = now, False, True
             self._circle.suspects.pop(name, None)

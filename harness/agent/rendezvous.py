@@ -22,26 +22,20 @@ An epoch's number that such an object takes is never used.
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.agent.membership import LIST_S, Beats, Ears, Membership
-from harness.bucket.epochs import (
-    MEMBERS,
-    Epoch,
-    Member,
-    encode_epoch,
-    epoch_key,
-    newest_epoch,
-    read_epoch,
-)
-from harness.core.world import meeting_place
+from harness.bucket.epochs import newest_epoch, read_epoch
+from harness.bucket.layout import Epoch, Member, epoch_key, member_key
+from harness.core import values
+from harness.core.values import BadObject, NewerProtocol
+from harness.core.world import WrongProtocol, meeting_place
 from storage.errors import NotFound, StoreError
 from storage.objects import ObjectStore
 
@@ -123,10 +117,10 @@ class Rendezvous:
                 beat_s=self._beats.calm_s if calm else self._beats.beat_s,
                 **changes,
             )
-            record = json.dumps(asdict(self.me)).encode()
+            record = self.me.encode()
             self.lines.tell(record)
             self._last.said_s = self.others.fresh_s = self._monotonic()
-            self.store.put(f"{MEMBERS}{self.me.member}.json", record)
+            self.store.put(member_key(self.me.member), record)
 
     def mention(self, **changes: Any) -> None:
         """As `say`, but only to who hears us over a line; the bucket learns it with the next beat.
@@ -134,7 +128,7 @@ class Rendezvous:
         if self._lock.acquire(timeout=MENTION_S):
             try:
                 self.me = replace(self.me, beat=self.me.beat + 1, **changes)
-                self.lines.tell(json.dumps(asdict(self.me)).encode())
+                self.lines.tell(self.me.encode())
             finally:
                 self._lock.release()
 
@@ -168,14 +162,20 @@ class Rendezvous:
         needed after the first look."""
         self._last.newest_s = self._monotonic()
         if self._newest is None:
-            self._newest = newest_epoch(self.store)
+            try:
+                self._newest = newest_epoch(self.store)
+            except NewerProtocol as e:
+                raise self._outdated(e) from e
         self._number = max(self._number, self._newest.epoch)
         while True:
             try:
-                self._newest = read_epoch(self.store, self._number + 1)
-                self.others.fresh_s = self._monotonic()
+                found = read_epoch(self.store, self._number + 1)
+                self._check_older(found)
+                self._newest, self.others.fresh_s = found, self._monotonic()
             except NotFound:
                 return self._newest
+            except NewerProtocol as e:
+                raise self._outdated(e) from e
             except ValueError as e:  # its number is taken all the same
                 self.others.pass_over(epoch_key(self._number + 1), e)
             self._number += 1
@@ -188,6 +188,36 @@ class Rendezvous:
             return self.newest()
         told = any(s.member.epoch > self._number for s in self.others.seen.values())
         return self.newest() if told else self._newest
+
+    def _outdated(self, why: NewerProtocol) -> WrongProtocol:
+        return WrongProtocol(
+            f"{self.store.url} is trained by a newer version of this code, {why}: install the "
+            "version that its other nodes have"
+        )
+
+    def _check_older(self, found: Epoch) -> None:
+        """Nodes of an older version may not know that ours is another. Raises BadObject."""
+        ours = values.PROTOCOL
+        if found.protocol < ours and self._newest and self._newest.protocol == ours:
+            raise BadObject(f"it is of protocol {found.protocol}, this run's epochs are of {ours}")
+
+    def admitted(self) -> bool:
+        """May we say that we are ready? Not while nodes that speak an older protocol may train
+        here: they would take us for one of theirs. Raises WrongProtocol once one is seen to
+        live."""
+        last = self._newest_soon()
+        if not last.epoch or last.protocol == values.PROTOCOL:
+            return True
+        alive = {m.member for m in self.members()} - {self.me.member}
+        here = [name for name in last.members if name in alive]
+        if any(self.others.seen[name].moved for name in here):
+            raise WrongProtocol(
+                f"{self.store.url} is trained by {', '.join(here)} in epoch {last.epoch}, which is "
+                f"of protocol {last.protocol}; this node speaks {values.PROTOCOL}: install the "
+                "version that they have, or stop the run (harness stop) and launch it anew with "
+                "this version"
+            )
+        return not here
 
     def members(self) -> list[Member]:
         """Everybody who is not gone or dead, by our own observation."""
@@ -210,17 +240,22 @@ class Rendezvous:
         return [
             m
             for m in alive
-            if m.state == "ready" and m.member not in current.members and m.place in here
+            if m.state == "ready"
+            and m.member not in current.members
+            and m.place in here
+            and m.protocol == values.PROTOCOL
         ]
 
     def try_form(self, max_world: int | None) -> Epoch | None:
         """The newest epoch if we are in it and have not taken part yet; else create the next
         one when its time has come."""
+        if not self.admitted():
+            return None
         last = self._newest_soon()
         self.others.vital = frozenset(last.members) if self.me.member in last.members else NOBODY
         if self.me.member in last.members and last.epoch > self.me.epoch:
             return last
-        alive = self.members()
+        alive = [m for m in self.members() if m.protocol == values.PROTOCOL]
         by_name = {m.member: m for m in alive}
         unknown = self.others.unknown(n for n in last.members if n != self.me.member)
         unsettled = [
@@ -264,7 +299,7 @@ class Rendezvous:
         if self._over():
             self.is_over = True
             return None
-        if self.store.create(epoch_key(proposal.epoch), encode_epoch(proposal)):
+        if self.store.create(epoch_key(proposal.epoch), proposal.encode()):
             return proposal
         return None  # another was quicker; the next look shows its epoch
 

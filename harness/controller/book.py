@@ -25,13 +25,13 @@ from harness.core.facts import (
     RunEnded,
     Stamped,
     Unreadable,
-    built,
-    number,
 )
+from harness.core.values import BadObject, built, number
 from harness.core.world import (
     DRAINED,
     FENCED,
     FINISHED,
+    REFUSED,
     RESIZE,
     STOPPED,
     UNFIT,
@@ -76,6 +76,10 @@ class Book:
     # ... of those, the ones since the last progress: the script thinks that it is done
     idle: int = 0
     idle_s: float = 0.0  # when the last of those was over
+    # by the run's other nodes, one after the other, since a controller took the lease: they speak
+    # another protocol
+    refused: int = 0
+    refused_s: float = 0.0  # when the last of those was over
     # from asking for a node until it was seen to be up
     launches_s: list[float] = field(default_factory=list)
     # from asking a node to leave until it was gone
@@ -104,6 +108,7 @@ class Book:
         silent_s, self.last_s = t - self.last_s, max(t, self.last_s)
         match fact:
             case LeaseTaken():
+                self.refused = 0  # this one may launch another version
                 self.started_s = t if self.started_s is None else self.started_s
                 # nobody led the run (a laptop that was closed): that time is not held against it
                 if silent_s > UNLED_S:
@@ -177,6 +182,8 @@ class Book:
             # nodes that fail together are one failure: the next must have been asked for after it
             self.failures += 1
             self.failed_s = fact.gone_s
+        if fact.end == "refused" and not again and fact.asked_s >= self.refused_s:
+            self.refused, self.refused_s = self.refused + 1, fact.gone_s
         # the same with those that end well and have done nothing
         if fact.end == "finished" and not again and fact.asked_s >= self.idle_s:
             self.early, self.idle = self.early + 1, self.idle + 1
@@ -209,7 +216,8 @@ class Book:
     def losses(self) -> int:
         """Attempts that ended without being asked to."""
         return sum(
-            e.end in ("preempted", "failed", "unfit") or (e.end == "lost" and e.up_s is not None)
+            e.end in ("preempted", "failed", "unfit", "refused")
+            or (e.end == "lost" and e.up_s is not None)
             for e in self.ended.values()
         )
 
@@ -238,10 +246,10 @@ def _offer(attempt: int, body: dict[str, Any]) -> Offer:
     counts against budgets, is kept if it can be."""
     try:
         return built(Offer, body)
-    except TypeError:
+    except BadObject:
         try:
             usd_per_h = number(body.get("usd_per_h"), 0.0)
-        except TypeError:
+        except BadObject:
             usd_per_h = 0.0
         return Offer(usd_per_h, f"unreadable offer of attempt {attempt}")
 
@@ -267,6 +275,7 @@ def how_it_ended(node: Node) -> str:
         RESIZE: "drained",
         STOPPED: "terminated",
         UNFIT: "unfit",
+        REFUSED: "refused",
     }
     if node.exit_code in by_code:
         return by_code[node.exit_code]

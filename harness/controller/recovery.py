@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from harness.bucket.beats import Beat, Beats
+from harness.bucket.layout import DOUBT, LEAVE, STOP_KEY, StopOrder, order_by, order_key
 from harness.bucket.lease import Lease
-from harness.bucket.orders import STOP_KEY, StopOrder, ask_to_stop, stop_order
+from harness.bucket.orders import ask_to_stop, stop_order
 from harness.controller import policies
 from harness.controller.book import UNSHOWN, Book, bill, how_it_ended
 from harness.core.facts import (
@@ -38,8 +38,6 @@ from harness.core.facts import (
     Stamped,
 )
 from harness.core.world import (
-    DOUBT,
-    LEAVE,
     BadInput,
     CloudUnavailable,
     Decision,
@@ -267,7 +265,7 @@ class Loop:
         self.reconcile_unshown(step)
         said = set(self.world.store.list(DOUBT))
         for attempt in sorted(book.open):
-            if (doubted := f"{DOUBT}{attempt:06d}.json" in said) != (attempt in book.doubted):
+            if (doubted := order_key(DOUBT, attempt) in said) != (attempt in book.doubted):
                 self.note(AttemptDoubted(attempt, doubted))
         self.journal.flush()
 
@@ -362,6 +360,11 @@ class Loop:
                 f"the script failed {book.failures} times in a row after step {book.step}; see "
                 "the workers' logs"
             )
+        if book.refused >= run.max_failures_at_one_step and not book.open:
+            return (
+                f"{book.refused} nodes in a row were refused: they speak another protocol than the "
+                "run; launch it with the version of this code that wrote it last, or a newer one"
+            )
         if book.idle >= run.max_idle_ends or book.early >= run.max_early_ends:
             times = max(book.early, book.idle)
             return (
@@ -395,6 +398,9 @@ class Loop:
     def act(self, decision: Decision) -> None:
         """Intent first, durably; then the act, if we still hold the lease."""
         match decision:
+            case Launch() if self.book.refused and self.book.open:
+                why = "a new node was refused: the others speak another protocol; waiting for them"
+                self.wait(self.run.poll_s, why)
             case Launch(offer, reason) if self.room(offer):
                 attempt = self.book.next_attempt
                 self.note(AttemptIntended(attempt, dataclasses.asdict(offer), reason))
@@ -440,10 +446,7 @@ class Loop:
 
     def ask_to_leave(self, attempt: int, reason: str) -> bool:
         """Through the bucket. False: it was asked before."""
-        return self.world.store.create(
-            f"{LEAVE}{attempt:06d}.json",
-            json.dumps({"reason": reason, "by": "controller"}).encode(),
-        )
+        return self.world.store.create(order_key(LEAVE, attempt), order_by("controller", reason))
 
     def dismiss(self, attempt: int) -> None:
         """Have a node terminated; again from time to time for as long as it is seen."""

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.core.facts import Reading, built, canonical, digest, loaded
+from harness.core.values import BadObject, Reading, built, canonical, digest, parsed
 
 NAME = re.compile(r"samples/\d{10,}-\d{10,}-([0-9a-f]{16})\.jsonl")
 
@@ -113,7 +113,7 @@ def named(data: Mapping[str, Any]) -> Named | None:
         return None
     try:
         return built(Named, found)
-    except (TypeError, AttributeError) as e:
+    except BadObject as e:
         raise BrokenRecords(
             f"the manifest's data: wanted the name of step records, found {found!r:.100} ({e})"
         ) from e
@@ -129,10 +129,10 @@ def decode(data: bytes, where: str) -> list[StepRecord]:
     records: list[StepRecord] = []
     for number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
         try:
-            body = loaded(line)
+            body = parsed(line)
             record = built(StepRecord, body)
             found = digest(canonical({k: v for k, v in body.items() if k != "h"}))
-        except (ValueError, TypeError, AttributeError, RecursionError) as e:
+        except BadObject as e:
             raise BrokenRecords(f"{where}, line {number}: not a step record ({e})") from e
         if found != record.h:
             raise BrokenRecords(

@@ -8,6 +8,7 @@ Errors:
       ├─ BadInput        what the user gave cannot work; the message says what to do
       ├─ NoCapacity      an offer has no machine at the moment
       ├─ Fenced          somebody else holds the lease, or a newer epoch exists
+      ├─ WrongProtocol   a run's nodes speak another protocol than this one
       └─ CloudUnavailable  the cloud's own interface did not answer; try again later
 """
 
@@ -22,10 +23,7 @@ from typing import Protocol, TypeAlias
 from storage.objects import ObjectStore
 
 # exit codes; docs/ARCHITECTURE.md says who acts on which
-FINISHED, DRAINED, RESIZE, STOPPED, FENCED, UNFIT = 0, 33, 34, 35, 36, 37
-# + attempt: written by the agent of a node that may not stay, and taken back by it
-DOUBT = "control/doubt-"
-LEAVE = "control/leave-"  # + attempt: written by the controller, to have a node snapshot and leave
+FINISHED, DRAINED, RESIZE, STOPPED, FENCED, UNFIT, REFUSED = 0, 33, 34, 35, 36, 37, 38
 
 
 class HarnessError(Exception):
@@ -42,6 +40,10 @@ class NoCapacity(HarnessError):
 
 class Fenced(HarnessError):
     """Somebody newer has taken over; whoever sees this must stop acting."""
+
+
+class WrongProtocol(HarnessError):
+    """A run's nodes speak another protocol than this one: which, and what to do."""
 
 
 class CloudUnavailable(HarnessError):

@@ -31,7 +31,7 @@ from harness.agent.lines_protocol import (
 )
 from harness.agent.membership import Ears
 from harness.agent.rendezvous import READS, Rendezvous
-from harness.bucket.epochs import EPOCHS, NO_EPOCH, Epoch, Member, decode
+from harness.bucket.epochs import EPOCHS, NO_EPOCH, Epoch, Member
 from storage.errors import NotFound
 
 REQUEST_S = 0.030  # one request of the bucket
@@ -446,4 +446,4 @@ class Crowd:
 
     def epochs(self) -> list[Epoch]:
         objects = self.bucket.at(self.scheduler.now)
-        return [decode(Epoch, objects[key]) for key in sorted(objects) if key.startswith(EPOCHS)]
+        return [Epoch.decode(objects[key]) for key in sorted(objects) if key.startswith(EPOCHS)]

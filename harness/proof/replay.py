@@ -9,7 +9,6 @@ folder. With reduce="exact" the replayed window must be identical to the bit on 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import socket
@@ -25,6 +24,7 @@ import numpy as np
 from rich.console import Console
 
 from harness.bucket.journal import read_records
+from harness.bucket.layout import IDENTITY, SAMPLES, Identity
 from harness.core import records as rec
 from harness.core.world import BadInput, HarnessError
 from storage.manifest import PARTS, Manifest
@@ -76,12 +76,8 @@ def replay(
     newest = source.latest()
     assert newest is not None
     named = newest.data["samples"]
-    original = {
-        r.step: r
-        for r in read_records(
-            store, named["key"], named["head"], rec.genesis(json.loads(store.get("run.json")))
-        )
-    }
+    genesis = rec.genesis(Identity.decode(store.get(IDENTITY)).body)
+    original = {r.step: r for r in read_records(store, named["key"], named["head"], genesis)}
     last = min(start + steps, newest.step)
     if last <= start:
         raise BadInput(f"the run has no steps after {start}; choose an earlier --from")
@@ -89,7 +85,7 @@ def replay(
     _copy(store, copy, source.load(found[start]))
     _execute(scratch, found[start].epoch + 1, last, world, argv, timeout_s)
     again = Snapshots(copy).latest()
-    replayed = [r for key in copy.list("samples/") for r in rec.decode(copy.get(key), key)]
+    replayed = [r for key in copy.list(SAMPLES) for r in rec.decode(copy.get(key), key)]
     if again is None or [r.step for r in replayed] != list(range(start + 1, last + 1)):
         raise HarnessError(
             f"the replay covered steps {[r.step for r in replayed]}, wanted {start + 1} to {last}"
@@ -103,7 +99,7 @@ def replay(
 
 def _copy(store: ObjectStore, copy: ObjectStore, manifest: Manifest) -> None:
     lists = store.list(f"{PARTS}{manifest.ref.name}/list-")
-    for key in ("run.json", *manifest.objects, *lists, f"{MANIFESTS}{manifest.ref.name}.json"):
+    for key in (IDENTITY, *manifest.objects, *lists, f"{MANIFESTS}{manifest.ref.name}.json"):
         copy.put(key, store.get(key))
 
 
