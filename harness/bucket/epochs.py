@@ -55,9 +55,12 @@ class Epoch:
     streak: int = 0  # how often in a row the script has failed like this without any new commit
     failure: str = ""
     failure_step: int = 0
+    # ranks that hold one copy of the model together: replica i has ranks [i * this, (i + 1) * this)
+    replica_ranks: int = 1
 
     @property
     def world(self) -> int:
+        """Ranks."""
         return sum(self.nproc)
 
     def ranks(self, member: str) -> range:
@@ -74,8 +77,11 @@ def epoch_key(epoch: int) -> str:
 
 
 def encode_epoch(epoch: Epoch) -> bytes:
-    """As it lies in the bucket; `h` is its hash, so that an audit sees a changed byte."""
+    """As it lies in the bucket; `h` is its hash, so that an audit sees a changed byte. What is
+    usual and came later than the first epochs is left out."""
     body = json.loads(json.dumps(asdict(epoch)))
+    if epoch.replica_ranks == 1:
+        del body["replica_ranks"]
     return json.dumps({**body, "h": digest(canonical(body))}).encode()
 
 
@@ -117,6 +123,10 @@ def decode(kind: type[T], data: bytes) -> T:
     ):
         raise ValueError(
             f"wanted members with a number of workers and a speed each, found {len(found.members)}"
+        )
+    if isinstance(found, Epoch) and (found.replica_ranks < 1 or found.world % found.replica_ranks):
+        raise ValueError(
+            f"wanted whole replicas of {found.replica_ranks} ranks, found {found.world} ranks"
         )
     return found
 

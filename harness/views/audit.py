@@ -252,7 +252,8 @@ class _Audit:
                 len(epoch.nproc),
                 len(epoch.speeds),
             }
-            if len(sizes) != 1 or not (_all(epoch.members, str) and _all(epoch.nproc, int)):
+            counts = (*epoch.nproc, epoch.replica_ranks)
+            if len(sizes) != 1 or not (_all(epoch.members, str) and _all(counts, int)):
                 raise Violation(
                     f"{key}: wanted ranks and speed of each of its different members, found {body}"
                 )
@@ -408,10 +409,13 @@ class _Audit:
                 f"{where}: wanted a global batch of {batching.global_batch} samples, found "
                 f"{r.samples}"
             )
-        if sum(r.shares) != batching.micro_batches or min(r.shares) < 0 or len(r.shares) != r.world:
+        world = self.worlds.get(r.epoch)
+        size = world.replica_ranks if world else r.replica_ranks
+        whole = len(r.shares) * size == r.world
+        if sum(r.shares) != batching.micro_batches or min(r.shares) < 0 or not whole:
             raise Violation(
-                f"{where}: wanted {batching.micro_batches} micro-batches over {r.world} ranks, "
-                f"found shares {list(r.shares)}"
+                f"{where}: wanted {batching.micro_batches} micro-batches over {r.world} ranks"
+                f"{f' in replicas of {size}' * (size > 1)}, found shares {list(r.shares)}"
             )
         if r.digest != (wanted := f"{expected_digest(batching, r.step):016x}"):
             raise Violation(

@@ -42,7 +42,6 @@ class Counting:
         self.parameters, self.word = parameters, word
         self.device = parameters[0].device
         self.scales = Scales(len(parameters), word)
-        self.integers = INTEGERS[word]
         self.scratch = Scratch()
         self._names = names
         self._peaks = torch.zeros(len(parameters), dtype=torch.float64, device=self.device)
@@ -50,6 +49,11 @@ class Counting:
         self._seen: set[int] = set()  # in this micro-batch
         self._repeats = 0
         self.verdict: Verdict | None = None  # None: micro-batches are still to come
+
+    @property
+    def integers(self) -> torch.dtype:
+        """Of the step to come. It changes between steps only: behind the first of a run."""
+        return INTEGERS[self.scales.width]
 
     @property
     def world(self) -> int:

@@ -18,9 +18,10 @@ the same bits. It follows from the greatest |gradient| that any micro-batch has 
 fit is seen before anything is applied, by all ranks alike, and the step's micro-batches are done
 again with another unit. Of a parameter that has had no gradient but zero nothing is known; 64 bits
 are wide enough for a guess (FIRST), which is good for peaks from 2**(FIRST + LEAST_BITS - bits) to
-2**FIRST, about 1e-9 to 3e4, and what lies outside is done again. 32 bits are not, so the first step
-is done twice. NaN and infinity make the whole gradient NaN: a GradScaler skips such a step on all
-ranks, and without one the session stops.
+2**FIRST, about 1e-9 to 3e4, and what lies outside is done again. 32 bits are not, so "exact32"
+takes 64 in a run's first step; a parameter whose first gradient comes later has that step done
+again. NaN and infinity make the whole gradient NaN: a GradScaler skips such a step on all ranks,
+and without one the session stops.
 
 Error of one element of the sum S of M micro-batches, against the true sum of what backward gave. L:
 bit length of M; u = 2**-24; peak: the greatest |gradient| of that parameter in one micro-batch, an
@@ -53,7 +54,7 @@ from harness.core.world import BadInput
 from harness.worker.counting import Counting
 from harness.worker.exact_sharded import ExactSharded
 from harness.worker.parallel import BUCKET_BYTES, Replicated
-from harness.worker.rounding import WORDS, exact_norm
+from harness.worker.rounding import NAMES, WORDS, exact_norm
 from harness.worker.sharding import is_sharded
 
 
@@ -76,16 +77,27 @@ class ExactReplicated(Replicated):
 
     may_repeat = True
 
-    def __init__(self, model: nn.Module, word: int = 64, bucket_bytes: int = BUCKET_BYTES):
+    def __init__(
+        self,
+        model: nn.Module,
+        word: int = 64,
+        bucket_bytes: int = BUCKET_BYTES,
+        group: dist.ProcessGroup | None = None,
+    ):
         parameters = [p for p in model.parameters() if p.requires_grad]
         self.counting = Counting(
             parameters, {id(p): name for name, p in model.named_parameters()}, word
         )
         self._index = {p: i for i, p in enumerate(parameters)}
-        super().__init__(parameters, bucket_bytes)
+        super().__init__(parameters, bucket_bytes, group)
+        self.sums = NAMES[word]
 
     def _build(self, bucket_bytes: int) -> None:
         super()._build(bucket_bytes)
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Integers for all parameters, as wide as the step to come needs them."""
         self._sums = [
             torch.zeros(len(flat), dtype=self.counting.integers, device=flat.device)
             for flat in self._flats
@@ -152,9 +164,7 @@ class ExactReplicated(Replicated):
                 self._take(unit)
 
     def _send(self, bucket: int) -> None:
-        self._sent.append(
-            dist.all_reduce(self._sums[bucket], async_op=True) if self._world > 1 else None
-        )
+        self._sent.append(self._sum_over_group(self._sums[bucket]))
 
     def again(self) -> bool:
         if not self._armed:
@@ -190,8 +200,11 @@ class ExactReplicated(Replicated):
         )
 
     def _clear(self) -> None:
-        for total in self._sums:
-            total.zero_()
+        if self._sums and self._sums[0].dtype is not self.counting.integers:
+            self._lay_out()
+        else:
+            for total in self._sums:
+                total.zero_()
         self.counting.clear()
 
     def zero(self) -> None:
@@ -204,6 +217,7 @@ class ExactReplicated(Replicated):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.counting.load_state_dict(state)
+        self._clear()
 
 
 def exact_strategy_for(

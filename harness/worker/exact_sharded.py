@@ -13,7 +13,7 @@ from torch import nn
 from harness.core.world import BadInput
 from harness.worker.counting import Counting
 from harness.worker.parallel import Sharded
-from harness.worker.rounding import exact_norm
+from harness.worker.rounding import NAMES, exact_norm
 from harness.worker.sharding import fsdp_groups, needs
 
 
@@ -47,6 +47,7 @@ class ExactSharded(Sharded):
 
     def __init__(self, model: nn.Module, word: int = 64):
         super().__init__(model)
+        self.sums = NAMES[word]
         self.counting = Counting(
             self.parameters, {id(p): name for name, p in model.named_parameters()}, word
         )

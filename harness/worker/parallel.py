@@ -16,18 +16,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from harness.core.world import BadInput
 from harness.worker.sharding import check_sharding, is_sharded, needs
 
 BUCKET_BYTES = 25 << 20
 
 
 class Strategy(Protocol):
-    """What a step needs of the parallelism. `equal_rounds`: its forward has collectives, so
-    ranks must do equally many."""
+    """What a step needs of the parallelism.
+
+    The ranks of a replica are given the same micro-batches, with the same randomness, and call
+    everything here together; what lies inside a replica is the strategy's own. It must leave on
+    every rank the sum of gradients over *replicas*. Losses, weights and samples are counted once
+    for each replica, from its first rank. `equal_rounds`: its forward has collectives over
+    replicas, so all must do equally many.
+    """
 
     name: str
     equal_rounds: bool
     may_repeat: bool  # `again` may say True (exact.py)
+    sums: str  # what it can do of attach(reduce=...): "fast", "exact" or "exact32"
+    replica_ranks: int  # ranks that hold one copy of the model together
 
     def start(self, micro_batches: int) -> None:
         """Before the first step: how many micro-batches every step has, on all ranks together."""
@@ -44,12 +53,13 @@ class Strategy(Protocol):
         summed is forgotten."""
 
     def reduce(self) -> None:
-        """Wait until every gradient is the sum over all ranks."""
+        """Wait until every gradient is the sum over all replicas."""
 
     def divide(self, weight: float | torch.Tensor) -> None: ...
 
     def norm(self) -> torch.Tensor:
-        """Of all gradients together, 0-d."""
+        """Of all gradients of the model together, each element once; 0-d, the same on all
+        ranks."""
 
     def clip(self, coefficient: torch.Tensor) -> None: ...
 
@@ -63,15 +73,24 @@ class Replicated:
     """Every rank holds the whole model. Gradients live in flat buckets, summed while the last
     backward still runs.
 
+    `group`: the ranks over which they are summed, which hold the same; None: all ranks.
+
     Buckets are filled in reverse order of the parameters and sent in that fixed order, so the order
     of summation is a function of model and world only.
     """
 
     name, equal_rounds, may_repeat = "ddp", False, False
+    sums, replica_ranks = "fast", 1
 
-    def __init__(self, parameters: Iterable[nn.Parameter], bucket_bytes: int = BUCKET_BYTES):
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        bucket_bytes: int = BUCKET_BYTES,
+        group: dist.ProcessGroup | None = None,
+    ):
         self.parameters = [p for p in parameters if p.requires_grad]
-        self._world = dist.get_world_size() if dist.is_initialized() else 1
+        self._group = group
+        self._world = dist.get_world_size(group) if dist.is_initialized() else 1
         self._flats: list[torch.Tensor] = []
         self._views: dict[nn.Parameter, torch.Tensor] = {}
         self._bucket_of: dict[nn.Parameter, int] = {}
@@ -135,8 +154,10 @@ class Replicated:
             self._send(len(self._sent))
 
     def _send(self, bucket: int) -> None:
-        work = dist.all_reduce(self._flats[bucket], async_op=True) if self._world > 1 else None
-        self._sent.append(work)
+        self._sent.append(self._sum_over_group(self._flats[bucket]))
+
+    def _sum_over_group(self, flat: torch.Tensor) -> Any:
+        return dist.all_reduce(flat, group=self._group, async_op=True) if self._world > 1 else None
 
     def reduce(self) -> None:
         while len(self._sent) < len(self._flats):  # parameters that took no part in the forward
@@ -174,6 +195,7 @@ class Sharded:
     backward."""
 
     name, equal_rounds, may_repeat = "fsdp2", True, False
+    sums, replica_ranks = "fast", 1
 
     def __init__(self, model: nn.Module):
         """Raises BadInput for what would not be summed right; see `check_sharding`."""
@@ -241,6 +263,34 @@ class Sharded:
     def share_found_inf(self, scaler: Any, optimizer: Any) -> None:
         for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
+
+
+def check_fits(strategy: Strategy, reduce: str, replica_ranks: int) -> None:
+    """Raises BadInput, by name, for what this strategy cannot do. `reduce`: as `attach` was given
+    it; `replica_ranks`: of this world."""
+    kind = f"the strategy {getattr(strategy, 'name', type(strategy).__name__)!r}"
+    wanted = [n for n in (*Strategy.__annotations__, *vars(Strategy)) if not n.startswith("_")]
+    if missing := [name for name in wanted if not hasattr(strategy, name)]:
+        raise BadInput(
+            f"{kind}: wanted all of harness.worker.parallel.Strategy, found no {', '.join(missing)}"
+        )
+    if strategy.replica_ranks != replica_ranks:
+        raise BadInput(
+            f"{kind} holds a copy of the model on {_ranks(strategy.replica_ranks)}, this world's "
+            f"replicas have {_ranks(replica_ranks)}; start its nodes with `harness run "
+            f"--replica-ranks {strategy.replica_ranks}` (without an agent: "
+            f"attach(replica_ranks={strategy.replica_ranks})), or prepare(strategy=...) one of "
+            f"{_ranks(replica_ranks)}"
+        )
+    if strategy.sums != reduce:
+        raise BadInput(
+            f"{kind} makes sums of the kind {strategy.sums!r}, found attach(reduce={reduce!r}); "
+            f"use attach(reduce={strategy.sums!r}), or another strategy"
+        )
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
 
 
 def strategy_for(model: nn.Module) -> Strategy:

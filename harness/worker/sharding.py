@@ -257,7 +257,7 @@ def drawn_by_shard(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
     on the world. Collective."""
     mine: dict[str, str] = {}
     for name, p in model.named_parameters():
-        if hasattr(p, "to_local"):
+        if any(placement.is_shard() for placement in getattr(p, "placements", ())):
             local = p.detach().to_local()  # type: ignore[attr-defined]
             few = local.reshape(-1)[:4096].float().cpu()
             if few.numel() and bool((few != few[0]).any()):
