@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import json
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ p.add_argument("--replica-ranks", type=int, default=None)
 p.add_argument("--strategy", default="split", help="split, or none: what harness would take")
 p.add_argument("--stray", action="store_true", help="each rank of a replica reads other rows")
 p.add_argument("--clip", type=float, default=0.5)
+p.add_argument("--sleep-s", type=float, default=0.0)
 p.add_argument("--out", default="")
 a = p.parse_args()
 
@@ -141,6 +143,7 @@ for step in run.steps(data, total=a.total, global_batch=24, micro_batch=4):
     for x, y in step:
         step.backward(nn.functional.cross_entropy(model(x), y))
     step.update(clip_norm=a.clip)
+    time.sleep(a.sleep_s)
 run.log(replicas=run.sum(1.0))
 whole = [v.full_tensor() if isinstance(v, DTensor) else v for v in model.state_dict().values()]
 if a.out and run.rank == 0:

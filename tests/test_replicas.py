@@ -3,15 +3,18 @@ real model that is split between them."""
 
 import dataclasses
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
+from test_agent import nodes  # noqa: F401 - a fixture
 from worlds import history, newest, train
 
 from harness.bucket.epochs import encode_epoch, epoch_key, read_epoch
 from harness.bucket.journal import read_facts
 from harness.core.batch import Batching, expected_digest
-from harness.core.facts import SessionStarted, Validated
+from harness.core.facts import EpochStarted, SessionStarted, Validated
 from harness.core.world import BadInput
 from harness.views.audit import audit
 from harness.worker.parallel import Replicated, check_fits
@@ -144,6 +147,25 @@ def test_exact_sums_over_replicas_are_the_same_to_the_bit(tmp_path):
 def test_what_cannot_be_is_refused_by_name(tmp_path, world, env, flags, says):
     ended = split(tmp_path / "run", world, *flags, env=env, codes=(1,))
     assert says in ended.output and newest(tmp_path / "run") is None
+
+
+def test_agents_form_worlds_of_whole_replicas(whole, nodes):  # noqa: F811
+    """Three nodes of one rank each: two train, one waits; it takes the place of one that
+    vanishes."""
+    flags, agent = ["--total", 12, "--sleep-s", 0.2], ["--replica-ranks", "2", "--nproc", "1"]
+    for _ in range(3):
+        nodes.start(*flags, script=SPLIT, agent=agent)
+    nodes.until(lambda: nodes.step() >= 3)
+    [started] = nodes.facts(EpochStarted)
+    assert started.world == 2
+    victim = int(started.members[1].split("-")[0].removeprefix("m"))
+    os.killpg(nodes.processes[victim - 1].pid, signal.SIGKILL)
+    codes = nodes.codes()
+    assert sorted(codes) == [-9, 0, 0], nodes.logs()
+    assert [e.world for e in nodes.facts(EpochStarted)] == [2, 2]
+    same_training(nodes.run, whole[0])
+    assert {r.shares for r in history(nodes.run)} == {(6,)}
+    assert audit(open_store(nodes.url)).ok
 
 
 def test_a_strategy_that_lacks_something_is_told_what():

@@ -33,7 +33,7 @@ from harness.agent.machine import Act, Event, Life, Node, Now
 from harness.agent.memory import Due, Past, Stay
 from harness.agent.notices import Source, watch
 from harness.agent.rendezvous import Rendezvous, free_port
-from harness.agent.run_state import NO_LIMIT, RunState
+from harness.agent.run_state import RunState
 from harness.agent.workers import Workers
 from harness.bucket.epochs import Epoch, Member
 from harness.bucket.journal import Journal
@@ -68,7 +68,7 @@ class Agent:
         self.config, self.sources = c, sources
         self.name = f"m{c.attempt:04d}-{secrets.token_hex(3)}"
         self.journal = Journal(store, f"agent-{self.name}", time.time)
-        self._run = RunState(store, self.name, c.attempt, c.timing.leaderless_s)
+        self._run = RunState(store, self.name, c.attempt, c.timing.leaderless_s, c.replica_ranks)
         self._workers = Workers(c, self.name, self.journal.record)
         self._helpers = Helpers(c)
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -132,6 +132,7 @@ class Agent:
             beat_s=c.timing.beat_s,
             dead_s=c.timing.dead_s,
             min_members=c.min_members,
+            replica_ranks=c.replica_ranks,
             over=self._run.is_over,
         )
 
@@ -377,10 +378,9 @@ class Agent:
         stay, epoch = self._stay, self._stay.epoch
         alive = [m for m in everybody if m.state not in ("gone", "dead")]
         first = next((n for n in epoch.members if any(m.member == n for m in alive)), None)
-        room = self._run.room()
-        room = room - epoch.world if room is not None else NO_LIMIT
-        waiting = [m for m in self.rendezvous.waiting(epoch, alive) if m.nproc <= room]
-        if first != self.name or not waiting:
+        waiting = self.rendezvous.waiting(epoch, alive)
+        grows = self.rendezvous.would_grow(epoch, waiting, self._run.room())
+        if first != self.name or not grows:
             stay.waiting_since_s = None
             return
         stay.waiting_since_s = stay.waiting_since_s or now

@@ -82,6 +82,7 @@ class AgentConfig:
     speed: float = 1.0
     place: str = ""  # nodes of one place reach each other and form worlds; those of others wait
     min_members: int = 1
+    replica_ranks: int = 1  # that hold one copy of the model; worlds are made of whole replicas
     timing: Timing = field(default_factory=Timing)
     leaving: Leaving = field(default_factory=Leaving)
     fitness: Fitness = field(default_factory=Fitness)

@@ -43,7 +43,7 @@ from harness.bucket.epochs import (
     newest_epoch,
     read_epoch,
 )
-from harness.core.world import meeting_place
+from harness.core.world import meeting_place, whole_replicas
 from storage.errors import NotFound, StoreError
 from storage.objects import ObjectStore
 
@@ -96,6 +96,7 @@ class _Seen:
 class Rendezvous:
     """One member's view. `beat_s`: how often it says that it lives; `dead_s`: silence that means
     death; `calm_s` takes the place of `beat_s` while we train and hear everybody over lines.
+    `replica_ranks`: a world is made of whole replicas of so many ranks; who is left over waits.
     `over`: is the run finished? Then no epoch is begun any more."""
 
     def __init__(
@@ -109,12 +110,14 @@ class Rendezvous:
         calm_s: float = CALM_S,
         join_window_s: float = 1.0,
         min_members: int = 1,
+        replica_ranks: int = 1,
         over: Callable[[], bool] = lambda: False,
         monotonic: Callable[[], float] = time.monotonic,
     ):
         self.store, self.me, self.lines = store, me, lines
         self._beat_s, self._dead_s, self._calm_s = beat_s, dead_s, max(calm_s, beat_s)
         self._join_window_s, self._min_members = join_window_s, min_members
+        self._replica_ranks = replica_ranks
         self._monotonic, self._over = monotonic, over
         self._asked_s = -float("inf")  # whether it is over
         self.is_over = False  # it was, when the next epoch's time had come: there is none
@@ -322,6 +325,13 @@ class Rendezvous:
             if m.state == "ready" and m.member not in current.members and m.place in here
         ]
 
+    def would_grow(self, current: Epoch, waiting: list[Member], max_world: int | None) -> bool:
+        """Would the world have more ranks if `waiting` got in? Who makes no whole replica
+        waits."""
+        sizes = [*current.nproc, *(m.nproc for m in waiting)]
+        found = whole_replicas(sizes, self._replica_ranks, max_world)
+        return sum(sizes[i] for i in found) > current.world
+
     def try_form(self, max_world: int | None) -> Epoch | None:
         """The newest epoch if we are in it and have not taken part yet; else create the next
         one when its time has come."""
@@ -347,7 +357,11 @@ class Rendezvous:
             ]
         )
         ready = [m for m in ready if m.place == where]
-        if self.me.place != where or len(ready) < self._min_members:
+        order = sorted(ready, key=lambda m: self._order(m, last))
+        sizes = [m.nproc for m in order]
+        # what does not fit (more replicas than micro-batches, less than a replica) stays as a spare
+        chosen = [order[i] for i in whole_replicas(sizes, self._replica_ranks, max_world)]
+        if self.me.place != where or len(ready) < self._min_members or not chosen:
             self._settled_since = None
             if fresh_start and self._time_to_ask():
                 self.is_over = self._over()
@@ -356,14 +370,13 @@ class Rendezvous:
         if self._settled_since is None:
             self._settled_since = now
         # Whoever comes first in the order creates the epoch; the others step in should it fail to.
-        order = sorted(ready, key=lambda m: self._order(m, last))
         turn = next(i for i, m in enumerate(order) if m.member == self.me.member)
         if (
             now - self._settled_since
             < (self._join_window_s if fresh_start else 0.0) + TURN_S * turn
         ):
             return None
-        proposal = self._propose(last, order, max_world)
+        proposal = self._propose(last, order, chosen)
         if self.me.member not in proposal.members:
             return None
         self._settled_since = None
@@ -394,11 +407,7 @@ class Rendezvous:
         known = last.members.index(m.member) if m.member in last.members else len(last.members)
         return (known, m.attempt, m.member)
 
-    def _propose(self, last: Epoch, ready: list[Member], max_world: int | None) -> Epoch:
-        chosen: list[Member] = []
-        for m in ready:  # what does not fit (more ranks than micro-batches) stays as a spare
-            if max_world is None or sum(c.nproc for c in chosen) + m.nproc <= max_world:
-                chosen.append(m)
+    def _propose(self, last: Epoch, ready: list[Member], chosen: list[Member]) -> Epoch:
         failed = [m for m in ready if m.failure]
         if last.epoch == 0 or not any(m.member in last.members for m in chosen):
             reason = "start"
@@ -417,7 +426,7 @@ class Rendezvous:
             failure, step = failed[0].failure, failed[0].failure_step
             same = last.failure == failure and last.failure_step == step
             streak = last.streak + 1 if same else 1
-        first = chosen[0] if chosen else self.me
+        first = chosen[0]
         return Epoch(
             epoch=self._number + 1,
             members=tuple(m.member for m in chosen),
@@ -429,4 +438,5 @@ class Rendezvous:
             streak=streak,
             failure=failure,
             failure_step=step,
+            replica_ranks=self._replica_ranks,
         )

@@ -23,9 +23,17 @@ NO_LIMIT = 1 << 30
 
 
 class RunState:
-    """The run as one member sees it. `attempt` 0: nobody launched it by number."""
+    """The run as one member sees it. `attempt` 0: nobody launched it by number.
+    `replica_ranks`: ranks that do one micro-batch together."""
 
-    def __init__(self, store: ObjectStore, member: str, attempt: int, leaderless_s: float):
+    def __init__(
+        self,
+        store: ObjectStore,
+        member: str,
+        attempt: int,
+        leaderless_s: float,
+        replica_ranks: int = 1,
+    ):
         self.store, self.member, self.attempt = store, member, attempt
         self.snapshots = Snapshots(store)
         self._leaderless = Leaderless(leaderless_s)
@@ -33,6 +41,7 @@ class RunState:
         # what was asked of the run before we looked first is not for us
         self._control_seen: set[str] | None = None
         self._doubt_told = False  # that this node may not stay stands in the bucket
+        self._replica_ranks = replica_ranks
         self._room: int | None = None  # ranks that a step has work for, once that is known
 
     # ---- what is asked ---------------------------------------------------------------------------
@@ -92,9 +101,10 @@ class RunState:
             try:
                 identity = json.loads(self.store.get("run.json"))  # never changes
                 micro_batch = int(identity.get("micro_batch") or 0)
-                self._room = (
-                    int(identity["global_batch"]) // micro_batch if micro_batch else NO_LIMIT
-                )
+                self._room = NO_LIMIT
+                if micro_batch:
+                    replicas = int(identity["global_batch"]) // micro_batch
+                    self._room = replicas * self._replica_ranks
             except (NotFound, ValueError, KeyError, TypeError, AttributeError):
                 # not there yet, or not ours: workers say what is wrong
                 return None

@@ -49,6 +49,12 @@ class RunFlags:
         1.0, "relative speed of this node's workers, for uneven shares on mixed hardware", above=0
     )
     min_nodes: int = flag(1, "do not train with fewer nodes than this", at_least=1)
+    replica_ranks: int = flag(
+        0,
+        "ranks that hold one copy of the model together: only whole replicas train, nodes that are "
+        "left over wait; 0: HARNESS_REPLICA_RANKS, else 1",
+        at_least=0,
+    )
     grace_s: float = flag(
         0.0,
         "how long a SIGTERM leaves us before the end; 0: what this cloud promises, 30 s where it "
@@ -199,6 +205,7 @@ def run(flags: RunFlags) -> int:
         speed=flags.speed,
         place=_place(env),
         min_members=flags.min_nodes,
+        replica_ranks=flags.replica_ranks or _replica_ranks(env),
         timing=Timing(
             beat_s=flags.beat_s or pace.beat_s,
             dead_s=flags.dead_s or pace.dead_s,
@@ -233,6 +240,14 @@ def run(flags: RunFlags) -> int:
 def _hang_limits(hang_after_s: float, stuck_after_s: float) -> Limits:
     usual = Limits(hang_after_s or None)
     return replace(usual, start_s=stuck_after_s, save_s=stuck_after_s) if stuck_after_s else usual
+
+
+def _replica_ranks(env: Any) -> int:
+    """As the environment says. Raises BadInput."""
+    text = env.get("HARNESS_REPLICA_RANKS") or "1"
+    if not (text.isdecimal() and int(text) >= 1):
+        raise BadInput(f"HARNESS_REPLICA_RANKS={text!r}: wanted a number of ranks, at least 1")
+    return int(text)
 
 
 def _nproc(text: str, env: Any) -> int:
