@@ -30,6 +30,7 @@ p.add_argument("--reduce", default="fast")
 p.add_argument("--replica-ranks", type=int, default=None)
 p.add_argument("--strategy", default="split", help="split, or none: what harness would take")
 p.add_argument("--stray", action="store_true", help="each rank of a replica reads other rows")
+p.add_argument("--apart", action="store_true", help="the second replica has other shards")
 p.add_argument("--clip", type=float, default=0.5)
 p.add_argument("--sleep-s", type=float, default=0.0)
 p.add_argument("--out", default="")
@@ -138,6 +139,9 @@ if not a.whole and a.strategy == "split":
         strategy = Split(model, run.mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 run.prepare(model, optimizer, strategy=strategy)
+if a.apart and run.replica == 1:
+    with torch.no_grad():
+        model[1].weight.to_local().add_(0.5)
 data = Stray(run.rank) if a.stray else Numbers()
 for step in run.steps(data, total=a.total, global_batch=24, micro_batch=4):
     for x, y in step:

@@ -64,7 +64,9 @@ def test_bad_sizes_are_refused_in_words(sizes: tuple[int, int, int, int], says: 
 
 
 def test_ranks_that_make_no_whole_replicas_are_refused_in_words() -> None:
-    with pytest.raises(BadInput, match="5 ranks make no whole number of replicas of 2 ranks; use 4 "):
+    with pytest.raises(
+        BadInput, match="5 ranks make no whole number of replicas of 2 ranks; use 4 "
+    ):
         plan(8, 5, replica_ranks=2)
     with pytest.raises(BadInput, match="replicas of 4 ranks; use 4 ranks"):
         plan(8, 3, replica_ranks=4)

@@ -142,6 +142,7 @@ def test_exact_sums_over_replicas_are_the_same_to_the_bit(tmp_path):
             ["--replica-ranks", "2", "--stray"],
             "step 1: wanted all 2 ranks of a replica to read the same samples",
         ),
+        (4, TWO, ["--apart"], "is not the same on all ranks, and a snapshot would mix them: model/1.w"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(tmp_path, world, env, flags, says):

@@ -166,4 +166,5 @@ def _replica_ranks(environ: dict[str, str], asked: int | None) -> int:
             f"start its nodes with `harness run --replica-ranks {asked}` (or "
             f"HARNESS_REPLICA_RANKS={asked})"
         )
-    return told or asked or 1
+    found = asked if told is None else told
+    return 1 if found is None else found

@@ -290,8 +290,9 @@ def check_saves(what: str, thing: Any) -> None:
     kind = type(thing).__name__
     if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
         raise BadInput(f"{what}: {kind} has no state_dict/load_state_dict, so it cannot be resumed")
+    state = thing.state_dict()
     try:
-        dcp.split(thing.state_dict())
+        dcp.split(state)
     except TypeError as e:
         raise BadInput(f"{what}: the state of this {kind} cannot be saved: {e}") from e
 
