@@ -78,7 +78,8 @@ def check_sharding(model: nn.Module) -> None:
     from torch.distributed.tensor import DTensor, Shard
 
     use = (
-        "use harness.fsdp2(model, run), or fully_shard with a mesh of one dimension over all ranks"
+        "use harness.fsdp2(model, run), or fully_shard with a mesh of one dimension over all "
+        "ranks, or prepare(strategy=...) one of your own that sums them"
     )
     named = list(model.named_parameters())
     sharded: list[tuple[str, Any]] = [(name, p) for name, p in named if isinstance(p, DTensor)]
