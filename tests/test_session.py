@@ -344,6 +344,7 @@ def test_a_step_is_done_again_only_if_it_must_and_says_so(tmp_path, reduce, spik
     assert told[0].startswith(
         f"seen {24 + 2 * len(repeats)} again {repeats} counted 12 12 copied 0 "
     ), ended.output
+    assert ended.output.count("micro-batches are done once more") == bool(again)
     if reduce != "fast":
         fast = train("", 1, "fast", spike, *stream, script=script)
         ours, theirs = (float(e.output.split()[-1]) for e in (ended, fast))

@@ -27,6 +27,11 @@ from harness.worker.steplog import VOTES, Pending, Rates, StepLog, halves
 from harness.worker.training import Training
 from harness.worker.votes import Votes
 
+DONE_AGAIN = (
+    "a gradient was far greater than those before it, so this step's micro-batches are done once "
+    "more: buffers are put back, and step.attempt is 1 (this is told once)"
+)
+
 
 class Step:
     """One optimizer update. Iterate it for this rank's micro-batches, call `backward` for each,
@@ -76,6 +81,9 @@ class Step:
             repeat = w.training.strategy.again()
             if repeat:
                 self.attempt += 1
+                if not w.training.repeated:
+                    w.training.repeated = True
+                    w.run.warn(DONE_AGAIN, self.number)
                 if buffers is not None and (lost := buffers.restore()):
                     w.run.warn(lost, self.number)
         if buffers is not None:

@@ -57,6 +57,7 @@ class Training:
         self.scaler: Any = None
         self.buffers: Buffers | None = None
         self.after_update: set[str] = set()
+        self.repeated = False  # a step was done again
         self._saved: dict[str, Any] = {}  # name -> object with state_dict
         # names of those whose state is each rank's own
         self._per_rank: frozenset[str] = frozenset()
