@@ -16,6 +16,7 @@ from harness.bucket.journal import read_facts
 from harness.core.batch import Batching, expected_digest
 from harness.core.facts import EpochStarted, SessionStarted, Validated
 from harness.core.world import BadInput
+from harness.proof.replay import replay
 from harness.views.audit import audit
 from harness.worker.parallel import Replicated, check_fits
 from storage.opening import open_store
@@ -88,6 +89,16 @@ def test_a_split_run_goes_on_in_other_worlds(whole, tmp_path):
         [(4, 2)] * 4 + [(2, 1)] * 3 + [(4, 2)] * 3 + [(1, 1)] * 2
     )
     assert newest(run).data["final"] and audit(open_store(str(run))).ok
+
+
+def test_a_part_of_a_split_run_is_replayed_in_replicas_of_the_same_size(tmp_path):
+    split(tmp_path / "run", 4)
+    store = open_store(str(tmp_path / "run"))
+    (tmp_path / "again").mkdir()
+    found = replay(store, tmp_path / "again", 6, 3, 4, [str(SPLIT)], timeout_s=120)
+    assert found.identical and (found.first, found.last) == (7, 9)
+    with pytest.raises(BadInput, match="3 ranks make no whole number of replicas of 2 ranks"):
+        replay(store, tmp_path / "odd", 6, 3, 3, [str(SPLIT)])
 
 
 def test_a_replica_is_as_fast_as_its_slowest_rank(whole, tmp_path):
