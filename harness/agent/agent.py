@@ -68,7 +68,9 @@ class Agent:
         self.config, self.sources = c, sources
         self.name = f"m{c.attempt:04d}-{secrets.token_hex(3)}"
         self.journal = Journal(store, f"agent-{self.name}", time.time)
-        self._run = RunState(store, self.name, c.attempt, c.timing.leaderless_s, c.replica_ranks)
+        self._run = RunState(
+            store, self.name, c.attempt, c.timing.leaderless_s, c.worlds.replica_ranks
+        )
         self._workers = Workers(c, self.name, self.journal.record)
         self._helpers = Helpers(c)
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -131,8 +133,8 @@ class Agent:
             self._lines,
             beat_s=c.timing.beat_s,
             dead_s=c.timing.dead_s,
-            min_members=c.min_members,
-            replica_ranks=c.replica_ranks,
+            min_members=c.worlds.min_members,
+            replica_ranks=c.worlds.replica_ranks,
             over=self._run.is_over,
         )
 

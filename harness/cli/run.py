@@ -150,7 +150,15 @@ class RunFlags:
 def run(flags: RunFlags) -> int:
     """Be this node's agent: join the run, start the script's workers, heed notices."""
     from harness.agent.agent import Agent
-    from harness.agent.config import AgentConfig, Beside, Fitness, Leaving, Timing, Uploads
+    from harness.agent.config import (
+        AgentConfig,
+        Beside,
+        Fitness,
+        Leaving,
+        Timing,
+        Uploads,
+        Worlds,
+    )
     from harness.agent.leaderless import LOOK_EVERY_S
     from harness.agent.sources import LimitSource, detect, duration, moment, sigterm_s
     from harness.node.processes import die_with_parent
@@ -204,8 +212,7 @@ def run(flags: RunFlags) -> int:
         accelerator=env.get("HARNESS_OFFER", ""),
         speed=flags.speed,
         place=_place(env),
-        min_members=flags.min_nodes,
-        replica_ranks=flags.replica_ranks or _replica_ranks(env),
+        worlds=Worlds(flags.min_nodes, flags.replica_ranks or _replica_ranks(env)),
         timing=Timing(
             beat_s=flags.beat_s or pace.beat_s,
             dead_s=flags.dead_s or pace.dead_s,
