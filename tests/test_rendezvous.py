@@ -13,6 +13,7 @@ import pytest
 from worlds import until
 
 from harness.agent.agent import Agent
+from harness.agent.host import RealHost
 from harness.agent.config import AgentConfig, Timing
 from harness.agent.lines import Heard, Lines
 from harness.agent.rendezvous import Rendezvous
@@ -508,6 +509,7 @@ def minutes10(tmp_path, members, first, up):
         ),
         store,
         [],
+        RealHost(),
     )
     agent.name, agent._lines = names[0 if first else 1], ears
     agent._stay.epoch = Epoch(1, names, (1,) * members, (1.0,) * members, "", 0, "start")
