@@ -144,6 +144,7 @@ class RunFlags:
 def run(flags: RunFlags) -> int:
     """Be this node's agent: join the run, start the script's workers, heed notices."""
     from harness.agent.agent import Agent
+    from harness.agent.host import RealHost
     from harness.agent.config import AgentConfig, Beside, Fitness, Leaving, Timing, Uploads
     from harness.agent.leaderless import LOOK_EVERY_S
     from harness.agent.sources import LimitSource, detect, duration, moment, sigterm_s
@@ -227,7 +228,7 @@ def run(flags: RunFlags) -> int:
         ),
         beside=Beside(trackers, replica, cap_usd),
     )
-    return Agent(config, store, sources).execute()
+    return Agent(config, store, sources, RealHost()).execute()
 
 
 def _hang_limits(hang_after_s: float, stuck_after_s: float) -> Limits:
