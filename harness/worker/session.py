@@ -35,12 +35,13 @@ from harness.worker.feed import Feed
 from harness.worker.hands import Hands
 from harness.worker.hold import Hold
 from harness.worker.loader import Stream, seed_everything
-from harness.worker.parallel import Strategy, check_unwrapped, shard
+from harness.worker.parallel import Strategy
 from harness.worker.peers import Peers
 from harness.worker.resume import LastSeen, Resume, look_again_s
 from harness.worker.rhythm import Rhythm
 from harness.worker.rounding import WORDS
 from harness.worker.run import Run
+from harness.worker.sharding import check_unwrapped, shard
 from harness.worker.snapshotter import Snapshotter
 from harness.worker.step import Step, Work
 from harness.worker.steplog import Rates, StepLog

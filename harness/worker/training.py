@@ -13,11 +13,13 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from harness.core.world import BadInput
+from harness.worker.broadcast import same_everywhere, share
 from harness.worker.buffers import Buffers
 from harness.worker.exact import exact_strategy_for
 from harness.worker.loader import Stream
-from harness.worker.parallel import Strategy, check_real, same_everywhere, share, strategy_for
+from harness.worker.parallel import Strategy, strategy_for
 from harness.worker.peers import Peers
+from harness.worker.sharding import check_real
 from storage import dcp
 from storage.manifest import Manifest
 from storage.snapshots import Snapshots
