@@ -11,7 +11,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from harness.agent.lines import Heard
+from harness.agent.lines_protocol import Heard
+from harness.agent.membership import Membership
 from harness.agent.rendezvous import Rendezvous
 from harness.bucket.epochs import EPOCHS, Epoch, Member, encode_epoch, epoch_key
 from storage.errors import NotFound
@@ -242,12 +243,20 @@ class Intruder(Rendezvous):
         return last if last.epoch > self.me.epoch else super().try_form(max_world)
 
 
-class Loyal(Rendezvous):
+class Trusting(Membership):
     """Broken: nobody is ever found dead."""
 
     def _judge(self, name, now):
         found = super()._judge(name, now)
-        return self._seen[name].member if found is not None else None
+        return self.seen[name].member if found is not None else None
+
+
+class Loyal(Rendezvous):
+    """Broken: see `Trusting`."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.others.__class__ = Trusting
 
 
 @pytest.mark.parametrize(

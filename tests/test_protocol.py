@@ -21,8 +21,9 @@ from storage import (
     StoreUnavailable,
 )
 from storage.explore import Actor, Explored, Say, View, Violation, explore
-from storage.manifest import PartList
-from storage.snapshots import DOOM, PARTS, _list_key, _manifest_key
+from storage.manifest import PARTS, PartList
+from storage.pruning import Pruner
+from storage.snapshot_keys import DOOM, list_key, manifest_key
 
 OLD, ZOMBIE, NEW, NEWER = Ref(1, 1), Ref(1, 9), Ref(2, 2), Ref(2, 3)
 Make = Callable[[ObjectStore], Snapshots]
@@ -194,7 +195,7 @@ def a_late_commit(make: Make) -> Explored:
     somebody reads."""
     objects = before(make, (OLD, NEWER))
     writer(make, NEW, 0, 1, "t")(MemoryStore("memory://", objects), lambda word: None)
-    del objects[_manifest_key(NEW)]
+    del objects[manifest_key(NEW)]
     actors = {"committer": committer(make, NEW, 1), "pruner": pruner(make), "reader": reader(make)}
     return explore(actors, objects, check(make, NEWER), unknowns=1)
 
@@ -319,7 +320,7 @@ def a_late_request_to_commit(kind: type[Snapshots], pruners: int = 1) -> Explore
     make = thrifty(kind)
     objects = with_bases(make, [(OLD, None), (MID, None)])
     sender(make, NEW, OLD)(MemoryStore("memory://", objects), lambda word: None)
-    del objects[_manifest_key(NEW)]
+    del objects[manifest_key(NEW)]
     actors = {"committer": committer(make, NEW, 1), **pruners_of(make, pruners)}
     return explore(actors, objects, check(make, MID), unknowns=1, max_states=3_000_000)
 
@@ -330,7 +331,7 @@ def a_damaged_base(kind: type[Snapshots]) -> Explored:
     make = thrifty(kind)
     objects = with_bases(make, [(OLD, None), (MID, None)])
     known = make(MemoryStore("memory://", dict(objects))).load(MID)
-    objects[_manifest_key(MID)] = b"not a manifest"
+    objects[manifest_key(MID)] = b"not a manifest"
 
     def new(store: ObjectStore, say: Say) -> None:
         snapshots = make(store)
@@ -444,12 +445,12 @@ class CommitWithoutSecondLook(SeesTheDoomed):
     """The manifest is written, and nobody looks whether a prune took the parts meanwhile."""
 
     def commit(self, ref: Ref, world: int) -> Manifest | None:
-        lists = [_list_key(ref, rank) for rank in range(world)]
+        lists = [list_key(ref, rank) for rank in range(world)]
         try:
             manifest = Manifest.merge([PartList.from_json(self.store.get(key)) for key in lists])
             return (
                 manifest
-                if self.store.create(_manifest_key(ref), manifest.to_json().encode())
+                if self.store.create(manifest_key(ref), manifest.to_json().encode())
                 else self.load(ref)
             )
         except NotFound:
@@ -471,26 +472,34 @@ class CommitOfOneRank(Snapshots):
             for i, x in enumerate(found)
         ]
         manifest = Manifest.merge(alone)
-        self.store.create(_manifest_key(ref), manifest.to_json().encode())
+        self.store.create(manifest_key(ref), manifest.to_json().encode())
         return super().commit(ref, world)
+
+
+class _ManifestPrunedLast(Pruner):
+    def _take_back(self, ref: Ref, keys: Any) -> None: ...
 
 
 class ManifestPrunedLast(SeesTheDoomed):
     """Parts go first: a snapshot is seen that has none."""
 
-    def _take_back(self, ref: Ref, keys: Any) -> None: ...
+    pruner = _ManifestPrunedLast
+
+
+class _ManifestPrunedFirst(Pruner):
+    def _take_back(self, ref: Ref, keys: Any) -> None:
+        self._store.delete(manifest_key(ref))
+
+    def _delete(self, ref: Ref, keys: Any) -> bool:
+        for key in sorted(keys, key=lambda k: "/list-" in k):
+            self._store.delete(key)
+        return True
 
 
 class ManifestPrunedFirst(SeesTheDoomed):
     """Part lists outlive the manifest: a late commit finds them and makes it again."""
 
-    def _take_back(self, ref: Ref, keys: Any) -> None:
-        self.store.delete(_manifest_key(ref))
-
-    def _delete(self, ref: Ref, keys: Any) -> bool:
-        for key in sorted(keys, key=lambda k: "/list-" in k):
-            self.store.delete(key)
-        return True
+    pruner = _ManifestPrunedFirst
 
 
 class NewestByStep(Snapshots):
@@ -504,11 +513,11 @@ class PrunerTrustsNames(Snapshots):
     """The pruner takes the newest manifest for whole."""
 
     def prune(self, keep: Any, on_bad: Any = None) -> list[Ref]:
-        refs = self.refs()
+        refs, pruner = self.refs(), Pruner(self, {})
         for ref in refs[1:]:
             keys = self.store.list(f"{PARTS}{ref.name}/")
-            self._take_back(ref, keys)
-            self._delete(ref, keys)
+            pruner._take_back(ref, keys)
+            pruner._delete(ref, keys)
         return refs[1:]
 
 
@@ -528,21 +537,31 @@ class LooksOnce(Snapshots):
         return None
 
 
+class _PruneForgetsWhoRefers(Pruner):
+    def _needed(self, gone: Any, newest: Any) -> Any:
+        return super()._needed(gone, newest)[0], frozenset()
+
+
 class PruneForgetsWhoRefers(Snapshots):
     """Parts of a pruned snapshot are deleted although another snapshot lies in them."""
 
+    pruner = _PruneForgetsWhoRefers
+
+
+class _PruneLooksAtManifestsOnly(Pruner):
     def _needed(self, gone: Any, newest: Any) -> Any:
-        return super()._needed(gone, newest)[0], frozenset()
+        objects, _ = super()._needed(gone, newest)
+        return objects, frozenset(
+            key
+            for ref in self._snapshots.manifests()[0].difference(gone)
+            for key in self._snapshots.load(ref).refers
+        )
 
 
 class PruneLooksAtManifestsOnly(Snapshots):
     """Who is about to refer, with part lists and no manifest yet, is not seen."""
 
-    def _needed(self, gone: Any, newest: Any) -> Any:
-        objects, _ = super()._needed(gone, newest)
-        return objects, frozenset(
-            key for ref in self.manifests()[0].difference(gone) for key in self.load(ref).refers
-        )
+    pruner = _PruneLooksAtManifestsOnly
 
 
 class CommitTrustsItsBase(Snapshots):
@@ -573,9 +592,16 @@ class CommitLooksEarly(Snapshots):
         return self.looked
 
 
+class _PruneDoomsNobody(Pruner):
+    def _take_back(self, ref: Ref, keys: Any) -> None:
+        """... and the manifest, at which a commit would see it as well, goes last."""
+
+
 class PruneDoomsNobody(Snapshots):
     """The look who refers comes without a mark before it: a commit between the look and the
     deletes is not told."""
+
+    pruner = _PruneDoomsNobody
 
     def prune(self, keep: Any, on_bad: Any = None, expired: Any = None) -> list[Ref]:
         real, self.store = self.store, _NoMarks(self.store)  # type: ignore[assignment]
@@ -583,9 +609,6 @@ class PruneDoomsNobody(Snapshots):
             return super().prune(keep, on_bad)
         finally:
             self.store = real
-
-    def _take_back(self, ref: Ref, keys: Any) -> None:
-        """... and the manifest, at which a commit would see it as well, goes last."""
 
 
 class _NoMarks:

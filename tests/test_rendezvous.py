@@ -14,7 +14,9 @@ from worlds import until
 
 from harness.agent.agent import Agent
 from harness.agent.config import AgentConfig, Timing
-from harness.agent.lines import Heard, Lines
+from harness.agent.host import RealHost
+from harness.agent.lines import Lines
+from harness.agent.lines_protocol import Heard
 from harness.agent.rendezvous import Rendezvous
 from harness.bucket.epochs import (
     NO_EPOCH,
@@ -69,7 +71,7 @@ class Place:
 
     def resolved(self, m):
         """Does it know of everybody whom it follows whether they are there?"""
-        return all(h.up or h.refused for h in map(m.lines.heard, m.lines._wanted))
+        return all(h.up or h.refused for h in map(m.lines.heard, m.lines.following()))
 
     def up_to_date(self, m, members):
         """Has it heard the last word of each of these whom it hears? Rounds pass faster than
@@ -77,7 +79,7 @@ class Place:
         heard = [
             (m.lines.heard(o.me.member), o.me.beat)
             for o in members
-            if o.me.member in m.lines._wanted
+            if o.me.member in m.lines.following()
         ]
         return all(
             not h.up or (h.record and json.loads(h.record)["beat"] >= beat) for h, beat in heard
@@ -199,7 +201,7 @@ def test_news_comes_over_the_line_and_a_newcomer_knocks(place):
     place.store.list = listed
     c = place.member("c")
     c.look()
-    until(lambda: c.lines.all_up() and a.lines._knocked.is_set())
+    until(lambda: c.lines.all_up() and a.lines._protocol.stranger_called)
     place.clock.now += 1.0
     assert {m.member for m in a.look()} == {"a", "b", "c"}
 
@@ -447,7 +449,7 @@ def test_a_world_is_in_one_place_and_stays_there(place):
     epoch = place.form(a, b, c, d)
     assert epoch.members == ("a", "b")
     assert a.waiting(epoch, a.members()) == []  # so nobody stops for them
-    assert set(a.lines._wanted) == {"b"}  # nor waits for lines that never come up
+    assert a.lines.following() == {"b"}  # nor waits for lines that never come up
     a.leave(end="drained")
     b.say(state="ready", end="resize")
     assert c.try_form(None) is None
@@ -558,6 +560,7 @@ def minutes10(tmp_path, members, first, up):
         ),
         store,
         [],
+        RealHost(),
     )
     agent.name, agent._lines = names[0 if first else 1], ears
     agent._stay.epoch = Epoch(1, names, (1,) * members, (1.0,) * members, "", 0, "start")
@@ -575,7 +578,7 @@ def minutes10(tmp_path, members, first, up):
         beats += agent.rendezvous.beat_if_due()
         if not up:  # the others beat too, then
             for name in names:
-                r = agent.rendezvous._seen.get(name)
+                r = agent.rendezvous.others.seen.get(name)
                 if r:
                     r.sign_s = clock.now
     assert beats > 0

@@ -32,6 +32,7 @@ from harness.proof.sim_world import ON_DEMAND, Weather
 from storage.errors import StoreError
 from storage.files import MemoryStore
 from storage.manifest import Manifest, PartList, Ref, SnapshotCorrupt
+from storage.pruning import Pruner
 from storage.restore import Restore
 from storage.retries import Patience
 from storage.snapshots import Snapshots
@@ -275,7 +276,7 @@ class PrunesWhatIsAhead(Snapshots):
             if newest and ref < newest.ref and ref.step > newest.step
         ]
         for ref in gone:
-            self._take_back(ref, self.store.list(f"snapshots/parts/{ref.name}/"))
+            Pruner(self, {})._take_back(ref, self.store.list(f"snapshots/parts/{ref.name}/"))
         return [*super().prune(keep, *rest), *gone]
 
 

@@ -20,8 +20,9 @@ from harness.uploader.client import Line, Local, Remote, seen_here
 from harness.uploader.nearby import NearbyConfig
 from harness.uploader.server import Server
 from storage import MemoryStore, Ref, Snapshots, StoreError, open_store
+from storage.folder_tiers import FolderTier
 from storage.staging import Segment, Stage, StageFull
-from storage.tiers import FolderTier, blocks
+from storage.tiers import blocks
 from storage.upload import Job, Outcome, Uploader, forecast
 
 R1, R2, R3 = Ref(1, 10), Ref(1, 20), Ref(1, 30)

@@ -6,9 +6,8 @@ more than the run URL. Knows nothing of torch or clouds.
 
 An epoch n+1 may be created when every member of epoch n has left it, said goodbye, or is dead. Only
 one object of that name can ever be created, so two epochs at once cannot begin; whoever lost the
-race finds itself in the winner's epoch or waits for the next one. Death is judged by each
-observer's own monotonic clock (no sign of life for `dead_s`) and by a refused connection, which is
-a death at once; never by comparing clocks of two machines.
+race finds itself in the winner's epoch or waits for the next one. Who is dead is judged by each
+observer for itself (membership.py).
 
 Signs of life and news come over open connections (lines.py), so that the bucket is asked little
 while all is well: members whose lines are up rewrite their object every `calm_s` only, and
@@ -24,20 +23,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from typing import Any
 
-from harness.agent.lines import Address, Heard
+from harness.agent.membership import LIST_S, Beats, Ears, Membership
 from harness.bucket.epochs import (
     MEMBERS,
     Epoch,
     Member,
-    decode,
     encode_epoch,
     epoch_key,
     newest_epoch,
@@ -49,10 +46,6 @@ from storage.objects import ObjectStore
 
 # between two signs of life in the bucket, and two looks for newcomers, while lines say the same
 CALM_S = 10.0
-FRESH_S = 10.0  # so long after a change those who wait look often
-LIST_S = 1.0  # ... so often
-KNOCK_S = 0.3  # and not more often than this because somebody calls
-GHOST_S = 60.0  # between two looks at one found dead, which may not be
 MENTION_S = 0.05  # for the beat that is on its way
 TURN_S = 2.0  # how long the next in order waits for the one before it to create the epoch
 
@@ -61,36 +54,6 @@ def free_port(addr: str) -> int:
     with socket.socket() as s:
         s.bind((addr, 0))
         return int(s.getsockname()[1])
-
-
-class Ears(Protocol):
-    """What the rendezvous needs of `lines.Lines`."""
-
-    def follow(self, members: Mapping[str, Address]) -> None:
-        """Keep a line to each of these."""
-
-    def heard(self, name: str) -> Heard:
-        """What is known of a member over its line."""
-
-    def all_up(self) -> bool:
-        """Is everybody heard who is followed?"""
-
-    def knocked(self) -> bool:
-        """Has a stranger called since we were asked last?"""
-
-    def tell(self, record: bytes) -> None:
-        """Our newest record, to all who follow us."""
-
-
-@dataclass
-class _Seen:
-    """What we know of another member."""
-
-    member: Member
-    sign_s: float  # of its last sign of life, by our own clock
-    moved: bool = False  # we saw its object change, or heard it
-    read_s: float = 0.0  # when we last read its object
-    dead: bool = False
 
 
 class Rendezvous:
@@ -115,7 +78,8 @@ class Rendezvous:
         monotonic: Callable[[], float] = time.monotonic,
     ):
         self.store, self.me, self.lines = store, me, lines
-        self._beat_s, self._dead_s, self._calm_s = beat_s, dead_s, max(calm_s, beat_s)
+        self._beats = Beats(beat_s, dead_s, max(calm_s, beat_s))
+        self.others = Membership(store, lines, self._beats, monotonic)
         self._join_window_s, self._min_members = join_window_s, min_members
         self._replica_ranks = replica_ranks
         self._monotonic, self._over = monotonic, over
@@ -123,21 +87,17 @@ class Rendezvous:
         self.is_over = False  # it was, when the next epoch's time had come: there is none
         self._newest: Epoch | None = None  # as far as we have looked
         self._number = 0  # the greatest that is taken: by `_newest`, or by what is no epoch
-        self._odd: set[str] = set()  # objects that make no sense, and were told
-        self._seen: dict[str, _Seen] = {}
-        self._listed_s = -float("inf")
-        self._looked_s = monotonic()
-        self._fresh_s = monotonic()  # when something last changed
         self._said_s = -float("inf")
         self._settled_since: float | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True)
 
     # ---- what we say -----------------------------------------------------------------------------
     def start(self) -> None:
+        """Say that we are there, and beat from a thread of our own from now on. Without it:
+        call `say` once and `beat_if_due` often."""
         self.say()
-        self._thread.start()
+        threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True).start()
 
     def say(self, **changes: Any) -> None:
         """Change what we say of ourselves, at once. Raises StoreError; followers have heard it
@@ -147,12 +107,12 @@ class Rendezvous:
             self.me = replace(
                 self.me,
                 beat=self.me.beat + 1,
-                beat_s=self._calm_s if calm else self._beat_s,
+                beat_s=self._beats.calm_s if calm else self._beats.beat_s,
                 **changes,
             )
             record = json.dumps(asdict(self.me)).encode()
             self.lines.tell(record)
-            self._said_s = self._fresh_s = self._monotonic()
+            self._said_s = self.others.fresh_s = self._monotonic()
             self.store.put(f"{MEMBERS}{self.me.member}.json", record)
 
     def mention(self, **changes: Any) -> None:
@@ -172,7 +132,7 @@ class Rendezvous:
             self.say(state="gone", end=end)
 
     def _heartbeat(self) -> None:
-        while not self._stop.wait(self._beat_s / 2):
+        while not self._stop.wait(self._beats.beat_s / 2):
             # a missed beat is what silence means; the next one may get through
             with contextlib.suppress(StoreError):
                 self.beat_if_due()
@@ -181,8 +141,10 @@ class Rendezvous:
         """Rewrite our object if it is time to: every `beat_s`, at once when a line has just
         been lost, else every `calm_s`."""
         calm = self.me.state == "in" and self.lines.all_up()
-        doubt = not calm and self.me.beat_s > self._beat_s
-        due = doubt or self._monotonic() - self._said_s >= (self._calm_s if calm else self._beat_s)
+        doubt = not calm and self.me.beat_s > self._beats.beat_s
+        due = doubt or self._monotonic() - self._said_s >= (
+            self._beats.calm_s if calm else self._beats.beat_s
+        )
         if due:
             self.say()
         return due
@@ -197,17 +159,12 @@ class Rendezvous:
         while True:
             try:
                 self._newest = read_epoch(self.store, self._number + 1)
-                self._fresh_s = self._monotonic()
+                self.others.fresh_s = self._monotonic()
             except NotFound:
                 return self._newest
             except ValueError as e:  # its number is taken all the same
-                self._pass_over(epoch_key(self._number + 1), e)
+                self.others.pass_over(epoch_key(self._number + 1), e)
             self._number += 1
-
-    def _pass_over(self, key: str, why: ValueError) -> None:
-        if key not in self._odd:
-            self._odd.add(key)
-            print(f"harness: {self.store.url}/{key} is passed over: {why}", flush=True)
 
     def members(self) -> list[Member]:
         """Everybody who is not gone or dead, by our own observation."""
@@ -216,104 +173,12 @@ class Rendezvous:
     def look(self) -> list[Member]:
         """Everybody who ever said something; those found dead have state "dead". Newcomers are
         looked for when somebody calls, often while something changes, and every `calm_s` else."""
-        now = self._monotonic()
-        often = self.me.state != "in" and now - self._fresh_s < FRESH_S
-        silent_s = now - self._listed_s
-        knocked = silent_s >= KNOCK_S and self.lines.knocked()
-        if knocked or silent_s >= (LIST_S if often else self._calm_s):
-            self._listed_s = now
-            for seen in self._seen.values():
-                # one found dead may be who calls
-                seen.read_s = -float("inf") if knocked else seen.read_s
-            names = [
-                m[1]
-                for k in self.store.list(MEMBERS)
-                if (m := re.fullmatch(r"([^/]+)\.json", k.removeprefix(MEMBERS)))
-            ]
-        else:
-            names = list(self._seen)
-        return self.watch(names)
+        return self.others.look(self.me)
 
     def watch(self, names: Iterable[str]) -> list[Member]:
         """As `look`, for these members: without a list, and nobody is asked for who is heard
         over a line."""
-        now = self._monotonic()
-        # we stood still: nobody's silence is judged by that time
-        if (gap_s := now - self._looked_s) > self._dead_s / 2:
-            for seen in self._seen.values():
-                seen.sign_s += gap_s
-        self._looked_s = now
-        found = [self._judge(name, now) for name in names if name != self.me.member]
-        # Who is in another place cannot be reached; a line that never comes up would keep us from
-        # being calm.
-        here = {n: s.member for n, s in self._seen.items() if s.member.place == self.me.place}
-        follow = {n: m for n, m in here.items() if not self._seen[n].dead and m.state != "gone"}
-        self.lines.follow({n: (m.addr, m.probe_port) for n, m in follow.items()})
-        return [*(m for m in found if m is not None), self.me]
-
-    def _judge(self, name: str, now: float) -> Member | None:
-        """What we know of one member now; state "dead" if it is; None: it never said anything."""
-        seen = self._seen.get(name)
-        if seen is not None and seen.member.state == "gone":  # for ever: a name is used once
-            return seen.member
-        heard = self.lines.heard(name)
-        if seen is None or (
-            not heard.up and now - seen.read_s >= (GHOST_S if seen.dead else self._beat_s)
-        ):
-            seen = self._read(name, now, seen)
-            if seen is None:
-                return None
-        if heard.record:
-            # not a record of our kind: the bucket will say it
-            with contextlib.suppress(ValueError):
-                self._update(seen, decode(Member, heard.record), now)
-        if heard.up:
-            seen.sign_s, seen.dead, seen.moved = now, False, True
-        if seen.member.state == "gone":
-            return seen.member
-        if not seen.dead:
-            silent_s = now - seen.sign_s
-            refused = heard.refused and (
-                heard.seen or not seen.moved or silent_s >= 2 * self._beat_s
-            )
-            # Whose line to us fell silent sees ours fall silent, and beats in the bucket from then
-            # on; who never had one may not.
-            patience_s = self._dead_s + (
-                0.0 if heard.seen or seen.member.beat_s <= self._beat_s else seen.member.beat_s
-            )
-            seen.dead = refused or silent_s >= patience_s
-            if seen.dead:
-                self._fresh_s = now
-        return replace(seen.member, state="dead") if seen.dead else seen.member
-
-    def _read(self, name: str, now: float, seen: _Seen | None) -> _Seen | None:
-        key = f"{MEMBERS}{name}.json"
-        try:
-            member = decode(Member, self.store.get(key))
-            if member.member != name:
-                raise ValueError(
-                    f"wanted what {name} says of itself, found what {member.member} says"
-                )
-        except NotFound:
-            return None
-        except ValueError as e:  # what it said before it still counts, but is no sign of life
-            self._pass_over(key, e)
-            if seen is not None:
-                seen.read_s = now
-            return seen
-        # it may be years old, or be written at this moment: its line will tell, or its next beat
-        if seen is None:
-            seen = self._seen[name] = _Seen(member, now)
-            self._fresh_s = now
-        seen.read_s = now
-        self._update(seen, member, now)
-        return seen
-
-    def _update(self, seen: _Seen, member: Member, now: float) -> None:
-        if member.beat > seen.member.beat:
-            if (member.state, member.epoch) != (seen.member.state, seen.member.epoch):
-                self._fresh_s = now
-            seen.member, seen.sign_s, seen.moved, seen.dead = member, now, True, False
+        return self.others.watch(names, self.me)
 
     # ---- epochs ----------------------------------------------------------------------------------
     def waiting(self, current: Epoch, alive: list[Member]) -> list[Member]:
@@ -391,9 +256,7 @@ class Rendezvous:
         """Whether the run is over, while nobody trains and we cannot begin: often after a
         change, seldom else."""
         now = self._monotonic()
-        if due := now - self._asked_s >= (
-            LIST_S if now - self._fresh_s < FRESH_S else self._calm_s
-        ):
+        if due := now - self._asked_s >= (LIST_S if self.others.is_fresh() else self._beats.calm_s):
             self._asked_s = now
         return due
 

@@ -151,8 +151,8 @@ def down(flags: DownFlags) -> int:
 def _down_sky(url: str, timeout_s: float, console: Console) -> set[int]:
     """End every cluster that SkyPilot knows of. Returns the attempts that it has, or had, and
     that are gone."""
+    from harness.clouds.clusters import bring_down, known_once
     from harness.clouds.sky_client import SkyError
-    from harness.clouds.skypilot import bring_down, known_once
 
     sky = sky_broker(url)
     try:

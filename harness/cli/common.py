@@ -55,9 +55,9 @@ def attempts(numbers: Collection[int]) -> str:
 
 
 def cluster_of(url: str, attempt: int) -> str:
-    from harness.clouds.skypilot import cluster
+    from harness.clouds.clusters import cluster_name, tag
 
-    return cluster(url, attempt)
+    return cluster_name(tag(url), attempt)
 
 
 def book_of(store: ObjectStore) -> Book:

@@ -159,6 +159,7 @@ def run(flags: RunFlags) -> int:
         Uploads,
         Worlds,
     )
+    from harness.agent.host import RealHost
     from harness.agent.leaderless import LOOK_EVERY_S
     from harness.agent.sources import LimitSource, detect, duration, moment, sigterm_s
     from harness.node.processes import die_with_parent
@@ -241,7 +242,7 @@ def run(flags: RunFlags) -> int:
         ),
         beside=Beside(trackers, replica, cap_usd),
     )
-    return Agent(config, store, sources).execute()
+    return Agent(config, store, sources, RealHost()).execute()
 
 
 def _hang_limits(hang_after_s: float, stuck_after_s: float) -> Limits:

@@ -12,7 +12,7 @@ from harness.core.config import positional
 from storage.objects import ObjectStore
 
 if TYPE_CHECKING:
-    from storage.command import Notes
+    from storage.listing import Notes
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def _notes(store: ObjectStore) -> Notes:
     from harness.bucket.journal import Journal, read_facts
     from harness.core.facts import SessionStarted, SnapshotCommitted, SnapshotReplicated, Warned
     from harness.uploader.client import seen_here
-    from storage.command import Note, Notes
+    from storage.listing import Note, Notes
     from storage.manifest import Ref
 
     of: defaultdict[Ref, Note] = defaultdict(Note)

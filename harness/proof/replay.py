@@ -28,10 +28,11 @@ from harness.bucket.journal import read_records
 from harness.core import records as rec
 from harness.core.batch import replicas_of
 from harness.core.world import BadInput, HarnessError
-from storage.manifest import Manifest
+from storage.manifest import PARTS, Manifest
 from storage.objects import ObjectStore
 from storage.opening import open_store
-from storage.snapshots import MANIFESTS, PARTS, Snapshots
+from storage.snapshot_keys import MANIFESTS
+from storage.snapshots import Snapshots
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,11 @@ from harness.core.world import Fenced
 from harness.node.progress import WAITS_FOR_SNAPSHOTS, Progress, Sign
 from harness.uploader.nearby import NEAR, NearbyConfig, tiers_for
 from storage.errors import StoreError
+from storage.folder_tiers import FolderTier
 from storage.manifest import Manifest, Ref
 from storage.objects import ObjectStore
 from storage.staging import PREFIX, Segment, Stage, StageFull, default_parent, sweep
-from storage.tiers import FolderTier, SegmentTier, share
+from storage.tiers import SegmentTier, share
 from storage.upload import Job, Outcome, Uploader
 
 # the longest wait for an answer of the uploader (making a big segment takes seconds)
@@ -84,7 +85,7 @@ def socket_in(folder: Path) -> Iterator[str]:
 
 
 def sign_seen(sign: Sign | None) -> tuple[int, bool] | None:
-    """As `storage.upload.Watch`."""
+    """As `storage.pacing.TrainingWatch`."""
     return None if sign is None else (sign.step, sign.place in WAITS_FOR_SNAPSHOTS)
 
 
@@ -371,6 +372,11 @@ class NodeUploader:
         self._process: subprocess.Popen[bytes] | None = None
         self._line: Line | None = None
         self._deadline_s: float | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where snapshots are staged."""
+        return self.stage.folder
 
     def ensure(self) -> None:
         """Start it, or start it again."""

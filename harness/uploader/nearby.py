@@ -20,10 +20,11 @@ from typing import Any
 from harness.bucket.epochs import newest_epoch
 from harness.core.world import BadInput
 from storage.errors import NotFound, StoreError
+from storage.folder_tiers import FolderTier, OwnedFolder
 from storage.manifest import Manifest, Ref
 from storage.objects import ObjectStore
 from storage.peers import ChunkServer, PeerTier
-from storage.tiers import FolderTier, OwnedFolder, SegmentTier, Tier, blocks, chunks_of
+from storage.tiers import SegmentTier, Tier, blocks, chunks_of
 
 # create-only; who can read the bucket may read its chunks from peers as well
 SECRET = "rdzv/secret.json"

@@ -25,11 +25,11 @@ from harness.bucket.journal import Journal, read_facts
 from harness.core.facts import SnapshotReplicated, Warned
 from harness.core.prices import CLOUD_OF, transfer_usd
 from storage.errors import StoreError
-from storage.manifest import Ref, SnapshotCorrupt
+from storage.manifest import PARTS, Ref, SnapshotCorrupt
 from storage.objects import ObjectStore
 from storage.opening import open_store
 from storage.retention import Keep
-from storage.snapshots import PARTS, Snapshots
+from storage.snapshots import Snapshots
 from storage.transfer import copy
 
 LOOK_S = 2.0
