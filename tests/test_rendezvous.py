@@ -14,11 +14,20 @@ from worlds import until
 
 from harness.agent.agent import Agent
 from harness.agent.config import AgentConfig, Timing
+from harness.agent.host import RealHost
 from harness.agent.lines import Lines
 from harness.agent.lines_protocol import Heard
 from harness.agent.membership import Ears
 from harness.agent.rendezvous import Rendezvous
-from harness.bucket.epochs import NO_EPOCH, Epoch, Member, encode_epoch, epoch_key, newest_epoch
+from harness.bucket.epochs import (
+    NO_EPOCH,
+    Epoch,
+    Member,
+    decode,
+    encode_epoch,
+    epoch_key,
+    newest_epoch,
+)
 from harness.uploader.nearby import Nearby, NearbyConfig
 from storage.files import MemoryStore
 
@@ -46,11 +55,13 @@ class Place:
     def __init__(self):
         self.store, self.clock, self.lines = MemoryStore("memory://rdzv", {}), Ticks(), {}
 
-    def member(self, name, nproc=1, attempt=0) -> Rendezvous:
+    def member(self, name, nproc=1, attempt=0, replica_ranks=1) -> Rendezvous:
         lines = self.lines[name] = Lines(name, "127.0.0.1", pulse_s=0.2)
         me = Member(name, "ready", 0, "127.0.0.1", lines.port, 29500, nproc=nproc, attempt=attempt)
         r = Rendezvous(
-            self.store, me, lines, beat_s=1.0, dead_s=5.0, join_window_s=1.0, monotonic=self.clock
+            *(self.store, me, lines),
+            **{"beat_s": 1.0, "dead_s": 5.0, "join_window_s": 1.0, "monotonic": self.clock},
+            replica_ranks=replica_ranks,
         )
         r.say()
         return r
@@ -227,6 +238,46 @@ def test_what_does_not_fit_stays_a_spare(place):
     epoch = place.form(a, b, c, max_world=9)
     assert epoch.members == ("a", "b") and epoch.world == 8
     assert c.try_form(9) is None
+
+
+def test_worlds_are_of_whole_replicas_and_who_is_left_over_waits(place):
+    a, b, c = (place.member(n, attempt=i, replica_ranks=2) for i, n in enumerate("abc"))
+    epoch = place.form(a, b, c)
+    assert (epoch.members, epoch.world, epoch.replica_ranks) == (("a", "b"), 2, 2)
+    assert decode(Epoch, place.store.get(epoch_key(1))) == epoch
+    alive = a.members()
+    waiting = a.waiting(epoch, alive)
+    assert [m.member for m in waiting] == ["c"] and c.try_form(None) is None
+    assert not a.would_grow(epoch, waiting, None)  # or the two would make room for ever
+    d = place.member("d", attempt=3, replica_ranks=2)
+    a.look(), place.beat(a, b, c, d, seconds=11.0)
+    waiting = a.waiting(epoch, a.members())
+    assert len(waiting) == 2 and a.would_grow(epoch, waiting, None)
+    assert not a.would_grow(epoch, waiting, 2)  # there is only work for one replica
+
+
+def test_a_spare_takes_the_place_of_who_is_lost(place):
+    a, b, c = (place.member(n, attempt=i, replica_ranks=2) for i, n in enumerate("abc"))
+    place.form(a, b, c)
+    a.say(state="ready", end="resize")
+    b.leave(end="drained")
+    until(lambda: b"drained" in a.lines.heard("b").record)
+    epoch = place.form(a, c)
+    assert (epoch.members, epoch.world, epoch.reason) == (("a", "c"), 2, "shrink")
+    c.leave(end="drained")
+    a.say(state="ready", end="resize")
+    until(lambda: b"drained" in a.lines.heard("c").record)
+    assert place.form(a, rounds=4) is None  # half a replica cannot train
+
+
+def test_an_epoch_without_whole_replicas_is_none():
+    epoch = Epoch(1, ("a", "b", "c"), (1, 1, 1), (1.0,) * 3, "127.0.0.1", 29500, "start")
+    for replica_ranks in (2, 0, -1):
+        broken = encode_epoch(replace(epoch, replica_ranks=replica_ranks))
+        with pytest.raises(ValueError):
+            decode(Epoch, broken)
+    # as every reader of the first versions knows it
+    assert b"replica_ranks" not in encode_epoch(epoch)
 
 
 def test_a_stranger_from_long_ago_is_not_waited_for(place):
@@ -510,6 +561,7 @@ def minutes10(tmp_path, members, first, up):
         ),
         store,
         [],
+        RealHost(),
     )
     agent.name, agent._lines = names[0 if first else 1], ears
     agent._stay.epoch = Epoch(1, names, (1,) * members, (1.0,) * members, "", 0, "start")

@@ -35,7 +35,7 @@ from harness.bucket.epochs import newest_epoch, read_epoch
 from harness.bucket.layout import Epoch, Member, epoch_key, member_key
 from harness.core import values
 from harness.core.values import BadObject, NewerProtocol
-from harness.core.world import WrongProtocol, meeting_place
+from harness.core.world import WrongProtocol, meeting_place, whole_replicas
 from storage.errors import NotFound, StoreError
 from storage.objects import ObjectStore
 
@@ -70,6 +70,7 @@ class _Moments:
 class Rendezvous:
     """One member's view. `beat_s`: how often it says that it lives; `dead_s`: silence that means
     death; `calm_s` takes the place of `beat_s` while we train and hear everybody over lines.
+    `replica_ranks`: a world is made of whole replicas of so many ranks; who is left over waits.
     `over`: is the run finished? Then no epoch is begun any more."""
 
     def __init__(
@@ -83,6 +84,7 @@ class Rendezvous:
         calm_s: float = CALM_S,
         join_window_s: float = 1.0,
         min_members: int = 1,
+        replica_ranks: int = 1,
         over: Callable[[], bool] = lambda: False,
         monotonic: Callable[[], float] = time.monotonic,
     ):
@@ -90,6 +92,7 @@ class Rendezvous:
         self._beats = Beats(beat_s, dead_s, max(calm_s, beat_s))
         self.others = Membership(store, lines, self._beats, monotonic)
         self._join_window_s, self._min_members = join_window_s, min_members
+        self._replica_ranks = replica_ranks
         self._monotonic, self._over = monotonic, over
         self._last = _Moments()
         self.is_over = False  # it was, when the next epoch's time had come: there is none
@@ -246,6 +249,13 @@ class Rendezvous:
             and m.protocol == values.PROTOCOL
         ]
 
+    def would_grow(self, current: Epoch, waiting: list[Member], max_world: int | None) -> bool:
+        """Would the world have more ranks if `waiting` got in? Who makes no whole replica
+        waits."""
+        sizes = [*current.nproc, *(m.nproc for m in waiting)]
+        found = whole_replicas(sizes, self._replica_ranks, max_world)
+        return sum(sizes[i] for i in found) > current.world
+
     def try_form(self, max_world: int | None) -> Epoch | None:
         """The newest epoch if we are in it and have not taken part yet; else create the next
         one when its time has come."""
@@ -274,7 +284,10 @@ class Rendezvous:
         ready.sort(key=lambda m: self._order(m, before))
         where = meeting_place([(m.place, m.nproc, m.member in before) for m in ready])
         ready = [m for m in ready if m.place == where]
-        if self.me.place != where or len(ready) < self._min_members:
+        sizes = [m.nproc for m in ready]
+        # what does not fit (more replicas than micro-batches, less than a replica) stays as a spare
+        chosen = [ready[i] for i in whole_replicas(sizes, self._replica_ranks, max_world)]
+        if self.me.place != where or len(ready) < self._min_members or not chosen:
             self._last.settled_s = None
             if fresh_start and self._time_to_ask():
                 self.is_over = self._over()
@@ -292,7 +305,7 @@ class Rendezvous:
         if unproven := self.others.hearsay(last.members):
             self.others.suspect(unproven)
             return None
-        proposal = self._propose(last, ready, max_world)
+        proposal = self._propose(last, ready, chosen)
         if self.me.member not in proposal.members:
             return None
         self._last.settled_s = None
@@ -322,11 +335,7 @@ class Rendezvous:
         # possible.
         return (before.get(m.member, len(before)), m.attempt, m.member)
 
-    def _propose(self, last: Epoch, ready: list[Member], max_world: int | None) -> Epoch:
-        chosen: list[Member] = []
-        for m in ready:  # what does not fit (more ranks than micro-batches) stays as a spare
-            if max_world is None or sum(c.nproc for c in chosen) + m.nproc <= max_world:
-                chosen.append(m)
+    def _propose(self, last: Epoch, ready: list[Member], chosen: list[Member]) -> Epoch:
         failed = [m for m in ready if m.failure]
         if last.epoch == 0 or not any(m.member in last.members for m in chosen):
             reason = "start"
@@ -345,7 +354,7 @@ class Rendezvous:
             failure, step = failed[0].failure, failed[0].failure_step
             same = last.failure == failure and last.failure_step == step
             streak = last.streak + 1 if same else 1
-        first = chosen[0] if chosen else self.me
+        first = chosen[0]
         return Epoch(
             epoch=self._number + 1,
             members=tuple(m.member for m in chosen),
@@ -357,4 +366,5 @@ class Rendezvous:
             streak=streak,
             failure=failure,
             failure_step=step,
+            replica_ranks=self._replica_ranks,
         )

@@ -33,9 +33,17 @@ NO_LIMIT = 1 << 30
 
 
 class RunState:
-    """The run as one member sees it. `attempt` 0: nobody launched it by number."""
+    """The run as one member sees it. `attempt` 0: nobody launched it by number.
+    `replica_ranks`: ranks that do one micro-batch together."""
 
-    def __init__(self, store: ObjectStore, member: str, attempt: int, leaderless_s: float):
+    def __init__(
+        self,
+        store: ObjectStore,
+        member: str,
+        attempt: int,
+        leaderless_s: float,
+        replica_ranks: int = 1,
+    ):
         self.store, self.member, self.attempt = store, member, attempt
         self.snapshots = Snapshots(store)
         self._leaderless = Leaderless(leaderless_s)
@@ -43,6 +51,7 @@ class RunState:
         # what was asked of the run before we looked first is not for us
         self._control_seen: set[str] | None = None
         self._doubt_told = False  # that this node may not stay stands in the bucket
+        self._replica_ranks = replica_ranks
         self._room: int | None = None  # ranks that a step has work for, once that is known
 
     # ---- what is asked ---------------------------------------------------------------------------
@@ -99,7 +108,7 @@ class RunState:
         if self._room is None:
             try:
                 found = Identity.decode(self.store.get(IDENTITY))  # never changes
-                self._room = found.micro_batches or NO_LIMIT
+                self._room = found.micro_batches * self._replica_ranks or NO_LIMIT
             except (NotFound, BadObject):
                 # not there yet, or not ours: workers say what is wrong
                 return None

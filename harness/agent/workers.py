@@ -183,6 +183,7 @@ class Workers:
             "TORCHELASTIC_MAX_RESTARTS": 1_000_000,
             "HARNESS_RUN": self._config.run,
             "HARNESS_REPLICA": self._config.beside.replica,
+            "HARNESS_REPLICA_RANKS": epoch.replica_ranks,
             "HARNESS_EPOCH": epoch.epoch,
             "HARNESS_MARK": self._mark_path,
             "HARNESS_SPEEDS": json.dumps(speeds),

@@ -221,10 +221,13 @@ class Epoch:
     streak: Natural = 0  # how often in a row the script has failed so without any new commit
     failure: str = ""
     failure_step: Natural = 0
+    # ranks that hold one copy of the model together: replica i has ranks [i * this, (i + 1) * this)
+    replica_ranks: Count = 1
     protocol: Natural = field(default_factory=spoken)
 
     @property
     def world(self) -> int:
+        """Ranks."""
         return sum(self.nproc)
 
     def ranks(self, member: str) -> range:
@@ -241,11 +244,18 @@ class Epoch:
                 "wanted members with a number of workers and a speed each, found "
                 f"{len(found.members)}, {len(found.nproc)} and {len(found.speeds)}"
             )
+        if found.replica_ranks < 1 or found.world % found.replica_ranks:
+            raise BadObject(
+                f"wanted whole replicas of {found.replica_ranks} ranks, found {found.world} ranks"
+            )
         return found
 
     def encode(self) -> bytes:
-        """As it lies in the bucket; `h` is its hash, so that an audit sees a changed byte."""
+        """As it lies in the bucket; `h` is its hash, so that an audit sees a changed byte. What is
+        usual and came later than the first epochs is left out."""
         body = json.loads(json.dumps(stamped(dataclasses.asdict(self))))
+        if self.replica_ranks == 1:
+            del body["replica_ranks"]
         return json.dumps({**body, "h": digest(canonical(body))}).encode()
 
 

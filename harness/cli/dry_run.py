@@ -79,7 +79,7 @@ def _newest_steps(store: ObjectStore) -> list[tuple[float, int]]:
     keys = sorted(rec.heads(store.list(SAMPLES)).values())
     with contextlib.suppress(rec.BrokenRecords):
         return [
-            (r.dt, len(r.shares))
+            (r.dt, r.world)
             for r in (rec.decode(store.get(keys[-1]), keys[-1]) if keys else ())
             if r.dt > 0
         ]

@@ -49,6 +49,12 @@ class RunFlags:
         1.0, "relative speed of this node's workers, for uneven shares on mixed hardware", above=0
     )
     min_nodes: int = flag(1, "do not train with fewer nodes than this", at_least=1)
+    replica_ranks: int = flag(
+        0,
+        "ranks that hold one copy of the model together: only whole replicas train, nodes that are "
+        "left over wait; 0: HARNESS_REPLICA_RANKS, else 1",
+        at_least=0,
+    )
     grace_s: float = flag(
         0.0,
         "how long a SIGTERM leaves us before the end; 0: what this cloud promises, 30 s where it "
@@ -144,7 +150,16 @@ class RunFlags:
 def run(flags: RunFlags) -> int:
     """Be this node's agent: join the run, start the script's workers, heed notices."""
     from harness.agent.agent import Agent
-    from harness.agent.config import AgentConfig, Beside, Fitness, Leaving, Timing, Uploads
+    from harness.agent.config import (
+        AgentConfig,
+        Beside,
+        Fitness,
+        Leaving,
+        Timing,
+        Uploads,
+        Worlds,
+    )
+    from harness.agent.host import RealHost
     from harness.agent.leaderless import LOOK_EVERY_S
     from harness.agent.sources import LimitSource, detect, duration, moment, sigterm_s
     from harness.node.processes import die_with_parent
@@ -198,7 +213,7 @@ def run(flags: RunFlags) -> int:
         accelerator=env.get("HARNESS_OFFER", ""),
         speed=flags.speed,
         place=_place(env),
-        min_members=flags.min_nodes,
+        worlds=Worlds(flags.min_nodes, flags.replica_ranks or _replica_ranks(env)),
         timing=Timing(
             beat_s=flags.beat_s or pace.beat_s,
             dead_s=flags.dead_s or pace.dead_s,
@@ -227,12 +242,20 @@ def run(flags: RunFlags) -> int:
         ),
         beside=Beside(trackers, replica, cap_usd),
     )
-    return Agent(config, store, sources).execute()
+    return Agent(config, store, sources, RealHost()).execute()
 
 
 def _hang_limits(hang_after_s: float, stuck_after_s: float) -> Limits:
     usual = Limits(hang_after_s or None)
     return replace(usual, start_s=stuck_after_s, save_s=stuck_after_s) if stuck_after_s else usual
+
+
+def _replica_ranks(env: Any) -> int:
+    """As the environment says. Raises BadInput."""
+    text = env.get("HARNESS_REPLICA_RANKS") or "1"
+    if not (text.isdecimal() and int(text) >= 1):
+        raise BadInput(f"HARNESS_REPLICA_RANKS={text!r}: wanted a number of ranks, at least 1")
+    return int(text)
 
 
 def _nproc(text: str, env: Any) -> int:

@@ -264,7 +264,7 @@ class AgentEnded(Fact):
 # ---- worker --------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class SessionStarted(Fact):
-    """Rank 0 of an epoch is ready to train. `shares`: micro-batches per rank and step."""
+    """Rank 0 of an epoch is ready to train. `shares`: micro-batches per replica and step."""
 
     epoch: int
     world: int

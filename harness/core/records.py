@@ -28,9 +28,9 @@ class StepRecord:
 
     step: int
     epoch: int
-    world: int
-    shares: tuple[int, ...]  # micro-batches per rank
-    samples: int  # really consumed, summed over the ranks
+    world: int  # ranks
+    shares: tuple[int, ...]  # micro-batches per replica (a rank, if replicas have one)
+    samples: int  # really consumed, summed over the replicas
     digest: str
     weight: Reading  # what the gradients were divided by: samples, or valid tokens
     loss: Reading  # weighted mean over the global batch
@@ -43,6 +43,11 @@ class StepRecord:
     # like `digest`, of (position, hash of what was read there); only of streams, whose contents
     # nobody can compute
     contents: str = ""
+
+    @property
+    def replica_ranks(self) -> int:
+        """Ranks that held one copy of the model together."""
+        return self.world // len(self.shares) if self.shares else 1
 
     def chained(self, prev: str) -> StepRecord:
         unsealed = dataclasses.replace(self, prev=prev, h="")

@@ -173,6 +173,37 @@ def meeting_place(found: Sequence[tuple[str, int, bool]]) -> str:
     return max(workers, key=lambda place: workers[place], default="")
 
 
+def whole_replicas(
+    sizes: Sequence[int], replica_ranks: int = 1, max_ranks: int | None = None
+) -> list[int]:
+    """Which members form the next world: only whole replicas can train, and a member takes part
+    with all of its ranks or not at all.
+
+    `sizes`: ranks of each member, in the order in which they are wanted. A member that does not fit
+    below `max_ranks` is left out; then, until the ranks that remain are a multiple of
+    `replica_ranks`, as few ranks as possible, of the last members if there is a choice. Returns
+    places in `sizes`, ascending; empty: no whole replica can be made.
+    """
+    chosen: list[int] = []
+    total = 0
+    for i, size in enumerate(sizes):
+        if max_ranks is None or total + size <= max_ranks:
+            chosen.append(i)
+            total += size
+    if not total % replica_ranks:
+        return chosen
+    # remainder of the ranks that are left out -> (how many, who): the fewest; the first found wins
+    without: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    for i in reversed(chosen):
+        for ranks, who in list(without.values()):
+            more = ranks + sizes[i]
+            found = without.get(more % replica_ranks)
+            if found is None or more < found[0]:
+                without[more % replica_ranks] = (more, (*who, i))
+    _, out = without[total % replica_ranks]
+    return [i for i in chosen if i not in out]
+
+
 @dataclass(frozen=True)
 class Launch:
     offer: Offer

@@ -380,6 +380,11 @@ class NodeUploader:
         self._line: Line | None = None
         self._deadline_s: float | None = None
 
+    @property
+    def folder(self) -> Path:
+        """Where snapshots are staged."""
+        return self.stage.folder
+
     def ensure(self) -> None:
         """Start it, or start it again."""
         if self._process is not None and self._process.poll() is None:

@@ -406,10 +406,13 @@ class _Audit:
                 f"{where}: wanted a global batch of {batching.global_batch} samples, found "
                 f"{r.samples}"
             )
-        if sum(r.shares) != batching.micro_batches or min(r.shares) < 0 or len(r.shares) != r.world:
+        world = self.worlds.get(r.epoch)
+        size = world.replica_ranks if world else r.replica_ranks
+        whole = len(r.shares) * size == r.world
+        if sum(r.shares) != batching.micro_batches or min(r.shares) < 0 or not whole:
             raise Violation(
-                f"{where}: wanted {batching.micro_batches} micro-batches over {r.world} ranks, "
-                f"found shares {list(r.shares)}"
+                f"{where}: wanted {batching.micro_batches} micro-batches over {r.world} ranks"
+                f"{f' in replicas of {size}' * (size > 1)}, found shares {list(r.shares)}"
             )
         if r.digest != (wanted := f"{expected_digest(batching, r.step):016x}"):
             raise Violation(

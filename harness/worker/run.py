@@ -66,7 +66,10 @@ class Run:
         """Without an agent (plain torchrun, or one process) the epoch is ours to make."""
         while True:
             number = max(epoch_numbers(self.store), default=0) + 1
-            epoch = Epoch(number, ("torchrun",), (self.peers.world,), (1.0,), "", 0, "start")
+            epoch = Epoch(
+                *(number, ("torchrun",), (self.peers.world,), (1.0,), "", 0, "start"),
+                replica_ranks=self.peers.replica_ranks,
+            )
             if self.store.create(epoch_key(number), epoch.encode()):
                 return number
 
