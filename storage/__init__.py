@@ -67,3 +67,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(state, name)
     raise AttributeError(f"module 'storage' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PURE = {  # by file; no torch, sky, sockets, wall clock, global randomness
-    "core": {"batch", "facts", "prices", "records", "world"},
+    "core": {"batch", "dotted", "facts", "prices", "records", "world"},
     "bucket": {"beats", "lease", "orders"},
     "controller": {"book", "policies", "recovery"},
     "clouds": {"market"},

@@ -31,7 +31,7 @@ from harness.agent.helpers import Helpers
 from harness.agent.lines import Lines
 from harness.agent.machine import Act, Event, Life, Node, Now
 from harness.agent.memory import Due, Past, Stay
-from harness.agent.notices import Source, watch
+from harness.agent.notices import NoticeSource, watch
 from harness.agent.rendezvous import Rendezvous, free_port
 from harness.agent.run_state import NO_LIMIT, RunState
 from harness.agent.workers import Workers
@@ -63,7 +63,7 @@ WHY_UNFINISHED = (
 class Agent:
     """One node's part in a run. `execute` returns the exit code."""
 
-    def __init__(self, config: AgentConfig, store: ObjectStore, sources: list[Source]):
+    def __init__(self, config: AgentConfig, store: ObjectStore, sources: list[NoticeSource]):
         c = config
         self.config, self.sources = c, sources
         self.name = f"m{c.attempt:04d}-{secrets.token_hex(3)}"
