@@ -16,7 +16,9 @@ ROOT = Path(__file__).parent.parent
 DOORS = {
     "harness": "harness/__init__.py",
     "harness.policies": "harness/controller/policies.py",
+    "harness.testing": "harness/testing/__init__.py",
     "storage": "storage/__init__.py",
+    "storage.testing": "storage/testing.py",
 }
 
 
@@ -95,3 +97,15 @@ def test_a_door_loads_no_more_than_it_must():
     assert run_python(code).strip() == "[]"
     code = "import sys; from harness import Notice, View; print('harness.worker' in sys.modules)"
     assert run_python(code).strip() == "False"
+
+
+def test_fakes_need_no_pytest():
+    code = (
+        "import sys; sys.modules['pytest'] = None\n"
+        "from harness.testing import SimCloud, VirtualClock, MetadataServer, LocalCloud, situation\n"
+        "from storage.faults import FaultyStore\n"
+        "for door in ('harness.testing', 'storage.testing'):\n"
+        "    try: exec(f'from {door} import ' + ('PolicyContract' if door[0] == 'h' else 'corrupt'))\n"
+        "    except ImportError as e: print('spotharness[testing]' in str(e))"
+    )
+    assert run_python(code).split() == ["True", "True"]

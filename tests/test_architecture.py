@@ -19,6 +19,7 @@ PURE = {  # by file; no torch, sky, sockets, wall clock, global randomness
     "worker": {"machine"},
     "views": {"ledger", "painting", "rows"},
     "proof": {"invariants", "sim", "sim_members", "sim_world"},
+    "testing": {"situations"},
 }
 ROOMS = [f"{package}/{name}" for package, names in PURE.items() for name in sorted(names)]
 # ... and what pure rooms may use besides
@@ -51,6 +52,7 @@ BELOW: dict[str, set[str]] = {  # which packages a package may import; so there 
         "views",
         "controller",
     },
+    "testing": {"core", "clouds", "agent", "controller", "proof"},
 }
 BANNED = {
     "torch",
