@@ -29,11 +29,10 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 
 from storage import dcp, errors
 from storage.errors import (
@@ -48,13 +47,13 @@ from storage.leases import Watch, reading
 from storage.manifest import PARTS, Manifest, Ref, SnapshotCorrupt
 from storage.objects import ObjectStore
 from storage.opening import normalize, open_store
+from storage.ranks import Ranks
 from storage.restore import PAUSES_S, Looks, Restore, Rewind, this_machine
 from storage.retention import Keep
 from storage.snapshots import Snapshots
 from storage.trees import TAG, path_name
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 BY = "storage.save"  # in a manifest's data["by"]: who saved it
 
@@ -90,7 +89,7 @@ def save(
     if step < 0:
         raise ValueError(f"save(step={step}): wanted a number of steps, 0 or more")
     kept = Keep(last=keep) if isinstance(keep, int) else keep
-    ranks = _Ranks(alone)
+    ranks = Ranks(alone)
     store, _ = _opened(url)
     snapshots = Snapshots(store)
     tensors, plain = ranks.each(lambda: _split(_plain(state)))
@@ -177,6 +176,7 @@ def load(
     *,
     step: int | None = None,
     into: Any = None,
+    only: Collection[str] | None = None,
     allow_rewind: bool = False,
     alone: bool = False,
     look_again_s: Sequence[float] = PAUSES_S,
@@ -186,6 +186,7 @@ def load(
     into:          what to load in place: tensors, objects with `load_state_dict`, and dicts and
                    lists of them. All that was saved is loaded; what `into` lacks is made new and
                    put in its dicts. It is returned. None: a new state, its tensors on the CPU.
+    only:          of a state that is a dict: these keys alone, such as ["model"].
     allow_rewind:  pass over more than one damaged snapshot.
     alone:         this process alone loads, though torch.distributed is initialized.
     look_again_s:  seconds between the looks at what seems damaged.
@@ -193,13 +194,13 @@ def load(
     an error, tensors of `into` may hold a mixture of several. Raises NoSnapshot, StateMismatch,
     SnapshotCorrupt (of `step`), Rewind, StoreError.
     """
-    ranks = _Ranks(alone)
+    ranks = Ranks(alone)
     store, reopen = _opened(url)
     one = _Load(
         ranks,
         Snapshots(store),
         Looks(reopen, time.sleep, tuple(look_again_s)),
-        ranks.each(lambda: _Into(into)),
+        ranks.each(lambda: _Into(into, only)),
     )
     state = one.newest(allow_rewind) if step is None else one.at(step)
     if into is None:
@@ -210,7 +211,7 @@ def load(
 class _Load:
     """One load on all ranks."""
 
-    def __init__(self, ranks: _Ranks, snapshots: Snapshots, looks: Looks, into: _Into):
+    def __init__(self, ranks: Ranks, snapshots: Snapshots, looks: Looks, into: _Into):
         self._ranks, self._snapshots, self._looks, self._into = ranks, snapshots, looks, into
         self._host = this_machine()
 
@@ -323,8 +324,8 @@ class _Load:
 class _Into:
     """What a state is loaded into. Raises UnsupportedValue if it cannot be a state."""
 
-    def __init__(self, into: Any):
-        self._into = into
+    def __init__(self, into: Any, only: Collection[str] | None):
+        self._into, self._only = into, only
         self._have = {} if into is None else _split(_plain(into))[0]
         self._parameters = dict(_optimizers(into, ()))
 
@@ -335,7 +336,7 @@ class _Into:
             raise StateMismatch(
                 f"snapshot {ref}: it holds no whole state (storage.save and harness save such)"
             )
-        plain = manifest.data["state"]
+        plain = _part(ref, manifest.data["state"], self._only)
         _check(self._into, plain, ())
         names = set(_names(plain))
         try:
@@ -379,6 +380,19 @@ def _names(plain: Any) -> list[str]:
     if plain.get(TAG) in ("tensor", "ndarray") and "name" in plain:
         return [plain["name"]]
     return [name for one in plain.values() for name in _names(one)]
+
+
+def _part(ref: Ref, plain: Any, only: Collection[str] | None) -> Any:
+    """Raises StateMismatch if there is no such part."""
+    if only is None:
+        return plain
+    have = plain if isinstance(plain, dict) and TAG not in plain else {}
+    if missing := [key for key in only if key not in have]:
+        raise StateMismatch(
+            f"snapshot {ref}: wanted only {missing[0]!r} and the like, found "
+            f"{', '.join(have) or 'a state that is no dict of names'}"
+        )
+    return {key: have[key] for key in only}
 
 
 def _check(into: Any, plain: Any, path: tuple[str, ...]) -> None:
@@ -446,69 +460,6 @@ def _opened(
         where = normalize(os.fspath(url))
         return open_store(where), functools.partial(open_store, where)
     return url, lambda: url
-
-
-# ---- ranks ---------------------------------------------------------------------------------------
-class _Ranks:
-    """Who saves or loads together: all ranks of torch.distributed, or this process alone."""
-
-    def __init__(self, alone: bool):
-        together = not alone and dist.is_available() and dist.is_initialized()
-        self.group = dist.group.WORLD if together and dist.get_world_size() > 1 else None
-        self.rank = 0 if self.group is None else dist.get_rank()
-        self.world = 1 if self.group is None else dist.get_world_size()
-
-    def gather(self, mine: Any) -> list[Any]:
-        """What each rank gives, in order."""
-        if self.group is None:
-            return [mine]
-        everyone: list[Any] = [None] * self.world
-        dist.all_gather_object(everyone, mine, group=self.group)
-        return everyone
-
-    def each(self, do: Callable[[], T]) -> T:
-        """Every rank does it: what it got. If one fails, all raise."""
-        return self._told(do, lambda mine, failed: self.gather(failed))
-
-    def first(self, do: Callable[[], T]) -> T:
-        """Rank 0 does it, and tells all what it got. If it fails, all raise."""
-        told: list[Any] = [None]
-
-        def tell(mine: T | None, failed: tuple[str, str] | None) -> list[Any]:
-            told[0] = mine, failed
-            if self.group is not None:
-                dist.broadcast_object_list(told, src=0, group=self.group)
-            return [told[0][1]]
-
-        self._told(do if self.rank == 0 else lambda: None, tell)
-        found: T = told[0][0]
-        return found
-
-    def _told(
-        self, do: Callable[[], T], tell: Callable[[T | None, tuple[str, str] | None], list[Any]]
-    ) -> T:
-        mine: T | None = None
-        failed: Exception | None = None
-        try:
-            mine = do()
-        except Exception as e:  # told to all, or they would wait for us for ever
-            failed = e
-        said = tell(mine, None if failed is None else (type(failed).__name__, str(failed)))
-        if failed is not None:
-            raise failed
-        for rank, other in enumerate(said):
-            if other is not None:
-                raise _named(rank, *other)
-        return mine  # type: ignore[return-value]
-
-
-def _named(rank: int, kind: str, text: str) -> StoreError:
-    """The error of another rank, of the same class if it is one of ours."""
-    known = {"SnapshotCorrupt": SnapshotCorrupt, "Rewind": Rewind}
-    one = getattr(errors, kind, known.get(kind))
-    if isinstance(one, type) and issubclass(one, StoreError):
-        return one(f"rank {rank}: {text}")
-    return StoreError(f"rank {rank}: {kind}: {text}")
 
 
 __all__ = ["load", "save"]

@@ -1,6 +1,7 @@
 """`storage.save` and `storage.load`: one process, then real gloo worlds."""
 
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -130,6 +131,40 @@ def test_in_place_goes_into_nested_containers_and_adds_what_is_lacking(store: Me
     assert torch.equal(mine, weights(1)) and torch.equal(other, weights(2))
     assert into["a"][0] is not None and into["a"][1] == 5
     assert torch.equal(into["new"], weights(3))
+
+
+def test_a_part_of_it_reads_no_more(store: MemoryStore) -> None:
+    model, optimizer = trained()
+    storage.save(store, {"model": model, "optimizer": optimizer, "step": 2}, step=2)
+    back = storage.load(store, only=["model"])
+    assert list(back) == ["model"] and torch.equal(back["model"]["0.weight"], model[0].weight)
+    into = {"model": nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))}
+    storage.load(store, into=into, only=["model"])
+    assert list(into) == ["model"] and torch.equal(into["model"][0].weight, model[0].weight)
+    with pytest.raises(storage.StateMismatch, match="'ema' and the like, found model, optimizer"):
+        storage.load(store, only=["model", "ema"])
+    storage.save(store, 5, step=3)
+    with pytest.raises(storage.StateMismatch, match="no dict of names"):
+        storage.load(store, only=["model"])
+
+
+def test_the_loop_of_the_page_resumes(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "SNAPSHOTS.md").read_text()
+    (code,) = re.findall(r"```python\n(import storage\n.*?)```", page, re.S)
+    done = []
+
+    def run(total: int) -> Any:
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.AdamW(model.parameters())
+        names = {"model": model, "optimizer": optimizer, "total": total, "url": str(tmp_path)}
+        exec(code, names | {"train_a_step": lambda *given: done.append(given)})
+        return model
+
+    first = run(200)
+    assert len(done) == 200
+    assert torch.equal(run(300).weight, first.weight)
+    assert len(done) == 300
+    assert steps(storage.open_store(str(tmp_path))) == [300, 200, 100]
 
 
 # ---- which snapshot ------------------------------------------------------------------------------
