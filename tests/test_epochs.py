@@ -14,7 +14,7 @@ import pytest
 from harness.agent.lines_protocol import Heard
 from harness.agent.membership import Ears, Membership
 from harness.agent.rendezvous import Rendezvous
-from harness.bucket.epochs import EPOCHS, Epoch, Member, encode_epoch, epoch_key
+from harness.bucket.layout import EPOCHS, Epoch, Member, epoch_key
 from storage.errors import NotFound
 from storage.explore import Violation, explore
 from storage.files import MemoryStore
@@ -154,7 +154,7 @@ class Checker:
 def world(*names):
     """The bucket of an epoch 1 that these are in, and the epoch."""
     epoch = Epoch(1, names, (1,) * len(names), (1.0,) * len(names), "10.0.0.1", 1, "start")
-    objects = {epoch_key(1): encode_epoch(epoch)}
+    objects = {epoch_key(1): epoch.encode()}
     for n in names:
         objects[f"rdzv/members/{n}.json"] = json.dumps(
             asdict(Member(n, "in", 1, "10.0.0.1", 1, 1, nproc=1, attempt=0, beat=2))

@@ -23,7 +23,7 @@ from harness.agent.lines_protocol import (
     proof,
 )
 from harness.agent.membership import FULL_MESH, neighbours
-from harness.bucket.epochs import Member
+from harness.bucket.layout import Member
 from harness.proof.crowd import Crowd
 
 MANY = 40

@@ -11,8 +11,9 @@ import pytest
 from test_agent import nodes  # noqa: F401 - a fixture
 from worlds import history, newest, train
 
-from harness.bucket.epochs import encode_epoch, epoch_key, read_epoch
+from harness.bucket.epochs import read_epoch
 from harness.bucket.journal import read_facts
+from harness.bucket.layout import epoch_key
 from harness.core.batch import Batching, expected_digest
 from harness.core.facts import EpochStarted, SessionStarted, Validated
 from harness.core.world import BadInput
@@ -74,7 +75,7 @@ def test_a_split_model_trains_as_a_whole_one(whole, tmp_path, world):
     assert audit(store).ok
     if world == 4:  # a record of four replicas would be a lie
         epoch = dataclasses.replace(read_epoch(store, 1), replica_ranks=1)
-        store.put(epoch_key(1), encode_epoch(epoch))
+        store.put(epoch_key(1), epoch.encode())
         assert "over 4 ranks, found shares [3, 3]" in str(audit(store).checks)
 
 

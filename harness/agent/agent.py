@@ -26,11 +26,11 @@ from harness.agent.config import AgentConfig
 from harness.agent.host import Host
 from harness.agent.machine import Act, Event, Life, Node, Now
 from harness.agent.memory import Due, Past, Stay
-from harness.agent.notices import Source
+from harness.agent.notices import NoticeSource
 from harness.agent.rendezvous import Rendezvous
 from harness.agent.run_state import RunState
-from harness.bucket.epochs import Epoch, Member
 from harness.bucket.journal import Journal
+from harness.bucket.layout import Epoch, Member
 from harness.core.facts import (
     AgentEnded,
     AgentStarted,
@@ -66,7 +66,9 @@ WHY_UNFINISHED = (
 class Agent:
     """One node's part in a run. `execute` returns the exit code; it is `begin`, turns, `close`."""
 
-    def __init__(self, config: AgentConfig, store: ObjectStore, sources: list[Source], host: Host):
+    def __init__(
+        self, config: AgentConfig, store: ObjectStore, sources: list[NoticeSource], host: Host
+    ):
         c, now = config, host.monotonic()
         self.config, self.sources, self._host = c, sources, host
         self.name = f"m{c.attempt:04d}-{host.token()}"

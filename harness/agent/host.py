@@ -26,10 +26,10 @@ from harness.agent.helpers import Helpers
 from harness.agent.lines import Lines
 from harness.agent.machine import Event
 from harness.agent.membership import Ears
-from harness.agent.notices import Source, watch
+from harness.agent.notices import NoticeSource, watch
 from harness.agent.rendezvous import Rendezvous, free_port
 from harness.agent.workers import Workers
-from harness.bucket.epochs import Epoch
+from harness.bucket.layout import Epoch
 from harness.core.facts import Fact
 from harness.node.marks import Want
 from harness.node.progress import Sign
@@ -118,7 +118,7 @@ class Host(Protocol):
     def uploads(self, config: AgentConfig, member: str) -> UploadService: ...
     def lines(self, config: AgentConfig, member: str) -> PeerLines: ...
     def free_port(self, addr: str) -> int: ...
-    def listen(self, config: AgentConfig, sources: list[Source], tell: Tell) -> Listening: ...
+    def listen(self, config: AgentConfig, sources: list[NoticeSource], tell: Tell) -> Listening: ...
 
     def start_beats(self, rendezvous: Rendezvous) -> None:
         """Have it say what it is now, and from then on beat when it is due. Raises StoreError."""
@@ -174,7 +174,7 @@ class RealHost:
     def free_port(self, addr: str) -> int:
         return free_port(addr)
 
-    def listen(self, config: AgentConfig, sources: list[Source], tell: Tell) -> Listening:
+    def listen(self, config: AgentConfig, sources: list[NoticeSource], tell: Tell) -> Listening:
         def signalled(number: int, _: object) -> None:
             tell(machine.Signalled(signal.Signals(number).name))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness.agent.ends import End, Fruitless
-from harness.bucket.epochs import NO_EPOCH, Epoch
+from harness.bucket.layout import NO_EPOCH, Epoch
 
 # the loop stood still for so long: nobody else's silence is judged by that time
 FROZEN_S = 3.0

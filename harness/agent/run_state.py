@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from harness.agent.leaderless import Leaderless
 from harness.agent.machine import Node
-from harness.bucket.epochs import Epoch
 from harness.bucket.layout import (
     CONTROL,
     DOUBT,
@@ -16,6 +15,7 @@ from harness.bucket.layout import (
     LEAVE,
     SNAPSHOT,
     STOP_KEY,
+    Epoch,
     Identity,
     StopOrder,
     order_by,

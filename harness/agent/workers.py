@@ -22,7 +22,7 @@ from typing import IO
 from harness.agent.config import AgentConfig
 from harness.agent.ends import WorkerEnd
 from harness.agent.nursery import Forked, Nursery
-from harness.bucket.epochs import NO_EPOCH, Epoch
+from harness.bucket.layout import NO_EPOCH, Epoch
 from harness.core.facts import Fact, WorkerHung
 from harness.node import marks, progress
 from harness.node.marks import Want

@@ -3,21 +3,10 @@ them. What they consist of, and their keys, are in `layout.py`."""
 
 from __future__ import annotations
 
-from harness.bucket.layout import EPOCHS as EPOCHS
-from harness.bucket.layout import MEMBERS as MEMBERS
-from harness.bucket.layout import NO_EPOCH as NO_EPOCH
-from harness.bucket.layout import Epoch as Epoch
-from harness.bucket.layout import Member as Member
-from harness.bucket.layout import epoch_key as epoch_key
-from harness.bucket.layout import epoch_of
+from harness.bucket.layout import EPOCHS, NO_EPOCH, Epoch, epoch_key, epoch_of
 from harness.core.values import BadObject, NewerProtocol
 from storage.errors import NotFound
 from storage.objects import ObjectStore
-
-
-def encode_epoch(epoch: Epoch) -> bytes:
-    """As it lies in the bucket."""
-    return epoch.encode()
 
 
 def read_epoch(store: ObjectStore, epoch: int) -> Epoch:

@@ -62,8 +62,8 @@ class RunFlags:
     )
     notices: str = flag(
         "",
-        "where to listen for notices, such as aws,kubernetes, or none; default: what this machine "
-        "says of itself",
+        "where to listen for notices, such as aws,kubernetes, a source of your own as "
+        "package.module:function, auto (what this machine says of itself), or none; default: auto",
     )
     notice_ack: str = flag(
         "own",

@@ -31,7 +31,7 @@ from harness.agent.lines_protocol import (
 )
 from harness.agent.membership import Ears
 from harness.agent.rendezvous import READS, Rendezvous
-from harness.bucket.epochs import EPOCHS, NO_EPOCH, Epoch, Member
+from harness.bucket.layout import EPOCHS, NO_EPOCH, Epoch, Member
 from storage.errors import NotFound
 
 REQUEST_S = 0.030  # one request of the bucket
