@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -168,6 +169,30 @@ def forget_stop(store: ObjectStore) -> None:
 
 
 @dataclass
+class _Since:
+    """When something began, by attempt."""
+
+    unseen_s: dict[int, float] = field(default_factory=dict)  # intended, not shown by the cloud
+    told_s: dict[int, float] = field(default_factory=dict)  # told to go
+    asked_s: dict[int, float] = field(default_factory=dict)  # asked to leave
+
+
+@dataclass
+class _Listener:
+    """Who beats in the bucket, as of the last look."""
+
+    beats: Beats
+    heard: list[Beat] = field(default_factory=list)
+    heard_s: float = -math.inf
+
+    def listen(self, attempts: Collection[int], now: float) -> list[Beat]:
+        """What is heard of these; the last answer, if that was a moment ago."""
+        if attempts and now - self.heard_s >= LISTEN_S:
+            self.heard, self.heard_s = self.beats.look(attempts), now
+        return self.heard
+
+
+@dataclass
 class Loop:
     """One controller's turn at the wheel. What it holds besides the book may be forgotten
     without harm."""
@@ -178,24 +203,19 @@ class Loop:
     journal: Journal
     lease: Lease
     book: Book
-    # intended, not shown by the cloud: since when
-    unseen_s: dict[int, float] = field(default_factory=dict)
-    told_s: dict[int, float] = field(default_factory=dict)  # told to go: when
-    asked_s: dict[int, float] = field(default_factory=dict)  # asked to leave: when
+    since: _Since = field(default_factory=_Since)
     strays: list[Node] = field(default_factory=list)  # alive, but not in the book
     shown: set[int] = field(default_factory=set)  # attempts that the cloud knows
     # attempts that it does not, and that beat in the bucket
     beating: set[int] = field(default_factory=set)
     late: dict[int, Node] = field(default_factory=dict)  # given up as lost, and seen to beat since
-    beats: Beats = field(init=False)
-    heard: list[Beat] = field(default_factory=list)
-    heard_s: float = -math.inf
+    listener: _Listener = field(init=False)
     newest: Manifest | None = None
     ending_s: float | None = None
     waiting: str | None = None  # the reason written down last
 
     def __post_init__(self) -> None:
-        self.beats = Beats(self.world.store, self.world.clock.now)
+        self.listener = _Listener(Beats(self.world.store, self.world.clock.now))
 
     def note(self, fact: Fact) -> None:
         self.journal.record(fact)
@@ -252,7 +272,7 @@ class Loop:
         for node in self.strays:
             self.dismiss(node.attempt)
         for node in shown.values():
-            self.unseen_s.pop(node.attempt, None)
+            self.since.unseen_s.pop(node.attempt, None)
             ended = book.ended.get(node.attempt)
             if node.attempt in book.open and node.alive:
                 if node.up_s is not None and book.open[node.attempt].up_s is None:
@@ -281,13 +301,12 @@ class Loop:
             if e.end == "lost" and e.attempt in book.offers and now - e.gone_s < LOST_S
         )
         lost = ({e.attempt for e in given_up} | self.late.keys()) - self.shown
-        if (unshown or lost) and now - self.heard_s >= LISTEN_S:
-            self.heard, self.heard_s = self.beats.look({*unshown, *lost}), now
-        alive = {beat.attempt for beat in self.heard if not beat.silent(self.run.lost_after_s)}
-        moved = {beat.attempt for beat in self.heard if beat.moved}
+        heard = self.listener.listen({*unshown, *lost}, now)
+        alive = {beat.attempt for beat in heard if not beat.silent(self.run.lost_after_s)}
+        moved = {beat.attempt for beat in heard if beat.moved}
         self.beating = alive & moved & {*unshown, *lost}
         for attempt, node in unshown.items():
-            unseen_s = now - self.unseen_s.setdefault(attempt, now)
+            unseen_s = now - self.since.unseen_s.setdefault(attempt, now)
             # since when, nobody says: rather too early than too late
             if attempt in self.beating and node.up_s is None:
                 self.note(AttemptUp(attempt, node.asked_s))
@@ -437,12 +456,12 @@ class Loop:
     def still_leaving(self, attempt: int, reason: str, grace_s: float) -> bool:
         """Ask a node to snapshot and leave; is its time for that not over yet?"""
         now = self.world.clock.now()
-        if grace_s > 0 and attempt not in self.asked_s:
+        if grace_s > 0 and attempt not in self.since.asked_s:
             self.lease.check()
             if self.ask_to_leave(attempt, reason):
                 self.note(Decided("release", f"attempt {attempt}: {reason}"))
-            self.asked_s[attempt] = now
-        return now < self.asked_s.get(attempt, now - grace_s) + grace_s
+            self.since.asked_s[attempt] = now
+        return now < self.since.asked_s.get(attempt, now - grace_s) + grace_s
 
     def ask_to_leave(self, attempt: int, reason: str) -> bool:
         """Through the bucket. False: it was asked before."""
@@ -451,12 +470,12 @@ class Loop:
     def dismiss(self, attempt: int) -> None:
         """Have a node terminated; again from time to time for as long as it is seen."""
         now = self.world.clock.now()
-        if now - self.told_s.get(attempt, -REPEAT_S) >= REPEAT_S:
+        if now - self.since.told_s.get(attempt, -REPEAT_S) >= REPEAT_S:
             self.lease.check()
             self.world.cloud.terminate(attempt)
             if attempt in self.beating:  # the cloud cannot end what it does not know
                 self.ask_to_leave(attempt, "it is to be ended, and the cloud does not show it")
-            self.told_s[attempt] = now
+            self.since.told_s[attempt] = now
             self.note(Decided("terminate", f"attempt {attempt}"))
 
     def ask_to_stop(self, reason: str, failed: bool) -> None:
