@@ -95,7 +95,7 @@ class Rendezvous:
         self.store, self.me, self.lines = store, replace(me, key=me.key or lines.key), lines
         self._beats = Beats(beat_s, dead_s, max(calm_s, beat_s))
         self.others = Membership(store, lines, self._beats, monotonic)
-        self._join_window_s, self._min_members = join_window_s, min_members
+        self._join_window_s, self.min_members = join_window_s, min_members
         self._monotonic, self._over = monotonic, over
         self._last = _Moments()
         self.is_over = False  # it was, when the next epoch's time had come: there is none
@@ -239,7 +239,7 @@ class Rendezvous:
         ready.sort(key=lambda m: self._order(m, before))
         where = meeting_place([(m.place, m.nproc, m.member in before) for m in ready])
         ready = [m for m in ready if m.place == where]
-        if self.me.place != where or len(ready) < self._min_members:
+        if self.me.place != where or len(ready) < self.min_members:
             self._last.settled_s = None
             if fresh_start and self._time_to_ask():
                 self.is_over = self._over()
