@@ -419,7 +419,7 @@ def grouped_late_commit(kind: type[Snapshots]) -> Explored:
     """A committer that does all and a pruner meet while NEWER is committed, and somebody reads."""
     objects = uncommitted(kind, 2, (OLD, NEWER))
     actors = {"committer": committer(kind, NEW, 2), "pruner": pruner(kind), "reader": reader(kind)}
-    return explore(actors, objects, check(kind, NEWER), unknowns=1, max_states=3_000_000)
+    return explore(actors, objects, check(kind, NEWER), max_states=3_000_000)
 
 
 def grouped_mergers(kind: type[Snapshots]) -> Explored:
