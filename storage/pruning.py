@@ -144,7 +144,7 @@ class Pruner:
     def _take_back(self, ref: Ref, keys: Collection[str]) -> None:
         """First the part lists: without them nobody commits it."""
         for key in keys:
-            if key.startswith(f"{PARTS}{ref.name}/list-"):
+            if key.startswith((f"{PARTS}{ref.name}/list-", f"{PARTS}{ref.name}/group-")):
                 self._store.delete(key)
         self._store.delete(manifest_key(ref))
 

@@ -39,6 +39,7 @@ from storage.weights import combined, weights_sum
 
 LANES = 4  # parts on their way at once
 COMMIT_TIMEOUT_S = 600.0  # the longest wait for the other ranks' shares
+POLITE_S = 10.0  # of a world of many ranks, so long the first rank of each group merges it
 GIVE_UP_BEFORE_S = 0.5  # the deadline: time to say so
 
 Check = Callable[[Ref], None]  # raises when a snapshot may no longer be committed
@@ -199,14 +200,17 @@ class Uploader:
         )
         one.requests = self._pacer.requests
         self._check(job.ref)  # sending may have taken long
-        manifest = self.snapshots.commit(job.ref, job.world)
+        manifest = self.snapshots.commit(job.ref, job.world, job.rank)
         one.written = True
         deadline_s, pause_s = time.monotonic() + self._commit_timeout_s, 0.02
         while manifest is None and time.monotonic() < deadline_s and not self._is_old(one):
             time.sleep(pause_s)  # other ranks are still writing
             pause_s = min(2 * pause_s, 1.0)
             self._check(job.ref)
-            manifest = self.snapshots.commit(job.ref, job.world)
+            waited_s = time.monotonic() - (deadline_s - self._commit_timeout_s)
+            # who should merge may be gone; not all others at once
+            polite = waited_s < POLITE_S * (1.0 + job.rank / job.world)
+            manifest = self.snapshots.commit(job.ref, job.world, job.rank if polite else None)
             if (
                 manifest is None
                 and pause_s == 1.0

@@ -41,7 +41,7 @@ def world(members, seed=1):
         crowd.join(name)
     assert crowd.scheduler.run(lambda: crowd.trains(names), 30.0)
     for m in crowd.living():
-        m.rendezvous._min_members = crowd.min_members = 1
+        m.rendezvous.min_members = crowd.min_members = 1
     crowd.scheduler.run(lambda: False, crowd.scheduler.now + 3.0)
     return crowd
 

@@ -10,6 +10,7 @@ whoever speaks.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from enum import IntEnum
 from typing import Any
 
 MOST_NAMES = 8192  # of members that are remembered; who comes later is not passed on
+CACHED = 2048  # records and lines that were read and may come again
 AGAIN_S = 5.0  # the same doubt is not passed on more often than this
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 
@@ -64,23 +66,19 @@ class Gossip:
 
     def learn(self, name: str, text: bytes) -> bytes:
         """A record of `name`, from itself, from the bucket or by hearsay."""
-        try:
-            body = json.loads(text)
-            beat, owner = body.pop("beat"), body.pop("member")
-        except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
-            return b""
+        owner, new = _read(text)
         known = self.records.get(name)
-        if name == self.me or owner != name or type(beat) is not int or b"\n" in text:
+        if new is None or name == self.me or owner != name:
             return b""
+        beat = new.beat
         if (known and beat <= known.beat) or (not known and len(self.records) >= MOST_NAMES):
             return b""
-        body.pop("beat_s", None)
-        self.records[name] = _Record(beat, text, body)
+        self.records[name] = new
         self._news[name] = text
         if name in self.doubts and self.doubts[name].beat < beat:
             del self.doubts[name]
         # a beat that says nothing new is for those who follow it
-        return b"" if known and known.meaning == body else self._record_line(name)
+        return b"" if known and known.meaning == new.meaning else self._record_line(name)
 
     def doubt(self, name: str, grade: Grade, now: float, beat: int = -1) -> bytes:
         """Something speaks against it, since its record `beat` (-1: since the newest)."""
@@ -140,6 +138,20 @@ class Gossip:
         return f"@{name} {record.beat} ".encode() + record.text + b"\n"
 
 
+@functools.lru_cache(maxsize=CACHED)
+def _read(text: bytes) -> tuple[str, _Record | None]:
+    """Whose record it is, and what it says; None: it is none."""
+    try:
+        body = json.loads(text)
+        beat, owner = body.pop("beat"), body.pop("member")
+        body.pop("beat_s", None)
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
+        return "", None
+    good = isinstance(owner, str) and type(beat) is int and b"\n" not in text
+    return (owner, _Record(beat, text, body)) if good else ("", None)
+
+
+@functools.lru_cache(maxsize=CACHED)
 def subject(line: bytes) -> str:
     """Whom a line of gossip is about; "": it is none."""
     name = line[1:].partition(b" ")[0].decode(errors="replace")

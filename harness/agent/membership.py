@@ -17,6 +17,7 @@ defaults where one is sane, and an object that still makes no sense is passed ov
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -50,6 +51,12 @@ def neighbours(me: str, names: Collection[str]) -> set[str]:
         found |= {ring[(at + d) % len(ring)] for d in (distance, -distance)}
         distance *= 3
     return found - {me}
+
+
+@functools.lru_cache(maxsize=2048)  # the same word comes from several sides
+def _decoded(record: bytes) -> Member:
+    """Raises ValueError."""
+    return Member.decode(record)
 
 
 class Ears(Protocol):
@@ -247,7 +254,7 @@ class Membership:
             if name != me.member:
                 # not a record of our kind: the bucket will say it
                 with contextlib.suppress(ValueError):
-                    self._hear(Member.decode(record), now)
+                    self._hear(_decoded(record), now)
         circle.callers |= {
             n for n in overheard.callers if n not in self.seen or self.seen[n].dead
         } - {me.member}
@@ -373,7 +380,7 @@ class Membership:
         if heard.record and heard.record != seen.record:
             seen.record = heard.record
             with contextlib.suppress(ValueError):
-                self._update(seen, Member.decode(heard.record), now)
+                self._update(seen, _decoded(heard.record), now)
         if heard.up:
             seen.sign_s, seen.dead, seen.moved = now, False, True
             self._circle.suspects.pop(name, None)

@@ -91,7 +91,7 @@ class Rendezvous:
         self.store, self.me, self.lines = store, replace(me, key=me.key or lines.key), lines
         self._beats = Beats(beat_s, dead_s, max(calm_s, beat_s))
         self.others = Membership(store, lines, self._beats, monotonic)
-        self._join_window_s, self._min_members = join_window_s, min_members
+        self._join_window_s, self.min_members = join_window_s, min_members
         self._replica_ranks = replica_ranks
         self._monotonic, self._over = monotonic, over
         self._last = _Moments()
@@ -287,7 +287,7 @@ class Rendezvous:
         sizes = [m.nproc for m in ready]
         # what does not fit (more replicas than micro-batches, less than a replica) stays as a spare
         chosen = [ready[i] for i in whole_replicas(sizes, self._replica_ranks, max_world)]
-        if self.me.place != where or len(ready) < self._min_members or not chosen:
+        if self.me.place != where or len(ready) < self.min_members or not chosen:
             self._last.settled_s = None
             if fresh_start and self._time_to_ask():
                 self.is_over = self._over()

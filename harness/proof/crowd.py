@@ -202,6 +202,9 @@ class CrowdMember(Ears):
         self.protocol.follow(members, self.crowd.scheduler.now, passing, keyless)
         self.act()
 
+    def following(self) -> set[str]:
+        return set(self.protocol.wanted)
+
     def heard(self, name: str) -> Heard:
         return self.protocol.heard(name)
 
