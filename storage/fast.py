@@ -27,6 +27,7 @@ from storage.remote import (
     abort_s3_uploads,
     denied,
     full,
+    is_ours,
     list_s3_keys,
     no_bucket,
     no_credentials,
@@ -237,6 +238,8 @@ class FastStore:
             raise _error(where, e) from e
         except Exception as e:
             # of credential providers and of botocore; each has a tree of its own, and none may leak
+            if is_ours(e) and not isinstance(e, OSError):
+                raise
             raise _error(where, e) from e
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness.bucket.layout import SNAPSHOT, StopOrder
+from harness.bucket.layout import FACTS, SNAPSHOT, StopOrder
 from harness.bucket.orders import ask_to_stop
 from harness.cli.common import (
     DONE,
@@ -82,7 +82,7 @@ class _Ending:
         self._store, self._beats, self._facts = (
             store,
             Beats(store, time.monotonic),
-            Follower(store, "facts/controller-"),
+            Follower(store, f"{FACTS}controller-"),
         )
         self._sign, self._led_s = (0, b""), time.monotonic()
         self.book, self._gone = Book(random.Random(0)), gone

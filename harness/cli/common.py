@@ -9,6 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.bucket.layout import FACTS, IDENTITY
 from harness.core.world import BadInput
 from storage.objects import ObjectStore
 from storage.opening import open_store
@@ -113,7 +114,7 @@ def checked_store(url: str, retry_within_s: float = RETRY_WITHIN_S) -> ObjectSto
 def existing_store(url: str) -> ObjectStore:
     """The bucket of a run that must be there already. Raises BadInput."""
     store = open_store(url)
-    if not store.list("facts/") and not store.list("run.json"):
+    if not store.list(FACTS) and not store.list(IDENTITY):
         raise BadInput(f"{url}: there is no run here (no facts/ and no run.json); check the URL")
     return store
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,12 @@ def _workers(text: str) -> None:
     """A number of workers, or auto. Raises ValueError that says what is wanted."""
     if text != "auto" and not (text.isdecimal() and int(text) >= 1):
         raise ValueError(f"wanted a number or auto, at least 1; found {text!r}")
+
+
+def _signal(text: str) -> None:
+    """The name of a signal, or none. Raises ValueError that says what is wanted."""
+    if text and f"SIG{text.removeprefix('SIG')}" not in signal.Signals.__members__:
+        raise ValueError(f"wanted the name of a signal, such as USR1 or TERM; found {text!r}")
 
 
 # ---- run (the agent) -----------------------------------------------------------------------------
@@ -86,6 +93,7 @@ class RunFlags:
     notify_signal: str = flag(
         "",
         "for scripts without harness.attach(): send them this signal (USR1, TERM...) on a notice",
+        check=_signal,
     )
     trackers: str = flag(
         "",

@@ -8,6 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from harness.bucket.layout import IDENTITY, SAMPLES
 from harness.core.config import positional
 from storage.objects import ObjectStore
 
@@ -56,4 +57,4 @@ def _notes(store: ObjectStore) -> Notes:
         journal.record(Warned(ref.step, ref.epoch, f"snapshot {ref}: {what}"))
         journal.flush()
 
-    return Notes(of, [*store.list("run.json"), *store.list("samples/")], seen_here(), pardoned)
+    return Notes(of, [*store.list(IDENTITY), *store.list(SAMPLES)], seen_here(), pardoned)

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from harness.bucket.journal import Journal, read_facts
+from harness.bucket.layout import IDENTITY, SAMPLES
 from harness.core.facts import SnapshotReplicated, Warned
 from harness.core.prices import CLOUD_OF, transfer_usd
 from storage.errors import StoreError
@@ -86,9 +87,9 @@ class Replica:
             self._told, self._done = True, manifest.ref
             return None
         t0 = time.monotonic()
-        records = set(self.source.list("samples/")) - set(self.target.list("samples/"))
+        records = set(self.source.list(SAMPLES)) - set(self.target.list(SAMPLES))
         [copied] = copy(
-            self.source, self.target, [manifest.ref], extra=["run.json", *sorted(records)]
+            self.source, self.target, [manifest.ref], extra=[IDENTITY, *sorted(records)]
         )
         if copied.state == "pruned":
             return None

@@ -180,7 +180,7 @@ class _Audit:
         by_writer, n, done = segments(self.store), 0, 0
         unread: list[Unreadable] = []
         self._foreign(
-            "facts/",
+            FACTS,
             set(self.store.list(FACTS)) - {key for keys in by_writer.values() for key in keys},
         )
         total = sum(map(len, by_writer.values()))
@@ -448,7 +448,7 @@ class _Audit:
         run's, but must be whole too."""
         there = self.store.list(SAMPLES)
         others = [key for key in rec.heads(there).values() if key not in self.ends]
-        self._foreign("samples/", set(there) - set(rec.heads(there).values()))
+        self._foreign(SAMPLES, set(there) - set(rec.heads(there).values()))
         for key in others:
             self.ends[key] = read_part(self.store, key)[-1].h
         if others:
