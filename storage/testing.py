@@ -19,7 +19,8 @@ try:
 except ImportError as e:
     raise ImportError(
         f"storage.testing needs pytest ({e}): pip install spotharness[testing]; the fakes alone "
-        "are in storage.faults and storage.files"
+        "are in storage.faults and storage.files",
+        name="pytest",
     ) from e
 
 from storage.faults import Crash, FaultyStore, corrupt

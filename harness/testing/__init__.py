@@ -97,7 +97,8 @@ def _rewrite(home: str) -> None:
         import pytest
     except ImportError as e:
         raise ImportError(
-            f"the contracts of harness.testing need pytest ({e}): pip install spotharness[testing]"
+            f"the contracts of harness.testing need pytest ({e}): pip install spotharness[testing]",
+            name="pytest",
         ) from e
     pytest.register_assert_rewrite(home)
 
