@@ -13,8 +13,8 @@ import pytest
 from worlds import until
 
 from harness.agent.agent import Agent
-from harness.agent.host import RealHost
 from harness.agent.config import AgentConfig, Timing
+from harness.agent.host import RealHost
 from harness.agent.lines import Lines
 from harness.agent.lines_protocol import Heard
 from harness.agent.rendezvous import Rendezvous

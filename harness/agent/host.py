@@ -25,8 +25,9 @@ from harness.agent.ends import WorkerEnd
 from harness.agent.helpers import Helpers
 from harness.agent.lines import Lines
 from harness.agent.machine import Event
+from harness.agent.membership import Ears
 from harness.agent.notices import Source, watch
-from harness.agent.rendezvous import Ears, Rendezvous, free_port
+from harness.agent.rendezvous import Rendezvous, free_port
 from harness.agent.workers import Workers
 from harness.bucket.epochs import Epoch
 from harness.core.facts import Fact

@@ -77,6 +77,7 @@ class Membership:
         self.seen: dict[str, Seen] = {}
         self._listed_s = -float("inf")
         self._looked_s = monotonic()
+        self._epoch = 0  # our own last one
         self.fresh_s = monotonic()  # when something last changed
 
     def is_fresh(self) -> bool:
@@ -118,7 +119,7 @@ class Membership:
         if (gap_s := now - self._looked_s) > self._beats.dead_s / 2:
             for seen in self.seen.values():
                 seen.sign_s += gap_s
-        self._looked_s = now
+        self._looked_s, self._epoch = now, me.epoch
         found = [self._judge(name, now) for name in names if name != me.member]
         # Who is in another place cannot be reached; a line that never comes up would keep us from
         # being calm.
@@ -153,9 +154,10 @@ class Membership:
                 heard.seen or not seen.moved or silent_s >= 2 * self._beats.beat_s
             )
             # Whose line to us fell silent sees ours fall silent, and beats in the bucket from then
-            # on; who never had one may not.
+            # on; who never had one may not, nor who trains without us: it found us dead.
             promise_s = seen.member.beat_s
-            told = heard.seen or promise_s <= self._beats.beat_s
+            hears_us = heard.seen and seen.member.epoch <= self._epoch
+            told = hears_us or promise_s <= self._beats.beat_s
             patience_s = self._beats.dead_s + (0.0 if told else promise_s)
             seen.dead = refused or silent_s >= patience_s
             if seen.dead:

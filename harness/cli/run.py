@@ -144,8 +144,8 @@ class RunFlags:
 def run(flags: RunFlags) -> int:
     """Be this node's agent: join the run, start the script's workers, heed notices."""
     from harness.agent.agent import Agent
-    from harness.agent.host import RealHost
     from harness.agent.config import AgentConfig, Beside, Fitness, Leaving, Timing, Uploads
+    from harness.agent.host import RealHost
     from harness.agent.leaderless import LOOK_EVERY_S
     from harness.agent.sources import LimitSource, detect, duration, moment, sigterm_s
     from harness.node.processes import die_with_parent
