@@ -128,6 +128,11 @@ class Membership:
         self._lines.follow({n: (m.addr, m.probe_port) for n, m in follow.items()})
         return [*(m for m in found if m is not None), me]
 
+    def revive(self, names: Iterable[str]) -> None:
+        """They are in a new epoch, so they lived a moment ago, whatever we have seen of them."""
+        for seen in (self.seen[name] for name in names if name in self.seen):
+            seen.sign_s, seen.read_s, seen.dead = self._monotonic(), -float("inf"), False
+
     def _judge(self, name: str, now: float) -> Member | None:
         """What we know of one member now; state "dead" if it is; None: it never said anything."""
         seen = self.seen.get(name)

@@ -139,9 +139,9 @@ class Rendezvous:
         been lost, else every `calm_s`."""
         calm = self.me.state == "in" and self.lines.all_up()
         doubt = not calm and self.me.beat_s > self._beats.beat_s
-        due = doubt or self._monotonic() - self._said_s >= (
-            self._beats.calm_s if calm else self._beats.beat_s
-        )
+        # what we promised last holds until we have said otherwise
+        promised_s = self.me.beat_s or self._beats.beat_s
+        due = doubt or self._monotonic() - self._said_s >= promised_s
         if due:
             self.say()
         return due
@@ -157,6 +157,7 @@ class Rendezvous:
             try:
                 self._newest = read_epoch(self.store, self._number + 1)
                 self.others.fresh_s = self._monotonic()
+                self.others.revive(self._newest.members)
             except NotFound:
                 return self._newest
             except ValueError as e:  # its number is taken all the same

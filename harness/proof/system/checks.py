@@ -332,10 +332,11 @@ class Bystanders:
                 )
 
     def _settled(self, event: Written, epoch: Epoch) -> None:
-        running = {m.member for m in self.machines.values() if m.runs() and not m.frozen()}
+        machines = {m.member: m for m in self.machines.values() if m.runs() and not m.frozen()}
         for name in self.members.get(epoch.epoch - 1, ()):
             at, said_s = self.training.get(name, (0, 0.0))
-            if at == epoch.epoch - 1 and name in running and event.t - said_s < self.fresh_s:
+            lately = at == epoch.epoch - 1 and event.t - said_s < self.fresh_s
+            if lately and name in machines and machines[name].pool.at_work():
                 raise Violation(
                     f"members: epoch {epoch.epoch} was created at {event.t:.1f} s, while {name} "
                     f"trains in epoch {at} and said so {event.t - said_s:.1f} s before"

@@ -65,7 +65,7 @@ KINDS = {
     "notice": Kind("this node will be taken, with a word", (5, 60)),
     "false-notice": Kind("a notice that is taken back", (3, 30)),
     "zombie": Kind("the cloud says that this node is gone; it lives on", (10, 200)),
-    "unlisted": Kind("the cloud does not list this node", (2, 90)),
+    "unlisted": Kind("the cloud does not list this node", (2, 45)),
     "twice": Kind("the cloud lists this node twice", (2, 90)),
     "cloud-silent": Kind("the cloud does not answer, or does and its answers are lost", (1, 60)),
     "full-cloud": Kind("the cloud has no machine", (20, 200)),
@@ -125,7 +125,8 @@ class Setting:
             min_nodes=rng.choice((1, 1, most)),
             max_nodes=most,
             nproc=nproc,
-            micro_batches=rng.choice((8, 9, 12)),
+            # room for more nodes than were asked for: the cloud's lies add some
+            micro_batches=max(rng.choice((8, 9, 12)), (most + 3) * nproc),
             total_steps=rng.randint(15, 50),
             step_s=rng.choice((4.0, 8.0, 16.0)),
             interval=every,

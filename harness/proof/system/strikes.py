@@ -64,7 +64,8 @@ def _arm(actor: str) -> Callable[[Whole, SimNode, Fault], None]:
 
 
 def _unlist(whole: Whole, node: SimNode, fault: Fault) -> None:
-    whole.cloud.unlisted[node.attempt] = whole.kernel.now_s + fault.lasts_s
+    # once: what neither cloud nor bucket shows for `lost_after_s` is lost, rightly
+    whole.cloud.unlisted.setdefault(node.attempt, whole.kernel.now_s + fault.lasts_s)
 
 
 def _double(whole: Whole, node: SimNode, fault: Fault) -> None:

@@ -356,5 +356,11 @@ EXCUSES = (
     (r"the script raises|the script failed 3 times", ("fail-script", "crash-agent"), 3),
     ("SIGKILL", ("kill-worker",), 10),
     ("StoreUnavailable", ("denied", "silent", "silent-to-all", "throttled", "unheard"), 3),
+    # what looks like a lost peer, and nobody saw lost, three times without a snapshot in between
+    (
+        "Connection closed by peer|Timed out waiting",
+        ("cut", "one-way", "expired", "pause-node", "hang-worker", "lossy", "silent", "zombie"),
+        3,
+    ),
     ("cannot be used|none of its snapshots", ("rot", "damaged-reads"), 1),
 )
