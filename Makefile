@@ -18,7 +18,7 @@ LAUNCH = $(BIN)/harness launch sky_tasks/train.yaml --cloud local --env STEPS=$(
 TASK ?= sky_tasks/train.yaml
 LAB ?= /var/tmp/harness-lab
 
-.PHONY: install train launch jobs-launch plan down doctor lab lab-short test check lint types pythons sim walk drill manynodes campaign soak clean
+.PHONY: install train launch jobs-launch plan down doctor lab lab-short test check lint types pythons sim simsystem walk drill manynodes campaign soak clean
 install: $(STAMP)
 $(STAMP): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned environment wants Python 3.11 or newer, this is " + sys.version + "; make PYTHON=python3.11 ...")'
@@ -75,6 +75,9 @@ pythons: install  ## the package and its light tests under every Python that is 
 
 sim: install  ## one seed (SEED=413) or many (SEEDS=1000) of the simulated world
 	$(BIN)/harness simulate $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+
+simsystem: install  ## whole systems simulated: SEEDS=100000 on all cores (JOBS), or one as a timeline (SEED=413)
+	$(BIN)/harness simulate --system $(if $(SEED),--seed $(SEED),--seeds $(if $(filter file,$(origin SEEDS)),100000,$(SEEDS)) --jobs $(or $(JOBS),$(shell nproc)))
 
 walk: install  ## the same weights to the bit over 300 steps in five worlds with kills, DDP and FSDP2; and not so with float sums (30 minutes)
 	$(BIN)/python benchmarks/walk.py --steps 300

@@ -20,6 +20,7 @@ that never answered refuses at once.
 
 from __future__ import annotations
 
+import re
 from typing import Protocol, runtime_checkable
 
 from storage.errors import StoreError
@@ -83,6 +84,7 @@ class HasUploads(Protocol):
         so be generous (hours)."""
 
 
+UNPRINTABLE = re.compile(r"[\\\x00-\x1f\x7f]")  # what no key has
 MAX_KEY_BYTES = 1024  # of a key; what S3, GCS and Azure allow
 
 
@@ -94,7 +96,7 @@ def why_not_a_key(key: str) -> str:
         return "it has an empty part" if key.strip("/") else "it is empty"
     if "." in parts or ".." in parts:
         return "it has a part '.' or '..'"
-    if "\\" in key or any(ord(c) < 32 or ord(c) == 127 for c in key):
+    if UNPRINTABLE.search(key):
         return "it has a backslash or a control character"
     return (
         f"it has more than {MAX_KEY_BYTES} bytes"

@@ -470,6 +470,14 @@ def test_when_the_same_failure_stops_the_run(failure, streak, stops):
         assert why_no_more(me, replace(last, failure_step=9), Fruitless(), End.FAILED) == ""
 
 
+def test_a_failure_that_the_next_epoch_has_counted_is_not_counted_twice():
+    """Another member may have made it before we looked: then it is counted there already."""
+    me = member("m", epoch=2, failure="ValueError: bad", failure_step=10)
+    last = replace(NO_EPOCH, epoch=3, failure=me.failure, failure_step=10, streak=2)
+    assert why_no_more(me, last, Fruitless(), End.FAILED) == ""
+    assert why_no_more(replace(me, epoch=3), last, Fruitless(), End.FAILED)
+
+
 def test_the_run_is_stopped_with_words_that_help():
     me = member("m", failure="BadInput: wanted a multiple of 4")
     assert why_no_more(me, NO_EPOCH, Fruitless(), None) == "wanted a multiple of 4"

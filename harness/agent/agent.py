@@ -397,8 +397,7 @@ class Agent:
         epoch = self._stay.epoch
 
         def fell(name: str) -> bool:
-            heard = self._lines.heard(name)
-            return heard.seen and not heard.up
+            return not self._lines.heard(name).up  # it fell, or never stood
 
         with contextlib.suppress(StoreUnavailable):
             members = self.rendezvous.watch(epoch.members)

@@ -141,6 +141,7 @@ class Membership:
         self._circle = _Circle()
         self._listed_s = -float("inf")
         self._looked_s = monotonic()
+        self._epoch = 0  # our own last one
         self.fresh_s = monotonic()  # when something last changed
 
     def is_fresh(self) -> bool:
@@ -191,7 +192,7 @@ class Membership:
         if (gap_s := now - self._looked_s) > self._beats.dead_s / 2:
             for seen in self.seen.values():
                 seen.sign_s += gap_s
-        self._looked_s = now
+        self._looked_s, self._epoch = now, me.epoch
         names = [name for name in names if name != me.member]
         self._overhear(me, now)
         if self.is_big:
@@ -203,6 +204,13 @@ class Membership:
         found = [self._judge(name, now) for name in names]
         self._follow(me)
         return [*(m for m in found if m is not None), me]
+
+    def revive(self, names: Iterable[str]) -> None:
+        """They are in a new epoch, so they lived a moment ago, whatever we have seen of them."""
+        for name in (n for n in names if n in self.seen):
+            seen = self.seen[name]
+            seen.sign_s, seen.read_s, seen.dead = self._monotonic(), -float("inf"), False
+            self._circle.hearsay.discard(name)
 
     def unknown(self, names: Iterable[str]) -> list[str]:
         """Those whose objects we have not read yet, nor heard of; they are read next."""
@@ -409,7 +417,9 @@ class Membership:
 
     def _patience_s(self, seen: Seen, heard: Heard, grade: int | None) -> float:
         """Whose line to us fell silent sees ours fall silent, and beats in the bucket from then
-        on; so does whose line to those fell silent who told us. Who never had one may not."""
+        on; so does whose line to those fell silent who told us. Who never had one may not, nor
+        who trains without us: it found us dead."""
         promise_s = seen.member.beat_s
-        told = heard.seen or bool(grade) or promise_s <= self._beats.beat_s
+        hears_us = (heard.seen or bool(grade)) and seen.member.epoch <= self._epoch
+        told = hears_us or promise_s <= self._beats.beat_s
         return self._beats.dead_s + (0.0 if told else promise_s)

@@ -152,9 +152,9 @@ class Rendezvous:
         been lost, else every `calm_s`."""
         calm = self.me.state == "in" and self.lines.all_up()
         doubt = not calm and self.me.beat_s > self._beats.beat_s
-        due = doubt or self._monotonic() - self._last.said_s >= (
-            self._beats.calm_s if calm else self._beats.beat_s
-        )
+        # what we promised last holds until we have said otherwise
+        promised_s = self.me.beat_s or self._beats.beat_s
+        due = doubt or self._monotonic() - self._last.said_s >= promised_s
         if due:
             self.say()
         return due
@@ -175,6 +175,7 @@ class Rendezvous:
                 found = read_epoch(self.store, self._number + 1)
                 self._check_older(found)
                 self._newest, self.others.fresh_s = found, self._monotonic()
+                self.others.revive(found.members)
             except NotFound:
                 return self._newest
             except NewerProtocol as e:
