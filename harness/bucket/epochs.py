@@ -3,6 +3,8 @@ them. What they consist of, and their keys, are in `layout.py`."""
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from harness.bucket.layout import EPOCHS as EPOCHS
 from harness.bucket.layout import MEMBERS as MEMBERS
 from harness.bucket.layout import NO_EPOCH as NO_EPOCH
@@ -13,6 +15,14 @@ from harness.bucket.layout import epoch_of
 from harness.core.values import BadObject, NewerProtocol
 from storage.errors import NotFound
 from storage.objects import ObjectStore
+
+T = TypeVar("T", Member, Epoch)
+
+
+def decode(kind: type[T], data: bytes) -> T:
+    """A member or an epoch as it lies in the bucket, or comes over a line. Raises BadObject,
+    NewerProtocol."""
+    return kind.decode(data)
 
 
 def encode_epoch(epoch: Epoch) -> bytes:

@@ -195,6 +195,7 @@ class Member:
     failure_step: Natural = 0  # newest committed step when it failed
     place: str = ""  # who is in one place reach each other; an epoch is in one place
     beat_s: Amount = 0.0  # a promise: its object is rewritten at least so often; 0: as everybody's
+    key: str = ""  # what callers of its lines must know; "": written by an older version
     protocol: Natural = field(default_factory=spoken)
 
     @classmethod
@@ -203,7 +204,7 @@ class Member:
         return decoded(cls, data, most_nbytes=SMALL_NBYTES)
 
     def encode(self) -> bytes:
-        return json.dumps(stamped(dataclasses.asdict(self))).encode()
+        return json.dumps(_as_ever(dataclasses.asdict(self))).encode()
 
 
 @dataclass(frozen=True)
@@ -220,10 +221,13 @@ class Epoch:
     streak: Natural = 0  # how often in a row the script has failed so without any new commit
     failure: str = ""
     failure_step: Natural = 0
+    # ranks that hold one copy of the model together: replica i has ranks [i * this, (i + 1) * this)
+    replica_ranks: Count = 1
     protocol: Natural = field(default_factory=spoken)
 
     @property
     def world(self) -> int:
+        """Ranks."""
         return sum(self.nproc)
 
     def ranks(self, member: str) -> range:
@@ -240,12 +244,25 @@ class Epoch:
                 "wanted members with a number of workers and a speed each, found "
                 f"{len(found.members)}, {len(found.nproc)} and {len(found.speeds)}"
             )
+        if found.replica_ranks < 1 or found.world % found.replica_ranks:
+            raise BadObject(
+                f"wanted whole replicas of {found.replica_ranks} ranks, found {found.world} ranks"
+            )
         return found
 
     def encode(self) -> bytes:
         """As it lies in the bucket; `h` is its hash, so that an audit sees a changed byte."""
-        body = json.loads(json.dumps(stamped(dataclasses.asdict(self))))
+        body = json.loads(json.dumps(_as_ever(dataclasses.asdict(self))))
         return json.dumps({**body, "h": digest(canonical(body))}).encode()
+
+
+USUAL = {"key": "", "replica_ranks": 1}  # what came later than the first members and epochs
+
+
+def _as_ever(body: dict[str, Any]) -> dict[str, Any]:
+    """Without what is usual and came later, so that older versions and hashes are as ever."""
+    kept = {k: v for k, v in body.items() if k not in USUAL or v != USUAL[k]}
+    return stamped(kept)
 
 
 NO_EPOCH = Epoch(0, (), (), (), "", 0, "none")
