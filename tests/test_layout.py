@@ -319,6 +319,7 @@ TRIPS = [
                 members=st.lists(WORDS, min_size=n, max_size=n).map(tuple),
                 nproc=st.lists(st.integers(0, 99), min_size=n, max_size=n).map(tuple),
                 speeds=st.lists(st.floats(0, 9), min_size=n, max_size=n).map(tuple),
+                replica_ranks=st.just(1),
             )
         ),
         Epoch.decode,
@@ -376,6 +377,14 @@ def test_a_fact_with_new_fields_is_the_same_and_keeps_its_hash() -> None:
     assert [s.fact for s in read_chain("w", [("k", sealed)])] == [facts.Warned(1, 2, "x")]
     changed = sealed.replace("5.0", "6.0")
     assert isinstance(next(read_chain("w", [("k", changed)])).fact, Unreadable)
+
+
+def test_replicas_are_whole() -> None:
+    whole = Epoch(1, ("a", "b"), (2, 2), (1.0, 1.0), "x", 1, "start", replica_ranks=2)
+    assert Epoch.decode(whole.encode()) == whole and b"replica_ranks" in whole.encode()
+    for ranks in (0, 3):
+        with pytest.raises(BadObject, match="wanted whole replicas"):
+            Epoch.decode(dataclasses.replace(whole, replica_ranks=ranks).encode())
 
 
 def test_a_newer_protocol_is_told_from_damage() -> None:

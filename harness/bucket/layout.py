@@ -204,7 +204,7 @@ class Member:
         return decoded(cls, data, most_nbytes=SMALL_NBYTES)
 
     def encode(self) -> bytes:
-        return json.dumps(stamped(dataclasses.asdict(self))).encode()
+        return json.dumps(_as_ever(dataclasses.asdict(self))).encode()
 
 
 @dataclass(frozen=True)
@@ -251,12 +251,18 @@ class Epoch:
         return found
 
     def encode(self) -> bytes:
-        """As it lies in the bucket; `h` is its hash, so that an audit sees a changed byte. What is
-        usual and came later than the first epochs is left out."""
-        body = json.loads(json.dumps(stamped(dataclasses.asdict(self))))
-        if self.replica_ranks == 1:
-            del body["replica_ranks"]
+        """As it lies in the bucket; `h` is its hash, so that an audit sees a changed byte."""
+        body = json.loads(json.dumps(_as_ever(dataclasses.asdict(self))))
         return json.dumps({**body, "h": digest(canonical(body))}).encode()
+
+
+USUAL = {"key": "", "replica_ranks": 1}  # what came later than the first members and epochs
+
+
+def _as_ever(body: dict[str, Any]) -> dict[str, Any]:
+    """Without what is usual and came later, so that older versions and hashes are as ever."""
+    kept = {k: v for k, v in body.items() if k not in USUAL or v != USUAL[k]}
+    return stamped(kept)
 
 
 NO_EPOCH = Epoch(0, (), (), (), "", 0, "none")

@@ -637,15 +637,7 @@ def read_part(store: ObjectStore, key: str) -> list[rec.StepRecord]:
         raise rec.BrokenRecords(
             f"{key}: missing, but a manifest or later records follow from it"
         ) from None
-    part = rec.decode(data, key)
-    if (
-        not part
-        or not all(spelled(line) for line in data.split(b"\n")[:-1])
-        or not data.endswith(b"\n")
-    ):
-        raise rec.BrokenRecords(
-            f"{key}: wanted records as they were written, found another spelling; it was changed"
-        )
+    part = rec.decode(data, key, exact=True)
     if rec.key(part) != key:
         raise rec.BrokenRecords(
             f"{key}: wanted records that fit this name, found those of {rec.key(part)}"
