@@ -31,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from harness.agent.membership import LIST_S, Beats, Ears, Membership
+from harness.agent.membership import LIST_S, BeatTimes, Ears, Membership
 from harness.bucket.epochs import (
     MEMBERS,
     Epoch,
@@ -93,7 +93,7 @@ class Rendezvous:
         monotonic: Callable[[], float] = time.monotonic,
     ):
         self.store, self.me, self.lines = store, replace(me, key=me.key or lines.key), lines
-        self._beats = Beats(beat_s, dead_s, max(calm_s, beat_s))
+        self._beats = BeatTimes(beat_s, dead_s, max(calm_s, beat_s))
         self.others = Membership(store, lines, self._beats, monotonic)
         self._join_window_s, self.min_members = join_window_s, min_members
         self._monotonic, self._over = monotonic, over

@@ -24,6 +24,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -58,6 +59,16 @@ def closed_key(epoch: int) -> str:
     return f"rdzv/closed/{epoch:06d}.json"
 
 
+@dataclass(frozen=True)
+class _Limits:
+    """In seconds: the longest wait for a place, and for all members to be at an epoch's store; a
+    heartbeat."""
+
+    join_timeout_s: float
+    confirm_s: float
+    beat_s: float
+
+
 class BucketRendezvous(RendezvousHandler):
     """One torchrun agent's part. All times in seconds."""
 
@@ -75,7 +86,7 @@ class BucketRendezvous(RendezvousHandler):
         confirm_s: float = 15.0,
     ):
         self._store, self._run_id, self._addr, self._max_nodes = store, run_id, addr, max_nodes
-        self._join_timeout_s, self._confirm_s, self._beat_s = join_timeout_s, confirm_s, beat_s
+        self._limits = _Limits(join_timeout_s, confirm_s, beat_s)
         name = f"t{secrets.token_hex(4)}"
         self._lines = Lines(name, addr, beat_s / 2)
         # where our store will listen, should we be rank 0 of the next epoch
@@ -114,7 +125,7 @@ class BucketRendezvous(RendezvousHandler):
         """Leave the epoch that we are in and enter the next. Raises
         Rendezvous{Closed,Connection,Timeout}Error."""
         deadline_s, busy_until_s = (
-            time.monotonic() + self._join_timeout_s,
+            time.monotonic() + self._limits.join_timeout_s,
             time.monotonic() + BUSY_S,
         )
         with self._lock:
@@ -138,8 +149,8 @@ class BucketRendezvous(RendezvousHandler):
             if time.monotonic() > deadline_s:
                 self._rendezvous.leave(end="")
                 raise RendezvousTimeoutError(
-                    f"{self._store.url}: no place in any epoch within {self._join_timeout_s:.0f} s "
-                    "(join_timeout)"
+                    f"{self._store.url}: no place in any epoch within "
+                    f"{self._limits.join_timeout_s:.0f} s (join_timeout)"
                 )
             self._lines.changed.wait(TICK_S if time.monotonic() < busy_until_s else IDLE_S)
             self._lines.changed.clear()
@@ -191,7 +202,7 @@ class BucketRendezvous(RendezvousHandler):
 
     def _is_there(self, name: str) -> bool:
         """Is this member neither gone nor refusing?"""
-        deadline_s = time.monotonic() + 2 * self._beat_s
+        deadline_s = time.monotonic() + 2 * self._limits.beat_s
         while time.monotonic() < deadline_s:
             seen = [m for m in self._rendezvous.watch([name]) if m.member == name]
             if not seen or seen[0].state in ("gone", "dead"):
@@ -219,7 +230,7 @@ class BucketRendezvous(RendezvousHandler):
         rank = epoch.members.index(me)
         door, self._door = self._door, socket.create_server((self._addr, 0))
         self._say(state="in", epoch=epoch.epoch, end="", master_port=self._door.getsockname()[1])
-        gone_s = time.monotonic() + self._confirm_s
+        gone_s = time.monotonic() + self._limits.confirm_s
         try:
             if rank == 0:
                 self._kv = TCPStore(
