@@ -195,7 +195,7 @@ def test_news_comes_over_the_line_and_a_newcomer_knocks(place):
     place.store.list = listed
     c = place.member("c")
     c.look()
-    until(lambda: c.lines.all_up() and a.lines._protocol.stranger_called)
+    until(lambda: c.lines.all_up() and a.lines._protocol._knocks.stranger)
     place.clock.now += 1.0
     assert {m.member for m in a.look()} == {"a", "b", "c"}
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
 MOST_NAMES = 8192  # of members that are remembered; who comes later is not passed on
 CACHED = 2048  # records and lines that were read and may come again
+RELAY_S = 0.005  # news is passed on together with what else comes within this time
 AGAIN_S = 5.0  # the same doubt is not passed on more often than this
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 
@@ -160,3 +162,34 @@ def subject(line: bytes) -> str:
 
 def _doubt_line(name: str, doubt: _Doubt) -> bytes:
     return f"?{name} {doubt.beat} {int(doubt.grade)}\n".encode()
+
+
+@dataclass
+class Relays:
+    """What is to be passed on soon, together with other news. Who has it already need not hear
+    it again."""
+
+    due_s: float = float("inf")
+    lines: dict[bytes, set[str]] = field(default_factory=dict)
+
+    def add(self, line: bytes, now: float, whose: str) -> None:
+        """It came from `whose`; "": from us."""
+        self.lines.setdefault(line, set()).add(whose)
+        self.due_s = min(self.due_s, now + RELAY_S)
+
+    def has(self, line: bytes, whose: str) -> bool:
+        """Is this one waiting already? Then `whose` has it too."""
+        if line in self.lines:
+            self.lines[line].add(whose)
+        return line in self.lines
+
+    def take(self, names: Iterable[str]) -> dict[str, bytes]:
+        """What each of these is to hear."""
+        lines, self.lines, self.due_s = self.lines, {}, float("inf")
+        everything, sources = b"".join(lines), set[str]().union(*lines.values())
+        return {
+            name: everything
+            if name not in sources
+            else b"".join(line for line, known in lines.items() if name not in known)
+            for name in names
+        }

@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from harness.agent.gossip import Gossip, Grade, Overheard, subject
+from harness.agent.gossip import Gossip, Grade, Overheard, Relays, subject
 
 LONGEST_NBYTES = 64 * 1024  # of a line on the wire; more is not ours
 FOLLOWERS = 1024  # that have introduced themselves; more are sent away
@@ -31,7 +31,6 @@ STRANGERS_EACH = 16  # ... of one address
 INTRODUCE_S = 2.0  # that they have for it
 INTRODUCTION_NBYTES = 256
 SAID_NBYTES = 4096  # that followers may say besides; they have nothing to say
-RELAY_S = 0.005  # news is passed on together with what else comes within this time
 CALLERS = 256  # names of callers that are remembered until somebody asks
 CONNECT_S = 1.0  # for a connection and the first word on it
 SILENT_PULSES = 3.0  # so many pulses missed: the line is made anew
@@ -120,6 +119,23 @@ class _Caller:
     proven: bool = False  # it speaks this version, and can read the bucket
 
 
+@dataclass(frozen=True)
+class _Wish:
+    """Whom we follow; do we pass on what we hear; who of the run is of an older version."""
+
+    members: dict[str, Door] = field(default_factory=dict)
+    passing: bool = False
+    keyless: frozenset[str] = frozenset()
+
+
+@dataclass
+class _Knocks:
+    """Who called, until somebody asks."""
+
+    stranger: bool = False
+    names: set[str] = field(default_factory=set)  # of callers that proved to be of the run
+
+
 def proof(key: str, word: str, callee: str, caller: str) -> str:
     """That whoever says it knows the callee's key."""
     text = f"{word} {callee} {caller}".encode()
@@ -147,18 +163,14 @@ class LinesProtocol:
     now: float
     key: str = ""
     record: bytes = b""  # our newest
-    wanted: dict[str, Door] = field(default_factory=dict)  # whom we follow
-    passing: bool = False  # do we pass on what we hear?
-    stranger_called: bool = False
-    _callers_names: set[str] = field(default_factory=set)
-    _keyless: frozenset[str] = frozenset()  # members of older versions
+    _wish: _Wish = field(default_factory=_Wish)
+    _knocks: _Knocks = field(default_factory=_Knocks)
     _gossip: Gossip = field(default_factory=lambda: Gossip(""))
     _lines: dict[str, _Line] = field(default_factory=dict)
     _by_conn: dict[int, _Line] = field(default_factory=dict)
     _callers: dict[int, _Caller] = field(default_factory=dict)  # oldest first
     _acts: list[LineAct] = field(default_factory=list)
-    _relays: dict[bytes, set[str]] = field(default_factory=dict)  # to pass on: who has it
-    _relay_due_s: float = float("inf")
+    _relays: Relays = field(default_factory=Relays)
     _pulse_due_s: float = 0.0
     _conns: int = 0  # so many had a number
 
@@ -182,20 +194,25 @@ class LinesProtocol:
     ) -> None:
         """Keep a line to each of these, and to nobody else. `passing`: pass on what we hear.
         `keyless`: members of older versions, which prove nothing when they call."""
-        self._keyless = frozenset(keyless)
-        if passing and not self.passing:
+        before = self._wish
+        doors = {name: Door(*door) for name, door in members.items()}
+        self._wish = _Wish(doors, passing, frozenset(keyless))
+        if passing and not before.passing:
             self._send_all(self._gossip.all(), proven=True)
-        self.passing = passing
-        if self.wanted != members:
-            self.wanted = {name: Door(*door) for name, door in members.items()}
-            for name in [n for n, ln in self._lines.items() if self.wanted.get(n) != ln.door]:
+        if doors != before.members:
+            for name in [n for n, ln in self._lines.items() if doors.get(n) != ln.door]:
                 self._hang_up(self._lines.pop(name), now, ours=True)
-            for name, door in self.wanted.items():
+            for name, door in doors.items():
                 if name not in self._lines:
                     self._dial(self._lines.setdefault(name, _Line(name, door)), now)
         for conn, caller in list(self._callers.items()):  # who was waited for
             if not caller.introduced and caller.name and self._may_be_plain(caller.name):
                 self._greet(conn, caller)
+
+    @property
+    def wanted(self) -> dict[str, Door]:
+        """Whom we follow."""
+        return self._wish.members
 
     def share(self, name: str, record: bytes, now: float) -> None:
         """What a member says of itself in the bucket: pass it on if it is news."""
@@ -214,7 +231,7 @@ class LinesProtocol:
 
     def overheard(self) -> Overheard:
         """All hearsay; new records and callers are told once."""
-        callers, self._callers_names = frozenset(self._callers_names), set()
+        callers, self._knocks.names = frozenset(self._knocks.names), set()
         return self._gossip.overheard(callers)
 
     def all_up(self) -> bool:
@@ -223,7 +240,7 @@ class LinesProtocol:
 
     def knocked(self) -> bool:
         """Has a stranger called since we were asked last?"""
-        called, self.stranger_called = self.stranger_called, False
+        called, self._knocks.stranger = self._knocks.stranger, False
         return called
 
     # ---- what the hands ask ----------------------------------------------------------------------
@@ -239,7 +256,7 @@ class LinesProtocol:
     def wait_s(self, now: float) -> float:
         """Until the next `tick` is due."""
         retries = [ln.retry_s for ln in self._lines.values() if ln.conn is None]
-        due_s = min([self._pulse_due_s, self._relay_due_s, *retries])
+        due_s = min([self._pulse_due_s, self._relays.due_s, *retries])
         return min(max(due_s - now, 0.0), self.pulse_s)
 
     # ---- events ----------------------------------------------------------------------------------
@@ -255,7 +272,7 @@ class LinesProtocol:
         for conn, caller in list(self._callers.items()):
             if not caller.introduced and now - caller.since_s > INTRODUCE_S:
                 self._send_away(conn)
-        if now >= self._relay_due_s:
+        if now >= self._relays.due_s:
             self._relay()
         if now >= self._pulse_due_s:
             self._pulse_due_s = now + self.pulse_s
@@ -315,8 +332,8 @@ class LinesProtocol:
             proven.encode(), proof(self.key, "call", self.name, name).encode()
         ):
             caller.proven = True
-            if len(self._callers_names) < CALLERS:
-                self._callers_names.add(name)
+            if len(self._knocks.names) < CALLERS:
+                self._knocks.names.add(name)
             for other, old in list(self._callers.items()):
                 if old is not caller and old.proven and old.name == name:  # its line before this
                     self._send_away(other)
@@ -327,12 +344,12 @@ class LinesProtocol:
             self._send_away(conn)
             return
         if name not in self._lines:
-            self.stranger_called = True
+            self._knocks.stranger = True
             self._acts.append(Heed())
 
     def _may_be_plain(self, name: str) -> bool:
         line = self._lines.get(name)
-        return not self.key or name in self._keyless or bool(line and not line.door.key)
+        return not self.key or name in self._wish.keyless or bool(line and not line.door.key)
 
     def _greet(self, conn: int, caller: _Caller) -> None:
         if sum(c.introduced for c in self._callers.values()) >= FOLLOWERS:
@@ -344,7 +361,7 @@ class LinesProtocol:
             words.append(proof(self.key, "answer", self.name, caller.name))
         record = self.record if caller.proven else _without_key(self.record)
         record += b"\n" if record else b""
-        more = self._gossip.all() if caller.proven and self.passing else b""
+        more = self._gossip.all() if caller.proven and self._wish.passing else b""
         self._acts.append(Transmit(conn, " ".join(words).encode() + b"\n" + record + more))
 
     def _send_away(self, conn: int) -> None:
@@ -363,21 +380,13 @@ class LinesProtocol:
 
     def _pass_on(self, line: bytes, now: float, whose: str = "") -> None:
         """Soon, together with other news. `whose`: it came from there, so it need not go back."""
-        if line and self.passing:
-            self._relays.setdefault(line, set()).add(whose)
-            self._relay_due_s = min(self._relay_due_s, now + RELAY_S)
+        if line and self._wish.passing:
+            self._relays.add(line, now, whose)
 
     def _relay(self) -> None:
-        relays, self._relays, self._relay_due_s = self._relays, {}, float("inf")
-        everything = b"".join(relays)
-        sources = set[str]().union(*relays.values())
-        for conn, c in self._callers.items():
-            if c.proven and c.introduced:
-                lines = everything
-                if c.name in sources:
-                    lines = b"".join(ln for ln, known in relays.items() if c.name not in known)
-                if lines:
-                    self._acts.append(Transmit(conn, lines))
+        names = {conn: c.name for conn, c in self._callers.items() if c.proven and c.introduced}
+        news = self._relays.take(set(names.values()))
+        self._acts += [Transmit(conn, news[name]) for conn, name in names.items() if news[name]]
 
     # ---- ours to others --------------------------------------------------------------------------
     def _number(self) -> int:
@@ -448,8 +457,7 @@ class LinesProtocol:
 
     def _overhear(self, said: bytes, now: float, whose: str) -> None:
         """One that we follow says something of another."""
-        if said + b"\n" in self._relays:
-            self._relays[said + b"\n"].add(whose)
+        if self._relays.has(said + b"\n", whose):
             return
         other = self._lines.get(subject(said)) if said[:1] == b"?" else None
         name, on = self._gossip.hear(said, now, bool(other and other.heard.up))

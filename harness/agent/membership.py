@@ -93,7 +93,7 @@ class Ears(Protocol):
 
 
 @dataclass
-class Seen:
+class Sighting:
     """What is known of another member."""
 
     member: Member
@@ -105,7 +105,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Beats:
+class BeatTimes:
     """How often a member says that it lives, and what silence means: see `Rendezvous`."""
 
     beat_s: float
@@ -131,12 +131,12 @@ class Membership:
     """One member's view of the others. `many` reads several objects."""
 
     def __init__(
-        self, store: ObjectStore, lines: Ears, beats: Beats, monotonic: Callable[[], float]
+        self, store: ObjectStore, lines: Ears, beats: BeatTimes, monotonic: Callable[[], float]
     ):
         self._store, self._lines, self._beats, self._monotonic = store, lines, beats, monotonic
         self.many: Many = map
         self._odd: set[str] = set()  # objects that make no sense, and were told
-        self.seen: dict[str, Seen] = {}
+        self.seen: dict[str, Sighting] = {}
         self.vital: frozenset[str] = frozenset()  # of whose death nobody's word is enough
         self._circle = _Circle()
         self._listed_s = -float("inf")
@@ -358,13 +358,13 @@ class Membership:
         else:
             self._update(seen, member, now)
 
-    def _meet(self, member: Member, now: float) -> Seen:
+    def _meet(self, member: Member, now: float) -> Sighting:
         self._circle.strangers.pop(member.member, None)
         self._circle.absent.discard(member.member)
         self.fresh_s = now
-        return self.seen.setdefault(member.member, Seen(member, now))
+        return self.seen.setdefault(member.member, Sighting(member, now))
 
-    def _update(self, seen: Seen, member: Member, now: float) -> None:
+    def _update(self, seen: Sighting, member: Member, now: float) -> None:
         if member.beat > seen.member.beat and member.member == seen.member.member:
             if (member.state, member.epoch) != (seen.member.state, seen.member.epoch):
                 self.fresh_s = now
@@ -405,7 +405,7 @@ class Membership:
         here = self.seen[name].member.place == circle.place
         return circle.big and here and name not in circle.near and name not in circle.suspects
 
-    def _is_dead(self, name: str, seen: Seen, heard: Heard, now: float) -> bool:
+    def _is_dead(self, name: str, seen: Sighting, heard: Heard, now: float) -> bool:
         grade = self._circle.suspects.get(name)
         silent_s = now - seen.sign_s
         known = heard.seen or not seen.moved or (grade is not None and grade >= Grade.REFUSED)
@@ -415,7 +415,7 @@ class Membership:
         looked = grade is None or seen.read_s >= seen.sign_s + patience_s
         return silent_s >= patience_s and looked
 
-    def _patience_s(self, seen: Seen, heard: Heard, grade: int | None) -> float:
+    def _patience_s(self, seen: Sighting, heard: Heard, grade: int | None) -> float:
         """Whose line to us fell silent sees ours fall silent, and beats in the bucket from then
         on; so does whose line to those fell silent who told us. Who never had one may not, nor
         who trains without us: it found us dead."""

@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from harness.agent.membership import LIST_S, Beats, Ears, Membership
+from harness.agent.membership import LIST_S, BeatTimes, Ears, Membership
 from harness.bucket.epochs import newest_epoch, read_epoch
 from harness.bucket.layout import Epoch, Member, epoch_key, member_key
 from harness.core import values
@@ -89,7 +89,7 @@ class Rendezvous:
         monotonic: Callable[[], float] = time.monotonic,
     ):
         self.store, self.me, self.lines = store, replace(me, key=me.key or lines.key), lines
-        self._beats = Beats(beat_s, dead_s, max(calm_s, beat_s))
+        self._beats = BeatTimes(beat_s, dead_s, max(calm_s, beat_s))
         self.others = Membership(store, lines, self._beats, monotonic)
         self._join_window_s, self.min_members = join_window_s, min_members
         self._replica_ranks = replica_ranks

@@ -153,6 +153,25 @@ class CrowdStore:
 
 
 @dataclass
+class CrowdLife:
+    """What there is of a member."""
+
+    alive: bool = True  # its process
+    host_up: bool = True
+    ready: bool = False
+
+
+@dataclass
+class CrowdDue:
+    """When a member does what; in an epoch, since when others wait or have left."""
+
+    round_s: float = 0.0
+    lines_s: float = float("inf")
+    waiting_s: float | None = None
+    left_s: float | None = None
+
+
+@dataclass
 class CrowdMember(Ears):
     """One simulated node: its lines, its rendezvous, and the agent's loop around them."""
 
@@ -163,19 +182,13 @@ class CrowdMember(Ears):
     rendezvous: Rendezvous = field(init=False)
     store: CrowdStore = field(init=False)
     key: str = ""
-    alive: bool = True  # its process
-    host_up: bool = True
-    ready: bool = False
+    life: CrowdLife = field(default_factory=CrowdLife)
+    due: CrowdDue = field(default_factory=CrowdDue)
     epoch: Epoch = NO_EPOCH
-    entered_s: float = 0.0
     history: list[tuple[float, str]] = field(default_factory=list)
     buried: set[str] = field(default_factory=set)  # whom it ever found dead
     peers: dict[int, tuple[CrowdMember, int]] = field(default_factory=dict)  # by connection
     sent: Counter[str] = field(default_factory=Counter)
-    next_s: float = 0.0
-    lines_due_s: float = float("inf")
-    waiting_s: float | None = None
-    left_s: float | None = None
 
     def __post_init__(self) -> None:
         clock = self.crowd.scheduler
@@ -236,8 +249,8 @@ class CrowdMember(Ears):
             self._do(act)
         clock = self.crowd.scheduler
         due_s = clock.now + max(self.protocol.wait_s(clock.now), 0.001)
-        if due_s < self.lines_due_s - 1e-9:
-            self.lines_due_s = due_s
+        if due_s < self.due.lines_s - 1e-9:
+            self.due.lines_s = due_s
             clock.after(due_s - clock.now, self.tick_lines)
 
     def _do(self, act: LineAct) -> None:
@@ -256,8 +269,8 @@ class CrowdMember(Ears):
 
     def tick_lines(self) -> None:
         clock = self.crowd.scheduler
-        if self.alive and clock.now >= self.lines_due_s - 1e-9:
-            self.lines_due_s = float("inf")
+        if self.life.alive and clock.now >= self.due.lines_s - 1e-9:
+            self.due.lines_s = float("inf")
             self.protocol.tick(clock.now)
             self.act()
 
@@ -268,15 +281,15 @@ class CrowdMember(Ears):
         self.act()
         clock.after(BEAT_S / 2, self._beat)
         clock.after(ready_after_s, self._become_ready)
-        self.next_s = clock.now
+        self.due.round_s = clock.now
         clock.after(0.0, self._round)
 
     def wake(self) -> None:
         """Something was heard: look at the next round of the loop."""
         clock = self.crowd.scheduler
         at_s = max(clock.now + PAUSE_S, clock.now + self.store.busy_s)
-        if at_s < self.next_s - 1e-9:
-            self.next_s = at_s
+        if at_s < self.due.round_s - 1e-9:
+            self.due.round_s = at_s
             clock.after(at_s - clock.now, self._round)
 
     def _at_once(self, do: Callable[[], Any]) -> None:
@@ -286,25 +299,25 @@ class CrowdMember(Ears):
         self.store.busy_s = busy_s
 
     def _beat(self) -> None:
-        if self.alive:
+        if self.life.alive:
             self._at_once(self.rendezvous.beat_if_due)
             self.crowd.scheduler.after(BEAT_S / 2, self._beat)
 
     def _become_ready(self) -> None:
-        if self.alive:
-            self.ready = True
+        if self.life.alive:
+            self.life.ready = True
             self._at_once(lambda: self.rendezvous.say(state="ready"))
             self.wake()
 
     def _round(self) -> None:
         clock = self.crowd.scheduler
-        if not self.alive or clock.now < self.next_s - 1e-9:
+        if not self.life.alive or clock.now < self.due.round_s - 1e-9:
             return
         self.store.busy_s = 0.0
-        self.next_s = clock.now + 3600.0
+        self.due.round_s = clock.now + 3600.0
         if self.rendezvous.me.state == "in":
             self._watch_peers()
-        elif self.ready:
+        elif self.life.ready:
             epoch = self.rendezvous.try_form(None)
             if epoch is not None:
                 self._enter(epoch)
@@ -312,14 +325,14 @@ class CrowdMember(Ears):
             self.rendezvous.look()
         self.crowd.rounds += 1
         busy_s, self.store.busy_s = self.store.busy_s, 0.0
-        self.next_s = clock.now + busy_s + (TICK_S if busy_s < TICK_S else PAUSE_S)
-        clock.after(self.next_s - clock.now, self._round)
+        self.due.round_s = clock.now + busy_s + (TICK_S if busy_s < TICK_S else PAUSE_S)
+        clock.after(self.due.round_s - clock.now, self._round)
 
     def _enter(self, epoch: Epoch) -> None:
         self.rendezvous.say(state="in", epoch=epoch.epoch, end="")
-        self.epoch, self.entered_s = epoch, self.store.now()
-        self.waiting_s = self.left_s = None
-        self.history.append((self.entered_s, f"in {epoch.epoch} of {len(epoch.members)}"))
+        self.epoch = epoch
+        self.due.waiting_s = self.due.left_s = None
+        self.history.append((self.store.now(), f"in {epoch.epoch} of {len(epoch.members)}"))
 
     def _watch_peers(self) -> None:
         epoch, now = self.epoch, self.store.now()
@@ -330,8 +343,8 @@ class CrowdMember(Ears):
         found = self.rendezvous.look() if look else self.rendezvous.watch(epoch.members)
         everybody = {m.member: m for m in found}
         peers = [everybody[n] for n in epoch.members if n != self.name and n in everybody]
-        said = ends.hear_peers(epoch.epoch, peers, self.left_s, now)
-        self.left_s = said.since_s
+        said = ends.hear_peers(epoch.epoch, peers, self.due.left_s, now)
+        self.due.left_s = said.since_s
         # workers agree with their peers at once to leave
         has_left = any(p.state in ("ready", "gone") and p.epoch >= epoch.epoch for p in peers)
         if said.why or has_left:
@@ -339,8 +352,8 @@ class CrowdMember(Ears):
         elif look:
             alive = [m for m in everybody.values() if m.state not in ("gone", "dead")]
             waiting = self.rendezvous.waiting(epoch, alive)
-            self.waiting_s = (self.waiting_s or now) if waiting else None
-            if self.waiting_s and ends.make_room(alive, "", now - self.waiting_s):
+            self.due.waiting_s = (self.due.waiting_s or now) if waiting else None
+            if self.due.waiting_s and ends.make_room(alive, "", now - self.due.waiting_s):
                 self._leave("resize")
 
     def _leave(self, end: str) -> None:
@@ -368,7 +381,7 @@ class Crowd:
     def kill(self, name: str, host: bool = False) -> None:
         """End its process; with `host`, its whole machine: then nobody answers for it."""
         member = self.members[name]
-        member.alive, member.host_up = False, not host
+        member.life = CrowdLife(alive=False, host_up=not host)
         peers, member.peers = member.peers, {}
         for other, conn in peers.values():
             if host:
@@ -376,7 +389,7 @@ class Crowd:
             self._deliver(member, other, functools.partial(self.ended, other, conn))
 
     def living(self) -> list[CrowdMember]:
-        return [m for m in self.members.values() if m.alive]
+        return [m for m in self.members.values() if m.life.alive]
 
     def requests(self) -> Counter[str]:
         total = Counter[str]()
@@ -395,16 +408,16 @@ class Crowd:
 
     def dial(self, a: CrowdMember, conn: int, port: int) -> None:
         b = self._ports.get(port)
-        if b is None or not b.host_up or not self._open(a, b):
+        if b is None or not b.life.host_up or not self._open(a, b):
             return  # no answer
         self.scheduler.after(ONE_WAY_S, lambda: self._accept(a, conn, b))
 
     def _accept(self, a: CrowdMember, conn: int, b: CrowdMember) -> None:
-        if not b.alive:
-            if b.host_up:
+        if not b.life.alive:
+            if b.life.host_up:
                 self.scheduler.after(ONE_WAY_S, lambda: self.ended(a, conn, refused=True))
             return
-        if not a.alive:
+        if not a.life.alive:
             return
         theirs = b.protocol.accepted(self.scheduler.now, a.name)
         b.peers[theirs], a.peers[conn] = (a, conn), (b, theirs)
@@ -412,7 +425,7 @@ class Crowd:
         self.scheduler.after(ONE_WAY_S, lambda: self._connected(a, conn))
 
     def _connected(self, a: CrowdMember, conn: int) -> None:
-        if a.alive and conn in a.peers:
+        if a.life.alive and conn in a.peers:
             a.protocol.connected(conn, self.scheduler.now)
             a.act()
 
@@ -422,7 +435,7 @@ class Crowd:
             self._deliver(a, b, lambda: self._receive(b, theirs, data))
 
     def _receive(self, b: CrowdMember, conn: int, data: bytes) -> None:
-        if b.alive and conn in b.peers:
+        if b.life.alive and conn in b.peers:
             b.protocol.received(conn, data, self.scheduler.now)
             b.act()
 
@@ -433,7 +446,7 @@ class Crowd:
 
     def ended(self, b: CrowdMember, conn: int, refused: bool = False) -> None:
         b.peers.pop(conn, None)
-        if b.alive:
+        if b.life.alive:
             b.protocol.closed(conn, self.scheduler.now, refused)
             b.act()
 
