@@ -18,7 +18,7 @@ LAUNCH = $(BIN)/harness launch sky_tasks/train.yaml --cloud local --env STEPS=$(
 TASK ?= sky_tasks/train.yaml
 LAB ?= /var/tmp/harness-lab
 
-.PHONY: install train launch jobs-launch plan down doctor lab lab-short test check lint types pythons sim simsystem walk drill campaign soak clean
+.PHONY: install train launch jobs-launch plan down doctor lab lab-short test check lint types pythons sim simsystem walk drill manynodes campaign soak clean
 install: $(STAMP)
 $(STAMP): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned environment wants Python 3.11 or newer, this is " + sys.version + "; make PYTHON=python3.11 ...")'
@@ -84,6 +84,9 @@ walk: install  ## the same weights to the bit over 300 steps in five worlds with
 
 drill: install  ## every fault in every phase (ONLY=worker-kill:step for one cell)
 	$(BIN)/harness drill --seed $(or $(SEED),0) --jobs $(or $(JOBS),2) $(if $(ONLY),--only $(ONLY))
+
+manynodes: install  ## 1 to 256 simulated members and snapshots of up to 1,024 ranks: seconds, requests, connections, beside their targets
+	$(BIN)/python benchmarks/manynodes.py
 
 campaign: install  ## POINTS=500 kills of writer, uploader and agent each, every store call failing once, damage of every class; not in CI
 	$(BIN)/python -m harness.proof.kills --points $(or $(POINTS),500) --seed $(or $(SEED),0) --jobs $(or $(JOBS),2)

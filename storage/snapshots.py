@@ -34,6 +34,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from storage.errors import NotFound, StoreUnavailable
+from storage.groups import GROUP_RANKS, gather, read_all
 from storage.manifest import (
     CHUNK_NBYTES,
     Known,
@@ -75,6 +76,8 @@ Expired = Callable[[str, bytes], bool]  # key and content of a lease -> is its o
 
 class Snapshots:
     """The snapshots of one run. `store` is rooted at the run's URL."""
+
+    group_ranks = GROUP_RANKS
 
     def __init__(self, store: ObjectStore, chunk_nbytes: int = CHUNK_NBYTES):
         self.store, self.chunk_nbytes = store, chunk_nbytes
@@ -149,9 +152,10 @@ class Snapshots:
             # pruned meanwhile, so something newer is committed; `commit` will say None
             return mine
 
-    def commit(self, ref: Ref, world: int) -> Manifest | None:
+    def commit(self, ref: Ref, world: int, rank: int | None = None) -> Manifest | None:
         """Write the manifest if all `world` part lists are there. Anybody may call it, any number
-        of times.
+        of times. `rank`: of a world of many, do that rank's part of the work only
+        (storage/groups.py); when it has waited long, None does all.
 
         The committed manifest, whoever committed it; None while lists are missing, or if the
         snapshot or its base was pruned meanwhile (then `hopeless` says so). Raises SnapshotCorrupt
@@ -159,25 +163,49 @@ class Snapshots:
         """
         if world < 1:
             raise ValueError(f"a world has at least 1 rank; found {world}")
-        keys = [_list_key(ref, rank) for rank in range(world)]
+        keys = [_list_key(ref, r) for r in range(world)]
+        many = world > self.group_ranks
         try:
-            present = set(self.store.list(f"{PARTS}{ref.name}/list-"))
-            if not present.issuperset(keys):
-                return self.load(ref)
-            extra = present.difference(keys)
-            if extra:
-                raise SnapshotCorrupt(
-                    f"snapshot {ref}: wanted part lists of {world} ranks, found also "
-                    f"{', '.join(sorted(extra))}; "
-                    "an epoch has one world: start a new epoch for another one"
-                )
-            manifest = Manifest.merge([PartList.from_json(self.store.get(key)) for key in keys])
+            lists = (
+                gather(self.store, ref, keys, self.group_ranks, rank)
+                if many
+                else self._lists(ref, keys)
+            )
+            if lists is None:
+                return self._found(ref, keys, rank if many else None)
+            manifest = Manifest.merge(lists)
             if not self.stay(manifest.bases) or not self.store.create(
                 _manifest_key(ref), manifest.to_json().encode()
             ):
                 manifest = self.load(ref)
         except NotFound:  # not committed, or pruned while we read
             return None
+        return self._stays(manifest, keys)
+
+    def _lists(self, ref: Ref, keys: list[str]) -> list[PartList] | None:
+        """All part lists, if they are there. Raises SnapshotCorrupt if there are more."""
+        present = set(self.store.list(f"{PARTS}{ref.name}/list-"))
+        if not present.issuperset(keys):
+            return None
+        extra = present.difference(keys)
+        if extra:
+            raise SnapshotCorrupt(
+                f"snapshot {ref}: wanted part lists of {len(keys)} ranks, found also "
+                f"{', '.join(sorted(extra))}; "
+                "an epoch has one world: start a new epoch for another one"
+            )
+        return [PartList.from_json(text) for text in read_all(self.store, keys)]
+
+    def _found(self, ref: Ref, keys: list[str], rank: int | None) -> Manifest | None:
+        """The manifest that another committed. Raises NotFound. `rank`: of many, which leaves it
+        to whoever wrote the manifest to look whether all that it names is there."""
+        manifest = self.load(ref)
+        return manifest if rank is None or self.store.list(keys[rank]) else None
+
+    def _stays(self, manifest: Manifest, keys: list[str]) -> Manifest | None:
+        """Is all that a manifest names still there, now that it is written? Else it is taken
+        back: see the module's docstring."""
+        ref = manifest.ref
         present = set(self.store.list(f"{PARTS}{ref.name}/"))
         if not present.issuperset(keys) or not present.issuperset(
             manifest.objects.keys() - manifest.refers
@@ -187,7 +215,7 @@ class Snapshots:
                     f"snapshot {ref}: {self.store.url} does not list its manifest, which is "
                     "written: ask again later"
                 )
-            self.store.delete(_manifest_key(ref))  # see the module's docstring
+            self.store.delete(_manifest_key(ref))
             return None
         return manifest
 
@@ -530,7 +558,7 @@ class Snapshots:
     def _take_back(self, ref: Ref, keys: Collection[str]) -> None:
         """First the part lists: without them nobody commits it."""
         for key in keys:
-            if key.startswith(f"{PARTS}{ref.name}/list-"):
+            if key.startswith((f"{PARTS}{ref.name}/list-", f"{PARTS}{ref.name}/group-")):
                 self.store.delete(key)
         self.store.delete(_manifest_key(ref))
 

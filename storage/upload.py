@@ -40,6 +40,7 @@ from storage.weights import combined, weights_sum
 
 LANES = 4  # parts on their way at once
 COMMIT_TIMEOUT_S = 600.0  # the longest wait for the other ranks' shares
+POLITE_S = 10.0  # of a world of many ranks, so long the first rank of each group merges it
 MARGIN = 0.8  # of a drain's time that is planned with; bandwidth varies
 GIVE_UP_BEFORE_S = 0.5  # the deadline: time to say so
 LOOK_AGAIN_S = 0.5  # whether a deadline has been set meanwhile
@@ -290,14 +291,17 @@ class Uploader:
         )
         one.requests = math.prod(self._levels[self._level])
         self._check(job.ref)  # sending may have taken long
-        manifest = self.snapshots.commit(job.ref, job.world)
+        manifest = self.snapshots.commit(job.ref, job.world, job.rank)
         one.written = True
         deadline_s, pause_s = time.monotonic() + self._commit_timeout_s, 0.02
         while manifest is None and time.monotonic() < deadline_s and not self._is_old(one):
             time.sleep(pause_s)  # other ranks are still writing
             pause_s = min(2 * pause_s, 1.0)
             self._check(job.ref)
-            manifest = self.snapshots.commit(job.ref, job.world)
+            waited_s = time.monotonic() - (deadline_s - self._commit_timeout_s)
+            # who should merge may be gone; not all others at once
+            polite = waited_s < POLITE_S * (1.0 + job.rank / job.world)
+            manifest = self.snapshots.commit(job.ref, job.world, job.rank if polite else None)
             if (
                 manifest is None
                 and pause_s == 1.0

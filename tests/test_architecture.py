@@ -15,7 +15,7 @@ PURE = {  # by file; no torch, sky, sockets, wall clock, global randomness
     "bucket": {"beats", "lease", "orders"},
     "controller": {"book", "policies", "recovery"},
     "clouds": {"market"},
-    "agent": {"ends", "leaderless", "lines_protocol", "machine"},
+    "agent": {"ends", "gossip", "leaderless", "lines_protocol", "machine"},
     "worker": {"machine"},
     "views": {"ledger", "painting", "rows"},
     "proof": {"invariants", "sim", "sim_members", "sim_world"},

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from harness.agent.lines_protocol import Heard
-from harness.agent.membership import Membership
+from harness.agent.membership import Ears, Membership
 from harness.agent.rendezvous import Rendezvous
 from harness.bucket.epochs import EPOCHS, Epoch, Member, encode_epoch, epoch_key
 from storage.errors import NotFound
@@ -33,7 +33,7 @@ class Quick:
         return self.now
 
 
-class Doubts:
+class Doubts(Ears):
     """No line is up; whether a member's machine refuses is what the environment says, if there
     is any."""
 
@@ -48,7 +48,7 @@ class Doubts:
                 self.names = []
         return Heard(refused=name in self.names, seen=True)
 
-    def follow(self, members):
+    def follow(self, members, passing=False, keyless=()):
         self.names = None  # the end of a look
 
     def all_up(self):

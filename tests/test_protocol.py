@@ -3,6 +3,8 @@ protocol broken on purpose."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -372,6 +374,108 @@ def a_slow_reader(kind: type[Snapshots], pruners: int = 1) -> Explored:
     )
 
 
+# ---- worlds of many ranks, whose lists are merged a group at a time -------------------------------
+class OneByOne(Snapshots):
+    """Groups of one rank: the smallest world with groups has two."""
+
+    group_ranks = 1
+
+
+class InPairs(Snapshots):
+    group_ranks = 2
+
+
+def grouped_ranks(kind: type[Snapshots]) -> Explored:
+    """Two groups; each rank writes, merges its group, and commits if it can; rank 1 leaves the
+    manifest to rank 0, which may come too early; a third comes later and does all."""
+    actors = {f"rank{r}": grouped_writer(kind, NEW, r, 2) for r in range(2)}
+    return explore(
+        {**actors, "late": committer(kind, NEW, 2)}, before(kind), check(kind, OLD), unknowns=1
+    )
+
+
+def grouped_writer(kind: type[Snapshots], ref: Ref, rank: int, world: int) -> Actor:
+    def act(store: ObjectStore, say: Say) -> None:
+        snapshots = kind(store)
+        with contextlib.suppress(StoreUnavailable):
+            snapshots.write(ref, rank, world, {"x": content(ref, rank)}, {}, {}, "t")
+            if snapshots.commit(ref, world, rank):
+                say(("committed", ref))
+
+    return act
+
+
+def uncommitted(kind: type[Snapshots], world: int, refs: tuple[Ref, ...]) -> dict[str, bytes]:
+    """All lists of NEW are there; nothing is merged."""
+    objects = before(kind, refs)
+    for rank in range(world):
+        kind(MemoryStore("memory://", objects)).write(
+            NEW, rank, world, {"x": content(NEW, rank)}, {}, {}, "t"
+        )
+    return objects
+
+
+def grouped_late_commit(kind: type[Snapshots]) -> Explored:
+    """A committer that does all and a pruner meet while NEWER is committed, and somebody reads."""
+    objects = uncommitted(kind, 2, (OLD, NEWER))
+    actors = {"committer": committer(kind, NEW, 2), "pruner": pruner(kind), "reader": reader(kind)}
+    return explore(actors, objects, check(kind, NEWER), unknowns=1, max_states=3_000_000)
+
+
+def grouped_mergers(kind: type[Snapshots]) -> Explored:
+    """The first ranks of two groups, one that does all, and a pruner at once."""
+    world = 2 * kind.group_ranks
+
+    def polite(rank: int) -> Actor:
+        def act(store: ObjectStore, say: Say) -> None:
+            if kind(store).commit(NEW, world, rank):
+                say(("committed", NEW))
+
+        return act
+
+    actors = {f"rank{r}": polite(r) for r in (0, kind.group_ranks)}
+    others = {"all": committer(kind, NEW, world), "pruner": pruner(kind)}
+    return explore(
+        {**actors, **others}, uncommitted(kind, world, (OLD,)), check(kind, OLD),
+        max_states=3_000_000,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("world", [grouped_ranks, grouped_late_commit, grouped_mergers])
+@pytest.mark.parametrize("kind", [OneByOne, InPairs])
+def test_lists_that_are_merged_in_groups(
+    kind: type[Snapshots], world: Callable[[type[Snapshots]], Explored]
+) -> None:
+    if kind is OneByOne or world is grouped_mergers:
+        found = world(kind)
+        assert found.endings > 0 and found.states > 300, found
+
+
+def test_what_a_big_world_asks_of_the_bucket() -> None:
+    """1,024 ranks: nobody reads what all wrote but those who merge, each a part."""
+    store = MemoryStore("memory://", {})
+    counts: collections.Counter[str] = collections.Counter()
+
+    class Counted(MemoryStore):
+        def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+            counts["get"] += 1
+            return super().get(key, start, end)
+
+        def list(self, prefix: str) -> list[str]:
+            counts["list"] += 1
+            return super().list(prefix)
+
+    world = 1024
+    for rank in range(world):
+        Snapshots(store).write(NEW, rank, world, {"x": content(NEW, rank)}, {}, {}, "t")
+    snapshots = Snapshots(Counted("memory://", store._objects))
+    assert not any(snapshots.commit(NEW, world, r) for r in range(1, world))
+    manifest = snapshots.commit(NEW, world, 0)
+    assert manifest is not None and len(manifest.parts) == world
+    assert counts["get"] <= 2 * world + 20 and counts["list"] <= 50, counts
+    assert all(snapshots.commit(NEW, world, r) == manifest for r in (1, 7, 100, 1023))
+
+
 REFERRING = [
     its_base_is_pruned,
     a_chain,
@@ -676,3 +780,17 @@ if __name__ == "__main__":  # millions of states, half an hour
         ),
     ):
         print(larger, larger(Snapshots), flush=True)  # type: ignore[operator]
+
+
+class Careless(SeesTheDoomed):
+    """Broken: who commits a world of groups does not look whether its lists are still there."""
+
+    group_ranks = 1
+
+    def _stays(self, manifest: Manifest, keys: list[str]) -> Manifest | None:
+        return manifest
+
+
+def test_the_check_finds_a_careless_merge_of_groups() -> None:
+    with pytest.raises(Violation):
+        grouped_late_commit(Careless)

@@ -17,6 +17,7 @@ from harness.agent.config import AgentConfig, Timing
 from harness.agent.host import RealHost
 from harness.agent.lines import Lines
 from harness.agent.lines_protocol import Heard
+from harness.agent.membership import Ears
 from harness.agent.rendezvous import Rendezvous
 from harness.bucket.epochs import NO_EPOCH, Epoch, Member, encode_epoch, epoch_key, newest_epoch
 from harness.uploader.nearby import Nearby, NearbyConfig
@@ -254,7 +255,7 @@ def test_racing_members_agree_on_every_epoch(place):
     members = [place.member(f"m{i}", attempt=i) for i in range(6)]
     place.clock.now += 100.0
     for m in members:
-        m._settled_since = 0.0  # everybody's turn has come
+        m._last.settled_s = 0.0  # everybody's turn has come
     seen, lock = [], threading.Lock()
 
     def propose(m):
@@ -369,7 +370,7 @@ def test_epochs_and_members_of_older_versions_are_read():
 
 
 def test_an_address_that_is_none_does_not_end_the_lines():
-    lines, other = Lines("a", "127.0.0.1", pulse_s=0.1), Lines("b", "127.0.0.1", pulse_s=0.1)
+    lines, other = (Lines(n, "127.0.0.1", pulse_s=0.1, key="") for n in "ab")
     try:
         lines.follow(
             {
@@ -420,7 +421,7 @@ def test_most_workers_decide_where_a_run_begins(place):
 
 
 def test_lines_tell_living_dead_silent_and_strangers_apart():
-    a, b = Lines("a", "127.0.0.1", pulse_s=0.2), Lines("b", "127.0.0.1", pulse_s=0.2)
+    a, b = (Lines(n, "127.0.0.1", pulse_s=0.2, key="") for n in "ab")
     try:
         b.tell(b'{"n": 1}')
         # another member had this port once
@@ -472,13 +473,13 @@ class Counting(MemoryStore):
         return super().__getattribute__(name)
 
 
-class Ears:
+class Hears(Ears):
     """Lines on which everybody is heard."""
 
     def __init__(self):
         self.up, self.changed = True, threading.Event()
 
-    def follow(self, members):
+    def follow(self, members, passing=False, keyless=()):
         pass
 
     def heard(self, name):
@@ -497,7 +498,7 @@ class Ears:
 def minutes10(tmp_path, members, first, up):
     """Requests of one node in ten minutes of calm training, by the agent's own loop at its own
     pace (its heartbeat's are added)."""
-    clock, store, ears = Ticks(), Counting(), Ears()
+    clock, store, ears = Ticks(), Counting(), Hears()
     names = tuple(f"m{i}" for i in range(members))
     for name in names:
         store.put(

@@ -15,16 +15,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import secrets
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
+from harness.agent.gossip import Overheard
 from harness.agent.lines_protocol import (
     LONGEST_NBYTES,
     Address,
     Dial,
+    Door,
     HangUp,
     Heard,
     Heed,
@@ -34,20 +37,31 @@ from harness.agent.lines_protocol import (
 )
 
 CLOSE_S = 5.0  # the longest wait for the thread to end
+UNSENT_NBYTES = 4 * 1024 * 1024  # who takes less than that in time is frozen or gone
+DEAF_S = 0.2  # without a free descriptor nobody is let in for so long
+OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+def new_key() -> str:
+    """What callers of a member must know; it stands in the object of the member."""
+    return secrets.token_hex(16)
 
 
 class Lines:
-    """`port`: where we listen. `changed` is set whenever something was heard that may matter.
-    Close it when done."""
+    """`port`: where we listen. `key`: what callers must know; "": nothing, as of older versions.
+    `changed` is set whenever something was heard that may matter. Close it when done."""
 
-    def __init__(self, name: str, addr: str, pulse_s: float = 0.5):
+    def __init__(self, name: str, addr: str, pulse_s: float = 0.5, key: str | None = None):
+        self.key = new_key() if key is None else key
         self.changed = threading.Event()
         self._lock = threading.Lock()  # of the protocol
-        self._protocol = LinesProtocol(name, pulse_s, time.monotonic())
+        self._protocol = LinesProtocol(name, pulse_s, time.monotonic(), self.key)
         self._sockets: dict[int, socket.socket] = {}
+        self._unsent: dict[int, bytes] = {}
         self._selector = selectors.DefaultSelector()
-        self._server = socket.create_server((addr, 0), backlog=128)
+        self._server = socket.create_server((addr, 0), backlog=512)
         self._server.setblocking(False)
+        self._deaf_until_s = 0.0  # 0: we let callers in
         self.port = int(self._server.getsockname()[1])
         self._bell, self._ear = socket.socketpair()
         for s in (self._bell, self._ear):
@@ -65,13 +79,32 @@ class Lines:
             self._protocol.tell(record)
         self._ring()
 
-    def follow(self, members: Mapping[str, Address]) -> None:
-        """Keep a line to each of these, and to nobody else."""
+    def follow(
+        self, members: Mapping[str, Door], passing: bool = False, keyless: Collection[str] = ()
+    ) -> None:
+        """Keep a line to each of these, and to nobody else. See `LinesProtocol.follow`."""
         with self._lock:
-            if self._protocol.wanted == members:
-                return
-            self._protocol.follow(members, time.monotonic())
+            self._protocol.follow(members, time.monotonic(), passing, keyless)
+            something = self._protocol.has_acts()
+        if something:
+            self._ring()
+
+    def share(self, name: str, record: bytes) -> None:
+        """What a member says of itself in the bucket: pass it on if it is news."""
+        with self._lock:
+            self._protocol.share(name, record, time.monotonic())
         self._ring()
+
+    def doubt(self, name: str) -> None:
+        """We found it dead."""
+        with self._lock:
+            self._protocol.doubt(name, time.monotonic())
+        self._ring()
+
+    def overheard(self) -> Overheard:
+        """All hearsay; new records and callers are told once."""
+        with self._lock:
+            return self._protocol.overheard()
 
     def following(self) -> set[str]:
         """Whom we follow."""
@@ -109,6 +142,7 @@ class Lines:
             self._act()
             with self._lock:
                 wait_s = self._protocol.wait_s(time.monotonic())
+            self._hear_again()
             for key, _ in self._selector.select(wait_s):
                 if isinstance(key.data, int):
                     self._attend(key.data)
@@ -147,24 +181,32 @@ class Lines:
 
     def _accept(self) -> None:
         try:
-            s, _ = self._server.accept()
-        except OSError:
+            s, address = self._server.accept()
+        except OSError as e:
+            if e.errno in OUT_OF_DESCRIPTORS:  # it stays readable: looking again would not end
+                self._selector.unregister(self._server)
+                self._deaf_until_s = time.monotonic() + DEAF_S
             return
         s.setblocking(False)
         s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._lock:
-            conn = self._protocol.accepted(time.monotonic())
+            conn = self._protocol.accepted(time.monotonic(), str(address[0]))
         self._sockets[conn] = s
         self._selector.register(s, selectors.EVENT_READ, conn)
 
+    def _hear_again(self) -> None:
+        if self._deaf_until_s and time.monotonic() >= self._deaf_until_s:
+            self._selector.register(self._server, selectors.EVENT_READ, self._accept)
+            self._deaf_until_s = 0.0
+
     def _dial(self, conn: int, address: Address) -> None:
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        s = self._sockets[conn] = socket.socket(family, socket.SOCK_STREAM)
-        s.setblocking(False)
         try:
+            s = self._sockets[conn] = socket.socket(family, socket.SOCK_STREAM)
+            s.setblocking(False)
             code = s.connect_ex(address)
         except (OSError, OverflowError, TypeError, ValueError):
-            # what a member says of itself need not be an address
+            # what a member says of itself need not be an address; and descriptors can run out
             code = errno.EINVAL
         if code in (0, errno.EINPROGRESS):
             self._selector.register(s, selectors.EVENT_READ | selectors.EVENT_WRITE, conn)
@@ -172,17 +214,28 @@ class Lines:
             self._lost(conn, refused=code == errno.ECONNREFUSED)
 
     def _send(self, conn: int, data: bytes) -> None:
-        """Small; who does not take it is frozen or gone, and may call again."""
+        """What cannot be sent at once is sent when there is room."""
         if (s := self._sockets.get(conn)) is None:
             return
+        waiting = conn in self._unsent
+        data = self._unsent.pop(conn, b"") + data
         try:
             sent = s.send(data)
+        except BlockingIOError:
+            sent = 0
         except OSError:
-            sent = -1
-        if sent != len(data):
             self._lost(conn)
+            return
+        if len(data) - sent > UNSENT_NBYTES:
+            self._lost(conn)
+        elif sent < len(data):
+            self._unsent[conn] = data[sent:]
+            self._selector.modify(s, selectors.EVENT_READ | selectors.EVENT_WRITE, conn)
+        elif waiting:
+            self._selector.modify(s, selectors.EVENT_READ, conn)
 
     def _drop(self, conn: int) -> None:
+        self._unsent.pop(conn, None)
         if s := self._sockets.pop(conn, None):
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(s)
@@ -199,10 +252,16 @@ class Lines:
         if (code := s.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)) != 0:
             self._lost(conn, refused=code == errno.ECONNREFUSED)
             return
-        if self._selector.get_key(s).events & selectors.EVENT_WRITE:
+        if conn in self._unsent:
+            self._send(conn, b"")
+        elif self._selector.get_key(s).events & selectors.EVENT_WRITE:
             self._selector.modify(s, selectors.EVENT_READ, conn)
             with self._lock:
                 self._protocol.connected(conn, time.monotonic())
+        if conn in self._sockets:
+            self._receive(conn, self._sockets[conn])
+
+    def _receive(self, conn: int, s: socket.socket) -> None:
         try:
             said = s.recv(LONGEST_NBYTES)
         except BlockingIOError:

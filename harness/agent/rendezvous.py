@@ -26,8 +26,9 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from harness.agent.membership import LIST_S, Beats, Ears, Membership
@@ -47,13 +48,29 @@ from storage.objects import ObjectStore
 # between two signs of life in the bucket, and two looks for newcomers, while lines say the same
 CALM_S = 10.0
 MENTION_S = 0.05  # for the beat that is on its way
+NEWEST_S = 2.0  # between two looks for the next epoch in a big world, where lines tell of it
+SUSPECT_S = 3.0  # nothing changes for so long: who has not left is asked whether it is there
+READS = 8  # objects that are read at once
 TURN_S = 2.0  # how long the next in order waits for the one before it to create the epoch
+
+
+NOBODY: frozenset[str] = frozenset()
 
 
 def free_port(addr: str) -> int:
     with socket.socket() as s:
         s.bind((addr, 0))
         return int(s.getsockname()[1])
+
+
+@dataclass
+class _Moments:
+    """When we did what last, by our own clock."""
+
+    said_s: float = -float("inf")
+    asked_s: float = -float("inf")  # whether the run is over
+    newest_s: float = -float("inf")  # for the next epoch
+    settled_s: float | None = None  # since then all of the last epoch have left it; None: not all
 
 
 class Rendezvous:
@@ -75,17 +92,15 @@ class Rendezvous:
         over: Callable[[], bool] = lambda: False,
         monotonic: Callable[[], float] = time.monotonic,
     ):
-        self.store, self.me, self.lines = store, me, lines
+        self.store, self.me, self.lines = store, replace(me, key=me.key or lines.key), lines
         self._beats = Beats(beat_s, dead_s, max(calm_s, beat_s))
         self.others = Membership(store, lines, self._beats, monotonic)
-        self._join_window_s, self._min_members = join_window_s, min_members
+        self._join_window_s, self.min_members = join_window_s, min_members
         self._monotonic, self._over = monotonic, over
-        self._asked_s = -float("inf")  # whether it is over
+        self._last = _Moments()
         self.is_over = False  # it was, when the next epoch's time had come: there is none
         self._newest: Epoch | None = None  # as far as we have looked
         self._number = 0  # the greatest that is taken: by `_newest`, or by what is no epoch
-        self._said_s = -float("inf")
-        self._settled_since: float | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
 
@@ -93,6 +108,7 @@ class Rendezvous:
     def start(self) -> None:
         """Say that we are there, and beat from a thread of our own from now on. Without it:
         call `say` once and `beat_if_due` often."""
+        self.others.many = ThreadPoolExecutor(READS, "members").map
         self.say()
         threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True).start()
 
@@ -109,7 +125,7 @@ class Rendezvous:
             )
             record = json.dumps(asdict(self.me)).encode()
             self.lines.tell(record)
-            self._said_s = self.others.fresh_s = self._monotonic()
+            self._last.said_s = self.others.fresh_s = self._monotonic()
             self.store.put(f"{MEMBERS}{self.me.member}.json", record)
 
     def mention(self, **changes: Any) -> None:
@@ -141,7 +157,7 @@ class Rendezvous:
         doubt = not calm and self.me.beat_s > self._beats.beat_s
         # what we promised last holds until we have said otherwise
         promised_s = self.me.beat_s or self._beats.beat_s
-        due = doubt or self._monotonic() - self._said_s >= promised_s
+        due = doubt or self._monotonic() - self._last.said_s >= promised_s
         if due:
             self.say()
         return due
@@ -150,6 +166,7 @@ class Rendezvous:
     def newest(self) -> Epoch:
         """The newest epoch. Numbers have no gaps, so one missing object proves it: no list is
         needed after the first look."""
+        self._last.newest_s = self._monotonic()
         if self._newest is None:
             self._newest = newest_epoch(self.store)
         self._number = max(self._number, self._newest.epoch)
@@ -163,6 +180,15 @@ class Rendezvous:
             except ValueError as e:  # its number is taken all the same
                 self.others.pass_over(epoch_key(self._number + 1), e)
             self._number += 1
+
+    def _newest_soon(self) -> Epoch:
+        """As `newest`; in a big world it is asked for when somebody says that it is in it, and
+        seldom else."""
+        asked_s = self._monotonic() - self._last.newest_s
+        if self._newest is None or not self.others.is_big or asked_s >= NEWEST_S:
+            return self.newest()
+        told = any(s.member.epoch > self._number for s in self.others.seen.values())
+        return self.newest() if told else self._newest
 
     def members(self) -> list[Member]:
         """Everybody who is not gone or dead, by our own observation."""
@@ -191,48 +217,51 @@ class Rendezvous:
     def try_form(self, max_world: int | None) -> Epoch | None:
         """The newest epoch if we are in it and have not taken part yet; else create the next
         one when its time has come."""
-        last = self.newest()
+        last = self._newest_soon()
+        self.others.vital = frozenset(last.members) if self.me.member in last.members else NOBODY
         if self.me.member in last.members and last.epoch > self.me.epoch:
             return last
         alive = self.members()
         by_name = {m.member: m for m in alive}
+        unknown = self.others.unknown(n for n in last.members if n != self.me.member)
         unsettled = [
             by_name[n]
             for n in last.members
             if n in by_name and not self._has_left(by_name[n], last.epoch)
         ]
         fresh_start = not any(n in by_name for n in last.members)
-        if unsettled or (fresh_start and any(m.state == "warming" for m in alive)):
-            self._settled_since = None
+        if unsettled and self._monotonic() - self.others.fresh_s > SUSPECT_S:
+            self.others.suspect(n for n in last.members if n in by_name)
+        if unknown or unsettled or (fresh_start and any(m.state == "warming" for m in alive)):
+            self._last.settled_s = None
             return None
         ready = [m for m in alive if m.state == "ready"]
-        where = meeting_place(
-            [
-                (m.place, m.nproc, m.member in last.members)
-                for m in sorted(ready, key=lambda m: self._order(m, last))
-            ]
-        )
+        before = {name: i for i, name in enumerate(last.members)}
+        ready.sort(key=lambda m: self._order(m, before))
+        where = meeting_place([(m.place, m.nproc, m.member in before) for m in ready])
         ready = [m for m in ready if m.place == where]
-        if self.me.place != where or len(ready) < self._min_members:
-            self._settled_since = None
+        if self.me.place != where or len(ready) < self.min_members:
+            self._last.settled_s = None
             if fresh_start and self._time_to_ask():
                 self.is_over = self._over()
             return None
         now = self._monotonic()
-        if self._settled_since is None:
-            self._settled_since = now
+        if self._last.settled_s is None:
+            self._last.settled_s = now
         # Whoever comes first in the order creates the epoch; the others step in should it fail to.
-        order = sorted(ready, key=lambda m: self._order(m, last))
-        turn = next(i for i, m in enumerate(order) if m.member == self.me.member)
+        turn = next(i for i, m in enumerate(ready) if m.member == self.me.member)
         if (
-            now - self._settled_since
+            now - self._last.settled_s
             < (self._join_window_s if fresh_start else 0.0) + TURN_S * turn
         ):
             return None
-        proposal = self._propose(last, order, max_world)
+        if unproven := self.others.hearsay(last.members):
+            self.others.suspect(unproven)
+            return None
+        proposal = self._propose(last, ready, max_world)
         if self.me.member not in proposal.members:
             return None
-        self._settled_since = None
+        self._last.settled_s = None
         if self._over():
             self.is_over = True
             return None
@@ -244,19 +273,20 @@ class Rendezvous:
         """Whether the run is over, while nobody trains and we cannot begin: often after a
         change, seldom else."""
         now = self._monotonic()
-        if due := now - self._asked_s >= (LIST_S if self.others.is_fresh() else self._beats.calm_s):
-            self._asked_s = now
+        if due := now - self._last.asked_s >= (
+            LIST_S if self.others.is_fresh() else self._beats.calm_s
+        ):
+            self._last.asked_s = now
         return due
 
     def _has_left(self, m: Member, epoch: int) -> bool:
         return m.state == "ready" and m.epoch >= epoch
 
     @staticmethod
-    def _order(m: Member, last: Epoch) -> tuple[int, int, str]:
+    def _order(m: Member, before: Mapping[str, int]) -> tuple[int, int, str]:
         # Survivors keep their order, so that ranks (and what they hold in memory) move as little as
         # possible.
-        known = last.members.index(m.member) if m.member in last.members else len(last.members)
-        return (known, m.attempt, m.member)
+        return (before.get(m.member, len(before)), m.attempt, m.member)
 
     def _propose(self, last: Epoch, ready: list[Member], max_world: int | None) -> Epoch:
         chosen: list[Member] = []

@@ -39,6 +39,7 @@ class Member:
     failure_step: int = 0  # newest committed step when it failed
     place: str = ""  # who is in one place reach each other; an epoch is in one place
     beat_s: float = 0.0  # a promise: its object is rewritten at least so often; 0: as everybody's
+    key: str = ""  # what callers of its lines must know; "": written by an older version
 
 
 @dataclass(frozen=True)

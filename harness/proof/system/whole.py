@@ -78,7 +78,7 @@ class SystemBuild:
     plan: Callable[[int, int], batch.Plan] = batch.plan
     ensemble: Callable[[Any, Epoch], Ensemble] = Ensemble
     fence: Callable[[ObjectStore], Any] = fence
-    lines: Callable[[str, float, float], LinesProtocol] = LinesProtocol
+    lines: Callable[[str, float, float, str], LinesProtocol] = LinesProtocol
     store: Callable[[], ObjectStore] = SortedStore
 
 

@@ -8,11 +8,21 @@ again. A process that ends closes its connections; a machine without power close
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from harness.agent.lines_protocol import Address, Dial, HangUp, Heard, Heed, LinesProtocol, Transmit
+from harness.agent.gossip import Overheard
+from harness.agent.lines_protocol import (
+    Address,
+    Dial,
+    Door,
+    HangUp,
+    Heard,
+    Heed,
+    LinesProtocol,
+    Transmit,
+)
 
 if TYPE_CHECKING:
     from harness.proof.system.kernel import Kernel
@@ -91,7 +101,10 @@ class SimLines:
     def __post_init__(self) -> None:
         self.actor = f"lines-{self.node.number}"
         build = self.node.sim.build
-        self.protocol: LinesProtocol = build.lines(self.name, self.pulse_s, self._now())
+        # members of the version before had no key
+        old = self.node.version == "before"
+        self.key = "" if old else f"{self.rng.getrandbits(128):032x}"
+        self.protocol: LinesProtocol = build.lines(self.name, self.pulse_s, self._now(), self.key)
         self.net.ports[self.node.addr, self.port] = self
         self._tick()
 
@@ -103,9 +116,22 @@ class SimLines:
         self.protocol.tell(self.node.spoken(record))
         self._act()
 
-    def follow(self, members: Mapping[str, Address]) -> None:
-        self.protocol.follow(members, self._now())
+    def follow(
+        self, members: Mapping[str, Door], passing: bool = False, keyless: Collection[str] = ()
+    ) -> None:
+        self.protocol.follow(members, self._now(), passing, keyless)
         self._act()
+
+    def share(self, name: str, record: bytes) -> None:
+        self.protocol.share(name, record, self._now())
+        self._act()
+
+    def doubt(self, name: str) -> None:
+        self.protocol.doubt(name, self._now())
+        self._act()
+
+    def overheard(self) -> Overheard:
+        return self.protocol.overheard()
 
     def following(self) -> set[str]:
         return set(self.protocol.wanted)
@@ -163,7 +189,7 @@ class SimLines:
     def _accept(self, theirs: _End) -> None:
         if self.closed or not self.node.alive or theirs.conn not in theirs.lines._ends:
             return
-        conn = self.protocol.accepted(self._now())
+        conn = self.protocol.accepted(self._now(), theirs.lines.node.addr)
         mine = self._ends[conn] = _End(self, conn, theirs)
         theirs.other = mine
         theirs.lines._later(self._latency_s(), lambda: theirs.lines._connected(theirs.conn))
