@@ -132,6 +132,6 @@ def test_what_is_not_needed_is_taken_away() -> None:
 def test_the_command_prints_its_speed(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(3, None, 0, 1) == 0
     said = capsys.readouterr().out
-    assert "3 worlds" in said and "worlds and" in said and "virtual hours an hour" in said
+    assert "3 worlds" in said and "worlds a second" in said and "virtual hours an hour" in said
     assert command(1, 7, 0, 1) == 0
     assert "seed 7: done" in capsys.readouterr().out
