@@ -381,7 +381,7 @@ sound_propose = Rendezvous._propose
 def stealing(self: Rendezvous, max_world: Any) -> Any:
     """Writes its epoch over another's."""
     found = sound_form(self, max_world)
-    if found is None and self.me.state == "ready" and self._settled_since is not None:
+    if found is None and self.me.state == "ready":
         mine = replace(
             self.newest(), members=(self.me.member,), nproc=(self.me.nproc,), speeds=(1.0,)
         )

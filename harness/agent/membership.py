@@ -233,6 +233,13 @@ class Membership:
         """Those that are dead by another's word alone."""
         return [n for n in names if n in self._circle.hearsay]
 
+    def revive(self, names: Iterable[str]) -> None:
+        """They are in a new epoch, so they lived a moment ago, whatever we have seen of them."""
+        for name in names:
+            if seen := self.seen.get(name):
+                seen.sign_s, seen.read_s, seen.dead = self._monotonic(), -float("inf"), False
+                self._circle.hearsay.discard(name)
+
     # ---- whom we follow --------------------------------------------------------------------------
     def _grows(self) -> bool:
         living = sum(not s.dead and s.member.state != "gone" for s in self.seen.values())

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from harness.proof.system.trouble import Trouble
 
 T = TypeVar("T")
-NEWER = ("place",)  # fields of a member that the version before did not write
+NEWER = ("place", "key")  # fields of a member that the version before did not write
 
 
 @dataclass(frozen=True)

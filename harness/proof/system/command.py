@@ -74,7 +74,7 @@ def command(seeds: int, seed: int | None, first: int, jobs: int) -> int:
             f"{statistics.median(p.nodes for p in played):g} nodes"
         )
     print(
-        f"{seeds / took_s:.1f} worlds and {hours / took_s * 3600:.0f} virtual hours an hour, "
+        f"{seeds / took_s:.1f} worlds a second, {hours / took_s * 3600:.0f} virtual hours an hour, "
         f"on {jobs} cores, in {took_s:.0f} s"
     )
     if broken:

@@ -101,7 +101,9 @@ class SimLines:
     def __post_init__(self) -> None:
         self.actor = f"lines-{self.node.number}"
         build = self.node.sim.build
-        self.key = f"{self.rng.getrandbits(128):032x}"
+        # members of the version before had no key
+        old = self.node.version == "before"
+        self.key = "" if old else f"{self.rng.getrandbits(128):032x}"
         self.protocol: LinesProtocol = build.lines(self.name, self.pulse_s, self._now(), self.key)
         self.net.ports[self.node.addr, self.port] = self
         self._tick()
