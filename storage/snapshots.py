@@ -27,7 +27,6 @@ with who reads: they say so, and then look whether the snapshot is doomed.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
@@ -46,6 +45,7 @@ from storage.manifest import (
     chunk_hash,
 )
 from storage.manifest import PARTS as PARTS
+from storage.marks import mark, why_of
 from storage.objects import ObjectStore, read_into
 from storage.pruning import Expired, OnBad, Policy, Pruner
 from storage.snapshot_keys import (
@@ -325,18 +325,13 @@ class Snapshots:
         if manifest.data.get("final"):
             return str(manifest.data.get("ended") or "finished")
         try:
-            return (
-                str(json.loads(self.store.get(f"{MANIFESTS}{manifest.ref.name}{ENDED}"))["why"])
-                or "finished"
-            )
+            return why_of(self.store.get(f"{MANIFESTS}{manifest.ref.name}{ENDED}"), "finished")
         except NotFound:
             return ""
-        except (ValueError, KeyError, TypeError):  # whoever wrote it meant it
-            return "finished"
 
     def end(self, ref: Ref, why: str) -> None:
         """Say that the run has ended with this committed snapshot. The first word stays."""
-        self.store.create(f"{MANIFESTS}{ref.name}{ENDED}", canonical({"ref": ref.name, "why": why}))
+        self.store.create(f"{MANIFESTS}{ref.name}{ENDED}", mark(ref, why))
 
     def latest(self, on_bad: OnBad | None = None) -> Manifest | None:
         """The newest snapshot whose manifest is good and whose parts have their sizes; None if
@@ -380,7 +375,7 @@ class Snapshots:
     def quarantine(self, ref: Ref, why: str) -> None:
         """Do not use this snapshot (until somebody reads it whole and takes the mark back). The
         first reason stays."""
-        self.store.create(f"{QUARANTINE}{ref.name}.json", canonical({"ref": ref.name, "why": why}))
+        self.store.create(f"{QUARANTINE}{ref.name}.json", mark(ref, why))
 
     def pardon(self, ref: Ref) -> None:
         """It was read whole: take its mark back, and what was said against it."""
@@ -396,7 +391,7 @@ class Snapshots:
         """A host says that it cannot read it whole. Alone that is no proof: two hosts' word is."""
         self.store.create(
             f"{DOUBTS}{ref.name}/{host_word(host)}.json",
-            canonical({"ref": ref.name, "host": host, "why": why}),
+            mark(ref, why, host=host),
         )
 
     def doubters(self, ref: Ref) -> set[str]:
@@ -411,10 +406,7 @@ class Snapshots:
     def why(self, ref: Ref) -> str:
         """Why a snapshot is quarantined. Raises NotFound."""
         found = self.store.get(f"{QUARANTINE}{ref.name}.json")
-        try:
-            return str(json.loads(found)["why"])
-        except (ValueError, KeyError, TypeError):
-            return "its mark is unreadable"
+        return why_of(found, "its mark is unreadable")
 
     def prune(
         self, keep: Policy, on_bad: OnBad | None = None, expired: Expired = lambda key, beat: False

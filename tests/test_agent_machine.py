@@ -54,7 +54,7 @@ from harness.agent.machine import (
     step,
 )
 from harness.agent.notices import Notice
-from harness.bucket.epochs import NO_EPOCH, Member
+from harness.bucket.layout import NO_EPOCH, Member
 from harness.core.facts import HealthSeen, NoticeCancelled, NoticeSeen
 from harness.core.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED, UNFIT
 from harness.node.marks import Want

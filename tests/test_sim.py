@@ -140,19 +140,6 @@ def test_hours_hold() -> None:
     assert 0 < r.committed_step < 300  # it drained
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "patient?premium=1.1&patience_s=600",
-        "on_demand_fallback",
-        "uniform_progress?deadline_h=1.5&work_h=0.5&total_steps=300",
-    ],
-)
-def test_all_policies_keep_the_rules(policy: str) -> None:
-    for r in simulate_many(range(8), policies.resolve(policy)):
-        assert r.outcome == "done" or r.weather.fails_at_step or r.weather.stop_at_s is not None
-
-
 def test_on_demand_saves_a_run_that_has_no_spot() -> None:
     drought = Weather(
         offers=(*CALM.offers, ON_DEMAND),

@@ -13,8 +13,8 @@ import time
 import pytest
 import worlds
 
-from harness.bucket.epochs import Epoch, encode_epoch, epoch_key
 from harness.bucket.journal import read_facts
+from harness.bucket.layout import Epoch, epoch_key
 from harness.core.facts import DrainVerdict, SnapshotCommitted, SnapshotFailed
 from harness.uploader.client import Line, Local, Remote, seen_here
 from harness.uploader.nearby import NearbyConfig
@@ -159,7 +159,7 @@ def test_errors_are_told_and_commit_nothing():
 
 def test_what_a_newer_epoch_fences_is_not_committed():
     store, told = MemoryStore(objects={}), Told()
-    store.create(epoch_key(2), encode_epoch(Epoch(2, ("x",), (1,), (1.0,), "", 0, "start")))
+    store.create(epoch_key(2), Epoch(2, ("x",), (1,), (1.0,), "", 0, "start").encode())
     failed = []
     local = Local(store, lambda job, outcome: failed.append(outcome))
     local.send(job(), local.segment(4000), told)

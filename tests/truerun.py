@@ -6,8 +6,8 @@ import json
 import random
 from dataclasses import asdict
 
-from harness.bucket.epochs import Epoch, epoch_key
 from harness.bucket.journal import Journal
+from harness.bucket.layout import Epoch, epoch_key
 from harness.core import batch, facts, records
 from harness.core.facts import canonical, digest
 from harness.core.world import Offer

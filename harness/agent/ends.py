@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from harness.bucket.epochs import Epoch, Member
+from harness.bucket.layout import Epoch, Member
 from harness.core.facts import WorkerFailed
 from harness.core.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED, UNFIT
 

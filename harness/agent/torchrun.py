@@ -17,7 +17,6 @@ members to be at an epoch's store).
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import socket
@@ -43,7 +42,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from harness.agent.lines import Lines
 from harness.agent.rendezvous import Rendezvous, free_port
-from harness.bucket.epochs import NO_EPOCH, Epoch, Member
+from harness.bucket.layout import NO_EPOCH, Epoch, Member, closed_key, order_by
 from storage.errors import NotFound, StoreError, StoreUnavailable
 from storage.objects import ObjectStore
 from storage.opening import normalize, open_store
@@ -53,10 +52,6 @@ BUSY_S, IDLE_S = 30.0, 2.0  # who waits for longer than this looks so often; lin
 BATCH_S = 1.0  # newcomers are let in together with those who come within this time
 ANSWER_S = 60.0  # the longest wait of torch's agent for another's word in the epoch's store
 ORDINARY_ENDS = ("finished",)
-
-
-def closed_key(epoch: int) -> str:
-    return f"rdzv/closed/{epoch:06d}.json"
 
 
 @dataclass(frozen=True)
@@ -178,9 +173,7 @@ class BucketRendezvous(RendezvousHandler):
         newest = self._rendezvous.newest().epoch
         # then latecomers start again, and find what is committed
         with contextlib.suppress(StoreUnavailable):
-            self._store.create(
-                closed_key(newest), json.dumps({"by": self._rendezvous.me.member}).encode()
-            )
+            self._store.create(closed_key(newest), order_by(self._rendezvous.me.member))
 
     def shutdown(self) -> bool:
         """The workers have ended for good: nobody shall start again."""

@@ -7,18 +7,17 @@ that dies loses at most what it had not flushed; what it flushed is whole.
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from harness.bucket.layout import FACTS, SAMPLES, SEGMENT, segment_key
 from harness.core import records as rec
 from harness.core.facts import Chain, Fact, Stamped, read_chain
 from storage.errors import NotFound
 from storage.objects import ObjectStore
 
 Listener = Callable[[Stamped], None]
-SEGMENT = re.compile(r"facts/([^/]+)/(\d{6,12})\.jsonl")
 
 
 class Journal:
@@ -63,7 +62,7 @@ class Journal:
                         return
                     self._sealed = ("\n".join(lines) + "\n").encode(), len(lines)
                 data, count = self._sealed
-                key = f"facts/{self.writer}/{self._seq:06d}.jsonl"
+                key = segment_key(self.writer, self._seq)
                 if not self.store.create(key, data) and self.store.get(key) != data:
                     raise RuntimeError(
                         f"{key}: another process writes under the same name; writers must be unique"
@@ -81,7 +80,7 @@ def segments(store: ObjectStore, writers: str = "") -> dict[str, list[str]]:
     """Keys of fact segments, in order, by writer. `writers`: only those whose name begins so.
     What else lies there is not ours."""
     by_writer: dict[str, list[tuple[int, str]]] = {}
-    for key in store.list(f"facts/{writers}"):
+    for key in store.list(f"{FACTS}{writers}"):
         if found := SEGMENT.fullmatch(key):
             by_writer.setdefault(found[1], []).append((int(found[2]), key))
     return {writer: [key for _, key in sorted(keys)] for writer, keys in by_writer.items()}
@@ -110,7 +109,7 @@ class Follower:
     verify` does). What is no fact is an `Unreadable`."""
 
     store: ObjectStore
-    prefix: str = "facts/"
+    prefix: str = FACTS
     _seen: set[str] = field(default_factory=set)
     # read by a poll that the store then broke off
     _unread: list[Stamped] = field(default_factory=list)
@@ -133,7 +132,7 @@ def read_records(
     Walks backwards from object to object by hash. Raises records.BrokenRecords naming what does not
     fit.
     """
-    by_head = rec.heads(store.list("samples/"))
+    by_head = rec.heads(store.list(SAMPLES))
     parts: list[list[rec.StepRecord]] = []  # newest first
     key, want = head_key, head
     while want != genesis:

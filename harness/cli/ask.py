@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness.bucket.orders import SNAPSHOT, StopOrder, ask_to_stop
+from harness.bucket.layout import SNAPSHOT, StopOrder
+from harness.bucket.orders import ask_to_stop
 from harness.cli.common import (
     DONE,
     FAILED,

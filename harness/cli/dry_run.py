@@ -33,15 +33,17 @@ def show_plan(
 ) -> int:
     """What would be launched. Touches neither bucket nor cloud, beyond reading."""
     from harness.bucket.journal import read_facts
+    from harness.bucket.layout import IDENTITY, Identity
     from harness.controller import plan as plans
-    from harness.core.facts import AttemptIntended, amount, loaded
+    from harness.core.facts import AttemptIntended
+    from harness.core.values import BadObject, amount
 
     identity, timed = None, None
     store = open_store(url)
     with contextlib.suppress(NotFound):
         try:
-            identity = dict(loaded(store.get("run.json")))
-        except (ValueError, TypeError) as e:
+            identity = Identity.decode(store.get(IDENTITY)).body
+        except BadObject as e:
             raise BadInput(
                 f"{url}/run.json: wanted the run's identity as JSON, found something else ({e})"
             ) from e
@@ -71,12 +73,13 @@ def show_plan(
 def _newest_steps(store: ObjectStore) -> list[tuple[float, int]]:
     """(seconds, ranks) of the newest steps; none if their records are damaged (`harness verify`
     says so)."""
+    from harness.bucket.layout import SAMPLES
     from harness.core import records as rec
 
-    keys = sorted(rec.heads(store.list("samples/")).values())
+    keys = sorted(rec.heads(store.list(SAMPLES)).values())
     with contextlib.suppress(rec.BrokenRecords):
         return [
-            (r.dt, len(r.shares))
+            (r.dt, r.world)
             for r in (rec.decode(store.get(keys[-1]), keys[-1]) if keys else ())
             if r.dt > 0
         ]

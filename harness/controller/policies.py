@@ -10,13 +10,9 @@ calls. Reasons never contain changing numbers, so that a wait is recorded once.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
-import math
-import pkgutil
 from collections.abc import Callable, Iterable
-from urllib.parse import parse_qsl
 
+from harness.core import dotted
 from harness.core.world import (
     BadInput,
     Decision,
@@ -358,35 +354,29 @@ def resolve(name: str) -> Policy:
     path, _, query = name.partition("?")
     function = POLICIES.get(path)
     if function is None and ":" in path:
-        try:
-            function = pkgutil.resolve_name(path)
-        except (ImportError, AttributeError, ValueError) as e:
-            raise BadInput(
-                f"policy {path!r} cannot be imported ({e}); is its package installed or on "
-                "PYTHONPATH?"
-            ) from e
+        function = dotted.imported("policy", path)
     if not callable(function):
         raise BadInput(
             f"there is no policy {path!r}; known: {', '.join(POLICIES)}; or name your own as "
             "pkg.module:function"
         )
-    options = {key: _value(value) for key, value in parse_qsl(query, keep_blank_values=True)}
-    try:
-        inspect.signature(function).bind(None, **options)
-    except TypeError as e:
-        takes = inspect.signature(function)
-        raise BadInput(
-            f"policy {name!r}: {e}; it is {path}{takes}; options are written "
-            f"{path}?name=value&name=value"
-        ) from e
-    return functools.partial(function, **options) if options else function
+    return dotted.with_options("policy", path, function, query, arguments=1)
 
 
-def _value(text: str) -> float | str:
-    try:
-        found = float(text)
-    except ValueError:
-        return text
-    if not math.isfinite(found):
-        raise BadInput(f"the option {text!r} of a policy: wanted a finite number")
-    return found
+__all__ = [
+    "POLICIES",
+    "best_value",
+    "cheapest",
+    "fill",
+    "on_demand_fallback",
+    "open_offers",
+    "patient",
+    "replacing",
+    "resolve",
+    "together",
+    "uniform_progress",
+    "until_next",
+    "usd_per_work",
+    "within_budget",
+    "within_hours",
+]

@@ -21,8 +21,18 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from harness.bucket.epochs import EPOCHS, Epoch, epoch_key
 from harness.bucket.journal import segments
+from harness.bucket.layout import (
+    EPOCH_NBYTES,
+    EPOCHS,
+    FACTS,
+    IDENTITY,
+    SAMPLES,
+    Epoch,
+    epoch_key,
+    epoch_of,
+    segment_key,
+)
 from harness.core import records as rec
 from harness.core.batch import MAX_SAMPLES, Batching, expected_digest
 from harness.core.facts import (
@@ -34,12 +44,9 @@ from harness.core.facts import (
     SessionStarted,
     Stamped,
     Unreadable,
-    amount,
-    canonical,
-    digest,
-    loaded,
     read_chain,
 )
+from harness.core.values import BadObject, amount, canonical, digest, parsed
 from harness.core.world import BadInput
 from harness.views.ledger import Ledger
 from harness.views.painting import ns
@@ -53,7 +60,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]  # what, done, of how many
 
-IDENTITY = {
+FIELDS = {
     "version": int,
     "seed": int,
     "samples": int,
@@ -139,26 +146,26 @@ class _Audit:
     # ---- what the run is -------------------------------------------------------------------------
     def _identity(self) -> tuple[int, str]:
         try:
-            data = self.store.get("run.json")
+            data = self.store.get(IDENTITY)
         except NotFound:
-            if self.store.list("samples/"):
+            if self.store.list(SAMPLES):
                 raise Violation(
                     "run.json: wanted the identity that the step records begin with, found no such "
                     "object"
                 ) from None
-            if not self.snapshots.refs() and not self.store.list("facts/"):
+            if not self.snapshots.refs() and not self.store.list(FACTS):
                 raise Violation(
                     f"{self.store.url}: wanted a run, found neither run.json nor facts nor "
                     "snapshots"
                 ) from None
             return 0, "no run.json: a training loop of its own, or no worker has started yet"
-        found = _json("run.json", data)
+        found = _json(IDENTITY, data)
         if not isinstance(found, dict) or canonical(found) != data:
             raise Violation(
                 "run.json: wanted canonical JSON as it was created, found another spelling; it was "
                 "changed"
             )
-        for name, kind in IDENTITY.items():
+        for name, kind in FIELDS.items():
             if type(found.get(name)) is not kind:
                 raise Violation(
                     f"run.json: wanted {name} of type {kind.__name__}, found {found.get(name)!r}; "
@@ -174,11 +181,11 @@ class _Audit:
         unread: list[Unreadable] = []
         self._foreign(
             "facts/",
-            set(self.store.list("facts/")) - {key for keys in by_writer.values() for key in keys},
+            set(self.store.list(FACTS)) - {key for keys in by_writer.values() for key in keys},
         )
         total = sum(map(len, by_writer.values()))
         for writer, keys in by_writer.items():
-            wanted = [f"facts/{writer}/{i:06d}.jsonl" for i in range(len(keys))]
+            wanted = [segment_key(writer, i) for i in range(len(keys))]
             for found, key in zip(keys, wanted, strict=True):
                 if found != key:
                     raise Violation(
@@ -215,7 +222,7 @@ class _Audit:
     # ---- worlds ----------------------------------------------------------------------------------
     def _epochs(self) -> tuple[int, str]:
         listed = self.store.list(EPOCHS)
-        keys = [key for key in listed if key[len(EPOCHS) :].removesuffix(".json").isdecimal()]
+        keys = [key for key in listed if epoch_of(key)]
         if foreign := sorted(set(listed) - set(keys)):
             self.notes.append(f"not ours, and read by nobody: {', '.join(foreign)}")
         unsealed = 0
@@ -238,23 +245,14 @@ class _Audit:
                     f"{key}: wanted hash {seal}, found {digest(canonical(body))}; it was changed"
                 )
             unsealed += seal is None
-            # is it needed?
-            names = {f.name: f.default is dataclasses.MISSING for f in dataclasses.fields(Epoch)}
-            if not {name for name in names if names[name]} <= set(body) or body["epoch"] != number:
-                raise Violation(f"{key}: wanted epoch {number} with {sorted(names)}, found {body}")
-            values: dict[str, Any] = {
-                k: tuple(v) if isinstance(v, list) else v for k, v in body.items() if k in names
-            }
-            epoch = Epoch(**values)
-            sizes = {
-                len(epoch.members),
-                len(set(epoch.members)),
-                len(epoch.nproc),
-                len(epoch.speeds),
-            }
-            if len(sizes) != 1 or not (_all(epoch.members, str) and _all(epoch.nproc, int)):
+            try:
+                epoch = Epoch.decode(data)
+            except BadObject as e:
+                raise Violation(f"{key}: wanted epoch {number}, found another object ({e})") from e
+            if epoch.epoch != number or len(set(epoch.members)) != len(epoch.members):
                 raise Violation(
-                    f"{key}: wanted ranks and speed of each of its different members, found {body}"
+                    f"{key}: wanted epoch {number} of different members, found epoch "
+                    f"{epoch.epoch} of {', '.join(epoch.members)}"
                 )
             self.worlds[number] = epoch
         for started in self._of(EpochStarted) if self.facts_whole else ():
@@ -408,10 +406,13 @@ class _Audit:
                 f"{where}: wanted a global batch of {batching.global_batch} samples, found "
                 f"{r.samples}"
             )
-        if sum(r.shares) != batching.micro_batches or min(r.shares) < 0 or len(r.shares) != r.world:
+        world = self.worlds.get(r.epoch)
+        size = world.replica_ranks if world else r.replica_ranks
+        whole = len(r.shares) * size == r.world
+        if sum(r.shares) != batching.micro_batches or min(r.shares) < 0 or not whole:
             raise Violation(
-                f"{where}: wanted {batching.micro_batches} micro-batches over {r.world} ranks, "
-                f"found shares {list(r.shares)}"
+                f"{where}: wanted {batching.micro_batches} micro-batches over {r.world} ranks"
+                f"{f' in replicas of {size}' * (size > 1)}, found shares {list(r.shares)}"
             )
         if r.digest != (wanted := f"{expected_digest(batching, r.step):016x}"):
             raise Violation(
@@ -445,7 +446,7 @@ class _Audit:
     def _other_records(self) -> tuple[int, str]:
         """Records that the newest snapshot does not lead to (redone steps, zombies) are not the
         run's, but must be whole too."""
-        there = self.store.list("samples/")
+        there = self.store.list(SAMPLES)
         others = [key for key in rec.heads(there).values() if key not in self.ends]
         self._foreign("samples/", set(there) - set(rec.heads(there).values()))
         for key in others:
@@ -658,7 +659,7 @@ def walk(
     """The records objects that lead from `named` (a manifest's `data["samples"]`) back to step 1,
     newest first, one at a time. Raises BrokenRecords at the first that does not fit. The records of
     an object are in ascending order of steps."""
-    by_head = rec.heads(store.list("samples/"))
+    by_head = rec.heads(store.list(SAMPLES))
     key, want, step = named.key, named.head, named.last
     while True:
         part = read_part(store, key)
@@ -702,14 +703,10 @@ def _came_before(parent: object, ref: Ref) -> bool:
     return found < ref and found.step <= ref.step
 
 
-def _all(values: tuple[Any, ...], kind: type) -> bool:
-    return all(type(v) is kind for v in values)
-
-
 def _json(key: str, data: bytes) -> Any:
     try:
-        return loaded(data)
-    except ValueError as e:
+        return parsed(data, most_nbytes=EPOCH_NBYTES)
+    except BadObject as e:
         raise Violation(
             f"{key}: wanted JSON, found {len(data)} bytes that are not ({e}); it was changed"
         ) from e
@@ -718,8 +715,8 @@ def _json(key: str, data: bytes) -> Any:
 def spelled(line: bytes) -> bool:
     """Is it the one spelling in which facts and records are written?"""
     try:
-        return json.dumps(loaded(line), separators=(",", ":")).encode() == line
-    except (ValueError, RecursionError):
+        return json.dumps(parsed(line), separators=(",", ":")).encode() == line
+    except BadObject:
         return False
 
 

@@ -46,9 +46,9 @@ from harness.core.facts import (
     Stamped,
     StepDone,
     WorkerFailed,
-    amount,
 )
 from harness.core.records import StepRecord
+from harness.core.values import amount
 from harness.views.painting import BUCKETS, NANO, apportion, ns, paint, totals
 from harness.views.rows import AttemptRow, Billed, Cost, EpochRow, NoticeRow
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from harness.bucket.layout import IDENTITY, Identity
 from harness.core import records as rec
-from harness.core.facts import canonical, digest, loaded
+from harness.core.values import BadObject, canonical, digest
 from harness.core.world import BadInput
 from storage.objects import ObjectStore
 
@@ -39,8 +40,8 @@ class RunInfo:
     def of(cls, store: ObjectStore) -> RunInfo:
         """Raises NotFound while the run has not begun, BadInput if what says so cannot be read."""
         try:
-            identity = dict(loaded(store.get("run.json")))
-        except (ValueError, TypeError) as e:
+            identity = Identity.decode(store.get(IDENTITY)).body
+        except BadObject as e:
             raise BadInput(
                 f"{store.url}/run.json: wanted the run's identity as JSON, found something else "
                 f"({e})"

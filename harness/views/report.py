@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,7 +27,6 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.core.facts import (
-    Count,
     Unreadable,
 )
 from harness.views.painting import BUCKETS, NANO
@@ -66,15 +64,6 @@ MEANING = {
     "idle": "up while others trained",
     "other": "between steps: validation, logging",
 }
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """What of an epoch's object in the rendezvous is told in a report."""
-
-    members: tuple[str, ...]
-    nproc: tuple[Count, ...]
-    reason: str = ""
 
 
 def unread_text(unread: Sequence[Unreadable]) -> str:
@@ -210,7 +199,7 @@ def _attempts_table(s: Summary) -> Any:
     for a in used:
         up = "–" if a.up_s is None else f"+{duration(a.up_s - s.started_s)}"
         useful = percent(a.ns["useful"] / a.billed_ns) if a.billed_ns else "–"
-        style = "red" if a.end in ("failed", "preempted", "lost", "unfit") else ""
+        style = "red" if a.end in ("failed", "preempted", "lost", "unfit", "refused") else ""
         table.add_row(
             Text(plain(a.name)),
             Text(plain(a.offer or a.accelerator)),

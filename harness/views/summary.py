@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from harness.bucket.epochs import epoch_numbers, read_epoch
 from harness.bucket.journal import read_facts, read_records
+from harness.bucket.layout import IDENTITY, Identity
 from harness.core import prices as egress
 from harness.core import records as rec
 from harness.core.facts import (
@@ -25,11 +27,10 @@ from harness.core.facts import (
     Unreadable,
     Validated,
     WorkerFailed,
-    built,
-    loaded,
 )
+from harness.core.values import BadObject
 from harness.views.ledger import Ledger
-from harness.views.report import Epoch, unread_text
+from harness.views.report import unread_text
 from harness.views.rows import EpochRow
 from storage.errors import NotFound
 from storage.manifest import Manifest, SnapshotCorrupt
@@ -166,15 +167,14 @@ def _lost_epochs(store: ObjectStore, facts: list[Stamped]) -> list[Stamped]:
     told = {s.fact.epoch for s in facts if isinstance(s.fact, EpochStarted)}
     begun = {s.fact.epoch: s.t for s in facts if isinstance(s.fact, SessionStarted)}
     found: list[Stamped] = []
-    for key in store.list("rdzv/epochs/"):
-        name = key.rsplit("/", 1)[-1].removesuffix(".json")
-        if not name.isdigit() or int(name) in told or int(name) not in begun:
+    for number in epoch_numbers(store):
+        if number in told or number not in begun:
             continue
         # `harness verify` names what is damaged
-        with contextlib.suppress(ValueError, TypeError, AttributeError, NotFound):
-            body = built(Epoch, loaded(store.get(key)))
-            fact = EpochStarted(int(name), body.members, sum(body.nproc), body.reason)
-            found.append(Stamped(begun[int(name)], "rendezvous", fact))
+        with contextlib.suppress(BadObject, NotFound):
+            epoch = read_epoch(store, number)
+            fact = EpochStarted(number, epoch.members, epoch.world, epoch.reason)
+            found.append(Stamped(begun[number], "rendezvous", fact))
     return found
 
 
@@ -198,13 +198,12 @@ def _records(
         named = rec.named(manifest.data) if manifest else None
         if named is None:
             return []
-        return read_records(
-            store, named.key, named.head, rec.genesis(loaded(store.get("run.json")))
-        )
+        identity = Identity.decode(store.get(IDENTITY))
+        return read_records(store, named.key, named.head, rec.genesis(identity.body))
     except (rec.BrokenRecords, NotFound) as e:
         problems.append(f"{e}; steps are shown as they were told live (see: harness verify)")
         return []
-    except (ValueError, TypeError, RecursionError) as e:
+    except BadObject as e:
         problems.append(
             f"run.json cannot be read ({e}); steps are shown as they were told live (see: harness "
             "verify)"

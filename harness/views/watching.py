@@ -6,9 +6,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.bucket.lease import RELEASED, TTL_S, newest_term
+from harness.bucket.layout import LEASES, RELEASED, newest_term, term_key
+from harness.bucket.lease import TTL_S
 from harness.core import facts as f
-from harness.core.facts import Stamped, amount
+from harness.core.facts import Stamped
+from harness.core.values import amount
 from harness.views.words import clock, duration, money, nbytes, number, percent, plural
 from storage.errors import NotFound
 from storage.objects import ObjectStore
@@ -324,6 +326,7 @@ class State:
                 "lost",
                 "failed",
                 "unfit",
+                "refused",
             ) else "dim", n.ended.end
         member = n.member
         if member and member in n.agent_ended:
@@ -450,10 +453,10 @@ class LeaseWatch:
     _moved: bool = False
 
     def look(self, now: float) -> bool | None:
-        term = newest_term(self.store.list("lease/"))
+        term = newest_term(self.store.list(LEASES))
         if not term:
             return False
-        key = f"lease/{term:06d}.beat"
+        key = term_key(term, "beat")
         try:
             beat = self.store.get(key)
         except NotFound:
