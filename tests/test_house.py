@@ -20,6 +20,7 @@ MANY_ATTRIBUTES = {
     "RunSpec": "one field for each setting of a run",
     "AttemptRow": "a row of a table, one field for each column",
     "EpochRow": "a row of a table, one field for each column",
+    "Member": "a record in the bucket, one field for each key",
     "Summary": "what a report tells, one field for each section",
     "SnapshotRow": "a row of a table, one field for each column",
     "Row": "a row of a table, one field for each column",
@@ -77,7 +78,7 @@ def attributes(one: ast.ClassDef) -> set[str]:
         for node in one.body
         if isinstance(node, ast.AnnAssign)
         and isinstance(node.target, ast.Name)
-        and "ClassVar" not in ast.unparse(node.annotation)
+        and not re.match("ClassVar|InitVar", ast.unparse(node.annotation))
     }
     for method in one.body:
         if not isinstance(method, Function):

@@ -6,15 +6,20 @@ import json
 import os
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.cli.common import checked_store, duration_text, when
 from harness.core.config import Bounds, flag, positional
 from harness.core.world import BadInput
 from harness.node.progress import FACTOR, Limits
 from storage.opening import normalize
+
+if TYPE_CHECKING:
+    from harness.agent.config import AgentConfig, Beside
+    from harness.agent.notices import NoticeSource
 
 
 def _workers(text: str) -> None:
@@ -158,20 +163,8 @@ class RunFlags:
 def run(flags: RunFlags) -> int:
     """Be this node's agent: join the run, start the script's workers, heed notices."""
     from harness.agent.agent import Agent
-    from harness.agent.config import (
-        AgentConfig,
-        Beside,
-        Fitness,
-        Leaving,
-        Timing,
-        Uploads,
-        Worlds,
-    )
     from harness.agent.host import RealHost
-    from harness.agent.leaderless import LOOK_EVERY_S
-    from harness.agent.sources import LimitSource, detect, duration, moment, sigterm_s
     from harness.node.processes import die_with_parent
-    from harness.uploader.nearby import NearbyConfig
 
     env = os.environ
     url = flags.run or env.get("HARNESS_RUN", "")
@@ -192,7 +185,15 @@ def run(flags: RunFlags) -> int:
     store = checked_store(normalize(url), retry_within_s=10.0)
     # for whom we start: to them a refusal is an outage as well
     os.environ["STORAGE_ANSWERED"] = normalize(url)
-    trackers = flags.trackers or env.get("HARNESS_TRACKERS", "")
+    beside, sources = _beside(flags, env), _sources(flags, env)
+    config = _config(flags, env, normalize(url), argv, beside)
+    return Agent(config, store, sources, RealHost()).execute()
+
+
+def _beside(flags: RunFlags, env: Mapping[str, str]) -> Beside:
+    """What runs beside the first member. Raises BadInput if the replica cannot be used."""
+    from harness.agent.config import Beside
+
     replica = flags.replica or env.get("HARNESS_REPLICA", "")
     if replica:
         checked_store(normalize(replica), retry_within_s=10.0)
@@ -202,17 +203,33 @@ def run(flags: RunFlags) -> int:
             cap_usd = Bounds().of(said, float)
         except ValueError as e:
             raise BadInput(f"HARNESS_REPLICA_CAP_USD: {e}") from None
+    return Beside(flags.trackers or env.get("HARNESS_TRACKERS", ""), replica, cap_usd)
+
+
+def _sources(flags: RunFlags, env: Mapping[str, str]) -> list[NoticeSource]:
+    """Where this node's notices come from, and when its time is over."""
+    from harness.agent.sources import LimitSource, detect, duration, moment
+
+    found = detect(dict(env), asked=flags.notices, speaks_for_all=flags.notice_ack == "all")
+    if flags.leave_at:
+        found.append(LimitSource("limit", moment(flags.leave_at)))
+    if flags.leave_after:
+        found.append(LimitSource("limit", time.time() + duration(flags.leave_after)))
+    return found
+
+
+def _config(
+    flags: RunFlags, env: Mapping[str, str], url: str, argv: list[str], beside: Beside
+) -> AgentConfig:
+    from harness.agent.config import AgentConfig, Fitness, Leaving, Timing, Uploads, Worlds
+    from harness.agent.leaderless import LOOK_EVERY_S
+    from harness.agent.sources import sigterm_s
+    from harness.uploader.nearby import NearbyConfig
+
     node_dir = Path(env.get("HARNESS_NODE_DIR") or f"/tmp/harness-{os.getpid()}")
-    pace = FOLDER if normalize(url).startswith("file://") else BUCKET
-    sources = detect(dict(env), asked=flags.notices, speaks_for_all=flags.notice_ack == "all")
-    sources += [LimitSource("limit", moment(flags.leave_at))] if flags.leave_at else []
-    sources += (
-        [LimitSource("limit", time.time() + duration(flags.leave_after))]
-        if flags.leave_after
-        else []
-    )
-    config = AgentConfig(
-        run=normalize(url),
+    pace = FOLDER if url.startswith("file://") else BUCKET
+    return AgentConfig(
+        run=url,
         argv=argv,
         nproc=_nproc(flags.nproc, env),
         attempt=int(env.get("HARNESS_ATTEMPT", 0)),
@@ -248,9 +265,8 @@ def run(flags: RunFlags) -> int:
                 peer=flags.peer_tier,
             ).checked(),
         ),
-        beside=Beside(trackers, replica, cap_usd),
+        beside=beside,
     )
-    return Agent(config, store, sources, RealHost()).execute()
 
 
 def _hang_limits(hang_after_s: float, stuck_after_s: float) -> Limits:

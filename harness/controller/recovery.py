@@ -360,7 +360,7 @@ class Loop:
             max_nodes=self.run.max_nodes,
             alive=tuple(book.open.values()),
             offers=tuple(sorted(self.world.cloud.offers())),
-            blocked=dict(book.blocked),
+            blocked=dict(book.full.until_s),
             committed_step=step,
             last_progress_s=book.progress_s,
             spent_usd=book.spent_usd(now),
@@ -374,30 +374,31 @@ class Loop:
     def broken(self, view: View) -> str | None:
         """The limits that hold whatever the policy says."""
         run, book = self.run, self.book
-        if book.failures >= run.max_failures_at_one_step:
+        if book.streaks.failures >= run.max_failures_at_one_step:
             return (
-                f"the script failed {book.failures} times in a row after step {book.step}; see "
-                "the workers' logs"
+                f"the script failed {book.streaks.failures} times in a row after step {book.step}; "
+                "see the workers' logs"
             )
-        if book.refused >= run.max_failures_at_one_step and not book.open:
+        if book.streaks.refused >= run.max_failures_at_one_step and not book.open:
             return (
-                f"{book.refused} nodes in a row were refused: they speak another protocol than the "
-                "run; launch it with the version of this code that wrote it last, or a newer one"
+                f"{book.streaks.refused} nodes in a row were refused: they speak another protocol "
+                "than the run; launch it with the version of this code that wrote it last, or a "
+                "newer one"
             )
-        if book.idle >= run.max_idle_ends or book.early >= run.max_early_ends:
-            times = max(book.early, book.idle)
+        if book.streaks.idle >= run.max_idle_ends or book.streaks.early >= run.max_early_ends:
+            times = max(book.streaks.early, book.streaks.idle)
             return (
                 f"the script ended with exit code 0 before its last step {times} times in a row, "
                 f"the last time after step {book.step}, "
                 "and made no final snapshot; call run.finish() where it is done, or let "
                 "run.steps() come to its end"
             )
-        if book.fruitless >= run.max_attempts_without_progress * run.max_nodes:
+        if book.streaks.fruitless >= run.max_attempts_without_progress * run.max_nodes:
             last = max(book.ended.values(), key=lambda e: (e.gone_s, e.attempt))
             why = last.reason if last.reason in ("", last.end) else f"{last.end}: {last.reason}"
             return (
-                f"{book.fruitless} attempts in a row ended without a new snapshot after step "
-                f"{book.step} (the last: {why or last.end})"
+                f"{book.streaks.fruitless} attempts in a row ended without a new snapshot after "
+                f"step {book.step} (the last: {why or last.end})"
             )
         if (
             view.now_s - max(view.last_progress_s, view.started_s)
@@ -417,7 +418,7 @@ class Loop:
     def act(self, decision: Decision) -> None:
         """Intent first, durably; then the act, if we still hold the lease."""
         match decision:
-            case Launch() if self.book.refused and self.book.open:
+            case Launch() if self.book.streaks.refused and self.book.open:
                 why = "a new node was refused: the others speak another protocol; waiting for them"
                 self.wait(self.run.poll_s, why)
             case Launch(offer, reason) if self.room(offer):
