@@ -205,13 +205,6 @@ class Membership:
         self._follow(me)
         return [*(m for m in found if m is not None), me]
 
-    def revive(self, names: Iterable[str]) -> None:
-        """They are in a new epoch, so they lived a moment ago, whatever we have seen of them."""
-        for name in (n for n in names if n in self.seen):
-            seen = self.seen[name]
-            seen.sign_s, seen.read_s, seen.dead = self._monotonic(), -float("inf"), False
-            self._circle.hearsay.discard(name)
-
     def unknown(self, names: Iterable[str]) -> list[str]:
         """Those whose objects we have not read yet, nor heard of; they are read next."""
         new = [n for n in names if n not in self.seen and n not in self._circle.absent]
