@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PURE = {  # by file; no torch, sky, sockets, wall clock, global randomness
-    "core": {"batch", "facts", "prices", "records", "world"},
-    "bucket": {"beats", "lease", "orders"},
+    "core": {"batch", "columns", "facts", "prices", "records", "world"},
+    "bucket": {"archive", "beats", "lease", "orders", "tiers", "volumes"},
     "controller": {"book", "policies", "recovery"},
     "clouds": {"market"},
     "agent": {"ends", "leaderless", "machine"},

@@ -65,7 +65,7 @@ def book_of(store: ObjectStore) -> Book:
     from harness.bucket.journal import read_facts
     from harness.controller.book import Book
 
-    return Book.of(read_facts(store, "controller-"), random.Random(0))
+    return Book.of(read_facts(store, "controller-", steps=False), random.Random(0))
 
 
 def sky_broker(url: str) -> Broker:

@@ -419,7 +419,11 @@ def _plan(
                 f"{url}/run.json: wanted the run's identity as JSON, found something else ({e})"
             ) from e
         made = _newest_steps(store)
-        offers = [s.fact.offer for s in read_facts(store) if isinstance(s.fact, AttemptIntended)]
+        offers = [
+            s.fact.offer
+            for s in read_facts(store, steps=False)
+            if isinstance(s.fact, AttemptIntended)
+        ]
         timed = plans.measured(made, amount(offers[-1].get("speed", 1.0)) if offers else 1.0)
     cloud = _cloud(flags, task, url, nodes)
     try:
@@ -547,7 +551,7 @@ def _print_tail(store: ObjectStore, console: Console) -> None:
     from harness.bucket.journal import read_facts
     from harness.core.facts import WorkerFailed
 
-    failures = [s.fact for s in read_facts(store) if isinstance(s.fact, WorkerFailed)]
+    failures = [s.fact for s in read_facts(store, steps=False) if isinstance(s.fact, WorkerFailed)]
     if failures:
         last = failures[-1]
         console.print(

@@ -416,42 +416,51 @@ def loaded(text: str | bytes) -> Any:
 
 
 def read_chain(
-    writer: str, lines: Iterable[tuple[str, str]], hashes: bool = True
+    writer: str, lines: Iterable[tuple[str, str]], hashes: bool = True, head: str = ""
 ) -> Iterator[Stamped]:
     """The facts of one writer, from (where, line) in order; an `Unreadable` for each line that is
-    none, was changed, or follows one that is lost. `hashes`: look for the latter two."""
-    # None: the line before could not be read, and that is told already
-    head: str | None = digest(writer.encode())
-    t = 0.0
+    none, was changed, or follows one that is lost. `hashes`: look for the latter two. `head`: hash
+    of the line before the first ("": there is none)."""
+    reader = ChainReader(writer, head, hashes)
     for where, line in lines:
+        yield from reader.read(where, line)
+
+
+class ChainReader:
+    """Reads one writer's lines in order. `head`: hash of the last line; None: it could not be read,
+    and that is told already."""
+
+    def __init__(self, writer: str, head: str = "", hashes: bool = True):
+        self.writer, self._hashes = writer, hashes
+        self.head: str | None = head or digest(writer.encode())
+        self.t = 0.0
+
+    def read(self, where: str, line: str) -> list[Stamped]:
+        """One fact, or an `Unreadable` in its place or before it."""
         try:
             body = loaded(line)
             found = body.pop("h", "")
-            if hashes and digest(canonical(body)) != found:
+            if self._hashes and digest(canonical(body)) != found:
                 raise ValueError(f"{body.get('fact')} was changed: its hash does not fit")
         except (ValueError, TypeError, AttributeError, RecursionError) as e:
-            yield Stamped(t, writer, Unreadable(where, f"not a fact as it was written ({e})"))
-            head = None
-            continue
-        if hashes and head not in (None, body.get("prev")):
-            yield Stamped(
-                t,
-                writer,
-                Unreadable(where, "what came before it was changed, lost or put out of order"),
+            self.head = None
+            return [self._unread(where, f"not a fact as it was written ({e})")]
+        told: list[Stamped] = []
+        if self._hashes and self.head not in (None, body.get("prev")):
+            told.append(
+                self._unread(where, "what came before it was changed, lost or put out of order")
             )
-        head = str(found)
+        self.head = str(found)
         try:
             fact, t = parse(body), number(body.get("t"), 0.0, MOST_T)
         except TypeError as e:
-            yield Stamped(
-                t,
-                writer,
-                Unreadable(
-                    where, f"wanted the fields of {body.get('fact')}, found other ones ({e})"
-                ),
-            )
-            continue
-        yield Stamped(t, writer, fact)
+            why = f"wanted the fields of {body.get('fact')}, found other ones ({e})"
+            return [*told, self._unread(where, why)]
+        self.t = t
+        return [*told, Stamped(t, self.writer, fact)]
+
+    def _unread(self, where: str, why: str) -> Stamped:
+        return Stamped(self.t, self.writer, Unreadable(where, why))
 
 
 def parse(body: dict[str, Any]) -> Fact:

@@ -21,8 +21,9 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from harness.bucket.archive import Cursor, raw_key, segments, volumes
 from harness.bucket.epochs import EPOCHS, Epoch, epoch_key
-from harness.bucket.journal import segments
+from harness.bucket.volumes import LOST, reader_after, segment_key
 from harness.core import records as rec
 from harness.core.batch import MAX_SAMPLES, Batching, expected_digest
 from harness.core.facts import (
@@ -38,7 +39,6 @@ from harness.core.facts import (
     canonical,
     digest,
     loaded,
-    read_chain,
 )
 from harness.core.world import BadInput
 from harness.views.ledger import Ledger
@@ -170,44 +170,76 @@ class _Audit:
 
     # ---- facts -----------------------------------------------------------------------------------
     def _facts(self) -> tuple[int, str]:
-        by_writer, n, done = segments(self.store), 0, 0
+        listed = self.store.list("facts/")
+        by_writer = segments(self.store)
+        ours = {key for keys in by_writer.values() for key in keys.values()}
+        self._foreign("facts/", set(listed) - ours)
         unread: list[Unreadable] = []
-        self._foreign(
-            "facts/",
-            set(self.store.list("facts/")) - {key for keys in by_writer.values() for key in keys},
-        )
-        total = sum(map(len, by_writer.values()))
+        cursors = self._archived(unread)
+        done, total = 0, len(ours)
         for writer, keys in by_writer.items():
-            wanted = [f"facts/{writer}/{i:06d}.jsonl" for i in range(len(keys))]
-            for found, key in zip(keys, wanted, strict=True):
-                if found != key:
+            cursor = cursors.get(writer, Cursor())
+            reader = reader_after(writer, cursor.head)
+            number = cursor.next
+            for found, key in keys.items():
+                done += 1
+                if found < cursor.next:
+                    continue  # archived, and not deleted yet
+                if found != number:
                     raise Violation(
-                        f"facts of {writer}: wanted segments numbered without a gap, found {found} "
-                        f"where {key} should be"
+                        f"facts of {writer}: wanted segments numbered without a gap, found {key} "
+                        f"where {segment_key(writer, number)} should be"
                     )
-
-            def lines(keys: list[str] = keys) -> Iterator[tuple[str, str]]:
-                nonlocal done
-                for key in keys:
-                    yield from _lines(key, self.store.get(key))
-                    done += 1
-                    self.progress("facts", done, total)
-
-            for stamped in read_chain(writer, lines()):
-                if isinstance(stamped.fact, Unreadable):
-                    unread.append(stamped.fact)
-                    continue
-                n += 1
-                self.facts.append(stamped)
+                number += 1
+                for where, line in _lines(key, self.store.get(key)):
+                    self._take(reader.read(where, line), unread)
+                self.progress("facts", done, total)
+            cursors[writer] = cursor
         self.facts.sort(key=lambda s: s.t)
         if unread:
             more = f" ({len(unread) - 1} more cannot be read)" if len(unread) > 1 else ""
             raise Violation(f"{unread[0]}{more}")
         self.facts_whole = True
-        return (
-            n,
-            f"chains of {len(by_writer)} writer{'s' if len(by_writer) != 1 else ''}, each whole",
-        )
+        writers = len(cursors)
+        return len(self.facts), f"chains of {writers} writer{'s' * (writers != 1)}, each whole"
+
+    def _take(self, told: list[Stamped], unread: list[Unreadable]) -> None:
+        for stamped in told:
+            if isinstance(stamped.fact, Unreadable):
+                unread.append(stamped.fact)
+            else:
+                self.facts.append(stamped)
+
+    def _archived(self, unread: list[Unreadable]) -> dict[str, Cursor]:
+        """Facts of the archive's volumes: how far they go, by writer."""
+        cursors: dict[str, Cursor] = {}
+        prev = ""
+        for number, (raw, volume) in enumerate(volumes(self.store)):
+            key = raw_key(number)
+            if isinstance(volume, Unreadable):
+                raise Violation(str(volume))
+            if (volume.number, volume.prev) != (number, prev):
+                raise Violation(
+                    f"{key}: wanted volume {number} after {prev or 'none'}, found volume "
+                    f"{volume.number} after {volume.prev or 'none'}"
+                )
+            prev = digest(raw)
+            for run in volume.runs:
+                cursor = cursors.setdefault(run.writer, Cursor())
+                if (run.first, run.head) != (cursor.next, cursor.head):
+                    raise Violation(
+                        f"{key}: wanted facts of {run.writer} from segment {cursor.next} on, found "
+                        f"them from {run.first} on"
+                    )
+                cursor.next = run.end
+            for writer, segment, data in volume.segments():
+                where = segment_key(writer, segment)
+                for _ in _lines(f"{key}: {where}", data):
+                    pass
+            for run, _, reader, _, stamped in volume.lines():
+                cursors[run.writer].head = reader.head or LOST
+                self._take([stamped], unread)
+        return cursors
 
     def _of(self, kind: type[Any]) -> Iterator[Any]:
         return (s.fact for s in self.facts if isinstance(s.fact, kind))
