@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PURE = {  # by file; no torch, sky, sockets, wall clock, global randomness
     "core": {"batch", "columns", "facts", "prices", "records", "world"},
-    "bucket": {"archive", "beats", "lease", "orders", "tiers", "volumes"},
+    "bucket": {"archive", "beats", "lease", "orders", "recorded", "tiers", "volumes"},
     "controller": {"book", "policies", "recovery"},
     "clouds": {"market"},
     "agent": {"ends", "leaderless", "machine"},
     "worker": {"machine"},
-    "views": {"ledger", "painting", "rows"},
+    "views": {"ledger", "painting", "rows", "spans"},
     "proof": {"invariants", "sim", "sim_members", "sim_world"},
 }
 ROOMS = [f"{package}/{name}" for package, names in PURE.items() for name in sorted(names)]

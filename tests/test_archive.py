@@ -358,3 +358,117 @@ def test_a_long_archive_is_read_by_few_requests(monkeypatch):
     assert len(read_facts(store, steps=False)) == 200
     assert len(gets) <= 3 * 4 + 1
     assert archive.segments(store) == {}
+
+
+# ---- records -------------------------------------------------------------------------------------
+def test_the_report_of_an_archived_run_is_the_same():
+    from histories import whole_run
+
+    from harness.bucket.keeper import Keeper
+    from harness.views.report import to_json
+    from harness.views.summary import summarize
+
+    h = whole_run()
+    before = summarize(h.store, lambda: h.t)
+    Keeper(h.store, lambda: 0.0).archive_all()
+    assert h.store.list("archive/records/") and not h.store.list("facts/")
+    after = summarize(h.store, lambda: h.t)
+    assert to_json(after) == to_json(before)
+    assert after == before
+
+
+@pytest.mark.parametrize("large", [0, 10, 10**6])
+@pytest.mark.parametrize("piece", [1, 7, 1024])
+def test_a_ledger_by_pieces_is_exact(monkeypatch, large, piece):
+    from histories import whole_run
+
+    from harness.views import ledger, spans
+    from harness.views.summary import summarize
+
+    h = whole_run()
+    wanted = summarize(h.store, lambda: h.t).ledger
+    monkeypatch.setattr(ledger, "LARGE", large)
+    monkeypatch.setattr(spans, "PIECE", piece)
+    found = summarize(h.store, lambda: h.t).ledger
+    assert (found.ns, found.nusd, found.epochs, found.cost) == (
+        wanted.ns,
+        wanted.nusd,
+        wanted.epochs,
+        wanted.cost,
+    )
+    for mine, theirs in zip(found.attempts, wanted.attempts, strict=True):
+        assert (mine.ns, mine.nusd) == (theirs.ns, theirs.nusd)
+        assert sum(b - a for a, b, _ in mine.segments) == mine.billed_ns
+        edges = [t for a, b, _ in mine.segments for t in (a, b)]
+        assert edges == sorted(edges)
+
+
+def test_damaged_records_are_named_whether_archived_or_not():
+    from histories import whole_run
+
+    from harness.bucket.keeper import Keeper
+    from harness.views.summary import summarize
+
+    h = whole_run()
+    Keeper(h.store, lambda: 0.0).archive_all()
+    key = h.store.list("archive/records/")[0]
+    data = h.store.get(key)
+    h.store.put(key, data[:-1] + bytes([data[-1] ^ 1]))
+    # the objects themselves are there still
+    assert not summarize(h.store, lambda: h.t).problems
+    h.store.delete(h.store.list("samples/")[0])
+    assert "missing" in summarize(h.store, lambda: h.t).problems[0]
+
+
+def test_two_record_compactors_and_a_dead_one():
+    from histories import whole_run
+
+    from harness.bucket.recorded import RecordCompactor, read_committed
+    from harness.core import records as rec
+    from storage.snapshots import Snapshots
+
+    h = whole_run()
+    named = rec.named(Snapshots(h.store).latest().data)
+    genesis = rec.genesis(__import__("json").loads(h.store.get("run.json")))
+    wanted = read_committed(h.store, named, genesis)
+    for at in range(1, 40):
+        store = Remembering()
+        for key in h.store.list(""):
+            store.create(key, h.store.get(key))
+
+        def dying(mine, at=at):
+            mine.dies_at = at
+            RecordCompactor(mine, fewest=2).compact(all_of_them=True)
+
+        def whole(mine):
+            RecordCompactor(mine, fewest=2).compact(all_of_them=True)
+
+        rng = random.Random(at)
+        Turns(store, rng.randrange).run({"a": dying, "b": whole})
+        found = read_committed(store, named, genesis)
+        assert (found.rows == wanted.rows).all() and found.metrics == wanted.metrics
+        assert found.worlds == wanted.worlds
+
+
+# ---- members -------------------------------------------------------------------------------------
+def test_members_that_are_gone_or_dead_are_taken_away():
+    import json
+
+    from harness.bucket.keeper import DEAD_S, Keeper
+
+    store, clock = MemoryStore("memory://x", {}), [0.0]
+    keeper = Keeper(store, lambda: clock[0])
+
+    def say(name, state, beat):
+        body = {"member": name, "state": state, "beat": beat, "beat_s": 1.0}
+        store.put(f"rdzv/members/{name}.json", json.dumps(body).encode())
+
+    say("m0001-gone", "gone", 1)
+    say("m0002-dead", "in", 1)
+    say("m0003-lives", "in", 1)
+    assert keeper.sweep() == 1
+    for beat in range(2, 6):
+        clock[0] += DEAD_S / 2
+        say("m0003-lives", "in", beat)
+        keeper.sweep()
+    assert store.list("rdzv/members/") == ["rdzv/members/m0003-lives.json"]

@@ -75,7 +75,7 @@ class Volume:
     body: bytes
 
     def encode(self) -> bytes:
-        return _encode({"volume": self.number, "prev": self.prev}, self.runs, self.body)
+        return sealed({"volume": self.number, "prev": self.prev}, self.runs, self.body)
 
     def segments(self) -> Iterator[tuple[str, int, bytes]]:
         """(writer, number, content)"""
@@ -111,7 +111,7 @@ def read_segment(reader: ChainReader, number: int, data: bytes) -> Iterator[tupl
 
 def volume_of(data: bytes, key: str) -> Volume:
     """Raises DamagedArchive."""
-    head, runs, body = _decode(data, key)
+    head, runs, body = unsealed(data, key)
     try:
         volume = Volume(int(head["volume"]), str(head["prev"]), runs, body)
     except (KeyError, TypeError, ValueError) as e:
@@ -132,7 +132,7 @@ class Brief:
     body: bytes
 
     def encode(self) -> bytes:
-        return _encode({"last": self.last, "tail": self.tail}, self.runs, self.body)
+        return sealed({"last": self.last, "tail": self.tail}, self.runs, self.body)
 
     def lines(self) -> Iterator[tuple[str, int, str]]:
         """(writer, segment, line); see `fact_of`."""
@@ -186,7 +186,7 @@ def digested(volume: Volume, raw: bytes) -> tuple[bytes, bytes]:
 
 def brief_of(data: bytes, key: str) -> Brief:
     """Raises DamagedArchive."""
-    head, runs, body = _decode(data, key)
+    head, runs, body = unsealed(data, key)
     try:
         tail = tuple((str(writer), str(line)) for writer, line in head["tail"])
         last = str(head["last"])
@@ -207,12 +207,12 @@ def joined_briefs(parts: Sequence[bytes]) -> bytes:
 
 def encode_columns(rows: Columns) -> bytes:
     body = rows.tobytes()
-    return _encode({"rows": len(rows)}, (), body)
+    return sealed({"rows": len(rows)}, (), body)
 
 
 def columns_of(data: bytes, key: str) -> Columns:
     """Raises DamagedArchive."""
-    _, _, body = _decode(data, key)
+    _, _, body = unsealed(data, key)
     if len(body) % ROW.itemsize:
         raise DamagedArchive(f"{key}: wanted rows of {ROW.itemsize} bytes, found {len(body)} bytes")
     return columns.from_bytes(body)
@@ -224,14 +224,14 @@ def joined_columns(parts: Sequence[bytes]) -> bytes:
 
 
 # ---- one head line, then the content -------------------------------------------------------------
-def _encode(head: dict[str, Any], runs: Sequence[Run], body: bytes) -> bytes:
+def sealed(head: dict[str, Any], runs: Sequence[Run], body: bytes) -> bytes:
     told = [[run.writer, run.first, run.sizes, run.head] for run in runs]
     full = {"archive": VERSION, **head, "runs": told, "body": digest(body)}
     line = json.dumps(full, separators=(",", ":"))
     return f"{digest(line.encode())} {line}\n".encode() + body
 
 
-def _decode(data: bytes, key: str) -> tuple[dict[str, Any], tuple[Run, ...], bytes]:
+def unsealed(data: bytes, key: str) -> tuple[dict[str, Any], tuple[Run, ...], bytes]:
     """Its head without the runs, the runs, the content; each as it was written."""
     line, _, body = data.partition(b"\n")
     seal, _, text = line.partition(b" ")

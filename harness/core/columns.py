@@ -8,6 +8,7 @@ machine.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -29,6 +30,29 @@ ROW = np.dtype(
 )
 Columns: TypeAlias = NDArray[Any]  # of ROW
 NONE: Columns = np.empty(0, ROW)
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A chain of step records, as far as views need it. `worlds`: ranks and their shares, by epoch.
+    `metrics`: by step, but the gradient's norm."""
+
+    rows: Columns
+    worlds: dict[int, tuple[int, tuple[int, ...]]]
+    metrics: dict[int, dict[str, float]]
+
+    @classmethod
+    def of(cls, records: Iterable[StepRecord]) -> Committed:
+        found = list(records)
+        return cls(
+            of_records(found),
+            {r.epoch: (r.world, tuple(r.shares)) for r in found},
+            {r.step: named for r in found if (named := metrics_of(r))},
+        )
+
+
+def metrics_of(record: StepRecord) -> dict[str, float]:
+    return {name: value for name, value in record.metrics.items() if name != "grad_norm"}
 
 
 def of_facts(steps: Iterable[StepDone]) -> Columns:
