@@ -1,7 +1,7 @@
 """A run of a month: what it costs to look at it, to take it over, to join it, to prove it.
 
     python benchmarks/longrun.py                    # 30 days, 1.3 million steps, 64 nodes
-    python benchmarks/longrun.py --days 1 --fast    # a quick look: one node's loss in 43 minutes too
+    python benchmarks/longrun.py --days 1 --fast    # a quick look
     python benchmarks/longrun.py --run FOLDER       # keep the run there, or measure it again
 
 Makes such a run in a folder: members, worlds, losses (a node every 43 minutes), steps, snapshots
@@ -316,15 +316,22 @@ class Maker:
         for rank in range(1, len(self.members)):
             snapshots.write(ref, rank, len(self.members), {f"r{rank}": b"x"}, {}, data, "t")
         assert snapshots.commit(ref, len(self.members))
+        self.store.create("longrun.json", json.dumps({"now_s": self.t + 1.0}).encode())
         for key in self.store.live.list(""):
             self.store.folder.create(key, self.store.live.get(key))
+
+
+def now_s(store: Slow) -> float:
+    """The moment that the run was made for."""
+    return float(json.loads(store.inner.get("longrun.json"))["now_s"])
 
 
 # ---- measuring -----------------------------------------------------------------------------------
 def status(store: Slow) -> dict[str, Any]:
     from harness.views.monitor import status
 
-    return {"step": status(store, watch_s=0.0)["step"]}
+    found = status(store, watch_s=0.0, now=lambda: now_s(store))
+    return {k: found[k] for k in ("step", "loss", "attempts")}
 
 
 def live(store: Slow) -> dict[str, Any]:
@@ -356,7 +363,7 @@ def report(store: Slow) -> dict[str, Any]:
     from harness.views.report import print_report, write_html
     from harness.views.summary import summarize
 
-    summary = summarize(store)
+    summary = summarize(store, lambda: now_s(store))
     with open(os.devnull, "w") as nowhere:
         print_report(summary, Console(file=nowhere))
     with tempfile.TemporaryDirectory() as folder:
@@ -416,10 +423,24 @@ def newcomer(store: Slow) -> dict[str, Any]:
 
 
 def verify(store: Slow) -> dict[str, Any]:
+    """By as many processes as there are cores; then again, with what the first has remembered."""
     from harness.views.audit import audit
+    from harness.views.proving import Prover
 
-    found = audit(store)
-    return {"ok": found.ok, "violation": found.first_violation}
+    with tempfile.TemporaryDirectory() as folder:
+        prover = Prover(os.cpu_count() or 1, Path(folder) / "proofs")
+        found = audit(store, prover=prover)
+        began = time.monotonic()
+        audit(store, prover=(again := Prover(os.cpu_count() or 1, Path(folder) / "proofs")))
+        again_s = time.monotonic() - began
+        mb = (Path(folder) / "proofs").stat().st_size / 1e6
+    return {
+        "ok": found.ok,
+        "violation": found.first_violation,
+        "again_s": round(again_s, 1),
+        "remembered": again.remembered,
+        "file_mb": round(mb, 1),
+    }
 
 
 MEASURES: dict[str, Callable[[Slow], dict[str, Any]]] = {
@@ -438,7 +459,7 @@ def measure(name: str, run: str) -> dict[str, Any]:
     store = Slow(FileStore(run))
     began = time.monotonic()
     found = MEASURES[name](store)
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - began - found.get("again_s", 0.0)
     peaks = [resource.getrusage(who).ru_maxrss for who in (0, resource.RUSAGE_CHILDREN)]
     return {"s": seconds, "requests": store.total, "mb": max(peaks) / 1000, **found}
 
@@ -493,13 +514,25 @@ def main() -> None:
                 continue
             found = measured(name, url)
             if name == "live":
-                line("live view, most of a poll", f"{found['most']} requests", "10", found["most"] <= MOST_POLL)
+                line(
+                    "live view, most of a poll",
+                    f"{found['most']} requests",
+                    "10",
+                    found["most"] <= MOST_POLL,
+                )
                 line("live view, first look", f"{found['first']} requests", "-", True)
             else:
-                line(f"{name}, seconds", f"{found['s']:.2f}", f"{SECONDS[name]:g}", found["s"] <= SECONDS[name])
+                line(
+                    f"{name}, seconds",
+                    f"{found['s']:.2f}",
+                    f"{SECONDS[name]:g}",
+                    found["s"] <= SECONDS[name],
+                )
                 line(f"{name}, requests", f"{found['requests']}", "-", True)
             line(f"{name}, peak MB", f"{found['mb']:.0f}", f"{MOST_MB}", found["mb"] <= MOST_MB)
-            extra = {k: v for k, v in found.items() if k not in ("s", "requests", "mb", "most", "first")}
+            extra = {
+                k: v for k, v in found.items() if k not in ("s", "requests", "mb", "most", "first")
+            }
             print(f"    {extra}", flush=True)
 
 

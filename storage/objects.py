@@ -21,13 +21,14 @@ that never answered refuses at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from storage.errors import NotFound, StoreError
 
+T = TypeVar("T")
 Keys = list[str]  # in classes, where `list` is a method
 
 
@@ -151,10 +152,22 @@ def get_each(
 ) -> Generator[tuple[str, bytes | None], None, None]:
     """(key, content) of many small objects, in their order, several on their way at once; None:
     there is no such object. Holds no more than those in memory. Raises StoreError."""
+    return _each(store, store.get, keys)
 
-    def one(key: str) -> bytes | None:
+
+def size_each(
+    store: ObjectStore, keys: Iterable[str]
+) -> Generator[tuple[str, int | None], None, None]:
+    """(key, bytes) of many objects, as `get_each`."""
+    return _each(store, store.size, keys)
+
+
+def _each(
+    store: ObjectStore, ask: Callable[[str], T], keys: Iterable[str]
+) -> Generator[tuple[str, T | None], None, None]:
+    def one(key: str) -> T | None:
         try:
-            return store.get(key)
+            return ask(key)
         except NotFound:
             return None
 
@@ -170,10 +183,10 @@ def get_each(
         try:
             while coming:
                 key, found = coming.popleft()
-                data = found.result()
+                answer = found.result()
                 if (another := next(wanted, None)) is not None:
                     coming.append((another, pool.submit(one, another)))
-                yield key, data
+                yield key, answer
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

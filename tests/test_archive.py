@@ -472,3 +472,79 @@ def test_members_that_are_gone_or_dead_are_taken_away():
         say("m0003-lives", "in", beat)
         keeper.sweep()
     assert store.list("rdzv/members/") == ["rdzv/members/m0003-lives.json"]
+
+
+# ---- audits --------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def proven():
+    """A true run, archived in two volumes: its objects."""
+    from truerun import TrueRun
+
+    from harness.bucket.keeper import Keeper
+
+    run = TrueRun().train(7, world=2).train(12, world=3).train(20, world=1, final=True).end()
+    Keeper(run.store, lambda: 0.0).archive_all()
+    return {key: run.store.get(key) for key in run.store.list("")}
+
+
+def test_an_archived_run_is_proven(proven):
+    from harness.views.audit import audit
+
+    store = MemoryStore("memory://p", dict(proven))
+    assert not store.list("facts/")
+    found = audit(store)
+    assert found.ok, found.first_violation
+
+
+@pytest.mark.parametrize("kind", ["raw", "brief", "steps", "records"])
+@pytest.mark.parametrize("how", ["flip", "cut", "lose", "forge"])
+def test_what_is_done_to_an_archive_is_found(proven, kind, how):
+    from harness.bucket.volumes import sealed, unsealed
+    from harness.views.audit import audit
+
+    store = MemoryStore("memory://p", dict(proven))
+    key = store.list(f"archive/{kind}/")[0]
+    data = store.get(key)
+    if how == "flip":
+        store.put(key, data[:-9] + bytes([data[-9] ^ 4]) + data[-8:])
+    elif how == "cut":
+        store.put(key, data[:-40])
+    elif how == "lose":
+        store.delete(key)
+    else:  # hashes that fit, and other content
+        head, runs, body = unsealed(data, key)
+        names = ("archive", "runs", "body")
+        kept = {k: v for k, v in head.items() if k not in names}
+        store.put(key, sealed(kept, runs, body[:-9] + bytes([body[-9] ^ 4]) + body[-8:]))
+    found = audit(store)
+    if how == "lose" and kind != "raw":  # it can be made again from what is there
+        return
+    assert not found.ok and "archive/" in (found.first_violation or ""), found
+
+
+def test_proofs_are_remembered_and_believed_of_the_same_bytes_only(proven, tmp_path):
+    from harness.views.audit import audit
+    from harness.views.proving import Prover
+
+    store, memory = MemoryStore("memory://p", dict(proven)), tmp_path / "proofs"
+    assert audit(store, prover=Prover(0, memory)).ok
+    again = Prover(0, memory)
+    assert audit(store, prover=again).ok
+    objects = len(store.list("samples/")) + len(store.list("archive/raw/"))
+    assert again.remembered == objects
+    # it was interrupted: what is whole of its memory is believed
+    memory.write_bytes(memory.read_bytes()[:-7])
+    assert audit(store, prover=(cut := Prover(0, memory))).ok and cut.remembered == objects - 1
+    key = store.list("samples/")[0]
+    store.put(key, store.get(key).replace(b'"lr":', b'"lR":', 1))
+    changed = audit(store, prover=Prover(0, memory))
+    assert not changed.ok and key in changed.first_violation
+
+
+def test_several_processes_prove_the_same(proven, monkeypatch):
+    from harness.views import proving
+    from harness.views.audit import audit
+
+    monkeypatch.setattr(proving, "FEW", 0)
+    store = MemoryStore("memory://p", dict(proven))
+    assert audit(store, prover=proving.Prover(2)) == audit(store)

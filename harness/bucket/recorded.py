@@ -125,8 +125,13 @@ def read_committed(store: ObjectStore, named: rec.Named, genesis: str) -> Commit
     steps: Any = rows["step"]
     if len(rows) and not (np.diff(steps) == 1).all():
         raise rec.BrokenRecords("records of steps that do not follow one another")
+    return committed_of(chain)
+
+
+def committed_of(chain: list[Part]) -> Committed:
+    """Of objects one after the other."""
     return Committed(
-        rows,
+        columns.joined(part.rows for part in chain),
         {epoch: (world, tuple(s)) for part in chain for epoch, world, s in part.worlds},
         {step: values for part in chain for step, values in part.metrics},
     )

@@ -79,6 +79,11 @@ def state_dir(url: str, what: str = "local-cloud") -> Path:
     under ~/.cache, by the run's URL."""
     if url.startswith("file://"):
         return Path(url.removeprefix("file://")) / what
+    return cache_dir(url, what)
+
+
+def cache_dir(url: str, what: str) -> Path:
+    """What this computer keeps of a run, by its URL, outside of the run."""
     import hashlib
 
     return (

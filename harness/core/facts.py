@@ -415,6 +415,14 @@ def loaded(text: str | bytes) -> Any:
         raise ValueError("nested too deep") from None
 
 
+def is_spelled(body: Any, line: bytes) -> bool:
+    """Is it the one spelling of this JSON in which facts and records are written?"""
+    try:
+        return json.dumps(body, separators=(",", ":")).encode() == line
+    except RecursionError:
+        return False
+
+
 def read_chain(
     writer: str, lines: Iterable[tuple[str, str]], hashes: bool = True, head: str = ""
 ) -> Iterator[Stamped]:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.core.facts import Reading, built, canonical, digest, loaded
+from harness.core.facts import Reading, built, canonical, digest, is_spelled, loaded
 
 NAME = re.compile(r"samples/\d{10,}-\d{10,}-([0-9a-f]{16})\.jsonl")
 
@@ -123,13 +123,15 @@ def encode(records: Iterable[StepRecord]) -> bytes:
     return "".join(r.to_line() + "\n" for r in records).encode()
 
 
-def decode(data: bytes, where: str) -> list[StepRecord]:
-    """Records of one object, each checked against its own hash and its predecessor's. Raises
-    BrokenRecords."""
+def decode(data: bytes, where: str, exact: bool = False) -> list[StepRecord]:
+    """Records of one object, each checked against its own hash and its predecessor's. `exact`: and
+    to the byte. Raises BrokenRecords."""
     records: list[StepRecord] = []
+    spelled = data.endswith(b"\n")
     for number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
         try:
             body = loaded(line)
+            spelled = spelled and (not exact or is_spelled(body, line.encode()))
             record = built(StepRecord, body)
             found = digest(canonical({k: v for k, v in body.items() if k != "h"}))
         except (ValueError, TypeError, AttributeError, RecursionError) as e:
@@ -143,4 +145,8 @@ def decode(data: bytes, where: str) -> list[StepRecord]:
                 f"{where}, step {record.step}: does not follow step {records[-1].step}"
             )
         records.append(record)
+    if exact and not (spelled and records):
+        raise BrokenRecords(
+            f"{where}: wanted records as they were written, found another spelling; it was changed"
+        )
     return records

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from harness.core import records as rec
 from harness.core.facts import loaded
 from harness.core.world import BadInput
-from harness.views.audit import walk
+from harness.views.audit_records import walk
 from storage.errors import NotFound
 from storage.manifest import Manifest
 from storage.objects import ObjectStore
