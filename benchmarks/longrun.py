@@ -48,7 +48,7 @@ from storage.objects import ObjectStore
 from storage.snapshots import Snapshots
 
 T0, DAY_S = 1_767_225_600.0, 86400.0
-STEP_S, SNAPSHOT_STEPS, FLUSH_S, ARCHIVE_S = 1.97, 150, 10.0, 600.0
+STEP_S, SNAPSHOT_STEPS, FLUSH_S, ARCHIVE_S = 1.81, 150, 10.0, 600.0
 LOSS_S = 30 * DAY_S / 1000  # between two losses
 GROW_S, REFORM_S = 300.0, 12.0
 GLOBAL, MICRO = 128, 2

@@ -95,13 +95,16 @@ def without(rows: Columns, others: Columns) -> Columns:
     """The rows whose (epoch, step) is none of `others`', in their order."""
     if not len(rows) or not len(others):
         return rows
-    theirs: NDArray[Any] = np.unique(_names(others))
-    return rows[~np.isin(_names(rows), theirs)]
+    both = (rows, others)
+    wide = any(p["epoch"].max() >= 2**23 or p["step"].max() >= 2**40 for p in both)
+    return rows[~np.isin(_names(rows, wide), _names(others, wide))]
 
 
-def _names(rows: Columns) -> NDArray[Any]:
-    """(epoch, step) as one number each; both are below 2**53, and steps below 2**40 in practice."""
+def _names(rows: Columns, wide: bool) -> NDArray[Any]:
+    """(epoch, step) as one number each, or (`wide`) as a pair."""
+    if not wide:
+        small: NDArray[Any] = rows["epoch"] * 2**40 + rows["step"]
+        return small
     found: NDArray[Any] = np.empty(len(rows), [("epoch", "<i8"), ("step", "<i8")])
     found["epoch"], found["step"] = rows["epoch"], rows["step"]
-    wide = (rows["epoch"].max(initial=0) >= 2**23) or (rows["step"].max(initial=0) >= 2**40)
-    return found if wide else rows["epoch"] * 2**40 + rows["step"]
+    return found

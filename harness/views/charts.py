@@ -106,6 +106,13 @@ def _text(x: float, y: float, text: object, anchor: str = "middle", cls: str = "
     )
 
 
+def _by_epoch(points: Iterable[Point]) -> dict[int, list[Point]]:
+    found: dict[int, list[Point]] = {}
+    for p in points:
+        found.setdefault(p.epoch, []).append(p)
+    return found
+
+
 def loss_chart(s: Summary) -> str:
     curve = [p for p in s.curve if math.isfinite(p.loss)]
     lost = [p for p in s.lost if math.isfinite(p.loss)]
@@ -130,8 +137,9 @@ def loss_chart(s: Summary) -> str:
         'aria-label="loss over steps">'
     ]
     biggest = max([1, *(e.world for e in s.ledger.epochs)])
+    curve_of, lost_of = _by_epoch(s.curve), _by_epoch(s.lost)
     for e in s.ledger.epochs:  # the lineage, by world
-        mine = [p.step for p in s.curve if p.epoch == e.epoch]
+        mine = [p.step for p in curve_of.get(e.epoch, [])]
         if mine:
             a, b = x(min(mine) - 0.5), x(max(mine) + 0.5)
             tip = (
@@ -161,8 +169,7 @@ def loss_chart(s: Summary) -> str:
         if t == int(t)
     ]
     out.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 3, "step"))
-    for epoch in sorted({p.epoch for p in s.lost}):
-        mine_lost = [p for p in s.lost if p.epoch == epoch]
+    for epoch, mine_lost in sorted(lost_of.items()):
         a, b = x(mine_lost[0].step - 0.5), x(mine_lost[-1].step + 0.5)
         tip = (
             f"epoch {epoch}: steps {mine_lost[0].step}–{mine_lost[-1].step} were lost and done "
