@@ -118,7 +118,7 @@ def checked_store(url: str, retry_within_s: float = RETRY_WITHIN_S) -> ObjectSto
 def existing_store(url: str) -> ObjectStore:
     """The bucket of a run that must be there already. Raises BadInput."""
     store = open_store(url)
-    if not store.list("facts/") and not store.list("run.json"):
+    if not any(store.list(prefix) for prefix in ("run.json", "archive/brief/", "facts/")):
         raise BadInput(f"{url}: there is no run here (no facts/ and no run.json); check the URL")
     return store
 

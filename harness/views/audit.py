@@ -156,7 +156,7 @@ class _Audit:
                     "run.json: wanted the identity that the step records begin with, found no such "
                     "object"
                 ) from None
-            if not self.snapshots.refs() and not self.store.list("facts/"):
+            if not self.snapshots.refs() and not self._any_facts():
                 raise Violation(
                     f"{self.store.url}: wanted a run, found neither run.json nor facts nor "
                     "snapshots"
@@ -177,6 +177,9 @@ class _Audit:
         self.identity = found
         of = f"{found['samples']} samples" if found["samples"] else "an iterable dataset"
         return 1, f"seed {found['seed']}, global batch {found['global_batch']} of {of}"
+
+    def _any_facts(self) -> bool:
+        return bool(self.store.list("facts/") or self.store.list("archive/brief/"))
 
     # ---- facts -----------------------------------------------------------------------------------
     def _facts(self) -> tuple[int, str]:
