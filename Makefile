@@ -82,6 +82,9 @@ simsystem: install  ## whole systems simulated: SEEDS=100000 on all cores (JOBS)
 walk: install  ## the same weights to the bit over 300 steps in five worlds with kills, DDP and FSDP2; and not so with float sums (30 minutes)
 	$(BIN)/python benchmarks/walk.py --steps 300
 
+longrun: install  ## a run of a month, and what it costs to look at it, join it and prove it (DAYS=1 for a quick look)
+	$(BIN)/python benchmarks/longrun.py --days $(or $(DAYS),30)
+
 drill: install  ## every fault in every phase (ONLY=worker-kill:step for one cell)
 	$(BIN)/harness drill --seed $(or $(SEED),0) --jobs $(or $(JOBS),2) $(if $(ONLY),--only $(ONLY))
 

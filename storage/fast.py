@@ -42,6 +42,7 @@ except ImportError:
 PART_NBYTES = 16 << 20  # of an upload
 READ_NBYTES = 8 << 20  # of a parallel read
 AT_ONCE = 8  # requests of one call
+SMALL_AT_ONCE = 32  # small objects that `get_each` reads at once
 MAX_PARTS = 9000  # S3 allows 10000
 REQUEST_TIMEOUT_S = 300.0  # of one request: a part at 430 kB/s with all of `AT_ONCE` on their way
 CONNECT_TIMEOUT_S = 10.0
@@ -60,7 +61,7 @@ class FastStore:
         scheme, _, rest = url.partition("://")
         bucket, _, prefix = rest.partition("/")
         self._bucket, self._prefix, self._s3 = bucket, prefix, None
-        self.puts_at_once = AT_ONCE
+        self.puts_at_once, self.reads_at_once = AT_ONCE, SMALL_AT_ONCE
         self._with_strange_keys: set[str] = set()  # folders that obstore cannot list
         self._named = Named(url)
         match scheme:

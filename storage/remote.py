@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("storage")
 BLOCK_NBYTES = 64 << 20  # of what fsspec uploads of a larger object at once
+READS_AT_ONCE = 8  # small objects
 
 
 class FsspecStore:
@@ -48,6 +49,7 @@ class FsspecStore:
             ) from e
         self._root = str(path).rstrip("/")
         self._named = Named(url)
+        self.reads_at_once = READS_AT_ONCE
 
     def _path(self, key: str) -> str:
         refuse_to_leave(self.url, key)

@@ -47,7 +47,7 @@ from storage.manifest import (
 )
 from storage.manifest import PARTS as PARTS
 from storage.marks import mark, why_of
-from storage.objects import ObjectStore, read_into
+from storage.objects import ObjectStore, read_into, size_each
 from storage.pruning import Expired, OnBad, Policy, Pruner
 from storage.snapshot_keys import (
     DOOM,
@@ -260,19 +260,18 @@ class Snapshots:
     def check(self, manifest: Manifest) -> None:
         """All parts are there and have their sizes (one small request each). Raises
         SnapshotCorrupt."""
-        for key, nbytes in manifest.objects.items():
-            try:
-                found = self.store.size(key)
-            except NotFound:
-                raise SnapshotCorrupt(
-                    f"snapshot {manifest.ref}: its manifest names {len(manifest.objects)} objects, "
-                    f"{key} is gone; use an older snapshot"
-                ) from None
-            if found != nbytes:
-                raise SnapshotCorrupt(
-                    f"snapshot {manifest.ref}: {key} should have {nbytes} bytes, found {found}; "
-                    "use an older snapshot"
-                )
+        with contextlib.closing(size_each(self.store, manifest.objects)) as sizes:
+            for key, found in sizes:
+                if found is None:
+                    raise SnapshotCorrupt(
+                        f"snapshot {manifest.ref}: its manifest names {len(manifest.objects)} "
+                        f"objects, {key} is gone; use an older snapshot"
+                    )
+                if found != manifest.objects[key]:
+                    raise SnapshotCorrupt(
+                        f"snapshot {manifest.ref}: {key} should have {manifest.objects[key]} "
+                        f"bytes, found {found}; use an older snapshot"
+                    )
 
     def verify(
         self, manifest: Manifest, progress: Callable[[int, int], None] | None = None

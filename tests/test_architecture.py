@@ -11,13 +11,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PURE = {  # by file; no torch, sky, sockets, wall clock, global randomness
-    "core": {"batch", "dotted", "facts", "prices", "records", "values", "world"},
-    "bucket": {"beats", "layout", "lease", "orders"},
+    "core": {"batch", "columns", "dotted", "facts", "prices", "records", "values", "world"},
+    "bucket": {"archive", "beats", "layout", "lease", "orders", "recorded", "tiers", "volumes"},
     "controller": {"book", "policies", "recovery"},
     "clouds": {"market"},
     "agent": {"ends", "gossip", "leaderless", "lines_protocol", "machine"},
     "worker": {"machine"},
-    "views": {"ledger", "painting", "rows"},
+    "views": {"ledger", "painting", "rows", "spans"},
     "proof": {"invariants", "sim", "sim_members", "sim_world"},
     "testing": {"situations"},
 }

@@ -7,7 +7,7 @@ import pytest
 
 from harness.bucket.journal import Journal
 from harness.bucket.layout import published_key
-from harness.core.facts import digest
+from harness.core.values import digest
 from harness.core.world import BadInput
 from harness.uploader.replica import Replica
 from harness.views.trackers import collect

@@ -18,7 +18,8 @@ from worlds import TRAINER, environment, finish, free_port, history, newest, sta
 
 from harness.bucket.journal import read_facts
 from harness.core.batch import Batching, expected_digest
-from harness.core.facts import SnapshotFailed, StepDone, Warned, canonical
+from harness.core.facts import SnapshotFailed, StepDone, Warned
+from harness.core.values import canonical
 from harness.node.marks import EXIT_CODE, Want, write
 from harness.views.audit import audit
 from harness.views.compare import compare

@@ -326,7 +326,7 @@ class Agent:
             self.journal.record(EpochStarted(epoch.epoch, epoch.members, epoch.world, epoch.reason))
             self._helpers.start()
         else:
-            self._helpers.release_replica()
+            self._helpers.release()
 
     # ---- in an epoch -----------------------------------------------------------------------------
     def _watch_workers(self, now: float) -> int | None:

@@ -50,6 +50,7 @@ SNAPSHOT = "control/snapshot-"  # + anything: all ranks snapshot and go on
 DOUBT = "control/doubt-"
 LEAVE = "control/leave-"  # + attempt: written by the controller, to have a node snapshot and leave
 FACTS = "facts/"
+ARCHIVE = "archive/"  # what long runs were archived to: archive.py, recorded.py
 SAMPLES = "samples/"  # step records: core/records.py
 MEMBERS, EPOCHS, CLOSED = "rdzv/members/", "rdzv/epochs/", "rdzv/closed/"
 SECRET = "rdzv/secret.json"  # create-only: what nodes that serve chunks to each other must know

@@ -391,7 +391,7 @@ def _print_tail(store: ObjectStore, console: Console) -> None:
     from harness.bucket.journal import read_facts
     from harness.core.facts import WorkerFailed
 
-    failures = [s.fact for s in read_facts(store) if isinstance(s.fact, WorkerFailed)]
+    failures = [s.fact for s in read_facts(store, steps=False) if isinstance(s.fact, WorkerFailed)]
     if failures:
         last = failures[-1]
         console.print(

@@ -11,7 +11,14 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.cli.common import DONE, FAILED, PREFLIGHT_S, existing_store, sky_broker
+from harness.cli.common import (
+    DONE,
+    FAILED,
+    PREFLIGHT_S,
+    cache_dir,
+    existing_store,
+    sky_broker,
+)
 from harness.core.config import flag, positional
 from harness.core.world import BadInput
 from storage.objects import ObjectStore
@@ -22,14 +29,20 @@ from storage.text import Console
 @dataclass(frozen=True)
 class VerifyFlags:
     url: str = positional("URL of the run")
+    anew: bool = flag(False, "also take apart what an earlier `harness verify` has proved here")
 
 
 def verify(flags: VerifyFlags) -> int:
     """Prove from the bucket alone that the run is what it should be. Exit status 1 names the
-    first violation."""
+    first violation. Goes on where an earlier one was interrupted: what it proved is remembered on
+    this computer, and believed of objects that have the same bytes still."""
     from harness.views.audit import audit, print_audit
+    from harness.views.proving import Prover
 
-    found = audit(existing_store(flags.url))
+    memory = cache_dir(normalize(flags.url), "verified") / "proofs"
+    if flags.anew:
+        memory.unlink(missing_ok=True)
+    found = audit(existing_store(flags.url), prover=Prover(os.cpu_count() or 1, memory))
     print_audit(found, Console())
     return DONE if found.ok else FAILED
 

@@ -40,7 +40,7 @@ def _notes(store: ObjectStore) -> Notes:
     from storage.manifest import Ref
 
     of: defaultdict[Ref, Note] = defaultdict(Note)
-    for stamped in read_facts(store):
+    for stamped in read_facts(store, steps=False):
         match stamped.fact:
             case SnapshotCommitted() as f:
                 ref = Ref(f.epoch, f.step)

@@ -273,6 +273,15 @@ def expected_digest(batching: Batching, step: int) -> int:
     return digest(sample_hash(where, indices_at(batching, where)))
 
 
+def expected_digests(batching: Batching, first: int, steps: int) -> Uint64s:
+    """`expected_digest` of so many steps from `first` on, shape (steps,); a tenth of the time."""
+    size = batching.global_batch
+    where = np.arange((first - 1) * size, (first - 1 + steps) * size, dtype=np.int64)
+    hashes = sample_hash(where, indices_at(batching, where))
+    found: Uint64s = hashes.reshape(steps, size).sum(axis=1, dtype=np.uint64)
+    return found
+
+
 def seed_for(seed: int, step: int, micro: int) -> int:
     """63-bit seed of the randomness inside one micro-batch (dropout...): the same on whatever
     rank does it."""

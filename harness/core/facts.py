@@ -407,7 +407,10 @@ class Chain:
 
 def is_spelled(body: Any, line: bytes) -> bool:
     """Is it the one spelling of this JSON in which facts and records are written?"""
-    return json.dumps(body, separators=(",", ":")).encode() == line
+    try:
+        return json.dumps(body, separators=(",", ":")).encode() == line
+    except RecursionError:
+        return False
 
 
 def read_chain(

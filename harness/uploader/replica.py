@@ -55,7 +55,9 @@ class Replica:
         self.source, self.target, self.journal, self.cap_usd = source, target, journal, cap_usd
         self.here, self.there = here or _cloud(source.url), there or _cloud(target.url)
         self.spent_usd = sum(
-            s.fact.usd for s in read_facts(source) if isinstance(s.fact, SnapshotReplicated)
+            s.fact.usd
+            for s in read_facts(source, steps=False)
+            if isinstance(s.fact, SnapshotReplicated)
         )
         self._told = False
         self._done: Ref | None = None  # the newest that needs nothing more

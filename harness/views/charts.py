@@ -106,6 +106,13 @@ def _text(x: float, y: float, text: object, anchor: str = "middle", cls: str = "
     )
 
 
+def _by_epoch(points: Iterable[Point]) -> dict[int, list[Point]]:
+    found: dict[int, list[Point]] = {}
+    for p in points:
+        found.setdefault(p.epoch, []).append(p)
+    return found
+
+
 def loss_chart(s: Summary) -> str:
     """The loss over steps; empty if there is none."""
     curve = [p for p in s.curve if math.isfinite(p.loss)]
@@ -154,8 +161,9 @@ class _LossPlane:
 def _worlds(s: Summary, plane: _LossPlane) -> Iterator[str]:
     """The lineage, by world: a band for each epoch."""
     biggest = max([1, *(e.world for e in s.ledger.epochs)])
+    mine_of = _by_epoch(s.curve)
     for e in s.ledger.epochs:
-        mine = [p.step for p in s.curve if p.epoch == e.epoch]
+        mine = [p.step for p in mine_of.get(e.epoch, [])]
         if not mine:
             continue
         a, b = plane.x(min(mine) - 0.5), plane.x(max(mine) + 0.5)
@@ -189,8 +197,7 @@ def _loss_axes(plane: _LossPlane) -> Iterator[str]:
 
 def _lost_steps(s: Summary, plane: _LossPlane) -> Iterator[str]:
     """Steps that were done again, by the epoch that lost them."""
-    for epoch in sorted({p.epoch for p in s.lost}):
-        mine = [p for p in s.lost if p.epoch == epoch]
+    for epoch, mine in sorted(_by_epoch(s.lost).items()):
         a, b = plane.x(mine[0].step - 0.5), plane.x(mine[-1].step + 0.5)
         tip = f"epoch {epoch}: steps {mine[0].step}–{mine[-1].step} were lost and done again"
         width = max(2.0, b - a)

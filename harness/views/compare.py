@@ -17,7 +17,7 @@ from harness.bucket.layout import IDENTITY, Identity
 from harness.core import records as rec
 from harness.core.values import BadObject
 from harness.core.world import BadInput
-from harness.views.audit import walk
+from harness.views.audit_records import walk
 from storage.errors import NotFound
 from storage.manifest import Manifest
 from storage.objects import ObjectStore

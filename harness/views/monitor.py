@@ -41,6 +41,8 @@ from storage.objects import ObjectStore
 from storage.text import Console as Terminal
 from storage.text import plain
 
+MOST_SEGMENTS = 6  # that one poll reads; with what else it asks for, ten requests
+
 
 def render(
     state: State, now: float, url: str = "", controller: bool | None = None, silent_s: float = 0.0
@@ -159,7 +161,8 @@ class LiveView:
     _unread_told: bool = False
 
     def __post_init__(self) -> None:
-        self._follower, self._lease = Follower(self.store), LeaseWatch(self.store)
+        self._follower = Follower(self.store, most=MOST_SEGMENTS)
+        self._lease = LeaseWatch(self.store)
 
     def poll(self) -> State:
         """Read what is new and show it."""

@@ -75,6 +75,7 @@ class State:
     epochs: dict[int, f.EpochStarted] = field(default_factory=dict)
     left: dict[int, dict[str, str]] = field(default_factory=dict)  # epoch -> member -> why
     sessions: dict[int, f.SessionStarted] = field(default_factory=dict)
+    newest: int = 0  # world that was told of
     # (epoch, step): the newest few
     steps: dict[tuple[int, int], f.StepDone] = field(default_factory=dict)
     validated: tuple[tuple[int, int], dict[str, float]] | None = None
@@ -126,10 +127,12 @@ class State:
                 self.of_member(member).cancelled.add((member, id))
             case f.EpochStarted():
                 self.epochs[fact.epoch] = fact
+                self.newest = max(self.newest, fact.epoch)
             case f.EpochLeft(epoch, member, why):
                 self.left.setdefault(epoch, {})[member] = why
             case f.SessionStarted():
                 self.sessions[fact.epoch] = fact
+                self.newest = max(self.newest, fact.epoch)
             case f.SessionEnded(epoch, _, why):
                 self.session_ends[epoch] = why
             case f.StepDone():
@@ -145,8 +148,10 @@ class State:
                 if self.snapshot is None or key >= self.snapshot[0]:
                     self.snapshot = key, fact
         if describe(fact, self):
+            late = bool(self.events) and t < self.events[-1].t
             self.events.append(stamped)
-            self.events.sort(key=lambda e: e.t)
+            if late:
+                self.events.sort(key=lambda e: e.t)
             del self.events[:-EVENTS_KEPT]
 
     def node(self, name: str) -> NodeView:
@@ -170,7 +175,7 @@ class State:
     @property
     def epoch(self) -> int:
         """The newest world."""
-        return max([*self.epochs, *self.sessions, *(e for e, _ in self.steps)], default=0)
+        return max(self.newest, max((e for e, _ in self.steps), default=0))
 
     @property
     def session(self) -> f.SessionStarted | None:

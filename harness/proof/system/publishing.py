@@ -53,7 +53,7 @@ class SimSidecars:
         if self._node.sim.setting.publishes and self._publisher is None:
             self._node.sim.kernel.after(ROUND_S, self._round, self._actor)
 
-    def release_replica(self) -> None: ...
+    def release(self) -> None: ...
 
     def end(self, wait_s: float) -> None:
         if self._publisher is not None:
