@@ -20,7 +20,7 @@ LAB ?= /var/tmp/harness-lab
 
 DASHBOARDS ?= dashboards.json
 
-.PHONY: install train launch jobs-launch plan down doctor dashboards lab lab-short test check lint types pythons sim walk drill campaign soak clean
+.PHONY: install train launch jobs-launch plan down doctor dashboards lab lab-short test check lint types pythons sim simsystem walk drill manynodes campaign soak clean
 install: $(STAMP)
 $(STAMP): requirements.txt requirements-apart.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned environment wants Python 3.11 or newer, this is " + sys.version + "; make PYTHON=python3.11 ...")'
@@ -82,11 +82,20 @@ pythons: install  ## the package and its light tests under every Python that is 
 sim: install  ## one seed (SEED=413) or many (SEEDS=1000) of the simulated world
 	$(BIN)/harness simulate $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
+simsystem: install  ## whole systems simulated: SEEDS=100000 on all cores (JOBS), or one as a timeline (SEED=413)
+	$(BIN)/harness simulate --system $(if $(SEED),--seed $(SEED),--seeds $(if $(filter file,$(origin SEEDS)),100000,$(SEEDS)) --jobs $(or $(JOBS),$(shell nproc)))
+
 walk: install  ## the same weights to the bit over 300 steps in five worlds with kills, DDP and FSDP2; and not so with float sums (30 minutes)
 	$(BIN)/python benchmarks/walk.py --steps 300
 
+longrun: install  ## a run of a month, and what it costs to look at it, join it and prove it (DAYS=1 for a quick look)
+	$(BIN)/python benchmarks/longrun.py --days $(or $(DAYS),30)
+
 drill: install  ## every fault in every phase (ONLY=worker-kill:step for one cell)
 	$(BIN)/harness drill --seed $(or $(SEED),0) --jobs $(or $(JOBS),2) $(if $(ONLY),--only $(ONLY))
+
+manynodes: install  ## 1 to 256 simulated members and snapshots of up to 1,024 ranks: seconds, requests, connections, beside their targets
+	$(BIN)/python benchmarks/manynodes.py
 
 campaign: install  ## POINTS=500 kills of writer, uploader and agent each, every store call failing once, damage of every class; not in CI
 	$(BIN)/python -m harness.proof.kills --points $(or $(POINTS),500) --seed $(or $(SEED),0) --jobs $(or $(JOBS),2)

@@ -240,9 +240,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         optimizer,
         scheduler,
         scaler,
-        **({"ema": ema, "after_update": ["ema"]} if ema else {}),
+        state={"ema": ema} if ema else {},
+        after_update=["ema"] if ema else [],
     )
-    run.tokens_per_sample, run.flops_per_sample = flags.seq, flops * flags.seq
     run.print(
         f"{parameters / 1e6:.2f} M parameters, {len(train)} samples of {flags.seq} bytes, "
         f"{run.world} ranks on {run.device.type}, "
@@ -257,6 +257,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "total": flags.steps,
         "global_batch": flags.global_batch,
         "micro_batch": flags.micro_batch,
+        "tokens_per_sample": flags.seq,
+        "flops_per_sample": flops * flags.seq,
     }
     for step in run.steps(train, **sizes, num_workers=flags.num_workers):
         for x, y in step:

@@ -1,22 +1,105 @@
 """spotharness: train on spot GPUs. `harness.attach()` is the door for training scripts;
-`harness --help` for people."""
+`harness --help` for people; docs/API.md lists every public name.
+
+Each name is imported when it is first asked for: a worker needs no controller, and controllers and
+agents need no torch.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from harness.agent.notices import Notice, NoticeSource
+    from harness.bucket.journal import Journal
+    from harness.bucket.lease import Lease
+    from harness.controller import policies
+    from harness.controller.recovery import Outcome, RunSpec, recover
+    from harness.core.records import StepRecord
+    from harness.core.world import (
+        BadInput,
+        Clock,
+        Cloud,
+        CloudUnavailable,
+        Decision,
+        Fenced,
+        HarnessError,
+        Launch,
+        NoCapacity,
+        Node,
+        NodeState,
+        Offer,
+        Policy,
+        Stop,
+        Terminate,
+        View,
+        Wait,
+        World,
+    )
+    from harness.views.plugins import RunInfo
     from harness.worker.session import Session, Step, attach, fsdp2
 
 __version__ = "0.1.0"
-__all__ = ["Session", "Step", "attach", "fsdp2"]
+__all__ = [
+    "BadInput",
+    "Clock",
+    "Cloud",
+    "CloudUnavailable",
+    "Decision",
+    "Fenced",
+    "HarnessError",
+    "Journal",
+    "Launch",
+    "Lease",
+    "NoCapacity",
+    "Node",
+    "NodeState",
+    "Notice",
+    "NoticeSource",
+    "Offer",
+    "Outcome",
+    "Policy",
+    "RunInfo",
+    "RunSpec",
+    "Session",
+    "Step",
+    "StepRecord",
+    "Stop",
+    "Terminate",
+    "View",
+    "Wait",
+    "World",
+    "attach",
+    "fsdp2",
+    "policies",
+    "recover",
+]
+_HOMES = {  # of what does not live in harness.core.world
+    "Journal": "harness.bucket.journal",
+    "Lease": "harness.bucket.lease",
+    "Notice": "harness.agent.notices",
+    "NoticeSource": "harness.agent.notices",
+    "Outcome": "harness.controller.recovery",
+    "RunInfo": "harness.views.plugins",
+    "RunSpec": "harness.controller.recovery",
+    "Session": "harness.worker.session",
+    "Step": "harness.worker.session",
+    "StepRecord": "harness.core.records",
+    "attach": "harness.worker.session",
+    "fsdp2": "harness.worker.session",
+    "recover": "harness.controller.recovery",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """The session needs torch; controllers and agents do without, so it is imported when first
-    asked for."""
-    if name in __all__:
-        from harness.worker import session
+    if name not in __all__:
+        raise AttributeError(f"module 'harness' has no attribute {name!r}")
+    import importlib  # `import harness` takes as long as it must
 
-        return getattr(session, name)
-    raise AttributeError(f"module 'harness' has no attribute {name!r}")
+    if name == "policies":  # a module
+        return importlib.import_module("harness.controller.policies")
+    return getattr(importlib.import_module(_HOMES.get(name, "harness.core.world")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -11,8 +11,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,11 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from storage.errors import NotFound, StoreError, StoreUnavailable
+from storage.errors import StoreError, StoreUnavailable
 from storage.export import FLOATS, PREFIX, SHARD_NBYTES, export
 from storage.leases import reading
-from storage.manifest import Manifest, Ref, SnapshotCorrupt, SnapshotTooNew
+from storage.listing import Notes, Tell, rows, size, table
+from storage.manifest import Manifest, Ref
 from storage.objects import ObjectStore, abort_stale_uploads
 from storage.opening import normalize, open_store
 from storage.restore import PAUSES_S, Looks, Restore, this_machine
@@ -42,36 +43,6 @@ DONE, FAILED, WRONG_INPUT = 0, 1, 2
 STALE_H = 24.0  # an upload that began so long ago is nobody's any more
 
 
-@dataclass(frozen=True)
-class Note:
-    """What a manifest does not say of its snapshot."""
-
-    committed_at: float | None = None  # wall clock, seconds
-    commit_s: float | None = None  # from the safe point to the commit
-    why: str = ""
-    restored: str = ""  # from which tier it was read when somebody resumed from it
-    copies: tuple[str, ...] = ()  # URLs of other buckets that have it
-
-
-@dataclass(frozen=True)
-class Notes:
-    """By snapshot; and what else of the run a copy needs before its manifests (keys, create-only).
-
-    `pardoned` is told of marks that were taken back.
-    `near`: tiers of this node that have bytes of a snapshot, and which share of them, nearest
-    first.
-    """
-
-    of: dict[Ref, Note] = field(default_factory=dict)
-    extra: Collection[str] = ()
-    near: Callable[[Manifest], dict[str, float]] = lambda manifest: {}
-    # for the record: a mark was taken back
-    pardoned: Callable[[Ref, str], None] = lambda ref, what: None
-
-
-Tell = Callable[[ObjectStore], Notes]
-
-
 def parser(prog: str) -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog=prog, description="Snapshots in a bucket.")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -81,12 +52,41 @@ def parser(prog: str) -> argparse.ArgumentParser:
         one.add_argument("url", help="URL of the run")
         return one
 
-    def step(one: argparse.ArgumentParser) -> None:
-        one.add_argument("--step", type=int, help="the snapshot of this step (default: the newest)")
-
     one = command("list", "All snapshots: step, age, size, what they are worth.")
     one.add_argument("--json", action="store_true", help="as JSON")
-    one = command("verify", "Read and hash every byte. Exit status 1 if something is damaged.")
+    _add_verify_options(
+        command("verify", "Read and hash every byte. Exit status 1 if something is damaged.")
+    )
+    one = command("show", "What is in a snapshot: tensors, parts, data.")
+    _add_step(one)
+    one.add_argument("--json", action="store_true", help="as JSON")
+    _add_prune_options(
+        command(
+            "prune",
+            "Delete old snapshots, parts that nobody committed, and uploads that nobody finished.",
+        )
+    )
+    _add_export_options(
+        command(
+            "export", "Write the model's weights as safetensors, the way Hugging Face reads them."
+        )
+    )
+    one = command(
+        "copy",
+        "Copy committed snapshots to another URL, verified; go on where a broken-off copy stopped.",
+    )
+    one.add_argument("target", help="URL to copy to")
+    one.add_argument(
+        "--step", type=int, help="only the snapshot of this step (default: all, newest first)"
+    )
+    return root
+
+
+def _add_step(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--step", type=int, help="the snapshot of this step (default: the newest)")
+
+
+def _add_verify_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--step", type=int, help="only the snapshot of this step (default: all)")
     one.add_argument(
         "--look-again-s",
@@ -102,13 +102,9 @@ def parser(prog: str) -> argparse.ArgumentParser:
         help="mark what is damaged, so that nobody resumes from it",
     )
     one.add_argument("--json", action="store_true", help="as JSON")
-    one = command("show", "What is in a snapshot: tensors, parts, data.")
-    step(one)
-    one.add_argument("--json", action="store_true", help="as JSON")
-    one = command(
-        "prune",
-        "Delete old snapshots, parts that nobody committed, and uploads that nobody finished.",
-    )
+
+
+def _add_prune_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--keep-last", type=int, default=3, help="so many stay (default: %(default)s)")
     one.add_argument(
         "--keep-every",
@@ -132,11 +128,11 @@ def parser(prog: str) -> argparse.ArgumentParser:
     one.add_argument(
         "--dry-run", action="store_true", help="say what would be deleted, and delete nothing"
     )
-    one = command(
-        "export", "Write the model's weights as safetensors, the way Hugging Face reads them."
-    )
+
+
+def _add_export_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("out", help="a new or empty folder")
-    step(one)
+    _add_step(one)
     one.add_argument(
         "--dtype",
         choices=sorted(FLOATS),
@@ -158,15 +154,6 @@ def parser(prog: str) -> argparse.ArgumentParser:
         "--keep-tied", action="store_true", help="store tied weights as often as they have names"
     )
     one.add_argument("--config", default="", help="a config.json to put beside them")
-    one = command(
-        "copy",
-        "Copy committed snapshots to another URL, verified; go on where a broken-off copy stopped.",
-    )
-    one.add_argument("target", help="URL to copy to")
-    one.add_argument(
-        "--step", type=int, help="only the snapshot of this step (default: all, newest first)"
-    )
-    return root
 
 
 def main(
@@ -183,76 +170,6 @@ def main(
     except (StoreError, ValueError) as e:
         print(plain(f"{prog} {args.command}: {e}", keep="\n"), file=sys.stderr)
         return WRONG_INPUT if isinstance(e, ValueError) else FAILED
-
-
-# ---- list ----------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Row:
-    """One snapshot. `state`: "whole" (of the sizes of its parts; `verify` reads them),
-    "quarantined", "damaged"."""
-
-    step: int
-    epoch: int
-    state: str
-    nbytes: int | None
-    own_nbytes: int | None  # stored for it alone, and not for an older one
-    world: int | None
-    tensors: int | None
-    metrics: dict[str, float]
-    final: bool
-    reason: str  # why it is bad
-    committed_at: float | None
-    commit_s: float | None
-    why: str
-    restored: str
-    # where it lies, as far as can be seen from here: tier or URL -> share of its bytes
-    tiers: dict[str, float]
-
-
-def rows(store: ObjectStore, notes: Notes) -> list[Row]:
-    """Newest first. Marks nothing."""
-    snapshots = Snapshots(store)
-    marked = snapshots.quarantined()
-    found = []
-    for ref in sorted(snapshots.manifests()[0] | marked, reverse=True):
-        note = notes.of.get(ref, Note())
-        manifest, state, reason = None, "whole", ""
-        try:
-            manifest = snapshots.load(ref)
-            snapshots.check(manifest)
-        except NotFound:
-            if ref not in marked:  # pruned a moment ago
-                continue
-        except SnapshotTooNew as e:
-            state, reason = "too new", str(e)
-        except SnapshotCorrupt as e:
-            state, reason = "damaged", str(e)
-        if ref in marked:
-            state, reason = "quarantined", snapshots.why(ref)
-        data = manifest.data if manifest else {}
-        metrics = data.get("metrics") if isinstance(data.get("metrics"), dict) else {}
-        numbers = {"loss": data.get("loss"), **(metrics or {})}
-        found.append(
-            Row(
-                ref.step,
-                ref.epoch,
-                state,
-                manifest.nbytes if manifest else None,
-                manifest.own_nbytes if manifest else None,
-                manifest.world if manifest else None,
-                len(manifest.tensors) if manifest else None,
-                {k: float(v) for k, v in numbers.items() if isinstance(v, int | float)},
-                bool(manifest and snapshots.ended(manifest)),
-                reason,
-                note.committed_at,
-                note.commit_s,
-                note.why,
-                note.restored,
-                ({**notes.near(manifest), "bucket": 1.0} if manifest and state == "whole" else {})
-                | dict.fromkeys(note.copies, 1.0),
-            )
-        )
-    return found
 
 
 def _list(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
@@ -277,63 +194,6 @@ def _list(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
                 soft_wrap=True,
             )
     return DONE
-
-
-def table(found: Sequence[Row], now_s: float) -> Table:
-    """Only the columns that something is known for."""
-    columns: list[tuple[str, Callable[[Row], str]]] = [
-        ("step", lambda r: str(r.step)),
-        ("epoch", lambda r: str(r.epoch)),
-        ("age", lambda r: age(now_s - r.committed_at) if r.committed_at is not None else ""),
-        ("size", lambda r: size(r.nbytes) if r.nbytes is not None else ""),
-        (
-            "new",
-            lambda r: (
-                size(r.own_nbytes) if r.own_nbytes is not None and r.own_nbytes != r.nbytes else ""
-            ),
-        ),
-        ("ranks", lambda r: str(r.world or "")),
-        ("commit", lambda r: f"{r.commit_s:.1f} s" if r.commit_s is not None else ""),
-        ("why", lambda r: r.why),
-        ("metrics", lambda r: "  ".join(f"{k} {v:.4g}" for k, v in r.metrics.items())),
-        (
-            "lies in",
-            lambda r: ", ".join(
-                tier if share > 0.9995 else f"{tier} {share:.0%}" for tier, share in r.tiers.items()
-            ),
-        ),
-        ("restored from", lambda r: r.restored),
-        ("state", lambda r: f"{r.state}, final" if r.final else r.state),
-    ]
-    made = Table(box=None, pad_edge=False, header_style="bold")
-    shown = [(name, cell) for name, cell in columns if any(cell(row) for row in found)]
-    for name, _ in shown:
-        made.add_column(
-            name,
-            justify="right"
-            if name in ("step", "epoch", "age", "size", "new", "ranks", "commit")
-            else "left",
-        )
-    for row in found:
-        made.add_row(*(cell(row) for _, cell in shown), style="" if row.state == "whole" else "red")
-    return made
-
-
-def size(nbytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 999.5:
-            return (
-                f"{nbytes:.0f} {unit}" if nbytes >= 99.5 or unit == "B" else f"{nbytes:.3g} {unit}"
-            )
-        nbytes /= 1000
-    return f"{nbytes:.3g} TB"
-
-
-def age(seconds: float) -> str:
-    for unit, per, limit in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172800)):
-        if seconds < limit:
-            return f"{max(0.0, seconds) / per:.0f} {unit}"
-    return f"{seconds / 86400:.0f} d"
 
 
 # ---- verify, show --------------------------------------------------------------------------------

@@ -17,3 +17,19 @@ class StoreRefused(StoreError):
 
 class StoreUnavailable(StoreError):
     """No answer; whether a write happened is unknown."""
+
+
+class NoSnapshot(StoreError):
+    """There is nothing to load."""
+
+
+class StepBehind(StoreError):
+    """A greater step is committed already."""
+
+
+class StateMismatch(StoreError, ValueError):
+    """What is loaded into is not laid out like what was saved."""
+
+
+class UnsupportedValue(StoreError, TypeError):
+    """A state holds something that cannot be stored without pickling it."""

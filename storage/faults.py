@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
 from storage.errors import NotFound, StoreError, StoreUnavailable
@@ -35,6 +36,55 @@ Damage = Literal["flip", "truncate", "extend", "empty", "delete", "swap"]
 
 class Crash(BaseException):
     """The process died here. Not an Exception, so that nothing but the test catches it."""
+
+
+@dataclass(frozen=True)
+class _Chances:
+    """Of what may happen to a call, each from 0 to 1. `FaultyStore` says what they mean."""
+
+    unavailable: float
+    unknown: float
+    full: float
+    torn: float
+    stale: float
+    throttled: float
+
+
+class _Replaced:
+    """What was there before the last change of each key, for those who read late."""
+
+    def __init__(self, inner: ObjectStore, kept: bool):
+        self._inner, self._kept = inner, kept
+        self._contents: dict[str, bytes | None] = {}  # None: nothing was there
+        self._last: str | None = None  # the key of the last change
+
+    def change(self, key: str, do: Callable[[], T]) -> T:
+        """`do` changes `key`."""
+        if not self._kept:
+            return do()
+        try:
+            before: bytes | None = self._inner.get(key)
+        except NotFound:
+            before = None
+        result = do()
+        if result is not False:  # a create-only write that lost changes nothing
+            self._contents[key], self._last = before, key
+        return result
+
+    def get(self, key: str) -> bytes:
+        if key not in self._contents:
+            return self._inner.get(key)
+        found = self._contents[key]
+        if found is None:
+            raise NotFound(f"{self._inner.url}/{key} (injected: what was there before)")
+        return found
+
+    def list(self, prefix: str) -> list[str]:
+        here = self._inner.list(prefix)
+        if self._last is None or not self._last.startswith(prefix):
+            return here
+        others = [k for k in here if k != self._last]
+        return others if self._contents[self._last] is None else sorted([*others, self._last])
 
 
 class FaultyStore:
@@ -80,12 +130,9 @@ class FaultyStore:
         self.calls = 0
         self.log: list[tuple[int, str, str, str]] = []
         self._rng, self._lock = rng, threading.Lock()
-        self._unavailable, self._unknown, self._full, self._torn = unavailable, unknown, full, torn
-        self._stale, self._throttled, self._burst, self._slow_until = stale, throttled, burst, 0
-        self._keeps_past = stale > 0 or mode == "stale"
-        # what was there before its last change; None: nothing
-        self._past: dict[str, bytes | None] = {}
-        self._last: str | None = None  # the key of the last change
+        self._chances = _Chances(unavailable, unknown, full, torn, stale, throttled)
+        self._burst, self._slow_until = burst, 0  # calls
+        self._replaced = _Replaced(inner, kept=stale > 0 or mode == "stale")
         self._delay_s, self._sleep = delay_s, sleep
         self._fail_call, self._mode, self._crash = fail_call, mode, crash
 
@@ -95,43 +142,46 @@ class FaultyStore:
             key,
             lambda: self.inner.get(key, start, end),
             tear=_first_half,
-            old=lambda: self._before(key)[start:end],
+            old=lambda: self._replaced.get(key)[start:end],
         )
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         self._call(
-            "put", key, lambda: self._changed(key, lambda: self.inner.put(key, data)), writes=True
+            "put",
+            key,
+            lambda: self._replaced.change(key, lambda: self.inner.put(key, data)),
+            writes=True,
         )
 
     def create(self, key: str, data: bytes | memoryview) -> bool:
         return self._call(
             "create",
             key,
-            lambda: self._changed(key, lambda: self.inner.create(key, data)),
+            lambda: self._replaced.change(key, lambda: self.inner.create(key, data)),
             writes=True,
         )
 
     def list(self, prefix: str) -> list[str]:
-        def old() -> list[str]:
-            here = self.inner.list(prefix)
-            if self._last is None or not self._last.startswith(prefix):
-                return here
-            others = [k for k in here if k != self._last]
-            return others if self._past[self._last] is None else sorted([*others, self._last])
-
-        return self._call("list", prefix, lambda: self.inner.list(prefix), old=old)
+        return self._call(
+            "list",
+            prefix,
+            lambda: self.inner.list(prefix),
+            old=lambda: self._replaced.list(prefix),
+        )
 
     def delete(self, key: str) -> None:
-        self._call("delete", key, lambda: self._changed(key, lambda: self.inner.delete(key)))
+        self._call(
+            "delete", key, lambda: self._replaced.change(key, lambda: self.inner.delete(key))
+        )
 
     def size(self, key: str) -> int:
         return self._call(
-            "size", key, lambda: self.inner.size(key), old=lambda: len(self._before(key))
+            "size", key, lambda: self.inner.size(key), old=lambda: len(self._replaced.get(key))
         )
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         def old() -> int:
-            found = self._before(key)[start : start + buffer.nbytes]
+            found = self._replaced.get(key)[start : start + buffer.nbytes]
             buffer[: len(found)] = found
             return len(found)
 
@@ -142,27 +192,6 @@ class FaultyStore:
             tear=lambda n: n // 2,
             old=old,
         )
-
-    def _changed(self, key: str, do: Callable[[], T]) -> T:
-        """`do` changes `key`; what was there before is kept for those who read late."""
-        if not self._keeps_past:
-            return do()
-        try:
-            before: bytes | None = self.inner.get(key)
-        except NotFound:
-            before = None
-        result = do()
-        if result is not False:  # a create-only write that lost changes nothing
-            self._past[key], self._last = before, key
-        return result
-
-    def _before(self, key: str) -> bytes:
-        if key not in self._past:
-            return self.inner.get(key)
-        found = self._past[key]
-        if found is None:
-            raise NotFound(f"{self.url}/{key} (injected: what was there before)")
-        return found
 
     def _call(
         self,
@@ -206,30 +235,31 @@ class FaultyStore:
         return result
 
     def _fate(self, writes: bool, reads: bool, recalls: bool) -> Mode | None:
+        chances = self._chances
         # Always four draws, so that one chance does not shift what another one does; two more where
         # they are asked for.
         before, after, full, torn = (self._rng.random() for _ in range(4))
         stale, throttled = (
             (self._rng.random(), self._rng.random())
-            if self._stale or self._throttled
+            if chances.stale or chances.throttled
             else (1.0, 1.0)
         )
         if self.calls == self._fail_call:
             return self._mode
         if self.calls <= self._slow_until:
             return "throttled"
-        if throttled < self._throttled:
+        if throttled < chances.throttled:
             self._slow_until = self.calls + self._burst - 1
             return "throttled"
-        if recalls and stale < self._stale:
+        if recalls and stale < chances.stale:
             return "stale"
-        if before < self._unavailable:
+        if before < chances.unavailable:
             return "before"
-        if after < self._unknown:
+        if after < chances.unknown:
             return "after"
-        if writes and full < self._full:
+        if writes and full < chances.full:
             return "full"
-        if reads and torn < self._torn:
+        if reads and torn < chances.torn:
             return "torn"
         return None
 

@@ -29,6 +29,7 @@ FALTERING = {
     errno.ECONNRESET,
     errno.EAGAIN,
 }
+READS_AT_ONCE = 8  # of small files, which may lie on a network
 _memory: dict[str, bytes] = {}  # memory:// of this process; fsspec's own has no create-only write
 _memory_lock = threading.Lock()
 
@@ -86,6 +87,7 @@ class FileStore:
 
     def __init__(self, url: str, durable: bool = False):
         self.url, self._durable = url, durable
+        self.reads_at_once = READS_AT_ONCE
         self._root = Path(url.removeprefix("file://"))
 
     def _path(self, key: str) -> Path:

@@ -7,7 +7,7 @@ bytes.
     PartList   what one rank wrote                    (snapshots/parts/{ref}/list-r00000.json)
     Manifest   all ranks' part lists, merged          (snapshots/manifests/{ref}.json)
 
-Errors:
+Unknown fields are kept out and hashed with the rest. Errors:
     SnapshotCorrupt   bytes are not what was committed; use an older snapshot
     SnapshotTooNew    written by a newer version of this code; nothing is wrong with it, so nobody
                       may quarantine it
@@ -16,238 +16,37 @@ Errors:
 from __future__ import annotations
 
 import functools
-import hashlib
-import itertools
-import json
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import xxhash
-
 from storage.errors import StoreError
-from storage.objects import checked_key
+from storage.json_text import BadObject, parsed, whole
+from storage.json_text import canonical as canonical
+from storage.json_text import digest as digest
+from storage.parts import CHUNK_NBYTES as CHUNK_NBYTES
+from storage.parts import MOST_PART_NBYTES, Link, fields_of, ref_of
+from storage.parts import PARTS as PARTS
+from storage.parts import Known as Known
+from storage.parts import Part as Part
+from storage.parts import Place as Place
+from storage.parts import Ref as Ref
+from storage.parts import SnapshotCorrupt as SnapshotCorrupt
+from storage.parts import chunk_hash as chunk_hash
 from storage.weights import combined
 
-PARTS = "snapshots/parts/"  # where all parts and part lists lie
 FORMAT = 2  # of manifests and part lists; 1 had no `places`, `previous` and `bases`
-CHUNK_NBYTES = 4 << 20  # one hash per chunk: what the smallest verified read fetches
-MIN_GAP = 2  # chunks; see Part.referring
+# Beyond these a manifest is damage: 35 bytes for a chunk of 4 MiB, some hundred for each piece of a
+# tensor; brackets of the user's own state.
+MOST_MANIFEST_NBYTES, MOST_STATE_DEPTH = 1 << 30, 256
+MOST_RANKS, MOST_DIMENSIONS = 1 << 20, 64
 
 T = TypeVar("T")
 
 
-class SnapshotCorrupt(StoreError):
-    """What is stored is not what was committed."""
-
-
 class SnapshotTooNew(StoreError):
     """A newer version of this code wrote it."""
-
-
-def canonical(value: object) -> bytes:
-    """The one JSON spelling that hashes are made of. Floats keep every bit (repr round-trips),
-    NaN and inf included."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=True).encode()
-
-
-def digest(data: bytes) -> str:
-    """32 hex digits: blake2b-128."""
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def chunk_hash(data: bytes | memoryview) -> str:
-    """32 hex digits: xxh3-128, at memory speed. It finds accidents, not forgers; whoever can
-    forge a part can forge all."""
-    return str(xxhash.xxh3_128_hexdigest(data))
-
-
-@dataclass(frozen=True, order=True)
-class Ref:
-    """Names a snapshot. The order is (epoch, step): a zombie of an older epoch is never the
-    newest, however far it ran."""
-
-    epoch: int
-    step: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.step:010d}-e{self.epoch:06d}"
-
-    def __str__(self) -> str:
-        return self.name
-
-    @classmethod
-    def parse(cls, name: str) -> Ref:
-        """The inverse of `name`. Raises ValueError."""
-        found = re.fullmatch(r"([0-9]{10,})-e([0-9]{6,})", name)
-        ref = cls(epoch=int(found[2]), step=int(found[1])) if found else None
-        if ref is None or ref.name != name:
-            raise ValueError(
-                f"a snapshot is named like {cls(1, 200).name!r} (step-epoch); found {name!r}"
-            )
-        return ref
-
-
-@dataclass(frozen=True)
-class Place:
-    """Bytes [start, start + nbytes) of the stored object `key`, which has `of` bytes."""
-
-    key: str
-    start: int
-    nbytes: int
-    of: int
-
-
-Known = Mapping[tuple[str, int], Place]  # (hash, bytes) of a chunk -> where it is stored already
-
-
-@dataclass(frozen=True)
-class Part:
-    """A file of a snapshot. `hashes[i]` is of bytes [i * chunk_nbytes, (i + 1) * chunk_nbytes).
-
-    places: where its bytes lie, in order, cut between chunks: in objects of its own, or in those of
-    older snapshots that had the
-            same chunks. Empty: all of them in the object `key`.
-    """
-
-    key: str
-    nbytes: int
-    chunk_nbytes: int
-    hashes: tuple[str, ...]
-    places: tuple[Place, ...] = ()
-
-    @classmethod
-    def of(cls, key: str, data: bytes | memoryview, chunk_nbytes: int = CHUNK_NBYTES) -> Part:
-        view = memoryview(data).cast("B")
-        starts = range(0, len(view), chunk_nbytes)
-        return cls(
-            key,
-            len(view),
-            chunk_nbytes,
-            tuple(chunk_hash(view[i : i + chunk_nbytes]) for i in starts),
-        )
-
-    def stored(self) -> tuple[Place, ...]:
-        """`places`, also when there is only one."""
-        return self.places or (Place(self.key, 0, self.nbytes, self.nbytes),)
-
-    def locate(self, start: int, end: int) -> Iterator[tuple[str, int, int]]:
-        """The bytes [start, end) as (object, start, end), in order."""
-        at = 0
-        for place in self.stored():
-            low, high = max(start, at), min(end, at + place.nbytes)
-            if low < high:
-                yield place.key, place.start + low - at, place.start + high - at
-            at += place.nbytes
-
-    def chunk_nbytes_of(self, i: int) -> int:
-        return min(self.chunk_nbytes, self.nbytes - i * self.chunk_nbytes)
-
-    def known(self) -> Iterator[tuple[tuple[str, int], Place]]:
-        """Its chunks, for `Known`."""
-        chunk, place_ends = 0, 0
-        for place in self.stored():
-            first, place_ends = place_ends, place_ends + place.nbytes
-            while chunk < len(self.hashes) and chunk * self.chunk_nbytes < place_ends:
-                n = self.chunk_nbytes_of(chunk)
-                yield (
-                    (self.hashes[chunk], n),
-                    Place(place.key, place.start + chunk * self.chunk_nbytes - first, n, place.of),
-                )
-                chunk += 1
-
-    def referring(self, known: Known, min_gap: int = MIN_GAP) -> Part:
-        """The same part, with the chunks that are `known` left where they are, and an object of its
-        own for each run of others.
-
-        Fewer than `min_gap` known chunks between two others are stored again: they are not worth a
-        request.
-        """
-        found = [known.get((h, self.chunk_nbytes_of(i))) for i, h in enumerate(self.hashes)]
-        for here, run in itertools.groupby(range(len(found)), key=lambda i: found[i] is not None):
-            chunks = list(run)
-            if here and len(chunks) < min_gap and chunks[0] > 0 and chunks[-1] < len(found) - 1:
-                for i in chunks:
-                    found[i] = None
-        if not any(found):
-            return self
-        places: list[Place] = []
-        for here, run in itertools.groupby(range(len(found)), key=lambda i: found[i] is not None):
-            chunks = list(run)
-            if not here:
-                nbytes = sum(map(self.chunk_nbytes_of, chunks))
-                places.append(Place(f"{self.key}.{chunks[0]:05d}", 0, nbytes, nbytes))
-                continue
-            for i in chunks:
-                place, last = found[i], places[-1] if places else None
-                assert place is not None
-                if (
-                    last is not None
-                    and last.key == place.key
-                    and last.start + last.nbytes == place.start
-                ):
-                    places[-1] = replace(last, nbytes=last.nbytes + place.nbytes)
-                else:
-                    places.append(place)
-        return replace(self, places=tuple(places))
-
-    def to_dict(self) -> dict[str, Any]:
-        body = {
-            "key": self.key,
-            "nbytes": self.nbytes,
-            "chunk_nbytes": self.chunk_nbytes,
-            "hashes": list(self.hashes),
-        }
-        return {**body, "places": [list(astuple(p)) for p in self.places]} if self.places else body
-
-    @classmethod
-    def from_dict(cls, body: dict[str, Any]) -> Part:
-        places = tuple(
-            Place(checked_key(str(key), PARTS), int(start), int(nbytes), int(of))
-            for key, start, nbytes, of in body.get("places", ())
-        )
-        key = checked_key(str(body["key"]), PARTS)
-        part = cls(
-            key,
-            int(body["nbytes"]),
-            int(body["chunk_nbytes"]),
-            tuple(map(str, body["hashes"])),
-            places,
-        )
-        if part.chunk_nbytes < 1 or len(part.hashes) != -(-part.nbytes // part.chunk_nbytes):
-            raise ValueError(
-                f"{part.key}: {len(part.hashes)} hashes do not fit {part.nbytes} bytes"
-            )
-        if sum(p.nbytes for p in part.stored()) != part.nbytes or any(
-            p.start < 0 or p.start + p.nbytes > p.of for p in places
-        ):
-            raise ValueError(f"{part.key}: its places do not make up {part.nbytes} bytes")
-        return part
-
-    def to_json(self) -> str:
-        return canonical(self.to_dict()).decode()
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Part:
-        return _parsed("a part", text, cls.from_dict)
-
-
-@dataclass(frozen=True)
-class Link:
-    """A committed snapshot and the hash of its manifest."""
-
-    ref: Ref
-    hash: str
-
-    def to_dict(self) -> dict[str, str]:
-        return {"ref": self.ref.name, "hash": self.hash}
-
-    @classmethod
-    def from_dict(cls, body: dict[str, str] | None) -> Link | None:
-        return None if body is None else cls(Ref.parse(body["ref"]), str(body["hash"]))
 
 
 @dataclass(frozen=True)
@@ -293,16 +92,20 @@ class PartList:
 
         def build(body: dict[str, Any]) -> PartList:
             _unsealed("part list", body)
+            fields_of(body, "rank", "token")
+            if not isinstance(body["token"], str):
+                raise BadObject("wanted the token of an attempt as text")
+            world = whole(body["world"], 1, MOST_RANKS)
             return cls(
-                ref=Ref.parse(body["ref"]),
-                rank=int(body["rank"]),
-                world=int(body["world"]),
-                token=str(body["token"]),
-                parts=tuple(Part.from_dict(p) for p in body["parts"]),
-                tensors=body["tensors"],
+                ref=ref_of(body["ref"]),
+                rank=whole(body["rank"], 0, world - 1),
+                world=world,
+                token=body["token"],
+                parts=tuple(map(Part.from_dict, body["parts"])),
+                tensors=_index_of(body["tensors"]),
                 data=body["data"],
                 previous=Link.from_dict(body.get("previous")),
-                version=int(body["version"]),
+                version=body["version"],
             )
 
         return _parsed("a part list", text, build)
@@ -411,16 +214,19 @@ class Manifest:
 
         def build(body: dict[str, Any]) -> Manifest:
             found = _unsealed("manifest", body)
+            bases = body.get("bases", [])
+            if not isinstance(bases, list):
+                raise BadObject("wanted a list of bases")
             return cls(
-                version=int(body["version"]),
-                ref=Ref.parse(body["ref"]),
-                world=int(body["world"]),
-                parts=tuple(Part.from_dict(p) for p in body["parts"]),
-                tensors=body["tensors"],
+                version=body["version"],
+                ref=ref_of(body["ref"]),
+                world=whole(body["world"], 1, MOST_RANKS),
+                parts=tuple(map(Part.from_dict, body["parts"])),
+                tensors=_index_of(body["tensors"]),
                 data=body["data"],
                 hash=found,
                 previous=Link.from_dict(body.get("previous")),
-                bases=tuple(map(Ref.parse, body.get("bases", ()))),
+                bases=tuple(map(ref_of, bases)),
             )
 
         return _parsed("a manifest", text, build)
@@ -449,7 +255,10 @@ class Manifest:
             data = {**one.data, **data}
         sums = [str(one.data["weights"]) for one in lists if one.data.get("weights")]
         if len(sums) > 1:  # each rank's is of its share
-            data["weights"] = combined(sums)
+            try:
+                data["weights"] = combined(sums)
+            except ValueError as e:
+                raise SnapshotCorrupt(f"snapshot {ref}: hashes of weights: {e}") from e
         _check_index(ref, parts, tensors)
         previous, version = lists[0].previous, max(one.version for one in lists)
         bases = tuple(
@@ -539,24 +348,55 @@ def _sealed(body: dict[str, Any]) -> str:
 
 
 def _unsealed(what: str, body: dict[str, Any]) -> str:
-    """Take the hash off and check it. Every format, also a later one, is hashed like this: so a
-    damaged version number is told from a new one."""
+    """Take the hash off and check it, and what all formats have. Every format, also a later one, is
+    hashed like this: so a damaged version number is told from a new one."""
     wanted, found = body.pop("hash"), digest(canonical(body))
     if found != wanted:
-        raise SnapshotCorrupt(f"{what}: wanted hash {wanted}, found {found}; use an older snapshot")
-    if body["version"] > FORMAT:
+        raise SnapshotCorrupt(
+            f"{what}: wanted hash {wanted!r:.60}, found {found}; use an older snapshot"
+        )
+    if whole(body["version"], 1) > FORMAT:
         raise SnapshotTooNew(
             f"{what} of format {body['version']}, this code reads up to {FORMAT}; update the "
             "package that reads it"
         )
+    fields_of(body, "ref", "world", "parts", "tensors", "data")
+    if not isinstance(body["parts"], list) or not isinstance(body["data"], dict):
+        raise BadObject("wanted a list of parts, and data as an object")
     return found
+
+
+def _index_of(tensors: Any) -> dict[str, Any]:
+    """An index of tensors that is one. Raises BadObject."""
+    if not isinstance(tensors, dict):
+        raise BadObject(f"wanted an index of tensors, found {type(tensors).__name__}")
+    for name, entry in tensors.items():
+        fields_of(entry, "shape", "dtype", "chunks")
+        if not isinstance(entry["dtype"], str) or not isinstance(entry["chunks"], list):
+            raise BadObject(f"tensor {name!r:.60}: wanted a dtype and chunks")
+        _sizes(entry["shape"])
+        for chunk in entry["chunks"]:
+            fields_of(chunk, "offsets", "sizes", "part", "start", "end")
+            _sizes(chunk["offsets"])
+            _sizes(chunk["sizes"])
+            if not isinstance(chunk["part"], str):
+                raise BadObject(f"tensor {name!r:.60}: wanted the key of a part")
+            start = whole(chunk["start"], 0, MOST_PART_NBYTES)
+            whole(chunk["end"], start, MOST_PART_NBYTES)
+    return tensors
+
+
+def _sizes(values: Any) -> None:
+    if not isinstance(values, list) or len(values) > MOST_DIMENSIONS:
+        raise BadObject(f"wanted sizes of at most {MOST_DIMENSIONS} dimensions")
+    for value in values:
+        whole(value, 0)
 
 
 def _parsed(what: str, text: str | bytes, build: Callable[[dict[str, Any]], T]) -> T:
     try:
-        return build(json.loads(text))
-    # UnicodeDecodeError and JSONDecodeError are ValueErrors; Infinity is JSON to Python, and so is
-    # what is nested too deep for it.
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as e:
-        found = f"{len(text)} bytes that are not ({type(e).__name__}: {e})"
+        body = parsed(text, most_nbytes=MOST_MANIFEST_NBYTES, most_depth=MOST_STATE_DEPTH)
+        return build(fields_of(body, "hash", "version"))
+    except BadObject as e:
+        found = f"{len(text)} bytes that are not ({e})"
         raise SnapshotCorrupt(f"wanted {what}, found {found}; use an older snapshot") from e

@@ -20,10 +20,16 @@ that never answered refuses at once.
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+import re
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
+from typing import Protocol, TypeVar, runtime_checkable
 
-from storage.errors import StoreError
+from storage.errors import NotFound, StoreError
 
+T = TypeVar("T")
 Keys = list[str]  # in classes, where `list` is a method
 
 
@@ -75,6 +81,14 @@ class PutsInPieces(Protocol):
 
 
 @runtime_checkable
+class ReadsAtOnce(Protocol):
+    """A store that may be read from several threads, and gains by it. Others (a simulated one, one
+    in memory) are read by one request after the other, in order."""
+
+    reads_at_once: int
+
+
+@runtime_checkable
 class HasUploads(Protocol):
     """A store in which uploads that were never finished stay, out of sight and on the bill."""
 
@@ -83,6 +97,7 @@ class HasUploads(Protocol):
         so be generous (hours)."""
 
 
+UNPRINTABLE = re.compile(r"[\\\x00-\x1f\x7f]")  # what no key has
 MAX_KEY_BYTES = 1024  # of a key; what S3, GCS and Azure allow
 
 
@@ -94,7 +109,7 @@ def why_not_a_key(key: str) -> str:
         return "it has an empty part" if key.strip("/") else "it is empty"
     if "." in parts or ".." in parts:
         return "it has a part '.' or '..'"
-    if "\\" in key or any(ord(c) < 32 or ord(c) == 127 for c in key):
+    if UNPRINTABLE.search(key):
         return "it has a backslash or a control character"
     return (
         f"it has more than {MAX_KEY_BYTES} bytes"
@@ -126,6 +141,56 @@ def read_into(store: ObjectStore, key: str, start: int, buffer: memoryview) -> i
 def puts_at_once(store: ObjectStore) -> int:
     """Requests that one put makes at once. For any store."""
     return store.puts_at_once if isinstance(store, PutsInPieces) else 1
+
+
+def reads_at_once(store: ObjectStore) -> int:
+    """Small objects that `get_each` reads at once. For any store."""
+    found = store.reads_at_once if isinstance(store, ReadsAtOnce) else 1
+    return found if isinstance(found, int) else 1  # a wrapper may answer to every name
+
+
+def get_each(
+    store: ObjectStore, keys: Iterable[str]
+) -> Generator[tuple[str, bytes | None], None, None]:
+    """(key, content) of many small objects, in their order, several on their way at once; None:
+    there is no such object. Holds no more than those in memory. Raises StoreError."""
+    return _each(store, store.get, keys)
+
+
+def size_each(
+    store: ObjectStore, keys: Iterable[str]
+) -> Generator[tuple[str, int | None], None, None]:
+    """(key, bytes) of many objects, as `get_each`."""
+    return _each(store, store.size, keys)
+
+
+def _each(
+    store: ObjectStore, ask: Callable[[str], T], keys: Iterable[str]
+) -> Generator[tuple[str, T | None], None, None]:
+    def one(key: str) -> T | None:
+        try:
+            return ask(key)
+        except NotFound:
+            return None
+
+    wanted = iter(keys)
+    ahead = reads_at_once(store)
+    first = list(islice(wanted, ahead))
+    if ahead < 2 or len(first) < 2:
+        for key in chain(first, wanted):
+            yield key, one(key)
+        return
+    with ThreadPoolExecutor(len(first), "get") as pool:
+        coming = deque((key, pool.submit(one, key)) for key in first)
+        try:
+            while coming:
+                key, found = coming.popleft()
+                answer = found.result()
+                if (another := next(wanted, None)) is not None:
+                    coming.append((another, pool.submit(one, another)))
+                yield key, answer
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def limit_puts(store: ObjectStore, requests: int) -> None:

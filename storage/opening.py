@@ -68,11 +68,12 @@ def _remote(
             f"{url}: wanted one of {', '.join(BACKENDS)} as STORAGE_BACKEND, found {backend!r}"
         )
     if backend != "fsspec":
-        from storage import fast
+        from storage.bucket_clients import Unfit
+        from storage.fast import FastStore
 
         try:
-            return fast.FastStore(url, environ=environ, **options)
-        except fast.Unfit as e:
+            return FastStore(url, environ=environ, **options)
+        except Unfit as e:
             if backend == "obstore":
                 raise StoreError(
                     f"{url}: obstore cannot be used: {e}; leave STORAGE_BACKEND out"

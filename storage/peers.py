@@ -42,7 +42,7 @@ class ChunkServer:
             raise ValueError("a chunk server needs a secret; found an empty one")
         expected = f"Bearer {secret}"
 
-        class Handler(BaseHTTPRequestHandler):
+        class ChunkHandler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
             timeout = timeout_s  # of a silent peer
 
@@ -86,14 +86,14 @@ class ChunkServer:
             def log_message(self, format: str, *args: Any) -> None:
                 pass
 
-        class Server(ThreadingHTTPServer):
+        class ChunkHTTPServer(ThreadingHTTPServer):
             daemon_threads = True
 
             # a peer that died in the middle
             def handle_error(self, request: Any, client_address: Any) -> None:
                 pass
 
-        self._server = Server((addr, 0), Handler)
+        self._server = ChunkHTTPServer((addr, 0), ChunkHandler)
         self.addr, self.port = addr, int(self._server.server_address[1])
         self._thread = threading.Thread(
             target=self._server.serve_forever,

@@ -17,6 +17,7 @@ import secrets
 from dataclasses import asdict, dataclass, fields
 
 from storage.errors import NotFound, StoreError
+from storage.json_text import BadObject, parsed
 from storage.objects import ObjectStore, read_into
 
 KEY = "control/store.json"
@@ -100,6 +101,15 @@ def known(store: ObjectStore) -> Probe | None:
     """The last answer that was recorded there; None: nobody asked yet, or a version of this
     code that asked for less."""
     try:
-        return Probe(**json.loads(store.get(KEY)))
-    except (NotFound, ValueError, TypeError):
+        return decode(store.get(KEY))
+    except (NotFound, BadObject):
         return None
+
+
+def decode(data: bytes) -> Probe:
+    """What was recorded. Unknown fields are ignored. Raises BadObject."""
+    body = parsed(data)
+    names = [f.name for f in fields(Probe)]
+    if not isinstance(body, dict) or not all(type(body.get(name)) is bool for name in names):
+        raise BadObject(f"wanted {', '.join(names)}, each true or false")
+    return Probe(**{name: body[name] for name in names})

@@ -11,6 +11,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import fsspec
+from fsspec.asyn import AsyncFileSystem
+from fsspec.spec import AbstractFileSystem
 
 from storage.errors import NotFound, StoreError, StoreRefused, StoreUnavailable
 from storage.files import refuse_to_leave
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("storage")
 BLOCK_NBYTES = 64 << 20  # of what fsspec uploads of a larger object at once
+READS_AT_ONCE = 8  # small objects
 
 
 class FsspecStore:
@@ -29,6 +32,7 @@ class FsspecStore:
 
     def __init__(self, url: str, **options: Any):
         self.url = url
+        _refuse_overwriting(url)
         try:
             self._fs, path = fsspec.core.url_to_fs(
                 url, **{"use_listings_cache": False, "skip_instance_cache": True, **options}
@@ -38,8 +42,14 @@ class FsspecStore:
             raise StoreError(
                 f"{url}: {e}; or install obstore, which speaks s3://, gs:// and az://"
             ) from e
+        except (TypeError, OSError) as e:
+            raise StoreError(
+                f"{url}: fsspec cannot open it by its URL ({type(e).__name__}: {e}); use s3://, "
+                "gs://, az:// or a folder (file://)"
+            ) from e
         self._root = str(path).rstrip("/")
         self._named = Named(url)
+        self.reads_at_once = READS_AT_ONCE
 
     def _path(self, key: str) -> str:
         refuse_to_leave(self.url, key)
@@ -79,7 +89,9 @@ class FsspecStore:
                 self._fs.pipe_file(self._path(key), bytes(data), mode="create")
             except Exception as e:
                 # each fsspec implementation has its own class for this; `_is_conflict` knows them
-                if isinstance(e, TypeError) and "mode" in str(e):
+                if isinstance(e, NotImplementedError) or (
+                    isinstance(e, TypeError) and "mode" in str(e)
+                ):
                     raise StoreError(
                         f"{self.url}: wanted create-only writes, this kind of store has none in "
                         "fsspec; use another"
@@ -142,12 +154,33 @@ class FsspecStore:
             raise StoreUnavailable(f"{where}: {e}") from e
         except Exception as e:
             # client libraries raise their own trees (botocore, google, azure); none may leak
-            if _is_ours(e):
+            if is_ours(e):
                 raise
             name = type(e).__name__
             if name in ("NoCredentialsError", "DefaultCredentialsError", "PartialCredentialsError"):
                 raise no_credentials(where, e) from e
             raise StoreUnavailable(f"{where}: {name}: {e}") from e
+
+
+def _refuse_overwriting(url: str) -> None:
+    """Refuse by name, and before anything is asked, kinds of stores that fsspec cannot have write
+    an object only if it is absent, in one step: it would make them out of an empty file that others
+    see, or not at all. Raises StoreError."""
+    scheme = url.partition("://")[0]
+    try:
+        kind = fsspec.get_filesystem_class(scheme)
+    except (ImportError, ValueError):
+        return  # it is told with what to install
+    generic, name = (
+        (AsyncFileSystem, "_pipe_file")
+        if issubclass(kind, AsyncFileSystem)
+        else (AbstractFileSystem, "pipe_file")
+    )
+    if getattr(kind, name) is getattr(generic, name):
+        raise StoreError(
+            f"{url}: fsspec's {scheme}:// has no create-only writes, on which commits stand; use "
+            "s3://, gs://, az:// or a folder (file://), which may be mounted from there"
+        )
 
 
 # What a bucket's refusals are told as, whoever speaks to it.
@@ -240,7 +273,7 @@ class Named:
                 log.warning(say, self._url, key)
 
 
-def _is_ours(e: Exception) -> bool:
+def is_ours(e: Exception) -> bool:
     """A fault in a program, and no answer of a service or of the way there: those have classes
     of client libraries, or are OSErrors."""
     return (

@@ -34,7 +34,8 @@ from typing import TypeVar
 from storage.errors import NotFound, StoreError, StoreUnavailable
 from storage.manifest import Ref, SnapshotCorrupt, canonical
 from storage.objects import ObjectStore
-from storage.snapshots import MANIFESTS, Snapshots, host_word
+from storage.snapshot_keys import MANIFESTS, host_word
+from storage.snapshots import Snapshots
 
 T = TypeVar("T")
 

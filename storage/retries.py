@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_exponential, wait_random
 
 from storage.errors import NotFound, StoreRefused, StoreUnavailable
-from storage.objects import abort_stale_uploads, limit_puts, puts_at_once, read_into
+from storage.objects import (
+    abort_stale_uploads,
+    limit_puts,
+    puts_at_once,
+    read_into,
+    reads_at_once,
+)
 
 if TYPE_CHECKING:
     from storage.errors import StoreError
@@ -157,3 +163,7 @@ class Retrying:
     @puts_at_once.setter
     def puts_at_once(self, requests: int) -> None:
         limit_puts(self.inner, requests)
+
+    @property
+    def reads_at_once(self) -> int:
+        return reads_at_once(self.inner)

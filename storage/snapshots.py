@@ -27,13 +27,13 @@ with who reads: they say so, and then look whether the snapshot is doomed.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from storage.errors import NotFound, StoreUnavailable
+from storage.groups import GROUP_RANKS, gather, read_all
 from storage.manifest import (
     CHUNK_NBYTES,
     Known,
@@ -46,18 +46,24 @@ from storage.manifest import (
     chunk_hash,
 )
 from storage.manifest import PARTS as PARTS
-from storage.objects import ObjectStore, read_into
-from storage.retention import Keep
+from storage.marks import mark, why_of
+from storage.objects import ObjectStore, read_into, size_each
+from storage.pruning import Expired, OnBad, Policy, Pruner
+from storage.snapshot_keys import (
+    DOOM,
+    DOUBTS,
+    ENDED,
+    MANIFESTS,
+    QUARANTINE,
+    READING,
+    host_word,
+    lease_key,
+    list_key,
+    manifest_key,
+    ref_in,
+    refs_in,
+)
 
-MANIFESTS, QUARANTINE = "snapshots/manifests/", "snapshots/quarantine/"
-READING = "snapshots/reading/"
-# {ref}/{host}.json: what a host could not read whole, however often it looked
-DOUBTS = "snapshots/doubts/"
-DOOM = ".doomed"  # beside the manifests, so that one listing tells of both at one moment
-# beside the manifest of the snapshot that a run ended with, where that was not known when it was
-# committed
-ENDED = ".ended"
-DOOMED_KEPT = 1000  # marks; a writer whose base was pruned so many snapshots ago is not alive
 VERIFY_NBYTES = 32 << 20  # read at once by `verify`
 # times that one snapshot may be listed and then not be found, before the store is said to
 # contradict itself
@@ -66,15 +72,14 @@ RELISTS = 5
 # of a little
 WORTH = 0.5
 
-# all refs -> those that stay; `retention.Keep` is one
-Policy = Callable[[Collection[Ref]], Collection[Ref]]
-OnBad = Callable[[Ref, str], None]
 Memory = Callable[[int], memoryview]
-Expired = Callable[[str, bytes], bool]  # key and content of a lease -> is its owner dead?
 
 
 class Snapshots:
     """The snapshots of one run. `store` is rooted at the run's URL."""
+
+    pruner = Pruner
+    group_ranks = GROUP_RANKS
 
     def __init__(self, store: ObjectStore, chunk_nbytes: int = CHUNK_NBYTES):
         self.store, self.chunk_nbytes = store, chunk_nbytes
@@ -141,17 +146,18 @@ class Snapshots:
                 ref, rank, world, token, parts, index, data, base.link if base else None
             ).to_json()
         )
-        if self.store.create(_list_key(ref, rank), mine.to_json().encode()):
+        if self.store.create(list_key(ref, rank), mine.to_json().encode()):
             return mine
         try:
-            return PartList.from_json(self.store.get(_list_key(ref, rank)))
+            return PartList.from_json(self.store.get(list_key(ref, rank)))
         except NotFound:
             # pruned meanwhile, so something newer is committed; `commit` will say None
             return mine
 
-    def commit(self, ref: Ref, world: int) -> Manifest | None:
+    def commit(self, ref: Ref, world: int, rank: int | None = None) -> Manifest | None:
         """Write the manifest if all `world` part lists are there. Anybody may call it, any number
-        of times.
+        of times. `rank`: of a world of many, do that rank's part of the work only
+        (storage/groups.py); when it has waited long, None does all.
 
         The committed manifest, whoever committed it; None while lists are missing, or if the
         snapshot or its base was pruned meanwhile (then `hopeless` says so). Raises SnapshotCorrupt
@@ -159,35 +165,59 @@ class Snapshots:
         """
         if world < 1:
             raise ValueError(f"a world has at least 1 rank; found {world}")
-        keys = [_list_key(ref, rank) for rank in range(world)]
+        keys = [list_key(ref, r) for r in range(world)]
+        many = world > self.group_ranks
         try:
-            present = set(self.store.list(f"{PARTS}{ref.name}/list-"))
-            if not present.issuperset(keys):
-                return self.load(ref)
-            extra = present.difference(keys)
-            if extra:
-                raise SnapshotCorrupt(
-                    f"snapshot {ref}: wanted part lists of {world} ranks, found also "
-                    f"{', '.join(sorted(extra))}; "
-                    "an epoch has one world: start a new epoch for another one"
-                )
-            manifest = Manifest.merge([PartList.from_json(self.store.get(key)) for key in keys])
+            lists = (
+                gather(self.store, ref, keys, self.group_ranks, rank)
+                if many
+                else self._lists(ref, keys)
+            )
+            if lists is None:
+                return self._found(ref, keys, rank if many else None)
+            manifest = Manifest.merge(lists)
             if not self.stay(manifest.bases) or not self.store.create(
-                _manifest_key(ref), manifest.to_json().encode()
+                manifest_key(ref), manifest.to_json().encode()
             ):
                 manifest = self.load(ref)
         except NotFound:  # not committed, or pruned while we read
             return None
+        return self._stays(manifest, keys)
+
+    def _lists(self, ref: Ref, keys: list[str]) -> list[PartList] | None:
+        """All part lists, if they are there. Raises SnapshotCorrupt if there are more."""
+        present = set(self.store.list(f"{PARTS}{ref.name}/list-"))
+        if not present.issuperset(keys):
+            return None
+        extra = present.difference(keys)
+        if extra:
+            raise SnapshotCorrupt(
+                f"snapshot {ref}: wanted part lists of {len(keys)} ranks, found also "
+                f"{', '.join(sorted(extra))}; "
+                "an epoch has one world: start a new epoch for another one"
+            )
+        return [PartList.from_json(text) for text in read_all(self.store, keys)]
+
+    def _found(self, ref: Ref, keys: list[str], rank: int | None) -> Manifest | None:
+        """The manifest that another committed. Raises NotFound. `rank`: of many, which leaves it
+        to whoever wrote the manifest to look whether all that it names is there."""
+        manifest = self.load(ref)
+        return manifest if rank is None or self.store.list(keys[rank]) else None
+
+    def _stays(self, manifest: Manifest, keys: list[str]) -> Manifest | None:
+        """Is all that a manifest names still there, now that it is written? Else it is taken
+        back: see the module's docstring."""
+        ref = manifest.ref
         present = set(self.store.list(f"{PARTS}{ref.name}/"))
         if not present.issuperset(keys) or not present.issuperset(
             manifest.objects.keys() - manifest.refers
         ):
-            if not self.store.list(_manifest_key(ref)) and ref not in self.manifests()[1]:
+            if not self.store.list(manifest_key(ref)) and ref not in self.manifests()[1]:
                 raise StoreUnavailable(
                     f"snapshot {ref}: {self.store.url} does not list its manifest, which is "
                     "written: ask again later"
                 )
-            self.store.delete(_manifest_key(ref))  # see the module's docstring
+            self.store.delete(manifest_key(ref))
             return None
         return manifest
 
@@ -214,13 +244,13 @@ class Snapshots:
     def manifests(self) -> tuple[set[Ref], set[Ref]]:
         """Committed snapshots and doomed ones, of one moment."""
         keys = self.store.list(MANIFESTS)
-        return _refs_in(k for k in keys if k.endswith(".json")), _refs_in(
+        return refs_in(k for k in keys if k.endswith(".json")), refs_in(
             k.removesuffix(DOOM) for k in keys if k.endswith(DOOM)
         )
 
     def load(self, ref: Ref) -> Manifest:
         """Raises NotFound (not committed), SnapshotCorrupt, SnapshotTooNew."""
-        manifest = Manifest.from_json(self.store.get(_manifest_key(ref)))
+        manifest = Manifest.from_json(self.store.get(manifest_key(ref)))
         if manifest.ref != ref:
             raise SnapshotCorrupt(
                 f"snapshot {ref}: its manifest is that of {manifest.ref}; use an older snapshot"
@@ -230,19 +260,18 @@ class Snapshots:
     def check(self, manifest: Manifest) -> None:
         """All parts are there and have their sizes (one small request each). Raises
         SnapshotCorrupt."""
-        for key, nbytes in manifest.objects.items():
-            try:
-                found = self.store.size(key)
-            except NotFound:
-                raise SnapshotCorrupt(
-                    f"snapshot {manifest.ref}: its manifest names {len(manifest.objects)} objects, "
-                    f"{key} is gone; use an older snapshot"
-                ) from None
-            if found != nbytes:
-                raise SnapshotCorrupt(
-                    f"snapshot {manifest.ref}: {key} should have {nbytes} bytes, found {found}; "
-                    "use an older snapshot"
-                )
+        with contextlib.closing(size_each(self.store, manifest.objects)) as sizes:
+            for key, found in sizes:
+                if found is None:
+                    raise SnapshotCorrupt(
+                        f"snapshot {manifest.ref}: its manifest names {len(manifest.objects)} "
+                        f"objects, {key} is gone; use an older snapshot"
+                    )
+                if found != manifest.objects[key]:
+                    raise SnapshotCorrupt(
+                        f"snapshot {manifest.ref}: {key} should have {manifest.objects[key]} "
+                        f"bytes, found {found}; use an older snapshot"
+                    )
 
     def verify(
         self, manifest: Manifest, progress: Callable[[int, int], None] | None = None
@@ -322,18 +351,13 @@ class Snapshots:
         if manifest.data.get("final"):
             return str(manifest.data.get("ended") or "finished")
         try:
-            return (
-                str(json.loads(self.store.get(f"{MANIFESTS}{manifest.ref.name}{ENDED}"))["why"])
-                or "finished"
-            )
+            return why_of(self.store.get(f"{MANIFESTS}{manifest.ref.name}{ENDED}"), "finished")
         except NotFound:
             return ""
-        except (ValueError, KeyError, TypeError):  # whoever wrote it meant it
-            return "finished"
 
     def end(self, ref: Ref, why: str) -> None:
         """Say that the run has ended with this committed snapshot. The first word stays."""
-        self.store.create(f"{MANIFESTS}{ref.name}{ENDED}", canonical({"ref": ref.name, "why": why}))
+        self.store.create(f"{MANIFESTS}{ref.name}{ENDED}", mark(ref, why))
 
     def latest(self, on_bad: OnBad | None = None) -> Manifest | None:
         """The newest snapshot whose manifest is good and whose parts have their sizes; None if
@@ -377,7 +401,7 @@ class Snapshots:
     def quarantine(self, ref: Ref, why: str) -> None:
         """Do not use this snapshot (until somebody reads it whole and takes the mark back). The
         first reason stays."""
-        self.store.create(f"{QUARANTINE}{ref.name}.json", canonical({"ref": ref.name, "why": why}))
+        self.store.create(f"{QUARANTINE}{ref.name}.json", mark(ref, why))
 
     def pardon(self, ref: Ref) -> None:
         """It was read whole: take its mark back, and what was said against it."""
@@ -393,7 +417,7 @@ class Snapshots:
         """A host says that it cannot read it whole. Alone that is no proof: two hosts' word is."""
         self.store.create(
             f"{DOUBTS}{ref.name}/{host_word(host)}.json",
-            canonical({"ref": ref.name, "host": host, "why": why}),
+            mark(ref, why, host=host),
         )
 
     def doubters(self, ref: Ref) -> set[str]:
@@ -403,15 +427,12 @@ class Snapshots:
 
     def quarantined(self) -> set[Ref]:
         """Marked snapshots; `why` says why."""
-        return _refs_in(self.store.list(QUARANTINE))
+        return refs_in(self.store.list(QUARANTINE))
 
     def why(self, ref: Ref) -> str:
         """Why a snapshot is quarantined. Raises NotFound."""
         found = self.store.get(f"{QUARANTINE}{ref.name}.json")
-        try:
-            return str(json.loads(found)["why"])
-        except (ValueError, KeyError, TypeError):
-            return "its mark is unreadable"
+        return why_of(found, "its mark is unreadable")
 
     def prune(
         self, keep: Policy, on_bad: OnBad | None = None, expired: Expired = lambda key, beat: False
@@ -426,124 +447,7 @@ class Snapshots:
         writers, readers and other pruners. `expired(lease, beat)`: is whoever wrote that lease
         surely dead? (`leases.Watch`)
         """
-        newest = self.latest(on_bad)
-        if newest is None:
-            return []
-        # before the manifests: a snapshot committed in between is not taken for an orphan
-        objects = self._objects()
-        committed, doomed = self.manifests()
-        # pruned by now, or a listing that does not show all: no moment to delete anything
-        if newest.ref not in committed:
-            return []
-        marked = self.quarantined()
-        ahead = {ref for ref in committed - doomed if ref.step > newest.step}
-        candidates = {ref for ref in committed - doomed - marked if ref <= newest.ref}
-        stay = (set(self._chosen(keep, candidates)) & candidates) | {newest.ref}
-        oldest = min(stay)
-        stay |= ahead
-        gone = [
-            ref
-            for ref in sorted(committed | set(objects), reverse=True)
-            if ref < newest.ref and ref not in stay and (ref not in marked or ref < oldest)
-        ]
-        for ref in gone:
-            if ref not in doomed:
-                self.store.create(_doom_key(ref), b"{}")
-        if gone:
-            read = self.being_read(expired)
-            gone = [ref for ref in gone if ref not in read]
-        for ref in gone:
-            self._take_back(ref, objects[ref])
-        objects, needed = self._needed(gone, newest.ref) if gone else (objects, frozenset())
-        deleted = [
-            ref
-            for ref in gone
-            if self._delete(ref, [k for k in objects[ref] if k not in needed]) or ref in committed
-        ]
-        for ref in marked.intersection(deleted):
-            for key in self.store.list(f"{DOUBTS}{ref.name}/"):
-                self.store.delete(key)
-        for ref in sorted(doomed - committed - set(objects), reverse=True)[DOOMED_KEPT:]:
-            self.store.delete(_doom_key(ref))
-        return deleted
-
-    def _chosen(self, keep: Policy, candidates: set[Ref]) -> Collection[Ref]:
-        if not isinstance(keep, Keep) or not keep.best:
-            return keep(candidates)
-        data: dict[Ref, Mapping[str, Any]] = {}
-        for ref in candidates:
-            with contextlib.suppress(NotFound, SnapshotCorrupt):  # then it is the best at nothing
-                data[ref] = self.load(ref).data
-        return keep(candidates, data)
-
-    def _objects(self) -> defaultdict[Ref, list[str]]:
-        found: defaultdict[Ref, list[str]] = defaultdict(list)
-        for key in self.store.list(PARTS):
-            ref = _ref_in(key)
-            if ref is not None:
-                found[ref].append(key)
-        return found
-
-    def _needed(
-        self, gone: Collection[Ref], newest: Ref
-    ) -> tuple[defaultdict[Ref, list[str]], frozenset[str]]:
-        """What there is; and of that what snapshots other than `gone`, which are doomed, refer to.
-        To be asked when they are.
-
-        Quarantined ones count: their marks may be taken back. What cannot be told to refer to
-        nothing refers to everything; so does everybody if the listing does not show `newest`, or
-        objects that are not found: it is not to be believed then.
-        """
-        objects = self._objects()
-        committed, doomed = self.manifests()
-        needed, lost = set[str](), set[str]()
-        everything = frozenset(key for keys in objects.values() for key in keys)
-        if newest not in committed:
-            return objects, everything
-        for ref in (committed | set(objects)).difference(gone):
-            lists = [key for key in objects[ref] if key.startswith(f"{PARTS}{ref.name}/list-")]
-            if ref in committed and ref not in self._refers:
-                try:
-                    self._refers[ref] = self.load(ref).refers
-                except NotFound:  # somebody else prunes it
-                    lost.add(_manifest_key(ref))
-                except SnapshotCorrupt:  # its part lists say the same
-                    pass
-            if ref in committed and ref in self._refers:
-                needed |= self._refers[ref]
-                continue
-            if ref in committed - doomed and not lists:
-                return objects, everything
-            for key in lists:
-                try:
-                    needed |= PartList.from_json(self.store.get(key)).refers
-                except NotFound:  # pruned as well
-                    lost.add(key)
-                except SnapshotCorrupt:
-                    return objects, everything
-        if lost:
-            listed = {*self.store.list(MANIFESTS), *self.store.list(PARTS)}
-            if lost & listed or _manifest_key(newest) not in listed:
-                return objects, everything
-        return objects, frozenset(needed)
-
-    def _take_back(self, ref: Ref, keys: Collection[str]) -> None:
-        """First the part lists: without them nobody commits it."""
-        for key in keys:
-            if key.startswith(f"{PARTS}{ref.name}/list-"):
-                self.store.delete(key)
-        self.store.delete(_manifest_key(ref))
-
-    def _delete(self, ref: Ref, keys: Collection[str]) -> bool:
-        """Was there anything?"""
-        if not keys:
-            return False
-        for key in keys:
-            self.store.delete(key)
-        # Once more: a part list that was written after we listed lets a commit look before the
-        # parts were gone.
-        self.store.delete(_manifest_key(ref))
-        return True
+        return self.pruner(self, self._refers).prune(keep, on_bad, expired)
 
     # ---- who reads -------------------------------------------------------------------------------
     def begin_reading(self, ref: Ref, token: str) -> bool:
@@ -558,16 +462,16 @@ class Snapshots:
 
     def still_reading(self, ref: Ref, token: str, beat: int) -> None:
         """`beat` grows: a lease that stands still is a dead reader's."""
-        self.store.put(_lease_key(ref, token), canonical({"ref": ref.name, "beat": beat}))
+        self.store.put(lease_key(ref, token), canonical({"ref": ref.name, "beat": beat}))
 
     def end_reading(self, ref: Ref, token: str) -> None:
-        self.store.delete(_lease_key(ref, token))
+        self.store.delete(lease_key(ref, token))
 
     def being_read(self, expired: Expired = lambda key, beat: False) -> set[Ref]:
         """Snapshots that somebody reads; leases of the dead are removed."""
         found = set()
         for key in self.store.list(READING):
-            ref = _ref_in(key.rpartition("/")[0])
+            ref = ref_in(key.rpartition("/")[0])
             if ref is None:
                 continue
             try:
@@ -611,36 +515,3 @@ def _worth(known: Known, parts: Collection[Part]) -> Known:
     for place in found.values():
         used[place.key] += place.nbytes
     return {chunk: place for chunk, place in found.items() if used[place.key] >= WORTH * place.of}
-
-
-def host_word(text: str) -> str:
-    """A host's name, as it stands in keys."""
-    return re.sub(r"[^A-Za-z0-9_-]", "_", text)[:64] or "_"
-
-
-def _list_key(ref: Ref, rank: int) -> str:
-    return f"{PARTS}{ref.name}/list-r{rank:05d}.json"
-
-
-def _manifest_key(ref: Ref) -> str:
-    return f"{MANIFESTS}{ref.name}.json"
-
-
-def _doom_key(ref: Ref) -> str:
-    return f"{MANIFESTS}{ref.name}{DOOM}"
-
-
-def _lease_key(ref: Ref, token: str) -> str:
-    return f"{READING}{ref.name}/{token}"
-
-
-def _ref_in(key: str) -> Ref | None:
-    """Foreign objects (editors' backups, directory markers) name no snapshot and are left alone."""
-    try:
-        return Ref.parse(key.split("/")[2].removesuffix(".json"))
-    except (ValueError, IndexError):
-        return None
-
-
-def _refs_in(keys: Iterable[str]) -> set[Ref]:
-    return {ref for ref in map(_ref_in, keys) if ref is not None}

@@ -18,20 +18,16 @@ are.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
-import os
-import shutil
 import threading
-import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from storage.chunks import CHUNK_ID, chunk_id, is_chunk
+from storage.chunks import chunk_id, is_chunk
 from storage.errors import NotFound, StoreError
+from storage.folder_tiers import FolderTier
 from storage.manifest import Manifest, Part
 from storage.objects import ObjectStore
 from storage.peers import PeerTier
@@ -40,8 +36,6 @@ from storage.staging import Segment
 # chunks that one process of a node fetches while the others wait: one request of a load, 8 MiB
 BLOCK_CHUNKS = 2
 NODE_WAIT_S = 60.0  # for another process of this node to fetch a block; then we fetch it ourselves
-FOLDER_LOCK_S = 10.0
-ROOM_SHARE = 16  # of a full folder's budget one part is cleared at a time
 
 OnWrong = Callable[[str, str], None]  # (tier's name, what was wrong)
 
@@ -94,208 +88,6 @@ class SegmentTier:
 
     def list(self) -> list[str]:
         return sorted(self._chunks)
-
-
-class FolderTier:
-    """Chunks as files, shared by all processes of a node. At most `budget_nbytes`; the least
-    recently used go first.
-
-    In /dev/shm it is the memory tier, on a disk the disk tier. A reader that has a file open keeps
-    its bytes when it is dropped.
-    """
-
-    def __init__(self, name: str, folder: Path, budget_nbytes: int):
-        if budget_nbytes < 0:
-            raise ValueError(
-                f"the budget of the {name} tier is in bytes, at least 0; found {budget_nbytes}"
-            )
-        self.name, self.root, self.budget_nbytes = name, folder, budget_nbytes
-        self._folder = folder / "chunks"
-        self._locks = folder / "locks"
-        self._count = folder / "used"
-        for each in (self._folder, self._locks):
-            each.mkdir(parents=True, exist_ok=True)
-
-    def get(self, id: str) -> bytes | None:
-        path = self._folder / id
-        try:
-            data = path.read_bytes()
-            os.utime(path)  # used now
-            return data
-        except OSError:  # not there, or a bad disk, which is a miss too
-            return None
-
-    def put(self, chunks: Mapping[str, bytes | memoryview]) -> int:
-        wanted = {id: data for id, data in chunks.items() if not self._touch(id)}
-        filed = len(chunks) - len(wanted)
-        wanted = {id: data for id, data in wanted.items() if len(data) <= self.budget_nbytes}
-        with self.locked("put", FOLDER_LOCK_S) if wanted else contextlib.nullcontext(False) as mine:
-            if not mine:
-                return filed
-            need, used = sum(map(len, wanted.values())), self._used()
-            if used is None or used + need > self.budget_nbytes:
-                used = self._make_room(need, chunks)
-            self._note(used + need)  # before, so that a death leaves too much and never too little
-            for id, data in wanted.items():
-                if used + len(data) > self.budget_nbytes:
-                    break
-                try:
-                    self._write(id, data)
-                except OSError:  # the device is smaller than the budget, or broken: go without
-                    break
-                used += len(data)
-                filed += 1
-            self._note(used)
-        return filed
-
-    def _make_room(self, need: int, stay: Collection[str]) -> int:
-        """Drop the least recently used for `need` bytes, and for a share of the budget, so that the
-        folder is not listed for each put. Returns the bytes that are there then."""
-        there = sorted(self._entries())
-        used = sum(nbytes for _, nbytes, _ in there)
-        if used + need <= self.budget_nbytes:
-            return used
-        for _, nbytes, id in there:
-            if used + max(need, self.budget_nbytes // ROOM_SHARE) <= self.budget_nbytes:
-                break
-            if id not in stay:
-                self.drop(id)
-                used -= nbytes
-        return used
-
-    def _used(self) -> int | None:
-        """At most so many bytes are there (what was dropped since is not taken off); None:
-        nobody counted. For who holds "put"."""
-        try:
-            return int(self._count.read_bytes())
-        except (OSError, ValueError):
-            return None
-
-    def _note(self, used: int) -> None:
-        try:
-            self._count.write_bytes(b"%d" % used)
-        except OSError:
-            self._count.unlink(missing_ok=True)
-
-    def drop(self, id: str) -> None:
-        with contextlib.suppress(OSError):
-            (self._folder / id).unlink()
-
-    def keep(self, ids: Iterable[str]) -> int:
-        """Drop other chunks that are older than the newest of `ids` (newer ones may be of a
-        snapshot on its way). Returns bytes freed."""
-        ids, there = set(ids), list(self._entries())
-        newest_ns = max((used_ns for used_ns, _, id in there if id in ids), default=0)
-        gone = [
-            (nbytes, id) for used_ns, nbytes, id in there if id not in ids and used_ns < newest_ns
-        ]
-        for _, id in gone:
-            self.drop(id)
-        return sum(nbytes for nbytes, _ in gone)
-
-    def list(self) -> list[str]:
-        return sorted(id for _, _, id in self._entries())
-
-    @property
-    def nbytes(self) -> int:
-        return sum(nbytes for _, nbytes, _ in self._entries())
-
-    @contextlib.contextmanager
-    def locked(self, name: str, wait_s: float) -> Iterator[bool]:
-        """One process of the node, and one thread of it, at a time. False: not within `wait_s`.
-        The holder's death frees it."""
-        try:
-            fd = os.open(self._locks / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError:  # the folder is gone or the device broken
-            yield False
-            return
-        try:
-            deadline_s, mine = time.monotonic() + wait_s, False
-            while not mine:
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    mine = True
-                if not mine and time.monotonic() >= deadline_s:
-                    break
-                if not mine:
-                    time.sleep(0.01)
-            yield mine
-        finally:
-            os.close(fd)
-
-    def _touch(self, id: str) -> bool:
-        try:
-            os.utime(self._folder / id)
-        except OSError:
-            return False
-        return True
-
-    def _write(self, id: str, data: bytes | memoryview) -> None:
-        new = self._folder / f".{uuid.uuid4().hex}"
-        try:
-            new.write_bytes(data)
-            os.replace(new, self._folder / id)
-        except OSError:
-            new.unlink(missing_ok=True)
-            raise
-
-    def _entries(self) -> Iterator[tuple[int, int, str]]:
-        """(last use in ns, bytes, id) of every chunk; what a killed writer left half written is
-        none (see OwnedFolder)."""
-        try:
-            names = os.listdir(self._folder)
-        except OSError:
-            return
-        for name in filter(CHUNK_ID.fullmatch, names):
-            with contextlib.suppress(OSError):
-                stat = os.stat(self._folder / name)
-                yield stat.st_mtime_ns, stat.st_size, name
-
-
-class OwnedFolder:
-    """`root`/<hash of `owner`>, ours until `close` or death. Folders beside it that nobody holds
-    are of dead owners and are removed.
-
-    The same owner (a run on a node) finds its folder again after a death; another's is gone. Held
-    by a shared lock on a file in it.
-    """
-
-    def __init__(self, root: Path, owner: str):
-        self.path = root / f"tier-{hashlib.blake2b(owner.encode(), digest_size=8).hexdigest()}"
-        while True:
-            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            try:
-                fd = os.open(self.path / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                fcntl.flock(fd, fcntl.LOCK_SH)
-            except FileNotFoundError:  # a cleaner took the folder from under us
-                continue
-            with contextlib.suppress(FileNotFoundError):
-                if os.stat(self.path / "owner").st_ino == os.fstat(fd).st_ino:
-                    break
-            os.close(fd)
-        self._fd = fd
-        for other in root.glob("tier-*"):
-            if other != self.path:
-                _remove_unowned(other)
-        for half in self.path.glob("chunks/.*"):  # what a killed process was writing
-            half.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
-def _remove_unowned(folder: Path) -> None:
-    try:
-        fd = os.open(folder / "owner", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # not ours to judge: being made, or another user's
-        return
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    except BlockingIOError:
-        return
-    finally:
-        os.close(fd)
 
 
 # ---- reading through them ------------------------------------------------------------------------

@@ -16,7 +16,9 @@ from storage.errors import NotFound, StoreError
 from storage.leases import reading
 from storage.manifest import Manifest, Part, Ref, SnapshotCorrupt, chunk_hash
 from storage.objects import Keys, ObjectStore, read_into, why_not_a_key
-from storage.snapshots import MANIFESTS, QUARANTINE, Policy, Snapshots
+from storage.pruning import Policy
+from storage.snapshot_keys import MANIFESTS, QUARANTINE
+from storage.snapshots import Snapshots
 
 # objects on their way at once; each is in memory whole (dcp cuts a rank's bytes into files of 256
 # MiB)

@@ -136,13 +136,18 @@ def _split(value: Any, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) 
 
 
 def _add(tensor: torch.Tensor, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> str:
-    name = "/".join(part.replace("~", "~0").replace("/", "~1") for part in path)
+    name = path_name(path)
     if name in tensors:
         raise TypeError(
             f"two tensors have the path {name!r} (keys like 1 and '1' in one dict?); rename one"
         )
     tensors[name] = tensor
     return name
+
+
+def path_name(path: tuple[str, ...]) -> str:
+    """The name of the tensor at a path of keys."""
+    return "/".join(part.replace("~", "~0").replace("/", "~1") for part in path)
 
 
 def _where(path: tuple[str, ...]) -> str:

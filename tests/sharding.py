@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from harness.worker.exact import exact_strategy_for
-from harness.worker.parallel import Sharded, check_unwrapped, drawn_by_shard, shard, strategy_for
+from harness.worker.parallel import Sharded, strategy_for
+from harness.worker.sharding import check_unwrapped, drawn_by_shard, shard
 
 WORLD, CPU = 2, torch.device("cpu")
 

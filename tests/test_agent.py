@@ -138,7 +138,7 @@ def test_a_member_that_goes_before_its_workers_begin_is_not_waited_for(nodes):
     """Told to go between the sealing of an epoch that names it and its own look at it."""
     from harness.agent.lines import Lines
     from harness.agent.rendezvous import Rendezvous
-    from harness.bucket.epochs import Member
+    from harness.bucket.layout import Member
 
     first = nodes.start(*SLOW, "--total", LONG)
     nodes.until(lambda: nodes.step() >= 10)

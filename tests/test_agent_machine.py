@@ -54,7 +54,7 @@ from harness.agent.machine import (
     step,
 )
 from harness.agent.notices import Notice
-from harness.bucket.epochs import NO_EPOCH, Member
+from harness.bucket.layout import NO_EPOCH, Member
 from harness.core.facts import HealthSeen, NoticeCancelled, NoticeSeen
 from harness.core.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED, UNFIT
 from harness.node.marks import Want
@@ -468,6 +468,14 @@ def test_when_the_same_failure_stops_the_run(failure, streak, stops):
     assert bool(why_no_more(me, last, Fruitless(), End.FAILED)) is stops
     if not failure.startswith("BadInput"):  # at another step it is another one
         assert why_no_more(me, replace(last, failure_step=9), Fruitless(), End.FAILED) == ""
+
+
+def test_a_failure_that_the_next_epoch_has_counted_is_not_counted_twice():
+    """Another member may have made it before we looked: then it is counted there already."""
+    me = member("m", epoch=2, failure="ValueError: bad", failure_step=10)
+    last = replace(NO_EPOCH, epoch=3, failure=me.failure, failure_step=10, streak=2)
+    assert why_no_more(me, last, Fruitless(), End.FAILED) == ""
+    assert why_no_more(replace(me, epoch=3), last, Fruitless(), End.FAILED)
 
 
 def test_the_run_is_stopped_with_words_that_help():

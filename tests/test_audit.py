@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 from truerun import IDENTITY, TrueRun
 
-from harness.bucket.epochs import epoch_key
+from harness.bucket.layout import epoch_key
 from harness.core import facts
-from harness.core.facts import canonical
+from harness.core.values import canonical
 from harness.views.audit import audit, print_audit
 from storage.files import MemoryStore
 from storage.manifest import Ref

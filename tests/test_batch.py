@@ -25,7 +25,7 @@ from harness.core.batch import (
     sample_seed,
     seed_for,
 )
-from harness.core.world import BadInput
+from harness.core.world import BadInput, whole_replicas
 
 seeds = st.integers(0, 2**63 - 1)
 
@@ -61,6 +61,19 @@ def batchings(draw: st.DrawFn) -> Batching:
 def test_bad_sizes_are_refused_in_words(sizes: tuple[int, int, int, int], says: str) -> None:
     with pytest.raises(BadInput, match=says):
         Batching(*sizes)
+
+
+def test_ranks_that_make_no_whole_replicas_are_refused_in_words() -> None:
+    with pytest.raises(
+        BadInput, match="5 ranks make no whole number of replicas of 2 ranks; use 4 "
+    ):
+        plan(8, 5, replica_ranks=2)
+    with pytest.raises(BadInput, match="replicas of 4 ranks; use 4 ranks"):
+        plan(8, 3, replica_ranks=4)
+    with pytest.raises(BadInput, match="at least 1 rank, found 0"):
+        plan(8, 5, replica_ranks=0)
+    with pytest.raises(BadInput, match=r"found 3 replicas of 2 ranks, .* use at most 4 ranks"):
+        plan(2, 6, replica_ranks=2)
 
 
 def test_bad_plans_are_refused_in_words() -> None:
@@ -110,6 +123,66 @@ def test_a_plan_gives_every_micro_batch_to_exactly_one_rank(
 def test_uneven_shares(micro_batches: int, ranks: int, shares: tuple[int, ...]) -> None:
     assert plan(micro_batches, ranks) == Plan(shares)
     assert plan(micro_batches, ranks, [3.5] * ranks) == Plan(shares)  # equal speeds are no speeds
+
+
+@given(st.data(), st.integers(1, 40), st.integers(1, 5))
+def test_a_plan_runs_over_replicas_and_all_ranks_of_one_do_the_same(
+    data: st.DataObject, micro_batches: int, replica_ranks: int
+) -> None:
+    replicas = data.draw(st.integers(1, micro_batches))
+    ranks = replicas * replica_ranks
+    speeds = data.draw(st.none() | st.lists(st.floats(1e-3, 1e3), min_size=ranks, max_size=ranks))
+    p = plan(micro_batches, ranks, speeds, replica_ranks)
+    slowest = None
+    if speeds is not None:
+        slowest = [min(speeds[i * replica_ranks :][:replica_ranks]) for i in range(replicas)]
+    assert p == Plan(plan(micro_batches, replicas, slowest).shares, replica_ranks)
+    assert p.ranks == ranks
+    done = [p.micros(rank) for rank in range(ranks)]
+    firsts = done[::replica_ranks]
+    assert [m for micros in firsts for m in micros] == list(range(micro_batches))
+    assert done == [micros for micros in firsts for _ in range(replica_ranks)]
+    assert all(p.fillers(r) + len(p.micros(r)) == p.rounds for r in range(ranks))
+    with pytest.raises(IndexError):
+        p.micros(ranks)
+
+
+@given(
+    st.lists(st.integers(1, 6), max_size=7),
+    st.integers(1, 6),
+    st.none() | st.integers(0, 20),
+)
+def test_a_world_is_the_largest_of_whole_replicas(
+    sizes: list[int], replica_ranks: int, most: int | None
+) -> None:
+    chosen = whole_replicas(sizes, replica_ranks, None if most is None else most * replica_ranks)
+    assert chosen == sorted(set(chosen))
+    total = sum(sizes[i] for i in chosen)
+    assert total % replica_ranks == 0 and (most is None or total <= most * replica_ranks)
+    if most is None:
+        subsets = product((0, 1), repeat=len(sizes))
+        sums = [sum(s for s, take in zip(sizes, some, strict=True) if take) for some in subsets]
+        assert total == max(s for s in sums if s % replica_ranks == 0)
+    if replica_ranks == 1 and most is None:
+        assert chosen == list(range(len(sizes)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "replica_ranks", "chosen"),
+    [
+        ([1, 1, 1], 2, [0, 1]),  # the last one is the spare
+        ([8, 8, 8], 16, [0, 1]),
+        ([8, 8, 8], 4, [0, 1, 2]),
+        ([3, 3, 1], 2, [0, 1]),
+        ([1, 3, 3], 2, [1, 2]),  # as few ranks as possible wait
+        ([1], 2, []),
+        ([], 2, []),
+    ],
+)
+def test_who_waits_where_replicas_do_not_come_out_even(
+    sizes: list[int], replica_ranks: int, chosen: list[int]
+) -> None:
+    assert whole_replicas(sizes, replica_ranks) == chosen
 
 
 @given(

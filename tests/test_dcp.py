@@ -208,7 +208,7 @@ def test_load_fills_in_place_whatever_the_strides() -> None:
 
 def test_a_large_state_in_many_files_and_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dcp, "FILE_NBYTES", 5000)
-    monkeypatch.setattr(dcp, "READ_NBYTES", 2300)
+    monkeypatch.setattr("storage.loading.READ_NBYTES", 2300)
     snaps, tensors = snapshots(), zoo()
     manifest = save(snaps, tensors)
     assert len(manifest.parts) >= 3

@@ -19,9 +19,10 @@ from harness.bucket.journal import Follower, read_facts
 from harness.bucket.lease import Lease
 from harness.core import facts as f
 from harness.core import records as rec
-from harness.core.facts import canonical, digest
+from harness.core.values import canonical, digest
 from harness.proof.sim_world import VirtualClock
-from harness.views.audit import audit, read_part
+from harness.views.audit import audit
+from harness.views.audit_records import read_part
 from harness.views.compare import compare
 from harness.views.ledger import Ledger
 from harness.views.monitor import follow, status

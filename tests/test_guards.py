@@ -10,7 +10,7 @@ from torch import nn
 from harness.core.hardware import peak_flops
 from harness.core.world import BadInput
 from harness.worker.guards import Precision
-from harness.worker.parallel import groups_of, needs
+from harness.worker.sharding import groups_of, needs
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ def test_a_place_that_gave_an_unfit_node_is_left_alone():
 
     end = how_it_ended(Node(1, offer, NodeState.GONE, 0.0, 1.0, 50.0, UNFIT, "exited"))
     book.add(50.0, AttemptEnded(1, end, 0.0, 1.0, 50.0, UNFIT, "exited", 49.0, 0.1, 0))
-    assert end == "unfit" and book.blocked == {"local/a": 110.0} and book.losses == 1
+    assert end == "unfit" and book.full.until_s == {"local/a": 110.0} and book.losses == 1
 
 
 # ---- with real workers ---------------------------------------------------------------------------

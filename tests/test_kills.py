@@ -2,30 +2,30 @@
 
 import pytest
 
-from harness.proof import kills
+from harness.proof import damage, kills, lives, tiny_snapshots
 
 
 @pytest.mark.parametrize("role", kills.ROLES)
 def test_a_few_kills_leave_the_newest_snapshot_whole(role, monkeypatch):
     # when the others are killed need not be typical here
-    monkeypatch.setattr(kills, "_usual_s", [0.1] * 3)
+    monkeypatch.setattr(lives, "_usual_s", [0.1] * 3)
     found = kills.kills((role,), points=3, seed=7, jobs=1, say=lambda text: None)[role]
     assert found["killed"] > 0
 
 
 def test_some_calls_fail_once():
-    assert sum(kills.every_call(("before", "after", "torn"), every=9).values()) > 15
+    assert sum(damage.every_call(("before", "after", "torn"), every=9).values()) > 15
 
 
-@pytest.mark.parametrize("how", kills.DAMAGE)
+@pytest.mark.parametrize("how", damage.DAMAGE)
 def test_damage_is_caught_and_the_next_older_snapshot_used(how):
-    assert [kills.damaged(how, seed) for seed in range(8)] == [(True, True)] * 8
+    assert [damage.damaged(how, seed) for seed in range(8)] == [(True, True)] * 8
 
 
 def test_the_check_can_fail(monkeypatch):
     """A commit that is reported and then lost is found."""
-    monkeypatch.setattr(kills.Uploader, "_is_old", lambda self, one: False)
-    real = kills.short_run
+    monkeypatch.setattr(damage.Uploader, "_is_old", lambda self, one: False)
+    real = damage.short_run
 
     def loses(store):
         committed = real(store)
@@ -33,6 +33,6 @@ def test_the_check_can_fail(monkeypatch):
             getattr(store, "inner", store).delete(key)
         return committed
 
-    monkeypatch.setattr(kills, "short_run", loses)
-    with pytest.raises(kills.Broken, match="was reported"):
-        kills.every_call(("before",), every=50)
+    monkeypatch.setattr(damage, "short_run", loses)
+    with pytest.raises(tiny_snapshots.Broken, match="was reported"):
+        damage.every_call(("before",), every=50)

@@ -19,7 +19,7 @@ from worlds import until
 
 from harness.agent.aws import AwsSource
 from harness.agent.sources import detect
-from harness.clouds import provider
+from harness.clouds import node_environment, provider
 from harness.clouds.local import LocalCloud, clean, visible_gpus
 from harness.clouds.metadata_protocol import TOKEN_HEADER, TTL_HEADER
 from harness.clouds.tasks import Task
@@ -468,13 +468,13 @@ def test_gpus_are_shared_out(tmp_path):
         == ()
     )
     eight = tuple("01234567")
-    assert [provider._share(eight, slot, 3) for slot in range(3)] == [
+    assert [node_environment.share_of_gpus(eight, slot, 3) for slot in range(3)] == [
         ("0", "1"),
         ("2", "3"),
         ("4", "5"),
     ]
-    assert [provider._share(("0",), slot, 3) for slot in range(3)] == [("0",)] * 3
-    assert provider._share((), 0, 3) == ()
+    assert [node_environment.share_of_gpus(("0",), slot, 3) for slot in range(3)] == [("0",)] * 3
+    assert node_environment.share_of_gpus((), 0, 3) == ()
 
 
 def test_gpus_reach_the_node(make):

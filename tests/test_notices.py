@@ -18,7 +18,7 @@ from harness.agent.aws import AwsSource, interruption, maintenance, rebalance
 from harness.agent.azure import AzureSource, azure_events
 from harness.agent.gcp import MAINTENANCE_EVENT, PREEMPTED, GcpSource, gcp_value
 from harness.agent.kubernetes import ACCOUNT, KubernetesSource, node_taints, pod_deletion
-from harness.agent.notices import Notice, step, watch
+from harness.agent.notices import Notice, watch
 from harness.agent.polling import utc
 from harness.agent.sources import (
     LimitSource,
@@ -34,6 +34,7 @@ from harness.clouds.azure_events import AzureScheduledEvents
 from harness.clouds.gcp_metadata import GcpMetadata
 from harness.clouds.metadata import MetadataServer, environment_of, protocol_of
 from harness.core.world import BadInput
+from harness.testing import Ear
 
 SOON_S = 1_900_000_000.0
 VALUES = {"kill": PREEMPTED, "soft": MAINTENANCE_EVENT, "maintenance": MAINTENANCE_EVENT}
@@ -50,17 +51,6 @@ def source_of(cloud, endpoint, kind="kill", **options):
     raise AssertionError(cloud)
 
 
-class Ear:
-    """What an agent would have heard, and what it would hold to be in force."""
-
-    def __init__(self):
-        self.seen, self.gone, self.known = [], [], {}
-
-    def step(self, source):
-        self.known = step(source, self.known, self.seen.append, self.gone.append)
-        return list(self.known.values())
-
-
 @pytest.fixture(params=["aws", "gcp", "azure"])
 def cloud(request):
     return request.param
@@ -72,23 +62,7 @@ def server(cloud):
         yield s
 
 
-# ---- the contract of every source with its fake --------------------------------------------------
-@pytest.mark.parametrize("kind", ["kill", "soft", "maintenance"])
-def test_a_notice_is_heard_once_and_its_cancellation_too(cloud, server, kind):
-    source, ear = source_of(cloud, server.endpoint, kind), Ear()
-    assert ear.step(source) == []
-    name = server.protocol.notice(kind, SOON_S)
-    for _ in range(3):
-        ear.step(source)
-    (notice,) = ear.seen
-    assert (notice.source, notice.kind) == (cloud, kind)
-    if kind != "soft" and cloud != "gcp":
-        assert notice.deadline_s == SOON_S
-    server.protocol.cancel(name)
-    ear.step(source)
-    assert (ear.gone, ear.known, source.errors) == (ear.seen, {}, 0)
-
-
+# ---- every source with its fake, beyond the contract (test_contracts.py) -------------------------
 @pytest.mark.parametrize(
     "fault",
     [{"status": 503}, {"status": 403}, {"drop": True}, {"latency_s": 1.0}, {"status": 200}],

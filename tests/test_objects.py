@@ -7,7 +7,6 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
@@ -31,10 +30,12 @@ from storage import (
     probe,
     remote,
     retries,
+    store_contract,
 )
 from storage.fast import FastStore
-from storage.objects import abort_stale_uploads, read_into
+from storage.objects import abort_stale_uploads
 from storage.opening import BACKENDS, normalize, open_store
+from storage.testing import FaultyStore, StoreContract
 
 
 @pytest.fixture(scope="session")
@@ -84,7 +85,7 @@ SERVERS = {  # scheme, who speaks to it, the fixture that has its options
 
 
 @pytest.fixture(params=["memory", "file", *SERVERS])
-def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], ObjectStore]:
+def ours(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], ObjectStore]:
     """Opens a store whose URL ends with what is given."""
     if request.param == "memory":
         return lambda tail: open_store(f"memory://{tmp_path}{tail}")
@@ -98,166 +99,84 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Ob
 
 
 @pytest.fixture
-def store(opener: Callable[[str], ObjectStore]) -> ObjectStore:
-    return opener("")
+def store(ours: Callable[[str], ObjectStore]) -> ObjectStore:
+    return ours("")
 
 
-def test_it_is_an_object_store(store: ObjectStore) -> None:
-    assert isinstance(store, ObjectStore)
-    assert not store.url.endswith("/")
+class TestStores(StoreContract):
+    """Every store of ours, on every server that we have."""
+
+    @pytest.fixture
+    def opener(
+        self, ours: Callable[[str], ObjectStore], request: pytest.FixtureRequest
+    ) -> Callable[[str], ObjectStore]:
+        # moto has no lock; SeaweedFS is who answers races here
+        self.settles_races = "moto" not in request.node.name
+        return ours
 
 
-def test_put_get_replace_delete(store: ObjectStore) -> None:
-    store.put("a/b", b"one")
-    store.put("a/b", memoryview(b"twoo"))
-    assert store.get("a/b") == b"twoo"
-    assert store.size("a/b") == 4
-    store.delete("a/b")
-    store.delete("a/b")
-    with pytest.raises(NotFound):
-        store.get("a/b")
+class TestFaultyStoreWithoutFaults(StoreContract):
+    @pytest.fixture
+    def opener(self) -> Callable[[str], ObjectStore]:
+        objects: dict[str, dict[str, bytes]] = {}
+
+        def opened(tail: str) -> ObjectStore:
+            url = f"memory://f{tail}".rstrip("/")
+            inner = MemoryStore(url, objects.setdefault(url, {}))
+            return FaultyStore(inner, random.Random(1))
+
+        return opened
 
 
-def test_empty_and_binary_objects(store: ObjectStore) -> None:
-    every = bytes(range(256)) * 40
-    store.put("empty", b"")
-    store.put("every", memoryview(every))
-    assert (store.get("empty"), store.size("empty")) == (b"", 0)
-    assert store.get("every") == every
+def test_the_contract_spans_parts_and_ranges() -> None:
+    """What is large in the contract is large for our own stores."""
+    assert store_contract.LARGE_NBYTES > 2 * fast.PART_NBYTES
+    assert store_contract.READ_NBYTES > 2 * fast.READ_NBYTES
+
+
+class Overwrites(MemoryStore):
+    """Ignores the condition of a create-only write, as some S3-compatible servers do."""
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        self.put(key, data)
+        return True
+
+
+class Unsorted(MemoryStore):
+    def list(self, prefix: str) -> list[str]:
+        return super().list(prefix)[::-1]
+
+
+class IgnoresRanges(MemoryStore):
+    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        return super().get(key)
+
+
+class KeyErrors(MemoryStore):
+    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        return self._objects[key][start:end]
+
+
+class Keeps(MemoryStore):
+    """Holds what it was given instead of a copy."""
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self._objects[key] = data  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(
-    ("start", "end"), [(0, 3), (3, 7), (7, 10), (0, 10), (4, None), (None, 4), (9, 10)]
+    ("broken", "found_by"),
+    [
+        (Overwrites, "test_create_only_once"),
+        (Unsorted, "test_list_is_by_prefix_and_sorted"),
+        (IgnoresRanges, "test_a_range_beyond_the_end_is_short"),
+        (KeyErrors, "test_put_get_replace_delete"),
+        (Keeps, "test_what_is_written_is_a_copy"),
+    ],
 )
-def test_ranges(store: ObjectStore, start: int | None, end: int | None) -> None:
-    store.put("r", b"0123456789")
-    assert store.get("r", start, end) == b"0123456789"[start:end]
-
-
-def test_a_range_beyond_the_end_is_short(store: ObjectStore) -> None:
-    """A truncated object must look truncated, at once, and not like a store that is down."""
-    store.put("r", b"0123456789")
-    assert store.get("r", 8, 16) == b"89"
-    assert store.get("r", 10, 16) == b""
-    assert store.get("r", 16, 32) == b""
-
-
-def test_not_found(store: ObjectStore) -> None:
-    store.put("a/b", b"")
-    for missing in ("a/c", "nowhere/at/all"):
-        with pytest.raises(NotFound):
-            store.get(missing)
-        with pytest.raises(NotFound):
-            store.get(missing, 0, 4)
-        with pytest.raises(NotFound):
-            store.size(missing)
-
-
-def test_list_is_by_prefix_and_sorted(store: ObjectStore) -> None:
-    keys = ["a/1", "a/2/x", "a/20", "ab", "b/a/1", "c"]
-    for key in reversed(keys):
-        store.put(key, b"x")
-    assert store.list("") == keys
-    assert store.list("a") == ["a/1", "a/2/x", "a/20", "ab"]
-    assert store.list("a/") == ["a/1", "a/2/x", "a/20"]
-    assert store.list("a/2") == ["a/2/x", "a/20"]
-    assert store.list("a/2/") == ["a/2/x"]
-    assert store.list("c/") == []
-    assert store.list("none/") == []
-    store.delete("a/2/x")
-    assert store.list("a/2") == ["a/20"]
-
-
-def test_list_sees_what_was_just_written(store: ObjectStore) -> None:
-    for i in range(5):
-        assert len(store.list("n/")) == i
-        assert store.create(f"n/{i}", b"")
-
-
-def test_create_only_once(store: ObjectStore) -> None:
-    assert store.create("c", b"first") is True
-    assert store.create("c", b"second") is False
-    assert store.create("c", b"first") is False
-    assert store.get("c") == b"first"
-    store.delete("c")
-    assert store.create("c", b"third") is True
-
-
-def test_create_race_has_exactly_one_winner(
-    store: ObjectStore, request: pytest.FixtureRequest
-) -> None:
-    if "moto" in request.node.name:
-        pytest.skip(
-            "moto looks and then writes, without a lock; SeaweedFS is who answers races here"
-        )
-    writers = 8
-    barrier = threading.Barrier(writers)
-
-    def race(key: str, me: int) -> bool:
-        barrier.wait()
-        return store.create(key, b"%d" % me * 1000)
-
-    with ThreadPoolExecutor(writers) as pool:
-        for round_ in range(4):
-            key = f"race/{round_}"
-            won = list(pool.map(race, [key] * writers, range(writers)))
-            assert won.count(True) == 1
-            assert store.get(key) == b"%d" % won.index(True) * 1000
-
-
-def test_readers_never_see_a_mixture(store: ObjectStore) -> None:
-    values = [bytes([i]) * 50_000 for i in range(4)]
-    store.put("m", values[0])
-    with ThreadPoolExecutor(4) as pool:
-        writes = [pool.submit(store.put, "m", v) for v in values * 3]
-        reads = [pool.submit(store.get, "m") for _ in range(10)]
-        assert all(r.result() in values for r in reads)
-        for w in writes:
-            w.result()
-
-
-def test_two_stores_of_one_url_share_objects(opener: Callable[[str], ObjectStore]) -> None:
-    opener("").put("k", b"v")
-    assert opener("/").get("k") == b"v"
-    assert opener("-other").list("") == []
-
-
-def test_large_objects_go_in_parts_and_come_back_to_where_they_are_wanted(
-    store: ObjectStore,
-) -> None:
-    nbytes = 2 * fast.PART_NBYTES + 12_345
-    data = memoryview(random.Random(1).randbytes(nbytes))
-    store.put("big", data)
-    assert store.size("big") == nbytes
-    start, want = 3_000_001, 2 * fast.READ_NBYTES + 77
-    buffer = bytearray(b"-" * (want + 10))
-    assert read_into(store, "big", start, memoryview(buffer)[5 : 5 + want]) == want
-    assert buffer[5 : 5 + want] == data[start : start + want]
-    assert buffer[:5] == buffer[-5:] == b"-----"
-
-
-def test_read_into_says_where_the_object_ends(store: ObjectStore) -> None:
-    store.put("r", b"0123456789")
-    buffer = bytearray(b"-" * 8)
-    assert read_into(store, "r", 7, memoryview(buffer)) == 3
-    assert buffer == b"789-----"
-    assert read_into(store, "r", 10, memoryview(buffer)) == 0
-    assert read_into(store, "r", 20, memoryview(buffer)) == 0
-    assert read_into(store, "r", 2, memoryview(buffer)[:0]) == 0
-    long = bytearray(3 * fast.READ_NBYTES)
-    assert read_into(store, "r", 1, memoryview(long)) == 9
-    assert long.startswith(b"123456789")
-    with pytest.raises(NotFound):
-        read_into(store, "missing", 0, memoryview(buffer))
-
-
-def test_unusual_keys(opener: Callable[[str], ObjectStore]) -> None:
-    store = opener("/a b/ünder")
-    keys = ["a b", "per%20cent", "plus+", "tilde~", "ümlaut"]
-    for key in keys:
-        store.put(key, key.encode())
-    assert store.list("") == keys
-    assert [store.get(key).decode() for key in keys] == keys
+def test_the_contract_finds_a_broken_store(broken: type[MemoryStore], found_by: str) -> None:
+    with pytest.raises((AssertionError, KeyError)):
+        getattr(StoreContract(), found_by)(broken("memory://b", {}))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

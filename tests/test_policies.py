@@ -17,30 +17,14 @@ from harness.controller.policies import (
     within_hours,
 )
 from harness.core.world import BadInput, Launch, Node, NodeState, Offer, Stop, Terminate, View, Wait
+from harness.testing import pending, situation, up
 
 A, B, C = Offer(1.0, "a"), Offer(1.2, "b"), Offer(3.0, "c")
 OD = Offer(4.0, "od", spot=False)
 
 
-def up(attempt: int, offer: Offer) -> Node:
-    return Node(attempt, offer, NodeState.UP, asked_s=0.0, up_s=1.0)
-
-
-def pending(attempt: int, offer: Offer) -> Node:
-    return Node(attempt, offer, NodeState.PENDING, asked_s=0.0)
-
-
 def view(*alive: Node, offers: tuple[Offer, ...] = (A, B, C), **changes: object) -> View:
-    base = {
-        "now_s": 1000.0,
-        "started_s": 0.0,
-        "min_nodes": 1,
-        "max_nodes": 2,
-        "alive": alive,
-        "offers": offers,
-        **changes,
-    }
-    return View(**base)  # type: ignore[arg-type]
+    return situation(*alive, offers=offers, **changes)
 
 
 def launched(decision: object) -> Offer:

@@ -3,6 +3,8 @@ protocol broken on purpose."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +23,9 @@ from storage import (
     StoreUnavailable,
 )
 from storage.explore import Actor, Explored, Say, View, Violation, explore
-from storage.manifest import PartList
-from storage.snapshots import DOOM, PARTS, _list_key, _manifest_key
+from storage.manifest import PARTS, PartList
+from storage.pruning import Pruner
+from storage.snapshot_keys import DOOM, list_key, manifest_key
 
 OLD, ZOMBIE, NEW, NEWER = Ref(1, 1), Ref(1, 9), Ref(2, 2), Ref(2, 3)
 Make = Callable[[ObjectStore], Snapshots]
@@ -194,7 +197,7 @@ def a_late_commit(make: Make) -> Explored:
     somebody reads."""
     objects = before(make, (OLD, NEWER))
     writer(make, NEW, 0, 1, "t")(MemoryStore("memory://", objects), lambda word: None)
-    del objects[_manifest_key(NEW)]
+    del objects[manifest_key(NEW)]
     actors = {"committer": committer(make, NEW, 1), "pruner": pruner(make), "reader": reader(make)}
     return explore(actors, objects, check(make, NEWER), unknowns=1)
 
@@ -319,7 +322,7 @@ def a_late_request_to_commit(kind: type[Snapshots], pruners: int = 1) -> Explore
     make = thrifty(kind)
     objects = with_bases(make, [(OLD, None), (MID, None)])
     sender(make, NEW, OLD)(MemoryStore("memory://", objects), lambda word: None)
-    del objects[_manifest_key(NEW)]
+    del objects[manifest_key(NEW)]
     actors = {"committer": committer(make, NEW, 1), **pruners_of(make, pruners)}
     return explore(actors, objects, check(make, MID), unknowns=1, max_states=3_000_000)
 
@@ -330,7 +333,7 @@ def a_damaged_base(kind: type[Snapshots]) -> Explored:
     make = thrifty(kind)
     objects = with_bases(make, [(OLD, None), (MID, None)])
     known = make(MemoryStore("memory://", dict(objects))).load(MID)
-    objects[_manifest_key(MID)] = b"not a manifest"
+    objects[manifest_key(MID)] = b"not a manifest"
 
     def new(store: ObjectStore, say: Say) -> None:
         snapshots = make(store)
@@ -370,6 +373,108 @@ def a_slow_reader(kind: type[Snapshots], pruners: int = 1) -> Explored:
         check(make, MID2),
         max_states=3_000_000,
     )
+
+
+# ---- worlds of many ranks, whose lists are merged a group at a time -------------------------------
+class OneByOne(Snapshots):
+    """Groups of one rank: the smallest world with groups has two."""
+
+    group_ranks = 1
+
+
+class InPairs(Snapshots):
+    group_ranks = 2
+
+
+def grouped_ranks(kind: type[Snapshots]) -> Explored:
+    """Two groups; each rank writes, merges its group, and commits if it can; rank 1 leaves the
+    manifest to rank 0, which may come too early; a third comes later and does all."""
+    actors = {f"rank{r}": grouped_writer(kind, NEW, r, 2) for r in range(2)}
+    return explore(
+        {**actors, "late": committer(kind, NEW, 2)}, before(kind), check(kind, OLD), unknowns=1
+    )
+
+
+def grouped_writer(kind: type[Snapshots], ref: Ref, rank: int, world: int) -> Actor:
+    def act(store: ObjectStore, say: Say) -> None:
+        snapshots = kind(store)
+        with contextlib.suppress(StoreUnavailable):
+            snapshots.write(ref, rank, world, {"x": content(ref, rank)}, {}, {}, "t")
+            if snapshots.commit(ref, world, rank):
+                say(("committed", ref))
+
+    return act
+
+
+def uncommitted(kind: type[Snapshots], world: int, refs: tuple[Ref, ...]) -> dict[str, bytes]:
+    """All lists of NEW are there; nothing is merged."""
+    objects = before(kind, refs)
+    for rank in range(world):
+        kind(MemoryStore("memory://", objects)).write(
+            NEW, rank, world, {"x": content(NEW, rank)}, {}, {}, "t"
+        )
+    return objects
+
+
+def grouped_late_commit(kind: type[Snapshots]) -> Explored:
+    """A committer that does all and a pruner meet while NEWER is committed, and somebody reads."""
+    objects = uncommitted(kind, 2, (OLD, NEWER))
+    actors = {"committer": committer(kind, NEW, 2), "pruner": pruner(kind), "reader": reader(kind)}
+    return explore(actors, objects, check(kind, NEWER), max_states=3_000_000)
+
+
+def grouped_mergers(kind: type[Snapshots]) -> Explored:
+    """The first ranks of two groups, one that does all, and a pruner at once."""
+    world = 2 * kind.group_ranks
+
+    def polite(rank: int) -> Actor:
+        def act(store: ObjectStore, say: Say) -> None:
+            if kind(store).commit(NEW, world, rank):
+                say(("committed", NEW))
+
+        return act
+
+    actors = {f"rank{r}": polite(r) for r in (0, kind.group_ranks)}
+    others = {"all": committer(kind, NEW, world), "pruner": pruner(kind)}
+    return explore(
+        {**actors, **others}, uncommitted(kind, world, (OLD,)), check(kind, OLD),
+        max_states=3_000_000,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("world", [grouped_ranks, grouped_late_commit, grouped_mergers])
+@pytest.mark.parametrize("kind", [OneByOne, InPairs])
+def test_lists_that_are_merged_in_groups(
+    kind: type[Snapshots], world: Callable[[type[Snapshots]], Explored]
+) -> None:
+    if kind is OneByOne or world is grouped_mergers:
+        found = world(kind)
+        assert found.endings > 0 and found.states > 300, found
+
+
+def test_what_a_big_world_asks_of_the_bucket() -> None:
+    """1,024 ranks: nobody reads what all wrote but those who merge, each a part."""
+    store = MemoryStore("memory://", {})
+    counts: collections.Counter[str] = collections.Counter()
+
+    class Counted(MemoryStore):
+        def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+            counts["get"] += 1
+            return super().get(key, start, end)
+
+        def list(self, prefix: str) -> list[str]:
+            counts["list"] += 1
+            return super().list(prefix)
+
+    world = 1024
+    for rank in range(world):
+        Snapshots(store).write(NEW, rank, world, {"x": content(NEW, rank)}, {}, {}, "t")
+    snapshots = Snapshots(Counted("memory://", store._objects))
+    assert not any(snapshots.commit(NEW, world, r) for r in range(1, world))
+    manifest = snapshots.commit(NEW, world, 0)
+    assert manifest is not None and len(manifest.parts) == world
+    assert counts["get"] <= 2 * world + 20 and counts["list"] <= 50, counts
+    assert all(snapshots.commit(NEW, world, r) == manifest for r in (1, 7, 100, 1023))
 
 
 REFERRING = [
@@ -444,12 +549,12 @@ class CommitWithoutSecondLook(SeesTheDoomed):
     """The manifest is written, and nobody looks whether a prune took the parts meanwhile."""
 
     def commit(self, ref: Ref, world: int) -> Manifest | None:
-        lists = [_list_key(ref, rank) for rank in range(world)]
+        lists = [list_key(ref, rank) for rank in range(world)]
         try:
             manifest = Manifest.merge([PartList.from_json(self.store.get(key)) for key in lists])
             return (
                 manifest
-                if self.store.create(_manifest_key(ref), manifest.to_json().encode())
+                if self.store.create(manifest_key(ref), manifest.to_json().encode())
                 else self.load(ref)
             )
         except NotFound:
@@ -471,26 +576,34 @@ class CommitOfOneRank(Snapshots):
             for i, x in enumerate(found)
         ]
         manifest = Manifest.merge(alone)
-        self.store.create(_manifest_key(ref), manifest.to_json().encode())
+        self.store.create(manifest_key(ref), manifest.to_json().encode())
         return super().commit(ref, world)
+
+
+class _ManifestPrunedLast(Pruner):
+    def _take_back(self, ref: Ref, keys: Any) -> None: ...
 
 
 class ManifestPrunedLast(SeesTheDoomed):
     """Parts go first: a snapshot is seen that has none."""
 
-    def _take_back(self, ref: Ref, keys: Any) -> None: ...
+    pruner = _ManifestPrunedLast
+
+
+class _ManifestPrunedFirst(Pruner):
+    def _take_back(self, ref: Ref, keys: Any) -> None:
+        self._store.delete(manifest_key(ref))
+
+    def _delete(self, ref: Ref, keys: Any) -> bool:
+        for key in sorted(keys, key=lambda k: "/list-" in k):
+            self._store.delete(key)
+        return True
 
 
 class ManifestPrunedFirst(SeesTheDoomed):
     """Part lists outlive the manifest: a late commit finds them and makes it again."""
 
-    def _take_back(self, ref: Ref, keys: Any) -> None:
-        self.store.delete(_manifest_key(ref))
-
-    def _delete(self, ref: Ref, keys: Any) -> bool:
-        for key in sorted(keys, key=lambda k: "/list-" in k):
-            self.store.delete(key)
-        return True
+    pruner = _ManifestPrunedFirst
 
 
 class NewestByStep(Snapshots):
@@ -504,11 +617,11 @@ class PrunerTrustsNames(Snapshots):
     """The pruner takes the newest manifest for whole."""
 
     def prune(self, keep: Any, on_bad: Any = None) -> list[Ref]:
-        refs = self.refs()
+        refs, pruner = self.refs(), Pruner(self, {})
         for ref in refs[1:]:
             keys = self.store.list(f"{PARTS}{ref.name}/")
-            self._take_back(ref, keys)
-            self._delete(ref, keys)
+            pruner._take_back(ref, keys)
+            pruner._delete(ref, keys)
         return refs[1:]
 
 
@@ -528,21 +641,31 @@ class LooksOnce(Snapshots):
         return None
 
 
+class _PruneForgetsWhoRefers(Pruner):
+    def _needed(self, gone: Any, newest: Any) -> Any:
+        return super()._needed(gone, newest)[0], frozenset()
+
+
 class PruneForgetsWhoRefers(Snapshots):
     """Parts of a pruned snapshot are deleted although another snapshot lies in them."""
 
+    pruner = _PruneForgetsWhoRefers
+
+
+class _PruneLooksAtManifestsOnly(Pruner):
     def _needed(self, gone: Any, newest: Any) -> Any:
-        return super()._needed(gone, newest)[0], frozenset()
+        objects, _ = super()._needed(gone, newest)
+        return objects, frozenset(
+            key
+            for ref in self._snapshots.manifests()[0].difference(gone)
+            for key in self._snapshots.load(ref).refers
+        )
 
 
 class PruneLooksAtManifestsOnly(Snapshots):
     """Who is about to refer, with part lists and no manifest yet, is not seen."""
 
-    def _needed(self, gone: Any, newest: Any) -> Any:
-        objects, _ = super()._needed(gone, newest)
-        return objects, frozenset(
-            key for ref in self.manifests()[0].difference(gone) for key in self.load(ref).refers
-        )
+    pruner = _PruneLooksAtManifestsOnly
 
 
 class CommitTrustsItsBase(Snapshots):
@@ -573,9 +696,16 @@ class CommitLooksEarly(Snapshots):
         return self.looked
 
 
+class _PruneDoomsNobody(Pruner):
+    def _take_back(self, ref: Ref, keys: Any) -> None:
+        """... and the manifest, at which a commit would see it as well, goes last."""
+
+
 class PruneDoomsNobody(Snapshots):
     """The look who refers comes without a mark before it: a commit between the look and the
     deletes is not told."""
+
+    pruner = _PruneDoomsNobody
 
     def prune(self, keep: Any, on_bad: Any = None, expired: Any = None) -> list[Ref]:
         real, self.store = self.store, _NoMarks(self.store)  # type: ignore[assignment]
@@ -583,9 +713,6 @@ class PruneDoomsNobody(Snapshots):
             return super().prune(keep, on_bad)
         finally:
             self.store = real
-
-    def _take_back(self, ref: Ref, keys: Any) -> None:
-        """... and the manifest, at which a commit would see it as well, goes last."""
 
 
 class _NoMarks:
@@ -676,3 +803,17 @@ if __name__ == "__main__":  # millions of states, half an hour
         ),
     ):
         print(larger, larger(Snapshots), flush=True)  # type: ignore[operator]
+
+
+class Careless(SeesTheDoomed):
+    """Broken: who commits a world of groups does not look whether its lists are still there."""
+
+    group_ranks = 1
+
+    def _stays(self, manifest: Manifest, keys: list[str]) -> Manifest | None:
+        return manifest
+
+
+def test_the_check_finds_a_careless_merge_of_groups() -> None:
+    with pytest.raises(Violation):
+        grouped_late_commit(Careless)

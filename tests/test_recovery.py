@@ -12,6 +12,7 @@ from typing import TypeVar
 import pytest
 
 from harness.bucket.journal import Journal, read_facts
+from harness.bucket.layout import DOUBT, LEAVE
 from harness.bucket.lease import Lease
 from harness.controller.book import Book, bill, how_it_ended
 from harness.controller.policies import cheapest
@@ -28,8 +29,7 @@ from harness.core.facts import (
     Stamped,
 )
 from harness.core.world import (
-    DOUBT,
-    LEAVE,
+    REFUSED,
     BadInput,
     CloudUnavailable,
     Fenced,
@@ -862,3 +862,30 @@ def test_an_offer_that_cannot_be_read_is_still_an_attempt() -> None:
     book.add(1.0, AttemptIntended(1, {"price": "unknown", "usd_per_h": 2.5}))
     book.add(1.0, AttemptIntended(2, {**dataclasses.asdict(SPOT), "of_a_newer_version": 1}))
     assert book.open[1].offer.usd_per_h == 2.5 and book.open[2].offer == SPOT
+
+
+# ---- another version -----------------------------------------------------------------------------
+def test_nothing_more_is_launched_beside_nodes_that_refuse_the_new_ones() -> None:
+    """They speak another protocol: each new node would end at once, and cost money each time."""
+    made: list[Stage] = []
+    first = trains(lambda: made[0], 400.0)
+
+    def script(cloud: Cloud, attempt: int) -> None:
+        if attempt == 1:
+            return first(cloud, attempt)
+        return cloud.clock.after(2.0, lambda: cloud.end(attempt, REFUSED))
+
+    made.append(Stage(script))
+    stage = made[0]
+    for step in range(11, 20):  # its progress forgives other failures
+        stage.clock.after(40.0 * (step - 10), lambda s=step: stage.commit(s))  # type: ignore[misc]
+    assert stage.lead(RunSpec(max_nodes=2)).outcome == "done"
+    assert [e.end for e in stage.facts(AttemptEnded)] == ["refused", "finished"]
+    assert any("another protocol" in d.reason for d in stage.facts(Decided))
+
+
+def test_a_run_that_refuses_every_node_is_stopped_with_the_reason() -> None:
+    stage = Stage(lambda cloud, attempt: cloud.clock.after(2.0, lambda: cloud.end(attempt, REFUSED)))
+    found = stage.lead(RunSpec(max_nodes=2))
+    assert found.outcome == "failed" and "they speak another protocol than the run" in found.reason
+    assert len(stage.facts(AttemptIntended)) <= 6

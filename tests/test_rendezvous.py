@@ -14,9 +14,13 @@ from worlds import until
 
 from harness.agent.agent import Agent
 from harness.agent.config import AgentConfig, Timing
-from harness.agent.lines import Heard, Lines
+from harness.agent.host import RealHost
+from harness.agent.lines import Lines
+from harness.agent.lines_protocol import Heard
+from harness.agent.membership import Ears
 from harness.agent.rendezvous import Rendezvous
-from harness.bucket.epochs import NO_EPOCH, Epoch, Member, encode_epoch, epoch_key, newest_epoch
+from harness.bucket.epochs import newest_epoch
+from harness.bucket.layout import NO_EPOCH, Epoch, Member, epoch_key
 from harness.uploader.nearby import Nearby, NearbyConfig
 from storage.files import MemoryStore
 
@@ -44,11 +48,13 @@ class Place:
     def __init__(self):
         self.store, self.clock, self.lines = MemoryStore("memory://rdzv", {}), Ticks(), {}
 
-    def member(self, name, nproc=1, attempt=0) -> Rendezvous:
+    def member(self, name, nproc=1, attempt=0, replica_ranks=1) -> Rendezvous:
         lines = self.lines[name] = Lines(name, "127.0.0.1", pulse_s=0.2)
         me = Member(name, "ready", 0, "127.0.0.1", lines.port, 29500, nproc=nproc, attempt=attempt)
         r = Rendezvous(
-            self.store, me, lines, beat_s=1.0, dead_s=5.0, join_window_s=1.0, monotonic=self.clock
+            *(self.store, me, lines),
+            **{"beat_s": 1.0, "dead_s": 5.0, "join_window_s": 1.0, "monotonic": self.clock},
+            replica_ranks=replica_ranks,
         )
         r.say()
         return r
@@ -59,7 +65,7 @@ class Place:
 
     def resolved(self, m):
         """Does it know of everybody whom it follows whether they are there?"""
-        return all(h.up or h.refused for h in map(m.lines.heard, m.lines._wanted))
+        return all(h.up or h.refused for h in map(m.lines.heard, m.lines.following()))
 
     def up_to_date(self, m, members):
         """Has it heard the last word of each of these whom it hears? Rounds pass faster than
@@ -67,7 +73,7 @@ class Place:
         heard = [
             (m.lines.heard(o.me.member), o.me.beat)
             for o in members
-            if o.me.member in m.lines._wanted
+            if o.me.member in m.lines.following()
         ]
         return all(
             not h.up or (h.record and json.loads(h.record)["beat"] >= beat) for h, beat in heard
@@ -189,7 +195,7 @@ def test_news_comes_over_the_line_and_a_newcomer_knocks(place):
     place.store.list = listed
     c = place.member("c")
     c.look()
-    until(lambda: c.lines.all_up() and a.lines._knocked.is_set())
+    until(lambda: c.lines.all_up() and a.lines._protocol._knocks.stranger)
     place.clock.now += 1.0
     assert {m.member for m in a.look()} == {"a", "b", "c"}
 
@@ -227,6 +233,46 @@ def test_what_does_not_fit_stays_a_spare(place):
     assert c.try_form(9) is None
 
 
+def test_worlds_are_of_whole_replicas_and_who_is_left_over_waits(place):
+    a, b, c = (place.member(n, attempt=i, replica_ranks=2) for i, n in enumerate("abc"))
+    epoch = place.form(a, b, c)
+    assert (epoch.members, epoch.world, epoch.replica_ranks) == (("a", "b"), 2, 2)
+    assert Epoch.decode(place.store.get(epoch_key(1))) == epoch
+    alive = a.members()
+    waiting = a.waiting(epoch, alive)
+    assert [m.member for m in waiting] == ["c"] and c.try_form(None) is None
+    assert not a.would_grow(epoch, waiting, None)  # or the two would make room for ever
+    d = place.member("d", attempt=3, replica_ranks=2)
+    a.look(), place.beat(a, b, c, d, seconds=11.0)
+    waiting = a.waiting(epoch, a.members())
+    assert len(waiting) == 2 and a.would_grow(epoch, waiting, None)
+    assert not a.would_grow(epoch, waiting, 2)  # there is only work for one replica
+
+
+def test_a_spare_takes_the_place_of_who_is_lost(place):
+    a, b, c = (place.member(n, attempt=i, replica_ranks=2) for i, n in enumerate("abc"))
+    place.form(a, b, c)
+    a.say(state="ready", end="resize")
+    b.leave(end="drained")
+    until(lambda: b"drained" in a.lines.heard("b").record)
+    epoch = place.form(a, c)
+    assert (epoch.members, epoch.world, epoch.reason) == (("a", "c"), 2, "shrink")
+    c.leave(end="drained")
+    a.say(state="ready", end="resize")
+    until(lambda: b"drained" in a.lines.heard("c").record)
+    assert place.form(a, rounds=4) is None  # half a replica cannot train
+
+
+def test_an_epoch_without_whole_replicas_is_none():
+    epoch = Epoch(1, ("a", "b", "c"), (1, 1, 1), (1.0,) * 3, "127.0.0.1", 29500, "start")
+    for replica_ranks in (2, 0, -1):
+        broken = replace(epoch, replica_ranks=replica_ranks).encode()
+        with pytest.raises(ValueError):
+            Epoch.decode(broken)
+    # as every reader of the first versions knows it
+    assert b"replica_ranks" not in epoch.encode()
+
+
 def test_a_stranger_from_long_ago_is_not_waited_for(place):
     place.member("ghost")
     place.lines["ghost"].close()
@@ -252,7 +298,7 @@ def test_racing_members_agree_on_every_epoch(place):
     members = [place.member(f"m{i}", attempt=i) for i in range(6)]
     place.clock.now += 100.0
     for m in members:
-        m._settled_since = 0.0  # everybody's turn has come
+        m._last.settled_s = 0.0  # everybody's turn has come
     seen, lock = [], threading.Lock()
 
     def propose(m):
@@ -303,7 +349,7 @@ def test_odd_objects_under_rdzv_stop_nobody(place, odd, capsys):
 def test_odd_chunk_places_and_secrets_cost_only_the_peer_tier(tmp_path, odd):
     store = MemoryStore("memory://near", {})
     store.create(
-        epoch_key(1), encode_epoch(Epoch(1, ("a", "b"), (1, 1), (1.0, 1.0), "h", 1, "start"))
+        epoch_key(1), Epoch(1, ("a", "b"), (1, 1), (1.0, 1.0), "h", 1, "start").encode()
     )
     store.put("rdzv/chunks/b.json", odd)
     near = Nearby(
@@ -367,7 +413,7 @@ def test_epochs_and_members_of_older_versions_are_read():
 
 
 def test_an_address_that_is_none_does_not_end_the_lines():
-    lines, other = Lines("a", "127.0.0.1", pulse_s=0.1), Lines("b", "127.0.0.1", pulse_s=0.1)
+    lines, other = (Lines(n, "127.0.0.1", pulse_s=0.1, key="") for n in "ab")
     try:
         lines.follow(
             {
@@ -397,7 +443,7 @@ def test_a_world_is_in_one_place_and_stays_there(place):
     epoch = place.form(a, b, c, d)
     assert epoch.members == ("a", "b")
     assert a.waiting(epoch, a.members()) == []  # so nobody stops for them
-    assert set(a.lines._wanted) == {"b"}  # nor waits for lines that never come up
+    assert a.lines.following() == {"b"}  # nor waits for lines that never come up
     a.leave(end="drained")
     b.say(state="ready", end="resize")
     assert c.try_form(None) is None
@@ -418,7 +464,7 @@ def test_most_workers_decide_where_a_run_begins(place):
 
 
 def test_lines_tell_living_dead_silent_and_strangers_apart():
-    a, b = Lines("a", "127.0.0.1", pulse_s=0.2), Lines("b", "127.0.0.1", pulse_s=0.2)
+    a, b = (Lines(n, "127.0.0.1", pulse_s=0.2, key="") for n in "ab")
     try:
         b.tell(b'{"n": 1}')
         # another member had this port once
@@ -470,13 +516,13 @@ class Counting(MemoryStore):
         return super().__getattribute__(name)
 
 
-class Ears:
+class Hears(Ears):
     """Lines on which everybody is heard."""
 
     def __init__(self):
         self.up, self.changed = True, threading.Event()
 
-    def follow(self, members):
+    def follow(self, members, passing=False, keyless=()):
         pass
 
     def heard(self, name):
@@ -495,7 +541,7 @@ class Ears:
 def minutes10(tmp_path, members, first, up):
     """Requests of one node in ten minutes of calm training, by the agent's own loop at its own
     pace (its heartbeat's are added)."""
-    clock, store, ears = Ticks(), Counting(), Ears()
+    clock, store, ears = Ticks(), Counting(), Hears()
     names = tuple(f"m{i}" for i in range(members))
     for name in names:
         store.put(
@@ -508,10 +554,11 @@ def minutes10(tmp_path, members, first, up):
         ),
         store,
         [],
+        RealHost(),
     )
     agent.name, agent._lines = names[0 if first else 1], ears
     agent._stay.epoch = Epoch(1, names, (1,) * members, (1.0,) * members, "", 0, "start")
-    store.create(epoch_key(1), encode_epoch(agent._stay.epoch))
+    store.create(epoch_key(1), agent._stay.epoch.encode())
     store.create("run.json", json.dumps({"global_batch": 64, "micro_batch": 4}).encode())
     me = Member(agent.name, "in", 1, "127.0.0.1", 1, 1, 1, 0)
     agent.rendezvous = Rendezvous(store, me, ears, beat_s=1.0, dead_s=5.0, monotonic=clock)
@@ -525,7 +572,7 @@ def minutes10(tmp_path, members, first, up):
         beats += agent.rendezvous.beat_if_due()
         if not up:  # the others beat too, then
             for name in names:
-                r = agent.rendezvous._seen.get(name)
+                r = agent.rendezvous.others.seen.get(name)
                 if r:
                     r.sign_s = clock.now
     assert beats > 0

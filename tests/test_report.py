@@ -11,6 +11,7 @@ from histories import GLOBAL, T0, TOTAL, whole_run
 from rich.console import Console
 
 from harness.bucket.journal import Journal
+from harness.bucket.layout import Epoch, epoch_key
 from harness.core import facts as f
 from harness.views.charts import condensed, nice_ticks, thinned
 from harness.views.painting import BUCKETS
@@ -233,10 +234,8 @@ def test_a_world_whose_creator_died_unheard_is_known_from_the_rendezvous():
     store = MemoryStore("memory://unheard", {})
     at = {"t": T0}
     worker = Journal(store, "worker-e000001-a", lambda: at["t"])
-    store.create(
-        "rdzv/epochs/000001.json",
-        json.dumps({"epoch": 1, "members": ["m0001-aa"], "nproc": [2], "reason": "start"}).encode(),
-    )
+    world = Epoch(1, ("m0001-aa",), (2,), (1.0,), "10.0.0.1", 1, "start")
+    store.create(epoch_key(1), world.encode())
     worker.record(f.SessionStarted(1, 2, 0, 0, 5, 8, 2, (2, 2), "fast", "ddp", "cpu", 0.1))
     worker.flush()
     (epoch,) = summarize(store, now=lambda: T0 + 5).ledger.epochs

@@ -18,7 +18,8 @@ from worlds import TRAINER, environment, finish, free_port, history, newest, sta
 
 from harness.bucket.journal import read_facts
 from harness.core.batch import Batching, expected_digest
-from harness.core.facts import SnapshotFailed, StepDone, Warned, canonical
+from harness.core.facts import SnapshotFailed, StepDone, Warned
+from harness.core.values import canonical
 from harness.node.marks import EXIT_CODE, Want, write
 from harness.views.audit import audit
 from harness.views.compare import compare
@@ -90,7 +91,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 run = harness.attach(snapshot_every_steps=2)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
 averages = {"ema": AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)), "other": AveragedModel(model)}
-run.prepare(model, torch.optim.AdamW(model.parameters()), **averages)
+run.prepare(model, torch.optim.AdamW(model.parameters()), state=averages)
 run._work.training.after_update -= {"other"} if "early" not in sys.argv else set()  # as one of a class that we do not know
 for step in run.steps(torch.utils.data.TensorDataset(torch.randn(64, 8)), total=6, global_batch=4, micro_batch=4):
     averages["other"].update_parameters(model)  # not where averages are updated
@@ -331,7 +332,7 @@ print("seen", seen, "again", again, "counted", *counted, "copied", copied, weigh
 @pytest.mark.parametrize("stream", [[], ["stream"]])
 @pytest.mark.parametrize(
     ("reduce", "spike", "again"),
-    [("fast", 2, []), ("exact", 0, []), ("exact", 2, [2]), ("exact32", 0, [1])],
+    [("fast", 2, []), ("exact", 0, []), ("exact", 2, [2]), ("exact32", 0, [])],
 )
 def test_a_step_is_done_again_only_if_it_must_and_says_so(tmp_path, reduce, spike, again, stream):
     """What the body was given, what buffers count, and what is copied; the first version did
@@ -344,6 +345,7 @@ def test_a_step_is_done_again_only_if_it_must_and_says_so(tmp_path, reduce, spik
     assert told[0].startswith(
         f"seen {24 + 2 * len(repeats)} again {repeats} counted 12 12 copied 0 "
     ), ended.output
+    assert ended.output.count("micro-batches are done once more") == bool(again)
     if reduce != "fast":
         fast = train("", 1, "fast", spike, *stream, script=script)
         ours, theirs = (float(e.output.split()[-1]) for e in (ended, fast))
@@ -384,7 +386,7 @@ class Tail(torch.nn.Linear):
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), Tail())
 loader = Merging() if "merging" in flags else Loader()
 how = {"per_rank": ["loader"]} if "per-rank" in flags else {}
-run.prepare(model, torch.optim.AdamW(model.parameters()), loader=loader, **how)
+run.prepare(model, torch.optim.AdamW(model.parameters()), state={"loader": loader}, **how)
 data = torch.utils.data.TensorDataset(torch.randn(64, 8, generator=torch.Generator().manual_seed(3)))
 for step in run.steps(data, total=int(flags[0]), global_batch=12, micro_batch=4):
     for (x,) in step:
@@ -725,15 +727,13 @@ def test_what_cannot_be_exact_is_named(tmp_path):
 
 # ---- the numbers of a step -----------------------------------------------------------------------
 NUMBERS = """
-import time, torch, harness
-run = harness.attach(snapshot_every_steps=5)
-run.votes_late = LATE  # as on a GPU
-run.flops_per_sample, peaks = 2e9, PEAKS
-run.peak_flops = peaks[run.rank]
+import os, time, torch, harness
+peaks = PEAKS  # votes that come late: as on a GPU
+run = harness.attach(snapshot_every_steps=5, votes_late=LATE, peak_flops=peaks[int(os.environ["RANK"])])
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
 run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 began = time.time()
-for step in run.steps(torch.utils.data.TensorDataset(torch.randn(64, 8)), total=12, global_batch=4, micro_batch=2):
+for step in run.steps(torch.utils.data.TensorDataset(torch.randn(64, 8)), total=12, global_batch=4, micro_batch=2, flops_per_sample=2e9):
     for (x,) in step:
         step.backward(model(x).square().mean())
         time.sleep(0.01)
@@ -783,7 +783,7 @@ def test_votes_that_come_late_are_heeded(calm, tmp_path):
     late = (
         Path(TRAINER)
         .read_text()
-        .replace("torch.manual_seed(0)", "run.votes_late = True; torch.manual_seed(0)", 1)
+        .replace("reduce=a.reduce)", "reduce=a.reduce, votes_late=True)", 1)
     )
     script = tmp_path / "late.py"
     script.write_text(late)

@@ -17,9 +17,10 @@ from harness.bucket.journal import Journal, read_facts
 from harness.cli import command as cli
 from harness.core.facts import SessionStarted, SnapshotCommitted, SnapshotReplicated, Warned
 from storage import Keep, MemoryStore, Ref, SnapshotCorrupt, Snapshots, StoreError, dcp, open_store
-from storage.command import Notes, age, main, size
+from storage.command import main
 from storage.export import export
 from storage.faults import FaultyStore, corrupt
+from storage.listing import Notes, age, size
 from storage.transfer import copy, would_prune
 
 DTYPES = [

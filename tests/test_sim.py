@@ -32,6 +32,7 @@ from harness.proof.sim_world import ON_DEMAND, Weather
 from storage.errors import StoreError
 from storage.files import MemoryStore
 from storage.manifest import Manifest, PartList, Ref, SnapshotCorrupt
+from storage.pruning import Pruner
 from storage.restore import Restore
 from storage.retries import Patience
 from storage.snapshots import Snapshots
@@ -62,6 +63,7 @@ def test_every_world_ends_well_or_says_why_not(worlds: list[SimResult]) -> None:
             assert (
                 "the script failed 3 times" in r.reason
                 or "its newest 2 snapshots cannot be used" in r.reason
+                or "none of its snapshots can be used" in r.reason
             )
         if r.outcome == "stopped":
             assert r.reason == "somebody asked for it"
@@ -137,19 +139,6 @@ def test_hours_hold() -> None:
     assert (r.outcome, r.reason) == ("stopped", "the limit of 0.25 h is reached")
     assert 0.25 * 3600 <= r.elapsed_s < 0.25 * 3600 + 200
     assert 0 < r.committed_step < 300  # it drained
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "patient?premium=1.1&patience_s=600",
-        "on_demand_fallback",
-        "uniform_progress?deadline_h=1.5&work_h=0.5&total_steps=300",
-    ],
-)
-def test_all_policies_keep_the_rules(policy: str) -> None:
-    for r in simulate_many(range(8), policies.resolve(policy)):
-        assert r.outcome == "done" or r.weather.fails_at_step or r.weather.stop_at_s is not None
 
 
 def test_on_demand_saves_a_run_that_has_no_spot() -> None:
@@ -275,7 +264,7 @@ class PrunesWhatIsAhead(Snapshots):
             if newest and ref < newest.ref and ref.step > newest.step
         ]
         for ref in gone:
-            self._take_back(ref, self.store.list(f"snapshots/parts/{ref.name}/"))
+            Pruner(self, {})._take_back(ref, self.store.list(f"snapshots/parts/{ref.name}/"))
         return [*super().prune(keep, *rest), *gone]
 
 

@@ -19,7 +19,8 @@ import pytest
 import yaml
 
 from harness.clouds.sky_client import Broker, SkyError
-from harness.clouds.skypilot import SkyPilotCloud, has_spot_market, to_offer
+from harness.clouds.sky_offers import has_spot_market, to_offer
+from harness.clouds.skypilot import SkyPilotCloud
 from harness.clouds.tasks import load
 from harness.controller import plan, policies
 from harness.core.world import DRAINED, UNFIT, BadInput

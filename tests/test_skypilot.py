@@ -15,8 +15,10 @@ from harness.bucket.journal import Journal
 from harness.cli import ask
 from harness.cli import command as cli
 from harness.clouds.broker import told
+from harness.clouds.clusters import bring_down, tag, tails
 from harness.clouds.sky_client import TRIES, Broker, SkyError, verdict
-from harness.clouds.skypilot import SkyPilotCloud, bring_down, has_spot_market, tag, tails
+from harness.clouds.sky_offers import has_spot_market
+from harness.clouds.skypilot import SkyPilotCloud
 from harness.clouds.tasks import load
 from harness.core.facts import AttemptIntended, AttemptUp
 from harness.core.world import UNFIT, BadInput, CloudUnavailable, NodeState
@@ -57,8 +59,8 @@ def look(cloud, sky, seconds=0.0):
     for _ in range(3):
         cloud.look()
         for attempt in cloud._attempts.values():
-            if attempt.poll:
-                attempt.poll.exception()
+            if attempt.polls.poll:
+                attempt.polls.poll.exception()
     return {n.attempt: n for n in cloud.nodes()}
 
 

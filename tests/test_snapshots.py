@@ -24,7 +24,7 @@ from storage import (
 )
 from storage.faults import Crash, FaultyStore, corrupt
 from storage.leases import Watch, reading
-from storage.snapshots import DOOM
+from storage.snapshot_keys import DOOM
 
 T = TypeVar("T")
 CHUNK = 64

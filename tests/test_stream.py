@@ -8,6 +8,7 @@ from story import Story
 from truerun import TrueRun
 
 from harness.bucket.journal import read_facts
+from harness.bucket.streamed import OPS, STEP, STREAM, batch_key
 from harness.core import facts
 from harness.core.world import BadInput
 from harness.views import stream as streams
@@ -15,7 +16,7 @@ from harness.views.committed import Lineage, committed
 from harness.views.mlflow_run import MlflowRun
 from harness.views.operations import Operations
 from harness.views.plugins import RunInfo, build
-from harness.views.stream import OPS, STEP, key, newest_header, read, whole
+from harness.views.stream import newest_header, read, whole
 from harness.views.telling import Telling, sync, writer_of
 from harness.views.tensorboard import TensorBoard
 from harness.views.trackers import collect
@@ -118,7 +119,7 @@ class Deaf(MemoryStore):
 
     def create(self, key, data):
         made = super().create(key, data)
-        if self.deaf and key.startswith(streams.PREFIX):
+        if self.deaf and key.startswith(STREAM):
             raise StoreUnavailable("no answer")
         return made
 
@@ -174,7 +175,7 @@ def test_batches_are_apart_unless_all_is_due():
 def test_a_changed_batch_is_named():
     run = TrueRun().train(3)
     writer(run).round()
-    run.store.put(key(1), b"{}\n")
+    run.store.put(batch_key(1), b"{}\n")
     with pytest.raises(BadInput, match=r"00000001\.jsonl: wanted a batch of the stream"):
         list(whole(run.store))
 
@@ -201,7 +202,7 @@ def test_facts_are_read_once_by_many_threads():
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert len(operations.facts) == len(read_facts(run.store))
+    assert operations.known == len(read_facts(run.store))
 
 
 def test_how_a_run_ends():

@@ -109,13 +109,13 @@ def test_less_is_sent_at_once_beside_a_slow_training_and_all_when_it_matters():
     uploader = Uploader(store, watch=training)
     uploader.submit(watched(), VIEW, told)
     until(lambda: uploader._lanes.limit < 4)
-    assert 0 < uploader._level <= uploader.throttle.level
+    assert 0 < uploader._pacer.level <= uploader.throttle.level
     training.waits = True  # for a snapshot: it stands still
     until(lambda: uploader._lanes.limit == 4 and store.puts_at_once == 2)
     training.waits = False
     until(lambda: uploader._lanes.limit < 4)
     uploader.drain(time.monotonic() + 10 * WAIT_S)
-    assert (uploader._lanes.limit, store.puts_at_once, uploader._level) == (4, 2, 0)  # at once
+    assert (uploader._lanes.limit, store.puts_at_once, uploader._pacer.level) == (4, 2, 0)  # at once
     uploader.drain(None)
     outcome = told.wait()
     assert (
@@ -130,10 +130,10 @@ def test_what_may_not_take_longer_is_sent_at_full_speed():
         uploader.throttle.observe(uploader.throttle.level, 0.5, 1000, 10.0)
     assert uploader.throttle.level > 0
     uploader.submit(job(R1, n=8, within_s=0.0, watch="here", step_s=1e-3), VIEW, told)
-    assert uploader._level == 0 and told.wait().requests == 8
+    assert uploader._pacer.level == 0 and told.wait().requests == 8
     assert not training.looked.is_set()  # nobody needs to
     uploader.submit(watched(R2), VIEW, told)
-    assert uploader._level > 0  # what was learnt is used
+    assert uploader._pacer.level > 0  # what was learnt is used
     uploader.drain(time.monotonic() + 10 * WAIT_S)
     assert told.wait(2).state == "committed"
 
@@ -142,9 +142,9 @@ def test_a_session_of_its_own_is_watched_without_a_file(tmp_path):
     progress, told = Progress(None), Told()
     progress.tell(Place.COMPUTE, 7)
     local = Local(MemoryStore(objects={}), lambda job, outcome: None, progress)
-    assert local._uploader._watch("here") == (7, False)
+    assert local._uploader._pacer._watch("here") == (7, False)
     progress.tell(Place.SAVING)
-    assert local._uploader._watch("here") == (7, True)
+    assert local._uploader._pacer._watch("here") == (7, True)
     local.send(job(), local.segment(4000), told)
     assert told.wait().state == "committed"
     assert SnapshotCommitted(1, 1, 1, 0.1, 0.2, "interval", 0.0).slowdown == 0.0

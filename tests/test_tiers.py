@@ -16,17 +16,10 @@ import pytest
 from storage import Manifest, MemoryStore, Ref, SnapshotCorrupt, Snapshots
 from storage.chunks import chunk_id
 from storage.faults import corrupt
+from storage.folder_tiers import ROOM_SHARE, FolderTier, OwnedFolder
 from storage.peers import ChunkServer, PeerTier
 from storage.staging import Segment
-from storage.tiers import (
-    ROOM_SHARE,
-    FolderTier,
-    OwnedFolder,
-    SegmentTier,
-    Tiered,
-    blocks,
-    chunks_of,
-)
+from storage.tiers import SegmentTier, Tiered, blocks, chunks_of
 
 CHUNK = 1 << 10
 BODY = random.Random(7).randbytes(21 * CHUNK + 77)
@@ -378,7 +371,7 @@ def test_peers_that_are_gone_silent_or_killed_cost_one_try(bucket, tmp_path):
     fill([theirs], manifest)
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom storage.peers import ChunkServer\n"
-        "from storage.tiers import FolderTier\n"
+        "from storage.folder_tiers import FolderTier\n"
         "mine = FolderTier('memory', Path(sys.argv[1]), 1 << 20)\ns = ChunkServer(lambda: [mine], "
         "'127.0.0.1', 'secret')\n"
         "print(s.port, flush=True)\ntime.sleep(600)"
@@ -408,7 +401,7 @@ def test_peers_that_are_gone_silent_or_killed_cost_one_try(bucket, tmp_path):
 # ---- who owns a folder ---------------------------------------------------------------------------
 def test_folders_of_dead_owners_are_removed_and_those_of_living_ones_are_not(tmp_path):
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom storage.tiers import FolderTier, "
+        "import sys, time\nfrom pathlib import Path\nfrom storage.folder_tiers import FolderTier, "
         "OwnedFolder\n"
         "f = OwnedFolder(Path(sys.argv[1]), sys.argv[2])\nFolderTier('disk', f.path, 1 << "
         "20).put({'0' * 32 + '-4': b'abcd'})\n"
@@ -446,7 +439,7 @@ def test_folders_of_dead_owners_are_removed_and_those_of_living_ones_are_not(tmp
 def test_a_killed_process_leaves_no_lock_and_no_half_chunk(bucket, tmp_path):
     manifest = commit(bucket)
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom storage.tiers import FolderTier\n"
+        "import sys, time\nfrom pathlib import Path\nfrom storage.folder_tiers import FolderTier\n"
         "t = FolderTier('memory', Path(sys.argv[1]), 1 << 20)\n"
         "import contextlib\nwith contextlib.ExitStack() as s:\n"
         "    [s.enter_context(t.locked(f'{i:02x}', 5)) for i in range(256)]; "

@@ -15,11 +15,13 @@ import time
 import pytest
 from truerun import TrueRun
 
+from harness.bucket.layout import published_key as marker_key
+from harness.bucket.streamed import STEP
 from harness.core.world import BadInput
 from harness.views import trackers
 from harness.views.plugins import Function, Jsonl, RunInfo, build, metrics
-from harness.views.stream import STEP, whole
-from harness.views.trackers import Publisher, collect, committed, marker_key, published
+from harness.views.stream import whole
+from harness.views.trackers import Publisher, collect, committed, published
 from storage.errors import StoreUnavailable
 from storage.files import FileStore, MemoryStore
 from storage.manifest import Ref
@@ -69,7 +71,7 @@ def test_steps_are_published_once_over_rewinds(tmp_path):
     run.train(20, final=True)
     assert p.round()
     assert told(run.store, tmp_path) == list(range(1, 21))
-    assert [(m["first"], m["last"]) for m in published(run.store, "jsonl")] == [
+    assert [(m.first, m.last) for m in published(run.store, "jsonl")] == [
         (1, 7),
         (8, 12),
         (13, 20),
@@ -107,7 +109,7 @@ def test_two_publishers_cut_differently(tmp_path):
     assert slow.round()
     assert other.round()
     assert told(run.store, tmp_path) == list(range(1, 13))
-    assert [(m["first"], m["last"]) for m in published(run.store, "jsonl")] == [(1, 10), (11, 12)]
+    assert [(m.first, m.last) for m in published(run.store, "jsonl")] == [(1, 10), (11, 12)]
     files = [k for k in run.store.list("trackers/jsonl/") if "/metrics" in k]
     assert len(files) == 2  # the loser took its own away
 
@@ -147,7 +149,7 @@ def test_late_publisher_goes_in_batches(tmp_path, monkeypatch):
     run = TrueRun().train(19, final=True)
     assert publisher(run, min_batch_s=1e9).round()
     assert told(run.store, tmp_path) == list(range(1, 20))
-    assert [m["last"] for m in published(run.store, "jsonl")] == [4, 8, 12, 16, 19]
+    assert [m.last for m in published(run.store, "jsonl")] == [4, 8, 12, 16, 19]
 
 
 def test_batches_are_apart_except_the_last(tmp_path):
@@ -231,7 +233,7 @@ def test_claim_of_a_dead_publisher_is_taken_over():
     [
         ("", "no tracker"),
         ("wanbd", "'wanbd' is not known"),
-        ("no.such.module:f", "wanted an importable"),
+        ("no.such.module:f", "cannot be imported"),
         ("harness.views.trackers:POLL_S", "wanted a function"),
         pytest.param(
             "tensorboard",

@@ -13,15 +13,16 @@ import time
 import pytest
 import worlds
 
-from harness.bucket.epochs import Epoch, encode_epoch, epoch_key
 from harness.bucket.journal import read_facts
+from harness.bucket.layout import Epoch, epoch_key
 from harness.core.facts import DrainVerdict, SnapshotCommitted, SnapshotFailed
 from harness.uploader.client import Line, Local, Remote, seen_here
 from harness.uploader.nearby import NearbyConfig
 from harness.uploader.server import Server
 from storage import MemoryStore, Ref, Snapshots, StoreError, open_store
+from storage.folder_tiers import FolderTier
 from storage.staging import Segment, Stage, StageFull
-from storage.tiers import FolderTier, blocks
+from storage.tiers import blocks
 from storage.upload import Job, Outcome, Uploader, forecast
 
 R1, R2, R3 = Ref(1, 10), Ref(1, 20), Ref(1, 30)
@@ -158,7 +159,7 @@ def test_errors_are_told_and_commit_nothing():
 
 def test_what_a_newer_epoch_fences_is_not_committed():
     store, told = MemoryStore(objects={}), Told()
-    store.create(epoch_key(2), encode_epoch(Epoch(2, ("x",), (1,), (1.0,), "", 0, "start")))
+    store.create(epoch_key(2), Epoch(2, ("x",), (1,), (1.0,), "", 0, "start").encode())
     failed = []
     local = Local(store, lambda job, outcome: failed.append(outcome))
     local.send(job(), local.segment(4000), told)

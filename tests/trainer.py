@@ -119,7 +119,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k / 50))
 ema = Ema(model) if a.ema else None
 scaler = torch.amp.GradScaler(run.device.type) if a.fp16 else None
-run.prepare(model, optimizer, scheduler=scheduler, scaler=scaler, **({"ema": ema} if ema else {}))
+run.prepare(model, optimizer, scheduler, scaler, state={"ema": ema} if ema else {})
 dataset = Endless() if a.iterable else Numbers(a.samples, a.augment, a.unseeded)
 for step in run.steps(
     dataset,

@@ -6,10 +6,10 @@ import json
 import random
 from dataclasses import asdict
 
-from harness.bucket.epochs import Epoch, epoch_key
 from harness.bucket.journal import Journal
+from harness.bucket.layout import Epoch, epoch_key
 from harness.core import batch, facts, records
-from harness.core.facts import canonical, digest
+from harness.core.values import canonical, digest
 from harness.core.world import Offer
 from storage.files import MemoryStore
 from storage.manifest import Ref

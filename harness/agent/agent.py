@@ -6,8 +6,9 @@ and leave. It knows nothing of torch (its start costs a fraction of a second and
 nothing of SkyPilot. It starts plain processes rather than torch elastic's PContext, which answers
 the first worker that leaves by killing those that are still saving.
 
-This file is the loop: it feeds what happens to `machine.py`, which decides what a node does about
-it, and to `ends.py`, which judges how an epoch ended; and it carries out what they say.
+This file is one turn of the loop: it feeds what happens to `machine.py`, which decides what a node
+does about it, and to `ends.py`, which judges how an epoch ended; and it carries out what they say.
+All that it needs of its machine comes in through `host.py`, so the simulation runs this very file.
 
 Exit codes: see docs/ARCHITECTURE.md.
 """
@@ -15,28 +16,21 @@ Exit codes: see docs/ARCHITECTURE.md.
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
-import secrets
 import signal
-import socket
-import sys
-import time
 from dataclasses import replace
 from typing import Any
 
-from harness.agent import ends, health, machine
+from harness.agent import ends, machine
 from harness.agent.config import AgentConfig
-from harness.agent.helpers import Helpers
-from harness.agent.lines import Lines
+from harness.agent.host import Host
 from harness.agent.machine import Act, Event, Life, Node, Now
 from harness.agent.memory import Due, Past, Stay
-from harness.agent.notices import Source, watch
-from harness.agent.rendezvous import Rendezvous, free_port
-from harness.agent.run_state import NO_LIMIT, RunState
-from harness.agent.workers import Workers
-from harness.bucket.epochs import Epoch, Member
+from harness.agent.notices import NoticeSource
+from harness.agent.rendezvous import Rendezvous
+from harness.agent.run_state import RunState
 from harness.bucket.journal import Journal
+from harness.bucket.layout import Epoch, Member
 from harness.core.facts import (
     AgentEnded,
     AgentStarted,
@@ -45,14 +39,23 @@ from harness.core.facts import (
     GraceSpent,
     NoticeAcknowledged,
 )
-from harness.core.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED, UNFIT
+from harness.core.world import (
+    DRAINED,
+    FENCED,
+    FINISHED,
+    REFUSED,
+    RESIZE,
+    STOPPED,
+    UNFIT,
+    WrongProtocol,
+)
 from harness.node.progress import Place
-from harness.uploader.client import NodeUploader
 from storage.errors import StoreError, StoreUnavailable
 from storage.objects import ObjectStore
 
 FENCE_S = 2.0  # between two looks for a newer epoch while all our peers are heard
-PAUSE_S = 0.02  # between two rounds of the loop
+PAUSE_S = 0.02  # between two turns
+ANSWER_AGAIN_S = 1.0  # between two tries to commit the run's end while the bucket is silent
 KILLED = -signal.SIGKILL  # what the end of workers that we end counts as
 WHY_UNFINISHED = (
     "the script exited 0 before the run's last step was committed as such: let it end by itself "
@@ -61,68 +64,55 @@ WHY_UNFINISHED = (
 
 
 class Agent:
-    """One node's part in a run. `execute` returns the exit code."""
+    """One node's part in a run. `execute` returns the exit code; it is `begin`, turns, `close`."""
 
-    def __init__(self, config: AgentConfig, store: ObjectStore, sources: list[Source]):
-        c = config
-        self.config, self.sources = c, sources
-        self.name = f"m{c.attempt:04d}-{secrets.token_hex(3)}"
-        self.journal = Journal(store, f"agent-{self.name}", time.time)
-        self._run = RunState(store, self.name, c.attempt, c.timing.leaderless_s)
-        self._workers = Workers(c, self.name, self.journal.record)
-        self._helpers = Helpers(c)
+    def __init__(
+        self, config: AgentConfig, store: ObjectStore, sources: list[NoticeSource], host: Host
+    ):
+        c, now = config, host.monotonic()
+        self.config, self.sources, self._host = c, sources, host
+        self.name = f"m{c.attempt:04d}-{host.token()}"
+        self.journal = Journal(store, f"agent-{self.name}", host.wall)
+        self._run = RunState(
+            store, self.name, c.attempt, c.timing.leaderless_s, c.worlds.replica_ranks
+        )
+        self._workers = host.workers(c, self.name, self.journal.record)
+        self._helpers = host.helpers(c)
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         v = c.leaving
         times_s = (v.grace_s, v.drain_lead_s, v.doubt_ahead_s, c.fitness.unfit_grace_s)
-        self._node = Node(machine.Rules(self.name, *times_s), time.monotonic() + machine.WARM_S)
-        self._stay, self._past, self._due = Stay(), Past(), Due()
+        self._node = Node(machine.Rules(self.name, *times_s), now + machine.WARM_S)
+        self._stay, self._past, self._due = Stay(), Past(left_s=now), Due(now)
+        self._beats = False  # we beat in the bucket
 
     # ---- life ------------------------------------------------------------------------------------
     def execute(self) -> int:
-        c = self.config
-        c.node_dir.mkdir(parents=True, exist_ok=True)
+        self.begin()
+        code = FENCED
+        try:
+            while (ended := self.turn()) is None:
+                self._host.sleep(PAUSE_S)
+            code = ended
+        finally:
+            self.close(code)
+        return code
+
+    def begin(self) -> None:
+        c, host = self.config, self._host
         self._workers.warm_up()  # first of all: its imports take longest
         self._open()
         self.journal.record(
-            AgentStarted(
-                self.name, c.attempt, socket.gethostname(), c.nproc, c.accelerator, os.getpid()
-            )
+            AgentStarted(self.name, c.attempt, host.name, c.nproc, c.accelerator, host.pid)
         )
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(
-                number, lambda n, _: self._inbox.put(machine.Signalled(signal.Signals(n).name))
-            )
-        signal.signal(signal.SIGUSR1, lambda *_: self._inbox.put(machine.SnapshotAsked("snapshot")))
-        watcher = watch(
-            self.sources,
-            on_notice=lambda notice: self._inbox.put(machine.Noticed(notice)),
-            on_cancel=lambda notice: self._inbox.put(machine.Cancelled(notice)),
-        )
-        monitor = health.start(
-            c.fitness.gpu_health, lambda verdict: self._inbox.put(machine.GpuJudged(verdict))
-        )
-        code = FENCED
-        try:
-            self.rendezvous.start()
-            code = self._loop()
-        except StoreError as e:
-            self._past.reason = str(e)
-            print(f"harness run: {e}", file=sys.stderr, flush=True)
-        finally:
-            watcher.stop()
-            monitor.stop()
-            self._close(code)
-        return code
+        self._ears = host.listen(c, self.sources, self._inbox.put)
 
     def _open(self) -> None:
         """Our uploader, our lines to the others, our seat in the rendezvous."""
-        c = self.config
-        nearby = replace(c.uploads.nearby, addr=c.addr, share=c.nproc > 1)
-        log, stage = c.node_dir / "uploader.log", (c.uploads.stage_dir, c.uploads.stage_nbytes)
-        self._uploads = NodeUploader(c.run, self.name, *stage, log, nearby)
-        self._lines = Lines(self.name, c.addr, c.timing.beat_s / 2)
+        c, host = self.config, self._host
+        self._uploads = host.uploads(c, self.name)
+        self._lines = host.lines(c, self.name)
         me = Member(
-            *(self.name, "warming", 0, c.addr, self._lines.port, free_port(c.addr)),
+            *(self.name, "warming", 0, c.addr, self._lines.port, host.free_port(c.addr)),
             nproc=c.nproc, attempt=c.attempt, speed=c.speed, place=c.place,
         )  # fmt: skip
         self.rendezvous = Rendezvous(
@@ -131,11 +121,26 @@ class Agent:
             self._lines,
             beat_s=c.timing.beat_s,
             dead_s=c.timing.dead_s,
-            min_members=c.min_members,
+            min_members=c.worlds.min_members,
+            replica_ranks=c.worlds.replica_ranks,
             over=self._run.is_over,
+            monotonic=host.monotonic,
         )
 
-    def _close(self, code: int) -> None:
+    def turn(self) -> int | None:
+        """Look once at everything that is due. The exit code, once this node is done."""
+        try:
+            if not self._beats:
+                self._host.start_beats(self.rendezvous)
+                self._beats = True
+            return self._turn()
+        except (StoreError, WrongProtocol) as e:
+            self._past.reason = str(e)
+            self._host.say(str(e), wrong=True)
+            return REFUSED if isinstance(e, WrongProtocol) else FENCED
+
+    def close(self, code: int) -> None:
+        self._ears.stop()
         self._workers.close()
         self._uploads.settle(self._settle_s())
         if code in (DRAINED, FINISHED):
@@ -159,38 +164,37 @@ class Agent:
                 heard = source.acknowledge(notice)
                 self.journal.record(NoticeAcknowledged(self.name, notice.id, heard))
 
-    def _loop(self) -> int:
+    def _turn(self) -> int | None:
         timing = self.config.timing
-        while True:
-            while not self._inbox.empty():
-                self._feed(self._inbox.get_nowait())
-            self._feed(machine.Tick())
-            now, code = time.monotonic(), None
-            if slept_s := self._due.slept_s(now):
-                self._workers.forgive(slept_s)  # their silence is not theirs
-            if self._node.life is Life.IN:
-                code = self._watch_workers(now)
-            if self._lines.changed.is_set():
-                self._due.at_once("tick")
-            if code is None and self._due.now("tick", now, timing.tick_s):
-                self._lines.changed.clear()
-                # training goes on while the bucket is silent
-                with contextlib.suppress(StoreUnavailable):
-                    self._run.tell_doubt(self._node, self._node.doubtful(time.time()))
-                    self._heed_leader(now)
-                    in_epoch = self._node.life is Life.IN
-                    code = self._watch_peers(now) if in_epoch else self._seek_epoch(now)
-            if self._due.now("flush", now, timing.flush_s):
-                with contextlib.suppress(StoreUnavailable):
-                    self.journal.flush()
-            if code is not None:
-                return code
-            time.sleep(PAUSE_S)
+        while not self._inbox.empty():
+            self._feed(self._inbox.get_nowait())
+        self._feed(machine.Tick())
+        now, code = self._host.monotonic(), None
+        if slept_s := self._due.slept_s(now):
+            self._workers.forgive(slept_s)  # their silence is not theirs
+        if self._node.life is Life.IN:
+            code = self._watch_workers(now)
+        if self._lines.changed.is_set():
+            self._due.at_once("tick")
+        if code is None and self._due.now("tick", now, timing.tick_s):
+            self._lines.changed.clear()
+            # training goes on while the bucket is silent
+            with contextlib.suppress(StoreUnavailable):
+                self._run.tell_doubt(self._node, self._node.doubtful(self._host.wall()))
+                self._heed_leader(now)
+                in_epoch = self._node.life is Life.IN
+                code = self._watch_peers(now) if in_epoch else self._seek_epoch(now)
+        if self._due.now("flush", now, timing.flush_s):
+            with contextlib.suppress(StoreUnavailable):
+                self.journal.flush()
+        return code
 
     # ---- events and acts -------------------------------------------------------------------------
     def _feed(self, event: Event) -> None:
         """Let the machine decide about `event`, and do what it says."""
-        self._node, acts = machine.step(self._node, event, Now(time.monotonic(), time.time()))
+        self._node, acts = machine.step(
+            self._node, event, Now(self._host.monotonic(), self._host.wall())
+        )
         for act in acts:
             self._do(act)
 
@@ -199,7 +203,7 @@ class Agent:
             case machine.Record(fact):
                 self.journal.record(fact)
             case machine.Say(text):
-                print(f"harness run: {text}", flush=True)
+                self._host.say(text)
             case machine.WriteMark(want, why, deadline_s):
                 self._workers.mark(want, why, deadline_s)
             case machine.DrainUploads(deadline_s):
@@ -226,7 +230,7 @@ class Agent:
         verdict = machine.last_words(at, committed, bool(saving))
         epoch = self._stay.epoch.epoch
         self.journal.record(GraceSpent(self.name, epoch, deadline_s, at, committed, verdict))
-        print(f"harness run: the deadline of {who} is here: {verdict}", flush=True)
+        self._host.say(f"the deadline of {who} is here: {verdict}")
         with contextlib.suppress(StoreUnavailable):
             self.journal.flush()
 
@@ -253,7 +257,7 @@ class Agent:
 
     # ---- between epochs --------------------------------------------------------------------------
     def _settle_s(self) -> float:
-        return self._node.settle_s(time.time(), self.config.uploads.settle_s)
+        return self._node.settle_s(self._host.wall(), self.config.uploads.settle_s)
 
     def _tell(self, **changes: Any) -> None:
         # what we say of ourselves goes out with the next heartbeat then
@@ -281,6 +285,8 @@ class Agent:
         if not self._node.may_join(now, self._workers.warm()):
             return None
         if self._node.life is Life.WARMING:
+            if not self.rendezvous.admitted():
+                return None
             self._tell(state="ready")
             self._feed(machine.Ready())
         if self._node.leaving:
@@ -296,7 +302,7 @@ class Agent:
         if self.rendezvous.is_over:
             past.reason = "the run has ended: its final snapshot is committed"
             hint = "for another training, name another run URL"
-            print(f"harness run: {past.reason}; {hint}", flush=True)
+            self._host.say(f"{past.reason}; {hint}")
             return FINISHED
         if now - past.left_s > wait_s:
             past.reason = f"no place in any epoch for {wait_s:.0f} s"
@@ -306,21 +312,21 @@ class Agent:
     def _enter(self, epoch: Epoch) -> None:
         self._workers.clear_signs()
         self._feed(machine.Entered())
-        self._stay = Stay(epoch, entered_s=time.monotonic())
+        self._stay = Stay(epoch, entered_s=self._host.monotonic())
         self._tell(
             state="in",
             epoch=epoch.epoch,
             end="",
             failure="",
             failure_step=0,
-            master_port=free_port(self.config.addr),
+            master_port=self._host.free_port(self.config.addr),
         )
-        self._workers.start(epoch, self._uploads.stage.folder, patience=2.0**self._node.hangs)
+        self._workers.start(epoch, self._uploads.folder, patience=2.0**self._node.hangs)
         if epoch.members[0] == self.name:
             self.journal.record(EpochStarted(epoch.epoch, epoch.members, epoch.world, epoch.reason))
             self._helpers.start()
         else:
-            self._helpers.release_replica()
+            self._helpers.release()
 
     # ---- in an epoch -----------------------------------------------------------------------------
     def _watch_workers(self, now: float) -> int | None:
@@ -377,10 +383,9 @@ class Agent:
         stay, epoch = self._stay, self._stay.epoch
         alive = [m for m in everybody if m.state not in ("gone", "dead")]
         first = next((n for n in epoch.members if any(m.member == n for m in alive)), None)
-        room = self._run.room()
-        room = room - epoch.world if room is not None else NO_LIMIT
-        waiting = [m for m in self.rendezvous.waiting(epoch, alive) if m.nproc <= room]
-        if first != self.name or not waiting:
+        waiting = self.rendezvous.waiting(epoch, alive)
+        grows = self.rendezvous.would_grow(epoch, waiting, self._run.room())
+        if first != self.name or not grows:
             stay.waiting_since_s = None
             return
         stay.waiting_since_s = stay.waiting_since_s or now
@@ -392,8 +397,7 @@ class Agent:
         epoch = self._stay.epoch
 
         def fell(name: str) -> bool:
-            heard = self._lines.heard(name)
-            return heard.seen and not heard.up
+            return not self._lines.heard(name).up  # it fell, or never stood
 
         with contextlib.suppress(StoreUnavailable):
             members = self.rendezvous.watch(epoch.members)
@@ -410,12 +414,12 @@ class Agent:
 
     def _abandon(self, why: str, code: int = KILLED) -> int | None:
         """End our workers; `code`: what their end shall count as."""
-        print(f"harness run: epoch {self._stay.epoch.epoch} is over: {why}", flush=True)
+        self._host.say(f"epoch {self._stay.epoch.epoch} is over: {why}")
         return self._leave([code] * len(self._end_workers()))
 
     def _leave(self, codes: list[int]) -> int | None:
         """Our workers of this epoch have ended with `codes`: what now?"""
-        self._past.left_s = time.monotonic()
+        self._past.left_s = self._host.monotonic()
         self._feed(machine.Left())
         end, evidence = self._judge(codes)
         failure, failure_step = evidence.signature if end in ends.BROKEN_OFF else "", 0
@@ -442,8 +446,9 @@ class Agent:
                 "failure": failure,
                 "failure_step": failure_step,
             }
-            self._past.settle_until_s = time.monotonic() + self._settle_s()
-            self._say_ready(time.monotonic())
+            now = self._host.monotonic()
+            self._past.settle_until_s = now + self._settle_s()
+            self._say_ready(now)
             self._workers.warm_up()
             self._due.at_once("tick")
         return code
@@ -478,7 +483,7 @@ class Agent:
     def _count(self, evidence: ends.Evidence, failed: bool) -> int:
         """An epoch of ours was broken off. The step at which our failure counts. Raises
         StoreUnavailable."""
-        committed, lasted_s = self._run.committed(), time.monotonic() - self._stay.entered_s
+        committed, lasted_s = self._run.committed(), self._host.monotonic() - self._stay.entered_s
         fruitless = self._past.fruitless
         self._past.fruitless = fruitless.broken_off(committed, evidence.attached, lasted_s)
         return committed if failed else 0
@@ -487,7 +492,7 @@ class Agent:
         """All our workers ended with status 0: see to it that the run's end is committed. If the
         script has not come so far, the run is stopped. Raises StoreUnavailable, after a long
         time."""
-        give_up_s = time.monotonic() + self.config.timing.wait_limit_s
+        give_up_s = self._host.monotonic() + self.config.timing.wait_limit_s
         while True:
             try:
                 if not self._workers.attached():
@@ -497,6 +502,6 @@ class Agent:
                     return False
                 return True
             except StoreUnavailable:  # all is done but to say so
-                if time.monotonic() > give_up_s:
+                if self._host.monotonic() > give_up_s:
                     raise
-                time.sleep(1.0)
+                self._host.sleep(ANSWER_AGAIN_S)

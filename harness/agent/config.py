@@ -71,6 +71,14 @@ class Beside:
 
 
 @dataclass(frozen=True)
+class Worlds:
+    """What a world is made of."""
+
+    min_members: int = 1
+    replica_ranks: int = 1  # that hold one copy of the model; only whole replicas train
+
+
+@dataclass(frozen=True)
 class AgentConfig:
     run: str
     argv: list[str]
@@ -81,7 +89,7 @@ class AgentConfig:
     accelerator: str = "cpu"
     speed: float = 1.0
     place: str = ""  # nodes of one place reach each other and form worlds; those of others wait
-    min_members: int = 1
+    worlds: Worlds = field(default_factory=Worlds)
     timing: Timing = field(default_factory=Timing)
     leaving: Leaving = field(default_factory=Leaving)
     fitness: Fitness = field(default_factory=Fitness)

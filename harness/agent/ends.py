@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from harness.bucket.epochs import Epoch, Member
+from harness.bucket.layout import Epoch, Member
 from harness.core.facts import WorkerFailed
 from harness.core.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED, UNFIT
 
@@ -339,9 +339,11 @@ def why_no_more(me: Member, last: Epoch, fruitless: Fruitless, end: End | None) 
     again = failure and (failure, me.failure_step) == (last.failure, last.failure_step)
     not_its_fault = failure.startswith(("SIG", "Hung")) or "StoreUnavailable" in failure
     limit = SAME_KILL_LIMIT if not_its_fault else SAME_FAILURE_LIMIT
-    if again and last.streak + 1 >= limit:
+    # whoever made an epoch after it has counted it already
+    times = last.streak + (last.epoch <= me.epoch)
+    if again and times >= limit:
         return (
-            f"crash loop: the script failed {last.streak + 1} times in a row at the same point "
+            f"crash loop: the script failed {times} times in a row at the same point "
             f"(after step {me.failure_step}): {failure}. Mend the script, then launch again: the "
             f"run resumes at step {me.failure_step}."
         )

@@ -1,4 +1,4 @@
-"""Processes beside the first member of an epoch: trackers, and the replica of the bucket."""
+"""Processes beside the first member of an epoch: trackers, replica and keeper of the bucket."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import time
 
 from harness.agent.config import AgentConfig
 
-MODULES = {"trackers": "harness.views.trackers", "replica": "harness.uploader.replica"}
+MODULES = {
+    "trackers": "harness.views.trackers",
+    "replica": "harness.uploader.replica",
+    "keeper": "harness.bucket.keeper",
+}
 
 
 class Helpers:
@@ -34,7 +38,8 @@ class Helpers:
 
     def _commands(self) -> dict[str, list[str]]:
         """The words after the module, of each that is wanted."""
-        c, beside, commands = self._config, self._config.beside, dict[str, list[str]]()
+        c, beside = self._config, self._config.beside
+        commands = {"keeper": [c.run]}
         if beside.trackers:
             script = shlex.join(c.argv)  # its flags are configuration
             commands["trackers"] = [c.run, "--trackers", beside.trackers, "--script", script]
@@ -48,10 +53,11 @@ class Helpers:
             ]
         return commands
 
-    def release_replica(self) -> None:
-        """Another node's copies the snapshots now."""
-        if "replica" in self._processes:
-            self._processes["replica"].terminate()
+    def release(self) -> None:
+        """Another node's copy the snapshots and keep the bucket now."""
+        for name in ("replica", "keeper"):
+            if name in self._processes:
+                self._processes[name].terminate()
 
     def end(self, wait_s: float) -> None:
         """All of them; who is not done within `wait_s` is killed."""

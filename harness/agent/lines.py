@@ -7,82 +7,67 @@ death known within milliseconds; silence is left to whoever judges. Nothing that
 believed: a caller's name is only a reason to look into the bucket. All that is lost with a line is
 speed: the bucket says the same, later. Knows sockets; nothing of epochs.
 
-Wire: text lines. To followers: name, then records (one JSON line each) and empty lines (pulses).
-From followers: their name, once.
+What is said, and what follows from it, is in `lines_protocol.py`; these are its hands: sockets and
+one thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import secrets
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Mapping
 
-LONGEST_NBYTES = 64 * 1024  # of a line on the wire; more is not ours
-FOLLOWERS = 1024  # more than that are sent away
-CONNECT_S = 1.0  # for a connection and the first word on it
-SILENT_PULSES = 3.0  # so many pulses missed: the line is made anew
-WAKE_S = 0.05  # the shortest time between two attempts to make a line
+from harness.agent.gossip import Overheard
+from harness.agent.lines_protocol import (
+    LONGEST_NBYTES,
+    Address,
+    Dial,
+    Door,
+    HangUp,
+    Heard,
+    Heed,
+    LineAct,
+    LinesProtocol,
+    Transmit,
+)
 
-Address = tuple[str, int]
-
-
-@dataclass(frozen=True)
-class Heard:
-    """What is known of one member over its line. `refused`: its machine says that nobody of
-    that name is there."""
-
-    up: bool = False
-    refused: bool = False
-    record: bytes = b""  # the newest it sent
-    seen: bool = False  # it was up at least once
+CLOSE_S = 5.0  # the longest wait for the thread to end
+UNSENT_NBYTES = 4 * 1024 * 1024  # who takes less than that in time is frozen or gone
+DEAF_S = 0.2  # without a free descriptor nobody is let in for so long
+OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-SILENCE = Heard()
-
-
-@dataclass
-class _Line:
-    """Ours to one member that we follow."""
-
-    name: str
-    address: Address
-    heard: Heard = SILENCE
-    socket: socket.socket | None = None
-    buffer: bytes = b""
-    greeted: bool = False
-    last_s: float = 0.0  # when we heard something, or began to connect
-    retry_s: float = 0.0
+def new_key() -> str:
+    """What callers of a member must know; it stands in the object of the member."""
+    return secrets.token_hex(16)
 
 
 class Lines:
-    """`port`: where we listen. `changed` is set whenever something was heard that may matter.
-    Close it when done."""
+    """`port`: where we listen. `key`: what callers must know; "": nothing, as of older versions.
+    `changed` is set whenever something was heard that may matter. Close it when done."""
 
-    def __init__(self, name: str, addr: str, pulse_s: float = 0.5):
-        self._name, self._pulse_s = name, pulse_s
+    def __init__(self, name: str, addr: str, pulse_s: float = 0.5, key: str | None = None):
+        self.key = new_key() if key is None else key
         self.changed = threading.Event()
-        self._knocked = threading.Event()
-        self._lock = threading.Lock()
-        self._record = b""
-        self._outbox: list[bytes] = []
-        self._wanted: dict[str, Address] = {}
-        self._lines: dict[str, _Line] = {}
-        self._followers: set[socket.socket] = set()
+        self._lock = threading.Lock()  # of the protocol
+        self._protocol = LinesProtocol(name, pulse_s, time.monotonic(), self.key)
+        self._sockets: dict[int, socket.socket] = {}
+        self._unsent: dict[int, bytes] = {}
         self._selector = selectors.DefaultSelector()
-        self._server = socket.create_server((addr, 0), backlog=128)
+        self._server = socket.create_server((addr, 0), backlog=512)
         self._server.setblocking(False)
+        self._deaf_until_s = 0.0  # 0: we let callers in
         self.port = int(self._server.getsockname()[1])
         self._bell, self._ear = socket.socketpair()
         for s in (self._bell, self._ear):
             s.setblocking(False)
-        self._selector.register(self._server, selectors.EVENT_READ, None)
-        self._selector.register(self._ear, selectors.EVENT_READ, None)
+        self._selector.register(self._server, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._ear, selectors.EVENT_READ, self._wake)
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="lines", daemon=True)
         self._thread.start()
@@ -91,38 +76,59 @@ class Lines:
     def tell(self, record: bytes) -> None:
         """Our newest record (JSON without a newline), to all who follow us, at once."""
         with self._lock:
-            self._record = record
-            self._outbox.append(record + b"\n")
+            self._protocol.tell(record)
         self._ring()
 
-    def follow(self, members: Mapping[str, Address]) -> None:
-        """Keep a line to each of these, and to nobody else."""
+    def follow(
+        self, members: Mapping[str, Door], passing: bool = False, keyless: Collection[str] = ()
+    ) -> None:
+        """Keep a line to each of these, and to nobody else. See `LinesProtocol.follow`."""
         with self._lock:
-            if self._wanted == members:
-                return
-            self._wanted = dict(members)
+            self._protocol.follow(members, time.monotonic(), passing, keyless)
+            something = self._protocol.has_acts()
+        if something:
+            self._ring()
+
+    def share(self, name: str, record: bytes) -> None:
+        """What a member says of itself in the bucket: pass it on if it is news."""
+        with self._lock:
+            self._protocol.share(name, record, time.monotonic())
         self._ring()
+
+    def doubt(self, name: str) -> None:
+        """We found it dead."""
+        with self._lock:
+            self._protocol.doubt(name, time.monotonic())
+        self._ring()
+
+    def overheard(self) -> Overheard:
+        """All hearsay; new records and callers are told once."""
+        with self._lock:
+            return self._protocol.overheard()
+
+    def following(self) -> set[str]:
+        """Whom we follow."""
+        with self._lock:
+            return set(self._protocol.wanted)
 
     def heard(self, name: str) -> Heard:
         with self._lock:
-            line = self._lines.get(name)
-            return line.heard if line else SILENCE
+            return self._protocol.heard(name)
 
     def all_up(self) -> bool:
         """Do we hear everybody whom we follow?"""
         with self._lock:
-            return all(name in self._lines and self._lines[name].heard.up for name in self._wanted)
+            return self._protocol.all_up()
 
     def knocked(self) -> bool:
         """Has a stranger called since we were asked last?"""
-        knocked = self._knocked.is_set()
-        self._knocked.clear()
-        return knocked
+        with self._lock:
+            return self._protocol.knocked()
 
     def close(self) -> None:
         self._closing = True
         self._ring()
-        self._thread.join(5.0)
+        self._thread.join(CLOSE_S)
 
     def _ring(self) -> None:
         with contextlib.suppress(OSError):  # full: it will wake up anyway; closed: nobody to wake
@@ -130,161 +136,132 @@ class Lines:
 
     # ---- the thread ------------------------------------------------------------------------------
     def _serve(self) -> None:
-        pulse_due_s = time.monotonic() + self._pulse_s
         while not self._closing:
-            self._mend(time.monotonic())
-            for key, _ in self._selector.select(self._wait_s(pulse_due_s)):
-                self._attend(key.fileobj, key.data)
-            now = time.monotonic()
-            pulse, pulse_due_s = (
-                (b"\n", now + self._pulse_s) if now >= pulse_due_s else (b"", pulse_due_s)
-            )
-            self._tell_followers(pulse)
-        self._tell_followers(b"")  # last words
-        for s in [
-            self._server,
-            self._ear,
-            self._bell,
-            *self._followers,
-            *(ln.socket for ln in self._lines.values() if ln.socket),
-        ]:
+            with self._lock:
+                self._protocol.tick(time.monotonic())
+            self._act()
+            with self._lock:
+                wait_s = self._protocol.wait_s(time.monotonic())
+            self._hear_again()
+            for key, _ in self._selector.select(wait_s):
+                if isinstance(key.data, int):
+                    self._attend(key.data)
+                else:
+                    key.data()
+                self._act()
+        self._act()  # last words
+        for s in [self._server, self._ear, self._bell, *self._sockets.values()]:
             s.close()
         self._selector.close()
 
-    def _tell_followers(self, pulse: bytes) -> None:
-        with self._lock:
-            news, self._outbox = b"".join(self._outbox) + pulse, []
-        for s in list(self._followers) if news else []:
-            self._send(s, news)
+    def _act(self) -> None:
+        """Carry out what the protocol says, and what follows from that."""
+        while True:
+            with self._lock:
+                acts = self._protocol.take()
+            if not acts:
+                return
+            for act in acts:
+                self._do(act)
 
-    def _wait_s(self, pulse_due_s: float) -> float:
-        due_s = min(
-            [pulse_due_s, *(ln.retry_s for ln in self._lines.values() if ln.socket is None)]
-        )
-        return min(max(due_s - time.monotonic(), 0.0), self._pulse_s)
+    def _do(self, act: LineAct) -> None:
+        match act:
+            case Dial(conn, address):
+                self._dial(conn, address)
+            case Transmit(conn, data):
+                self._send(conn, data)
+            case HangUp(conn):
+                self._drop(conn)
+            case Heed():
+                self.changed.set()
 
-    def _attend(self, s: Any, line: _Line | None) -> None:
-        if line is not None:
-            self._listen(line)
-        elif s is self._server:
-            self._accept()
-        elif s is self._ear:
-            with contextlib.suppress(BlockingIOError):
-                self._ear.recv(4096)
-        else:
-            self._hear_follower(s)
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._ear.recv(4096)
 
     def _accept(self) -> None:
         try:
-            s, _ = self._server.accept()
-        except OSError:
+            s, address = self._server.accept()
+        except OSError as e:
+            if e.errno in OUT_OF_DESCRIPTORS:  # it stays readable: looking again would not end
+                self._selector.unregister(self._server)
+                self._deaf_until_s = time.monotonic() + DEAF_S
             return
         s.setblocking(False)
-        if len(self._followers) >= FOLLOWERS:
-            s.close()
-            return
         s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._followers.add(s)
-        self._selector.register(s, selectors.EVENT_READ, None)
         with self._lock:
-            record = self._record
-        self._send(s, f"{self._name}\n".encode() + (record + b"\n" if record else b""))
+            conn = self._protocol.accepted(time.monotonic(), str(address[0]))
+        self._sockets[conn] = s
+        self._selector.register(s, selectors.EVENT_READ, conn)
 
-    def _send(self, s: socket.socket, data: bytes) -> None:
-        """Small; who does not take it is frozen or gone, and may call again."""
+    def _hear_again(self) -> None:
+        if self._deaf_until_s and time.monotonic() >= self._deaf_until_s:
+            self._selector.register(self._server, selectors.EVENT_READ, self._accept)
+            self._deaf_until_s = 0.0
+
+    def _dial(self, conn: int, address: Address) -> None:
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         try:
-            sent = s.send(data)
-        except OSError:
-            sent = -1
-        if sent != len(data):
-            self._drop(s)
-
-    def _drop(self, s: socket.socket) -> None:
-        self._followers.discard(s)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(s)
-        s.close()
-
-    def _hear_follower(self, s: socket.socket) -> None:
-        try:
-            said = s.recv(4096)
-        except BlockingIOError:
-            return
-        except OSError:
-            said = b""
-        if not said:
-            self._drop(s)
-        elif said.strip().decode(errors="replace") not in self._lines:
-            self._knocked.set()
-            self.changed.set()
-
-    # ---- ours to others --------------------------------------------------------------------------
-    def _mend(self, now: float) -> None:
-        """Lines as wanted: new ones begun, old ones ended, silent and broken ones made anew."""
-        with self._lock:
-            wanted = dict(self._wanted)
-        for name in [n for n, ln in self._lines.items() if wanted.get(n) != ln.address]:
-            self._hang_up(self._lines[name], now)
-            with self._lock:
-                del self._lines[name]
-        for name, address in wanted.items():
-            if name not in self._lines:
-                with self._lock:
-                    self._lines[name] = _Line(name, address)
-        for line in self._lines.values():
-            if line.socket is None:
-                if now >= line.retry_s:
-                    self._call(line, now)
-            elif now - line.last_s > (SILENT_PULSES * self._pulse_s if line.greeted else CONNECT_S):
-                self._hang_up(line, now)
-
-    def _call(self, line: _Line, now: float) -> None:
-        family = socket.AF_INET6 if ":" in line.address[0] else socket.AF_INET
-        line.socket, line.buffer, line.greeted, line.last_s = (
-            socket.socket(family, socket.SOCK_STREAM),
-            b"",
-            False,
-            now,
-        )
-        line.socket.setblocking(False)
-        try:
-            code = line.socket.connect_ex(line.address)
+            s = self._sockets[conn] = socket.socket(family, socket.SOCK_STREAM)
+            s.setblocking(False)
+            code = s.connect_ex(address)
         except (OSError, OverflowError, TypeError, ValueError):
-            # what a member says of itself need not be an address
+            # what a member says of itself need not be an address; and descriptors can run out
             code = errno.EINVAL
         if code in (0, errno.EINPROGRESS):
-            self._selector.register(line.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, line)
+            self._selector.register(s, selectors.EVENT_READ | selectors.EVENT_WRITE, conn)
         else:
-            self._hang_up(line, now, refused=code == errno.ECONNREFUSED)
+            self._lost(conn, refused=code == errno.ECONNREFUSED)
 
-    def _hang_up(self, line: _Line, now: float, refused: bool = False) -> None:
-        was_up = line.greeted
-        if line.socket is not None:
+    def _send(self, conn: int, data: bytes) -> None:
+        """What cannot be sent at once is sent when there is room."""
+        if (s := self._sockets.get(conn)) is None:
+            return
+        waiting = conn in self._unsent
+        data = self._unsent.pop(conn, b"") + data
+        try:
+            sent = s.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self._lost(conn)
+            return
+        if len(data) - sent > UNSENT_NBYTES:
+            self._lost(conn)
+        elif sent < len(data):
+            self._unsent[conn] = data[sent:]
+            self._selector.modify(s, selectors.EVENT_READ | selectors.EVENT_WRITE, conn)
+        elif waiting:
+            self._selector.modify(s, selectors.EVENT_READ, conn)
+
+    def _drop(self, conn: int) -> None:
+        self._unsent.pop(conn, None)
+        if s := self._sockets.pop(conn, None):
             with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(line.socket)
-            line.socket.close()
-        line.socket, line.greeted = None, False
-        # one that was up is asked at once whether it is still there
-        line.retry_s = now + (WAKE_S if was_up else self._pulse_s)
-        self._learn(line, Heard(False, refused, line.heard.record, line.heard.seen))
+                self._selector.unregister(s)
+            s.close()
 
-    def _learn(self, line: _Line, heard: Heard) -> None:
-        if heard != line.heard:
-            with self._lock:
-                line.heard = heard
-            self.changed.set()
+    def _lost(self, conn: int, refused: bool = False) -> None:
+        self._drop(conn)
+        with self._lock:
+            self._protocol.closed(conn, time.monotonic(), refused)
 
-    def _listen(self, line: _Line) -> None:
-        now, s = time.monotonic(), line.socket
-        if s is None:
+    def _attend(self, conn: int) -> None:
+        if (s := self._sockets.get(conn)) is None:
             return
         if (code := s.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)) != 0:
-            self._hang_up(line, now, refused=code == errno.ECONNREFUSED)
+            self._lost(conn, refused=code == errno.ECONNREFUSED)
             return
-        if self._selector.get_key(s).events & selectors.EVENT_WRITE:  # connected
-            self._selector.modify(s, selectors.EVENT_READ, line)
-            with contextlib.suppress(OSError):
-                s.send(f"{self._name}\n".encode())
+        if conn in self._unsent:
+            self._send(conn, b"")
+        elif self._selector.get_key(s).events & selectors.EVENT_WRITE:
+            self._selector.modify(s, selectors.EVENT_READ, conn)
+            with self._lock:
+                self._protocol.connected(conn, time.monotonic())
+        if conn in self._sockets:
+            self._receive(conn, self._sockets[conn])
+
+    def _receive(self, conn: int, s: socket.socket) -> None:
         try:
             said = s.recv(LONGEST_NBYTES)
         except BlockingIOError:
@@ -292,20 +269,7 @@ class Lines:
         except OSError:
             said = b""
         if not said:
-            self._hang_up(line, now)
+            self._lost(conn)
             return
-        line.last_s = now
-        *whole, line.buffer = (line.buffer + said).split(b"\n")
-        if len(line.buffer) > LONGEST_NBYTES:
-            self._hang_up(line, now)
-            return
-        if whole and not line.greeted:
-            if whole.pop(0) != line.name.encode():  # the port is another's now
-                self._hang_up(line, now, refused=True)
-                return
-            line.greeted = True
-        if line.greeted:
-            records = [w for w in whole if w]
-            self._learn(
-                line, Heard(True, False, records[-1] if records else line.heard.record, True)
-            )
+        with self._lock:
+            self._protocol.received(conn, said, time.monotonic())

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from harness.agent.ends import End, Fruitless
-from harness.bucket.epochs import NO_EPOCH, Epoch
+from harness.bucket.layout import NO_EPOCH, Epoch
 
 # the loop stood still for so long: nobody else's silence is judged by that time
 FROZEN_S = 3.0
@@ -15,10 +14,10 @@ FROZEN_S = 3.0
 
 @dataclass
 class Due:
-    """When to look at what next, by our own clock."""
+    """When to look at what next, by our own clock. `round_s`: when we last looked at anything."""
 
+    round_s: float
     _next_s: dict[str, float] = field(default_factory=dict)
-    _round_s: float = field(default_factory=time.monotonic)
 
     def now(self, what: str, now: float, every_s: float) -> bool:
         """Is it time for this? Then the next time is in `every_s`."""
@@ -32,7 +31,7 @@ class Due:
 
     def slept_s(self, now: float) -> float:
         """For how long we were stopped, or the machine paused, since the last round; 0: not."""
-        gap_s, self._round_s = now - self._round_s, now
+        gap_s, self.round_s = now - self.round_s, now
         return gap_s if gap_s > FROZEN_S else 0.0
 
 
@@ -52,11 +51,11 @@ class Stay:
 class Past:
     """What is remembered of this node's epochs."""
 
+    left_s: float  # since then we are in none
     reason: str = ""  # in words, of our own end
     end: End | None = None  # of the last one
     tail: tuple[str, ...] = ()  # of the log of the worker that failed
     fruitless: Fruitless = field(default_factory=Fruitless)
-    left_s: float = field(default_factory=time.monotonic)  # since then we are in none
     # what we shall say of ourselves once our uploads are done, and when we say it anyway
     ready: dict[str, Any] = field(default_factory=dict)
     settle_until_s: float = 0.0

@@ -38,7 +38,7 @@ class Notice:
     acknowledge: bool = False
 
 
-class Source(Protocol):
+class NoticeSource(Protocol):
     """One place where notices appear."""
 
     name: str
@@ -61,7 +61,7 @@ class Watcher:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[NoticeSource],
         threads: Sequence[threading.Thread],
         stopped: threading.Event,
     ):
@@ -76,7 +76,7 @@ class Watcher:
 
 
 def watch(
-    sources: Sequence[Source],
+    sources: Sequence[NoticeSource],
     on_notice: Callable[[Notice], None],
     on_cancel: Callable[[Notice], None],
 ) -> Watcher:
@@ -98,7 +98,7 @@ def watch(
 
 
 def _follow(
-    source: Source,
+    source: NoticeSource,
     on_notice: Callable[[Notice], None],
     on_cancel: Callable[[Notice], None],
     stopped: threading.Event,
@@ -116,7 +116,7 @@ def _follow(
 
 
 def step(
-    source: Source,
+    source: NoticeSource,
     known: Mapping[str, Notice],
     on_notice: Callable[[Notice], None],
     on_cancel: Callable[[Notice], None],

@@ -31,8 +31,18 @@ MAX_ANSWER = 1 << 20
 SLOWEST_PACE_S = 5.0
 SKEW_S = 2.0  # Date headers have whole seconds, so less than this is no difference of clocks
 # and answers that mean nothing
-ANSWERLESS = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError)
+ANSWERLESS = (
+    *(OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError),
+    RecursionError,  # of JSON without end
+)
 Parser: TypeAlias = Callable[[str], tuple[Notice, ...]]
+
+
+def _break_off(wires: list[socket.socket], late: threading.Event) -> None:
+    late.set()
+    for wire in wires:
+        with contextlib.suppress(OSError):  # it has just ended by itself
+            wire.shutdown(socket.SHUT_RDWR)
 
 
 # ---- what all services over HTTP have in common --------------------------------------------------
@@ -74,8 +84,9 @@ class Endpoint:
         timeout_s: float,
         body: bytes | None = None,
     ) -> Reply:
-        """Raises OSError (TimeoutError, refused, ...) or http.client.HTTPException when there
-        is no answer."""
+        """All of it within `timeout_s` for the connection and as long again for the answer, however
+        slowly that trickles. Raises OSError (TimeoutError, refused, ...) or
+        http.client.HTTPException when there is no answer."""
         if self._secure:
             connection: http.client.HTTPConnection = http.client.HTTPSConnection(
                 self._host,
@@ -89,13 +100,21 @@ class Endpoint:
             if self._closed:
                 raise ConnectionAbortedError("closed")
             self._connection = connection
+        late, wires = threading.Event(), list[socket.socket]()
+        timer = threading.Timer(2 * timeout_s, _break_off, (wires, late))
+        timer.daemon = True
         try:
+            timer.start()
             connection.request(method, self._prefix + path, body, dict(headers))
+            wires.append(connection.sock)  # which it forgets when the service says "close"
             answer = connection.getresponse()
             text = answer.read(MAX_ANSWER).decode(errors="replace")
+            if late.is_set():
+                raise TimeoutError(f"no whole answer within {2 * timeout_s:g} s")
             said = {name.lower(): value for name, value in answer.getheaders()}
             return Reply(answer.status, text, said, self._skew(said.get("date", "")))
         finally:
+            timer.cancel()
             with self._lock:
                 self._connection = None
             connection.close()

@@ -6,9 +6,8 @@ more than the run URL. Knows nothing of torch or clouds.
 
 An epoch n+1 may be created when every member of epoch n has left it, said goodbye, or is dead. Only
 one object of that name can ever be created, so two epochs at once cannot begin; whoever lost the
-race finds itself in the winner's epoch or waits for the next one. Death is judged by each
-observer's own monotonic clock (no sign of life for `dead_s`) and by a refused connection, which is
-a death at once; never by comparing clocks of two machines.
+race finds itself in the winner's epoch or waits for the next one. Who is dead is judged by each
+observer for itself (membership.py).
 
 Signs of life and news come over open connections (lines.py), so that the bucket is asked little
 while all is well: members whose lines are up rewrite their object every `calm_s` only, and
@@ -23,38 +22,33 @@ An epoch's number that such an object takes is never used.
 from __future__ import annotations
 
 import contextlib
-import json
-import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
 
-from harness.agent.lines import Address, Heard
-from harness.bucket.epochs import (
-    MEMBERS,
-    Epoch,
-    Member,
-    decode,
-    encode_epoch,
-    epoch_key,
-    newest_epoch,
-    read_epoch,
-)
-from harness.core.world import meeting_place
+from harness.agent.membership import LIST_S, BeatTimes, Ears, Membership
+from harness.bucket.epochs import newest_epoch, read_epoch
+from harness.bucket.layout import Epoch, Member, epoch_key, member_key
+from harness.core import values
+from harness.core.values import BadObject, NewerProtocol
+from harness.core.world import WrongProtocol, meeting_place, whole_replicas
 from storage.errors import NotFound, StoreError
 from storage.objects import ObjectStore
 
 # between two signs of life in the bucket, and two looks for newcomers, while lines say the same
 CALM_S = 10.0
-FRESH_S = 10.0  # so long after a change those who wait look often
-LIST_S = 1.0  # ... so often
-KNOCK_S = 0.3  # and not more often than this because somebody calls
-GHOST_S = 60.0  # between two looks at one found dead, which may not be
 MENTION_S = 0.05  # for the beat that is on its way
+NEWEST_S = 2.0  # between two looks for the next epoch in a big world, where lines tell of it
+SUSPECT_S = 3.0  # nothing changes for so long: who has not left is asked whether it is there
+READS = 8  # objects that are read at once
 TURN_S = 2.0  # how long the next in order waits for the one before it to create the epoch
+
+
+NOBODY: frozenset[str] = frozenset()
 
 
 def free_port(addr: str) -> int:
@@ -63,39 +57,20 @@ def free_port(addr: str) -> int:
         return int(s.getsockname()[1])
 
 
-class Ears(Protocol):
-    """What the rendezvous needs of `lines.Lines`."""
-
-    def follow(self, members: Mapping[str, Address]) -> None:
-        """Keep a line to each of these."""
-
-    def heard(self, name: str) -> Heard:
-        """What is known of a member over its line."""
-
-    def all_up(self) -> bool:
-        """Is everybody heard who is followed?"""
-
-    def knocked(self) -> bool:
-        """Has a stranger called since we were asked last?"""
-
-    def tell(self, record: bytes) -> None:
-        """Our newest record, to all who follow us."""
-
-
 @dataclass
-class _Seen:
-    """What we know of another member."""
+class _Moments:
+    """When we did what last, by our own clock."""
 
-    member: Member
-    sign_s: float  # of its last sign of life, by our own clock
-    moved: bool = False  # we saw its object change, or heard it
-    read_s: float = 0.0  # when we last read its object
-    dead: bool = False
+    said_s: float = -float("inf")
+    asked_s: float = -float("inf")  # whether the run is over
+    newest_s: float = -float("inf")  # for the next epoch
+    settled_s: float | None = None  # since then all of the last epoch have left it; None: not all
 
 
 class Rendezvous:
     """One member's view. `beat_s`: how often it says that it lives; `dead_s`: silence that means
     death; `calm_s` takes the place of `beat_s` while we train and hear everybody over lines.
+    `replica_ranks`: a world is made of whole replicas of so many ranks; who is left over waits.
     `over`: is the run finished? Then no epoch is begun any more."""
 
     def __init__(
@@ -109,32 +84,30 @@ class Rendezvous:
         calm_s: float = CALM_S,
         join_window_s: float = 1.0,
         min_members: int = 1,
+        replica_ranks: int = 1,
         over: Callable[[], bool] = lambda: False,
         monotonic: Callable[[], float] = time.monotonic,
     ):
-        self.store, self.me, self.lines = store, me, lines
-        self._beat_s, self._dead_s, self._calm_s = beat_s, dead_s, max(calm_s, beat_s)
-        self._join_window_s, self._min_members = join_window_s, min_members
+        self.store, self.me, self.lines = store, replace(me, key=me.key or lines.key), lines
+        self._beats = BeatTimes(beat_s, dead_s, max(calm_s, beat_s))
+        self.others = Membership(store, lines, self._beats, monotonic)
+        self._join_window_s, self.min_members = join_window_s, min_members
+        self._replica_ranks = replica_ranks
         self._monotonic, self._over = monotonic, over
-        self._asked_s = -float("inf")  # whether it is over
+        self._last = _Moments()
         self.is_over = False  # it was, when the next epoch's time had come: there is none
         self._newest: Epoch | None = None  # as far as we have looked
         self._number = 0  # the greatest that is taken: by `_newest`, or by what is no epoch
-        self._odd: set[str] = set()  # objects that make no sense, and were told
-        self._seen: dict[str, _Seen] = {}
-        self._listed_s = -float("inf")
-        self._looked_s = monotonic()
-        self._fresh_s = monotonic()  # when something last changed
-        self._said_s = -float("inf")
-        self._settled_since: float | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True)
 
     # ---- what we say -----------------------------------------------------------------------------
     def start(self) -> None:
+        """Say that we are there, and beat from a thread of our own from now on. Without it:
+        call `say` once and `beat_if_due` often."""
+        self.others.many = ThreadPoolExecutor(READS, "members").map
         self.say()
-        self._thread.start()
+        threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True).start()
 
     def say(self, **changes: Any) -> None:
         """Change what we say of ourselves, at once. Raises StoreError; followers have heard it
@@ -144,13 +117,13 @@ class Rendezvous:
             self.me = replace(
                 self.me,
                 beat=self.me.beat + 1,
-                beat_s=self._calm_s if calm else self._beat_s,
+                beat_s=self._beats.calm_s if calm else self._beats.beat_s,
                 **changes,
             )
-            record = json.dumps(asdict(self.me)).encode()
+            record = self.me.encode()
             self.lines.tell(record)
-            self._said_s = self._fresh_s = self._monotonic()
-            self.store.put(f"{MEMBERS}{self.me.member}.json", record)
+            self._last.said_s = self.others.fresh_s = self._monotonic()
+            self.store.put(member_key(self.me.member), record)
 
     def mention(self, **changes: Any) -> None:
         """As `say`, but only to who hears us over a line; the bucket learns it with the next beat.
@@ -158,7 +131,7 @@ class Rendezvous:
         if self._lock.acquire(timeout=MENTION_S):
             try:
                 self.me = replace(self.me, beat=self.me.beat + 1, **changes)
-                self.lines.tell(json.dumps(asdict(self.me)).encode())
+                self.lines.tell(self.me.encode())
             finally:
                 self._lock.release()
 
@@ -169,7 +142,7 @@ class Rendezvous:
             self.say(state="gone", end=end)
 
     def _heartbeat(self) -> None:
-        while not self._stop.wait(self._beat_s / 2):
+        while not self._stop.wait(self._beats.beat_s / 2):
             # a missed beat is what silence means; the next one may get through
             with contextlib.suppress(StoreError):
                 self.beat_if_due()
@@ -178,8 +151,10 @@ class Rendezvous:
         """Rewrite our object if it is time to: every `beat_s`, at once when a line has just
         been lost, else every `calm_s`."""
         calm = self.me.state == "in" and self.lines.all_up()
-        doubt = not calm and self.me.beat_s > self._beat_s
-        due = doubt or self._monotonic() - self._said_s >= (self._calm_s if calm else self._beat_s)
+        doubt = not calm and self.me.beat_s > self._beats.beat_s
+        # what we promised last holds until we have said otherwise
+        promised_s = self.me.beat_s or self._beats.beat_s
+        due = doubt or self._monotonic() - self._last.said_s >= promised_s
         if due:
             self.say()
         return due
@@ -188,23 +163,65 @@ class Rendezvous:
     def newest(self) -> Epoch:
         """The newest epoch. Numbers have no gaps, so one missing object proves it: no list is
         needed after the first look."""
+        self._last.newest_s = self._monotonic()
         if self._newest is None:
-            self._newest = newest_epoch(self.store)
+            try:
+                self._newest = newest_epoch(self.store)
+            except NewerProtocol as e:
+                raise self._outdated(e) from e
         self._number = max(self._number, self._newest.epoch)
         while True:
             try:
-                self._newest = read_epoch(self.store, self._number + 1)
-                self._fresh_s = self._monotonic()
+                found = read_epoch(self.store, self._number + 1)
+                self._check_older(found)
+                self._newest, self.others.fresh_s = found, self._monotonic()
+                self.others.revive(found.members)
             except NotFound:
                 return self._newest
+            except NewerProtocol as e:
+                raise self._outdated(e) from e
             except ValueError as e:  # its number is taken all the same
-                self._pass_over(epoch_key(self._number + 1), e)
+                self.others.pass_over(epoch_key(self._number + 1), e)
             self._number += 1
 
-    def _pass_over(self, key: str, why: ValueError) -> None:
-        if key not in self._odd:
-            self._odd.add(key)
-            print(f"harness: {self.store.url}/{key} is passed over: {why}", flush=True)
+    def _newest_soon(self) -> Epoch:
+        """As `newest`; in a big world it is asked for when somebody says that it is in it, and
+        seldom else."""
+        asked_s = self._monotonic() - self._last.newest_s
+        if self._newest is None or not self.others.is_big or asked_s >= NEWEST_S:
+            return self.newest()
+        told = any(s.member.epoch > self._number for s in self.others.seen.values())
+        return self.newest() if told else self._newest
+
+    def _outdated(self, why: NewerProtocol) -> WrongProtocol:
+        return WrongProtocol(
+            f"{self.store.url} is trained by a newer version of this code, {why}: install the "
+            "version that its other nodes have"
+        )
+
+    def _check_older(self, found: Epoch) -> None:
+        """Nodes of an older version may not know that ours is another. Raises BadObject."""
+        ours = values.PROTOCOL
+        if found.protocol < ours and self._newest and self._newest.protocol == ours:
+            raise BadObject(f"it is of protocol {found.protocol}, this run's epochs are of {ours}")
+
+    def admitted(self) -> bool:
+        """May we say that we are ready? Not while nodes that speak an older protocol may train
+        here: they would take us for one of theirs. Raises WrongProtocol once one is seen to
+        live."""
+        last = self._newest_soon()
+        if not last.epoch or last.protocol == values.PROTOCOL:
+            return True
+        alive = {m.member for m in self.members()} - {self.me.member}
+        here = [name for name in last.members if name in alive]
+        if any(self.others.seen[name].moved for name in here):
+            raise WrongProtocol(
+                f"{self.store.url} is trained by {', '.join(here)} in epoch {last.epoch}, which is "
+                f"of protocol {last.protocol}; this node speaks {values.PROTOCOL}: install the "
+                "version that they have, or stop the run (harness stop) and launch it anew with "
+                "this version"
+            )
+        return not here
 
     def members(self) -> list[Member]:
         """Everybody who is not gone or dead, by our own observation."""
@@ -213,104 +230,12 @@ class Rendezvous:
     def look(self) -> list[Member]:
         """Everybody who ever said something; those found dead have state "dead". Newcomers are
         looked for when somebody calls, often while something changes, and every `calm_s` else."""
-        now = self._monotonic()
-        often = self.me.state != "in" and now - self._fresh_s < FRESH_S
-        silent_s = now - self._listed_s
-        knocked = silent_s >= KNOCK_S and self.lines.knocked()
-        if knocked or silent_s >= (LIST_S if often else self._calm_s):
-            self._listed_s = now
-            for seen in self._seen.values():
-                # one found dead may be who calls
-                seen.read_s = -float("inf") if knocked else seen.read_s
-            names = [
-                m[1]
-                for k in self.store.list(MEMBERS)
-                if (m := re.fullmatch(r"([^/]+)\.json", k.removeprefix(MEMBERS)))
-            ]
-        else:
-            names = list(self._seen)
-        return self.watch(names)
+        return self.others.look(self.me)
 
     def watch(self, names: Iterable[str]) -> list[Member]:
         """As `look`, for these members: without a list, and nobody is asked for who is heard
         over a line."""
-        now = self._monotonic()
-        # we stood still: nobody's silence is judged by that time
-        if (gap_s := now - self._looked_s) > self._dead_s / 2:
-            for seen in self._seen.values():
-                seen.sign_s += gap_s
-        self._looked_s = now
-        found = [self._judge(name, now) for name in names if name != self.me.member]
-        # Who is in another place cannot be reached; a line that never comes up would keep us from
-        # being calm.
-        here = {n: s.member for n, s in self._seen.items() if s.member.place == self.me.place}
-        follow = {n: m for n, m in here.items() if not self._seen[n].dead and m.state != "gone"}
-        self.lines.follow({n: (m.addr, m.probe_port) for n, m in follow.items()})
-        return [*(m for m in found if m is not None), self.me]
-
-    def _judge(self, name: str, now: float) -> Member | None:
-        """What we know of one member now; state "dead" if it is; None: it never said anything."""
-        seen = self._seen.get(name)
-        if seen is not None and seen.member.state == "gone":  # for ever: a name is used once
-            return seen.member
-        heard = self.lines.heard(name)
-        if seen is None or (
-            not heard.up and now - seen.read_s >= (GHOST_S if seen.dead else self._beat_s)
-        ):
-            seen = self._read(name, now, seen)
-            if seen is None:
-                return None
-        if heard.record:
-            # not a record of our kind: the bucket will say it
-            with contextlib.suppress(ValueError):
-                self._update(seen, decode(Member, heard.record), now)
-        if heard.up:
-            seen.sign_s, seen.dead, seen.moved = now, False, True
-        if seen.member.state == "gone":
-            return seen.member
-        if not seen.dead:
-            silent_s = now - seen.sign_s
-            refused = heard.refused and (
-                heard.seen or not seen.moved or silent_s >= 2 * self._beat_s
-            )
-            # Whose line to us fell silent sees ours fall silent, and beats in the bucket from then
-            # on; who never had one may not.
-            patience_s = self._dead_s + (
-                0.0 if heard.seen or seen.member.beat_s <= self._beat_s else seen.member.beat_s
-            )
-            seen.dead = refused or silent_s >= patience_s
-            if seen.dead:
-                self._fresh_s = now
-        return replace(seen.member, state="dead") if seen.dead else seen.member
-
-    def _read(self, name: str, now: float, seen: _Seen | None) -> _Seen | None:
-        key = f"{MEMBERS}{name}.json"
-        try:
-            member = decode(Member, self.store.get(key))
-            if member.member != name:
-                raise ValueError(
-                    f"wanted what {name} says of itself, found what {member.member} says"
-                )
-        except NotFound:
-            return None
-        except ValueError as e:  # what it said before it still counts, but is no sign of life
-            self._pass_over(key, e)
-            if seen is not None:
-                seen.read_s = now
-            return seen
-        # it may be years old, or be written at this moment: its line will tell, or its next beat
-        if seen is None:
-            seen = self._seen[name] = _Seen(member, now)
-            self._fresh_s = now
-        seen.read_s = now
-        self._update(seen, member, now)
-        return seen
-
-    def _update(self, seen: _Seen, member: Member, now: float) -> None:
-        if member.beat > seen.member.beat:
-            if (member.state, member.epoch) != (seen.member.state, seen.member.epoch):
-                self._fresh_s = now
-            seen.member, seen.sign_s, seen.moved, seen.dead = member, now, True, False
+        return self.others.watch(names, self.me)
 
     # ---- epochs ----------------------------------------------------------------------------------
     def waiting(self, current: Epoch, alive: list[Member]) -> list[Member]:
@@ -319,58 +244,76 @@ class Rendezvous:
         return [
             m
             for m in alive
-            if m.state == "ready" and m.member not in current.members and m.place in here
+            if m.state == "ready"
+            and m.member not in current.members
+            and m.place in here
+            and m.protocol == values.PROTOCOL
         ]
+
+    def would_grow(self, current: Epoch, waiting: list[Member], max_world: int | None) -> bool:
+        """Would the world have more ranks if `waiting` got in? Who makes no whole replica
+        waits."""
+        sizes = [*current.nproc, *(m.nproc for m in waiting)]
+        found = whole_replicas(sizes, self._replica_ranks, max_world)
+        return sum(sizes[i] for i in found) > current.world
 
     def try_form(self, max_world: int | None) -> Epoch | None:
         """The newest epoch if we are in it and have not taken part yet; else create the next
         one when its time has come."""
-        last = self.newest()
+        if not self.admitted():
+            return None
+        last = self._newest_soon()
+        self.others.vital = frozenset(last.members) if self.me.member in last.members else NOBODY
         if self.me.member in last.members and last.epoch > self.me.epoch:
             return last
-        alive = self.members()
+        alive = [m for m in self.members() if m.protocol == values.PROTOCOL]
         by_name = {m.member: m for m in alive}
+        unknown = self.others.unknown(n for n in last.members if n != self.me.member)
         unsettled = [
             by_name[n]
             for n in last.members
             if n in by_name and not self._has_left(by_name[n], last.epoch)
         ]
         fresh_start = not any(n in by_name for n in last.members)
-        if unsettled or (fresh_start and any(m.state == "warming" for m in alive)):
-            self._settled_since = None
+        if unsettled and self._monotonic() - self.others.fresh_s > SUSPECT_S:
+            self.others.suspect(n for n in last.members if n in by_name)
+        if unknown or unsettled or (fresh_start and any(m.state == "warming" for m in alive)):
+            self._last.settled_s = None
             return None
         ready = [m for m in alive if m.state == "ready"]
-        where = meeting_place(
-            [
-                (m.place, m.nproc, m.member in last.members)
-                for m in sorted(ready, key=lambda m: self._order(m, last))
-            ]
-        )
+        before = {name: i for i, name in enumerate(last.members)}
+        ready.sort(key=lambda m: self._order(m, before))
+        where = meeting_place([(m.place, m.nproc, m.member in before) for m in ready])
         ready = [m for m in ready if m.place == where]
-        if self.me.place != where or len(ready) < self._min_members:
-            self._settled_since = None
+        sizes = [m.nproc for m in ready]
+        # what does not fit (more replicas than micro-batches, less than a replica) stays as a spare
+        chosen = [ready[i] for i in whole_replicas(sizes, self._replica_ranks, max_world)]
+        if self.me.place != where or len(ready) < self.min_members or not chosen:
+            self._last.settled_s = None
             if fresh_start and self._time_to_ask():
                 self.is_over = self._over()
             return None
         now = self._monotonic()
-        if self._settled_since is None:
-            self._settled_since = now
+        if self._last.settled_s is None:
+            self._last.settled_s = now
         # Whoever comes first in the order creates the epoch; the others step in should it fail to.
-        order = sorted(ready, key=lambda m: self._order(m, last))
-        turn = next(i for i, m in enumerate(order) if m.member == self.me.member)
+        turn = next(i for i, m in enumerate(ready) if m.member == self.me.member)
         if (
-            now - self._settled_since
+            now - self._last.settled_s
             < (self._join_window_s if fresh_start else 0.0) + TURN_S * turn
         ):
             return None
-        proposal = self._propose(last, order, max_world)
+        if unproven := self.others.hearsay(last.members):
+            self.others.suspect(unproven)
+            return None
+        proposal = self._propose(last, ready, chosen)
         if self.me.member not in proposal.members:
             return None
-        self._settled_since = None
+        self._last.settled_s = None
         if self._over():
             self.is_over = True
             return None
-        if self.store.create(epoch_key(proposal.epoch), encode_epoch(proposal)):
+        if self.store.create(epoch_key(proposal.epoch), proposal.encode()):
             return proposal
         return None  # another was quicker; the next look shows its epoch
 
@@ -378,27 +321,22 @@ class Rendezvous:
         """Whether the run is over, while nobody trains and we cannot begin: often after a
         change, seldom else."""
         now = self._monotonic()
-        if due := now - self._asked_s >= (
-            LIST_S if now - self._fresh_s < FRESH_S else self._calm_s
+        if due := now - self._last.asked_s >= (
+            LIST_S if self.others.is_fresh() else self._beats.calm_s
         ):
-            self._asked_s = now
+            self._last.asked_s = now
         return due
 
     def _has_left(self, m: Member, epoch: int) -> bool:
         return m.state == "ready" and m.epoch >= epoch
 
     @staticmethod
-    def _order(m: Member, last: Epoch) -> tuple[int, int, str]:
+    def _order(m: Member, before: Mapping[str, int]) -> tuple[int, int, str]:
         # Survivors keep their order, so that ranks (and what they hold in memory) move as little as
         # possible.
-        known = last.members.index(m.member) if m.member in last.members else len(last.members)
-        return (known, m.attempt, m.member)
+        return (before.get(m.member, len(before)), m.attempt, m.member)
 
-    def _propose(self, last: Epoch, ready: list[Member], max_world: int | None) -> Epoch:
-        chosen: list[Member] = []
-        for m in ready:  # what does not fit (more ranks than micro-batches) stays as a spare
-            if max_world is None or sum(c.nproc for c in chosen) + m.nproc <= max_world:
-                chosen.append(m)
+    def _propose(self, last: Epoch, ready: list[Member], chosen: list[Member]) -> Epoch:
         failed = [m for m in ready if m.failure]
         if last.epoch == 0 or not any(m.member in last.members for m in chosen):
             reason = "start"
@@ -417,7 +355,7 @@ class Rendezvous:
             failure, step = failed[0].failure, failed[0].failure_step
             same = last.failure == failure and last.failure_step == step
             streak = last.streak + 1 if same else 1
-        first = chosen[0] if chosen else self.me
+        first = chosen[0]
         return Epoch(
             epoch=self._number + 1,
             members=tuple(m.member for m in chosen),
@@ -429,4 +367,5 @@ class Rendezvous:
             streak=streak,
             failure=failure,
             failure_step=step,
+            replica_ranks=self._replica_ranks,
         )

@@ -6,14 +6,24 @@ Everything raises StoreError as the store does; nothing here decides.
 
 from __future__ import annotations
 
-import json
-
 from harness.agent.leaderless import Leaderless
 from harness.agent.machine import Node
-from harness.bucket.epochs import Epoch
+from harness.bucket.layout import (
+    CONTROL,
+    DOUBT,
+    IDENTITY,
+    LEAVE,
+    SNAPSHOT,
+    STOP_KEY,
+    Epoch,
+    Identity,
+    StopOrder,
+    order_by,
+    order_key,
+)
 from harness.bucket.lease import sign_of_life
-from harness.bucket.orders import CONTROL, SNAPSHOT, STOP_KEY, StopOrder, ask_to_stop, stop_order
-from harness.core.world import DOUBT, LEAVE
+from harness.bucket.orders import ask_to_stop, stop_order
+from harness.core.values import BadObject
 from storage.errors import NotFound
 from storage.manifest import Ref, SnapshotCorrupt
 from storage.objects import ObjectStore
@@ -23,9 +33,17 @@ NO_LIMIT = 1 << 30
 
 
 class RunState:
-    """The run as one member sees it. `attempt` 0: nobody launched it by number."""
+    """The run as one member sees it. `attempt` 0: nobody launched it by number.
+    `replica_ranks`: ranks that do one micro-batch together."""
 
-    def __init__(self, store: ObjectStore, member: str, attempt: int, leaderless_s: float):
+    def __init__(
+        self,
+        store: ObjectStore,
+        member: str,
+        attempt: int,
+        leaderless_s: float,
+        replica_ranks: int = 1,
+    ):
         self.store, self.member, self.attempt = store, member, attempt
         self.snapshots = Snapshots(store)
         self._leaderless = Leaderless(leaderless_s)
@@ -33,6 +51,7 @@ class RunState:
         # what was asked of the run before we looked first is not for us
         self._control_seen: set[str] | None = None
         self._doubt_told = False  # that this node may not stay stands in the bucket
+        self._replica_ranks = replica_ranks
         self._room: int | None = None  # ranks that a step has work for, once that is known
 
     # ---- what is asked ---------------------------------------------------------------------------
@@ -54,7 +73,7 @@ class RunState:
 
     def released(self) -> bool:
         """Is this node asked to leave?"""
-        return bool(self.attempt) and f"{LEAVE}{self.attempt:06d}.json" in self._control
+        return bool(self.attempt) and order_key(LEAVE, self.attempt) in self._control
 
     # ---- who leads -------------------------------------------------------------------------------
     def unled(self, now: float) -> str:
@@ -67,12 +86,10 @@ class RunState:
         is told later."""
         if doubtful == self._doubt_told or not self.attempt:
             return
-        key = f"{DOUBT}{self.attempt:06d}.json"
+        key = order_key(DOUBT, self.attempt)
         if doubtful:
             said = [f"{n.kind} notice from {n.source}" for n in node.notices.values()]
-            self.store.create(
-                key, json.dumps({"by": self.member, "reason": ", ".join(said)}).encode()
-            )
+            self.store.create(key, order_by(self.member, ", ".join(said)))
         else:
             self.store.delete(key)
         self._doubt_told = doubtful
@@ -90,12 +107,9 @@ class RunState:
         """Ranks that a step has work for; None: no limit, or not known yet."""
         if self._room is None:
             try:
-                identity = json.loads(self.store.get("run.json"))  # never changes
-                micro_batch = int(identity.get("micro_batch") or 0)
-                self._room = (
-                    int(identity["global_batch"]) // micro_batch if micro_batch else NO_LIMIT
-                )
-            except (NotFound, ValueError, KeyError, TypeError, AttributeError):
+                found = Identity.decode(self.store.get(IDENTITY))  # never changes
+                self._room = found.micro_batches * self._replica_ranks or NO_LIMIT
+            except (NotFound, BadObject):
                 # not there yet, or not ours: workers say what is wrong
                 return None
         return None if self._room == NO_LIMIT else self._room

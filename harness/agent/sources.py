@@ -23,7 +23,8 @@ from harness.agent.aws import AWS_V4, AWS_V6, AwsSource
 from harness.agent.azure import AZURE, AzureSource
 from harness.agent.gcp import GCP_HOST, MAINTENANCE_EVENT, PREEMPTED, GcpSource
 from harness.agent.kubernetes import ACCOUNT, KubernetesSource
-from harness.agent.notices import KINDS, Notice, Source
+from harness.agent.notices import KINDS, Notice, NoticeSource
+from harness.agent.own_source import sources_of
 from harness.agent.polling import log, utc
 from harness.core.world import BadInput
 
@@ -228,10 +229,10 @@ class Row:
 
     here: Callable[[Machine], bool]
     sigterm_s: float | None  # None: as long as it likes; SIGTERM is no sign of the end there
-    sources: Callable[[Machine], list[Source]]
+    sources: Callable[[Machine], list[NoticeSource]]
 
 
-def _aws(m: Machine) -> list[Source]:
+def _aws(m: Machine) -> list[NoticeSource]:
     v6 = m.env.get("AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE", "").lower() == "ipv6"
     endpoint = (
         m.env.get("AWS_EC2_METADATA_SERVICE_ENDPOINT")
@@ -245,14 +246,14 @@ def _aws(m: Machine) -> list[Source]:
     )
 
 
-def _gcp(m: Machine) -> list[Source]:
+def _gcp(m: Machine) -> list[NoticeSource]:
     named = ("GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP")
     host = next((m.env[name] for name in named if m.env.get(name)), GCP_HOST)
     endpoint = f"http://{host}"
     return [GcpSource(endpoint, path, gpu=m.gpu) for path in (PREEMPTED, MAINTENANCE_EVENT)]
 
 
-def _kubernetes(m: Machine) -> list[Source]:
+def _kubernetes(m: Machine) -> list[NoticeSource]:
     host, port = (
         m.env.get("KUBERNETES_SERVICE_HOST", ""),
         m.env.get("KUBERNETES_SERVICE_PORT_HTTPS", "443"),
@@ -266,19 +267,19 @@ def _kubernetes(m: Machine) -> list[Source]:
     ]
 
 
-def _slurm(m: Machine) -> list[Source]:
+def _slurm(m: Machine) -> list[NoticeSource]:
     end = m.env.get("SLURM_JOB_END_TIME", "")
     return [LimitSource("slurm", float(end))] if end.isdigit() and int(end) else []
 
 
-def _file(m: Machine) -> list[Source]:
+def _file(m: Machine) -> list[NoticeSource]:
     path = m.env.get("HARNESS_NOTICE_FILE") or (
         f"{m.env['HARNESS_NODE_DIR']}/notice" if m.env.get("HARNESS_NODE_DIR") else ""
     )
     return [FileSource(path)] if path else []
 
 
-def _limit(m: Machine) -> list[Source]:
+def _limit(m: Machine) -> list[NoticeSource]:
     return (
         [LimitSource("limit", moment(m.env["HARNESS_CAPACITY_END"]))]
         if m.env.get("HARNESS_CAPACITY_END")
@@ -290,7 +291,7 @@ def _given(*names: str) -> Callable[[Machine], bool]:
     return lambda m: any(m.env.get(name) for name in names)
 
 
-def _none(_: Machine) -> list[Source]:
+def _none(_: Machine) -> list[NoticeSource]:
     return []
 
 
@@ -338,26 +339,36 @@ CLOUDS: dict[str, Row] = {
 
 def places(env: Mapping[str, str], root: Path = Path("/"), asked: str = "") -> list[str]:
     """The rows of `CLOUDS` that hold here: those `asked` for by name ("aws,gcp"), or what the
-    machine says of itself. Raises BadInput."""
+    machine says of itself ("", or "auto" among the names). Raises BadInput."""
     machine = Machine(env, root)
-    if not asked:
-        return [name for name, row in CLOUDS.items() if row.here(machine)]
-    names = [name.strip() for name in asked.split(",") if name.strip() not in ("", "none")]
-    if unknown := [name for name in names if name not in CLOUDS]:
+    names = [name for name in _words(asked) if ":" not in name]
+    if unknown := [name for name in names if name not in (*CLOUDS, "auto", "none")]:
         raise BadInput(
             f"--notices: {', '.join(unknown)} is not known; wanted a list of {', '.join(CLOUDS)}, "
-            "or none"
+            "auto (what this machine says of itself), and sources of your own as "
+            "pkg.module:function; or none"
         )
-    return names
+    if not _words(asked) or "auto" in names:
+        return [name for name, row in CLOUDS.items() if name in names or row.here(machine)]
+    return [name for name in names if name != "none"]
+
+
+def _words(asked: str) -> list[str]:
+    return [word for name in asked.split(",") if (word := name.strip())]
 
 
 def detect(
     env: Mapping[str, str], root: Path = Path("/"), asked: str = "", speaks_for_all: bool = False
-) -> list[Source]:
-    """The sources of this machine, by what it says of itself (or as asked for); never by trying
-    addresses and waiting for time-outs."""
+) -> list[NoticeSource]:
+    """The sources of this machine, by what it says of itself (or as asked for), and the user's
+    own; never by trying addresses and waiting for time-outs. Raises BadInput."""
     machine = Machine(env, root, speaks_for_all)
-    return [source for name in places(env, root, asked) for source in CLOUDS[name].sources(machine)]
+    found = [
+        source for name in places(env, root, asked) for source in CLOUDS[name].sources(machine)
+    ]
+    for spec in dict.fromkeys(word for word in _words(asked) if ":" in word):
+        found += sources_of(spec, taken={*CLOUDS, *(source.name for source in found)})
+    return found
 
 
 def sigterm_s(env: Mapping[str, str], root: Path = Path("/"), asked: str = "") -> float:

@@ -17,13 +17,13 @@ members to be at an epoch's store).
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -42,7 +42,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from harness.agent.lines import Lines
 from harness.agent.rendezvous import Rendezvous, free_port
-from harness.bucket.epochs import NO_EPOCH, Epoch, Member
+from harness.bucket.layout import NO_EPOCH, Epoch, Member, closed_key, order_by
 from storage.errors import NotFound, StoreError, StoreUnavailable
 from storage.objects import ObjectStore
 from storage.opening import normalize, open_store
@@ -54,8 +54,23 @@ ANSWER_S = 60.0  # the longest wait of torch's agent for another's word in the e
 ORDINARY_ENDS = ("finished",)
 
 
-def closed_key(epoch: int) -> str:
-    return f"rdzv/closed/{epoch:06d}.json"
+@dataclass(frozen=True)
+class _Bounds:
+    """Seconds: to find a place in an epoch, until a member that is silent is gone, between two
+    signs of life."""
+
+    join_timeout_s: float
+    confirm_s: float
+    beat_s: float
+
+
+@dataclass
+class _Waiting:
+    """For the next epoch: members that were lost, have left or want in; and since when one has
+    wanted in."""
+
+    members: int = 0
+    since_s: float | None = None
 
 
 class BucketRendezvous(RendezvousHandler):
@@ -75,7 +90,7 @@ class BucketRendezvous(RendezvousHandler):
         confirm_s: float = 15.0,
     ):
         self._store, self._run_id, self._addr, self._max_nodes = store, run_id, addr, max_nodes
-        self._join_timeout_s, self._confirm_s, self._beat_s = join_timeout_s, confirm_s, beat_s
+        self._bounds = _Bounds(join_timeout_s, confirm_s, beat_s)
         name = f"t{secrets.token_hex(4)}"
         self._lines = Lines(name, addr, beat_s / 2)
         # where our store will listen, should we be rank 0 of the next epoch
@@ -95,8 +110,7 @@ class BucketRendezvous(RendezvousHandler):
         )
         self._epoch = NO_EPOCH
         self._kv: TCPStore | None = None
-        self._waiting = 0
-        self._waiting_since_s: float | None = None
+        self._waiting = _Waiting()
         self._lock = threading.Lock()  # the rendezvous is looked at by one thread at a time
         self._stop = threading.Event()
         self._over = self._over_before()
@@ -114,7 +128,7 @@ class BucketRendezvous(RendezvousHandler):
         """Leave the epoch that we are in and enter the next. Raises
         Rendezvous{Closed,Connection,Timeout}Error."""
         deadline_s, busy_until_s = (
-            time.monotonic() + self._join_timeout_s,
+            time.monotonic() + self._bounds.join_timeout_s,
             time.monotonic() + BUSY_S,
         )
         with self._lock:
@@ -138,8 +152,8 @@ class BucketRendezvous(RendezvousHandler):
             if time.monotonic() > deadline_s:
                 self._rendezvous.leave(end="")
                 raise RendezvousTimeoutError(
-                    f"{self._store.url}: no place in any epoch within {self._join_timeout_s:.0f} s "
-                    "(join_timeout)"
+                    f"{self._store.url}: no place in any epoch within "
+                    f"{self._bounds.join_timeout_s:.0f} s (join_timeout)"
                 )
             self._lines.changed.wait(TICK_S if time.monotonic() < busy_until_s else IDLE_S)
             self._lines.changed.clear()
@@ -147,7 +161,7 @@ class BucketRendezvous(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """Members that were lost, have left for the next epoch, or want in: for each the
         workers are started again."""
-        return self._waiting
+        return self._waiting.members
 
     def is_closed(self) -> bool:
         """Has somebody of the newest epoch ended the run? A marker from before our time does
@@ -159,9 +173,7 @@ class BucketRendezvous(RendezvousHandler):
         newest = self._rendezvous.newest().epoch
         # then latecomers start again, and find what is committed
         with contextlib.suppress(StoreUnavailable):
-            self._store.create(
-                closed_key(newest), json.dumps({"by": self._rendezvous.me.member}).encode()
-            )
+            self._store.create(closed_key(newest), order_by(self._rendezvous.me.member))
 
     def shutdown(self) -> bool:
         """The workers have ended for good: nobody shall start again."""
@@ -191,7 +203,7 @@ class BucketRendezvous(RendezvousHandler):
 
     def _is_there(self, name: str) -> bool:
         """Is this member neither gone nor refusing?"""
-        deadline_s = time.monotonic() + 2 * self._beat_s
+        deadline_s = time.monotonic() + 2 * self._bounds.beat_s
         while time.monotonic() < deadline_s:
             seen = [m for m in self._rendezvous.watch([name]) if m.member == name]
             if not seen or seen[0].state in ("gone", "dead"):
@@ -203,7 +215,7 @@ class BucketRendezvous(RendezvousHandler):
 
     def _leave_epoch(self) -> None:
         self._kv = None  # its server ends with it
-        self._waiting, self._waiting_since_s = 0, None
+        self._waiting = _Waiting()
         end = "resize" if self._epoch is not NO_EPOCH else ""
         self._epoch = NO_EPOCH
         self._say(state="ready", end=end)
@@ -219,7 +231,7 @@ class BucketRendezvous(RendezvousHandler):
         rank = epoch.members.index(me)
         door, self._door = self._door, socket.create_server((self._addr, 0))
         self._say(state="in", epoch=epoch.epoch, end="", master_port=self._door.getsockname()[1])
-        gone_s = time.monotonic() + self._confirm_s
+        gone_s = time.monotonic() + self._bounds.confirm_s
         try:
             if rank == 0:
                 self._kv = TCPStore(
@@ -327,9 +339,9 @@ class BucketRendezvous(RendezvousHandler):
             ),
         )
         now = time.monotonic()
-        self._waiting_since_s = (self._waiting_since_s or now) if joining else None
-        batched = self._waiting_since_s is not None and now - self._waiting_since_s >= BATCH_S
-        self._waiting = lost + (joining if batched else 0)
+        self._waiting.since_s = (self._waiting.since_s or now) if joining else None
+        batched = self._waiting.since_s is not None and now - self._waiting.since_s >= BATCH_S
+        self._waiting.members = lost + (joining if batched else 0)
 
 
 def _answers(addr: str, port: int) -> bool:

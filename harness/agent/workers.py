@@ -22,7 +22,7 @@ from typing import IO
 from harness.agent.config import AgentConfig
 from harness.agent.ends import WorkerEnd
 from harness.agent.nursery import Forked, Nursery
-from harness.bucket.epochs import NO_EPOCH, Epoch
+from harness.bucket.layout import NO_EPOCH, Epoch
 from harness.core.facts import Fact, WorkerHung
 from harness.node import marks, progress
 from harness.node.marks import Want
@@ -183,6 +183,7 @@ class Workers:
             "TORCHELASTIC_MAX_RESTARTS": 1_000_000,
             "HARNESS_RUN": self._config.run,
             "HARNESS_REPLICA": self._config.beside.replica,
+            "HARNESS_REPLICA_RANKS": epoch.replica_ranks,
             "HARNESS_EPOCH": epoch.epoch,
             "HARNESS_MARK": self._mark_path,
             "HARNESS_SPEEDS": json.dumps(speeds),

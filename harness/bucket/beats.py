@@ -11,16 +11,13 @@ Pure: knows an ObjectStore and is given a clock; tolerates objects that it canno
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from harness.bucket.epochs import MEMBERS
+from harness.bucket.layout import MEMBERS, Glance, attempt_of, member_key, member_of
 from storage.errors import NotFound
 from storage.objects import ObjectStore
 
-PROMISE_S = 10.0  # between two beats of a member that does not say how often it beats
-LONGEST_S = 60.0  # nobody promises so little that its death would not be noticed
 MISSED = 2.0  # so many beats in a row, and LATE_S, must be missed
 LATE_S = 5.0
 
@@ -53,10 +50,9 @@ class Beats:
 
     def look(self, attempts: Collection[int] | None = None) -> list[Beat]:
         """Every member that ever said something (`attempts`: of these only). Raises StoreError."""
-        keys = self._store.list(MEMBERS)
-        names = [k.removeprefix(MEMBERS).removesuffix(".json") for k in keys if k.endswith(".json")]
+        names = [name for key in self._store.list(MEMBERS) if (name := member_of(key))]
         found = [
-            self._look(name) for name in names if attempts is None or _attempt_of(name) in attempts
+            self._look(name) for name in names if attempts is None or attempt_of(name) in attempts
         ]
         return [beat for beat in found if beat is not None]
 
@@ -64,32 +60,15 @@ class Beats:
         if name in self._gone:
             return self._gone[name]
         try:
-            data = self._store.get(f"{MEMBERS}{name}.json")
+            data = self._store.get(member_key(name))
         except NotFound:
             return None
         now = self._now()
         before = self._seen.get(name)
         if before is None or before[0] != data:
             before = self._seen[name] = (data, now, before is not None)
-        state, promise_s = _parse(data)
-        beat = Beat(name, _attempt_of(name), state == "gone", before[2], now - before[1], promise_s)
+        told, still_s = Glance.of(data), now - before[1]
+        beat = Beat(name, attempt_of(name), told.gone, before[2], still_s, told.promise_s)
         if beat.gone:
             self._gone[name] = beat
         return beat
-
-
-def _attempt_of(member: str) -> int:
-    """Members are named `m<attempt>-<random>`."""
-    number = member.removeprefix("m").partition("-")[0]
-    return int(number) if number.isdecimal() else 0
-
-
-def _parse(data: bytes) -> tuple[str, float]:
-    """(state, seconds between beats that it promises); an unreadable object is somebody's all
-    the same."""
-    try:
-        body = json.loads(data)
-        promise_s = float(body.get("beat_s") or 0.0)
-        return str(body.get("state", "")), promise_s if 0.0 < promise_s <= LONGEST_S else PROMISE_S
-    except (ValueError, TypeError, AttributeError):
-        return "", PROMISE_S

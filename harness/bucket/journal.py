@@ -7,18 +7,23 @@ that dies loses at most what it had not flushed; what it flushed is whole.
 
 from __future__ import annotations
 
-import re
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from harness.bucket.archive import STEPS, Archive, read_columns, segments
+from harness.bucket.archive import read_facts as read_facts  # the journal's other end
+from harness.bucket.layout import FACTS, SAMPLES, segment_key
+from harness.bucket.volumes import fact_of, read_segment
+from harness.core import columns
 from harness.core import records as rec
-from harness.core.facts import Chain, Fact, Stamped, read_chain
+from harness.core.columns import Columns
+from harness.core.facts import Chain, ChainReader, Fact, Stamped
 from storage.errors import NotFound
-from storage.objects import ObjectStore
+from storage.objects import ObjectStore, get_each
 
 Listener = Callable[[Stamped], None]
-SEGMENT = re.compile(r"facts/([^/]+)/(\d{6,12})\.jsonl")
 
 
 class Journal:
@@ -63,66 +68,103 @@ class Journal:
                         return
                     self._sealed = ("\n".join(lines) + "\n").encode(), len(lines)
                 data, count = self._sealed
-                key = f"facts/{self.writer}/{self._seq:06d}.jsonl"
-                if not self.store.create(key, data) and self.store.get(key) != data:
-                    raise RuntimeError(
-                        f"{key}: another process writes under the same name; writers must be unique"
-                    )
+                key = segment_key(self.writer, self._seq)
+                if not self.store.create(key, data):
+                    self._is_ours(key, data)
                 self._seq, self._sealed = self._seq + 1, None
                 with self._lock:
                     del self._pending[:count]
 
+    def _is_ours(self, key: str, data: bytes) -> None:
+        """What is there already, is it ours, of a flush that was not answered?"""
+        with contextlib.suppress(NotFound):  # it was, and is archived by now
+            if self.store.get(key) != data:
+                raise RuntimeError(
+                    f"{key}: another process writes under the same name; writers must be unique"
+                )
+
     def read(self) -> list[Stamped]:
         """What the controllers of this run have written, by time: all that a new one must know."""
-        return read_facts(self.store, "controller-")
-
-
-def segments(store: ObjectStore, writers: str = "") -> dict[str, list[str]]:
-    """Keys of fact segments, in order, by writer. `writers`: only those whose name begins so.
-    What else lies there is not ours."""
-    by_writer: dict[str, list[tuple[int, str]]] = {}
-    for key in store.list(f"facts/{writers}"):
-        if found := SEGMENT.fullmatch(key):
-            by_writer.setdefault(found[1], []).append((int(found[2]), key))
-    return {writer: [key for _, key in sorted(keys)] for writer, keys in by_writer.items()}
-
-
-def read_facts(store: ObjectStore, writers: str = "") -> list[Stamped]:
-    """Facts of a run (of all writers, or those whose name begins so), by time. What was changed or
-    lost, or is none, is an `Unreadable` in its place: one bad object stops no reader. Raises
-    StoreError."""
-    found: list[Stamped] = []
-    for writer, keys in segments(store, writers).items():
-        found += read_chain(writer, _lines(store, keys))
-    return sorted(found, key=lambda s: s.t)
-
-
-def _lines(store: ObjectStore, keys: list[str]) -> Iterator[tuple[str, str]]:
-    """(where, line)"""
-    for key in keys:
-        for number, line in enumerate(store.get(key).decode(errors="replace").splitlines(), 1):
-            yield f"{key}, line {number}", line
+        return read_facts(self.store, "controller-", steps=False)
 
 
 @dataclass
 class Follower:
     """Reads only what is new since the last call; for live views. Does not check hashes (`harness
-    verify` does). What is no fact is an `Unreadable`."""
+    verify` does). What is no fact is an `Unreadable`.
+
+    Of what was archived before the first call it tells what a live view needs: the newest steps
+    only, and of ends of members (archive.MUCH) only the newest. `most`: segments that one call
+    reads, but the first; the rest comes with the next calls. `whole`: it tells all of that, but
+    the archived steps, which `archived_steps` has.
+    """
 
     store: ObjectStore
-    prefix: str = "facts/"
-    _seen: set[str] = field(default_factory=set)
+    prefix: str = FACTS
+    most: int | None = None
+    whole: bool = False
+    # numbers of segments that were read, by writer, as far as they are not known to be archived
+    _seen: dict[str, set[int]] = field(default_factory=dict)
+    _archive: Archive = field(init=False)
+    _begun: bool = False
+    _steps_end: int = 0  # volume up to which `archived_steps` was told
     # read by a poll that the store then broke off
     _unread: list[Stamped] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self._archive = Archive(self.store, follows=True)
+
     def poll(self) -> list[Stamped]:
-        for key in self.store.list(self.prefix):
-            if key in self._seen or not (found := SEGMENT.fullmatch(key)):
-                continue
-            self._unread += read_chain(found[1], _lines(self.store, [key]), hashes=False)
-            self._seen.add(key)
+        """Raises StoreError; what was read until then comes with the next call."""
+        writers = self.prefix.removeprefix(FACTS)
+        cursors = self._archive.cursors
+        place = {
+            key: (writer, number)
+            for writer, keys in segments(self.store, writers).items()
+            for number, key in keys.items()
+            if number not in self._seen.get(writer, ())
+            and (writer not in cursors or number >= cursors[writer].next)
+        }
+        wanted = list(place) if self.most is None or not self._begun else list(place)[: self.most]
+        for key, data in get_each(self.store, wanted):
+            if data is None:
+                continue  # it is in the archive by now
+            writer, number = place[key]
+            lines = read_segment(ChainReader(writer, hashes=False), number, data)
+            self._unread += (stamped for _, stamped in lines)
+            self._seen.setdefault(writer, set()).add(number)
+        self._unread += self._archived(writers)
+        self._begun = True
         new, self._unread = sorted(self._unread, key=lambda s: s.t), []
         return new
+
+    def archived_steps(self) -> Columns:
+        """Steps that were archived since the last call, as far as `poll` has read the archive;
+        some of them it may have told as facts. Raises StoreError."""
+        end = self._archive.end
+        if self._steps_end == end:
+            return columns.NONE
+        found = read_columns(self.store, STEPS, end, [], self._steps_end)
+        self._steps_end = end
+        return found
+
+    def _archived(self, writers: str) -> Iterator[Stamped]:
+        """After the segments: see archive.py."""
+        end = self._archive.end
+        yield from self._archive.told(
+            lambda writer, number: number in self._seen.get(writer, ()),
+            writers,
+            brief=not self.whole,
+        )
+        if end == self._archive.end:
+            return
+        if not self._begun and not self.whole:
+            for writer, line in self._archive.tail:
+                if writer.startswith(writers):
+                    yield fact_of(writer, line)
+        for writer, cursor in self._archive.cursors.items():
+            if writer in self._seen:
+                self._seen[writer] = {n for n in self._seen[writer] if n >= cursor.next}
 
 
 def read_records(
@@ -133,7 +175,7 @@ def read_records(
     Walks backwards from object to object by hash. Raises records.BrokenRecords naming what does not
     fit.
     """
-    by_head = rec.heads(store.list("samples/"))
+    by_head = rec.heads(store.list(SAMPLES))
     parts: list[list[rec.StepRecord]] = []  # newest first
     key, want = head_key, head
     while want != genesis:

@@ -13,64 +13,35 @@ Pure: knows an ObjectStore and a Clock; knows nothing of clouds or processes.
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from harness.core.facts import built, loaded
+from harness.bucket.layout import LEASES, Term, term_key
+from harness.bucket.layout import RELEASED as RELEASED
+from harness.bucket.layout import newest_term as newest_term
+from harness.core import values
 from harness.core.world import Clock, Fenced
 from storage.errors import NotFound
 from storage.objects import ObjectStore
 
 # long enough for a slow bucket; short enough that a restarted controller is not waited for
 TTL_S = 5.0
-MOST_TTL_S = 600.0  # nobody is believed to need longer
-RELEASED = b"released"
-TERM = re.compile(r"lease/(\d{6,12})\.json")
-
-
-def _key(term: int, suffix: str = "json") -> str:
-    return f"lease/{term:06d}.{suffix}"
-
-
-def newest_term(keys: Iterable[str]) -> int:
-    """The newest term among what lies under `lease/`; 0: none. What else lies there is not ours."""
-    return max((int(found[1]) for key in keys if (found := TERM.fullmatch(key))), default=0)
-
-
-@dataclass(frozen=True)
-class Taken:
-    """What `lease/{term}.json` says; of what cannot be read, the usual."""
-
-    holder: str = "another controller"
-    ttl_s: float = 4 * TTL_S
-
-    @classmethod
-    def read(cls, data: bytes) -> Taken:
-        try:
-            body = loaded(data)
-            found = built(cls, body) if isinstance(body, dict) else cls()
-        except (ValueError, TypeError):
-            return cls()
-        return found if 0 < found.ttl_s <= MOST_TTL_S else cls(found.holder)
 
 
 def sign_of_life(store: ObjectStore, term: int = 0) -> tuple[int, bytes]:
     """(newest term, its beat), for those who only watch; (0, b""): nobody ever led. `term`: what
     was found last time, which makes it two small reads without a list. Raises StoreUnavailable."""
     if not term:
-        term = newest_term(store.list("lease/"))
+        term = newest_term(store.list(LEASES))
         if not term:
             return 0, b""
     while True:
         try:
-            store.get(_key(term + 1))
+            store.get(term_key(term + 1))
         except NotFound:
             break
         term += 1
     try:
-        return term, store.get(_key(term, "beat"))
+        return term, store.get(term_key(term, "beat"))
     except NotFound:
         return term, b""
 
@@ -95,16 +66,15 @@ class Lease:
     _beat_s: float = 0.0
 
     def acquire(self) -> int:
-        """Wait until the newest term is surely over, then take the next one. Returns the term."""
+        """Wait until the newest term is surely over, then take the next one. Returns the term.
+        Raises Fenced, also if a newer version of this code has led the run."""
         while True:
             term = self._newest()
             # our own, after an interruption, need not be waited for
             if term and term != self.term and not self._is_over(term):
                 # its beat moved and we are on standby, or somebody took the next term meanwhile
                 continue
-            if self.store.create(
-                _key(term + 1), json.dumps({"holder": self.holder, "ttl_s": self.ttl_s}).encode()
-            ):
+            if self.store.create(term_key(term + 1), Term(self.holder, self.ttl_s).encode()):
                 self.term = term + 1
                 self._beat(b"1")
                 return self.term
@@ -122,36 +92,42 @@ class Lease:
             raise Fenced("this controller does not hold the lease of the run")
         try:
             # terms have no gaps: each is created by who saw the one before
-            body = self.store.get(_key(self.term + 1))
+            body = self.store.get(term_key(self.term + 1))
         except NotFound:
             return
         raise Fenced(
-            f"{Taken.read(body).holder} has taken over this run (term {self.term + 1}, ours was "
+            f"{Term.decode(body).holder} has taken over this run (term {self.term + 1}, ours was "
             f"{self.term})"
         )
 
     def release(self) -> None:
         """A clean end: a successor need not wait."""
-        self.store.put(_key(self.term, "beat"), RELEASED)
+        self.store.put(term_key(self.term, "beat"), RELEASED)
         self.term = 0
 
     def _beat(self, body: bytes) -> None:
-        self.store.put(_key(self.term, "beat"), body)
+        self.store.put(term_key(self.term, "beat"), body)
         self._beat_s = self.clock.now()
 
     def _newest(self) -> int:
-        return newest_term(self.store.list("lease/"))
+        return newest_term(self.store.list(LEASES))
 
     def _read_beat(self, term: int) -> bytes:
         try:
-            return self.store.get(_key(term, "beat"))
+            return self.store.get(term_key(term, "beat"))
         except NotFound:
             return b""  # it died, or is about to write its first one
 
     def _is_over(self, term: int) -> bool:
         """Watch one term until its ttl has passed without a beat (True) or until it shows life
         (False, or Fenced)."""
-        taken = Taken.read(self.store.get(_key(term)))
+        taken = Term.decode(self.store.get(term_key(term)))
+        if taken.newer:  # its facts would be misunderstood, and nodes be lost sight of
+            raise Fenced(
+                f"{self.store.url} was led by a newer version of this code (term {term} is of "
+                f"protocol {taken.newer}, this code speaks {values.PROTOCOL}); update the package "
+                "here and launch again. The nodes of the run go on"
+            )
         first, since_s = self._read_beat(term), self.clock.now()
         while (beat := self._read_beat(term)) == first and beat != RELEASED:
             if self.clock.now() - since_s >= taken.ttl_s:

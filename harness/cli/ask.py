@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness.bucket.orders import SNAPSHOT, StopOrder, ask_to_stop
+from harness.bucket.layout import FACTS, SNAPSHOT, StopOrder
+from harness.bucket.orders import ask_to_stop
 from harness.cli.common import (
     DONE,
     FAILED,
@@ -81,7 +82,7 @@ class _Ending:
         self._store, self._beats, self._facts = (
             store,
             Beats(store, time.monotonic),
-            Follower(store, "facts/controller-"),
+            Follower(store, f"{FACTS}controller-"),
         )
         self._sign, self._led_s = (0, b""), time.monotonic()
         self.book, self._gone = Book(random.Random(0)), gone
@@ -151,8 +152,8 @@ def down(flags: DownFlags) -> int:
 def _down_sky(url: str, timeout_s: float, console: Console) -> set[int]:
     """End every cluster that SkyPilot knows of. Returns the attempts that it has, or had, and
     that are gone."""
+    from harness.clouds.clusters import bring_down, known_once
     from harness.clouds.sky_client import SkyError
-    from harness.clouds.skypilot import bring_down, known_once
 
     sky = sky_broker(url)
     try:

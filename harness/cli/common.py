@@ -9,6 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.bucket.layout import ARCHIVE, FACTS, IDENTITY
 from harness.core.world import BadInput
 from storage.objects import ObjectStore
 from storage.opening import open_store
@@ -55,9 +56,9 @@ def attempts(numbers: Collection[int]) -> str:
 
 
 def cluster_of(url: str, attempt: int) -> str:
-    from harness.clouds.skypilot import cluster
+    from harness.clouds.clusters import cluster_name, tag
 
-    return cluster(url, attempt)
+    return cluster_name(tag(url), attempt)
 
 
 def book_of(store: ObjectStore) -> Book:
@@ -65,7 +66,7 @@ def book_of(store: ObjectStore) -> Book:
     from harness.bucket.journal import read_facts
     from harness.controller.book import Book
 
-    return Book.of(read_facts(store, "controller-"), random.Random(0))
+    return Book.of(read_facts(store, "controller-", steps=False), random.Random(0))
 
 
 def sky_broker(url: str) -> Broker:
@@ -79,6 +80,11 @@ def state_dir(url: str, what: str = "local-cloud") -> Path:
     under ~/.cache, by the run's URL."""
     if url.startswith("file://"):
         return Path(url.removeprefix("file://")) / what
+    return cache_dir(url, what)
+
+
+def cache_dir(url: str, what: str) -> Path:
+    """What this computer keeps of a run, by its URL, outside of the run."""
     import hashlib
 
     return (
@@ -113,7 +119,7 @@ def checked_store(url: str, retry_within_s: float = RETRY_WITHIN_S) -> ObjectSto
 def existing_store(url: str) -> ObjectStore:
     """The bucket of a run that must be there already. Raises BadInput."""
     store = open_store(url)
-    if not store.list("facts/") and not store.list("run.json"):
+    if not any(store.list(prefix) for prefix in (IDENTITY, ARCHIVE, FACTS)):
         raise BadInput(f"{url}: there is no run here (no facts/ and no run.json); check the URL")
     return store
 

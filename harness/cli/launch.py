@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import random
 import secrets
-import signal
 import socket
-import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,12 +17,10 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from harness.bucket.orders import STOP_KEY, stop_order
-from harness.cli.ask import ask_stop
 from harness.cli.common import (
     DONE,
     ENDED_EARLY,
     FAILED,
-    INTERRUPTED,
     LEFT,
     RealClock,
     attempts,
@@ -39,28 +33,25 @@ from harness.cli.common import (
     sky_broker,
     state_dir,
 )
+from harness.cli.dry_run import show_plan
+from harness.cli.interrupts import act_on, answer, by, heed_signals
 from harness.cli.look import show_report
 from harness.cli.track import publisher_beside
 from harness.core.config import flag, positional
 from harness.core.world import BadInput, Fenced, HarnessError
-from storage.errors import NotFound, StoreError
+from storage.errors import StoreError
 from storage.objects import ObjectStore
-from storage.opening import normalize, open_store
+from storage.opening import normalize
 from storage.text import Console
 
 if TYPE_CHECKING:
     from harness.clouds.local import LocalCloud
     from harness.clouds.skypilot import SkyPilotCloud
     from harness.clouds.tasks import Task
-    from harness.controller.recovery import RunSpec
+    from harness.controller.recovery import Outcome, RunSpec
     from harness.core.world import Policy
 
-# a terminal that closes and a service manager that stops us send several signals: within this they
-# are one
-SAME_S = 3.0
 
-
-# ---- what flags may say --------------------------------------------------------------------------
 def _nodes(text: str) -> tuple[int, int]:
     """LOW:HIGH or N. Raises ValueError that says what is wanted."""
     low, _, high = text.partition(":")
@@ -71,7 +62,6 @@ def _nodes(text: str) -> tuple[int, int]:
     return int(low), int(high or low)
 
 
-# ---- launch --------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class LaunchFlags:
     task: str = positional("the SkyPilot task YAML")
@@ -136,26 +126,21 @@ class LaunchFlags:
 
 def launch(flags: LaunchFlags) -> int:
     """Lead a run until it is done: launch nodes, replace lost ones, show what happens."""
-    from harness.bucket.journal import Journal
-    from harness.bucket.lease import Lease
     from harness.clouds import tasks
     from harness.controller import policies
-    from harness.controller.recovery import recover
-    from harness.core.facts import RunAsked
-    from harness.core.world import World
 
     console = Console()
     nodes = _nodes(flags.nodes)
     url = normalize(flags.run or _new_run(flags.task))
     envs = {**tasks.pairs(flags.env, os.environ), "RUN": url}
     task = tasks.load(flags.task, envs, tasks.pairs(flags.secret, os.environ, "--secret"))
-    sky = flags.cloud == "sky"
-    named = flags.policy or ("best_value" if sky else "cheapest")
-    policy = policies.resolve(named)
-    if sky:
+    policy = policies.resolve(_policy_name(flags))
+    if flags.cloud == "sky":
         policy = policies.together(policy, saving=flags.move_saving, stay_s=flags.move_stay_s)
     if flags.dry_run:
-        return _plan(flags, task, policy, url, nodes, console)
+        return show_plan(
+            flags, task, policy, url, nodes, lambda: _cloud(flags, task, url, nodes), console
+        )
     store = checked_store(url)
     try:
         # A controller killed after the last step may have left nodes: those are ended first.
@@ -178,34 +163,56 @@ def launch(flags: LaunchFlags) -> int:
         highlight=False,
         soft_wrap=True,
     )
+    cloud = _cloud(flags, task, url, nodes)
+    beside = publisher_beside(url, task, state_dir(url, "controller") / "publisher.log")
+    ended = _lead(flags, nodes, policy, url, store, cloud, console, beside)
+    if isinstance(ended, int):
+        return ended
+    show_report(store, console, flags.html or html_path(url), flags.brief)
+    return _say_how_it_ended(ended, store, console, url)
 
-    clock = RealClock()
+
+def _policy_name(flags: LaunchFlags) -> str:
+    return flags.policy or ("best_value" if flags.cloud == "sky" else "cheapest")
+
+
+def _lead(
+    flags: LaunchFlags,
+    nodes: tuple[int, int],
+    policy: Policy,
+    url: str,
+    store: ObjectStore,
+    cloud: LocalCloud | SkyPilotCloud,
+    console: Console,
+    beside: AbstractContextManager[None],
+) -> Outcome | int:
+    """Lead the run to its end, through every interruption, with `beside` entered. An exit status
+    if it ends before."""
+    from harness.bucket.journal import Journal
+    from harness.bucket.lease import Lease
+    from harness.controller.recovery import recover
+    from harness.core.facts import RunAsked
+    from harness.core.world import World
+
+    clock, sky = RealClock(), flags.cloud == "sky"
     run = _run_spec(flags, nodes)
     holder = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
     journal = Journal(store, f"controller-{secrets.token_hex(6)}", clock.now)
-    cloud = _cloud(flags, task, url, nodes)
     world = World(clock, cloud, store, random.Random())
-    journal.record(
-        RunAsked(flags.task, *nodes, named, "" if sky else flags.market, flags.budget_usd)
-    )
+    market = "" if sky else flags.market
+    journal.record(RunAsked(flags.task, *nodes, _policy_name(flags), market, flags.budget_usd))
     lease = Lease(store, clock, holder, ttl_s=20.0 if sky else 5.0)
     view = _View(store, console)
     asked: KeyboardInterrupt | None = None  # an interruption that is not answered yet
     draining = False
-    logs = state_dir(url, "controller")
-    with _heed_signals(logs / "log"), publisher_beside(url, task, logs / "publisher.log"):
+    with heed_signals(state_dir(url, "controller") / "log"), beside:
         while True:
             try:
                 if asked is not None:
                     view.end()
-                    what = _answer(asked, draining, flags.on_interrupt, console)
+                    what = answer(asked, draining, flags.on_interrupt, console)
                     draining = what in ("drain", "kill")
-                    by = (
-                        f"told to end by {asked}"
-                        if isinstance(asked, Told)
-                        else "interrupted with Ctrl-C"
-                    )
-                    if (code := _interrupted(what, by, store, cloud, console, url)) is not None:
+                    if (code := act_on(what, by(asked), store, cloud, console, url)) is not None:
                         return code
                     asked = None
                 view.show()
@@ -227,7 +234,11 @@ def launch(flags: LaunchFlags) -> int:
                     traceback.print_exc()
                 return _give_up(e, store, cloud, console, url)
         cloud.shutdown()
-    show_report(store, console, flags.html or html_path(url), flags.brief)
+    return outcome
+
+
+def _say_how_it_ended(outcome: Outcome, store: ObjectStore, console: Console, url: str) -> int:
+    """The exit status."""
     if outcome.unproven:
         names = attempts(outcome.unproven)
         words = (
@@ -296,52 +307,6 @@ def _nothing_runs(store: ObjectStore, cloud: LocalCloud | SkyPilotCloud) -> bool
         return False
 
 
-class Told(KeyboardInterrupt):
-    """A signal asks the controller to end; like Ctrl-C where nobody can be asked."""
-
-
-@contextlib.contextmanager
-def _heed_signals(log: Path) -> Iterator[None]:
-    """SIGTERM and SIGHUP raise Told meanwhile. What a closed terminal would have shown goes to
-    `log`."""
-    # a terminal that has gone does not say any more that it was one
-    terminal = sys.stdout.isatty() or sys.stderr.isatty()
-    heard_s = -SAME_S
-
-    def told(number: int, _: object) -> None:
-        nonlocal heard_s
-        if number == signal.SIGHUP and terminal:
-            _write_to(log)
-        before_s, heard_s = heard_s, time.monotonic()
-        if heard_s - before_s >= SAME_S:
-            raise Told(signal.Signals(number).name)
-
-    # One that is ignored stays so (`nohup harness launch`).
-    heeded = [
-        n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN
-    ]
-    before = {number: signal.signal(number, told) for number in heeded}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _write_to(log: Path) -> None:
-    """The terminal has gone: from here on we write to a file. To write to where it was is an
-    error."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    out, null = (
-        os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600),
-        os.open(os.devnull, os.O_RDONLY),
-    )
-    for standard, target in ((0, null), (1, out), (2, out)):
-        os.dup2(target, standard)
-    os.close(out)
-    os.close(null)
-
-
 def _run_spec(flags: LaunchFlags, nodes: tuple[int, int]) -> RunSpec:
     from harness.controller.recovery import RunSpec
 
@@ -398,124 +363,6 @@ def _cloud(
     )
 
 
-def _plan(
-    flags: LaunchFlags,
-    task: Task,
-    policy: Policy,
-    url: str,
-    nodes: tuple[int, int],
-    console: Console,
-) -> int:
-    """What would be launched. Touches neither bucket nor cloud, beyond reading."""
-    from harness.bucket.journal import read_facts
-    from harness.controller import plan as plans
-    from harness.core.facts import AttemptIntended, amount, loaded
-
-    identity, timed = None, None
-    store = open_store(url)
-    with contextlib.suppress(NotFound):
-        try:
-            identity = dict(loaded(store.get("run.json")))
-        except (ValueError, TypeError) as e:
-            raise BadInput(
-                f"{url}/run.json: wanted the run's identity as JSON, found something else ({e})"
-            ) from e
-        made = _newest_steps(store)
-        offers = [s.fact.offer for s in read_facts(store) if isinstance(s.fact, AttemptIntended)]
-        timed = plans.measured(made, amount(offers[-1].get("speed", 1.0)) if offers else 1.0)
-    cloud = _cloud(flags, task, url, nodes)
-    try:
-        found = plans.make(
-            cloud.offers(),
-            policy,
-            nodes,
-            no_market=getattr(cloud, "no_market", ()),
-            micro_batches=plans.micro_batches(identity, task.envs),
-            measured=timed,
-            budget_usd=flags.budget_usd,
-        )
-    finally:
-        cloud.close()
-    if flags.json:
-        print(json.dumps(found.to_json(), indent=2))
-    else:
-        plans.show(found, console)
-    return DONE
-
-
-def _newest_steps(store: ObjectStore) -> list[tuple[float, int]]:
-    """(seconds, ranks) of the newest steps; none if their records are damaged (`harness verify`
-    says so)."""
-    from harness.core import records as rec
-
-    keys = sorted(rec.heads(store.list("samples/")).values())
-    with contextlib.suppress(rec.BrokenRecords):
-        return [
-            (r.dt, len(r.shares))
-            for r in (rec.decode(store.get(keys[-1]), keys[-1]) if keys else ())
-            if r.dt > 0
-        ]
-    return []
-
-
-def _answer(asked: KeyboardInterrupt, draining: bool, what: str, console: Console) -> str:
-    """What an interruption shall do: "drain", "leave", "kill" or "carry on". The second one,
-    while nodes drain, kills."""
-    told = isinstance(asked, Told)
-    if draining:
-        return "kill"
-    if what != "ask":
-        return what
-    if told or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return "drain"
-    console.print("\nInterrupted.", style="bold")
-    console.print(
-        "d = drain: snapshot, then stop   l = leave it running   k = kill now   c = carry on"
-    )
-    try:
-        return {"l": "leave", "k": "kill", "c": "carry on"}.get(
-            console.input("> ").strip().lower()[:1], "drain"
-        )
-    except (Told, EOFError):
-        return "drain"
-    except KeyboardInterrupt:
-        return "kill"
-
-
-def _interrupted(
-    what: str,
-    by: str,
-    store: ObjectStore,
-    cloud: LocalCloud | SkyPilotCloud,
-    console: Console,
-    url: str,
-) -> int | None:
-    """Do what was answered to what happened (`by`). None: go on leading (until the drain is
-    over)."""
-    if what == "carry on":
-        return None
-    if what == "leave":
-        console.print(
-            f"Left running. Lead it again with the same command; watch: harness status {url}; end "
-            f"it: harness stop {url}"
-        )
-        return INTERRUPTED
-    if what == "drain":
-        console.print(
-            f"{by[0].upper()}{by[1:]}. Draining: a snapshot is made, then everything is ended. The "
-            "same again kills at once."
-        )
-        ask_stop(store, f"the controller was {by}")
-        return None
-    console.print("Ending all nodes ...")
-    with contextlib.suppress(HarnessError):
-        for node in cloud.nodes():
-            cloud.terminate(node.attempt)
-    cloud.shutdown()
-    console.print("Killed. What was committed is safe; the same command resumes from it.")
-    return INTERRUPTED
-
-
 class _View:
     """The live view, in a thread of its own."""
 
@@ -549,7 +396,7 @@ def _print_tail(store: ObjectStore, console: Console) -> None:
     from harness.bucket.journal import read_facts
     from harness.core.facts import WorkerFailed
 
-    failures = [s.fact for s in read_facts(store) if isinstance(s.fact, WorkerFailed)]
+    failures = [s.fact for s in read_facts(store, steps=False) if isinstance(s.fact, WorkerFailed)]
     if failures:
         last = failures[-1]
         console.print(

@@ -104,7 +104,7 @@ def _local_logs(url: str, lines: int) -> dict[int, str]:
 
 def _sky_logs(url: str, lines: int) -> dict[int, str]:
     """Of clusters that are there, from SkyPilot; of failed ones that are gone, what was kept."""
-    from harness.clouds.skypilot import tails
+    from harness.clouds.clusters import tails
 
     kept = {
         p.stem: p.read_text(errors="replace") for p in state_dir(url, "sky-logs").glob("sh-*.log")

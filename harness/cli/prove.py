@@ -11,7 +11,14 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.cli.common import DONE, FAILED, PREFLIGHT_S, existing_store, sky_broker
+from harness.cli.common import (
+    DONE,
+    FAILED,
+    PREFLIGHT_S,
+    cache_dir,
+    existing_store,
+    sky_broker,
+)
 from harness.core.config import flag, positional
 from harness.core.world import BadInput
 from storage.objects import ObjectStore
@@ -22,14 +29,20 @@ from storage.text import Console
 @dataclass(frozen=True)
 class VerifyFlags:
     url: str = positional("URL of the run")
+    anew: bool = flag(False, "also take apart what an earlier `harness verify` has proved here")
 
 
 def verify(flags: VerifyFlags) -> int:
     """Prove from the bucket alone that the run is what it should be. Exit status 1 names the
-    first violation."""
+    first violation. Goes on where an earlier one was interrupted: what it proved is remembered on
+    this computer, and believed of objects that have the same bytes still."""
     from harness.views.audit import audit, print_audit
+    from harness.views.proving import Prover
 
-    found = audit(existing_store(flags.url))
+    memory = cache_dir(normalize(flags.url), "verified") / "proofs"
+    if flags.anew:
+        memory.unlink(missing_ok=True)
+    found = audit(existing_store(flags.url), prover=Prover(os.cpu_count() or 1, memory))
     print_audit(found, Console())
     return DONE if found.ok else FAILED
 
@@ -147,11 +160,17 @@ class SimulateFlags:
     seed: int | None = flag(None, "one world only, with the log of its facts")
     first: int = flag(0, "the first seed")
     policy: str = flag("cheapest", "a name, or package.module:function")
+    system: bool = flag(False, "the whole system: real agents, lines, sessions' machines as well")
+    jobs: int = flag(1, "with --system: worlds at the same time; about one per core", at_least=1)
 
 
 def simulate(flags: SimulateFlags) -> int:
     """The very recovery loop and commit protocol, on a virtual clock in a hostile world, with
-    invariants checked all along."""
+    invariants checked all along. With --system every other seat's code as well."""
+    if flags.system:
+        from harness.proof.system import command
+
+        return command.command(flags.seeds, flags.seed, flags.first, flags.jobs)
     from harness.proof import sim
 
     return sim.command(flags.seeds, flags.seed, flags.first, flags.policy)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.cli.common import checked_store, duration_text, when
 from harness.core.config import Bounds, flag, positional
@@ -15,11 +17,21 @@ from harness.core.world import BadInput
 from harness.node.progress import FACTOR, Limits
 from storage.opening import normalize
 
+if TYPE_CHECKING:
+    from harness.agent.config import AgentConfig, Beside
+    from harness.agent.notices import NoticeSource
+
 
 def _workers(text: str) -> None:
     """A number of workers, or auto. Raises ValueError that says what is wanted."""
     if text != "auto" and not (text.isdecimal() and int(text) >= 1):
         raise ValueError(f"wanted a number or auto, at least 1; found {text!r}")
+
+
+def _signal(text: str) -> None:
+    """The name of a signal, or none. Raises ValueError that says what is wanted."""
+    if text and f"SIG{text.removeprefix('SIG')}" not in signal.Signals.__members__:
+        raise ValueError(f"wanted the name of a signal, such as USR1 or TERM; found {text!r}")
 
 
 # ---- run (the agent) -----------------------------------------------------------------------------
@@ -49,6 +61,12 @@ class RunFlags:
         1.0, "relative speed of this node's workers, for uneven shares on mixed hardware", above=0
     )
     min_nodes: int = flag(1, "do not train with fewer nodes than this", at_least=1)
+    replica_ranks: int = flag(
+        0,
+        "ranks that hold one copy of the model together: only whole replicas train, nodes that are "
+        "left over wait; 0: HARNESS_REPLICA_RANKS, else 1",
+        at_least=0,
+    )
     grace_s: float = flag(
         0.0,
         "how long a SIGTERM leaves us before the end; 0: what this cloud promises, 30 s where it "
@@ -56,8 +74,8 @@ class RunFlags:
     )
     notices: str = flag(
         "",
-        "where to listen for notices, such as aws,kubernetes, or none; default: what this machine "
-        "says of itself",
+        "where to listen for notices, such as aws,kubernetes, a source of your own as "
+        "package.module:function, auto (what this machine says of itself), or none; default: auto",
     )
     notice_ack: str = flag(
         "own",
@@ -80,6 +98,7 @@ class RunFlags:
     notify_signal: str = flag(
         "",
         "for scripts without harness.attach(): send them this signal (USR1, TERM...) on a notice",
+        check=_signal,
     )
     trackers: str = flag(
         "",
@@ -144,11 +163,8 @@ class RunFlags:
 def run(flags: RunFlags) -> int:
     """Be this node's agent: join the run, start the script's workers, heed notices."""
     from harness.agent.agent import Agent
-    from harness.agent.config import AgentConfig, Beside, Fitness, Leaving, Timing, Uploads
-    from harness.agent.leaderless import LOOK_EVERY_S
-    from harness.agent.sources import LimitSource, detect, duration, moment, sigterm_s
+    from harness.agent.host import RealHost
     from harness.node.processes import die_with_parent
-    from harness.uploader.nearby import NearbyConfig
 
     env = os.environ
     url = flags.run or env.get("HARNESS_RUN", "")
@@ -169,9 +185,15 @@ def run(flags: RunFlags) -> int:
     store = checked_store(normalize(url), retry_within_s=10.0)
     # for whom we start: to them a refusal is an outage as well
     os.environ["STORAGE_ANSWERED"] = normalize(url)
-    trackers = flags.trackers or env.get("HARNESS_TRACKERS", "")
-    if not trackers and env.get("WANDB_API_KEY"):
-        trackers = "wandb"  # a key alone is enough
+    beside, sources = _beside(flags, env), _sources(flags, env)
+    config = _config(flags, env, normalize(url), argv, beside)
+    return Agent(config, store, sources, RealHost()).execute()
+
+
+def _beside(flags: RunFlags, env: Mapping[str, str]) -> Beside:
+    """What runs beside the first member. Raises BadInput if the replica cannot be used."""
+    from harness.agent.config import Beside
+
     replica = flags.replica or env.get("HARNESS_REPLICA", "")
     if replica:
         checked_store(normalize(replica), retry_within_s=10.0)
@@ -181,17 +203,36 @@ def run(flags: RunFlags) -> int:
             cap_usd = Bounds().of(said, float)
         except ValueError as e:
             raise BadInput(f"HARNESS_REPLICA_CAP_USD: {e}") from None
+    trackers = flags.trackers or env.get("HARNESS_TRACKERS", "")
+    if not trackers and env.get("WANDB_API_KEY"):
+        trackers = "wandb"  # a key alone is enough
+    return Beside(trackers, replica, cap_usd)
+
+
+def _sources(flags: RunFlags, env: Mapping[str, str]) -> list[NoticeSource]:
+    """Where this node's notices come from, and when its time is over."""
+    from harness.agent.sources import LimitSource, detect, duration, moment
+
+    found = detect(dict(env), asked=flags.notices, speaks_for_all=flags.notice_ack == "all")
+    if flags.leave_at:
+        found.append(LimitSource("limit", moment(flags.leave_at)))
+    if flags.leave_after:
+        found.append(LimitSource("limit", time.time() + duration(flags.leave_after)))
+    return found
+
+
+def _config(
+    flags: RunFlags, env: Mapping[str, str], url: str, argv: list[str], beside: Beside
+) -> AgentConfig:
+    from harness.agent.config import AgentConfig, Fitness, Leaving, Timing, Uploads, Worlds
+    from harness.agent.leaderless import LOOK_EVERY_S
+    from harness.agent.sources import sigterm_s
+    from harness.uploader.nearby import NearbyConfig
+
     node_dir = Path(env.get("HARNESS_NODE_DIR") or f"/tmp/harness-{os.getpid()}")
-    pace = FOLDER if normalize(url).startswith("file://") else BUCKET
-    sources = detect(dict(env), asked=flags.notices, speaks_for_all=flags.notice_ack == "all")
-    sources += [LimitSource("limit", moment(flags.leave_at))] if flags.leave_at else []
-    sources += (
-        [LimitSource("limit", time.time() + duration(flags.leave_after))]
-        if flags.leave_after
-        else []
-    )
-    config = AgentConfig(
-        run=normalize(url),
+    pace = FOLDER if url.startswith("file://") else BUCKET
+    return AgentConfig(
+        run=url,
         argv=argv,
         nproc=_nproc(flags.nproc, env),
         attempt=int(env.get("HARNESS_ATTEMPT", 0)),
@@ -200,7 +241,7 @@ def run(flags: RunFlags) -> int:
         accelerator=env.get("HARNESS_OFFER", ""),
         speed=flags.speed,
         place=_place(env),
-        min_members=flags.min_nodes,
+        worlds=Worlds(flags.min_nodes, flags.replica_ranks or _replica_ranks(env)),
         timing=Timing(
             beat_s=flags.beat_s or pace.beat_s,
             dead_s=flags.dead_s or pace.dead_s,
@@ -227,14 +268,21 @@ def run(flags: RunFlags) -> int:
                 peer=flags.peer_tier,
             ).checked(),
         ),
-        beside=Beside(trackers, replica, cap_usd),
+        beside=beside,
     )
-    return Agent(config, store, sources).execute()
 
 
 def _hang_limits(hang_after_s: float, stuck_after_s: float) -> Limits:
     usual = Limits(hang_after_s or None)
     return replace(usual, start_s=stuck_after_s, save_s=stuck_after_s) if stuck_after_s else usual
+
+
+def _replica_ranks(env: Any) -> int:
+    """As the environment says. Raises BadInput."""
+    text = env.get("HARNESS_REPLICA_RANKS") or "1"
+    if not (text.isdecimal() and int(text) >= 1):
+        raise BadInput(f"HARNESS_REPLICA_RANKS={text!r}: wanted a number of ranks, at least 1")
+    return int(text)
 
 
 def _nproc(text: str, env: Any) -> int:

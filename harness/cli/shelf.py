@@ -8,11 +8,12 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from harness.bucket.layout import IDENTITY, SAMPLES
 from harness.core.config import positional
 from storage.objects import ObjectStore
 
 if TYPE_CHECKING:
-    from storage.command import Notes
+    from storage.listing import Notes
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,11 @@ def _notes(store: ObjectStore) -> Notes:
     from harness.bucket.journal import Journal, read_facts
     from harness.core.facts import SessionStarted, SnapshotCommitted, SnapshotReplicated, Warned
     from harness.uploader.client import seen_here
-    from storage.command import Note, Notes
+    from storage.listing import Note, Notes
     from storage.manifest import Ref
 
     of: defaultdict[Ref, Note] = defaultdict(Note)
-    for stamped in read_facts(store):
+    for stamped in read_facts(store, steps=False):
         match stamped.fact:
             case SnapshotCommitted() as f:
                 ref = Ref(f.epoch, f.step)
@@ -56,4 +57,4 @@ def _notes(store: ObjectStore) -> Notes:
         journal.record(Warned(ref.step, ref.epoch, f"snapshot {ref}: {what}"))
         journal.flush()
 
-    return Notes(of, [*store.list("run.json"), *store.list("samples/")], seen_here(), pardoned)
+    return Notes(of, [*store.list(IDENTITY), *store.list(SAMPLES)], seen_here(), pardoned)

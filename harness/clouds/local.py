@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.clouds import machines, provider
+from harness.clouds import machines, provider, provider_files
 from harness.clouds import market as markets
 from harness.clouds.tasks import Task, check_local
 from harness.core.world import BadInput, CloudUnavailable, Node, Offer
@@ -236,7 +236,7 @@ class LocalCloud:
         """Whether a provider holds the lock; a process id alone would prove nothing."""
         if not self.state_dir.is_dir():
             return False
-        handle = provider.lock(self.state_dir)
+        handle = provider_files.lock(self.state_dir)
         if handle is None:
             return True
         os.close(handle)
@@ -250,7 +250,7 @@ class LocalCloud:
             self._reap()
             # of a provider that was killed
             (self.state_dir / "provider.json").unlink(missing_ok=True)
-            provider.write_atomic(self.state_dir / "config.json", self._config.to_json())
+            provider_files.write_atomic(self.state_dir / "config.json", self._config.to_json())
             root = str(Path(__file__).resolve().parent.parent)
             with open(self.state_dir / "provider.log", "ab") as out:
                 self._started = subprocess.Popen(

@@ -56,6 +56,24 @@ class Config:
         )
 
 
+@dataclass(frozen=True)
+class NodeCommand:
+    """What a node is to run."""
+
+    command: str = ""
+    cwd: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class LiveMachine:
+    """What a machine has while it lives."""
+
+    process: subprocess.Popen[bytes] | None = None
+    imds: MetadataProtocol | None = None
+    metadata: MetadataServer | None = None
+
+
 @dataclass
 class Machine:
     """One attempt, as the provider keeps it. Only the main thread starts and ends its processes."""
@@ -73,12 +91,8 @@ class Machine:
     # not written down
     slot: int = -1
     ready_s: float = 0.0
-    command: str = ""
-    cwd: str = ""
-    env: Mapping[str, str] = field(default_factory=dict)
-    process: subprocess.Popen[bytes] | None = None
-    imds: MetadataProtocol | None = None
-    metadata: MetadataServer | None = None
+    asked: NodeCommand = field(default_factory=NodeCommand)
+    live: LiveMachine = field(default_factory=LiveMachine)
     doom: tuple[float, str] | None = None  # (when it is killed, for what reason)
 
     KEPT = (

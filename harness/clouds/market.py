@@ -16,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from harness.bucket.layout import FACTS
 from harness.core.facts import SessionStarted, StepDone
 from harness.core.facts import parse as parse_fact
 from harness.core.world import BadInput, Offer
@@ -371,7 +372,7 @@ class Progress:
         self._total = 0
 
     def poll(self) -> float:
-        for key in self._store.list("facts/worker-"):
+        for key in self._store.list(f"{FACTS}worker-"):
             if key not in self._read:
                 self._take(key)
         if not self._total:

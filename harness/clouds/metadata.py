@@ -93,7 +93,7 @@ class MetadataServer:
         self._lock = threading.Lock()
         outer = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class MetadataHandler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
             timeout = 10.0  # an idle keep-alive connection must not hold a thread for ever
 
@@ -114,14 +114,14 @@ class MetadataServer:
             def log_message(self, format: str, *args: object) -> None:
                 pass
 
-        class Server(ThreadingHTTPServer):
+        class MetadataHTTPServer(ThreadingHTTPServer):
             daemon_threads = True
             block_on_close = False
 
             def handle_error(self, request: object, client_address: object) -> None:
                 pass  # a client that hung up is its own business
 
-        self._server = Server(("127.0.0.1", port), Handler)
+        self._server = MetadataHTTPServer(("127.0.0.1", port), MetadataHandler)
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.05,), name="metadata", daemon=True
         )

@@ -17,12 +17,7 @@ Knows nothing of SkyPilot, torch or agents. Linux only (/proc, parent-death sign
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import fcntl
 import functools
-import hashlib
-import hmac
 import json
 import logging
 import os
@@ -33,7 +28,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +35,19 @@ from harness.clouds import market as markets
 from harness.clouds.machines import (
     KILL_WITHIN_S,
     Config,
+    LiveMachine,
     Machine,
+    NodeCommand,
     kill_all,
     log,
     marker_of,
     start_guard,
     sweep,
 )
-from harness.clouds.metadata import MetadataServer, environment_of, protocol_of
+from harness.clouds.metadata import MetadataServer, protocol_of
+from harness.clouds.node_environment import node_env
+from harness.clouds.provider_api import Stopping, serve
+from harness.clouds.provider_files import lock, write_atomic
 from harness.core.world import BadInput, NodeState
 from harness.node.processes import die_with_parent
 from storage.errors import StoreError
@@ -58,15 +57,9 @@ TICK_S = 0.05
 PROGRESS_EVERY_S = 0.5
 BEAT_EVERY_S = 0.5
 ANSWER_WITHIN_S = 5.0  # how long a `terminate` waits for its node's end
-MAX_BODY = 4 << 20
 ALREADY_RUNNING = 3  # exit code: another provider owns this STATE_DIR
 
 
-class Stopping(Exception):
-    """Too late: the provider is ending."""
-
-
-# ---- the provider --------------------------------------------------------------------------------
 class Provider:
     """Capacity, nodes and their endings. `tick` is called by the main thread only; calls come
     from the API's threads."""
@@ -158,7 +151,7 @@ class Provider:
             if self.market_began_s is None:
                 self.market_began_s = now
             machine = Machine(
-                attempt, offers[offer_name], asked_s=now, command=command, cwd=cwd, env=dict(env)
+                attempt, offers[offer_name], asked_s=now, asked=NodeCommand(command, cwd, dict(env))
             )
             machine.ready_s = now + self.config.launch_s
             self.machines[attempt] = machine
@@ -189,9 +182,9 @@ class Provider:
         """Make a node's metadata endpoint misbehave."""
         with self._changed:
             machine = self.machines.get(attempt)
-            if machine is None or machine.metadata is None:
+            if machine is None or machine.live.metadata is None:
                 raise BadInput(f"inject: attempt {attempt} is not up")
-            machine.metadata.inject(**fault)
+            machine.live.metadata.inject(**fault)
 
     # -- what the main thread does --
     def tick(self) -> None:
@@ -207,7 +200,7 @@ class Provider:
                     self._apply(event)
                 self._save()
             for machine in list(self.machines.values()):
-                if machine.process is not None and machine.process.poll() is not None:
+                if machine.live.process is not None and machine.live.process.poll() is not None:
                     self._ended(machine)
                 if machine.doom is not None and now >= machine.doom[0]:
                     self._take(machine, machine.doom[1])
@@ -265,8 +258,8 @@ class Provider:
     def _announce(self, machine: Machine, deadline_s: float) -> None:
         machine.noticed_s = self._now()
         machine.doom = (deadline_s, "preempted")
-        if machine.imds is not None:
-            machine.imds.notice("kill", deadline_s)
+        if machine.live.imds is not None:
+            machine.live.imds.notice("kill", deadline_s)
 
     def _admit(self, machine: Machine, now: float) -> None:
         if len(self._holding()) >= self.market_state.available(self._market_s()):
@@ -278,7 +271,7 @@ class Provider:
             log.info("attempt %d: no capacity", machine.attempt)
         else:
             self._start(machine, now)
-        machine.command, machine.env = "", {}  # may hold secrets; not needed any more
+        machine.asked = NodeCommand()  # may hold secrets; not needed any more
         self._save()
 
     def _start(self, machine: Machine, now: float) -> None:
@@ -286,15 +279,15 @@ class Provider:
         folder.mkdir(parents=True, exist_ok=True)
         taken = {m.slot for m in self._up()}
         machine.slot = next(n for n in range(len(taken) + 1) if n not in taken)
-        machine.imds = protocol_of(
+        machine.live.imds = protocol_of(
             self.config.notices, f"i-{self.instance[:8]}{machine.attempt:09d}"
         )
-        machine.metadata = MetadataServer(machine.imds)
-        env = node_env(self.config, machine, folder, machine.metadata.endpoint, self.instance)
+        machine.live.metadata = MetadataServer(machine.live.imds)
+        env = node_env(self.config, machine, folder, machine.live.metadata.endpoint, self.instance)
         with open(folder / "log", "ab") as out:
-            machine.process = subprocess.Popen(
-                ["bash", "-c", machine.command],
-                cwd=machine.cwd,
+            machine.live.process = subprocess.Popen(
+                ["bash", "-c", machine.asked.command],
+                cwd=machine.asked.cwd,
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -302,16 +295,19 @@ class Provider:
                 start_new_session=True,
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
-        machine.pid, machine.up_s, machine.state = machine.process.pid, now, NodeState.UP
+        machine.pid, machine.up_s, machine.state = machine.live.process.pid, now, NodeState.UP
         log.info(
-            "attempt %d: up, pid %d, %s", machine.attempt, machine.pid, machine.metadata.endpoint
+            "attempt %d: up, pid %d, %s",
+            machine.attempt,
+            machine.pid,
+            machine.live.metadata.endpoint,
         )
 
     def _ended(self, machine: Machine) -> None:
         """The node's command ended by itself; a machine without its command is given back,
         leftovers and all."""
-        assert machine.process is not None
-        code = machine.process.returncode
+        assert machine.live.process is not None
+        code = machine.live.process.returncode
         self._gone(machine, "exited", code if code >= 0 else 128 - code)
 
     def _take(self, machine: Machine, reason: str) -> None:
@@ -330,11 +326,11 @@ class Provider:
                     sorted(left),
                     KILL_WITHIN_S,
                 )
-        if machine.process is not None:
-            machine.process.wait(timeout=KILL_WITHIN_S)
-        if machine.metadata is not None:
-            machine.metadata.close()
-        machine.process = machine.metadata = machine.imds = machine.doom = None
+        if machine.live.process is not None:
+            machine.live.process.wait(timeout=KILL_WITHIN_S)
+        if machine.live.metadata is not None:
+            machine.live.metadata.close()
+        machine.live, machine.doom = LiveMachine(), None
         machine.state, machine.gone_s, machine.reason, machine.exit_code = (
             NodeState.GONE,
             self._now(),
@@ -347,169 +343,6 @@ class Provider:
 
 def _pick(machines: list[Machine], victim: int) -> Machine:
     return machines[victim % len(machines)]
-
-
-def node_env(
-    config: Config, machine: Machine, folder: Path, endpoint: str, instance: str
-) -> dict[str, str]:
-    """What a node's command sees: what the caller gave, what SkyPilot sets on a one-node
-    cluster, and who it is."""
-    share = _share(config.gpus, machine.slot, config.max_nodes)
-    place = {
-        "cluster_name": f"local-{machine.attempt}",
-        "cloud": "local",
-        "region": machine.offer.name,
-        "zone": None,
-    }
-    run = hashlib.sha256((config.run_url or str(folder.parent.parent)).encode()).hexdigest()[:12]
-    env = {
-        "OMP_NUM_THREADS": "1",
-        **machine.env,
-        "SKYPILOT_NODE_RANK": "0",
-        "SKYPILOT_NODE_IPS": "127.0.0.1",
-        "SKYPILOT_NUM_NODES": "1",
-        "SKYPILOT_NUM_GPUS_PER_NODE": str(len(share)),
-        "SKYPILOT_TASK_ID": f"local-{run}_{config.name}",
-        "SKYPILOT_CLUSTER_INFO": json.dumps(place),
-        "SKYPILOT_INTERNAL_JOB_ID": "1",
-        "HARNESS_ATTEMPT": str(machine.attempt),
-        "HARNESS_NODE_DIR": str(folder),
-        "HARNESS_HOST": f"local-{machine.attempt}",
-        "HARNESS_OFFER": machine.offer.name,
-        "HARNESS_PROVIDER": instance,
-        **environment_of(config.notices, endpoint),
-        "PATH": os.pathsep.join(
-            [os.path.dirname(sys.executable), machine.env.get("PATH", os.defpath)]
-        ),
-    }
-    if config.gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(share)
-    return env
-
-
-def _share(gpus: tuple[str, ...], slot: int, nodes: int) -> tuple[str, ...]:
-    """A node's GPUs: an equal part of all, or one that several nodes share when there are fewer
-    than nodes."""
-    if not gpus:
-        return ()
-    each = len(gpus) // nodes
-    if each == 0 or (slot + 1) * each > len(gpus):
-        return (gpus[slot % len(gpus)],)
-    return gpus[slot * each : (slot + 1) * each]
-
-
-# ---- the loopback API ----------------------------------------------------------------------------
-EVENTS: dict[str, type[Any]] = {
-    "capacity": markets.Capacity,
-    "preempt": markets.Preempt,
-    "kill": markets.Kill,
-    "outage": markets.Outage,
-}
-
-
-def _route(provider: Provider, method: str, path: str, body: Mapping[str, Any]) -> Any:
-    """The answer to one call, or None if there is no such call. Raises BadInput, KeyError,
-    TypeError, ValueError for bad bodies."""
-    match method, path:
-        case "GET", "/offers":
-            return [dataclasses.asdict(o) for o in provider.config.offers]
-        case "GET", "/nodes":
-            return provider.nodes()
-        case "GET", "/status":
-            return provider.status()
-        case "POST", "/launch":
-            provider.launch(
-                int(body["attempt"]), body["offer"], body["command"], body["cwd"], body["env"]
-            )
-        case "POST", "/terminate":
-            provider.terminate(int(body["attempt"]))
-        case "POST", "/event":
-            fields = {k: v for k, v in body.items() if k not in ("event", "attempt")}
-            provider.event(EVENTS[body["event"]](**fields), body.get("attempt"))
-        case "POST", "/inject":
-            provider.inject(int(body["attempt"]), {k: v for k, v in body.items() if k != "attempt"})
-        case "POST", "/shutdown":
-            provider.stop("terminated")
-        case _:
-            return None
-    return {}
-
-
-def serve(provider: Provider, token: str) -> ThreadingHTTPServer:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        timeout = 30.0
-
-        def do_GET(self) -> None:
-            length = self.headers.get("Content-Length", "0")
-            if not length.isdigit() or int(length) > MAX_BODY:
-                self.close_connection = True
-                return self._answer(413, {"error": f"a body may have {MAX_BODY} bytes"})
-            raw = self.rfile.read(int(length))
-            if not hmac.compare_digest(
-                self.headers.get("Authorization", "").encode(), f"Bearer {token}".encode()
-            ):
-                return self._answer(401, {"error": "wrong token; it is in provider.json"})
-            provider.touch()
-            try:
-                found = _route(provider, self.command, self.path, json.loads(raw or b"{}"))
-            except (BadInput, KeyError, TypeError, ValueError) as e:
-                return self._answer(
-                    400,
-                    {"error": str(e) if isinstance(e, BadInput) else f"{type(e).__name__}: {e}"},
-                )
-            except Stopping as e:
-                return self._answer(503, {"error": str(e)})
-            if found is None:
-                return self._answer(404, {"error": f"no call {self.command} {self.path}"})
-            return self._answer(200, found)
-
-        do_POST = do_GET
-
-        def _answer(self, status: int, value: Any) -> None:
-            body = json.dumps(value).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-        block_on_close = False
-
-        def handle_error(self, request: object, client_address: object) -> None:
-            log.info("a caller hung up: %s", sys.exc_info()[1])
-
-    server = Server(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.1,), name="api", daemon=True).start()
-    return server
-
-
-# ---- the process ---------------------------------------------------------------------------------
-def write_atomic(path: Path, text: str) -> None:
-    """0600: readers see the old or the new file, and nobody else sees any."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
-        f.write(text)
-    os.replace(temporary, path)
-
-
-def lock(state_dir: Path, within_s: float = 0.0) -> int | None:
-    """The provider's lock as an open file, or None if another process holds it."""
-    handle = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    give_up_s = time.monotonic() + within_s
-    while True:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return handle
-        if time.monotonic() >= give_up_s:
-            os.close(handle)
-            return None
-        time.sleep(0.02)
 
 
 def _follow_progress(provider: Provider) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from harness.core.facts import (
@@ -25,13 +25,13 @@ from harness.core.facts import (
     RunEnded,
     Stamped,
     Unreadable,
-    built,
-    number,
 )
+from harness.core.values import BadObject, built, number
 from harness.core.world import (
     DRAINED,
     FENCED,
     FINISHED,
+    REFUSED,
     RESIZE,
     STOPPED,
     UNFIT,
@@ -55,27 +55,72 @@ HIDDEN_PER_GAP = 10
 
 
 @dataclass
-class Book:
-    """What happened so far, as far as the next decision depends on it."""
+class Streaks:
+    """What happened again and again: so many times, one after the other, and when the last one
+    was over."""
 
-    rng: random.Random
-    block_limit_s: float = 60.0
-    started_s: float | None = None
-    open: dict[int, Node] = field(default_factory=dict)  # intended and not ended, as last known
-    ended: dict[int, AttemptEnded] = field(default_factory=dict)
-    offers: dict[int, Offer] = field(default_factory=dict)  # of every attempt
-    doubted: set[int] = field(default_factory=set)  # open ones that may not stay
-    refusals: dict[str, int] = field(default_factory=dict)  # in a row, by offer
-    blocked: dict[str, float] = field(default_factory=dict)
-    step: int = 0  # greatest committed step ever seen
-    progress_s: float = 0.0  # when that was
-    fruitless: int = 0  # attempts that ended since
-    failures: int = 0  # of the script, one after the other, since
-    failed_s: float = 0.0  # when the last of those was over
-    early: int = 0  # ended with exit code 0, one after the other, though the run was not done
+    fruitless: int = 0  # attempts that ended since the last progress
+    failures: int = 0  # of the script since the last progress
+    failed_s: float = 0.0
+    early: int = 0  # ended with exit code 0 though the run was not done
     # ... of those, the ones since the last progress: the script thinks that it is done
     idle: int = 0
-    idle_s: float = 0.0  # when the last of those was over
+    idle_s: float = 0.0
+    # by the run's other nodes, since a controller took the lease: they speak another protocol
+    refused: int = 0
+    refused_s: float = 0.0
+
+    def progressed(self) -> None:
+        """Something new was committed."""
+        self.fruitless = self.failures = self.idle = 0
+
+    def begin_anew(self) -> None:
+        """The run has ended, and may be launched again: what counts towards a limit starts anew."""
+        self.progressed()
+        self.early = 0
+
+    def count(self, fact: AttemptEnded, again: bool) -> None:
+        """`again`: the end of this attempt is known already. Nodes that end together count once:
+        the next must have been asked for after it."""
+        if fact.end == "failed" and fact.exit_code != FENCED and fact.asked_s >= self.failed_s:
+            self.failures, self.failed_s = self.failures + 1, fact.gone_s
+        if fact.end == "refused" and not again and fact.asked_s >= self.refused_s:
+            self.refused, self.refused_s = self.refused + 1, fact.gone_s
+        # the same with those that end well and have done nothing
+        if fact.end == "finished" and not again and fact.asked_s >= self.idle_s:
+            self.early, self.idle = self.early + 1, self.idle + 1
+            self.idle_s = fact.gone_s
+
+
+@dataclass
+class FullOffers:
+    """Offers that are left alone for a while. `limit_s`: the longest, for one that is full."""
+
+    rng: random.Random
+    limit_s: float
+    refusals: dict[str, int] = field(default_factory=dict)  # in a row, by offer
+    until_s: dict[str, float] = field(default_factory=dict)  # by offer
+
+    def refused(self, name: str, t: float) -> None:
+        """It had no capacity."""
+        self.refusals[name] = self.refusals.get(name, 0) + 1
+        wait_s = min(self.limit_s, BLOCK_S * 2.0 ** min(self.refusals[name] - 1, 16))
+        self.until_s[name] = t + wait_s * self.rng.uniform(0.5, 1.0)
+
+    def gave_unfit(self, name: str, t: float) -> None:
+        """The place may give us the same broken machine again."""
+        self.until_s[name] = t + UNFIT_BLOCKS * self.limit_s
+
+    def gave(self, name: str) -> None:
+        """It has capacity."""
+        self.refusals.pop(name, None)
+        self.until_s.pop(name, None)
+
+
+@dataclass
+class Durations:
+    """How long things took, in seconds: each time that was seen."""
+
     # from asking for a node until it was seen to be up
     launches_s: list[float] = field(default_factory=list)
     # from asking a node to leave until it was gone
@@ -84,9 +129,30 @@ class Book:
     ends_s: list[float] = field(default_factory=list)
     # ("release" | "terminate", attempt): when first
     told_s: dict[tuple[str, int], float] = field(default_factory=dict)
+
+
+@dataclass
+class Book:
+    """What happened so far, as far as the next decision depends on it."""
+
+    rng: InitVar[random.Random]
+    block_limit_s: InitVar[float] = 60.0
+    started_s: float | None = None
+    open: dict[int, Node] = field(default_factory=dict)  # intended and not ended, as last known
+    ended: dict[int, AttemptEnded] = field(default_factory=dict)
+    offers: dict[int, Offer] = field(default_factory=dict)  # of every attempt
+    doubted: set[int] = field(default_factory=set)  # open ones that may not stay
+    full: FullOffers = field(init=False)
+    step: int = 0  # greatest committed step ever seen
+    progress_s: float = 0.0  # when that was
+    streaks: Streaks = field(default_factory=Streaks)
+    durations: Durations = field(default_factory=Durations)
     last_s: float = 0.0  # of the last fact
     unread: list[Unreadable] = field(default_factory=list)  # each may hide the intent of an attempt
     first_free: int = 1  # numbers below it may be taken, known or not
+
+    def __post_init__(self, rng: random.Random, block_limit_s: float) -> None:
+        self.full = FullOffers(rng, block_limit_s)
 
     @classmethod
     def of(cls, facts: Iterable[Stamped], rng: random.Random, block_limit_s: float = 60.0) -> Book:
@@ -104,6 +170,7 @@ class Book:
         silent_s, self.last_s = t - self.last_s, max(t, self.last_s)
         match fact:
             case LeaseTaken():
+                self.streaks.refused = 0  # this one may launch another version
                 self.started_s = t if self.started_s is None else self.started_s
                 # nobody led the run (a laptop that was closed): that time is not held against it
                 if silent_s > UNLED_S:
@@ -114,12 +181,11 @@ class Book:
                     attempt, self.offers[attempt], NodeState.PENDING, asked_s=t
                 )
             case AttemptUp(attempt, up_s) if attempt in self.open:
-                self.launches_s.append(max(0.0, t - self.open[attempt].asked_s))
+                self.durations.launches_s.append(max(0.0, t - self.open[attempt].asked_s))
                 node = self.open[attempt] = dataclasses.replace(
                     self.open[attempt], state=NodeState.UP, up_s=up_s
                 )
-                self.refusals.pop(node.offer.name, None)
-                self.blocked.pop(node.offer.name, None)
+                self.full.gave(node.offer.name)
             case AttemptDoubted(attempt, doubted):
                 (self.doubted.add if doubted and attempt in self.open else self.doubted.discard)(
                     attempt
@@ -127,31 +193,26 @@ class Book:
             case Decided("release" | "terminate" as what, reason):
                 number = reason.removeprefix("attempt ").partition(":")[0]
                 if number.isdecimal() and (attempt := int(number)) in self.open:
-                    self.told_s.setdefault((what, attempt), t)
+                    self.durations.told_s.setdefault((what, attempt), t)
             case AttemptEnded():
                 self._time(fact)
                 self._end(fact)
-            # what is counted towards a limit starts anew when the run is launched again
             case RunEnded():
-                self.started_s, self.fruitless, self.failures, self.early, self.idle = (
-                    None,
-                    0,
-                    0,
-                    0,
-                    0,
-                )
+                self.started_s = None
+                self.streaks.begin_anew()
 
     def _time(self, fact: AttemptEnded) -> None:
         """How long it took from the word to go until it was gone."""
         released_s, ended_s = (
-            self.told_s.pop((what, fact.attempt), None) for what in ("release", "terminate")
+            self.durations.told_s.pop((what, fact.attempt), None)
+            for what in ("release", "terminate")
         )
         if fact.up_s is None or fact.end == "lost":
             return
         if released_s is not None:
-            self.leaves_s.append(max(0.0, fact.gone_s - released_s))
+            self.durations.leaves_s.append(max(0.0, fact.gone_s - released_s))
         if ended_s is not None:
-            self.ends_s.append(max(0.0, fact.gone_s - ended_s))
+            self.durations.ends_s.append(max(0.0, fact.gone_s - ended_s))
 
     def _end(self, fact: AttemptEnded) -> None:
         node = self.open.pop(fact.attempt, None)
@@ -159,32 +220,22 @@ class Book:
         again, self.ended[fact.attempt] = fact.attempt in self.ended, fact
         self.progress(fact.gone_s, fact.committed_step)
         if fact.end == "no-capacity" and node:
-            name = node.offer.name
-            self.refusals[name] = self.refusals.get(name, 0) + 1
-            wait_s = min(self.block_limit_s, BLOCK_S * 2.0 ** min(self.refusals[name] - 1, 16))
-            self.blocked[name] = fact.gone_s + wait_s * self.rng.uniform(0.5, 1.0)
+            self.full.refused(node.offer.name, fact.gone_s)
         elif fact.end == "unfit" and node and not again:
-            # the place may give us the same broken machine again
-            self.fruitless += 1
-            self.blocked[node.offer.name] = fact.gone_s + UNFIT_BLOCKS * self.block_limit_s
+            self.streaks.fruitless += 1
+            self.full.gave_unfit(node.offer.name, fact.gone_s)
         elif (
             not again
             and fact.end != "terminated"
             and not (fact.end == "lost" and fact.up_s is None)
         ):
-            self.fruitless += 1
-        if fact.end == "failed" and fact.exit_code != FENCED and fact.asked_s >= self.failed_s:
-            # nodes that fail together are one failure: the next must have been asked for after it
-            self.failures += 1
-            self.failed_s = fact.gone_s
-        # the same with those that end well and have done nothing
-        if fact.end == "finished" and not again and fact.asked_s >= self.idle_s:
-            self.early, self.idle = self.early + 1, self.idle + 1
-            self.idle_s = fact.gone_s
+            self.streaks.fruitless += 1
+        self.streaks.count(fact, again)
 
     def progress(self, t: float, step: int) -> None:
         if step > self.step:
-            self.step, self.progress_s, self.fruitless, self.failures, self.idle = step, t, 0, 0, 0
+            self.step, self.progress_s = step, t
+            self.streaks.progressed()
 
     @property
     def next_attempt(self) -> int:
@@ -209,19 +260,20 @@ class Book:
     def losses(self) -> int:
         """Attempts that ended without being asked to."""
         return sum(
-            e.end in ("preempted", "failed", "unfit") or (e.end == "lost" and e.up_s is not None)
+            e.end in ("preempted", "failed", "unfit", "refused")
+            or (e.end == "lost" and e.up_s is not None)
             for e in self.ended.values()
         )
 
     def launch_s(self, assumed_s: float) -> float:
         """How long a launch takes: the longest that was seen, or what is assumed while too few
         were seen."""
-        return _longest(self.launches_s, assumed_s)
+        return _longest(self.durations.launches_s, assumed_s)
 
     def leave_s(self, drain_s: float, end_s: float) -> float:
         """How long a node is billed after it was asked to leave: it drains, then the cloud ends
         it. Assumed as for `launch_s`."""
-        return _longest(self.leaves_s, drain_s + _longest(self.ends_s, end_s))
+        return _longest(self.durations.leaves_s, drain_s + _longest(self.durations.ends_s, end_s))
 
     def spent_usd(self, now_s: float) -> float:
         return sum(e.usd for e in self.ended.values()) + sum(
@@ -238,10 +290,10 @@ def _offer(attempt: int, body: dict[str, Any]) -> Offer:
     counts against budgets, is kept if it can be."""
     try:
         return built(Offer, body)
-    except TypeError:
+    except BadObject:
         try:
             usd_per_h = number(body.get("usd_per_h"), 0.0)
-        except TypeError:
+        except BadObject:
             usd_per_h = 0.0
         return Offer(usd_per_h, f"unreadable offer of attempt {attempt}")
 
@@ -267,6 +319,7 @@ def how_it_ended(node: Node) -> str:
         RESIZE: "drained",
         STOPPED: "terminated",
         UNFIT: "unfit",
+        REFUSED: "refused",
     }
     if node.exit_code in by_code:
         return by_code[node.exit_code]

@@ -10,13 +10,9 @@ calls. Reasons never contain changing numbers, so that a wait is recorded once.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
-import math
-import pkgutil
 from collections.abc import Callable, Iterable
-from urllib.parse import parse_qsl
 
+from harness.core import dotted
 from harness.core.world import (
     BadInput,
     Decision,
@@ -242,53 +238,77 @@ def together(
     back in `stay_s` or so.
     """
 
-    def decide(view: View) -> Decision:
+    return _Together(policy, move_after_s, saving, stay_s, settle_s, grace_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Together:
+    """What `together` returns, and describes."""
+
+    policy: Policy
+    move_after_s: float
+    saving: float
+    stay_s: float
+    settle_s: float
+    grace_s: float
+
+    def __call__(self, view: View) -> Decision:
         if not view.alive:
-            return policy(view)
+            return self.policy(view)
         home = min(view.alive, key=lambda n: (n.up_s is None, n.attempt)).offer.place
         nodes, away = _split(view.alive, home)
         if away:
-            return moving(view, nodes, away)
+            return self._moving(view, nodes, away)
         here = tuple(o for o in view.offers if o.place == home)
+        if self._stuck(view, here):
+            return Terminate(
+                view.alive[-1].attempt, "too few nodes can be had here: the whole run moves"
+            )
+        if (cheaper := self._cheaper(view, home, nodes)) is not None:
+            return Launch(cheaper, "the whole run will be cheaper there")
+        return self.policy(dataclasses.replace(view, offers=here))
+
+    def _stuck(self, view: View, here: tuple[Offer, ...]) -> bool:
+        """Too few are up, this place is full, another is not, and nothing was committed for
+        long."""
         up = sum(node.up_s is not None for node in view.alive)
         stuck_s = view.now_s - max(
             view.last_progress_s, view.started_s, *(node.asked_s for node in view.alive)
         )
-        if (
+        return (
             up < view.min_nodes
-            and stuck_s >= move_after_s
+            and stuck_s >= self.move_after_s
             and not open_offers(view, here)
-            and open_offers(view)
-        ):
-            return Terminate(
-                view.alive[-1].attempt, "too few nodes can be had here: the whole run moves"
-            )
-        if (
-            saving > 0
-            and not view.doubted
-            and all(n.up_s is not None and view.now_s - n.up_s >= stay_s for n in nodes)
-        ):
-            better = tuple(
-                o
-                for o in view.offers
-                if o.place != home and usd_per_work(o) <= (1 - saving) * _cost(nodes)
-            )
-            wanted = policy(
-                dataclasses.replace(view, alive=(), offers=tuple(open_offers(view, better)))
-            )
-            if isinstance(wanted, Launch):
-                return Launch(wanted.offer, "the whole run will be cheaper there")
-        return policy(dataclasses.replace(view, offers=here))
+            and bool(open_offers(view))
+        )
 
-    def moving(view: View, nodes: list[Node], away: list[Node]) -> Decision:
+    def _cheaper(self, view: View, home: str, nodes: list[Node]) -> Offer | None:
+        """What the policy would take elsewhere, where work is cheaper by enough."""
+        if (
+            self.saving <= 0
+            or view.doubted
+            or any(n.up_s is None or view.now_s - n.up_s < self.stay_s for n in nodes)
+        ):
+            return None
+        better = tuple(
+            o
+            for o in view.offers
+            if o.place != home and usd_per_work(o) <= (1 - self.saving) * _cost(nodes)
+        )
+        wanted = self.policy(
+            dataclasses.replace(view, alive=(), offers=tuple(open_offers(view, better)))
+        )
+        return wanted.offer if isinstance(wanted, Launch) else None
+
+    def _moving(self, view: View, nodes: list[Node], away: list[Node]) -> Decision:
         """Some nodes are elsewhere already, beside the world that trains."""
         there, odd = _split(away, min(away, key=lambda n: (n.up_s is None, n.attempt)).offer.place)
-        if odd or saving <= 0 or _cost(there) >= _cost(nodes):
+        if odd or self.saving <= 0 or _cost(there) >= _cost(nodes):
             return Terminate((odd or away)[-1].attempt, "the others cannot reach it")
-        settled = sum(n.been_up_s(view.now_s) >= settle_s for n in there)
+        settled = sum(n.been_up_s(view.now_s) >= self.settle_s for n in there)
         if settled >= len(nodes):
             first, *rest = (n.attempt for n in nodes)
-            return Terminate(first, "the whole run is cheaper elsewhere", grace_s, tuple(rest))
+            return Terminate(first, "the whole run is cheaper elsewhere", self.grace_s, tuple(rest))
         if len(there) < len(nodes):
             room = tuple(
                 o
@@ -300,8 +320,6 @@ def together(
             if all(n.up_s is not None for n in there):
                 return Terminate(there[-1].attempt, "there is no room for the whole run")
         return Wait(LOOK_AGAIN_S, "a cheaper place is made ready")
-
-    return decide
 
 
 def _split(nodes: Iterable[Node], place: str) -> tuple[list[Node], list[Node]]:
@@ -336,35 +354,29 @@ def resolve(name: str) -> Policy:
     path, _, query = name.partition("?")
     function = POLICIES.get(path)
     if function is None and ":" in path:
-        try:
-            function = pkgutil.resolve_name(path)
-        except (ImportError, AttributeError, ValueError) as e:
-            raise BadInput(
-                f"policy {path!r} cannot be imported ({e}); is its package installed or on "
-                "PYTHONPATH?"
-            ) from e
+        function = dotted.imported("policy", path)
     if not callable(function):
         raise BadInput(
             f"there is no policy {path!r}; known: {', '.join(POLICIES)}; or name your own as "
             "pkg.module:function"
         )
-    options = {key: _value(value) for key, value in parse_qsl(query, keep_blank_values=True)}
-    try:
-        inspect.signature(function).bind(None, **options)
-    except TypeError as e:
-        takes = inspect.signature(function)
-        raise BadInput(
-            f"policy {name!r}: {e}; it is {path}{takes}; options are written "
-            f"{path}?name=value&name=value"
-        ) from e
-    return functools.partial(function, **options) if options else function
+    return dotted.with_options("policy", path, function, query, arguments=1)
 
 
-def _value(text: str) -> float | str:
-    try:
-        found = float(text)
-    except ValueError:
-        return text
-    if not math.isfinite(found):
-        raise BadInput(f"the option {text!r} of a policy: wanted a finite number")
-    return found
+__all__ = [
+    "POLICIES",
+    "best_value",
+    "cheapest",
+    "fill",
+    "on_demand_fallback",
+    "open_offers",
+    "patient",
+    "replacing",
+    "resolve",
+    "together",
+    "uniform_progress",
+    "until_next",
+    "usd_per_work",
+    "within_budget",
+    "within_hours",
+]

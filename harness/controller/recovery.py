@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from harness.bucket.beats import Beat, Beats
+from harness.bucket.layout import DOUBT, LEAVE, STOP_KEY, StopOrder, order_by, order_key
 from harness.bucket.lease import Lease
-from harness.bucket.orders import STOP_KEY, StopOrder, ask_to_stop, stop_order
+from harness.bucket.orders import ask_to_stop, stop_order
 from harness.controller import policies
 from harness.controller.book import UNSHOWN, Book, bill, how_it_ended
 from harness.core.facts import (
@@ -38,8 +39,6 @@ from harness.core.facts import (
     Stamped,
 )
 from harness.core.world import (
-    DOUBT,
-    LEAVE,
     BadInput,
     CloudUnavailable,
     Decision,
@@ -170,6 +169,30 @@ def forget_stop(store: ObjectStore) -> None:
 
 
 @dataclass
+class _Since:
+    """When something began, by attempt."""
+
+    unseen_s: dict[int, float] = field(default_factory=dict)  # intended, not shown by the cloud
+    told_s: dict[int, float] = field(default_factory=dict)  # told to go
+    asked_s: dict[int, float] = field(default_factory=dict)  # asked to leave
+
+
+@dataclass
+class _Listener:
+    """Who beats in the bucket, as of the last look."""
+
+    beats: Beats
+    heard: list[Beat] = field(default_factory=list)
+    heard_s: float = -math.inf
+
+    def listen(self, attempts: Collection[int], now: float) -> list[Beat]:
+        """What is heard of these; the last answer, if that was a moment ago."""
+        if attempts and now - self.heard_s >= LISTEN_S:
+            self.heard, self.heard_s = self.beats.look(attempts), now
+        return self.heard
+
+
+@dataclass
 class Loop:
     """One controller's turn at the wheel. What it holds besides the book may be forgotten
     without harm."""
@@ -180,24 +203,19 @@ class Loop:
     journal: Journal
     lease: Lease
     book: Book
-    # intended, not shown by the cloud: since when
-    unseen_s: dict[int, float] = field(default_factory=dict)
-    told_s: dict[int, float] = field(default_factory=dict)  # told to go: when
-    asked_s: dict[int, float] = field(default_factory=dict)  # asked to leave: when
+    since: _Since = field(default_factory=_Since)
     strays: list[Node] = field(default_factory=list)  # alive, but not in the book
     shown: set[int] = field(default_factory=set)  # attempts that the cloud knows
     # attempts that it does not, and that beat in the bucket
     beating: set[int] = field(default_factory=set)
     late: dict[int, Node] = field(default_factory=dict)  # given up as lost, and seen to beat since
-    beats: Beats = field(init=False)
-    heard: list[Beat] = field(default_factory=list)
-    heard_s: float = -math.inf
+    listener: _Listener = field(init=False)
     newest: Manifest | None = None
     ending_s: float | None = None
     waiting: str | None = None  # the reason written down last
 
     def __post_init__(self) -> None:
-        self.beats = Beats(self.world.store, self.world.clock.now)
+        self.listener = _Listener(Beats(self.world.store, self.world.clock.now))
 
     def note(self, fact: Fact) -> None:
         self.journal.record(fact)
@@ -254,7 +272,7 @@ class Loop:
         for node in self.strays:
             self.dismiss(node.attempt)
         for node in shown.values():
-            self.unseen_s.pop(node.attempt, None)
+            self.since.unseen_s.pop(node.attempt, None)
             ended = book.ended.get(node.attempt)
             if node.attempt in book.open and node.alive:
                 if node.up_s is not None and book.open[node.attempt].up_s is None:
@@ -267,7 +285,7 @@ class Loop:
         self.reconcile_unshown(step)
         said = set(self.world.store.list(DOUBT))
         for attempt in sorted(book.open):
-            if (doubted := f"{DOUBT}{attempt:06d}.json" in said) != (attempt in book.doubted):
+            if (doubted := order_key(DOUBT, attempt) in said) != (attempt in book.doubted):
                 self.note(AttemptDoubted(attempt, doubted))
         self.journal.flush()
 
@@ -283,13 +301,12 @@ class Loop:
             if e.end == "lost" and e.attempt in book.offers and now - e.gone_s < LOST_S
         )
         lost = ({e.attempt for e in given_up} | self.late.keys()) - self.shown
-        if (unshown or lost) and now - self.heard_s >= LISTEN_S:
-            self.heard, self.heard_s = self.beats.look({*unshown, *lost}), now
-        alive = {beat.attempt for beat in self.heard if not beat.silent(self.run.lost_after_s)}
-        moved = {beat.attempt for beat in self.heard if beat.moved}
+        heard = self.listener.listen({*unshown, *lost}, now)
+        alive = {beat.attempt for beat in heard if not beat.silent(self.run.lost_after_s)}
+        moved = {beat.attempt for beat in heard if beat.moved}
         self.beating = alive & moved & {*unshown, *lost}
         for attempt, node in unshown.items():
-            unseen_s = now - self.unseen_s.setdefault(attempt, now)
+            unseen_s = now - self.since.unseen_s.setdefault(attempt, now)
             # since when, nobody says: rather too early than too late
             if attempt in self.beating and node.up_s is None:
                 self.note(AttemptUp(attempt, node.asked_s))
@@ -343,7 +360,7 @@ class Loop:
             max_nodes=self.run.max_nodes,
             alive=tuple(book.open.values()),
             offers=tuple(sorted(self.world.cloud.offers())),
-            blocked=dict(book.blocked),
+            blocked=dict(book.full.until_s),
             committed_step=step,
             last_progress_s=book.progress_s,
             spent_usd=book.spent_usd(now),
@@ -357,25 +374,31 @@ class Loop:
     def broken(self, view: View) -> str | None:
         """The limits that hold whatever the policy says."""
         run, book = self.run, self.book
-        if book.failures >= run.max_failures_at_one_step:
+        if book.streaks.failures >= run.max_failures_at_one_step:
             return (
-                f"the script failed {book.failures} times in a row after step {book.step}; see "
-                "the workers' logs"
+                f"the script failed {book.streaks.failures} times in a row after step {book.step}; "
+                "see the workers' logs"
             )
-        if book.idle >= run.max_idle_ends or book.early >= run.max_early_ends:
-            times = max(book.early, book.idle)
+        if book.streaks.refused >= run.max_failures_at_one_step and not book.open:
+            return (
+                f"{book.streaks.refused} nodes in a row were refused: they speak another protocol "
+                "than the run; launch it with the version of this code that wrote it last, or a "
+                "newer one"
+            )
+        if book.streaks.idle >= run.max_idle_ends or book.streaks.early >= run.max_early_ends:
+            times = max(book.streaks.early, book.streaks.idle)
             return (
                 f"the script ended with exit code 0 before its last step {times} times in a row, "
                 f"the last time after step {book.step}, "
                 "and made no final snapshot; call run.finish() where it is done, or let "
                 "run.steps() come to its end"
             )
-        if book.fruitless >= run.max_attempts_without_progress * run.max_nodes:
+        if book.streaks.fruitless >= run.max_attempts_without_progress * run.max_nodes:
             last = max(book.ended.values(), key=lambda e: (e.gone_s, e.attempt))
             why = last.reason if last.reason in ("", last.end) else f"{last.end}: {last.reason}"
             return (
-                f"{book.fruitless} attempts in a row ended without a new snapshot after step "
-                f"{book.step} (the last: {why or last.end})"
+                f"{book.streaks.fruitless} attempts in a row ended without a new snapshot after "
+                f"step {book.step} (the last: {why or last.end})"
             )
         if (
             view.now_s - max(view.last_progress_s, view.started_s)
@@ -395,6 +418,9 @@ class Loop:
     def act(self, decision: Decision) -> None:
         """Intent first, durably; then the act, if we still hold the lease."""
         match decision:
+            case Launch() if self.book.streaks.refused and self.book.open:
+                why = "a new node was refused: the others speak another protocol; waiting for them"
+                self.wait(self.run.poll_s, why)
             case Launch(offer, reason) if self.room(offer):
                 attempt = self.book.next_attempt
                 self.note(AttemptIntended(attempt, dataclasses.asdict(offer), reason))
@@ -431,29 +457,26 @@ class Loop:
     def still_leaving(self, attempt: int, reason: str, grace_s: float) -> bool:
         """Ask a node to snapshot and leave; is its time for that not over yet?"""
         now = self.world.clock.now()
-        if grace_s > 0 and attempt not in self.asked_s:
+        if grace_s > 0 and attempt not in self.since.asked_s:
             self.lease.check()
             if self.ask_to_leave(attempt, reason):
                 self.note(Decided("release", f"attempt {attempt}: {reason}"))
-            self.asked_s[attempt] = now
-        return now < self.asked_s.get(attempt, now - grace_s) + grace_s
+            self.since.asked_s[attempt] = now
+        return now < self.since.asked_s.get(attempt, now - grace_s) + grace_s
 
     def ask_to_leave(self, attempt: int, reason: str) -> bool:
         """Through the bucket. False: it was asked before."""
-        return self.world.store.create(
-            f"{LEAVE}{attempt:06d}.json",
-            json.dumps({"reason": reason, "by": "controller"}).encode(),
-        )
+        return self.world.store.create(order_key(LEAVE, attempt), order_by("controller", reason))
 
     def dismiss(self, attempt: int) -> None:
         """Have a node terminated; again from time to time for as long as it is seen."""
         now = self.world.clock.now()
-        if now - self.told_s.get(attempt, -REPEAT_S) >= REPEAT_S:
+        if now - self.since.told_s.get(attempt, -REPEAT_S) >= REPEAT_S:
             self.lease.check()
             self.world.cloud.terminate(attempt)
             if attempt in self.beating:  # the cloud cannot end what it does not know
                 self.ask_to_leave(attempt, "it is to be ended, and the cloud does not show it")
-            self.told_s[attempt] = now
+            self.since.told_s[attempt] = now
             self.note(Decided("terminate", f"attempt {attempt}"))
 
     def ask_to_stop(self, reason: str, failed: bool) -> None:

@@ -11,7 +11,11 @@ between any two steps:
     epoch, offset = divmod(p, N)       every sample exactly once per epoch
     index = permute(offset)            keyed by (seed, epoch); computed, never stored
     plan                               cuts the micro-batches 0 .. G/b - 1 into one contiguous run
-                                       per rank
+                                       per replica
+
+A replica is one copy of the model, held by `replica_ranks` ranks (R) that work on the same
+micro-batches: 1 for data parallelism, more where a layer is split between ranks. Ranks are numbered
+replica by replica: replica i has ranks [i * R, (i + 1) * R).
 """
 
 from __future__ import annotations
@@ -89,71 +93,112 @@ class Batching:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches per step; the greatest number of ranks that can share a step."""
+        """Micro-batches per step; the greatest number of replicas that can share a step."""
         return self.global_batch // self.micro_batch
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How many micro-batches of every step each rank does; contiguous, in the order of ranks."""
+    """How many micro-batches of every step each replica does; contiguous, in the order of replicas.
+    All ranks of a replica do the same ones."""
 
     shares: tuple[int, ...]
+    replica_ranks: int = 1  # ranks of each replica
+
+    @property
+    def ranks(self) -> int:
+        return len(self.shares) * self.replica_ranks
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The first micro-batch of each rank."""
+        """The first micro-batch of each replica."""
         return tuple(accumulate(self.shares[:-1], initial=0))
 
     @property
     def rounds(self) -> int:
-        """Forwards that every rank must do where a strategy's forward has collectives."""
+        """Forwards that every rank must do where a strategy's forward has collectives over
+        replicas."""
         return max(self.shares)
 
+    def replica(self, rank: int) -> int:
+        """The replica that `rank` is in."""
+        if not 0 <= rank < self.ranks:
+            raise IndexError(f"rank {rank} of a plan for {self.ranks} ranks")
+        return rank // self.replica_ranks
+
     def micros(self, rank: int) -> range:
-        """The micro-batches of `rank`."""
-        if not 0 <= rank < len(self.shares):
-            raise IndexError(f"rank {rank} of a plan for {len(self.shares)} ranks")
-        start = sum(self.shares[:rank])
-        return range(start, start + self.shares[rank])
+        """The micro-batches of `rank`, and of all others of its replica."""
+        replica = self.replica(rank)
+        start = sum(self.shares[:replica])
+        return range(start, start + self.shares[replica])
 
     def fillers(self, rank: int) -> int:
         """Zero-weight forwards that bring `rank` to `rounds`."""
-        return self.rounds - self.shares[rank]
+        return self.rounds - self.shares[self.replica(rank)]
 
 
-def plan(micro_batches: int, ranks: int, speeds: Sequence[float] | None = None) -> Plan:
-    """Share `micro_batches` out over `ranks`, at least one to each.
+def plan(
+    micro_batches: int,
+    ranks: int,
+    speeds: Sequence[float] | None = None,
+    replica_ranks: int = 1,
+) -> Plan:
+    """Share `micro_batches` out over the replicas that `ranks` make, at least one to each.
 
     Without `speeds` (samples per second of each rank, any unit) shares differ by at most one,
     larger ones first. With them the time of a step, max(share / speed), is the least possible: each
-    further micro-batch goes to the rank that would finish it first. Ties go to the lower rank, so
-    every rank computes the same plan.
+    further micro-batch goes to the replica that would finish it first. A replica is as fast as the
+    slowest of its ranks. Ties go to the lower replica, so every rank computes the same plan. Raises
+    BadInput.
     """
     if ranks < 1:
         raise BadInput(f"a plan needs at least 1 rank, found {ranks}; start a worker")
-    if ranks > micro_batches:
+    replicas = replicas_of(ranks, replica_ranks)
+    if replicas > micro_batches:
+        what = "ranks" if replica_ranks == 1 else f"replicas of {replica_ranks} ranks"
         raise BadInput(
-            f"a step has {micro_batches} micro-batches, found {ranks} ranks, and each rank needs "
-            "at least one; "
-            f"lower micro_batch, raise global_batch, or use at most {micro_batches} ranks"
+            f"a step has {micro_batches} micro-batches, found {replicas} {what}, and each needs "
+            "at least one; lower micro_batch, raise global_batch, or use at most "
+            f"{micro_batches * replica_ranks} ranks"
         )
     if speeds is None:
-        share, larger = divmod(micro_batches, ranks)
-        return Plan((share + 1,) * larger + (share,) * (ranks - larger))
+        share, larger = divmod(micro_batches, replicas)
+        shares = (share + 1,) * larger + (share,) * (replicas - larger)
+        return Plan(shares, replica_ranks)
     if len(speeds) != ranks or not all(math.isfinite(s) and s > 0 for s in speeds):
         raise BadInput(
             f"speeds must be {ranks} positive finite numbers, one per rank, found {list(speeds)}; "
             "leave them out if unknown"
         )
-    shares = [1] * ranks
-    # when the rank would finish one more
-    heap = [(2 / speed, rank) for rank, speed in enumerate(speeds)]
+    slowest = [min(speeds[i : i + replica_ranks]) for i in range(0, ranks, replica_ranks)]
+    return Plan(_by_speed(micro_batches, slowest), replica_ranks)
+
+
+def replicas_of(ranks: int, replica_ranks: int) -> int:
+    """How many replicas that many ranks make. Raises BadInput if some would be left over."""
+    if replica_ranks < 1:
+        raise BadInput(f"a replica has at least 1 rank, found {replica_ranks}")
+    if ranks % replica_ranks:
+        down = ranks - ranks % replica_ranks
+        near = f"{down} or {down + replica_ranks}" if down else f"{replica_ranks}"
+        raise BadInput(
+            f"{ranks} ranks make no whole number of replicas of {replica_ranks} ranks; use {near} "
+            "ranks, or replicas of another size (HARNESS_REPLICA_RANKS, harness run "
+            "--replica-ranks)"
+        )
+    return ranks // replica_ranks
+
+
+def _by_speed(micro_batches: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    shares = [1] * len(speeds)
+    # when the replica would finish one more
+    heap = [(2 / speed, replica) for replica, speed in enumerate(speeds)]
     heapq.heapify(heap)
-    for _ in range(micro_batches - ranks):
-        rank = heap[0][1]
-        shares[rank] += 1
-        heapq.heapreplace(heap, ((shares[rank] + 1) / speeds[rank], rank))
-    return Plan(tuple(shares))
+    for _ in range(micro_batches - len(speeds)):
+        replica = heap[0][1]
+        shares[replica] += 1
+        heapq.heapreplace(heap, ((shares[replica] + 1) / speeds[replica], replica))
+    return tuple(shares)
 
 
 def positions(batching: Batching, step: int, micro: int) -> Int64s:
@@ -226,6 +271,15 @@ def expected_digest(batching: Batching, step: int) -> int:
         (step - 1) * batching.global_batch, step * batching.global_batch, dtype=np.int64
     )
     return digest(sample_hash(where, indices_at(batching, where)))
+
+
+def expected_digests(batching: Batching, first: int, steps: int) -> Uint64s:
+    """`expected_digest` of so many steps from `first` on, shape (steps,); a tenth of the time."""
+    size = batching.global_batch
+    where = np.arange((first - 1) * size, (first - 1 + steps) * size, dtype=np.int64)
+    hashes = sample_hash(where, indices_at(batching, where))
+    found: Uint64s = hashes.reshape(steps, size).sum(axis=1, dtype=np.uint64)
+    return found
 
 
 def seed_for(seed: int, step: int, micro: int) -> int:

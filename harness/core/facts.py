@@ -12,30 +12,27 @@ why. `harness verify` calls that a violation.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
 import json
-import types
-import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
-T = TypeVar("T")
+from harness.core.values import (
+    MOST_T,
+    BadObject,
+    Count,
+    NewerProtocol,
+    Reading,
+    built,
+    canonical,
+    check_protocol,
+    digest,
+    number,
+    parsed,
+    stamped,
+)
+
 KINDS: dict[str, type[Fact]] = {}
-Reading = Annotated[float, "a measurement: may be NaN or infinite"]
-Count = Annotated[int, "of things that readers go through one by one"]
-# Beyond these a number is damage. MOST_T: wall clock, the year 5138.
-MOST_INT, MOST_FLOAT, MOST_COUNT, MOST_T = 2**53, 1e15, 10**6, 1e11
-
-
-def canonical(value: object) -> bytes:
-    """The one JSON spelling that hashes are made of. Floats keep every bit (repr round-trips)."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=True).encode()
-
-
-def digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -115,7 +112,7 @@ class AttemptEnded(Fact):
 
     attempt: int
     # "finished" | "drained" | "preempted" | "failed" | "terminated" | "no-capacity" | "lost" |
-    # "unfit"
+    # "unfit" | "refused"
     end: str
     asked_s: float
     up_s: float | None
@@ -267,7 +264,7 @@ class AgentEnded(Fact):
 # ---- worker --------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class SessionStarted(Fact):
-    """Rank 0 of an epoch is ready to train. `shares`: micro-batches per rank and step."""
+    """Rank 0 of an epoch is ready to train. `shares`: micro-batches per replica and step."""
 
     epoch: int
     world: int
@@ -402,149 +399,79 @@ class Chain:
         self.writer, self.head = writer, digest(writer.encode())
 
     def line(self, t: float, fact: Fact) -> str:
-        body = {"fact": fact.kind, "t": t, **dataclasses.asdict(fact), "prev": self.head}
+        said = {"fact": fact.kind, "t": t, **dataclasses.asdict(fact), "prev": self.head}
+        body = stamped(said)
         self.head = digest(canonical(body))
         return json.dumps({**body, "h": self.head}, separators=(",", ":"))
 
 
-def loaded(text: str | bytes) -> Any:
-    """JSON of a bucket. Raises ValueError, also for what is nested too deep for Python."""
+def is_spelled(body: Any, line: bytes) -> bool:
+    """Is it the one spelling of this JSON in which facts and records are written?"""
     try:
-        return json.loads(text)
+        return json.dumps(body, separators=(",", ":")).encode() == line
     except RecursionError:
-        raise ValueError("nested too deep") from None
+        return False
 
 
 def read_chain(
-    writer: str, lines: Iterable[tuple[str, str]], hashes: bool = True
+    writer: str, lines: Iterable[tuple[str, str]], hashes: bool = True, head: str = ""
 ) -> Iterator[Stamped]:
     """The facts of one writer, from (where, line) in order; an `Unreadable` for each line that is
-    none, was changed, or follows one that is lost. `hashes`: look for the latter two."""
-    # None: the line before could not be read, and that is told already
-    head: str | None = digest(writer.encode())
-    t = 0.0
+    none, was changed, or follows one that is lost. `hashes`: look for the latter two. `head`: hash
+    of the line before the first ("": there is none)."""
+    reader = ChainReader(writer, head, hashes)
     for where, line in lines:
+        yield from reader.read(where, line)
+
+
+class ChainReader:
+    """Reads one writer's lines in order. `head`: hash of the last line; None: it could not be read,
+    and that is told already."""
+
+    def __init__(self, writer: str, head: str = "", hashes: bool = True):
+        self.writer, self._hashes = writer, hashes
+        self.head: str | None = head or digest(writer.encode())
+        self.t = 0.0
+
+    def read(self, where: str, line: str) -> list[Stamped]:
+        """One fact, or an `Unreadable` in its place or before it."""
         try:
-            body = loaded(line)
+            body = parsed(line)
+            if not isinstance(body, dict):
+                raise BadObject(f"wanted a JSON object, found {type(body).__name__}")
             found = body.pop("h", "")
-            if hashes and digest(canonical(body)) != found:
-                raise ValueError(f"{body.get('fact')} was changed: its hash does not fit")
-        except (ValueError, TypeError, AttributeError, RecursionError) as e:
-            yield Stamped(t, writer, Unreadable(where, f"not a fact as it was written ({e})"))
-            head = None
-            continue
-        if hashes and head not in (None, body.get("prev")):
-            yield Stamped(
-                t,
-                writer,
-                Unreadable(where, "what came before it was changed, lost or put out of order"),
-            )
-        head = str(found)
+            if self._hashes and digest(canonical(body)) != found:
+                raise BadObject(f"{body.get('fact')!r:.60} was changed: its hash does not fit")
+        except BadObject as e:
+            self.head = None
+            return [self._unread(where, f"not a fact as it was written ({e})")]
+        told: list[Stamped] = []
+        if self._hashes and self.head not in (None, body.get("prev")):
+            why = "what came before it was changed, lost or put out of order"
+            told.append(self._unread(where, why))
+        self.head = str(found)
         try:
             fact, t = parse(body), number(body.get("t"), 0.0, MOST_T)
-        except TypeError as e:
-            yield Stamped(
-                t,
-                writer,
-                Unreadable(
-                    where, f"wanted the fields of {body.get('fact')}, found other ones ({e})"
-                ),
-            )
-            continue
-        yield Stamped(t, writer, fact)
+        except NewerProtocol as e:
+            return [*told, self._unread(where, str(e))]
+        except BadObject as e:
+            why = f"wanted the fields of {body.get('fact')!r:.60}, found other ones ({e})"
+            return [*told, self._unread(where, why)]
+        self.t = t
+        return [*told, Stamped(t, self.writer, fact)]
+
+    def _unread(self, where: str, why: str) -> Stamped:
+        return Stamped(self.t, self.writer, Unreadable(where, why))
 
 
 def parse(body: dict[str, Any]) -> Fact:
     """A fact from its JSON body. Unknown kinds and fields (written by a newer version) are
     tolerated.
 
-    Raises TypeError if a field that has no default is missing, or one is of another type than its
-    kind says.
+    Raises BadObject if a field that has no default is missing, or one is of another type than its
+    kind says; NewerProtocol.
     """
+    check_protocol(body)
     kind = body.get("fact")
     cls = KINDS.get(kind) if isinstance(kind, str) else None
     return Fact() if cls is None else built(cls, body)
-
-
-# ---- values from a bucket ------------------------------------------------------------------------
-def number(value: Any, low: float = -MOST_FLOAT, high: float = MOST_FLOAT) -> float:
-    """A finite number in [low, high]. Raises TypeError."""
-    if type(value) not in (int, float) or not low <= value <= high:
-        raise TypeError(f"wanted a number in [{low:g}, {high:g}], found {_brief(value)}")
-    return value  # type: ignore[no-any-return]
-
-
-def amount(value: Any) -> float:
-    """A price, a speed or a count of free form: a number from 0 on, else 0 (unknown)."""
-    return float(value) if type(value) in (int, float) and 0 <= value <= MOST_FLOAT else 0.0
-
-
-def built(cls: type[T], body: dict[str, Any]) -> T:
-    """A dataclass from JSON: lists become tuples, unknown fields are ignored, types are
-    checked. Raises TypeError."""
-    values: dict[str, Any] = {}
-    for name, check in _checks(cls):  # type: ignore[arg-type]
-        if name in body:
-            try:
-                values[name] = check(body[name])
-            except TypeError as e:
-                raise TypeError(f"{name}: {e}") from None
-    return cls(**values)
-
-
-Checked = Callable[[Any], Any]
-
-
-@functools.cache
-def _checks(cls: type[Any]) -> tuple[tuple[str, Checked], ...]:
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return tuple((f.name, _check_of(hints[f.name])) for f in dataclasses.fields(cls))
-
-
-def _check_of(hint: Any) -> Checked:
-    """What turns a JSON value into one of this type, or raises TypeError."""
-    origin, inside = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return lambda value: value
-    if hint is float:
-        return number
-    if origin is Annotated:
-        return _reading if inside[0] is float else functools.partial(_whole, low=0, high=MOST_COUNT)
-    if hint is int:
-        return _whole
-    if origin in (typing.Union, types.UnionType):
-        check = _check_of(next(i for i in inside if i is not type(None)))
-        return lambda value: None if value is None else check(value)
-    if origin is tuple:
-        check = _check_of(inside[0])
-        return lambda value: tuple(check(v) for v in _of(list, value))
-    if origin is dict:
-        check = _check_of(inside[1])
-        return lambda value: {k: check(v) for k, v in _of(dict, value).items()}
-    return functools.partial(_of, hint)
-
-
-def _of(kind: type[Any], value: Any) -> Any:
-    if type(value) is not kind:
-        raise TypeError(f"wanted {kind.__name__}, found {_brief(value)}")
-    return value
-
-
-def _whole(value: Any, low: int = -MOST_INT, high: int = MOST_INT) -> Any:
-    if type(value) is not int or not low <= value <= high:
-        raise TypeError(f"wanted a whole number in [{low}, {high}], found {_brief(value)}")
-    return value
-
-
-def _reading(value: Any) -> Any:
-    if type(value) is not float:
-        _whole(value)
-    return value
-
-
-def _brief(value: Any) -> str:
-    return (
-        type(value).__name__
-        if isinstance(value, (list, dict)) or value is None
-        else f"{value!r:.40}"
-    )

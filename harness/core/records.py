@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.core.facts import Reading, built, canonical, digest, loaded
+from harness.core.facts import is_spelled
+from harness.core.values import BadObject, Reading, built, canonical, digest, parsed
 
 NAME = re.compile(r"samples/\d{10,}-\d{10,}-([0-9a-f]{16})\.jsonl")
 
@@ -28,9 +29,9 @@ class StepRecord:
 
     step: int
     epoch: int
-    world: int
-    shares: tuple[int, ...]  # micro-batches per rank
-    samples: int  # really consumed, summed over the ranks
+    world: int  # ranks
+    shares: tuple[int, ...]  # micro-batches per replica (a rank, if replicas have one)
+    samples: int  # really consumed, summed over the replicas
     digest: str
     weight: Reading  # what the gradients were divided by: samples, or valid tokens
     loss: Reading  # weighted mean over the global batch
@@ -43,6 +44,11 @@ class StepRecord:
     # like `digest`, of (position, hash of what was read there); only of streams, whose contents
     # nobody can compute
     contents: str = ""
+
+    @property
+    def replica_ranks(self) -> int:
+        """Ranks that held one copy of the model together."""
+        return self.world // len(self.shares) if self.shares else 1
 
     def chained(self, prev: str) -> StepRecord:
         unsealed = dataclasses.replace(self, prev=prev, h="")
@@ -113,7 +119,7 @@ def named(data: Mapping[str, Any]) -> Named | None:
         return None
     try:
         return built(Named, found)
-    except (TypeError, AttributeError) as e:
+    except BadObject as e:
         raise BrokenRecords(
             f"the manifest's data: wanted the name of step records, found {found!r:.100} ({e})"
         ) from e
@@ -123,16 +129,19 @@ def encode(records: Iterable[StepRecord]) -> bytes:
     return "".join(r.to_line() + "\n" for r in records).encode()
 
 
-def decode(data: bytes, where: str) -> list[StepRecord]:
-    """Records of one object, each checked against its own hash and its predecessor's. Raises
-    BrokenRecords."""
+def decode(data: bytes, where: str, exact: bool = False) -> list[StepRecord]:
+    """Records of one object, each checked against its own hash and its predecessor's. `exact`: and
+    to the byte. Raises BrokenRecords."""
     records: list[StepRecord] = []
-    for number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
+    lines = data.decode(errors="replace").splitlines()
+    spelled = not exact or "".join(line + "\n" for line in lines).encode() == data
+    for number, line in enumerate(lines, 1):
         try:
-            body = loaded(line)
+            body = parsed(line)
+            spelled = spelled and (not exact or is_spelled(body, line.encode()))
             record = built(StepRecord, body)
             found = digest(canonical({k: v for k, v in body.items() if k != "h"}))
-        except (ValueError, TypeError, AttributeError, RecursionError) as e:
+        except BadObject as e:
             raise BrokenRecords(f"{where}, line {number}: not a step record ({e})") from e
         if found != record.h:
             raise BrokenRecords(
@@ -143,4 +152,8 @@ def decode(data: bytes, where: str) -> list[StepRecord]:
                 f"{where}, step {record.step}: does not follow step {records[-1].step}"
             )
         records.append(record)
+    if exact and not (spelled and records):
+        raise BrokenRecords(
+            f"{where}: wanted records as they were written, found another spelling; it was changed"
+        )
     return records

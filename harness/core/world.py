@@ -8,6 +8,7 @@ Errors:
       ├─ BadInput        what the user gave cannot work; the message says what to do
       ├─ NoCapacity      an offer has no machine at the moment
       ├─ Fenced          somebody else holds the lease, or a newer epoch exists
+      ├─ WrongProtocol   a run's nodes speak another protocol than this one
       └─ CloudUnavailable  the cloud's own interface did not answer; try again later
 """
 
@@ -22,10 +23,7 @@ from typing import Protocol, TypeAlias
 from storage.objects import ObjectStore
 
 # exit codes; docs/ARCHITECTURE.md says who acts on which
-FINISHED, DRAINED, RESIZE, STOPPED, FENCED, UNFIT = 0, 33, 34, 35, 36, 37
-# + attempt: written by the agent of a node that may not stay, and taken back by it
-DOUBT = "control/doubt-"
-LEAVE = "control/leave-"  # + attempt: written by the controller, to have a node snapshot and leave
+FINISHED, DRAINED, RESIZE, STOPPED, FENCED, UNFIT, REFUSED = 0, 33, 34, 35, 36, 37, 38
 
 
 class HarnessError(Exception):
@@ -42,6 +40,10 @@ class NoCapacity(HarnessError):
 
 class Fenced(HarnessError):
     """Somebody newer has taken over; whoever sees this must stop acting."""
+
+
+class WrongProtocol(HarnessError):
+    """A run's nodes speak another protocol than this one: which, and what to do."""
 
 
 class CloudUnavailable(HarnessError):
@@ -169,6 +171,37 @@ def meeting_place(found: Sequence[tuple[str, int, bool]]) -> str:
     for place, count, _ in candidates:
         workers[place] = workers.get(place, 0) + count
     return max(workers, key=lambda place: workers[place], default="")
+
+
+def whole_replicas(
+    sizes: Sequence[int], replica_ranks: int = 1, max_ranks: int | None = None
+) -> list[int]:
+    """Which members form the next world: only whole replicas can train, and a member takes part
+    with all of its ranks or not at all.
+
+    `sizes`: ranks of each member, in the order in which they are wanted. A member that does not fit
+    below `max_ranks` is left out; then, until the ranks that remain are a multiple of
+    `replica_ranks`, as few ranks as possible, of the last members if there is a choice. Returns
+    places in `sizes`, ascending; empty: no whole replica can be made.
+    """
+    chosen: list[int] = []
+    total = 0
+    for i, size in enumerate(sizes):
+        if max_ranks is None or total + size <= max_ranks:
+            chosen.append(i)
+            total += size
+    if not total % replica_ranks:
+        return chosen
+    # remainder of the ranks that are left out -> (how many, who): the fewest; the first found wins
+    without: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    for i in reversed(chosen):
+        for ranks, who in list(without.values()):
+            more = ranks + sizes[i]
+            found = without.get(more % replica_ranks)
+            if found is None or more < found[0]:
+                without[more % replica_ranks] = (more, (*who, i))
+    _, out = without[total % replica_ranks]
+    return [i for i in chosen if i not in out]
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from harness.core.facts import (
     AttemptIntended,
     LeaseTaken,
     RunEnded,
-    digest,
     parse,
 )
+from harness.core.values import digest
 from harness.core.world import Node
 from storage.errors import NotFound
 from storage.manifest import Manifest, Ref, SnapshotCorrupt

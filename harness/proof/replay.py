@@ -9,7 +9,6 @@ folder. With reduce="exact" the replayed window must be identical to the bit on 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import socket
@@ -25,12 +24,15 @@ import numpy as np
 from rich.console import Console
 
 from harness.bucket.journal import read_records
+from harness.bucket.layout import IDENTITY, SAMPLES, Identity
 from harness.core import records as rec
+from harness.core.batch import replicas_of
 from harness.core.world import BadInput, HarnessError
-from storage.manifest import Manifest
+from storage.manifest import PARTS, Manifest
 from storage.objects import ObjectStore
 from storage.opening import open_store
-from storage.snapshots import MANIFESTS, PARTS, Snapshots
+from storage.snapshot_keys import MANIFESTS
+from storage.snapshots import Snapshots
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,11 @@ def replay(
     timeout_s: float = 3600.0,
 ) -> Replay:
     """Execute steps start+1 .. start+steps again with `world` workers of the script `argv`, in
-    `scratch` (an empty folder).
+    `scratch` (an empty folder). Replicas have as many ranks as they had, or as
+    HARNESS_REPLICA_RANKS says.
 
-    Raises BadInput (no such snapshot), HarnessError (the script failed; its words are in the
-    message).
+    Raises BadInput (no such snapshot, no whole replicas), HarnessError (the script failed; its
+    words are in the message).
     """
     source = Snapshots(store)
     found = {ref.step: ref for ref in sorted(source.refs())}
@@ -75,20 +78,24 @@ def replay(
     newest = source.latest()
     assert newest is not None
     named = newest.data["samples"]
-    original = {
-        r.step: r
-        for r in read_records(
-            store, named["key"], named["head"], rec.genesis(json.loads(store.get("run.json")))
-        )
-    }
+    genesis = rec.genesis(Identity.decode(store.get(IDENTITY)).body)
+    original = {r.step: r for r in read_records(store, named["key"], named["head"], genesis)}
     last = min(start + steps, newest.step)
     if last <= start:
         raise BadInput(f"the run has no steps after {start}; choose an earlier --from")
+    told = os.environ.get("HARNESS_REPLICA_RANKS", "")
+    replica_ranks = int(told) if told.isdecimal() else original[start + 1].replica_ranks
+    replicas_of(world, replica_ranks)
     copy = open_store(str(scratch))
     _copy(store, copy, source.load(found[start]))
-    _execute(scratch, found[start].epoch + 1, last, world, argv, timeout_s)
+    extra = {
+        "HARNESS_EPOCH": str(found[start].epoch + 1),
+        "HARNESS_UNTIL_STEP": str(last),
+        "HARNESS_REPLICA_RANKS": str(replica_ranks),
+    }
+    _execute(scratch, extra, world, argv, timeout_s)
     again = Snapshots(copy).latest()
-    replayed = [r for key in copy.list("samples/") for r in rec.decode(copy.get(key), key)]
+    replayed = [r for key in copy.list(SAMPLES) for r in rec.decode(copy.get(key), key)]
     if again is None or [r.step for r in replayed] != list(range(start + 1, last + 1)):
         raise HarnessError(
             f"the replay covered steps {[r.step for r in replayed]}, wanted {start + 1} to {last}"
@@ -102,12 +109,12 @@ def replay(
 
 def _copy(store: ObjectStore, copy: ObjectStore, manifest: Manifest) -> None:
     lists = store.list(f"{PARTS}{manifest.ref.name}/list-")
-    for key in ("run.json", *manifest.objects, *lists, f"{MANIFESTS}{manifest.ref.name}.json"):
+    for key in (IDENTITY, *manifest.objects, *lists, f"{MANIFESTS}{manifest.ref.name}.json"):
         copy.put(key, store.get(key))
 
 
 def _execute(
-    scratch: Path, epoch: int, until: int, world: int, argv: Sequence[str], timeout_s: float
+    scratch: Path, extra: dict[str, str], world: int, argv: Sequence[str], timeout_s: float
 ) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -129,7 +136,7 @@ def _execute(
                     "MASTER_PORT": str(port),
                     "HARNESS_RUN": str(scratch),
                 },
-                **{"HARNESS_EPOCH": str(epoch), "HARNESS_UNTIL_STEP": str(until)},
+                **extra,
             }
             env.setdefault("OMP_NUM_THREADS", "1")
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from harness.bucket.orders import STOP_KEY
+from harness.bucket.layout import LEAVE, STOP_KEY, order_key
 from harness.controller.recovery import Outcome
-from harness.core.facts import digest
-from harness.core.world import DRAINED, FINISHED, LEAVE, STOPPED, UNFIT, Offer, meeting_place
+from harness.core.values import digest
+from harness.core.world import DRAINED, FINISHED, STOPPED, UNFIT, Offer, meeting_place
 from harness.proof.invariants import Damaged, record_hash
 from storage.errors import NotFound, StoreRefused, StoreUnavailable
 from storage.faults import corrupt
@@ -147,7 +147,7 @@ class Members:
         """What an agent does all the time: is the run over, or to be stopped?"""
         if member.dead:
             return
-        if member.ready and self.sim.member_store().list(f"{LEAVE}{member.attempt:06d}.json"):
+        if member.ready and self.sim.member_store().list(order_key(LEAVE, member.attempt)):
             self.notice(member.attempt)
         if self.team is None or self.team.over or member not in self.team.members:
             newest = self.snapshots.latest()

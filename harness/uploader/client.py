@@ -19,14 +19,16 @@ from typing import Any, Protocol
 
 from harness.bucket.epochs import newest_epoch
 from harness.core.facts import Fact, SnapshotCommitted, SnapshotFailed
+from harness.core.values import NewerProtocol
 from harness.core.world import Fenced
 from harness.node.progress import WAITS_FOR_SNAPSHOTS, Progress, Sign
 from harness.uploader.nearby import NEAR, NearbyConfig, tiers_for
 from storage.errors import StoreError
+from storage.folder_tiers import FolderTier
 from storage.manifest import Manifest, Ref
 from storage.objects import ObjectStore
 from storage.staging import PREFIX, Segment, Stage, StageFull, default_parent, sweep
-from storage.tiers import FolderTier, SegmentTier, share
+from storage.tiers import SegmentTier, share
 from storage.upload import Job, Outcome, Uploader
 
 # the longest wait for an answer of the uploader (making a big segment takes seconds)
@@ -60,7 +62,13 @@ def fence(store: ObjectStore) -> Callable[[Ref], None]:
     """No snapshot of an epoch is committed when a newer epoch exists."""
 
     def check(ref: Ref) -> None:
-        if newest_epoch(store).epoch > ref.epoch:
+        try:
+            newest = newest_epoch(store).epoch
+        except NewerProtocol as e:
+            raise Fenced(
+                f"epoch {ref.epoch} is over: a newer version of this code has begun another ({e})"
+            ) from e
+        if newest > ref.epoch:
             raise Fenced(
                 f"epoch {ref.epoch} is over: a newer one exists, so its snapshot of step "
                 f"{ref.step} is not committed"
@@ -84,7 +92,7 @@ def socket_in(folder: Path) -> Iterator[str]:
 
 
 def sign_seen(sign: Sign | None) -> tuple[int, bool] | None:
-    """As `storage.upload.Watch`."""
+    """As `storage.pacing.TrainingWatch`."""
     return None if sign is None else (sign.step, sign.place in WAITS_FOR_SNAPSHOTS)
 
 
@@ -371,6 +379,11 @@ class NodeUploader:
         self._process: subprocess.Popen[bytes] | None = None
         self._line: Line | None = None
         self._deadline_s: float | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where snapshots are staged."""
+        return self.stage.folder
 
     def ensure(self) -> None:
         """Start it, or start it again."""

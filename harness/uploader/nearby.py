@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from harness.bucket.epochs import newest_epoch
+from harness.bucket.layout import SECRET, ChunkServerAt, chunks_key, secret_of
+from harness.core.values import BadObject
 from harness.core.world import BadInput
-from storage.errors import NotFound, StoreError
+from storage.errors import StoreError
+from storage.folder_tiers import FolderTier, OwnedFolder
 from storage.manifest import Manifest, Ref
 from storage.objects import ObjectStore
 from storage.peers import ChunkServer, PeerTier
-from storage.tiers import FolderTier, OwnedFolder, SegmentTier, Tier, blocks, chunks_of
+from storage.tiers import SegmentTier, Tier, blocks, chunks_of
 
-# create-only; who can read the bucket may read its chunks from peers as well
-SECRET = "rdzv/secret.json"
-CHUNKS = "rdzv/chunks/"  # create-only, {member}.json: where its chunks are served
 NEAR = "near"  # the folder in the stage
 KEEP_NEAR = 2  # snapshots in a node's tiers: the newest, and the one before should it turn out bad
 PEERS_ASKED = 8  # of a big world; one that is dead may cost a time-out
@@ -90,15 +90,15 @@ class Nearby:
             self._folders.append(FolderTier("disk", self._owned[0].path, config.disk_nbytes))
         if config.peer != "off":
             store.create(SECRET, json.dumps(secrets.token_hex(32)).encode())
+            # who can read the bucket may read its chunks from peers as well
             self._secret = _secret(store.get(SECRET))
             if self._secret:
                 keep = next(f for f in self._folders if f.name == config.peer)
                 self._server = ChunkServer(
                     lambda: [*staged(), *self._folders], config.addr, self._secret, keep
                 )
-                store.create(
-                    f"{CHUNKS}{member}.json", json.dumps([config.addr, self._server.port]).encode()
-                )
+                at = ChunkServerAt(config.addr, self._server.port)
+                store.create(chunks_key(member), at.encode())
             else:
                 print(
                     f"harness: {store.url}/{SECRET} is not what we make; nodes keep nothing for "
@@ -142,13 +142,13 @@ class Nearby:
     def _members(self) -> list[str]:
         try:
             return list(newest_epoch(self.store).members)
-        except StoreError:
+        except (StoreError, BadObject):
             return []
 
     def _where(self, member: str) -> tuple[str, int] | None:
-        with contextlib.suppress(StoreError, NotFound, ValueError, TypeError, RecursionError):
-            addr, port = json.loads(self.store.get(f"{CHUNKS}{member}.json"))
-            return (str(addr), int(port)) if 0 < int(port) < 65536 else None
+        with contextlib.suppress(StoreError, BadObject):
+            found = ChunkServerAt.decode(self.store.get(chunks_key(member)))
+            return found.addr, found.port
         return None
 
     def told(self) -> dict[str, Any]:
@@ -181,11 +181,9 @@ class Nearby:
 
 
 def _secret(data: bytes) -> str:
-    """As we make it; "" for anything else, such as an empty one that strangers could guess."""
-    with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(data)
-        if isinstance(found, str) and len(found) >= 32:
-            return found
+    """As we make it; "" for anything else."""
+    with contextlib.suppress(BadObject):
+        return secret_of(data)
     return ""
 
 

@@ -22,14 +22,15 @@ import time
 from collections.abc import Callable, Sequence
 
 from harness.bucket.journal import Journal, read_facts
+from harness.bucket.layout import IDENTITY, SAMPLES
 from harness.core.facts import SnapshotReplicated, Warned
 from harness.core.prices import CLOUD_OF, transfer_usd
 from storage.errors import StoreError
-from storage.manifest import Ref, SnapshotCorrupt
+from storage.manifest import PARTS, Ref, SnapshotCorrupt
 from storage.objects import ObjectStore
 from storage.opening import open_store
 from storage.retention import Keep
-from storage.snapshots import PARTS, Snapshots
+from storage.snapshots import Snapshots
 from storage.transfer import copy
 
 LOOK_S = 2.0
@@ -54,7 +55,9 @@ class Replica:
         self.source, self.target, self.journal, self.cap_usd = source, target, journal, cap_usd
         self.here, self.there = here or _cloud(source.url), there or _cloud(target.url)
         self.spent_usd = sum(
-            s.fact.usd for s in read_facts(source) if isinstance(s.fact, SnapshotReplicated)
+            s.fact.usd
+            for s in read_facts(source, steps=False)
+            if isinstance(s.fact, SnapshotReplicated)
         )
         self._told = False
         self._done: Ref | None = None  # the newest that needs nothing more
@@ -86,9 +89,9 @@ class Replica:
             self._told, self._done = True, manifest.ref
             return None
         t0 = time.monotonic()
-        records = set(self.source.list("samples/")) - set(self.target.list("samples/"))
+        records = set(self.source.list(SAMPLES)) - set(self.target.list(SAMPLES))
         [copied] = copy(
-            self.source, self.target, [manifest.ref], extra=["run.json", *sorted(records)]
+            self.source, self.target, [manifest.ref], extra=[IDENTITY, *sorted(records)]
         )
         if copied.state == "pruned":
             return None

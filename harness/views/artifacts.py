@@ -10,24 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from harness.core.facts import canonical, digest
+from harness.bucket.streamed import Alert, BatchHeader
+from harness.core.values import canonical, digest
 from harness.views.describe import place_of
-from harness.views.operations import Alert
 from harness.views.plugins import RunInfo
-from harness.views.stream import Header, alert_of
 from storage.manifest import Ref
 from storage.objects import ObjectStore
-from storage.snapshots import MANIFESTS, Snapshots
+from storage.snapshot_keys import manifest_key
+from storage.snapshots import Snapshots
 
 Act = Callable[[Any, Any], None]  # of the module wandb, and the run
 
 
-def acts_of(store: ObjectStore, info: RunInfo, header: Header) -> list[Act]:
+def acts_of(store: ObjectStore, info: RunInfo, header: BatchHeader) -> list[Act]:
     """What is to be done for this batch, once."""
     acts: list[Act] = []
     if header.number == 0:
         acts.append(_dataset(info))
-    acts += [_alert(alert_of(body)) for body in header.new_alerts]
+    acts += [_alert(alert) for alert in header.told_alerts()]
     if header.snapshots:
         there = set(Snapshots(store).refs())
         for name in header.snapshots:
@@ -61,7 +61,7 @@ def _snapshot(store: ObjectStore, info: RunInfo, ref: Ref, best: bool) -> Act:
         artifact = api.Artifact(
             f"snapshot-{info.id}", "model", metadata={"step": ref.step, "epoch": ref.epoch}
         )
-        where = f"{place_of(store.url)}/{MANIFESTS}{ref.name}.json"
+        where = f"{place_of(store.url)}/{manifest_key(ref)}"
         try:
             artifact.add_reference(where, name="manifest", checksum=False)
         except Exception:  # the cloud's own library is missing here: W&B shows the URL all the same

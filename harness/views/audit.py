@@ -14,17 +14,25 @@ pruned or quarantined.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from harness.bucket.epochs import EPOCHS, Epoch, epoch_key
-from harness.bucket.journal import segments
+from harness.bucket.archive import segments
+from harness.bucket.layout import (
+    ARCHIVE,
+    EPOCHS,
+    FACTS,
+    IDENTITY,
+    SAMPLES,
+    Epoch,
+    epoch_key,
+    epoch_of,
+)
+from harness.bucket.recorded import Part, Recorded, committed_of
 from harness.core import records as rec
-from harness.core.batch import MAX_SAMPLES, Batching, expected_digest
+from harness.core.columns import NONE, Columns
 from harness.core.facts import (
     AttemptEnded,
     AttemptIntended,
@@ -33,16 +41,23 @@ from harness.core.facts import (
     RunEnded,
     SessionStarted,
     Stamped,
-    Unreadable,
-    amount,
-    canonical,
-    digest,
-    loaded,
-    read_chain,
 )
+from harness.core.values import BadObject, amount, canonical, digest
 from harness.core.world import BadInput
+from harness.views import audit_facts
+from harness.views.audit_facts import Progress
+from harness.views.audit_records import (
+    Proof,
+    batching_of,
+    chain,
+    compare_archive,
+    prove,
+    read_part,
+)
+from harness.views.audit_rules import Violation, json_of
 from harness.views.ledger import Ledger
 from harness.views.painting import ns
+from harness.views.proving import Prover
 from storage.errors import NotFound
 from storage.manifest import Manifest, PartList, Ref, SnapshotCorrupt, SnapshotTooNew
 from storage.objects import ObjectStore
@@ -51,9 +66,8 @@ from storage.snapshots import PARTS, Snapshots
 if TYPE_CHECKING:
     from rich.console import Console
 
-Progress = Callable[[str, int, int], None]  # what, done, of how many
 
-IDENTITY = {
+FIELDS = {
     "version": int,
     "seed": int,
     "samples": int,
@@ -83,13 +97,13 @@ class AuditReport:
     notes: list[str] = field(default_factory=list)  # odd, but as it may be
 
 
-class Violation(Exception):
-    """A rule is broken: what was wanted, what was found, which object."""
-
-
-def audit(store: ObjectStore, progress: Progress | None = None) -> AuditReport:
-    """Check the whole run. Only reads. Raises StoreError if the bucket does not answer."""
-    return _Audit(store, progress or (lambda what, done, of: None)).report()
+def audit(
+    store: ObjectStore, progress: Progress | None = None, prover: Prover | None = None
+) -> AuditReport:
+    """Check the whole run. Only reads. `prover`: by how many processes, and what it remembers of
+    an earlier audit. Raises StoreError if the bucket does not answer."""
+    with (prover or Prover()).open() as opened:
+        return _Audit(store, progress or (lambda what, done, of: None), opened).report()
 
 
 @dataclass
@@ -98,12 +112,14 @@ class _Audit:
 
     store: ObjectStore
     progress: Progress
+    prover: Prover
     notes: list[str] = field(default_factory=list)
     identity: dict[str, Any] | None = None
-    facts: list[Stamped] = field(default_factory=list)  # of all writers, by time
+    facts: list[Stamped] = field(default_factory=list)  # of all writers, by time; without steps
+    steps: Columns = field(default_factory=lambda: NONE)  # as told live
     facts_whole: bool = False
-    # of the run's line, newest first, without metrics
-    records: list[rec.StepRecord] = field(default_factory=list)
+    proofs: dict[str, Proof] = field(default_factory=dict)  # of objects of records, by key
+    records: list[Part] = field(default_factory=list)  # of the run's line, newest first
     manifests: list[Manifest] = field(default_factory=list)  # retained and readable, newest first
     # step of a retained manifest -> hash of the chain's record there
     heads: dict[int, str] = field(default_factory=dict)
@@ -139,26 +155,26 @@ class _Audit:
     # ---- what the run is -------------------------------------------------------------------------
     def _identity(self) -> tuple[int, str]:
         try:
-            data = self.store.get("run.json")
+            data = self.store.get(IDENTITY)
         except NotFound:
-            if self.store.list("samples/"):
+            if self.store.list(SAMPLES):
                 raise Violation(
                     "run.json: wanted the identity that the step records begin with, found no such "
                     "object"
                 ) from None
-            if not self.snapshots.refs() and not self.store.list("facts/"):
+            if not self.snapshots.refs() and not self._any_facts():
                 raise Violation(
                     f"{self.store.url}: wanted a run, found neither run.json nor facts nor "
                     "snapshots"
                 ) from None
             return 0, "no run.json: a training loop of its own, or no worker has started yet"
-        found = _json("run.json", data)
+        found = json_of(IDENTITY, data)
         if not isinstance(found, dict) or canonical(found) != data:
             raise Violation(
                 "run.json: wanted canonical JSON as it was created, found another spelling; it was "
                 "changed"
             )
-        for name, kind in IDENTITY.items():
+        for name, kind in FIELDS.items():
             if type(found.get(name)) is not kind:
                 raise Violation(
                     f"run.json: wanted {name} of type {kind.__name__}, found {found.get(name)!r}; "
@@ -168,46 +184,21 @@ class _Audit:
         of = f"{found['samples']} samples" if found["samples"] else "an iterable dataset"
         return 1, f"seed {found['seed']}, global batch {found['global_batch']} of {of}"
 
+    def _any_facts(self) -> bool:
+        return bool(self.store.list(FACTS) or self.store.list(ARCHIVE))
+
     # ---- facts -----------------------------------------------------------------------------------
     def _facts(self) -> tuple[int, str]:
-        by_writer, n, done = segments(self.store), 0, 0
-        unread: list[Unreadable] = []
-        self._foreign(
-            "facts/",
-            set(self.store.list("facts/")) - {key for keys in by_writer.values() for key in keys},
-        )
-        total = sum(map(len, by_writer.values()))
-        for writer, keys in by_writer.items():
-            wanted = [f"facts/{writer}/{i:06d}.jsonl" for i in range(len(keys))]
-            for found, key in zip(keys, wanted, strict=True):
-                if found != key:
-                    raise Violation(
-                        f"facts of {writer}: wanted segments numbered without a gap, found {found} "
-                        f"where {key} should be"
-                    )
-
-            def lines(keys: list[str] = keys) -> Iterator[tuple[str, str]]:
-                nonlocal done
-                for key in keys:
-                    yield from _lines(key, self.store.get(key))
-                    done += 1
-                    self.progress("facts", done, total)
-
-            for stamped in read_chain(writer, lines()):
-                if isinstance(stamped.fact, Unreadable):
-                    unread.append(stamped.fact)
-                    continue
-                n += 1
-                self.facts.append(stamped)
-        self.facts.sort(key=lambda s: s.t)
-        if unread:
-            more = f" ({len(unread) - 1} more cannot be read)" if len(unread) > 1 else ""
-            raise Violation(f"{unread[0]}{more}")
+        ours = {key for keys in segments(self.store).values() for key in keys.values()}
+        self._foreign(FACTS, set(self.store.list(FACTS)) - ours)
+        found = audit_facts.read(self.store, self.prover, self.progress)
+        self.facts, self.steps = found.facts, found.steps
+        if found.unread:
+            more = f" ({len(found.unread) - 1} more cannot be read)"
+            raise Violation(f"{found.unread[0]}{more if len(found.unread) > 1 else ''}")
         self.facts_whole = True
-        return (
-            n,
-            f"chains of {len(by_writer)} writer{'s' if len(by_writer) != 1 else ''}, each whole",
-        )
+        chains = f"chains of {found.writers} writer{'s' * (found.writers != 1)}, each whole"
+        return len(self.facts) + len(self.steps), chains
 
     def _of(self, kind: type[Any]) -> Iterator[Any]:
         return (s.fact for s in self.facts if isinstance(s.fact, kind))
@@ -215,7 +206,7 @@ class _Audit:
     # ---- worlds ----------------------------------------------------------------------------------
     def _epochs(self) -> tuple[int, str]:
         listed = self.store.list(EPOCHS)
-        keys = [key for key in listed if key[len(EPOCHS) :].removesuffix(".json").isdecimal()]
+        keys = [key for key in listed if epoch_of(key)]
         if foreign := sorted(set(listed) - set(keys)):
             self.notes.append(f"not ours, and read by nobody: {', '.join(foreign)}")
         unsealed = 0
@@ -226,7 +217,7 @@ class _Audit:
                     "... without a gap"
                 )
             data = self.store.get(key)
-            body = _json(key, data)
+            body = json_of(key, data)
             if not isinstance(body, dict) or json.dumps(body).encode() != data:
                 raise Violation(
                     f"{key}: wanted the epoch as it was created, found another spelling; it was "
@@ -238,23 +229,14 @@ class _Audit:
                     f"{key}: wanted hash {seal}, found {digest(canonical(body))}; it was changed"
                 )
             unsealed += seal is None
-            # is it needed?
-            names = {f.name: f.default is dataclasses.MISSING for f in dataclasses.fields(Epoch)}
-            if not {name for name in names if names[name]} <= set(body) or body["epoch"] != number:
-                raise Violation(f"{key}: wanted epoch {number} with {sorted(names)}, found {body}")
-            values: dict[str, Any] = {
-                k: tuple(v) if isinstance(v, list) else v for k, v in body.items() if k in names
-            }
-            epoch = Epoch(**values)
-            sizes = {
-                len(epoch.members),
-                len(set(epoch.members)),
-                len(epoch.nproc),
-                len(epoch.speeds),
-            }
-            if len(sizes) != 1 or not (_all(epoch.members, str) and _all(epoch.nproc, int)):
+            try:
+                epoch = Epoch.decode(data)
+            except BadObject as e:
+                raise Violation(f"{key}: wanted epoch {number}, found another object ({e})") from e
+            if epoch.epoch != number or len(set(epoch.members)) != len(epoch.members):
                 raise Violation(
-                    f"{key}: wanted ranks and speed of each of its different members, found {body}"
+                    f"{key}: wanted epoch {number} of different members, found epoch "
+                    f"{epoch.epoch} of {', '.join(epoch.members)}"
                 )
             self.worlds[number] = epoch
         for started in self._of(EpochStarted) if self.facts_whole else ():
@@ -373,18 +355,14 @@ class _Audit:
             )
         batching = batching_of(self.identity)
         wanted_at = {m.step for m in self.manifests}
-        epoch, n = newest.epoch, 0
-        for key, part in walk(self.store, named, rec.genesis(self.identity)):
-            self.ends[key] = part[-1].h
-            for r in reversed(part):
-                self._record(key, r, batching, epoch)
-                epoch = r.epoch
-                # what the ledger needs; metrics are the bulk
-                self.records.append(dataclasses.replace(r, metrics={}))
-                if r.step in wanted_at:
-                    self.heads[r.step] = r.h
-                n += 1
-                self.progress("records", n, newest.step)
+        self._prove_records(canonical(self.identity).decode())
+        n, genesis = 0, rec.genesis(self.identity)
+        for key, part in chain(self.proofs, named, genesis, self.worlds, newest.epoch):
+            self.ends[key] = part.head
+            self.records.append(part)
+            if (last := int(part.rows["step"][-1])) in wanted_at:
+                self.heads[last] = part.head
+            n += len(part.rows)
         if n != newest.step:
             raise Violation(
                 f"snapshot {newest.ref.name}: wanted the records of steps 1-{newest.step}, found "
@@ -401,55 +379,32 @@ class _Audit:
         }[proof]
         return n, f"steps 1-{n}: every {what} exactly once, {batching.global_batch} per step{only}"
 
-    def _record(self, key: str, r: rec.StepRecord, batching: Batching, later_epoch: int) -> None:
-        where = f"{key}, step {r.step}"
-        if r.samples != batching.global_batch:
-            raise Violation(
-                f"{where}: wanted a global batch of {batching.global_batch} samples, found "
-                f"{r.samples}"
-            )
-        if sum(r.shares) != batching.micro_batches or min(r.shares) < 0 or len(r.shares) != r.world:
-            raise Violation(
-                f"{where}: wanted {batching.micro_batches} micro-batches over {r.world} ranks, "
-                f"found shares {list(r.shares)}"
-            )
-        if r.digest != (wanted := f"{expected_digest(batching, r.step):016x}"):
-            raise Violation(
-                f"{where}: wanted the samples of (seed {batching.seed}, step {r.step}), digest "
-                f"{wanted}; found {r.digest}"
-            )
-        if bool(r.contents) != (rec.what_digests_prove(self.identity or {}) == "contents"):
-            found = repr(r.contents) if r.contents else "none"
-            raise Violation(
-                f"{where}: wanted a hash of contents exactly where run.json says that contents are "
-                f"recorded, found {found}"
-            )
-        if not r.weight > 0 or not math.isfinite(r.weight):
-            raise Violation(f"{where}: wanted a positive weight, found {r.weight}")
-        if not math.isfinite(r.loss):
-            raise Violation(f"{where}: wanted a finite loss, found {r.loss}")
-        if r.epoch > later_epoch:
-            raise Violation(
-                f"{where}: wanted epochs that never go back, found epoch {r.epoch} before epoch "
-                f"{later_epoch}"
-            )
-        if self.worlds and (r.epoch not in self.worlds or self.worlds[r.epoch].world != r.world):
-            found = (
-                f"{self.worlds[r.epoch].world} ranks" if r.epoch in self.worlds else "no such epoch"
-            )
-            raise Violation(
-                f"{where}: wanted the {r.world} ranks of epoch {r.epoch}; {epoch_key(r.epoch)} "
-                f"says {found}"
-            )
+    def _prove_records(self, context: str) -> None:
+        """Every object of records by itself."""
+        keys = sorted(rec.heads(self.store.list(SAMPLES)).values())
+        found = self.prover.each(self.store, keys, prove, context)
+        for done, (key, proof) in enumerate(found, 1):
+            if proof is not None:
+                self.proofs[key] = Proof.decode(proof)
+            self.progress("records", done, len(keys))
 
     def _other_records(self) -> tuple[int, str]:
         """Records that the newest snapshot does not lead to (redone steps, zombies) are not the
         run's, but must be whole too."""
-        there = self.store.list("samples/")
+        there = self.store.list(SAMPLES)
+        if not self.proofs:
+            self._prove_records("")
         others = [key for key in rec.heads(there).values() if key not in self.ends]
-        self._foreign("samples/", set(there) - set(rec.heads(there).values()))
+        self._foreign(SAMPLES, set(there) - set(rec.heads(there).values()))
         for key in others:
-            self.ends[key] = read_part(self.store, key)[-1].h
+            proof = self.proofs.get(key)
+            if proof is None or proof.part is None:
+                self.ends[key] = read_part(self.store, key)[-1].h  # it came since, or says why not
+            else:
+                self.ends[key] = proof.part.head
+        archive = Recorded(self.store)
+        archive.read_archive()
+        compare_archive(archive, self.proofs)
         if others:
             self.notes.append(
                 f"{len(others)} records objects are not on the run's line: steps that were redone, "
@@ -554,7 +509,9 @@ class _Audit:
         """The ledger's rows are made of buckets; the facts' bills are not. To the nanosecond
         and the nano-dollar they agree."""
         now_s = max((s.t for s in self.facts), default=0.0)
-        for row in Ledger.of(self.facts, self.records[::-1], now_s).attempts:
+        now_s = max(now_s, float(self.steps["end"].max(initial=0.0)))
+        records = committed_of(self.records[::-1])
+        for row in Ledger.of(self.facts, records, now_s, self.steps).attempts:
             e = ended.get(row.attempt)
             if e is None or row.name != str(row.attempt):
                 continue  # not billed to the end yet, or launched by no controller
@@ -616,75 +573,6 @@ class _Audit:
         return 1, f"done, final snapshot of step {newest.step}" + (f" ({ended})" if early else "")
 
 
-def batching_of(identity: dict[str, Any]) -> Batching:
-    """What decides the samples of every step. An iterable dataset (0 samples) is one endless
-    stream in its own order."""
-    return Batching(
-        samples=identity["samples"] or MAX_SAMPLES,
-        global_batch=identity["global_batch"],
-        micro_batch=identity["micro_batch"],
-        seed=identity["seed"],
-        shuffle=identity["shuffle"] and identity["samples"] > 0,
-    )
-
-
-def read_part(store: ObjectStore, key: str) -> list[rec.StepRecord]:
-    """One records object, whole to the byte. Raises BrokenRecords."""
-    try:
-        data = store.get(key)
-    except NotFound:
-        raise rec.BrokenRecords(
-            f"{key}: missing, but a manifest or later records follow from it"
-        ) from None
-    part = rec.decode(data, key)
-    if (
-        not part
-        or not all(spelled(line) for line in data.split(b"\n")[:-1])
-        or not data.endswith(b"\n")
-    ):
-        raise rec.BrokenRecords(
-            f"{key}: wanted records as they were written, found another spelling; it was changed"
-        )
-    if rec.key(part) != key:
-        raise rec.BrokenRecords(
-            f"{key}: wanted records that fit this name, found those of {rec.key(part)}"
-        )
-    return part
-
-
-def walk(
-    store: ObjectStore, named: rec.Named, genesis: str
-) -> Iterator[tuple[str, list[rec.StepRecord]]]:
-    """The records objects that lead from `named` (a manifest's `data["samples"]`) back to step 1,
-    newest first, one at a time. Raises BrokenRecords at the first that does not fit. The records of
-    an object are in ascending order of steps."""
-    by_head = rec.heads(store.list("samples/"))
-    key, want, step = named.key, named.head, named.last
-    while True:
-        part = read_part(store, key)
-        if part[-1].h != want or part[-1].step != step:
-            raise rec.BrokenRecords(
-                f"{key}: wanted step {step} with hash {want[:16]} at its end, found step "
-                f"{part[-1].step} with {part[-1].h[:16]}"
-            )
-        yield key, part
-        want, step = part[0].prev, part[0].step - 1
-        if want == genesis or step < 1:
-            break
-        if want[:16] not in by_head:
-            raise rec.BrokenRecords(
-                f"records up to step {step} are missing: step {step + 1} follows one with hash "
-                f"{want[:16]}, found none"
-            )
-        key = by_head[want[:16]]
-    if (want, step) != (genesis, 0):
-        raise rec.BrokenRecords(
-            f"{key}: wanted step 1 to follow the run's identity ({genesis[:16]}), found step "
-            f"{step + 1} after {want[:16]}; "
-            "run.json was changed, or the records are of another run"
-        )
-
-
 def _names_records(manifest: Manifest) -> None:
     named = rec.named(manifest.data)
     if named and named.last != manifest.step:
@@ -700,45 +588,6 @@ def _came_before(parent: object, ref: Ref) -> bool:
     except ValueError:
         return False
     return found < ref and found.step <= ref.step
-
-
-def _all(values: tuple[Any, ...], kind: type) -> bool:
-    return all(type(v) is kind for v in values)
-
-
-def _json(key: str, data: bytes) -> Any:
-    try:
-        return loaded(data)
-    except ValueError as e:
-        raise Violation(
-            f"{key}: wanted JSON, found {len(data)} bytes that are not ({e}); it was changed"
-        ) from e
-
-
-def spelled(line: bytes) -> bool:
-    """Is it the one spelling in which facts and records are written?"""
-    try:
-        return json.dumps(loaded(line), separators=(",", ":")).encode() == line
-    except (ValueError, RecursionError):
-        return False
-
-
-def _lines(key: str, data: bytes) -> Iterator[tuple[str, str]]:
-    """Lines of a fact segment, each in exactly the spelling that facts.Chain writes."""
-    *lines, rest = data.split(b"\n")
-    if rest or not lines:
-        raise Violation(
-            f"{key}: wanted whole lines, found {len(rest)} bytes after the last; it was cut or "
-            "changed"
-        )
-    for number, line in enumerate(lines, 1):
-        _json(f"{key}, line {number}", line)
-        if not spelled(line):
-            raise Violation(
-                f"{key}, line {number}: wanted the fact as it was written, found another spelling; "
-                "it was changed"
-            )
-        yield f"{key}, line {number}", line.decode()
 
 
 def print_audit(report: AuditReport, console: Console) -> None:

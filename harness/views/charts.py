@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from harness.views.painting import BUCKETS, NANO, Segment
 from harness.views.report import MEANING, attempt_end, verdict
@@ -106,89 +106,128 @@ def _text(x: float, y: float, text: object, anchor: str = "middle", cls: str = "
     )
 
 
+def _by_epoch(points: Iterable[Point]) -> dict[int, list[Point]]:
+    found: dict[int, list[Point]] = {}
+    for p in points:
+        found.setdefault(p.epoch, []).append(p)
+    return found
+
+
 def loss_chart(s: Summary) -> str:
+    """The loss over steps; empty if there is none."""
     curve = [p for p in s.curve if math.isfinite(p.loss)]
     lost = [p for p in s.lost if math.isfinite(p.loss)]
     validation = [(step, v) for step, v in s.validation if math.isfinite(v)]
     if not curve and not lost:
         return ""
-    height, top, bottom = 330, 34, 34
     values = [p.loss for p in curve + lost] + [v for _, v in validation]
-    low, high = min(values), max(values)
-    pad = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
-    low, high = low - pad, high + pad
     last = max([p.step for p in curve + lost] + [step for step, _ in validation])
+    plane = _LossPlane(min(values), max(values), last)
+    return "".join(
+        [
+            f'<div class=scroll><svg id="loss" viewBox="0 0 {WIDTH} {plane.height}" role="img" '
+            'aria-label="loss over steps">',
+            *_worlds(s, plane),
+            *_loss_axes(plane),
+            *_lost_steps(s, plane),
+            *_loss_curves(curve, validation, plane),
+            f'<line id="cross" class=cross y1="{plane.top}" y2="{plane.floor}" '
+            'visibility="hidden"/></svg></div>',
+            _loss_data(s, curve, validation, last),
+        ]
+    )
 
-    def x(step: float) -> float:
-        return LEFT + (step - 0.5) / last * (WIDTH - LEFT - RIGHT)
 
-    def y(value: float) -> float:
-        return top + (high - value) / (high - low) * (height - top - bottom)
+class _LossPlane:
+    """Where a step and a loss lie in the chart. The curve has some room above and below."""
 
-    out = [
-        f'<div class=scroll><svg id="loss" viewBox="0 0 {WIDTH} {height}" role="img" '
-        'aria-label="loss over steps">'
-    ]
+    height, top, bottom = 330, 34, 34
+
+    def __init__(self, low: float, high: float, last: int):
+        pad = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
+        self.low, self.high, self.last = low - pad, high + pad, last
+        self.floor, self.inner = self.height - self.bottom, self.height - self.top - self.bottom
+
+    def x(self, step: float) -> float:
+        return LEFT + (step - 0.5) / self.last * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        return self.top + (self.high - value) / (self.high - self.low) * self.inner
+
+    def path(self, points: Iterable[Point]) -> str:
+        return _path((self.x(p.step), self.y(p.loss)) for p in points)
+
+
+def _worlds(s: Summary, plane: _LossPlane) -> Iterator[str]:
+    """The lineage, by world: a band for each epoch."""
     biggest = max([1, *(e.world for e in s.ledger.epochs)])
-    for e in s.ledger.epochs:  # the lineage, by world
-        mine = [p.step for p in s.curve if p.epoch == e.epoch]
-        if mine:
-            a, b = x(min(mine) - 0.5), x(max(mine) + 0.5)
-            tip = (
-                f"epoch {e.epoch}: {plural(e.world, 'rank')} on nodes {' '.join(e.attempts)}; "
-                f"micro-batches {spread(e.shares)}; {e.ended}"
-            )
-            out.append(
-                f'<rect class=world x="{a:.1f}" y="{top}" width="{b - a:.1f}" '
-                f'height="{height - top - bottom}" '
-                f'style="opacity:{0.35 + 0.65 * e.world / biggest:.2f}" data-tip="{esc(tip)}"/>'
-                f'<line class=cut x1="{a:.1f}" x2="{a:.1f}" y1="{top}" y2="{height - bottom}"/>'
-            )
-            if b - a > 24:
-                text = plural(e.world, "rank") if b - a > 70 else str(e.world)
-                out.append(_text((a + b) / 2, top - 19, text, cls="strong"))
-                if b - a > 120 and e.accumulation:
-                    out.append(_text((a + b) / 2, top - 6, f"accumulation {e.accumulation}"))
-    for value in nice_ticks(low, high, 5):
-        out.append(
-            f'<line class=grid x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" '
-            f'y2="{y(value):.1f}"/>'
-        )
-        out.append(_text(LEFT - 8, y(value) + 4, f"{value:.4g}", "end"))
-    out += [
-        _text(x(t), height - bottom + 16, f"{t:,.0f}")
-        for t in nice_ticks(1, last, 10)
-        if t == int(t)
-    ]
-    out.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 3, "step"))
-    for epoch in sorted({p.epoch for p in s.lost}):
-        mine_lost = [p for p in s.lost if p.epoch == epoch]
-        a, b = x(mine_lost[0].step - 0.5), x(mine_lost[-1].step + 0.5)
+    mine_of = _by_epoch(s.curve)
+    for e in s.ledger.epochs:
+        mine = [p.step for p in mine_of.get(e.epoch, [])]
+        if not mine:
+            continue
+        a, b = plane.x(min(mine) - 0.5), plane.x(max(mine) + 0.5)
         tip = (
-            f"epoch {epoch}: steps {mine_lost[0].step}–{mine_lost[-1].step} were lost and done "
-            "again"
+            f"epoch {e.epoch}: {plural(e.world, 'rank')} on nodes {' '.join(e.attempts)}; "
+            f"micro-batches {spread(e.shares)}; {e.ended}"
         )
+        yield (
+            f'<rect class=world x="{a:.1f}" y="{plane.top}" width="{b - a:.1f}" '
+            f'height="{plane.inner}" '
+            f'style="opacity:{0.35 + 0.65 * e.world / biggest:.2f}" data-tip="{esc(tip)}"/>'
+            f'<line class=cut x1="{a:.1f}" x2="{a:.1f}" y1="{plane.top}" y2="{plane.floor}"/>'
+        )
+        if b - a > 24:
+            text = plural(e.world, "rank") if b - a > 70 else str(e.world)
+            yield _text((a + b) / 2, plane.top - 19, text, cls="strong")
+            if b - a > 120 and e.accumulation:
+                yield _text((a + b) / 2, plane.top - 6, f"accumulation {e.accumulation}")
+
+
+def _loss_axes(plane: _LossPlane) -> Iterator[str]:
+    for value in nice_ticks(plane.low, plane.high, 5):
+        y = plane.y(value)
+        yield f'<line class=grid x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield _text(LEFT - 8, y + 4, f"{value:.4g}", "end")
+    for step in nice_ticks(1, plane.last, 10):
+        if step == int(step):
+            yield _text(plane.x(step), plane.floor + 16, f"{step:,.0f}")
+    yield _text((LEFT + WIDTH - RIGHT) / 2, plane.height - 3, "step")
+
+
+def _lost_steps(s: Summary, plane: _LossPlane) -> Iterator[str]:
+    """Steps that were done again, by the epoch that lost them."""
+    for epoch, mine in sorted(_by_epoch(s.lost).items()):
+        a, b = plane.x(mine[0].step - 0.5), plane.x(mine[-1].step + 0.5)
+        tip = f"epoch {epoch}: steps {mine[0].step}–{mine[-1].step} were lost and done again"
         width = max(2.0, b - a)
-        out.append(
-            f'<rect class=lostband x="{a:.1f}" y="{top}" width="{width:.1f}" '
-            f'height="{height - top - bottom}" data-tip="{esc(tip)}"/>'
-            f'<rect class=losttab x="{a:.1f}" y="{height - bottom - 5}" width="{width:.1f}" '
+        yield (
+            f'<rect class=lostband x="{a:.1f}" y="{plane.top}" width="{width:.1f}" '
+            f'height="{plane.inner}" data-tip="{esc(tip)}"/>'
+            f'<rect class=losttab x="{a:.1f}" y="{plane.floor - 5}" width="{width:.1f}" '
             'height="5"/>'
         )
-        drawn = [p for p in thinned(mine_lost) if math.isfinite(p.loss)]
+        drawn = [p for p in thinned(mine) if math.isfinite(p.loss)]
         if drawn:
-            out.append(f'<path class=lost d="{_path((x(p.step), y(p.loss)) for p in drawn)}"/>')
+            yield f'<path class=lost d="{plane.path(drawn)}"/>'
+
+
+def _loss_curves(
+    curve: list[Point], validation: list[tuple[int, float]], plane: _LossPlane
+) -> Iterator[str]:
     if curve:
-        out.append(
-            f'<path class=curve d="{_path((x(p.step), y(p.loss)) for p in thinned(curve))}"/>'
-        )
+        yield f'<path class=curve d="{plane.path(thinned(curve))}"/>'
     if validation:
-        out.append(f'<path class=valline d="{_path((x(a), y(b)) for a, b in validation)}"/>')
-        out += [f'<circle class=val cx="{x(a):.1f}" cy="{y(b):.1f}" r="4"/>' for a, b in validation]
-    out.append(
-        f'<line id="cross" class=cross y1="{top}" y2="{height - bottom}" '
-        'visibility="hidden"/></svg></div>'
-    )
+        places = [(plane.x(step), plane.y(value)) for step, value in validation]
+        yield f'<path class=valline d="{_path(places)}"/>'
+        for x, y in places:
+            yield f'<circle class=val cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
+
+
+def _loss_data(
+    s: Summary, curve: list[Point], validation: list[tuple[int, float]], last: int
+) -> str:
+    """What the page's script shows at the pointer."""
     by_step = dict(validation)
     worlds = {e.epoch: e.world for e in s.ledger.epochs}
     data = {
@@ -210,11 +249,10 @@ def loss_chart(s: Summary) -> str:
         ],
     }
     # "<" is spelled so that no text in the data can end the script element.
-    out.append(
+    return (
         '<script type="application/json" '
         f'id="lossdata">{json.dumps(data).replace("<", chr(92) + "u003c")}</script>'
     )
-    return "".join(out)
 
 
 def loss_legend(s: Summary) -> str:

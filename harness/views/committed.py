@@ -6,10 +6,15 @@ Knows records and snapshots.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.bucket.layout import SAMPLES
+from harness.core import columns
 from harness.core import records as rec
+from harness.core.columns import Columns, Committed
 from harness.views.plugins import RunInfo
 from storage.errors import NotFound
 from storage.manifest import SnapshotCorrupt
@@ -33,7 +38,7 @@ def committed(
     named = rec.named(manifest.data) if manifest else None
     if manifest is None or not named or manifest.step < first:
         return [], bool(manifest and snapshots.ended(manifest))
-    by_head = rec.heads(store.list("samples/"))
+    by_head = rec.heads(store.list(SAMPLES))
     key, want, genesis = named.key, named.head, rec.genesis(info.identity)
     parts: list[list[rec.StepRecord]] = []
     while True:
@@ -89,44 +94,67 @@ def newest(store: ObjectStore) -> Newest | None:
     return None
 
 
+@dataclass(frozen=True)
+class _Part:
+    """One object of records, as far as ledgers need it."""
+
+    rows: Columns
+    samples: NDArray[np.int64]  # of each
+    worlds: dict[int, tuple[int, tuple[int, ...]]]
+    head: str  # hash of its last record
+
+
 @dataclass
 class Lineage:
-    """The committed records without their metrics, for ledgers: `refresh` reads only what is
-    new."""
+    """The committed records as columns, without their metrics, for ledgers: `refresh` reads only
+    what is new."""
 
     store: ObjectStore
     info: RunInfo
-    records: list[rec.StepRecord] = field(default_factory=list)
-    _ends: dict[str, int] = field(default_factory=dict)  # last hash of an object -> records so far
-    _head: str = ""
+    _parts: list[_Part] = field(default_factory=list)
+    _all: _Part | None = None  # joined
 
-    def refresh(self) -> list[rec.StepRecord]:
+    def refresh(self) -> None:
         """Raises StoreError, BrokenRecords."""
         found = newest(self.store)
-        if found is None or found.head == self._head:
-            return self.records
+        if found is None or (self._parts and found.head == self._parts[-1].head):
+            return
         key, want, genesis = found.key, found.head, rec.genesis(self.info.identity)
-        parts: list[list[rec.StepRecord]] = []
+        ends = {part.head: n for n, part in enumerate(self._parts, 1)}
+        parts: list[_Part] = []
         by_head: dict[str, str] = {}
-        while want != genesis and want not in self._ends:
-            part = rec.decode(self.store.get(key), key)
-            if not part or part[-1].h != want:
+        while want != genesis and want not in ends:
+            records = rec.decode(self.store.get(key), key)
+            if not records or records[-1].h != want:
                 raise rec.BrokenRecords(f"{key}: wanted records that end in {want[:16]}")
-            parts.append(part)
-            want = part[0].prev
-            if want != genesis and want not in self._ends:
-                by_head = by_head or rec.heads(self.store.list("samples/"))
+            parts.append(_part(records))
+            want = records[0].prev
+            if want != genesis and want not in ends:
+                by_head = by_head or rec.heads(self.store.list(SAMPLES))
                 if want[:16] not in by_head:
-                    raise rec.BrokenRecords(f"records before step {part[0].step} are missing")
+                    raise rec.BrokenRecords(f"records before step {records[0].step} are missing")
                 key = by_head[want[:16]]
-        kept = self._ends.get(want, 0)
-        del self.records[kept:]
-        self._ends = {h: n for h, n in self._ends.items() if n <= kept}
-        for part in reversed(parts):
-            self.records += [
-                dataclasses.replace(r, metrics={}, digest="", contents="", prev="", h="")
-                for r in part
-            ]
-            self._ends[part[-1].h] = len(self.records)
-        self._head = found.head
-        return self.records
+        self._parts = [*self._parts[: ends.get(want, 0)], *reversed(parts)]
+        self._all = None
+
+    def until(self, t: float) -> tuple[Committed, int]:
+        """The steps that were done by `t`, and how many samples they took."""
+        if self._all is None:
+            self._all = _Part(
+                columns.joined(part.rows for part in self._parts),
+                np.concatenate([np.empty(0, np.int64), *(part.samples for part in self._parts)]),
+                {e: world for part in self._parts for e, world in part.worlds.items()},
+                "",
+            )
+        done = self._all.rows["end"] <= t
+        rows = self._all.rows[done]
+        return Committed(rows, self._all.worlds, {}), int(self._all.samples[done].sum())
+
+
+def _part(records: list[rec.StepRecord]) -> _Part:
+    return _Part(
+        columns.of_records(records),
+        np.array([r.samples for r in records], np.int64),
+        {r.epoch: (r.world, tuple(r.shares)) for r in records},
+        records[-1].h,
+    )

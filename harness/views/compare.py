@@ -13,10 +13,11 @@ import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from harness.bucket.layout import IDENTITY, Identity
 from harness.core import records as rec
-from harness.core.facts import loaded
+from harness.core.values import BadObject
 from harness.core.world import BadInput
-from harness.views.audit import walk
+from harness.views.audit_records import walk
 from storage.errors import NotFound
 from storage.manifest import Manifest
 from storage.objects import ObjectStore
@@ -132,14 +133,12 @@ def compare(store_a: ObjectStore, store_b: ObjectStore) -> Comparison:
 
 def _read(store: ObjectStore) -> _Run:
     try:
-        identity = loaded(store.get("run.json"))
-        if not isinstance(identity, dict):
-            raise ValueError(f"wanted an object, found {type(identity).__name__}")
+        identity = Identity.decode(store.get(IDENTITY)).body
     except NotFound:
         raise BadInput(
             f"{store.url}: wanted a run to compare, found no run.json there; check the URL"
         ) from None
-    except ValueError as e:
+    except BadObject as e:
         raise BadInput(
             f"{store.url}/run.json: wanted JSON, found something else ({e}); `harness verify` "
             "tells what was changed"

@@ -20,8 +20,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.bucket.streamed import MACHINE_KEY, machine_said
 from harness.core import facts as f
-from harness.core.facts import Stamped, loaded
+from harness.core.facts import Stamped
+from harness.core.values import BadObject
 from harness.views.plugins import RunInfo
 from storage.errors import NotFound
 from storage.objects import ObjectStore
@@ -49,7 +51,6 @@ HIDDEN = re.compile(
     r"(^|[-_])(key|token|secret|passw\w*|credentials?|auth)$", re.IGNORECASE
 )  # names of flags
 GIT_S = 10.0
-MACHINE_KEY = "trackers/machine.json"
 
 
 def machine_of(environ: Mapping[str, str], folder: Path) -> dict[str, Any]:
@@ -97,10 +98,9 @@ def place_of(url: str) -> str:
 def left_by_node(store: ObjectStore) -> dict[str, Any]:
     """What rank 0's publisher said of its machine; {}: nothing. Raises StoreError."""
     try:
-        found = loaded(store.get(MACHINE_KEY))
-    except (NotFound, ValueError):
+        return machine_said(store.get(MACHINE_KEY))
+    except (NotFound, BadObject):
         return {}
-    return dict(found) if isinstance(found, dict) else {}
 
 
 def config_of(

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from harness.views.painting import Interval, Segment
 
+import functools
 import itertools
 import re
 from collections import defaultdict
@@ -30,6 +31,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+import numpy as np
+
+from harness.core import columns
+from harness.core.columns import NONE, Columns, Committed
 from harness.core.facts import (
     AgentEnded,
     AgentStarted,
@@ -46,12 +51,14 @@ from harness.core.facts import (
     Stamped,
     StepDone,
     WorkerFailed,
-    amount,
 )
 from harness.core.records import StepRecord
-from harness.views.painting import BUCKETS, NANO, apportion, ns, paint, totals
+from harness.core.values import amount
+from harness.views.painting import BUCKETS, NANO, PRECEDENCE, apportion, ns, paint, totals
 from harness.views.rows import AttemptRow, Billed, Cost, EpochRow, NoticeRow
+from harness.views.spans import LEVEL, Ints, World, painted, share
 
+LARGE = 2000  # steps of an epoch that is shared out by pieces (spans.py)
 SAME_EVENT_S = 60.0  # a node may be known to be gone only this long after its world was replaced
 # facts.EpochLeft.why of workers that left with a committed snapshot
 GOOD_ENDS = ("finished", "drained", "resize", "stopped")
@@ -76,9 +83,18 @@ class Ledger(Billed):
         return sum(e.steps_lost for e in self.epochs)
 
     @classmethod
-    def of(cls, facts: Iterable[Stamped], records: Sequence[StepRecord], now_s: float) -> Ledger:
-        """The ledger of everything up to `now_s`; `records` is the committed chain."""
-        return _Maker(sorted(facts, key=lambda s: s.t), records, now_s).ledger()
+    def of(
+        cls,
+        facts: Iterable[Stamped],
+        records: Sequence[StepRecord] | Committed,
+        now_s: float,
+        steps: Columns = NONE,
+    ) -> Ledger:
+        """The ledger of everything up to `now_s`; `records` is the committed chain, `steps` are
+        steps told live that are not among the facts."""
+        if not isinstance(records, Committed):
+            records = Committed.of(records)
+        return _Maker(sorted(facts, key=lambda s: s.t), steps, records, now_s).ledger()
 
 
 # ---- making it -----------------------------------------------------------------------------------
@@ -113,32 +129,37 @@ class _Epoch:
     session_ended: SessionEnded | None = None
     left: list[tuple[float, EpochLeft]] = field(default_factory=list)
     failures: list[WorkerFailed] = field(default_factory=list)
-    done: dict[int, Interval] = field(default_factory=dict)  # step -> when, as told live
-    committed: dict[int, Interval] = field(default_factory=dict)  # step -> when, by the records
+    done: Columns = field(default_factory=lambda: NONE)  # as told live
+    committed: Columns = field(default_factory=lambda: NONE)  # by the records
     stalls: list[Interval] = field(default_factory=list)
     over: bool = False
     end: int | None = None
 
-    @property
+    @functools.cached_property
     def window(self) -> Interval | None:
         """From the begin of its first step to the end of its last."""
-        spans = [*self.done.values(), *self.committed.values()]
-        return (min(a for a, _ in spans), max(b for _, b in spans)) if spans else None
+        spans = [_spans(rows) for rows in (self.done, self.committed) if len(rows)]
+        if not spans:
+            return None
+        return min(int(a.min()) for a, _ in spans), max(int(b.max()) for _, b in spans)
+
+    @functools.cached_property
+    def lost(self) -> Columns:
+        """Steps that were done and are not committed."""
+        return columns.without(self.done, self.committed)
 
     @property
     def orderly(self) -> bool:
         """It ended with a committed snapshot."""
         return self.session_ended is not None or any(left.why in GOOD_ENDS for _, left in self.left)
 
-    def layers(self) -> list[Segment]:
-        """What its members did, by bucket. Steps after the newest snapshot of a world that
-        lives are useful so far."""
-        lost = "redone" if self.over else "useful"
-        layers = [(a, b, "snapshot") for a, b in self.stalls]
-        layers += [(a, b, "useful") for a, b in self.committed.values()]
-        layers += [(a, b, lost) for step, (a, b) in self.done.items() if step not in self.committed]
+    @functools.cached_property
+    def world_time(self) -> World:
+        """What its members did, by bucket. Steps after the newest snapshot of a world that lives
+        are useful so far. Only when all is known of it."""
+        layers = [(a, b, LEVEL["snapshot"]) for a, b in self.stalls]
         if self.window:
-            layers.append((*self.window, "other"))
+            layers.append((*self.window, LEVEL["other"]))
         if self.over and self.end is not None and not self.orderly:
             # It was working when it broke; what it did since its last known step is lost, told to
             # the bucket or not.
@@ -150,12 +171,45 @@ class _Epoch:
                 else ns(self.session_s)
             )
             if since is not None:
-                layers.append((since, self.end, "redone"))
-        return layers
+                layers.append((since, self.end, LEVEL["redone"]))
+        starts, ends, levels = np.array(layers, np.int64).reshape(-1, 3).T
+        kinds = ((self.committed, "useful"), (self.lost, "redone" if self.over else "useful"))
+        parts = [(*_spans(rows), LEVEL[bucket]) for rows, bucket in kinds]
+        return World(
+            painted(
+                np.concatenate([starts, *(a for a, _, _ in parts)]),
+                np.concatenate([ends, *(b for _, b, _ in parts)]),
+                np.concatenate([levels, *(np.full(len(a), level) for a, _, level in parts)]),
+            )
+        )
+
+    @property
+    def large(self) -> bool:
+        return len(self.done) + len(self.committed) > LARGE
+
+    def layers(self) -> list[Segment]:
+        """`world_time` as segments."""
+        spans = self.world_time.spans
+        found = zip(spans.starts.tolist(), spans.ends.tolist(), spans.levels.tolist(), strict=True)
+        return [(a, b, PRECEDENCE[level]) for a, b, level in found]
+
+
+def _spans(rows: Columns) -> tuple[Ints, Ints]:
+    """When each step was done, in nanoseconds."""
+    starts = np.rint(rows["start"] * NANO).astype(np.int64)
+    return starts, np.rint(rows["end"] * NANO).astype(np.int64)
+
+
+def _by_epoch(rows: Columns) -> dict[int, Columns]:
+    """`rows`, in the order of their epochs, cut at each."""
+    if not len(rows):
+        return {}
+    cuts = np.flatnonzero(rows["epoch"][1:] != rows["epoch"][:-1]) + 1
+    return {int(part["epoch"][0]): part for part in np.split(rows, cuts)}
 
 
 class _Maker:
-    def __init__(self, facts: list[Stamped], records: Sequence[StepRecord], now_s: float):
+    def __init__(self, facts: list[Stamped], told: Columns, records: Committed, now_s: float):
         self.now_s = now_s
         self.nodes: dict[str, _Node] = {}
         self.epochs: dict[int, _Epoch] = {}
@@ -165,13 +219,18 @@ class _Maker:
         self.agent_ended: dict[str, tuple[float, AgentEnded]] = {}
         self.notices: list[tuple[float, NoticeSeen]] = []
         self.cancelled: set[tuple[str, str]] = set()
-        self.snapshots: list[SnapshotCommitted] = []
+        self.snapshots_of: dict[int, list[SnapshotCommitted]] = defaultdict(list)
         for stamped in facts:
             self.add(stamped)
-        for r in records:
-            epoch = self.epoch(r.epoch, r.t - r.dt)
-            epoch.committed[r.step] = (ns(r.t - r.dt), ns(r.t))
-            epoch.world, epoch.shares = r.world, tuple(r.shares)
+        live = (s.fact for s in facts if isinstance(s.fact, StepDone))
+        told = columns.newest_told(columns.joined([told, columns.of_facts(live)]))
+        for number, rows in _by_epoch(told).items():
+            self.epoch(number, float(rows["start"].min())).done = rows
+        committed = columns.newest_told(records.rows)
+        for number, rows in _by_epoch(committed).items():
+            epoch = self.epoch(number, float(rows["start"].min()))
+            epoch.committed = rows
+            epoch.world, epoch.shares = records.worlds[number]
         self.place_members()
         self.end_epochs()
         self.end_strangers()
@@ -231,13 +290,8 @@ class _Maker:
                 )
             case SessionEnded() as f:
                 self.epoch(f.epoch, t).session_ended = f
-            case StepDone() as f:
-                self.epoch(f.epoch, f.t_start).done[f.step] = (
-                    ns(f.t_start),
-                    ns(f.t_start + max(0.0, f.seconds)),
-                )
             case SnapshotCommitted() as f:
-                self.snapshots.append(f)
+                self.snapshots_of[f.epoch].append(f)
                 self.epoch(f.epoch, f.t_start).stalls.append(
                     (ns(f.t_start), ns(f.t_start + max(0.0, f.stall_s)))
                 )
@@ -322,7 +376,7 @@ class _Maker:
         if node.up_s is not None:
             start = ns(node.up_s)
             end = max(start, ns(self.now_s if node.gone_s is None else node.gone_s))
-            segments = paint(self.layers(node, start, end), start, end)
+            segments = self.segments(node, start, end)
         spent = totals(segments)
         nusd = ns(ended.usd) if ended else round(sum(spent.values()) * price / 3600)
         agent = next(
@@ -348,19 +402,45 @@ class _Maker:
             nusd=apportion(nusd, spent),
         )
 
-    def layers(self, node: _Node, start: int, end: int) -> list[Segment]:
-        """Everything that is known of [start, end) of one node; `paint` settles what overlaps."""
-        mine = [
-            e for _, e in sorted(self.epochs.items()) if any(m in e.members for m in node.members)
-        ]
-        theirs = [e.window for e in self.epochs.values() if e not in mine and e.window]
+    def segments(self, node: _Node, start: int, end: int) -> list[Segment]:
+        """What [start, end) of one node was used for."""
+        mine, around = self.epochs_of(node), self.around(node, start, end)
+        if any(e.large for e in mine):
+            found = share([e.world_time for e in mine], around, start, end)
+            if found is not None:
+                return found
         layers = [segment for e in mine for segment in e.layers()]
+        return paint([*layers, *around], start, end)
+
+    def epochs_of(self, node: _Node) -> list[_Epoch]:
+        numbers = {n for m in node.members for n in self.epochs_with.get(m, ())}
+        return [self.epochs[n] for n in sorted(numbers)]
+
+    @functools.cached_property
+    def epochs_with(self) -> dict[str, list[int]]:
+        """By member."""
+        found: dict[str, list[int]] = defaultdict(list)
+        for number, epoch in self.epochs.items():
+            for member in epoch.members:
+                found[member].append(number)
+        return found
+
+    def around(self, node: _Node, start: int, end: int) -> list[Segment]:
+        """What is known of [start, end) of one node outside of its epochs' steps; `paint` settles
+        what overlaps."""
+        mine = self.epochs_of(node)
+        numbers = {e.number for e in mine}
+        theirs = [
+            e.window
+            for e in self.epochs.values()
+            if e.window and e.window[0] < end and e.window[1] > start and e.number not in numbers
+        ]
         # An epoch that this node did not live to see the first step of is no part of its life.
         windows = [e.window for e in mine if e.window and e.window[0] < end and e.window[1] > start]
         if not windows:
-            return [*layers, (start, end, "start")]
+            return [(start, end, "start")]
         first, last = min(w[0] for w in windows), max(w[1] for w in windows)
-        layers.append((start, first, "start"))
+        layers: list[Segment] = [(start, first, "start")]
         if node.gone_s is not None:
             layers.append((last, end, "drain"))
         elif not mine[-1].over and mine[-1].window:  # in the middle of its next step
@@ -373,14 +453,15 @@ class _Maker:
         previous: int | None = None  # end of the last step so far
         rows: list[EpochRow] = []
         for i, e in enumerate(order):
-            steps = sorted({*e.done, *e.committed})
-            lost = len(set(e.done) - set(e.committed)) if e.over else 0
+            steps = np.union1d(e.done["step"], e.committed["step"])
+            lost = len(e.lost) if e.over else 0
             gap = None if previous is None or not e.window else max(0, e.window[0] - previous)
             after = next((x for x in order[i + 1 :] if x.window), None)
             # a world without a step lies in the gap that its predecessor has counted already
             lost_ns = 0
             if e.over and e.window:
-                lost_ns = totals(paint(e.layers(), *e.window))["redone"]
+                inside = e.world_time.spans.clipped(*e.window)
+                lost_ns = int(inside.totals()[LEVEL["redone"]])
                 if after and after.window:
                     lost_ns += max(0, after.window[0] - e.window[1])
                 elif e.end is not None and not e.orderly:
@@ -395,9 +476,9 @@ class _Maker:
                     shares=e.shares,
                     resumed_step=e.resumed_step
                     if e.session_s is not None
-                    else (steps[0] - 1 if steps else 0),
-                    first_step=steps[0] if steps else None,
-                    last_step=steps[-1] if steps else None,
+                    else (int(steps[0]) - 1 if len(steps) else 0),
+                    first_step=int(steps[0]) if len(steps) else None,
+                    last_step=int(steps[-1]) if len(steps) else None,
                     steps=len(steps),
                     committed=len(e.committed),
                     steps_lost=lost,
@@ -473,13 +554,13 @@ class _Maker:
         for (member, kind), group in grouped.items():
             t, first = group[0]
             deadlines = [n.deadline_s for _, n in group if n.deadline_s is not None]
-            mine = [e for e in self.epochs.values() if member in e.members]
+            mine = [self.epochs[n] for n in self.epochs_with.get(member, ())]
             current = [e for e in mine if e.started_s <= t and (e.end is None or e.end > ns(t))]
             commits = [
                 (s.t_start + s.commit_s, s.step)
-                for s in self.snapshots
                 for e in current
-                if s.epoch == e.number and s.t_start + s.commit_s >= t
+                for s in self.snapshots_of[e.number]
+                if s.t_start + s.commit_s >= t
                 # Of the state at the notice or later: copied after it, or what the epoch ended
                 # with.
                 if s.t_start + s.stall_s >= t

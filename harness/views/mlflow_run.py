@@ -17,9 +17,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.core.facts import canonical, digest, loaded
+from harness.bucket.layout import TRACKERS
+from harness.bucket.streamed import WALL, BatchHeader, StreamRow, mlflow_run_of
+from harness.core.values import BadObject, canonical, digest
+from harness.core.world import BadInput
 from harness.views.plugins import RunInfo
-from harness.views.stream import Header, Row, newest_header, read, rows_from
+from harness.views.stream import newest_header, read, rows_from
 from storage.objects import ObjectStore
 
 MOST_METRICS = 1000  # of one request, MLflow's own bound
@@ -39,7 +42,7 @@ class MlflowRun:
     name = "mlflow"
 
     def __post_init__(self) -> None:
-        self._place = f"trackers/mlflow/{digest(canonical([self.uri, self.experiment]))[:16]}/"
+        self._place = f"{TRACKERS}mlflow/{digest(canonical([self.uri, self.experiment]))[:16]}/"
 
     def round(self, last: bool = False) -> bool:
         """Tell what is new. Is MLflow told of the run's end? Raises StoreError, BadInput, and
@@ -79,7 +82,13 @@ class MlflowRun:
         keys = self.store.list(self._place)
         if not keys:
             return self._create(0)
-        return self.client.get_run(str(loaded(self.store.get(keys[-1]))["run_id"]))
+        return self.client.get_run(self._run_id(keys[-1]))
+
+    def _run_id(self, key: str) -> str:
+        try:
+            return mlflow_run_of(self.store.get(key))
+        except BadObject as e:
+            raise BadInput(f"{key}: {e}; it was changed") from e
 
     def _create(self, generation: int) -> Any:
         client = self.client
@@ -92,7 +101,7 @@ class MlflowRun:
         key = f"{self._place}{generation:04d}.json"
         if not self.store.create(key, canonical({"run_id": run.info.run_id})):
             client.delete_run(run.info.run_id)  # another publisher made it meanwhile
-            return client.get_run(str(loaded(self.store.get(key))["run_id"]))
+            return client.get_run(self._run_id(key))
         for name, value in _flat(about.get("config", {})):
             client.log_param(run.info.run_id, name, value)
         return run
@@ -102,12 +111,12 @@ class MlflowRun:
         self.client.set_terminated(run.info.run_id, "KILLED")
         return self._create(int(run.data.tags["spotharness.generation"]) + 1)
 
-    def _tell(self, run_id: str, rows: Iterable[Row]) -> None:
+    def _tell(self, run_id: str, rows: Iterable[StreamRow]) -> None:
         from mlflow.entities import Metric
 
         waiting: list[Any] = []
         for row in rows:
-            step = row.step or int(row.values["time/wall_s"])
+            step = row.step or int(row.values[WALL])
             for key, value in row.values.items():
                 if math.isfinite(value):  # MLflow has no infinity
                     waiting.append(Metric(key, float(value), int(row.t * 1000), step))
@@ -117,7 +126,7 @@ class MlflowRun:
         if waiting:
             self.client.log_batch(run_id, metrics=waiting)
 
-    def _end(self, run: Any, newest: Header) -> None:
+    def _end(self, run: Any, newest: BatchHeader) -> None:
         run_id = run.info.run_id
         for name, (value, step) in newest.best.items():
             self.client.set_tag(run_id, f"best/{name}", f"{value!r} at step {step}")

@@ -12,7 +12,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,12 +41,13 @@ from storage.objects import ObjectStore
 from storage.text import Console as Terminal
 from storage.text import plain
 
+MOST_SEGMENTS = 6  # that one poll reads; with what else it asks for, ten requests
+
 
 def render(
     state: State, now: float, url: str = "", controller: bool | None = None, silent_s: float = 0.0
 ) -> RenderableType:
     """The screen."""
-    head = Text(overflow="ellipsis", no_wrap=True)
     colour = {
         "training": "green",
         "done": "green",
@@ -54,16 +55,7 @@ def render(
         "failed": "red",
         "stopped": "yellow",
     }.get(state.run_state, "cyan")
-    head.append(state.run_state, style=f"bold {colour}")
-    head.append(f"  step {state.step:,}", style="bold")
-    head.append(f" of {state.total:,}" if state.total else "")
-    head.append(
-        f"  {about((state.last_s if state.over else now) - state.started_s)}"
-        if state.last_s > 0
-        else ""
-    )
-    head.append(f"  {plain(url)}", style="dim")
-    parts: list[RenderableType] = [head]
+    parts: list[RenderableType] = [_headline(state, now, url, colour)]
     if state.total:
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(ratio=1)
@@ -91,41 +83,59 @@ def render(
         parts.append(Text(plain(unread_text(state.unread)), style="yellow"))
     if silent_s > 0:
         parts.append(Text(f"the bucket has not answered for {about(silent_s)}", style="yellow"))
-    nodes = state.shown_nodes(now)
-    if nodes:
-        table = Table.grid(padding=(0, 2))
-        for n in nodes:
-            style, words = state.node_state(n, now)
-            ranks = state.ranks(n.member) if n.alive and n.member in state.training() else None
-            place = (
-                ""
-                if ranks is None
-                else f"epoch {state.epoch} rank {ranks.start}"
-                + (f"–{ranks.stop - 1}" if len(ranks) > 1 else "")
-            )
-            up = about(n.billed_s(now)) if n.billed_s(now) else ""
-            cells = (
-                (plain(n.name), "bold"),
-                (plain(n.offer), ""),
-                (words, style),
-                (up, "dim"),
-                (place, "dim"),
-            )
-            table.add_row(*(Text(text, style=tone) for text, tone in cells))
-        parts += [Text(""), table]
+    if state.shown_nodes(now):
+        parts += [Text(""), _node_table(state, now)]
     if state.events:
-        parts.append(Text(""))
-        for event in state.events[-EVENTS_SHOWN:]:
-            style, words = describe(event.fact, state) or ("", "")
-            parts.append(
-                Text.assemble(
-                    (clock(event.t)[11:] + "  ", "dim"),
-                    (plain(words), style),
-                    overflow="ellipsis",
-                    no_wrap=True,
-                )
-            )
+        parts += [Text(""), *_newest_events(state)]
     return Group(*parts)
+
+
+def _headline(state: State, now: float, url: str, colour: str) -> Text:
+    head = Text(overflow="ellipsis", no_wrap=True)
+    head.append(state.run_state, style=f"bold {colour}")
+    head.append(f"  step {state.step:,}", style="bold")
+    head.append(f" of {state.total:,}" if state.total else "")
+    head.append(
+        f"  {about((state.last_s if state.over else now) - state.started_s)}"
+        if state.last_s > 0
+        else ""
+    )
+    head.append(f"  {plain(url)}", style="dim")
+    return head
+
+
+def _node_table(state: State, now: float) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for n in state.shown_nodes(now):
+        style, words = state.node_state(n, now)
+        ranks = state.ranks(n.member) if n.alive and n.member in state.training() else None
+        place = (
+            ""
+            if ranks is None
+            else f"epoch {state.epoch} rank {ranks.start}"
+            + (f"–{ranks.stop - 1}" if len(ranks) > 1 else "")
+        )
+        up = about(n.billed_s(now)) if n.billed_s(now) else ""
+        cells = (
+            (plain(n.name), "bold"),
+            (plain(n.offer), ""),
+            (words, style),
+            (up, "dim"),
+            (place, "dim"),
+        )
+        table.add_row(*(Text(text, style=tone) for text, tone in cells))
+    return table
+
+
+def _newest_events(state: State) -> Iterator[Text]:
+    for event in state.events[-EVENTS_SHOWN:]:
+        style, words = describe(event.fact, state) or ("", "")
+        yield Text.assemble(
+            (clock(event.t)[11:] + "  ", "dim"),
+            (plain(words), style),
+            overflow="ellipsis",
+            no_wrap=True,
+        )
 
 
 # ---- following -----------------------------------------------------------------------------------
@@ -151,7 +161,8 @@ class LiveView:
     _unread_told: bool = False
 
     def __post_init__(self) -> None:
-        self._follower, self._lease = Follower(self.store), LeaseWatch(self.store)
+        self._follower = Follower(self.store, most=MOST_SEGMENTS)
+        self._lease = LeaseWatch(self.store)
 
     def poll(self) -> State:
         """Read what is new and show it."""

@@ -13,15 +13,18 @@ import math
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from harness.bucket.journal import Follower
 from harness.bucket.orders import stop_order
+from harness.bucket.streamed import Alert
+from harness.core import columns, prices
 from harness.core import facts as f
-from harness.core import prices
-from harness.core.facts import Stamped, canonical, digest
-from harness.core.records import StepRecord
+from harness.core.columns import NONE, Columns
+from harness.core.facts import Stamped
+from harness.core.values import canonical, digest
 from harness.views.committed import Lineage
 from harness.views.ledger import Ledger
 from harness.views.painting import NANO
@@ -29,6 +32,7 @@ from harness.views.rows import AttemptRow
 from storage.manifest import Ref
 from storage.objects import ObjectStore
 
+MOST_LIVE = 1000  # steps that are kept as they were told
 MOST_MOMENTS = 300  # that are filled in after a time without a publisher
 TURNING_POINTS = (
     f.AttemptUp,
@@ -40,18 +44,6 @@ TURNING_POINTS = (
     f.NoticeSeen,
     f.RunEnded,
 )
-
-
-@dataclass(frozen=True)
-class Alert:
-    """What a person should be told at once. `level`: "INFO", "WARN" or "ERROR", as W&B names
-    them."""
-
-    id: str
-    title: str  # 64 letters at most
-    text: str
-    level: str
-    t: float
 
 
 Rules = Callable[[Stamped], "Alert | None"]
@@ -88,7 +80,8 @@ def alert_of_fact(stamped: Stamped) -> Alert | None:
 
 @dataclass
 class Operations:
-    """Follows a run's facts. One reader of its own, fed by `poll`."""
+    """Follows a run's facts. One reader of its own, fed by `poll`. Of steps, of which there may be
+    millions, it keeps columns, and the newest ones as they were told."""
 
     store: ObjectStore
     lineage: Lineage
@@ -97,15 +90,42 @@ class Operations:
     cost_s: float = 0.0  # what the last row took to compute
 
     def __post_init__(self) -> None:
-        self._follower = Follower(self.store)
+        self._follower = Follower(self.store, whole=True)
         self._lock = threading.Lock()
+        self._told: list[Columns] = []  # steps, as they came
+        self._newest: deque[Stamped] = deque(maxlen=MOST_LIVE)
+        self._count = 0
 
     def poll(self) -> None:
         """Read what is new; from any thread. Raises StoreError."""
         with self._lock:
             new = [s for s in self._follower.poll() if not isinstance(s.fact, f.Unreadable)]
-            if new:
-                self.facts = sorted([*self.facts, *new], key=lambda s: s.t)
+            self._count += len(new)
+            steps = [s for s in new if isinstance(s.fact, f.StepDone)]
+            self._newest.extend(steps)
+            if others := [s for s in new if not isinstance(s.fact, f.StepDone)]:
+                self.facts = sorted([*self.facts, *others], key=lambda s: s.t)
+            told = columns.of_facts(s.fact for s in steps if isinstance(s.fact, f.StepDone))
+            self._told += [told] if len(told) else []
+            archived = self._follower.archived_steps()
+            self._told += [archived] if len(archived) else []
+
+    @property
+    def known(self) -> int:
+        """How many facts were read."""
+        return self._count
+
+    def steps(self) -> Columns:
+        """All that were told live, each once."""
+        with self._lock:
+            if len(self._told) > 1:
+                self._told = [columns.newest_told(columns.joined(self._told))]
+            return self._told[0] if self._told else NONE
+
+    def last_s(self) -> float:
+        """When the newest of what is known was told."""
+        newest_s = self._newest[-1].t if self._newest else 0.0
+        return max(self.facts[-1].t if self.facts else 0.0, newest_s)
 
     def started_s(self, now_s: float) -> float:
         return min((s.t for s in self.facts), default=now_s)
@@ -160,7 +180,7 @@ class Operations:
         between, if nobody told them for `gap_s`."""
         if over and self.facts:
             ends = [s.fact.gone_s for s in self.facts if isinstance(s.fact, f.AttemptEnded)]
-            now_s = max([self.facts[-1].t, *ends, since_s + 1e-3])
+            now_s = max([self.last_s(), *ends, since_s + 1e-3])
         found: list[float] = []
         if now_s - since_s > gap_s:
             turns = [
@@ -176,16 +196,19 @@ class Operations:
         """Everything, as it was known at `t`."""
         began_s = time.perf_counter()
         facts = [s for s in self.facts if s.t <= t]
-        records = [r for r in self.lineage.refresh() if r.t <= t]
-        ledger = Ledger.of(facts, records, t)
+        self.lineage.refresh()
+        records, samples = self.lineage.until(t)
+        told = self.steps()
+        told = told[told["end"] <= t]
+        ledger = Ledger.of(facts, records, t, told)
         found = {
-            **_money(ledger, records),
+            **_money(ledger, len(records.rows), samples),
             **_time_use(ledger),
             **_troubles(ledger),
             **_world(ledger, facts, t),
-            **_snapshots(facts, records),
+            **_snapshots(facts, records.rows, told),
             **_restores(facts),
-            **_live(facts),
+            **_live([s for s in self._newest if s.t <= t], told),
         }
         span = t - facts[0].t if facts else 0.0
         kept = len({s.fact.step for s in facts if isinstance(s.fact, f.SnapshotCommitted)})
@@ -204,9 +227,8 @@ def living(ledger: Ledger) -> list[AttemptRow]:
     return [a for a in ledger.attempts if a.up_s is not None and a.gone_s is None and not a.end]
 
 
-def _money(ledger: Ledger, records: Sequence[StepRecord]) -> dict[str, float]:
-    cost, steps = ledger.cost, len(records)
-    samples = sum(r.samples for r in records)
+def _money(ledger: Ledger, steps: int, samples: int) -> dict[str, float]:
+    cost = ledger.cost
     found = {
         "cost/usd_total": ledger.usd,
         "cost/usd_per_h": sum(a.usd_per_h for a in living(ledger)),
@@ -285,15 +307,14 @@ def _world(ledger: Ledger, facts: Sequence[Stamped], t: float) -> dict[str, floa
     return found | {f"nodes/{place}": count for place, count in places.items()}
 
 
-def _snapshots(facts: Sequence[Stamped], records: Sequence[StepRecord]) -> dict[str, float]:
+def _snapshots(facts: Sequence[Stamped], committed: Columns, told: Columns) -> dict[str, float]:
     made = [s.fact for s in facts if isinstance(s.fact, f.SnapshotCommitted)]
     failed = len([s for s in facts if isinstance(s.fact, f.SnapshotFailed)])
     bad = len([s for s in facts if isinstance(s.fact, f.SnapshotQuarantined)])
     found: dict[str, float] = {"ckpt/committed": len(made), "ckpt/failed": failed}
-    found |= {"ckpt/quarantined": bad, "ckpt/step": records[-1].step if records else 0}
-    done = [s.fact.step for s in facts if isinstance(s.fact, f.StepDone)]
-    if done:
-        found["ckpt/lag_steps"] = max(0, done[-1] - (records[-1].step if records else 0))
+    found |= {"ckpt/quarantined": bad, "ckpt/step": _last_step(committed)}
+    if len(told):
+        found["ckpt/lag_steps"] = max(0, _last_step(told) - _last_step(committed))
     if made:
         last = made[-1]
         found |= {
@@ -320,12 +341,22 @@ def _restores(facts: Sequence[Stamped]) -> dict[str, float]:
     return found
 
 
-def _live(facts: Sequence[Stamped]) -> dict[str, float]:
+def _last_step(rows: Columns) -> int:
+    """Of the step that was done last."""
+    return int(rows["step"][rows["end"].argmax()]) if len(rows) else 0
+
+
+def _live(newest: Sequence[Stamped], told: Columns) -> dict[str, float]:
     """The newest step that was done, committed or not: W&B need not wait for a snapshot."""
-    step = next((s.fact for s in reversed(facts) if isinstance(s.fact, f.StepDone)), None)
-    if step is None:
+    if not len(told):
         return {}
-    found = {"live/step": step.step, "live/loss": step.loss, "live/step_s": step.seconds}
-    if step.mfu is not None:
+    row = told[told["end"].argmax()]
+    found = {
+        "live/step": int(row["step"]),
+        "live/loss": float(row["loss"]),
+        "live/step_s": float(row["seconds"]),
+    }
+    step = newest[-1].fact if newest else None
+    if isinstance(step, f.StepDone) and step.mfu is not None:
         found["live/mfu"] = step.mfu
     return found

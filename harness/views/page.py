@@ -212,7 +212,7 @@ def _attempts(s: Summary) -> str:
     for a in used:
         tone = (
             "bad"
-            if a.end in ("failed", "preempted", "lost", "unfit")
+            if a.end in ("failed", "preempted", "lost", "unfit", "refused")
             else "good"
             if a.end == "finished"
             else ""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import pkgutil
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from harness.bucket.layout import IDENTITY, Identity
 from harness.core import records as rec
-from harness.core.facts import canonical, digest, loaded
+from harness.core.dotted import imported
+from harness.core.values import BadObject, canonical, digest
 from harness.core.world import BadInput
 from harness.views.wandb_api import Account, wandb_account, wandb_key, wandb_online
 from storage.objects import ObjectStore
@@ -31,8 +32,8 @@ class RunInfo:
     def of(cls, store: ObjectStore) -> RunInfo:
         """Raises NotFound while the run has not begun, BadInput if what says so cannot be read."""
         try:
-            identity = dict(loaded(store.get("run.json")))
-        except (ValueError, TypeError) as e:
+            identity = Identity.decode(store.get(IDENTITY)).body
+        except BadObject as e:
             raise BadInput(
                 f"{store.url}/run.json: wanted the run's identity as JSON, found something else "
                 f"({e})"
@@ -144,13 +145,7 @@ def _one(name: str, environ: Mapping[str, str]) -> Tracker | Account | Place:
     if name == "wandb":
         return wandb_account(environ)
     if ":" in name:
-        try:
-            call = pkgutil.resolve_name(name)
-        except (ImportError, AttributeError, ValueError) as e:
-            raise BadInput(
-                f"tracker {name}: wanted an importable package.module:function, found "
-                f"{type(e).__name__}: {e}"
-            ) from e
+        call = imported("the tracker", name)
         if not callable(call):
             raise BadInput(
                 f"tracker {name}: wanted a function of (records, run_info), found "

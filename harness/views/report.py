@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console, Group
@@ -28,7 +27,6 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.core.facts import (
-    Count,
     Unreadable,
 )
 from harness.views.painting import BUCKETS, NANO
@@ -46,6 +44,8 @@ from harness.views.words import (
 )
 from storage.text import plain
 
+T = TypeVar("T")
+MOST_ROWS = 200  # of a table in a terminal
 COLOURS = {  # of the terminal; the page has its own, for light and dark
     "useful": "green",
     "redone": "red",
@@ -66,15 +66,6 @@ MEANING = {
     "idle": "up while others trained",
     "other": "between steps: validation, logging",
 }
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """What of an epoch's object in the rendezvous is told in a report."""
-
-    members: tuple[str, ...]
-    nproc: tuple[Count, ...]
-    reason: str = ""
 
 
 def unread_text(unread: Sequence[Unreadable]) -> str:
@@ -159,6 +150,13 @@ def render(s: Summary) -> Group:
     return Group(*parts)
 
 
+def _newest(table: Table, rows: Sequence[T]) -> Sequence[T]:
+    """Those that a terminal shows; the page and --json have all."""
+    if len(rows) > MOST_ROWS:
+        table.caption = f"the newest {MOST_ROWS} of {len(rows):,}; the page and --json have all"
+    return rows[-MOST_ROWS:]
+
+
 def _table(*columns: str, right: Sequence[str] = ()) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False)
     for name in columns:
@@ -207,10 +205,10 @@ def _attempts_table(s: Summary) -> Any:
         "$",
         right=("#", "up", "billed", "useful", "$"),
     )
-    for a in used:
+    for a in _newest(table, used):
         up = "–" if a.up_s is None else f"+{duration(a.up_s - s.started_s)}"
         useful = percent(a.ns["useful"] / a.billed_ns) if a.billed_ns else "–"
-        style = "red" if a.end in ("failed", "preempted", "lost", "unfit") else ""
+        style = "red" if a.end in ("failed", "preempted", "lost", "unfit", "refused") else ""
         table.add_row(
             Text(plain(a.name)),
             Text(plain(a.offer or a.accelerator)),
@@ -243,7 +241,7 @@ def _epochs_table(s: Summary) -> Any:
         "took",
         right=right,
     )
-    for e in s.ledger.epochs:
+    for e in _newest(table, s.ledger.epochs):
         table.add_row(
             str(e.epoch),
             str(e.world),
@@ -387,7 +385,7 @@ def _notices_table(s: Summary) -> Any:
         "",
         right=("at", "grace", "committed after", "step"),
     )
-    for n in s.ledger.notices:
+    for n in _newest(table, s.ledger.notices):
         table.add_row(
             f"+{duration(n.seen_s - s.started_s)}",
             Text(plain(n.attempt or n.member)),

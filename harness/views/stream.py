@@ -18,19 +18,31 @@ Knows records, snapshots and facts; knows no tracker.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
+from harness.bucket.streamed import (
+    OPS,
+    START,
+    STEP,
+    STREAM,
+    WALL,
+    Batch,
+    BatchHeader,
+    StreamRow,
+    batch_key,
+    decode_batch,
+    encode_batch,
+    newest_batch,
+)
 from harness.core import records as rec
-from harness.core.facts import Reading, built, loaded
+from harness.core.values import BadObject, Reading
 from harness.core.world import BadInput
 from harness.views.committed import committed, newest
-from harness.views.operations import Alert, Operations
+from harness.views.operations import Operations
 from harness.views.plugins import RunInfo, metrics
 from storage.errors import NotFound
 from storage.manifest import Ref
@@ -38,88 +50,30 @@ from storage.objects import ObjectStore
 
 log = logging.getLogger("harness.views.trackers")
 
-PREFIX = "trackers/stream/"
 MAX_STEPS = 5_000  # per batch; bounds memory when a publisher comes late
 FILL_S = 60.0  # to compute rows of operations for a time without a publisher
-STEP, OPS, START = "step", "ops", "start"
+MOST_AGAIN = 10_000  # rows of operations that a rewind tells again: evenly, if there were more
 
 
-@dataclass(frozen=True)
-class Row:
-    """`number`: its place in the stream. `step`: of a committed step, else 0."""
-
-    number: int
-    kind: str
-    t: float  # wall clock
-    values: dict[str, Reading]
-    step: int = 0
-    again: bool = False  # it was in a batch that a rewind made void
-
-
-@dataclass(frozen=True)
-class Header:
-    """A batch, and how far the stream is with it: the newest header is all that a publisher must
-    know. `best`: metric -> [value, step], of losses the lowest."""
-
-    number: int
-    first_row: int
-    rows: int
-    last_step: int = 0  # committed and in the stream; 0: none
-    head: str = ""  # hash of that step's record
-    epoch: int = 0  # of that record
-    ops_t: float = 0.0  # of the newest row of operations
-    facts: int = 0  # that this row knew
-    started_s: float = 0.0  # of the run, wall clock: `time/wall_s` counts from here
-    end: str = ""  # "done" | "failed" | "stopped": the run has ended, and this is all of it
-    best: dict[str, Any] = field(default_factory=dict)
-    snapshots: tuple[str, ...] = ()  # newly committed ones: "0000000012-e000002"
-    newest: str = ""  # snapshot that the stream has told of
-    best_snapshot: str = ""  # of this batch: the first one after the lowest validation loss
-    best_waits: int = 0  # step of the lowest validation loss, while no snapshot holds it
-    alerts: tuple[str, ...] = ()  # ids of those told so far; the newest thousand
-    new_alerts: tuple[dict[str, Any], ...] = ()
-    version: int = 1
-
-    @property
-    def end_row(self) -> int:
-        """The number of the row after its last."""
-        return self.first_row + self.rows
-
-
-def key(number: int) -> str:
-    return f"{PREFIX}{number:08d}.jsonl"
-
-
-def read(store: ObjectStore, number: int) -> tuple[Header, list[Row]]:
+def read(store: ObjectStore, number: int) -> Batch:
     """One batch. Raises NotFound, StoreError, BadInput."""
-    where = key(number)
-    lines = store.get(where).decode(errors="replace").splitlines()
+    data = store.get(batch_key(number))
     try:
-        header = built(Header, loaded(lines[0]))
-        rows = [
-            built(Row, {**loaded(line), "number": header.first_row + i})
-            for i, line in enumerate(lines[1:])
-        ]
-        if header.number != number or len(rows) != header.rows:
-            raise ValueError(f"batch {header.number} with {len(rows)} rows")
-    except (ValueError, TypeError, IndexError, AttributeError) as e:
+        return decode_batch(data, number)
+    except BadObject as e:
         raise BadInput(
-            f"{where}: wanted a batch of the stream, found another object ({e}); it was changed"
+            f"{batch_key(number)}: wanted a batch of the stream, found another object ({e}); it "
+            "was changed"
         ) from e
-    return header, rows
 
 
-def newest_header(store: ObjectStore) -> Header | None:
+def newest_header(store: ObjectStore) -> BatchHeader | None:
     """How far the stream is. Raises StoreError, BadInput."""
-    keys = [k for k in store.list(PREFIX) if k.endswith(".jsonl")]
-    return (
-        read(store, int(keys[-1].removeprefix(PREFIX).removesuffix(".jsonl")))[0] if keys else None
-    )
+    number = newest_batch(store.list(STREAM))
+    return read(store, number)[0] if number >= 0 else None
 
 
-def live(
-    store: ObjectStore, number: int, down_to_row: int = 0
-) -> Iterator[tuple[Header, list[Row]]]:
+def live(store: ObjectStore, number: int, down_to_row: int = 0) -> Iterator[Batch]:
     """The batches up to `number` with the rows that no later rewind made void, newest first, until
     the one that holds `down_to_row`."""
     limit: float = math.inf
@@ -133,7 +87,7 @@ def live(
             return
 
 
-def rows_from(store: ObjectStore, number: int, first_row: int = 0) -> Iterator[Row]:
+def rows_from(store: ObjectStore, number: int, first_row: int = 0) -> Iterator[StreamRow]:
     """Every row that counts from `first_row` on, in order, up to batch `number`. Raises
     StoreError, BadInput."""
     # two passes over the bucket, so that no run is too long for this machine's memory
@@ -142,7 +96,7 @@ def rows_from(store: ObjectStore, number: int, first_row: int = 0) -> Iterator[R
         yield from (row for row in read(store, batch)[1][:count] if row.number >= first_row)
 
 
-def whole(store: ObjectStore) -> Iterator[Row]:
+def whole(store: ObjectStore) -> Iterator[StreamRow]:
     """Every row that counts, in order. Raises StoreError, BadInput."""
     found = newest_header(store)
     return rows_from(store, found.number) if found else iter(())
@@ -160,7 +114,7 @@ class StreamWriter:
     now: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
-        self.header: Header | None = None
+        self.header: BatchHeader | None = None
         self._looked = False
         self._wrote_s = -math.inf
 
@@ -180,12 +134,12 @@ class StreamWriter:
         if before is None:
             # a row of its own, so that a rewind of all steps has one to go back to
             t = self.operations.started_s(self.now())
-            self._create(Header(0, 0, 1, started_s=t), [Row(0, START, t, _moment(t, t))])
+            self._create(BatchHeader(0, 0, 1, started_s=t), [StreamRow(0, START, t, _moment(t, t))])
             return True
         records, final, keep = self._steps(before)
         more = len(records) >= MAX_STEPS
         first_row = before.end_row
-        again: list[Row] = []
+        again: list[StreamRow] = []
         if keep is not None:
             again = [
                 dataclasses.replace(row, again=True)
@@ -193,6 +147,7 @@ class StreamWriter:
                 for row in rows
                 if row.kind != STEP and row.number >= keep.end_row
             ]
+            again = again[:: len(again) // MOST_AGAIN + 1]
             first_row = keep.end_row
         known = keep if keep is not None else before
         started_s = before.started_s
@@ -208,9 +163,9 @@ class StreamWriter:
         tail = records[-1] if records else None
         best, waits = _best(known.best, records), known.best_waits
         if best != known.best:
-            waits = max(step for _, step in best.values())
+            waits = max(int(step) for _, step in best.values())
         best_snapshot = next((n for n in snapshots if 0 < waits <= Ref.parse(n).step), "")
-        header = Header(
+        header = BatchHeader(
             number=before.number + 1,
             first_row=first_row,
             rows=len(rows),
@@ -218,7 +173,7 @@ class StreamWriter:
             head=tail.h if tail else known.head,
             epoch=tail.epoch if tail else known.epoch,
             ops_t=samples[-1].t if samples else before.ops_t,
-            facts=len(self.operations.facts) if samples else before.facts,
+            facts=self.operations.known if samples else before.facts,
             started_s=started_s,
             end=end,
             best=best,
@@ -242,20 +197,14 @@ class StreamWriter:
             except NotFound:
                 return
 
-    def _create(self, header: Header, rows: Iterable[Row]) -> None:
-        lines = [json.dumps(dataclasses.asdict(header))]
-        for row in rows:
-            body = dataclasses.asdict(row)
-            del body["number"]
-            lines.append(json.dumps({k: v for k, v in body.items() if v or k == "values"}))
-        data = ("\n".join(lines) + "\n").encode()
-        if self.store.create(key(header.number), data):
+    def _create(self, header: BatchHeader, rows: Iterable[StreamRow]) -> None:
+        if self.store.create(batch_key(header.number), encode_batch(header, rows)):
             self.header, self._wrote_s = header, self.now()
             log.info("stream: %d rows, up to step %d", header.end_row, header.last_step)
         else:  # another publisher owns this number; what it wrote is as good
             self._catch_up()
 
-    def _steps(self, before: Header) -> tuple[list[rec.StepRecord], bool, Header | None]:
+    def _steps(self, before: BatchHeader) -> tuple[list[rec.StepRecord], bool, BatchHeader | None]:
         """Committed steps that follow, whether they go to the end of a finished run, and after
         which batch they follow if steps in the stream were redone (None: they were not)."""
         last = before.last_step
@@ -277,7 +226,7 @@ class StreamWriter:
         )
         return (*committed(self.store, self.info, keep.last_step + 1, MAX_STEPS), keep)
 
-    def _last_true(self, before: Header) -> Header:
+    def _last_true(self, before: BatchHeader) -> BatchHeader:
         """The newest batch whose steps are all in the lineage of the newest snapshot; at least
         the first row of the stream stays."""
         for header, _ in live(self.store, before.number):
@@ -286,36 +235,38 @@ class StreamWriter:
             there, _ = committed(self.store, self.info, header.last_step, 1)
             if there and there[0].step == header.last_step and there[0].h == header.head:
                 return header
-        raise BadInput(f"{key(0)}: wanted the first row of the stream, found none; it was changed")
+        raise BadInput(
+            f"{batch_key(0)}: wanted the first row of the stream, found none; it was changed"
+        )
 
-    def _samples(self, before: Header, due: bool, over: bool) -> list[Row]:
+    def _samples(self, before: BatchHeader, due: bool, over: bool) -> list[StreamRow]:
         """Rows of operations: now, and at what happened since the newest one, if nobody was here
         to tell it."""
         now, since = self.now(), before.ops_t or before.started_s
         due = due or now - since >= self.ops_every_s
-        if not due or (over and len(self.operations.facts) == before.facts):
+        if not due or (over and self.operations.known == before.facts):
             return []
         moments = self.operations.moments(since, now, 2.5 * self.ops_every_s, over)
-        rows: list[Row] = []
+        rows: list[StreamRow] = []
         spent_s = 0.0
         for t in moments:
             # the past is filled in as far as that takes no age; the newest row is always there
             if t > since and (spent_s < FILL_S or t == moments[-1]):
                 values = {**_moment(t, before.started_s), **self.operations.values(t)}
-                rows.append(Row(0, OPS, t, values))
+                rows.append(StreamRow(0, OPS, t, values))
                 spent_s += self.operations.cost_s
         return rows
 
 
 def _moment(t: float, started_s: float) -> dict[str, Reading]:
     """The x axes that all rows share."""
-    return {"time/wall_s": t - started_s, "time/unix": t}
+    return {WALL: t - started_s, "time/unix": t}
 
 
-def _step_row(r: rec.StepRecord, started_s: float) -> Row:
+def _step_row(r: rec.StepRecord, started_s: float) -> StreamRow:
     values = {"train/step": r.step, **_moment(r.t, started_s), "train/step_s": r.dt}
     values |= {_in_section(name): value for name, value in metrics(r).items()}
-    return Row(0, STEP, r.t, values, r.step)
+    return StreamRow(0, STEP, r.t, values, r.step)
 
 
 def _in_section(name: str) -> str:
@@ -325,16 +276,13 @@ def _in_section(name: str) -> str:
     return f"val/{name[4:]}" if name.startswith("val_") and name[4:] else f"train/{name}"
 
 
-def _best(known: dict[str, Any], records: list[rec.StepRecord]) -> dict[str, Any]:
+def _best(
+    known: dict[str, tuple[float, ...]], records: list[rec.StepRecord]
+) -> dict[str, tuple[float, ...]]:
     """The lowest of every validation loss, and at which step it was."""
     best = dict(known)
     for r in records:
         for name, value in r.metrics.items():
-            if "loss" in name and math.isfinite(value) and value < best.get(name, [math.inf])[0]:
-                best[name] = [value, r.step]
+            if "loss" in name and math.isfinite(value) and value < best.get(name, (math.inf,))[0]:
+                best[name] = (value, r.step)
     return best
-
-
-def alert_of(body: dict[str, Any]) -> Alert:
-    """As a header holds it."""
-    return built(Alert, body)

@@ -6,10 +6,18 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from harness.bucket.journal import read_facts, read_records
+import numpy as np
+
+from harness.bucket.archive import read_past
+from harness.bucket.epochs import epoch_numbers, read_epoch
+from harness.bucket.layout import IDENTITY, Identity
+from harness.bucket.recorded import read_committed
+from harness.core import columns
 from harness.core import prices as egress
 from harness.core import records as rec
+from harness.core.columns import NONE, Columns, Committed
 from harness.core.facts import (
     EpochStarted,
     GuardTripped,
@@ -21,20 +29,21 @@ from harness.core.facts import (
     SnapshotFailed,
     SnapshotQuarantined,
     Stamped,
-    StepDone,
     Unreadable,
     Validated,
     WorkerFailed,
-    built,
-    loaded,
 )
+from harness.core.values import BadObject
 from harness.views.ledger import Ledger
-from harness.views.report import Epoch, unread_text
+from harness.views.report import unread_text
 from harness.views.rows import EpochRow
 from storage.errors import NotFound
 from storage.manifest import Manifest, SnapshotCorrupt
 from storage.objects import ObjectStore
 from storage.snapshots import Snapshots
+
+MOST_POINTS = 20_000  # of a curve
+NO_RECORDS = Committed(NONE, {}, {})
 
 
 @dataclass(frozen=True)
@@ -115,9 +124,9 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
     """Read the whole run. What is broken is told in `problems` and passed over. Raises
     StoreError."""
     problems: list[str] = []
-    found = read_facts(store)
-    facts = [s for s in found if not isinstance(s.fact, Unreadable)]
-    unread = [s.fact for s in found if isinstance(s.fact, Unreadable)]
+    past = read_past(store)
+    facts = [s for s in past.facts if not isinstance(s.fact, Unreadable)]
+    unread = [s.fact for s in past.facts if isinstance(s.fact, Unreadable)]
     if unread:
         problems.append(f"{unread_text(unread)}; the numbers below may be wrong")
     facts += _lost_epochs(store, facts)
@@ -127,12 +136,13 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
     last = ended[-1] if ended and isinstance(ended[-1], RunEnded) else None
     final = bool(manifest and Snapshots(store).ended(manifest))
     over = last is not None or (final and not ended)
-    until_s = max((s.t for s in facts), default=now()) if over else now()
-    ledger = Ledger.of(facts, records, until_s)
+    told_s = [*(s.t for s in facts), *([float(past.steps["end"].max())] if len(past.steps) else [])]
+    until_s = max(told_s, default=now()) if over else now()
+    ledger = Ledger.of(facts, records, until_s, past.steps)
     if over:  # what nodes did after the controller's last word belongs to it
         until_s = max([until_s, *(a.gone_s for a in ledger.attempts if a.gone_s)])
     sessions = [s.fact for s in facts if isinstance(s.fact, SessionStarted)]
-    curve, lost = _curves(facts, records, ledger.epochs)
+    curve, lost = _curves(past.steps, records.rows, ledger.epochs)
     name, validation = _validation(facts, records, ledger.epochs)
     return Summary(
         url=store.url,
@@ -166,15 +176,14 @@ def _lost_epochs(store: ObjectStore, facts: list[Stamped]) -> list[Stamped]:
     told = {s.fact.epoch for s in facts if isinstance(s.fact, EpochStarted)}
     begun = {s.fact.epoch: s.t for s in facts if isinstance(s.fact, SessionStarted)}
     found: list[Stamped] = []
-    for key in store.list("rdzv/epochs/"):
-        name = key.rsplit("/", 1)[-1].removesuffix(".json")
-        if not name.isdigit() or int(name) in told or int(name) not in begun:
+    for number in epoch_numbers(store):
+        if number in told or number not in begun:
             continue
         # `harness verify` names what is damaged
-        with contextlib.suppress(ValueError, TypeError, AttributeError, NotFound):
-            body = built(Epoch, loaded(store.get(key)))
-            fact = EpochStarted(int(name), body.members, sum(body.nproc), body.reason)
-            found.append(Stamped(begun[int(name)], "rendezvous", fact))
+        with contextlib.suppress(BadObject, NotFound):
+            epoch = read_epoch(store, number)
+            fact = EpochStarted(number, epoch.members, epoch.world, epoch.reason)
+            found.append(Stamped(begun[number], "rendezvous", fact))
     return found
 
 
@@ -191,25 +200,22 @@ def _newest(store: ObjectStore, problems: list[str]) -> tuple[Manifest | None, i
     return None, len(refs)
 
 
-def _records(
-    store: ObjectStore, manifest: Manifest | None, problems: list[str]
-) -> list[rec.StepRecord]:
+def _records(store: ObjectStore, manifest: Manifest | None, problems: list[str]) -> Committed:
     try:
         named = rec.named(manifest.data) if manifest else None
         if named is None:
-            return []
-        return read_records(
-            store, named.key, named.head, rec.genesis(loaded(store.get("run.json")))
-        )
+            return NO_RECORDS
+        identity = Identity.decode(store.get(IDENTITY))
+        return read_committed(store, named, rec.genesis(identity.body))
     except (rec.BrokenRecords, NotFound) as e:
         problems.append(f"{e}; steps are shown as they were told live (see: harness verify)")
-        return []
-    except (ValueError, TypeError, RecursionError) as e:
+        return NO_RECORDS
+    except BadObject as e:
         problems.append(
             f"run.json cannot be read ({e}); steps are shown as they were told live (see: harness "
             "verify)"
         )
-        return []
+        return NO_RECORDS
 
 
 def _away(facts: list[Stamped]) -> float:
@@ -224,41 +230,57 @@ def _away(facts: list[Stamped]) -> float:
 
 
 def _curves(
-    facts: list[Stamped], records: list[rec.StepRecord], epochs: Sequence[EpochRow]
+    told: Columns, committed: Columns, epochs: Sequence[EpochRow]
 ) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
-    """Committed steps (and those of a living world after its newest snapshot), and lost ones."""
-    committed = {(r.epoch, r.step) for r in records}
-    living = {e.epoch for e in epochs if not e.ended}
-    curve = [Point(r.step, r.loss, r.epoch, r.t, r.dt) for r in records]
-    lost: list[Point] = []
-    for s in facts:
-        f = s.fact
-        if isinstance(f, StepDone) and (f.epoch, f.step) not in committed:
-            point = Point(f.step, f.loss, f.epoch, f.t_start + f.seconds, f.seconds)
-            (curve if f.epoch in living or not records else lost).append(point)
-    return tuple(sorted(curve, key=lambda p: (p.step, p.epoch))), tuple(
-        sorted(lost, key=lambda p: (p.epoch, p.step))
+    """Committed steps (and those of a living world after its newest snapshot), and lost ones. Of
+    very many every so many-th, and each epoch's first and last."""
+    living = [e.epoch for e in epochs if not e.ended]
+    more = columns.without(columns.newest_told(told), committed)
+    lives = np.isin(more["epoch"], living) if len(committed) else np.ones(len(more), bool)
+    curve = np.sort(columns.joined([committed, more[lives]]), order=["step", "epoch"])
+    lost = np.sort(more[~lives], order=["epoch", "step"])
+    return tuple(map(_point, _thinned(curve))), tuple(map(_point, _thinned(lost)))
+
+
+def _thinned(rows: Columns) -> Columns:
+    every = -(-len(rows) // MOST_POINTS)
+    if every < 2:
+        return rows
+    kept = np.arange(len(rows)) % every == 0
+    edges = np.flatnonzero(rows["epoch"][1:] != rows["epoch"][:-1])
+    kept[edges] = kept[edges + 1] = kept[-1] = True
+    found: Columns = rows[kept]
+    return found
+
+
+def _point(row: Any) -> Point:
+    return Point(
+        int(row["step"]),
+        float(row["loss"]),
+        int(row["epoch"]),
+        float(row["end"]),
+        float(row["seconds"]),
     )
 
 
 def _validation(
-    facts: list[Stamped], records: list[rec.StepRecord], epochs: Sequence[EpochRow]
+    facts: list[Stamped], records: Committed, epochs: Sequence[EpochRow]
 ) -> tuple[str, tuple[tuple[int, float], ...]]:
     """The metric that looks most like a validation loss, by step; of the lineage only."""
-    committed = {(r.epoch, r.step) for r in records}
+    told = [s.fact for s in facts if isinstance(s.fact, Validated)]
+    asked = np.array([(f.epoch, f.step, 0.0, 0.0, 0.0, 0.0) for f in told], columns.ROW)
+    left = columns.without(asked, records.rows)
+    off = set(zip(left["epoch"].tolist(), left["step"].tolist(), strict=True))
     living = {e.epoch for e in epochs if not e.ended}
     by_name: dict[str, dict[int, float]] = {}
-    for s in facts:
-        f = s.fact
-        if isinstance(f, Validated) and (
-            (f.epoch, f.step) in committed or f.epoch in living or not records
-        ):
+    for f in told:
+        if (f.epoch, f.step) not in off or f.epoch in living or not len(records.rows):
             for name, value in f.metrics.items():
                 by_name.setdefault(name, {})[f.step] = value
-    for r in records:  # the record knows, also when the fact was lost with its writer
-        for name, value in r.metrics.items():
-            if name != "grad_norm":
-                by_name.setdefault(name, {}).setdefault(r.step, value)
+    # the record knows, also when the fact was lost with its writer
+    for step, metrics in records.metrics.items():
+        for name, value in metrics.items():
+            by_name.setdefault(name, {}).setdefault(step, value)
     best = sorted(
         (n for n in by_name if "loss" in n), key=lambda n: (n != "val_loss", "val" not in n, n)
     )

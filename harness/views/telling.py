@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness.core.facts import canonical
+from harness.bucket.streamed import MACHINE_KEY
+from harness.core.values import canonical
 from harness.core.world import BadInput
 from harness.views.committed import Lineage
 from harness.views.describe import (
-    MACHINE_KEY,
     config_of,
     left_by_node,
     machine_of,

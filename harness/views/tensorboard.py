@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.views.stream import STEP, Row, newest_header, read
+from harness.bucket.layout import TRACKERS
+from harness.bucket.streamed import STEP, WALL, StreamRow
+from harness.views.stream import newest_header, read
 from storage.objects import ObjectStore
 
-FOLDER = "trackers/tensorboard/"
+FOLDER = f"{TRACKERS}tensorboard/"
 
 
 @dataclass
@@ -55,7 +57,7 @@ class TensorBoard:
     def close(self) -> None:
         """Nothing is open."""
 
-    def _write(self, which: str, rows: Sequence[Row], purge_step: int | None) -> None:
+    def _write(self, which: str, rows: Sequence[StreamRow], purge_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         if not rows:
@@ -63,7 +65,7 @@ class TensorBoard:
         with tempfile.TemporaryDirectory(prefix="harness-tracker-") as folder:
             with SummaryWriter(folder, purge_step=purge_step) as writer:
                 for row in rows:
-                    step = row.step or int(row.values["time/wall_s"])
+                    step = row.step or int(row.values[WALL])
                     for key, value in row.values.items():
                         if not key.startswith("time/"):
                             writer.add_scalar(key, value, step, walltime=row.t)

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 import argparse
 import contextlib
 import importlib.util
-import json
 import logging
 import os
 import secrets
@@ -58,8 +57,9 @@ from tenacity import (
     wait_exponential_jitter,
 )
 
+from harness.bucket.layout import TRACKERS, Claim, Published, claim_key, published_key
 from harness.core import records as rec
-from harness.core.facts import canonical, digest, loaded
+from harness.core.values import BadObject, digest
 from harness.core.world import BadInput
 from harness.views.committed import MAX_BATCH_STEPS, committed
 from harness.views.plugins import KNOWN, Account, Place, RunInfo, build
@@ -89,34 +89,22 @@ FINISH_S = 40.0  # to publish what is left when told to stop
 
 
 # ---- exactly once --------------------------------------------------------------------------------
-def marker_key(name: str, first: int) -> str:
-    return f"trackers/{name}/{first:010d}.json"
-
-
-def published(store: ObjectStore, name: str, first: int = 1) -> Iterator[dict[str, Any]]:
+def published(store: ObjectStore, name: str, first: int = 1) -> Iterator[Published]:
     """The markers of what a tracker has published from `first` on (where a batch begins), in
     order of steps and without gaps."""
     while True:
-        key = marker_key(name, first)
+        key = published_key(name, first)
         try:
-            marker = loaded(store.get(key))
-            last, folder, files = marker["last"], marker["folder"], marker["files"]
-            if (
-                type(last) is not int
-                or last < first
-                or not isinstance(folder, str)
-                or not isinstance(files, dict)
-            ):
-                raise ValueError(f"last step {last!r:.40}, folder {folder!r:.40}")
+            marker = Published.decode(store.get(key), first)
         except NotFound:
             return
-        except (ValueError, TypeError, KeyError) as e:
+        except BadObject as e:
             raise BadInput(
                 f"{key}: wanted a marker of what was published, found another object ({e}); it was "
                 "changed"
             ) from e
         yield marker
-        first = last + 1
+        first = marker.last + 1
 
 
 @dataclass
@@ -211,7 +199,7 @@ class Publisher:
             retrying(self._publish, state, records)
         finally:
             if state.tracker.outside:
-                self.store.delete(self._claim_key(state.tracker.name, records[0].step))
+                self.store.delete(claim_key(state.tracker.name, records[0].step))
         state.failures = 0
         state.complete = final and not more
         if not (final or more or last):
@@ -221,7 +209,7 @@ class Publisher:
     def _catch_up(self, state: _State) -> None:
         """Go to the first step that nobody has published."""
         for marker in published(self.store, state.tracker.name, state.first):
-            state.first, state.head = int(marker["last"]) + 1, str(marker["head"])
+            state.first, state.head = marker.last + 1, marker.head
 
     def _publish(self, state: _State, records: list[rec.StepRecord]) -> None:
         tracker, first, last = state.tracker, records[0].step, records[-1].step
@@ -233,7 +221,7 @@ class Publisher:
                 tracker.name,
                 first,
             )
-        into = f"trackers/{tracker.name}/{first:010d}-{last:010d}-{self.token}/"
+        into = f"{TRACKERS}{tracker.name}/{first:010d}-{last:010d}-{self.token}/"
         with tempfile.TemporaryDirectory(prefix="harness-tracker-") as temporary:
             folder = Path(temporary)
             tracker.publish(records, self.info, folder)
@@ -243,46 +231,42 @@ class Publisher:
                 # ours alone; put, so that a second try may replace the first
                 self.store.put(into + name, data)
                 files[name] = digest(data)
-        marker: dict[str, Any] = {
-            "version": 1,
-            "first": first,
-            "last": last,
-            "head": records[-1].h,
-            "run_id": self.info.id,
-            "folder": into if files else "",
-            "files": files,
-            "t": self.now(),
-        }
-        key = marker_key(tracker.name, first)
-        if not self.store.create(key, canonical(marker)):
+        marker = Published(
+            first=first,
+            last=last,
+            head=records[-1].h,
+            run_id=self.info.id,
+            folder=into if files else "",
+            files=files,
+            t=self.now(),
+        )
+        if not self.store.create(published_key(tracker.name, first), marker.encode()):
             # Another publisher owns these steps now (or we do, and did not hear of it).
-            winner = json.loads(self.store.get(key))
-            if winner["folder"] != marker["folder"]:
+            winner = next(published(self.store, tracker.name, first), marker)
+            if winner.folder != marker.folder:
                 for name in files:
                     self.store.delete(into + name)
             marker = winner
-        state.first, state.head = int(marker["last"]) + 1, str(marker["head"])
-        log.info("%s: steps %d-%d published", tracker.name, first, int(marker["last"]))
+        state.first, state.head = marker.last + 1, marker.head
+        log.info("%s: steps %d-%d published", tracker.name, first, marker.last)
 
     # ---- claims: only for what acts outside of the bucket ----------------------------------------
-    @staticmethod
-    def _claim_key(name: str, first: int) -> str:
-        return f"trackers/{name}/claims/{first:010d}.json"
-
     def _claim(self, state: _State) -> bool:
         """May we publish these steps? A claim whose holder has been silent for CLAIM_S may be
         replaced."""
-        key = self._claim_key(state.tracker.name, state.first)
-        mine = canonical({"by": self.token, "t": self.now()})
+        key = claim_key(state.tracker.name, state.first)
+        mine = Claim(self.token, self.now()).encode()
         if self.store.create(key, mine):
             return True
         try:
-            held = json.loads(self.store.get(key))
+            held = Claim.decode(self.store.get(key))
         except NotFound:
             return False  # just released; the next round sees what was published
-        if held["by"] == self.token:
+        except BadObject:
+            held = Claim("", 0.0)  # nobody's
+        if held.by == self.token:
             return True
-        if self.now() - float(held["t"]) < CLAIM_S:
+        if self.now() - held.t < CLAIM_S:
             return False
         self.store.put(key, mine)
         # of two that replace it at once the later stays, and mostly sees so
@@ -298,14 +282,14 @@ def collect(store: ObjectStore, folder: Path) -> list[Path]:
     folder/jsonl/metrics.jsonl     all steps
     """
     found: list[Path] = []
-    folders = {key.split("/")[1] for key in store.list("trackers/") if key.count("/") > 1}
+    folders = {key.split("/")[1] for key in store.list(TRACKERS) if key.count("/") > 1}
     for name in sorted(folders):
         for marker in published(store, name):
-            for inside, wanted in marker["files"].items():
-                data = store.get(marker["folder"] + inside)
+            for inside, wanted in marker.files.items():
+                data = store.get(marker.folder + inside)
                 if digest(data) != wanted:
                     raise BadInput(
-                        f"{marker['folder']}{inside}: wanted what was published, found other "
+                        f"{marker.folder}{inside}: wanted what was published, found other "
                         "bytes; it was changed"
                     )
                 try:
@@ -319,16 +303,16 @@ def collect(store: ObjectStore, folder: Path) -> list[Path]:
                     ) from e
                 target = folder / place
                 target.parent.mkdir(parents=True, exist_ok=True)
-                if name == "jsonl" and marker["first"] > 1:
+                if name == "jsonl" and marker.first > 1:
                     with open(target, "ab") as f:
                         f.write(data)
                 else:
                     target.write_bytes(data)
                 if target not in found:
                     found.append(target)
-    for key in store.list("trackers/tensorboard/"):
+    for key in store.list(f"{TRACKERS}tensorboard/"):
         if key.endswith(".spotharness"):
-            target = folder / checked_key(key.removeprefix("trackers/"))
+            target = folder / checked_key(key.removeprefix(TRACKERS))
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(store.get(key))
             found.append(target)
@@ -346,13 +330,13 @@ def collect_wandb(store: ObjectStore, folder: Path, environ: Mapping[str, str]) 
     return write_offline(store, info, wandb, about_of(writer, environ)(), folder)
 
 
-def _place(name: str, inside: str, marker: dict[str, Any]) -> str:
+def _place(name: str, inside: str, marker: Published) -> str:
     """Batches that started in the same second have run directories of the same name; the steps
     tell them apart."""
     if name != "wandb":
         return inside
     path = PurePosixPath(inside)
-    return f"{path.parts[0]}-{marker['first']:010d}/{'/'.join(path.parts[1:])}"
+    return f"{path.parts[0]}-{marker.first:010d}/{'/'.join(path.parts[1:])}"
 
 
 # ---- the process ---------------------------------------------------------------------------------

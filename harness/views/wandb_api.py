@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.core.facts import canonical, digest
+from harness.core.values import canonical, digest
 from harness.core.world import BadInput, HarnessError
 
 WANDB_TIMEOUT_S = 20.0  # to reach W&B

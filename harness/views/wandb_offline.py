@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.core.facts import canonical, digest
+from harness.core.values import canonical, digest
 from harness.views.plugins import RunInfo
 from harness.views.stream import newest_header, whole
 from harness.views.wandb_run import EXIT_CODES, SETTINGS, define_axes

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import secrets
 import tempfile
@@ -29,12 +28,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.bucket.orders import StopOrder, ask_to_stop
-from harness.core.facts import built, canonical, digest, loaded
+from harness.bucket.layout import TRACKERS, Claim, StopOrder
+from harness.bucket.orders import ask_to_stop
+from harness.bucket.streamed import BatchHeader, StreamRow, ToldWandb
+from harness.core.values import BadObject, canonical, digest
 from harness.core.world import HarnessError
 from harness.views.artifacts import acts_of
 from harness.views.plugins import RunInfo
-from harness.views.stream import Header, Row, newest_header, read, rows_from
+from harness.views.stream import newest_header, read, rows_from
 from harness.views.wandb_api import Account, WandbSilent
 from storage.errors import NotFound
 from storage.objects import ObjectStore
@@ -89,19 +90,6 @@ class WandbBehind(HarnessError):
     """W&B answers with less than it has confirmed before; what is sent now could erase rows."""
 
 
-@dataclass(frozen=True)
-class Told:
-    """How far W&B is known to be: all rows up to the end of `batch`, `rows` of them. `again`:
-    how many runs were given up before this one. `ended`: the batch that ended it; -1: it goes
-    on. `rewound`: the rewinds of the stream up to this batch were done there."""
-
-    batch: int = -1
-    rows: int = 0
-    again: int = 0
-    ended: int = -1
-    rewound: int = -1
-
-
 @dataclass
 class WandbRun:
     """Tells one account of one run. `about`: what `init` says of the run besides its id: config,
@@ -119,10 +107,10 @@ class WandbRun:
     name = "wandb"
 
     def __post_init__(self) -> None:
-        self._place = f"trackers/wandb/{self.account.id}"
+        self._place = f"{TRACKERS}wandb/{self.account.id}"
         self._run: Any = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._told = Told()
+        self._told = ToldWandb()
         self._next = 0  # row to send
         self._batch = -1  # of which all rows are sent
         self.held_elsewhere = False  # another publisher writes
@@ -172,15 +160,15 @@ class WandbRun:
     def release(self) -> None:
         """Let another publisher write at once, if it was we who wrote. Raises StoreError."""
         claim = f"{self._place}.claim"
-        with contextlib.suppress(NotFound, ValueError, TypeError, KeyError):
-            if json.loads(self.store.get(claim))["by"] == self.token:
+        with contextlib.suppress(NotFound, BadObject):
+            if Claim.decode(self.store.get(claim)).by == self.token:
                 self.store.delete(claim)
         self._claimed_s = -1e18
 
-    def _newer(self) -> Header | None:
+    def _newer(self) -> BatchHeader | None:
         if self._batch < 0:
             return newest_header(self.store)
-        found: Header | None = None
+        found: BatchHeader | None = None
         number = self._batch + 1
         with contextlib.suppress(NotFound):
             while True:
@@ -197,7 +185,7 @@ class WandbRun:
         return f"{made}-{self._told.again}" if self._told.again else made
 
     # ---- opening ---------------------------------------------------------------------------------
-    def _open(self, newest: Header) -> None:
+    def _open(self, newest: BatchHeader) -> None:
         there = self.account.run(self.run_id)
         if there is None and self._told.rows:
             log.warning("wandb: run %s was deleted there; a new one takes over", self.run_id)
@@ -289,7 +277,7 @@ class WandbRun:
             log.warning("W&B's Stop button: the run is asked to stop")
 
     # ---- telling ---------------------------------------------------------------------------------
-    def _send(self, newest: Header) -> None:
+    def _send(self, newest: BatchHeader) -> None:
         if self._batch == newest.number:
             return
         known = self._batch if self._batch >= 0 else self._told.batch
@@ -308,12 +296,12 @@ class WandbRun:
             self._run.summary.update({f"best/{name}": value, f"best/{name}_step": step})
         self._batch = newest.number
 
-    def _log(self, row: Row) -> None:
+    def _log(self, row: StreamRow) -> None:
         assert row.number == self._next, "rows have no gaps"
         self._run.log({**row.values, "_timestamp": row.t}, step=row.number, commit=True)
         self._next = row.number + 1
 
-    def _act(self, header: Header) -> None:
+    def _act(self, header: BatchHeader) -> None:
         """Alerts and artifacts of one batch: at most once."""
         acts = acts_of(self.store, self.info, header)
         if acts and self.store.create(f"{self._place}/acts/{header.number:08d}", b"{}"):
@@ -356,15 +344,15 @@ class WandbRun:
             self._folder = None
 
     # ---- what the bucket remembers ---------------------------------------------------------------
-    def _read_told(self) -> Told:
-        with contextlib.suppress(NotFound, ValueError, TypeError, AttributeError):
-            return built(Told, loaded(self.store.get(f"{self._place}.json")))
-        return Told()
+    def _read_told(self) -> ToldWandb:
+        with contextlib.suppress(NotFound, BadObject):
+            return ToldWandb.decode(self.store.get(f"{self._place}.json"))
+        return ToldWandb()
 
     def _save(self, **changes: int) -> None:
         self._told = dataclasses.replace(self._told, **changes)
-        body = {"version": 1, "project": self.account.project, **dataclasses.asdict(self._told)}
-        self.store.put(f"{self._place}.json", canonical({**body, "run_id": self.run_id}))
+        body = self._told.encode(self.account.project, self.run_id)
+        self.store.put(f"{self._place}.json", body)
 
     def _claim(self) -> bool:
         """May we write? Renewed while we do."""
@@ -372,16 +360,15 @@ class WandbRun:
         claim, t = f"{self._place}.claim", self.now()
         if t - self._claimed_s < RENEW_S:
             return True
-        mine = canonical({"by": self.token, "t": t})
+        mine = Claim(self.token, t).encode()
         if not self.store.create(claim, mine):
             try:
-                held = json.loads(self.store.get(claim))
-                by, since_s = str(held["by"]), t - float(held["t"])
+                held = Claim.decode(self.store.get(claim))
             except NotFound:
                 return False  # just released; the next round may take it
-            except (ValueError, TypeError, KeyError):
-                by, since_s = "", CLAIM_S
-            if by != self.token and since_s < CLAIM_S:
+            except BadObject:
+                held = Claim("", 0.0)  # nobody's
+            if held.by != self.token and t - held.t < CLAIM_S:
                 self.held_elsewhere = True
                 self.close()
                 return False
@@ -393,4 +380,4 @@ class WandbRun:
         return True
 
 
-__all__ = ["CLAIM_S", "Told", "WandbBehind", "WandbRun", "WandbSilent"]
+__all__ = ["CLAIM_S", "ToldWandb", "WandbBehind", "WandbRun", "WandbSilent"]

@@ -6,9 +6,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.bucket.lease import RELEASED, TTL_S, newest_term
+from harness.bucket.layout import LEASES, RELEASED, newest_term, term_key
+from harness.bucket.lease import TTL_S
 from harness.core import facts as f
-from harness.core.facts import Stamped, amount
+from harness.core.facts import Stamped
+from harness.core.values import amount
 from harness.views.words import clock, duration, money, nbytes, number, percent, plural
 from storage.errors import NotFound
 from storage.objects import ObjectStore
@@ -73,6 +75,7 @@ class State:
     epochs: dict[int, f.EpochStarted] = field(default_factory=dict)
     left: dict[int, dict[str, str]] = field(default_factory=dict)  # epoch -> member -> why
     sessions: dict[int, f.SessionStarted] = field(default_factory=dict)
+    newest: int = 0  # world that was told of
     # (epoch, step): the newest few
     steps: dict[tuple[int, int], f.StepDone] = field(default_factory=dict)
     validated: tuple[tuple[int, int], dict[str, float]] | None = None
@@ -124,10 +127,12 @@ class State:
                 self.of_member(member).cancelled.add((member, id))
             case f.EpochStarted():
                 self.epochs[fact.epoch] = fact
+                self.newest = max(self.newest, fact.epoch)
             case f.EpochLeft(epoch, member, why):
                 self.left.setdefault(epoch, {})[member] = why
             case f.SessionStarted():
                 self.sessions[fact.epoch] = fact
+                self.newest = max(self.newest, fact.epoch)
             case f.SessionEnded(epoch, _, why):
                 self.session_ends[epoch] = why
             case f.StepDone():
@@ -143,8 +148,10 @@ class State:
                 if self.snapshot is None or key >= self.snapshot[0]:
                     self.snapshot = key, fact
         if describe(fact, self):
+            late = bool(self.events) and t < self.events[-1].t
             self.events.append(stamped)
-            self.events.sort(key=lambda e: e.t)
+            if late:
+                self.events.sort(key=lambda e: e.t)
             del self.events[:-EVENTS_KEPT]
 
     def node(self, name: str) -> NodeView:
@@ -168,7 +175,7 @@ class State:
     @property
     def epoch(self) -> int:
         """The newest world."""
-        return max([*self.epochs, *self.sessions, *(e for e, _ in self.steps)], default=0)
+        return max(self.newest, max((e for e, _ in self.steps), default=0))
 
     @property
     def session(self) -> f.SessionStarted | None:
@@ -324,6 +331,7 @@ class State:
                 "lost",
                 "failed",
                 "unfit",
+                "refused",
             ) else "dim", n.ended.end
         member = n.member
         if member and member in n.agent_ended:
@@ -450,10 +458,10 @@ class LeaseWatch:
     _moved: bool = False
 
     def look(self, now: float) -> bool | None:
-        term = newest_term(self.store.list("lease/"))
+        term = newest_term(self.store.list(LEASES))
         if not term:
             return False
-        key = f"lease/{term:06d}.beat"
+        key = term_key(term, "beat")
         try:
             beat = self.store.get(key)
         except NotFound:

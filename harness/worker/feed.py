@@ -54,7 +54,10 @@ class Feed:
         samples = len(dataset) if mapped else 1 << 62
         self._dataset, self._collate = dataset, collate
         self.batching = Batching(samples, global_batch, micro_batch, self.seed, shuffle and mapped)
-        self.plan = plan(self.batching.micro_batches, self._peers.world, self._speeds)
+        peers = self._peers
+        self.plan = plan(
+            self.batching.micro_batches, peers.world, self._speeds, peers.replica_ranks
+        )
         if mapped or (self.stream is not None and self.stream.dataset is dataset):
             return None
         self.stream = Stream(dataset, self.batching, self.plan, self._peers.rank, collate)

@@ -65,16 +65,23 @@ class Hold:
     def plan(self, tensors: dict[str, torch.Tensor], plain: dict[str, Any]) -> None:
         """Agree who writes what. Raises BadInput on all ranks if they do not hold the same."""
         if self._peers.control is not None:
-            mine = replicas.held(common(tensors), common(plain))
-            every = self._peers.gather((mine.total(), environment(self._peers.device)))
-            if len({total for total, _ in every}) > 1:
-                self.refuse_differences(mine, alike=all(env == every[0][1] for _, env in every))
+            size = self._peers.replica_ranks
+            mine = replicas.held(common(tensors), common(plain), within_replicas=size > 1)
+            said = (mine.total(), mine.shards_total(), environment(self._peers.device))
+            totals, shards, kinds = zip(*self._peers.gather(said), strict=True)
+            apart = any(len(set(shards[place::size])) > 1 for place in range(size))
+            if len(set(totals)) > 1 or apart:
+                self.refuse_differences(mine, alike=all(kind == kinds[0] for kind in kinds))
         self.saver.plan(tensors)
 
     def refuse_differences(self, mine: replicas.Held, alike: bool = True) -> None:
         """All ranks come here. `alike`: they are of one kind; else their arithmetic may differ,
         and so may what it made. Raises BadInput."""
-        found = replicas.differing(self._peers.gather(mine.leaves()))
+        leaves, shards = zip(*self._peers.gather((mine.leaves(), mine.shards)), strict=True)
+        found, size = replicas.differing(leaves), self._peers.replica_ranks
+        for place in range(size):
+            ranks = range(place, self._peers.world, size)
+            found += replicas.differing(shards[place::size], ranks)
         if (
             found
             and not alike

@@ -9,28 +9,34 @@ step, so that a resumed run sums in another order than one never stopped.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import nn
 
 from harness.core.world import BadInput
-from harness.worker.loader import seed_everything
+from harness.worker.sharding import check_sharding, is_sharded, needs
 
 BUCKET_BYTES = 25 << 20
 
 
 class Strategy(Protocol):
-    """What a step needs of the parallelism. `equal_rounds`: its forward has collectives, so
-    ranks must do equally many."""
+    """What a step needs of the parallelism.
+
+    The ranks of a replica are given the same micro-batches, with the same randomness, and call
+    everything here together; what lies inside a replica is the strategy's own. It must leave on
+    every rank the sum of gradients over *replicas*. Losses, weights and samples are counted once
+    for each replica, from its first rank. `equal_rounds`: its forward has collectives over
+    replicas, so all must do equally many.
+    """
 
     name: str
     equal_rounds: bool
     may_repeat: bool  # `again` may say True (exact.py)
+    sums: str  # what it can do of attach(reduce=...): "fast", "exact" or "exact32"
+    replica_ranks: int  # ranks that hold one copy of the model together
 
     def start(self, micro_batches: int) -> None:
         """Before the first step: how many micro-batches every step has, on all ranks together."""
@@ -47,12 +53,13 @@ class Strategy(Protocol):
         summed is forgotten."""
 
     def reduce(self) -> None:
-        """Wait until every gradient is the sum over all ranks."""
+        """Wait until every gradient is the sum over all replicas."""
 
     def divide(self, weight: float | torch.Tensor) -> None: ...
 
     def norm(self) -> torch.Tensor:
-        """Of all gradients together, 0-d."""
+        """Of all gradients of the model together, each element once; 0-d, the same on all
+        ranks."""
 
     def clip(self, coefficient: torch.Tensor) -> None: ...
 
@@ -66,15 +73,24 @@ class Replicated:
     """Every rank holds the whole model. Gradients live in flat buckets, summed while the last
     backward still runs.
 
+    `group`: the ranks over which they are summed, which hold the same; None: all ranks.
+
     Buckets are filled in reverse order of the parameters and sent in that fixed order, so the order
     of summation is a function of model and world only.
     """
 
     name, equal_rounds, may_repeat = "ddp", False, False
+    sums, replica_ranks = "fast", 1
 
-    def __init__(self, parameters: Iterable[nn.Parameter], bucket_bytes: int = BUCKET_BYTES):
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        bucket_bytes: int = BUCKET_BYTES,
+        group: dist.ProcessGroup | None = None,
+    ):
         self.parameters = [p for p in parameters if p.requires_grad]
-        self._world = dist.get_world_size() if dist.is_initialized() else 1
+        self._group = group
+        self._world = dist.get_world_size(group) if dist.is_initialized() else 1
         self._flats: list[torch.Tensor] = []
         self._views: dict[nn.Parameter, torch.Tensor] = {}
         self._bucket_of: dict[nn.Parameter, int] = {}
@@ -138,8 +154,10 @@ class Replicated:
             self._send(len(self._sent))
 
     def _send(self, bucket: int) -> None:
-        work = dist.all_reduce(self._flats[bucket], async_op=True) if self._world > 1 else None
-        self._sent.append(work)
+        self._sent.append(self._sum_over_group(self._flats[bucket]))
+
+    def _sum_over_group(self, flat: torch.Tensor) -> Any:
+        return dist.all_reduce(flat, group=self._group, async_op=True) if self._world > 1 else None
 
     def reduce(self) -> None:
         while len(self._sent) < len(self._flats):  # parameters that took no part in the forward
@@ -177,6 +195,7 @@ class Sharded:
     backward."""
 
     name, equal_rounds, may_repeat = "fsdp2", True, False
+    sums, replica_ranks = "fast", 1
 
     def __init__(self, model: nn.Module):
         """Raises BadInput for what would not be summed right; see `check_sharding`."""
@@ -246,288 +265,33 @@ class Sharded:
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
 
 
-def needs(thing: object, what: str, *names: str) -> None:
-    """Raises BadInput if this torch's FSDP2 has other names than those that are used here: the
-    setters came with 2.8, and what has no public name (exact sums reach into FSDP2) may change with
-    any version."""
-    if missing := [name for name in names if not hasattr(thing, name)]:
+def check_fits(strategy: Strategy, reduce: str, replica_ranks: int) -> None:
+    """Raises BadInput, by name, for what this strategy cannot do. `reduce`: as `attach` was given
+    it; `replica_ranks`: of this world."""
+    kind = f"the strategy {getattr(strategy, 'name', type(strategy).__name__)!r}"
+    wanted = [n for n in (*Strategy.__annotations__, *vars(Strategy)) if not n.startswith("_")]
+    if missing := [name for name in wanted if not hasattr(strategy, name)]:
         raise BadInput(
-            f"{what} wants an FSDP2 with {', '.join(missing)}; torch {torch.__version__} has none. "
-            "Use torch 2.13 (2.8 or newer may do), "
-            "or leave harness.fsdp2 out: plain data parallelism needs torch 2.6"
+            f"{kind}: wanted all of harness.worker.parallel.Strategy, found no {', '.join(missing)}"
+        )
+    if strategy.replica_ranks != replica_ranks:
+        raise BadInput(
+            f"{kind} holds a copy of the model on {_ranks(strategy.replica_ranks)}, this world's "
+            f"replicas have {_ranks(replica_ranks)}; start its nodes with `harness run "
+            f"--replica-ranks {strategy.replica_ranks}` (without an agent: "
+            f"attach(replica_ranks={strategy.replica_ranks})), or prepare(strategy=...) one of "
+            f"{_ranks(replica_ranks)}"
+        )
+    if strategy.sums != reduce:
+        raise BadInput(
+            f"{kind} makes sums of the kind {strategy.sums!r}, found attach(reduce={reduce!r}); "
+            f"use attach(reduce={strategy.sums!r}), or another strategy"
         )
 
 
-def is_sharded(model: nn.Module) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return any(isinstance(p, DTensor) for p in model.parameters())
-
-
-def groups_of(module: Any) -> list[Any]:
-    """What FSDP2 gathers together at one of its modules. No public name gives it. Raises
-    BadInput if this torch has it elsewhere."""
-    what = "a sharded model"
-    needs(module, what, "_get_fsdp_state")
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        found = list(state._fsdp_param_groups)
-    else:
-        needs(state, what, "_fsdp_param_group")  # before torch 2.12: one, or None
-        found = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    for group in found:
-        needs(group, what, "fsdp_params")
-    return found
-
-
-def fsdp_groups(model: nn.Module) -> list[Any]:
-    """What FSDP2 gathers and shards together, in the whole model. Raises BadInput as
-    `groups_of`."""
-    from torch.distributed.fsdp import FSDPModule
-
-    found = {
-        id(group): group
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in groups_of(module)
-    }
-    return list(found.values())
-
-
-def check_sharding(model: nn.Module) -> None:
-    """Raises BadInput, naming parameters, unless all that trains is sharded by FSDP2 over one mesh
-    of all ranks, in their order.
-
-    Only then is every element of every gradient on one rank, and summed over all ranks. Frozen
-    parameters may be plain.
-    """
-    from torch.distributed.tensor import DTensor, Shard
-
-    use = (
-        "use harness.fsdp2(model, run), or fully_shard with a mesh of one dimension over all ranks"
-    )
-    named = list(model.named_parameters())
-    sharded: list[tuple[str, Any]] = [(name, p) for name, p in named if isinstance(p, DTensor)]
-    managed = {
-        id(handle.sharded_param) for group in fsdp_groups(model) for handle in group.fsdp_params
-    }
-    if not managed:
-        raise BadInput(
-            f"{_some(n for n, _ in sharded)}: wanted parameters sharded by fully_shard, found "
-            "DTensors without it (tensor parallelism? "
-            f"distribute_tensor?), whose gradients are not summed over the ranks' samples; {use}"
-        )
-    if plain := [name for name, p in named if p.requires_grad and not isinstance(p, DTensor)]:
-        raise BadInput(
-            f"{_some(plain)}: wanted every parameter that trains to be sharded, found plain ones "
-            "beside DTensors: nobody would sum their "
-            "gradients. Give fully_shard no ignored_params and apply it to the whole model as well "
-            "as to its blocks, or freeze them"
-        )
-    world = dist.get_world_size()
-    meshes: dict[str, str] = {}
-    for name, p in sharded:
-        mesh = p.device_mesh
-        if mesh.ndim != 1:
-            dims = " x ".join(
-                f"{n}={size}"
-                for n, size in zip(mesh.mesh_dim_names or "?" * mesh.ndim, mesh.shape, strict=True)
-            )
-            raise BadInput(
-                f"{name}: wanted a mesh of one dimension, found {dims} (HSDP, or tensor "
-                f"parallelism beside fsdp2); {use}"
-            )
-        if not isinstance(p.placements[0], Shard):
-            raise BadInput(
-                f"{name}: wanted its rows sharded over the ranks, found {p.placements[0]}; {use}"
-            )
-        if id(p) not in managed:
-            raise BadInput(
-                f"{name}: wanted it sharded by fully_shard, found a DTensor of another origin "
-                f"(distribute_tensor?); {use}"
-            )
-        ranks = mesh.mesh.flatten().tolist()
-        if ranks != list(range(world)):
-            raise BadInput(
-                f"{name}: wanted a mesh over ranks 0 to {world - 1} in this order, found one over "
-                f"ranks {ranks}; {use}"
-            )
-        meshes.setdefault(mesh.device_type, name)
-    if len(meshes) > 1:
-        found = ", ".join(f"{name} on {device}" for device, name in meshes.items())
-        raise BadInput(f"wanted one mesh for all parameters, found {found}; {use}")
-
-
-def _some(names: Iterable[str]) -> str:
-    first = list(names)
-    return ", ".join(first[:3]) + (f" and {len(first) - 3} more" if len(first) > 3 else "")
-
-
-def check_unwrapped(model: nn.Module) -> None:
-    """Raises BadInput for wrappers that exchange gradients themselves; only a loop of one's own
-    can have them."""
-    for name, module in model.named_modules():
-        fsdp = sys.modules.get("torch.distributed.fsdp")
-        if isinstance(module, nn.parallel.DistributedDataParallel) or (
-            fsdp and isinstance(module, fsdp.FullyShardedDataParallel)
-        ):
-            raise BadInput(
-                f"{name or 'the model'} is a {type(module).__name__}, which exchanges gradients "
-                "itself, as means over ranks; wanted the "
-                "model without it: run.steps(...) does that part, and harness.fsdp2(model, run) "
-                "shards"
-            )
-
-
-def check_real(model: nn.Module) -> None:
-    """Raises BadInput for parameters that have no values yet."""
-    if meta := [
-        name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta
-    ]:
-        raise BadInput(
-            f"{_some(meta)}: wanted parameters and buffers with values, found them on the meta "
-            "device; harness.fsdp2(model, run) gives "
-            "them values that do not depend on the world, or build the model on a real device"
-        )
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
 
 
 def strategy_for(model: nn.Module) -> Strategy:
     return Sharded(model) if is_sharded(model) else Replicated(model.parameters())
-
-
-def shard(
-    model: nn.Module, device: torch.device, blocks: Sequence[nn.Module] | None = None, seed: int = 0
-) -> nn.Module:
-    """FSDP2 over all ranks: each of `blocks` (default: the members of every ModuleList) and the
-    root.
-
-    One block at a time goes to the device, takes rank 0's values and is sharded: the whole model
-    never lies on one device. What is on the meta device gets its values there, whole, before it is
-    sharded; see `materialize`.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    if blocks is None:  # those inside others first
-        blocks = [
-            block
-            for m in reversed(list(model.modules()))
-            if isinstance(m, nn.ModuleList)
-            for block in m
-        ]
-    names = {id(m): name for name, m in model.named_modules()}
-    made: dict[int, Any] = {}
-    for part in [*blocks, model]:
-        materialize(part, device, seed, names, made)
-        part.to(device)
-        same_everywhere(part)
-        fully_shard(part, mesh=mesh)
-    return model
-
-
-def materialize(
-    part: nn.Module, device: torch.device, seed: int, names: dict[int, str], made: dict[int, Any]
-) -> None:
-    """Give values to what is on the meta device in `part`, by the `reset_parameters()` of the
-    module that holds it.
-
-    Each module's randomness is seeded by `seed` and its name, so neither the world nor the order of
-    blocks matters. `names`: of modules, by id; `made`: meta tensor's id -> (it, what it became), so
-    that tied ones stay tied. Raises BadInput for modules without `reset_parameters`; one that
-    resets its children's parameters as well must not have blocks among them.
-    """
-    for module in dict.fromkeys(_children_first(part)):
-        found = False
-        for kind in (module._parameters, module._buffers):
-            for name, t in kind.items():
-                if t is None or not t.is_meta:
-                    continue
-                if id(t) not in made:
-                    empty = torch.empty_like(t, device=device)
-                    made[id(t)] = (
-                        t,
-                        nn.Parameter(empty, t.requires_grad)
-                        if isinstance(t, nn.Parameter)
-                        else empty,
-                    )
-                    made[id(t)][1].__dict__.update(t.__dict__)
-                    found = True
-                kind[name] = made[id(t)][1]
-        if not found:
-            continue
-        reset = getattr(module, "reset_parameters", None) or getattr(
-            module, "_reset_parameters", None
-        )
-        where = names.get(id(module), "") or "the model itself"
-        if reset is None:
-            raise BadInput(
-                f"{where} ({type(module).__name__}) has parameters or buffers on the meta device "
-                "and no reset_parameters() to give them "
-                "values; wanted one (it sets what the module itself holds), or a model built on "
-                "the CPU"
-            )
-        seed_everything(xxhash.xxh3_64_intdigest(f"{seed} {where}".encode()) >> 1)
-        with torch.no_grad():
-            reset()
-        # and what the script draws next does not depend on which module was the last
-        seed_everything(seed)
-
-
-def _children_first(module: nn.Module) -> Iterator[nn.Module]:
-    """As constructors run."""
-    for child in module.children():
-        yield from _children_first(child)
-    yield module
-
-
-def same_everywhere(model: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers (a model built with other randomness
-    would train apart). Not of DTensors."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        with torch.no_grad():
-            for tensor in [*model.parameters(), *model.buffers()]:
-                if not hasattr(tensor, "to_local") and 0 not in tensor.stride():
-                    _broadcast(tensor.detach())
-
-
-def _broadcast(tensor: torch.Tensor) -> None:
-    whole = tensor.contiguous()
-    # as bytes: not every backend knows every dtype
-    dist.broadcast(whole.reshape(-1).view(torch.uint8), src=0)
-    if whole is not tensor:
-        tensor.copy_(whole)
-
-
-def share(buffers: Sequence[torch.Tensor]) -> None:
-    """Give every rank rank 0's `buffers`, in one exchange for each dtype. As
-    DistributedDataParallel does before each forward."""
-    buffers = [b.detach() for b in buffers]
-    for kind in dict.fromkeys((b.dtype, b.device) for b in buffers):
-        mine = [b for b in buffers if (b.dtype, b.device) == kind]
-        flat = torch.cat([b.reshape(-1) for b in mine])
-        dist.broadcast(flat.view(torch.uint8), src=0)
-        for b, values in zip(mine, torch.split(flat, [b.numel() for b in mine]), strict=True):
-            b.copy_(values.view_as(b))
-
-
-def drawn_by_shard(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
-    """Names of weights whose shards are the same on all ranks though they are not constant: most
-    likely each rank drew its own part from the same seed, so that what the run begins with depends
-    on the world. Collective."""
-    mine: dict[str, str] = {}
-    for name, p in model.named_parameters():
-        if hasattr(p, "to_local"):
-            local = p.detach().to_local()  # type: ignore[attr-defined]
-            few = local.reshape(-1)[:4096].float().cpu()
-            if few.numel() and bool((few != few[0]).any()):
-                mine[name] = (
-                    f"{tuple(local.shape)} {xxhash.xxh3_64_hexdigest(few.numpy().tobytes())}"
-                )
-    every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, mine, group=group)
-    return [
-        name
-        for name in every[0]
-        if len(every) > 1 and all(other.get(name) == every[0][name] for other in every)
-    ]

@@ -1,32 +1,53 @@
-"""The ranks of this world, and which of them this process is. Runs in the worker.
+"""The ranks of this world, which of them this process is, and the replicas that they make. Runs in
+the worker.
 
-Every method that talks to the others must be called by all of them, at the same point.
+A replica is one copy of the model: `replica_ranks` ranks with consecutive numbers, which work on
+the same micro-batches. Every method that talks to the others must be called by all of them, at the
+same point.
 """
 
 from __future__ import annotations
 
+import datetime
+import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from harness.core.world import HarnessError
+from harness.core.batch import replicas_of
+from harness.core.world import BadInput, HarnessError
 from harness.node.progress import Place, Progress
 from storage.errors import StoreError
 from storage.restore import this_machine
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+MAX_TIMEOUT_S = 1e7  # four months
+
 
 class Peers:
-    """`control`: the group of all ranks on the host (gloo); None: this one is alone."""
+    """`control`: the group of all ranks on the host (gloo); None: this one is alone.
 
-    def __init__(self, environ: dict[str, str]):
+    `replica_ranks`: of each replica; `replicas`: how many there are; `replica`: which of them this
+    rank is in; `leads_replica`: it is the first rank of it, and speaks for it where each replica
+    counts once.
+    """
+
+    def __init__(self, environ: dict[str, str], replica_ranks: int | None = None):
+        """Raises BadInput."""
         self.life = Progress(environ.get("HARNESS_PROGRESS"))
         self.life.tell(Place.START)
         self.rank = int(environ.get("RANK", 0))
         self.local_rank = int(environ.get("LOCAL_RANK", 0))
         self.world = int(environ.get("WORLD_SIZE", 1))
+        self.replica_ranks = _replica_ranks(environ, replica_ranks)
+        self.replicas = replicas_of(self.world, self.replica_ranks)
+        self.replica = self.rank // self.replica_ranks
+        self.leads_replica = self.rank % self.replica_ranks == 0
         self.host = environ.get("HARNESS_HOST") or this_machine()
         self.device = (
             torch.device("cuda", self.local_rank)
@@ -35,12 +56,46 @@ class Peers:
         )
         self.control: dist.ProcessGroup | None = None
 
-    def meet(self, environ: dict[str, str]) -> None:
-        """Join the process group, if the environment names one."""
-        if "WORLD_SIZE" in environ and not dist.is_initialized():
-            dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
+    def meet(
+        self, environ: dict[str, str], backend: str | None = None, timeout_s: float | None = None
+    ) -> None:
+        """Join the process group, if the environment names one. Raises BadInput."""
+        if timeout_s is not None and not 0 < timeout_s < MAX_TIMEOUT_S:
+            raise BadInput(
+                f"attach(timeout_s={timeout_s}): wanted seconds above 0 and below {MAX_TIMEOUT_S:g}"
+            )
+        timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+        if dist.is_initialized():
+            if backend is not None or timeout_s is not None:
+                raise BadInput(
+                    "attach(backend=..., timeout_s=...): the process group stands already; give "
+                    "them to torch.distributed.init_process_group, or call attach before it"
+                )
+        elif "WORLD_SIZE" in environ:
+            usual = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend or usual, timeout=timeout)
         if dist.is_initialized() and self.world > 1:
-            self.control = dist.new_group(backend="gloo")
+            self.control = dist.new_group(backend="gloo", timeout=timeout)
+
+    @functools.cached_property
+    def mesh(self) -> DeviceMesh:
+        """Of dimensions "replicas" and "ranks" (of one replica). All ranks ask for it at the same
+        point. Raises BadInput without a process group."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if not dist.is_initialized():
+            raise BadInput(
+                "run.mesh: wanted a process group, found a single process without one; start it "
+                "with `harness run` or torchrun"
+            )
+        shape = (self.replicas, self.replica_ranks)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicas", "ranks"))
+
+    @property
+    def across(self) -> dist.ProcessGroup | None:
+        """The ranks at the same place of all replicas; None: all ranks. All ranks ask for it at
+        the same point."""
+        return None if self.replica_ranks == 1 else self.mesh.get_group("replicas")
 
     def print(self, *values: Any) -> None:
         """On rank 0."""
@@ -75,14 +130,14 @@ class Peers:
         return every
 
     def sum(self, value: float | torch.Tensor) -> float:
-        """The sum over all ranks, rounded once (so it depends on the ranks' values, not on
-        their order)."""
+        """The sum over all replicas, of what the first rank of each says; rounded once, so that
+        it does not depend on their order."""
         mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(1)
         if self.control is None:
             return float(mine)
         every = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(every, mine, group=self.control)
-        return math.fsum(float(v) for v in every)
+        return math.fsum(float(v) for v in every[:: self.replica_ranks])
 
     def gather_steps(self, step: int) -> set[int]:
         """The steps at which the ranks are."""
@@ -96,3 +151,20 @@ class Peers:
         """Nobody hangs up while another still talks."""
         if self.control is not None:
             dist.barrier(group=self.control)
+
+
+def _replica_ranks(environ: dict[str, str], asked: int | None) -> int:
+    """Ranks of each replica: what the environment says, or else what the script asks for; 1.
+    Raises BadInput."""
+    text = environ.get("HARNESS_REPLICA_RANKS", "")
+    if text and not (text.isdecimal() and int(text) >= 1):
+        raise BadInput(f"HARNESS_REPLICA_RANKS={text!r}: wanted a number of ranks, at least 1")
+    told = int(text) if text else None
+    if asked is not None and told is not None and asked != told:
+        raise BadInput(
+            f"attach(replica_ranks={asked}): this world was formed of replicas of {told} ranks; "
+            f"start its nodes with `harness run --replica-ranks {asked}` (or "
+            f"HARNESS_REPLICA_RANKS={asked})"
+        )
+    found = asked if told is None else told
+    return 1 if found is None else found

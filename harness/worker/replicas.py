@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,14 +25,21 @@ SHOWN = 3  # differences that a message names
 
 @dataclass(frozen=True)
 class Held:
-    """`tensors`: hash by name; `plain`: what storage.dcp.split left beside them."""
+    """`tensors`: hash by name; `plain`: what storage.dcp.split left beside them; `shards`: hashes
+    of this rank's part of what is split within a replica, which must be the same at the same place
+    of all replicas."""
 
     tensors: dict[str, str]
     plain: Any
+    shards: dict[str, str] = field(default_factory=dict)
 
     def total(self) -> int:
-        """Of everything, below 2**62."""
+        """Of all that is the same on all ranks, below 2**62."""
         text = json.dumps([self.tensors, self.plain], sort_keys=True)
+        return xxhash.xxh3_64_intdigest(text.encode()) >> 2
+
+    def shards_total(self) -> int:
+        text = json.dumps(self.shards, sort_keys=True)
         return xxhash.xxh3_64_intdigest(text.encode()) >> 2
 
     def leaves(self) -> dict[str, str]:
@@ -40,15 +47,19 @@ class Held:
         return dict(_leaves(self.plain, "")) | self.tensors
 
 
-def held(tensors: Mapping[str, torch.Tensor], plain: Any) -> Held:
-    """All that should be the same on all ranks. Of sharded tensors only name, shape and dtype."""
-    hashes = {}
+def held(tensors: Mapping[str, torch.Tensor], plain: Any, within_replicas: bool = False) -> Held:
+    """All that should be the same on all ranks. Of sharded tensors only name, shape and dtype; if
+    they are split within replicas, this rank's shards as well."""
+    hashes, shards = {}, {}
     for name, t in tensors.items():
         kind = f"{t.dtype} {tuple(t.shape)}"
-        hashes[name] = (
-            f"sharded {kind}" if isinstance(t, DTensor) else f"{kind} {_hash(t.detach())}"
-        )
-    return Held(hashes, plain)
+        if isinstance(t, DTensor):
+            hashes[name] = f"sharded {kind}"
+            if within_replicas:
+                shards[name] = f"{kind} {_hash(t.to_local().detach())}"
+        else:
+            hashes[name] = f"{kind} {_hash(t.detach())}"
+    return Held(hashes, plain, shards)
 
 
 def held_aside(
@@ -85,12 +96,16 @@ def held_aside(
     return Held(hashes, rest)
 
 
-def differing(ranks: Sequence[dict[str, str]]) -> list[tuple[str, str]]:
-    """`ranks`: the leaves of each. (path, who has what) of what is not the same on all of them."""
+def differing(
+    ranks: Sequence[dict[str, str]], numbers: Sequence[int] | None = None
+) -> list[tuple[str, str]]:
+    """`ranks`: the leaves of each; `numbers`: which they are, if not all. (path, who has what) of
+    what is not the same on all of them."""
+    numbers = range(len(ranks)) if numbers is None else numbers
     found = []
     for path in dict.fromkeys(path for leaves in ranks for path in leaves):
         values: dict[str, list[int]] = {}
-        for rank, leaves in enumerate(ranks):
+        for rank, leaves in zip(numbers, ranks, strict=True):
             values.setdefault(leaves.get(path, "missing"), []).append(rank)
         if len(values) > 1:
             who = [

@@ -17,10 +17,10 @@ from harness.core.world import BadInput, HarnessError
 from harness.uploader.nearby import tiers_for
 from harness.worker.environment import differences, environment
 from harness.worker.hold import Hold
-from harness.worker.parallel import drawn_by_shard
 from harness.worker.peers import Peers
 from harness.worker.process import write_error
 from harness.worker.run import Run
+from harness.worker.sharding import drawn_by_shard
 from harness.worker.training import Training
 from storage.errors import StoreUnavailable
 from storage.leases import reading

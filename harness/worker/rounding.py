@@ -15,6 +15,7 @@ import torch
 from harness.core.world import BadInput
 
 WORDS = {"exact": 64, "exact32": 32}  # bits on the wire of each value of attach(reduce=...)
+NAMES = {word: name for name, word in WORDS.items()}
 # a gradient may be 2**8 (2**2) times its recent peak before a step must be done again
 HEADROOM = {64: 8, 32: 2}
 INTEGERS = {64: torch.int64, 32: torch.int32}
@@ -39,37 +40,55 @@ class Scales:
     """The unit of each parameter. Pure: a function of the peaks that it was told, which are the
     same on every rank.
 
-    With exponent e, gradients below 2**(e + headroom) fit. A micro-batch may use `bits` of the word
-    so that M of them never overflow.
+    With exponent e, gradients below 2**(e + headroom) fit. A micro-batch may use `bits` of the
+    integers so that M of them never overflow. `word`: bits of the integers; while nothing is known
+    of any parameter, 64 are taken, which are wide enough for a guess (`width`).
     """
 
     def __init__(self, count: int, word: int):
         self.word = word
-        self.bits = 0
-        # None: no gradient but zero has been seen
-        self.exponents: list[int | None] = [None] * count
+        self._micro_batches = 0
+        self.exponents = [None] * count
 
     def start(self, micro_batches: int) -> None:
-        self.bits = self.word - 1 - micro_batches.bit_length()  # M * 2**bits < 2**(word - 1)
-        if self.bits < LEAST_BITS:
+        self._micro_batches = micro_batches
+        if (bits := self._bits(self.word)) < LEAST_BITS:
             raise BadInput(
-                f"{self.word} bits leave {self.bits} for each of {micro_batches} micro-batches, "
+                f"{self.word} bits leave {bits} for each of {micro_batches} micro-batches, "
                 f"wanted at least {LEAST_BITS}; "
                 'use reduce="exact" or a larger micro_batch'
             )
+
+    @property
+    def exponents(self) -> list[int | None]:
+        """Of each parameter; None: no gradient but zero has been seen."""
+        return self._exponents
+
+    @exponents.setter
+    def exponents(self, found: list[int | None]) -> None:
+        self._exponents = found
+        # bits of the integers of the step to come
+        self.width = self.word if any(e is not None for e in found) else 64
+
+    @property
+    def bits(self) -> int:
+        return self._bits(self.width)
+
+    def _bits(self, width: int) -> int:
+        return width - 1 - self._micro_batches.bit_length()  # M * 2**bits < 2**(width - 1)
 
     def shift(self, i: int) -> int:
         """Gradients of parameter i are counted in units of 2**-shift."""
         exponent = self.exponents[i]
         if exponent is None:
-            return self.bits - FIRST if self.word == 64 else 0
+            return self.bits - FIRST if self.width == 64 else 0
         return min(self.bits - HEADROOM[self.word] - exponent, MAX_SHIFT)
 
     def limit(self, i: int) -> float:
         """The greatest |gradient| of one micro-batch that fits."""
         return (
             0.0
-            if self.exponents[i] is None and self.word != 64
+            if self.exponents[i] is None and self.width != 64
             else 2.0 ** min(self.bits - self.shift(i), 1023)
         )
 
@@ -86,18 +105,21 @@ class Scales:
         over = [
             i for i, peak in enumerate(peaks) if peak > self.limit(i) or 0.0 < peak < self.least(i)
         ]
-        for i in over:
-            self.exponents[i] = math.frexp(peaks[i])[1]
+        # of a first step in wider integers than are to come, what fitted is known now as well
+        known = over if self.width == self.word or not over else range(len(peaks))
+        new = {i: math.frexp(peaks[i])[1] for i in known if peaks[i] > 0.0}
+        self.exponents = [new.get(i, e) for i, e in enumerate(self.exponents)]
         return Verdict.AGAIN if over else Verdict.GOOD
 
     def advance(self, peaks: Sequence[float]) -> None:
         """After a step that was good: follow the peaks, upwards at once and downwards by one
         bit a step."""
-        for i, peak in enumerate(peaks):
-            exponent = self.exponents[i]
+        new = list(self.exponents)
+        for i, (peak, exponent) in enumerate(zip(peaks, new, strict=True)):
             if peak > 0:
                 found = math.frexp(peak)[1]
-                self.exponents[i] = found if exponent is None else max(found, exponent - 1)
+                new[i] = found if exponent is None else max(found, exponent - 1)
+        self.exponents = new
 
 
 class Scratch:

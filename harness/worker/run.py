@@ -4,16 +4,18 @@ the worker."""
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from harness.bucket.epochs import epoch_numbers
 from harness.bucket.journal import Journal
+from harness.bucket.layout import IDENTITY, Epoch, Identity, epoch_key
 from harness.core import records as rec
-from harness.core.facts import Fact, Warned, canonical
+from harness.core.facts import Fact, Warned
+from harness.core.values import BadObject, canonical
 from harness.core.world import BadInput
 from harness.uploader.client import fact_of
 from harness.worker.peers import Peers
@@ -62,12 +64,13 @@ class Run:
 
     def _own_epoch(self) -> int:
         """Without an agent (plain torchrun, or one process) the epoch is ours to make."""
-        from harness.bucket.epochs import Epoch, encode_epoch, epoch_key, epoch_numbers
-
         while True:
             number = max(epoch_numbers(self.store), default=0) + 1
-            epoch = Epoch(number, ("torchrun",), (self.peers.world,), (1.0,), "", 0, "start")
-            if self.store.create(epoch_key(number), encode_epoch(epoch)):
+            epoch = Epoch(
+                *(number, ("torchrun",), (self.peers.world,), (1.0,), "", 0, "start"),
+                replica_ranks=self.peers.replica_ranks,
+            )
+            if self.store.create(epoch_key(number), epoch.encode()):
                 return number
 
     def _flush_facts(self, every_s: float) -> None:
@@ -118,9 +121,15 @@ class Run:
         data's fingerprint as that made it."""
 
         def check() -> dict[str, Any]:
-            if self.store.create("run.json", canonical(identity)):
+            if self.store.create(IDENTITY, canonical(identity)):
                 return identity
-            found: dict[str, Any] = json.loads(self.store.get("run.json"))
+            try:
+                found = Identity.decode(self.store.get(IDENTITY)).body
+            except BadObject as e:
+                raise BadInput(
+                    f"{self.url}/{IDENTITY}: wanted the identity of this run, found something "
+                    f"else ({e}); use a new run URL, or put back what it was"
+                ) from e
             for name in identity:
                 if found.get(name) == identity[name] or (name == "contents" and name not in found):
                     continue
@@ -142,5 +151,5 @@ class Run:
     def surely_there(self) -> str:
         """A key that the listing must show, if it tells the truth; "" if we know of none."""
         if self.identity is not None:
-            return "run.json"
-        return "" if self._epoch_is_told else f"rdzv/epochs/{self.epoch:06d}.json"
+            return IDENTITY
+        return "" if self._epoch_is_told else epoch_key(self.epoch)

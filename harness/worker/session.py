@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,12 +36,13 @@ from harness.worker.feed import Feed
 from harness.worker.hands import Hands
 from harness.worker.hold import Hold
 from harness.worker.loader import Stream, seed_everything
-from harness.worker.parallel import Strategy, check_unwrapped, shard
+from harness.worker.parallel import Strategy
 from harness.worker.peers import Peers
 from harness.worker.resume import LastSeen, Resume, look_again_s
 from harness.worker.rhythm import Rhythm
 from harness.worker.rounding import WORDS
 from harness.worker.run import Run
+from harness.worker.sharding import check_unwrapped, shard
 from harness.worker.snapshotter import Snapshotter
 from harness.worker.step import Step, Work
 from harness.worker.steplog import Rates, StepLog
@@ -50,57 +52,60 @@ from storage.objects import ObjectStore
 from storage.retention import Keep
 from storage.snapshots import Snapshots
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `attach` was given; see there."""
+
+    seed: int
+    run: str | None
+    interval: machine.Interval
+    keep: Keep
+    reduce: str
+    replica_ranks: int | None
+    timeout_s: float | None
+    backend: str | None
+    deterministic: bool | None
+    votes_late: bool | None
+    peak_flops: float | None
+
 
 class Session:
-    """See the module's docstring. Made by `attach`.
+    """See the module's docstring. Made by `attach`."""
 
-    `votes_late`: numbers and votes of a step arrive while the next one computes, as the host of a
-    GPU runs ahead of it. `tokens_per_sample`, `flops_per_sample` and `peak_flops` (of this rank's
-    device; None: from its name and what the model is computed in) may be set, for tokens per second
-    and MFU.
-    """
-
-    def __init__(
-        self,
-        environ: dict[str, str],
-        *,
-        seed: int,
-        run: str | None,
-        interval: machine.Interval,
-        keep: Keep,
-        reduce: str,
-    ):
+    def __init__(self, environ: dict[str, str], options: Options):
+        o, reduce = options, options.reduce
         if reduce not in ("fast", *WORDS):
             raise BadInput(f"reduce={reduce!r} is not known; wanted 'fast', 'exact' or 'exact32'")
-        self.seed, self.reduce = seed, reduce
-        peers = self._peers = Peers(environ)
+        self.seed, self.reduce = o.seed, reduce
+        peers = self._peers = Peers(environ, o.replica_ranks)
         # `harness replay` re-executes a part of a run
         until = int(environ.get("HARNESS_UNTIL_STEP", 1 << 62))
+        _determine(peers.device, reduce, o.deterministic)
         if peers.device.type == "cuda":
-            # kernels that add in whatever order they come would undo what exact sums give
-            if reduce != "fast":
-                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-                torch.use_deterministic_algorithms(True, warn_only=True)
             torch.cuda.set_device(peers.device)
-        seed_everything(seed)
-        peers.meet(environ)
+        seed_everything(o.seed)
+        peers.meet(environ, o.backend, o.timeout_s)
         look_again_s(environ)  # refused before the bucket is opened
-        joined = self._run = Run(peers, run or environ.get("HARNESS_RUN"), environ)
+        joined = self._run = Run(peers, o.run or environ.get("HARNESS_RUN"), environ)
         mark = Path(environ["HARNESS_MARK"]) if "HARNESS_MARK" in environ else None
         votes = Votes(mark, leads=peers.rank == 0)
         votes.listen()
         seen_path = mark.with_name("seen.json") if mark else None
         last_seen = LastSeen(seen_path, joined.url, writes=peers.local_rank == 0)
-        training, rates = Training(peers, reduce), Rates(peers.device)
-        log, rhythm = StepLog(joined, rates), Rhythm(interval)
+        training, rates = Training(peers, reduce), Rates(peers.device, o.peak_flops)
+        log, rhythm = StepLog(joined, rates), Rhythm(o.interval)
         hold = Hold(peers, joined, environ.get("HARNESS_STAGE"))
-        snapshotter = Snapshotter(peers, joined, training, log, hold, rhythm, last_seen, keep)
+        snapshotter = Snapshotter(peers, joined, training, log, hold, rhythm, last_seen, o.keep)
         resume = Resume(peers, joined, training, hold, last_seen, environ)
-        feed = Feed(peers, seed, json.loads(environ.get("HARNESS_SPEEDS", "null")))
+        feed = Feed(peers, o.seed, json.loads(environ.get("HARNESS_SPEEDS", "null")))
         self._work = Work(peers, joined, training, feed, log, rates, rhythm, snapshotter, votes)
         # an agent waits for the script's end, and `conclude` is called then
         state = machine.State(by_script=mark is not None, stored=bool(joined.url))
-        late = peers.device.type != "cpu"
+        late = peers.device.type != "cpu" if o.votes_late is None else o.votes_late
         self._hands = Hands(self._work, hold, resume, state, until, late)
 
     # ---- what the script may look at -------------------------------------------------------------
@@ -115,6 +120,28 @@ class Session:
     @property
     def world(self) -> int:
         return self._peers.world
+
+    @property
+    def replica_ranks(self) -> int:
+        """Ranks of each replica: they hold one copy of the model together, and are given the same
+        micro-batches."""
+        return self._peers.replica_ranks
+
+    @property
+    def replica(self) -> int:
+        """The replica that this rank is in: 0, 1, ... below `replicas`. Share other data than the
+        training's (a validation set) out by it."""
+        return self._peers.replica
+
+    @property
+    def replicas(self) -> int:
+        return self._peers.replicas
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The world as a mesh of dimensions "replicas" and "ranks" (of one replica), for models
+        that are split between the ranks of a replica. All ranks ask for it at the same point."""
+        return self._peers.mesh
 
     @property
     def device(self) -> torch.device:
@@ -174,45 +201,13 @@ class Session:
     def scaler(self) -> Any:
         return self._work.training.scaler
 
-    @property
-    def votes_late(self) -> bool:
-        return self._hands.votes_late
-
-    @votes_late.setter
-    def votes_late(self, late: bool) -> None:
-        self._hands.votes_late = late
-
-    @property
-    def tokens_per_sample(self) -> int:
-        return self._work.rates.tokens_per_sample
-
-    @tokens_per_sample.setter
-    def tokens_per_sample(self, tokens: int) -> None:
-        self._work.rates.tokens_per_sample = tokens
-
-    @property
-    def flops_per_sample(self) -> float:
-        return self._work.rates.flops_per_sample
-
-    @flops_per_sample.setter
-    def flops_per_sample(self, flops: float) -> None:
-        self._work.rates.flops_per_sample = flops
-
-    @property
-    def peak_flops(self) -> float | None:
-        return self._work.rates.peak_flops
-
-    @peak_flops.setter
-    def peak_flops(self, flops: float | None) -> None:
-        self._work.rates.peak_flops = flops
-
     # ---- what the script calls -------------------------------------------------------------------
     def print(self, *values: Any) -> None:
         self._peers.print(*values)
 
     def sum(self, value: float | torch.Tensor) -> float:
-        """The sum over all ranks, rounded once (so it depends on the ranks' values, not on
-        their order). Every rank must call it."""
+        """The sum over all replicas (of what the first rank of each gives), rounded once, so that
+        it does not depend on their order. Every rank must call it."""
         self._peers.life.tell()
         return self._peers.sum(value)
 
@@ -233,16 +228,19 @@ class Session:
         optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer],
         scheduler: Any = None,
         scaler: Any = None,
-        after_update: Collection[str] = (),
+        *,
+        state: Mapping[str, Any] | None = None,
         per_rank: Collection[str] = (),
-        **others: Any,
+        after_update: Collection[str] = (),
+        strategy: Strategy | None = None,
     ) -> nn.Module:
         """Say what makes up the training state: model, optimizers, scheduler, GradScaler, and
-        anything with a `state_dict`.
+        (`state`) anything else with `state_dict` and `load_state_dict`, by name: {"ema": ema}.
+        Raises BadInput for what cannot be saved or trained, naming it.
 
         The model moves to this rank's device (its parameters stay the same objects); its gradients
-        will be summed over ranks.
-        `after_update`: those of the others (an average of the weights) whose tensors change, if at
+        will be summed over ranks. Optimizers must be made of its parameters, and of no others.
+        `after_update`: names of `state` (an average of the weights) whose tensors change, if at
         all, between `step.update()` and the end of the loop's body, as an `AveragedModel`'s are
         taken to: a snapshot copies them beside the next forward and backward. Others it copies
         while training stands still. Who breaks the promise loses that snapshot, is told so, and is
@@ -255,10 +253,14 @@ class Session:
         gets those of all ranks, in order; without such a method resuming there is refused. Buffers
         of the model that forwards change (BatchNorm's statistics) every rank takes from rank 0
         after each step, as DistributedDataParallel does; with exact sums they must be the same.
+
+        `strategy`: how gradients are summed, for a model that is split between the ranks of a
+        replica (`harness.worker.parallel.Strategy`); None: as the model's parameters ask for, plain
+        data parallelism or FSDP2.
         """
         optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
         self._work.training.prepare(
-            model, optimizers, scheduler, scaler, after_update, per_rank, others
+            model, optimizers, scheduler, scaler, state or {}, per_rank, after_update, strategy
         )
         return model
 
@@ -272,9 +274,14 @@ class Session:
         shuffle: bool = True,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        tokens_per_sample: int = 0,
+        flops_per_sample: float = 0.0,
     ) -> Iterator[Step]:
         """The steps that are still to do, after resuming from the newest valid snapshot.
         `global_batch` and `micro_batch` in samples.
+
+        `tokens_per_sample`, and the model's `flops_per_sample` (forward and backward), are for
+        reports only: tokens per second, and how much of the devices' peak is used (MFU).
 
         `total` counts from the run's first step. The step that reaches it is committed at once, so
         that what the script does afterwards (a validation, an export) can lose nothing. It may be
@@ -303,7 +310,7 @@ class Session:
         batches = feed.batches(self.step + 1, total, num_workers)
         training.strategy.start(self.batching.micro_batches)
         training.strategy.zero()
-        self._work.rates.watch(training.model)
+        self._work.rates.watch(training.model, tokens_per_sample, flops_per_sample)
         while self.step < total:
             step = Step(self._work, self.step + 1, batches)
             self._peers.life.tell(Place.COMPUTE, self.step)
@@ -369,33 +376,71 @@ def attach(
     keep_every_steps: int = 0,
     keep_best: str = "",
     reduce: str = "fast",
+    replica_ranks: int | None = None,
+    timeout_s: float | None = None,
+    backend: str | None = None,
+    deterministic: bool | None = None,
+    votes_late: bool | None = None,
+    peak_flops: float | None = None,
 ) -> Session:
     """Join the run that the environment names. `seed` decides data order and all randomness of the
     training.
+
+    `run`: the run's URL, by default what the agent says. Snapshot interval: every
+    `snapshot_every_steps` steps, or every `snapshot_every_s` seconds, or (neither) derived from
+    what a snapshot costs. `keep_best`: keep also the best one by a metric that the script logs,
+    "accuracy:max", or "loss:min".
 
     `reduce`: "fast", or "exact" or "exact32" (sums that do not depend on the world; 64 or 32 bits
     on the wire). With these a step's micro-batches come a second time when a gradient is far
     greater than those before it: then `step.attempt` is 1, buffers of the model are as they were
     before the step, and the batches are given anew. Only what the body counts or logs for itself
-    has to look at `step.attempt`. With "exact" that is rare; with "exact32" it is so in the first
-    step of a run.
+    has to look at `step.attempt`. That is rare: a gradient 2**8 times as large as it was ("exact"),
+    or 4 times ("exact32"), or one that comes for the first time after the first step ("exact32").
 
-    `run`: the run's URL, by default what the agent says. Snapshot interval: every
-    `snapshot_every_steps` steps, or every `snapshot_every_s` seconds, or (neither) derived from
-    what a snapshot costs. `keep_best`: keep also the best one by a metric that the script logs,
-    "accuracy:max", or "loss:min". Raises BadInput, StoreError.
+    `replica_ranks`: ranks that hold one copy of the model together, for `prepare(strategy=...)`;
+    default HARNESS_REPLICA_RANKS, which `harness run --replica-ranks` sets, else 1.
+    `timeout_s`: how long an exchange between ranks may take; None: torch's default. `backend`: of
+    the process group; None: gloo, and nccl for what is on GPUs.
+    `deterministic`: None: on GPUs, with exact sums, torch is asked for deterministic kernels, and
+    warns where it has none; True: always, and torch raises there; False: torch's choice is left
+    alone. `votes_late`: what the ranks want is counted one step later, so that no step waits for
+    another rank's host; None: on GPUs. `peak_flops`: of this rank's device, per second, for MFU;
+    None: from its name and what the model is computed in.
+
+    What else it does to this process: it seeds Python's, numpy's and torch's generators, here and
+    again before every micro-batch; makes this rank's GPU the current device; joins the process
+    group if WORLD_SIZE is set and there is none yet; opens the run's bucket, and rank 0 begins a
+    thread that sends facts there. In the main thread it takes SIGTERM (ignored under an agent,
+    which tells the workers itself; else a snapshot, then the end with 33) and, without an agent,
+    SIGUSR1 (a snapshot). Deterministic kernels are torch.use_deterministic_algorithms,
+    torch.backends.cudnn.benchmark and, if it is not set, CUBLAS_WORKSPACE_CONFIG=:4096:8.
+
+    It reads torchrun's RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, what the agent
+    says in HARNESS_* (RUN, EPOCH, MARK, PROGRESS, STAGE, SPEEDS, REPLICA, REPLICA_RANKS), and
+    what people may set: HARNESS_HOST, HARNESS_UNTIL_STEP, HARNESS_LOOK_AGAIN_S,
+    HARNESS_ALLOW_REWIND, and what the bucket's client reads (docs/STORES.md). Raises BadInput,
+    StoreError.
     """
     keep = Keep(last=keep_snapshots, every=keep_every_steps, best=keep_best)
-    session = Session(
-        dict(os.environ),
-        seed=seed,
-        run=run,
-        interval=machine.Interval(snapshot_every_s, snapshot_every_steps),
-        keep=keep,
-        reduce=reduce,
-    )
+    interval = machine.Interval(snapshot_every_s, snapshot_every_steps)
+    options = Options(
+        seed, run, interval, keep, reduce, replica_ranks,
+        timeout_s, backend, deterministic, votes_late, peak_flops,
+    )  # fmt: skip
+    session = Session(dict(os.environ), options)
     _attached[:] = [session]
     return session
+
+
+def _determine(device: torch.device, reduce: str, asked: bool | None) -> None:
+    """Kernels that add in whatever order they come would undo what exact sums give. `asked`: see
+    `attach(deterministic=...)`."""
+    if asked or (asked is None and reduce != "fast" and device.type == "cuda"):
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=not asked)
+        if asked:
+            torch.backends.cudnn.benchmark = False
 
 
 _attached: list[Session] = []  # of this process, the newest: for who sees its script end

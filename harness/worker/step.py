@@ -23,9 +23,14 @@ from harness.worker.peers import Peers
 from harness.worker.rhythm import Rhythm
 from harness.worker.run import Run
 from harness.worker.snapshotter import Snapshotter
-from harness.worker.steplog import VOTES, Pending, Rates, StepLog
+from harness.worker.steplog import VOTES, Pending, Rates, StepLog, halves
 from harness.worker.training import Training
 from harness.worker.votes import Votes
+
+DONE_AGAIN = (
+    "a gradient was far greater than those before it, so this step's micro-batches are done once "
+    "more: buffers are put back, and step.attempt is 1 (this is told once)"
+)
 
 
 class Step:
@@ -38,7 +43,7 @@ class Step:
 
     def __init__(self, work: Work, number: int, batches: Iterator[MicroBatch]):
         self.number, self._work, self._batches = number, work, batches
-        self._sums = Sums(work.batching, work.peers.device)
+        self._sums = Sums(work.batching, work.peers.device, work.peers.leads_replica)
         self._current: MicroBatch | None = None
         self._filler = False
         self._backwards = 0
@@ -76,6 +81,9 @@ class Step:
             repeat = w.training.strategy.again()
             if repeat:
                 self.attempt += 1
+                if not w.training.repeated:
+                    w.training.repeated = True
+                    w.run.warn(DONE_AGAIN, self.number)
                 if buffers is not None and (lost := buffers.restore()):
                     w.run.warn(lost, self.number)
         if buffers is not None:
@@ -123,13 +131,12 @@ class Step:
         scaled.backward()  # type: ignore[no-untyped-call]
         training.strategy.micro_done()
         if not self._filler:
-            self._sums.losses[self._micro] = loss.detach().double() * amount
-            self._sums.weights[self._micro] = amount
+            self._sums.add(self._micro, loss, amount)
         self._sums.tokens_weighted |= weight is not None
         self._backwards += 1
 
     def update(self, clip_norm: float | None = None) -> None:
-        """Sum over all ranks, divide by the global weight, clip, and let optimizers and
+        """Sum over all replicas, divide by the global weight, clip, and let optimizers and
         schedulers step."""
         self._work.update(self._sums, self.t_start, clip_norm)
         self.updated = True
@@ -142,10 +149,12 @@ class Step:
 
 
 class Sums:
-    """What this rank adds to the numbers of a step."""
+    """What this rank adds to the numbers of a step. `leads`: it is the first rank of its replica,
+    and adds what the replica has done; what the others were given is only compared with it."""
 
-    def __init__(self, batching: Batching, device: torch.device):
+    def __init__(self, batching: Batching, device: torch.device, leads: bool):
         self.samples, self._hash_sum, self._contents_sum = 0, 0, 0
+        self._leads = leads
         # One place per micro-batch of the step, filled by who does it: their sum over ranks, in
         # this order, is the same on any world.
         self.losses = torch.zeros(batching.micro_batches, dtype=torch.float64, device=device)
@@ -159,14 +168,22 @@ class Sums:
             self._contents_sum += digest(sample_hash(batch.positions, batch.contents))
         self.samples += len(batch.samples)
 
+    def add(self, micro: int, loss: torch.Tensor, amount: float) -> None:
+        """A micro-batch was done. `loss`: mean over it; `amount`: how much that stands for."""
+        if self._leads:
+            self.losses[micro] = loss.detach().double() * amount
+            self.weights[micro] = amount
+
     def ints(self, gflops: int) -> torch.Tensor:
         """As `Pending.ints` wants it, without votes."""
-        halves = [
-            part
-            for total in (self._hash_sum, self._contents_sum)
-            for part in (total & 0xFFFFFFFF, total >> 32)
-        ]
-        mine = [*halves[:2], self.samples, *[0] * len(Want), *halves[2:], gflops]
+        both = (self._hash_sum + self._contents_sum) % 2**64
+        if self._leads:
+            said = (self._hash_sum, self._contents_sum, 0)
+        else:
+            said = (0, 0, both)
+        samples = self.samples if self._leads else 0
+        digest, contents, twins = (halves(total % 2**64) for total in said)
+        mine = [*digest, samples, *[0] * len(Want), *contents, *twins, gflops]
         return torch.tensor(mine, dtype=torch.int64)
 
 

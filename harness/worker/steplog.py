@@ -14,11 +14,14 @@ from torch import nn
 from harness.core import records as rec
 from harness.core.facts import GuardTripped, StepDone, Validated
 from harness.core.hardware import peak_flops
+from harness.core.world import HarnessError
 from harness.node.marks import Want
 from harness.worker.guards import NonFiniteLoss, Precision, check_finite
 from harness.worker.run import Run
 
-VOTES = slice(3, 3 + len(Want))  # of `Pending.ints`
+# of `Pending.ints`; what has 64 bits is there as two halves, so that no sum overflows
+DIGEST, SAMPLES, VOTES = slice(0, 2), 2, slice(3, 3 + len(Want))
+CONTENTS, TWINS = slice(VOTES.stop, VOTES.stop + 2), slice(VOTES.stop + 2, VOTES.stop + 4)
 UNKNOWN_GFLOPS = -(1 << 50)  # one rank's makes the sum of all negative
 
 
@@ -33,7 +36,8 @@ class Pending:
     # none of its time
     t_end: float
     floats: torch.Tensor  # (3,) float64 on the device: loss sum, weight, grad norm
-    # (6 + wants,) int64, host: digest halves, samples, `VOTES`, contents halves, GFLOP/s
+    # (8 + wants,) int64, host: digest halves, samples, `VOTES`, contents halves, halves of the same
+    # digests of replicas' other ranks, GFLOP/s
     ints: torch.Tensor
     work: Any = None
     with_contents: bool = False  # of a stream: the record holds a digest of what was read
@@ -49,30 +53,51 @@ class Pending:
 
     def digests(self) -> tuple[str, str]:
         """Of which samples the step consumed, and of their contents ("": not asked for)."""
-        low, high = self.ints[:2].tolist()
-        samples, contents = f"{(low + (high << 32)) % 2**64:016x}", ""
-        if self.with_contents:
-            low, high = self.ints[-3:-1].tolist()
-            contents = f"{(low + (high << 32)) % 2**64:016x}"
-        return samples, contents
+        samples = f"{whole(self.ints[DIGEST]):016x}"
+        return samples, f"{whole(self.ints[CONTENTS]):016x}" if self.with_contents else ""
+
+    def check_replicas(self) -> None:
+        """Raises HarnessError unless all ranks of each replica were given the same samples."""
+        others = self.record.replica_ranks - 1
+        wanted = others * (whole(self.ints[DIGEST]) + whole(self.ints[CONTENTS])) % 2**64
+        if others and whole(self.ints[TWINS]) != wanted:
+            raise HarnessError(
+                f"step {self.record.step}: wanted all {others + 1} ranks of a replica to read the "
+                "same samples, found that they did not; the dataset must give the same rows on "
+                "every rank (does it split itself by rank?)"
+            )
+
+
+def halves(total: int) -> tuple[int, int]:
+    """Of 64 bits, the lower first."""
+    return total & 0xFFFFFFFF, total >> 32
+
+
+def whole(two: torch.Tensor) -> int:
+    """What the sums of `halves` say, mod 2**64."""
+    low, high = two.tolist()
+    return int(low + (high << 32)) % 2**64
 
 
 class Rates:
     """What a sample costs, and what this rank's device could do: for tokens per second and MFU.
 
-    `peak_flops`: of the device; None: from its name and what the model is computed in.
+    `peak_flops`: of the device, per second; None: from its name and what the model is computed in.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, peak_flops: float | None = None):
         self.tokens_per_sample = 0
         self.flops_per_sample = 0.0
-        self.peak_flops: float | None = None
+        self._peak_flops = peak_flops
         self._device = device
         self._precision: Precision | None = None
 
-    def watch(self, model: nn.Module) -> None:
-        """See in which precision it is computed, if anybody wants to know."""
-        self._precision = Precision(model) if self.flops_per_sample else None
+    def watch(self, model: nn.Module, tokens_per_sample: int, flops_per_sample: float) -> None:
+        """From here on. In which precision the model is computed is seen if anybody wants to
+        know."""
+        self.tokens_per_sample, self.flops_per_sample = tokens_per_sample, flops_per_sample
+        if self._precision is None and flops_per_sample:
+            self._precision = Precision(model)
 
     @functools.cached_property
     def peak_gflops(self) -> int:
@@ -84,7 +109,7 @@ class Rates:
             if self._device.type == "cuda"
             else None
         )
-        peak = self.peak_flops or known
+        peak = self._peak_flops or known
         return int(peak / 1e9) if peak else UNKNOWN_GFLOPS
 
 
@@ -121,7 +146,7 @@ class StepLog:
             return
         loss, weight, norm = p.arrive()
         self.pending = None
-        samples = int(p.ints[2])
+        samples = int(p.ints[SAMPLES])
         digest, contents = p.digests()
         metrics = {"grad_norm": norm, **self._metrics}
         self._metrics = {}
@@ -137,10 +162,14 @@ class StepLog:
             contents=contents,
         ).chained(self.head)
         try:
+            p.check_replicas()
             check_finite(record.step, loss, None if p.scaled else norm)
         except NonFiniteLoss:
             bad = loss if not math.isfinite(loss) else norm
             self._run.fact(GuardTripped(record.step, self._run.epoch, "non-finite", bad))
+            self._run.close()
+            raise
+        except HarnessError:
             self._run.close()
             raise
         self.head, self.last = record.h, record

@@ -3,7 +3,7 @@ in the worker."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,16 +13,20 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from harness.core.world import BadInput
+from harness.worker.broadcast import same_everywhere, share
 from harness.worker.buffers import Buffers
 from harness.worker.exact import exact_strategy_for
 from harness.worker.loader import Stream
-from harness.worker.parallel import Strategy, check_real, same_everywhere, share, strategy_for
+from harness.worker.parallel import Strategy, check_fits, strategy_for
 from harness.worker.peers import Peers
+from harness.worker.sharding import check_real
 from storage import dcp
 from storage.manifest import Manifest
 from storage.snapshots import Snapshots
 
-RANK_MARK = "@r"  # between a name and a rank; no keyword has it
+RANK_MARK = "@r"  # between a name and a rank
+# names under which snapshots hold what is not in `state`
+TAKEN = ("model", "optimizer", "scheduler", "scaler", "reduce", "dataset")
 
 
 @dataclass
@@ -53,6 +57,7 @@ class Training:
         self.scaler: Any = None
         self.buffers: Buffers | None = None
         self.after_update: set[str] = set()
+        self.repeated = False  # a step was done again
         self._saved: dict[str, Any] = {}  # name -> object with state_dict
         # names of those whose state is each rank's own
         self._per_rank: frozenset[str] = frozenset()
@@ -66,56 +71,71 @@ class Training:
         optimizers: list[torch.optim.Optimizer],
         scheduler: Any,
         scaler: Any,
-        after_update: Collection[str],
+        state: Mapping[str, Any],
         per_rank: Collection[str],
-        others: dict[str, Any],
+        after_update: Collection[str],
+        strategy: Strategy | None,
     ) -> None:
-        """See `Session.prepare`."""
-        for option, names in {"after_update": after_update, "per_rank": per_rank}.items():
-            if unknown := sorted(set(names) - set(others)):
-                raise BadInput(
-                    f"prepare({option}={unknown!r}): wanted names of what else it is given, found "
-                    f"only {', '.join(others) or 'none'}"
-                )
+        """See `Session.prepare`. Raises BadInput."""
+        check_names(state, per_rank=per_rank, after_update=after_update)
         self._per_rank = frozenset(per_rank)
         check_real(model)
         model.to(self._peers.device)
-        same_everywhere(model)
+        same_everywhere(model, self._peers.across)
         self.model, self.optimizers = model, optimizers
         self._check_optimizers()
         self.scheduler, self.scaler = scheduler, scaler
         self._saved = {"model": model, "optimizer": _Many(optimizers)}
-        if self.reduce == "fast":
-            self.strategy = strategy_for(model)
-        else:
-            self.strategy = self._saved["reduce"] = exact_strategy_for(
-                model, self.reduce, optimizers
-            )
-        for name, thing in {"scheduler": scheduler, "scaler": scaler, **others}.items():
-            if thing is None:
-                continue
-            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-                raise BadInput(
-                    f"prepare({name}=...): {type(thing).__name__} has no "
-                    "state_dict/load_state_dict, so it cannot be resumed"
-                )
+        self.strategy = self._choose(strategy)
+        if self.reduce != "fast":
+            self._saved["reduce"] = self.strategy
+        for name, thing in {"scheduler": scheduler, "scaler": scaler}.items():
+            if thing is not None:
+                check_saves(f"prepare({name}=...)", thing)
+                self._saved[name] = thing
+        for name, thing in state.items():
+            check_saves(f"prepare(state={{{name!r}: ...}})", thing)
             self._saved[name] = thing
         self.after_update = {
             *after_update,
-            *(name for name, thing in others.items() if isinstance(thing, AveragedModel)),
+            *(name for name, thing in state.items() if isinstance(thing, AveragedModel)),
         }
         self.buffers = Buffers(model)
         self.buffers.note()
         self._check_norms()
 
+    def _choose(self, asked: Strategy | None) -> Strategy:
+        assert self.model is not None
+        replica_ranks, reduce = self._peers.replica_ranks, self.reduce
+        if asked is not None:
+            check_fits(asked, reduce, replica_ranks)
+            return asked
+        chosen: Strategy
+        if reduce == "fast":
+            chosen = strategy_for(self.model)
+        else:
+            chosen = exact_strategy_for(self.model, reduce, self.optimizers)
+        check_fits(chosen, reduce, replica_ranks)
+        return chosen
+
     def _check_optimizers(self) -> None:
         assert self.model is not None
-        held = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
-        if not any(id(p) in held for p in self.model.parameters()):
+        held = {
+            id(p): p for o in self.optimizers for group in o.param_groups for p in group["params"]
+        }
+        ours = {id(p) for p in self.model.parameters()}
+        if not ours & held.keys():
             raise BadInput(
                 "the optimizer holds none of the model's parameters; make it from "
                 "model.parameters() after fsdp2(model, run), "
                 "before run.prepare(model, optimizer)"
+            )
+        if foreign := [tuple(p.shape) for i, p in held.items() if i not in ours]:
+            raise BadInput(
+                "wanted an optimizer of the model's parameters only, found "
+                f"{len(foreign)} that are not the model's (the first has shape {foreign[0]}): "
+                "nobody would sum their gradients over ranks; put the modules that they are of "
+                "into one nn.Module, and prepare that"
             )
 
     def _check_norms(self) -> None:
@@ -140,8 +160,8 @@ class Training:
 
     # ---- buffers ---------------------------------------------------------------------------------
     def share_buffers(self, look: bool = False) -> None:
-        """What forwards have changed in the model beside its parameters is rank 0's from here
-        on. `look`: it may be more than before."""
+        """What forwards have changed in the model beside its parameters is the first replica's
+        from here on. `look`: it may be more than before."""
         control = self._peers.control
         if control is None or self.model is None or self.buffers is None or self.reduce != "fast":
             return  # exact sums promise more: what differs is refused
@@ -154,7 +174,7 @@ class Training:
         if self._living:
             now = dict(self.model.named_buffers())
             with torch.no_grad():
-                share([now[name] for name in self._living])
+                share([now[name] for name in self._living], self._peers.across)
 
     # ---- state -----------------------------------------------------------------------------------
     def state(self) -> dict[str, Any]:
@@ -239,6 +259,43 @@ class Training:
             name: [_of_rank(name, rank) for rank in range(manifest.world)]
             for name in self._per_rank
         }
+
+
+def check_names(state: Mapping[str, Any], **options: Collection[str]) -> None:
+    """What `prepare` was given by name. Raises BadInput."""
+    if not isinstance(state, Mapping):
+        raise BadInput(
+            "prepare(state=...): wanted a dict of names and objects, such as {'ema': ema}, found "
+            f"{type(state).__name__}"
+        )
+    for name in state:
+        if not isinstance(name, str) or not name or "/" in name or RANK_MARK in name:
+            raise BadInput(
+                f"prepare(state=...): wanted names without '/' and {RANK_MARK!r}, found {name!r}"
+            )
+        if name in TAKEN:
+            raise BadInput(
+                f"prepare(state=...): the name {name!r} is taken; {', '.join(TAKEN)} are stored "
+                "under theirs: use another"
+            )
+    for option, names in options.items():
+        if unknown := sorted(set(names) - set(state)):
+            raise BadInput(
+                f"prepare({option}={unknown!r}): wanted names of what is in state, found only "
+                f"{', '.join(state) or 'none'}"
+            )
+
+
+def check_saves(what: str, thing: Any) -> None:
+    """Raises BadInput unless its state can be saved, and loaded again."""
+    kind = type(thing).__name__
+    if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+        raise BadInput(f"{what}: {kind} has no state_dict/load_state_dict, so it cannot be resumed")
+    state = thing.state_dict()
+    try:
+        dcp.split(state)
+    except TypeError as e:
+        raise BadInput(f"{what}: the state of this {kind} cannot be saved: {e}") from e
 
 
 def common(state: dict[str, Any]) -> dict[str, Any]:

@@ -373,8 +373,8 @@ class Scene:
 
     def bill(self) -> dict[str, Any]:
         """What we say that the run cost, and what SkyPilot says."""
+        from harness.clouds.clusters import tag
         from harness.clouds.sky_client import Broker
-        from harness.clouds.skypilot import tag
         from storage.opening import normalize
 
         broker = Broker(self.lab.env(), self.lab.root / "log" / "broker.log")

@@ -1,0 +1,195 @@
+"""What members pass on of each other in a big world: newest records, and doubts (pure).
+
+In a big world nobody has a line to everybody (membership.py), so news travels from member to
+member. A record is taken over only if it is newer, by its owner's own count, than what is known; a
+doubt is only a reason to look for oneself. Each is passed on once, so news ends everywhere.
+
+Wire, one line each: `@name beat record` and `?name beat grade`, after the name and the record of
+whoever speaks.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+MOST_NAMES = 8192  # of members that are remembered; who comes later is not passed on
+CACHED = 2048  # records and lines that were read and may come again
+RELAY_S = 0.005  # news is passed on together with what else comes within this time
+AGAIN_S = 5.0  # the same doubt is not passed on more often than this
+NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+
+
+class Grade(IntEnum):
+    """What speaks against a member, by the word of one that followed it."""
+
+    SILENT = 1  # its line fell silent, or broke and could not be made again
+    REFUSED = 2  # ... and its machine says that nobody is there
+    DEAD = 3  # it is dead, by all that the teller saw
+
+
+@dataclass(frozen=True)
+class Overheard:
+    """What is known by hearsay, at one moment."""
+
+    records: dict[str, bytes] = field(default_factory=dict)  # those that are new
+    doubts: dict[str, Grade] = field(default_factory=dict)
+    callers: frozenset[str] = frozenset()  # they proved to be of the run
+
+
+@dataclass(frozen=True)
+class _Record:
+    beat: int
+    text: bytes
+    meaning: dict[str, Any]  # all but the beats
+
+
+@dataclass(frozen=True)
+class _Doubt:
+    beat: int
+    grade: Grade
+    told_s: float
+
+
+@dataclass
+class Gossip:
+    """What the member `me` has heard. Its methods return the line to pass on; b"": nothing is."""
+
+    me: str
+    records: dict[str, _Record] = field(default_factory=dict)
+    doubts: dict[str, _Doubt] = field(default_factory=dict)
+    _told: dict[str, _Doubt] = field(default_factory=dict)
+    _news: dict[str, bytes] = field(default_factory=dict)  # records since `overheard`
+
+    def learn(self, name: str, text: bytes) -> bytes:
+        """A record of `name`, from itself, from the bucket or by hearsay."""
+        owner, new = _read(text)
+        known = self.records.get(name)
+        if new is None or name == self.me or owner != name:
+            return b""
+        beat = new.beat
+        if (known and beat <= known.beat) or (not known and len(self.records) >= MOST_NAMES):
+            return b""
+        self.records[name] = new
+        self._news[name] = text
+        if name in self.doubts and self.doubts[name].beat < beat:
+            del self.doubts[name]
+        # a beat that says nothing new is for those who follow it
+        return b"" if known and known.meaning == new.meaning else self._record_line(name)
+
+    def doubt(self, name: str, grade: Grade, now: float, beat: int = -1) -> bytes:
+        """Something speaks against it, since its record `beat` (-1: since the newest)."""
+        if name == self.me or (name not in self.doubts and len(self.doubts) >= MOST_NAMES):
+            return b""
+        known = self.records[name].beat if name in self.records else 0
+        if 0 <= beat < known:
+            return b""  # it has been heard since
+        new, told = _Doubt(max(beat, known), grade, now), self._told.get(name)
+        old = self.doubts.get(name)
+        if old is None or (new.beat, grade) > (old.beat, old.grade):
+            self.doubts[name] = new
+        again = told and (new.beat, grade) <= (told.beat, told.grade)
+        if told and again and now - told.told_s < AGAIN_S:
+            return b""
+        self._told[name] = new
+        return _doubt_line(name, new)
+
+    def clear(self, name: str) -> None:
+        """It is there: we hear it ourselves."""
+        self.doubts.pop(name, None)
+
+    def hear(self, line: bytes, now: float, is_up: bool) -> tuple[str, bytes]:
+        """A line of gossip. Whom it is about ("": nothing in it is new), and what to pass on.
+        `is_up`: we hear that member ourselves, so no doubt counts."""
+        words = line[1:].split(b" ", 2)
+        name = subject(line)
+        try:
+            kind, beat, rest = line[:1], int(words[1]), words[2]
+        except (IndexError, ValueError):
+            return "", b""
+        if not name:
+            return "", b""
+        if kind == b"@":
+            known = self.records.get(name)
+            if known and beat <= known.beat:
+                return "", b""
+            on = self.learn(name, rest)
+            return (name if on else ""), on
+        if is_up or not rest.isdigit() or int(rest) not in set(Grade):
+            return "", b""
+        on = self.doubt(name, Grade(int(rest)), now, beat)
+        return (name if on else ""), on
+
+    def all(self) -> bytes:
+        """Everything, for one that has just begun to follow us."""
+        records = b"".join(self._record_line(name) for name in self.records)
+        return records + b"".join(_doubt_line(n, d) for n, d in self.doubts.items())
+
+    def overheard(self, callers: frozenset[str]) -> Overheard:
+        """Records that are new since the last time, and all doubts."""
+        news, self._news = self._news, {}
+        return Overheard(news, {n: d.grade for n, d in self.doubts.items()}, callers)
+
+    def _record_line(self, name: str) -> bytes:
+        record = self.records[name]
+        return f"@{name} {record.beat} ".encode() + record.text + b"\n"
+
+
+@functools.lru_cache(maxsize=CACHED)
+def _read(text: bytes) -> tuple[str, _Record | None]:
+    """Whose record it is, and what it says; None: it is none."""
+    try:
+        body = json.loads(text)
+        beat, owner = body.pop("beat"), body.pop("member")
+        body.pop("beat_s", None)
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
+        return "", None
+    good = isinstance(owner, str) and type(beat) is int and b"\n" not in text
+    return (owner, _Record(beat, text, body)) if good else ("", None)
+
+
+@functools.lru_cache(maxsize=CACHED)
+def subject(line: bytes) -> str:
+    """Whom a line of gossip is about; "": it is none."""
+    name = line[1:].partition(b" ")[0].decode(errors="replace")
+    return name if line[:1] in (b"@", b"?") and NAME.fullmatch(name) else ""
+
+
+def _doubt_line(name: str, doubt: _Doubt) -> bytes:
+    return f"?{name} {doubt.beat} {int(doubt.grade)}\n".encode()
+
+
+@dataclass
+class Relays:
+    """What is to be passed on soon, together with other news. Who has it already need not hear
+    it again."""
+
+    due_s: float = float("inf")
+    lines: dict[bytes, set[str]] = field(default_factory=dict)
+
+    def add(self, line: bytes, now: float, whose: str) -> None:
+        """It came from `whose`; "": from us."""
+        self.lines.setdefault(line, set()).add(whose)
+        self.due_s = min(self.due_s, now + RELAY_S)
+
+    def has(self, line: bytes, whose: str) -> bool:
+        """Is this one waiting already? Then `whose` has it too."""
+        if line in self.lines:
+            self.lines[line].add(whose)
+        return line in self.lines
+
+    def take(self, names: Iterable[str]) -> dict[str, bytes]:
+        """What each of these is to hear."""
+        lines, self.lines, self.due_s = self.lines, {}, float("inf")
+        everything, sources = b"".join(lines), set[str]().union(*lines.values())
+        return {
+            name: everything
+            if name not in sources
+            else b"".join(line for line, known in lines.items() if name not in known)
+            for name in names
+        }

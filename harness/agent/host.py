@@ -1,0 +1,195 @@
+"""All that an agent takes from its machine: clocks, processes, sockets, notices, and words to who
+reads its log.
+
+`Host` is the door. `RealHost` is this machine; `proof/system/` plays one. So the agent that is
+simulated is the agent that runs. Every other file of the agent that knows a clock, a process or a
+socket is reached through here.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from harness.agent import health, machine
+from harness.agent.config import AgentConfig
+from harness.agent.ends import WorkerEnd
+from harness.agent.helpers import Helpers
+from harness.agent.lines import Lines
+from harness.agent.machine import Event
+from harness.agent.membership import Ears
+from harness.agent.notices import NoticeSource, watch
+from harness.agent.rendezvous import Rendezvous, free_port
+from harness.agent.workers import Workers
+from harness.bucket.layout import Epoch
+from harness.core.facts import Fact
+from harness.node.marks import Want
+from harness.node.progress import Sign
+from harness.uploader.client import NodeUploader
+
+Record = Callable[[Fact], None]
+Tell = Callable[[Event], None]
+
+
+# ---- what a host has -----------------------------------------------------------------------------
+class Flag(Protocol):
+    def is_set(self) -> bool: ...
+    def clear(self) -> None: ...
+
+
+class PeerLines(Ears, Protocol):
+    """Open connections to the other members, as `lines.Lines` has them."""
+
+    @property
+    def port(self) -> int: ...  # where others find us
+    @property
+    def changed(self) -> Flag: ...  # set when something was heard that may matter
+    def close(self) -> None: ...
+
+
+class WorkerPool(Protocol):
+    """The workers of one epoch, as `workers.Workers` has them."""
+
+    @property
+    def all(self) -> Sequence[Any]: ...  # each with the exit `code` of its end, and `guilty`
+    def warm(self) -> bool: ...
+    def warm_up(self) -> None: ...
+    def close(self) -> None: ...
+    def clear_signs(self) -> None: ...
+    def start(self, epoch: Epoch, stage: Path, patience: float) -> None: ...
+    def seen(self) -> list[WorkerEnd]: ...
+    def at_work(self) -> int: ...
+    def attached(self) -> bool: ...
+    def signs(self) -> list[Sign]: ...
+    def forgive(self, seconds: float) -> None: ...
+    def mark(self, want: Want, why: str, deadline_s: float | None) -> None: ...
+    def signal(self, name: str) -> None: ...
+    def find_hung(self, now: float) -> Sequence[Any]: ...
+    def end(self) -> list[int]: ...
+
+
+class Sidecars(Protocol):
+    """Processes beside the first member of an epoch, as `helpers.Helpers` has them."""
+
+    def start(self) -> None: ...
+    def release(self) -> None: ...
+    def end(self, wait_s: float) -> None: ...
+
+
+class UploadService(Protocol):
+    """The node's uploader, as `client.NodeUploader` holds it."""
+
+    @property
+    def folder(self) -> Path: ...  # the stage
+    def ensure(self) -> None: ...
+    def busy(self) -> int: ...
+    def drain(self, deadline_s: float | None) -> None: ...
+    def settle(self, wait_s: float) -> None: ...
+    def close(self) -> None: ...
+
+
+class Listening(Protocol):
+    """To signals, notices and GPUs."""
+
+    def stop(self) -> None: ...
+
+
+class Host(Protocol):
+    """One machine, as its agent has it. Times are in seconds."""
+
+    name: str  # of the machine
+    pid: int
+
+    def monotonic(self) -> float: ...
+    def wall(self) -> float: ...
+    def sleep(self, seconds: float) -> None: ...
+    def token(self) -> str: ...  # six random hex digits
+    def say(self, text: str, wrong: bool = False) -> None: ...
+    def workers(self, config: AgentConfig, member: str, record: Record) -> WorkerPool: ...
+    def helpers(self, config: AgentConfig) -> Sidecars: ...
+    def uploads(self, config: AgentConfig, member: str) -> UploadService: ...
+    def lines(self, config: AgentConfig, member: str) -> PeerLines: ...
+    def free_port(self, addr: str) -> int: ...
+    def listen(self, config: AgentConfig, sources: list[NoticeSource], tell: Tell) -> Listening: ...
+
+    def start_beats(self, rendezvous: Rendezvous) -> None:
+        """Have it say what it is now, and from then on beat when it is due. Raises StoreError."""
+
+
+# ---- this machine --------------------------------------------------------------------------------
+@dataclass
+class _All:
+    parts: list[Listening]
+
+    def stop(self) -> None:
+        for part in self.parts:
+            part.stop()
+
+
+class RealHost:
+    """The machine on which this process runs."""
+
+    def __init__(self) -> None:
+        self.name, self.pid = socket.gethostname(), os.getpid()
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def wall(self) -> float:
+        return time.time()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def token(self) -> str:
+        return secrets.token_hex(3)
+
+    def say(self, text: str, wrong: bool = False) -> None:
+        print(f"harness run: {text}", file=sys.stderr if wrong else sys.stdout, flush=True)
+
+    def workers(self, config: AgentConfig, member: str, record: Record) -> Workers:
+        config.node_dir.mkdir(parents=True, exist_ok=True)
+        return Workers(config, member, record)
+
+    def helpers(self, config: AgentConfig) -> Helpers:
+        return Helpers(config)
+
+    def uploads(self, config: AgentConfig, member: str) -> NodeUploader:
+        up = config.uploads
+        nearby = replace(up.nearby, addr=config.addr, share=config.nproc > 1)
+        log = config.node_dir / "uploader.log"
+        return NodeUploader(config.run, member, up.stage_dir, up.stage_nbytes, log, nearby)
+
+    def lines(self, config: AgentConfig, member: str) -> Lines:
+        return Lines(member, config.addr, config.timing.beat_s / 2)
+
+    def free_port(self, addr: str) -> int:
+        return free_port(addr)
+
+    def listen(self, config: AgentConfig, sources: list[NoticeSource], tell: Tell) -> Listening:
+        def signalled(number: int, _: object) -> None:
+            tell(machine.Signalled(signal.Signals(number).name))
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signalled)
+        signal.signal(signal.SIGUSR1, lambda *_: tell(machine.SnapshotAsked("snapshot")))
+        watcher = watch(
+            sources,
+            on_notice=lambda notice: tell(machine.Noticed(notice)),
+            on_cancel=lambda notice: tell(machine.Cancelled(notice)),
+        )
+        gpus = health.start(
+            config.fitness.gpu_health, lambda verdict: tell(machine.GpuJudged(verdict))
+        )
+        return _All([watcher, gpus])
+
+    def start_beats(self, rendezvous: Rendezvous) -> None:
+        rendezvous.start()

@@ -1,0 +1,199 @@
+"""What trackers were told and will be told: the objects under `trackers/` besides plain batches.
+
+Pure. A batch of the stream (`views/stream.py`) is a header and its rows, a line of JSON each. The
+rules of decoding are in `core/values.py`; batches and claims of other trackers are in `layout.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from harness.bucket.layout import SMALL_NBYTES, TRACKERS
+from harness.core.values import (
+    MOST_INT,
+    BadObject,
+    Count,
+    Natural,
+    Reading,
+    Within,
+    built,
+    canonical,
+    decoded,
+    parsed,
+)
+from storage.manifest import Ref
+
+STREAM = f"{TRACKERS}stream/"
+MACHINE_KEY = f"{TRACKERS}machine.json"
+BATCH_NBYTES = 256 << 20  # thousands of rows; a line has the bound of all objects, 1 MiB
+MACHINE_NBYTES = 1 << 20
+STEP, OPS, START = "step", "ops", "start"
+WALL = "time/wall_s"  # that every row has: seconds since the run began
+
+_BATCH = re.compile(r"trackers/stream/(\d{8,12})\.jsonl")
+OrNone = Annotated[int, Within(-1, MOST_INT)]  # a number of a batch; -1: none
+
+
+# ---- keys ----------------------------------------------------------------------------------------
+def batch_key(number: int) -> str:
+    return f"{STREAM}{number:08d}.jsonl"
+
+
+def newest_batch(keys: Iterable[str]) -> int:
+    """The newest number among what lies under `trackers/stream/`; -1: none."""
+    return max((int(found[1]) for key in keys if (found := _BATCH.fullmatch(key))), default=-1)
+
+
+# ---- the stream ----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class StreamRow:
+    """`number`: its place in the stream. `step`: of a committed step, else 0."""
+
+    number: Natural
+    kind: str
+    t: float  # wall clock
+    values: dict[str, Reading]
+    step: Natural = 0
+    again: bool = False  # it was in a batch that a rewind made void
+
+
+@dataclass(frozen=True)
+class Alert:
+    """What a person should be told at once. `level`: "INFO", "WARN" or "ERROR", as W&B names
+    them."""
+
+    id: str
+    title: str  # 64 letters at most
+    text: str
+    level: str
+    t: float
+
+
+@dataclass(frozen=True)
+class BatchHeader:
+    """A batch, and how far the stream is with it: the newest header is all that a publisher must
+    know. `best`: metric -> (value, step), of losses the lowest."""
+
+    number: Natural
+    first_row: Natural
+    rows: Natural
+    last_step: Natural = 0  # committed and in the stream; 0: none
+    head: str = ""  # hash of that step's record
+    epoch: Natural = 0  # of that record
+    ops_t: float = 0.0  # of the newest row of operations
+    facts: Natural = 0  # that this row knew
+    started_s: float = 0.0  # of the run, wall clock: `time/wall_s` counts from here
+    end: str = ""  # "done" | "failed" | "stopped": the run has ended, and this is all of it
+    best: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    snapshots: tuple[str, ...] = ()  # newly committed ones: "0000000012-e000002"
+    newest: str = ""  # snapshot that the stream has told of
+    best_snapshot: str = ""  # of this batch: the first one after the lowest validation loss
+    best_waits: Natural = 0  # step of the lowest validation loss, while no snapshot holds it
+    alerts: tuple[str, ...] = ()  # ids of those told so far; the newest thousand
+    new_alerts: tuple[dict[str, Any], ...] = ()
+    version: Count = 1
+
+    @property
+    def end_row(self) -> int:
+        """The number of the row after its last."""
+        return self.first_row + self.rows
+
+    def told_alerts(self) -> list[Alert]:
+        """`new_alerts`. Raises BadObject, but not for a header that was decoded."""
+        return [built(Alert, body) for body in self.new_alerts]
+
+    @classmethod
+    def decode(cls, line: bytes, number: int) -> BatchHeader:
+        """Of batch `number`. Raises BadObject."""
+        found = decoded(cls, line)
+        if found.number != number:
+            raise BadObject(f"wanted batch {number}, found batch {found.number}")
+        if any(len(pair) != 2 for pair in found.best.values()):
+            raise BadObject("best: wanted a value and a step each")
+        found.told_alerts()
+        try:
+            for name in (*found.snapshots, found.newest, found.best_snapshot):
+                if name:
+                    Ref.parse(name)
+        except ValueError as e:
+            raise BadObject(f"wanted names of snapshots: {e}") from None
+        return found
+
+
+Batch = tuple[BatchHeader, list[StreamRow]]
+
+
+def decode_batch(data: bytes, number: int) -> Batch:
+    """Batch `number`, its rows numbered. Raises BadObject."""
+    if len(data) > BATCH_NBYTES:
+        raise BadObject(f"wanted at most {BATCH_NBYTES} bytes, found {len(data)}")
+    first, *lines = data.split(b"\n") if data else [b""]
+    header = BatchHeader.decode(first, number)
+    if lines and not lines[-1]:
+        del lines[-1]
+    if len(lines) != header.rows:
+        raise BadObject(f"wanted {header.rows} rows, found {len(lines)}")
+    return header, [_row(line, header.first_row + i) for i, line in enumerate(lines)]
+
+
+def _row(line: bytes, number: int) -> StreamRow:
+    body = parsed(line)
+    row = built(StreamRow, {**body, "number": number} if isinstance(body, dict) else body)
+    if not math.isfinite(row.values.get(WALL, math.nan)):
+        raise BadObject(f"row {number}: wanted {WALL} as a finite number")
+    return row
+
+
+def encode_batch(header: BatchHeader, rows: Iterable[StreamRow]) -> bytes:
+    lines = [json.dumps(dataclasses.asdict(header))]
+    for row in rows:
+        body = {"kind": row.kind, "t": row.t, "step": row.step, "again": row.again}
+        lines.append(json.dumps({k: v for k, v in body.items() if v} | {"values": row.values}))
+    return ("\n".join(lines) + "\n").encode()
+
+
+# ---- how far trackers are ------------------------------------------------------------------------
+@dataclass(frozen=True)
+class ToldWandb:
+    """How far W&B is known to be: all rows up to the end of `batch`, `rows` of them. `again`:
+    how many runs were given up before this one. `ended`: the batch that ended it; -1: it goes
+    on. `rewound`: the rewinds of the stream up to this batch were done there."""
+
+    batch: OrNone = -1
+    rows: Natural = 0
+    again: Natural = 0
+    ended: OrNone = -1
+    rewound: OrNone = -1
+
+    @classmethod
+    def decode(cls, data: bytes) -> ToldWandb:
+        """Raises BadObject."""
+        return decoded(cls, data, most_nbytes=SMALL_NBYTES)
+
+    def encode(self, project: str, run_id: str) -> bytes:
+        """`project`, `run_id`: for people."""
+        said = {"version": 1, "project": project, "run_id": run_id}
+        return canonical({**said, **dataclasses.asdict(self)})
+
+
+def mlflow_run_of(data: bytes) -> str:
+    """Which MLflow run a generation is. Raises BadObject."""
+    found = parsed(data, most_nbytes=SMALL_NBYTES)
+    run_id = found.get("run_id") if isinstance(found, dict) else None
+    if not isinstance(run_id, str) or not re.fullmatch(r"[\w-]{1,64}", run_id, re.ASCII):
+        raise BadObject(f"wanted the id of an MLflow run, found {run_id!r:.40}")
+    return run_id
+
+
+def machine_said(data: bytes) -> dict[str, Any]:
+    """What rank 0's node said of itself: free words, for configuration. Raises BadObject."""
+    found = parsed(data, most_nbytes=MACHINE_NBYTES)
+    if not isinstance(found, dict):
+        raise BadObject(f"wanted a JSON object, found {type(found).__name__}")
+    return found

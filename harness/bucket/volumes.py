@@ -1,0 +1,249 @@
+"""Archived facts as bytes: a volume as it was written, and the digest of it that views read.
+
+    archive/raw/<n>            segments of many writers, byte by byte. Volumes are a chain by hash;
+                               only `harness verify`, and who wants every step as a fact, reads them
+    archive/brief/<block>      every fact of some volumes but the steps, line by line as written
+    archive/steps/<block>      their steps as columns (core/columns.py)
+
+Brief and steps are made of a volume by `digested` and nothing else, so everybody makes the same
+bytes, and `harness verify` makes them again.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.bucket.layout import segment_key
+from harness.core import columns
+from harness.core.columns import ROW, Columns
+from harness.core.facts import (
+    ChainReader,
+    Stamped,
+    StepDone,
+    Unreadable,
+    parse,
+)
+from harness.core.values import digest, number, parsed
+
+VERSION = 1
+HEAD_NBYTES = 64 << 20  # of a block: some words for each of its runs of segments
+TAIL = 32  # newest steps that a brief keeps as they were told, for live views
+UNREAD, LOST = "unreadable", "?"
+
+
+class DamagedArchive(ValueError):
+    """An archived object is not what was written; the message names it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Segments of one writer, one after the other. `sizes`: of each, bytes in a volume, lines in a
+    brief. `head`: hash of the line before the first (volume), of the last one (brief)."""
+
+    writer: str
+    first: int  # segment
+    sizes: tuple[int, ...]
+    head: str
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.sizes)
+
+
+def reader_after(writer: str, head: str) -> ChainReader:
+    """Of a writer's lines after the one with this hash; `LOST`: it could not be read."""
+    reader = ChainReader(writer, "" if head == LOST else head)
+    reader.head = None if head == LOST else reader.head
+    return reader
+
+
+# ---- volumes -------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Volume:
+    number: int
+    prev: str  # digest of the volume before; "": this is the first
+    runs: tuple[Run, ...]
+    body: bytes
+
+    def encode(self) -> bytes:
+        return sealed({"volume": self.number, "prev": self.prev}, self.runs, self.body)
+
+    def segments(self) -> Iterator[tuple[str, int, bytes]]:
+        """(writer, number, content)"""
+        at = 0
+        for run in self.runs:
+            for i, size in enumerate(run.sizes):
+                yield run.writer, run.first + i, self.body[at : at + size]
+                at += size
+
+    def lines(self) -> Iterator[tuple[Run, int, ChainReader, str, Stamped]]:
+        """Every line: its run, its segment, its writer's reader, itself, what it says (a line that
+        does not follow from the one before says so first, and comes twice)."""
+        at = 0
+        for run in self.runs:
+            reader = reader_after(run.writer, run.head)
+            for i, size in enumerate(run.sizes):
+                for line, stamped in read_segment(reader, run.first + i, self.body[at : at + size]):
+                    yield run, run.first + i, reader, line, stamped
+                at += size
+
+    def facts(self) -> Iterator[tuple[int, Stamped]]:
+        """(segment, fact)"""
+        return ((number, stamped) for _, number, _, _, stamped in self.lines())
+
+
+def read_segment(reader: ChainReader, number: int, data: bytes) -> Iterator[tuple[str, Stamped]]:
+    """(line, what it says)"""
+    where = segment_key(reader.writer, number)
+    for i, line in enumerate(data.decode(errors="replace").splitlines(), 1):
+        for stamped in reader.read(f"{where}, line {i}", line):
+            yield line, stamped
+
+
+def volume_of(data: bytes, key: str) -> Volume:
+    """Raises DamagedArchive."""
+    head, runs, body = unsealed(data, key)
+    try:
+        volume = Volume(int(head["volume"]), str(head["prev"]), runs, body)
+    except (KeyError, TypeError, ValueError) as e:
+        raise DamagedArchive(f"{key}: wanted a volume of facts, found {head!r:.100} ({e})") from e
+    if sum(sum(run.sizes) for run in runs) != len(body):
+        raise DamagedArchive(f"{key}: wanted segments that fill it, found {len(body)} bytes")
+    return volume
+
+
+# ---- digests -------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Brief:
+    """`last`: digest of the newest volume in it. `tail`: its newest steps: (writer, line)."""
+
+    last: str
+    runs: tuple[Run, ...]
+    tail: tuple[tuple[str, str], ...]
+    body: bytes
+
+    def encode(self) -> bytes:
+        return sealed({"last": self.last, "tail": self.tail}, self.runs, self.body)
+
+    def lines(self) -> Iterator[tuple[str, int, str]]:
+        """(writer, segment, line); see `fact_of`."""
+        lines = iter(self.body.decode(errors="replace").split("\n"))
+        for run in self.runs:
+            for i, count in enumerate(run.sizes):
+                for _ in range(count):
+                    yield run.writer, run.first + i, next(lines)
+
+
+def fact_of(writer: str, line: str) -> Stamped:
+    """A line of a brief, whose hash is covered by the brief's."""
+    try:
+        body = parsed(line)
+        if UNREAD in body:
+            return Stamped(body["t"], writer, Unreadable(*body[UNREAD]))
+        return Stamped(number(body.get("t")), writer, parse(body))
+    except (ValueError, TypeError, AttributeError) as e:
+        return Stamped(0.0, writer, Unreadable(f"archived facts of {writer}", str(e)))
+
+
+def digested(volume: Volume, raw: bytes) -> tuple[bytes, bytes]:
+    """The brief and the steps of a volume, encoded."""
+    counts: dict[tuple[str, int], list[int]] = {}
+    heads: dict[str, str] = {}
+    lines: list[str] = []
+    steps: list[StepDone] = []
+    tail: list[tuple[str, str]] = []
+    for run in volume.runs:
+        counts[run.writer, run.first] = [0] * len(run.sizes)
+        heads[run.writer] = run.head
+    for run, segment, reader, line, stamped in volume.lines():
+        heads[run.writer] = reader.head or LOST
+        if isinstance(stamped.fact, StepDone):
+            steps.append(stamped.fact)
+            tail.append((run.writer, line))
+            continue
+        counts[run.writer, run.first][segment - run.first] += 1
+        if isinstance(stamped.fact, Unreadable):
+            why = [stamped.fact.where, stamped.fact.why]
+            line = json.dumps({UNREAD: why, "t": stamped.t}, separators=(",", ":"))
+        lines.append(line)
+    runs = tuple(
+        Run(run.writer, run.first, tuple(counts[run.writer, run.first]), heads[run.writer])
+        for run in volume.runs
+    )
+    body = "".join(line + "\n" for line in lines).encode()
+    brief = Brief(digest(raw), runs, tuple(tail[-TAIL:]), body)
+    return brief.encode(), encode_columns(columns.of_facts(steps))
+
+
+def brief_of(data: bytes, key: str) -> Brief:
+    """Raises DamagedArchive."""
+    head, runs, body = unsealed(data, key)
+    try:
+        tail = tuple((str(writer), str(line)) for writer, line in head["tail"])
+        last = str(head["last"])
+    except (KeyError, TypeError, ValueError) as e:
+        raise DamagedArchive(f"{key}: wanted a brief of facts, found {head!r:.100} ({e})") from e
+    if sum(sum(run.sizes) for run in runs) != body.count(b"\n"):
+        raise DamagedArchive(f"{key}: wanted as many lines as its head says, found others")
+    return Brief(last, runs, tail, body)
+
+
+def joined_briefs(parts: Sequence[bytes]) -> bytes:
+    """Of briefs one after the other: the brief of all. Raises DamagedArchive."""
+    briefs = [brief_of(data, "a brief to be merged") for data in parts]
+    tail = [one for brief in briefs for one in brief.tail][-TAIL:]
+    runs = tuple(run for brief in briefs for run in brief.runs)
+    return Brief(briefs[-1].last, runs, tuple(tail), b"".join(b.body for b in briefs)).encode()
+
+
+def encode_columns(rows: Columns) -> bytes:
+    body = rows.tobytes()
+    return sealed({"rows": len(rows)}, (), body)
+
+
+def columns_of(data: bytes, key: str) -> Columns:
+    """Raises DamagedArchive."""
+    _, _, body = unsealed(data, key)
+    if len(body) % ROW.itemsize:
+        raise DamagedArchive(f"{key}: wanted rows of {ROW.itemsize} bytes, found {len(body)} bytes")
+    return columns.from_bytes(body)
+
+
+def joined_columns(parts: Sequence[bytes]) -> bytes:
+    """Raises DamagedArchive."""
+    return encode_columns(columns.joined(columns_of(d, "steps to be merged") for d in parts))
+
+
+# ---- one head line, then the content -------------------------------------------------------------
+def sealed(head: dict[str, Any], runs: Sequence[Run], body: bytes) -> bytes:
+    told = [[run.writer, run.first, run.sizes, run.head] for run in runs]
+    full = {"archive": VERSION, **head, "runs": told, "body": digest(body)}
+    line = json.dumps(full, separators=(",", ":"))
+    return f"{digest(line.encode())} {line}\n".encode() + body
+
+
+def unsealed(data: bytes, key: str) -> tuple[dict[str, Any], tuple[Run, ...], bytes]:
+    """Its head without the runs, the runs, the content; each as it was written."""
+    line, _, body = data.partition(b"\n")
+    seal, _, text = line.partition(b" ")
+    if digest(text).encode() != seal:
+        raise DamagedArchive(f"{key}: its head was changed (the hash does not fit)")
+    try:
+        head = parsed(text, most_nbytes=HEAD_NBYTES)
+        version = head["archive"]
+        runs = tuple(Run(str(w), int(f), tuple(map(int, s)), str(h)) for w, f, s, h in head["runs"])
+        fits = head["body"] == digest(body)
+    except (ValueError, TypeError, KeyError) as e:
+        raise DamagedArchive(f"{key}: wanted a head of the archive's, found another ({e})") from e
+    if version != VERSION:
+        raise DamagedArchive(
+            f"{key}: wanted version {VERSION} of the archive, found {version}; use a newer harness"
+        )
+    if not fits:
+        raise DamagedArchive(f"{key}: its content was changed (the hash does not fit)")
+    return head, runs, body

@@ -1,0 +1,1 @@
+"""A whole run in one process: every seat's real code, under one virtual clock."""

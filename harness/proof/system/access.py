@@ -1,0 +1,210 @@
+"""The bucket of a simulated world: as it is, and as each actor has it. Pure."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from harness.bucket.layout import MEMBERS
+from harness.proof.invariants import Event, Written
+from storage.errors import NotFound, StoreRefused, StoreUnavailable
+from storage.faults import Crash
+from storage.objects import Keys, ObjectStore
+from storage.retries import Patience
+
+if TYPE_CHECKING:
+    from harness.proof.system.kernel import Kernel
+    from harness.proof.system.node import SimNode
+    from harness.proof.system.trouble import Trouble
+
+T = TypeVar("T")
+NEWER = ("place", "key")  # fields of a member that the version before did not write
+
+
+@dataclass(frozen=True)
+class Deleted:
+    """An object was removed from the bucket."""
+
+    t: float
+    key: str
+
+
+class SortedStore:
+    """In memory, with its keys in order: listing a prefix costs what it finds."""
+
+    def __init__(self, url: str = "memory://sim"):
+        self.url = url
+        self._sorted: list[str] = []
+        self._all: dict[str, bytes] = {}
+
+    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        try:
+            found = self._all[key]
+        except KeyError:
+            raise NotFound(f"{self.url}/{key}") from None
+        return found if start is None and end is None else found[start:end]
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        if key not in self._all:
+            bisect.insort(self._sorted, key)
+        self._all[key] = bytes(data)
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        if key in self._all:
+            return False
+        self.put(key, data)
+        return True
+
+    def list(self, prefix: str) -> Keys:
+        first = bisect.bisect_left(self._sorted, prefix)
+        last = first
+        while last < len(self._sorted) and self._sorted[last].startswith(prefix):
+            last += 1
+        return self._sorted[first:last]
+
+    def delete(self, key: str) -> None:
+        if self._all.pop(key, None) is not None:
+            del self._sorted[bisect.bisect_left(self._sorted, key)]
+
+    def size(self, key: str) -> int:
+        return len(self.get(key))
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        found = self.get(key)[start : start + buffer.nbytes]
+        buffer.cast("B")[: len(found)] = found
+        return len(found)
+
+
+class Bucket:
+    """As it is. Tells of every object that lands, or goes."""
+
+    def __init__(self, inner: ObjectStore, kernel: Kernel, emit: Callable[[Event | Deleted], None]):
+        self.inner, self.url, self._kernel, self._emit = inner, inner.url, kernel, emit
+        self.get, self.list, self.size = inner.get, inner.list, inner.size
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        before = self._before(key)
+        self.inner.put(key, data)
+        self._emit(Written(self._kernel.now_s, key, bytes(data), before))
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        before = self._before(key)
+        if written := self.inner.create(key, data):
+            self._emit(Written(self._kernel.now_s, key, bytes(data), before))
+        return written
+
+    def delete(self, key: str) -> None:
+        if self._before(key) is not None:
+            self.inner.delete(key)
+            self._emit(Deleted(self._kernel.now_s, key))
+
+    def _before(self, key: str) -> bytes | None:
+        try:
+            return self.inner.get(key)
+        except NotFound:
+            return None
+
+
+class Access:
+    """As one actor has it: what befalls the actor at an operation, and what the store answers it.
+    `node`: where the actor is; None: a controller. `reads`: it restores, so its reads may be
+    damaged."""
+
+    def __init__(
+        self,
+        bucket: ObjectStore,
+        trouble: Trouble,
+        actor: str,
+        rng: random.Random,
+        node: SimNode | None = None,
+        reads: bool = False,
+    ):
+        self._bucket, self._trouble, self._actor, self._rng = bucket, trouble, actor, rng
+        self._node, self._reads, self.url = node, reads, bucket.url
+        self._patience = trouble.patience()
+        self.blind = False  # the last answer was none, or no
+        self.waited_s = 0.0  # by who looks again, besides the clock
+
+    def sleep(self, seconds: float) -> None:
+        """Time passes for who looks again, and for nobody else."""
+        self.waited_s += seconds
+
+    # -- ObjectStore
+    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        found = self._do("read", key, lambda: self._bucket.get(key, start, end))
+        if self._reads and found and self._trouble.damages_read(self._node, key):
+            return bytes([found[0] ^ 1]) + found[1:]
+        return found
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        if key.startswith(MEMBERS):
+            data = self.spoken(bytes(data))
+        self._do("write", key, lambda: self._bucket.put(key, data))
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        return self._do("write", key, lambda: self._bucket.create(key, data))
+
+    def list(self, prefix: str) -> Keys:
+        return self._do("list", prefix, lambda: self._bucket.list(prefix))
+
+    def delete(self, key: str) -> None:
+        self._do("delete", key, lambda: self._bucket.delete(key))
+
+    def size(self, key: str) -> int:
+        return self._do("read", key, lambda: self._bucket.size(key))
+
+    def spoken(self, record: bytes) -> bytes:
+        """What a member says, in the words of its version."""
+        version = self._node.version if self._node else "now"
+        if version == "now":
+            return record
+        body = json.loads(record)
+        if version == "before":
+            for name in NEWER:
+                body.pop(name, None)
+        else:
+            body["wish"] = {"of": "a newer version"}
+        return json.dumps(body).encode()
+
+    def _do(self, kind: str, key: str, do: Callable[[], T]) -> T:
+        self._live()
+        self.blind = True
+        # a member's own record is written under a lock that its heartbeat waits for
+        if not key.startswith(MEMBERS):
+            self._trouble.befall(self._actor, self._rng)
+            self._live()
+        late = self._trouble.dies_late(self._actor)
+        with self._patience.judge(kind):
+            fate = self._trouble.answer(
+                self._actor, self._node, kind, key, self._rng, self.waited_s
+            )
+            if fate == "refused":
+                raise StoreRefused(f"{self.url}/{key}: 403 Forbidden (simulated)")
+            if fate == "missing":
+                raise NotFound(f"{self.url}/{key} (simulated: for a while)")
+            if fate == "silent":
+                raise StoreUnavailable(f"{self.url}/{key}: no answer (simulated; not done)")
+            try:
+                found = do()
+            except NotFound:
+                self.blind = False
+                raise
+            if late:
+                raise Crash
+            if fate == "unheard":
+                raise StoreUnavailable(f"{self.url}/{key}: no answer (simulated; it was done)")
+        self.blind = False
+        return found
+
+    def _live(self) -> None:
+        if not self._trouble.lives(self._actor, self._node):
+            raise Crash
+
+
+def patience_of(kernel: Kernel) -> Patience:
+    """As `open_store` has it with refusals; shorter, as the worlds are."""
+    return Patience(300.0, answered=True, monotonic=kernel.now)

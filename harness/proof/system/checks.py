@@ -1,0 +1,369 @@
+"""What must always hold of a whole run, besides what `proof/invariants.py` checks. Pure.
+
+Each is fed with everything that happens, and sees effects: objects as they land, machines as they
+run, and what the workers of an epoch go on from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from harness.bucket.layout import MEMBERS, Epoch, Published, epoch_key
+from harness.core import records as rec
+from harness.core.facts import LeaseTaken, RunEnded
+from harness.proof import invariants
+from harness.proof.invariants import Changed, Violation, Written, _committed, _facts
+from harness.proof.system.access import Deleted
+from harness.views.trackers import published
+from storage.errors import NotFound
+from storage.manifest import Manifest, Ref, SnapshotCorrupt
+from storage.objects import ObjectStore
+from storage.snapshots import Snapshots
+
+if TYPE_CHECKING:
+    from harness.proof.system.node import SimNode
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The workers of an epoch go on from here; `ref` None: from the beginning."""
+
+    t: float
+    epoch: int
+    ref: Ref | None
+    step: int
+    weights: str
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """The workers of an epoch have done a step."""
+
+    t: float
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Left:
+    """The workers of an epoch leave as they were asked to."""
+
+    t: float
+    epoch: int
+    step: int
+
+
+class WholeSnapshot(invariants.Whole):
+    """A snapshot has a part of every rank of its epoch, and verifies, when it is committed."""
+
+    def see(self, event: Any) -> None:
+        if ref := _committed(event):
+            snapshots = Snapshots(self.store)
+            try:
+                manifest = snapshots.load(ref)
+                snapshots.verify(manifest)
+            except (SnapshotCorrupt, NotFound) as e:
+                raise Violation(f"whole: snapshot {ref}, committed at {event.t:.1f} s: {e}") from e
+            ranks = Epoch.decode(self.store.get(epoch_key(ref.epoch))).world
+            if manifest.world != ranks:
+                raise Violation(
+                    f"whole: snapshot {ref} was committed at {event.t:.1f} s by {manifest.world} "
+                    f"of {ranks} ranks"
+                )
+
+
+class GreatestCommitted(invariants.GreatestStep):
+    """The greatest committed step never falls: nothing is pruned before something as far is there,
+    and no epoch goes on from more than one snapshot behind it."""
+
+    def see(self, event: Any) -> None:
+        if isinstance(event, Resumed):
+            resume = event.ref.name if event.ref else None
+            passing: Any = event
+            self.begins(passing, {"epoch": event.epoch, "resume": resume})
+        elif isinstance(event, Deleted):
+            if event.key.startswith("snapshots/manifests/"):
+                super().see(Written(event.t, "snapshots/manifests/deleted", b"", b""))
+        elif not (isinstance(event, Written) and event.key.startswith("rdzv/epochs/")):
+            super().see(event)
+
+
+@dataclass
+class Fenced:
+    """Old worlds cannot spoil new ones: epochs are created in order and once, and nothing of an
+    older epoch is committed once a newer one goes on from its own snapshot. What is under way may
+    land for `grace_s` more."""
+
+    grace_s: float
+    newest: int = 0
+    resumed_s: float = 0.0  # since then the newest epoch exists
+
+    def see(self, event: Any) -> None:
+        if isinstance(event, Written) and event.key.startswith("rdzv/epochs/"):
+            number = int(event.key[-11:-5])
+            if number != self.newest + 1:
+                raise Violation(
+                    f"fenced: epoch {number} was created at {event.t:.1f} s after {self.newest}"
+                )
+            self.newest, self.resumed_s = number, event.t
+        if event.t <= self.resumed_s + self.grace_s:
+            return
+        if (ref := _committed(event)) and ref.epoch < self.newest:
+            raise Violation(
+                f"fenced: snapshot {ref} was committed at {event.t:.1f} s, though epoch "
+                f"{self.newest} exists since {self.resumed_s:.1f} s"
+            )
+        if isinstance(event, Stepped) and event.epoch < self.newest:
+            raise Violation(
+                f"fenced: epoch {event.epoch} did step {event.step} at {event.t:.1f} s, though "
+                f"epoch {self.newest} exists since {self.resumed_s:.1f} s"
+            )
+
+    def at_end(self) -> None: ...
+
+
+@dataclass
+class EveryStepOnce:
+    """Along the line of training that a snapshot ends, each step from 1 on was done once, with the
+    samples that it must have; and the global batch was the same in each."""
+
+    store: ObjectStore
+    expected: Callable[[int], str]
+    global_batch: int
+    identity: Mapping[str, Any]
+    good: dict[str, int] = field(default_factory=dict)  # head -> last step
+
+    def see(self, event: Any) -> None:
+        ref = _committed(event)
+        if ref is None:
+            return
+        named = rec.named(Manifest.from_json(event.data).data)
+        genesis = rec.genesis(self.identity)
+        if named is None:
+            if ref.step:
+                raise Violation(f"samples once: snapshot {ref} names no records")
+            return
+        todo: list[list[rec.StepRecord]] = []
+        key, head = named.key, named.head
+        while head != genesis and head not in self.good:
+            todo.append(self._part(ref, key, head, event.t))
+            head = todo[-1][0].prev
+            key = rec.heads(self.store.list("samples/")).get(head[:16], f"the records before {key}")
+        step = 0 if head == genesis else self.good[head]
+        for record in (r for part in reversed(todo) for r in part):
+            step += 1
+            self._look(ref, record, step, head)
+            head = record.h
+            self.good[head] = step
+        if (named.head, ref.step) != (head, step):
+            raise Violation(
+                f"samples once: snapshot {ref} says {named}, its records end at step {step}"
+            )
+
+    def _part(self, ref: Ref, key: str, head: str, t: float) -> list[rec.StepRecord]:
+        try:
+            part = rec.decode(self.store.get(key), key)
+        except (NotFound, rec.BrokenRecords) as e:
+            raise Violation(f"samples once: snapshot {ref} needs {key} at {t:.1f} s: {e}") from e
+        if not part or part[-1].h != head:
+            raise Violation(f"samples once: {key} does not end with {head[:16]}")
+        return part
+
+    def _look(self, ref: Ref, record: rec.StepRecord, step: int, prev: str) -> None:
+        if record.step != step or record.prev != prev or record.digest != self.expected(step):
+            raise Violation(f"samples once: step {step} of snapshot {ref} was recorded as {record}")
+        if record.samples != self.global_batch or sum(record.shares) * 2 != self.global_batch:
+            raise Violation(
+                f"global batch: step {step} had {record.samples} samples in shares "
+                f"{record.shares}, wanted {self.global_batch}"
+            )
+
+    def at_end(self) -> None: ...
+
+
+@dataclass
+class SameTraining:
+    """What the workers go on from is what the run had at that step, to the bit."""
+
+    state_after: Callable[[int], str]
+
+    def see(self, event: Any) -> None:
+        if isinstance(event, Resumed):
+            step = event.ref.step if event.ref else 0
+            if event.step != step or event.weights != self.state_after(step):
+                raise Violation(
+                    f"same training: epoch {event.epoch} went on from {event.ref} at "
+                    f"{event.t:.1f} s at step {event.step} with weights that are not those of step "
+                    f"{step}"
+                )
+
+    def at_end(self) -> None: ...
+
+
+@dataclass
+class DoneIsDone:
+    """A run is done when its last step is committed as such, and not before."""
+
+    store: ObjectStore
+    total_steps: int
+
+    def see(self, event: Any) -> None:
+        for fact in _facts(event):
+            if isinstance(fact, RunEnded) and fact.outcome == "done":
+                snapshots = Snapshots(self.store)
+                newest = next(iter(snapshots.refs()), None)
+                ended = bool(newest and snapshots.ended(snapshots.load(newest)))
+                if newest is None or not ended or newest.step != self.total_steps:
+                    raise Violation(
+                        f"done: the run is said to be done at step {fact.committed_step}; the "
+                        f"newest snapshot is {newest}, the last step {self.total_steps}"
+                    )
+        if isinstance(event, Written) and event.key.endswith(".ended"):
+            ref = Ref.parse(event.key.rpartition("/")[2].removesuffix(".ended"))
+            if ref.step != self.total_steps:
+                raise Violation(f"done: snapshot {ref} was marked as the last at {event.t:.1f} s")
+
+    def at_end(self) -> None: ...
+
+
+@dataclass
+class NothingLost:
+    """Who leaves as asked leaves nothing behind: its last step is committed. With `gentle` (all
+    that goes wrong are notices that leave time enough) no step is done twice."""
+
+    store: ObjectStore
+    gentle: bool
+    total_steps: int
+    steps: int = 0
+
+    def see(self, event: Any) -> None:
+        if isinstance(event, Stepped):
+            self.steps += 1
+        if isinstance(event, Left):
+            committed = max((ref.step for ref in Snapshots(self.store).refs()), default=0)
+            if committed < event.step:
+                raise Violation(
+                    f"nothing lost: the workers of epoch {event.epoch} left at step {event.step} "
+                    f"at {event.t:.1f} s as they were asked to; step {committed} is committed"
+                )
+
+    def at_end(self) -> None:
+        if self.gentle and self.steps > self.total_steps:
+            raise Violation(
+                f"nothing lost: {self.steps} steps were done for {self.total_steps}, though every "
+                "loss was announced in time"
+            )
+
+
+@dataclass
+class Evidence:
+    """No node outlives the evidence of it: for every machine that has power, the intent of its
+    attempt lies in the bucket, and while its agent runs so does what it said of itself. After the
+    end of the run no machine has power."""
+
+    store: ObjectStore
+    machines: Mapping[int, SimNode]
+    intended: set[int] = field(default_factory=set)
+    said: set[str] = field(default_factory=set)
+    ended: bool = False
+
+    def see(self, event: Any) -> None:
+        for fact in _facts(event):
+            if type(fact).__name__ == "AttemptIntended":
+                self.intended.add(fact.attempt)  # type: ignore[attr-defined]
+            self.ended = isinstance(fact, RunEnded) or (
+                self.ended and not isinstance(fact, LeaseTaken)
+            )
+        if isinstance(event, Written) and event.key.startswith(MEMBERS):
+            self.said.add(event.key.removeprefix(MEMBERS).removesuffix(".json"))
+        if isinstance(event, Changed):
+            for attempt, machine in self.machines.items():
+                if machine.alive and attempt not in self.intended:
+                    raise Violation(f"evidence: nothing tells of the node of attempt {attempt}")
+        if isinstance(event, Deleted):
+            self._deleted(event)
+
+    def _deleted(self, event: Deleted) -> None:
+        if event.key.startswith("facts/"):
+            raise Violation(f"evidence: {event.key} was deleted at {event.t:.1f} s")
+        for machine in self.machines.values():
+            if event.key == f"{MEMBERS}{machine.member}.json" and machine.runs():
+                raise Violation(
+                    f"evidence: {event.key} was deleted at {event.t:.1f} s, and its node runs"
+                )
+
+    def at_end(self) -> None:
+        if left := [m.number for m in self.machines.values() if m.alive]:
+            raise Violation(f"evidence: nodes {left} have power after the end of the run")
+
+
+@dataclass
+class Bystanders:
+    """Whoever trains is in the newest epoch or on its way out: no two epochs commit steps beside
+    each other (see `Fenced`), and nobody is told to train in an epoch that does not name it."""
+
+    machines: Mapping[int, SimNode]
+    fresh_s: float  # who has said so lately that it trains is not lost
+    members: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    training: dict[str, tuple[int, float]] = field(
+        default_factory=dict
+    )  # in which epoch; when said
+
+    def see(self, event: Any) -> None:
+        if isinstance(event, Written) and event.key.startswith("rdzv/epochs/"):
+            epoch = Epoch.decode(event.data)
+            self._settled(event, epoch)
+            if len(set(epoch.members)) != len(epoch.members):
+                raise Violation(f"members: epoch {epoch.epoch} names one twice: {epoch.members}")
+            self.members[epoch.epoch] = epoch.members
+        if isinstance(event, Written) and event.key.startswith(MEMBERS):
+            body = json.loads(event.data)
+            self.training[body["member"]] = (body["epoch"], event.t)
+            if body["state"] != "in":
+                del self.training[body["member"]]
+            named = self.members.get(body["epoch"])
+            if body["state"] == "in" and (named is None or body["member"] not in named):
+                raise Violation(
+                    f"members: {body['member']} says at {event.t:.1f} s that it is in epoch "
+                    f"{body['epoch']}, which does not name it"
+                )
+
+    def _settled(self, event: Written, epoch: Epoch) -> None:
+        machines = {m.member: m for m in self.machines.values() if m.runs() and not m.frozen()}
+        for name in self.members.get(epoch.epoch - 1, ()):
+            at, said_s = self.training.get(name, (0, 0.0))
+            lately = at == epoch.epoch - 1 and event.t - said_s < self.fresh_s
+            if lately and name in machines and machines[name].pool.at_work():
+                raise Violation(
+                    f"members: epoch {epoch.epoch} was created at {event.t:.1f} s, while {name} "
+                    f"trains in epoch {at} and said so {event.t - said_s:.1f} s before"
+                )
+
+    def at_end(self) -> None: ...
+
+
+@dataclass
+class PublishedOnce:
+    """What was published are committed steps, each once, in order, without a gap."""
+
+    store: ObjectStore
+    expected: Callable[[int], str]
+    name: str
+
+    def see(self, event: Any) -> None: ...
+
+    def at_end(self) -> None:
+        step = 0
+        for marker in published(self.store, self.name):
+            for line in self._lines(marker):
+                step += 1
+                if line != f"{step} {self.expected(step)}":
+                    raise Violation(f"published once: wanted step {step}, found {line!r}")
+            if marker.last != step:
+                raise Violation(f"published once: {marker} ends at step {step}")
+
+    def _lines(self, marker: Published) -> Iterable[str]:
+        return self.store.get(marker.folder + "steps.txt").decode().splitlines()

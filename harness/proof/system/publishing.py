@@ -1,0 +1,89 @@
+"""What runs beside the first member of an epoch: the real publisher, and a tracker for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.views.plugins import Records, RunInfo
+from harness.views.trackers import Publisher
+from storage.errors import StoreError
+from storage.faults import Crash
+
+if TYPE_CHECKING:
+    from harness.proof.system.node import SimNode
+
+ROUND_S, BATCH_S = 5.0, 20.0
+NAME = "sim"
+
+
+@dataclass
+class Lines:
+    """A tracker that writes one line a step: its number and its digest."""
+
+    name: str = NAME
+    outside: bool = False
+
+    def publish(self, records: Records, info: RunInfo, folder: Path) -> None:
+        lines = (f"{r.step} {r.digest}" for r in records)
+        (folder / "steps.txt").write_text("\n".join(lines))
+
+
+class _NoStop:
+    """The publisher is never told to stop: it is asked for one round after the other."""
+
+    def is_set(self) -> bool:
+        return False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return False
+
+
+class SimSidecars:
+    """As `helpers.Helpers`: they outlive epochs, and end with their agent."""
+
+    def __init__(self, node: SimNode):
+        self._node = node
+        self._publisher: Publisher | None = None
+        self._actor = f"publisher-{node.number}"
+        self._ended = False
+
+    def start(self) -> None:
+        if self._node.sim.setting.publishes and self._publisher is None:
+            self._node.sim.kernel.after(ROUND_S, self._round, self._actor)
+
+    def release(self) -> None: ...
+
+    def end(self, wait_s: float) -> None:
+        if self._publisher is not None:
+            self._publish(last=True)
+        self._ended = True
+
+    def _round(self) -> None:
+        if not self._ended and self._node.runs():
+            self._publish(last=False)
+            self._node.sim.kernel.after(ROUND_S, self._round, self._actor)
+
+    def _publish(self, last: bool) -> None:
+        try:
+            if self._publisher is None:
+                self._publisher = self._new()
+            self._publisher.round(last)
+        except (StoreError, Crash):
+            pass  # the next round, or the next publisher
+
+    def _new(self) -> Publisher:
+        sim, store = self._node.sim, self._node.access(self._actor)
+        stop: Any = _NoStop()
+        return sim.build.publisher(
+            store,
+            RunInfo.of(store),
+            [Lines()],
+            BATCH_S,
+            1,
+            self._node.host.wall,
+            self._node.host.monotonic,
+            stop,
+            f"{self._node.rng.randrange(1 << 32):08x}",
+        )

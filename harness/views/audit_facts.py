@@ -1,0 +1,168 @@
+"""Facts in an audit: the archive's volumes, each by itself (`prove`) and as a chain, and what is
+live.
+
+Pure but for the store it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from harness.bucket import tiers
+from harness.bucket.archive import BRIEF, STEPS, Cursor, Live, raw_key, volumes
+from harness.bucket.layout import segment_key
+from harness.bucket.tiers import Block
+from harness.bucket.volumes import (
+    DamagedArchive,
+    brief_of,
+    columns_of,
+    digested,
+    fact_of,
+    joined_briefs,
+    joined_columns,
+    reader_after,
+    sealed,
+    unsealed,
+    volume_of,
+)
+from harness.core import columns
+from harness.core.columns import NONE, Columns
+from harness.core.facts import Stamped, StepDone, Unreadable
+from harness.core.values import digest
+from harness.views.audit_rules import Violation, whole_lines
+from harness.views.proving import Prover
+from storage.objects import ObjectStore
+
+Progress = Callable[[str, int, int], None]  # what, done, of how many
+
+
+def prove(key: str, data: bytes, context: str) -> bytes:
+    """Of one volume: its place in the chain, and what is made of it; or why it is none."""
+    try:
+        volume = volume_of(data, key)
+        for writer, segment, lines in volume.segments():
+            for _ in whole_lines(f"{key}: {segment_key(writer, segment)}", lines):
+                pass
+    except (DamagedArchive, Violation) as e:
+        return sealed({"violation": str(e)}, (), b"")
+    brief, steps = digested(volume, data)
+    head = {"violation": "", "number": volume.number, "prev": volume.prev, "hash": digest(data)}
+    return sealed({**head, "brief": len(brief)}, volume.runs, brief + steps)
+
+
+@dataclass
+class Found:
+    """`facts`: of all writers, without the steps, by time."""
+
+    facts: list[Stamped] = field(default_factory=list)
+    steps: Columns = field(default_factory=lambda: NONE)
+    unread: list[Unreadable] = field(default_factory=list)
+    writers: int = 0
+
+    def take(self, told: Iterable[Stamped]) -> None:
+        for stamped in told:
+            if isinstance(stamped.fact, Unreadable):
+                self.unread.append(stamped.fact)
+            else:
+                self.facts.append(stamped)
+
+
+def read(store: ObjectStore, prover: Prover, progress: Progress) -> Found:
+    """Every fact, whole and in its place. Raises Violation, StoreError."""
+    live = Live.read(store).segments  # before the archive, as every reader
+    found = Found()
+    cursors, rows = _archived(store, prover, found, progress)
+    for done, (writer, parts) in enumerate(live.items(), 1):
+        cursor = cursors.setdefault(writer, Cursor())
+        reader = reader_after(writer, cursor.head)
+        fresh = [(number, data) for number, data in parts if number >= cursor.next]
+        for wanted, (number, data) in enumerate(fresh, cursor.next):
+            key = segment_key(writer, number)
+            if number != wanted:
+                raise Violation(
+                    f"facts of {writer}: wanted segments numbered without a gap, found {key} where "
+                    f"{segment_key(writer, wanted)} should be"
+                )
+            for where, line in whole_lines(key, data):
+                found.take(reader.read(where, line))
+        progress("facts", done, len(live))
+    told = [s.fact for s in found.facts if isinstance(s.fact, StepDone)]
+    found.facts = sorted(
+        (s for s in found.facts if not isinstance(s.fact, StepDone)), key=lambda s: s.t
+    )
+    found.steps, found.writers = columns.joined([*rows, columns.of_facts(told)]), len(cursors)
+    return found
+
+
+def _archived(
+    store: ObjectStore, prover: Prover, found: Found, progress: Progress
+) -> tuple[dict[str, Cursor], list[Columns]]:
+    """Facts of the archive's volumes: how far they go, by writer, and the steps."""
+    cursors: dict[str, Cursor] = {}
+    prev, briefs, steps = "", list[bytes](), list[bytes]()
+    count = sum(1 for _ in _numbers(store))
+    proofs = prover.each(store, (raw_key(n) for n in range(count)), prove, "")
+    for number, (key, proof) in enumerate(proofs):
+        if proof is None:
+            raise Violation(f"{key}: missing, but later volumes follow from it")
+        head, runs, body = unsealed(proof, key)
+        if head["violation"]:
+            raise Violation(head["violation"])
+        if (head["number"], head["prev"]) != (number, prev):
+            raise Violation(
+                f"{key}: wanted volume {number} after {prev or 'none'}, found volume "
+                f"{head['number']} after {head['prev'] or 'none'}"
+            )
+        prev = head["hash"]
+        for run in runs:
+            cursor = cursors.setdefault(run.writer, Cursor())
+            if (run.first, run.head) != (cursor.next, cursor.head):
+                raise Violation(
+                    f"{key}: wanted facts of {run.writer} from segment {cursor.next} on, found "
+                    f"them from {run.first} on"
+                )
+            cursor.next = run.end
+        briefs.append(body[: head["brief"]])
+        steps.append(body[head["brief"] :])
+        brief = brief_of(briefs[-1], key)
+        for run in brief.runs:
+            cursors[run.writer].head = run.head
+        found.take(fact_of(writer, line) for writer, _, line in brief.lines())
+        progress("volumes", number + 1, count)
+    for kind, parts, join in ((BRIEF, briefs, joined_briefs), (STEPS, steps, joined_columns)):
+        for block, data in tiers.read(store, kind):
+            _compare(store, kind, block, data, parts[block.first : block.end], join)
+    return cursors, [columns_of(data, "steps") for data in steps]
+
+
+def _compare(
+    store: ObjectStore,
+    kind: str,
+    block: Block,
+    data: bytes,
+    parts: list[bytes],
+    join: Callable[[list[bytes]], bytes],
+) -> None:
+    """Is a block what its volumes make? Raises Violation."""
+    if len(parts) < block.end - block.first:  # it has come since we read the volumes
+        last = raw_key(block.end - 1)
+        if not store.list(last):
+            raise Violation(f"{block.key(kind)}: wanted volumes up to {last}, found no such object")
+    elif data != (join(parts) if len(parts) > 1 else parts[0]):
+        raise Violation(
+            f"{block.key(kind)}: wanted what volumes {block.first} to {block.end - 1} make, found "
+            "another; it was changed"
+        )
+
+
+def _numbers(store: ObjectStore) -> Iterator[int]:
+    """Numbers of the volumes that are there."""
+    listed = set(store.list(raw_key(0).rpartition("/")[0] + "/"))
+    number = 0
+    while raw_key(number) in listed:
+        yield number
+        number += 1
+    for _ in volumes(store, number):  # not listed yet
+        yield number
+        number += 1

@@ -1,0 +1,258 @@
+"""Step records in an audit: each object by itself (`prove`), then the chain that they make.
+
+Pure but for the store it is given. What can be said of one object alone is a proof, made by any
+process and remembered (`proving.py`); the chain is followed from proof to proof.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from harness.bucket import recorded
+from harness.bucket.layout import Epoch, epoch_key
+from harness.bucket.recorded import Part
+from harness.bucket.volumes import sealed, unsealed
+from harness.core import records as rec
+from harness.core.batch import MAX_SAMPLES, Batching, expected_digests
+from harness.views.audit_rules import Violation
+from storage.errors import NotFound
+from storage.objects import ObjectStore
+
+
+def batching_of(identity: dict[str, Any]) -> Batching:
+    """What decides the samples of every step. An iterable dataset (0 samples) is one endless
+    stream in its own order."""
+    return Batching(
+        samples=identity["samples"] or MAX_SAMPLES,
+        global_batch=identity["global_batch"],
+        micro_batch=identity["micro_batch"],
+        seed=identity["seed"],
+        shuffle=identity["shuffle"] and identity["samples"] > 0,
+    )
+
+
+# ---- one object ----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Proof:
+    """What was found in one object. `broken`: why it is no object of records ("": it is one; then
+    `part` has its content). `violation`: which rule one of its records breaks. `worlds`: where they
+    change, newest first: epoch, ranks, ranks of a replica, step."""
+
+    broken: str
+    violation: str
+    worlds: tuple[tuple[int, int, int, int], ...]
+    part: Part | None
+
+    def encode(self) -> bytes:
+        head = {"broken": self.broken, "violation": self.violation, "worlds": self.worlds}
+        return sealed(head, (), recorded.encode([self.part] if self.part else []))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Proof:
+        head, _, body = unsealed(data, "a proof")
+        parts = recorded.decode(body, "a proof")
+        worlds = tuple((e, ranks, size, step) for e, ranks, size, step in head["worlds"])
+        return cls(head["broken"], head["violation"], worlds, parts[0] if parts else None)
+
+
+def prove(key: str, data: bytes, context: str) -> bytes:
+    """A `Proof`. `context`: run.json, or "": only that it is whole."""
+    try:
+        part = _part(key, data)
+    except rec.BrokenRecords as e:
+        return Proof(str(e), "", (), None).encode()
+    violation, worlds = "", list[tuple[int, int, int, int]]()
+    if context:
+        identity = json.loads(context)
+        try:
+            _obey(key, part, identity)
+        except Violation as e:
+            violation = str(e)
+    for r in reversed(part):
+        world = (r.epoch, r.world, r.replica_ranks)
+        if not worlds or worlds[-1][:3] != world:
+            worlds.append((*world, r.step))
+    return Proof("", violation, tuple(worlds), Part.of(key, part)).encode()
+
+
+def _obey(key: str, part: list[rec.StepRecord], identity: dict[str, Any]) -> None:
+    """The rules that each record must obey by itself. Raises Violation, the newest first."""
+    batching, proof = batching_of(identity), rec.what_digests_prove(identity)
+    wanted = expected_digests(batching, part[0].step, len(part))
+    later_epoch = part[-1].epoch
+    for r, digest in zip(reversed(part), reversed(wanted.tolist()), strict=True):
+        _rules(f"{key}, step {r.step}", r, batching, f"{digest:016x}", proof)
+        if r.epoch > later_epoch:
+            raise Violation(_went_back(key, r.step, r.epoch, later_epoch))
+        later_epoch = r.epoch
+
+
+def _went_back(key: str, step: int, epoch: int, later: int) -> str:
+    return (
+        f"{key}, step {step}: wanted epochs that never go back, found epoch {epoch} before epoch "
+        f"{later}"
+    )
+
+
+def _rules(where: str, r: rec.StepRecord, batching: Batching, wanted: str, proof: str) -> None:
+    if r.samples != batching.global_batch:
+        raise Violation(
+            f"{where}: wanted a global batch of {batching.global_batch} samples, found {r.samples}"
+        )
+    size = r.replica_ranks
+    whole = len(r.shares) * size == r.world
+    if sum(r.shares) != batching.micro_batches or min(r.shares) < 0 or not whole:
+        raise Violation(
+            f"{where}: wanted {batching.micro_batches} micro-batches over {r.world} ranks"
+            f"{f' in replicas of {size}' * (size > 1)}, found shares {list(r.shares)}"
+        )
+    if r.digest != wanted:
+        raise Violation(
+            f"{where}: wanted the samples of (seed {batching.seed}, step {r.step}), digest "
+            f"{wanted}; found {r.digest}"
+        )
+    if bool(r.contents) != (proof == "contents"):
+        found = repr(r.contents) if r.contents else "none"
+        raise Violation(
+            f"{where}: wanted a hash of contents exactly where run.json says that contents are "
+            f"recorded, found {found}"
+        )
+    if not r.weight > 0 or not math.isfinite(r.weight):
+        raise Violation(f"{where}: wanted a positive weight, found {r.weight}")
+    if not math.isfinite(r.loss):
+        raise Violation(f"{where}: wanted a finite loss, found {r.loss}")
+
+
+def _part(key: str, data: bytes) -> list[rec.StepRecord]:
+    part = rec.decode(data, key, exact=True)
+    if len(part) != data.count(b"\n"):  # an empty line more, or another line end
+        raise rec.BrokenRecords(
+            f"{key}: wanted records as they were written, found another spelling; it was changed"
+        )
+    if rec.key(part) != key:
+        raise rec.BrokenRecords(
+            f"{key}: wanted records that fit this name, found those of {rec.key(part)}"
+        )
+    return part
+
+
+def read_part(store: ObjectStore, key: str) -> list[rec.StepRecord]:
+    """One records object, whole to the byte. Raises BrokenRecords."""
+    try:
+        data = store.get(key)
+    except NotFound:
+        raise rec.BrokenRecords(_missing(key)) from None
+    return _part(key, data)
+
+
+def _missing(key: str) -> str:
+    return f"{key}: missing, but a manifest or later records follow from it"
+
+
+# ---- the chain -----------------------------------------------------------------------------------
+def walk(
+    store: ObjectStore, named: rec.Named, genesis: str
+) -> Iterator[tuple[str, list[rec.StepRecord]]]:
+    """The records objects that lead from `named` (a manifest's `data["samples"]`) back to step 1,
+    newest first, one at a time. Raises BrokenRecords at the first that does not fit. The records of
+    an object are in ascending order of steps."""
+    by_head = rec.heads(store.list("samples/"))
+    key, want, step = named.key, named.head, named.last
+    while True:
+        part = read_part(store, key)
+        _check_end(key, part[-1].step, part[-1].h, step, want)
+        yield key, part
+        want, step = part[0].prev, part[0].step - 1
+        if want == genesis or step < 1:
+            break
+        key = _before(by_head, want, step)
+    _check_begin(key, want, step, genesis)
+
+
+def chain(
+    proofs: dict[str, Proof], named: rec.Named, genesis: str, worlds: dict[int, Epoch], epoch: int
+) -> Iterator[tuple[str, Part]]:
+    """As `walk`, over proofs; every rule is obeyed. `epoch`: that of the manifest. Raises
+    BrokenRecords, Violation."""
+    by_head = rec.heads(proofs)
+    key, want, step = named.key, named.head, named.last
+    while True:
+        part = _obeyed(proofs, key, worlds, epoch)
+        first, last = int(part.rows["step"][0]), int(part.rows["step"][-1])
+        _check_end(key, last, part.head, step, want)
+        yield key, part
+        want, step, epoch = part.prev, first - 1, int(part.rows["epoch"][0])
+        if want == genesis or step < 1:
+            break
+        key = _before(by_head, want, step)
+    _check_begin(key, want, step, genesis)
+
+
+def _obeyed(proofs: dict[str, Proof], key: str, worlds: dict[int, Epoch], later: int) -> Part:
+    proof = proofs.get(key)
+    if proof is None or proof.part is None:
+        raise rec.BrokenRecords(proof.broken if proof else _missing(key))
+    if proof.violation:
+        raise Violation(proof.violation)
+    for epoch, ranks, size, step in proof.worlds:
+        if epoch > later:
+            raise Violation(_went_back(key, step, epoch, later))
+        if worlds and (epoch not in worlds or worlds[epoch].world != ranks):
+            found = f"{worlds[epoch].world} ranks" if epoch in worlds else "no such epoch"
+            raise Violation(
+                f"{key}, step {step}: wanted the {ranks} ranks of epoch {epoch}; "
+                f"{epoch_key(epoch)} says {found}"
+            )
+        if worlds and worlds[epoch].replica_ranks != size:
+            raise Violation(
+                f"{key}, step {step}: wanted replicas of {worlds[epoch].replica_ranks} ranks, as "
+                f"{epoch_key(epoch)} says, found replicas of {size}"
+            )
+        later = epoch
+    return proof.part
+
+
+def _check_end(key: str, last: int, head: str, step: int, want: str) -> None:
+    if head != want or last != step:
+        raise rec.BrokenRecords(
+            f"{key}: wanted step {step} with hash {want[:16]} at its end, found step {last} with "
+            f"{head[:16]}"
+        )
+
+
+def _before(by_head: dict[str, str], want: str, step: int) -> str:
+    if want[:16] not in by_head:
+        raise rec.BrokenRecords(
+            f"records up to step {step} are missing: step {step + 1} follows one with hash "
+            f"{want[:16]}, found none"
+        )
+    return by_head[want[:16]]
+
+
+def _check_begin(key: str, want: str, step: int, genesis: str) -> None:
+    if (want, step) != (genesis, 0):
+        raise rec.BrokenRecords(
+            f"{key}: wanted step 1 to follow the run's identity ({genesis[:16]}), found step "
+            f"{step + 1} after {want[:16]}; "
+            "run.json was changed, or the records are of another run"
+        )
+
+
+def compare_archive(found: recorded.Recorded, proofs: dict[str, Proof]) -> int:
+    """Is every entry of the archive made of the object that it names? How many. Raises
+    Violation."""
+    if found.damage:
+        raise Violation(found.damage[0])
+    for key, part in found.parts.items():
+        proof = proofs.get(key)
+        if proof is None or proof.part is None:
+            raise Violation(
+                f"{key}: the archive has an entry of it, and it is not there, or broken"
+            )
+        if recorded.encode([proof.part]) != recorded.encode([part]):
+            raise Violation(f"archive/records/: its entry of {key} is not made of that object")
+    return len(found.parts)

@@ -1,0 +1,125 @@
+"""Proofs of single objects, made by several processes and remembered: what `harness verify` does a
+million times.
+
+A proof is a function of an object's key, its bytes and a context, and nothing else; it gives bytes.
+So it can be made anywhere, and made once: a verification that was interrupted goes on where it was.
+What is remembered is believed only of an object that has the very same bytes as then, so every
+object is read and hashed each time; only its lines are not taken apart again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from typing import BinaryIO
+
+from harness.core.values import digest
+from storage.objects import ObjectStore, get_each
+
+Prove = Callable[[str, bytes, str], bytes]  # key, content, context; a function of a module
+AHEAD = 4  # objects for each process that are on their way
+FEW = 64  # objects that are not worth a process
+
+
+class Prover:
+    """`processes`: 0: this one. `memory`: a file of proofs that were made before, or None."""
+
+    def __init__(self, processes: int = 0, memory: Path | None = None):
+        self._processes, self._memory = processes, memory
+        self._known: dict[bytes, tuple[int, int]] = {}  # name of a proof -> where in the file
+        self._read: BinaryIO | None = None
+        self._written: BinaryIO | None = None
+        self.remembered = 0
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Prover]:
+        """While it is at work."""
+        if self._memory is None:
+            yield self
+            return
+        self._memory.parent.mkdir(parents=True, exist_ok=True)
+        # two handles: one that appends loses its place when it also reads
+        with open(self._memory, "ab") as self._written, open(self._memory, "rb") as self._read:
+            self._written.truncate(self._load(self._read))
+            try:
+                yield self
+            finally:
+                self._written.flush()
+                self._written = self._read = None
+
+    def each(
+        self, store: ObjectStore, keys: Iterable[str], prove: Prove, context: str
+    ) -> Generator[tuple[str, bytes | None], None, None]:
+        """(key, proof) in the order of the keys; None: there is no such object. Raises
+        StoreError."""
+        wanted = list(keys)
+        with contextlib.ExitStack() as stack:
+            pool = None
+            if self._processes > 1 and len(wanted) > FEW:
+                # not forked: this process has threads that read
+                context_of = multiprocessing.get_context("spawn")
+                pool = ProcessPoolExecutor(self._processes, context_of)
+                stack.callback(pool.shutdown, cancel_futures=True)
+            found = stack.enter_context(contextlib.closing(get_each(store, wanted)))
+            coming: deque[tuple[str, bytes, Future[bytes] | bytes | None]] = deque()
+            for key, data in found:
+                coming.append((key, *self._begin(pool, prove, key, data, context)))
+                if len(coming) > AHEAD * max(1, self._processes):
+                    yield self._end(*coming.popleft())
+            while coming:
+                yield self._end(*coming.popleft())
+
+    def _begin(
+        self,
+        pool: ProcessPoolExecutor | None,
+        prove: Prove,
+        key: str,
+        data: bytes | None,
+        context: str,
+    ) -> tuple[bytes, Future[bytes] | bytes | None]:
+        if data is None:
+            return b"", None
+        name = digest("\0".join((prove.__name__, key, context, digest(data))).encode()).encode()
+        if (known := self._recall(name)) is not None:
+            self.remembered += 1
+            return b"", known
+        if pool is None:
+            return name, prove(key, data, context)
+        return name, pool.submit(prove, key, data, context)
+
+    def _end(
+        self, key: str, name: bytes, found: Future[bytes] | bytes | None
+    ) -> tuple[str, bytes | None]:
+        proof = found.result() if isinstance(found, Future) else found
+        if name and proof is not None:
+            self._keep(name, proof)
+        return key, proof
+
+    # ---- the file: name, length, hash, proof, one after the other --------------------------------
+    def _load(self, file: BinaryIO) -> int:
+        """Where each proof lies, and where the last whole one ends."""
+        at = 0
+        while len(head := file.read(80)) == 80:
+            length = int(head[32:48], 16)
+            body = file.read(length)
+            if len(body) < length or digest(body).encode() != head[48:]:
+                break
+            self._known[head[:32]] = at + 80, length
+            at += 80 + length
+        return at
+
+    def _recall(self, name: bytes) -> bytes | None:
+        if self._read is None or name not in self._known:
+            return None
+        at, length = self._known[name]
+        self._read.seek(at)
+        return self._read.read(length)
+
+    def _keep(self, name: bytes, proof: bytes) -> None:
+        if self._written is not None:
+            head = name + b"%016x" % len(proof) + digest(proof).encode()
+            self._written.write(head + proof)

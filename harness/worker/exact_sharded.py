@@ -1,0 +1,240 @@
+"""Exact sums (`exact.py`) of what FSDP2 shards. Runs in the worker."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness.core.world import BadInput
+from harness.worker.counting import Counting
+from harness.worker.parallel import Sharded
+from harness.worker.rounding import NAMES, exact_norm
+from harness.worker.sharding import fsdp_groups, needs
+
+
+@dataclass
+class _Group:
+    """The parameters that FSDP gathers and shards together."""
+
+    handles: list[Any]  # FSDPParam
+    members: list[int]  # which parameters they are
+    units: list[list[int]]  # the same, cut into what is turned into integers together
+    process_group: Any
+    # (numel,) integers, whole parameters one after the other; only while a step needs it
+    totals: torch.Tensor | None = None
+    wire: torch.Tensor | None = None  # (ranks * columns,): the same, each rank's rows together
+    # (columns,): what this rank keeps, each parameter's rows padded to those of rank 0
+    mine: torch.Tensor | None = None
+    work: Any = None
+
+
+class ExactSharded(Sharded):
+    """FSDP2 without its gradient exchange: whole gradients of a block become integers when its
+    backward ends, and are let go.
+
+    After the last micro-batch's backward of a block its integers are reduce-scattered. Until then
+    each rank holds integers for the whole model (`word` / 8 bytes per parameter), like FSDP2 does
+    with gradients under set_requires_gradient_sync(False); with one micro-batch per rank only for
+    the blocks whose exchange is under way.
+    """
+
+    may_repeat = True
+
+    def __init__(self, model: nn.Module, word: int = 64):
+        super().__init__(model)
+        self.sums = NAMES[word]
+        self.counting = Counting(
+            self.parameters, {id(p): name for name, p in model.named_parameters()}, word
+        )
+        self._last = self._filler = False
+        self._groups: list[_Group] = []
+        index = {id(p): i for i, p in enumerate(self.parameters)}
+        for param_group in fsdp_groups(model):
+            self._watch(param_group, index)
+        for root in self._roots:
+            root.set_requires_gradient_sync(False)
+
+    def _watch(self, param_group: Any, index: dict[int, int]) -> None:
+        needs(
+            param_group,
+            "reduce='exact' with fsdp2",
+            "fsdp_params",
+            "_reduce_scatter_process_group",
+            "post_backward",
+        )
+        handles = [h for h in param_group.fsdp_params if id(h.sharded_param) in index]
+        for handle in handles:
+            if handle.fsdp_placement.dim != 0:
+                raise BadInput(
+                    "exact sums know fsdp2 with rows sharded (dimension 0); use "
+                    "harness.fsdp2(model, run)"
+                )
+        members = [index[id(h.sharded_param)] for h in handles]
+        group = _Group(
+            handles,
+            members,
+            self.counting.units(members),
+            param_group._reduce_scatter_process_group,
+        )
+        self._groups.append(group)
+        fsdp_post_backward = param_group.post_backward
+
+        def post_backward(*unused: Any) -> None:
+            self._take(group)
+            # finds no gradients, gathers nothing, and frees the whole parameters
+            fsdp_post_backward(*unused)
+
+        param_group.post_backward = post_backward
+
+    def start(self, micro_batches: int) -> None:
+        self.counting.start(micro_batches)
+
+    def micro(self, last: bool, filler: bool = False) -> None:
+        self._last, self._filler = last, filler
+        for root in self._roots:
+            root.set_is_last_backward(last)
+        self.counting.micro()
+
+    def micro_done(self) -> None: ...
+
+    def _take(self, group: _Group) -> None:
+        """The backward of a block has ended."""
+        if group.totals is None and group.mine is None:
+            sizes = [self.parameters[i].numel() for i in group.members]
+            group.totals = torch.zeros(
+                sum(sizes), dtype=self.counting.integers, device=self.counting.device
+            )
+        grads: dict[int, torch.Tensor] = {}
+        for i, handle in zip(group.members, group.handles, strict=True):
+            whole = getattr(handle, "_unsharded_param", None)
+            if whole is not None and whole.grad is not None:
+                grads[i], whole.grad = whole.grad, None
+                self.counting.see(i)
+        if grads and not self._filler:
+            assert group.totals is not None, "gradients came after the last backward of this block"
+            offset = 0
+            for unit in group.units:
+                for members in [unit] if all(i in grads for i in unit) else [[i] for i in unit]:
+                    size = sum(self.parameters[i].numel() for i in members)
+                    if members[0] in grads:
+                        self.counting.add(
+                            members,
+                            [grads[i] for i in members],
+                            group.totals[offset : offset + size],
+                        )
+                    offset += size
+        grads.clear()
+        if self._last and group.totals is not None:
+            self._exchange(group)
+
+    def _exchange(self, group: _Group) -> None:
+        assert group.totals is not None
+        world = group.process_group.size()
+        columns = [self._columns(i, world) for i in group.members]
+        if world == 1:
+            group.mine, group.totals = group.totals, None
+            return
+        wire = torch.zeros(
+            world, sum(columns), dtype=self.counting.integers, device=self.counting.device
+        )
+        offset = column = 0
+        for i, width in zip(group.members, columns, strict=True):
+            whole = group.totals[offset : offset + self.parameters[i].numel()]
+            # ranks whose share is as large as rank 0's; the next may have some, others none
+            full = len(whole) // width if width else 0
+            wire[:full, column : column + width] = whole[: full * width].view(full, width)
+            rest = whole[full * width :]
+            if len(rest):
+                wire[full, column : column + len(rest)] = rest
+            offset, column = offset + len(whole), column + width
+        group.totals, group.wire = None, wire.view(-1)
+        group.mine = torch.empty(
+            sum(columns), dtype=self.counting.integers, device=self.counting.device
+        )
+        # the new name, from torch 2.13 on
+        scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        group.work = scatter(group.mine, group.wire, group=group.process_group, async_op=True)
+
+    def _columns(self, i: int, world: int) -> int:
+        """Elements of parameter i that rank 0 keeps."""
+        shape = self.parameters[i].shape
+        return -(-shape[0] // world) * math.prod(shape[1:])
+
+    def again(self) -> bool:
+        if not self._last:
+            raise BadInput(
+                "step.update() came before all micro-batches of the step were done; let `for batch "
+                "in step` run to its end"
+            )
+        for group in self._groups:
+            if group.mine is None:
+                self._take(group)  # no part of it was in the forward
+        repeat = self.counting.agree()
+        for group in self._groups:
+            if group.work is not None:
+                group.work.wait()
+            group.work = group.wire = None
+        self._last = False
+        if repeat:
+            self._clear()
+        return repeat
+
+    def reduce(self) -> None:
+        self.counting.must_not_repeat(self.again)
+
+    def divide(self, weight: float | torch.Tensor) -> None:
+        from torch.distributed.tensor import DTensor
+
+        for group in self._groups:
+            assert group.mine is not None
+            column = 0
+            for i in group.members:
+                p: Any = self.parameters[i]
+                grad = torch.empty_like(p.to_local(), memory_format=torch.contiguous_format)
+                self.counting.write(
+                    i, group.mine[column : column + grad.numel()], weight, grad.view(-1)
+                )
+                p.grad = DTensor.from_local(
+                    grad,
+                    p.device_mesh,
+                    p.placements,
+                    run_check=False,
+                    shape=p.shape,
+                    stride=p.stride(),
+                )
+                column += self._columns(i, group.process_group.size())
+            group.mine = None
+        self.counting.applied()
+
+    def norm(self) -> torch.Tensor:
+        parts = [g.view(-1) for g in self._local()]
+        numel = sum(p.numel() for p in self.parameters)
+        if self.counting.world == 1:
+            return exact_norm(parts, numel, self.counting.device)
+        return exact_norm(
+            parts,
+            numel,
+            self.counting.device,
+            lambda t: dist.all_reduce(t, op=dist.ReduceOp.MAX),
+            dist.all_reduce,
+        )
+
+    def _clear(self) -> None:
+        for group in self._groups:
+            group.totals = group.wire = group.mine = None
+        self.counting.clear()
+
+    def zero(self) -> None:
+        super().zero()
+        self._clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.counting.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.counting.load_state_dict(state)

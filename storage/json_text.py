@@ -1,0 +1,93 @@
+"""JSON of a bucket, within bounds: the one parser of everything that others wrote, and the one
+spelling that hashes are made of.
+
+Pure. Whatever lies in a bucket may be damaged or somebody else's, so its size and depth are
+limited, and there is one error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from typing import Any
+
+MOST_NBYTES = 1 << 20  # of one text that nobody says more of: an object, a line of facts
+MOST_DEPTH = 64  # brackets within brackets
+MOST_INT = 2**53
+
+
+class BadObject(ValueError):
+    """What was read is not what is wanted there: damaged, foreign, or of another version."""
+
+
+def canonical(value: object) -> bytes:
+    """The one JSON spelling that hashes are made of. Floats keep every bit (repr round-trips),
+    NaN and inf included."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=True).encode()
+
+
+def digest(data: bytes) -> str:
+    """32 hex digits: blake2b-128."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def parsed(
+    text: str | bytes,
+    *,
+    most_nbytes: int = MOST_NBYTES,
+    most_depth: int = MOST_DEPTH,
+    finite: bool = False,
+) -> Any:
+    """JSON of a bucket. `finite`: NaN and infinities are refused anywhere. Raises BadObject."""
+    if len(text) > most_nbytes:
+        raise BadObject(f"wanted at most {most_nbytes} bytes, found {len(text)}")
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise BadObject(f"wanted JSON, found brackets nested deeper than {most_depth}") from None
+    except ValueError as e:  # also of text that is no UTF-8, and of numbers without end
+        raise BadObject(f"wanted JSON, found something else ({e})") from None
+    if finite or _brackets(text) > most_depth:
+        _look_through(found, most_depth, finite)
+    return found
+
+
+def whole(value: Any, low: int = -MOST_INT, high: int = MOST_INT) -> int:
+    """A whole number in [low, high]. Raises BadObject."""
+    if type(value) is not int or not low <= value <= high:
+        raise BadObject(f"wanted a whole number in [{low}, {high}], found {brief(value)}")
+    return value
+
+
+def brief(value: Any) -> str:
+    """A value in an error message."""
+    return (
+        type(value).__name__
+        if isinstance(value, (list, dict)) or value is None
+        else f"{value!r:.40}"
+    )
+
+
+def _brackets(text: str | bytes) -> int:
+    """No fewer than it is deep."""
+    if isinstance(text, str):
+        return text.count("[") + text.count("{")
+    return text.count(b"[") + text.count(b"{")
+
+
+def _look_through(value: Any, most_depth: int, finite: bool) -> None:
+    level: list[Any] = [value]
+    for _ in range(most_depth + 1):
+        inside: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                inside += one.values()
+            elif isinstance(one, list):
+                inside += one
+            elif finite and type(one) is float and not math.isfinite(one):
+                raise BadObject(f"wanted finite numbers, found {one}")
+        if not inside:
+            return
+        level = inside
+    raise BadObject(f"wanted JSON, found brackets nested deeper than {most_depth}")

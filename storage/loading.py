@@ -1,0 +1,252 @@
+"""Parts of a snapshot to tensors: only the bytes that are needed, in parallel, verified.
+
+The planners of torch.distributed.checkpoint say what is needed (`storage/dcp.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.tensor import DTensor
+
+from storage.manifest import Manifest, SnapshotCorrupt
+from storage.snapshots import Snapshots, scratch
+
+# one request of a load, whole hash chunks: so little that it stays in a processor's cache until it
+# is copied
+READ_NBYTES = 8 << 20
+READ_THREADS = 16
+
+
+# ---- loading -------------------------------------------------------------------------------------
+def destinations(
+    manifest: Manifest,
+    have: dict[str, torch.Tensor],
+    like: Callable[[str, tuple[int, ...]], torch.Tensor | None] = lambda name, shape: None,
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> dict[str, torch.Tensor]:
+    """`have`, plus a new tensor for every saved one that the program does not have yet (optimizer
+    state before its first step).
+
+    `wanted(name)`: False for those that it does not need either. `like(name, global shape)` returns
+    the tensor it belongs to, or None. If that has the same global shape the new one is `empty_like`
+    it (so a DTensor's placement and the device follow), else a plain CPU tensor. Always of the
+    saved dtype.
+    """
+    made = dict(have)
+    for name, entry in manifest.tensors.items():
+        if name in made or not wanted(name):
+            continue
+        shape, dtype = tuple(entry["shape"]), _dtype_of(manifest, name)
+        pattern = like(name, shape)
+        if pattern is not None and tuple(pattern.shape) == shape:
+            made[name] = torch.empty_like(pattern.detach(), dtype=dtype)
+        else:
+            made[name] = torch.empty(shape, dtype=dtype)
+    return made
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A box of a saved chunk and where it goes. Bytes [start, end) of the part span it; strides
+    are the chunk's, in elements."""
+
+    part: str
+    start: int
+    end: int
+    strides: tuple[int, ...]
+    target: torch.Tensor  # of the box's shape
+
+
+def load(
+    snapshots: Snapshots,
+    manifest: Manifest,
+    tensors: dict[str, torch.Tensor],
+    threads: int = READ_THREADS,
+) -> None:
+    """Fill `tensors` (plain or DTensor, CPU or GPU) in place with what `manifest` has under their
+    names.
+
+    Only the byte ranges that this rank needs are fetched, in parallel, and every byte is verified.
+    No collectives. Raises ValueError if a name is missing or shape or dtype differ (before anything
+    is changed); SnapshotCorrupt if stored bytes are not what was committed (then the tensors hold a
+    mixture: load an older snapshot into them).
+    """
+    metadata = Metadata({name: _metadata(manifest, name, t) for name, t in tensors.items()})
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), metadata)
+    chunks = {
+        (name, tuple(c["offsets"])): c for name in tensors for c in manifest.tensors[name]["chunks"]
+    }
+    pieces: list[_Piece] = []
+    planned = dict.fromkeys(tensors, 0)
+    with torch.no_grad():
+        for item in planner.create_local_plan().items:
+            if math.prod(item.lengths) > 0:
+                name = item.storage_index.fqn
+                planned[name] += math.prod(item.lengths)
+                pieces.extend(
+                    _pieces(
+                        chunks[name, tuple(item.storage_index.offset or ())],
+                        item,
+                        planner.resolve_tensor(item).detach(),
+                    )
+                )
+    for name, t in tensors.items():
+        wanted = (t.to_local() if isinstance(t, DTensor) else t).numel()
+        if planned[name] != wanted:
+            raise SnapshotCorrupt(
+                f"snapshot {manifest.ref}: {name!r}: {wanted} elements wanted here, its index has "
+                f"{planned[name]}; use an older snapshot"
+            )
+    batches = _batches(pieces)
+    if len(batches) < 2:
+        for batch in batches:
+            _fill(snapshots, manifest, batch)
+        return
+    with ThreadPoolExecutor(min(threads, len(batches)), "snapshot-load") as pool:
+        running = [pool.submit(_fill, snapshots, manifest, batch) for batch in batches]
+        try:
+            for one in running:
+                one.result()
+        except BaseException:
+            # do not fetch the rest of what is no use
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _metadata(manifest: Manifest, name: str, tensor: torch.Tensor) -> TensorStorageMetadata:
+    entry = manifest.tensors.get(name)
+    if entry is None:
+        raise ValueError(
+            f"snapshot {manifest.ref} has no tensor {name!r} (it has {len(manifest.tensors)}); was "
+            "it saved by another model or "
+            "optimizer? Resume with the script that saved it, or start a new run URL"
+        )
+    shape, dtype = tuple(entry["shape"]), _dtype_of(manifest, name)
+    if (shape, dtype) != (tuple(tensor.shape), tensor.dtype):
+        raise ValueError(
+            f"snapshot {manifest.ref}: {name!r} was saved as {dtype} {shape}, this program wants "
+            f"{tensor.dtype} {tuple(tensor.shape)}; "
+            "resume with the model that saved it, or start a new run URL"
+        )
+    boxes = [
+        ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"]))
+        for c in entry["chunks"]
+    ]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), boxes)
+
+
+def _dtype_of(manifest: Manifest, name: str) -> torch.dtype:
+    found = getattr(torch, str(manifest.tensors[name]["dtype"]), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(
+            f"snapshot {manifest.ref}: {name!r} has dtype {manifest.tensors[name]['dtype']!r}, "
+            f"which torch {torch.__version__} does not "
+            "know; use the torch that saved it"
+        )
+    return found
+
+
+def _pieces(chunk: dict[str, Any], item: ReadItem, target: torch.Tensor) -> Iterable[_Piece]:
+    """Cut a box until each piece spans at most READ_NBYTES: what is contiguous here and there at
+    multiples of that, so that no hash chunk is read twice; else along its first dimensions."""
+    strides, step = [], 1
+    for size in reversed(chunk["sizes"]):
+        strides.append(step)
+        step *= size
+    strides.reverse()
+    width = target.element_size()
+    nbytes = chunk["end"] - chunk["start"]
+    if nbytes != step * width:
+        raise SnapshotCorrupt(
+            f"{item.storage_index.fqn!r}: {step} elements of {width} bytes in {nbytes} bytes; use "
+            "an older snapshot"
+        )
+
+    def at_multiples(at: int, flat: torch.Tensor) -> Iterable[_Piece]:
+        done = 0
+        while done < len(flat):
+            n = min(max(1, (READ_NBYTES - at % READ_NBYTES) // width), len(flat) - done)
+            yield _Piece(chunk["part"], at, at + n * width, (1,), flat[done : done + n])
+            done, at = done + n, at + n * width
+
+    def cut(offsets: list[int], box: torch.Tensor) -> Iterable[_Piece]:
+        span = (sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True)) + 1) * width
+        dim = next((d for d, n in enumerate(box.shape) if n > 1), None)
+        start = chunk["start"] + sum(o * s for o, s in zip(offsets, strides, strict=True)) * width
+        if span == box.numel() * width and box.is_contiguous():
+            yield from at_multiples(start, box.reshape(-1))
+            return
+        if span <= READ_NBYTES or dim is None:
+            yield _Piece(chunk["part"], start, start + span, tuple(strides), box)
+            return
+        rows = max(1, READ_NBYTES // (strides[dim] * width))
+        for first in range(0, box.shape[dim], rows):
+            moved = [o + first if d == dim else o for d, o in enumerate(offsets)]
+            yield from cut(moved, box.narrow(dim, first, min(rows, box.shape[dim] - first)))
+
+    return cut(list(item.storage_offsets), target)
+
+
+def _batches(pieces: list[_Piece]) -> list[list[_Piece]]:
+    """Neighbouring pieces of a part, read with one request of about READ_NBYTES."""
+    batches: list[list[_Piece]] = []
+    end = 0
+    for piece in sorted(pieces, key=lambda p: (p.part, p.start)):
+        last = batches[-1] if batches else None
+        near = (
+            last is not None
+            and last[0].part == piece.part
+            and piece.start - end <= READ_NBYTES // 4
+        )
+        if last is not None and near and piece.start // READ_NBYTES == last[0].start // READ_NBYTES:
+            last.append(piece)
+            end = max(end, piece.end)
+        else:
+            batches.append([piece])
+            end = piece.end
+    return batches
+
+
+_mine = threading.local()
+
+
+def _fill(snapshots: Snapshots, manifest: Manifest, batch: list[_Piece]) -> None:
+    if not hasattr(_mine, "memory"):
+        _mine.memory = scratch()
+    start, end = batch[0].start, max(piece.end for piece in batch)
+    data = snapshots.read_into(manifest, batch[0].part, start, end, _mine.memory)
+    with torch.no_grad():  # per thread
+        for piece in batch:
+            found, target = data[piece.start - start : piece.end - start], piece.target
+            if (
+                target.is_contiguous()
+                and not target.is_cuda
+                and not target.is_conj()
+                and not target.is_neg()
+            ):
+                # as in _copy_bytes
+                np.copyto(
+                    target.reshape(-1).view(torch.uint8).numpy(), np.frombuffer(found, np.uint8)
+                )
+                continue
+            # aligned for any dtype, which `data` is not
+            raw = torch.empty(piece.end - piece.start, dtype=torch.uint8)
+            raw.numpy().data[:] = found
+            target.copy_(raw.view(target.dtype).as_strided(target.shape, piece.strides))

@@ -1,0 +1,50 @@
+"""Where a run's snapshots lie: the keys, and which snapshot a key belongs to. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from storage.manifest import PARTS, Ref
+
+MANIFESTS, QUARANTINE = "snapshots/manifests/", "snapshots/quarantine/"
+READING = "snapshots/reading/"
+# {ref}/{host}.json: what a host could not read whole, however often it looked
+DOUBTS = "snapshots/doubts/"
+DOOM = ".doomed"  # beside the manifests, so that one listing tells of both at one moment
+# beside the manifest of the snapshot that a run ended with, where that was not known when it was
+# committed
+ENDED = ".ended"
+
+
+def list_key(ref: Ref, rank: int) -> str:
+    return f"{PARTS}{ref.name}/list-r{rank:05d}.json"
+
+
+def manifest_key(ref: Ref) -> str:
+    return f"{MANIFESTS}{ref.name}.json"
+
+
+def doom_key(ref: Ref) -> str:
+    return f"{MANIFESTS}{ref.name}{DOOM}"
+
+
+def lease_key(ref: Ref, token: str) -> str:
+    return f"{READING}{ref.name}/{token}"
+
+
+def ref_in(key: str) -> Ref | None:
+    """Foreign objects (editors' backups, directory markers) name no snapshot and are left alone."""
+    try:
+        return Ref.parse(key.split("/")[2].removesuffix(".json"))
+    except (ValueError, IndexError):
+        return None
+
+
+def refs_in(keys: Iterable[str]) -> set[Ref]:
+    return {ref for ref in map(ref_in, keys) if ref is not None}
+
+
+def host_word(text: str) -> str:
+    """A host's name, as it stands in keys."""
+    return re.sub(r"[^A-Za-z0-9_-]", "_", text)[:64] or "_"

@@ -1,0 +1,465 @@
+"""`save` and `load`: a whole training state in two lines, with the commit protocol beneath.
+
+    storage.save("s3://bucket/mine", {"model": model, "optimizer": opt, "step": 7}, step=7, keep=3)
+    state = storage.load("s3://bucket/mine")                        # new tensors, on the CPU
+    storage.load("s3://bucket/mine", into={"model": model, "optimizer": opt, "step": 0})  # in place
+
+A state is a tensor, a number, a string, bytes, or dicts, lists and tuples of them; what has a
+`state_dict` and a `load_state_dict` stands for its state. Nothing is pickled. Under
+torch.distributed all ranks call both together: tensors that are sharded (DTensor) are written and
+read by those that hold them, other values are taken to be the same on all ranks.
+
+Both return when all is done. A run of `harness` saves beside its training instead, and its
+snapshots can be loaded here, but not added to.
+
+Errors (all are StoreErrors, and the same on all ranks):
+    NoSnapshot        there is nothing to load
+    StepBehind        a greater step is committed already
+    StateMismatch     `into` is not laid out like what was saved
+    UnsupportedValue  the state holds something that cannot be stored without pickling it
+    Rewind            more than one damaged snapshot would be passed over
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from storage import dcp, errors
+from storage.errors import (
+    NoSnapshot,
+    StateMismatch,
+    StepBehind,
+    StoreError,
+    StoreUnavailable,
+    UnsupportedValue,
+)
+from storage.leases import Watch, reading
+from storage.manifest import PARTS, Manifest, Ref, SnapshotCorrupt
+from storage.objects import ObjectStore
+from storage.opening import normalize, open_store
+from storage.ranks import Ranks
+from storage.restore import PAUSES_S, Looks, Restore, Rewind, this_machine
+from storage.retention import Keep
+from storage.snapshots import Snapshots
+from storage.trees import TAG, path_name
+
+log = logging.getLogger(__name__)
+
+BY = "storage.save"  # in a manifest's data["by"]: who saved it
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A module, an optimizer, a scheduler, a class of your own."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+# ---- saving --------------------------------------------------------------------------------------
+def save(
+    url: str | os.PathLike[str] | ObjectStore,
+    state: Any,
+    *,
+    step: int,
+    keep: int | Keep | None = None,
+    metrics: Mapping[str, float] | None = None,
+    rewind: bool = False,
+    alone: bool = False,
+) -> Ref:
+    """Store a state as the snapshot of `step`; it is committed, and the newest, on return.
+
+    keep:     how many snapshots stay, or which; None: all. At least the newest does.
+    metrics:  numbers for `Keep(best="loss:min")`.
+    rewind:   go on from an older snapshot: `step` may be less than the newest one's, which stays.
+    alone:    this process alone saves, though torch.distributed is initialized.
+    Chunks that the newest snapshot has are not sent again. Needs host memory for one copy of what
+    this rank writes. Raises StepBehind, UnsupportedValue, StoreError.
+    """
+    if step < 0:
+        raise ValueError(f"save(step={step}): wanted a number of steps, 0 or more")
+    kept = Keep(last=keep) if isinstance(keep, int) else keep
+    ranks = Ranks(alone)
+    store, _ = _opened(url)
+    snapshots = Snapshots(store)
+    tensors, plain = ranks.each(lambda: _split(_plain(state)))
+    name, newest, token = ranks.first(lambda: _next(snapshots, step, rewind))
+    ref = Ref.parse(name)
+    base = Manifest.from_json(newest) if newest else None
+    saver = dcp.Saver(snapshots, ranks.group)
+    saver.plan(tensors)
+    data: dict[str, Any] = {}
+    if ranks.rank == 0:
+        before = base.ref.name if base is not None else ""
+        data = {"state": plain, "by": BY, "resumed": before, "metrics": dict(metrics or {})}
+
+    def write() -> None:
+        staged = saver.stage(tensors)
+        mine = snapshots.write(
+            ref, ranks.rank, ranks.world, staged.files(), staged.layout.index, data, token, base
+        )
+        if mine.token != token:
+            raise StoreError(
+                f"{store.url}: somebody else saves snapshot {ref} at the same time; one writer "
+                "saves to a URL: give each its own"
+            )
+
+    def commit() -> None:
+        if snapshots.commit(ref, ranks.world) is None:
+            raise StoreUnavailable(
+                f"{store.url}: snapshot {ref} was not committed, since what it builds on was "
+                "pruned meanwhile; save it again"
+            )
+        if kept is not None:
+            _prune(snapshots, kept)
+
+    ranks.each(write)
+    ranks.first(commit)
+    return ref
+
+
+def _next(snapshots: Snapshots, step: int, rewind: bool) -> tuple[str, str, str]:
+    """The new snapshot's name, the newest one's manifest as JSON ("": there is none that can be
+    read), and a token."""
+    committed, doomed = snapshots.manifests()
+    usable = committed - doomed - snapshots.quarantined()
+    newest, text = max(usable, default=None), ""
+    if newest is not None:
+        with contextlib.suppress(SnapshotCorrupt, errors.NotFound):  # then nothing builds on it
+            manifest = snapshots.load(newest)
+            if manifest.data.get("by") != BY:
+                raise StoreError(
+                    f"{snapshots.store.url}: its snapshots were not saved by storage.save, but by "
+                    "a run; wanted a URL of its own, for example one level below"
+                )
+            text = manifest.to_json()
+        if step < newest.step and not rewind:
+            raise StepBehind(
+                f"{snapshots.store.url} has committed step {newest.step}; step {step} would go "
+                "behind it. Go on from storage.load(url), or, to go on from an older snapshot on "
+                "purpose, save with rewind=True; or save to another URL"
+            )
+    last = max(committed | doomed, default=Ref(0, -1))
+    # the newest is the greatest (epoch, step): what goes back, or is saved again, is a new epoch
+    ref = Ref(last.epoch if step > last.step else last.epoch + 1, step)
+    while snapshots.store.list(f"{PARTS}{ref.name}/"):  # of a writer that died, or still writes
+        ref = Ref(ref.epoch + 1, step)
+    return ref.name, text, secrets.token_hex(6)
+
+
+def _prune(snapshots: Snapshots, keep: Keep) -> None:
+    try:
+        snapshots.prune(keep, expired=_watch(snapshots.store.url))
+    except StoreError as e:  # what was saved is committed; the next save prunes
+        log.warning("storage.save: old snapshots were not pruned: %s", e)
+
+
+@functools.lru_cache(maxsize=64)
+def _watch(url: str) -> Watch:
+    """One for all saves of this process: that a reader is dead is seen over time."""
+    return Watch()
+
+
+# ---- loading -------------------------------------------------------------------------------------
+def load(
+    url: str | os.PathLike[str] | ObjectStore,
+    *,
+    step: int | None = None,
+    into: Any = None,
+    only: Collection[str] | None = None,
+    allow_rewind: bool = False,
+    alone: bool = False,
+    look_again_s: Sequence[float] = PAUSES_S,
+) -> Any:
+    """The newest snapshot that is whole, or that of `step`; every byte is verified.
+
+    into:          what to load in place: tensors, objects with `load_state_dict`, and dicts and
+                   lists of them. All that was saved is loaded; what `into` lacks is made new and
+                   put in its dicts. It is returned. None: a new state, its tensors on the CPU.
+    only:          of a state that is a dict: these keys alone, such as ["model"].
+    allow_rewind:  pass over more than one damaged snapshot.
+    alone:         this process alone loads, though torch.distributed is initialized.
+    look_again_s:  seconds between the looks at what seems damaged.
+    A damaged snapshot is passed over and marked (docs/SNAPSHOTS.md, "restore"); then, and after
+    an error, tensors of `into` may hold a mixture of several. Raises NoSnapshot, StateMismatch,
+    SnapshotCorrupt (of `step`), Rewind, StoreError.
+    """
+    ranks = Ranks(alone)
+    store, reopen = _opened(url)
+    one = _Load(
+        ranks,
+        Snapshots(store),
+        Looks(reopen, time.sleep, tuple(look_again_s)),
+        ranks.each(lambda: _Into(into, only)),
+    )
+    state = one.newest(allow_rewind) if step is None else one.at(step)
+    if into is None:
+        return state
+    return ranks.each(lambda: _put(into, state))
+
+
+class _Load:
+    """One load on all ranks."""
+
+    def __init__(self, ranks: Ranks, snapshots: Snapshots, looks: Looks, into: _Into):
+        self._ranks, self._snapshots, self._looks, self._into = ranks, snapshots, looks, into
+        self._host = this_machine()
+
+    def newest(self, allow_rewind: bool) -> Any:
+        restore = self._restore(allow_rewind)
+        while True:
+            with contextlib.ExitStack() as lease:
+                name = self._ranks.first(lambda: self._choose(restore, lease))
+                if name is None:
+                    raise NoSnapshot(
+                        f"{self._snapshots.store.url} has no snapshot; save one first "
+                        "(storage.save), or look whether the URL is the right one"
+                    )
+                state, again = self._read(restore, Ref.parse(name), judge=True)
+            if not again:
+                return state
+
+    def at(self, step: int) -> Any:
+        restore = self._restore(False)
+        with contextlib.ExitStack() as lease:
+            ref = Ref.parse(self._ranks.first(lambda: self._of_step(step, lease)))
+            state, again = self._read(restore, ref, judge=False)
+        assert not again
+        return state
+
+    def _restore(self, allow_rewind: bool) -> Restore:
+        def say(ref: Ref, what: str) -> None:
+            log.warning("storage.load: %s", what)
+
+        # a person's word is remembered for the epochs that follow those that there are
+        committed = self._snapshots.manifests()[0] if allow_rewind else ()
+        return Restore(
+            self._snapshots,
+            self._host,
+            self._looks,
+            epoch=max((ref.epoch for ref in committed), default=0) + 1,
+            allow_rewind=allow_rewind,
+            tell=say,
+            on_bad=lambda ref, why: say(ref, f"{ref} is passed over: {why}"),
+        )
+
+    def _choose(self, restore: Restore, lease: contextlib.ExitStack) -> str | None:
+        found = None
+        for _ in range(3):
+            try:
+                found = restore.choose()
+            except Rewind as e:
+                raise Rewind(f"{e}; here: storage.load(url, allow_rewind=True)") from e
+            if found is None or lease.enter_context(reading(self._snapshots, found)):
+                break  # else it was pruned just now, or we may only read
+        return found.name if found else None
+
+    def _of_step(self, step: int, lease: contextlib.ExitStack) -> str:
+        committed, doomed = self._snapshots.manifests()
+        have = committed - doomed
+        if not (found := [ref for ref in have if ref.step == step]):
+            steps = sorted({ref.step for ref in have})
+            raise NoSnapshot(
+                f"{self._snapshots.store.url} has no snapshot of step {step}; it has "
+                f"{', '.join(map(str, steps)) if steps else 'none at all'}"
+            )
+        lease.enter_context(reading(self._snapshots, max(found)))
+        return max(found).name
+
+    def _read(self, restore: Restore, ref: Ref, judge: bool) -> tuple[Any, bool]:
+        """The state, and whether it was bad and there may be an older one."""
+
+        def look() -> tuple[Any, str, str]:
+            try:
+                return *restore.read(ref, lambda snapshots, _: self._into.read(snapshots, ref)), ""
+            except StoreUnavailable as e:
+                return None, "", str(e)
+
+        state, why, silent = self._ranks.each(look)
+        found: list[tuple[str, str, str]] = self._ranks.gather((self._host, why, silent))
+        if silences := [text for _, _, text in found if text]:
+            raise StoreUnavailable(silences[0])
+        bad = {host: text for host, text, _ in found if text}
+        if bad and not judge:
+            raise SnapshotCorrupt(next(iter(bad.values())))
+        if not bad:
+            self._ranks.first(lambda: self._whole(restore, ref))
+            return state, False
+        # somebody on another host has read it, or its share of it: it shall read all of it
+        second = next((i for i, (host, _, _) in enumerate(found) if host not in bad), None)
+        refuted = False
+        if second is not None:
+            said = self._ranks.gather(restore.verify(ref) if self._ranks.rank == second else None)[
+                second
+            ]
+            refuted = said == ""
+            if said:
+                bad[found[second][0]] = said
+        unfit = self._ranks.first(lambda: restore.blame(ref, bad, refuted))
+        if unfit:
+            raise SnapshotCorrupt(
+                f"{'; '.join(unfit.values())}; load from another machine, or load an older one: "
+                "storage.load(url, step=N)"
+            )
+        return None, True
+
+    def _whole(self, restore: Restore, ref: Ref) -> None:
+        """All ranks have read it, so all of it was read."""
+        restore.done(ref)
+        with contextlib.suppress(StoreError):  # who may only read leaves the mark
+            if ref in self._snapshots.quarantined():
+                restore.pardon(ref)
+
+
+class _Into:
+    """What a state is loaded into. Raises UnsupportedValue if it cannot be a state."""
+
+    def __init__(self, into: Any, only: Collection[str] | None):
+        self._into, self._only = into, only
+        self._have = {} if into is None else _split(_plain(into))[0]
+        self._parameters = dict(_optimizers(into, ()))
+
+    def read(self, snapshots: Snapshots, ref: Ref) -> Any:
+        """Raises SnapshotCorrupt, StateMismatch, NotFound."""
+        manifest = snapshots.load(ref)
+        if "state" not in manifest.data:
+            raise StateMismatch(
+                f"snapshot {ref}: it holds no whole state (storage.save and harness save such)"
+            )
+        plain = _part(ref, manifest.data["state"], self._only)
+        _check(self._into, plain, ())
+        names = set(_names(plain))
+        try:
+            tensors = dcp.destinations(manifest, self._have, self._like, names.__contains__)
+            dcp.load(snapshots, manifest, tensors)
+            return dcp.join(tensors, plain)
+        except ValueError as e:
+            raise StateMismatch(str(e)) from e
+
+    def _like(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """An optimizer's state that does not exist yet is laid out like its parameter."""
+        for prefix, parameters in self._parameters.items():
+            number = name.removeprefix(prefix).partition("/")[0]
+            if name.startswith(prefix) and number.isdecimal() and int(number) < len(parameters):
+                return parameters[int(number)]
+        return None
+
+
+def _optimizers(value: Any, path: tuple[str, ...]) -> list[tuple[str, list[torch.Tensor]]]:
+    """Of each optimizer in a state: the prefix of its tensors' names, and its parameters in the
+    order in which it counts them."""
+    if isinstance(value, torch.optim.Optimizer):
+        held = [p for group in value.param_groups for p in group["params"]]
+        return [(f"{path_name((*path, 'state'))}/", held)]
+    inside: list[tuple[str, list[torch.Tensor]]] = []
+    if isinstance(value, dict):
+        for key, one in value.items():
+            inside += _optimizers(one, (*path, str(key)))
+    elif isinstance(value, list | tuple):
+        for i, one in enumerate(value):
+            inside += _optimizers(one, (*path, str(i)))
+    return inside
+
+
+def _names(plain: Any) -> list[str]:
+    """The tensors that plain data from `split` refers to."""
+    if isinstance(plain, list):
+        return [name for one in plain for name in _names(one)]
+    if not isinstance(plain, dict):
+        return []
+    if plain.get(TAG) in ("tensor", "ndarray") and "name" in plain:
+        return [plain["name"]]
+    return [name for one in plain.values() for name in _names(one)]
+
+
+def _part(ref: Ref, plain: Any, only: Collection[str] | None) -> Any:
+    """Raises StateMismatch if there is no such part."""
+    if only is None:
+        return plain
+    have = plain if isinstance(plain, dict) and TAG not in plain else {}
+    if missing := [key for key in only if key not in have]:
+        raise StateMismatch(
+            f"snapshot {ref}: wanted only {missing[0]!r} and the like, found "
+            f"{', '.join(have) or 'a state that is no dict of names'}"
+        )
+    return {key: have[key] for key in only}
+
+
+def _check(into: Any, plain: Any, path: tuple[str, ...]) -> None:
+    """Raises StateMismatch if a dict of `into` has keys that were not saved."""
+    if not isinstance(into, dict) or not isinstance(plain, dict) or TAG in plain:
+        return
+    for key, value in into.items():
+        if key not in plain:
+            where = "/".join((*path, str(key)))
+            raise StateMismatch(
+                f"nothing was saved as {where!r}; there is {', '.join(plain) or 'nothing'}; load "
+                "into what it was saved from, or leave that out"
+            )
+        _check(value, plain[key], (*path, str(key)))
+
+
+def _put(into: Any, found: Any) -> Any:
+    """`into`, with what was loaded; tensors were filled in place already."""
+    if _is_stateful(into):
+        into.load_state_dict(found)
+        return into
+    if isinstance(into, dict) and isinstance(found, dict):
+        for key, value in found.items():
+            into[key] = _put(into[key], value) if key in into else value
+        return into
+    if isinstance(into, list | tuple) and type(found) is type(into) and len(found) == len(into):
+        filled = [_put(one, value) for one, value in zip(into, found, strict=True)]
+        if isinstance(into, tuple):
+            return tuple(filled)
+        into[:] = filled
+        return into
+    return found
+
+
+# ---- states --------------------------------------------------------------------------------------
+def _is_stateful(value: Any) -> bool:
+    return isinstance(value, Stateful) and not isinstance(value, type)
+
+
+def _plain(state: Any) -> Any:
+    """With the states of objects in their places."""
+    if _is_stateful(state):
+        return _plain(state.state_dict())
+    if isinstance(state, dict) and not isinstance(state, Counter):
+        return {key: _plain(value) for key, value in state.items()}
+    if type(state) is list:
+        return [_plain(value) for value in state]
+    if type(state) is tuple:
+        return tuple(_plain(value) for value in state)
+    return state
+
+
+def _split(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    try:
+        return dcp.split(state)
+    except TypeError as e:
+        raise UnsupportedValue(str(e)) from e
+
+
+def _opened(
+    url: str | os.PathLike[str] | ObjectStore,
+) -> tuple[ObjectStore, Callable[[], ObjectStore]]:
+    """A store, and how to open it anew."""
+    if isinstance(url, str | os.PathLike):
+        where = normalize(os.fspath(url))
+        return open_store(where), functools.partial(open_store, where)
+    return url, lambda: url
+
+
+__all__ = ["load", "save"]

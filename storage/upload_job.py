@@ -1,0 +1,100 @@
+"""What is uploaded, what became of it, and what to expect of it: plain data. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from storage.manifest import Ref
+
+MARGIN = 0.8  # of a drain's time that is planned with; bandwidth varies
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank's share of a snapshot. Plain data: `to_dict` goes through JSON."""
+
+    ref: Ref
+    rank: int
+    world: int
+    token: str  # unique to this attempt
+    files: dict[str, tuple[int, int]]  # name -> (start, end) in the segment
+    tensors: dict[str, Any]  # index, as `Snapshots.write` takes it
+    data: dict[str, Any]
+    weights: str = ""  # prefix of the tensors that data["weights"] is the hash of; "": none is made
+    # objects to create before all else: key -> text
+    before: dict[str, str] = field(default_factory=dict)
+    # fields of retention.Keep: prune after the commit; None: another rank does
+    keep: dict[str, Any] | None = None
+    step_s: float = 0.0  # of an undisturbed training step; 0: unknown
+    within_s: float = 0.0  # it may take so long for the sake of the training's speed; 0: full speed
+    watch: str = ""  # where the training's progress is seen, for `TrainingWatch`
+    # the caller's own, returned with the outcome
+    note: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(end - start for start, end in self.files.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "ref": self.ref.name}
+
+    @classmethod
+    def from_dict(cls, body: dict[str, Any]) -> Job:
+        files = {name: (int(start), int(end)) for name, (start, end) in body["files"].items()}
+        return cls(**{**body, "ref": Ref.parse(body["ref"]), "files": files})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    ref: Ref
+    rank: int
+    state: str  # see the module's docstring
+    nbytes: int = 0  # of the whole snapshot
+    weights: str = ""
+    commit_s: float = 0.0  # from the job's arrival
+    error: str = ""
+    kind: str = ""  # name of the error's class
+    parts: dict[str, str] = field(default_factory=dict)  # of what we wrote: part key -> file name
+    note: dict[str, Any] = field(default_factory=dict)
+    # of the training's steps while it was sent: 0.1 is a tenth longer; 0 also if it was not
+    # measured
+    slowdown: float = 0.0
+    requests: int = 0  # puts, times requests of each, that the throttle left at once in the end
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ref": self.ref.name}
+
+    @classmethod
+    def from_dict(cls, body: dict[str, Any]) -> Outcome:
+        return cls(**{**body, "ref": Ref.parse(body["ref"])})
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a drain expects. `order`: surest first; `sure`: what should be written in time;
+    `need_s`: until then, by ref."""
+
+    order: tuple[Ref, ...]
+    sure: frozenset[Ref]
+    need_s: dict[Ref, float]
+
+
+def forecast(remaining: Mapping[Ref, int], nbytes_per_s: float, left_s: float) -> Forecast:
+    """Which of the snapshots (bytes that are still to send, by ref) to send first with `left_s`
+    seconds left.
+
+    All of them, oldest first, when they fit; else the newest one that fits alone (the older ones
+    are worth nothing after it); else the one with the least to send.
+    """
+    refs = sorted(remaining)
+    time_s = {ref: remaining[ref] / max(nbytes_per_s, 1.0) for ref in refs}
+    spare_s = left_s * MARGIN
+    if sum(time_s.values()) > spare_s:
+        fitting = [ref for ref in refs if time_s[ref] <= spare_s]
+        first = fitting[-1] if fitting else min(refs, key=lambda ref: (time_s[ref], ref))
+        refs = [first, *(ref for ref in refs if ref != first)]
+    need_s = dict(zip(refs, itertools.accumulate(time_s[ref] for ref in refs), strict=True))
+    return Forecast(tuple(refs), frozenset(ref for ref in refs if need_s[ref] <= spare_s), need_s)

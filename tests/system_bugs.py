@@ -1,0 +1,685 @@
+"""Planted bugs: real parts of the house, each broken in one way, and the rule that finds it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+from harness.agent import ends
+from harness.agent import machine as node_machine
+from harness.agent.agent import Agent
+from harness.agent.membership import Membership
+from harness.agent.rendezvous import Rendezvous
+from harness.agent.run_state import RunState
+from harness.bucket.journal import Journal
+from harness.bucket.layout import MEMBERS, epoch_key
+from harness.bucket.lease import Lease
+from harness.controller.recovery import Loop, Outcome, RunSpec, recover
+from harness.core import batch
+from harness.core import records as rec
+from harness.core.facts import AttemptEnded, Fact, RunEnded, Stamped
+from harness.core.world import CloudUnavailable, Launch, View, Wait, World
+from harness.node.marks import Mark, Want
+from harness.proof.system import team
+from harness.proof.system.access import SortedStore
+from harness.proof.system.faults import Fault, Setting, faults_of
+from harness.proof.system.node import SimNode, SimPool
+from harness.proof.system.team import Ensemble
+from harness.proof.system.whole import Played, SystemBuild, play
+from harness.views.trackers import Publisher
+from harness.worker import machine
+from harness.worker.machine import Interval
+from storage.errors import NotFound, StoreError
+from storage.manifest import Manifest, Part, PartList, Ref, SnapshotCorrupt
+from storage.restore import Restore
+from storage.snapshots import Snapshots
+
+Patched = tuple[object, str, object]
+
+
+@dataclass(frozen=True)
+class Bug:
+    """`finds`: the rules that may find it, as a pattern. `kinds`, `many`: what goes wrong in the
+    worlds in which it is looked for; none: the seeds' own lists. `setting`: of these worlds."""
+
+    finds: str
+    build: SystemBuild = field(default_factory=SystemBuild)
+    patches: tuple[Patched, ...] = ()
+    kinds: tuple[str, ...] = ()
+    many: int = 12
+    setting: Setting | None = None
+    lasts_s: float | None = None  # of every fault
+
+    def world(self, seed: int) -> tuple[Setting, tuple[Fault, ...]]:
+        setting = self.setting or (STORMY if self.kinds else Setting.of(seed))
+        faults = faults_of(seed, setting, self.kinds, self.many if self.kinds else 0)
+        if self.lasts_s is not None:
+            faults = tuple(replace(f, lasts_s=self.lasts_s) for f in faults)
+        return setting, faults
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for where, name, broken in self.patches:
+                stack.enter_context(patch.object(where, name, broken))
+            yield
+
+    def played(self, seed: int) -> Played:
+        setting, faults = self.world(seed)
+        with self.planted():
+            return play(seed, self.build, setting, faults)
+
+    def control(self, seed: int) -> Played:
+        """The same world with sound parts."""
+        setting, faults = self.world(seed)
+        return play(seed, None, setting, faults)
+
+
+STORMY = Setting(
+    calm_s=250.0, max_nodes=3, total_steps=30, step_s=16.0, interval=Interval(every_steps=4)
+)
+PAIR = replace(STORMY, max_nodes=2, min_nodes=2, total_steps=20)
+LONELY = replace(STORMY, max_nodes=1)
+CALM = replace(STORMY, calm_s=0.0, total_steps=12)
+ODD = replace(CALM, micro_batches=8, max_nodes=3, min_nodes=3)
+LOSSES = ("power-loss", "crash-agent")
+OVERTAKEN = ("pause-controller", "crash-controller", "crash-controller-late", *LOSSES)
+
+
+# ---- controller ----------------------------------------------------------------------------------
+class DeafLease(Lease):
+    """Does not look whether it was overtaken."""
+
+    def check(self) -> None: ...
+
+
+class HastyLease(DeafLease):
+    """Overtakes a living holder as well."""
+
+    def _is_over(self, term: int) -> bool:
+        return True
+
+
+class LazyJournal(Journal):
+    """Says that facts are durable when they are not yet."""
+
+    flushes = 0
+
+    def flush(self) -> None:
+        self.flushes += 1
+        if self.flushes % 4 == 0:
+            super().flush()
+
+
+class ForgetfulJournal(Journal):
+    """A successor that does not read what its predecessor did."""
+
+    def read(self) -> list[Stamped]:
+        return []
+
+
+class GenerousJournal(Journal):
+    """Bills whole minutes."""
+
+    def record(self, fact: Fact) -> None:
+        if isinstance(fact, AttemptEnded):
+            fact = dataclasses.replace(fact, billed_s=60 * math.ceil(fact.billed_s / 60))
+        super().record(fact)
+
+
+def impatient(run: RunSpec, *others: Any) -> Outcome:
+    """Does not wait until the nodes are gone."""
+    return recover(dataclasses.replace(run, exit_grace_s=0.0, terminate_timeout_s=0.0), *others)
+
+
+def greedy(run: RunSpec, *others: Any) -> Outcome:
+    return recover(dataclasses.replace(run, max_nodes=run.max_nodes + 1), *others)
+
+
+def boastful(run: RunSpec, policy: Any, world: Any, journal: Journal, lease: Lease) -> Outcome:
+    """Says done without a look at the bucket."""
+    lease.acquire()
+    journal.record(RunEnded("done", "all is well", 300))
+    journal.flush()
+    return Outcome("done", "all is well", 300)
+
+
+def panicky(run: RunSpec, policy: Any, world: World, *others: Any) -> Outcome:
+    """Ends all nodes when it has trouble of its own."""
+    try:
+        return recover(replace(run, max_outage_s=10.0, max_refused_s=10.0), policy, world, *others)
+    except (StoreError, CloudUnavailable):
+        for node in world.cloud.nodes():
+            world.cloud.terminate(node.attempt)
+        raise
+
+
+def deaf(run: RunSpec, policy: Any, world: World, *others: Any) -> Outcome:
+    """Believes the cloud alone: what it does not show is lost at once, though it beats."""
+
+    class Unheard:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(world.store, name)
+
+        def list(self, prefix: str) -> list[str]:
+            return [] if prefix.startswith(MEMBERS) else world.store.list(prefix)
+
+    run = replace(run, lost_after_s=20.0)
+    return recover(run, policy, replace(world, store=Unheard()), *others)
+
+
+def sleepy(view: View) -> Wait:
+    return Wait(60.0, "later")
+
+
+def launch_first(self: Loop, decision: Any) -> None:
+    """The act, and then its intent."""
+    if isinstance(decision, Launch) and self.room(decision.offer):
+        self.world.cloud.launch(self.book.next_attempt, decision.offer)
+    sound_act(self, decision)
+
+
+sound_act = Loop.act
+
+
+def forget_facts(self: Loop, outcome: str, reason: str, step: int) -> Outcome | None:
+    """Tidies up: facts of a run that ends are not needed any more."""
+    for key in self.world.store.list("facts/"):
+        self.world.store.delete(key)
+    return sound_end(self, outcome, reason, step)
+
+
+sound_end = Loop.end
+
+
+# ---- the bucket ----------------------------------------------------------------------------------
+class OverwritingStore(SortedStore):
+    """Has no create-only write."""
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        self.put(key, data)
+        return True
+
+
+class LeakyStore(SortedStore):
+    """Acknowledges step records, and loses some."""
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        return key.startswith("samples/00000000") or super().create(key, data)
+
+
+class BlindCreate(SortedStore):
+    """Of two who create the same object, both are told that theirs is there."""
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        super().create(key, data)
+        return True
+
+
+# ---- snapshots -----------------------------------------------------------------------------------
+class EarlyCommit(Snapshots):
+    """Does not wait for all ranks."""
+
+    def commit(self, ref: Ref, world: int) -> Manifest | None:
+        if not (keys := self.store.list(f"snapshots/parts/{ref.name}/list-r00000")):
+            return None
+        lists = [replace(PartList.from_json(self.store.get(k)), world=len(keys)) for k in keys]
+        manifest = Manifest.merge(lists)
+        self.store.create(f"snapshots/manifests/{ref.name}.json", manifest.to_json().encode())
+        return manifest
+
+
+class PartsLast(Snapshots):
+    """Writes part lists and leaves the parts for later."""
+
+    def write(self, ref: Ref, rank: int, *others: Any, **more: Any) -> Any:
+        written = super().write(ref, rank, *others, **more)
+        if rank == 0:
+            self.store.delete(written.parts[0].key)
+        return written
+
+
+class PrunesTheNewest(Snapshots):
+    """Keeps what is oldest."""
+
+    def prune(self, keep: Any, *rest: Any, **more: Any) -> list[Ref]:
+        for ref in self.refs()[:1]:
+            self._take_back(ref, [])
+        return []
+
+
+class PrunesBases(Snapshots):
+    """Deletes the objects of old snapshots, whoever refers to them."""
+
+    def prune(self, keep: Any, *rest: Any, **more: Any) -> list[Ref]:
+        for ref in self.refs()[1:]:
+            for key in self.store.list(f"snapshots/parts/{ref.name}/"):
+                if "/list-" not in key:
+                    self.store.delete(key)
+        return []
+
+
+class Trusting(Snapshots):
+    """Does not hash what it reads."""
+
+    def read_into(self, *args: Any) -> memoryview:
+        with patch.object(Part, "hashes", property(lambda self: _Any())):
+            return super().read_into(*args)
+
+    def verify(self, manifest: Manifest, progress: Any = None) -> None:
+        self.check(manifest)
+
+    def read(self, manifest: Manifest, part_key: str, start: int, end: int) -> bytes:
+        return self.store.get(part_key, start, end)
+
+
+class _Any:
+    def __getitem__(self, i: int) -> Any:
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+
+# ---- restore -------------------------------------------------------------------------------------
+class OneLook(Restore):
+    """One look by one reader is proof, and there is no guard against rewinding."""
+
+    def read(self, ref: Ref, do: Any) -> Any:
+        try:
+            return do(self.snapshots, 0), ""
+        except (SnapshotCorrupt, NotFound) as e:
+            return None, str(e)
+
+    def blame(self, ref: Ref, bad: Any, refuted: bool = False) -> dict[str, str]:
+        self.snapshots.quarantine(ref, next(iter(bad.values())))
+        return {}
+
+    def _guard(self, *found: Any) -> None: ...
+
+
+class Oldest(Restore):
+    """Goes on from the oldest."""
+
+    def newest_of(self, refs: Any) -> Ref | None:
+        return min(refs, default=None)
+
+    def _guard(self, *found: Any) -> None: ...
+
+
+class Fresh(Restore):
+    """Begins anew whenever the newest snapshot is not found at once."""
+
+    def choose(self, progress: Any = None) -> Ref | None:
+        ref = super().choose(progress)
+        try:
+            return ref and self.snapshots.load(ref).ref
+        except NotFound:
+            return None
+
+
+# ---- agent ---------------------------------------------------------------------------------------
+class Unfenced(Agent):
+    """Does not look whether a newer epoch exists, nor at its peers."""
+
+    def _watch_peers(self, now: float) -> int | None:
+        return None
+
+
+class TidyAgent(Agent):
+    """Deletes the objects of members that are not in its epoch."""
+
+    def _watch_peers(self, now: float) -> int | None:
+        mine = {f"{MEMBERS}{name}.json" for name in self._stay.epoch.members}
+        for key in set(self._run.store.list(MEMBERS)) - mine:
+            self._run.store.delete(key)
+        return super()._watch_peers(now)
+
+
+class Stubborn(Agent):
+    """Says that it is in an epoch that it only saw."""
+
+    def _seek_epoch(self, now: float) -> int | None:
+        last = self.rendezvous.newest()
+        if last.epoch and self.name not in last.members:
+            self._tell(state="in", epoch=last.epoch)
+        return super()._seek_epoch(now)
+
+
+def unsettled(self: Rendezvous, m: Any, epoch: int) -> bool:
+    """Nobody need have left the last epoch."""
+    return True
+
+
+def skipping(self: Rendezvous, last: Any, ready: Any, max_world: Any) -> Any:
+    """Epochs' numbers have gaps."""
+    return replace(sound_propose(self, last, ready, max_world), epoch=self._number + 2)
+
+
+def doubling(self: Rendezvous, last: Any, ready: Any, max_world: Any) -> Any:
+    """Names its first member twice."""
+    made = sound_propose(self, last, ready, max_world)
+    return replace(
+        made,
+        members=(*made.members, made.members[0]),
+        nproc=(*made.nproc, made.nproc[0]),
+        speeds=(*made.speeds, made.speeds[0]),
+    )
+
+
+sound_propose = Rendezvous._propose
+
+
+def stealing(self: Rendezvous, max_world: Any) -> Any:
+    """Writes its epoch over another's."""
+    found = sound_form(self, max_world)
+    if found is None and self.me.state == "ready":
+        mine = replace(
+            self.newest(), members=(self.me.member,), nproc=(self.me.nproc,), speeds=(1.0,)
+        )
+        if mine.epoch:
+            self.store.put(epoch_key(mine.epoch), mine.encode())
+    return found
+
+
+sound_form = Rendezvous.try_form
+
+
+def hears_nobody_die(self: Membership, name: str, now: float) -> Any:
+    member = sound_judge(self, name, now)
+    if member is not None and member.state == "dead":
+        self.seen[name].dead = False
+        return self.seen[name].member
+    return member
+
+
+sound_judge = Membership._judge
+
+
+def never_hung(self: SimPool, now: float) -> list[Any]:
+    return []
+
+
+def never_full(self: RunState) -> int | None:
+    return None
+
+
+def heedless(node: Any, event: Any, now: Any) -> Any:
+    """Notices are recorded, and nothing follows."""
+    return (node, ()) if isinstance(event, node_machine.Noticed) else sound_step(node, event, now)
+
+
+sound_step = node_machine.step
+
+
+def hopeful(*_: Any) -> str:
+    """Tries again for ever."""
+    return ""
+
+
+# ---- sessions ------------------------------------------------------------------------------------
+def leaves_at_once(state: Any, event: Any, seen: Any) -> machine.Turn:
+    """Whoever is asked to leave does, without a snapshot."""
+    turn = machine.turn(state, event, seen)
+    left = any(isinstance(act, machine.Leave) and act.code for act in turn.after)
+    return replace(turn, first=()) if left else turn
+
+
+def leaves_unlanded(state: Any, event: Any, seen: Any) -> machine.Turn:
+    """... without waiting for it to be committed."""
+    turn = machine.turn(state, event, seen)
+    left = any(isinstance(act, machine.Leave) and act.code for act in turn.after)
+    kept = tuple(act for act in turn.first if act is not machine.Do.LAND)
+    return replace(turn, first=kept) if left else turn
+
+
+def unsaved_end(state: Any, event: Any, seen: Any) -> machine.Turn:
+    """The last steps are not saved."""
+    turn = machine.turn(state, event, seen)
+    return replace(turn, first=()) if isinstance(event, machine.Reached) else turn
+
+
+def early_end(state: Any, event: Any, seen: Any) -> machine.Turn:
+    """Each snapshot that somebody asked for is marked as the run's last."""
+    turn = machine.turn(state, event, seen)
+    asked = isinstance(event, machine.Asked) and turn.first
+    return (
+        replace(turn, first=(*turn.first, machine.Do.LAND, machine.Do.MARK_END)) if asked else turn
+    )
+
+
+def alone(state: Any, event: Any, seen: Any) -> machine.Turn:
+    """Only rank 0 takes snapshots."""
+    turn = machine.turn(state, event, seen)
+    return turn if seen.leads else replace(turn, first=())
+
+
+def least(votes: Sequence[int]) -> Want:
+    """The least want wins."""
+    return min((w for w in Want if votes[w] > 0 and w), default=Want.NOTHING)
+
+
+def even_shares(micro_batches: int, ranks: int, *_: Any) -> batch.Plan:
+    """What does not divide is left out."""
+    return batch.Plan((micro_batches // ranks,) * ranks)
+
+
+class Overlapping(batch.Plan):
+    """The second rank begins one too early."""
+
+    def micros(self, rank: int) -> range:
+        found = super().micros(rank)
+        return range(found.start - 1, found.stop - 1) if rank else found
+
+
+def overlapping(micro_batches: int, ranks: int, *_: Any) -> batch.Plan:
+    return Overlapping(batch.plan(micro_batches, ranks).shares)
+
+
+class ForgetsRecords(Ensemble):
+    """Step records of a snapshot that failed are not carried by the next."""
+
+    def _land(self, must: bool) -> Iterator[float]:
+        yield from super()._land(must)
+        self.unsaved = []
+
+
+class ColdStart(Ensemble):
+    """Resumes the step, and not the weights."""
+
+    def _restore(self, eyes: Any) -> Any:
+        manifest, weights = super()._restore(eyes)
+        return manifest, weights if manifest is None else "initial weights"
+
+
+class Repeats(Ensemble):
+    """Does the step that it resumed from once more."""
+
+    def _resume(self) -> Iterator[float]:
+        yield from super()._resume()
+        self.step = max(0, self.step - 1)
+
+
+def unchained(self: rec.StepRecord, prev: str) -> rec.StepRecord:
+    """Records follow from nothing."""
+    return sound_chained(self, "")
+
+
+sound_chained = rec.StepRecord.chained
+
+
+def deaf_worker(self: SimNode) -> Mark:
+    """Workers do not read their mark."""
+    return Mark(Want.NOTHING, "")
+
+
+# ---- publishers ----------------------------------------------------------------------------------
+class SkipsOne(Publisher):
+    """Loses the first step of a batch."""
+
+    def _publish(self, state: Any, records: Any) -> None:
+        for tracker in self.trackers:
+            sound = tracker.publish
+            with patch.object(
+                tracker, "publish", lambda r, info, folder, sound=sound: sound(r[1:], info, folder)
+            ):
+                super()._publish(state, records)
+
+
+TRACKED = replace(STORMY, publishes=True, calm_s=60.0, total_steps=40)
+PAUSED = ("pause-controller", "power-loss", "notice")
+NOTICES = ("notice",)
+B = SystemBuild
+
+BUGS: dict[str, Bug] = {
+    # controller
+    "deaf lease": Bug("one hand", B(lease=DeafLease), kinds=PAUSED, many=40),
+    "hasty lease": Bug("one hand", B(lease=HastyLease), kinds=PAUSED, many=40),
+    "lazy journal": Bug("intended first|evidence", B(journal=LazyJournal), setting=CALM),
+    "forgetful journal": Bug(
+        "ledger|life|node limit|nothing left|evidence",
+        B(journal=ForgetfulJournal),
+        kinds=OVERTAKEN,
+        many=30,
+    ),
+    "generous journal": Bug("ledger", B(journal=GenerousJournal), setting=CALM),
+    "launches before it says so": Bug(
+        "intended first|evidence", patches=((Loop, "act", launch_first),), setting=CALM
+    ),
+    "impatient": Bug("nothing left|life|ledger", B(recover=impatient), setting=CALM),
+    "greedy": Bug("node limit", B(recover=greedy), setting=CALM),
+    "boastful controller": Bug("done", B(recover=boastful), setting=CALM),
+    "panicky": Bug("seeing", B(recover=panicky), kinds=("controller-silent",), lasts_s=30.0),
+    "deaf to beats": Bug("node limit|evidence", B(recover=deaf), kinds=("unlisted",), lasts_s=45.0),
+    "sleepy policy": Bug("life", B(policy=sleepy), setting=CALM),
+    "tidy controller": Bug("evidence", patches=((Loop, "end", forget_facts),), setting=CALM),
+    # the bucket
+    "overwriting store": Bug("write once", B(store=OverwritingStore), kinds=OVERTAKEN, many=30),
+    "leaky store": Bug("samples once", B(store=LeakyStore), setting=CALM),
+    "everybody was first": Bug(
+        "one hand|members|write once|life|ledger|node limit",
+        B(store=BlindCreate),
+        kinds=OVERTAKEN,
+        many=30,
+    ),
+    # snapshots and restores
+    "early commit": Bug("whole", B(snapshots=EarlyCommit), setting=replace(PAIR, calm_s=0.0)),
+    "parts last": Bug("whole", B(snapshots=PartsLast), setting=CALM),
+    "prunes the newest": Bug("greatest step", B(snapshots=PrunesTheNewest), setting=CALM),
+    "prunes what others need": Bug(
+        "whole|same training|greatest step|life", B(snapshots=PrunesBases), setting=CALM
+    ),
+    "trusts what it reads": Bug(
+        "same training", B(snapshots=Trusting), kinds=("damaged-reads", "power-loss"), many=20
+    ),
+    "one look": Bug("greatest step", B(restore=OneLook), kinds=("damaged-reads", *LOSSES), many=20),
+    "resumes from the oldest": Bug("greatest step", B(restore=Oldest), kinds=LOSSES),
+    "404 is a fresh start": Bug(
+        "greatest step", B(restore=Fresh), kinds=("denied", "power-loss"), many=20
+    ),
+    # agents
+    "never looks up": Bug(
+        "fenced|members|life|nothing lost",
+        B(agent=Unfenced),
+        kinds=("cut", "pause-node"),
+        setting=replace(PAIR, min_nodes=1),
+    ),
+    "tidy agent": Bug("evidence", B(agent=TidyAgent), kinds=LOSSES),
+    "trains where it is not named": Bug(
+        "members", B(agent=Stubborn), kinds=("power-loss", "crash-agent")
+    ),
+    "does not wait for others to leave": Bug(
+        "members|fenced", patches=((Rendezvous, "_has_left", unsettled),), kinds=LOSSES
+    ),
+    "epochs with gaps": Bug("fenced", patches=((Rendezvous, "_propose", skipping),), setting=CALM),
+    "names one twice": Bug("members", patches=((Rendezvous, "_propose", doubling),), setting=CALM),
+    "steals an epoch": Bug(
+        "write once", patches=((Rendezvous, "try_form", stealing),), kinds=LOSSES
+    ),
+    "nobody ever dies": Bug(
+        "life",
+        patches=((Membership, "_judge", hears_nobody_die),),
+        kinds=("power-loss",),
+        many=1,
+        setting=PAIR,
+    ),
+    "never finds a hang": Bug(
+        "life",
+        patches=((SimPool, "find_hung", never_hung),),
+        kinds=("hang-worker",),
+        setting=LONELY,
+        lasts_s=100_000.0,
+        many=2,
+    ),
+    "too many ranks": Bug(
+        "life",
+        patches=((RunState, "room", never_full),),
+        setting=replace(CALM, micro_batches=2, max_nodes=3, min_nodes=3),
+    ),
+    "heedless of notices": Bug(
+        "nothing lost",
+        patches=((node_machine, "step", heedless),),
+        kinds=NOTICES,
+        many=2,
+        setting=LONELY,
+        lasts_s=55.0,
+    ),
+    "tries for ever": Bug(
+        "life",
+        patches=(
+            (ends, "why_no_more", hopeful),
+            (
+                Ensemble,
+                "_train",
+                lambda self, *_: (_ for _ in ()).throw(team._Lost({0: ("ValueError", "bad")})),
+            ),
+        ),
+        setting=CALM,
+    ),
+    # sessions
+    "leaves without a snapshot": Bug(
+        "nothing lost", B(turn=leaves_at_once), kinds=NOTICES, lasts_s=55.0
+    ),
+    "leaves before it has landed": Bug(
+        "nothing lost", B(turn=leaves_unlanded), kinds=NOTICES, lasts_s=55.0
+    ),
+    "does not save the end": Bug(
+        "done|life", B(turn=unsaved_end), setting=replace(CALM, interval=Interval(every_steps=5))
+    ),
+    "says that it is done": Bug("done", B(turn=early_end), kinds=NOTICES, lasts_s=55.0),
+    "rank 0 saves alone": Bug("same acts", B(turn=alone), setting=replace(CALM, min_nodes=2)),
+    "the least want wins": Bug(
+        "nothing lost|life",
+        B(winner=least),
+        kinds=("notice",),
+        many=2,
+        setting=replace(LONELY, interval=Interval(every_steps=1)),
+        lasts_s=55.0,
+    ),
+    "even shares": Bug("samples once|global batch", B(plan=even_shares), setting=ODD),
+    "shares that overlap": Bug("samples once", B(plan=overlapping), setting=ODD),
+    "forgets records": Bug("samples once", B(ensemble=ForgetsRecords), kinds=("silent",), many=20),
+    "cold start": Bug("same training", B(ensemble=ColdStart), kinds=LOSSES),
+    "repeats a step": Bug("samples once|same training", B(ensemble=Repeats), kinds=LOSSES),
+    "records without a chain": Bug(
+        "samples once", patches=((rec.StepRecord, "chained", unchained),), setting=CALM
+    ),
+    "deaf workers": Bug(
+        "nothing lost",
+        patches=((SimNode, "read_mark", deaf_worker),),
+        kinds=NOTICES,
+        many=2,
+        setting=LONELY,
+        lasts_s=55.0,
+    ),
+    # publishers
+    "a publisher that skips": Bug("published once", B(publisher=SkipsOne), setting=TRACKED),
+}

@@ -1,0 +1,550 @@
+"""Whatever order compactors, readers, writers and crashes come in: every fact is read once."""
+
+import random
+import threading
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from harness.bucket import archive, tiers
+from harness.bucket.archive import Compactor, read_facts, read_past
+from harness.bucket.journal import Follower, Journal
+from harness.bucket.volumes import DamagedArchive
+from harness.core import columns
+from harness.core import facts as f
+from storage.errors import NotFound
+from storage.files import MemoryStore
+
+
+class Died(BaseException):
+    pass
+
+
+class Turns:
+    """One store operation at a time, of the actor whom `choose` names; each runs in a thread."""
+
+    def __init__(self, store, choose):
+        self.store, self.choose = store, choose
+        self.waiting, self.go, self.results = {}, {}, {}
+        self.changed = threading.Condition()
+
+    def run(self, actors):
+        threads = []
+        for name, act in actors.items():
+            self.waiting[name], self.go[name] = False, threading.Semaphore(0)
+            threads.append(threading.Thread(target=self._act, args=(name, act), daemon=True))
+        for thread in threads:
+            thread.start()
+        while True:
+            with self.changed:
+                assert self.changed.wait_for(
+                    lambda: all(self.waiting[n] or n in self.results for n in actors), 30
+                )
+                ready = sorted(n for n in actors if n not in self.results)
+                if not ready:
+                    break
+                name = ready[self.choose(len(ready))]
+                self.waiting[name] = False
+            self.go[name].release()
+        for thread in threads:
+            thread.join(30)
+        for found in self.results.values():
+            if isinstance(found, BaseException) and not isinstance(found, Died):
+                raise found
+        return self.results
+
+    def _act(self, name, act):
+        try:
+            found = act(Seat(self, name))
+        except BaseException as e:
+            found = e
+        with self.changed:
+            self.results[name] = found
+            self.changed.notify_all()
+
+    def turn(self, name):
+        with self.changed:
+            self.waiting[name] = True
+            self.changed.notify_all()
+        assert self.go[name].acquire(timeout=30)
+
+
+class Seat:
+    """The store as one actor has it; it dies before its `dies_at`-th operation. Listings are as
+    old as `old()` says."""
+
+    url = "memory://"
+
+    def __init__(self, turns, name):
+        self.turns, self.name, self.ops, self.dies_at = turns, name, 0, None
+        self.old = lambda: 0
+
+    def __getattr__(self, op):
+        def call(*words):
+            self.turns.turn(self.name)
+            self.ops += 1
+            if self.ops == self.dies_at:
+                raise Died
+            if op == "list":
+                return self.turns.store.list(*words, old=self.old())
+            return getattr(self.turns.store, op)(*words)
+
+        if op in ("get", "put", "create", "list", "delete", "size"):
+            return call
+        raise AttributeError(op)
+
+
+class Remembering(MemoryStore):
+    """Lists what was there some changes ago."""
+
+    def __init__(self):
+        super().__init__("memory://x", {})
+        self.past = [[]]
+
+    def create(self, key, data):
+        made = super().create(key, data)
+        self.past.append(super().list(""))
+        return made
+
+    def delete(self, key):
+        super().delete(key)
+        self.past.append(super().list(""))
+
+    def list(self, prefix, old=0):
+        keys = self.past[max(0, len(self.past) - 1 - old)]
+        return sorted(k for k in keys if k.startswith(prefix))
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(tiers, "FANOUT", 2)
+
+
+def fill(store, writers=3, each=4, t=0.0):
+    """Facts of a few writers; what they were."""
+    told = []
+    for w in range(writers):
+        clock = [t + w]
+        journal = Journal(
+            store, f"{('worker', 'agent', 'controller')[w % 3]}-{w}", lambda c=clock: c[0]
+        )
+        for i in range(each):
+            clock[0] += 10.0
+            journal.record(f.Warned(i, w, f"fact {i}"))
+            journal.record(f.StepDone(i, w, 1.0 / (i + 1), clock[0], 0.5, 8))
+            told += [
+                (journal.writer, clock[0], "Warned", i),
+                (journal.writer, clock[0], "StepDone", i),
+            ]
+            journal.flush()
+    return sorted(told)
+
+
+def names(facts):
+    bad = [s.fact for s in facts if isinstance(s.fact, f.Unreadable)]
+    assert not bad, bad
+    return sorted((s.writer, s.t, s.fact.kind, s.fact.step) for s in facts)
+
+
+def without_steps(told):
+    return [x for x in told if x[2] != "StepDone"]
+
+
+def test_what_is_archived_is_read_as_before():
+    store = MemoryStore("memory://x", {})
+    told, whole = fill(store), read_facts(store)
+    past = read_past(store)
+    assert names(whole) == told
+    done = Compactor(store, most_nbytes=900).compact(all_of_them=True)
+    assert done == 12 and store.list("facts/") == []
+    assert len(store.list("archive/raw/")) > 2
+    assert read_facts(store) == whole
+    assert read_facts(store, "controller-") == [s for s in whole if s.writer == "controller-2"]
+    again = read_past(store)
+    assert again.facts == past.facts
+    assert (columns.newest_told(again.steps) == columns.newest_told(past.steps)).all()
+    assert names(Follower(store).poll())[-1] and without_steps(
+        names(Follower(store).poll())
+    ) == without_steps(told)
+
+
+def test_writers_go_on_after_their_facts_were_archived():
+    store, clock = MemoryStore("memory://x", {}), [1.0]
+    journal, compactor = Journal(store, "agent-1", lambda: clock[0]), Compactor(store)
+    follower, told = Follower(store), []
+    for i in range(9):
+        journal.record(f.Warned(i, 1, "x"))
+        journal.flush()
+        if i % 3 == 1:
+            compactor.compact(all_of_them=True)
+        told += follower.poll()
+    assert [s.fact.step for s in told] == list(range(9))
+    assert [s.fact.step for s in read_facts(store)] == list(range(9))
+    assert not [s for s in read_facts(store) if isinstance(s.fact, f.Unreadable)]
+
+
+def test_a_segment_that_its_writer_writes_again_counts_once():
+    """Its create was not answered, and it was archived before the next try."""
+    store = MemoryStore("memory://x", {})
+    told = fill(store, 1, 3)
+    kept = {k: store.get(k) for k in store.list("facts/")}
+    Compactor(store).compact(all_of_them=True)
+    for key, data in kept.items():
+        assert store.create(key, data)
+    assert names(read_facts(store)) == told
+    assert without_steps(names(Follower(store).poll())) == without_steps(told)
+    Compactor(store).compact(all_of_them=True)
+    assert store.list("facts/") == [] and names(read_facts(store)) == told
+
+
+def test_a_flush_that_was_not_answered_and_is_archived_meanwhile_is_no_stranger():
+    class Archived(MemoryStore):
+        def create(self, key, data):
+            return False
+
+        def get(self, key, start=None, end=None):
+            raise NotFound(key)
+
+    journal = Journal(Archived("memory://x", {}), "agent-1", lambda: 1.0)
+    journal.record(f.Warned(1, 1, "x"))
+    journal.flush()
+
+
+def test_a_gap_is_not_archived_and_is_told():
+    store = MemoryStore("memory://x", {})
+    fill(store, 1, 4)
+    store.delete("facts/worker-0/000001.jsonl")
+    Compactor(store).compact(all_of_them=True)
+    assert store.list("facts/") == ["facts/worker-0/000002.jsonl", "facts/worker-0/000003.jsonl"]
+    assert any(isinstance(s.fact, f.Unreadable) for s in read_facts(store))
+
+
+def test_damage_in_a_segment_stays_told_where_it_was():
+    store = MemoryStore("memory://x", {})
+    fill(store, 1, 4)
+    key = "facts/worker-0/000001.jsonl"
+    store.put(key, store.get(key).replace(b"fact 1", b"fact 7"))
+    before = [s.fact for s in read_facts(store) if isinstance(s.fact, f.Unreadable)]
+    Compactor(store).compact(all_of_them=True)
+    for facts in (read_facts(store), read_facts(store, steps=False), Follower(store).poll()):
+        assert [s.fact for s in facts if isinstance(s.fact, f.Unreadable)] == before
+
+
+@pytest.mark.parametrize("kind", ["raw", "brief", "steps"])
+def test_a_damaged_archive_is_told_and_not_continued(kind):
+    store = MemoryStore("memory://x", {})
+    fill(store, 1, 4)
+    Compactor(store).compact(all_of_them=True)
+    key = store.list(f"archive/{kind}/")[0]
+    data = store.get(key)
+    store.put(key, data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
+    found = read_facts(store) if kind == "raw" else read_past(store).facts
+    assert [key in str(s.fact) for s in found if isinstance(s.fact, f.Unreadable)] == [True]
+    if kind == "brief":
+        fill(store, 1, 4)
+        with pytest.raises(DamagedArchive, match=key):
+            Compactor(store).compact(all_of_them=True)
+
+
+def act(kind, choose, old):
+    def do(seat):
+        seat.old = old
+        if kind == "compactor":
+            Compactor(seat, fewest=1, most_nbytes=900).compact(all_of_them=True)
+            return None
+        if kind == "follower":
+            follower = Follower(seat)
+            found = [s for _ in range(3) for s in follower.poll()]
+            seat.old = lambda: 0
+            return found + follower.poll()
+        if kind == "writer":
+            return fill(seat, 1, 3, t=1000.0)
+        return {"facts": read_facts, "told": lambda s: read_facts(s, steps=False)}[kind](seat)
+
+    def dying(seat):
+        seat.dies_at = choose(40) + 1
+        return do(seat)
+
+    return dying if kind == "compactor" and choose(2) else do
+
+
+def check(choose, late):
+    store = Remembering()
+    told = fill(store, 2, 3)
+    if late or choose(2):  # of an archive that was begun long ago
+        Compactor(store, most_nbytes=1).compact(all_of_them=True)
+        told = sorted(told + fill_more(store))
+    store.past = [store.past[-1]]  # what was done before is known to all
+    old = (lambda: choose(4)) if late else (lambda: 0)
+    kinds = {"a": "compactor", "b": "compactor", "r": "facts", "s": "told", "f": "follower"}
+    before = set(told)
+    results = Turns(store, choose).run({n: act(k, choose, old) for n, k in kinds.items()})
+    assert set(names(results["r"])) == before and len(results["r"]) == len(before)
+    assert names(results["s"]) == without_steps(told)
+    assert without_steps(names(results["f"])) == without_steps(told)
+    # whoever comes next finishes what was left
+    Compactor(store).compact(all_of_them=True)
+    assert store.list("facts/") == [] and names(read_facts(store)) == told
+    assert without_steps(names(Follower(store).poll())) == without_steps(told)
+    past = read_past(store)
+    assert len(columns.newest_told(past.steps)) == len([x for x in told if x[2] == "StepDone"])
+
+
+def fill_more(store):
+    """Facts of a writer that comes later."""
+    clock, told = [500.0], []
+    journal = Journal(store, "uploader-9", lambda: clock[0])
+    for i in range(3):
+        clock[0] += 1.0
+        journal.record(f.Warned(i, 9, "later"))
+        journal.flush()
+        told.append(("uploader-9", clock[0], "Warned", i))
+    return told
+
+
+@given(st.randoms(use_true_random=False))
+@settings(
+    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_every_fact_is_read_once_in_every_interleaving(rng):
+    check(rng.randrange, late=False)
+
+
+@given(st.randoms(use_true_random=False))
+@settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_also_when_listings_are_old(rng):
+    check(rng.randrange, late=True)
+
+
+@pytest.mark.parametrize("seat", ["facts", "told", "follower"])
+def test_a_compactor_may_die_before_each_of_its_operations(seat):
+    for at in range(1, 60):
+        store = Remembering()
+        told = fill(store, 2, 3)
+
+        def dying(mine, at=at):
+            mine.dies_at = at
+            Compactor(mine, most_nbytes=900).compact(all_of_them=True)
+
+        died = Turns(store, lambda n: 0).run({"a": dying})["a"]
+        reader = act(seat, random.Random(at).randrange, lambda: 0)
+        found = Turns(store, lambda n: 0).run({"r": reader})["r"]
+        assert without_steps(names(found)) == without_steps(told), at
+        Compactor(store, most_nbytes=900).compact(all_of_them=True)
+        assert names(read_facts(store)) == told and store.list("facts/") == []
+        if died is None:
+            return
+    raise AssertionError("it has more operations than that")
+
+
+def test_a_long_archive_is_read_by_few_requests(monkeypatch):
+    monkeypatch.setattr(tiers, "FANOUT", 4)
+    store, gets = MemoryStore("memory://x", {}), []
+    compactor = Compactor(store)
+    clock = [0.0]
+    journal = Journal(store, "agent-1", lambda: clock[0])
+    for i in range(200):
+        clock[0] = float(i)
+        journal.record(f.Warned(i, 1, "x"))
+        journal.flush()
+        compactor.compact(all_of_them=True)
+    assert len(store.list("archive/raw/")) == 200
+    assert len(store.list("archive/brief/")) <= 3 * 4
+    plain = store.get
+    store.get = lambda *words: gets.append(words[0]) or plain(*words)
+    assert len(read_facts(store, steps=False)) == 200
+    assert len(gets) <= 3 * 4 + 1
+    assert archive.segments(store) == {}
+
+
+# ---- records -------------------------------------------------------------------------------------
+def test_the_report_of_an_archived_run_is_the_same():
+    from histories import whole_run
+
+    from harness.bucket.keeper import Keeper
+    from harness.views.report import to_json
+    from harness.views.summary import summarize
+
+    h = whole_run()
+    before = summarize(h.store, lambda: h.t)
+    Keeper(h.store, lambda: 0.0).archive_all()
+    assert h.store.list("archive/records/") and not h.store.list("facts/")
+    after = summarize(h.store, lambda: h.t)
+    assert to_json(after) == to_json(before)
+    assert after == before
+
+
+@pytest.mark.parametrize("large", [0, 10, 10**6])
+@pytest.mark.parametrize("piece", [1, 7, 1024])
+def test_a_ledger_by_pieces_is_exact(monkeypatch, large, piece):
+    from histories import whole_run
+
+    from harness.views import ledger, spans
+    from harness.views.summary import summarize
+
+    h = whole_run()
+    wanted = summarize(h.store, lambda: h.t).ledger
+    monkeypatch.setattr(ledger, "LARGE", large)
+    monkeypatch.setattr(spans, "PIECE", piece)
+    found = summarize(h.store, lambda: h.t).ledger
+    assert (found.ns, found.nusd, found.epochs, found.cost) == (
+        wanted.ns,
+        wanted.nusd,
+        wanted.epochs,
+        wanted.cost,
+    )
+    for mine, theirs in zip(found.attempts, wanted.attempts, strict=True):
+        assert (mine.ns, mine.nusd) == (theirs.ns, theirs.nusd)
+        assert sum(b - a for a, b, _ in mine.segments) == mine.billed_ns
+        edges = [t for a, b, _ in mine.segments for t in (a, b)]
+        assert edges == sorted(edges)
+
+
+def test_damaged_records_are_named_whether_archived_or_not():
+    from histories import whole_run
+
+    from harness.bucket.keeper import Keeper
+    from harness.views.summary import summarize
+
+    h = whole_run()
+    Keeper(h.store, lambda: 0.0).archive_all()
+    key = h.store.list("archive/records/")[0]
+    data = h.store.get(key)
+    h.store.put(key, data[:-1] + bytes([data[-1] ^ 1]))
+    # the objects themselves are there still
+    assert not summarize(h.store, lambda: h.t).problems
+    h.store.delete(h.store.list("samples/")[0])
+    assert "missing" in summarize(h.store, lambda: h.t).problems[0]
+
+
+def test_two_record_compactors_and_a_dead_one():
+    from histories import whole_run
+
+    from harness.bucket.recorded import RecordCompactor, read_committed
+    from harness.core import records as rec
+    from storage.snapshots import Snapshots
+
+    h = whole_run()
+    named = rec.named(Snapshots(h.store).latest().data)
+    genesis = rec.genesis(__import__("json").loads(h.store.get("run.json")))
+    wanted = read_committed(h.store, named, genesis)
+    for at in range(1, 40):
+        store = Remembering()
+        for key in h.store.list(""):
+            store.create(key, h.store.get(key))
+
+        def dying(mine, at=at):
+            mine.dies_at = at
+            RecordCompactor(mine, fewest=2).compact(all_of_them=True)
+
+        def whole(mine):
+            RecordCompactor(mine, fewest=2).compact(all_of_them=True)
+
+        rng = random.Random(at)
+        Turns(store, rng.randrange).run({"a": dying, "b": whole})
+        found = read_committed(store, named, genesis)
+        assert (found.rows == wanted.rows).all() and found.metrics == wanted.metrics
+        assert found.worlds == wanted.worlds
+
+
+# ---- members -------------------------------------------------------------------------------------
+def test_members_that_are_gone_or_dead_are_taken_away():
+    import json
+
+    from harness.bucket.keeper import DEAD_S, Keeper
+
+    store, clock = MemoryStore("memory://x", {}), [0.0]
+    keeper = Keeper(store, lambda: clock[0])
+
+    def say(name, state, beat):
+        body = {"member": name, "state": state, "beat": beat, "beat_s": 1.0}
+        store.put(f"rdzv/members/{name}.json", json.dumps(body).encode())
+
+    say("m0001-gone", "gone", 1)
+    say("m0002-dead", "in", 1)
+    say("m0003-lives", "in", 1)
+    assert keeper.sweep() == 1
+    for beat in range(2, 6):
+        clock[0] += DEAD_S / 2
+        say("m0003-lives", "in", beat)
+        keeper.sweep()
+    assert store.list("rdzv/members/") == ["rdzv/members/m0003-lives.json"]
+
+
+# ---- audits --------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def proven():
+    """A true run, archived in two volumes: its objects."""
+    from truerun import TrueRun
+
+    from harness.bucket.keeper import Keeper
+
+    run = TrueRun().train(7, world=2).train(12, world=3).train(20, world=1, final=True).end()
+    Keeper(run.store, lambda: 0.0).archive_all()
+    return {key: run.store.get(key) for key in run.store.list("")}
+
+
+def test_an_archived_run_is_proven(proven):
+    from harness.views.audit import audit
+
+    store = MemoryStore("memory://p", dict(proven))
+    assert not store.list("facts/")
+    found = audit(store)
+    assert found.ok, found.first_violation
+
+
+@pytest.mark.parametrize("kind", ["raw", "brief", "steps", "records"])
+@pytest.mark.parametrize("how", ["flip", "cut", "lose", "forge"])
+def test_what_is_done_to_an_archive_is_found(proven, kind, how):
+    from harness.bucket.volumes import sealed, unsealed
+    from harness.views.audit import audit
+
+    store = MemoryStore("memory://p", dict(proven))
+    key = store.list(f"archive/{kind}/")[0]
+    data = store.get(key)
+    if how == "flip":
+        store.put(key, data[:-9] + bytes([data[-9] ^ 4]) + data[-8:])
+    elif how == "cut":
+        store.put(key, data[:-40])
+    elif how == "lose":
+        store.delete(key)
+    else:  # hashes that fit, and other content
+        head, runs, body = unsealed(data, key)
+        names = ("archive", "runs", "body")
+        kept = {k: v for k, v in head.items() if k not in names}
+        store.put(key, sealed(kept, runs, body[:-9] + bytes([body[-9] ^ 4]) + body[-8:]))
+    found = audit(store)
+    if how == "lose" and kind != "raw":  # it can be made again from what is there
+        return
+    assert not found.ok and "archive/" in (found.first_violation or ""), found
+
+
+def test_proofs_are_remembered_and_believed_of_the_same_bytes_only(proven, tmp_path):
+    from harness.views.audit import audit
+    from harness.views.proving import Prover
+
+    store, memory = MemoryStore("memory://p", dict(proven)), tmp_path / "proofs"
+    assert audit(store, prover=Prover(0, memory)).ok
+    again = Prover(0, memory)
+    assert audit(store, prover=again).ok
+    objects = len(store.list("samples/")) + len(store.list("archive/raw/"))
+    assert again.remembered == objects
+    # it was interrupted: what is whole of its memory is believed
+    memory.write_bytes(memory.read_bytes()[:-7])
+    assert audit(store, prover=(cut := Prover(0, memory))).ok and cut.remembered == objects - 1
+    key = store.list("samples/")[0]
+    store.put(key, store.get(key).replace(b'"lr":', b'"lR":', 1))
+    changed = audit(store, prover=Prover(0, memory))
+    assert not changed.ok and key in changed.first_violation
+
+
+def test_several_processes_prove_the_same(proven, monkeypatch):
+    from harness.views import proving
+    from harness.views.audit import audit
+
+    monkeypatch.setattr(proving, "FEW", 0)
+    store = MemoryStore("memory://p", dict(proven))
+    assert audit(store, prover=proving.Prover(2)) == audit(store)

@@ -1,0 +1,173 @@
+"""The house stays readable: files, functions and classes of a size that one reads at a time, one
+meaning for the name of a type, lines that fit a page."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MAX_FILE, MAX_FUNCTION, MAX_ATTRIBUTES, MAX_COLUMNS = 520, 70, 15, 100  # lines, lines, -, columns
+
+# why a class may have more attributes: each is a value of its own, and to group them would help
+# nobody
+MANY_ATTRIBUTES = {
+    "LaunchFlags": "one field for each flag of `harness launch`",
+    "RunFlags": "one field for each flag of `harness run`",
+    "RunSpec": "one field for each setting of a run",
+    "AttemptRow": "a row of a table, one field for each column",
+    "EpochRow": "a row of a table, one field for each column",
+    "BatchHeader": "a record in the bucket, one field for each key",
+    "Member": "a record in the bucket, one field for each key",
+    "Summary": "what a report tells, one field for each section",
+    "SnapshotRow": "a row of a table, one field for each column",
+    "Row": "a row of a table, one field for each column",
+}
+# names that are ours to give, and yet stand twice
+TWO_MEANINGS: dict[str, str] = {}
+
+
+def sources(*folders: str) -> list[Path]:
+    """Python files, without the script that `harness init` gives to users."""
+    found = [p for folder in folders for p in (ROOT / folder).glob("**/*.py")]
+    return sorted(p for p in found if "templates" not in p.parts)
+
+
+def named(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+CODE = sources("harness", "storage")
+TREES = {path: ast.parse(path.read_text()) for path in CODE}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@pytest.mark.parametrize("path", CODE, ids=named)
+def test_no_file_is_too_long(path):
+    lines = len(path.read_text().splitlines())
+    assert lines <= MAX_FILE, f"{named(path)} has {lines} lines: split it by what it is about"
+
+
+def length(function: Function) -> int:
+    """Its lines, without those of classes in it, whose methods are counted by themselves."""
+    inner = {
+        line
+        for node in ast.walk(function)
+        if isinstance(node, ast.ClassDef)
+        for line in range(node.lineno, (node.end_lineno or 0) + 1)
+    }
+    return len(set(range(function.lineno, (function.end_lineno or 0) + 1)) - inner)
+
+
+@pytest.mark.parametrize("path", CODE, ids=named)
+def test_no_function_is_too_long(path):
+    found = {
+        node.name: length(node)
+        for node in ast.walk(TREES[path])
+        if isinstance(node, Function) and length(node) > MAX_FUNCTION
+    }
+    assert not found, f"{named(path)}: {found} lines: split it into steps that have names"
+
+
+def attributes(one: ast.ClassDef) -> set[str]:
+    """Fields in its body, and what its methods give to `self`."""
+    found = {
+        node.target.id
+        for node in one.body
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and not re.match("ClassVar|InitVar", ast.unparse(node.annotation))
+    }
+    for method in one.body:
+        if not isinstance(method, Function):
+            continue
+        found |= {
+            node.attr
+            for node in ast.walk(method)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "self"
+        }
+    return found
+
+
+@pytest.mark.parametrize("path", CODE, ids=named)
+def test_no_class_has_too_many_attributes(path):
+    found = {
+        node.name: len(attributes(node))
+        for node in ast.walk(TREES[path])
+        if isinstance(node, ast.ClassDef)
+        and node.name not in MANY_ATTRIBUTES
+        and len(attributes(node)) > MAX_ATTRIBUTES
+    }
+    assert not found, f"{named(path)}: {found}: group what belongs together in a small dataclass"
+
+
+def types(tree: ast.Module) -> Iterator[str]:
+    """Classes, at any depth, and aliases of types."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+    for statement in tree.body:
+        targets: list[ast.expr] = []
+        if isinstance(statement, ast.Assign):
+            targets = statement.targets
+        elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+            targets = [statement.target]
+        for target in targets:
+            if isinstance(target, ast.Name) and re.fullmatch(r"_?[A-Z]\w*[a-z]\w*", target.id):
+                yield target.id
+
+
+def test_the_name_of_a_type_has_one_meaning():
+    where: defaultdict[str, set[str]] = defaultdict(set)
+    for path, tree in TREES.items():
+        for name in types(tree):
+            where[name].add(named(path))
+    twice = {n: sorted(w) for n, w in where.items() if len(w) > 1 and n not in TWO_MEANINGS}
+    assert not twice, f"a name for each: {twice} (docs/ARCHITECTURE.md has a glossary)"
+
+
+def test_the_glossary_says_where_a_name_is_defined():
+    page = (ROOT / "docs" / "ARCHITECTURE.md").read_text().partition("\n## Glossary\n")[2]
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \| `([\w/.]+)` \|$", page, re.M)
+    assert len(rows) > 100
+    assert sorted({name.lower() for name, *_ in rows}) == [name.lower() for name, *_ in rows]
+    wrong = []
+    for name, _, where in rows:
+        path = ROOT / where if where.startswith("storage/") else ROOT / "harness" / where
+        if path not in TREES or name not in types(TREES[path]):
+            wrong.append(f"{name} is not defined in {where}")
+    assert not wrong, "\n".join(wrong)
+
+
+def prose(text: str) -> Iterator[tuple[int, str]]:
+    """(number, line) of a markdown file, without tables, code and HTML."""
+    fenced = False
+    for number, line in enumerate(text.splitlines(), 1):
+        stripped = line.strip()
+        if stripped.startswith(("```", "~~~")):
+            fenced = not fenced
+        elif not fenced and not stripped.startswith(("|", "<")):
+            yield number, line
+
+
+def is_one_word(line: str) -> bool:
+    """Nothing can be broken: a link, or code that stands together."""
+    return " " not in re.sub(r"`[^`]*`", "code", line.strip().lstrip("-*0123456789. "))
+
+
+@pytest.mark.parametrize(
+    "path", [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))], ids=named
+)
+def test_prose_fits_a_page(path):
+    long = [
+        f"{named(path)}:{number} ({len(line)} columns)"
+        for number, line in prose(path.read_text())
+        if len(line) > MAX_COLUMNS and not is_one_word(line)
+    ]
+    assert not long, "\n".join(long)
