@@ -364,7 +364,7 @@ def test_a_long_archive_is_read_by_few_requests(monkeypatch):
 def test_the_report_of_an_archived_run_is_the_same():
     from histories import whole_run
 
-    from harness.bucket.keeper import Keeper
+    from harness.uploader.keeper import Keeper
     from harness.views.report import to_json
     from harness.views.summary import summarize
 
@@ -406,7 +406,7 @@ def test_a_ledger_by_pieces_is_exact(monkeypatch, large, piece):
 def test_damaged_records_are_named_whether_archived_or_not():
     from histories import whole_run
 
-    from harness.bucket.keeper import Keeper
+    from harness.uploader.keeper import Keeper
     from harness.views.summary import summarize
 
     h = whole_run()
@@ -454,7 +454,7 @@ def test_two_record_compactors_and_a_dead_one():
 def test_members_that_are_gone_or_dead_are_taken_away():
     import json
 
-    from harness.bucket.keeper import DEAD_S, Keeper
+    from harness.uploader.keeper import DEAD_S, Keeper
 
     store, clock = MemoryStore("memory://x", {}), [0.0]
     keeper = Keeper(store, lambda: clock[0])
@@ -480,7 +480,7 @@ def proven():
     """A true run, archived in two volumes: its objects."""
     from truerun import TrueRun
 
-    from harness.bucket.keeper import Keeper
+    from harness.uploader.keeper import Keeper
 
     run = TrueRun().train(7, world=2).train(12, world=3).train(20, world=1, final=True).end()
     Keeper(run.store, lambda: 0.0).archive_all()

@@ -12,7 +12,7 @@ from harness.agent.config import AgentConfig
 MODULES = {
     "trackers": "harness.views.trackers",
     "replica": "harness.uploader.replica",
-    "keeper": "harness.bucket.keeper",
+    "keeper": "harness.uploader.keeper",
 }
 
 

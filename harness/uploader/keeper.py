@@ -2,7 +2,7 @@
 
 A process beside the first member of an epoch (`agent/helpers.py`):
 
-    python -m harness.bucket.keeper URL [--once]
+    python -m harness.uploader.keeper URL [--once]
 
 It may be killed at any point, and two may be at work at once. What it does not get done, the next
 one does; nothing that it deletes is missed (`archive.py`, `sweep`). `--once`: archive everything
@@ -20,6 +20,7 @@ from harness.bucket.beats import Beats
 from harness.bucket.layout import MEMBERS
 from harness.bucket.recorded import RecordCompactor
 from harness.bucket.volumes import DamagedArchive
+from harness.node.processes import die_with_parent
 from storage.errors import StoreError
 from storage.objects import ObjectStore
 from storage.opening import open_store
@@ -62,6 +63,7 @@ class Keeper:
 
 
 def main(words: list[str]) -> int:
+    die_with_parent()
     store = open_store(words[0])
     if "--once" in words[1:]:
         Keeper(store, time.monotonic).archive_all()
