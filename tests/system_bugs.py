@@ -31,6 +31,8 @@ from harness.proof.system.faults import Fault, Setting, faults_of
 from harness.proof.system.node import SimNode, SimPool
 from harness.proof.system.team import Ensemble
 from harness.proof.system.whole import Played, SystemBuild, play
+from harness.views.stream import StreamWriter
+from harness.views.telling import writer_of
 from harness.views.trackers import Publisher
 from harness.worker import machine
 from harness.worker.machine import Interval
@@ -534,6 +536,18 @@ class SkipsOne(Publisher):
                 super()._publish(state, records)
 
 
+class SkipsRow(StreamWriter):
+    """Loses the first committed step of a batch."""
+
+    def _steps(self, before: Any) -> Any:
+        records, final, keep = super()._steps(before)
+        return records[1:] if len(records) > 1 else records, final, keep
+
+
+def skipping_rows(store: Any, info: Any, min_batch_s: float) -> StreamWriter:
+    return SkipsRow(store, info, writer_of(store, info).operations, min_batch_s, min_batch_s)
+
+
 TRACKED = replace(STORMY, publishes=True, calm_s=60.0, total_steps=40)
 PAUSED = ("pause-controller", "power-loss", "notice")
 NOTICES = ("notice",)
@@ -682,4 +696,5 @@ BUGS: dict[str, Bug] = {
     ),
     # publishers
     "a publisher that skips": Bug("published once", B(publisher=SkipsOne), setting=TRACKED),
+    "a publisher that skips a row": Bug("streamed once", B(stream=skipping_rows), setting=TRACKED),
 }

@@ -153,8 +153,9 @@ def _row(line: bytes, number: int) -> StreamRow:
 def encode_batch(header: BatchHeader, rows: Iterable[StreamRow]) -> bytes:
     lines = [json.dumps(dataclasses.asdict(header))]
     for row in rows:
-        body = {"kind": row.kind, "t": row.t, "step": row.step, "again": row.again}
-        lines.append(json.dumps({k: v for k, v in body.items() if v} | {"values": row.values}))
+        usual = {"step": row.step, "again": row.again}
+        body = {"kind": row.kind, "t": row.t, **{k: v for k, v in usual.items() if v}}
+        lines.append(json.dumps({**body, "values": row.values}))
     return ("\n".join(lines) + "\n").encode()
 
 

@@ -12,11 +12,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from harness.bucket.layout import MEMBERS, Epoch, Published, epoch_key
+from harness.bucket.streamed import STEP
 from harness.core import records as rec
 from harness.core.facts import LeaseTaken, RunEnded
 from harness.proof import invariants
 from harness.proof.invariants import Changed, Violation, Written, _committed, _facts
 from harness.proof.system.access import Deleted
+from harness.views.committed import committed
+from harness.views.plugins import RunInfo
+from harness.views.stream import newest_header, whole
+from harness.views.telling import writer_of
 from harness.views.trackers import published
 from storage.errors import NotFound
 from storage.manifest import Manifest, Ref, SnapshotCorrupt
@@ -367,3 +372,31 @@ class PublishedOnce:
 
     def _lines(self, marker: Published) -> Iterable[str]:
         return self.store.get(marker.folder + "steps.txt").decode().splitlines()
+
+
+@dataclass
+class StreamedOnce:
+    """The stream's rows have no gaps, and its steps are committed ones, each once, in order, up to
+    the newest batch that was written."""
+
+    store: ObjectStore
+
+    def see(self, event: Any) -> None: ...
+
+    def at_end(self) -> None:
+        header = newest_header(self.store)
+        if header is None:
+            return
+        info = RunInfo.of(self.store)
+        # what was redone since the newest batch is the next publisher's to rewind: so let it look
+        writer = writer_of(self.store, info, 0.0)
+        writer.now = lambda: header.ops_t
+        writer.round(last=True)
+        rows = list(whole(self.store))
+        if [row.number for row in rows] != list(range(len(rows))):
+            raise Violation("streamed once: the rows of the stream have gaps")
+        told = [(r.step, r.values["train/loss"], r.t) for r in rows if r.kind == STEP]
+        records, _ = committed(self.store, info, 1, 10**6)
+        if told != [(r.step, r.loss, r.t) for r in records]:
+            steps = [step for step, _, _ in told]
+            raise Violation(f"streamed once: wanted {len(records)} steps, found {steps}")

@@ -1,4 +1,4 @@
-"""What runs beside the first member of an epoch: the real publisher, and a tracker for it."""
+"""What runs beside the first member of an epoch: the real publishers, and a tracker for them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.views.plugins import Records, RunInfo
+from harness.views.stream import StreamWriter
 from harness.views.trackers import Publisher
 from storage.errors import StoreError
 from storage.faults import Crash
@@ -46,6 +47,7 @@ class SimSidecars:
     def __init__(self, node: SimNode):
         self._node = node
         self._publisher: Publisher | None = None
+        self._writer: StreamWriter | None = None
         self._actor = f"publisher-{node.number}"
         self._ended = False
 
@@ -68,17 +70,22 @@ class SimSidecars:
     def _publish(self, last: bool) -> None:
         try:
             if self._publisher is None:
-                self._publisher = self._new()
+                self._publisher, self._writer = self._new()
             self._publisher.round(last)
+            if self._writer is not None:
+                self._writer.round(last)
         except (StoreError, Crash):
             pass  # the next round, or the next publisher
 
-    def _new(self) -> Publisher:
+    def _new(self) -> tuple[Publisher, StreamWriter]:
         sim, store = self._node.sim, self._node.access(self._actor)
         stop: Any = _NoStop()
-        return sim.build.publisher(
+        info = RunInfo.of(store)
+        writer = sim.build.stream(store, info, BATCH_S)
+        writer.now = self._node.host.wall
+        publisher = sim.build.publisher(
             store,
-            RunInfo.of(store),
+            info,
             [Lines()],
             BATCH_S,
             1,
@@ -87,3 +94,4 @@ class SimSidecars:
             stop,
             f"{self._node.rng.randrange(1 << 32):08x}",
         )
+        return publisher, writer

@@ -45,6 +45,8 @@ from harness.proof.system.trained import expected, identity, state_after
 from harness.proof.system.trouble import CONTROLLER, Trouble
 from harness.proof.system.wires import Net
 from harness.uploader.client import fence
+from harness.views.stream import StreamWriter
+from harness.views.telling import writer_of
 from harness.views.trackers import Publisher
 from harness.worker import machine
 from storage.errors import NotFound, StoreError
@@ -72,6 +74,7 @@ class SystemBuild:
     snapshots: type[Snapshots] = Snapshots
     restore: type[Restore] = Restore
     publisher: Callable[..., Publisher] = Publisher
+    stream: Callable[..., StreamWriter] = writer_of
     sending: Callable[..., Sending] = Sending
     turn: Callable[[machine.State, machine.Event, machine.Seen], machine.Turn] = machine.turn
     winner: Callable[[Sequence[int]], Any] = machine.winner
@@ -187,6 +190,7 @@ class Whole:
             checks.Bystanders(self.machines, fresh_s=3.0),
             checks.NothingLost(store, self._gentle(), self.setting.total_steps),
             checks.PublishedOnce(store, digest, NAME),
+            checks.StreamedOnce(store),
         ]
 
     def _gentle(self) -> bool:
