@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from harness.proof.sim import SimResult, simulate, simulate_many
     from harness.proof.sim_members import Job
     from harness.proof.sim_world import SimCloud, VirtualClock, Weather
+    from harness.proof.wandb_server import LoopbackRun, WandbServer
     from harness.testing.clouds import CloudBench, CloudContract
     from harness.testing.notices import Ear, NoticeBench, NoticeSourceContract
     from harness.testing.policies import PolicyContract
@@ -34,6 +35,7 @@ __all__ = [
     "GcpMetadata",
     "Job",
     "LocalCloud",
+    "LoopbackRun",
     "MetadataServer",
     "NoticeBench",
     "NoticeSourceContract",
@@ -42,6 +44,7 @@ __all__ = [
     "SimResult",
     "Violation",
     "VirtualClock",
+    "WandbServer",
     "Weather",
     "pending",
     "simulate",
@@ -60,6 +63,7 @@ _HOMES = {
     "GcpMetadata": "harness.clouds.gcp_metadata",
     "Job": "harness.proof.sim_members",
     "LocalCloud": "harness.clouds.local",
+    "LoopbackRun": "harness.proof.wandb_server",
     "MetadataServer": "harness.clouds.metadata",
     "NoticeBench": "harness.testing.notices",
     "NoticeSourceContract": "harness.testing.notices",
@@ -68,6 +72,7 @@ _HOMES = {
     "SimResult": "harness.proof.sim",
     "Violation": "harness.proof.invariants",
     "VirtualClock": "harness.proof.sim_world",
+    "WandbServer": "harness.proof.wandb_server",
     "Weather": "harness.proof.sim_world",
     "simulate": "harness.proof.sim",
     "simulate_many": "harness.proof.sim",

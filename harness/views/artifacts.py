@@ -19,12 +19,12 @@ from storage.objects import ObjectStore
 from storage.snapshot_keys import manifest_key
 from storage.snapshots import Snapshots
 
-Act = Callable[[Any, Any], None]  # of the module wandb, and the run
+WandbAct = Callable[[Any, Any], None]  # of the module wandb, and the run
 
 
-def acts_of(store: ObjectStore, info: RunInfo, header: BatchHeader) -> list[Act]:
+def acts_of(store: ObjectStore, info: RunInfo, header: BatchHeader) -> list[WandbAct]:
     """What is to be done for this batch, once."""
-    acts: list[Act] = []
+    acts: list[WandbAct] = []
     if header.number == 0:
         acts.append(_dataset(info))
     acts += [_alert(alert) for alert in header.told_alerts()]
@@ -36,14 +36,14 @@ def acts_of(store: ObjectStore, info: RunInfo, header: BatchHeader) -> list[Act]
     return acts
 
 
-def _alert(alert: Alert) -> Act:
+def _alert(alert: Alert) -> WandbAct:
     def alert_act(api: Any, run: Any) -> None:
         run.alert(title=alert.title, text=alert.text, level=alert.level)
 
     return alert_act
 
 
-def _dataset(info: RunInfo) -> Act:
+def _dataset(info: RunInfo) -> WandbAct:
     """What the run reads: its fingerprint, not its place, which only the script knows."""
 
     def dataset_act(api: Any, run: Any) -> None:
@@ -56,7 +56,7 @@ def _dataset(info: RunInfo) -> Act:
     return dataset_act
 
 
-def _snapshot(store: ObjectStore, info: RunInfo, ref: Ref, best: bool) -> Act:
+def _snapshot(store: ObjectStore, info: RunInfo, ref: Ref, best: bool) -> WandbAct:
     def snapshot_act(api: Any, run: Any) -> None:
         artifact = api.Artifact(
             f"snapshot-{info.id}", "model", metadata={"step": ref.step, "epoch": ref.epoch}

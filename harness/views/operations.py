@@ -46,7 +46,7 @@ TURNING_POINTS = (
 )
 
 
-Rules = Callable[[Stamped], "Alert | None"]
+AlertRule = Callable[[Stamped], "Alert | None"]
 
 
 def alert_of_fact(stamped: Stamped) -> Alert | None:
@@ -85,7 +85,7 @@ class Operations:
 
     store: ObjectStore
     lineage: Lineage
-    rules: Rules = alert_of_fact
+    rules: AlertRule = alert_of_fact
     facts: list[Stamped] = field(default_factory=list)
     cost_s: float = 0.0  # what the last row took to compute
 

@@ -18,6 +18,7 @@ Knows records, snapshots and facts; knows no tracker.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import logging
 import math
 import time
@@ -159,7 +160,9 @@ class StreamWriter:
         snapshots = self.operations.snapshots(before.newest)
         if not (rows or samples or again or alerts or snapshots) and end == before.end:
             return False
-        rows = sorted([*rows, *samples, *again], key=lambda row: row.t)
+        others = sorted([*samples, *again], key=lambda row: row.t)
+        # steps stay in their order, also where a node's clock was set back
+        rows = list(heapq.merge(rows, others, key=lambda row: row.t))
         tail = records[-1] if records else None
         best, waits = _best(known.best, records), known.best_waits
         if best != known.best:
