@@ -7,6 +7,7 @@ import pytest
 from story import Story
 from truerun import TrueRun
 
+from harness.bucket.archive import Compactor
 from harness.bucket.journal import read_facts
 from harness.bucket.streamed import OPS, STEP, STREAM, batch_key
 from harness.core import facts
@@ -203,6 +204,26 @@ def test_facts_are_read_once_by_many_threads():
     for thread in threads:
         thread.join(30)
     assert operations.known == len(read_facts(run.store))
+
+
+def test_an_archived_run_has_the_same_numbers():
+    """Its steps come as columns, whether it was archived before or meanwhile."""
+    run = Story()
+    run.first_half(), run.spoiled()
+    follows = writer(run).operations
+    follows.poll()
+    run.second_half()
+    before = writer(run).operations
+    before.poll()
+    assert Compactor(run.store, fewest=1).compact(all_of_them=True)
+    follows.poll()
+    after = writer(run).operations
+    after.poll()
+    assert not run.store.list("facts/")
+    wanted = before.values(run.t)
+    assert len(before.steps()) == len(after.steps()) == len(follows.steps()) > 5
+    assert after.values(run.t) == wanted
+    assert follows.values(run.t) == wanted
 
 
 def test_how_a_run_ends():
