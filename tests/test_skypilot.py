@@ -1,8 +1,8 @@
 """SkyPilot's cloud behind our seam: what it shows of clusters, what it makes of errors, and
 that nothing is left behind."""
 
-import itertools
 import hashlib
+import itertools
 import json
 import sys
 import threading
