@@ -305,8 +305,7 @@ class SkyPilotCloud:
             if not a.launch.request and not a.end.request and began_s >= a.polls.refresh_s
         ]
         records = {
-            r["name"]: r
-            for r in listed(self.sky, self.run_url, refresh=[a.name for a in due])
+            r["name"]: r for r in listed(self.sky, self.run_url, refresh=[a.name for a in due])
         }
         for attempt in due:
             attempt.polls.refresh_s = self._again_s(began_s, REST_CLOUD)

@@ -9,16 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from harness.bucket.layout import (
-    EPOCHS,
-    LEAVE,
-    SAMPLES,
-    STOP_KEY,
-    epoch_key,
-    epoch_of,
-    member_key,
-    order_key,
-)
+from harness.bucket import layout
 from harness.controller.recovery import Outcome
 from harness.core.values import digest
 from harness.core.world import DRAINED, FINISHED, STOPPED, UNFIT, Offer, meeting_place
@@ -135,7 +126,9 @@ class Members:
 
     def say(self, member: Member, state: str, count: int) -> None:
         body = {"attempt": member.attempt, "state": state, "beat": count, "beat_s": 10.0}
-        self.sim.store.put(member_key(f"m{member.attempt:04d}-sim"), json.dumps(body).encode())
+        self.sim.store.put(
+            layout.member_key(f"m{member.attempt:04d}-sim"), json.dumps(body).encode()
+        )
 
     def ready(self, member: Member) -> None:
         if member.dead:
@@ -157,7 +150,9 @@ class Members:
         """What an agent does all the time: is the run over, or to be stopped?"""
         if member.dead:
             return
-        if member.ready and self.sim.member_store().list(order_key(LEAVE, member.attempt)):
+        if member.ready and self.sim.member_store().list(
+            layout.order_key(layout.LEAVE, member.attempt)
+        ):
             self.notice(member.attempt)
         if self.team is None or self.team.over or member not in self.team.members:
             newest = self.snapshots.latest()
@@ -171,7 +166,7 @@ class Members:
         self.clock.after(5.0, lambda: self.retry(lambda: self.look(member)))
 
     def stop_asked(self) -> bool:
-        return bool(self.sim.member_store().list(STOP_KEY))
+        return bool(self.sim.member_store().list(layout.STOP_KEY))
 
     def leave(self, member: Member, code: int) -> None:
         member.ready = False
@@ -229,7 +224,7 @@ class Members:
             self.forming = False
             return
         store = self.sim.member_store()
-        epoch = 1 + max(map(epoch_of, store.list(EPOCHS)), default=0)
+        epoch = 1 + max(map(layout.epoch_of, store.list(layout.EPOCHS)), default=0)
         restored = restore(self.sim, members, epoch)
         newest = restored.manifest
         for member, code in restored.leave:
@@ -247,7 +242,7 @@ class Members:
             "members": [m.attempt for m in members],
             "resume": newest.ref.name if newest else None,
         }
-        if not store.create(epoch_key(epoch), json.dumps(body).encode()):
+        if not store.create(layout.epoch_key(epoch), json.dumps(body).encode()):
             raise StoreUnavailable(
                 "another member was first, or a write of ours took effect unheard: look again"
             )
@@ -326,7 +321,7 @@ class Members:
             self.steps_done += 1
         team.recorded = max(team.recorded, step)
         first = min(team.lines, default=step)
-        key = f"{SAMPLES}{first:010d}-{step:010d}-{team.head[:16]}.jsonl"
+        key = f"{layout.SAMPLES}{first:010d}-{step:010d}-{team.head[:16]}.jsonl"
         records = "\n".join(team.lines[k] for k in sorted(team.lines)).encode()
         data: dict[str, object] = {
             "samples": {"key": key, "head": team.head, "first": first, "last": step}
@@ -435,13 +430,8 @@ class Eyes:
     Time passes for who looks again, and for nobody else."""
 
     def __init__(self, sim: Simulation, inner: ObjectStore, member: Member | None = None):
-        self.sim, self.inner, self.url, self.member, self.waited_s = (
-            sim,
-            inner,
-            inner.url,
-            member,
-            0.0,
-        )
+        self.sim, self.inner, self.url = sim, inner, inner.url
+        self.member, self.waited_s = member, 0.0
         self.put, self.create, self.delete = inner.put, inner.create, inner.delete
 
     def sleep(self, seconds: float) -> None:
@@ -516,7 +506,7 @@ def restore(sim: Simulation, members: Sequence[Member], epoch: int) -> Restored:
     except Rewind as e:
         sim.course.refused = str(e)
         sim.member_store().create(
-            STOP_KEY,
+            layout.STOP_KEY,
             json.dumps({"reason": sim.course.refused, "by": "a member", "failed": True}).encode(),
         )
         return Restored(None, leave=[(m, STOPPED) for m in members])
