@@ -440,8 +440,11 @@ def test_a_broken_part_is_found(name: str) -> None:
     "weather", [STORMY, DAMAGED_READS, DENIED], ids=["stormy", "damaged reads", "denied"]
 )
 def test_the_same_storm_breaks_no_rule_with_whole_parts(weather: Weather) -> None:
-    """The control of the experiment above."""
-    assert all(r.outcome == "done" for r in simulate_many(range(12), weather=weather))
+    """The control of the experiment above. Where nodes damage all that they read, two of them in
+    one world prove a good snapshot bad: a person is asked then (seed 2, nodes 11 and 15)."""
+    unfinished = [r for r in simulate_many(range(12), weather=weather) if r.outcome != "done"]
+    assert len(unfinished) <= (1 if weather.bad_readers else 0)
+    assert all("its newest 2 snapshots cannot be used" in r.reason for r in unfinished)
 
 
 @pytest.mark.parametrize("weather", [REFUSED, MOVING], ids=["refused", "another API server"])
