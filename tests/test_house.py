@@ -24,6 +24,8 @@ MANY_ATTRIBUTES = {
     "Summary": "what a report tells, one field for each section",
     "SnapshotRow": "a row of a table, one field for each column",
     "Row": "a row of a table, one field for each column",
+    "Weather": "one field for each thing that a simulated world may do",
+    "Rendezvous": "settings are its constructor's arguments; what it knows is in `others`",
 }
 # names that are ours to give, and yet stand twice
 TWO_MEANINGS: dict[str, str] = {}

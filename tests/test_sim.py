@@ -60,6 +60,11 @@ def test_every_world_ends_well_or_says_why_not(worlds: list[SimResult]) -> None:
                 or r.weather.rot
             )
         if r.outcome == "failed":  # two snapshots are bad, or two readers, and so a person is asked
+            # "none": they are the run's first two, so there is no third to name. Seeds 235, 339,
+            # 382 and 699 end so, each with two nodes on which all reads are damaged: two hosts say
+            # the same of a good snapshot, which is proof by the rules of storage/restore.py. Which
+            # seeds do moves with each request that a controller makes. That there were two such
+            # nodes, or two damaged snapshots, the simulation demands itself: `check_life`.
             assert (
                 "the script failed 3 times" in r.reason
                 or "its newest 2 snapshots cannot be used" in r.reason
@@ -435,8 +440,11 @@ def test_a_broken_part_is_found(name: str) -> None:
     "weather", [STORMY, DAMAGED_READS, DENIED], ids=["stormy", "damaged reads", "denied"]
 )
 def test_the_same_storm_breaks_no_rule_with_whole_parts(weather: Weather) -> None:
-    """The control of the experiment above."""
-    assert all(r.outcome == "done" for r in simulate_many(range(12), weather=weather))
+    """The control of the experiment above. Where nodes damage all that they read, two of them in
+    one world prove a good snapshot bad: a person is asked then (seed 2, nodes 11 and 15)."""
+    unfinished = [r for r in simulate_many(range(12), weather=weather) if r.outcome != "done"]
+    assert len(unfinished) <= (1 if weather.bad_readers else 0)
+    assert all("its newest 2 snapshots cannot be used" in r.reason for r in unfinished)
 
 
 @pytest.mark.parametrize("weather", [REFUSED, MOVING], ids=["refused", "another API server"])

@@ -9,13 +9,14 @@ socket is reached through here.
 from __future__ import annotations
 
 import os
+import queue
 import secrets
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -100,6 +101,20 @@ class Listening(Protocol):
     """To signals, notices and GPUs."""
 
     def stop(self) -> None: ...
+
+
+@dataclass
+class Hearing:
+    """What reaches a node from outside. `inbox`: what was heard and is not yet decided about;
+    `listening`: None before it began."""
+
+    sources: list[NoticeSource]
+    inbox: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
+    listening: Listening | None = None
+
+    def stop(self) -> None:
+        if self.listening is not None:
+            self.listening.stop()
 
 
 class Host(Protocol):

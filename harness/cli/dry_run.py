@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from harness.cli.common import DONE
+from harness.cli.common import DONE, replica_ranks
 from harness.core.world import BadInput
 from storage.errors import NotFound
 from storage.objects import ObjectStore
@@ -61,6 +61,7 @@ def show_plan(
             micro_batches=plans.micro_batches(identity, task.envs),
             measured=timed,
             budget_usd=flags.budget_usd,
+            replica_ranks=replica_ranks(task.envs),
         )
     finally:
         cloud.close()

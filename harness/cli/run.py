@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.cli.common import checked_store, duration_text, when
+from harness.cli.common import checked_store, duration_text, replica_ranks, when
 from harness.core.config import Bounds, flag, positional
 from harness.core.world import BadInput
 from harness.node.progress import FACTOR, Limits
@@ -238,7 +238,7 @@ def _config(
         accelerator=env.get("HARNESS_OFFER", ""),
         speed=flags.speed,
         place=_place(env),
-        worlds=Worlds(flags.min_nodes, flags.replica_ranks or _replica_ranks(env)),
+        worlds=Worlds(flags.min_nodes, flags.replica_ranks or replica_ranks(env)),
         timing=Timing(
             beat_s=flags.beat_s or pace.beat_s,
             dead_s=flags.dead_s or pace.dead_s,
@@ -272,14 +272,6 @@ def _config(
 def _hang_limits(hang_after_s: float, stuck_after_s: float) -> Limits:
     usual = Limits(hang_after_s or None)
     return replace(usual, start_s=stuck_after_s, save_s=stuck_after_s) if stuck_after_s else usual
-
-
-def _replica_ranks(env: Any) -> int:
-    """As the environment says. Raises BadInput."""
-    text = env.get("HARNESS_REPLICA_RANKS") or "1"
-    if not (text.isdecimal() and int(text) >= 1):
-        raise BadInput(f"HARNESS_REPLICA_RANKS={text!r}: wanted a number of ranks, at least 1")
-    return int(text)
 
 
 def _nproc(text: str, env: Any) -> int:

@@ -19,7 +19,8 @@ from typing import Any
 from harness.core.facts import is_spelled
 from harness.core.values import BadObject, Reading, built, canonical, digest, parsed
 
-NAME = re.compile(r"samples/\d{10,}-\d{10,}-([0-9a-f]{16})\.jsonl")
+SAMPLES = "samples/"  # in a run's bucket: all its step records
+NAME = re.compile(rf"{SAMPLES}\d{{10,}}-\d{{10,}}-([0-9a-f]{{16}})\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def genesis(identity: Mapping[str, Any]) -> str:
 
 def key(records: list[StepRecord]) -> str:
     """Where one snapshot's records lie in the bucket."""
-    return f"samples/{records[0].step:010d}-{records[-1].step:010d}-{records[-1].h[:16]}.jsonl"
+    return f"{SAMPLES}{records[0].step:010d}-{records[-1].step:010d}-{records[-1].h[:16]}.jsonl"
 
 
 def heads(keys: Iterable[str]) -> dict[str, str]:

@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from harness.bucket.layout import STOP_KEY
 from harness.bucket.orders import StopOrder, ask_to_stop
 from harness.core.world import DRAINED, STOPPED, BadInput
 from harness.proof.scene import (
@@ -253,10 +254,9 @@ def soak(folder: Path, kills: int, seed: int, tell: Callable[[str], None]) -> st
         stood, stood_s = -1, time.monotonic()
         while done < kills:
             alive = [i for i, n in enumerate(s.nodes) if n.process.poll() is None]
-            if (folder / "run/control/stop.json").exists():
+            if (folder / "run" / STOP_KEY).exists():
                 raise AssertionError(
-                    f"after {done} kills the run stopped itself: "
-                    f"{store.get('control/stop.json').decode()}"
+                    f"after {done} kills the run stopped itself: {store.get(STOP_KEY).decode()}"
                 )
             if len(alive) < 2:
                 s.launch()

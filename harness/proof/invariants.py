@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+from harness.bucket.layout import EPOCHS, FACTS, LEASES, SAMPLES, epoch_key
 from harness.core.facts import (
     AttemptDoubted,
     AttemptEnded,
@@ -84,7 +85,7 @@ class Checker(Protocol):
 
 def _facts(event: Event) -> Iterable[object]:
     """The durable facts that an event brings."""
-    if isinstance(event, Written) and event.key.startswith("facts/"):
+    if isinstance(event, Written) and event.key.startswith(FACTS):
         return [parse(json.loads(line)) for line in event.data.decode().splitlines()]
     return []
 
@@ -108,11 +109,11 @@ class WriteOnce:
         if not isinstance(event, Written) or event.before is None or event.before == event.data:
             return
         parts_list = event.key.startswith("snapshots/parts/") and "/list-" in event.key
-        term = event.key.startswith("lease/") and event.key.endswith(".json")
+        term = event.key.startswith(LEASES) and event.key.endswith(".json")
         if (
             term
             or parts_list
-            or event.key.startswith(("facts/", "rdzv/epochs/", "samples/", "snapshots/manifests/"))
+            or event.key.startswith((FACTS, EPOCHS, SAMPLES, "snapshots/manifests/"))
         ):
             raise Violation(f"write once: {event.key} was replaced at {event.t:.1f} s")
 
@@ -253,7 +254,7 @@ class Whole:
                 snapshots.verify(manifest)
             except SnapshotCorrupt as e:
                 raise Violation(f"whole: snapshot {ref}, committed at {event.t:.1f} s: {e}") from e
-            ranks = len(json.loads(self.store.get(f"rdzv/epochs/{ref.epoch:06d}.json"))["members"])
+            ranks = len(json.loads(self.store.get(epoch_key(ref.epoch)))["members"])
             if manifest.world != ranks:
                 raise Violation(
                     f"whole: snapshot {ref} was committed at {event.t:.1f} s by {manifest.world} "
@@ -283,7 +284,7 @@ class NewestCounts:
                     f"{event.t:.1f} s"
                 )
             self.best = newest
-        if isinstance(event, Written) and event.key.startswith("rdzv/epochs/"):
+        if isinstance(event, Written) and event.key.startswith(EPOCHS):
             epoch, newest = json.loads(event.data), self.newest()
             found = Ref.parse(epoch["resume"]) if epoch["resume"] else None
             if found != newest:
@@ -321,7 +322,7 @@ class GreatestStep:
             self.whole.discard(event.ref)
             return
         if not isinstance(event, Written) or not event.key.startswith(
-            ("snapshots/manifests/", "rdzv/epochs/")
+            ("snapshots/manifests/", EPOCHS)
         ):
             return
         there, doomed = Snapshots(self.store).manifests()
@@ -338,7 +339,7 @@ class GreatestStep:
         self.whole = left
         if ref := _committed(event):
             self.whole.add(ref)
-        if event.key.startswith("rdzv/epochs/"):
+        if event.key.startswith(EPOCHS):
             self.begins(event, json.loads(event.data))
 
     def begins(self, event: Written, epoch: dict[str, object]) -> None:
@@ -380,7 +381,7 @@ class SamplesOnce:
                 ) from None
             head = str(todo[-1][0]["prev"])
             key = next(
-                (k for k in self.store.list("samples/") if k.endswith(f"-{head[:16]}.jsonl")),
+                (k for k in self.store.list(SAMPLES) if k.endswith(f"-{head[:16]}.jsonl")),
                 f"the records before {key}",
             )
         step = 0 if head == self.genesis else self.good[head]

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from harness.bucket.layout import EPOCHS
 from storage import opening
 from storage.errors import NotFound, StoreUnavailable
 from storage.objects import ObjectStore
@@ -39,7 +40,7 @@ RETRY_WITHIN_S = 1.0  # an outage shall be felt, not only bridged
 KEYS = {
     "upload": "snapshots/parts/",
     "commit": "snapshots/manifests/",
-    "rendezvous": "rdzv/epochs/",
+    "rendezvous": EPOCHS,
 }
 # phases by progress.Place
 PLACES = {"start": "START", "resume": "RESTORE", "step": "COMPUTE", "staging": "STAGING"}

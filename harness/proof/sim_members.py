@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from harness.bucket.layout import LEAVE, STOP_KEY, order_key
+from harness.bucket import layout
 from harness.controller.recovery import Outcome
 from harness.core.values import digest
 from harness.core.world import DRAINED, FINISHED, STOPPED, UNFIT, Offer, meeting_place
@@ -99,11 +99,14 @@ class Members:
         except StoreUnavailable:
             self.clock.after(self.rng.uniform(0.5, 2), lambda: self.retry(do))
         except StoreRefused as e:  # its agent believes that, and ends
-            self.sim.outcome = self.sim.outcome or Outcome("failed", str(e), 0)
+            self.sim.course.outcome = self.sim.course.outcome or Outcome("failed", str(e), 0)
 
     # -- the life of a node
     def boot(self, attempt: int, offer: Offer) -> None:
-        bad = not self.sim.cloud.calm and self.sim.reads.random() < self.sim.weather.bad_readers
+        bad = (
+            not self.sim.cloud.calm
+            and self.sim.mishaps.reads.random() < self.sim.weather.bad_readers
+        )
         member = self.all[attempt] = Member(attempt, offer, bad_reader=bad)
         self.clock.after(
             self.rng.uniform(0.5, 1.5) * self.job.boot_s,
@@ -124,7 +127,7 @@ class Members:
     def say(self, member: Member, state: str, count: int) -> None:
         body = {"attempt": member.attempt, "state": state, "beat": count, "beat_s": 10.0}
         self.sim.store.put(
-            f"rdzv/members/m{member.attempt:04d}-sim.json", json.dumps(body).encode()
+            layout.member_key(f"m{member.attempt:04d}-sim"), json.dumps(body).encode()
         )
 
     def ready(self, member: Member) -> None:
@@ -147,7 +150,9 @@ class Members:
         """What an agent does all the time: is the run over, or to be stopped?"""
         if member.dead:
             return
-        if member.ready and self.sim.member_store().list(order_key(LEAVE, member.attempt)):
+        if member.ready and self.sim.member_store().list(
+            layout.order_key(layout.LEAVE, member.attempt)
+        ):
             self.notice(member.attempt)
         if self.team is None or self.team.over or member not in self.team.members:
             newest = self.snapshots.latest()
@@ -161,7 +166,7 @@ class Members:
         self.clock.after(5.0, lambda: self.retry(lambda: self.look(member)))
 
     def stop_asked(self) -> bool:
-        return bool(self.sim.member_store().list(STOP_KEY))
+        return bool(self.sim.member_store().list(layout.STOP_KEY))
 
     def leave(self, member: Member, code: int) -> None:
         member.ready = False
@@ -219,7 +224,7 @@ class Members:
             self.forming = False
             return
         store = self.sim.member_store()
-        epoch = 1 + max((int(k[-11:-5]) for k in store.list("rdzv/epochs/")), default=0)
+        epoch = 1 + max(map(layout.epoch_of, store.list(layout.EPOCHS)), default=0)
         restored = restore(self.sim, members, epoch)
         newest = restored.manifest
         for member, code in restored.leave:
@@ -237,7 +242,7 @@ class Members:
             "members": [m.attempt for m in members],
             "resume": newest.ref.name if newest else None,
         }
-        if not store.create(f"rdzv/epochs/{epoch:06d}.json", json.dumps(body).encode()):
+        if not store.create(layout.epoch_key(epoch), json.dumps(body).encode()):
             raise StoreUnavailable(
                 "another member was first, or a write of ours took effect unheard: look again"
             )
@@ -316,7 +321,7 @@ class Members:
             self.steps_done += 1
         team.recorded = max(team.recorded, step)
         first = min(team.lines, default=step)
-        key = f"samples/{first:010d}-{step:010d}-{team.head[:16]}.jsonl"
+        key = f"{layout.SAMPLES}{first:010d}-{step:010d}-{team.head[:16]}.jsonl"
         records = "\n".join(team.lines[k] for k in sorted(team.lines)).encode()
         data: dict[str, object] = {
             "samples": {"key": key, "head": team.head, "first": first, "last": step}
@@ -363,7 +368,7 @@ class Members:
             if not self.sim.cloud.calm and self.rng.random() < self.sim.weather.rot:
                 how = self.rng.choice(("flip", "truncate", "delete"))
                 self.clock.after(self.rng.uniform(1, 100), lambda: self.rot(manifest, how))
-        elif self.sim.denials and self.clock.now() < until_s and not up.member.dead:
+        elif self.sim.mishaps.denials and self.clock.now() < until_s and not up.member.dead:
             # other ranks are still at it, or their lists denied
             self.clock.after(2.0, lambda: self.retry(lambda: self.commit(up, ref, world, until_s)))
 
@@ -425,13 +430,8 @@ class Eyes:
     Time passes for who looks again, and for nobody else."""
 
     def __init__(self, sim: Simulation, inner: ObjectStore, member: Member | None = None):
-        self.sim, self.inner, self.url, self.member, self.waited_s = (
-            sim,
-            inner,
-            inner.url,
-            member,
-            0.0,
-        )
+        self.sim, self.inner, self.url = sim, inner, inner.url
+        self.member, self.waited_s = member, 0.0
         self.put, self.create, self.delete = inner.put, inner.create, inner.delete
 
     def sleep(self, seconds: float) -> None:
@@ -439,7 +439,7 @@ class Eyes:
 
     def denied(self, key: str, listing: bool = False) -> bool:
         t = self.sim.clock.now() + self.waited_s
-        spells = (lists for start, end, lists in self.sim.denials if start <= t < end)
+        spells = (lists for start, end, lists in self.sim.mishaps.denials if start <= t < end)
         return key.startswith("snapshots/") and any(not (listing and lists) for lists in spells)
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
@@ -449,7 +449,7 @@ class Eyes:
         if self.member is None or not key.endswith("state.bin") or not found:
             return found
         damaged = self.member.bad_reader or (
-            not self.sim.cloud.calm and self.sim.reads.random() < self.sim.weather.flips
+            not self.sim.cloud.calm and self.sim.mishaps.reads.random() < self.sim.weather.flips
         )
         return bytes([found[0] ^ 1]) + found[1:] if damaged else found
 
@@ -474,7 +474,7 @@ class Restored:
 
 def restore(sim: Simulation, members: Sequence[Member], epoch: int) -> Restored:
     """As a session does: the first member chooses, all read, and what they find is judged."""
-    store, build = sim.store if sim.cloud.calm else sim._faulty, sim.build
+    store, build = sim.store if sim.cloud.calm else sim.mishaps.faulty, sim.build
     hosts = {f"node-{m.attempt}": Eyes(sim, store, m) for m in members}
     each = {
         host: build.restore(
@@ -504,9 +504,10 @@ def restore(sim: Simulation, members: Sequence[Member], epoch: int) -> Restored:
                     None, leave=[(m, UNFIT) for m in members if f"node-{m.attempt}" in unfit]
                 )
     except Rewind as e:
-        sim.refused = str(e)
+        sim.course.refused = str(e)
         sim.member_store().create(
-            STOP_KEY, json.dumps({"reason": sim.refused, "by": "a member", "failed": True}).encode()
+            layout.STOP_KEY,
+            json.dumps({"reason": sim.course.refused, "by": "a member", "failed": True}).encode(),
         )
         return Restored(None, leave=[(m, STOPPED) for m in members])
     return Restored(None, max(eyes.waited_s for eyes in hosts.values()))
