@@ -395,6 +395,8 @@ def takeover(store: Slow) -> dict[str, Any]:
 class Ears:
     """Lines on which everybody is heard."""
 
+    key = ""
+
     def follow(self, *words: object) -> None: ...
     def tell(self, record: bytes) -> None: ...
 
@@ -409,9 +411,18 @@ class Ears:
     def knocked(self) -> bool:
         return False
 
+    def share(self, name: str, record: bytes) -> None: ...
+    def doubt(self, name: str) -> None: ...
+
+    def overheard(self) -> Any:
+        from harness.agent.gossip import Overheard
+
+        return Overheard()
+
 
 def newcomer(store: Slow) -> dict[str, Any]:
-    """Until it is known to the others, and knows the newest epoch and everybody."""
+    """Until it is known to the others, and knows the newest epoch and its neighbours; in a big
+    world it hears of all others over its lines to these."""
     from harness.agent.rendezvous import Rendezvous
 
     me = Member("m9999-new", "ready", 0, "127.0.0.1", 9, 29500, 1, 9999)

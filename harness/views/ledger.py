@@ -56,7 +56,7 @@ from harness.core.records import StepRecord
 from harness.core.values import amount
 from harness.views.painting import BUCKETS, NANO, PRECEDENCE, apportion, ns, paint, totals
 from harness.views.rows import AttemptRow, Billed, Cost, EpochRow, NoticeRow
-from harness.views.spans import LEVEL, Ints, World, painted, share
+from harness.views.spans import LEVEL, Ints, Overlaps, World, painted, share
 
 LARGE = 2000  # steps of an epoch that is shared out by pieces (spans.py)
 SAME_EVENT_S = 60.0  # a node may be known to be gone only this long after its world was replaced
@@ -220,6 +220,7 @@ class _Maker:
         self.notices: list[tuple[float, NoticeSeen]] = []
         self.cancelled: set[tuple[str, str]] = set()
         self.snapshots_of: dict[int, list[SnapshotCommitted]] = defaultdict(list)
+        self.overlaps: Overlaps = {}
         for stamped in facts:
             self.add(stamped)
         live = (s.fact for s in facts if isinstance(s.fact, StepDone))
@@ -406,9 +407,7 @@ class _Maker:
         """What [start, end) of one node was used for."""
         mine, around = self.epochs_of(node), self.around(node, start, end)
         if any(e.large for e in mine):
-            found = share([e.world_time for e in mine], around, start, end)
-            if found is not None:
-                return found
+            return share([e.world_time for e in mine], around, start, end, self.overlaps)
         layers = [segment for e in mine for segment in e.layers()]
         return paint([*layers, *around], start, end)
 
@@ -425,16 +424,21 @@ class _Maker:
                 found[member].append(number)
         return found
 
+    @functools.cached_property
+    def windows(self) -> tuple[Ints, Ints, Ints]:
+        """Of all epochs with steps: begins, ends, numbers."""
+        found = [(*e.window, n) for n, e in self.epochs.items() if e.window]
+        begun, over, numbers = np.array(found, np.int64).reshape(-1, 3).T
+        return begun, over, numbers
+
     def around(self, node: _Node, start: int, end: int) -> list[Segment]:
         """What is known of [start, end) of one node outside of its epochs' steps; `paint` settles
         what overlaps."""
         mine = self.epochs_of(node)
         numbers = {e.number for e in mine}
-        theirs = [
-            e.window
-            for e in self.epochs.values()
-            if e.window and e.window[0] < end and e.window[1] > start and e.number not in numbers
-        ]
+        begun, over, of_epoch = self.windows
+        near = np.flatnonzero((begun < end) & (over > start))
+        theirs = [(int(begun[i]), int(over[i])) for i in near if int(of_epoch[i]) not in numbers]
         # An epoch that this node did not live to see the first step of is no part of its life.
         windows = [e.window for e in mine if e.window and e.window[0] < end and e.window[1] > start]
         if not windows:

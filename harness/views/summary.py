@@ -125,24 +125,26 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
     StoreError."""
     problems: list[str] = []
     past = read_past(store)
+    steps = columns.newest_told(past.steps)
     facts = [s for s in past.facts if not isinstance(s.fact, Unreadable)]
     unread = [s.fact for s in past.facts if isinstance(s.fact, Unreadable)]
     if unread:
         problems.append(f"{unread_text(unread)}; the numbers below may be wrong")
     facts += _lost_epochs(store, facts)
+    del past
     manifest, kept = _newest(store, problems)
     records = _records(store, manifest, problems)
     ended = [s.fact for s in facts if isinstance(s.fact, (RunEnded, LeaseTaken))]
     last = ended[-1] if ended and isinstance(ended[-1], RunEnded) else None
     final = bool(manifest and Snapshots(store).ended(manifest))
     over = last is not None or (final and not ended)
-    told_s = [*(s.t for s in facts), *([float(past.steps["end"].max())] if len(past.steps) else [])]
+    told_s = [*(s.t for s in facts), *([float(steps["end"].max())] if len(steps) else [])]
     until_s = max(told_s, default=now()) if over else now()
-    ledger = Ledger.of(facts, records, until_s, past.steps)
+    ledger = Ledger.of(facts, records, until_s, steps)
     if over:  # what nodes did after the controller's last word belongs to it
         until_s = max([until_s, *(a.gone_s for a in ledger.attempts if a.gone_s)])
     sessions = [s.fact for s in facts if isinstance(s.fact, SessionStarted)]
-    curve, lost = _curves(past.steps, records.rows, ledger.epochs)
+    curve, lost = _curves(steps, records.rows, ledger.epochs)
     name, validation = _validation(facts, records, ledger.epochs)
     return Summary(
         url=store.url,
@@ -237,9 +239,11 @@ def _curves(
     living = [e.epoch for e in epochs if not e.ended]
     more = columns.without(columns.newest_told(told), committed)
     lives = np.isin(more["epoch"], living) if len(committed) else np.ones(len(more), bool)
-    curve = np.sort(columns.joined([committed, more[lives]]), order=["step", "epoch"])
-    lost = np.sort(more[~lives], order=["epoch", "step"])
-    return tuple(map(_point, _thinned(curve))), tuple(map(_point, _thinned(lost)))
+    curve = columns.joined([committed, more[lives]])
+    curve = _thinned(curve[np.lexsort((curve["epoch"], curve["step"]))])
+    # in the order of epochs, as they were told
+    lost = _thinned(more[~lives])
+    return tuple(map(_point, curve)), tuple(map(_point, lost))
 
 
 def _thinned(rows: Columns) -> Columns:
