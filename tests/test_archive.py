@@ -384,12 +384,12 @@ def test_the_report_of_an_archived_run_is_the_same():
 def test_a_ledger_by_pieces_is_exact(monkeypatch, large, piece, groups):
     from histories import whole_run
 
-    from harness.views import ledger, spans
+    from harness.views import ledger_parts, spans
     from harness.views.summary import summarize
 
     h = whole_run()
     wanted = summarize(h.store, lambda: h.t).ledger
-    monkeypatch.setattr(ledger, "LARGE", large)
+    monkeypatch.setattr(ledger_parts, "LARGE", large)
     monkeypatch.setattr(spans, "PIECE", piece)
     monkeypatch.setattr(spans, "MOST_SEGMENTS", 4 * groups)
     monkeypatch.setattr(spans, "GROUPS", groups)

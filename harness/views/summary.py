@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from harness.bucket.archive import read_past
-from harness.bucket.epochs import epoch_numbers, read_epoch
-from harness.bucket.layout import IDENTITY, Identity
+from harness.bucket.epochs import epoch_numbers
+from harness.bucket.layout import IDENTITY, Epoch, Identity, epoch_key
 from harness.bucket.recorded import read_committed
 from harness.core import columns
 from harness.core import prices as egress
@@ -39,7 +39,7 @@ from harness.views.report import unread_text
 from harness.views.rows import EpochRow
 from storage.errors import NotFound
 from storage.manifest import Manifest, SnapshotCorrupt
-from storage.objects import ObjectStore
+from storage.objects import ObjectStore, get_each
 from storage.snapshots import Snapshots
 
 MOST_POINTS = 20_000  # of a curve
@@ -177,15 +177,16 @@ def _lost_epochs(store: ObjectStore, facts: list[Stamped]) -> list[Stamped]:
     who was in."""
     told = {s.fact.epoch for s in facts if isinstance(s.fact, EpochStarted)}
     begun = {s.fact.epoch: s.t for s in facts if isinstance(s.fact, SessionStarted)}
+    lost = [n for n in epoch_numbers(store) if n in begun and n not in told]
     found: list[Stamped] = []
-    for number in epoch_numbers(store):
-        if number in told or number not in begun:
-            continue
+    objects = get_each(store, map(epoch_key, lost))
+    for number, (_, data) in zip(lost, objects, strict=True):
         # `harness verify` names what is damaged
-        with contextlib.suppress(BadObject, NotFound):
-            epoch = read_epoch(store, number)
-            fact = EpochStarted(number, epoch.members, epoch.world, epoch.reason)
-            found.append(Stamped(begun[number], "rendezvous", fact))
+        with contextlib.suppress(BadObject):
+            epoch = Epoch.decode(data or b"")
+            if epoch.epoch == number:
+                fact = EpochStarted(number, epoch.members, epoch.world, epoch.reason)
+                found.append(Stamped(begun[number], "rendezvous", fact))
     return found
 
 
