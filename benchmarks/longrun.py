@@ -494,14 +494,36 @@ def line(what: str, value: str, target: str, ok: bool) -> None:
 
 def costs(maker: Maker) -> None:
     """Requests per node and day, as they were made: by writers of facts, records and epochs, and
-    by the keeper's archiving. Not counted: snapshots, the rendezvous (make manynodes), the
-    controller's lease and the keeper's look at members."""
+    by the keeper's archiving; and by the rendezvous while nothing happens. Not counted: snapshots,
+    `control/`, the controller's lease, the keeper's look at members."""
     node_days = maker.days * maker.nodes
     print("per node-day: requests, USD (S3; deletions are free)")
-    for (what, kind), n in sorted(maker.store.requests.items()):
-        if what in ("facts", "samples", "rdzv", "archive"):
-            usd = {"get": 0.4e-6, "delete": 0.0}.get(kind, 5e-6) * n / node_days
-            print(f"  {what:<10}{kind:<8}{n / node_days:9.1f} {usd:10.6f}")
+    of_folders = {
+        (what, kind): n / node_days
+        for (what, kind), n in maker.store.requests.items()
+        if what in ("facts", "samples", "archive") or (kind == "create" and what == "rdzv")
+    }
+    calm = {("rendezvous", kind): n for kind, n in rendezvous(maker.nodes).items()}
+    for (what, kind), n in [*sorted(of_folders.items()), *calm.items()]:
+        usd = {"get": 0.4e-6, "delete": 0.0}.get(kind, 5e-6) * n
+        print(f"  {what:<12}{kind:<8}{n:9.1f} {usd:10.6f}")
+
+
+def rendezvous(nodes: int, calm_s: float = 120.0) -> dict[str, float]:
+    """Requests per node and day of members that train and hear each other: the real rendezvous
+    under a virtual clock (proof/crowd.py)."""
+    from harness.proof.crowd import Crowd
+
+    crowd = Crowd(seed=nodes, min_members=nodes)
+    names = [f"m{i:04d}-{i:06x}" for i in range(1, nodes + 1)]
+    for name in names:
+        crowd.join(name)
+    assert crowd.scheduler.run(lambda: crowd.trains(names), 60.0), "no epoch was formed"
+    crowd.scheduler.run(lambda: False, crowd.scheduler.now + 10.0)
+    before, begun_s = crowd.requests(), crowd.scheduler.now
+    crowd.scheduler.run(lambda: False, begun_s + calm_s)
+    per = DAY_S / calm_s / nodes
+    return {kind: (n - before[kind]) * per for kind, n in sorted(crowd.requests().items())}
 
 
 def main() -> None:
