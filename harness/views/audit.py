@@ -151,7 +151,7 @@ class _Audit:
             raise Violation(f"{found.unread[0]}{more if len(found.unread) > 1 else ''}")
         self.facts_whole = True
         chains = f"chains of {found.writers} writer{'s' * (found.writers != 1)}, each whole"
-        return len(self.facts) + len(self.steps), chains
+        return found.lines, chains
 
     def _of(self, kind: type[Any]) -> Iterator[Any]:
         return (s.fact for s in self.facts if isinstance(s.fact, kind))
