@@ -7,6 +7,7 @@ some minutes; only where a piece is cut is it looked at more closely. Exact to t
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -17,6 +18,8 @@ from numpy.typing import NDArray
 from harness.views.painting import PRECEDENCE, Segment, paint
 
 Ints: TypeAlias = NDArray[np.int64]
+Sums: TypeAlias = list[int]  # nanoseconds by level
+Piece: TypeAlias = tuple[int, int, Sums]  # from, to
 PIECE = 1024  # segments that are told as one
 # of one node; more are told in so many groups, each bucket by bucket
 MOST_SEGMENTS, GROUPS = 512, 128
@@ -80,31 +83,32 @@ class World:
         self.starts: Ints = spans.starts[self._cuts]
         stops = np.append(self._cuts[1:], len(spans.starts))
         self.ends: Ints = spans.ends[stops - 1] if len(stops) and len(self._cuts) else self.starts
-        self._sums: Ints = np.zeros((len(self._cuts), NOTHING + 1), np.int64)
+        sums: Ints = np.zeros((len(self._cuts), NOTHING + 1), np.int64)
         if len(self._cuts):
             lengths = spans.ends - spans.starts
             for level in range(NOTHING):
                 of_level = np.where(spans.levels == level, lengths, 0)
-                self._sums[:, level] = np.add.reduceat(of_level, self._cuts)
+                sums[:, level] = np.add.reduceat(of_level, self._cuts)
+        # plain numbers: each is asked for one by one, by every node
+        self._begun: list[int] = self.starts.tolist()
+        self._over: list[int] = self.ends.tolist()
+        self._sums: list[Sums] = sums.tolist()
 
-    def pieces(self, start: int, end: int) -> list[tuple[int, int, Ints]]:
-        """(from, to, nanoseconds by level) of [start, end)."""
-        found: list[tuple[int, int, Ints]] = []
-        first = int(np.searchsorted(self.ends, start, "right"))
-        last = int(np.searchsorted(self.starts, end))
-        spans = zip(self.starts[first:last].tolist(), self.ends[first:last].tolist(), strict=True)
-        for i, (a, b) in enumerate(spans, first):
+    def pieces(self, start: int, end: int) -> list[Piece]:
+        """Of [start, end)."""
+        found: list[Piece] = []
+        for i in range(bisect_right(self._over, start), bisect_left(self._begun, end)):
+            a, b = self._begun[i], self._over[i]
             if start <= a and b <= end:
                 found.append((a, b, self._sums[i]))
             else:
                 a, b = max(a, start), min(b, end)
-                found.append((a, b, self.spans.clipped(a, b).totals()))
+                found.append((a, b, self.spans.clipped(a, b).totals().tolist()))
         return found
 
 
-Piece: TypeAlias = tuple[int, int, Ints]  # from, to, nanoseconds by level
 # of pieces of several worlds: their sums
-Overlaps: TypeAlias = dict[tuple[tuple[World, ...], int, int], Ints]
+Overlaps: TypeAlias = dict[tuple[tuple[World, ...], int, int], Sums]
 
 
 def share(
@@ -133,7 +137,7 @@ def share(
 def _apart(worlds: Sequence[World], start: int, end: int, known: Overlaps) -> list[Piece]:
     """The pieces of all worlds in [start, end), in order. Those that overlap (a world that did not
     know yet that it was replaced) are one."""
-    found: list[tuple[int, int, Ints, tuple[World, ...]]] = []
+    found: list[tuple[int, int, Sums, tuple[World, ...]]] = []
     pieces = [(*piece, world) for world in worlds for piece in world.pieces(start, end)]
     for a, b, sums, world in sorted(pieces, key=lambda p: p[:2]):
         if found and a < found[-1][1]:
@@ -147,7 +151,7 @@ def _apart(worlds: Sequence[World], start: int, end: int, known: Overlaps) -> li
     ]
 
 
-def _together(worlds: tuple[World, ...], start: int, end: int, known: Overlaps) -> Ints:
+def _together(worlds: tuple[World, ...], start: int, end: int, known: Overlaps) -> Sums:
     """Nanoseconds by level of what any of them covers."""
     if (worlds, start, end) not in known:
         clipped = [world.spans.clipped(start, end) for world in worlds]
@@ -156,16 +160,17 @@ def _together(worlds: tuple[World, ...], start: int, end: int, known: Overlaps) 
             np.concatenate([one.ends for one in clipped]),
             np.concatenate([one.levels for one in clipped]),
         )
-        known[worlds, start, end] = spans.totals()
+        known[worlds, start, end] = spans.totals().tolist()
     return known[worlds, start, end]
 
 
-def _told(start: int, sums: Ints) -> list[Segment]:
+def _told(start: int, sums: Sums) -> list[Segment]:
     """A piece, bucket by bucket."""
     found: list[Segment] = []
-    for level in np.flatnonzero(sums).tolist():
-        found.append((start, start + int(sums[level]), PRECEDENCE[level]))
-        start = found[-1][1]
+    for level, spent in enumerate(sums):
+        if spent:
+            found.append((start, start + spent, PRECEDENCE[level]))
+            start += spent
     return found
 
 
@@ -174,7 +179,7 @@ def _coarse(segments: list[Segment]) -> list[Segment]:
     found: list[Segment] = []
     size = -(-len(segments) // GROUPS)
     for i in range(0, len(segments), size):
-        sums = np.zeros(NOTHING + 1, np.int64)
+        sums = [0] * (NOTHING + 1)
         for a, b, bucket in segments[i : i + size]:
             sums[LEVEL[bucket]] += b - a
         found += _told(segments[i][0], sums)
