@@ -3,6 +3,7 @@
 import random
 import threading
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -379,16 +380,19 @@ def test_the_report_of_an_archived_run_is_the_same():
 
 @pytest.mark.parametrize("large", [0, 10, 10**6])
 @pytest.mark.parametrize("piece", [1, 7, 1024])
-def test_a_ledger_by_pieces_is_exact(monkeypatch, large, piece):
+@pytest.mark.parametrize("groups", [3, 128])
+def test_a_ledger_by_pieces_is_exact(monkeypatch, large, piece, groups):
     from histories import whole_run
 
-    from harness.views import ledger, spans
+    from harness.views import ledger_parts, spans
     from harness.views.summary import summarize
 
     h = whole_run()
     wanted = summarize(h.store, lambda: h.t).ledger
-    monkeypatch.setattr(ledger, "LARGE", large)
+    monkeypatch.setattr(ledger_parts, "LARGE", large)
     monkeypatch.setattr(spans, "PIECE", piece)
+    monkeypatch.setattr(spans, "MOST_SEGMENTS", 4 * groups)
+    monkeypatch.setattr(spans, "GROUPS", groups)
     found = summarize(h.store, lambda: h.t).ledger
     assert (found.ns, found.nusd, found.epochs, found.cost) == (
         wanted.ns,
@@ -401,6 +405,30 @@ def test_a_ledger_by_pieces_is_exact(monkeypatch, large, piece):
         assert sum(b - a for a, b, _ in mine.segments) == mine.billed_ns
         edges = [t for a, b, _ in mine.segments for t in (a, b)]
         assert edges == sorted(edges)
+
+
+def test_worlds_that_overlap_are_shared_out_exactly(monkeypatch):
+    """A world that did not know yet that it was replaced; a snapshot that began before it."""
+    from harness.views import spans
+    from harness.views.painting import PRECEDENCE, paint, totals
+
+    monkeypatch.setattr(spans, "PIECE", 3)
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        worlds, layers = [], []
+        for begin in (0, 60, 110, 150):
+            starts = np.sort(rng.integers(begin, begin + 70, 8))
+            ends = starts + rng.integers(0, 15, 8)
+            levels = rng.integers(0, 4, 8)  # snapshot, useful, redone, other
+            worlds.append(spans.World(spans.painted(starts, ends, levels)))
+            rows = zip(starts.tolist(), ends.tolist(), levels.tolist(), strict=True)
+            layers += [(a, b, PRECEDENCE[level]) for a, b, level in rows]
+        around, known = [(0, 50, "start"), (40, 200, "idle")], {}
+        for start, end in ((0, 230), (17, 130), (70, 190)):
+            found = spans.share(worlds, around, start, end, known)
+            assert totals(found) == totals(paint([*layers, *around], start, end))
+            assert [a for a, _, _ in found] == [start, *(b for _, b, _ in found[:-1])]
+            assert spans.share(worlds, around, start, end, known) == found
 
 
 def test_damaged_records_are_named_whether_archived_or_not():

@@ -14,7 +14,8 @@ from rich.console import Console
 from harness.bucket.journal import Follower, Journal, read_facts
 from harness.core import facts as f
 from harness.views.monitor import LiveView, follow, render, status
-from harness.views.watching import LeaseWatch, State, describe, progress_line
+from harness.views.telling import describe, progress_line
+from harness.views.watching import LeaseWatch, State
 from storage.errors import NotFound, StoreUnavailable
 from storage.files import MemoryStore
 

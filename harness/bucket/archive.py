@@ -268,7 +268,7 @@ class Compactor:
             if not (taken := self._volume(fresh)):
                 break  # others are at it, too
             done += taken
-            fresh = self._fresh(fresh)
+            fresh = self._fresh(fresh, deleted=True)
         end = self._archive.end
         tiers.merge(self.store, STEPS, end, joined_columns)
         tiers.merge(self.store, BRIEF, end, joined_briefs)
@@ -280,15 +280,18 @@ class Compactor:
             if isinstance(brief, DamagedArchive):
                 raise brief
 
-    def _fresh(self, listed: dict[str, dict[int, str]]) -> dict[str, dict[int, str]]:
+    def _fresh(
+        self, listed: dict[str, dict[int, str]], deleted: bool = False
+    ) -> dict[str, dict[int, str]]:
         """Segments to archive: each writer's, as far as there is no gap. What is archived already
-        is deleted (whoever archived it died, or its writer wrote it again)."""
+        is deleted (whoever archived it died, or its writer wrote it again), unless it is."""
         fresh: dict[str, dict[int, str]] = {}
         for writer, keys in listed.items():
             at = self._archive.cursors.get(writer, Cursor()).next
             for number, key in keys.items():
                 if number < at:
-                    self.store.delete(key)
+                    if not deleted:
+                        self.store.delete(key)
                 elif number == at:
                     fresh.setdefault(writer, {})[number] = key
                     at += 1

@@ -21,7 +21,7 @@ import numpy as np
 
 from harness.bucket import tiers
 from harness.bucket.tiers import Block
-from harness.bucket.volumes import DamagedArchive, sealed, unsealed
+from harness.bucket.volumes import DamagedArchive, opened, sealed
 from harness.core import columns
 from harness.core import records as rec
 from harness.core.columns import Columns, Committed
@@ -59,9 +59,10 @@ def encode(parts: Iterable[Part]) -> bytes:
 
 def decode(data: bytes, where: str) -> list[Part]:
     """Raises DamagedArchive."""
-    head, _, body = unsealed(data, where)
-    rows, at, found = columns.from_bytes(body), 0, list[Part]()
+    head, _, start = opened(data, where)
+    at, found = 0, list[Part]()
     try:
+        rows = columns.from_bytes(data, start)
         for key, prev, end, worlds, metrics, count in head["entries"]:
             named = [(int(e), int(w), list(map(int, shares))) for e, w, shares in worlds]
             told = [(int(step), dict(values)) for step, values in metrics]

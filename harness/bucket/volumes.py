@@ -208,10 +208,10 @@ def encode_columns(rows: Columns) -> bytes:
 
 def columns_of(data: bytes, key: str) -> Columns:
     """Raises DamagedArchive."""
-    _, _, body = unsealed(data, key)
-    if len(body) % ROW.itemsize:
-        raise DamagedArchive(f"{key}: wanted rows of {ROW.itemsize} bytes, found {len(body)} bytes")
-    return columns.from_bytes(body)
+    _, _, at = opened(data, key)
+    if (nbytes := len(data) - at) % ROW.itemsize:
+        raise DamagedArchive(f"{key}: wanted rows of {ROW.itemsize} bytes, found {nbytes} bytes")
+    return columns.from_bytes(data, at)
 
 
 def joined_columns(parts: Sequence[bytes]) -> bytes:
@@ -229,7 +229,14 @@ def sealed(head: dict[str, Any], runs: Sequence[Run], body: bytes) -> bytes:
 
 def unsealed(data: bytes, key: str) -> tuple[dict[str, Any], tuple[Run, ...], bytes]:
     """Its head without the runs, the runs, the content; each as it was written."""
-    line, _, body = data.partition(b"\n")
+    head, runs, at = opened(data, key)
+    return head, runs, data[at:]
+
+
+def opened(data: bytes, key: str) -> tuple[dict[str, Any], tuple[Run, ...], int]:
+    """As `unsealed`, but where the content begins: there may be much of it."""
+    at = data.find(b"\n") + 1 or len(data)
+    line, body = data[:at].removesuffix(b"\n"), memoryview(data)[at:]
     seal, _, text = line.partition(b" ")
     if digest(text).encode() != seal:
         raise DamagedArchive(f"{key}: its head was changed (the hash does not fit)")
@@ -246,4 +253,4 @@ def unsealed(data: bytes, key: str) -> tuple[dict[str, Any], tuple[Run, ...], by
         )
     if not fits:
         raise DamagedArchive(f"{key}: its content was changed (the hash does not fit)")
-    return head, runs, body
+    return head, runs, at

@@ -61,7 +61,7 @@ class Unreadable(Fact):
 del KINDS["Unreadable"]  # a line that calls itself so is of an unknown kind
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Stamped:
     """A fact with when and by whom. `t` is wall-clock seconds (UTC)."""
 

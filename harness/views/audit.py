@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from harness.bucket.archive import segments
 from harness.bucket.layout import (
@@ -34,17 +34,16 @@ from harness.bucket.recorded import Part, Recorded, committed_of
 from harness.core import records as rec
 from harness.core.columns import NONE, Columns
 from harness.core.facts import (
-    AttemptEnded,
-    AttemptIntended,
     EpochStarted,
     LeaseTaken,
     RunEnded,
     SessionStarted,
     Stamped,
 )
-from harness.core.values import BadObject, amount, canonical, digest
+from harness.core.values import BadObject, canonical, digest
 from harness.core.world import BadInput
 from harness.views import audit_facts
+from harness.views.audit_bills import check_bills, check_buckets
 from harness.views.audit_facts import Progress
 from harness.views.audit_records import (
     Proof,
@@ -54,47 +53,13 @@ from harness.views.audit_records import (
     prove,
     read_part,
 )
-from harness.views.audit_rules import Violation, json_of
-from harness.views.ledger import Ledger
-from harness.views.painting import ns
+from harness.views.audit_report import AuditReport, Check
+from harness.views.audit_rules import Violation, identity_of, json_of
 from harness.views.proving import Prover
 from storage.errors import NotFound
 from storage.manifest import Manifest, PartList, Ref, SnapshotCorrupt, SnapshotTooNew
-from storage.objects import ObjectStore
+from storage.objects import ObjectStore, get_each
 from storage.snapshots import PARTS, Snapshots
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-
-FIELDS = {
-    "version": int,
-    "seed": int,
-    "samples": int,
-    "global_batch": int,
-    "micro_batch": int,
-    "shuffle": bool,
-}
-SECONDS, USD = 1e-6, 1e-9  # what float sums of a bill may differ by
-
-
-@dataclass(frozen=True)
-class Check:
-    """One rule. `detail`: the violation in one sentence, or what was proved. `n`: how many
-    things were looked at."""
-
-    name: str
-    ok: bool
-    detail: str
-    n: int
-
-
-@dataclass(frozen=True)
-class AuditReport:
-    ok: bool
-    checks: list[Check]
-    first_violation: str | None
-    notes: list[str] = field(default_factory=list)  # odd, but as it may be
 
 
 def audit(
@@ -168,19 +133,7 @@ class _Audit:
                     "snapshots"
                 ) from None
             return 0, "no run.json: a training loop of its own, or no worker has started yet"
-        found = json_of(IDENTITY, data)
-        if not isinstance(found, dict) or canonical(found) != data:
-            raise Violation(
-                "run.json: wanted canonical JSON as it was created, found another spelling; it was "
-                "changed"
-            )
-        for name, kind in FIELDS.items():
-            if type(found.get(name)) is not kind:
-                raise Violation(
-                    f"run.json: wanted {name} of type {kind.__name__}, found {found.get(name)!r}; "
-                    "it was changed"
-                )
-        self.identity = found
+        self.identity = found = identity_of(IDENTITY, data)
         of = f"{found['samples']} samples" if found["samples"] else "an iterable dataset"
         return 1, f"seed {found['seed']}, global batch {found['global_batch']} of {of}"
 
@@ -198,7 +151,7 @@ class _Audit:
             raise Violation(f"{found.unread[0]}{more if len(found.unread) > 1 else ''}")
         self.facts_whole = True
         chains = f"chains of {found.writers} writer{'s' * (found.writers != 1)}, each whole"
-        return len(self.facts) + len(self.steps), chains
+        return found.lines, chains
 
     def _of(self, kind: type[Any]) -> Iterator[Any]:
         return (s.fact for s in self.facts if isinstance(s.fact, kind))
@@ -210,13 +163,14 @@ class _Audit:
         if foreign := sorted(set(listed) - set(keys)):
             self.notes.append(f"not ours, and read by nobody: {', '.join(foreign)}")
         unsealed = 0
-        for number, key in enumerate(keys, 1):
+        for number, (key, data) in enumerate(get_each(self.store, keys), 1):
             if key != epoch_key(number):
                 raise Violation(
                     f"epochs: wanted {epoch_key(number)}, found {key}; epochs are numbered 1, 2, "
                     "... without a gap"
                 )
-            data = self.store.get(key)
+            if data is None:
+                raise Violation(f"{key}: listed, and not there; epochs are never deleted")
             body = json_of(key, data)
             if not isinstance(body, dict) or json.dumps(body).encode() != data:
                 raise Violation(
@@ -471,59 +425,13 @@ class _Audit:
     # ---- money -----------------------------------------------------------------------------------
     def _ledger(self) -> tuple[int, str]:
         self._need_facts()
-        intended: dict[int, tuple[float, AttemptIntended]] = {}
-        ended: dict[int, AttemptEnded] = {}
-        run_ended_t = max((s.t for s in self.facts if isinstance(s.fact, RunEnded)), default=None)
-        for stamped in self.facts:
-            if isinstance(stamped.fact, AttemptIntended):
-                intended.setdefault(stamped.fact.attempt, (stamped.t, stamped.fact))
-            elif isinstance(stamped.fact, AttemptEnded):
-                ended[stamped.fact.attempt] = stamped.fact  # a later one replaces an earlier one
-        for number, e in ended.items():
-            if number not in intended:
-                raise Violation(
-                    f"attempt {number}: wanted an intent before its end, found AttemptEnded alone"
-                )
-            seconds = 0.0 if e.up_s is None else max(0.0, e.gone_s - e.up_s)
-            usd = seconds / 3600 * amount(intended[number][1].offer.get("usd_per_h"))
-            if abs(e.billed_s - seconds) > SECONDS or abs(e.usd - usd) > USD + 1e-9 * usd:
-                raise Violation(
-                    f"attempt {number}: wanted a bill of {seconds} s and {usd} USD (from up to "
-                    "gone at its price), "
-                    f"found {e.billed_s} s and {e.usd} USD"
-                )
-        for number, (t, _) in intended.items():
-            if run_ended_t is not None and t <= run_ended_t and number not in ended:
-                raise Violation(
-                    f"attempt {number}: wanted its end before the run's, found RunEnded but no "
-                    "AttemptEnded"
-                )
-        self._buckets(ended)
-        return (
-            len(intended),
-            f"every billed second in exactly one bucket, {sum(e.usd for e in ended.values()):.4f} "
-            "USD",
-        )
-
-    def _buckets(self, ended: dict[int, AttemptEnded]) -> None:
-        """The ledger's rows are made of buckets; the facts' bills are not. To the nanosecond
-        and the nano-dollar they agree."""
-        now_s = max((s.t for s in self.facts), default=0.0)
-        now_s = max(now_s, float(self.steps["end"].max(initial=0.0)))
-        records = committed_of(self.records[::-1])
-        for row in Ledger.of(self.facts, records, now_s, self.steps).attempts:
-            e = ended.get(row.attempt)
-            if e is None or row.name != str(row.attempt):
-                continue  # not billed to the end yet, or launched by no controller
-            wanted_ns = 0 if e.up_s is None else max(0, ns(e.gone_s) - ns(e.up_s))
-            painted_ns = sum(b - a for a, b, _ in row.segments)
-            if not row.billed_ns == painted_ns == wanted_ns or row.billed_nusd != ns(e.usd):
-                raise Violation(
-                    f"attempt {row.attempt}: wanted buckets that add up to {wanted_ns} ns and "
-                    f"{ns(e.usd)} nano-USD, "
-                    f"found {row.billed_ns} ns ({painted_ns} painted) and {row.billed_nusd} "
-                    "nano-USD"
-                )
+        intents, ended = check_bills(self.facts)
+        # the columns of records and the rows of steps are not needed again
+        records, steps = committed_of(self.records[::-1]), self.steps
+        self.records, self.steps, self.proofs = [], NONE, {}
+        check_buckets(self.facts, records, steps, ended)
+        usd = sum(e.usd for e in ended.values())
+        return intents, f"every billed second in exactly one bucket, {usd:.4f} USD"
 
     def _need_facts(self) -> None:
         if not self.facts_whole:
@@ -588,22 +496,3 @@ def _came_before(parent: object, ref: Ref) -> bool:
     except ValueError:
         return False
     return found < ref and found.step <= ref.step
-
-
-def print_audit(report: AuditReport, console: Console) -> None:
-    """Render a report for people: each rule, then the verdict."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for check in report.checks:
-        mark = Text("ok", "green") if check.ok else Text("VIOLATED", "bold red")
-        table.add_row(mark, check.name, str(check.n) if check.ok else "", Text(check.detail))
-    console.print(table)
-    for note in report.notes:
-        console.print(Text(f"note: {note}", "dim"))
-    console.print(
-        Text("Everything holds.", "bold green")
-        if report.ok
-        else Text(f"First violation: {report.first_violation}", "bold red")
-    )

@@ -53,12 +53,14 @@ def prove(key: str, data: bytes, context: str) -> bytes:
 
 @dataclass
 class Found:
-    """`facts`: of all writers, without the steps, by time."""
+    """`facts`: of all writers, without the steps, by time. `steps`: each once. `lines`: how many
+    facts there were."""
 
     facts: list[Stamped] = field(default_factory=list)
     steps: Columns = field(default_factory=lambda: NONE)
     unread: list[Unreadable] = field(default_factory=list)
     writers: int = 0
+    lines: int = 0
 
     def take(self, told: Iterable[Stamped]) -> None:
         for stamped in told:
@@ -91,7 +93,10 @@ def read(store: ObjectStore, prover: Prover, progress: Progress) -> Found:
     found.facts = sorted(
         (s for s in found.facts if not isinstance(s.fact, StepDone)), key=lambda s: s.t
     )
-    found.steps, found.writers = columns.joined([*rows, columns.of_facts(told)]), len(cursors)
+    steps = columns.joined([*rows, columns.of_facts(told)])
+    rows.clear()  # as large as all steps
+    found.writers, found.lines = len(cursors), len(found.facts) + len(steps)
+    found.steps = columns.newest_told(steps)
     return found
 
 

@@ -7,7 +7,16 @@ from typing import Any
 
 from harness.bucket.layout import EPOCH_NBYTES
 from harness.core.facts import is_spelled
-from harness.core.values import parsed
+from harness.core.values import canonical, parsed
+
+FIELDS = {
+    "version": int,
+    "seed": int,
+    "samples": int,
+    "global_batch": int,
+    "micro_batch": int,
+    "shuffle": bool,
+}
 
 
 class Violation(Exception):
@@ -22,6 +31,23 @@ def json_of(key: str, data: bytes) -> Any:
         raise Violation(
             f"{key}: wanted JSON, found {len(data)} bytes that are not ({e}); it was changed"
         ) from e
+
+
+def identity_of(key: str, data: bytes) -> dict[str, Any]:
+    """What run.json says, in its one spelling. Raises Violation."""
+    found = json_of(key, data)
+    if not isinstance(found, dict) or canonical(found) != data:
+        raise Violation(
+            "run.json: wanted canonical JSON as it was created, found another spelling; it was "
+            "changed"
+        )
+    for name, kind in FIELDS.items():
+        if type(found.get(name)) is not kind:
+            raise Violation(
+                f"run.json: wanted {name} of type {kind.__name__}, found {found.get(name)!r}; "
+                "it was changed"
+            )
+    return found
 
 
 def whole_lines(key: str, data: bytes) -> Iterator[tuple[str, str]]:

@@ -407,6 +407,10 @@ def _bar(s: Summary, a: AttemptRow, x: Scale, y: float, height: float) -> list[s
         f"{money(a.usd)}"
     )
     out = []
+    most = WIDTH - LEFT
+    if height <= 10:  # there are many: none is drawn finer than the eye sees
+        end_s = s.ended_s if a.gone_s is None else a.gone_s
+        most = min(most, max(1, math.ceil(x(end_s) - x(a.up_s))))
     if height > 10:
         label = f"<tspan class=strong>{esc(a.name[:14])}</tspan>  {esc(short)}"
         out.append(f'<text x="12" y="{y + height - 5:.1f}" data-tip="{esc(tip)}">{label}</text>')
@@ -416,7 +420,7 @@ def _bar(s: Summary, a: AttemptRow, x: Scale, y: float, height: float) -> list[s
             f'<line class=asked x1="{asked:.1f}" x2="{up:.1f}" y1="{y + height / 2:.1f}" '
             f'y2="{y + height / 2:.1f}"/>'
         )
-    for begin, end, bucket in condensed(a.segments, WIDTH - LEFT):
+    for begin, end, bucket in condensed(a.segments, most):
         at, width = x(begin / NANO), x(end / NANO) - x(begin / NANO)
         tip = f"node {a.name} · {bucket}: {duration((end - begin) / NANO)} ({MEANING[bucket]})"
         out.append(

@@ -25,22 +25,16 @@ from rich.text import Text
 from harness.bucket.journal import Follower
 from harness.core.facts import Stamped
 from harness.views.report import unread_text
-from harness.views.watching import (
-    EVENTS_SHOWN,
-    PROGRESS_EVERY_S,
-    LeaseWatch,
-    State,
-    about,
-    describe,
-    number_rows,
-    progress_line,
-)
+from harness.views.telling import about, describe, number_rows, progress_line
+from harness.views.watching import LeaseWatch, State
 from harness.views.words import clock, percent, plural
 from storage.errors import StoreUnavailable
 from storage.objects import ObjectStore
 from storage.text import Console as Terminal
 from storage.text import plain
 
+EVENTS_SHOWN = 6
+PROGRESS_EVERY_S = 5.0  # of plain output
 MOST_SEGMENTS = 6  # that one poll reads; with what else it asks for, ten requests
 
 

@@ -1,0 +1,166 @@
+"""What happens in a run, told in words as it goes on: its events, and its numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from harness.core import facts as f
+from harness.views.words import clock, duration, money, nbytes, number, percent, plural
+from storage.text import plain
+
+if TYPE_CHECKING:
+    from harness.views.watching import State
+
+
+# ---- events --------------------------------------------------------------------------------------
+def describe(fact: f.Fact, state: State) -> tuple[str, str] | None:
+    """One event in words: style and text. None: not worth a line."""
+    return _of_nodes(fact, state) or _of_training(fact, state)
+
+
+def _of_nodes(fact: f.Fact, state: State) -> tuple[str, str] | None:
+    match fact:
+        case f.RunAsked(task, low, high, policy):
+            return "bold", f"launch {task} on {low} to {high} nodes, policy {policy}"
+        # asking and being refused is no event: in an outage there would be nothing else
+        case f.AttemptUp(attempt):
+            node = state.nodes.get(str(attempt))
+            return "cyan", f"node {attempt} is up" + (
+                f" on {node.offer}" if node and node.offer else ""
+            )
+        case f.AttemptEnded() if fact.end != "no-capacity":
+            style = {"finished": "green", "drained": "", "terminated": ""}.get(fact.end, "red")
+            return style, f"node {fact.attempt}: {fact.end}" + (
+                f" ({fact.reason})" if fact.reason and fact.reason != fact.end else ""
+            )
+        case f.NoticeSeen(member, source, kind, _, deadline):
+            until = "" if deadline is None else f", deadline {clock(deadline)[11:]}"
+            return "yellow", f"{_who(state, member)}: {kind} notice from {source}{until}"
+        case f.NoticeAcknowledged(member, _, heard):
+            told = "was told" if heard else "could not be told"
+            return "", f"{_who(state, member)}: the cloud {told} that it has gone"
+        case f.AttemptDoubted(attempt, doubted):
+            return (
+                "",
+                f"node {attempt}: "
+                + ("may not stay; another one is looked for" if doubted else "stays after all"),
+            )
+        case f.NoticeCancelled(member):
+            return "", f"{_who(state, member)}: notice cancelled"
+        case f.HealthSeen(member, gpu, what, message, action) if action != "ignore":
+            return "red" if action in (
+                "drain",
+                "kill",
+            ) else "yellow", f"{_who(state, member)}: GPU {gpu}: {what} {message}: {action}"
+        case f.Decided(decision, reason) if decision != "wait":
+            return "dim", f"{decision}: {reason}"
+        case f.RunEnded(outcome, reason):
+            return "bold green" if outcome == "done" else "bold red", f"run {outcome}: {reason}"
+    return None
+
+
+def _of_training(fact: f.Fact, state: State) -> tuple[str, str] | None:
+    match fact:
+        case f.EpochStarted(epoch, members, world, reason):
+            names = " ".join(state.attempt_of.get(m, m) for m in members)
+            return (
+                "bold",
+                f"epoch {epoch} ({reason}): {plural(world, 'rank')} on "
+                f"{plural(len(members), 'node')} ({names})",
+            )
+        case f.SessionStarted():
+            accumulation = f", accumulation {max(fact.shares)}" if fact.shares else ""
+            verb = (
+                f"resumed from step {fact.resumed_step} in {duration(fact.restore_s)}"
+                if fact.resumed_step
+                else "training from step 0"
+            )
+            return "green", f"epoch {fact.epoch}: {verb}{accumulation}"
+        case f.EpochLeft(epoch, member, why) if why not in ("resize", "finished"):
+            return "red" if why in (
+                "failed",
+                "killed",
+                "hung",
+                "unfit",
+                "peer-lost",
+            ) else "", f"{_who(state, member)} left epoch {epoch}: {why}"
+        case f.WorkerFailed():
+            return (
+                "red",
+                f"rank {fact.rank} on {_who(state, fact.member)} ended with {fact.error}: "
+                f"{fact.message[:160]}",
+            )
+        case f.WorkerHung():
+            return "red", f"rank {fact.rank} on {_who(state, fact.member)} hangs: {fact.what}"
+        case f.GraceSpent(member, _, _, _, _, verdict):
+            return "red", f"{_who(state, member)}: its time is up: {verdict}"
+        case f.SnapshotCommitted():
+            return (
+                "blue",
+                f"snapshot of step {fact.step} committed ({fact.why}, {nbytes(fact.nbytes)}, "
+                f"{duration(fact.commit_s)})",
+            )
+        case f.SnapshotFailed(step, _, why):
+            return "red", f"snapshot of step {step} failed: {why}"
+        case f.SnapshotQuarantined(step, _, why):
+            return "red", f"snapshot of step {step} is bad: {why}"
+        case f.GuardTripped(step, _, what, value):
+            return "red", f"step {step}: {what} ({value:g})"
+    return None
+
+
+def _who(state: State, member: str) -> str:
+    return f"node {state.attempt_of.get(member, member)}"
+
+
+# ---- numbers -------------------------------------------------------------------------------------
+def about(seconds: float) -> str:
+    """A duration in whole seconds, as live numbers are read."""
+    return duration(float(max(0, round(seconds)))).replace(".0 s", " s")
+
+
+def progress_line(state: State, now: float) -> str:
+    """Everything of the header in one line of plain text."""
+    parts = [state.run_state, f"step {state.step:,}" + (f"/{state.total:,}" if state.total else "")]
+    parts += [f"{name} {value}" for name, value in number_rows(state, now)]
+    return plain("  ".join(parts))
+
+
+def number_rows(state: State, now: float) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    if state.last_step:
+        found.append(("loss", number(state.last_step.loss)))
+    if state.validated:
+        names = sorted(
+            (n for n in state.validated[1] if "loss" in n), key=lambda n: (n != "val_loss", n)
+        )
+        found += [(name.replace("_", " "), number(state.validated[1][name])) for name in names[:1]]
+    rates = state.rates() if state.training() else {}
+    if "tokens_per_s" in rates:
+        found.append(("tokens/s", f"{rates['tokens_per_s']:,.0f}"))
+    elif "samples_per_s" in rates:
+        found.append(("samples/s", f"{rates['samples_per_s']:,.1f}"))
+    if "mfu" in rates:
+        found.append(("MFU", percent(rates["mfu"])))
+    if state.world:
+        found.append(
+            ("world", f"{state.world}" + (f" × {state.accumulation}" if state.accumulation else ""))
+        )
+    committed, taken_s = state.committed
+    if committed:
+        age = "" if state.over or taken_s is None else f" ({about(now - taken_s)} ago)"
+        found.append(("snapshot", f"step {committed:,}{age}"))
+    if state.refused and not state.training():
+        found.append(("refused", f"{state.refused} times"))
+    paid, on_demand = state.spent(now)
+    if paid:
+        found.append(
+            (
+                "spent",
+                money(paid)
+                + (f" ({percent(1 - paid / on_demand)} saved)" if on_demand > paid else ""),
+            )
+        )
+    if rates and state.total > state.step:
+        found.append(("left", about((state.total - state.step) / rates["steps_per_s"])))
+    return found
