@@ -227,11 +227,12 @@ class Membership:
         return [n for n in names if n in self._circle.hearsay]
 
     def look_again(self, names: Iterable[str]) -> bool:
-        """Read once more who was found dead and not looked at since for long. Does one live?"""
+        """Read once more who was found dead, but for those that lived a moment ago. Does one
+        live again?"""
         now, found = self._monotonic(), []
         for name in names:
             seen = self.seen.get(name)
-            if seen and seen.dead and now - max(seen.sign_s, seen.read_s) > self._beats.dead_s:
+            if seen and seen.dead and now - seen.sign_s > self._beats.beat_s and now > seen.read_s:
                 found.append(name)
         self._read(found, now)
         return any(not self.seen[name].dead for name in found)
