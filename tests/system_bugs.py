@@ -13,7 +13,6 @@ from unittest.mock import patch
 from harness.agent import ends
 from harness.agent import machine as node_machine
 from harness.agent.agent import Agent
-from harness.agent.lines_protocol import LinesProtocol
 from harness.agent.membership import Membership
 from harness.agent.rendezvous import Rendezvous
 from harness.agent.run_state import RunState
@@ -411,16 +410,6 @@ def hears_nobody_die(self: Membership, name: str, now: float) -> Any:
 sound_judge = Membership._judge
 
 
-def hears_all(self: LinesProtocol) -> bool:
-    """Whoever hears everybody is calm, though somebody may not hear it."""
-    return all(self.heard(name).up for name in self.wanted)
-
-
-def never_looks_again(self: Membership, names: Any) -> bool:
-    """Once dead, dead for a minute."""
-    return False
-
-
 def never_hung(self: SimPool, now: float) -> list[Any]:
     return []
 
@@ -635,13 +624,6 @@ BUGS: dict[str, Bug] = {
         kinds=("power-loss",),
         many=1,
         setting=PAIR,
-    ),
-    "calm while others are deaf": Bug(
-        "members",
-        patches=((LinesProtocol, "all_up", hears_all),),
-        kinds=("slow-link",),
-        many=3,
-        lasts_s=60.0,
     ),
     "never finds a hang": Bug(
         "life",
