@@ -37,6 +37,7 @@ from harness.worker.machine import Interval
 from storage.errors import NotFound, StoreError
 from storage.manifest import Manifest, Part, PartList, Ref, SnapshotCorrupt
 from storage.restore import Restore
+from storage.snapshot_keys import manifest_key
 from storage.snapshots import Snapshots
 
 Patched = tuple[object, str, object]
@@ -244,12 +245,17 @@ class PartsLast(Snapshots):
         return written
 
 
+def no_fence(store: Any) -> Any:
+    """Whatever is sent is committed, also when a newer epoch exists."""
+    return lambda ref: None
+
+
 class PrunesTheNewest(Snapshots):
     """Keeps what is oldest."""
 
     def prune(self, keep: Any, *rest: Any, **more: Any) -> list[Ref]:
         for ref in self.refs()[:1]:
-            self._take_back(ref, [])
+            self.store.delete(manifest_key(ref))
         return []
 
 
@@ -573,6 +579,14 @@ BUGS: dict[str, Bug] = {
     # snapshots and restores
     "early commit": Bug("whole", B(snapshots=EarlyCommit), setting=replace(PAIR, calm_s=0.0)),
     "parts last": Bug("whole", B(snapshots=PartsLast), setting=CALM),
+    "no fence": Bug(
+        "fenced",
+        B(fence=no_fence),
+        kinds=("pause-uploader", "cut"),
+        many=6,
+        lasts_s=200.0,
+        setting=replace(PAIR, min_nodes=1, total_steps=40),
+    ),
     "prunes the newest": Bug("greatest step", B(snapshots=PrunesTheNewest), setting=CALM),
     "prunes what others need": Bug(
         "whole|same training|greatest step|life", B(snapshots=PrunesBases), setting=CALM

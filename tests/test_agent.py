@@ -248,6 +248,20 @@ def test_bad_input_is_not_tried_again(nodes):
     assert "multiple" in json.loads(open_store(str(nodes.run)).get("control/stop.json"))["reason"]
 
 
+def test_a_world_that_is_too_big_is_made_smaller(nodes):
+    """What a step has work for is known from run.json, which the first epoch writes."""
+    for _ in range(3):
+        nodes.start(
+            *("--total", 60, "--every", 10, "--sleep-s", 0.02),
+            *("--global-batch", 16, "--micro-batch", 8),
+            agent=("--min-nodes", "3"),
+        )
+    nodes.until(lambda: nodes.step() >= 10)
+    first, second = nodes.facts(EpochStarted)[:2]
+    assert (len(first.members), len(second.members)) == (3, 2)
+    assert nodes.codes() == [0, 0, 0] and not nodes.facts(WorkerFailed)
+
+
 def children(agent, module):
     import psutil
 

@@ -12,6 +12,7 @@ import pytest
 from worlds import TRAINER, until
 
 from harness.agent.lines import Heard
+from harness.agent.membership import Ears
 from harness.agent.rendezvous import Rendezvous
 from harness.bucket.journal import Journal, read_facts
 from harness.bucket.layout import Epoch, Identity, Member, Term, epoch_key, term_key
@@ -37,10 +38,10 @@ def speaking(protocol: int):
         values.PROTOCOL = before
 
 
-class Deaf:
+class Deaf(Ears):
     """No lines: all that is known comes from the bucket."""
 
-    def follow(self, members):
+    def follow(self, members, passing=False, keyless=()):
         pass
 
     def heard(self, name):

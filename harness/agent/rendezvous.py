@@ -306,6 +306,8 @@ class Rendezvous:
         if unproven := self.others.hearsay(last.members):
             self.others.suspect(unproven)
             return None
+        if self.others.look_again(last.members):
+            return None
         proposal = self._propose(last, ready, chosen)
         if self.me.member not in proposal.members:
             return None

@@ -11,6 +11,7 @@ same state, event and `Seen` (of `Seen.leads` only rank 0 knows), so all do the 
     OVER       Looped     if there was a loop before: refuse                        OVER
     any        Asked      see `asked`: answer, snapshot, land; leave with a code    OVER if it left
     any        HostsUnfit leave: this host for good, the others to form a world without it   OVER
+    any        Overfull   leave, for a smaller world; refuse if there is none, or no agent  OVER
     any        Reached    save the end, tell that it ended if no agent waits        COMPLETE
     OVER       Finished   -                                                         OVER
     others     Finished   save the end, mark it, leave                              OVER
@@ -111,7 +112,16 @@ class HostsUnfit:
     mine: bool
 
 
-Event = Begun | Looped | Asked | Reached | Finished | Ended | HostsUnfit
+@dataclass(frozen=True)
+class Overfull:
+    """The world has more ranks than a step has work for. `smaller`: some of its members can form
+    one that has not; `what`: for people."""
+
+    smaller: bool
+    what: str
+
+
+Event = Begun | Looped | Asked | Reached | Finished | Ended | HostsUnfit | Overfull
 
 
 # ---- acts ----------------------------------------------------------------------------------------
@@ -171,6 +181,10 @@ def turn(state: State, event: Event, seen: Seen) -> Turn:
     if isinstance(event, HostsUnfit):
         leave = Leave("unfit", UNFIT) if event.mine else Leave("resize", RESIZE)
         return Turn(enter(state, Phase.OVER), after=(leave,))
+    if isinstance(event, Overfull):
+        if not (event.smaller and state.by_script):
+            return Turn(state, (Refuse(event.what),))
+        return Turn(enter(state, Phase.OVER), after=(Leave("resize", RESIZE),))
     rows = TABLE[type(event)]
     return rows.get(state.phase, rows[None])(state, seen)
 

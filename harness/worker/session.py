@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.bucket.journal import Journal
-from harness.core.batch import Batching, Plan
+from harness.core.batch import Batching, Plan, TooManyRanks
 from harness.core.world import BadInput
 from harness.node.marks import Want
 from harness.node.progress import Place
@@ -296,7 +296,12 @@ class Session:
         if training.model is None:
             raise BadInput("call run.prepare(model, optimizer) before run.steps(...)")
         check_unwrapped(training.model)
-        stream = feed.open(dataset, global_batch, micro_batch, shuffle, collate_fn)
+        try:
+            stream = feed.open(dataset, global_batch, micro_batch, shuffle, collate_fn)
+        except TooManyRanks as e:
+            self._run.identify(feed.identity(training.model, self.reduce), feed.first_version)
+            self._shrink(e)
+            raise
         if stream is not None:
             training.reads(stream)
         identity = feed.identity(training.model, self.reduce)
@@ -321,6 +326,12 @@ class Session:
                 )
             self._hands.boundary()
         self._hands.turn(machine.Reached())
+
+    def _shrink(self, why: TooManyRanks) -> None:
+        """Leave, so that a smaller world is formed, if one can be: from run.json, which is there
+        now, all nodes know how many ranks a step has work for. Raises SystemExit, BadInput."""
+        self._peers.print(f"harness: {why}")
+        self._hands.turn(machine.Overfull(self._run.fits_in(why.room), str(why)))
 
     def resume(self) -> int:
         """Load the newest valid snapshot into what `prepare` was given. Returns the step it is of

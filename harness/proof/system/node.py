@@ -393,15 +393,17 @@ class SimNode:
     def _die(self) -> None:
         """The agent's process is gone, and with it all that die with their parent."""
         if self.code is None and self.alive:
+            self.sim.struck("crash-agent", self)
             self._end(KILLED)
 
     def _end(self, code: int) -> None:
         self.code = code
         self.sim.say(self.number, f"agent ended with {code}")
         self._stop()
-        self.sim.kernel.after(
-            self.rng.uniform(*EXIT_S), lambda: self.sim.cloud.exited(self.attempt, code)
-        )
+        if self.attempt:  # else no cloud knows of it
+            self.sim.kernel.after(
+                self.rng.uniform(*EXIT_S), lambda: self.sim.cloud.exited(self.attempt, code)
+            )
 
     def _stop(self) -> None:
         if hasattr(self, "lines"):

@@ -23,6 +23,8 @@ def _jump(whole: Whole, node: SimNode, fault: Fault) -> None:
 
 def _kill_worker(whole: Whole, node: SimNode, fault: Fault) -> None:
     for worker in node.pool.all[fault.other % 2 : 1 + fault.other % 2]:
+        if worker.at_work:
+            whole.struck("kill-worker", node, worker.epoch.epoch)
         worker.exit(-9)
 
 

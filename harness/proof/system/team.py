@@ -17,7 +17,7 @@ from harness.bucket.layout import Epoch
 from harness.core import batch
 from harness.core import records as rec
 from harness.core.values import canonical, digest
-from harness.core.world import BadInput, HarnessError
+from harness.core.world import BadInput, HarnessError, whole_replicas
 from harness.node.marks import Want
 from harness.node.progress import Place
 from harness.proof.system.checks import Left, Resumed, Stepped
@@ -193,9 +193,14 @@ class Ensemble:
         self.states = dict.fromkeys(self.workers, machine.State(by_script=True))
         self._identify()
         yield 0.1
+        try:
+            plan = self.sim.build.plan(setting.micro_batches, self.epoch.world)
+        except batch.TooManyRanks as e:
+            smaller = bool(whole_replicas(self.epoch.nproc, 1, e.room))
+            yield from self._turn(machine.Overfull(smaller, str(e)))
+            return
         yield from self._turn(machine.Looped())
         speed = min(self.epoch.speeds)
-        plan = self.sim.build.plan(setting.micro_batches, self.epoch.world)
         step_s = setting.step_s * plan.rounds / setting.micro_batches / speed
         while self.step < setting.total_steps:
             yield step_s
@@ -230,6 +235,7 @@ class Ensemble:
         for worker in self.workers.values():
             if worker.to_fail:
                 text, worker.to_fail = worker.to_fail, ""
+                self.sim.struck("fail-script", worker.node, self.epoch.epoch)
                 raise _Lost({worker.rank: ("RuntimeError", text)})
         setting = self.sim.setting
         self.step += 1

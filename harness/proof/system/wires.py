@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from harness.proof.system.trouble import Trouble
 
 LATENCY_S = (0.001, 0.02)
-SLOW_S = 0.8  # more, of what a slow link carries
+SLOW_S = 3.0  # more, of what a slow link carries
 BREAK = 0.1  # chance that a connection of a lossy node breaks when something is sent
 MOST_WAITING = 50  # messages on a way that is not open; then the sender's end is closed
 
@@ -219,10 +219,17 @@ class SimLines:
         end.arrives_s = max(end.arrives_s, self._now() + self._latency_s())
         to, number = other, end.other.conn
         for each in whole:
-            to._later(end.arrives_s - self._now(), lambda d=each: to._receive(number, d))  # type: ignore[misc]
+            pause_s = end.arrives_s - self._now()
+            to._later(pause_s, lambda d=each: to._receive(number, d, end))  # type: ignore[misc]
 
-    def _receive(self, conn: int, data: bytes | None) -> None:
-        if conn not in self._ends or self.closed or not self.node.alive:
+    def _receive(self, conn: int, data: bytes | None, sender: _End) -> None:
+        if not self.node.alive:
+            return
+        if conn not in self._ends or self.closed:
+            if data is not None and self.net.connected(self.node, sender.lines.node):
+                # reset: that connection was closed here, while nobody could be told
+                theirs = sender.lines
+                theirs._later(self._latency_s(), lambda: theirs._lost(sender.conn, refused=False))
             return
         if data is None:
             self._lost(conn, refused=False)
