@@ -35,7 +35,6 @@ from typing import Any
 
 from harness.bucket.archive import Compactor
 from harness.bucket.journal import Journal
-from harness.bucket.keeper import REST_S, SELDOM
 from harness.bucket.layout import MEMBERS, Epoch, Member, epoch_key
 from harness.bucket.recorded import RecordCompactor
 from harness.core import facts as f
@@ -43,6 +42,7 @@ from harness.core import records as rec
 from harness.core.batch import Batching, Uint64s, expected_digests, plan
 from harness.core.values import canonical, digest
 from harness.core.world import Offer
+from harness.uploader.keeper import REST_S, SELDOM
 from storage.files import FileStore, MemoryStore
 from storage.manifest import Ref
 from storage.objects import ObjectStore
