@@ -426,9 +426,10 @@ class _Audit:
     def _ledger(self) -> tuple[int, str]:
         self._need_facts()
         intents, ended = check_bills(self.facts)
-        # the columns of records and the rows of steps are not needed again
+        # what is not needed again makes room
+        self.proofs, self.worlds = {}, {}
         records, steps = committed_of(self.records[::-1]), self.steps
-        self.records, self.steps, self.proofs = [], NONE, {}
+        self.records, self.steps = [], NONE
         check_buckets(self.facts, records, steps, ended)
         usd = sum(e.usd for e in ended.values())
         return intents, f"every billed second in exactly one bucket, {usd:.4f} USD"

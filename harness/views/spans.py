@@ -169,8 +169,9 @@ def _told(start: int, sums: Sums) -> list[Segment]:
     found: list[Segment] = []
     for level, spent in enumerate(sums):
         if spent:
-            found.append((start, start + spent, PRECEDENCE[level]))
-            start += spent
+            end = start + spent
+            found.append((start, end, PRECEDENCE[level]))
+            start = end
     return found
 
 
