@@ -32,7 +32,7 @@ from storage.copying import ALIGN, Copying, Layout, Move, Staged, pin, version_o
 from storage.loading import destinations, load
 from storage.manifest import Manifest, Ref
 from storage.snapshots import Snapshots
-from storage.staging import Beside
+from storage.staging import ErrandThread
 from storage.trees import dtype_name, join, split
 
 __all__ = ["Saver", "Staged", "destinations", "join", "load", "pin", "split"]
@@ -49,9 +49,8 @@ class Saver:
     one process alone.
 
     Plain tensors are taken to be the same on all ranks: each is written once, by the rank with the
-    least to write. Who calls this has to
-    make sure (harness/worker/replicas.py does); tensors that differ between ranks need different
-    names.
+    least to write. Who calls this has to make sure (harness/worker/replicas.py does); tensors that
+    differ between ranks need different names.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Saver:
         self.snapshots, self._group, self._own_memory = snapshots, group, own_memory
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = 1 if group is None else dist.get_world_size(group)
-        self._beside = Beside("stage")
+        self._beside = ErrandThread("stage")
         self._layout: Layout | None = None
         self._free: list[torch.Tensor] = []  # two at most: one being written, one being filled
         self._base: Manifest | None = None  # the last that we committed
@@ -93,8 +92,8 @@ class Saver:
                 if wanted.setdefault(item.index.fqn, found) != found:
                     raise ValueError(
                         f"tensor {item.index.fqn!r} is {found} on rank {rank} and "
-                        f"{wanted[item.index.fqn]} on a lower one; "
-                        "give tensors that differ between ranks different names"
+                        f"{wanted[item.index.fqn]} on a lower one; give tensors that differ "
+                        "between ranks different names"
                     )
         # the same on all ranks, as their input is
         mine = planner.create_global_plan(plans)[0][self.rank]

@@ -135,15 +135,15 @@ def _metadata(manifest: Manifest, name: str, tensor: torch.Tensor) -> TensorStor
     if entry is None:
         raise ValueError(
             f"snapshot {manifest.ref} has no tensor {name!r} (it has {len(manifest.tensors)}); was "
-            "it saved by another model or "
-            "optimizer? Resume with the script that saved it, or start a new run URL"
+            "it saved by another model or optimizer? Resume with the script that saved it, or "
+            "start a new run URL"
         )
     shape, dtype = tuple(entry["shape"]), _dtype_of(manifest, name)
     if (shape, dtype) != (tuple(tensor.shape), tensor.dtype):
         raise ValueError(
             f"snapshot {manifest.ref}: {name!r} was saved as {dtype} {shape}, this program wants "
-            f"{tensor.dtype} {tuple(tensor.shape)}; "
-            "resume with the model that saved it, or start a new run URL"
+            f"{tensor.dtype} {tuple(tensor.shape)}; resume with the model that saved it, or start "
+            "a new run URL"
         )
     boxes = [
         ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"]))
@@ -157,8 +157,7 @@ def _dtype_of(manifest: Manifest, name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ValueError(
             f"snapshot {manifest.ref}: {name!r} has dtype {manifest.tensors[name]['dtype']!r}, "
-            f"which torch {torch.__version__} does not "
-            "know; use the torch that saved it"
+            f"which torch {torch.__version__} does not know; use the torch that saved it"
         )
     return found
 

@@ -30,9 +30,9 @@ from storage.parts import MOST_PART_NBYTES, Link, fields_of, ref_of
 from storage.parts import PARTS as PARTS
 from storage.parts import Known as Known
 from storage.parts import Part as Part
-from storage.parts import Place as Place
 from storage.parts import Ref as Ref
 from storage.parts import SnapshotCorrupt as SnapshotCorrupt
+from storage.parts import StoredRange as StoredRange
 from storage.parts import chunk_hash as chunk_hash
 from storage.weights import combined
 
@@ -333,8 +333,7 @@ def _check_index(ref: Ref, parts: Sequence[Part], tensors: dict[str, Any]) -> No
         if stored != math.prod(entry["shape"]):
             raise SnapshotCorrupt(
                 f"snapshot {ref}: tensor {name!r} has {math.prod(entry['shape'])} elements, its "
-                f"chunks hold {stored}; "
-                "did all ranks save the same state?"
+                f"chunks hold {stored}; did all ranks save the same state?"
             )
         for c in entry["chunks"]:
             if not 0 <= c["start"] <= c["end"] <= sizes.get(c["part"], -1):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DOOMED_KEPT = 1000  # marks; a writer whose base was pruned so many snapshots ago is not alive
 
 # all refs -> those that stay; `retention.Keep` is one
-Policy = Callable[[Collection[Ref]], Collection[Ref]]
+KeepPolicy = Callable[[Collection[Ref]], Collection[Ref]]
 OnBad = Callable[[Ref, str], None]
 Expired = Callable[[str, bytes], bool]  # key and content of a lease -> is its owner dead?
 
@@ -37,7 +37,10 @@ class Pruner:
         self._snapshots, self._store, self._refers = snapshots, snapshots.store, refers
 
     def prune(
-        self, keep: Policy, on_bad: OnBad | None = None, expired: Expired = lambda key, beat: False
+        self,
+        keep: KeepPolicy,
+        on_bad: OnBad | None = None,
+        expired: Expired = lambda key, beat: False,
     ) -> list[Ref]:
         """`Snapshots.prune` says what stays."""
         newest = self._snapshots.latest(on_bad)
@@ -81,7 +84,7 @@ class Pruner:
             self._store.delete(doom_key(ref))
         return deleted
 
-    def _chosen(self, keep: Policy, candidates: set[Ref]) -> Collection[Ref]:
+    def _chosen(self, keep: KeepPolicy, candidates: set[Ref]) -> Collection[Ref]:
         if not isinstance(keep, Keep) or not keep.best:
             return keep(candidates)
         data: dict[Ref, Mapping[str, Any]] = {}

@@ -48,7 +48,7 @@ class FsspecStore:
                 "gs://, az:// or a folder (file://)"
             ) from e
         self._root = str(path).rstrip("/")
-        self._named = Named(url)
+        self._named = KeyFilter(url)
         self.reads_at_once = READS_AT_ONCE
 
     def _path(self, key: str) -> str:
@@ -257,7 +257,7 @@ def list_s3_keys(
         more = {"ContinuationToken": page["NextContinuationToken"]}
 
 
-class Named:
+class KeyFilter:
     """Lets pass the keys that every store can name; tells once of others, which somebody else
     put there."""
 

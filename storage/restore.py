@@ -56,7 +56,7 @@ ALLOW = (
 # committed
 RECORDS = "samples/"
 
-Tell = Callable[[Ref, str], None]
+OnMark = Callable[[Ref, str], None]
 
 
 class Rewind(StoreError):
@@ -92,8 +92,8 @@ class Restore:
         seen: Ref | None = None,
         must_list: str = "",
         allow_rewind: bool = False,
-        tell: Tell = lambda ref, what: None,
-        on_bad: Tell = lambda ref, what: None,
+        tell: OnMark = lambda ref, what: None,
+        on_bad: OnMark = lambda ref, what: None,
     ):
         self.snapshots, self.host, self.looks, self.epoch, self.seen = (
             snapshots,
@@ -217,8 +217,7 @@ class Restore:
         if lacking and not self.allow_rewind:
             raise StoreUnavailable(
                 f"{self.snapshots.store.url}: its listing lacks {lacking}: the store is to be "
-                "asked again later. If they were deleted "
-                f"on purpose, {ALLOW}"
+                f"asked again later. If they were deleted on purpose, {ALLOW}"
             )
         return committed - doomed, doomed, since
 
@@ -305,11 +304,10 @@ class Restore:
                 whys.append(f"{ref}: {self._passed.get(ref) or self.snapshots.why(ref)}")
         step = newest.step if newest else 0
         return (
-            f"{url} has committed step {reached}, and would go on from step {step}: {problem}"
-            f"{' (' + '; '.join(whys) + ')' if whys else ''}. Nothing was deleted. Look at them "
-            "from another machine: "
-            f"harness snapshots verify {url} takes back the marks of those that are whole. To do "
-            f"the steps from {step} on again, {ALLOW}"
+            f"{url} has committed step {reached}, and would go on from step {step}: "
+            f"{problem}{' (' + '; '.join(whys) + ')' if whys else ''}. Nothing was deleted. Look "
+            f"at them from another machine: harness snapshots verify {url} takes back the marks of "
+            f"those that are whole. To do the steps from {step} on again, {ALLOW}"
         )
 
     def _is_guarded(self, ref: Ref) -> bool:

@@ -48,7 +48,7 @@ from storage.manifest import (
 from storage.manifest import PARTS as PARTS
 from storage.marks import mark, why_of
 from storage.objects import ObjectStore, read_into, size_each
-from storage.pruning import Expired, OnBad, Policy, Pruner
+from storage.pruning import Expired, KeepPolicy, OnBad, Pruner
 from storage.snapshot_keys import (
     DOOM,
     DOUBTS,
@@ -193,8 +193,8 @@ class Snapshots:
         if extra:
             raise SnapshotCorrupt(
                 f"snapshot {ref}: wanted part lists of {len(keys)} ranks, found also "
-                f"{', '.join(sorted(extra))}; "
-                "an epoch has one world: start a new epoch for another one"
+                f"{', '.join(sorted(extra))}; an epoch has one world: start a new epoch for "
+                "another one"
             )
         return [PartList.from_json(text) for text in read_all(self.store, keys)]
 
@@ -290,9 +290,8 @@ class Snapshots:
             if broken:
                 raise SnapshotCorrupt(
                     f"snapshot {manifest.ref} follows {manifest.previous.ref} with the hash "
-                    f"{manifest.previous.hash}, which now has "
-                    f"{found_hash}: one of the two manifests is of another run; use an older "
-                    "snapshot"
+                    f"{manifest.previous.hash}, which now has {found_hash}: one of the two "
+                    "manifests is of another run; use an older snapshot"
                 )
         done, memory = 0, scratch()
         for part in manifest.parts:
@@ -435,7 +434,10 @@ class Snapshots:
         return why_of(found, "its mark is unreadable")
 
     def prune(
-        self, keep: Policy, on_bad: OnBad | None = None, expired: Expired = lambda key, beat: False
+        self,
+        keep: KeepPolicy,
+        on_bad: OnBad | None = None,
+        expired: Expired = lambda key, beat: False,
     ) -> list[Ref]:
         """Delete what `keep` does not keep, and the parts of abandoned attempts. Returns the refs
         deleted, newest first.

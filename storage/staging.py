@@ -67,8 +67,8 @@ class Segment:
                 raise
             raise StageFull(
                 f"{path.parent}: no room for {_mib(nbytes)} of a staged snapshot, "
-                f"{_mib(shutil.disk_usage(path.parent).free)} are free; "
-                "enlarge the RAM disk (docker: --shm-size), or choose a folder with --stage-dir"
+                f"{_mib(shutil.disk_usage(path.parent).free)} are free; enlarge the RAM disk "
+                "(docker: --shm-size), or choose a folder with --stage-dir"
             ) from e
         finally:
             os.close(fd)
@@ -132,8 +132,7 @@ class Segments:
             if taken + nbytes > self.budget_nbytes:
                 raise StageFull(
                     f"the stage's budget is {_mib(self.budget_nbytes)}, {_mib(taken)} are taken, "
-                    f"{_mib(nbytes)} more are wanted for a "
-                    "staged snapshot; raise --stage-gib"
+                    f"{_mib(nbytes)} more are wanted for a staged snapshot; raise --stage-gib"
                 )
             self._sizes[path] = nbytes
         try:
@@ -149,7 +148,7 @@ class Segments:
             self._sizes.pop(path, None)
 
 
-class Beside:
+class ErrandThread:
     """A thread that does errands in order and is there already: to start one makes the caller
     wait for Python's lock, often 5 ms."""
 

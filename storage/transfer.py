@@ -16,7 +16,7 @@ from storage.errors import NotFound, StoreError
 from storage.leases import reading
 from storage.manifest import Manifest, Part, Ref, SnapshotCorrupt, chunk_hash
 from storage.objects import Keys, ObjectStore, read_into, why_not_a_key
-from storage.pruning import Policy
+from storage.pruning import KeepPolicy
 from storage.snapshot_keys import MANIFESTS, QUARANTINE
 from storage.snapshots import Snapshots
 
@@ -24,7 +24,7 @@ from storage.snapshots import Snapshots
 # MiB)
 LANES = 2
 
-Progress = Callable[[Ref, int, int], None]  # snapshot, bytes done, bytes in all
+CopyProgress = Callable[[Ref, int, int], None]  # snapshot, bytes done, bytes in all
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def copy(
     refs: Iterable[Ref],
     *,
     extra: Collection[str] = (),
-    progress: Progress | None = None,
+    progress: CopyProgress | None = None,
 ) -> list[Copied]:
     """Copy committed snapshots, in the order of `refs`. `extra`: other objects' keys, copied before
     them, create-only (what is no key of an object under its store's root is left out: a bucket may
@@ -60,7 +60,7 @@ def copy(
 
 
 def _copy_one(
-    source: ObjectStore, target: ObjectStore, ref: Ref, progress: Progress | None
+    source: ObjectStore, target: ObjectStore, ref: Ref, progress: CopyProgress | None
 ) -> Copied:
     key = f"{MANIFESTS}{ref.name}.json"
     try:
@@ -200,7 +200,7 @@ class Pretended:
             raise NotFound(f"{self.url}/{key}")
 
 
-def would_prune(store: ObjectStore, keep: Policy) -> tuple[list[Ref], dict[str, int]]:
+def would_prune(store: ObjectStore, keep: KeepPolicy) -> tuple[list[Ref], dict[str, int]]:
     """What `Snapshots.prune` would delete now: snapshots (and orphaned parts under the refs
     they were meant for), and objects by size."""
     pretended = Pretended(store)

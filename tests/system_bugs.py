@@ -19,7 +19,7 @@ from harness.agent.run_state import RunState
 from harness.bucket.journal import Journal
 from harness.bucket.layout import MEMBERS, epoch_key
 from harness.bucket.lease import Lease
-from harness.controller.recovery import Loop, Outcome, RunSpec, recover
+from harness.controller.recovery import Loop, RunOutcome, RunSpec, recover
 from harness.core import batch
 from harness.core import records as rec
 from harness.core.facts import AttemptEnded, Fact, RunEnded, Stamped
@@ -133,24 +133,24 @@ class GenerousJournal(Journal):
         super().record(fact)
 
 
-def impatient(run: RunSpec, *others: Any) -> Outcome:
+def impatient(run: RunSpec, *others: Any) -> RunOutcome:
     """Does not wait until the nodes are gone."""
     return recover(dataclasses.replace(run, exit_grace_s=0.0, terminate_timeout_s=0.0), *others)
 
 
-def greedy(run: RunSpec, *others: Any) -> Outcome:
+def greedy(run: RunSpec, *others: Any) -> RunOutcome:
     return recover(dataclasses.replace(run, max_nodes=run.max_nodes + 1), *others)
 
 
-def boastful(run: RunSpec, policy: Any, world: Any, journal: Journal, lease: Lease) -> Outcome:
+def boastful(run: RunSpec, policy: Any, world: Any, journal: Journal, lease: Lease) -> RunOutcome:
     """Says done without a look at the bucket."""
     lease.acquire()
     journal.record(RunEnded("done", "all is well", 300))
     journal.flush()
-    return Outcome("done", "all is well", 300)
+    return RunOutcome("done", "all is well", 300)
 
 
-def panicky(run: RunSpec, policy: Any, world: World, *others: Any) -> Outcome:
+def panicky(run: RunSpec, policy: Any, world: World, *others: Any) -> RunOutcome:
     """Ends all nodes when it has trouble of its own."""
     try:
         return recover(replace(run, max_outage_s=10.0, max_refused_s=10.0), policy, world, *others)
@@ -160,7 +160,7 @@ def panicky(run: RunSpec, policy: Any, world: World, *others: Any) -> Outcome:
         raise
 
 
-def deaf(run: RunSpec, policy: Any, world: World, *others: Any) -> Outcome:
+def deaf(run: RunSpec, policy: Any, world: World, *others: Any) -> RunOutcome:
     """Believes the cloud alone: what it does not show is lost at once, though it beats."""
 
     class Unheard:
@@ -188,7 +188,7 @@ def launch_first(self: Loop, decision: Any) -> None:
 sound_act = Loop.act
 
 
-def forget_facts(self: Loop, outcome: str, reason: str, step: int) -> Outcome | None:
+def forget_facts(self: Loop, outcome: str, reason: str, step: int) -> RunOutcome | None:
     """Tidies up: facts of a run that ends are not needed any more."""
     for key in self.world.store.list("facts/"):
         self.world.store.delete(key)

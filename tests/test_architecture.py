@@ -29,7 +29,7 @@ MAY_USE_ROOMS = {"bucket/epochs", "bucket/journal", "core/tables", "node/marks"}
 # ... and what they may name of rooms that are not pure: what is said of the world, in plain values
 NOUNS = {
     "harness.agent.health.Action",
-    "harness.agent.health.Verdict",
+    "harness.agent.health.HealthVerdict",
     "harness.agent.notices.Notice",
     "harness.node.marks.Want",
 }

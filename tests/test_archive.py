@@ -420,7 +420,7 @@ def test_worlds_that_overlap_are_shared_out_exactly(monkeypatch):
             starts = np.sort(rng.integers(begin, begin + 70, 8))
             ends = starts + rng.integers(0, 15, 8)
             levels = rng.integers(0, 4, 8)  # snapshot, useful, redone, other
-            worlds.append(spans.World(spans.painted(starts, ends, levels)))
+            worlds.append(spans.PaintedEpoch(spans.painted(starts, ends, levels)))
             rows = zip(starts.tolist(), ends.tolist(), levels.tolist(), strict=True)
             layers += [(a, b, PRECEDENCE[level]) for a, b, level in rows]
         around, known = [(0, 50, "start"), (40, 200, "idle")], {}

@@ -29,7 +29,7 @@ MANY_ATTRIBUTES = {
     "Sending": "a share of a snapshot on its way, with all that can befall it",
     "Ensemble": "the workers of an epoch",
     "SystemBuild": "one field for each part that a test may break",
-    "Whole": "a world: one field for each thing in it",
+    "WholeSystem": "a world: one field for each thing in it",
     "Weather": "one field for each thing that a simulated world may do",
     "Rendezvous": "settings are its constructor's arguments; what it knows is in `others`",
 }

@@ -110,7 +110,8 @@ def test_a_replica_is_as_fast_as_its_slowest_rank(whole, tmp_path):
 
 
 def test_exact_sums_over_replicas_are_the_same_to_the_bit(tmp_path):
-    """Each rank of a replica does all of its work: summed over all ranks, that would count twice."""
+    """Each rank of a replica does all of its work: summed over all ranks, that would count
+    twice."""
     found = {}
     for world, flags, env in ((1, ["--whole"], {}), (2, [], TWO), (4, [], TWO)):
         out = tmp_path / f"{world}.json"

@@ -14,7 +14,7 @@ import pytest
 from harness.bucket.journal import Journal
 from harness.bucket.lease import Lease
 from harness.controller import policies
-from harness.controller.recovery import Outcome, RunSpec, recover
+from harness.controller.recovery import RunOutcome, RunSpec, recover
 from harness.core.facts import (
     AttemptEnded,
     AttemptIntended,
@@ -26,8 +26,8 @@ from harness.core.facts import (
 )
 from harness.core.world import CloudUnavailable, Offer, View, Wait, World
 from harness.proof.invariants import Violation
-from harness.proof.sim import Build, SimResult, command, simulate, simulate_many
-from harness.proof.sim_members import Job
+from harness.proof.sim import SimResult, SimulationBuild, command, simulate, simulate_many
+from harness.proof.sim_members import SimulatedTraining
 from harness.proof.sim_world import ON_DEMAND, Weather
 from storage.errors import StoreError
 from storage.files import MemoryStore
@@ -105,7 +105,7 @@ def test_a_seed_is_the_whole_story() -> None:
 def test_calm_weather_costs_what_the_work_costs() -> None:
     r = simulate(1, run=RunSpec(1, 1), weather=CALM)
     assert (r.outcome, r.attempts, r.controllers, r.steps_redone) == ("done", 1, 1, 0)
-    work_s = Job().total_steps * Job().step_s
+    work_s = SimulatedTraining().total_steps * SimulatedTraining().step_s
     assert work_s < r.elapsed_s < work_s + 200
     assert math.isclose(r.usd, 1800 / 3600, rel_tol=0.05)  # 1 USD an hour
 
@@ -300,28 +300,28 @@ class PartsLast(Snapshots):
         return written
 
 
-def impatient(run: RunSpec, *others: Any) -> Outcome:
+def impatient(run: RunSpec, *others: Any) -> RunOutcome:
     """Does not wait until the nodes are gone."""
     return recover(dataclasses.replace(run, exit_grace_s=0.0, terminate_timeout_s=0.0), *others)
 
 
-def greedy(run: RunSpec, *others: Any) -> Outcome:
+def greedy(run: RunSpec, *others: Any) -> RunOutcome:
     return recover(dataclasses.replace(run, max_nodes=run.max_nodes + 1), *others)
 
 
-def spendthrift(run: RunSpec, *others: Any) -> Outcome:
+def spendthrift(run: RunSpec, *others: Any) -> RunOutcome:
     return recover(dataclasses.replace(run, budget_usd=None), *others)
 
 
-def boastful(run: RunSpec, policy: Any, world: Any, journal: Journal, lease: Lease) -> Outcome:
+def boastful(run: RunSpec, policy: Any, world: Any, journal: Journal, lease: Lease) -> RunOutcome:
     """Says done without a look at the bucket."""
     lease.acquire()
     journal.record(RunEnded("done", "all is well", 300))
     journal.flush()
-    return Outcome("done", "all is well", 300)
+    return RunOutcome("done", "all is well", 300)
 
 
-def panicky(run: RunSpec, policy: Any, world: World, *others: Any) -> Outcome:
+def panicky(run: RunSpec, policy: Any, world: World, *others: Any) -> RunOutcome:
     """Ends all nodes when it has trouble of its own."""
     try:
         return recover(run, policy, world, *others)
@@ -331,7 +331,7 @@ def panicky(run: RunSpec, policy: Any, world: World, *others: Any) -> Outcome:
         raise
 
 
-def deaf(run: RunSpec, policy: Any, world: World, *others: Any) -> Outcome:
+def deaf(run: RunSpec, policy: Any, world: World, *others: Any) -> RunOutcome:
     """Believes the cloud alone: what it does not show is lost, though it beats."""
 
     class Unheard:
@@ -370,51 +370,51 @@ def believing(monotonic: Callable[[], float]) -> Patience:
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
-    "deaf lease": ({"build": Build(lease=DeafLease)}, "one hand"),
-    "hasty lease": ({"build": Build(lease=HastyLease)}, "one hand"),
-    "lazy journal": ({"build": Build(journal=LazyJournal)}, "intended first"),
+    "deaf lease": ({"build": SimulationBuild(lease=DeafLease)}, "one hand"),
+    "hasty lease": ({"build": SimulationBuild(lease=HastyLease)}, "one hand"),
+    "lazy journal": ({"build": SimulationBuild(journal=LazyJournal)}, "intended first"),
     "forgetful journal": (
-        {"build": Build(journal=ForgetfulJournal)},
+        {"build": SimulationBuild(journal=ForgetfulJournal)},
         "ledger|life|node limit|nothing left",
     ),
-    "generous journal": ({"build": Build(journal=GenerousJournal)}, "ledger"),
+    "generous journal": ({"build": SimulationBuild(journal=GenerousJournal)}, "ledger"),
     "overwriting store": (
-        {"build": Build(store=lambda objects: OverwritingStore("memory://sim", objects))},
+        {"build": SimulationBuild(store=lambda objects: OverwritingStore("memory://sim", objects))},
         "write once",
     ),
     "leaky store": (
-        {"build": Build(store=lambda objects: LeakyStore("memory://sim", objects))},
+        {"build": SimulationBuild(store=lambda objects: LeakyStore("memory://sim", objects))},
         "samples once",
     ),
-    "newest by step": ({"build": Build(restore=NewestByStep)}, "newest counts"),
-    "one look": ({"build": Build(restore=OneLook), "weather": DAMAGED_READS}, "greatest step"),
+    "newest by step": ({"build": SimulationBuild(restore=NewestByStep)}, "newest counts"),
+    "one look": ({"build": SimulationBuild(restore=OneLook), "weather": DAMAGED_READS}, "greatest step"),
     "empty is fresh": (
-        {"build": Build(restore=EmptyIsFresh), "weather": DENIED},
+        {"build": SimulationBuild(restore=EmptyIsFresh), "weather": DENIED},
         "greatest step|newest counts",
     ),
-    "prunes what is ahead": ({"build": Build(snapshots=PrunesWhatIsAhead)}, "greatest step"),
+    "prunes what is ahead": ({"build": SimulationBuild(snapshots=PrunesWhatIsAhead)}, "greatest step"),
     "early commit": (
-        {"build": Build(snapshots=EarlyCommit), "run": RunSpec(2, 3, poll_s=5.0)},
+        {"build": SimulationBuild(snapshots=EarlyCommit), "run": RunSpec(2, 3, poll_s=5.0)},
         "whole",
     ),
     "parts last": (
-        {"build": Build(snapshots=PartsLast), "run": RunSpec(2, 3, poll_s=5.0)},
+        {"build": SimulationBuild(snapshots=PartsLast), "run": RunSpec(2, 3, poll_s=5.0)},
         "whole",
     ),
-    "impatient": ({"build": Build(recover=impatient)}, "nothing left|life"),
-    "greedy": ({"build": Build(recover=greedy), "run": RunSpec(1, 2, poll_s=5.0)}, "node limit"),
+    "impatient": ({"build": SimulationBuild(recover=impatient)}, "nothing left|life"),
+    "greedy": ({"build": SimulationBuild(recover=greedy), "run": RunSpec(1, 2, poll_s=5.0)}, "node limit"),
     "spendthrift": (
-        {"build": Build(recover=spendthrift), "run": RunSpec(1, 3, poll_s=5.0, budget_usd=0.02)},
+        {"build": SimulationBuild(recover=spendthrift), "run": RunSpec(1, 3, poll_s=5.0, budget_usd=0.02)},
         "budget",
     ),
     "believing": (
-        {"build": Build(patience=believing), "weather": SPELL},
+        {"build": SimulationBuild(patience=believing), "weather": SPELL},
         "life|nothing left|ledger",
     ),
-    "boastful": ({"build": Build(recover=boastful)}, "newest counts"),
-    "panicky": ({"build": Build(recover=panicky), "weather": REFUSED, "run": PATIENT}, "seeing"),
+    "boastful": ({"build": SimulationBuild(recover=boastful)}, "newest counts"),
+    "panicky": ({"build": SimulationBuild(recover=panicky), "weather": REFUSED, "run": PATIENT}, "seeing"),
     "deaf": (
-        {"build": Build(recover=deaf), "weather": MOVING, "run": PATIENT},
+        {"build": SimulationBuild(recover=deaf), "weather": MOVING, "run": PATIENT},
         "node limit|nothing left",
     ),
     "sleepy": (
@@ -471,7 +471,7 @@ def test_a_fleet_stays_together_and_moves_to_where_it_is_cheaper() -> None:
             crashes=0.002,
         )
         r = simulate(
-            seed, fleet, RunSpec(1, 3, poll_s=5.0, exit_grace_s=60.0), weather, Job(total_steps=900)
+            seed, fleet, RunSpec(1, 3, poll_s=5.0, exit_grace_s=60.0), weather, SimulatedTraining(total_steps=900)
         )
         assert (r.outcome, r.committed_step) == ("done", 900)
         moved += any(

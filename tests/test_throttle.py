@@ -8,7 +8,7 @@ import pytest
 from test_upload import R1, R2, VIEW, WAIT_S, Told, job, until
 
 from harness.core.facts import SnapshotCommitted
-from harness.node.progress import Place, Progress
+from harness.node.progress import ProgressFile, WorkerPhase
 from harness.uploader.client import Local
 from storage import MemoryStore
 from storage.throttle import SAFE, Throttle, levels
@@ -139,11 +139,11 @@ def test_what_may_not_take_longer_is_sent_at_full_speed():
 
 
 def test_a_session_of_its_own_is_watched_without_a_file(tmp_path):
-    progress, told = Progress(None), Told()
-    progress.tell(Place.COMPUTE, 7)
+    progress, told = ProgressFile(None), Told()
+    progress.tell(WorkerPhase.COMPUTE, 7)
     local = Local(MemoryStore(objects={}), lambda job, outcome: None, progress)
     assert local._uploader._pacer._watch("here") == (7, False)
-    progress.tell(Place.SAVING)
+    progress.tell(WorkerPhase.SAVING)
     assert local._uploader._pacer._watch("here") == (7, True)
     local.send(job(), local.segment(4000), told)
     assert told.wait().state == "committed"

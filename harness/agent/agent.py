@@ -23,8 +23,8 @@ from typing import Any
 from harness.agent import ends, machine
 from harness.agent.config import AgentConfig
 from harness.agent.host import Hearing, Host
-from harness.agent.machine import Act, Event, Life, Node, Now
-from harness.agent.memory import Due, Past, Stay
+from harness.agent.machine import AgentAct, AgentEvent, AgentState, Life, Now
+from harness.agent.memory import Due, EpochMemory, Stay
 from harness.agent.notices import NoticeSource
 from harness.agent.rendezvous import Rendezvous
 from harness.agent.run_state import RunState
@@ -48,7 +48,7 @@ from harness.core.world import (
     UNFIT,
     WrongProtocol,
 )
-from harness.node.progress import Place
+from harness.node.progress import WorkerPhase
 from storage.errors import StoreError, StoreUnavailable
 from storage.objects import ObjectStore
 
@@ -80,8 +80,8 @@ class Agent:
         self._hearing = Hearing(sources)
         v = c.leaving
         times_s = (v.grace_s, v.drain_lead_s, v.doubt_ahead_s, c.fitness.unfit_grace_s)
-        self._node = Node(machine.Rules(self.name, *times_s), now + machine.WARM_S)
-        self._stay, self._past, self._due = Stay(), Past(left_s=now), Due(now)
+        self._node = AgentState(machine.Rules(self.name, *times_s), now + machine.WARM_S)
+        self._stay, self._past, self._due = Stay(), EpochMemory(left_s=now), Due(now)
 
     # ---- life ------------------------------------------------------------------------------------
     def execute(self) -> int:
@@ -189,7 +189,7 @@ class Agent:
         return code
 
     # ---- events and acts -------------------------------------------------------------------------
-    def _feed(self, event: Event) -> None:
+    def _feed(self, event: AgentEvent) -> None:
         """Let the machine decide about `event`, and do what it says."""
         self._node, acts = machine.step(
             self._node, event, Now(self._host.monotonic(), self._host.wall())
@@ -197,7 +197,7 @@ class Agent:
         for act in acts:
             self._do(act)
 
-    def _do(self, act: Act) -> None:
+    def _do(self, act: AgentAct) -> None:
         match act:
             case machine.Record(fact):
                 self.journal.record(fact)
@@ -217,14 +217,13 @@ class Agent:
                 self._say_last_words(who, deadline_s)
 
     def _say_last_words(self, who: str, deadline_s: float) -> None:
-        """Write what is safe and what is not. The workers are not killed: the cloud may be
-        late."""
+        """Write what is safe and what is not. The workers are not killed: the cloud may be late."""
         signs = self._workers.signs()
         at, committed = max((s.step for s in signs), default=-1), -1
         with contextlib.suppress(StoreUnavailable):
             committed = self._run.committed()
         saving = self._uploads.busy() or any(
-            s.place in (Place.STAGING, Place.SAVING) for s in signs
+            s.place in (WorkerPhase.STAGING, WorkerPhase.SAVING) for s in signs
         )
         verdict = machine.last_words(at, committed, bool(saving))
         epoch = self._stay.epoch.epoch

@@ -48,7 +48,7 @@ class Stay:
 
 
 @dataclass
-class Past:
+class EpochMemory:
     """What is remembered of this node's epochs."""
 
     left_s: float  # since then we are in none

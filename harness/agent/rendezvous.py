@@ -251,8 +251,7 @@ class Rendezvous:
         ]
 
     def would_grow(self, current: Epoch, waiting: list[Member], max_world: int | None) -> bool:
-        """Would the world have more ranks if `waiting` got in? Who makes no whole replica
-        waits."""
+        """Would the world have more ranks if `waiting` got in? Who makes no whole replica waits."""
         sizes = [*current.nproc, *(m.nproc for m in waiting)]
         found = whole_replicas(sizes, self._replica_ranks, max_world)
         return sum(sizes[i] for i in found) > current.world

@@ -30,8 +30,8 @@ from harness.bucket.volumes import (
     LOST,
     Brief,
     DamagedArchive,
-    Run,
     Volume,
+    WriterSpan,
     brief_of,
     columns_of,
     digested,
@@ -323,7 +323,7 @@ class Compactor:
             self.store.delete(segment_key(writer, segment))
         return sum(len(run.sizes) for run in volume.runs)
 
-    def _gather(self, fresh: dict[str, dict[int, str]]) -> tuple[tuple[Run, ...], bytes]:
+    def _gather(self, fresh: dict[str, dict[int, str]]) -> tuple[tuple[WriterSpan, ...], bytes]:
         """The segments of one volume, writer by writer."""
         place = {key: (w, n) for w, keys in fresh.items() for n, key in keys.items()}
         sizes: dict[str, list[int]] = {}
@@ -340,5 +340,5 @@ class Compactor:
                 if nbytes >= self._most_nbytes:
                     break
         cursors = {w: self._archive.cursors.get(w, Cursor()) for w in sizes}
-        runs = (Run(w, cursors[w].next, tuple(s), cursors[w].head) for w, s in sizes.items())
+        runs = (WriterSpan(w, cursors[w].next, tuple(s), cursors[w].head) for w, s in sizes.items())
         return tuple(runs), b"".join(bodies)

@@ -18,7 +18,7 @@ from harness.node.progress import FACTOR, Limits
 from storage.opening import normalize
 
 if TYPE_CHECKING:
-    from harness.agent.config import AgentConfig, Beside
+    from harness.agent.config import AgentConfig, HelperConfig
     from harness.agent.notices import NoticeSource
 
 
@@ -190,9 +190,9 @@ def run(flags: RunFlags) -> int:
     return Agent(config, store, sources, RealHost()).execute()
 
 
-def _beside(flags: RunFlags, env: Mapping[str, str]) -> Beside:
+def _beside(flags: RunFlags, env: Mapping[str, str]) -> HelperConfig:
     """What runs beside the first member. Raises BadInput if the replica cannot be used."""
-    from harness.agent.config import Beside
+    from harness.agent.config import HelperConfig
 
     replica = flags.replica or env.get("HARNESS_REPLICA", "")
     if replica:
@@ -203,7 +203,7 @@ def _beside(flags: RunFlags, env: Mapping[str, str]) -> Beside:
             cap_usd = Bounds().of(said, float)
         except ValueError as e:
             raise BadInput(f"HARNESS_REPLICA_CAP_USD: {e}") from None
-    return Beside(flags.trackers or env.get("HARNESS_TRACKERS", ""), replica, cap_usd)
+    return HelperConfig(flags.trackers or env.get("HARNESS_TRACKERS", ""), replica, cap_usd)
 
 
 def _sources(flags: RunFlags, env: Mapping[str, str]) -> list[NoticeSource]:
@@ -219,7 +219,7 @@ def _sources(flags: RunFlags, env: Mapping[str, str]) -> list[NoticeSource]:
 
 
 def _config(
-    flags: RunFlags, env: Mapping[str, str], url: str, argv: list[str], beside: Beside
+    flags: RunFlags, env: Mapping[str, str], url: str, argv: list[str], beside: HelperConfig
 ) -> AgentConfig:
     from harness.agent.config import AgentConfig, Fitness, Leaving, Timing, Uploads, Worlds
     from harness.agent.leaderless import LOOK_EVERY_S

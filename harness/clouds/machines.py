@@ -75,7 +75,7 @@ class LiveMachine:
 
 
 @dataclass
-class Machine:
+class LocalMachine:
     """One attempt, as the provider keeps it. Only the main thread starts and ends its processes."""
 
     attempt: int
@@ -113,14 +113,14 @@ class Machine:
         return {**body, "offer": dataclasses.asdict(self.offer), "state": self.state.value}
 
     @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> Machine:
+    def from_json(cls, body: Mapping[str, Any]) -> LocalMachine:
         known = {k: v for k, v in body.items() if k in cls.KEPT}
         return cls(**{**known, "offer": Offer(**body["offer"]), "state": NodeState(body["state"])})
 
 
 def node_of(body: Mapping[str, Any]) -> Node:
     """What a `Cloud` shows of a machine."""
-    m = Machine.from_json(body)
+    m = LocalMachine.from_json(body)
     return Node(m.attempt, m.offer, m.state, m.asked_s, m.up_s, m.gone_s, m.exit_code, m.reason)
 
 

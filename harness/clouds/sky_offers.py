@@ -119,8 +119,7 @@ class SkyOffers:
         )
         if not found:
             raise BadInput(
-                f"{self._path}: SkyPilot finds no machine for its resources on the enabled "
-                "clouds; loosen `resources` or enable more "
-                f"clouds (`sky check` tells which ones and how)"
+                f"{self._path}: SkyPilot finds no machine for its resources on the enabled clouds; "
+                "loosen `resources` or enable more clouds (`sky check` tells which ones and how)"
             )
         return tuple(found)

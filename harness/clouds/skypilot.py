@@ -78,9 +78,8 @@ class SkyPilotCloud:
     """Members are clusters named `<tag>-<attempt>`.
 
     `sky` answers questions to SkyPilot (a `Broker`, or a fake); `clouds`: plan for these without
-    asking which are enabled;
-    `on_demand`: offer nodes that are not spot as well; `log_dir`: where the last words of failed
-    nodes are kept.
+    asking which are enabled; `on_demand`: offer nodes that are not spot as well; `log_dir`: where
+    the last words of failed nodes are kept.
     """
 
     def __init__(

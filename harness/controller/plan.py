@@ -32,7 +32,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     offers: tuple[Offer, ...]  # in the order in which the policy would take them
     no_market: tuple[str, ...]  # offers that were left out: their spot price is the on-demand price
     nodes: tuple[int, int]
@@ -93,7 +93,7 @@ def make(
     measured: Measured | None = None,
     budget_usd: float | None = None,
     replica_ranks: int = 1,
-) -> Plan:
+) -> LaunchPlan:
     """Ask the policy again and again, as if every offer that it takes were full: that is its
     order."""
     order: list[Offer] = []
@@ -112,7 +112,7 @@ def make(
         order.append(decision.offer)
         left = [o for o in left if o.name != decision.offer.name]
     choice, why = first or (None, "there is no offer")
-    return Plan(
+    return LaunchPlan(
         tuple(order + left),
         tuple(no_market),
         nodes,
@@ -146,7 +146,7 @@ def measured(steps: Sequence[tuple[float, int]], speed: float) -> Measured | Non
     return Measured(statistics.median(s for s, r in steps if r == ranks), ranks * speed)
 
 
-def _spread(plan: Plan, nodes: int) -> str:
+def _spread(plan: LaunchPlan, nodes: int) -> str:
     """The accumulation in a world of that many nodes, in words."""
     if plan.micro_batches is None:
         return "known when the script has said its batches"
@@ -159,7 +159,7 @@ def _spread(plan: Plan, nodes: int) -> str:
     return f"{least}{together}" if least == most else f"{least}..{most}{together}"
 
 
-def show(plan: Plan, console: Console) -> None:
+def show(plan: LaunchPlan, console: Console) -> None:
     table = Table(title=f"{len(plan.offers)} offers", title_justify="left")
     for name in ("", "offer", "GPUs", "USD/h", "spared", "USD/step"):
         table.add_column(

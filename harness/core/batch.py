@@ -81,14 +81,13 @@ class Batching:
             near = f"{down} or {down + self.micro_batch}" if down else f"{self.micro_batch}"
             raise BadInput(
                 f"global_batch must be a multiple of micro_batch, found {self.global_batch} and "
-                f"{self.micro_batch}; "
-                f"use global_batch={near}, or a micro_batch that divides {self.global_batch}"
+                f"{self.micro_batch}; use global_batch={near}, or a micro_batch that divides "
+                f"{self.global_batch}"
             )
         if self.samples < self.global_batch:
             raise BadInput(
                 f"the dataset must hold at least one global batch, found {self.samples} samples "
-                "and "
-                f"global_batch={self.global_batch}; lower global_batch or add data"
+                f"and global_batch={self.global_batch}; lower global_batch or add data"
             )
 
     @property

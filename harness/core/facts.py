@@ -107,8 +107,8 @@ class AttemptUp(Fact):
 @dataclass(frozen=True)
 class AttemptEnded(Fact):
     """The attempt is surely gone. asked_s/up_s/gone_s are wall-clock seconds. Another one for the
-    same attempt replaces
-    it: a node that was given up as "lost" turned up after all, and this is its bill."""
+    same attempt replaces it: a node that was given up as "lost" turned up after all, and this is
+    its bill."""
 
     attempt: int
     # "finished" | "drained" | "preempted" | "failed" | "terminated" | "no-capacity" | "lost" |

@@ -73,7 +73,7 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
-class Named:
+class RecordsRef:
     """What a manifest calls its step records: the object, the hash of its last record, its
     first and last step."""
 
@@ -112,14 +112,14 @@ def heads(keys: Iterable[str]) -> dict[str, str]:
     return {found[1]: key for key in keys if (found := NAME.fullmatch(key))}
 
 
-def named(data: Mapping[str, Any]) -> Named | None:
+def named(data: Mapping[str, Any]) -> RecordsRef | None:
     """The records that a manifest's data names; None: none. Raises BrokenRecords if it is no
     name of records."""
     found = data.get("samples")
     if not found:
         return None
     try:
-        return built(Named, found)
+        return built(RecordsRef, found)
     except BadObject as e:
         raise BrokenRecords(
             f"the manifest's data: wanted the name of step records, found {found!r:.100} ({e})"

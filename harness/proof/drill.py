@@ -38,7 +38,7 @@ from harness.proof.scene import (
     PHASES,
     REACH_S,
     STEPS,
-    Net,
+    Bridge,
     NotReached,
     Scene,
     can_isolate,
@@ -127,7 +127,7 @@ def drill(ground: Ground, fault: str, phase: str, seed: int) -> Result:
     folder.mkdir()
     with contextlib.ExitStack() as stack:
         net = (
-            stack.enter_context(Net(f"hd{os.getpid() % 100000}{_unique()}"))
+            stack.enter_context(Bridge(f"hd{os.getpid() % 100000}{_unique()}"))
             if ground.isolated
             else None
         )
@@ -305,9 +305,8 @@ def soak(folder: Path, kills: int, seed: int, tell: Callable[[str], None]) -> st
         raise AssertionError(f"verify: {found.first_violation}")
     return (
         f"{kills} kills in {minutes:.1f} minutes ({kills / minutes:.1f} a minute), {len(s.nodes)} "
-        "nodes launched, "
-        f"step {newest.step}, epoch {newest.epoch}; verified, and the weights are those of a calm "
-        "run"
+        f"nodes launched, step {newest.step}, epoch {newest.epoch}; verified, and the weights are "
+        "those of a calm run"
     )
 
 

@@ -75,22 +75,22 @@ class Damaged:
     ref: Ref
 
 
-Event: TypeAlias = Written | Acted | Changed | Damaged
+SimulationEvent: TypeAlias = Written | Acted | Changed | Damaged
 
 
 class Checker(Protocol):
-    def see(self, event: Event) -> None: ...
+    def see(self, event: SimulationEvent) -> None: ...
     def at_end(self) -> None: ...
 
 
-def _facts(event: Event) -> Iterable[object]:
+def _facts(event: SimulationEvent) -> Iterable[object]:
     """The durable facts that an event brings."""
     if isinstance(event, Written) and event.key.startswith(FACTS):
         return [parse(json.loads(line)) for line in event.data.decode().splitlines()]
     return []
 
 
-def _committed(event: Event) -> Ref | None:
+def _committed(event: SimulationEvent) -> Ref | None:
     if (
         isinstance(event, Written)
         and event.key.startswith("snapshots/manifests/")
@@ -105,7 +105,7 @@ class WriteOnce:
     """What is created is never changed: terms, facts, epochs, sample records, part lists and
     manifests."""
 
-    def see(self, event: Event) -> None:
+    def see(self, event: SimulationEvent) -> None:
         if not isinstance(event, Written) or event.before is None or event.before == event.data:
             return
         parts_list = event.key.startswith("snapshots/parts/") and "/list-" in event.key
@@ -129,7 +129,7 @@ class OneHand:
     leading: int = 0
     late: dict[int, int] = field(default_factory=dict)
 
-    def see(self, event: Event) -> None:
+    def see(self, event: SimulationEvent) -> None:
         if not isinstance(event, Acted):
             return
         self.leading = max(self.leading, event.term)
@@ -150,7 +150,7 @@ class Seeing:
     not answered: it does not know whether it still leads, or what is asked of the run. Its trouble
     is not theirs."""
 
-    def see(self, event: Event) -> None:
+    def see(self, event: SimulationEvent) -> None:
         if isinstance(event, Acted) and event.blind:
             raise Violation(
                 f"seeing: term {event.term} did {event.act} of attempt {event.attempt} at "
@@ -166,7 +166,7 @@ class IntendedFirst:
 
     intended: set[int] = field(default_factory=set)
 
-    def see(self, event: Event) -> None:
+    def see(self, event: SimulationEvent) -> None:
         self.intended |= {
             fact.attempt for fact in _facts(event) if isinstance(fact, AttemptIntended)
         }
@@ -194,7 +194,7 @@ class NodeLimit:
     late: int = 0
     leading: int = 0
 
-    def see(self, event: Event) -> None:
+    def see(self, event: SimulationEvent) -> None:
         self.doubted |= {fact.attempt for fact in _facts(event) if isinstance(fact, AttemptDoubted)}
         if isinstance(event, Acted):
             self.leading = max(self.leading, event.term)
@@ -221,7 +221,7 @@ class NothingLeft:
     alive: set[int] = field(default_factory=set)
     ended: bool = False
 
-    def see(self, event: Event) -> None:
+    def see(self, event: SimulationEvent) -> None:
         if isinstance(event, Changed):
             (self.alive.add if event.node.alive else self.alive.discard)(event.node.attempt)
         for fact in _facts(event):
@@ -240,13 +240,13 @@ class NothingLeft:
 
 
 @dataclass
-class Whole:
+class WholeSnapshotChecker:
     """A snapshot has a part of every member of its epoch, and verifies byte for byte, at the
     moment it is committed."""
 
     store: ObjectStore
 
-    def see(self, event: Event) -> None:
+    def see(self, event: SimulationEvent) -> None:
         if ref := _committed(event):
             snapshots = Snapshots(self.store)
             try:
@@ -275,7 +275,7 @@ class NewestCounts:
     def newest(self) -> Ref | None:
         return next(iter(Snapshots(self.store).refs()), None)
 
-    def see(self, event: Event) -> None:
+    def see(self, event: SimulationEvent) -> None:
         if _committed(event):
             newest, marked = self.newest(), Snapshots(self.store).quarantined()
             if self.best and self.best not in marked and (newest is None or newest < self.best):
@@ -317,7 +317,7 @@ class GreatestStep:
     store: ObjectStore
     whole: set[Ref] = field(default_factory=set)  # committed, and not spoiled by the world
 
-    def see(self, event: Event) -> None:
+    def see(self, event: SimulationEvent) -> None:
         if isinstance(event, Damaged):
             self.whole.discard(event.ref)
             return
@@ -348,8 +348,7 @@ class GreatestStep:
         if len(passed) > 1:
             raise Violation(
                 f"greatest step: epoch {epoch['epoch']} began with {found} at {event.t:.1f} s, "
-                "though "
-                f"{', '.join(ref.name for ref in passed)} are committed and whole"
+                f"though {', '.join(ref.name for ref in passed)} are committed and whole"
             )
 
     def at_end(self) -> None: ...
@@ -365,7 +364,7 @@ class SamplesOnce:
     expected: Callable[[int], str]  # step -> digest of its samples
     good: dict[str, int] = field(default_factory=dict)  # head -> last step
 
-    def see(self, event: Event) -> None:
+    def see(self, event: SimulationEvent) -> None:
         ref = _committed(event)
         if ref is None or not isinstance(event, Written):
             return
@@ -415,7 +414,7 @@ def record_hash(record: dict[str, str | int]) -> str:
 
 
 @dataclass
-class Ledger:
+class LedgerChecker:
     """Bills add up: what the facts say of each attempt is what the cloud charges for it, to the
     second. `estimated`: of these only that they have one, as a controller that speaks to another
     API server does not see how they end."""
@@ -424,7 +423,7 @@ class Ledger:
     nodes: dict[int, Node] = field(default_factory=dict)
     ended: dict[int, AttemptEnded] = field(default_factory=dict)
 
-    def see(self, event: Event) -> None:
+    def see(self, event: SimulationEvent) -> None:
         if isinstance(event, Changed):
             self.nodes[event.node.attempt] = event.node
         for fact in _facts(event):
@@ -465,9 +464,9 @@ class Budget:
 
     budget_usd: float
     slack_usd: float
-    ledger: Ledger
+    ledger: LedgerChecker
 
-    def see(self, event: Event) -> None:
+    def see(self, event: SimulationEvent) -> None:
         if isinstance(event, Changed) and self.ledger.usd > self.budget_usd + self.slack_usd:
             raise Violation(
                 f"budget: {self.ledger.usd:.4f} USD spent at {event.t:.1f} s of {self.budget_usd} "

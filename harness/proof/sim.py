@@ -30,7 +30,7 @@ from harness.bucket.layout import FACTS
 from harness.bucket.lease import Lease
 from harness.bucket.orders import STOP_KEY, StopOrder
 from harness.controller.policies import cheapest, resolve
-from harness.controller.recovery import Outcome, RunSpec, recover
+from harness.controller.recovery import RunOutcome, RunSpec, recover
 from harness.core.facts import Stamped, Unreadable
 from harness.core.world import (
     CloudUnavailable,
@@ -41,8 +41,8 @@ from harness.core.world import (
     World,
 )
 from harness.proof import invariants
-from harness.proof.invariants import Acted, Checker, Damaged, Event, Violation
-from harness.proof.sim_members import GENESIS, Eyes, Job, Members, expected_samples
+from harness.proof.invariants import Acted, Checker, Damaged, SimulationEvent, Violation
+from harness.proof.sim_members import GENESIS, Eyes, Members, SimulatedTraining, expected_samples
 from harness.proof.sim_world import Refused, SimCloud, VirtualClock, WatchedStore, Weather
 from storage.errors import NotFound, StoreError
 from storage.faults import Crash, FaultyStore
@@ -55,7 +55,7 @@ from storage.snapshots import Snapshots
 
 
 @dataclass(frozen=True)
-class Build:
+class SimulationBuild:
     """What the controllers and members of a simulation are built of. Tests put a broken part
     in, to see that it is found."""
 
@@ -66,7 +66,7 @@ class Build:
     store: Callable[[dict[str, bytes]], ObjectStore] = lambda objects: MemoryStore(
         "memory://sim", objects
     )
-    recover: Callable[..., Outcome] = recover
+    recover: Callable[..., RunOutcome] = recover
     patience: Callable[[Callable[[], float]], Patience] = lambda monotonic: Patience(
         answered=True, monotonic=monotonic
     )
@@ -93,8 +93,8 @@ def simulate(
     policy: Policy = cheapest,
     run: RunSpec | None = None,
     weather: Weather | None = None,
-    job: Job | None = None,
-    build: Build | None = None,
+    job: SimulatedTraining | None = None,
+    build: SimulationBuild | None = None,
 ) -> SimResult:
     """One run in one simulated world. Raises invariants.Violation, with the line that
     reproduces it."""
@@ -103,7 +103,9 @@ def simulate(
     run = run or RunSpec(
         1, rng.randint(1, 4), poll_s=5.0, exit_grace_s=60.0, max_hours_without_progress=2.0
     )
-    sim = Simulation(seed, rng, policy, run, weather, job or Job(), build or Build())
+    sim = Simulation(
+        seed, rng, policy, run, weather, job or SimulatedTraining(), build or SimulationBuild()
+    )
     try:
         return sim.play()
     except Violation as e:
@@ -304,7 +306,7 @@ class SimCourse:
     """How the run goes. `refused`: why it asked for a person."""
 
     controllers: int = 0
-    outcome: Outcome | None = None
+    outcome: RunOutcome | None = None
     refused: str = ""
 
 
@@ -312,15 +314,20 @@ class SimCourse:
 class SimRules:
     """Everything that must hold, and the bill."""
 
-    ledger: invariants.Ledger
+    ledger: invariants.LedgerChecker
     checkers: list[Checker]
 
     @classmethod
     def of(
-        cls, run: RunSpec, weather: Weather, job: Job, store: ObjectStore, billed: dict[int, str]
+        cls,
+        run: RunSpec,
+        weather: Weather,
+        job: SimulatedTraining,
+        store: ObjectStore,
+        billed: dict[int, str],
     ) -> SimRules:
         """`store`: unwatched; `billed`: the attempts whose bill may have to be estimated."""
-        ledger = invariants.Ledger(estimated=billed if weather.elsewhere else ())
+        ledger = invariants.LedgerChecker(estimated=billed if weather.elsewhere else ())
         checkers: list[Checker] = [
             invariants.WriteOnce(),
             invariants.OneHand(),
@@ -328,7 +335,7 @@ class SimRules:
             invariants.IntendedFirst(),
             invariants.NodeLimit(run.max_nodes),
             invariants.NothingLeft(),
-            invariants.Whole(store),
+            invariants.WholeSnapshotChecker(store),
             invariants.NewestCounts(store),
             invariants.GreatestStep(store),
             invariants.SamplesOnce(store, GENESIS, lambda step: expected_samples(job, step)),
@@ -344,7 +351,7 @@ class SimRules:
             )
         return cls(ledger, checkers)
 
-    def see(self, event: Event) -> None:
+    def see(self, event: SimulationEvent) -> None:
         for checker in self.checkers:
             checker.see(event)
 
@@ -368,7 +375,7 @@ def _denials(weather: Weather, reads: random.Random) -> list[tuple[float, float,
     return spells
 
 
-def _horizon_s(run: RunSpec, weather: Weather, job: Job) -> float:
+def _horizon_s(run: RunSpec, weather: Weather, job: SimulatedTraining) -> float:
     """By then it must have ended."""
     slowest = min(o.speed for o in weather.offers)
     work_s = 2 * job.total_steps * job.step_s / slowest
@@ -388,8 +395,8 @@ class Simulation:
         policy: Policy,
         run: RunSpec,
         weather: Weather,
-        job: Job,
-        build: Build,
+        job: SimulatedTraining,
+        build: SimulationBuild,
     ):
         self.seed, self.rng, self.policy, self.build = seed, rng, policy, build
         self.run, self.weather, self.job = run, weather, job
@@ -411,7 +418,7 @@ class Simulation:
             request = StopOrder("somebody asked for it", "user").to_json()
             self.clock.after(weather.stop_at_s, lambda: self.store.put(STOP_KEY, request))
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: SimulationEvent) -> None:
         if isinstance(event, Damaged):
             self.mishaps.damaged.add(event.ref)
         self.rules.see(event)
@@ -456,7 +463,7 @@ class Simulation:
             weather=self.weather,
         )
 
-    def check_life(self, outcome: Outcome) -> None:
+    def check_life(self, outcome: RunOutcome) -> None:
         """If it can end well, it does; otherwise it says why not."""
         weather, run = self.weather, self.run
         excused = (

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from harness.bucket import layout
-from harness.controller.recovery import Outcome
+from harness.controller.recovery import RunOutcome
 from harness.core.values import digest
 from harness.core.world import DRAINED, FINISHED, STOPPED, UNFIT, Offer, meeting_place
 from harness.proof.invariants import Damaged, record_hash
@@ -29,7 +29,7 @@ GENESIS = digest(b"simulated run")
 
 
 @dataclass(frozen=True)
-class Job:
+class SimulatedTraining:
     """The simulated training. `step_s` is what one node of speed 1 needs for a step."""
 
     total_steps: int = 300
@@ -41,7 +41,7 @@ class Job:
 
 # ---- members -------------------------------------------------------------------------------------
 @dataclass
-class Member:
+class SimulatedMember:
     attempt: int
     offer: Offer
     ready: bool = False  # booted, and not told to leave
@@ -56,7 +56,7 @@ class Team:
     """One epoch's members at work."""
 
     epoch: int
-    members: list[Member]
+    members: list[SimulatedMember]
     start_s: float
     step_s: float
     first: int  # the step resumed from
@@ -83,7 +83,7 @@ class Members:
 
     def __init__(self, sim: Simulation):
         self.sim, self.clock, self.rng, self.job = sim, sim.clock, sim.rng, sim.job
-        self.all: dict[int, Member] = {}
+        self.all: dict[int, SimulatedMember] = {}
         self.team: Team | None = None
         self.forming = False
         self.epochs = self.steps_done = 0
@@ -99,7 +99,7 @@ class Members:
         except StoreUnavailable:
             self.clock.after(self.rng.uniform(0.5, 2), lambda: self.retry(do))
         except StoreRefused as e:  # its agent believes that, and ends
-            self.sim.course.outcome = self.sim.course.outcome or Outcome("failed", str(e), 0)
+            self.sim.course.outcome = self.sim.course.outcome or RunOutcome("failed", str(e), 0)
 
     # -- the life of a node
     def boot(self, attempt: int, offer: Offer) -> None:
@@ -107,7 +107,7 @@ class Members:
             not self.sim.cloud.calm
             and self.sim.mishaps.reads.random() < self.sim.weather.bad_readers
         )
-        member = self.all[attempt] = Member(attempt, offer, bad_reader=bad)
+        member = self.all[attempt] = SimulatedMember(attempt, offer, bad_reader=bad)
         self.clock.after(
             self.rng.uniform(0.5, 1.5) * self.job.boot_s,
             lambda: self.retry(lambda: self.ready(member)),
@@ -117,20 +117,20 @@ class Members:
                 self.rng.uniform(1, 600), lambda: self.sim.cloud.end(attempt, 1, "exited")
             )
 
-    def beat(self, member: Member, count: int = 0) -> None:
+    def beat(self, member: SimulatedMember, count: int = 0) -> None:
         """What it says of itself in the bucket, as real ones do; only where somebody may need
         it."""
         if not member.dead:
             self.say(member, "in", count)
             self.clock.after(10.0, lambda: self.beat(member, count + 1))
 
-    def say(self, member: Member, state: str, count: int) -> None:
+    def say(self, member: SimulatedMember, state: str, count: int) -> None:
         body = {"attempt": member.attempt, "state": state, "beat": count, "beat_s": 10.0}
         self.sim.store.put(
             layout.member_key(f"m{member.attempt:04d}-sim"), json.dumps(body).encode()
         )
 
-    def ready(self, member: Member) -> None:
+    def ready(self, member: SimulatedMember) -> None:
         if member.dead:
             return
         if self.sim.weather.elsewhere:
@@ -146,7 +146,7 @@ class Members:
         else:
             self.form_soon()
 
-    def look(self, member: Member) -> None:
+    def look(self, member: SimulatedMember) -> None:
         """What an agent does all the time: is the run over, or to be stopped?"""
         if member.dead:
             return
@@ -168,7 +168,7 @@ class Members:
     def stop_asked(self) -> bool:
         return bool(self.sim.member_store().list(layout.STOP_KEY))
 
-    def leave(self, member: Member, code: int) -> None:
+    def leave(self, member: SimulatedMember, code: int) -> None:
         member.ready = False
         self.clock.after(
             self.rng.uniform(0.2, 3), lambda: self.sim.cloud.end(member.attempt, code, "exited")
@@ -405,7 +405,7 @@ class Members:
 @dataclass
 class Upload:
     team: Team
-    member: Member
+    member: SimulatedMember
     rank: int
     step: int
     state: str
@@ -418,7 +418,7 @@ def _sample_hash(step: int, micro: int) -> int:
     return ((step * 1_000_003 + micro) * 0x9E3779B97F4A7C15 + 0x1234567) & (2**64 - 1)
 
 
-def expected_samples(job: Job, step: int) -> str:
+def expected_samples(job: SimulatedTraining, step: int) -> str:
     """What a step must have consumed: a pure function of the step."""
     return f"{sum(_sample_hash(step, i) for i in range(job.micro_batches)) % 2**64:x}"
 
@@ -429,7 +429,7 @@ class Eyes:
     bytes, a bad reader always does, and there are spells in which the store denies all snapshots.
     Time passes for who looks again, and for nobody else."""
 
-    def __init__(self, sim: Simulation, inner: ObjectStore, member: Member | None = None):
+    def __init__(self, sim: Simulation, inner: ObjectStore, member: SimulatedMember | None = None):
         self.sim, self.inner, self.url = sim, inner, inner.url
         self.member, self.waited_s = member, 0.0
         self.put, self.create, self.delete = inner.put, inner.create, inner.delete
@@ -469,10 +469,10 @@ class Restored:
 
     manifest: Manifest | None
     waited_s: float = 0.0
-    leave: Sequence[tuple[Member, int]] = ()
+    leave: Sequence[tuple[SimulatedMember, int]] = ()
 
 
-def restore(sim: Simulation, members: Sequence[Member], epoch: int) -> Restored:
+def restore(sim: Simulation, members: Sequence[SimulatedMember], epoch: int) -> Restored:
     """As a session does: the first member chooses, all read, and what they find is judged."""
     store, build = sim.store if sim.cloud.calm else sim.mishaps.faulty, sim.build
     hosts = {f"node-{m.attempt}": Eyes(sim, store, m) for m in members}

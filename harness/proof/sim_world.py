@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from harness.core.world import Node, NodeState, Offer
-from harness.proof.invariants import Changed, Event, Violation, Written
+from harness.proof.invariants import Changed, SimulationEvent, Violation, Written
 from storage.errors import NotFound, StoreRefused
 from storage.objects import ObjectStore
 from storage.retries import Patience
@@ -131,7 +131,9 @@ class VirtualClock:
 class WatchedStore:
     """Tells the checkers of every object that lands."""
 
-    def __init__(self, inner: ObjectStore, clock: VirtualClock, emit: Callable[[Event], None]):
+    def __init__(
+        self, inner: ObjectStore, clock: VirtualClock, emit: Callable[[SimulationEvent], None]
+    ):
         self.inner, self.url, self._clock, self._emit = inner, inner.url, clock, emit
         self.get, self.list, self.delete, self.size = (
             inner.get,
@@ -199,7 +201,7 @@ class SimCloud:
         weather: Weather,
         clock: VirtualClock,
         rng: random.Random,
-        emit: Callable[[Event], None],
+        emit: Callable[[SimulationEvent], None],
     ):
         self.weather, self.clock, self.rng, self._emit = weather, clock, rng, emit
         self.all: dict[int, Node] = {}

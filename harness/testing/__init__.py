@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from harness.clouds.metadata import MetadataServer
     from harness.proof.invariants import Violation
     from harness.proof.sim import SimResult, simulate, simulate_many
-    from harness.proof.sim_members import Job
+    from harness.proof.sim_members import SimulatedTraining
     from harness.proof.sim_world import SimCloud, VirtualClock, Weather
     from harness.testing.clouds import CloudBench, CloudContract
     from harness.testing.notices import Ear, NoticeBench, NoticeSourceContract
@@ -32,7 +32,6 @@ __all__ = [
     "CloudContract",
     "Ear",
     "GcpMetadata",
-    "Job",
     "LocalCloud",
     "MetadataServer",
     "NoticeBench",
@@ -40,6 +39,7 @@ __all__ = [
     "PolicyContract",
     "SimCloud",
     "SimResult",
+    "SimulatedTraining",
     "Violation",
     "VirtualClock",
     "Weather",
@@ -58,7 +58,7 @@ _HOMES = {
     "CloudContract": "harness.testing.clouds",
     "Ear": "harness.testing.notices",
     "GcpMetadata": "harness.clouds.gcp_metadata",
-    "Job": "harness.proof.sim_members",
+    "SimulatedTraining": "harness.proof.sim_members",
     "LocalCloud": "harness.clouds.local",
     "MetadataServer": "harness.clouds.metadata",
     "NoticeBench": "harness.testing.notices",

@@ -6,10 +6,9 @@ bill is added up again. Objects are compared to the byte with the one spelling t
 a single changed bit is found wherever it lies.
 
 Pure but for the store it is given: no torch, no clock, no environment. Not looked at, because they
-are ephemeral and prove
-nothing: `lease/`, `control/`, `rdzv/members/`; and `trackers/`, which is a rendering. What cannot
-be seen: facts that a writer lost because it died before flushing them, and snapshots that were
-pruned or quarantined.
+are ephemeral and prove nothing: `lease/`, `control/`, `rdzv/members/`; and `trackers/`, which is a
+rendering. What cannot be seen: facts that a writer lost because it died before flushing them, and
+snapshots that were pruned or quarantined.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from harness.bucket.layout import (
     epoch_key,
     epoch_of,
 )
-from harness.bucket.recorded import Part, Recorded, committed_of
+from harness.bucket.recorded import Recorded, RecordsPart, committed_of
 from harness.core import records as rec
 from harness.core.columns import NONE, Columns
 from harness.core.facts import (
@@ -44,7 +43,7 @@ from harness.core.values import BadObject, canonical, digest
 from harness.core.world import BadInput
 from harness.views import audit_facts
 from harness.views.audit_bills import check_bills, check_buckets
-from harness.views.audit_facts import Progress
+from harness.views.audit_facts import AuditProgress
 from harness.views.audit_records import (
     Proof,
     batching_of,
@@ -54,7 +53,7 @@ from harness.views.audit_records import (
     read_part,
 )
 from harness.views.audit_report import AuditReport, Check
-from harness.views.audit_rules import Violation, identity_of, json_of
+from harness.views.audit_rules import RuleBroken, identity_of, json_of
 from harness.views.proving import Prover
 from storage.errors import NotFound
 from storage.manifest import Manifest, PartList, Ref, SnapshotCorrupt, SnapshotTooNew
@@ -63,7 +62,7 @@ from storage.snapshots import PARTS, Snapshots
 
 
 def audit(
-    store: ObjectStore, progress: Progress | None = None, prover: Prover | None = None
+    store: ObjectStore, progress: AuditProgress | None = None, prover: Prover | None = None
 ) -> AuditReport:
     """Check the whole run. Only reads. `prover`: by how many processes, and what it remembers of
     an earlier audit. Raises StoreError if the bucket does not answer."""
@@ -76,7 +75,7 @@ class _Audit:
     """The checks in their order; later ones use what earlier ones have found."""
 
     store: ObjectStore
-    progress: Progress
+    progress: AuditProgress
     prover: Prover
     notes: list[str] = field(default_factory=list)
     identity: dict[str, Any] | None = None
@@ -84,7 +83,7 @@ class _Audit:
     steps: Columns = field(default_factory=lambda: NONE)  # as told live
     facts_whole: bool = False
     proofs: dict[str, Proof] = field(default_factory=dict)  # of objects of records, by key
-    records: list[Part] = field(default_factory=list)  # of the run's line, newest first
+    records: list[RecordsPart] = field(default_factory=list)  # of the run's line, newest first
     manifests: list[Manifest] = field(default_factory=list)  # retained and readable, newest first
     # step of a retained manifest -> hash of the chain's record there
     heads: dict[int, str] = field(default_factory=dict)
@@ -113,7 +112,7 @@ class _Audit:
     def _check(name: str, rule: Callable[[], tuple[int, str]]) -> Check:
         try:
             n, detail = rule()
-        except (Violation, rec.BrokenRecords, SnapshotCorrupt, SnapshotTooNew, BadInput) as e:
+        except (RuleBroken, rec.BrokenRecords, SnapshotCorrupt, SnapshotTooNew, BadInput) as e:
             return Check(name, False, str(e), 0)
         return Check(name, True, detail, n)
 
@@ -123,12 +122,12 @@ class _Audit:
             data = self.store.get(IDENTITY)
         except NotFound:
             if self.store.list(SAMPLES):
-                raise Violation(
+                raise RuleBroken(
                     "run.json: wanted the identity that the step records begin with, found no such "
                     "object"
                 ) from None
             if not self.snapshots.refs() and not self._any_facts():
-                raise Violation(
+                raise RuleBroken(
                     f"{self.store.url}: wanted a run, found neither run.json nor facts nor "
                     "snapshots"
                 ) from None
@@ -148,7 +147,7 @@ class _Audit:
         self.facts, self.steps = found.facts, found.steps
         if found.unread:
             more = f" ({len(found.unread) - 1} more cannot be read)"
-            raise Violation(f"{found.unread[0]}{more if len(found.unread) > 1 else ''}")
+            raise RuleBroken(f"{found.unread[0]}{more if len(found.unread) > 1 else ''}")
         self.facts_whole = True
         chains = f"chains of {found.writers} writer{'s' * (found.writers != 1)}, each whole"
         return found.lines, chains
@@ -165,30 +164,30 @@ class _Audit:
         unsealed = 0
         for number, (key, data) in enumerate(get_each(self.store, keys), 1):
             if key != epoch_key(number):
-                raise Violation(
+                raise RuleBroken(
                     f"epochs: wanted {epoch_key(number)}, found {key}; epochs are numbered 1, 2, "
                     "... without a gap"
                 )
             if data is None:
-                raise Violation(f"{key}: listed, and not there; epochs are never deleted")
+                raise RuleBroken(f"{key}: listed, and not there; epochs are never deleted")
             body = json_of(key, data)
             if not isinstance(body, dict) or json.dumps(body).encode() != data:
-                raise Violation(
+                raise RuleBroken(
                     f"{key}: wanted the epoch as it was created, found another spelling; it was "
                     "changed"
                 )
             seal = body.pop("h", None)
             if seal is not None and seal != digest(canonical(body)):
-                raise Violation(
+                raise RuleBroken(
                     f"{key}: wanted hash {seal}, found {digest(canonical(body))}; it was changed"
                 )
             unsealed += seal is None
             try:
                 epoch = Epoch.decode(data)
             except BadObject as e:
-                raise Violation(f"{key}: wanted epoch {number}, found another object ({e})") from e
+                raise RuleBroken(f"{key}: wanted epoch {number}, found another object ({e})") from e
             if epoch.epoch != number or len(set(epoch.members)) != len(epoch.members):
-                raise Violation(
+                raise RuleBroken(
                     f"{key}: wanted epoch {number} of different members, found epoch "
                     f"{epoch.epoch} of {', '.join(epoch.members)}"
                 )
@@ -196,7 +195,7 @@ class _Audit:
         for started in self._of(EpochStarted) if self.facts_whole else ():
             found = self.worlds.get(started.epoch)
             if found is None:
-                raise Violation(
+                raise RuleBroken(
                     f"epoch {started.epoch}: a fact says that it began, but "
                     f"{epoch_key(started.epoch)} is missing"
                 )
@@ -205,11 +204,10 @@ class _Audit:
                 started.world,
                 started.reason,
             ):
-                raise Violation(
+                raise RuleBroken(
                     f"{epoch_key(started.epoch)}: wanted what its maker recorded "
-                    f"({', '.join(started.members)}; {started.world} ranks; "
-                    f"{started.reason}), found {', '.join(found.members)}; {found.world} ranks; "
-                    f"{found.reason}"
+                    f"({', '.join(started.members)}; {started.world} ranks; {started.reason}), "
+                    f"found {', '.join(found.members)}; {found.world} ranks; {found.reason}"
                 )
         if unsealed:
             self.notes.append(
@@ -226,15 +224,15 @@ class _Audit:
             try:
                 manifest = self.snapshots.load(ref)
                 if manifest.to_json().encode() != self.store.get(key):
-                    raise Violation(
+                    raise RuleBroken(
                         f"{key}: wanted canonical JSON as it was committed, found another "
                         "spelling; it was changed"
                     )
                 _names_records(manifest)
             except NotFound:
                 continue  # pruned since it was listed
-            except (SnapshotCorrupt, Violation, rec.BrokenRecords) as e:
-                bad = bad or Violation(f"{key}: {e}" if isinstance(e, SnapshotCorrupt) else str(e))
+            except (SnapshotCorrupt, RuleBroken, rec.BrokenRecords) as e:
+                bad = bad or RuleBroken(f"{key}: {e}" if isinstance(e, SnapshotCorrupt) else str(e))
                 continue
             self.manifests.append(manifest)
         if bad is not None:
@@ -255,7 +253,7 @@ class _Audit:
                     lambda done, of, what=what: self.progress(what, done, of),  # type: ignore[misc]
                 )
                 self._lists(manifest)
-            except (SnapshotCorrupt, Violation, NotFound):
+            except (SnapshotCorrupt, RuleBroken, NotFound):
                 if manifest.ref not in self.snapshots.refs():
                     self.notes.append(f"{what} was pruned while it was being read")
                     continue
@@ -273,15 +271,15 @@ class _Audit:
             try:
                 one = PartList.from_json(data)
             except SnapshotCorrupt as e:
-                raise Violation(f"{key}: {e}") from e
+                raise RuleBroken(f"{key}: {e}") from e
             if one.to_json().encode() != data or key != f"{prefix}r{one.rank:05d}.json":
-                raise Violation(
+                raise RuleBroken(
                     f"{key}: wanted the part list of that rank as it was created, found another; "
                     "it was changed"
                 )
             lists.append(one)
         if len(lists) == manifest.world and Manifest.merge(lists).hash != manifest.hash:
-            raise Violation(
+            raise RuleBroken(
                 f"snapshot {manifest.ref.name}: wanted the manifest that its {len(lists)} part "
                 "lists make, found another"
             )
@@ -292,7 +290,7 @@ class _Audit:
         named = rec.named(newest.data) if newest else None
         if newest is None or not named:
             if newest is not None and newest.step and self.identity is not None:
-                raise Violation(
+                raise RuleBroken(
                     f"snapshot {newest.ref.name}: wanted the records of steps 1-{newest.step}, its "
                     "manifest names none"
                 )
@@ -303,7 +301,7 @@ class _Audit:
                 else "a loop of its own: no step records",
             )
         if self.identity is None:
-            raise Violation(
+            raise RuleBroken(
                 "step records: wanted a readable run.json to begin with, found none; see the check "
                 "of the identity"
             )
@@ -318,7 +316,7 @@ class _Audit:
                 self.heads[last] = part.head
             n += len(part.rows)
         if n != newest.step:
-            raise Violation(
+            raise RuleBroken(
                 f"snapshot {newest.ref.name}: wanted the records of steps 1-{newest.step}, found "
                 f"{n} of them"
             )
@@ -380,26 +378,26 @@ class _Audit:
             assert newest is not None
             parent = m.data.get("parent") or ""
             if parent and not _came_before(parent, m.ref):
-                raise Violation(
+                raise RuleBroken(
                     f"snapshot {m.ref.name}: wanted a parent that came before it, found {parent}"
                 )
             if self.worlds and (
                 m.epoch not in self.worlds or self.worlds[m.epoch].world != m.world
             ):
-                raise Violation(
+                raise RuleBroken(
                     f"snapshot {m.ref.name}: wanted the ranks of {epoch_key(m.epoch)}, its "
                     f"manifest is of {m.world} ranks"
                 )
             named = rec.named(m.data)
             if not named:
                 if m.step and newest.data.get("samples"):
-                    raise Violation(
+                    raise RuleBroken(
                         f"snapshot {m.ref.name}: wanted the records of steps 1-{m.step}, its "
                         "manifest names none"
                     )
                 continue
             if self.ends.get(named.key) != named.head:
-                raise Violation(
+                raise RuleBroken(
                     f"snapshot {m.ref.name}: wanted {named.key} to end with record "
                     f"{named.head[:16]}, found no such end"
                 )
@@ -407,10 +405,9 @@ class _Audit:
                 continue
             # one epoch has one history; only a zombie of an older one may have another
             if m.epoch >= newest.epoch:
-                raise Violation(
+                raise RuleBroken(
                     f"snapshot {m.ref.name}: wanted the record of step {m.step} that snapshot "
-                    f"{newest.ref.name} grew from, "
-                    f"found another history ({named.head[:16]})"
+                    f"{newest.ref.name} grew from, found another history ({named.head[:16]})"
                 )
             off.append(m.ref.name)
         if off:
@@ -436,7 +433,9 @@ class _Audit:
 
     def _need_facts(self) -> None:
         if not self.facts_whole:
-            raise Violation("not checked, because it follows from the facts and they are not whole")
+            raise RuleBroken(
+                "not checked, because it follows from the facts and they are not whole"
+            )
 
     # ---- the end ---------------------------------------------------------------------------------
     def _end(self) -> tuple[int, str]:
@@ -452,7 +451,7 @@ class _Audit:
             and total is not None
             and newest.step != total
         ):
-            raise Violation(
+            raise RuleBroken(
                 f"snapshot {newest.ref.name}: wanted the final one at step {total}, found it at "
                 f"step {newest.step}"
             )
@@ -468,14 +467,14 @@ class _Audit:
             return 1, f"{last.outcome}: {last.reason}"
         if newest is None or not ended or newest.step != last.committed_step:
             found = f"snapshot {newest.ref.name}, final: {bool(ended)}" if newest else "no snapshot"
-            raise Violation(
+            raise RuleBroken(
                 f"RunEnded(done): wanted a final snapshot of step {last.committed_step}, found "
                 f"{found}"
             )
         # each loop of a session tells its own total
         for session in [s for s in self._of(SessionStarted) if s.epoch == newest.epoch][-1:]:
             if not early and session.total_steps not in (0, newest.step):
-                raise Violation(
+                raise RuleBroken(
                     f"RunEnded(done): wanted {session.total_steps} steps as epoch {session.epoch} "
                     f"set out, found {newest.step}"
                 )
@@ -485,7 +484,7 @@ class _Audit:
 def _names_records(manifest: Manifest) -> None:
     named = rec.named(manifest.data)
     if named and named.last != manifest.step:
-        raise Violation(
+        raise RuleBroken(
             f"snapshot {manifest.ref.name}: wanted the name of records up to step {manifest.step}, "
             f"found {named}"
         )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from harness.core.columns import Columns, Committed
 from harness.core.facts import AttemptEnded, AttemptIntended, RunEnded, Stamped
 from harness.core.values import amount
-from harness.views.audit_rules import Violation
+from harness.views.audit_rules import RuleBroken
 from harness.views.ledger import Ledger
 from harness.views.painting import ns
 
@@ -30,20 +30,19 @@ def check_bills(facts: Sequence[Stamped]) -> tuple[int, dict[int, AttemptEnded]]
             ended[stamped.fact.attempt] = stamped.fact  # a later one replaces an earlier one
     for number, e in ended.items():
         if number not in intended:
-            raise Violation(
+            raise RuleBroken(
                 f"attempt {number}: wanted an intent before its end, found AttemptEnded alone"
             )
         seconds = 0.0 if e.up_s is None else max(0.0, e.gone_s - e.up_s)
         usd = seconds / 3600 * amount(intended[number][1].offer.get("usd_per_h"))
         if abs(e.billed_s - seconds) > SECONDS or abs(e.usd - usd) > USD + 1e-9 * usd:
-            raise Violation(
-                f"attempt {number}: wanted a bill of {seconds} s and {usd} USD (from up to "
-                "gone at its price), "
-                f"found {e.billed_s} s and {e.usd} USD"
+            raise RuleBroken(
+                f"attempt {number}: wanted a bill of {seconds} s and {usd} USD (from up to gone at "
+                f"its price), found {e.billed_s} s and {e.usd} USD"
             )
     for number, (t, _) in intended.items():
         if run_ended_t is not None and t <= run_ended_t and number not in ended:
-            raise Violation(
+            raise RuleBroken(
                 f"attempt {number}: wanted its end before the run's, found RunEnded but no "
                 "AttemptEnded"
             )
@@ -64,9 +63,8 @@ def check_buckets(
         wanted_ns = 0 if e.up_s is None else max(0, ns(e.gone_s) - ns(e.up_s))
         painted_ns = sum(b - a for a, b, _ in row.segments)
         if not row.billed_ns == painted_ns == wanted_ns or row.billed_nusd != ns(e.usd):
-            raise Violation(
+            raise RuleBroken(
                 f"attempt {row.attempt}: wanted buckets that add up to {wanted_ns} ns and "
-                f"{ns(e.usd)} nano-USD, "
-                f"found {row.billed_ns} ns ({painted_ns} painted) and {row.billed_nusd} "
-                "nano-USD"
+                f"{ns(e.usd)} nano-USD, found {row.billed_ns} ns ({painted_ns} painted) and "
+                f"{row.billed_nusd} nano-USD"
             )

@@ -30,11 +30,11 @@ from harness.core import columns
 from harness.core.columns import NONE, Columns
 from harness.core.facts import Stamped, StepDone, Unreadable
 from harness.core.values import digest
-from harness.views.audit_rules import Violation, whole_lines
+from harness.views.audit_rules import RuleBroken, whole_lines
 from harness.views.proving import Prover
 from storage.objects import ObjectStore
 
-Progress = Callable[[str, int, int], None]  # what, done, of how many
+AuditProgress = Callable[[str, int, int], None]  # what, done, of how many
 
 
 def prove(key: str, data: bytes, context: str) -> bytes:
@@ -44,7 +44,7 @@ def prove(key: str, data: bytes, context: str) -> bytes:
         for writer, segment, lines in volume.segments():
             for _ in whole_lines(f"{key}: {segment_key(writer, segment)}", lines):
                 pass
-    except (DamagedArchive, Violation) as e:
+    except (DamagedArchive, RuleBroken) as e:
         return sealed({"violation": str(e)}, (), b"")
     brief, steps = digested(volume, data)
     head = {"violation": "", "number": volume.number, "prev": volume.prev, "hash": digest(data)}
@@ -70,7 +70,7 @@ class Found:
                 self.facts.append(stamped)
 
 
-def read(store: ObjectStore, prover: Prover, progress: Progress) -> Found:
+def read(store: ObjectStore, prover: Prover, progress: AuditProgress) -> Found:
     """Every fact, whole and in its place. Raises Violation, StoreError."""
     live = Live.read(store).segments  # before the archive, as every reader
     found = Found()
@@ -82,7 +82,7 @@ def read(store: ObjectStore, prover: Prover, progress: Progress) -> Found:
         for wanted, (number, data) in enumerate(fresh, cursor.next):
             key = segment_key(writer, number)
             if number != wanted:
-                raise Violation(
+                raise RuleBroken(
                     f"facts of {writer}: wanted segments numbered without a gap, found {key} where "
                     f"{segment_key(writer, wanted)} should be"
                 )
@@ -101,7 +101,7 @@ def read(store: ObjectStore, prover: Prover, progress: Progress) -> Found:
 
 
 def _archived(
-    store: ObjectStore, prover: Prover, found: Found, progress: Progress
+    store: ObjectStore, prover: Prover, found: Found, progress: AuditProgress
 ) -> tuple[dict[str, Cursor], list[Columns]]:
     """Facts of the archive's volumes: how far they go, by writer, and the steps."""
     cursors: dict[str, Cursor] = {}
@@ -110,12 +110,12 @@ def _archived(
     proofs = prover.each(store, (raw_key(n) for n in range(count)), prove, "")
     for number, (key, proof) in enumerate(proofs):
         if proof is None:
-            raise Violation(f"{key}: missing, but later volumes follow from it")
+            raise RuleBroken(f"{key}: missing, but later volumes follow from it")
         head, runs, body = unsealed(proof, key)
         if head["violation"]:
-            raise Violation(head["violation"])
+            raise RuleBroken(head["violation"])
         if (head["number"], head["prev"]) != (number, prev):
-            raise Violation(
+            raise RuleBroken(
                 f"{key}: wanted volume {number} after {prev or 'none'}, found volume "
                 f"{head['number']} after {head['prev'] or 'none'}"
             )
@@ -123,7 +123,7 @@ def _archived(
         for run in runs:
             cursor = cursors.setdefault(run.writer, Cursor())
             if (run.first, run.head) != (cursor.next, cursor.head):
-                raise Violation(
+                raise RuleBroken(
                     f"{key}: wanted facts of {run.writer} from segment {cursor.next} on, found "
                     f"them from {run.first} on"
                 )
@@ -153,9 +153,11 @@ def _compare(
     if len(parts) < block.end - block.first:  # it has come since we read the volumes
         last = raw_key(block.end - 1)
         if not store.list(last):
-            raise Violation(f"{block.key(kind)}: wanted volumes up to {last}, found no such object")
+            raise RuleBroken(
+                f"{block.key(kind)}: wanted volumes up to {last}, found no such object"
+            )
     elif data != (join(parts) if len(parts) > 1 else parts[0]):
-        raise Violation(
+        raise RuleBroken(
             f"{block.key(kind)}: wanted what volumes {block.first} to {block.end - 1} make, found "
             "another; it was changed"
         )

@@ -19,7 +19,7 @@ FIELDS = {
 }
 
 
-class Violation(Exception):
+class RuleBroken(Exception):
     """A rule is broken: what was wanted, what was found, which object."""
 
 
@@ -28,7 +28,7 @@ def json_of(key: str, data: bytes) -> Any:
     try:
         return parsed(data, most_nbytes=EPOCH_NBYTES)
     except ValueError as e:
-        raise Violation(
+        raise RuleBroken(
             f"{key}: wanted JSON, found {len(data)} bytes that are not ({e}); it was changed"
         ) from e
 
@@ -37,13 +37,13 @@ def identity_of(key: str, data: bytes) -> dict[str, Any]:
     """What run.json says, in its one spelling. Raises Violation."""
     found = json_of(key, data)
     if not isinstance(found, dict) or canonical(found) != data:
-        raise Violation(
+        raise RuleBroken(
             "run.json: wanted canonical JSON as it was created, found another spelling; it was "
             "changed"
         )
     for name, kind in FIELDS.items():
         if type(found.get(name)) is not kind:
-            raise Violation(
+            raise RuleBroken(
                 f"run.json: wanted {name} of type {kind.__name__}, found {found.get(name)!r}; "
                 "it was changed"
             )
@@ -55,14 +55,14 @@ def whole_lines(key: str, data: bytes) -> Iterator[tuple[str, str]]:
     Violation."""
     *lines, rest = data.split(b"\n")
     if rest or not lines:
-        raise Violation(
+        raise RuleBroken(
             f"{key}: wanted whole lines, found {len(rest)} bytes after the last; it was cut or "
             "changed"
         )
     for number, line in enumerate(lines, 1):
         body = json_of(f"{key}, line {number}", line)
         if not is_spelled(body, line):
-            raise Violation(
+            raise RuleBroken(
                 f"{key}, line {number}: wanted the fact as it was written, found another spelling; "
                 "it was changed"
             )

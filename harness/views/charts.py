@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from harness.views.painting import BUCKETS, NANO, Segment
+from harness.views.painting import BUCKETS, NANO, LabelledSpan
 from harness.views.report import MEANING, attempt_end, verdict
 from harness.views.rows import AttemptRow
 from harness.views.summary import Point, Summary
@@ -58,21 +58,21 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     return kept
 
 
-def condensed(segments: Sequence[Segment], columns: int) -> list[Segment]:
+def condensed(segments: Sequence[LabelledSpan], columns: int) -> list[LabelledSpan]:
     """Segments for drawing. What is too short for the eye is drawn as its neighbour; where there
     are more than columns, each column gets what fills it most."""
     if not segments:
         return []
     start, end = segments[0][0], segments[-1][1]
     if len(segments) <= columns:
-        joined: list[Segment] = []
+        joined: list[LabelledSpan] = []
         for a, b, bucket in segments:
             if joined and ((b - a) * columns * 2 < end - start or joined[-1][2] == bucket):
                 joined[-1] = (joined[-1][0], b, joined[-1][2])
             else:
                 joined.append((a, b, bucket))
         return joined
-    drawn: list[Segment] = []
+    drawn: list[LabelledSpan] = []
     i = 0
     for column in range(columns):
         a, b = (

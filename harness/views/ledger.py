@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from harness.views.painting import Segment
+    from harness.views.painting import LabelledSpan
 
 import functools
 import itertools
@@ -259,7 +259,7 @@ class _Maker:
     def row(self, node: NodeSoFar) -> AttemptRow:
         ended = node.ended
         price = node.number("usd_per_h")
-        segments: list[Segment] = []
+        segments: list[LabelledSpan] = []
         if node.up_s is not None:
             start = ns(node.up_s)
             end = max(start, ns(self.now_s if node.gone_s is None else node.gone_s))
@@ -289,7 +289,7 @@ class _Maker:
             nusd=apportion(nusd, spent),
         )
 
-    def segments(self, node: NodeSoFar, start: int, end: int) -> list[Segment]:
+    def segments(self, node: NodeSoFar, start: int, end: int) -> list[LabelledSpan]:
         """What [start, end) of one node was used for."""
         mine, around = self.epochs_of(node), self.around(node, start, end)
         if any(e.large for e in mine):
@@ -317,7 +317,7 @@ class _Maker:
         begun, over, numbers = np.array(found, np.int64).reshape(-1, 3).T
         return begun, over, numbers
 
-    def around(self, node: NodeSoFar, start: int, end: int) -> list[Segment]:
+    def around(self, node: NodeSoFar, start: int, end: int) -> list[LabelledSpan]:
         """What is known of [start, end) of one node outside of its epochs' steps; `paint` settles
         what overlaps."""
         mine = self.epochs_of(node)
@@ -330,7 +330,7 @@ class _Maker:
         if not windows:
             return [(start, end, "start")]
         first, last = min(w[0] for w in windows), max(w[1] for w in windows)
-        layers: list[Segment] = [(start, first, "start")]
+        layers: list[LabelledSpan] = [(start, first, "start")]
         if node.gone_s is not None:
             layers.append((last, end, "drain"))
         elif not mine[-1].over and mine[-1].window:  # in the middle of its next step

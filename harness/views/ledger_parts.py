@@ -11,8 +11,8 @@ from harness.core import columns
 from harness.core.columns import NONE, Columns
 from harness.core.facts import AttemptEnded, EpochLeft, SessionEnded, WorkerFailed
 from harness.core.values import amount
-from harness.views.painting import NANO, PRECEDENCE, Interval, Segment, ns
-from harness.views.spans import LEVEL, Ints, World, painted
+from harness.views.painting import NANO, PRECEDENCE, LabelledSpan, Span, ns
+from harness.views.spans import LEVEL, Ints, PaintedEpoch, painted
 
 LARGE = 2000  # steps of an epoch that is shared out by pieces (spans.py)
 # facts.EpochLeft.why of workers that left with a committed snapshot
@@ -52,7 +52,7 @@ class EpochSoFar:
     failures: list[WorkerFailed] = field(default_factory=list)
     done: Columns = field(default_factory=lambda: NONE)  # as told live
     committed: Columns = field(default_factory=lambda: NONE)  # by the records
-    stalls: list[Interval] = field(default_factory=list)
+    stalls: list[Span] = field(default_factory=list)
     end: int | None = None  # None: it is not over
 
     @property
@@ -60,7 +60,7 @@ class EpochSoFar:
         return self.end is not None
 
     @functools.cached_property
-    def window(self) -> Interval | None:
+    def window(self) -> Span | None:
         """From the begin of its first step to the end of its last."""
         spans = [step_spans(rows) for rows in (self.done, self.committed) if len(rows)]
         if not spans:
@@ -78,7 +78,7 @@ class EpochSoFar:
         return self.session_ended is not None or any(left.why in GOOD_ENDS for _, left in self.left)
 
     @functools.cached_property
-    def world_time(self) -> World:
+    def world_time(self) -> PaintedEpoch:
         """What its members did, by bucket. Steps after the newest snapshot of a world that lives
         are useful so far. Only when all is known of it."""
         layers = [(a, b, LEVEL["snapshot"]) for a, b in self.stalls]
@@ -99,7 +99,7 @@ class EpochSoFar:
         starts, ends, levels = np.array(layers, np.int64).reshape(-1, 3).T
         kinds = ((self.committed, "useful"), (self.lost, "redone" if self.over else "useful"))
         parts = [(*step_spans(rows), LEVEL[bucket]) for rows, bucket in kinds]
-        return World(
+        return PaintedEpoch(
             painted(
                 np.concatenate([starts, *(a for a, _, _ in parts)]),
                 np.concatenate([ends, *(b for _, b, _ in parts)]),
@@ -111,7 +111,7 @@ class EpochSoFar:
     def large(self) -> bool:
         return len(self.done) + len(self.committed) > LARGE
 
-    def layers(self) -> list[Segment]:
+    def layers(self) -> list[LabelledSpan]:
         """`world_time` as segments."""
         spans = self.world_time.spans
         found = zip(spans.starts.tolist(), spans.ends.tolist(), spans.levels.tolist(), strict=True)

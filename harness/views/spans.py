@@ -15,11 +15,11 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.views.painting import PRECEDENCE, Segment, paint
+from harness.views.painting import PRECEDENCE, LabelledSpan, paint
 
 Ints: TypeAlias = NDArray[np.int64]
-Sums: TypeAlias = list[int]  # nanoseconds by level
-Piece: TypeAlias = tuple[int, int, Sums]  # from, to
+LevelSums: TypeAlias = list[int]  # nanoseconds by level
+Piece: TypeAlias = tuple[int, int, LevelSums]  # from, to
 PIECE = 1024  # segments that are told as one
 # of one node; more are told in so many groups, each bucket by bucket
 MOST_SEGMENTS, GROUPS = 512, 128
@@ -71,7 +71,7 @@ def painted(starts: Ints, ends: Ints, levels: Ints) -> Spans:
     return Spans(at[:-1][covered], at[1:][covered], kept[:-1][covered])
 
 
-class World:
+class PaintedEpoch:
     """The painted time of one epoch, ready to be shared out."""
 
     def __init__(self, spans: Spans):
@@ -92,7 +92,7 @@ class World:
         # plain numbers: each is asked for one by one, by every node
         self._begun: list[int] = self.starts.tolist()
         self._over: list[int] = self.ends.tolist()
-        self._sums: list[Sums] = sums.tolist()
+        self._sums: list[LevelSums] = sums.tolist()
 
     def pieces(self, start: int, end: int) -> list[Piece]:
         """Of [start, end)."""
@@ -108,21 +108,21 @@ class World:
 
 
 # of pieces of several worlds: their sums
-Overlaps: TypeAlias = dict[tuple[tuple[World, ...], int, int], Sums]
+Overlaps: TypeAlias = dict[tuple[tuple[PaintedEpoch, ...], int, int], LevelSums]
 
 
 def share(
-    worlds: Sequence[World],
-    layers: Sequence[Segment],
+    worlds: Sequence[PaintedEpoch],
+    layers: Sequence[LabelledSpan],
     start: int,
     end: int,
     known: Overlaps,
-) -> list[Segment]:
+) -> list[LabelledSpan]:
     """As `paint` of all layers of these worlds and `layers`, all of them of lower precedence or
     `other`; in each piece bucket by bucket. `known`: remembers, for nodes of the same worlds."""
     pieces = _apart(worlds, start, end, known)
     inside = [(a, b, "snapshot") for a, b, _ in pieces]  # nothing goes before it
-    found: list[Segment] = []
+    found: list[LabelledSpan] = []
     at = 0
     for a, b, bucket in paint([*layers, *inside], start, end):
         if bucket != "snapshot":
@@ -134,10 +134,10 @@ def share(
     return _coarse(found) if len(found) > MOST_SEGMENTS else found
 
 
-def _apart(worlds: Sequence[World], start: int, end: int, known: Overlaps) -> list[Piece]:
+def _apart(worlds: Sequence[PaintedEpoch], start: int, end: int, known: Overlaps) -> list[Piece]:
     """The pieces of all worlds in [start, end), in order. Those that overlap (a world that did not
     know yet that it was replaced) are one."""
-    found: list[tuple[int, int, Sums, tuple[World, ...]]] = []
+    found: list[tuple[int, int, LevelSums, tuple[PaintedEpoch, ...]]] = []
     pieces = [(*piece, world) for world in worlds for piece in world.pieces(start, end)]
     for a, b, sums, world in sorted(pieces, key=lambda p: p[:2]):
         if found and a < found[-1][1]:
@@ -151,7 +151,7 @@ def _apart(worlds: Sequence[World], start: int, end: int, known: Overlaps) -> li
     ]
 
 
-def _together(worlds: tuple[World, ...], start: int, end: int, known: Overlaps) -> Sums:
+def _together(worlds: tuple[PaintedEpoch, ...], start: int, end: int, known: Overlaps) -> LevelSums:
     """Nanoseconds by level of what any of them covers."""
     if (worlds, start, end) not in known:
         clipped = [world.spans.clipped(start, end) for world in worlds]
@@ -164,9 +164,9 @@ def _together(worlds: tuple[World, ...], start: int, end: int, known: Overlaps) 
     return known[worlds, start, end]
 
 
-def _told(start: int, sums: Sums) -> list[Segment]:
+def _told(start: int, sums: LevelSums) -> list[LabelledSpan]:
     """A piece, bucket by bucket."""
-    found: list[Segment] = []
+    found: list[LabelledSpan] = []
     for level, spent in enumerate(sums):
         if spent:
             end = start + spent
@@ -175,9 +175,9 @@ def _told(start: int, sums: Sums) -> list[Segment]:
     return found
 
 
-def _coarse(segments: list[Segment]) -> list[Segment]:
+def _coarse(segments: list[LabelledSpan]) -> list[LabelledSpan]:
     """The same sums in fewer segments."""
-    found: list[Segment] = []
+    found: list[LabelledSpan] = []
     size = -(-len(segments) // GROUPS)
     for i in range(0, len(segments), size):
         sums = [0] * (NOTHING + 1)

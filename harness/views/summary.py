@@ -58,7 +58,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Mark:
+class TimelineMark:
     """Something that happened at one moment."""
 
     t: float
@@ -89,7 +89,7 @@ class Summary:
     validation: tuple[tuple[int, float], ...]
     snapshots: tuple[SnapshotCommitted, ...]
     kept: int  # snapshots that are in the bucket now
-    marks: tuple[Mark, ...]
+    marks: tuple[TimelineMark, ...]
     session: SessionStarted | None
     asked: RunAsked | None
     problems: tuple[str, ...] = ()
@@ -292,8 +292,8 @@ def _validation(
     return (best[0], tuple(sorted(by_name[best[0]].items()))) if best else ("", ())
 
 
-def _marks(facts: list[Stamped]) -> tuple[Mark, ...]:
-    marks: list[Mark] = []
+def _marks(facts: list[Stamped]) -> tuple[TimelineMark, ...]:
+    marks: list[TimelineMark] = []
     for s in facts:
         match s.fact:
             case WorkerFailed() as f:
@@ -301,13 +301,17 @@ def _marks(facts: list[Stamped]) -> tuple[Mark, ...]:
                     f"rank {f.rank} of epoch {f.epoch} ({f.member}) ended with {f.error}: "
                     f"{f.message}"
                 )
-                marks.append(Mark(s.t, "failed", text, f.log_tail))
+                marks.append(TimelineMark(s.t, "failed", text, f.log_tail))
             case GuardTripped(step, _, what, value):
-                marks.append(Mark(s.t, "guard", f"step {step}: {what} ({value:g})"))
+                marks.append(TimelineMark(s.t, "guard", f"step {step}: {what} ({value:g})"))
             case SnapshotFailed(step, _, why):
-                marks.append(Mark(s.t, "snapshot failed", f"snapshot of step {step}: {why}"))
+                marks.append(
+                    TimelineMark(s.t, "snapshot failed", f"snapshot of step {step}: {why}")
+                )
             case SnapshotQuarantined(step, epoch, why):
                 marks.append(
-                    Mark(s.t, "quarantined", f"snapshot of step {step} (epoch {epoch}): {why}")
+                    TimelineMark(
+                        s.t, "quarantined", f"snapshot of step {step} (epoch {epoch}): {why}"
+                    )
                 )
     return tuple(marks)

@@ -9,16 +9,16 @@ from harness.views.words import clock, duration, money, nbytes, number, percent,
 from storage.text import plain
 
 if TYPE_CHECKING:
-    from harness.views.watching import State
+    from harness.views.watching import LiveState
 
 
 # ---- events --------------------------------------------------------------------------------------
-def describe(fact: f.Fact, state: State) -> tuple[str, str] | None:
+def describe(fact: f.Fact, state: LiveState) -> tuple[str, str] | None:
     """One event in words: style and text. None: not worth a line."""
     return _of_nodes(fact, state) or _of_training(fact, state)
 
 
-def _of_nodes(fact: f.Fact, state: State) -> tuple[str, str] | None:
+def _of_nodes(fact: f.Fact, state: LiveState) -> tuple[str, str] | None:
     match fact:
         case f.RunAsked(task, low, high, policy):
             return "bold", f"launch {task} on {low} to {high} nodes, policy {policy}"
@@ -59,7 +59,7 @@ def _of_nodes(fact: f.Fact, state: State) -> tuple[str, str] | None:
     return None
 
 
-def _of_training(fact: f.Fact, state: State) -> tuple[str, str] | None:
+def _of_training(fact: f.Fact, state: LiveState) -> tuple[str, str] | None:
     match fact:
         case f.EpochStarted(epoch, members, world, reason):
             names = " ".join(state.attempt_of.get(m, m) for m in members)
@@ -109,7 +109,7 @@ def _of_training(fact: f.Fact, state: State) -> tuple[str, str] | None:
     return None
 
 
-def _who(state: State, member: str) -> str:
+def _who(state: LiveState, member: str) -> str:
     return f"node {state.attempt_of.get(member, member)}"
 
 
@@ -119,14 +119,14 @@ def about(seconds: float) -> str:
     return duration(float(max(0, round(seconds)))).replace(".0 s", " s")
 
 
-def progress_line(state: State, now: float) -> str:
+def progress_line(state: LiveState, now: float) -> str:
     """Everything of the header in one line of plain text."""
     parts = [state.run_state, f"step {state.step:,}" + (f"/{state.total:,}" if state.total else "")]
     parts += [f"{name} {value}" for name, value in number_rows(state, now)]
     return plain("  ".join(parts))
 
 
-def number_rows(state: State, now: float) -> list[tuple[str, str]]:
+def number_rows(state: LiveState, now: float) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     if state.last_step:
         found.append(("loss", number(state.last_step.loss)))

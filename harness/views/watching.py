@@ -65,7 +65,7 @@ class NodeView:
 
 
 @dataclass
-class State:
+class LiveState:
     """Everything the view shows, folded from facts by `apply` in any order."""
 
     nodes: dict[str, NodeView] = field(default_factory=dict)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from harness.core.batch import replicas_of
 from harness.core.world import BadInput, HarnessError
-from harness.node.progress import Place, Progress
+from harness.node.progress import ProgressFile, WorkerPhase
 from storage.errors import StoreError
 from storage.restore import this_machine
 
@@ -39,8 +39,8 @@ class Peers:
 
     def __init__(self, environ: dict[str, str], replica_ranks: int | None = None):
         """Raises BadInput."""
-        self.life = Progress(environ.get("HARNESS_PROGRESS"))
-        self.life.tell(Place.START)
+        self.life = ProgressFile(environ.get("HARNESS_PROGRESS"))
+        self.life.tell(WorkerPhase.START)
         self.rank = int(environ.get("RANK", 0))
         self.local_rank = int(environ.get("LOCAL_RANK", 0))
         self.world = int(environ.get("WORLD_SIZE", 1))

@@ -33,7 +33,7 @@ from storage.tiers import Tiered
 REPLICA_S = 15.0  # how long a restore waits for a silent second bucket
 
 
-class Unfit(HarnessError):
+class UnfitHosts(HarnessError):
     """Not the snapshot is bad, but some hosts. `mine`: this is one of them."""
 
     def __init__(self, what: str, mine: bool):
@@ -191,7 +191,7 @@ class Resume:
         mine = unfit.get(self._peers.host)
         if mine:
             write_error(HarnessError(f"this host is unfit to read snapshots: {mine}"))
-        raise Unfit("; ".join(unfit.values()), mine=bool(mine))
+        raise UnfitHosts("; ".join(unfit.values()), mine=bool(mine))
 
     # ---- what is told ----------------------------------------------------------------------------
     def check(self, manifest: Manifest | None) -> None:
@@ -212,10 +212,9 @@ class Resume:
         ):
             self._run.warn(
                 f"{names[0]!r} (one of {len(names)}) begins with the same values on every rank's "
-                "shard: it was drawn after it was sharded, "
-                "so what the run begins with depends on the number of ranks. harness.fsdp2(model, "
-                "run) takes models on the meta device "
-                "and gives them values that do not",
+                "shard: it was drawn after it was sharded, so what the run begins with depends "
+                "on the number of ranks. harness.fsdp2(model, run) takes models on the meta "
+                "device and gives them values that do not",
                 0,
             )
 

@@ -24,7 +24,7 @@ from storage.files import MemoryStore
 from storage.objects import ObjectStore
 from storage.opening import open_store
 from storage.snapshots import Snapshots
-from storage.upload import Job, Outcome
+from storage.upload import UploadJob, UploadOutcome
 
 # how often facts go to the bucket; elsewhere every FLUSH_REMOTE_S
 FLUSH_S = {"file": 1.0, "memory": 1.0}
@@ -95,7 +95,7 @@ class Run:
         self.fact(Warned(self.step if step is None else step, self.epoch, what))
         print(f"harness: {what}", flush=True)
 
-    def record_outcome(self, job: Job, outcome: Outcome) -> None:
+    def record_outcome(self, job: UploadJob, outcome: UploadOutcome) -> None:
         """Of what was sent from this process; the uploader process records the rest."""
         self.fact(fact_of(job, outcome))
         if self.journal is not None:

@@ -127,8 +127,7 @@ class Training:
         if not ours & held.keys():
             raise BadInput(
                 "the optimizer holds none of the model's parameters; make it from "
-                "model.parameters() after fsdp2(model, run), "
-                "before run.prepare(model, optimizer)"
+                "model.parameters() after fsdp2(model, run), before run.prepare(model, optimizer)"
             )
         if foreign := [tuple(p.shape) for i, p in held.items() if i not in ours]:
             raise BadInput(
@@ -145,9 +144,8 @@ class Training:
             if self.reduce != "fast":
                 raise BadInput(
                     f"reduce={self.reduce!r} promises the same result on any number of ranks, but "
-                    "the model has BatchNorm, whose running "
-                    "statistics depend on which rank saw what; use GroupNorm or LayerNorm, or "
-                    "reduce='fast'"
+                    "the model has BatchNorm, whose running statistics depend on which rank saw "
+                    "what; use GroupNorm or LayerNorm, or reduce='fast'"
                 )
             self._peers.print(
                 "harness: the model has BatchNorm: its statistics are of rank 0's micro-batches, "
@@ -250,10 +248,9 @@ class Training:
             if not hasattr(self._saved[name], "load_state_dicts"):
                 raise BadInput(
                     f"snapshot {manifest.ref.name} holds a state of {name!r} for each of "
-                    f"{manifest.world} ranks, here are {self._peers.world}; "
-                    f"go on with {manifest.world} ranks, or give "
-                    f"{type(self._saved[name]).__name__} a method load_state_dicts(states) "
-                    "that takes those of all ranks, in order"
+                    f"{manifest.world} ranks, here are {self._peers.world}; go on with "
+                    f"{manifest.world} ranks, or give {type(self._saved[name]).__name__} a method "
+                    "load_state_dicts(states) that takes those of all ranks, in order"
                 )
         return {
             name: [_of_rank(name, rank) for rank in range(manifest.world)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from harness.bucket.layout import MEMBERS
-from harness.proof.invariants import Event, Written
+from harness.proof.invariants import SimulationEvent, Written
 from storage.errors import NotFound, StoreRefused, StoreUnavailable
 from storage.faults import Crash
 from storage.objects import Keys, ObjectStore
@@ -82,7 +82,9 @@ class SortedStore:
 class Bucket:
     """As it is. Tells of every object that lands, or goes."""
 
-    def __init__(self, inner: ObjectStore, kernel: Kernel, emit: Callable[[Event | Deleted], None]):
+    def __init__(
+        self, inner: ObjectStore, kernel: Kernel, emit: Callable[[SimulationEvent | Deleted], None]
+    ):
         self.inner, self.url, self._kernel, self._emit = inner, inner.url, kernel, emit
         self.get, self.list, self.size = inner.get, inner.list, inner.size
 

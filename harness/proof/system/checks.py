@@ -48,7 +48,7 @@ class Stepped:
 
 
 @dataclass(frozen=True)
-class Left:
+class WorkersLeft:
     """The workers of an epoch leave as they were asked to."""
 
     t: float
@@ -56,7 +56,7 @@ class Left:
     step: int
 
 
-class WholeSnapshot(invariants.Whole):
+class WholeSnapshot(invariants.WholeSnapshotChecker):
     """A snapshot has a part of every rank of its epoch, and verifies, when it is committed."""
 
     def see(self, event: Any) -> None:
@@ -92,7 +92,7 @@ class GreatestCommitted(invariants.GreatestStep):
 
 
 @dataclass
-class Fenced:
+class FencingChecker:
     """Old worlds cannot spoil new ones: epochs are created in order and once, and nothing of an
     older epoch is committed once a newer one goes on from its own snapshot. What is under way may
     land for `grace_s` more."""
@@ -242,7 +242,7 @@ class NothingLost:
     def see(self, event: Any) -> None:
         if isinstance(event, Stepped):
             self.steps += 1
-        if isinstance(event, Left):
+        if isinstance(event, WorkersLeft):
             committed = max((ref.step for ref in Snapshots(self.store).refs()), default=0)
             if committed < event.step:
                 raise Violation(
@@ -259,7 +259,7 @@ class NothingLost:
 
 
 @dataclass
-class Evidence:
+class EvidenceChecker:
     """No node outlives the evidence of it: for every machine that has power, the intent of its
     attempt lies in the bucket, and while its agent runs so does what it said of itself. After the
     end of the run no machine has power."""
@@ -303,7 +303,8 @@ class Evidence:
 @dataclass
 class Bystanders:
     """Whoever trains is in the newest epoch or on its way out: no two epochs commit steps beside
-    each other (see `Fenced`), and nobody is told to train in an epoch that does not name it."""
+    each other (see `FencingChecker`), and nobody is told to train in an epoch that does not name
+    it."""
 
     machines: Mapping[int, SimNode]
     fresh_s: float  # who has said so lately that it trains is not lost

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from harness.agent.rendezvous import Rendezvous
     from harness.proof.system.access import Access
     from harness.proof.system.publishing import SimSidecars
-    from harness.proof.system.whole import Whole
+    from harness.proof.system.whole import WholeSystem
 
 TURN_S = 1.0  # between two turns of an agent
 EPOCH_S = 1_700_000_000.0  # wall clocks begin here
@@ -91,7 +91,7 @@ class SimWorker:
         """It hangs no more."""
         self.stuck = False
 
-    def tell(self, place: progress.Place, step: int) -> None:
+    def tell(self, place: progress.WorkerPhase, step: int) -> None:
         beats = self.signs.sign.beats + 1 if self.signs.sign else 1
         self.signs.sign = progress.Sign(beats, step, place)
 
@@ -187,7 +187,7 @@ class SimPool:
             state = "T" if worker.stuck else "S"
             if what := worker.pulse.hung(now, state):
                 worker.hung, worker.guilty = what, not worker.pulse.waits(state)
-                sign = worker.pulse.sign or progress.Sign(0, 0, progress.Place.START)
+                sign = worker.pulse.sign or progress.Sign(0, 0, progress.WorkerPhase.START)
                 self._record(
                     WorkerHung(
                         self._node.member,
@@ -307,7 +307,7 @@ class SimNode:
     """`alive`: it has power. `code`: its agent's exit code, once that has ended. `member`: what its
     agent is called."""
 
-    sim: Whole
+    sim: WholeSystem
     number: int
     attempt: int
     offer: Offer
@@ -437,11 +437,13 @@ class SimNode:
             self.sim.kernel.after(cancelled_s, lambda: self.tell(machine.Cancelled(found)))
 
     def sick(self) -> None:
-        from harness.agent.health import Action, Finding, Verdict
+        from harness.agent.health import Action, GpuFinding, HealthVerdict
 
         self.tell(
             machine.GpuJudged(
-                Verdict(Finding("GPU-0", "xid 48", 48, "simulated"), Action.DRAIN, "it is worn")
+                HealthVerdict(
+                    GpuFinding("GPU-0", "xid 48", 48, "simulated"), Action.DRAIN, "it is worn"
+                )
             )
         )
 

@@ -19,7 +19,7 @@ NAME = "sim"
 
 
 @dataclass
-class Lines:
+class LinesTracker:
     """A tracker that writes one line a step: its number and its digest."""
 
     name: str = NAME
@@ -79,7 +79,7 @@ class SimSidecars:
         return sim.build.publisher(
             store,
             RunInfo.of(store),
-            [Lines()],
+            [LinesTracker()],
             BATCH_S,
             1,
             self._node.host.wall,

@@ -24,7 +24,7 @@ from harness.bucket.layout import Epoch
 from harness.bucket.lease import Lease
 from harness.bucket.orders import SNAPSHOT
 from harness.controller import policies
-from harness.controller.recovery import Outcome, RunSpec, recover
+from harness.controller.recovery import RunOutcome, RunSpec, recover
 from harness.core import batch
 from harness.core.world import REFUSED, CloudUnavailable, Fenced, Offer, Policy, World
 from harness.proof import invariants
@@ -42,7 +42,7 @@ from harness.proof.system.strikes import STRIKES
 from harness.proof.system.team import Ensemble
 from harness.proof.system.trained import expected, identity, state_after
 from harness.proof.system.trouble import CONTROLLER, Trouble
-from harness.proof.system.wires import Net
+from harness.proof.system.wires import SimulatedNet
 from harness.uploader.client import fence
 from harness.views.trackers import Publisher
 from harness.worker import machine
@@ -66,13 +66,15 @@ class SystemBuild:
     agent: Callable[..., Agent] = Agent
     lease: type[Lease] = Lease
     journal: type[Journal] = Journal
-    recover: Callable[..., Outcome] = recover
+    recover: Callable[..., RunOutcome] = recover
     policy: Policy = policies.cheapest
     snapshots: type[Snapshots] = Snapshots
     restore: type[Restore] = Restore
     publisher: Callable[..., Publisher] = Publisher
     sending: Callable[..., Sending] = Sending
-    turn: Callable[[machine.State, machine.Event, machine.Seen], machine.Turn] = machine.turn
+    turn: Callable[[machine.SessionState, machine.SessionEvent, machine.Seen], machine.Turn] = (
+        machine.turn
+    )
     winner: Callable[[Sequence[int]], Any] = machine.winner
     plan: Callable[[int, int], batch.Plan] = batch.plan
     ensemble: Callable[[Any, Epoch], Ensemble] = Ensemble
@@ -116,7 +118,7 @@ def play(
     """One run in one world. Raises Failed. `faults`: instead of the seed's own list."""
     setting = setting or Setting.of(seed)
     faults = faults_of(seed, setting) if faults is None else faults
-    whole = Whole(seed, setting, faults, build or SystemBuild())
+    whole = WholeSystem(seed, setting, faults, build or SystemBuild())
     try:
         with speaking(setting.protocol):
             return whole.play()
@@ -126,7 +128,7 @@ def play(
         ) from e
 
 
-class Whole:
+class WholeSystem:
     """Builds the world, keeps somebody at the wheel, and lets the checkers see everything."""
 
     def __init__(self, seed: int, setting: Setting, faults: Sequence[Fault], build: SystemBuild):
@@ -137,13 +139,13 @@ class Whole:
         self.trouble.overtake = self._overtake
         self.bucket = Bucket(build.store(), self.kernel, self.emit)
         self.blows = Blows()
-        self.net = Net(self.kernel, self.trouble)
+        self.net = SimulatedNet(self.kernel, self.trouble)
         self.leases = Watch(now=self.kernel.now)
         self.cloud = PlayedCloud(self, self.random("cloud"))
         self.machines: dict[int, SimNode] = {}  # by attempt
         self.guests: list[SimNode] = []  # nodes of another version, that nobody launched
         self.teams: dict[int, Ensemble] = {}  # by epoch
-        self.outcome: Outcome | None = None
+        self.outcome: RunOutcome | None = None
         self.controllers = self.steps_done = self._depth = 0
         self._dies_s = math.inf
         self.spoiled = 0
@@ -164,7 +166,7 @@ class Whole:
 
     def _checkers(self) -> list[Any]:
         store, micro = self.bucket.inner, self.setting.micro_batches
-        self.ledger = invariants.Ledger(estimated=self.cloud.unlisted)
+        self.ledger = invariants.LedgerChecker(estimated=self.cloud.unlisted)
 
         def digest(step: int) -> str:
             return expected(micro, step)
@@ -179,13 +181,13 @@ class Whole:
             self.ledger,
             checks.WholeSnapshot(store),
             checks.GreatestCommitted(store),
-            checks.Fenced(grace_s=100.0),
+            checks.FencingChecker(grace_s=100.0),
             checks.EveryStepOnce(
                 store, digest, 2 * micro, identity(micro, self.setting.total_steps)
             ),
             checks.SameTraining(lambda step: state_after(micro, step)),
             checks.DoneIsDone(store, self.setting.total_steps),
-            checks.Evidence(store, self.machines),
+            checks.EvidenceChecker(store, self.machines),
             checks.Bystanders(self.machines, fresh_s=3.0),
             checks.NothingLost(store, self._gentle(), self.setting.total_steps),
             checks.PublishedOnce(store, digest, NAME),
@@ -323,7 +325,7 @@ class Whole:
             self.kernel.happened, self.faults, tuple(self.said),
         )  # fmt: skip
 
-    def _check_life(self, outcome: Outcome) -> None:
+    def _check_life(self, outcome: RunOutcome) -> None:
         """If it can end well it does; else it says why not, and that is the world's fault."""
         if outcome.outcome != "done" and not self.blows.explain(outcome.reason):
             raise Violation(

@@ -35,7 +35,7 @@ BREAK = 0.1  # chance that a connection of a lossy node breaks when something is
 MOST_WAITING = 50  # messages on a way that is not open; then the sender's end is closed
 
 
-class Net:
+class SimulatedNet:
     """`nodes`: every one that ever was, by address; `ports`: who listens where."""
 
     def __init__(self, kernel: Kernel, trouble: Trouble):
@@ -90,7 +90,7 @@ class SimLines:
 
     name: str
     node: SimNode
-    net: Net
+    net: SimulatedNet
     port: int
     pulse_s: float
     rng: random.Random
