@@ -445,6 +445,7 @@ def verify(store: Slow) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         prover = Prover(os.cpu_count() or 1, Path(folder) / "proofs")
         found = audit(store, prover=prover)
+        one_mb = peak_mb()  # a person's second audit is another process
         began = time.monotonic()
         audit(store, prover=(again := Prover(os.cpu_count() or 1, Path(folder) / "proofs")))
         again_s = time.monotonic() - began
@@ -454,6 +455,7 @@ def verify(store: Slow) -> dict[str, Any]:
         "violation": found.first_violation,
         "again_s": round(again_s, 1),
         "remembered": again.remembered,
+        "mb": one_mb,
         "file_mb": round(mb, 1),
     }
 
@@ -470,14 +472,19 @@ SECONDS = {"status": 2.0, "report": 10.0, "takeover": 3.0, "newcomer": 1.0, "ver
 MOST_POLL = 10
 
 
+def peak_mb() -> float:
+    """Of this process, or of the largest that it began and that has ended."""
+    whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return max(resource.getrusage(who).ru_maxrss for who in whose) / 1000
+
+
 def measure(name: str, run: str) -> dict[str, Any]:
     store = Slow(FileStore(run))
     began = time.monotonic()
     found = MEASURES[name](store)
     seconds = time.monotonic() - began - found.get("again_s", 0.0)
-    peaks = [resource.getrusage(who).ru_maxrss for who in (0, resource.RUSAGE_CHILDREN)]
     cpu_s = round(time.process_time(), 2)  # with imports; of a loaded machine the truer number
-    return {"cpu_s": cpu_s, "s": seconds, "requests": store.total, "mb": max(peaks) / 1000, **found}
+    return {"cpu_s": cpu_s, "s": seconds, "requests": store.total, "mb": peak_mb(), **found}
 
 
 def measured(name: str, run: str) -> dict[str, Any]:
