@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from harness.bucket import tiers
-from harness.bucket.layout import ARCHIVE, segment_key
+from harness.bucket.layout import ARCHIVE, FACTS, SEGMENT, segment_key
 from harness.bucket.tiers import Block
 from harness.bucket.volumes import (
     LOST,
@@ -48,8 +48,6 @@ from harness.core.facts import Stamped, StepDone, Unreadable
 from storage.errors import NotFound
 from storage.objects import ObjectStore, get_each
 
-FACTS = "facts/"
-SEGMENT = re.compile(r"facts/([^/]+)/(\d{6,12})\.jsonl")
 BRIEF, STEPS = "brief", "steps"
 FEWEST = 64  # segments that are worth a volume
 MOST_NBYTES = 8 << 20  # of a volume

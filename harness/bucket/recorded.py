@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from harness.bucket import tiers
+from harness.bucket.layout import SAMPLES
 from harness.bucket.tiers import Block
 from harness.bucket.volumes import DamagedArchive, opened, sealed
 from harness.core import columns
@@ -27,7 +28,7 @@ from harness.core import records as rec
 from harness.core.columns import Columns, Committed
 from storage.objects import ObjectStore, get_each
 
-SAMPLES, RECORDS = "samples/", "records"
+RECORDS = "records"
 FEWEST = 32  # objects that are worth a block
 
 
