@@ -92,10 +92,6 @@ class Volume:
                     yield run, run.first + i, reader, line, stamped
                 at += size
 
-    def facts(self) -> Iterator[tuple[int, Stamped]]:
-        """(segment, fact)"""
-        return ((number, stamped) for _, number, _, _, stamped in self.lines())
-
 
 def read_segment(reader: ChainReader, number: int, data: bytes) -> Iterator[tuple[str, Stamped]]:
     """(line, what it says)"""
