@@ -35,7 +35,7 @@ from harness.bucket.layout import (
 )
 from harness.core import facts, values
 from harness.core import records as rec
-from harness.core.facts import KINDS, Chain, Fact, Stamped, Unreadable, read_chain
+from harness.core.facts import KINDS, Chain, ChainReader, Fact, Stamped, Unreadable
 from harness.core.values import BadObject, NewerProtocol, Within, parsed
 from storage import probe
 from storage.json_text import canonical, digest
@@ -85,7 +85,8 @@ def of(prefix: str) -> tuple[bytes, ...]:
 
 def chain(data: bytes) -> list[Fact]:
     lines = data.decode(errors="replace").splitlines()
-    found = [s.fact for s in read_chain("w", [(str(i), line) for i, line in enumerate(lines)])]
+    reader = ChainReader("w")
+    found = [s.fact for i, line in enumerate(lines) for s in reader.read(str(i), line)]
     assert len(found) >= len(lines)  # whatever cannot be read is told
     return found
 
@@ -364,7 +365,7 @@ def test_every_kind_of_fact_comes_back(kind: str) -> None:
     @given(any_of(KINDS[kind]), st.floats(0, 4e9))
     def check(fact: Fact, t: float) -> None:
         line = Chain("w").line(t, fact)
-        assert list(read_chain("w", [("k", line)])) == [Stamped(t, "w", fact)]
+        assert ChainReader("w").read("k", line) == [Stamped(t, "w", fact)]
 
     check()
 
@@ -374,9 +375,9 @@ def test_a_fact_with_new_fields_is_the_same_and_keeps_its_hash() -> None:
     said.pop("h")
     said |= {"joules": 5.0, "nested": {"a": [1]}}
     sealed = json.dumps({**said, "h": digest(canonical(said))})
-    assert [s.fact for s in read_chain("w", [("k", sealed)])] == [facts.Warned(1, 2, "x")]
+    assert [s.fact for s in ChainReader("w").read("k", sealed)] == [facts.Warned(1, 2, "x")]
     changed = sealed.replace("5.0", "6.0")
-    assert isinstance(next(read_chain("w", [("k", changed)])).fact, Unreadable)
+    assert isinstance(ChainReader("w").read("k", changed)[0].fact, Unreadable)
 
 
 def test_replicas_are_whole() -> None:
