@@ -223,7 +223,7 @@ class WorkerHung(Fact):
     epoch: int
     rank: int
     step: int
-    place: str  # progress.Place, in lower case
+    place: str  # progress.WorkerPhase, in lower case
     silent_s: float
     guilty: bool
     what: str = ""

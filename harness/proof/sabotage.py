@@ -42,7 +42,7 @@ KEYS = {
     "commit": "snapshots/manifests/",
     "rendezvous": EPOCHS,
 }
-# phases by progress.Place
+# phases by progress.WorkerPhase
 PLACES = {"start": "START", "resume": "RESTORE", "step": "COMPUTE", "staging": "STAGING"}
 
 
