@@ -172,28 +172,20 @@ class Live:
                     yield from (stamped for _, stamped in read_segment(reader, number, data))
 
 
-def read_past(store: ObjectStore, writers: str = "") -> Past:
-    """All facts of a run (of writers whose name begins so). Raises StoreError."""
-    live, archive = Live.read(store, writers), Archive(store)
-    facts = list(archive.told(lambda writer, number: False, writers))
+def read_past(store: ObjectStore) -> Past:
+    """All facts of a run. Raises StoreError."""
+    live, archive = Live.read(store), Archive(store)
+    facts = list(archive.told(lambda writer, number: False))
     fresh = list(live.facts(archive.cursors))
     facts += [s for s in fresh if not isinstance(s.fact, StepDone)]
-    told = columns.of_facts(s.fact for s in fresh if isinstance(s.fact, StepDone))
-    bad: list[Stamped] = []
-    old = read_columns(store, STEPS, archive.end, bad)
-    facts = sorted([*facts, *bad], key=lambda s: s.t)
-    return Past(facts, columns.joined([old, told]))
-
-
-def read_columns(store: ObjectStore, kind: str, end: int, bad: list[Stamped]) -> Columns:
-    """Archived rows of the volumes before `end`; `bad` takes what cannot be read."""
-    found: list[Columns] = []
-    for block, data in tiers.read(store, kind) if end else ():
+    steps: list[Columns] = []
+    for block, data in tiers.read(store, STEPS) if archive.end else ():
         try:
-            found.append(columns_of(data, block.key(kind)))
+            steps.append(columns_of(data, block.key(STEPS)))
         except DamagedArchive as e:
-            bad.append(Stamped(0.0, "archive", Unreadable(block.key(kind), str(e))))
-    return columns.joined(found)
+            facts.append(Stamped(0.0, "archive", Unreadable(block.key(STEPS), str(e))))
+    steps.append(columns.of_facts(s.fact for s in fresh if isinstance(s.fact, StepDone)))
+    return Past(sorted(facts, key=lambda s: s.t), columns.joined(steps))
 
 
 def read_facts(store: ObjectStore, writers: str = "", steps: bool = True) -> list[Stamped]:
