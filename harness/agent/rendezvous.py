@@ -209,7 +209,10 @@ class Rendezvous:
         """May we say that we are ready? Not while nodes that speak an older protocol may train
         here: they would take us for one of theirs. Raises WrongProtocol once one is seen to
         live."""
-        last = self._newest_soon()
+        return self._admits(self._newest_soon())
+
+    def _admits(self, last: Epoch) -> bool:
+        """`last`: the newest epoch."""
         if not last.epoch or last.protocol == values.PROTOCOL:
             return True
         alive = {m.member for m in self.members()} - {self.me.member}
@@ -259,9 +262,9 @@ class Rendezvous:
     def try_form(self, max_world: int | None) -> Epoch | None:
         """The newest epoch if we are in it and have not taken part yet; else create the next
         one when its time has come."""
-        if not self.admitted():
-            return None
         last = self._newest_soon()
+        if not self._admits(last):
+            return None
         self.others.vital = frozenset(last.members) if self.me.member in last.members else NOBODY
         if self.me.member in last.members and last.epoch > self.me.epoch:
             return last
