@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from harness.views.painting import BUCKETS, NANO, LabelledSpan
 from harness.views.report import MEANING, attempt_end, verdict
-from harness.views.rows import AttemptRow
+from harness.views.rows import BAD_ENDS, AttemptRow
 from harness.views.summary import Point, Summary
 from harness.views.words import duration, money, plural, spread, steps_text
 from storage.text import plain
@@ -437,7 +437,7 @@ def _bar(s: Summary, a: AttemptRow, x: Scale, y: float, height: float) -> list[s
             )
             d = f"M{at - 6:.1f} {y - 7:.1f}h12l-6 10z"
             out.append(f'<path class=notice d="{d}" data-tip="{esc(tip)}"/>')
-    if a.gone_s is not None and a.end in ("preempted", "lost", "failed", "unfit"):
+    if a.gone_s is not None and a.end in BAD_ENDS:
         at, mid, r = x(a.gone_s) + 8, y + height / 2, 4.5
         d = (
             f"M{at - r:.1f} {mid - r:.1f}l{2 * r} {2 * r}M{at + r:.1f} {mid - r:.1f}l{-2 * r} "

@@ -11,6 +11,7 @@ from harness.bucket.lease import TTL_S, sign_of_life
 from harness.core import facts as f
 from harness.core.facts import Stamped
 from harness.core.values import amount
+from harness.views.rows import BAD_ENDS
 from harness.views.telling import describe
 from storage.objects import ObjectStore
 
@@ -325,13 +326,7 @@ class LiveState:
     def node_state(self, n: NodeView, now: float) -> tuple[str, str]:
         """Style and words."""
         if n.ended is not None:
-            return "red" if n.ended.end in (
-                "preempted",
-                "lost",
-                "failed",
-                "unfit",
-                "refused",
-            ) else "dim", n.ended.end
+            return "red" if n.ended.end in BAD_ENDS else "dim", n.ended.end
         member = n.member
         if member and member in n.agent_ended:
             return "dim", "leaving"
