@@ -360,11 +360,8 @@ def _progress(s: Summary, x: Scale, top: float, height: float) -> list[str]:
         _text(168, top + height, "0", "end"),
         _text(12, top + height / 2 + 4, "steps", "start", "strong"),
     ]
-    by_epoch: dict[int, list[Point]] = {}
-    for p in points:
-        by_epoch.setdefault(p.epoch, []).append(p)
     lost = {(p.epoch, p.step) for p in s.lost}
-    for mine in by_epoch.values():
+    for mine in _by_epoch(points).values():
         good = [p for p in mine if (p.epoch, p.step) not in lost]
         if good:
             begin = (x(good[0].t - good[0].seconds), y(good[0].step - 1))
