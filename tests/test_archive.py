@@ -550,7 +550,10 @@ def test_what_is_done_to_an_archive_is_found(proven, kind, how):
     assert not found.ok and "archive/" in (found.first_violation or ""), found
 
 
-def test_proofs_are_remembered_and_believed_of_the_same_bytes_only(proven, tmp_path):
+def test_proofs_are_remembered_and_believed_of_the_same_bytes_only(
+    proven, tmp_path, monkeypatch
+):
+    from harness.views import proving
     from harness.views.audit import audit
     from harness.views.proving import Prover
 
@@ -563,6 +566,12 @@ def test_proofs_are_remembered_and_believed_of_the_same_bytes_only(proven, tmp_p
     # it was interrupted: what is whole of its memory is believed
     memory.write_bytes(memory.read_bytes()[:-7])
     assert audit(store, prover=(cut := Prover(0, memory))).ok and cut.remembered == objects - 1
+    # its machine lost power: what was not written yet is zeros
+    memory.write_bytes(memory.read_bytes()[:-7] + bytes(4096))
+    assert audit(store, prover=(cut := Prover(0, memory))).ok and cut.remembered == objects - 1
+    # older code had other rules
+    monkeypatch.setattr(proving, "RULES", proving.RULES + 1)
+    assert audit(store, prover=(anew := Prover(0, memory))).ok and anew.remembered == 0
     key = store.list("samples/")[0]
     store.put(key, store.get(key).replace(b'"lr":', b'"lR":', 1))
     changed = audit(store, prover=Prover(0, memory))
