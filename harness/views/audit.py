@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.bucket.archive import segments
+from harness.bucket.archive import SEGMENT
 from harness.bucket.layout import (
     ARCHIVE,
     EPOCHS,
@@ -141,8 +141,7 @@ class _Audit:
 
     # ---- facts -----------------------------------------------------------------------------------
     def _facts(self) -> tuple[int, str]:
-        ours = {key for keys in segments(self.store).values() for key in keys.values()}
-        self._foreign(FACTS, set(self.store.list(FACTS)) - ours)
+        self._foreign(FACTS, {k for k in self.store.list(FACTS) if not SEGMENT.fullmatch(k)})
         found = audit_facts.read(self.store, self.prover, self.progress)
         self.facts, self.steps = found.facts, found.steps
         if found.unread:
@@ -346,8 +345,9 @@ class _Audit:
         there = self.store.list(SAMPLES)
         if not self.proofs:
             self._prove_records("")
-        others = [key for key in rec.heads(there).values() if key not in self.ends]
-        self._foreign(SAMPLES, set(there) - set(rec.heads(there).values()))
+        ours = rec.heads(there).values()
+        others = [key for key in ours if key not in self.ends]
+        self._foreign(SAMPLES, set(there).difference(ours))
         for key in others:
             proof = self.proofs.get(key)
             if proof is None or proof.part is None:

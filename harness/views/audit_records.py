@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.bucket import recorded
-from harness.bucket.layout import Epoch, epoch_key
+from harness.bucket.layout import SAMPLES, Epoch, epoch_key
 from harness.bucket.recorded import RecordsPart
 from harness.bucket.volumes import sealed, unsealed
 from harness.core import records as rec
@@ -160,7 +160,7 @@ def walk(
     """The records objects that lead from `named` (a manifest's `data["samples"]`) back to step 1,
     newest first, one at a time. Raises BrokenRecords at the first that does not fit. The records of
     an object are in ascending order of steps."""
-    by_head = rec.heads(store.list("samples/"))
+    by_head = rec.heads(store.list(SAMPLES))
     key, want, step = named.key, named.head, named.last
     while True:
         part = read_part(store, key)
