@@ -1,6 +1,8 @@
 """Whatever order compactors, readers, writers and crashes come in: every fact is read once."""
 
 import random
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -15,7 +17,7 @@ from harness.bucket.volumes import DamagedArchive
 from harness.core import columns
 from harness.core import facts as f
 from storage.errors import NotFound
-from storage.files import MemoryStore
+from storage.files import FileStore, MemoryStore
 
 
 class Died(BaseException):
@@ -500,6 +502,40 @@ def test_members_that_are_gone_or_dead_are_taken_away():
         say("m0003-lives", "in", beat)
         keeper.sweep()
     assert store.list("rdzv/members/") == ["rdzv/members/m0003-lives.json"]
+
+
+# ---- the keeper's process ------------------------------------------------------------------------
+def test_the_keeper_rests_before_it_imports_anything_and_gives_way(tmp_path):
+    code = f"""
+import os, sys, time
+from harness.uploader import keeper
+
+imported = []
+
+def rest(seconds):
+    imported.append("storage" in sys.modules)
+    if len(imported) == 3:
+        print(imported, os.getpriority(os.PRIO_PROCESS, 0) >= keeper.NICE)
+        sys.exit()
+
+time.sleep = rest
+keeper.main([{str(tmp_path)!r}])
+"""
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[False, True, True] True\n", done
+
+
+def test_the_keeper_archives_everything_at_once(tmp_path):
+    store = FileStore(f"file://{tmp_path}")
+    journal = Journal(store, "controller-a", lambda: 1.0)
+    journal.record(f.LeaseTaken(1, "me"))
+    journal.flush()
+    before = read_facts(store)
+    words = [sys.executable, "-m", "harness.uploader.keeper", str(tmp_path), "--once"]
+    subprocess.run(words, check=True, timeout=60)
+    assert not store.list("facts/") and store.list("archive/")
+    assert read_facts(store) == before != []
 
 
 # ---- audits --------------------------------------------------------------------------------------
