@@ -229,8 +229,7 @@ class Maker:
         usd = billed / 3600 * OFFER.usd_per_h
         words = (attempt, "preempted", up_s, up_s, self.t, None, "preempted", billed, usd)
         self.controller(f.AttemptEnded(*words, self.committed[0]))
-        for journal in [f"agent-{name}"]:
-            self.journals.pop(journal, None)
+        self.journals.pop(f"agent-{name}", None)
         self.step, self.head = self.committed
         self.unsaved = []
         for member in self.members.values():
@@ -381,19 +380,16 @@ def takeover(store: Slow) -> dict[str, Any]:
     from harness.bucket.lease import Lease
     from harness.cli.common import RealClock
     from harness.controller.book import Book
-    from harness.core.world import Node, NodeState, World
 
-    clock, sink = RealClock(), MemoryStore("memory://sink", {})
+    clock = RealClock()
     lease, journal = Lease(store, clock, "me"), Journal(store, "controller-new", clock.now)
     lease.acquire()
     book = Book.of(journal.read(), random.Random(0))
-    refs = Snapshots(store).latest()
+    newest = Snapshots(store).latest()
     lease.release()
-    for key in (*store.inner.list("lease/000002"), *sink.list("")):
+    for key in store.inner.list("lease/000002"):
         store.inner.delete(key)
-    alive = [n for n in book.open.values() if isinstance(n, Node) and n.state is not NodeState.GONE]
-    assert World is not None
-    return {"open": len(alive), "step": refs.step if refs else 0}
+    return {"open": len(book.open), "step": newest.step if newest else 0}
 
 
 class Ears:

@@ -1,6 +1,8 @@
 """Whatever order compactors, readers, writers and crashes come in: every fact is read once."""
 
 import random
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -15,7 +17,7 @@ from harness.bucket.volumes import DamagedArchive
 from harness.core import columns
 from harness.core import facts as f
 from storage.errors import NotFound
-from storage.files import MemoryStore
+from storage.files import FileStore, MemoryStore
 
 
 class Died(BaseException):
@@ -502,6 +504,40 @@ def test_members_that_are_gone_or_dead_are_taken_away():
     assert store.list("rdzv/members/") == ["rdzv/members/m0003-lives.json"]
 
 
+# ---- the keeper's process ------------------------------------------------------------------------
+def test_the_keeper_rests_before_it_imports_anything_and_gives_way(tmp_path):
+    code = f"""
+import os, sys, time
+from harness.uploader import keeper
+
+imported = []
+
+def rest(seconds):
+    imported.append("storage" in sys.modules)
+    if len(imported) == 3:
+        print(imported, os.getpriority(os.PRIO_PROCESS, 0) >= keeper.NICE)
+        sys.exit()
+
+time.sleep = rest
+keeper.main([{str(tmp_path)!r}])
+"""
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[False, True, True] True\n", done
+
+
+def test_the_keeper_archives_everything_at_once(tmp_path):
+    store = FileStore(f"file://{tmp_path}")
+    journal = Journal(store, "controller-a", lambda: 1.0)
+    journal.record(f.LeaseTaken(1, "me"))
+    journal.flush()
+    before = read_facts(store)
+    words = [sys.executable, "-m", "harness.uploader.keeper", str(tmp_path), "--once"]
+    subprocess.run(words, check=True, timeout=60)
+    assert not store.list("facts/") and store.list("archive/")
+    assert read_facts(store) == before != []
+
+
 # ---- audits --------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def proven():
@@ -550,7 +586,10 @@ def test_what_is_done_to_an_archive_is_found(proven, kind, how):
     assert not found.ok and "archive/" in (found.first_violation or ""), found
 
 
-def test_proofs_are_remembered_and_believed_of_the_same_bytes_only(proven, tmp_path):
+def test_proofs_are_remembered_and_believed_of_the_same_bytes_only(
+    proven, tmp_path, monkeypatch
+):
+    from harness.views import proving
     from harness.views.audit import audit
     from harness.views.proving import Prover
 
@@ -563,6 +602,12 @@ def test_proofs_are_remembered_and_believed_of_the_same_bytes_only(proven, tmp_p
     # it was interrupted: what is whole of its memory is believed
     memory.write_bytes(memory.read_bytes()[:-7])
     assert audit(store, prover=(cut := Prover(0, memory))).ok and cut.remembered == objects - 1
+    # its machine lost power: what was not written yet is zeros
+    memory.write_bytes(memory.read_bytes()[:-7] + bytes(4096))
+    assert audit(store, prover=(cut := Prover(0, memory))).ok and cut.remembered == objects - 1
+    # older code had other rules
+    monkeypatch.setattr(proving, "RULES", proving.RULES + 1)
+    assert audit(store, prover=(anew := Prover(0, memory))).ok and anew.remembered == 0
     key = store.list("samples/")[0]
     store.put(key, store.get(key).replace(b'"lr":', b'"lR":', 1))
     changed = audit(store, prover=Prover(0, memory))

@@ -48,7 +48,7 @@ def show_plan(
                 f"{url}/run.json: wanted the run's identity as JSON, found something else ({e})"
             ) from e
         made = _newest_steps(store)
-        facts = read_facts(store, steps=False)
+        facts = read_facts(store, "controller-", steps=False)
         offers = [s.fact.offer for s in facts if isinstance(s.fact, AttemptIntended)]
         timed = plans.measured(made, amount(offers[-1].get("speed", 1.0)) if offers else 1.0)
     cloud = open_cloud()

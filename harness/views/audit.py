@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.bucket.archive import segments
+from harness.bucket.archive import SEGMENT
 from harness.bucket.layout import (
     ARCHIVE,
     EPOCHS,
@@ -56,9 +56,10 @@ from harness.views.audit_report import AuditReport, Check
 from harness.views.audit_rules import RuleBroken, identity_of, json_of
 from harness.views.proving import Prover
 from storage.errors import NotFound
-from storage.manifest import Manifest, PartList, Ref, SnapshotCorrupt, SnapshotTooNew
+from storage.manifest import PARTS, Manifest, PartList, Ref, SnapshotCorrupt, SnapshotTooNew
 from storage.objects import ObjectStore, get_each
-from storage.snapshots import PARTS, Snapshots
+from storage.snapshot_keys import list_key, manifest_key
+from storage.snapshots import Snapshots
 
 
 def audit(
@@ -141,8 +142,7 @@ class _Audit:
 
     # ---- facts -----------------------------------------------------------------------------------
     def _facts(self) -> tuple[int, str]:
-        ours = {key for keys in segments(self.store).values() for key in keys.values()}
-        self._foreign(FACTS, set(self.store.list(FACTS)) - ours)
+        self._foreign(FACTS, {k for k in self.store.list(FACTS) if not SEGMENT.fullmatch(k)})
         found = audit_facts.read(self.store, self.prover, self.progress)
         self.facts, self.steps = found.facts, found.steps
         if found.unread:
@@ -220,7 +220,7 @@ class _Audit:
     def _manifests(self, refs: list[Ref]) -> tuple[int, str]:
         bad: Exception | None = None
         for ref in refs:
-            key = f"snapshots/manifests/{ref.name}.json"
+            key = manifest_key(ref)
             try:
                 manifest = self.snapshots.load(ref)
                 if manifest.to_json().encode() != self.store.get(key):
@@ -264,15 +264,14 @@ class _Audit:
     def _lists(self, manifest: Manifest) -> None:
         """The part lists that a manifest was merged from; an interrupted prune may have taken
         some away."""
-        prefix = f"{PARTS}{manifest.ref.name}/list-"
         lists = []
-        for key in self.store.list(prefix):
+        for key in self.store.list(f"{PARTS}{manifest.ref.name}/list-"):
             data = self.store.get(key)
             try:
                 one = PartList.from_json(data)
             except SnapshotCorrupt as e:
                 raise RuleBroken(f"{key}: {e}") from e
-            if one.to_json().encode() != data or key != f"{prefix}r{one.rank:05d}.json":
+            if one.to_json().encode() != data or key != list_key(manifest.ref, one.rank):
                 raise RuleBroken(
                     f"{key}: wanted the part list of that rank as it was created, found another; "
                     "it was changed"
@@ -346,8 +345,9 @@ class _Audit:
         there = self.store.list(SAMPLES)
         if not self.proofs:
             self._prove_records("")
-        others = [key for key in rec.heads(there).values() if key not in self.ends]
-        self._foreign(SAMPLES, set(there) - set(rec.heads(there).values()))
+        ours = rec.heads(there).values()
+        others = [key for key in ours if key not in self.ends]
+        self._foreign(SAMPLES, set(there).difference(ours))
         for key in others:
             proof = self.proofs.get(key)
             if proof is None or proof.part is None:

@@ -19,7 +19,7 @@ SECONDS, USD = 1e-6, 1e-9  # what float sums of a bill may differ by
 
 def check_bills(facts: Sequence[Stamped]) -> tuple[int, dict[int, AttemptEnded]]:
     """Each attempt's bill by itself: how many were asked for, and how each ended. Raises
-    Violation."""
+    RuleBroken."""
     intended: dict[int, tuple[float, AttemptIntended]] = {}
     ended: dict[int, AttemptEnded] = {}
     run_ended_t = max((s.t for s in facts if isinstance(s.fact, RunEnded)), default=None)
@@ -53,7 +53,7 @@ def check_buckets(
     facts: Sequence[Stamped], records: Committed, steps: Columns, ended: dict[int, AttemptEnded]
 ) -> None:
     """The ledger's rows are made of buckets; the facts' bills are not. To the nanosecond and the
-    nano-dollar they agree. Raises Violation."""
+    nano-dollar they agree. Raises RuleBroken."""
     now_s = max((s.t for s in facts), default=0.0)
     now_s = max(now_s, float(steps["end"].max(initial=0.0)))
     for row in Ledger.of(facts, records, now_s, steps).attempts:

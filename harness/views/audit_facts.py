@@ -71,7 +71,7 @@ class Found:
 
 
 def read(store: ObjectStore, prover: Prover, progress: AuditProgress) -> Found:
-    """Every fact, whole and in its place. Raises Violation, StoreError."""
+    """Every fact, whole and in its place. Raises RuleBroken, StoreError."""
     live = Live.read(store).segments  # before the archive, as every reader
     found = Found()
     cursors, rows = _archived(store, prover, found, progress)
@@ -149,7 +149,7 @@ def _compare(
     parts: list[bytes],
     join: Callable[[list[bytes]], bytes],
 ) -> None:
-    """Is a block what its volumes make? Raises Violation."""
+    """Is a block what its volumes make? Raises RuleBroken."""
     if len(parts) < block.end - block.first:  # it has come since we read the volumes
         last = raw_key(block.end - 1)
         if not store.list(last):

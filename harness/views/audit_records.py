@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.bucket import recorded
-from harness.bucket.layout import Epoch, epoch_key
+from harness.bucket.layout import SAMPLES, Epoch, epoch_key
 from harness.bucket.recorded import RecordsPart
 from harness.bucket.volumes import sealed, unsealed
 from harness.core import records as rec
@@ -80,7 +80,7 @@ def prove(key: str, data: bytes, context: str) -> bytes:
 
 
 def _obey(key: str, part: list[rec.StepRecord], identity: dict[str, Any]) -> None:
-    """The rules that each record must obey by itself. Raises Violation, the newest first."""
+    """The rules that each record must obey by itself. Raises RuleBroken, the newest first."""
     batching, proof = batching_of(identity), rec.what_digests_prove(identity)
     wanted = expected_digests(batching, part[0].step, len(part))
     later_epoch = part[-1].epoch
@@ -160,7 +160,7 @@ def walk(
     """The records objects that lead from `named` (a manifest's `data["samples"]`) back to step 1,
     newest first, one at a time. Raises BrokenRecords at the first that does not fit. The records of
     an object are in ascending order of steps."""
-    by_head = rec.heads(store.list("samples/"))
+    by_head = rec.heads(store.list(SAMPLES))
     key, want, step = named.key, named.head, named.last
     while True:
         part = read_part(store, key)
@@ -181,7 +181,7 @@ def chain(
     epoch: int,
 ) -> Iterator[tuple[str, RecordsPart]]:
     """As `walk`, over proofs; every rule is obeyed. `epoch`: that of the manifest. Raises
-    BrokenRecords, Violation."""
+    BrokenRecords, RuleBroken."""
     by_head = rec.heads(proofs)
     key, want, step = named.key, named.head, named.last
     while True:
@@ -249,7 +249,7 @@ def _check_begin(key: str, want: str, step: int, genesis: str) -> None:
 
 def compare_archive(found: recorded.Recorded, proofs: dict[str, Proof]) -> int:
     """Is every entry of the archive made of the object that it names? How many. Raises
-    Violation."""
+    RuleBroken."""
     if found.damage:
         raise RuleBroken(found.damage[0])
     for key, part in found.parts.items():

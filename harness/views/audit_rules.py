@@ -24,7 +24,7 @@ class RuleBroken(Exception):
 
 
 def json_of(key: str, data: bytes) -> Any:
-    """Raises Violation."""
+    """Raises RuleBroken."""
     try:
         return parsed(data, most_nbytes=EPOCH_NBYTES)
     except ValueError as e:
@@ -34,7 +34,7 @@ def json_of(key: str, data: bytes) -> Any:
 
 
 def identity_of(key: str, data: bytes) -> dict[str, Any]:
-    """What run.json says, in its one spelling. Raises Violation."""
+    """What run.json says, in its one spelling. Raises RuleBroken."""
     found = json_of(key, data)
     if not isinstance(found, dict) or canonical(found) != data:
         raise RuleBroken(
@@ -52,7 +52,7 @@ def identity_of(key: str, data: bytes) -> dict[str, Any]:
 
 def whole_lines(key: str, data: bytes) -> Iterator[tuple[str, str]]:
     """Lines of a fact segment, each in exactly the spelling that facts.Chain writes. Raises
-    Violation."""
+    RuleBroken."""
     *lines, rest = data.split(b"\n")
     if rest or not lines:
         raise RuleBroken(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from harness.views.painting import BUCKETS, NANO, LabelledSpan
 from harness.views.report import MEANING, attempt_end, verdict
-from harness.views.rows import AttemptRow
+from harness.views.rows import BAD_ENDS, AttemptRow
 from harness.views.summary import Point, Summary
 from harness.views.words import duration, money, plural, spread, steps_text
 from storage.text import plain
@@ -360,11 +360,8 @@ def _progress(s: Summary, x: Scale, top: float, height: float) -> list[str]:
         _text(168, top + height, "0", "end"),
         _text(12, top + height / 2 + 4, "steps", "start", "strong"),
     ]
-    by_epoch: dict[int, list[Point]] = {}
-    for p in points:
-        by_epoch.setdefault(p.epoch, []).append(p)
     lost = {(p.epoch, p.step) for p in s.lost}
-    for mine in by_epoch.values():
+    for mine in _by_epoch(points).values():
         good = [p for p in mine if (p.epoch, p.step) not in lost]
         if good:
             begin = (x(good[0].t - good[0].seconds), y(good[0].step - 1))
@@ -437,7 +434,7 @@ def _bar(s: Summary, a: AttemptRow, x: Scale, y: float, height: float) -> list[s
             )
             d = f"M{at - 6:.1f} {y - 7:.1f}h12l-6 10z"
             out.append(f'<path class=notice d="{d}" data-tip="{esc(tip)}"/>')
-    if a.gone_s is not None and a.end in ("preempted", "lost", "failed", "unfit"):
+    if a.gone_s is not None and a.end in BAD_ENDS:
         at, mid, r = x(a.gone_s) + 8, y + height / 2, 4.5
         d = (
             f"M{at - r:.1f} {mid - r:.1f}l{2 * r} {2 * r}M{at + r:.1f} {mid - r:.1f}l{-2 * r} "

@@ -10,6 +10,9 @@ from harness.views.painting import NANO
 if TYPE_CHECKING:
     from harness.views.painting import LabelledSpan
 
+# AttemptEnded.end of nodes that nobody wanted to go
+BAD_ENDS = ("failed", "preempted", "lost", "unfit", "refused")
+
 
 # ---- rows ----------------------------------------------------------------------------------------
 class Billed:

@@ -76,22 +76,17 @@ class PaintedEpoch:
 
     def __init__(self, spans: Spans):
         self.spans = spans
-        cuts = np.arange(0, len(spans.starts), PIECE)
+        count, lengths = len(spans.starts), spans.ends - spans.starts
         gaps = np.flatnonzero(spans.starts[1:] != spans.ends[:-1]) + 1
-        self._cuts: Ints = np.union1d(cuts, gaps).astype(np.int64)
-        # [from, to) of each piece, without a gap inside
-        self.starts: Ints = spans.starts[self._cuts]
-        stops = np.append(self._cuts[1:], len(spans.starts))
-        self.ends: Ints = spans.ends[stops - 1] if len(stops) and len(self._cuts) else self.starts
-        sums: Ints = np.zeros((len(self._cuts), NOTHING + 1), np.int64)
-        if len(self._cuts):
-            lengths = spans.ends - spans.starts
-            for level in range(NOTHING):
-                of_level = np.where(spans.levels == level, lengths, 0)
-                sums[:, level] = np.add.reduceat(of_level, self._cuts)
+        # where a piece begins: none has a gap inside
+        cuts: Ints = np.union1d(np.arange(0, count, PIECE), gaps).astype(np.int64)
+        sums: Ints = np.zeros((len(cuts), NOTHING + 1), np.int64)
+        for level in range(NOTHING if count else 0):
+            of_level = np.where(spans.levels == level, lengths, 0)
+            sums[:, level] = np.add.reduceat(of_level, cuts)
         # plain numbers: each is asked for one by one, by every node
-        self._begun: list[int] = self.starts.tolist()
-        self._over: list[int] = self.ends.tolist()
+        self._begun: list[int] = spans.starts[cuts].tolist()
+        self._over: list[int] = spans.ends[np.append(cuts, count)[1:] - 1].tolist()
         self._sums: list[LevelSums] = sums.tolist()
 
     def pieces(self, start: int, end: int) -> list[Piece]:

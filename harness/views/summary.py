@@ -143,6 +143,7 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
     ledger = Ledger.of(facts, records, until_s, steps)
     if over:  # what nodes did after the controller's last word belongs to it
         until_s = max([until_s, *(a.gone_s for a in ledger.attempts if a.gone_s)])
+    started_s = min((s.t for s in facts), default=until_s)
     sessions = [s.fact for s in facts if isinstance(s.fact, SessionStarted)]
     curve, lost = _curves(steps, records.rows, ledger.epochs)
     name, validation = _validation(facts, records, ledger.epochs)
@@ -151,8 +152,8 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
         state=last.outcome if last else "finished" if final else "going on",
         reason=last.reason if last else "",
         step=manifest.step if manifest else 0,
-        total_steps=max((s.total_steps for s in sessions), key=lambda n: n, default=0),
-        started_s=min((s.t for s in facts), default=until_s),
+        total_steps=max((s.total_steps for s in sessions), default=0),
+        started_s=started_s,
         ended_s=until_s,
         away_s=_away(facts),
         ledger=ledger,
@@ -166,9 +167,7 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
         session=sessions[-1] if sessions else None,
         asked=next((s.fact for s in reversed(facts) if isinstance(s.fact, RunAsked)), None),
         problems=tuple(problems),
-        store=egress.estimate(
-            store.url, facts, kept, until_s - min((s.t for s in facts), default=until_s)
-        ),
+        store=egress.estimate(store.url, facts, kept, until_s - started_s),
     )
 
 
@@ -238,7 +237,7 @@ def _curves(
     """Committed steps (and those of a living world after its newest snapshot), and lost ones. Of
     very many every so many-th, and each epoch's first and last."""
     living = [e.epoch for e in epochs if not e.ended]
-    more = columns.without(columns.newest_told(told), committed)
+    more = columns.without(told, committed)
     lives = np.isin(more["epoch"], living) if len(committed) else np.ones(len(more), bool)
     curve = columns.joined([committed, more[lives]])
     curve = _thinned(curve[np.lexsort((curve["epoch"], curve["step"]))])

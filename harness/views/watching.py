@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.bucket.layout import LEASES, RELEASED, newest_term, term_key
-from harness.bucket.lease import TTL_S
+from harness.bucket.layout import RELEASED
+from harness.bucket.lease import TTL_S, sign_of_life
 from harness.core import facts as f
 from harness.core.facts import Stamped
 from harness.core.values import amount
+from harness.views.rows import BAD_ENDS
 from harness.views.telling import describe
-from storage.errors import NotFound
 from storage.objects import ObjectStore
 
 EVENTS_KEPT = 200
@@ -326,13 +326,7 @@ class LiveState:
     def node_state(self, n: NodeView, now: float) -> tuple[str, str]:
         """Style and words."""
         if n.ended is not None:
-            return "red" if n.ended.end in (
-                "preempted",
-                "lost",
-                "failed",
-                "unfit",
-                "refused",
-            ) else "dim", n.ended.end
+            return "red" if n.ended.end in BAD_ENDS else "dim", n.ended.end
         member = n.member
         if member and member in n.agent_ended:
             return "dim", "leaving"
@@ -358,24 +352,19 @@ class LeaseWatch:
     False, or None (not known yet)."""
 
     store: ObjectStore
-    _seen: tuple[str, bytes] = ("", b"")
+    _term: int = 0  # the newest that was found
+    _seen: tuple[int, bytes] = (0, b"")
     _since_s: float = 0.0
     _moved: bool = False
 
     def look(self, now: float) -> bool | None:
-        term = newest_term(self.store.list(LEASES))
-        if not term:
+        sign = sign_of_life(self.store, self._term)
+        self._term, beat = sign
+        if not self._term or beat == RELEASED:
             return False
-        key = term_key(term, "beat")
-        try:
-            beat = self.store.get(key)
-        except NotFound:
-            beat = b""
-        if beat == RELEASED:
-            return False
-        if (key, beat) != self._seen:
+        if sign != self._seen:
             self._moved = bool(self._seen[0])  # what we see first may be old
-            self._seen, self._since_s = (key, beat), now
+            self._seen, self._since_s = sign, now
         if now - self._since_s < TTL_S * 1.5:
             return True if self._moved else None
         return False
