@@ -43,12 +43,12 @@ from storage.errors import (
     StoreUnavailable,
     UnsupportedValue,
 )
-from storage.leases import Watch, reading
+from storage.leases import Watch, held, reading
 from storage.manifest import PARTS, Manifest, Ref, SnapshotCorrupt
 from storage.objects import ObjectStore
 from storage.opening import normalize, open_store
 from storage.ranks import Ranks
-from storage.restore import PAUSES_S, Looks, Restore, Rewind, this_machine
+from storage.restore import PAUSES_S, Looks, Restore, Rewind, bad_hosts, this_machine
 from storage.retention import Keep
 from storage.snapshots import Snapshots
 from storage.trees import TAG, path_name
@@ -254,14 +254,10 @@ class _Load:
         )
 
     def _choose(self, restore: Restore, lease: contextlib.ExitStack) -> str | None:
-        found = None
-        for _ in range(3):
-            try:
-                found = restore.choose()
-            except Rewind as e:
-                raise Rewind(f"{e}; here: storage.load(url, allow_rewind=True)") from e
-            if found is None or lease.enter_context(reading(self._snapshots, found)):
-                break  # else it was pruned just now, or we may only read
+        try:
+            found = held(self._snapshots, restore.choose, lease)
+        except Rewind as e:
+            raise Rewind(f"{e}; here: storage.load(url, allow_rewind=True)") from e
         return found.name if found else None
 
     def _of_step(self, step: int, lease: contextlib.ExitStack) -> str:
@@ -286,26 +282,15 @@ class _Load:
                 return None, "", str(e)
 
         state, why, silent = self._ranks.each(look)
-        found: list[tuple[str, str, str]] = self._ranks.gather((self._host, why, silent))
-        if silences := [text for _, _, text in found if text]:
-            raise StoreUnavailable(silences[0])
-        bad = {host: text for host, text, _ in found if text}
+        ranks = self._ranks
+        said = ranks.gather((self._host, why, silent))
+        bad = bad_hosts(said)
         if bad and not judge:
             raise SnapshotCorrupt(next(iter(bad.values())))
         if not bad:
-            self._ranks.first(lambda: self._whole(restore, ref))
+            ranks.first(lambda: self._whole(restore, ref))
             return state, False
-        # somebody on another host has read it, or its share of it: it shall read all of it
-        second = next((i for i, (host, _, _) in enumerate(found) if host not in bad), None)
-        refuted = False
-        if second is not None:
-            said = self._ranks.gather(restore.verify(ref) if self._ranks.rank == second else None)[
-                second
-            ]
-            refuted = said == ""
-            if said:
-                bad[found[second][0]] = said
-        unfit = self._ranks.first(lambda: restore.blame(ref, bad, refuted))
+        unfit = restore.judge(ref, said, ranks.rank, ranks.gather, ranks.first)
         if unfit:
             raise SnapshotCorrupt(
                 f"{'; '.join(unfit.values())}; load from another machine, or load an older one: "
