@@ -1,9 +1,12 @@
 """`storage.save` and `storage.load`: one process, then real gloo worlds."""
 
+import gc
 import random
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -267,6 +270,16 @@ def test_what_did_not_change_is_not_sent_again(store: MemoryStore) -> None:
     after = sum(store.size(k) for k in store.list("snapshots/parts/"))
     assert after - before < before / 4
     assert torch.equal(storage.load(store)["model"]["frozen"], frozen)
+
+
+def test_a_save_leaves_no_thread_behind(store: MemoryStore) -> None:
+    for step in range(5):
+        storage.save(store, {"w": weights(step)}, step=step)
+    give_up_s = time.monotonic() + 30
+    while left := [t for t in threading.enumerate() if t.name == "stage"]:
+        assert time.monotonic() < give_up_s, f"{len(left)} are left"
+        gc.collect()  # other tests' as well
+        time.sleep(0.01)
 
 
 # ---- crashes, and others -------------------------------------------------------------------------
