@@ -29,13 +29,22 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from storage.copying import ALIGN, Copying, Layout, Move, Staged, pin, version_of
-from storage.loading import destinations, load
+from storage.loading import destinations, like_parameters, load
 from storage.manifest import Manifest, Ref
 from storage.snapshots import Snapshots
 from storage.staging import ErrandThread
 from storage.trees import dtype_name, join, split
 
-__all__ = ["Saver", "Staged", "destinations", "join", "load", "pin", "split"]
+__all__ = [
+    "Saver",
+    "Staged",
+    "destinations",
+    "join",
+    "like_parameters",
+    "load",
+    "pin",
+    "split",
+]
 
 # a rank's bytes are cut into files of about this size: what one failed request repeats
 FILE_NBYTES = 256 << 20

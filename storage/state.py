@@ -51,7 +51,7 @@ from storage.ranks import Ranks
 from storage.restore import PAUSES_S, Looks, Restore, Rewind, bad_hosts, this_machine
 from storage.retention import Keep
 from storage.snapshots import Snapshots
-from storage.trees import TAG, path_name
+from storage.trees import TAG
 
 log = logging.getLogger(__name__)
 
@@ -312,7 +312,7 @@ class _Into:
     def __init__(self, into: Any, only: Collection[str] | None):
         self._into, self._only = into, only
         self._have = {} if into is None else _split(_plain(into))[0]
-        self._parameters = dict(_optimizers(into, ()))
+        self._like = dcp.like_parameters(into)
 
     def read(self, snapshots: Snapshots, ref: Ref) -> Any:
         """Raises SnapshotCorrupt, StateMismatch, NotFound."""
@@ -330,30 +330,6 @@ class _Into:
             return dcp.join(tensors, plain)
         except ValueError as e:
             raise StateMismatch(str(e)) from e
-
-    def _like(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """An optimizer's state that does not exist yet is laid out like its parameter."""
-        for prefix, parameters in self._parameters.items():
-            number = name.removeprefix(prefix).partition("/")[0]
-            if name.startswith(prefix) and number.isdecimal() and int(number) < len(parameters):
-                return parameters[int(number)]
-        return None
-
-
-def _optimizers(value: Any, path: tuple[str, ...]) -> list[tuple[str, list[torch.Tensor]]]:
-    """Of each optimizer in a state: the prefix of its tensors' names, and its parameters in the
-    order in which it counts them."""
-    if isinstance(value, torch.optim.Optimizer):
-        held = [p for group in value.param_groups for p in group["params"]]
-        return [(f"{path_name((*path, 'state'))}/", held)]
-    inside: list[tuple[str, list[torch.Tensor]]] = []
-    if isinstance(value, dict):
-        for key, one in value.items():
-            inside += _optimizers(one, (*path, str(key)))
-    elif isinstance(value, list | tuple):
-        for i, one in enumerate(value):
-            inside += _optimizers(one, (*path, str(i)))
-    return inside
 
 
 def _names(plain: Any) -> list[str]:

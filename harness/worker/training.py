@@ -202,18 +202,6 @@ class Training:
         """Take over the state of a snapshot. Raises BadInput, StoreError."""
         assert self.model is not None
         have, _ = dcp.split(self.state())
-        by_index = [
-            [p for group in o.param_groups for p in group["params"]] for o in self.optimizers
-        ]
-
-        def like(name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-            """Optimizer state that does not exist yet is laid out like its parameter."""
-            parts = name.split("/")
-            if parts[0] == "optimizer" and parts[2] == "state":
-                parameter = by_index[int(parts[1])][int(parts[3])]
-                return parameter.detach() if tuple(parameter.shape) == shape else None
-            return None
-
         own = self._own_of(manifest)
         mine = {key for keys in own.values() for key in keys}
 
@@ -221,6 +209,7 @@ class Training:
             top = path.partition("/")[0]
             return RANK_MARK not in top or top in mine
 
+        like = dcp.like_parameters({"optimizer": self.optimizers})
         tensors = dcp.destinations(manifest, common(have), like, wanted)
         dcp.load(snapshots, manifest, tensors)
         state = dcp.join(
