@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from storage.copying import ALIGN, Copying, Layout, Move, Staged, pin, version_of
 from storage.loading import destinations, like_parameters, load
 from storage.manifest import Manifest, Ref
+from storage.ranks import gathered
 from storage.snapshots import Snapshots
 from storage.staging import ErrandThread
 from storage.trees import dtype_name, join, split
@@ -82,7 +83,7 @@ class Saver:
         """
         structure = _structure(tensors)
         changed = self._layout is None or self._layout.structure != structure
-        if not any(self._gather(changed)):
+        if not any(gathered(changed, self._group)):
             return
         planner = _save_planner(tensors)
         try:
@@ -90,7 +91,7 @@ class Saver:
         except (ValueError, RuntimeError, TypeError) as e:
             # told to all, or they would wait for us for ever
             local = f"rank {self.rank} cannot save its tensors: {e}"
-        plans = self._gather(local)
+        plans = gathered(local, self._group)
         for plan in plans:
             if isinstance(plan, str):
                 raise ValueError(plan)
@@ -189,13 +190,6 @@ class Saver:
         self._base = manifest or base
         staged.release()
         return manifest
-
-    def _gather(self, mine: Any) -> list[Any]:
-        if self._group is None:
-            return [mine]
-        everyone: list[Any] = [None] * self.world
-        dist.all_gather_object(everyone, mine, group=self._group)
-        return everyone
 
     def _take_back(self, buffer: torch.Tensor, layout: Layout) -> None:
         if layout is self._layout and len(self._free) < 2:

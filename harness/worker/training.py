@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -160,12 +159,12 @@ class Training:
     def share_buffers(self, look: bool = False) -> None:
         """What forwards have changed in the model beside its parameters is the first replica's
         from here on. `look`: it may be more than before."""
-        control = self._peers.control
-        if control is None or self.model is None or self.buffers is None or self.reduce != "fast":
-            return  # exact sums promise more: what differs is refused
+        if self._peers.control is None or self.model is None or self.buffers is None:
+            return
+        if self.reduce != "fast":  # exact sums promise more: what differs is refused
+            return
         if look or self._living is None:
-            every: list[Any] = [None] * self._peers.world
-            dist.all_gather_object(every, self.buffers.changed(), group=control)
+            every = self._peers.gather(self.buffers.changed())
             self._living = sorted(
                 {*(self._living or ()), *(name for names in every for name in names)}
             )
