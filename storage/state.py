@@ -34,9 +34,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from storage import dcp, errors
+from storage import dcp
 from storage.errors import (
     NoSnapshot,
+    NotFound,
     StateMismatch,
     StepBehind,
     StoreError,
@@ -93,9 +94,7 @@ def save(
     store, _ = _opened(url)
     snapshots = Snapshots(store)
     tensors, plain = ranks.each(lambda: _split(_plain(state)))
-    name, newest, token = ranks.first(lambda: _next(snapshots, step, rewind))
-    ref = Ref.parse(name)
-    base = Manifest.from_json(newest) if newest else None
+    ref, base, token = ranks.first(lambda: _next(snapshots, step, rewind))
     saver = dcp.Saver(snapshots, ranks.group)
     saver.plan(tensors)
     data: dict[str, Any] = {}
@@ -128,21 +127,20 @@ def save(
     return ref
 
 
-def _next(snapshots: Snapshots, step: int, rewind: bool) -> tuple[str, str, str]:
-    """The new snapshot's name, the newest one's manifest as JSON ("": there is none that can be
-    read), and a token."""
+def _next(snapshots: Snapshots, step: int, rewind: bool) -> tuple[Ref, Manifest | None, str]:
+    """The new snapshot, the newest one's manifest (None: there is none that can be read), and a
+    token."""
     committed, doomed = snapshots.manifests()
     usable = committed - doomed - snapshots.quarantined()
-    newest, text = max(usable, default=None), ""
+    newest, base = max(usable, default=None), None
     if newest is not None:
-        with contextlib.suppress(SnapshotCorrupt, errors.NotFound):  # then nothing builds on it
-            manifest = snapshots.load(newest)
-            if manifest.data.get("by") != BY:
+        with contextlib.suppress(SnapshotCorrupt, NotFound):  # then nothing builds on it
+            base = snapshots.load(newest)
+            if base.data.get("by") != BY:
                 raise StoreError(
                     f"{snapshots.store.url}: its snapshots were not saved by storage.save, but by "
                     "a run; wanted a URL of its own, for example one level below"
                 )
-            text = manifest.to_json()
         if step < newest.step and not rewind:
             raise StepBehind(
                 f"{snapshots.store.url} has committed step {newest.step}; step {step} would go "
@@ -154,7 +152,7 @@ def _next(snapshots: Snapshots, step: int, rewind: bool) -> tuple[str, str, str]
     ref = Ref(last.epoch if step > last.step else last.epoch + 1, step)
     while snapshots.store.list(f"{PARTS}{ref.name}/"):  # of a writer that died, or still writes
         ref = Ref(ref.epoch + 1, step)
-    return ref.name, text, secrets.token_hex(6)
+    return ref, base, secrets.token_hex(6)
 
 
 def _prune(snapshots: Snapshots, keep: Keep) -> None:
@@ -219,20 +217,20 @@ class _Load:
         restore = self._restore(allow_rewind)
         while True:
             with contextlib.ExitStack() as lease:
-                name = self._ranks.first(lambda: self._choose(restore, lease))
-                if name is None:
+                ref = self._ranks.first(lambda: self._choose(restore, lease))
+                if ref is None:
                     raise NoSnapshot(
                         f"{self._snapshots.store.url} has no snapshot; save one first "
                         "(storage.save), or look whether the URL is the right one"
                     )
-                state, again = self._read(restore, Ref.parse(name), judge=True)
+                state, again = self._read(restore, ref, judge=True)
             if not again:
                 return state
 
     def at(self, step: int) -> Any:
         restore = self._restore(False)
         with contextlib.ExitStack() as lease:
-            ref = Ref.parse(self._ranks.first(lambda: self._of_step(step, lease)))
+            ref = self._ranks.first(lambda: self._of_step(step, lease))
             state, again = self._read(restore, ref, judge=False)
         assert not again
         return state
@@ -253,24 +251,24 @@ class _Load:
             on_bad=lambda ref, why: say(ref, f"{ref} is passed over: {why}"),
         )
 
-    def _choose(self, restore: Restore, lease: contextlib.ExitStack) -> str | None:
+    def _choose(self, restore: Restore, lease: contextlib.ExitStack) -> Ref | None:
         try:
-            found = held(self._snapshots, restore.choose, lease)
+            return held(self._snapshots, restore.choose, lease)
         except Rewind as e:
             raise Rewind(f"{e}; here: storage.load(url, allow_rewind=True)") from e
-        return found.name if found else None
 
-    def _of_step(self, step: int, lease: contextlib.ExitStack) -> str:
+    def _of_step(self, step: int, lease: contextlib.ExitStack) -> Ref:
         committed, doomed = self._snapshots.manifests()
         have = committed - doomed
-        if not (found := [ref for ref in have if ref.step == step]):
+        found = max((ref for ref in have if ref.step == step), default=None)
+        if found is None:
             steps = sorted({ref.step for ref in have})
             raise NoSnapshot(
                 f"{self._snapshots.store.url} has no snapshot of step {step}; it has "
                 f"{', '.join(map(str, steps)) if steps else 'none at all'}"
             )
-        lease.enter_context(reading(self._snapshots, max(found)))
-        return max(found).name
+        lease.enter_context(reading(self._snapshots, found))
+        return found
 
     def _read(self, restore: Restore, ref: Ref, judge: bool) -> tuple[Any, bool]:
         """The state, and whether it was bad and there may be an older one."""
