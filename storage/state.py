@@ -15,7 +15,7 @@ snapshots can be loaded here, but not added to.
 Errors (all are StoreErrors, and the same on all ranks):
     NoSnapshot        there is nothing to load
     StepBehind        a greater step is committed already
-    StateMismatch     `into` is not laid out like what was saved
+    StateMismatch     `into` is not laid out like what was saved, or the ranks do not save the same
     UnsupportedValue  the state holds something that cannot be stored without pickling it
     Rewind            more than one damaged snapshot would be passed over
 """
@@ -85,7 +85,7 @@ def save(
     rewind:   go on from an older snapshot: `step` may be less than the newest one's, which stays.
     alone:    this process alone saves, though torch.distributed is initialized.
     Chunks that the newest snapshot has are not sent again. Needs host memory for one copy of what
-    this rank writes. Raises StepBehind, UnsupportedValue, StoreError.
+    this rank writes. Raises StepBehind, UnsupportedValue, StateMismatch, StoreError.
     """
     if step < 0:
         raise ValueError(f"save(step={step}): wanted a number of steps, 0 or more")
@@ -96,7 +96,10 @@ def save(
     tensors, plain = ranks.each(lambda: _split(_plain(state)))
     ref, base, token = ranks.first(lambda: _next(snapshots, step, rewind))
     saver = dcp.Saver(snapshots, ranks.group)
-    saver.plan(tensors)
+    try:
+        saver.plan(tensors)
+    except ValueError as e:  # on all ranks alike
+        raise StateMismatch(str(e)) from e
     data: dict[str, Any] = {}
     if ranks.rank == 0:
         before = base.ref.name if base is not None else ""

@@ -458,8 +458,9 @@ def two_save(rank: int, folder: str) -> None:
     into: Any = {"model": torch.zeros(2)} if rank == 1 else {"model": model}
     with pytest.raises(storage.StateMismatch):
         storage.load(f"{folder}/run", into=into)
-    with pytest.raises(ValueError, match="different names"):
+    with pytest.raises(ValueError, match="different names") as differ:
         storage.save(f"{folder}/bad", {"w": torch.zeros(3 + rank)}, step=1)
+    assert isinstance(differ.value, storage.StateMismatch)
 
     # a newer one is damaged where only one rank reads it
     with torch.no_grad():
