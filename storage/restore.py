@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 from storage.errors import NotFound, StoreError, StoreUnavailable
 from storage.manifest import Ref, SnapshotCorrupt, canonical
 from storage.objects import ObjectStore
-from storage.snapshot_keys import MANIFESTS, host_word
+from storage.snapshot_keys import host_word, manifest_key
 from storage.snapshots import Snapshots
 
 T = TypeVar("T")
@@ -443,9 +443,9 @@ def _recorded(store: ObjectStore) -> int:
 def _contradiction(snapshots: Snapshots, ref: Ref) -> str:
     """Why it proves nothing that objects of a snapshot were not found; "" if it does: the
     listing says so too, and others are found."""
-    manifest_key = f"{MANIFESTS}{ref.name}.json"
+    key = manifest_key(ref)
     try:
-        if manifest_key not in snapshots.store.list(manifest_key):
+        if key not in snapshots.store.list(key):
             return "its manifest is not listed either"
         manifest = snapshots.load(ref)
     except SnapshotCorrupt:
