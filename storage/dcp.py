@@ -1,5 +1,6 @@
 """Tensors <-> parts of a snapshot, through the planners of torch.distributed.checkpoint. Torch is
-imported here, in `loading.py`, `copying.py` and `trees.py`, and nowhere else in `storage`.
+imported here and in `loading.py`, `copying.py`, `trees.py`, `ranks.py` and `state.py`, and nowhere
+else in `storage`.
 
 DCP's planners decide who writes what and who reads what, so FSDP2, TP, HSDP and DDP state is saved
 on one world and loaded on another. The layout beneath is ours: raw little-endian tensor bytes in
