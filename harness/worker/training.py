@@ -105,16 +105,14 @@ class Training:
 
     def _choose(self, asked: Strategy | None) -> Strategy:
         assert self.model is not None
-        replica_ranks, reduce = self._peers.replica_ranks, self.reduce
-        if asked is not None:
-            check_fits(asked, reduce, replica_ranks)
-            return asked
         chosen: Strategy
-        if reduce == "fast":
+        if asked is not None:
+            chosen = asked
+        elif self.reduce == "fast":
             chosen = strategy_for(self.model)
         else:
-            chosen = exact_strategy_for(self.model, reduce, self.optimizers)
-        check_fits(chosen, reduce, replica_ranks)
+            chosen = exact_strategy_for(self.model, self.reduce, self.optimizers)
+        check_fits(chosen, self.reduce, self._peers.replica_ranks)
         return chosen
 
     def _check_optimizers(self) -> None:
