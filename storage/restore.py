@@ -33,7 +33,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from storage.errors import NotFound, StoreError, StoreUnavailable
-from storage.manifest import Ref, SnapshotCorrupt, canonical
+from storage.json_text import canonical
+from storage.manifest import Ref, SnapshotCorrupt
 from storage.objects import ObjectStore
 from storage.snapshot_keys import host_word, manifest_key
 from storage.snapshots import Snapshots

@@ -34,20 +34,12 @@ from typing import Any
 
 from storage.errors import NotFound, StoreUnavailable
 from storage.groups import GROUP_RANKS, gather, read_all
-from storage.manifest import (
-    CHUNK_NBYTES,
-    Known,
-    Manifest,
-    Part,
-    PartList,
-    Ref,
-    SnapshotCorrupt,
-    canonical,
-    chunk_hash,
-)
+from storage.json_text import canonical
 from storage.manifest import PARTS as PARTS
+from storage.manifest import Manifest, Part, PartList, Ref, SnapshotCorrupt
 from storage.marks import mark, why_of
 from storage.objects import ObjectStore, read_into, size_each
+from storage.parts import CHUNK_NBYTES, Known, chunk_hash
 from storage.pruning import Expired, KeepPolicy, OnBad, Pruner
 from storage.snapshot_keys import (
     DOOM,

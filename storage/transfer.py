@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from storage.errors import NotFound, StoreError
 from storage.leases import reading
-from storage.manifest import Manifest, Part, Ref, SnapshotCorrupt, chunk_hash
+from storage.manifest import Manifest, Part, Ref, SnapshotCorrupt
 from storage.objects import Keys, ObjectStore, read_into, why_not_a_key
+from storage.parts import chunk_hash
 from storage.pruning import KeepPolicy
 from storage.snapshot_keys import manifest_key, quarantine_key
 from storage.snapshots import Snapshots
