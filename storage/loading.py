@@ -26,18 +26,21 @@ from torch.distributed.tensor import DTensor
 
 from storage.manifest import Manifest, SnapshotCorrupt
 from storage.snapshots import Snapshots, scratch
+from storage.trees import path_name
 
 # one request of a load, whole hash chunks: so little that it stays in a processor's cache until it
 # is copied
 READ_NBYTES = 8 << 20
 READ_THREADS = 16
 
+# name and global shape of a tensor -> the tensor that it belongs to
+Like = Callable[[str, tuple[int, ...]], torch.Tensor | None]
 
-# ---- loading -------------------------------------------------------------------------------------
+
 def destinations(
     manifest: Manifest,
     have: dict[str, torch.Tensor],
-    like: Callable[[str, tuple[int, ...]], torch.Tensor | None] = lambda name, shape: None,
+    like: Like = lambda name, shape: None,
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, torch.Tensor]:
     """`have`, plus a new tensor for every saved one that the program does not have yet (optimizer
@@ -59,6 +62,37 @@ def destinations(
         else:
             made[name] = torch.empty(shape, dtype=dtype)
     return made
+
+
+def like_parameters(state: Any) -> Like:
+    """For `destinations`: state of the optimizers in `state` (dicts, lists and tuples of them) that
+    does not exist yet is laid out like its parameter."""
+    held = dict(_optimizers(state, ()))
+
+    def like(name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+        for prefix, parameters in held.items():
+            number = name.removeprefix(prefix).partition("/")[0]
+            if name.startswith(prefix) and number.isdecimal() and int(number) < len(parameters):
+                return parameters[int(number)]
+        return None
+
+    return like
+
+
+def _optimizers(value: Any, path: tuple[str, ...]) -> list[tuple[str, list[torch.Tensor]]]:
+    """Of each optimizer in a state: the prefix of its tensors' names, and its parameters in the
+    order in which it counts them."""
+    if hasattr(value, "param_groups"):  # an optimizer, or what wraps one
+        parameters = [p for group in value.param_groups for p in group["params"]]
+        return [(f"{path_name((*path, 'state'))}/", parameters)]
+    inside: list[tuple[str, list[torch.Tensor]]] = []
+    if isinstance(value, dict):
+        for key, one in value.items():
+            inside += _optimizers(one, (*path, str(key)))
+    elif isinstance(value, list | tuple):
+        for i, one in enumerate(value):
+            inside += _optimizers(one, (*path, str(i)))
+    return inside
 
 
 @dataclass(frozen=True)

@@ -83,8 +83,7 @@ class Part:
     """A file of a snapshot. `hashes[i]` is of bytes [i * chunk_nbytes, (i + 1) * chunk_nbytes).
 
     places: where its bytes lie, in order, cut between chunks: in objects of its own, or in those of
-    older snapshots that had the
-            same chunks. Empty: all of them in the object `key`.
+            older snapshots that had the same chunks. Empty: all of them in the object `key`.
     """
 
     key: str

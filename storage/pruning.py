@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from storage.errors import NotFound
 from storage.manifest import PARTS, PartList, Ref, SnapshotCorrupt
 from storage.retention import Keep
-from storage.snapshot_keys import DOUBTS, MANIFESTS, doom_key, manifest_key, ref_in
+from storage.snapshot_keys import MANIFESTS, doom_key, doubts_of, manifest_key, ref_in
 
 if TYPE_CHECKING:
     from storage.snapshots import Snapshots
@@ -78,7 +78,7 @@ class Pruner:
             if self._delete(ref, [k for k in objects[ref] if k not in needed]) or ref in committed
         ]
         for ref in marked.intersection(deleted):
-            for key in self._store.list(f"{DOUBTS}{ref.name}/"):
+            for key in self._store.list(doubts_of(ref)):
                 self._store.delete(key)
         for ref in sorted(doomed - committed - set(objects), reverse=True)[DOOMED_KEPT:]:
             self._store.delete(doom_key(ref))

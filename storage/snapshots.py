@@ -34,32 +34,25 @@ from typing import Any
 
 from storage.errors import NotFound, StoreUnavailable
 from storage.groups import GROUP_RANKS, gather, read_all
-from storage.manifest import (
-    CHUNK_NBYTES,
-    Known,
-    Manifest,
-    Part,
-    PartList,
-    Ref,
-    SnapshotCorrupt,
-    canonical,
-    chunk_hash,
-)
+from storage.json_text import canonical
 from storage.manifest import PARTS as PARTS
+from storage.manifest import Manifest, Part, PartList, Ref, SnapshotCorrupt
 from storage.marks import mark, why_of
 from storage.objects import ObjectStore, read_into, size_each
+from storage.parts import CHUNK_NBYTES, Known, chunk_hash
 from storage.pruning import Expired, KeepPolicy, OnBad, Pruner
 from storage.snapshot_keys import (
     DOOM,
-    DOUBTS,
-    ENDED,
     MANIFESTS,
     QUARANTINE,
     READING,
+    doubts_of,
+    ended_key,
     host_word,
     lease_key,
     list_key,
     manifest_key,
+    quarantine_key,
     ref_in,
     refs_in,
 )
@@ -350,13 +343,13 @@ class Snapshots:
         if manifest.data.get("final"):
             return str(manifest.data.get("ended") or "finished")
         try:
-            return why_of(self.store.get(f"{MANIFESTS}{manifest.ref.name}{ENDED}"), "finished")
+            return why_of(self.store.get(ended_key(manifest.ref)), "finished")
         except NotFound:
             return ""
 
     def end(self, ref: Ref, why: str) -> None:
         """Say that the run has ended with this committed snapshot. The first word stays."""
-        self.store.create(f"{MANIFESTS}{ref.name}{ENDED}", mark(ref, why))
+        self.store.create(ended_key(ref), mark(ref, why))
 
     def latest(self, on_bad: OnBad | None = None) -> Manifest | None:
         """The newest snapshot whose manifest is good and whose parts have their sizes; None if
@@ -400,28 +393,28 @@ class Snapshots:
     def quarantine(self, ref: Ref, why: str) -> None:
         """Do not use this snapshot (until somebody reads it whole and takes the mark back). The
         first reason stays."""
-        self.store.create(f"{QUARANTINE}{ref.name}.json", mark(ref, why))
+        self.store.create(quarantine_key(ref), mark(ref, why))
 
     def pardon(self, ref: Ref) -> None:
         """It was read whole: take its mark back, and what was said against it."""
         self.unmark(ref)
-        for key in self.store.list(f"{DOUBTS}{ref.name}/"):
+        for key in self.store.list(doubts_of(ref)):
             self.store.delete(key)
 
     def unmark(self, ref: Ref) -> None:
         """Take the mark back; what hosts said stays."""
-        self.store.delete(f"{QUARANTINE}{ref.name}.json")
+        self.store.delete(quarantine_key(ref))
 
     def doubt(self, ref: Ref, host: str, why: str) -> None:
         """A host says that it cannot read it whole. Alone that is no proof: two hosts' word is."""
         self.store.create(
-            f"{DOUBTS}{ref.name}/{host_word(host)}.json",
+            f"{doubts_of(ref)}{host_word(host)}.json",
             mark(ref, why, host=host),
         )
 
     def doubters(self, ref: Ref) -> set[str]:
         """Hosts that could not read it whole, as `doubt` names them in keys."""
-        prefix = f"{DOUBTS}{ref.name}/"
+        prefix = doubts_of(ref)
         return {key.removeprefix(prefix).removesuffix(".json") for key in self.store.list(prefix)}
 
     def quarantined(self) -> set[Ref]:
@@ -430,7 +423,7 @@ class Snapshots:
 
     def why(self, ref: Ref) -> str:
         """Why a snapshot is quarantined. Raises NotFound."""
-        found = self.store.get(f"{QUARANTINE}{ref.name}.json")
+        found = self.store.get(quarantine_key(ref))
         return why_of(found, "its mark is unreadable")
 
     def prune(

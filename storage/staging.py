@@ -22,6 +22,7 @@ import queue
 import secrets
 import shutil
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -150,19 +151,21 @@ class Segments:
 
 class ErrandThread:
     """A thread that does errands in order and is there already: to start one makes the caller
-    wait for Python's lock, often 5 ms."""
+    wait for Python's lock, often 5 ms. It ends when nobody has this any more."""
 
     def __init__(self, name: str):
-        self._errands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name=name, daemon=True).start()
+        self._errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=_work, args=(self._errands,), name=name, daemon=True).start()
+        weakref.finalize(self, self._errands.put, None)
 
     def run(self, errand: Callable[[], None]) -> None:
         """Returns at once. The errand answers for its own errors."""
         self._errands.put(errand)
 
-    def _work(self) -> None:
-        while True:
-            self._errands.get()()
+
+def _work(errands: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (errand := errands.get()) is not None:
+        errand()
 
 
 def default_parent() -> Path:

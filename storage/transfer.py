@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 from storage.errors import NotFound, StoreError
 from storage.leases import reading
-from storage.manifest import Manifest, Part, Ref, SnapshotCorrupt, chunk_hash
+from storage.manifest import Manifest, Part, Ref, SnapshotCorrupt
 from storage.objects import Keys, ObjectStore, read_into, why_not_a_key
+from storage.parts import chunk_hash
 from storage.pruning import KeepPolicy
-from storage.snapshot_keys import MANIFESTS, QUARANTINE
+from storage.snapshot_keys import manifest_key, quarantine_key
 from storage.snapshots import Snapshots
 
 # objects on their way at once; each is in memory whole (dcp cuts a rank's bytes into files of 256
@@ -62,13 +63,13 @@ def copy(
 def _copy_one(
     source: ObjectStore, target: ObjectStore, ref: Ref, progress: CopyProgress | None
 ) -> Copied:
-    key = f"{MANIFESTS}{ref.name}.json"
+    key = manifest_key(ref)
     try:
         text = source.get(key)
         manifest = Snapshots(source).load(ref)
         if _is_there(target, key, text):
             return Copied(ref, "there", 0, manifest.nbytes)
-        if target.list(f"{QUARANTINE}{ref.name}.json"):
+        if target.list(quarantine_key(ref)):
             raise StoreError(
                 f"{target.url}: snapshot {ref} is quarantined there; remove its mark, or copy to "
                 "another URL"

@@ -7,12 +7,6 @@ that outlives the trainer. Parts of older snapshots go first. When a deadline is
 is surest goes first, and what is not written when time is up is given up, so that the last word
 said of it is true. Without one it watches the training's steps, where it is told how, and sends
 less at once when that helps them (`throttle.py`).
-
-    outcome.state   "committed"   the manifest is there
-                    "failed"      not committed by us, and our share is not written: nobody can
-                                  commit it
-                    "waiting"     our share is written; another rank's is not, within the time:
-                                  whoever is last commits
 """
 
 from __future__ import annotations

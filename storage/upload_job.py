@@ -1,4 +1,11 @@
-"""What is uploaded, what became of it, and what to expect of it: plain data. Pure."""
+"""What is uploaded, what became of it, and what to expect of it: plain data. Pure.
+
+outcome.state   "committed"   the manifest is there
+                "failed"      not committed by us, and our share is not written: nobody can
+                              commit it
+                "waiting"     our share is written; another rank's is not, within the time:
+                              whoever is last commits
+"""
 
 from __future__ import annotations
 

@@ -227,6 +227,7 @@ def test_progress_reads_each_segment_once_and_follows_rewinds():
     store.create("snapshots/manifests/0000000025-e000002.json", b"{}")
     assert progress.poll() == 0.25
     store.create("facts/worker-c/000000.jsonl", b"not a fact\n[]\n")
+    store.create("snapshots/manifests/.DS_Store", b"somebody else's")
     assert progress.poll() == 0.25
 
 

@@ -47,7 +47,8 @@ from harness.proof.sim_world import VirtualClock
 from storage.errors import StoreError, StoreUnavailable
 from storage.faults import Crash
 from storage.files import MemoryStore
-from storage.manifest import Ref, SnapshotTooNew, canonical, digest
+from storage.json_text import canonical, digest
+from storage.manifest import Ref, SnapshotTooNew
 from storage.objects import ObjectStore
 from storage.snapshots import Snapshots
 

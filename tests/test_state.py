@@ -1,9 +1,12 @@
 """`storage.save` and `storage.load`: one process, then real gloo worlds."""
 
+import gc
 import random
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -269,6 +272,16 @@ def test_what_did_not_change_is_not_sent_again(store: MemoryStore) -> None:
     assert torch.equal(storage.load(store)["model"]["frozen"], frozen)
 
 
+def test_a_save_leaves_no_thread_behind(store: MemoryStore) -> None:
+    for step in range(5):
+        storage.save(store, {"w": weights(step)}, step=step)
+    give_up_s = time.monotonic() + 30
+    while left := [t for t in threading.enumerate() if t.name == "stage"]:
+        assert time.monotonic() < give_up_s, f"{len(left)} are left"
+        gc.collect()  # other tests' as well
+        time.sleep(0.01)
+
+
 # ---- crashes, and others -------------------------------------------------------------------------
 def test_wherever_a_save_dies_the_newest_is_whole(store: MemoryStore) -> None:
     """At every store call, before and after it took effect; and the next save goes through."""
@@ -445,8 +458,9 @@ def two_save(rank: int, folder: str) -> None:
     into: Any = {"model": torch.zeros(2)} if rank == 1 else {"model": model}
     with pytest.raises(storage.StateMismatch):
         storage.load(f"{folder}/run", into=into)
-    with pytest.raises(ValueError, match="different names"):
+    with pytest.raises(ValueError, match="different names") as differ:
         storage.save(f"{folder}/bad", {"w": torch.zeros(3 + rank)}, step=1)
+    assert isinstance(differ.value, storage.StateMismatch)
 
     # a newer one is damaged where only one rank reads it
     with torch.no_grad():

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from harness.clouds import market as markets
 from harness.clouds.metadata import MetadataServer
@@ -21,7 +21,6 @@ from harness.clouds.metadata_protocol import MetadataProtocol
 from harness.core.world import Node, NodeState, Offer
 
 log = logging.getLogger("harness.clouds.provider")
-T = TypeVar("T")
 # how long processes may survive SIGKILL (uninterruptible sleep) before we give up
 KILL_WITHIN_S = 10.0
 

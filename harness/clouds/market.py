@@ -22,6 +22,7 @@ from harness.core.facts import parse as parse_fact
 from harness.core.world import BadInput, Offer
 from storage.errors import NotFound
 from storage.objects import ObjectStore
+from storage.snapshot_keys import MANIFESTS, refs_in
 
 TRACE_FITS_S = 180.0  # a trace without a scale is squeezed into this
 # notice that nodes get when a trace takes them; not scaled, so that draining stays possible
@@ -379,10 +380,7 @@ class RunProgress:
                 self._take(key)
         if not self._total:
             return 0.0
-        committed = [
-            int(key.rpartition("/")[2].partition("-")[0])
-            for key in self._store.list("snapshots/manifests/")
-        ]
+        committed = (ref.step for ref in refs_in(self._store.list(MANIFESTS)))
         return min(1.0, max([self._newest[1], *committed]) / self._total)
 
     def _take(self, key: str) -> None:

@@ -126,6 +126,14 @@ class Counting:
             peaks = add_rounded_together(flat, shifts, total)
             self._peaks[where] = torch.maximum(self._peaks[where], peaks.double())
 
+    def must_be_done(self, done: bool) -> None:
+        """Before `agree`: are all micro-batches `done`? Raises BadInput."""
+        if not done:
+            raise BadInput(
+                "step.update() came before all micro-batches of the step were done; let `for batch "
+                "in step` run to its end"
+            )
+
     def agree(self) -> bool:
         """After the last micro-batch: True if all must be done again. All ranks say the same."""
         bits = torch.nan_to_num(self._peaks, nan=math.inf, posinf=math.inf).view(torch.int64)

@@ -18,6 +18,7 @@ from torch import nn
 from harness.core.world import BadInput
 from harness.worker.broadcast import same_everywhere
 from harness.worker.loader import seed_everything
+from storage.ranks import gathered
 
 
 def needs(thing: object, what: str, *names: str) -> None:
@@ -263,8 +264,7 @@ def drawn_by_shard(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
                 mine[name] = (
                     f"{tuple(local.shape)} {xxhash.xxh3_64_hexdigest(few.numpy().tobytes())}"
                 )
-    every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, mine, group=group)
+    every = gathered(mine, group)
     return [
         name
         for name in every[0]
