@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from harness.core.world import Node, NodeState, Offer
+from harness.core.world import Clock, Node, NodeState, Offer
 from harness.proof.invariants import Changed, SimulationEvent, Violation, Written
 from storage.errors import NotFound, StoreRefused
 from storage.objects import ObjectStore
@@ -132,15 +132,10 @@ class WatchedStore:
     """Tells the checkers of every object that lands."""
 
     def __init__(
-        self, inner: ObjectStore, clock: VirtualClock, emit: Callable[[SimulationEvent], None]
-    ):
+        self, inner: ObjectStore, clock: Clock, emit: Callable[[SimulationEvent], None]
+    ) -> None:
         self.inner, self.url, self._clock, self._emit = inner, inner.url, clock, emit
-        self.get, self.list, self.delete, self.size = (
-            inner.get,
-            inner.list,
-            inner.delete,
-            inner.size,
-        )
+        self.get, self.list, self.size = inner.get, inner.list, inner.size
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         self._write(key, data, lambda: self.inner.put(key, data))
@@ -148,15 +143,20 @@ class WatchedStore:
     def create(self, key: str, data: bytes | memoryview) -> bool:
         return self._write(key, data, lambda: self.inner.create(key, data))
 
+    def delete(self, key: str) -> None:
+        self.inner.delete(key)
+
     def _write(self, key: str, data: bytes | memoryview, write: Callable[[], T]) -> T:
-        try:
-            before: bytes | None = self.inner.get(key)
-        except NotFound:
-            before = None
-        written = write()
+        before, written = self._found(key), write()
         if written is not False:
             self._emit(Written(self._clock.now(), key, bytes(data), before))
         return written
+
+    def _found(self, key: str) -> bytes | None:
+        try:
+            return self.inner.get(key)
+        except NotFound:
+            return None
 
 
 class Refused:
