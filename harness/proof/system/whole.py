@@ -187,7 +187,7 @@ class WholeSystem:
             ),
             checks.SameTraining(lambda step: state_after(micro, step)),
             checks.DoneIsDone(store, self.setting.total_steps),
-            checks.EvidenceChecker(store, self.machines),
+            checks.EvidenceChecker(self.machines),
             checks.Bystanders(self.machines, fresh_s=3.0),
             checks.NothingLost(store, self._gentle(), self.setting.total_steps),
             checks.PublishedOnce(store, digest, NAME),
