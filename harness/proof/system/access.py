@@ -173,7 +173,7 @@ class Access:
         return found
 
     def _live(self) -> None:
-        if not self._trouble.lives(self._actor, self._node):
+        if self._node is not None and not self._node.alive:
             raise Crash
 
 

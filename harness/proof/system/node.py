@@ -19,7 +19,7 @@ from harness.agent.ends import WorkerEnd
 from harness.agent.notices import Notice
 from harness.bucket.layout import NO_EPOCH, Epoch
 from harness.core.facts import Fact, WorkerHung
-from harness.core.world import FENCED, Offer
+from harness.core.world import Offer
 from harness.node import progress
 from harness.node.marks import Mark, Want
 from harness.proof.system.sending import Sending
@@ -452,6 +452,3 @@ class SimNode:
         if self.mark.want is Want.SNAPSHOT and self.mark.id == self.answered:
             return Mark(Want.NOTHING, "")
         return self.mark
-
-
-__all__ = ["FENCED", "SimNode", "SimWorker"]

@@ -166,7 +166,6 @@ class WholeSystem:
 
     def _checkers(self) -> list[Any]:
         store, micro = self.bucket.inner, self.setting.micro_batches
-        self.ledger = invariants.LedgerChecker(estimated=self.cloud.unlisted)
 
         def digest(step: int) -> str:
             return expected(micro, step)
@@ -178,7 +177,7 @@ class WholeSystem:
             invariants.IntendedFirst(),
             invariants.NodeLimit(self.run.max_nodes),
             invariants.NothingLeft(),
-            self.ledger,
+            invariants.LedgerChecker(estimated=self.cloud.unlisted),
             checks.WholeSnapshot(store),
             checks.GreatestCommitted(store),
             checks.FencingChecker(grace_s=100.0),
