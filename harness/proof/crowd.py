@@ -29,7 +29,6 @@ ONE_WAY_S = 0.001  # over the network
 TICK_S, PAUSE_S = 0.3, 0.02  # of the agent's loop: at least, and at most so often
 BEAT_S, DEAD_S = 1.0, 5.0
 END_WORKERS_S = 0.1
-SETTINGS = dict[str, Any]
 
 
 class Scheduler:
