@@ -12,6 +12,7 @@ from harness.bucket.lease import Lease
 from harness.controller.recovery import RunOutcome, RunSpec, recover
 from harness.core.facts import AttemptEnded, Fact, RunEnded, Stamped
 from harness.core.world import CloudUnavailable, View, Wait, World
+from harness.proof.sim_world import SortedStore
 from storage.errors import StoreError
 from storage.manifest import Manifest, PartList, Ref
 from storage.snapshots import Snapshots
@@ -55,6 +56,14 @@ class GenerousJournal(Journal):
         if isinstance(fact, AttemptEnded):
             fact = dataclasses.replace(fact, billed_s=60 * math.ceil(fact.billed_s / 60))
         super().record(fact)
+
+
+class OverwritingStore(SortedStore):
+    """Has no create-only write."""
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        self.put(key, data)
+        return True
 
 
 class EarlyCommit(Snapshots):

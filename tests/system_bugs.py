@@ -15,6 +15,7 @@ from broken_parts import (
     GenerousJournal,
     HastyLease,
     LazyJournal,
+    OverwritingStore,
     boastful,
     deaf,
     greedy,
@@ -35,8 +36,8 @@ from harness.core import batch
 from harness.core import records as rec
 from harness.core.world import Launch
 from harness.node.marks import Mark, Want
+from harness.proof.sim_world import SortedStore
 from harness.proof.system import team
-from harness.proof.system.access import SortedStore
 from harness.proof.system.faults import Fault, Setting, faults_of
 from harness.proof.system.node import SimNode, SimPool
 from harness.proof.system.team import Ensemble
@@ -132,14 +133,6 @@ sound_end = Loop.end
 
 
 # ---- the bucket ----------------------------------------------------------------------------------
-class OverwritingStore(SortedStore):
-    """Has no create-only write."""
-
-    def create(self, key: str, data: bytes | memoryview) -> bool:
-        self.put(key, data)
-        return True
-
-
 class LeakyStore(SortedStore):
     """Acknowledges step records, and loses some."""
 

@@ -17,6 +17,7 @@ from broken_parts import (
     GenerousJournal,
     HastyLease,
     LazyJournal,
+    OverwritingStore,
     boastful,
     deaf,
     greedy,
@@ -37,8 +38,7 @@ from harness.core.world import Offer
 from harness.proof.invariants import Violation
 from harness.proof.sim import SimResult, SimulationBuild, command, simulate, simulate_many
 from harness.proof.sim_members import SimulatedTraining
-from harness.proof.sim_world import ON_DEMAND, Weather
-from storage.files import MemoryStore
+from harness.proof.sim_world import ON_DEMAND, SortedStore, Weather
 from storage.manifest import Ref, SnapshotCorrupt
 from storage.pruning import Pruner
 from storage.restore import Restore
@@ -175,15 +175,7 @@ def test_the_command_prints_what_happened(capsys: pytest.CaptureFixture[str]) ->
 
 
 # ---- the checkers can fail -----------------------------------------------------------------------
-class OverwritingStore(MemoryStore):
-    """Has no create-only write."""
-
-    def create(self, key: str, data: bytes | memoryview) -> bool:
-        self.put(key, data)
-        return True
-
-
-class LeakyStore(MemoryStore):
+class LeakyStore(SortedStore):
     """Acknowledges step records, and loses some."""
 
     def create(self, key: str, data: bytes | memoryview) -> bool:
@@ -284,11 +276,11 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "generous journal": ({"build": SimulationBuild(journal=GenerousJournal)}, "ledger"),
     "overwriting store": (
-        {"build": SimulationBuild(store=lambda objects: OverwritingStore("memory://sim", objects))},
+        {"build": SimulationBuild(store=OverwritingStore)},
         "write once",
     ),
     "leaky store": (
-        {"build": SimulationBuild(store=lambda objects: LeakyStore("memory://sim", objects))},
+        {"build": SimulationBuild(store=LeakyStore)},
         "samples once",
     ),
     "newest by step": ({"build": SimulationBuild(restore=NewestByStep)}, "newest counts"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import heapq
 import itertools
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 from harness.core.world import Clock, Node, NodeState, Offer
 from harness.proof.invariants import Changed, SimulationEvent, Violation, Written
 from storage.errors import NotFound, StoreRefused
-from storage.objects import ObjectStore
+from storage.files import MemoryStore
+from storage.objects import Keys, ObjectStore
 from storage.retries import Patience
 
 if TYPE_CHECKING:
@@ -126,6 +128,36 @@ class VirtualClock:
 
     def after(self, seconds: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now_s + seconds, next(self._order), happen))
+
+
+class SortedStore(MemoryStore):
+    """In memory, with its keys in order: listing a prefix costs what it finds."""
+
+    def __init__(self, url: str = "memory://sim"):
+        super().__init__(url, {})
+        self._sorted: list[str] = []
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        if key not in self._objects:
+            bisect.insort(self._sorted, key)
+        self._objects[key] = bytes(data)
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        if key in self._objects:
+            return False
+        self.put(key, data)
+        return True
+
+    def list(self, prefix: str) -> Keys:
+        first = bisect.bisect_left(self._sorted, prefix)
+        last = first
+        while last < len(self._sorted) and self._sorted[last].startswith(prefix):
+            last += 1
+        return self._sorted[first:last]
+
+    def delete(self, key: str) -> None:
+        if self._objects.pop(key, None) is not None:
+            del self._sorted[bisect.bisect_left(self._sorted, key)]
 
 
 class WatchedStore:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import json
 import random
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from harness.proof.invariants import SimulationEvent
 from harness.proof.sim_world import WatchedStore
 from storage.errors import NotFound, StoreRefused, StoreUnavailable
 from storage.faults import Crash
-from storage.files import MemoryStore
 from storage.objects import Keys, ObjectStore
 from storage.retries import Patience
 
@@ -34,36 +32,6 @@ class Deleted:
 
     t: float
     key: str
-
-
-class SortedStore(MemoryStore):
-    """In memory, with its keys in order: listing a prefix costs what it finds."""
-
-    def __init__(self, url: str = "memory://sim"):
-        super().__init__(url, {})
-        self._sorted: list[str] = []
-
-    def put(self, key: str, data: bytes | memoryview) -> None:
-        if key not in self._objects:
-            bisect.insort(self._sorted, key)
-        self._objects[key] = bytes(data)
-
-    def create(self, key: str, data: bytes | memoryview) -> bool:
-        if key in self._objects:
-            return False
-        self.put(key, data)
-        return True
-
-    def list(self, prefix: str) -> Keys:
-        first = bisect.bisect_left(self._sorted, prefix)
-        last = first
-        while last < len(self._sorted) and self._sorted[last].startswith(prefix):
-            last += 1
-        return self._sorted[first:last]
-
-    def delete(self, key: str) -> None:
-        if self._objects.pop(key, None) is not None:
-            del self._sorted[bisect.bisect_left(self._sorted, key)]
 
 
 class Bucket(WatchedStore):

@@ -29,8 +29,9 @@ from harness.core import batch
 from harness.core.world import REFUSED, CloudUnavailable, Fenced, Offer, Policy, World
 from harness.proof import invariants
 from harness.proof.invariants import Damaged, Violation
+from harness.proof.sim_world import SortedStore
 from harness.proof.system import checks
-from harness.proof.system.access import Access, Bucket, SortedStore
+from harness.proof.system.access import Access, Bucket
 from harness.proof.system.blows import Blow, Blows
 from harness.proof.system.cloud import ControllerSeat, PlayedCloud
 from harness.proof.system.faults import Fault, Setting, faults_of
