@@ -577,7 +577,7 @@ def test_a_node_that_comes_back_reads_its_disk(nodes, tmp_path):
     nodes.until(lambda: chunks <= {path.name for path in (tmp_path / "nvme").glob("*/chunks/*")})
     os.killpg(nodes.processes[0].pid, signal.SIGKILL)
     nodes.processes[0].wait(30)
-    nodes.start(*flags, agent=disk)
+    nodes.start(*flags, "--sleep-s", 0, agent=disk)
     assert nodes.codes()[1] == 0, nodes.logs()
     assert [s.tier for s in nodes.facts(SessionStarted)][1:] == ["disk"]
 

@@ -229,8 +229,6 @@ SPELL_KEYS = {"bucket/layout.py", "core/records.py"}
 SPELL_KEYS_STILL = {
     "bucket/archive.py",
     "bucket/recorded.py",
-    "proof/system/checks.py",
-    "proof/system/team.py",
     "views/audit_records.py",
 }
 UNITS = {"samples/s"}

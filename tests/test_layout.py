@@ -5,7 +5,6 @@ examples at every run).
 """
 
 import contextlib
-import copy
 import dataclasses
 import json
 import tarfile
@@ -157,7 +156,6 @@ def change(draw: st.DrawFn, value: Any) -> Any:
     place = draw(st.sampled_from(paths(value)))
     if not place:
         return draw(JSONS) if draw(st.booleans()) else value
-    value = copy.deepcopy(value)
     inside = value
     for key in place[:-1]:
         inside = inside[key]

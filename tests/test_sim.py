@@ -10,28 +10,36 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import pytest
+from broken_parts import (
+    DeafLease,
+    EarlyCommit,
+    ForgetfulJournal,
+    GenerousJournal,
+    HastyLease,
+    LazyJournal,
+    OverwritingStore,
+    boastful,
+    deaf,
+    greedy,
+    impatient,
+    panicky,
+    sleepy,
+)
 
-from harness.bucket.journal import Journal
-from harness.bucket.lease import Lease
 from harness.controller import policies
 from harness.controller.recovery import RunOutcome, RunSpec, recover
 from harness.core.facts import (
     AttemptEnded,
     AttemptIntended,
     Decided,
-    Fact,
     LeaseTaken,
-    RunEnded,
-    Stamped,
 )
-from harness.core.world import CloudUnavailable, Offer, View, Wait, World
+from harness.core.world import Offer
 from harness.proof.invariants import Violation
 from harness.proof.sim import SimResult, SimulationBuild, command, simulate, simulate_many
 from harness.proof.sim_members import SimulatedTraining
-from harness.proof.sim_world import ON_DEMAND, Weather
-from storage.errors import StoreError
-from storage.files import MemoryStore
-from storage.manifest import Manifest, PartList, Ref, SnapshotCorrupt
+from harness.proof.sim_world import ON_DEMAND, SortedStore, Weather
+from storage.manifest import Ref, SnapshotCorrupt
 from storage.pruning import Pruner
 from storage.restore import Restore
 from storage.retries import Patience
@@ -167,56 +175,7 @@ def test_the_command_prints_what_happened(capsys: pytest.CaptureFixture[str]) ->
 
 
 # ---- the checkers can fail -----------------------------------------------------------------------
-class DeafLease(Lease):
-    """Does not look whether it was overtaken."""
-
-    def check(self) -> None: ...
-
-
-class HastyLease(Lease):
-    """Overtakes a living holder, and does not stop when overtaken."""
-
-    def check(self) -> None: ...
-    def _is_over(self, term: int) -> bool:
-        return True
-
-
-class LazyJournal(Journal):
-    """Says that facts are durable when they are not yet."""
-
-    flushes = 0
-
-    def flush(self) -> None:
-        self.flushes += 1
-        if self.flushes % 4 == 0:
-            super().flush()
-
-
-class ForgetfulJournal(Journal):
-    """A successor that does not read what its predecessor did."""
-
-    def read(self) -> list[Stamped]:
-        return []
-
-
-class GenerousJournal(Journal):
-    """Bills whole minutes."""
-
-    def record(self, fact: Fact) -> None:
-        if isinstance(fact, AttemptEnded):
-            fact = dataclasses.replace(fact, billed_s=60 * math.ceil(fact.billed_s / 60))
-        super().record(fact)
-
-
-class OverwritingStore(MemoryStore):
-    """Has no create-only write."""
-
-    def create(self, key: str, data: bytes | memoryview) -> bool:
-        self.put(key, data)
-        return True
-
-
-class LeakyStore(MemoryStore):
+class LeakyStore(SortedStore):
     """Acknowledges step records, and loses some."""
 
     def create(self, key: str, data: bytes | memoryview) -> bool:
@@ -273,21 +232,6 @@ class PrunesWhatIsAhead(Snapshots):
         return [*super().prune(keep, *rest), *gone]
 
 
-class EarlyCommit(Snapshots):
-    """Does not wait for all ranks."""
-
-    def commit(self, ref: Ref, world: int) -> Manifest | None:
-        if not (keys := self.store.list(f"snapshots/parts/{ref.name}/list-r00000")):
-            return None
-        lists = [
-            dataclasses.replace(PartList.from_json(self.store.get(key)), world=len(keys))
-            for key in keys
-        ]
-        manifest = Manifest.merge(lists)
-        self.store.create(f"snapshots/manifests/{ref.name}.json", manifest.to_json().encode())
-        return manifest
-
-
 class PartsLast(Snapshots):
     """Writes part lists and leaves the parts for later."""
 
@@ -300,55 +244,8 @@ class PartsLast(Snapshots):
         return written
 
 
-def impatient(run: RunSpec, *others: Any) -> RunOutcome:
-    """Does not wait until the nodes are gone."""
-    return recover(dataclasses.replace(run, exit_grace_s=0.0, terminate_timeout_s=0.0), *others)
-
-
-def greedy(run: RunSpec, *others: Any) -> RunOutcome:
-    return recover(dataclasses.replace(run, max_nodes=run.max_nodes + 1), *others)
-
-
 def spendthrift(run: RunSpec, *others: Any) -> RunOutcome:
     return recover(dataclasses.replace(run, budget_usd=None), *others)
-
-
-def boastful(run: RunSpec, policy: Any, world: Any, journal: Journal, lease: Lease) -> RunOutcome:
-    """Says done without a look at the bucket."""
-    lease.acquire()
-    journal.record(RunEnded("done", "all is well", 300))
-    journal.flush()
-    return RunOutcome("done", "all is well", 300)
-
-
-def panicky(run: RunSpec, policy: Any, world: World, *others: Any) -> RunOutcome:
-    """Ends all nodes when it has trouble of its own."""
-    try:
-        return recover(run, policy, world, *others)
-    except (StoreError, CloudUnavailable):
-        for node in world.cloud.nodes():
-            world.cloud.terminate(node.attempt)
-        raise
-
-
-def deaf(run: RunSpec, policy: Any, world: World, *others: Any) -> RunOutcome:
-    """Believes the cloud alone: what it does not show is lost, though it beats."""
-
-    class Unheard:
-        def __init__(self) -> None:
-            self.url = world.store.url
-
-        def list(self, prefix: str) -> list[str]:
-            return [] if prefix.startswith("rdzv/members/") else world.store.list(prefix)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(world.store, name)
-
-    return recover(run, policy, dataclasses.replace(world, store=Unheard()), *others)
-
-
-def sleepy(view: View) -> Wait:
-    return Wait(60.0, "later")
 
 
 STORMY = Weather(
@@ -379,11 +276,11 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "generous journal": ({"build": SimulationBuild(journal=GenerousJournal)}, "ledger"),
     "overwriting store": (
-        {"build": SimulationBuild(store=lambda objects: OverwritingStore("memory://sim", objects))},
+        {"build": SimulationBuild(store=OverwritingStore)},
         "write once",
     ),
     "leaky store": (
-        {"build": SimulationBuild(store=lambda objects: LeakyStore("memory://sim", objects))},
+        {"build": SimulationBuild(store=LeakyStore)},
         "samples once",
     ),
     "newest by step": ({"build": SimulationBuild(restore=NewestByStep)}, "newest counts"),

@@ -1,6 +1,7 @@
 """`storage.save` and `storage.load`: one process, then real gloo worlds."""
 
 import gc
+import os
 import random
 import re
 import subprocess
@@ -17,11 +18,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
-import torch.multiprocessing as mp  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
+from worlds import train  # noqa: E402
 
 import storage  # noqa: E402
 from storage import Keep, MemoryStore, Ref, Snapshots  # noqa: E402
@@ -402,11 +403,14 @@ def test_import_storage_needs_no_torch() -> None:
 
 
 # ---- worlds --------------------------------------------------------------------------------------
-def begin(rank: int, world: int, folder: str) -> None:
+def begin(world: int, folder: str) -> int:
+    """The own rank."""
+    rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rdzv{world}", rank=rank, world_size=world
     )
+    return rank
 
 
 def sharded(world: int, seed: int, steps: int) -> tuple[nn.Module, Any]:
@@ -434,8 +438,8 @@ def moments(optimizer: Any) -> dict[str, Any]:
     )
 
 
-def two_save(rank: int, folder: str) -> None:
-    begin(rank, 2, folder)
+def two_save(folder: str) -> None:
+    rank = begin(2, folder)
     model, optimizer = sharded(2, seed=0, steps=2)
     state = {"model": model, "optimizer": optimizer, "step": 2, "rank": rank}
     assert storage.save(f"{folder}/run", state, step=2, keep=2) == Ref(0, 2)
@@ -477,9 +481,9 @@ def two_save(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def load_them(rank: int, world: int, folder: str) -> None:
-    begin(rank, world, folder)
-    model, optimizer = sharded(world, seed=5, steps=0)
+def load_them(folder: str) -> None:
+    begin(3, folder)
+    model, optimizer = sharded(3, seed=5, steps=0)
     into = {"model": model, "optimizer": optimizer, "step": 0}
     storage.load(f"{folder}/run", into=into)
     assert into["step"] == 2 and into["rank"] == 0
@@ -496,8 +500,8 @@ def load_them(rank: int, world: int, folder: str) -> None:
 
 
 def test_saved_by_two_and_loaded_by_three_and_by_one(tmp_path: Path) -> None:
-    mp.spawn(two_save, (str(tmp_path),), nprocs=2)
-    mp.spawn(load_them, (3, str(tmp_path)), nprocs=3)
+    train(tmp_path, 2, "two_save", tmp_path, script=__file__)
+    train(tmp_path, 3, "load_them", tmp_path, script=__file__)
     expected, averages = torch.load(tmp_path / "expected.pt", weights_only=True)
     back = storage.load(tmp_path / "run")
     assert all(torch.equal(back["model"][k], v) for k, v in expected.items())
@@ -505,3 +509,7 @@ def test_saved_by_two_and_loaded_by_three_and_by_one(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     storage.load(tmp_path / "run", into={"model": model, "optimizer": optimizer})
     assert torch.equal(moments(optimizer)["0"], averages["0"])
+
+
+if __name__ == "__main__":  # a rank
+    {"two_save": two_save, "load_them": load_them}[sys.argv[1]](sys.argv[2])

@@ -252,14 +252,18 @@ class WholeSnapshotChecker:
             try:
                 manifest = snapshots.load(ref)
                 snapshots.verify(manifest)
-            except SnapshotCorrupt as e:
+            except (SnapshotCorrupt, NotFound) as e:
                 raise Violation(f"whole: snapshot {ref}, committed at {event.t:.1f} s: {e}") from e
-            ranks = len(json.loads(self.store.get(epoch_key(ref.epoch)))["members"])
+            ranks = self.ranks(self.store.get(epoch_key(ref.epoch)))
             if manifest.world != ranks:
                 raise Violation(
                     f"whole: snapshot {ref} was committed at {event.t:.1f} s by {manifest.world} "
                     f"of {ranks} ranks"
                 )
+
+    def ranks(self, epoch: bytes) -> int:
+        """Of this epoch: here each member is one."""
+        return len(json.loads(epoch)["members"])
 
     def at_end(self) -> None: ...
 
@@ -325,6 +329,16 @@ class GreatestStep:
             ("snapshots/manifests/", EPOCHS)
         ):
             return
+        self.look(event.t)
+        if ref := _committed(event):
+            self.whole.add(ref)
+        if event.key.startswith(EPOCHS):
+            epoch = json.loads(event.data)
+            found = Ref.parse(epoch["resume"]) if epoch["resume"] else None
+            self.begins(event.t, epoch["epoch"], found)
+
+    def look(self, t: float) -> None:
+        """Is something as far as ever still there?"""
         there, doomed = Snapshots(self.store).manifests()
         left, before = (
             self.whole & (there - doomed),
@@ -333,21 +347,17 @@ class GreatestStep:
         now = max((ref.step for ref in left), default=0)
         if now < before:
             raise Violation(
-                f"greatest step: it was {before}, is {now} at {event.t:.1f} s: snapshots of later "
+                f"greatest step: it was {before}, is {now} at {t:.1f} s: snapshots of later "
                 "steps were pruned"
             )
         self.whole = left
-        if ref := _committed(event):
-            self.whole.add(ref)
-        if event.key.startswith(EPOCHS):
-            self.begins(event, json.loads(event.data))
 
-    def begins(self, event: Written, epoch: dict[str, object]) -> None:
-        found = Ref.parse(str(epoch["resume"])) if epoch["resume"] else None
+    def begins(self, t: float, epoch: int, found: Ref | None) -> None:
+        """An epoch goes on from this snapshot."""
         passed = sorted(ref for ref in self.whole if found is None or ref > found)
         if len(passed) > 1:
             raise Violation(
-                f"greatest step: epoch {epoch['epoch']} began with {found} at {event.t:.1f} s, "
+                f"greatest step: epoch {epoch} began with {found} at {t:.1f} s, "
                 f"though {', '.join(ref.name for ref in passed)} are committed and whole"
             )
 

@@ -43,10 +43,16 @@ from harness.core.world import (
 from harness.proof import invariants
 from harness.proof.invariants import Acted, Checker, Damaged, SimulationEvent, Violation
 from harness.proof.sim_members import GENESIS, Eyes, Members, SimulatedTraining, expected_samples
-from harness.proof.sim_world import Refused, SimCloud, VirtualClock, WatchedStore, Weather
+from harness.proof.sim_world import (
+    Refused,
+    SimCloud,
+    SortedStore,
+    VirtualClock,
+    WatchedStore,
+    Weather,
+)
 from storage.errors import NotFound, StoreError
 from storage.faults import Crash, FaultyStore
-from storage.files import MemoryStore
 from storage.manifest import Ref
 from storage.objects import ObjectStore
 from storage.restore import Restore
@@ -63,9 +69,7 @@ class SimulationBuild:
     journal: type[Journal] = Journal
     snapshots: type[Snapshots] = Snapshots
     restore: type[Restore] = Restore
-    store: Callable[[dict[str, bytes]], ObjectStore] = lambda objects: MemoryStore(
-        "memory://sim", objects
-    )
+    store: Callable[[], ObjectStore] = SortedStore
     recover: Callable[..., RunOutcome] = recover
     patience: Callable[[Callable[[], float]], Patience] = lambda monotonic: Patience(
         answered=True, monotonic=monotonic
@@ -402,7 +406,7 @@ class Simulation:
         self.run, self.weather, self.job = run, weather, job
         self.clock, self.course = VirtualClock(), SimCourse()
         self.servers: dict[int, str] = {}  # by attempt: the API server that launched it
-        self.store = WatchedStore(build.store({}), self.clock, self.emit)
+        self.store = WatchedStore(build.store(), self.clock, self.emit)
         self.rules = SimRules.of(run, weather, job, self.store.inner, self.servers)
         half, reads = weather.store_errors / 2, random.Random(f"reads {seed}")
         self.mishaps = Mishaps(

@@ -15,7 +15,6 @@ from harness.proof.system.trouble import CONTROLLER
 if TYPE_CHECKING:
     from harness.bucket.lease import Lease
     from harness.proof.system.access import Access
-    from harness.proof.system.node import SimNode
     from harness.proof.system.whole import WholeSystem
 
 T = TypeVar("T")
@@ -86,8 +85,7 @@ class PlayedCloud:
 
 
 class ControllerSeat:
-    """One controller's eyes and hands: its bucket and its cloud. `dies_s`: whoever was overtaken
-    comes back then, and this one dies."""
+    """One controller's eyes and hands: its bucket and its cloud."""
 
     def __init__(self, sim: WholeSystem, store: Access, rng: random.Random):
         self._sim, self.store, self._rng = sim, store, rng
@@ -124,6 +122,3 @@ class ControllerSeat:
             raise CloudUnavailable(f"{what}: no answer (nothing was done)")
         operation()
         raise CloudUnavailable(f"{what}: no answer (it was done)")
-
-
-__all__ = ["ControllerSeat", "PlayedCloud", "SimNode"]

@@ -19,7 +19,7 @@ from harness.agent.ends import WorkerEnd
 from harness.agent.notices import Notice
 from harness.bucket.layout import NO_EPOCH, Epoch
 from harness.core.facts import Fact, WorkerHung
-from harness.core.world import FENCED, Offer
+from harness.core.world import Offer
 from harness.node import progress
 from harness.node.marks import Mark, Want
 from harness.proof.system.sending import Sending
@@ -120,8 +120,8 @@ class SimWorker:
 class SimPool:
     """A node's workers, as `workers.Workers` has them."""
 
-    def __init__(self, node: SimNode, config: AgentConfig, record: Callable[[Fact], None]):
-        self._node, self._config, self._record = node, config, record
+    def __init__(self, node: SimNode, record: Callable[[Fact], None]):
+        self._node, self._record = node, record
         self._epoch = NO_EPOCH
         self._warm_s = float("inf")
         self.all: list[SimWorker] = []
@@ -269,7 +269,7 @@ class SimHost:
 
     def workers(self, config: AgentConfig, member: str, record: Callable[[Fact], None]) -> SimPool:
         self._node.member = member
-        self._node.pool = SimPool(self._node, config, record)
+        self._node.pool = SimPool(self._node, record)
         return self._node.pool
 
     def helpers(self, config: AgentConfig) -> SimSidecars:
@@ -452,6 +452,3 @@ class SimNode:
         if self.mark.want is Want.SNAPSHOT and self.mark.id == self.answered:
             return Mark(Want.NOTHING, "")
         return self.mark
-
-
-__all__ = ["FENCED", "SimNode", "SimWorker"]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from harness.bucket.layout import Epoch
+from harness.bucket.layout import IDENTITY, Epoch
 from harness.core import batch
 from harness.core import records as rec
 from harness.core.values import canonical, digest
@@ -225,8 +225,8 @@ class Ensemble:
     def _identify(self) -> None:
         mine = identity(self.sim.setting.micro_batches, self.sim.setting.total_steps)
         store = self._store()
-        if not store.create("run.json", canonical(mine)):
-            found = json.loads(store.get("run.json"))
+        if not store.create(IDENTITY, canonical(mine)):
+            found = json.loads(store.get(IDENTITY))
             if found != mine:
                 raise BadInput(f"{store.url} holds another run: {found}, not {mine}")
         self.genesis = rec.genesis(mine)
@@ -425,7 +425,7 @@ class Ensemble:
             looks = Looks(lambda: access, access.sleep)
             return build.restore(
                 build.snapshots(access), host, looks,
-                epoch=self.epoch.epoch, seen=seen, must_list="run.json",
+                epoch=self.epoch.epoch, seen=seen, must_list=IDENTITY,
             )  # fmt: skip
 
         each = {host: one(host, *it) for host, it in eyes.items()}

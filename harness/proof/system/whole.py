@@ -29,8 +29,9 @@ from harness.core import batch
 from harness.core.world import REFUSED, CloudUnavailable, Fenced, Offer, Policy, World
 from harness.proof import invariants
 from harness.proof.invariants import Damaged, Violation
+from harness.proof.sim_world import SortedStore
 from harness.proof.system import checks
-from harness.proof.system.access import Access, Bucket, SortedStore
+from harness.proof.system.access import Access, Bucket
 from harness.proof.system.blows import Blow, Blows
 from harness.proof.system.cloud import ControllerSeat, PlayedCloud
 from harness.proof.system.faults import Fault, Setting, faults_of
@@ -166,7 +167,6 @@ class WholeSystem:
 
     def _checkers(self) -> list[Any]:
         store, micro = self.bucket.inner, self.setting.micro_batches
-        self.ledger = invariants.LedgerChecker(estimated=self.cloud.unlisted)
 
         def digest(step: int) -> str:
             return expected(micro, step)
@@ -178,7 +178,7 @@ class WholeSystem:
             invariants.IntendedFirst(),
             invariants.NodeLimit(self.run.max_nodes),
             invariants.NothingLeft(),
-            self.ledger,
+            invariants.LedgerChecker(estimated=self.cloud.unlisted),
             checks.WholeSnapshot(store),
             checks.GreatestCommitted(store),
             checks.FencingChecker(grace_s=100.0),
@@ -187,7 +187,7 @@ class WholeSystem:
             ),
             checks.SameTraining(lambda step: state_after(micro, step)),
             checks.DoneIsDone(store, self.setting.total_steps),
-            checks.EvidenceChecker(store, self.machines),
+            checks.EvidenceChecker(self.machines),
             checks.Bystanders(self.machines, fresh_s=3.0),
             checks.NothingLost(store, self._gentle(), self.setting.total_steps),
             checks.PublishedOnce(store, digest, NAME),
