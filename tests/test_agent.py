@@ -184,7 +184,7 @@ def test_a_spell_of_refusals_does_not_end_a_run(nodes, monkeypatch):
 
 
 def test_a_script_that_keeps_failing_is_stopped_with_its_words(nodes):
-    nodes.start("--fail-at", 12, "--every", 10)
+    nodes.start("--fail-at", 12, "--every", 10, "--patient")
     assert nodes.codes() == [35]
     stop = json.loads(open_store(str(nodes.run)).get("control/stop.json"))
     assert (

@@ -603,6 +603,6 @@ def test_half_precision_skips_the_same_steps_everywhere(ended, tmp_path):
 
 def test_what_is_not_finite_is_never_committed(nursery, tmp_path):
     stopped = nursery.train(
-        tmp_path / "run", 2, "--reduce", "exact", "--nan-at", 6, "--every", 4, codes=(1,)
+        tmp_path / "run", 2, "--reduce", "exact", "--nan-at", 6, "--every", 4, "--patient", codes=(1,)
     )
     assert "NonFiniteLoss" in stopped.output and newest(tmp_path / "run").step == 4

@@ -18,13 +18,13 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.bucket.archive import SEGMENT
 from harness.bucket.layout import (
     ARCHIVE,
     EPOCHS,
     FACTS,
     IDENTITY,
     SAMPLES,
+    SEGMENT,
     Epoch,
     epoch_key,
     epoch_of,
