@@ -156,7 +156,8 @@ class ErrandThread:
     def __init__(self, name: str):
         self._errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=_work, args=(self._errands,), name=name, daemon=True).start()
-        weakref.finalize(self, self._errands.put, None)
+        last = weakref.finalize(self, self._errands.put, None)
+        last.atexit = False  # a thread that runs while the process ends can abort it
 
     def run(self, errand: Callable[[], None]) -> None:
         """Returns at once. The errand answers for its own errors."""
