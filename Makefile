@@ -20,7 +20,7 @@ LAB ?= /var/tmp/harness-lab
 
 DASHBOARDS ?= dashboards.json
 
-.PHONY: install train launch jobs-launch plan down doctor dashboards lab lab-short test check lint types pythons sim simsystem walk drill manynodes campaign soak clean
+.PHONY: install train launch jobs-launch plan down doctor dashboards lab lab-short test check lint types pythons sim simsystem walk longrun drill manynodes campaign soak clean
 install: $(STAMP)
 $(STAMP): requirements.txt requirements-apart.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned environment wants Python 3.11 or newer, this is " + sys.version + "; make PYTHON=python3.11 ...")'

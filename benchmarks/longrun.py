@@ -5,7 +5,7 @@
     python benchmarks/longrun.py --run FOLDER       # keep the run there, or measure it again
 
 Makes such a run in a folder: members, worlds, losses (a node every 43 minutes), steps, snapshots
-and their records, in virtual time. Facts are written by `journal.Journal`, archived every ten
+and their records, in virtual time. Facts are written by `journal.Journal`, archived every two
 minutes of virtual time by the keeper's own code, as while a run trains; live facts lie in memory
 until the run is made, then in the folder. Records are spelled by hand (the same bytes as
 `StepRecord.to_line`; checked on some), because a million dataclasses take minutes.
@@ -42,13 +42,14 @@ from harness.core import records as rec
 from harness.core.batch import Batching, Uint64s, expected_digests, plan
 from harness.core.values import canonical, digest
 from harness.core.world import Offer
+from harness.uploader.keeper import REST_S, SELDOM
 from storage.files import FileStore, MemoryStore
 from storage.manifest import Ref
 from storage.objects import ObjectStore
 from storage.snapshots import Snapshots
 
 T0, DAY_S = 1_767_225_600.0, 86400.0
-STEP_S, SNAPSHOT_STEPS, FLUSH_S, ARCHIVE_S = 1.81, 150, 10.0, 600.0
+STEP_S, SNAPSHOT_STEPS, FLUSH_S = 1.81, 150, 10.0
 LOSS_S = 30 * DAY_S / 1000  # between two losses
 GROW_S, REFORM_S = 300.0, 12.0
 GLOBAL, MICRO = 128, 2
@@ -110,29 +111,31 @@ class Split:
 
     def __init__(self, folder: ObjectStore):
         self.folder, self.live, self.url = folder, MemoryStore("memory://live", {}), folder.url
-        self.writes: Counter[str] = Counter()
+        self.requests: Counter[tuple[str, str]] = Counter()  # by what is asked for, and how
 
-    def of(self, key: str) -> ObjectStore:
+    def of(self, key: str, kind: str, pages: int = 1) -> ObjectStore:
+        self.requests[key.partition("/")[0], kind] += pages
         return self.live if key.startswith("facts/") else self.folder
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
-        return self.of(key).get(key, start, end)
+        return self.of(key, "get").get(key, start, end)
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        self.of(key).put(key, data)
+        self.of(key, "put").put(key, data)
 
     def create(self, key: str, data: bytes | memoryview) -> bool:
-        self.writes[key.partition("/")[0]] += 1
-        return self.of(key).create(key, data)
+        return self.of(key, "create").create(key, data)
 
     def list(self, prefix: str) -> list[str]:
-        return self.of(prefix).list(prefix)
+        found = self.of(prefix, "list").list(prefix)
+        self.of(prefix, "list", len(found) // PAGE)
+        return found
 
     def delete(self, key: str) -> None:
-        self.of(key).delete(key)
+        self.of(key, "delete").delete(key)
 
     def size(self, key: str) -> int:
-        return self.of(key).size(key)
+        return self.of(key, "get").size(key)
 
 
 @dataclass
@@ -156,6 +159,7 @@ class Maker:
     rng: random.Random = field(default_factory=lambda: random.Random(7))
     digests: dict[int, str] = field(default_factory=dict)
     archived_s: float = T0
+    looks: int = 0
 
     def __post_init__(self) -> None:
         self.total = int(self.days * DAY_S / STEP_S)
@@ -225,8 +229,7 @@ class Maker:
         usd = billed / 3600 * OFFER.usd_per_h
         words = (attempt, "preempted", up_s, up_s, self.t, None, "preempted", billed, usd)
         self.controller(f.AttemptEnded(*words, self.committed[0]))
-        for journal in [f"agent-{name}"]:
-            self.journals.pop(journal, None)
+        self.journals.pop(f"agent-{name}", None)
         self.step, self.head = self.committed
         self.unsaved = []
         for member in self.members.values():
@@ -262,10 +265,10 @@ class Maker:
             flushed_s = self.t if self.t - flushed_s >= FLUSH_S else flushed_s
             if self.step % SNAPSHOT_STEPS == 0:
                 self.snapshot(writer, "interval")
-            if self.t - self.archived_s >= ARCHIVE_S:
-                self.archived_s = self.t
+            if self.t - self.archived_s >= REST_S:
+                self.archived_s, self.looks = self.t, self.looks + 1
                 self.facts.compact()
-                if int(self.t / ARCHIVE_S) % 6 == 0:
+                if self.looks % SELDOM == 0:
                     self.records.compact()
         self.journals[writer].flush()
         if why == "loss" or last:
@@ -377,23 +380,22 @@ def takeover(store: Slow) -> dict[str, Any]:
     from harness.bucket.lease import Lease
     from harness.cli.common import RealClock
     from harness.controller.book import Book
-    from harness.core.world import Node, NodeState, World
 
-    clock, sink = RealClock(), MemoryStore("memory://sink", {})
+    clock = RealClock()
     lease, journal = Lease(store, clock, "me"), Journal(store, "controller-new", clock.now)
     lease.acquire()
     book = Book.of(journal.read(), random.Random(0))
-    refs = Snapshots(store).latest()
+    newest = Snapshots(store).latest()
     lease.release()
-    for key in (*store.inner.list("lease/000002"), *sink.list("")):
+    for key in store.inner.list("lease/000002"):
         store.inner.delete(key)
-    alive = [n for n in book.open.values() if isinstance(n, Node) and n.state is not NodeState.GONE]
-    assert World is not None
-    return {"open": len(alive), "step": refs.step if refs else 0}
+    return {"open": len(book.open), "step": newest.step if newest else 0}
 
 
 class Ears:
     """Lines on which everybody is heard."""
+
+    key = ""
 
     def follow(self, *words: object) -> None: ...
     def tell(self, record: bytes) -> None: ...
@@ -409,9 +411,18 @@ class Ears:
     def knocked(self) -> bool:
         return False
 
+    def share(self, name: str, record: bytes) -> None: ...
+    def doubt(self, name: str) -> None: ...
+
+    def overheard(self) -> Any:
+        from harness.agent.gossip import Overheard
+
+        return Overheard()
+
 
 def newcomer(store: Slow) -> dict[str, Any]:
-    """Until it is known to the others, and knows the newest epoch and everybody."""
+    """Until it is known to the others, and knows the newest epoch and its neighbours; in a big
+    world it hears of all others over its lines to these."""
     from harness.agent.rendezvous import Rendezvous
 
     me = Member("m9999-new", "ready", 0, "127.0.0.1", 9, 29500, 1, 9999)
@@ -430,6 +441,7 @@ def verify(store: Slow) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         prover = Prover(os.cpu_count() or 1, Path(folder) / "proofs")
         found = audit(store, prover=prover)
+        one_mb = peak_mb()  # a person's second audit is another process
         began = time.monotonic()
         audit(store, prover=(again := Prover(os.cpu_count() or 1, Path(folder) / "proofs")))
         again_s = time.monotonic() - began
@@ -439,6 +451,7 @@ def verify(store: Slow) -> dict[str, Any]:
         "violation": found.first_violation,
         "again_s": round(again_s, 1),
         "remembered": again.remembered,
+        "mb": one_mb,
         "file_mb": round(mb, 1),
     }
 
@@ -455,14 +468,19 @@ SECONDS = {"status": 2.0, "report": 10.0, "takeover": 3.0, "newcomer": 1.0, "ver
 MOST_POLL = 10
 
 
+def peak_mb() -> float:
+    """Of this process, or of the largest that it began and that has ended."""
+    whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return max(resource.getrusage(who).ru_maxrss for who in whose) / 1000
+
+
 def measure(name: str, run: str) -> dict[str, Any]:
     store = Slow(FileStore(run))
     began = time.monotonic()
     found = MEASURES[name](store)
     seconds = time.monotonic() - began - found.get("again_s", 0.0)
-    peaks = [resource.getrusage(who).ru_maxrss for who in (0, resource.RUSAGE_CHILDREN)]
     cpu_s = round(time.process_time(), 2)  # with imports; of a loaded machine the truer number
-    return {"cpu_s": cpu_s, "s": seconds, "requests": store.total, "mb": max(peaks) / 1000, **found}
+    return {"cpu_s": cpu_s, "s": seconds, "requests": store.total, "mb": peak_mb(), **found}
 
 
 def measured(name: str, run: str) -> dict[str, Any]:
@@ -478,11 +496,37 @@ def line(what: str, value: str, target: str, ok: bool) -> None:
 
 
 def costs(maker: Maker) -> None:
-    """Requests of facts, per node and day, as they were made."""
+    """Requests per node and day, as they were made: by writers of facts, records and epochs, and
+    by the keeper's archiving; and by the rendezvous while nothing happens. Not counted: snapshots,
+    `control/`, the controller's lease, the keeper's look at members."""
     node_days = maker.days * maker.nodes
-    puts = {what: n / node_days for what, n in sorted(maker.store.writes.items())}
-    for what, n in puts.items():
-        print(f"  creates under {what + '/':<12} {n:9.1f} per node-day, {n * 5e-6:.6f} USD (S3)")
+    print("per node-day: requests, USD (S3; deletions are free)")
+    of_folders = {
+        (what, kind): n / node_days
+        for (what, kind), n in maker.store.requests.items()
+        if what in ("facts", "samples", "archive") or (kind == "create" and what == "rdzv")
+    }
+    calm = {("rendezvous", kind): n for kind, n in rendezvous(maker.nodes).items()}
+    for (what, kind), n in [*sorted(of_folders.items()), *calm.items()]:
+        usd = {"get": 0.4e-6, "delete": 0.0}.get(kind, 5e-6) * n
+        print(f"  {what:<12}{kind:<8}{n:9.1f} {usd:10.6f}")
+
+
+def rendezvous(nodes: int, calm_s: float = 120.0) -> dict[str, float]:
+    """Requests per node and day of members that train and hear each other: the real rendezvous
+    under a virtual clock (proof/crowd.py)."""
+    from harness.proof.crowd import Crowd
+
+    crowd = Crowd(seed=nodes, min_members=nodes)
+    names = [f"m{i:04d}-{i:06x}" for i in range(1, nodes + 1)]
+    for name in names:
+        crowd.join(name)
+    assert crowd.scheduler.run(lambda: crowd.trains(names), 60.0), "no epoch was formed"
+    crowd.scheduler.run(lambda: False, crowd.scheduler.now + 10.0)
+    before, begun_s = crowd.requests(), crowd.scheduler.now
+    crowd.scheduler.run(lambda: False, begun_s + calm_s)
+    per = DAY_S / calm_s / nodes
+    return {kind: (n - before[kind]) * per for kind, n in sorted(crowd.requests().items())}
 
 
 def main() -> None:
@@ -503,10 +547,11 @@ def main() -> None:
             began = time.monotonic()
             maker = Maker(Split(FileStore(url)), words.days, words.nodes)
             maker.make()
+            segments = maker.store.requests["facts", "create"]
             print(
                 f"made in {time.monotonic() - began:.0f} s: {words.days:g} days, {maker.step:,} "
                 f"steps, {words.nodes} nodes, {maker.attempt - words.nodes} losses, "
-                f"{maker.epoch} epochs, {maker.store.writes['facts']:,} segments of facts"
+                f"{maker.epoch} epochs, {segments:,} segments of facts"
             )
             costs(maker)
         print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; 30 ms per request\n")

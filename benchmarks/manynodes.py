@@ -17,9 +17,10 @@ import argparse
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from longrun import Slow
 
 from harness.proof.crowd import REQUEST_S, Crowd
 from storage.files import MemoryStore
@@ -118,39 +119,11 @@ def calm(crowd: Crowd, n: int, judge: Judge) -> None:
 
 
 # ---- manifests -----------------------------------------------------------------------------------
-class SlowStore(MemoryStore):
-    """In memory; each request takes `REQUEST_S` and is counted."""
-
-    def __init__(self) -> None:
-        super().__init__("memory://slow", {})
-        self.counts, self.slow, self._counting = Counter[str](), False, threading.Lock()
-
-    def _request(self, kind: str) -> None:
-        if self.slow:
-            time.sleep(REQUEST_S)
-            with self._counting:
-                self.counts[kind] += 1
-
-    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
-        self._request("get")
-        return super().get(key, start, end)
-
-    def create(self, key: str, data: bytes | memoryview) -> bool:
-        self._request("put")
-        return super().create(key, data)
-
-    def list(self, prefix: str) -> list[str]:
-        found = super().list(prefix)
-        for _ in range(-(-max(len(found), 1) // 1000)):  # pages
-            self._request("list")
-        return found
-
-
 def commit(world: int, judge: Judge) -> None:
     """All ranks' part lists are there: how long until the manifest is, and by how many requests?
     The first rank of each group merges it, all at the same time."""
     print(f"\na snapshot of {world} ranks")
-    store, ref = SlowStore(), Ref(1, 1)
+    inner, ref = MemoryStore("memory://slow", {}), Ref(1, 1)
     for rank in range(world):
         index = {
             f"layer{i}.weight": {
@@ -160,8 +133,8 @@ def commit(world: int, judge: Judge) -> None:
             }
             for i in range(4)
         }  # fmt: skip
-        Snapshots(store).write(ref, rank, world, {"x": bytes(4 * 4096)}, index, {}, "t")
-    store.slow = True
+        Snapshots(inner).write(ref, rank, world, {"x": bytes(4 * 4096)}, index, {}, "t")
+    store = Slow(inner, REQUEST_S)
     firsts = [g[0] for g in groups(world, Snapshots.group_ranks)][1:]
     begun_s = time.monotonic()
     others = [
@@ -176,8 +149,8 @@ def commit(world: int, judge: Judge) -> None:
     for t in others:
         t.join()
     judge("from the last part list to the manifest", took_s, COMMIT_S, "s")
-    judge("... requests in all, per rank", sum(store.counts.values()) / world, 4.0, "")
-    print(f"    {dict(store.counts)}; the manifest has {len(manifest.to_json()) >> 10} KiB")
+    judge("... requests in all, per rank", store.total / world, 4.0, "")
+    print(f"    {dict(store.requests)}; the manifest has {len(manifest.to_json()) >> 10} KiB")
 
 
 def main() -> None:

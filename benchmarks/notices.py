@@ -257,9 +257,9 @@ def main() -> int:
         good = good and fine
         print(
             f"      step {step_s:.3f} s, micro-batch {micro_s:.3f} s: p99 to agreement "
-            f"{agreed:.2f} s of {AGREE_S + micro_s:.2f} s, "
-            f"slowest commit {slowest:.2f} s of {COMMIT_S:.0f} s: {'kept' if fine else 'NOT KEPT'}"
-            f" (1 s and one step: {AGREE_S + step_s:.2f} s)",
+            f"{agreed:.2f} s of {AGREE_S + micro_s:.2f} s, slowest commit {slowest:.2f} s of "
+            f"{COMMIT_S:.0f} s: {'kept' if fine else 'NOT KEPT'} (1 s and one step: "
+            f"{AGREE_S + step_s:.2f} s)",
             flush=True,
         )
     if a.json:

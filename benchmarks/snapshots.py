@@ -51,16 +51,16 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from harness.node.progress import Place, Progress
+from harness.node.progress import ProgressFile, WorkerPhase
 from harness.uploader.client import Line, Local, Remote
 from harness.worker.hold import tensor_of
 from harness.worker.training import between_updates
 from storage import Keep, Ref, Snapshots, open_store
 from storage.dcp import Saver, load
 from storage.objects import read_into
-from storage.staging import Beside, Stage
+from storage.staging import ErrandThread, Stage
 from storage.trees import split
-from storage.upload import Job
+from storage.upload import UploadJob
 
 DRAIN_LIMIT_S = 300.0
 READERS = 2  # the world that loads
@@ -78,7 +78,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.x = torch.randn(flags.batch, flags.width, device=self.device)
         self.progress, self.steps, self.base_s = (
-            Progress(f"{tempfile.gettempdir()}/progress-{os.getpid()}"),
+            ProgressFile(f"{tempfile.gettempdir()}/progress-{os.getpid()}"),
             0,
             0.0,
         )
@@ -100,7 +100,7 @@ class Training:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.steps += 1
-        self.progress.tell(Place.COMPUTE, self.steps)
+        self.progress.tell(WorkerPhase.COMPUTE, self.steps)
         return time.perf_counter() - t0, waited
 
 
@@ -149,7 +149,7 @@ class Ours(Way):
         self.saver = Saver(Snapshots(self.store), own_memory=False)
         self.tensors, _ = split(training.state())
         self.saver.plan(self.tensors)
-        self.sender = Beside("send")
+        self.sender = ErrandThread("send")
         local = Local(self.store, lambda job, outcome: None)
         if self.own_process:
             self.stage = Stage()
@@ -176,7 +176,7 @@ class Ours(Way):
         )
         future: Future[Any] = Future()
         note = {"t_start": time.time(), "stall_s": 0.0, "why": "interval"}
-        job = Job(
+        job = UploadJob(
             Ref(1, self.n),
             0,
             1,
@@ -290,8 +290,7 @@ class Adapters(Ours):
             changed = sum(t.numel() * t.element_size() for t in self.small.values())
             print(
                 f"adapters: snapshot {step} of {manifest.nbytes / 1e6:.1f} MB ({changed / 1e6:.2f} "
-                "MB of them change) "
-                f"sent {sent / 1e6:.2f} MB in {seconds:.3f} s"
+                f"MB of them change) sent {sent / 1e6:.2f} MB in {seconds:.3f} s"
             )
         snapshots.verify(manifest)
 
@@ -378,12 +377,12 @@ SERVE = """
 import json, os, sys, threading
 from pathlib import Path
 from harness.uploader.nearby import NearbyConfig
-from harness.uploader.server import NICE, Server
+from harness.uploader.server import NICE, UploadServer
 from storage.opening import open_store
 url, folder, budget = json.loads(sys.argv[1])
 os.nice(NICE)
 store = open_store(url, **({} if "://" in url else {"durable": True}))
-server = Server(store, Path(folder), budget, "bench", NearbyConfig())
+server = UploadServer(store, Path(folder), budget, "bench", NearbyConfig())
 threading.Thread(target=server.serve, daemon=True).start()
 sys.stdin.read()
 os._exit(0)
@@ -683,9 +682,9 @@ def measure(flags: argparse.Namespace) -> None:
     ways, readers = [kind(training, flags.folder) for kind in kinds], Readers(training)
     load_1m = os.getloadavg()[0]
     print(
-        f"{training.nbytes / 1e9:.2f} GB of state on {training.device}, {flags.threads} thread(s), "
-        f"{flags.rounds} rounds, "
-        f"{flags.store or 'a folder'}; load of the machine before: {load_1m:.1f}",
+        f"{training.nbytes / 1e9:.2f} GB of state on {training.device}, {flags.threads} "
+        f"thread(s), {flags.rounds} rounds, {flags.store or 'a folder'}; load of the machine "
+        f"before: {load_1m:.1f}",
         flush=True,
     )
     found: dict[str, list[dict[str, float]]] = {type(w).__name__: [] for w in ways}

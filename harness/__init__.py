@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from harness.bucket.journal import Journal
     from harness.bucket.lease import Lease
     from harness.controller import policies
-    from harness.controller.recovery import Outcome, RunSpec, recover
+    from harness.controller.recovery import RunOutcome, RunSpec, recover
     from harness.core.records import StepRecord
     from harness.core.world import (
         BadInput,
@@ -57,9 +57,9 @@ __all__ = [
     "Notice",
     "NoticeSource",
     "Offer",
-    "Outcome",
     "Policy",
     "RunInfo",
+    "RunOutcome",
     "RunSpec",
     "Session",
     "Step",
@@ -79,7 +79,7 @@ _HOMES = {  # of what does not live in harness.core.world
     "Lease": "harness.bucket.lease",
     "Notice": "harness.agent.notices",
     "NoticeSource": "harness.agent.notices",
-    "Outcome": "harness.controller.recovery",
+    "RunOutcome": "harness.controller.recovery",
     "RunInfo": "harness.views.plugins",
     "RunSpec": "harness.controller.recovery",
     "Session": "harness.worker.session",

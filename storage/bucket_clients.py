@@ -1,7 +1,7 @@
 """obstore's clients of S3, GCS and Azure, made from what the clouds' own tools read.
 
 Knows the clouds' conventions for credentials and endpoints, and fsspec's spelling of options, so
-that either can be used. `Unfit` says why obstore cannot be.
+that either can be used. `ObstoreUnusable` says why obstore cannot be.
 
     S3      options, else botocore's chain (variables, profiles, SSO, web identity, container and
             instance roles) where botocore is installed, else obstore's own (all but profiles and
@@ -37,17 +37,17 @@ NO_CREDENTIALS = (
 )
 
 
-class Unfit(Exception):
+class ObstoreUnusable(Exception):
     """obstore is not installed, or does not know what was asked for."""
 
 
 # ---- S3 ------------------------------------------------------------------------------------------
-Build = Callable[..., Any]
+MakeClient = Callable[..., Any]
 
 
 def s3_client(
     bucket: str, options: dict[str, Any], environ: Mapping[str, str]
-) -> tuple[Build, Callable[[], Any]]:
+) -> tuple[MakeClient, Callable[[], Any]]:
     """How to build obstore's store, and a botocore client for what obstore cannot do."""
     client_kwargs = dict(options.pop("client_kwargs", None) or {})
     key, secret, token = (
@@ -83,11 +83,11 @@ def s3_client(
     elif session is not None:
         provider = _ByBotocore(session)
     elif profile or environ.get("AWS_PROFILE"):
-        raise Unfit("profiles need botocore (pip install botocore)")
+        raise ObstoreUnusable("profiles need botocore (pip install botocore)")
     if endpoint:
         config |= {"endpoint": endpoint, "region": region or "us-east-1"}
     elif str(region).startswith("cn-"):
-        raise Unfit("regions of another partition have other addresses")
+        raise ObstoreUnusable("regions of another partition have other addresses")
     else:
         config["region"] = _bucket_region(bucket) or region or "us-east-1"
     # TLS proves what arrives; hashing it once more for the signature costs as much as sending it.
@@ -172,12 +172,12 @@ def _bucket_region(bucket: str) -> str | None:
 
 
 # ---- GCS -----------------------------------------------------------------------------------------
-def gcs_client(bucket: str, options: dict[str, Any], environ: Mapping[str, str]) -> Build:
+def gcs_client(bucket: str, options: dict[str, Any], environ: Mapping[str, str]) -> MakeClient:
     token, endpoint = options.pop("token", None), options.pop("endpoint_url", None)
     options.pop("project", None)  # of use only to who makes buckets
     _none_left(options)
     if environ.get("STORAGE_EMULATOR_HOST"):
-        raise Unfit(
+        raise ObstoreUnusable(
             "emulators (STORAGE_EMULATOR_HOST) speak Google's JSON interface, obstore the XML one"
         )
     config: dict[str, Any] = {"base_url": endpoint} if endpoint else {}
@@ -188,7 +188,7 @@ def gcs_client(bucket: str, options: dict[str, Any], environ: Mapping[str, str])
     elif isinstance(token, str) and Path(token).is_file():
         config["application_credentials"] = token
     elif token not in (None, "google_default", "cloud"):
-        raise Unfit(
+        raise ObstoreUnusable(
             f"token={token if isinstance(token, str) else type(token).__name__!r} is for gcsfs"
         )
     return lambda **arguments: stores.GCSStore(
@@ -201,7 +201,7 @@ def _anybody() -> dict[str, Any]:
 
 
 # ---- Azure ---------------------------------------------------------------------------------------
-def azure_client(container: str, options: dict[str, Any], environ: Mapping[str, str]) -> Build:
+def azure_client(container: str, options: dict[str, Any], environ: Mapping[str, str]) -> MakeClient:
     # abfs://container@account.dfs.core.windows.net/path
     container, _, host = container.partition("@")
     config: dict[str, Any] = {}
@@ -259,4 +259,4 @@ def azure_client(container: str, options: dict[str, Any], environ: Mapping[str, 
 
 def _none_left(options: Mapping[str, Any]) -> None:
     if options:
-        raise Unfit(f"it has no such option: {', '.join(sorted(options))}")
+        raise ObstoreUnusable(f"it has no such option: {', '.join(sorted(options))}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from storage.manifest import Part, chunk_hash
+from storage.parts import Part, chunk_hash
 
 CHUNK_ID = re.compile(r"[0-9a-f]{32}-[0-9]{1,12}")
 

@@ -29,7 +29,7 @@ from rich.table import Table
 from storage.errors import StoreError, StoreUnavailable
 from storage.export import FLOATS, PREFIX, SHARD_NBYTES, export
 from storage.leases import reading
-from storage.listing import Notes, Tell, rows, size, table
+from storage.listing import FindNotes, Notes, rows, size, table
 from storage.manifest import Manifest, Ref
 from storage.objects import ObjectStore, abort_stale_uploads
 from storage.opening import normalize, open_store
@@ -159,7 +159,7 @@ def _add_export_options(one: argparse.ArgumentParser) -> None:
 def main(
     argv: Sequence[str] | None = None,
     prog: str = "python -m storage",
-    tell: Tell = lambda store: Notes(),
+    tell: FindNotes = lambda store: Notes(),
 ) -> int:
     """Run one command; its exit status. `tell` knows more about the run."""
     args = parser(prog).parse_args(argv)
@@ -172,7 +172,7 @@ def main(
         return WRONG_INPUT if isinstance(e, ValueError) else FAILED
 
 
-def _list(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
+def _list(args: Any, store: ObjectStore, console: Console, tell: FindNotes) -> int:
     found = rows(store, tell(store))
     if args.json:
         print(json.dumps([asdict(row) for row in found], indent=2))
@@ -224,7 +224,7 @@ def _chosen(store: ObjectStore, step: int | None) -> Ref:
     return found[0]
 
 
-def _verify(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
+def _verify(args: Any, store: ObjectStore, console: Console, tell: FindNotes) -> int:
     snapshots = Snapshots(store)
     committed, doomed = snapshots.manifests()
     marked = snapshots.quarantined()
@@ -279,8 +279,8 @@ def _verify(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
         ):
             raise StoreError(
                 f"{store.url}: two snapshots cannot be read whole here, so it may be this machine: "
-                f"{unfit[host]}. Nothing "
-                "is marked; do the same on another machine, whose word makes it sure"
+                f"{unfit[host]}. Nothing is marked; do the same on another machine, whose word "
+                "makes it sure"
             )
     if args.json:
         print(
@@ -295,7 +295,7 @@ def _verify(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
     return FAILED if any(found.values()) else DONE
 
 
-def _show(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
+def _show(args: Any, store: ObjectStore, console: Console, tell: FindNotes) -> int:
     manifest = Snapshots(store).load(_chosen(store, args.step))
     if args.json:
         print(json.dumps(json.loads(manifest.to_json()), indent=2))
@@ -329,7 +329,7 @@ def _show(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
 
 
 # ---- prune ---------------------------------------------------------------------------------------
-def _prune(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
+def _prune(args: Any, store: ObjectStore, console: Console, tell: FindNotes) -> int:
     keep = Keep(args.keep_last, args.keep_every, args.keep_best)
     gone, deleted = would_prune(store, keep)
     will = "would delete" if args.dry_run else "deletes"
@@ -355,7 +355,7 @@ def _prune(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
 
 
 # ---- export, copy --------------------------------------------------------------------------------
-def _export(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
+def _export(args: Any, store: ObjectStore, console: Console, tell: FindNotes) -> int:
     snapshots = Snapshots(store)
     manifest: Manifest = snapshots.load(_chosen(store, args.step))
     config = Path(args.config) if args.config else None
@@ -386,7 +386,7 @@ def _export(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
     return DONE
 
 
-def _copy(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
+def _copy(args: Any, store: ObjectStore, console: Console, tell: FindNotes) -> int:
     refs = Snapshots(store).refs() if args.step is None else [_chosen(store, args.step)]
     if not refs:
         raise StoreError(f"{store.url}: there is no snapshot that can be copied")
@@ -413,7 +413,7 @@ def _copy(args: Any, store: ObjectStore, console: Console, tell: Tell) -> int:
     return DONE
 
 
-COMMANDS: dict[str, Callable[[Any, ObjectStore, Console, Tell], int]] = {
+COMMANDS: dict[str, Callable[[Any, ObjectStore, Console, FindNotes], int]] = {
     "list": _list,
     "verify": _verify,
     "show": _show,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
-from storage.staging import Beside
+from storage.staging import ErrandThread
 
 if TYPE_CHECKING:
     from storage.dcp import Saver
@@ -106,7 +106,7 @@ class Copying:
     begins after what is queued.
     """
 
-    def __init__(self, now: list[Move], later: list[Move], beside: Beside):
+    def __init__(self, now: list[Move], later: list[Move], beside: ErrandThread):
         self._promised = later  # not to be changed before `wait`
         self._done = threading.Event()
         self._error: BaseException | None = None

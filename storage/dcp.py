@@ -1,5 +1,6 @@
 """Tensors <-> parts of a snapshot, through the planners of torch.distributed.checkpoint. Torch is
-imported here, in `loading.py`, `copying.py` and `trees.py`, and nowhere else in `storage`.
+imported here and in `loading.py`, `copying.py`, `trees.py`, `ranks.py` and `state.py`, and nowhere
+else in `storage`.
 
 DCP's planners decide who writes what and who reads what, so FSDP2, TP, HSDP and DDP state is saved
 on one world and loaded on another. The layout beneath is ours: raw little-endian tensor bytes in
@@ -29,13 +30,23 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from storage.copying import ALIGN, Copying, Layout, Move, Staged, pin, version_of
-from storage.loading import destinations, load
+from storage.loading import destinations, like_parameters, load
 from storage.manifest import Manifest, Ref
+from storage.ranks import gathered
 from storage.snapshots import Snapshots
-from storage.staging import Beside
+from storage.staging import ErrandThread
 from storage.trees import dtype_name, join, split
 
-__all__ = ["Saver", "Staged", "destinations", "join", "load", "pin", "split"]
+__all__ = [
+    "Saver",
+    "Staged",
+    "destinations",
+    "join",
+    "like_parameters",
+    "load",
+    "pin",
+    "split",
+]
 
 # a rank's bytes are cut into files of about this size: what one failed request repeats
 FILE_NBYTES = 256 << 20
@@ -49,9 +60,8 @@ class Saver:
     one process alone.
 
     Plain tensors are taken to be the same on all ranks: each is written once, by the rank with the
-    least to write. Who calls this has to
-    make sure (harness/worker/replicas.py does); tensors that differ between ranks need different
-    names.
+    least to write. Who calls this has to make sure (harness/worker/replicas.py does); tensors that
+    differ between ranks need different names.
     """
 
     def __init__(
@@ -61,7 +71,7 @@ class Saver:
         self.snapshots, self._group, self._own_memory = snapshots, group, own_memory
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = 1 if group is None else dist.get_world_size(group)
-        self._beside = Beside("stage")
+        self._beside = ErrandThread("stage")
         self._layout: Layout | None = None
         self._free: list[torch.Tensor] = []  # two at most: one being written, one being filled
         self._base: Manifest | None = None  # the last that we committed
@@ -74,7 +84,7 @@ class Saver:
         """
         structure = _structure(tensors)
         changed = self._layout is None or self._layout.structure != structure
-        if not any(self._gather(changed)):
+        if not any(gathered(changed, self._group)):
             return
         planner = _save_planner(tensors)
         try:
@@ -82,7 +92,7 @@ class Saver:
         except (ValueError, RuntimeError, TypeError) as e:
             # told to all, or they would wait for us for ever
             local = f"rank {self.rank} cannot save its tensors: {e}"
-        plans = self._gather(local)
+        plans = gathered(local, self._group)
         for plan in plans:
             if isinstance(plan, str):
                 raise ValueError(plan)
@@ -93,8 +103,8 @@ class Saver:
                 if wanted.setdefault(item.index.fqn, found) != found:
                     raise ValueError(
                         f"tensor {item.index.fqn!r} is {found} on rank {rank} and "
-                        f"{wanted[item.index.fqn]} on a lower one; "
-                        "give tensors that differ between ranks different names"
+                        f"{wanted[item.index.fqn]} on a lower one; give tensors that differ "
+                        "between ranks different names"
                     )
         # the same on all ranks, as their input is
         mine = planner.create_global_plan(plans)[0][self.rank]
@@ -181,13 +191,6 @@ class Saver:
         self._base = manifest or base
         staged.release()
         return manifest
-
-    def _gather(self, mine: Any) -> list[Any]:
-        if self._group is None:
-            return [mine]
-        everyone: list[Any] = [None] * self.world
-        dist.all_gather_object(everyone, mine, group=self._group)
-        return everyone
 
     def _take_back(self, buffer: torch.Tensor, layout: Layout) -> None:
         if layout is self._layout and len(self._free) < 2:

@@ -28,7 +28,8 @@ class StepBehind(StoreError):
 
 
 class StateMismatch(StoreError, ValueError):
-    """What is loaded into is not laid out like what was saved."""
+    """What is loaded into is not laid out like what was saved, or ranks that save together do not
+    have the same."""
 
 
 class UnsupportedValue(StoreError, TypeError):

@@ -26,15 +26,15 @@ from storage.errors import NotFound, StoreUnavailable
 from storage.files import MemoryStore
 from storage.objects import ObjectStore
 
-Say = Callable[[Any], None]
-Actor = Callable[[ObjectStore, Say], None]
+SayWord = Callable[[Any], None]
+Actor = Callable[[ObjectStore, SayWord], None]
 Call = tuple[str, str, tuple[Any, ...]]  # operation, key, the other arguments
 Reply = tuple[str, Any]  # ("ok", value) or ("no", class of the error)
 
 WRITES = ("put", "create", "delete")
 
 
-class Violation(AssertionError):
+class TraceViolation(AssertionError):
     """What must hold did not. `trace` has one line per store call, from the start."""
 
     def __init__(self, why: str, trace: list[str]):
@@ -45,7 +45,7 @@ class Violation(AssertionError):
 
 
 @dataclass(frozen=True)
-class View:
+class ExploredState:
     """One state: what lies in the store, and what the actors have said so far (actor, word), in no
     particular order.
 
@@ -107,7 +107,7 @@ class _Replay:
 
 
 @dataclass
-class _Node:
+class _SearchNode:
     """An actor after a history of replies."""
 
     call: Call | None  # None: it has returned
@@ -122,7 +122,7 @@ class _Nodes:
 
     name: str
     actor: Actor
-    nodes: list[_Node] = field(default_factory=list)
+    nodes: list[_SearchNode] = field(default_factory=list)
     words: dict[int, int] = field(default_factory=dict)  # node -> how many words its history says
 
     def __post_init__(self) -> None:
@@ -139,7 +139,7 @@ class _Nodes:
             pass  # it gives up, as after a crash
         except Exception as e:  # not ours to judge: `check` sees it
             words.append(("raised", f"{type(e).__name__}: {e}"))
-        self.nodes.append(_Node(call, tuple(words[heard:]), history))
+        self.nodes.append(_SearchNode(call, tuple(words[heard:]), history))
         self.words[len(self.nodes) - 1] = len(words)
         return len(self.nodes) - 1
 
@@ -180,14 +180,14 @@ class _Buckets:
 
 
 # bucket, nodes, what was said, calls on their way, unknowns left
-_State = tuple[int, tuple[int, ...], frozenset[tuple[str, Any]], tuple[Call, ...], int]
-_Step = tuple[_State, str]
+_SearchState = tuple[int, tuple[int, ...], frozenset[tuple[str, Any]], tuple[Call, ...], int]
+_Step = tuple[_SearchState, str]
 
 
 def explore(
     actors: Mapping[str, Actor],
     objects: Mapping[str, bytes],
-    check: Callable[[View], str | None],
+    check: Callable[[ExploredState], str | None],
     *,
     unknowns: int = 0,
     max_states: int = 1_000_000,
@@ -202,8 +202,8 @@ def explore(
     trees = [_Nodes(name, actor) for name, actor in actors.items()]
     buckets = _Buckets()
     said = frozenset((t.name, word) for t in trees for word in t.nodes[0].said)
-    start: _State = (buckets.number(dict(objects)), (0,) * len(names), said, (), unknowns)
-    came: dict[_State, _Step | None] = {start: None}
+    start: _SearchState = (buckets.number(dict(objects)), (0,) * len(names), said, (), unknowns)
+    came: dict[_SearchState, _Step | None] = {start: None}
     queue, steps, endings = deque([start]), 0, 0
     sound: set[tuple[int, frozenset[tuple[str, Any]], bool]] = set()
     while queue:
@@ -212,9 +212,9 @@ def explore(
         ended = all(tree.nodes[at].call is None for tree, at in zip(trees, nodes, strict=True))
         view = (bucket, said, ended and left == unknowns)
         if view not in sound:
-            why = check(View(buckets.all[bucket], said, view[2]))
+            why = check(ExploredState(buckets.all[bucket], said, view[2]))
             if why is not None:
-                raise Violation(why, _trace(came, state))
+                raise TraceViolation(why, _trace(came, state))
             sound.add(view)
         endings += ended and not late
         for label, following in _steps(trees, buckets, state):
@@ -230,9 +230,11 @@ def explore(
     return Explored(len(came), steps, endings)
 
 
-def _steps(trees: list[_Nodes], buckets: _Buckets, state: _State) -> list[tuple[str, _State]]:
+def _steps(
+    trees: list[_Nodes], buckets: _Buckets, state: _SearchState
+) -> list[tuple[str, _SearchState]]:
     bucket, nodes, said, late, unknowns = state
-    found: list[tuple[str, _State]] = []
+    found: list[tuple[str, _SearchState]] = []
 
     def goes_on(
         i: int, after: int, reply: Reply, late: tuple[Call, ...], left: int, what: str
@@ -279,7 +281,7 @@ def _short(reply: Reply) -> str:
     return f"{len(value)} keys" if isinstance(value, tuple) else str(value)
 
 
-def _trace(came: Mapping[_State, _Step | None], state: _State) -> list[str]:
+def _trace(came: Mapping[_SearchState, _Step | None], state: _SearchState) -> list[str]:
     lines: list[str] = []
     while (step := came[state]) is not None:
         state, label = step

@@ -2,8 +2,8 @@
 without Python's lock.
 
 Knows s3://, gs:// and az://. A store is opened in the process that uses it, not before a fork.
-`Unfit` says why obstore cannot be used (`storage/bucket_clients.py`); `open_store` then takes
-fsspec.
+`ObstoreUnusable` says why obstore cannot be used (`storage/bucket_clients.py`); `open_store` then
+takes fsspec.
 """
 
 from __future__ import annotations
@@ -18,12 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from storage.bucket_clients import NO_CREDENTIALS, Unfit, azure_client, gcs_client, s3_client
+from storage.bucket_clients import (
+    NO_CREDENTIALS,
+    ObstoreUnusable,
+    azure_client,
+    gcs_client,
+    s3_client,
+)
 from storage.errors import NotFound, StoreError, StoreRefused, StoreUnavailable
 from storage.objects import Keys
 from storage.remote import (
     FULL,
-    Named,
+    KeyFilter,
     abort_s3_uploads,
     denied,
     full,
@@ -56,14 +62,14 @@ class FastStore:
 
     def __init__(self, url: str, environ: Mapping[str, str], **options: Any):
         if obstore is None:
-            raise Unfit("it is not installed (pip install obstore)")
+            raise ObstoreUnusable("it is not installed (pip install obstore)")
         self.url = url
         scheme, _, rest = url.partition("://")
         bucket, _, prefix = rest.partition("/")
         self._bucket, self._prefix, self._s3 = bucket, prefix, None
         self.puts_at_once, self.reads_at_once = AT_ONCE, SMALL_AT_ONCE
         self._with_strange_keys: set[str] = set()  # folders that obstore cannot list
-        self._named = Named(url)
+        self._named = KeyFilter(url)
         match scheme:
             case "s3" | "s3a":
                 build, self._s3 = s3_client(bucket, dict(options), environ)
@@ -72,7 +78,7 @@ class FastStore:
             case "az" | "abfs" | "abfss":
                 build = azure_client(bucket, dict(options), environ)
             case _:
-                raise Unfit(f"{scheme}:// is not one of its own")
+                raise ObstoreUnusable(f"{scheme}:// is not one of its own")
         timeouts = {
             "timeout": f"{REQUEST_TIMEOUT_S:g}s",
             "connect_timeout": f"{CONNECT_TIMEOUT_S:g}s",

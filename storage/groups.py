@@ -9,15 +9,14 @@ What decides stays the manifest, and the part lists stay what a commit stands on
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
+from storage.errors import NotFound
 from storage.manifest import PartList, Ref
-from storage.objects import ObjectStore
+from storage.objects import ObjectStore, get_each
 
 GROUP_RANKS = 100  # of part lists in one object; up to as many ranks need no groups
-READS = 16  # objects that are read at once
-FEW = 8  # so many are read one after the other
 
 
 def groups(world: int, size: int) -> Iterator[range]:
@@ -26,11 +25,14 @@ def groups(world: int, size: int) -> Iterator[range]:
 
 
 def read_all(store: ObjectStore, keys: Sequence[str]) -> list[bytes]:
-    """Several objects, many at once. Raises NotFound."""
-    if len(keys) <= FEW:
-        return [store.get(key) for key in keys]
-    with ThreadPoolExecutor(READS, "part-lists") as pool:
-        return list(pool.map(store.get, keys))
+    """Several objects, as many at once as the store gains by. Raises NotFound."""
+    found = []
+    with contextlib.closing(get_each(store, keys)) as coming:
+        for key, data in coming:
+            if data is None:
+                raise NotFound(f"{store.url}/{key}")
+            found.append(data)
+    return found
 
 
 def gather(

@@ -27,7 +27,7 @@ def canonical(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=True).encode()
 
 
-def digest(data: bytes) -> str:
+def digest(data: bytes | memoryview) -> str:
     """32 hex digits: blake2b-128."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from storage.manifest import Ref
 from storage.objects import ObjectStore
-from storage.upload_job import Job, Outcome
+from storage.upload_job import UploadJob, UploadOutcome
 
 LOOK_AGAIN_S = 0.5  # whether a deadline has been set meanwhile
 
@@ -22,9 +22,9 @@ LOOK_AGAIN_S = 0.5  # whether a deadline has been set meanwhile
 class Running:
     """A job on its way."""
 
-    job: Job
+    job: UploadJob
     view: memoryview
-    done: Callable[[Outcome], None]
+    done: Callable[[UploadOutcome], None]
     number: int
     left: int  # bytes still to send
     t_start: float

@@ -71,4 +71,17 @@ def reading(snapshots: Snapshots, ref: Ref, beat_s: float = BEAT_S) -> Iterator[
                 snapshots.end_reading(ref, token)
 
 
-__all__ = ["BEAT_S", "LEASE_S", "Watch", "reading"]
+def held(
+    snapshots: Snapshots, choose: Callable[[], Ref | None], lease: contextlib.ExitStack
+) -> Ref | None:
+    """The snapshot that `choose` gives, which nobody prunes until `lease` is closed. Where we may
+    not write we read without."""
+    found = None
+    for _ in range(3):
+        found = choose()
+        if found is None or lease.enter_context(reading(snapshots, found)):
+            break  # else it was pruned just now, and there is a newer one
+    return found
+
+
+__all__ = ["BEAT_S", "LEASE_S", "Watch", "held", "reading"]

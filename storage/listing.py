@@ -28,9 +28,8 @@ class Note:
 class Notes:
     """By snapshot; and what else of the run a copy needs before its manifests (keys, create-only).
 
-    `pardoned` is told of marks that were taken back.
-    `near`: tiers of this node that have bytes of a snapshot, and which share of them, nearest
-    first.
+    `pardoned` is told of marks that were taken back. `near`: tiers of this node that have bytes of
+    a snapshot, and which share of them, nearest first.
     """
 
     of: dict[Ref, Note] = field(default_factory=dict)
@@ -40,12 +39,12 @@ class Notes:
     pardoned: Callable[[Ref, str], None] = lambda ref, what: None
 
 
-Tell = Callable[[ObjectStore], Notes]
+FindNotes = Callable[[ObjectStore], Notes]
 
 
 # ---- list ----------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Row:
+class SnapshotRow:
     """One snapshot. `state`: "whole" (of the sizes of its parts; `verify` reads them),
     "quarantined", "damaged"."""
 
@@ -67,7 +66,7 @@ class Row:
     tiers: dict[str, float]
 
 
-def rows(store: ObjectStore, notes: Notes) -> list[Row]:
+def rows(store: ObjectStore, notes: Notes) -> list[SnapshotRow]:
     """Newest first. Marks nothing."""
     snapshots = Snapshots(store)
     marked = snapshots.quarantined()
@@ -91,7 +90,7 @@ def rows(store: ObjectStore, notes: Notes) -> list[Row]:
         metrics = data.get("metrics") if isinstance(data.get("metrics"), dict) else {}
         numbers = {"loss": data.get("loss"), **(metrics or {})}
         found.append(
-            Row(
+            SnapshotRow(
                 ref.step,
                 ref.epoch,
                 state,
@@ -113,9 +112,9 @@ def rows(store: ObjectStore, notes: Notes) -> list[Row]:
     return found
 
 
-def table(found: Sequence[Row], now_s: float) -> Table:
+def table(found: Sequence[SnapshotRow], now_s: float) -> Table:
     """Only the columns that something is known for."""
-    columns: list[tuple[str, Callable[[Row], str]]] = [
+    columns: list[tuple[str, Callable[[SnapshotRow], str]]] = [
         ("step", lambda r: str(r.step)),
         ("epoch", lambda r: str(r.epoch)),
         ("age", lambda r: age(now_s - r.committed_at) if r.committed_at is not None else ""),

@@ -26,18 +26,21 @@ from torch.distributed.tensor import DTensor
 
 from storage.manifest import Manifest, SnapshotCorrupt
 from storage.snapshots import Snapshots, scratch
+from storage.trees import path_name
 
 # one request of a load, whole hash chunks: so little that it stays in a processor's cache until it
 # is copied
 READ_NBYTES = 8 << 20
 READ_THREADS = 16
 
+# name and global shape of a tensor -> the tensor that it belongs to
+Like = Callable[[str, tuple[int, ...]], torch.Tensor | None]
 
-# ---- loading -------------------------------------------------------------------------------------
+
 def destinations(
     manifest: Manifest,
     have: dict[str, torch.Tensor],
-    like: Callable[[str, tuple[int, ...]], torch.Tensor | None] = lambda name, shape: None,
+    like: Like = lambda name, shape: None,
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, torch.Tensor]:
     """`have`, plus a new tensor for every saved one that the program does not have yet (optimizer
@@ -59,6 +62,37 @@ def destinations(
         else:
             made[name] = torch.empty(shape, dtype=dtype)
     return made
+
+
+def like_parameters(state: Any) -> Like:
+    """For `destinations`: state of the optimizers in `state` (dicts, lists and tuples of them) that
+    does not exist yet is laid out like its parameter."""
+    held = dict(_optimizers(state, ()))
+
+    def like(name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+        for prefix, parameters in held.items():
+            number = name.removeprefix(prefix).partition("/")[0]
+            if name.startswith(prefix) and number.isdecimal() and int(number) < len(parameters):
+                return parameters[int(number)]
+        return None
+
+    return like
+
+
+def _optimizers(value: Any, path: tuple[str, ...]) -> list[tuple[str, list[torch.Tensor]]]:
+    """Of each optimizer in a state: the prefix of its tensors' names, and its parameters in the
+    order in which it counts them."""
+    if hasattr(value, "param_groups"):  # an optimizer, or what wraps one
+        parameters = [p for group in value.param_groups for p in group["params"]]
+        return [(f"{path_name((*path, 'state'))}/", parameters)]
+    inside: list[tuple[str, list[torch.Tensor]]] = []
+    if isinstance(value, dict):
+        for key, one in value.items():
+            inside += _optimizers(one, (*path, str(key)))
+    elif isinstance(value, list | tuple):
+        for i, one in enumerate(value):
+            inside += _optimizers(one, (*path, str(i)))
+    return inside
 
 
 @dataclass(frozen=True)
@@ -135,15 +169,15 @@ def _metadata(manifest: Manifest, name: str, tensor: torch.Tensor) -> TensorStor
     if entry is None:
         raise ValueError(
             f"snapshot {manifest.ref} has no tensor {name!r} (it has {len(manifest.tensors)}); was "
-            "it saved by another model or "
-            "optimizer? Resume with the script that saved it, or start a new run URL"
+            "it saved by another model or optimizer? Resume with the script that saved it, or "
+            "start a new run URL"
         )
     shape, dtype = tuple(entry["shape"]), _dtype_of(manifest, name)
     if (shape, dtype) != (tuple(tensor.shape), tensor.dtype):
         raise ValueError(
             f"snapshot {manifest.ref}: {name!r} was saved as {dtype} {shape}, this program wants "
-            f"{tensor.dtype} {tuple(tensor.shape)}; "
-            "resume with the model that saved it, or start a new run URL"
+            f"{tensor.dtype} {tuple(tensor.shape)}; resume with the model that saved it, or start "
+            "a new run URL"
         )
     boxes = [
         ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"]))
@@ -157,8 +191,7 @@ def _dtype_of(manifest: Manifest, name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ValueError(
             f"snapshot {manifest.ref}: {name!r} has dtype {manifest.tensors[name]['dtype']!r}, "
-            f"which torch {torch.__version__} does not "
-            "know; use the torch that saved it"
+            f"which torch {torch.__version__} does not know; use the torch that saved it"
         )
     return found
 

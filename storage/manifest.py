@@ -22,18 +22,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from storage.errors import StoreError
-from storage.json_text import BadObject, parsed, whole
-from storage.json_text import canonical as canonical
-from storage.json_text import digest as digest
-from storage.parts import CHUNK_NBYTES as CHUNK_NBYTES
-from storage.parts import MOST_PART_NBYTES, Link, fields_of, ref_of
+from storage.json_text import BadObject, canonical, digest, parsed, whole
+from storage.parts import MOST_PART_NBYTES, Known, Link, fields_of, ref_of
 from storage.parts import PARTS as PARTS
-from storage.parts import Known as Known
 from storage.parts import Part as Part
-from storage.parts import Place as Place
 from storage.parts import Ref as Ref
 from storage.parts import SnapshotCorrupt as SnapshotCorrupt
-from storage.parts import chunk_hash as chunk_hash
 from storage.weights import combined
 
 FORMAT = 2  # of manifests and part lists; 1 had no `places`, `previous` and `bases`
@@ -333,8 +327,7 @@ def _check_index(ref: Ref, parts: Sequence[Part], tensors: dict[str, Any]) -> No
         if stored != math.prod(entry["shape"]):
             raise SnapshotCorrupt(
                 f"snapshot {ref}: tensor {name!r} has {math.prod(entry['shape'])} elements, its "
-                f"chunks hold {stored}; "
-                "did all ranks save the same state?"
+                f"chunks hold {stored}; did all ranks save the same state?"
             )
         for c in entry["chunks"]:
             if not 0 <= c["start"] <= c["end"] <= sizes.get(c["part"], -1):

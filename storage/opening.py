@@ -68,12 +68,12 @@ def _remote(
             f"{url}: wanted one of {', '.join(BACKENDS)} as STORAGE_BACKEND, found {backend!r}"
         )
     if backend != "fsspec":
-        from storage.bucket_clients import Unfit
+        from storage.bucket_clients import ObstoreUnusable
         from storage.fast import FastStore
 
         try:
             return FastStore(url, environ=environ, **options)
-        except Unfit as e:
+        except ObstoreUnusable as e:
             if backend == "obstore":
                 raise StoreError(
                     f"{url}: obstore cannot be used: {e}; leave STORAGE_BACKEND out"

@@ -64,7 +64,7 @@ class Ref:
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredRange:
     """Bytes [start, start + nbytes) of the stored object `key`, which has `of` bytes."""
 
     key: str
@@ -73,7 +73,9 @@ class Place:
     of: int
 
 
-Known = Mapping[tuple[str, int], Place]  # (hash, bytes) of a chunk -> where it is stored already
+Known = Mapping[
+    tuple[str, int], StoredRange
+]  # (hash, bytes) of a chunk -> where it is stored already
 
 
 @dataclass(frozen=True)
@@ -81,15 +83,14 @@ class Part:
     """A file of a snapshot. `hashes[i]` is of bytes [i * chunk_nbytes, (i + 1) * chunk_nbytes).
 
     places: where its bytes lie, in order, cut between chunks: in objects of its own, or in those of
-    older snapshots that had the
-            same chunks. Empty: all of them in the object `key`.
+            older snapshots that had the same chunks. Empty: all of them in the object `key`.
     """
 
     key: str
     nbytes: int
     chunk_nbytes: int
     hashes: tuple[str, ...]
-    places: tuple[Place, ...] = ()
+    places: tuple[StoredRange, ...] = ()
 
     @classmethod
     def of(cls, key: str, data: bytes | memoryview, chunk_nbytes: int = CHUNK_NBYTES) -> Part:
@@ -102,9 +103,9 @@ class Part:
             tuple(chunk_hash(view[i : i + chunk_nbytes]) for i in starts),
         )
 
-    def stored(self) -> tuple[Place, ...]:
+    def stored(self) -> tuple[StoredRange, ...]:
         """`places`, also when there is only one."""
-        return self.places or (Place(self.key, 0, self.nbytes, self.nbytes),)
+        return self.places or (StoredRange(self.key, 0, self.nbytes, self.nbytes),)
 
     def locate(self, start: int, end: int) -> Iterator[tuple[str, int, int]]:
         """The bytes [start, end) as (object, start, end), in order."""
@@ -118,7 +119,7 @@ class Part:
     def chunk_nbytes_of(self, i: int) -> int:
         return min(self.chunk_nbytes, self.nbytes - i * self.chunk_nbytes)
 
-    def known(self) -> Iterator[tuple[tuple[str, int], Place]]:
+    def known(self) -> Iterator[tuple[tuple[str, int], StoredRange]]:
         """Its chunks, for `Known`."""
         chunk, place_ends = 0, 0
         for place in self.stored():
@@ -127,7 +128,9 @@ class Part:
                 n = self.chunk_nbytes_of(chunk)
                 yield (
                     (self.hashes[chunk], n),
-                    Place(place.key, place.start + chunk * self.chunk_nbytes - first, n, place.of),
+                    StoredRange(
+                        place.key, place.start + chunk * self.chunk_nbytes - first, n, place.of
+                    ),
                 )
                 chunk += 1
 
@@ -146,12 +149,12 @@ class Part:
                     found[i] = None
         if not any(found):
             return self
-        places: list[Place] = []
+        places: list[StoredRange] = []
         for here, run in itertools.groupby(range(len(found)), key=lambda i: found[i] is not None):
             chunks = list(run)
             if not here:
                 nbytes = sum(map(self.chunk_nbytes_of, chunks))
-                places.append(Place(f"{self.key}.{chunks[0]:05d}", 0, nbytes, nbytes))
+                places.append(StoredRange(f"{self.key}.{chunks[0]:05d}", 0, nbytes, nbytes))
                 continue
             for i in chunks:
                 place, last = found[i], places[-1] if places else None
@@ -258,8 +261,8 @@ def part_key(key: Any) -> str:
         raise BadObject(str(e)) from None
 
 
-def _place(body: Any) -> Place:
+def _place(body: Any) -> StoredRange:
     if not isinstance(body, list) or len(body) != 4:
         raise BadObject("wanted a place as key, start, length and size of the object")
     key, *numbers = body
-    return Place(part_key(key), *(whole(n, 0, MOST_PART_NBYTES) for n in numbers))
+    return StoredRange(part_key(key), *(whole(n, 0, MOST_PART_NBYTES) for n in numbers))

@@ -24,10 +24,9 @@ class ChunkServer:
     `keep` what they leave here.
 
     GET /chunk/<id> with `Authorization: Bearer <secret>`: 200 and the bytes, 404 if no tier has
-    them, 403 without the secret.
-    PUT: 201 filed, 400 if the bytes do not have that hash, 404 if nothing is kept here, 507 if
-    there is no room. Bound to `addr` only. `tiers` is asked for each request, since what is staged
-    comes and goes.
+    them, 403 without the secret. PUT: 201 filed, 400 if the bytes do not have that hash, 404 if
+    nothing is kept here, 507 if there is no room. Bound to `addr` only. `tiers` is asked for each
+    request, since what is staged comes and goes.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from storage.errors import NotFound
 from storage.manifest import PARTS, PartList, Ref, SnapshotCorrupt
 from storage.retention import Keep
-from storage.snapshot_keys import DOUBTS, MANIFESTS, doom_key, manifest_key, ref_in
+from storage.snapshot_keys import MANIFESTS, doom_key, doubts_of, manifest_key, ref_in
 
 if TYPE_CHECKING:
     from storage.snapshots import Snapshots
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DOOMED_KEPT = 1000  # marks; a writer whose base was pruned so many snapshots ago is not alive
 
 # all refs -> those that stay; `retention.Keep` is one
-Policy = Callable[[Collection[Ref]], Collection[Ref]]
+KeepPolicy = Callable[[Collection[Ref]], Collection[Ref]]
 OnBad = Callable[[Ref, str], None]
 Expired = Callable[[str, bytes], bool]  # key and content of a lease -> is its owner dead?
 
@@ -37,7 +37,10 @@ class Pruner:
         self._snapshots, self._store, self._refers = snapshots, snapshots.store, refers
 
     def prune(
-        self, keep: Policy, on_bad: OnBad | None = None, expired: Expired = lambda key, beat: False
+        self,
+        keep: KeepPolicy,
+        on_bad: OnBad | None = None,
+        expired: Expired = lambda key, beat: False,
     ) -> list[Ref]:
         """`Snapshots.prune` says what stays."""
         newest = self._snapshots.latest(on_bad)
@@ -75,13 +78,13 @@ class Pruner:
             if self._delete(ref, [k for k in objects[ref] if k not in needed]) or ref in committed
         ]
         for ref in marked.intersection(deleted):
-            for key in self._store.list(f"{DOUBTS}{ref.name}/"):
+            for key in self._store.list(doubts_of(ref)):
                 self._store.delete(key)
         for ref in sorted(doomed - committed - set(objects), reverse=True)[DOOMED_KEPT:]:
             self._store.delete(doom_key(ref))
         return deleted
 
-    def _chosen(self, keep: Policy, candidates: set[Ref]) -> Collection[Ref]:
+    def _chosen(self, keep: KeepPolicy, candidates: set[Ref]) -> Collection[Ref]:
         if not isinstance(keep, Keep) or not keep.best:
             return keep(candidates)
         data: dict[Ref, Mapping[str, Any]] = {}

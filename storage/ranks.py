@@ -21,6 +21,15 @@ from storage.restore import Rewind
 T = TypeVar("T")
 
 
+def gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """What each rank of a group gives, in order; None: of this process alone."""
+    if group is None:
+        return [mine]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
 class Ranks:
     """Who saves or loads together: all ranks of torch.distributed, or this process alone."""
 
@@ -32,11 +41,7 @@ class Ranks:
 
     def gather(self, mine: Any) -> list[Any]:
         """What each rank gives, in order."""
-        if self.group is None:
-            return [mine]
-        everyone: list[Any] = [None] * self.world
-        dist.all_gather_object(everyone, mine, group=self.group)
-        return everyone
+        return gathered(mine, self.group)
 
     def each(self, do: Callable[[], T]) -> T:
         """Every rank does it: what it got. If one fails, all raise."""
@@ -83,4 +88,4 @@ def _named(rank: int, kind: str, text: str) -> StoreError:
     return StoreError(f"rank {rank}: {kind}: {text}")
 
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "gathered"]

@@ -48,7 +48,7 @@ class FsspecStore:
                 "gs://, az:// or a folder (file://)"
             ) from e
         self._root = str(path).rstrip("/")
-        self._named = Named(url)
+        self._named = KeyFilter(url)
         self.reads_at_once = READS_AT_ONCE
 
     def _path(self, key: str) -> str:
@@ -162,11 +162,15 @@ class FsspecStore:
             raise StoreUnavailable(f"{where}: {name}: {e}") from e
 
 
+# of fsspec's: they take the wish that an object be written only if it is absent, and overwrite it
+OVERWRITING = {"http", "https", "jupyter", "jlab", "generic", "dir", "simplecache"}
+
+
 def _refuse_overwriting(url: str) -> None:
     """Refuse by name, and before anything is asked, kinds of stores that fsspec cannot have write
     an object only if it is absent, in one step: it would make them out of an empty file that others
     see, or not at all. Raises StoreError."""
-    scheme = url.partition("://")[0]
+    scheme = url.partition("://")[0].partition("::")[0]
     try:
         kind = fsspec.get_filesystem_class(scheme)
     except (ImportError, ValueError):
@@ -176,7 +180,7 @@ def _refuse_overwriting(url: str) -> None:
         if issubclass(kind, AsyncFileSystem)
         else (AbstractFileSystem, "pipe_file")
     )
-    if getattr(kind, name) is getattr(generic, name):
+    if scheme in OVERWRITING or getattr(kind, name) is getattr(generic, name):
         raise StoreError(
             f"{url}: fsspec's {scheme}:// has no create-only writes, on which commits stand; use "
             "s3://, gs://, az:// or a folder (file://), which may be mounted from there"
@@ -253,7 +257,7 @@ def list_s3_keys(
         more = {"ContinuationToken": page["NextContinuationToken"]}
 
 
-class Named:
+class KeyFilter:
     """Lets pass the keys that every store can name; tells once of others, which somebody else
     put there."""
 

@@ -4,8 +4,9 @@ reads it. No torch, no clock.
     restore = Restore(snapshots, host, looks)
     while (ref := restore.choose()) is not None:                 # one of the world; raises Rewind
         found, why = restore.read(ref, load)          # every rank; raises StoreUnavailable
-        if not why: break
-        if unfit := restore.blame(ref, {host: why}):             # one of the world
+        bad = bad_hosts(everybody's (host, why, silent))
+        if not bad: break
+        if unfit := restore.judge(ref, ...):          # every rank; one of them asks `blame`
             ...                                       # these hosts end; the snapshot stays
 
 One bad look is no proof: bytes are damaged on the way, in a cache, in the reader's own memory, and
@@ -26,15 +27,16 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from storage.errors import NotFound, StoreError, StoreUnavailable
-from storage.manifest import Ref, SnapshotCorrupt, canonical
+from storage.json_text import canonical
+from storage.manifest import Ref, SnapshotCorrupt
 from storage.objects import ObjectStore
-from storage.snapshot_keys import MANIFESTS, host_word
+from storage.snapshot_keys import host_word, manifest_key
 from storage.snapshots import Snapshots
 
 T = TypeVar("T")
@@ -56,7 +58,11 @@ ALLOW = (
 # committed
 RECORDS = "samples/"
 
-Tell = Callable[[Ref, str], None]
+OnMark = Callable[[Ref, str], None]
+
+
+# of one rank: its host, why it could not read the snapshot whole, why the store did not let it say
+Said = tuple[str, str, str]
 
 
 class Rewind(StoreError):
@@ -92,8 +98,8 @@ class Restore:
         seen: Ref | None = None,
         must_list: str = "",
         allow_rewind: bool = False,
-        tell: Tell = lambda ref, what: None,
-        on_bad: Tell = lambda ref, what: None,
+        tell: OnMark = lambda ref, what: None,
+        on_bad: OnMark = lambda ref, what: None,
     ):
         self.snapshots, self.host, self.looks, self.epoch, self.seen = (
             snapshots,
@@ -217,8 +223,7 @@ class Restore:
         if lacking and not self.allow_rewind:
             raise StoreUnavailable(
                 f"{self.snapshots.store.url}: its listing lacks {lacking}: the store is to be "
-                "asked again later. If they were deleted "
-                f"on purpose, {ALLOW}"
+                f"asked again later. If they were deleted on purpose, {ALLOW}"
             )
         return committed - doomed, doomed, since
 
@@ -305,11 +310,10 @@ class Restore:
                 whys.append(f"{ref}: {self._passed.get(ref) or self.snapshots.why(ref)}")
         step = newest.step if newest else 0
         return (
-            f"{url} has committed step {reached}, and would go on from step {step}: {problem}"
-            f"{' (' + '; '.join(whys) + ')' if whys else ''}. Nothing was deleted. Look at them "
-            "from another machine: "
-            f"harness snapshots verify {url} takes back the marks of those that are whole. To do "
-            f"the steps from {step} on again, {ALLOW}"
+            f"{url} has committed step {reached}, and would go on from step {step}: "
+            f"{problem}{' (' + '; '.join(whys) + ')' if whys else ''}. Nothing was deleted. Look "
+            f"at them from another machine: harness snapshots verify {url} takes back the marks of "
+            f"those that are whole. To do the steps from {step} on again, {ALLOW}"
         )
 
     def _is_guarded(self, ref: Ref) -> bool:
@@ -321,6 +325,39 @@ class Restore:
             return True
 
     # ---- judging ---------------------------------------------------------------------------------
+    def judge(
+        self,
+        ref: Ref,
+        said: Sequence[Said],
+        rank: int,
+        gather: Callable[[Any], list[Any]],
+        first: Callable[[Callable[[], Any]], Any],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> dict[str, str]:
+        """What `blame` finds, once some hosts could not read it: `said`, by rank. All ranks call
+        it together. `gather`: what each of them gives, in order; `first`: rank 0 does it, and tells
+        all.
+
+        If some host has read it, or its share of it, that one reads all of it.
+        """
+        bad, refuted = bad_hosts(said), False
+        second = next((i for i, one in enumerate(said) if one[0] not in bad), None)
+        if second is not None:
+            answer = gather(self._second_look(ref, progress) if rank == second else None)[second]
+            refuted = answer == ""
+            if answer:
+                bad[said[second][0]] = answer
+        found: dict[str, str] = first(lambda: self.blame(ref, bad, refuted))
+        return found
+
+    def _second_look(self, ref: Ref, progress: Callable[[int, int], None] | None) -> str | None:
+        """Why we find it bad too; "": it is whole; None: the store did not let us say, and the
+        others wait for our word."""
+        try:
+            return self.verify(ref, progress)
+        except StoreUnavailable:
+            return None
+
     def blame(self, ref: Ref, bad: Mapping[str, str], refuted: bool = False) -> dict[str, str]:
         """`bad`: hosts that could not read it whole, and why. `refuted`: another host has read it
         whole.
@@ -372,6 +409,15 @@ class Restore:
         )
 
 
+def bad_hosts(said: Sequence[Said]) -> dict[str, str]:
+    """The hosts that could not read a snapshot whole, and why. Raises StoreUnavailable if the
+    store did not answer one of the ranks: nothing is proved."""
+    for _, _, silent in said:
+        if silent:
+            raise StoreUnavailable(silent)
+    return {host: why for host, why, _ in said if why}
+
+
 def this_machine() -> str:
     """What tells this machine from others, and not one process of it from another: the boot of
     its kernel, else its name."""
@@ -398,9 +444,9 @@ def _recorded(store: ObjectStore) -> int:
 def _contradiction(snapshots: Snapshots, ref: Ref) -> str:
     """Why it proves nothing that objects of a snapshot were not found; "" if it does: the
     listing says so too, and others are found."""
-    manifest_key = f"{MANIFESTS}{ref.name}.json"
+    key = manifest_key(ref)
     try:
-        if manifest_key not in snapshots.store.list(manifest_key):
+        if key not in snapshots.store.list(key):
             return "its manifest is not listed either"
         manifest = snapshots.load(ref)
     except SnapshotCorrupt:
@@ -416,4 +462,4 @@ def _contradiction(snapshots: Snapshots, ref: Ref) -> str:
     return ""
 
 
-__all__ = ["PAUSES_S", "Looks", "Restore", "Rewind", "this_machine"]
+__all__ = ["PAUSES_S", "Looks", "Restore", "Rewind", "bad_hosts", "this_machine"]

@@ -29,6 +29,19 @@ def doom_key(ref: Ref) -> str:
     return f"{MANIFESTS}{ref.name}{DOOM}"
 
 
+def ended_key(ref: Ref) -> str:
+    return f"{MANIFESTS}{ref.name}{ENDED}"
+
+
+def quarantine_key(ref: Ref) -> str:
+    return f"{QUARANTINE}{ref.name}.json"
+
+
+def doubts_of(ref: Ref) -> str:
+    """What the keys of all hosts' doubts of it begin with."""
+    return f"{DOUBTS}{ref.name}/"
+
+
 def lease_key(ref: Ref, token: str) -> str:
     return f"{READING}{ref.name}/{token}"
 

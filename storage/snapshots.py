@@ -34,32 +34,25 @@ from typing import Any
 
 from storage.errors import NotFound, StoreUnavailable
 from storage.groups import GROUP_RANKS, gather, read_all
-from storage.manifest import (
-    CHUNK_NBYTES,
-    Known,
-    Manifest,
-    Part,
-    PartList,
-    Ref,
-    SnapshotCorrupt,
-    canonical,
-    chunk_hash,
-)
+from storage.json_text import canonical
 from storage.manifest import PARTS as PARTS
+from storage.manifest import Manifest, Part, PartList, Ref, SnapshotCorrupt
 from storage.marks import mark, why_of
 from storage.objects import ObjectStore, read_into, size_each
-from storage.pruning import Expired, OnBad, Policy, Pruner
+from storage.parts import CHUNK_NBYTES, Known, chunk_hash
+from storage.pruning import Expired, KeepPolicy, OnBad, Pruner
 from storage.snapshot_keys import (
     DOOM,
-    DOUBTS,
-    ENDED,
     MANIFESTS,
     QUARANTINE,
     READING,
+    doubts_of,
+    ended_key,
     host_word,
     lease_key,
     list_key,
     manifest_key,
+    quarantine_key,
     ref_in,
     refs_in,
 )
@@ -193,8 +186,8 @@ class Snapshots:
         if extra:
             raise SnapshotCorrupt(
                 f"snapshot {ref}: wanted part lists of {len(keys)} ranks, found also "
-                f"{', '.join(sorted(extra))}; "
-                "an epoch has one world: start a new epoch for another one"
+                f"{', '.join(sorted(extra))}; an epoch has one world: start a new epoch for "
+                "another one"
             )
         return [PartList.from_json(text) for text in read_all(self.store, keys)]
 
@@ -290,9 +283,8 @@ class Snapshots:
             if broken:
                 raise SnapshotCorrupt(
                     f"snapshot {manifest.ref} follows {manifest.previous.ref} with the hash "
-                    f"{manifest.previous.hash}, which now has "
-                    f"{found_hash}: one of the two manifests is of another run; use an older "
-                    "snapshot"
+                    f"{manifest.previous.hash}, which now has {found_hash}: one of the two "
+                    "manifests is of another run; use an older snapshot"
                 )
         done, memory = 0, scratch()
         for part in manifest.parts:
@@ -351,13 +343,13 @@ class Snapshots:
         if manifest.data.get("final"):
             return str(manifest.data.get("ended") or "finished")
         try:
-            return why_of(self.store.get(f"{MANIFESTS}{manifest.ref.name}{ENDED}"), "finished")
+            return why_of(self.store.get(ended_key(manifest.ref)), "finished")
         except NotFound:
             return ""
 
     def end(self, ref: Ref, why: str) -> None:
         """Say that the run has ended with this committed snapshot. The first word stays."""
-        self.store.create(f"{MANIFESTS}{ref.name}{ENDED}", mark(ref, why))
+        self.store.create(ended_key(ref), mark(ref, why))
 
     def latest(self, on_bad: OnBad | None = None) -> Manifest | None:
         """The newest snapshot whose manifest is good and whose parts have their sizes; None if
@@ -401,28 +393,28 @@ class Snapshots:
     def quarantine(self, ref: Ref, why: str) -> None:
         """Do not use this snapshot (until somebody reads it whole and takes the mark back). The
         first reason stays."""
-        self.store.create(f"{QUARANTINE}{ref.name}.json", mark(ref, why))
+        self.store.create(quarantine_key(ref), mark(ref, why))
 
     def pardon(self, ref: Ref) -> None:
         """It was read whole: take its mark back, and what was said against it."""
         self.unmark(ref)
-        for key in self.store.list(f"{DOUBTS}{ref.name}/"):
+        for key in self.store.list(doubts_of(ref)):
             self.store.delete(key)
 
     def unmark(self, ref: Ref) -> None:
         """Take the mark back; what hosts said stays."""
-        self.store.delete(f"{QUARANTINE}{ref.name}.json")
+        self.store.delete(quarantine_key(ref))
 
     def doubt(self, ref: Ref, host: str, why: str) -> None:
         """A host says that it cannot read it whole. Alone that is no proof: two hosts' word is."""
         self.store.create(
-            f"{DOUBTS}{ref.name}/{host_word(host)}.json",
+            f"{doubts_of(ref)}{host_word(host)}.json",
             mark(ref, why, host=host),
         )
 
     def doubters(self, ref: Ref) -> set[str]:
         """Hosts that could not read it whole, as `doubt` names them in keys."""
-        prefix = f"{DOUBTS}{ref.name}/"
+        prefix = doubts_of(ref)
         return {key.removeprefix(prefix).removesuffix(".json") for key in self.store.list(prefix)}
 
     def quarantined(self) -> set[Ref]:
@@ -431,11 +423,14 @@ class Snapshots:
 
     def why(self, ref: Ref) -> str:
         """Why a snapshot is quarantined. Raises NotFound."""
-        found = self.store.get(f"{QUARANTINE}{ref.name}.json")
+        found = self.store.get(quarantine_key(ref))
         return why_of(found, "its mark is unreadable")
 
     def prune(
-        self, keep: Policy, on_bad: OnBad | None = None, expired: Expired = lambda key, beat: False
+        self,
+        keep: KeepPolicy,
+        on_bad: OnBad | None = None,
+        expired: Expired = lambda key, beat: False,
     ) -> list[Ref]:
         """Delete what `keep` does not keep, and the parts of abandoned attempts. Returns the refs
         deleted, newest first.

@@ -22,6 +22,7 @@ import queue
 import secrets
 import shutil
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,8 +68,8 @@ class Segment:
                 raise
             raise StageFull(
                 f"{path.parent}: no room for {_mib(nbytes)} of a staged snapshot, "
-                f"{_mib(shutil.disk_usage(path.parent).free)} are free; "
-                "enlarge the RAM disk (docker: --shm-size), or choose a folder with --stage-dir"
+                f"{_mib(shutil.disk_usage(path.parent).free)} are free; enlarge the RAM disk "
+                "(docker: --shm-size), or choose a folder with --stage-dir"
             ) from e
         finally:
             os.close(fd)
@@ -132,8 +133,7 @@ class Segments:
             if taken + nbytes > self.budget_nbytes:
                 raise StageFull(
                     f"the stage's budget is {_mib(self.budget_nbytes)}, {_mib(taken)} are taken, "
-                    f"{_mib(nbytes)} more are wanted for a "
-                    "staged snapshot; raise --stage-gib"
+                    f"{_mib(nbytes)} more are wanted for a staged snapshot; raise --stage-gib"
                 )
             self._sizes[path] = nbytes
         try:
@@ -149,21 +149,24 @@ class Segments:
             self._sizes.pop(path, None)
 
 
-class Beside:
+class ErrandThread:
     """A thread that does errands in order and is there already: to start one makes the caller
-    wait for Python's lock, often 5 ms."""
+    wait for Python's lock, often 5 ms. It ends when nobody has this any more."""
 
     def __init__(self, name: str):
-        self._errands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name=name, daemon=True).start()
+        self._errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=_work, args=(self._errands,), name=name, daemon=True).start()
+        last = weakref.finalize(self, self._errands.put, None)
+        last.atexit = False  # a thread that runs while the process ends can abort it
 
     def run(self, errand: Callable[[], None]) -> None:
         """Returns at once. The errand answers for its own errors."""
         self._errands.put(errand)
 
-    def _work(self) -> None:
-        while True:
-            self._errands.get()()
+
+def _work(errands: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (errand := errands.get()) is not None:
+        errand()
 
 
 def default_parent() -> Path:

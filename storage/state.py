@@ -15,7 +15,7 @@ snapshots can be loaded here, but not added to.
 Errors (all are StoreErrors, and the same on all ranks):
     NoSnapshot        there is nothing to load
     StepBehind        a greater step is committed already
-    StateMismatch     `into` is not laid out like what was saved
+    StateMismatch     `into` is not laid out like what was saved, or the ranks do not save the same
     UnsupportedValue  the state holds something that cannot be stored without pickling it
     Rewind            more than one damaged snapshot would be passed over
 """
@@ -34,24 +34,25 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from storage import dcp, errors
+from storage import dcp
 from storage.errors import (
     NoSnapshot,
+    NotFound,
     StateMismatch,
     StepBehind,
     StoreError,
     StoreUnavailable,
     UnsupportedValue,
 )
-from storage.leases import Watch, reading
+from storage.leases import Watch, held, reading
 from storage.manifest import PARTS, Manifest, Ref, SnapshotCorrupt
 from storage.objects import ObjectStore
 from storage.opening import normalize, open_store
 from storage.ranks import Ranks
-from storage.restore import PAUSES_S, Looks, Restore, Rewind, this_machine
+from storage.restore import PAUSES_S, Looks, Restore, Rewind, bad_hosts, this_machine
 from storage.retention import Keep
 from storage.snapshots import Snapshots
-from storage.trees import TAG, path_name
+from storage.trees import TAG
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ def save(
     rewind:   go on from an older snapshot: `step` may be less than the newest one's, which stays.
     alone:    this process alone saves, though torch.distributed is initialized.
     Chunks that the newest snapshot has are not sent again. Needs host memory for one copy of what
-    this rank writes. Raises StepBehind, UnsupportedValue, StoreError.
+    this rank writes. Raises StepBehind, UnsupportedValue, StateMismatch, StoreError.
     """
     if step < 0:
         raise ValueError(f"save(step={step}): wanted a number of steps, 0 or more")
@@ -93,11 +94,12 @@ def save(
     store, _ = _opened(url)
     snapshots = Snapshots(store)
     tensors, plain = ranks.each(lambda: _split(_plain(state)))
-    name, newest, token = ranks.first(lambda: _next(snapshots, step, rewind))
-    ref = Ref.parse(name)
-    base = Manifest.from_json(newest) if newest else None
+    ref, base, token = ranks.first(lambda: _next(snapshots, step, rewind))
     saver = dcp.Saver(snapshots, ranks.group)
-    saver.plan(tensors)
+    try:
+        saver.plan(tensors)
+    except ValueError as e:  # on all ranks alike
+        raise StateMismatch(str(e)) from e
     data: dict[str, Any] = {}
     if ranks.rank == 0:
         before = base.ref.name if base is not None else ""
@@ -128,21 +130,20 @@ def save(
     return ref
 
 
-def _next(snapshots: Snapshots, step: int, rewind: bool) -> tuple[str, str, str]:
-    """The new snapshot's name, the newest one's manifest as JSON ("": there is none that can be
-    read), and a token."""
+def _next(snapshots: Snapshots, step: int, rewind: bool) -> tuple[Ref, Manifest | None, str]:
+    """The new snapshot, the newest one's manifest (None: there is none that can be read), and a
+    token."""
     committed, doomed = snapshots.manifests()
     usable = committed - doomed - snapshots.quarantined()
-    newest, text = max(usable, default=None), ""
+    newest, base = max(usable, default=None), None
     if newest is not None:
-        with contextlib.suppress(SnapshotCorrupt, errors.NotFound):  # then nothing builds on it
-            manifest = snapshots.load(newest)
-            if manifest.data.get("by") != BY:
+        with contextlib.suppress(SnapshotCorrupt, NotFound):  # then nothing builds on it
+            base = snapshots.load(newest)
+            if base.data.get("by") != BY:
                 raise StoreError(
                     f"{snapshots.store.url}: its snapshots were not saved by storage.save, but by "
                     "a run; wanted a URL of its own, for example one level below"
                 )
-            text = manifest.to_json()
         if step < newest.step and not rewind:
             raise StepBehind(
                 f"{snapshots.store.url} has committed step {newest.step}; step {step} would go "
@@ -154,7 +155,7 @@ def _next(snapshots: Snapshots, step: int, rewind: bool) -> tuple[str, str, str]
     ref = Ref(last.epoch if step > last.step else last.epoch + 1, step)
     while snapshots.store.list(f"{PARTS}{ref.name}/"):  # of a writer that died, or still writes
         ref = Ref(ref.epoch + 1, step)
-    return ref.name, text, secrets.token_hex(6)
+    return ref, base, secrets.token_hex(6)
 
 
 def _prune(snapshots: Snapshots, keep: Keep) -> None:
@@ -219,20 +220,20 @@ class _Load:
         restore = self._restore(allow_rewind)
         while True:
             with contextlib.ExitStack() as lease:
-                name = self._ranks.first(lambda: self._choose(restore, lease))
-                if name is None:
+                ref = self._ranks.first(lambda: self._choose(restore, lease))
+                if ref is None:
                     raise NoSnapshot(
                         f"{self._snapshots.store.url} has no snapshot; save one first "
                         "(storage.save), or look whether the URL is the right one"
                     )
-                state, again = self._read(restore, Ref.parse(name), judge=True)
+                state, again = self._read(restore, ref, judge=True)
             if not again:
                 return state
 
     def at(self, step: int) -> Any:
         restore = self._restore(False)
         with contextlib.ExitStack() as lease:
-            ref = Ref.parse(self._ranks.first(lambda: self._of_step(step, lease)))
+            ref = self._ranks.first(lambda: self._of_step(step, lease))
             state, again = self._read(restore, ref, judge=False)
         assert not again
         return state
@@ -253,28 +254,24 @@ class _Load:
             on_bad=lambda ref, why: say(ref, f"{ref} is passed over: {why}"),
         )
 
-    def _choose(self, restore: Restore, lease: contextlib.ExitStack) -> str | None:
-        found = None
-        for _ in range(3):
-            try:
-                found = restore.choose()
-            except Rewind as e:
-                raise Rewind(f"{e}; here: storage.load(url, allow_rewind=True)") from e
-            if found is None or lease.enter_context(reading(self._snapshots, found)):
-                break  # else it was pruned just now, or we may only read
-        return found.name if found else None
+    def _choose(self, restore: Restore, lease: contextlib.ExitStack) -> Ref | None:
+        try:
+            return held(self._snapshots, restore.choose, lease)
+        except Rewind as e:
+            raise Rewind(f"{e}; here: storage.load(url, allow_rewind=True)") from e
 
-    def _of_step(self, step: int, lease: contextlib.ExitStack) -> str:
+    def _of_step(self, step: int, lease: contextlib.ExitStack) -> Ref:
         committed, doomed = self._snapshots.manifests()
         have = committed - doomed
-        if not (found := [ref for ref in have if ref.step == step]):
+        found = max((ref for ref in have if ref.step == step), default=None)
+        if found is None:
             steps = sorted({ref.step for ref in have})
             raise NoSnapshot(
                 f"{self._snapshots.store.url} has no snapshot of step {step}; it has "
                 f"{', '.join(map(str, steps)) if steps else 'none at all'}"
             )
-        lease.enter_context(reading(self._snapshots, max(found)))
-        return max(found).name
+        lease.enter_context(reading(self._snapshots, found))
+        return found
 
     def _read(self, restore: Restore, ref: Ref, judge: bool) -> tuple[Any, bool]:
         """The state, and whether it was bad and there may be an older one."""
@@ -286,26 +283,15 @@ class _Load:
                 return None, "", str(e)
 
         state, why, silent = self._ranks.each(look)
-        found: list[tuple[str, str, str]] = self._ranks.gather((self._host, why, silent))
-        if silences := [text for _, _, text in found if text]:
-            raise StoreUnavailable(silences[0])
-        bad = {host: text for host, text, _ in found if text}
+        ranks = self._ranks
+        said = ranks.gather((self._host, why, silent))
+        bad = bad_hosts(said)
         if bad and not judge:
             raise SnapshotCorrupt(next(iter(bad.values())))
         if not bad:
-            self._ranks.first(lambda: self._whole(restore, ref))
+            ranks.first(lambda: self._whole(restore, ref))
             return state, False
-        # somebody on another host has read it, or its share of it: it shall read all of it
-        second = next((i for i, (host, _, _) in enumerate(found) if host not in bad), None)
-        refuted = False
-        if second is not None:
-            said = self._ranks.gather(restore.verify(ref) if self._ranks.rank == second else None)[
-                second
-            ]
-            refuted = said == ""
-            if said:
-                bad[found[second][0]] = said
-        unfit = self._ranks.first(lambda: restore.blame(ref, bad, refuted))
+        unfit = restore.judge(ref, said, ranks.rank, ranks.gather, ranks.first)
         if unfit:
             raise SnapshotCorrupt(
                 f"{'; '.join(unfit.values())}; load from another machine, or load an older one: "
@@ -327,7 +313,7 @@ class _Into:
     def __init__(self, into: Any, only: Collection[str] | None):
         self._into, self._only = into, only
         self._have = {} if into is None else _split(_plain(into))[0]
-        self._parameters = dict(_optimizers(into, ()))
+        self._like = dcp.like_parameters(into)
 
     def read(self, snapshots: Snapshots, ref: Ref) -> Any:
         """Raises SnapshotCorrupt, StateMismatch, NotFound."""
@@ -345,30 +331,6 @@ class _Into:
             return dcp.join(tensors, plain)
         except ValueError as e:
             raise StateMismatch(str(e)) from e
-
-    def _like(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """An optimizer's state that does not exist yet is laid out like its parameter."""
-        for prefix, parameters in self._parameters.items():
-            number = name.removeprefix(prefix).partition("/")[0]
-            if name.startswith(prefix) and number.isdecimal() and int(number) < len(parameters):
-                return parameters[int(number)]
-        return None
-
-
-def _optimizers(value: Any, path: tuple[str, ...]) -> list[tuple[str, list[torch.Tensor]]]:
-    """Of each optimizer in a state: the prefix of its tensors' names, and its parameters in the
-    order in which it counts them."""
-    if isinstance(value, torch.optim.Optimizer):
-        held = [p for group in value.param_groups for p in group["params"]]
-        return [(f"{path_name((*path, 'state'))}/", held)]
-    inside: list[tuple[str, list[torch.Tensor]]] = []
-    if isinstance(value, dict):
-        for key, one in value.items():
-            inside += _optimizers(one, (*path, str(key)))
-    elif isinstance(value, list | tuple):
-        for i, one in enumerate(value):
-            inside += _optimizers(one, (*path, str(i)))
-    return inside
 
 
 def _names(plain: Any) -> list[str]:

@@ -17,7 +17,10 @@ from rich.segment import Segment
 def plain(text: object, keep: str = "") -> str:
     """Without control characters, escapes, lone surrogates and the like: a space stands for
     each, except for those in `keep`."""
-    return "".join(c if c.isprintable() or c in keep else " " for c in str(text))
+    whole = str(text)
+    if whole.isprintable():
+        return whole
+    return "".join(c if c.isprintable() or c in keep else " " for c in whole)
 
 
 class Console(rich.console.Console):

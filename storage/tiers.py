@@ -222,8 +222,8 @@ class Tiered:
         self._add("replica", len(data))
         self._on_wrong(
             "bucket",
-            f"{part.key}, bytes from {i * size}: damaged in {self.url}; "
-            "read from the second bucket",
+            f"{part.key}, bytes from {i * size}: damaged in {self.url}; read from the second "
+            "bucket",
         )
         return data
 

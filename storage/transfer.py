@@ -14,17 +14,18 @@ from dataclasses import dataclass
 
 from storage.errors import NotFound, StoreError
 from storage.leases import reading
-from storage.manifest import Manifest, Part, Ref, SnapshotCorrupt, chunk_hash
+from storage.manifest import Manifest, Part, Ref, SnapshotCorrupt
 from storage.objects import Keys, ObjectStore, read_into, why_not_a_key
-from storage.pruning import Policy
-from storage.snapshot_keys import MANIFESTS, QUARANTINE
+from storage.parts import chunk_hash
+from storage.pruning import KeepPolicy
+from storage.snapshot_keys import manifest_key, quarantine_key
 from storage.snapshots import Snapshots
 
 # objects on their way at once; each is in memory whole (dcp cuts a rank's bytes into files of 256
 # MiB)
 LANES = 2
 
-Progress = Callable[[Ref, int, int], None]  # snapshot, bytes done, bytes in all
+CopyProgress = Callable[[Ref, int, int], None]  # snapshot, bytes done, bytes in all
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def copy(
     refs: Iterable[Ref],
     *,
     extra: Collection[str] = (),
-    progress: Progress | None = None,
+    progress: CopyProgress | None = None,
 ) -> list[Copied]:
     """Copy committed snapshots, in the order of `refs`. `extra`: other objects' keys, copied before
     them, create-only (what is no key of an object under its store's root is left out: a bucket may
@@ -60,15 +61,15 @@ def copy(
 
 
 def _copy_one(
-    source: ObjectStore, target: ObjectStore, ref: Ref, progress: Progress | None
+    source: ObjectStore, target: ObjectStore, ref: Ref, progress: CopyProgress | None
 ) -> Copied:
-    key = f"{MANIFESTS}{ref.name}.json"
+    key = manifest_key(ref)
     try:
         text = source.get(key)
         manifest = Snapshots(source).load(ref)
         if _is_there(target, key, text):
             return Copied(ref, "there", 0, manifest.nbytes)
-        if target.list(f"{QUARANTINE}{ref.name}.json"):
+        if target.list(quarantine_key(ref)):
             raise StoreError(
                 f"{target.url}: snapshot {ref} is quarantined there; remove its mark, or copy to "
                 "another URL"
@@ -200,7 +201,7 @@ class Pretended:
             raise NotFound(f"{self.url}/{key}")
 
 
-def would_prune(store: ObjectStore, keep: Policy) -> tuple[list[Ref], dict[str, int]]:
+def would_prune(store: ObjectStore, keep: KeepPolicy) -> tuple[list[Ref], dict[str, int]]:
     """What `Snapshots.prune` would delete now: snapshots (and orphaned parts under the refs
     they were meant for), and objects by size."""
     pretended = Pretended(store)

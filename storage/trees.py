@@ -129,9 +129,8 @@ def _split(value: Any, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) 
         return {TAG: "dtype", "name": dtype_name(value)}
     raise TypeError(
         f"{_where(path)} is a {type(value).__module__}.{type(value).__qualname__}, which a "
-        "snapshot cannot hold (nothing is pickled); "
-        "give its state as numbers, strings, bytes, tensors, lists and dicts (its state_dict(), or "
-        "a tuple of its fields)"
+        "snapshot cannot hold (nothing is pickled); give its state as numbers, strings, bytes, "
+        "tensors, lists and dicts (its state_dict(), or a tuple of its fields)"
     )
 
 

@@ -1,18 +1,12 @@
 """Carries staged snapshots to the bucket, outside of the trainer: hashing, parts in bounded
 parallel, part list, commit, prune. No torch.
 
-An `Uploader` takes `Job`s whose bytes lie in host memory (`staging.Segment`) and reports an
-`Outcome` of each, once. It may run in the trainer's process or, better, in one of its own that
-outlives the trainer. Parts of older snapshots go first. When a deadline is set (`drain`), what is
-surest goes first, and what is not written when time is up is given up, so that the last word said
-of it is true. Without one it watches the training's steps, where it is told how, and sends less at
-once when that helps them (`throttle.py`).
-
-    outcome.state   "committed"   the manifest is there
-                    "failed"      not committed by us, and our share is not written: nobody can
-                                  commit it
-                    "waiting"     our share is written; another rank's is not, within the time:
-                                  whoever is last commits
+An `Uploader` takes `UploadJob`s whose bytes lie in host memory (`staging.Segment`) and reports an
+`UploadOutcome` of each, once. It may run in the trainer's process or, better, in one of its own
+that outlives the trainer. Parts of older snapshots go first. When a deadline is set (`drain`), what
+is surest goes first, and what is not written when time is up is given up, so that the last word
+said of it is true. Without one it watches the training's steps, where it is told how, and sends
+less at once when that helps them (`throttle.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +28,7 @@ from storage.pacing import Pacer, TrainingWatch
 from storage.retention import Keep
 from storage.snapshots import Snapshots
 from storage.throttle import Throttle
-from storage.upload_job import Forecast, Job, Outcome, forecast
+from storage.upload_job import Forecast, UploadJob, UploadOutcome, forecast
 from storage.weights import combined, weights_sum
 
 LANES = 4  # parts on their way at once
@@ -42,7 +36,7 @@ COMMIT_TIMEOUT_S = 600.0  # the longest wait for the other ranks' shares
 POLITE_S = 10.0  # of a world of many ranks, so long the first rank of each group merges it
 GIVE_UP_BEFORE_S = 0.5  # the deadline: time to say so
 
-Check = Callable[[Ref], None]  # raises when a snapshot may no longer be committed
+CommitCheck = Callable[[Ref], None]  # raises when a snapshot may no longer be committed
 
 
 class OutOfTime(StoreError):
@@ -60,8 +54,8 @@ class Uploader:
     def __init__(
         self,
         store: ObjectStore,
-        check: Check = lambda ref: None,
-        on_outcome: Callable[[Job, Outcome], None] = lambda job, outcome: None,
+        check: CommitCheck = lambda ref: None,
+        on_outcome: Callable[[UploadJob, UploadOutcome], None] = lambda job, outcome: None,
         lanes: int = LANES,
         nice: int = 0,
         commit_timeout_s: float = COMMIT_TIMEOUT_S,
@@ -85,9 +79,9 @@ class Uploader:
 
     def submit(
         self,
-        job: Job,
+        job: UploadJob,
         view: memoryview,
-        done: Callable[[Outcome], None],
+        done: Callable[[UploadOutcome], None],
         expect: Callable[[Forecast | None], None] = lambda forecast: None,
     ) -> None:
         """Returns at once. `view`: the segment's bytes, which must not change until `done` is told.
@@ -140,7 +134,7 @@ class Uploader:
                     "share"
                 )
             )
-            outcome = Outcome(
+            outcome = UploadOutcome(
                 job.ref,
                 job.rank,
                 state,
@@ -155,7 +149,7 @@ class Uploader:
                 one.requests,
             )
         except Exception as e:  # whatever it is, the one who waits for us must hear of it
-            outcome = Outcome(
+            outcome = UploadOutcome(
                 job.ref,
                 job.rank,
                 "failed",
@@ -300,4 +294,4 @@ class _Base:
         return base
 
 
-__all__ = ["Forecast", "Job", "OutOfTime", "Outcome", "Uploader", "forecast"]
+__all__ = ["Forecast", "OutOfTime", "UploadJob", "UploadOutcome", "Uploader", "forecast"]

@@ -1,4 +1,11 @@
-"""What is uploaded, what became of it, and what to expect of it: plain data. Pure."""
+"""What is uploaded, what became of it, and what to expect of it: plain data. Pure.
+
+outcome.state   "committed"   the manifest is there
+                "failed"      not committed by us, and our share is not written: nobody can
+                              commit it
+                "waiting"     our share is written; another rank's is not, within the time:
+                              whoever is last commits
+"""
 
 from __future__ import annotations
 
@@ -13,7 +20,7 @@ MARGIN = 0.8  # of a drain's time that is planned with; bandwidth varies
 
 
 @dataclass(frozen=True)
-class Job:
+class UploadJob:
     """One rank's share of a snapshot. Plain data: `to_dict` goes through JSON."""
 
     ref: Ref
@@ -42,13 +49,13 @@ class Job:
         return {**vars(self), "ref": self.ref.name}
 
     @classmethod
-    def from_dict(cls, body: dict[str, Any]) -> Job:
+    def from_dict(cls, body: dict[str, Any]) -> UploadJob:
         files = {name: (int(start), int(end)) for name, (start, end) in body["files"].items()}
         return cls(**{**body, "ref": Ref.parse(body["ref"]), "files": files})
 
 
 @dataclass(frozen=True)
-class Outcome:
+class UploadOutcome:
     ref: Ref
     rank: int
     state: str  # see the module's docstring
@@ -68,7 +75,7 @@ class Outcome:
         return {**asdict(self), "ref": self.ref.name}
 
     @classmethod
-    def from_dict(cls, body: dict[str, Any]) -> Outcome:
+    def from_dict(cls, body: dict[str, Any]) -> UploadOutcome:
         return cls(**{**body, "ref": Ref.parse(body["ref"])})
 
 

@@ -142,7 +142,8 @@ class Campaign:
         return [f"{kind} {p.pid}" for kind in kinds for p in self.processes(kind)]
 
     def nothing_left(self, within_s: float = 15.0) -> bool:
-        """Is all of it gone, or about to go? A process that has said that it ends takes a moment."""
+        """Is all of it gone, or about to go? A process that has said that it ends takes a
+        moment."""
         deadline_s = time.monotonic() + within_s
         while self.left_over() and time.monotonic() < deadline_s:
             time.sleep(0.1)

@@ -21,7 +21,7 @@ from harness.worker.training import between_updates
 from storage import Ref, Snapshots, open_store
 from storage.dcp import Saver, load
 from storage.trees import join, split
-from storage.upload import Job, Uploader
+from storage.upload import Uploader, UploadJob
 
 WORLDS, KINDS = range(1, 5), ("ddp", "fsdp2")
 
@@ -59,7 +59,7 @@ def save(folder, kind, world, group):
         for t in tensors.values():
             t.zero_()  # the snapshot is of before
     layout = staged.layout
-    job = Job(
+    job = UploadJob(
         Ref(1, world),
         saver.rank,
         world,

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
+
+from broken_parts import (
+    DeafLease,
+    EarlyCommit,
+    ForgetfulJournal,
+    GenerousJournal,
+    HastyLease,
+    LazyJournal,
+    OverwritingStore,
+    boastful,
+    deaf,
+    greedy,
+    impatient,
+    panicky,
+    sleepy,
+)
 
 from harness.agent import ends
 from harness.agent import machine as node_machine
@@ -16,29 +30,27 @@ from harness.agent.agent import Agent
 from harness.agent.membership import Membership
 from harness.agent.rendezvous import Rendezvous
 from harness.agent.run_state import RunState
-from harness.bucket.journal import Journal
 from harness.bucket.layout import MEMBERS, epoch_key
-from harness.bucket.lease import Lease
-from harness.controller.recovery import Loop, Outcome, RunSpec, recover
+from harness.controller.recovery import Loop, RunOutcome, RunSpec
 from harness.core import batch
 from harness.core import records as rec
-from harness.core.facts import AttemptEnded, Fact, RunEnded, Stamped
-from harness.core.world import CloudUnavailable, Launch, View, Wait, World
+from harness.core.world import Launch
 from harness.node.marks import Mark, Want
+from harness.proof.sim_world import SortedStore
 from harness.proof.system import team
-from harness.proof.system.access import SortedStore
 from harness.proof.system.faults import Fault, Setting, faults_of
 from harness.proof.system.node import SimNode, SimPool
 from harness.proof.system.team import Ensemble
 from harness.proof.system.whole import Played, SystemBuild, play
+from harness.views.publishing import writer_of
 from harness.views.stream import StreamWriter
-from harness.views.telling import writer_of
 from harness.views.trackers import Publisher
 from harness.worker import machine
 from harness.worker.machine import Interval
-from storage.errors import NotFound, StoreError
-from storage.manifest import Manifest, Part, PartList, Ref, SnapshotCorrupt
+from storage.errors import NotFound
+from storage.manifest import Manifest, Part, Ref, SnapshotCorrupt
 from storage.restore import Restore
+from storage.snapshot_keys import manifest_key
 from storage.snapshots import Snapshots
 
 Patched = tuple[object, str, object]
@@ -94,89 +106,12 @@ OVERTAKEN = ("pause-controller", "crash-controller", "crash-controller-late", *L
 
 
 # ---- controller ----------------------------------------------------------------------------------
-class DeafLease(Lease):
-    """Does not look whether it was overtaken."""
-
-    def check(self) -> None: ...
+def soon_panicky(run: RunSpec, *others: Any) -> RunOutcome:
+    return panicky(replace(run, max_outage_s=10.0, max_refused_s=10.0), *others)
 
 
-class HastyLease(DeafLease):
-    """Overtakes a living holder as well."""
-
-    def _is_over(self, term: int) -> bool:
-        return True
-
-
-class LazyJournal(Journal):
-    """Says that facts are durable when they are not yet."""
-
-    flushes = 0
-
-    def flush(self) -> None:
-        self.flushes += 1
-        if self.flushes % 4 == 0:
-            super().flush()
-
-
-class ForgetfulJournal(Journal):
-    """A successor that does not read what its predecessor did."""
-
-    def read(self) -> list[Stamped]:
-        return []
-
-
-class GenerousJournal(Journal):
-    """Bills whole minutes."""
-
-    def record(self, fact: Fact) -> None:
-        if isinstance(fact, AttemptEnded):
-            fact = dataclasses.replace(fact, billed_s=60 * math.ceil(fact.billed_s / 60))
-        super().record(fact)
-
-
-def impatient(run: RunSpec, *others: Any) -> Outcome:
-    """Does not wait until the nodes are gone."""
-    return recover(dataclasses.replace(run, exit_grace_s=0.0, terminate_timeout_s=0.0), *others)
-
-
-def greedy(run: RunSpec, *others: Any) -> Outcome:
-    return recover(dataclasses.replace(run, max_nodes=run.max_nodes + 1), *others)
-
-
-def boastful(run: RunSpec, policy: Any, world: Any, journal: Journal, lease: Lease) -> Outcome:
-    """Says done without a look at the bucket."""
-    lease.acquire()
-    journal.record(RunEnded("done", "all is well", 300))
-    journal.flush()
-    return Outcome("done", "all is well", 300)
-
-
-def panicky(run: RunSpec, policy: Any, world: World, *others: Any) -> Outcome:
-    """Ends all nodes when it has trouble of its own."""
-    try:
-        return recover(replace(run, max_outage_s=10.0, max_refused_s=10.0), policy, world, *others)
-    except (StoreError, CloudUnavailable):
-        for node in world.cloud.nodes():
-            world.cloud.terminate(node.attempt)
-        raise
-
-
-def deaf(run: RunSpec, policy: Any, world: World, *others: Any) -> Outcome:
-    """Believes the cloud alone: what it does not show is lost at once, though it beats."""
-
-    class Unheard:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(world.store, name)
-
-        def list(self, prefix: str) -> list[str]:
-            return [] if prefix.startswith(MEMBERS) else world.store.list(prefix)
-
-    run = replace(run, lost_after_s=20.0)
-    return recover(run, policy, replace(world, store=Unheard()), *others)
-
-
-def sleepy(view: View) -> Wait:
-    return Wait(60.0, "later")
+def soon_deaf(run: RunSpec, *others: Any) -> RunOutcome:
+    return deaf(replace(run, lost_after_s=20.0), *others)
 
 
 def launch_first(self: Loop, decision: Any) -> None:
@@ -189,7 +124,7 @@ def launch_first(self: Loop, decision: Any) -> None:
 sound_act = Loop.act
 
 
-def forget_facts(self: Loop, outcome: str, reason: str, step: int) -> Outcome | None:
+def forget_facts(self: Loop, outcome: str, reason: str, step: int) -> RunOutcome | None:
     """Tidies up: facts of a run that ends are not needed any more."""
     for key in self.world.store.list("facts/"):
         self.world.store.delete(key)
@@ -200,14 +135,6 @@ sound_end = Loop.end
 
 
 # ---- the bucket ----------------------------------------------------------------------------------
-class OverwritingStore(SortedStore):
-    """Has no create-only write."""
-
-    def create(self, key: str, data: bytes | memoryview) -> bool:
-        self.put(key, data)
-        return True
-
-
 class LeakyStore(SortedStore):
     """Acknowledges step records, and loses some."""
 
@@ -224,18 +151,6 @@ class BlindCreate(SortedStore):
 
 
 # ---- snapshots -----------------------------------------------------------------------------------
-class EarlyCommit(Snapshots):
-    """Does not wait for all ranks."""
-
-    def commit(self, ref: Ref, world: int) -> Manifest | None:
-        if not (keys := self.store.list(f"snapshots/parts/{ref.name}/list-r00000")):
-            return None
-        lists = [replace(PartList.from_json(self.store.get(k)), world=len(keys)) for k in keys]
-        manifest = Manifest.merge(lists)
-        self.store.create(f"snapshots/manifests/{ref.name}.json", manifest.to_json().encode())
-        return manifest
-
-
 class PartsLast(Snapshots):
     """Writes part lists and leaves the parts for later."""
 
@@ -246,12 +161,17 @@ class PartsLast(Snapshots):
         return written
 
 
+def no_fence(store: Any) -> Any:
+    """Whatever is sent is committed, also when a newer epoch exists."""
+    return lambda ref: None
+
+
 class PrunesTheNewest(Snapshots):
     """Keeps what is oldest."""
 
     def prune(self, keep: Any, *rest: Any, **more: Any) -> list[Ref]:
         for ref in self.refs()[:1]:
-            self._take_back(ref, [])
+            self.store.delete(manifest_key(ref))
         return []
 
 
@@ -571,8 +491,10 @@ BUGS: dict[str, Bug] = {
     "impatient": Bug("nothing left|life|ledger", B(recover=impatient), setting=CALM),
     "greedy": Bug("node limit", B(recover=greedy), setting=CALM),
     "boastful controller": Bug("done", B(recover=boastful), setting=CALM),
-    "panicky": Bug("seeing", B(recover=panicky), kinds=("controller-silent",), lasts_s=30.0),
-    "deaf to beats": Bug("node limit|evidence", B(recover=deaf), kinds=("unlisted",), lasts_s=45.0),
+    "panicky": Bug("seeing", B(recover=soon_panicky), kinds=("controller-silent",), lasts_s=30.0),
+    "deaf to beats": Bug(
+        "node limit|evidence", B(recover=soon_deaf), kinds=("unlisted",), lasts_s=45.0
+    ),
     "sleepy policy": Bug("life", B(policy=sleepy), setting=CALM),
     "tidy controller": Bug("evidence", patches=((Loop, "end", forget_facts),), setting=CALM),
     # the bucket
@@ -587,6 +509,14 @@ BUGS: dict[str, Bug] = {
     # snapshots and restores
     "early commit": Bug("whole", B(snapshots=EarlyCommit), setting=replace(PAIR, calm_s=0.0)),
     "parts last": Bug("whole", B(snapshots=PartsLast), setting=CALM),
+    "no fence": Bug(
+        "fenced",
+        B(fence=no_fence),
+        kinds=("pause-uploader", "cut"),
+        many=6,
+        lasts_s=200.0,
+        setting=replace(PAIR, min_nodes=1, total_steps=40),
+    ),
     "prunes the newest": Bug("greatest step", B(snapshots=PrunesTheNewest), setting=CALM),
     "prunes what others need": Bug(
         "whole|same training|greatest step|life", B(snapshots=PrunesBases), setting=CALM

@@ -184,7 +184,7 @@ def test_a_spell_of_refusals_does_not_end_a_run(nodes, monkeypatch):
 
 
 def test_a_script_that_keeps_failing_is_stopped_with_its_words(nodes):
-    nodes.start("--fail-at", 12, "--every", 10)
+    nodes.start("--fail-at", 12, "--every", 10, "--patient")
     assert nodes.codes() == [35]
     stop = json.loads(open_store(str(nodes.run)).get("control/stop.json"))
     assert (
@@ -246,6 +246,19 @@ def test_bad_input_is_not_tried_again(nodes):
     assert nodes.codes() == [35]
     assert len(nodes.facts(WorkerFailed)) == 1
     assert "multiple" in json.loads(open_store(str(nodes.run)).get("control/stop.json"))["reason"]
+
+
+def test_a_world_that_is_too_big_is_made_smaller(nodes):
+    """What a step has work for is known from run.json, which the first epoch writes."""
+    for _ in range(3):
+        nodes.start(
+            *("--total", 60, "--every", 10, "--sleep-s", 0.02),
+            *("--global-batch", 16, "--micro-batch", 8),
+            agent=("--min-nodes", "3"),
+        )
+    assert nodes.codes() == [0, 0, 0] and not nodes.facts(WorkerFailed)
+    first, second = nodes.facts(EpochStarted)[:2]
+    assert (len(first.members), len(second.members)) == (3, 2)
 
 
 def children(agent, module):
@@ -564,7 +577,7 @@ def test_a_node_that_comes_back_reads_its_disk(nodes, tmp_path):
     nodes.until(lambda: chunks <= {path.name for path in (tmp_path / "nvme").glob("*/chunks/*")})
     os.killpg(nodes.processes[0].pid, signal.SIGKILL)
     nodes.processes[0].wait(30)
-    nodes.start(*flags, agent=disk)
+    nodes.start(*flags, "--sleep-s", 0, agent=disk)
     assert nodes.codes()[1] == 0, nodes.logs()
     assert [s.tier for s in nodes.facts(SessionStarted)][1:] == ["disk"]
 

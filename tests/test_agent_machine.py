@@ -22,8 +22,9 @@ from harness.agent.ends import (
     patience,
     why_no_more,
 )
-from harness.agent.health import Action, Finding, Verdict
+from harness.agent.health import Action, GpuFinding, HealthVerdict
 from harness.agent.machine import (
+    AgentState,
     Cancelled,
     DrainUploads,
     Entered,
@@ -33,7 +34,6 @@ from harness.agent.machine import (
     Life,
     LookNow,
     NewcomersWait,
-    Node,
     Noticed,
     NotifyWorkers,
     Now,
@@ -61,7 +61,7 @@ from harness.node.marks import Want
 
 NOW = Now(own_s=100.0, wall_s=1000.0)
 RULES = Rules("m", grace_s=30.0, drain_lead_s=120.0, doubt_ahead_s=900.0, unfit_grace_s=60.0)
-NODE = Node(RULES, warm_by_s=60.0, life=Life.IN)
+NODE = AgentState(RULES, warm_by_s=60.0, life=Life.IN)
 
 
 def after(*events, node=NODE, now=NOW):
@@ -77,7 +77,7 @@ def notice(kind, deadline_s=None, name="n1", **more):
 
 
 def judged(action, what="xid 79"):
-    return GpuJudged(Verdict(Finding("GPU-1", what, 79, "fell off the bus"), action, "it is gone"))
+    return GpuJudged(HealthVerdict(GpuFinding("GPU-1", what, 79, "fell off the bus"), action, "it is gone"))
 
 
 # ---- life ----------------------------------------------------------------------------------------

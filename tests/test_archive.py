@@ -1,8 +1,11 @@
 """Whatever order compactors, readers, writers and crashes come in: every fact is read once."""
 
 import random
+import subprocess
+import sys
 import threading
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,7 +17,7 @@ from harness.bucket.volumes import DamagedArchive
 from harness.core import columns
 from harness.core import facts as f
 from storage.errors import NotFound
-from storage.files import MemoryStore
+from storage.files import FileStore, MemoryStore
 
 
 class Died(BaseException):
@@ -379,16 +382,19 @@ def test_the_report_of_an_archived_run_is_the_same():
 
 @pytest.mark.parametrize("large", [0, 10, 10**6])
 @pytest.mark.parametrize("piece", [1, 7, 1024])
-def test_a_ledger_by_pieces_is_exact(monkeypatch, large, piece):
+@pytest.mark.parametrize("groups", [3, 128])
+def test_a_ledger_by_pieces_is_exact(monkeypatch, large, piece, groups):
     from histories import whole_run
 
-    from harness.views import ledger, spans
+    from harness.views import ledger_parts, spans
     from harness.views.summary import summarize
 
     h = whole_run()
     wanted = summarize(h.store, lambda: h.t).ledger
-    monkeypatch.setattr(ledger, "LARGE", large)
+    monkeypatch.setattr(ledger_parts, "LARGE", large)
     monkeypatch.setattr(spans, "PIECE", piece)
+    monkeypatch.setattr(spans, "MOST_SEGMENTS", 4 * groups)
+    monkeypatch.setattr(spans, "GROUPS", groups)
     found = summarize(h.store, lambda: h.t).ledger
     assert (found.ns, found.nusd, found.epochs, found.cost) == (
         wanted.ns,
@@ -401,6 +407,30 @@ def test_a_ledger_by_pieces_is_exact(monkeypatch, large, piece):
         assert sum(b - a for a, b, _ in mine.segments) == mine.billed_ns
         edges = [t for a, b, _ in mine.segments for t in (a, b)]
         assert edges == sorted(edges)
+
+
+def test_worlds_that_overlap_are_shared_out_exactly(monkeypatch):
+    """A world that did not know yet that it was replaced; a snapshot that began before it."""
+    from harness.views import spans
+    from harness.views.painting import PRECEDENCE, paint, totals
+
+    monkeypatch.setattr(spans, "PIECE", 3)
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        worlds, layers = [], []
+        for begin in (0, 60, 110, 150):
+            starts = np.sort(rng.integers(begin, begin + 70, 8))
+            ends = starts + rng.integers(0, 15, 8)
+            levels = rng.integers(0, 4, 8)  # snapshot, useful, redone, other
+            worlds.append(spans.PaintedEpoch(spans.painted(starts, ends, levels)))
+            rows = zip(starts.tolist(), ends.tolist(), levels.tolist(), strict=True)
+            layers += [(a, b, PRECEDENCE[level]) for a, b, level in rows]
+        around, known = [(0, 50, "start"), (40, 200, "idle")], {}
+        for start, end in ((0, 230), (17, 130), (70, 190)):
+            found = spans.share(worlds, around, start, end, known)
+            assert totals(found) == totals(paint([*layers, *around], start, end))
+            assert [a for a, _, _ in found] == [start, *(b for _, b, _ in found[:-1])]
+            assert spans.share(worlds, around, start, end, known) == found
 
 
 def test_damaged_records_are_named_whether_archived_or_not():
@@ -474,6 +504,40 @@ def test_members_that_are_gone_or_dead_are_taken_away():
     assert store.list("rdzv/members/") == ["rdzv/members/m0003-lives.json"]
 
 
+# ---- the keeper's process ------------------------------------------------------------------------
+def test_the_keeper_rests_before_it_imports_anything_and_gives_way(tmp_path):
+    code = f"""
+import os, sys, time
+from harness.uploader import keeper
+
+imported = []
+
+def rest(seconds):
+    imported.append("storage" in sys.modules)
+    if len(imported) == 3:
+        print(imported, os.getpriority(os.PRIO_PROCESS, 0) >= keeper.NICE)
+        sys.exit()
+
+time.sleep = rest
+keeper.main([{str(tmp_path)!r}])
+"""
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[False, True, True] True\n", done
+
+
+def test_the_keeper_archives_everything_at_once(tmp_path):
+    store = FileStore(f"file://{tmp_path}")
+    journal = Journal(store, "controller-a", lambda: 1.0)
+    journal.record(f.LeaseTaken(1, "me"))
+    journal.flush()
+    before = read_facts(store)
+    words = [sys.executable, "-m", "harness.uploader.keeper", str(tmp_path), "--once"]
+    subprocess.run(words, check=True, timeout=60)
+    assert not store.list("facts/") and store.list("archive/")
+    assert read_facts(store) == before != []
+
+
 # ---- audits --------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def proven():
@@ -522,7 +586,10 @@ def test_what_is_done_to_an_archive_is_found(proven, kind, how):
     assert not found.ok and "archive/" in (found.first_violation or ""), found
 
 
-def test_proofs_are_remembered_and_believed_of_the_same_bytes_only(proven, tmp_path):
+def test_proofs_are_remembered_and_believed_of_the_same_bytes_only(
+    proven, tmp_path, monkeypatch
+):
+    from harness.views import proving
     from harness.views.audit import audit
     from harness.views.proving import Prover
 
@@ -535,6 +602,12 @@ def test_proofs_are_remembered_and_believed_of_the_same_bytes_only(proven, tmp_p
     # it was interrupted: what is whole of its memory is believed
     memory.write_bytes(memory.read_bytes()[:-7])
     assert audit(store, prover=(cut := Prover(0, memory))).ok and cut.remembered == objects - 1
+    # its machine lost power: what was not written yet is zeros
+    memory.write_bytes(memory.read_bytes()[:-7] + bytes(4096))
+    assert audit(store, prover=(cut := Prover(0, memory))).ok and cut.remembered == objects - 1
+    # older code had other rules
+    monkeypatch.setattr(proving, "RULES", proving.RULES + 1)
+    assert audit(store, prover=(anew := Prover(0, memory))).ok and anew.remembered == 0
     key = store.list("samples/")[0]
     store.put(key, store.get(key).replace(b'"lr":', b'"lR":', 1))
     changed = audit(store, prover=Prover(0, memory))

@@ -12,7 +12,8 @@ from truerun import IDENTITY, TrueRun
 from harness.bucket.layout import epoch_key
 from harness.core import facts
 from harness.core.values import canonical
-from harness.views.audit import audit, print_audit
+from harness.views.audit import audit
+from harness.views.audit_report import print_audit
 from storage.files import MemoryStore
 from storage.manifest import Ref
 

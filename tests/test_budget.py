@@ -13,7 +13,7 @@ from harness.bucket.journal import Journal
 from harness.bucket.lease import Lease
 from harness.controller.book import Book, bill
 from harness.controller.policies import cheapest
-from harness.controller.recovery import STOP_KEY, Outcome, RunSpec, recover
+from harness.controller.recovery import STOP_KEY, RunOutcome, RunSpec, recover
 from harness.core.facts import AttemptEnded, AttemptIntended, AttemptUp, Decided, Stamped
 from harness.core.world import STOPPED, Node, NodeState, Offer, World
 from harness.proof.sim_world import VirtualClock
@@ -85,7 +85,7 @@ class SlowCloud:
         self.all[attempt] = dataclasses.replace(node, **end)  # type: ignore[arg-type]
 
 
-def spend(seed: int, nodes: int, budget_usd: float) -> tuple[Outcome, float]:
+def spend(seed: int, nodes: int, budget_usd: float) -> tuple[RunOutcome, float]:
     """A run that never ends by itself: how it ended, and what the cloud charges."""
     clock, store, rng = VirtualClock(), MemoryStore("memory://run", {}), random.Random(seed)
     clock.horizon_s = 1_000_000

@@ -1,5 +1,5 @@
-"""The contracts that ship (`harness.testing`), passed by every policy, cloud and source of ours, and
-failed by broken ones."""
+"""The contracts that ship (`harness.testing`), passed by every policy, cloud and source of ours,
+and failed by broken ones."""
 
 import contextlib
 import dataclasses
@@ -224,8 +224,8 @@ class TestSkyPilot(CloudContract):
                     with contextlib.suppress(CloudUnavailable):  # as its own thread does
                         cloud.look()
                     for attempt in cloud._attempts.values():
-                        if attempt.poll:
-                            attempt.poll.exception()
+                        if attempt.polls.poll:
+                            attempt.polls.poll.exception()
 
         def silence(on):
             sky.silent = on

@@ -17,7 +17,7 @@ from campaign import Campaign
 from worlds import until
 
 from harness.core.facts import AgentEnded, AttemptEnded, NoticeSeen, RunEnded
-from storage.manifest import canonical, digest
+from storage.json_text import canonical, digest
 from storage.opening import open_store
 
 LONG = "--total 100000 --every 10 --sleep-s 0.04"

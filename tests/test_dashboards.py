@@ -11,8 +11,8 @@ from story import Story
 
 from harness.proof.wandb_server import WandbServer
 from harness.views.plugins import RunInfo
+from harness.views.publishing import writer_of
 from harness.views.stream import whole
-from harness.views.telling import writer_of
 
 dashboards = pytest.importorskip("harness.views.dashboards")
 pytest.importorskip("wandb_workspaces")

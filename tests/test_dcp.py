@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
-import torch.multiprocessing as mp  # noqa: E402
+import worlds  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
@@ -435,10 +435,13 @@ def replicated() -> Tensors:
     }
 
 
-def start(rank: int, world: int, folder: str) -> Snapshots:
+def start(world: int, folder: str) -> Snapshots:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rdzv{world}", rank=rank, world_size=world
+        "gloo",
+        init_method=f"file://{folder}/rdzv{world}",
+        rank=int(os.environ["RANK"]),
+        world_size=world,
     )
     return Snapshots(open_store(f"{folder}/run"), chunk_nbytes=4096)
 
@@ -450,8 +453,9 @@ def finish(snaps: Snapshots, ref: Ref) -> Manifest:
     return manifest
 
 
-def rank_saves(rank: int, folder: str) -> None:
-    snaps = start(rank, 2, folder)
+def rank_saves(folder: str) -> None:
+    snaps = start(2, folder)
+    rank = dist.get_rank()
     exchanges = 0
     gather = dist.all_gather_object
 
@@ -496,8 +500,8 @@ def rank_saves(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def rank_loads(rank: int, folder: str) -> None:
-    snaps = start(rank, 3, folder)
+def rank_loads(folder: str) -> None:
+    snaps = start(3, folder)
     mesh = init_device_mesh("cpu", (3,))
     model, optimizer = sharded(mesh, seed=9)
     manifest = snaps.load(Ref(1, 2))
@@ -543,7 +547,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that two ranks saved: FSDP2 (step 2), replicated (step 3), DTensors by columns
     (step 4)."""
     where = tmp_path_factory.mktemp("world")
-    mp.spawn(rank_saves, (str(where),), nprocs=2)
+    worlds.train(where, 2, "rank_saves", where, script=__file__)
     return where
 
 
@@ -566,7 +570,7 @@ def test_saved_by_two_loaded_by_one(folder: Path) -> None:
 
 
 def test_saved_by_two_loaded_by_three(folder: Path) -> None:
-    mp.spawn(rank_loads, (str(folder),), nprocs=3)
+    worlds.train(folder, 3, "rank_loads", folder, script=__file__)
 
 
 def test_replicated_tensors_are_written_once_and_evenly(folder: Path) -> None:
@@ -600,3 +604,7 @@ def test_what_w_ranks_save_any_other_number_loads_bit_equal(tmp_path: Path) -> N
         (kind, world) for kind in ("ddp", "fsdp2") for world in range(1, 5)
     ]
     assert len({weights for _, _, weights in lines}) == 1
+
+
+if __name__ == "__main__":  # a rank
+    {"rank_saves": rank_saves, "rank_loads": rank_loads}[sys.argv[1]](sys.argv[2])

@@ -45,7 +45,7 @@ def test_signals_that_there_are_pass(name: str, capsys, tmp_path) -> None:
     assert "no-such-script.py" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("url", ["sftp://host/run", "ftp://host/run", "zip://run"])
+@pytest.mark.parametrize("url", ["sftp://host/run", "ftp://host/run", "zip://run", "http://127.0.0.1:9/run", "https://h/run"])
 def test_stores_without_create_only_writes_are_refused_by_name(url: str) -> None:
     """At once, and before anybody is asked."""
     scheme = url.partition("://")[0]

@@ -16,7 +16,7 @@ from harness.agent.membership import Ears, Membership
 from harness.agent.rendezvous import Rendezvous
 from harness.bucket.layout import EPOCHS, Epoch, Member, epoch_key
 from storage.errors import NotFound
-from storage.explore import Violation, explore
+from storage.explore import TraceViolation, explore
 from storage.files import MemoryStore
 
 DOUBTED = "doubted"  # an object that names who is taken for dead; whoever looks around reads it
@@ -269,7 +269,7 @@ class Loyal(Rendezvous):
     ],
 )
 def test_the_check_finds_what_is_broken(kind, says):
-    with pytest.raises(Violation, match=says):
+    with pytest.raises(TraceViolation, match=says):
         explore(
             {n: member(n, 2, kind) for n in "ab"},
             {},

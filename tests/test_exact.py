@@ -19,8 +19,8 @@ from harness.worker.environment import differences
 from harness.worker.rounding import (
     HEADROOM,
     INTEGERS,
+    RoundingVerdict,
     Scales,
-    Verdict,
     add_rounded,
     add_rounded_together,
     divide_into,
@@ -43,8 +43,8 @@ def scales_for(grads, word):
     scales.start(len(grads))
     peaks = [float(grads.abs().max())]
     fits = peaks[0] == 0 or scales.least(0) <= peaks[0] <= scales.limit(0)  # the guess
-    assert scales.judge(peaks) is (Verdict.GOOD if fits else Verdict.AGAIN)
-    assert scales.judge(peaks) is Verdict.GOOD
+    assert scales.judge(peaks) is (RoundingVerdict.GOOD if fits else RoundingVerdict.AGAIN)
+    assert scales.judge(peaks) is RoundingVerdict.GOOD
     scales.exponents = [math.frexp(peaks[0])[1] if peaks[0] else None]
     return scales
 
@@ -185,7 +185,7 @@ def test_the_largest_sums_do_not_wrap(word, m):
     if word == 32:  # of 64, the guess itself
         scales.advance([1.5])
     limit = scales.limit(0)
-    assert scales.judge([limit]) is Verdict.GOOD and limit >= 1.5 * 2 ** (HEADROOM[word] - 1)
+    assert scales.judge([limit]) is RoundingVerdict.GOOD and limit >= 1.5 * 2 ** (HEADROOM[word] - 1)
     grad, total = torch.full((3,), limit), torch.zeros(3, dtype=INTEGERS[word])
     for sign in (1, -1):
         total.zero_()
@@ -195,22 +195,22 @@ def test_the_largest_sums_do_not_wrap(word, m):
         divide_into(out, total, 1.0, scales.shift(0), rounding.Scratch())
         assert out.tolist() == [sign * m * limit] * 3
     assert (
-        scales.judge([math.nextafter(limit, math.inf)]) is Verdict.AGAIN and scales.limit(0) > limit
+        scales.judge([math.nextafter(limit, math.inf)]) is RoundingVerdict.AGAIN and scales.limit(0) > limit
     )
 
 
 def test_units_follow_the_peaks():
     scales = Scales(2, 64)
     scales.start(12)
-    assert scales.judge([0.0, 0.0]) is Verdict.GOOD and scales.exponents == [None, None]
+    assert scales.judge([0.0, 0.0]) is RoundingVerdict.GOOD and scales.exponents == [None, None]
     # the guess was too narrow
-    assert scales.judge([3e5, 0.0]) is Verdict.AGAIN and scales.exponents == [19, None]
+    assert scales.judge([3e5, 0.0]) is RoundingVerdict.AGAIN and scales.exponents == [19, None]
     scales.exponents = [None, None]
     # or too coarse
-    assert scales.judge([3e-11, 0.0]) is Verdict.AGAIN and scales.exponents == [-34, None]
+    assert scales.judge([3e-11, 0.0]) is RoundingVerdict.AGAIN and scales.exponents == [-34, None]
     scales.exponents = [None, None]
     # or good: the unit stays for this step
-    assert scales.judge([3.0, 0.0]) is Verdict.GOOD and scales.exponents == [None, None]
+    assert scales.judge([3.0, 0.0]) is RoundingVerdict.GOOD and scales.exponents == [None, None]
     scales.advance([3.0, 0.0])
     assert scales.exponents == [2, None]
     scales.advance([3.0 / 64, 0.0])
@@ -220,7 +220,7 @@ def test_units_follow_the_peaks():
     scales.advance([0.0, 0.0])
     assert scales.exponents == [7, None]
     for bad in (math.nan, math.inf):
-        assert scales.judge([1e30, bad]) is Verdict.BAD and scales.exponents == [7, None]
+        assert scales.judge([1e30, bad]) is RoundingVerdict.BAD and scales.exponents == [7, None]
     tiny = Scales(1, 64)
     tiny.start(12)
     tiny.judge([2.0**-149])
@@ -230,17 +230,17 @@ def test_units_follow_the_peaks():
 def test_32_bits_begin_with_64_and_what_is_seen_there_is_known_afterwards():
     scales = Scales(3, 32)
     scales.start(12)
-    assert scales.width == 64 and scales.judge([3.0, 3e-3, 0.0]) is Verdict.GOOD
-    assert scales.judge([math.nan] * 3) is Verdict.BAD and scales.width == 64
+    assert scales.width == 64 and scales.judge([3.0, 3e-3, 0.0]) is RoundingVerdict.GOOD
+    assert scales.judge([math.nan] * 3) is RoundingVerdict.BAD and scales.width == 64
     scales.advance([3.0, 3e-3, 0.0])
     assert scales.width == 32 and scales.exponents == [2, -8, None]
-    assert scales.judge([3.0, 3e-3, 0.0]) is Verdict.GOOD
+    assert scales.judge([3.0, 3e-3, 0.0]) is RoundingVerdict.GOOD
     # a first gradient that comes later
-    assert scales.judge([3.0, 3e-3, 5.0]) is Verdict.AGAIN and scales.exponents == [2, -8, 3]
+    assert scales.judge([3.0, 3e-3, 5.0]) is RoundingVerdict.AGAIN and scales.exponents == [2, -8, 3]
     # a first step that must be done again is done again once, in 32 bits
     scales.exponents = [None] * 3
-    assert scales.judge([3e6, 3e-3, 0.0]) is Verdict.AGAIN and scales.width == 32
-    assert scales.judge([3e6, 3e-3, 0.0]) is Verdict.GOOD
+    assert scales.judge([3e6, 3e-3, 0.0]) is RoundingVerdict.AGAIN and scales.width == 32
+    assert scales.judge([3e6, 3e-3, 0.0]) is RoundingVerdict.GOOD
 
 
 def test_too_many_micro_batches_for_32_bits_are_refused():
@@ -603,6 +603,6 @@ def test_half_precision_skips_the_same_steps_everywhere(ended, tmp_path):
 
 def test_what_is_not_finite_is_never_committed(nursery, tmp_path):
     stopped = nursery.train(
-        tmp_path / "run", 2, "--reduce", "exact", "--nan-at", 6, "--every", 4, codes=(1,)
+        tmp_path / "run", 2, "--reduce", "exact", "--nan-at", 6, "--every", 4, "--patient", codes=(1,)
     )
     assert "NonFiniteLoss" in stopped.output and newest(tmp_path / "run").step == 4

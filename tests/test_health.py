@@ -10,7 +10,7 @@ from test_agent import nodes  # noqa: F401
 from worlds import history
 
 from harness.agent import health
-from harness.agent.health import Action, FakeNvml, Finding, Judge, Probe
+from harness.agent.health import Action, FakeNvml, GpuFinding, Judge, NvmlReader
 from harness.core.facts import (
     AttemptEnded,
     AttemptIntended,
@@ -20,7 +20,7 @@ from harness.core.facts import (
     WorkerFailed,
     WorkerHung,
 )
-from harness.node.progress import Limits, Place, Progress, Pulse
+from harness.node.progress import Limits, ProgressFile, Pulse, WorkerPhase
 
 
 # ---- silence -------------------------------------------------------------------------------------
@@ -30,9 +30,9 @@ def pulse(tmp_path):
 
 
 def test_a_slow_training_may_be_silent_for_longer(pulse):
-    worker, now = Progress(str(pulse.path)), 0.0
+    worker, now = ProgressFile(str(pulse.path)), 0.0
     for step in range(20):
-        worker.tell(Place.COMPUTE, step)
+        worker.tell(WorkerPhase.COMPUTE, step)
         pulse.look(now)
         now += 100.0
     assert pulse.hung(now - 100.0 + 999.0, "R") == ""
@@ -48,9 +48,9 @@ def test_a_slow_training_may_be_silent_for_longer(pulse):
 def test_quick_steps_still_have_minutes_and_who_waits_for_others_has_more(
     pulse, place, patience, bound_s
 ):
-    worker, pulse.patience = Progress(str(pulse.path)), patience
+    worker, pulse.patience = ProgressFile(str(pulse.path)), patience
     for step in range(5):
-        worker.tell(Place[place], step)
+        worker.tell(WorkerPhase[place], step)
         pulse.look(float(step))
     assert pulse.hung(4.0 + bound_s - 1.0, "S") == "" and pulse.hung(4.0 + bound_s + 1.0, "S")
     assert pulse.waits("S") is (place == "REDUCE") and not pulse.waits("T")
@@ -61,7 +61,7 @@ def test_quick_steps_still_have_minutes_and_who_waits_for_others_has_more(
     [("START", 1700, False), ("START", 1900, True), ("SAVING", 800, False), ("SAVING", 950, True)],
 )
 def test_start_and_saving_have_bounds_of_their_own(pulse, place, silent_s, hung):
-    Progress(str(pulse.path)).tell(Place[place], 7)
+    ProgressFile(str(pulse.path)).tell(WorkerPhase[place], 7)
     pulse.look(0.0)
     assert bool(pulse.hung(silent_s, "S")) is hung
 
@@ -70,13 +70,13 @@ def test_a_stopped_process_is_hung_wherever_it_is_and_a_silent_script_never(puls
     assert pulse.hung(1e6, "R") == ""
     pulse.since_s = 0.0
     assert "before its session began, bound 60 s (stopped by a signal)" in pulse.hung(61.0, "T")
-    Progress(str(pulse.path)).tell(Place.START)
+    ProgressFile(str(pulse.path)).tell(WorkerPhase.START)
     pulse.look(0.0)
     assert pulse.hung(61.0, "T") and not pulse.hung(61.0, "S")
 
 
 def test_what_the_agent_slept_is_not_held_against_its_workers(pulse):
-    Progress(str(pulse.path)).tell(Place.SAVING, 3)
+    ProgressFile(str(pulse.path)).tell(WorkerPhase.SAVING, 3)
     pulse.look(0.0)
     pulse.forgive(5000.0)
     assert pulse.hung(5800.0, "S") == "" and pulse.hung(5950.0, "S")
@@ -112,7 +112,7 @@ def script(tmp_path):
     ],
 )
 def test_what_a_gpu_reports_and_what_is_done(script, line, what, action):
-    probe, judge = Probe(FakeNvml(script)), Judge()
+    probe, judge = NvmlReader(FakeNvml(script)), Judge()
     assert list(probe.wait(0)) + list(probe.look()) == []
     say(script, line)
     found = list(probe.wait(0)) + list(probe.look())
@@ -125,7 +125,7 @@ def test_what_a_gpu_reports_and_what_is_done(script, line, what, action):
 
 def test_three_counted_errors_within_a_day_are_the_gpus_own_fault():
     judge, day = Judge(), 86400.0
-    xid = Finding("a", "xid 31", 31)
+    xid = GpuFinding("a", "xid 31", 31)
     times = [0.0, day / 2, day + 1, day + 2]
     assert [judge.judge(xid, t).action for t in times] == [
         Action.COUNT,
@@ -133,11 +133,11 @@ def test_three_counted_errors_within_a_day_are_the_gpus_own_fault():
         Action.COUNT,
         Action.DRAIN,
     ]
-    assert judge.judge(Finding("b", "xid 31", 31), day + 3).action is Action.COUNT
+    assert judge.judge(GpuFinding("b", "xid 31", 31), day + 3).action is Action.COUNT
 
 
 def test_a_hardware_slowdown_counts_after_two_minutes(script):
-    probe = Probe(FakeNvml(script))
+    probe = NvmlReader(FakeNvml(script))
     say(script, {"gpu": 0, "clocks": 0x40})
     looks = [list(probe.look()) for _ in range(health.SLOW_LOOKS + 3)]
     assert [len(found) for found in looks] == [0] * (health.SLOW_LOOKS - 1) + [1, 0, 0, 0]

@@ -27,6 +27,14 @@ MANY_ATTRIBUTES = {
     "Summary": "what a report tells, one field for each section",
     "SnapshotRow": "a row of a table, one field for each column",
     "Row": "a row of a table, one field for each column",
+    # harness/proof/system: each plays the hands of one seat, which are many small things
+    "SimNode": "a machine: its clocks, processes, disk and links",
+    "Sending": "a share of a snapshot on its way, with all that can befall it",
+    "Ensemble": "the workers of an epoch",
+    "SystemBuild": "one field for each part that a test may break",
+    "WholeSystem": "a world: one field for each thing in it",
+    "Weather": "one field for each thing that a simulated world may do",
+    "Rendezvous": "settings are its constructor's arguments; what it knows is in `others`",
 }
 # names that are ours to give, and yet stand twice
 TWO_MEANINGS: dict[str, str] = {}

@@ -24,8 +24,8 @@ from harness.worker.machine import (
     Reached,
     Refuse,
     Seen,
+    SessionState,
     Snapshot,
-    State,
     Turn,
     apart,
     end_words,
@@ -36,8 +36,8 @@ from harness.worker.machine import (
     winner,
 )
 
-AGENT = State(by_script=True)  # an agent waits for the script's end
-ALONE = State(by_script=False)
+AGENT = SessionState(by_script=True)  # an agent waits for the script's end
+ALONE = SessionState(by_script=False)
 SAVED = Seen(step=30, total=30, saved_step=30)
 OPEN = Seen(step=7, total=30)  # nothing is saved
 WANTS = [Want.SNAPSHOT, Want.RESIZE, Want.DRAIN, Want.STOP]
@@ -163,7 +163,7 @@ def test_the_table_has_a_row_for_every_phase_and_event():
 @pytest.mark.parametrize("phase", [Phase.TRAINING, Phase.LOOPING, Phase.COMPLETE])
 @pytest.mark.parametrize("event", [Ended(), Looped()])
 def test_without_a_bucket_the_scripts_end_ends_nothing(phase, event):
-    state = State(phase, looped=True, by_script=True, stored=False)
+    state = SessionState(phase, looped=True, by_script=True, stored=False)
     wanted = (
         Turn(state) if event == Ended() else Turn(replace(state, phase=Phase.LOOPING), (Do.GO_ON,))
     )
@@ -275,7 +275,7 @@ def test_what_is_said_of_the_end():
 # ---- in all of them ------------------------------------------------------------------------------
 def every_turn():
     states = [
-        State(*values)
+        SessionState(*values)
         for values in itertools.product(Phase, (False, True), (False, True), (False, True))
     ]
     seens = [

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage import Manifest, Part, PartList, Ref, SnapshotCorrupt, SnapshotTooNew, StoreError
-from storage.manifest import canonical, digest
+from storage.json_text import canonical, digest
 
 REF = Ref(epoch=2, step=40)
 

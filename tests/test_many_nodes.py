@@ -184,6 +184,7 @@ def test_hearsay_is_believed_only_if_it_is_newer_and_about_its_owner():
     assert g.learn("a", record("a", 5, "ready"))
     for odd in (b"@", b"@a", b"@a x {}", b"@a 9 [", b"@../x 9 {}", b"?a 1 7", b"?a -1", b"?a 9 x"):
         assert g.hear(odd, 0.0, False) == ("", b"")
+    assert g.hear(b"?a 9 " + b"1" * 5000, 0.0, False) == ("", b"")  # int() would refuse it
 
 
 def test_doubts_are_passed_on_once_and_end_with_a_newer_beat():

@@ -13,10 +13,10 @@ from harness.clouds.market import (
     Entry,
     Kill,
     Market,
+    MarketState,
     Outage,
     Preempt,
-    Progress,
-    State,
+    RunProgress,
     from_trace,
     parse,
 )
@@ -112,7 +112,7 @@ def test_random_is_reproducible_and_capacity_always_returns():
 def test_state_survives_being_written_down():
     m = parse("demo", max_nodes=3)
     _, state = m.due(100.0, 0.9, m.start())
-    assert State.from_json(json.loads(json.dumps(state.to_json()))) == state
+    assert MarketState.from_json(json.loads(json.dumps(state.to_json()))) == state
 
 
 def test_outage_does_not_forget_what_happens_meanwhile():
@@ -216,7 +216,7 @@ def test_progress_reads_each_segment_once_and_follows_rewinds():
             return super().get(key, start, end)
 
     store = Counting("memory://", {})
-    progress = Progress(store)
+    progress = RunProgress(store)
     assert progress.poll() == 0.0
     segment(store, "worker-a", 0, [(1.0, session(100)), (2.0, step(1)), (3.0, step(30))])
     assert progress.poll() == 0.3
@@ -227,6 +227,7 @@ def test_progress_reads_each_segment_once_and_follows_rewinds():
     store.create("snapshots/manifests/0000000025-e000002.json", b"{}")
     assert progress.poll() == 0.25
     store.create("facts/worker-c/000000.jsonl", b"not a fact\n[]\n")
+    store.create("snapshots/manifests/.DS_Store", b"somebody else's")
     assert progress.poll() == 0.25
 
 

@@ -14,7 +14,8 @@ from rich.console import Console
 from harness.bucket.journal import Follower, Journal, read_facts
 from harness.core import facts as f
 from harness.views.monitor import LiveView, follow, render, status
-from harness.views.watching import LeaseWatch, State, describe, progress_line
+from harness.views.telling import describe, progress_line
+from harness.views.watching import LeaseWatch, LiveState
 from storage.errors import NotFound, StoreUnavailable
 from storage.files import MemoryStore
 
@@ -22,12 +23,12 @@ STORY = whole_run()
 FACTS = read_facts(STORY.store)
 
 
-def state_at(seconds: float) -> State:
+def state_at(seconds: float) -> LiveState:
     return folded([s for s in FACTS if s.t <= T0 + seconds])
 
 
-def folded(stamped) -> State:
-    state = State()
+def folded(stamped) -> LiveState:
+    state = LiveState()
     for s in stamped:
         state.apply(s)
     return state
@@ -39,7 +40,7 @@ def drawn(state, now, **more):
     return out.getvalue()
 
 
-def seen(state: State, now: float):
+def seen(state: LiveState, now: float):
     """All that anybody can see of a state."""
     nodes = [
         (n.name, state.node_state(n, now), n.billed_s(now), state.ranks(n.member))
@@ -162,7 +163,7 @@ def test_order_does_not_matter(seed, until):
 
 def test_every_fact_can_be_described():
     for s in FACTS:
-        told = describe(s.fact, State())
+        told = describe(s.fact, LiveState())
         assert told is None or (told[1] and isinstance(told[0], str))
 
 
@@ -383,5 +384,5 @@ def test_the_heart_beat_tells():
 
 
 def test_the_progress_line_fits_any_state():
-    assert progress_line(State(), T0) == "waiting for capacity  step 0"
+    assert progress_line(LiveState(), T0) == "waiting for capacity  step 0"
     assert "step 120/120" in progress_line(state_at(1e6), STORY.t)

@@ -9,6 +9,7 @@ import sys
 import pytest
 from worlds import until
 
+import harness.agent.nursery
 from harness.agent.nursery import Nursery
 from harness.node.progress import state_of
 
@@ -108,7 +109,8 @@ def test_when_the_warm_process_is_killed_all_count_as_killed(nursery, start):
     assert late.wait(20) == -signal.SIGKILL and out.read() == b""
 
 
-def test_a_warm_process_that_stands_still_does_not_hold_up_the_end(nursery, start):
+def test_a_warm_process_that_stands_still_does_not_hold_up_the_end(nursery, start, monkeypatch):
+    monkeypatch.setattr(harness.agent.nursery, "NO_MORE_S", 0.5)  # of five
     process, out = start("import os, time; print(os.getpid(), flush=True); time.sleep(1000)")
     out.readline()
     nursery._process.send_signal(signal.SIGSTOP)

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from harness.bucket.orders import STOP_KEY, UNSAID, StopOrder, ask_to_stop, stop_order
+from harness.bucket.layout import UNSAID
+from harness.bucket.orders import STOP_KEY, StopOrder, ask_to_stop, stop_order
 from harness.node.marks import MarkReader, Want, write
 from storage.files import MemoryStore
 

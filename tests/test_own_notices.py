@@ -6,7 +6,7 @@ import sys
 import threading
 
 import pytest
-from test_agent import SLOW, Nodes
+from test_agent import SLOW, nodes  # noqa: F401 - a fixture
 
 from harness.agent.notices import Notice, watch
 from harness.agent.own_source import OwnSource, sources_of
@@ -224,16 +224,7 @@ def rack(path):
 """
 
 
-@pytest.fixture
-def nodes(tmp_path):
-    nodes = Nodes(tmp_path / "run")
-    yield nodes
-    for process in nodes.processes:
-        process.kill()
-        process.wait()
-
-
-def test_a_node_leaves_at_a_notice_of_the_users_own(nodes, tmp_path):
+def test_a_node_leaves_at_a_notice_of_the_users_own(nodes, tmp_path):  # noqa: F811
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "my_rack.py").write_text(MODULE)
     word = tmp_path / "word"
@@ -248,7 +239,7 @@ def test_a_node_leaves_at_a_notice_of_the_users_own(nodes, tmp_path):
     assert nodes.facts(SnapshotCommitted)[-1].why == "notice"
 
 
-def test_a_node_whose_source_is_wrong_does_not_start(nodes):
+def test_a_node_whose_source_is_wrong_does_not_start(nodes):  # noqa: F811
     nodes.start(*SLOW, agent=("--notices", "my_rack_that_is_not_there:f"))
     assert nodes.codes() == [2]
     assert "cannot be imported" in nodes.logs() and "PYTHONPATH" in nodes.logs()

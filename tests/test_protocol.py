@@ -22,7 +22,7 @@ from storage import (
     Snapshots,
     StoreUnavailable,
 )
-from storage.explore import Actor, Explored, Say, View, Violation, explore
+from storage.explore import Actor, Explored, ExploredState, SayWord, TraceViolation, explore
 from storage.manifest import PARTS, PartList
 from storage.pruning import Pruner
 from storage.snapshot_keys import DOOM, list_key, manifest_key
@@ -54,7 +54,7 @@ def before(
 def writer(
     make: Make, ref: Ref, rank: int, world: int, token: str, tries: int = 1, commits: int = 1
 ) -> Actor:
-    def act(store: ObjectStore, say: Say) -> None:
+    def act(store: ObjectStore, say: SayWord) -> None:
         snapshots = make(store)
         for left in reversed(range(tries)):
             try:
@@ -72,7 +72,7 @@ def writer(
 
 
 def committer(make: Make, ref: Ref, world: int) -> Actor:
-    def act(store: ObjectStore, say: Say) -> None:
+    def act(store: ObjectStore, say: SayWord) -> None:
         if make(store).commit(ref, world):
             say(("committed", ref))
 
@@ -80,7 +80,7 @@ def committer(make: Make, ref: Ref, world: int) -> Actor:
 
 
 def pruner(make: Make, last: int = 1) -> Actor:
-    def act(store: ObjectStore, say: Say) -> None:
+    def act(store: ObjectStore, say: SayWord) -> None:
         make(store).prune(Keep(last=last))
 
     return act
@@ -90,7 +90,7 @@ def reader(make: Make) -> Actor:
     """Reads the newest one whole, the next one down if that is gone by then; says what it ended
     with."""
 
-    def act(store: ObjectStore, say: Say) -> None:
+    def act(store: ObjectStore, say: SayWord) -> None:
         snapshots = make(store)
         for _ in range(2):
             newest = snapshots.latest()
@@ -109,7 +109,7 @@ def reader(make: Make) -> Actor:
 
 def check(
     make: Make, at_start: Ref | None, damaged: Ref | None = None
-) -> Callable[[View], str | None]:
+) -> Callable[[ExploredState], str | None]:
     """What must hold in every state. `damaged`: by the world itself, so it need not be whole at
     the end."""
 
@@ -133,7 +133,7 @@ def check(
                 return manifest.ref, f"{part.key} has other bytes than its writer had"
         return manifest.ref, ""
 
-    def look(view: View) -> str | None:
+    def look(view: ExploredState) -> str | None:
         ref, bad = newest(frozenset(view.objects.items()))
         if bad:
             return f"the newest valid snapshot is not whole: {bad}"
@@ -248,7 +248,7 @@ def sender(
 ) -> Actor:
     """Sends only what `base` does not have."""
 
-    def act(store: ObjectStore, say: Say) -> None:
+    def act(store: ObjectStore, say: SayWord) -> None:
         snapshots = make(store)
         try:
             known = snapshots.load(base) if base else None
@@ -335,7 +335,7 @@ def a_damaged_base(kind: type[Snapshots]) -> Explored:
     known = make(MemoryStore("memory://", dict(objects))).load(MID)
     objects[manifest_key(MID)] = b"not a manifest"
 
-    def new(store: ObjectStore, say: Say) -> None:
+    def new(store: ObjectStore, say: SayWord) -> None:
         snapshots = make(store)
         snapshots.write(NEW, 0, 1, {"x": FROZEN + own(NEW, 0)}, {}, {}, "t", known)
         if snapshots.commit(NEW, 1):
@@ -354,7 +354,7 @@ def a_slow_reader(kind: type[Snapshots], pruners: int = 1) -> Explored:
     may."""
     make = thrifty(kind)
 
-    def slow(store: ObjectStore, say: Say) -> None:
+    def slow(store: ObjectStore, say: SayWord) -> None:
         snapshots = make(store)
         try:
             manifest = snapshots.load(OLD)
@@ -396,7 +396,7 @@ def grouped_ranks(kind: type[Snapshots]) -> Explored:
 
 
 def grouped_writer(kind: type[Snapshots], ref: Ref, rank: int, world: int) -> Actor:
-    def act(store: ObjectStore, say: Say) -> None:
+    def act(store: ObjectStore, say: SayWord) -> None:
         snapshots = kind(store)
         with contextlib.suppress(StoreUnavailable):
             snapshots.write(ref, rank, world, {"x": content(ref, rank)}, {}, {}, "t")
@@ -428,7 +428,7 @@ def grouped_mergers(kind: type[Snapshots]) -> Explored:
     world = 2 * kind.group_ranks
 
     def polite(rank: int) -> Actor:
-        def act(store: ObjectStore, say: Say) -> None:
+        def act(store: ObjectStore, say: SayWord) -> None:
             if kind(store).commit(NEW, world, rank):
                 say(("committed", NEW))
 
@@ -763,7 +763,7 @@ BROKEN_REFERENCES: list[tuple[type[Snapshots], Callable[[type[Snapshots]], Explo
 def test_broken_references_are_found(
     broken: type[Snapshots], world: Callable[[type[Snapshots]], Explored]
 ) -> None:
-    with pytest.raises(Violation) as found:
+    with pytest.raises(TraceViolation) as found:
         world(broken)
     print(found.value)
     assert len(found.value.trace) > 1
@@ -785,7 +785,7 @@ BROKEN: list[tuple[type[Snapshots], Callable[[Make], Explored]]] = [
 def test_what_is_broken_on_purpose_is_found(
     broken: type[Snapshots], world: Callable[[Make], Explored]
 ) -> None:
-    with pytest.raises(Violation) as found:
+    with pytest.raises(TraceViolation) as found:
         world(broken)
     print(found.value)
     assert len(found.value.trace) > 1
@@ -815,5 +815,5 @@ class Careless(SeesTheDoomed):
 
 
 def test_the_check_finds_a_careless_merge_of_groups() -> None:
-    with pytest.raises(Violation):
+    with pytest.raises(TraceViolation):
         grouped_late_commit(Careless)

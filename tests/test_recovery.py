@@ -16,7 +16,7 @@ from harness.bucket.layout import DOUBT, LEAVE
 from harness.bucket.lease import Lease
 from harness.controller.book import Book, bill, how_it_ended
 from harness.controller.policies import cheapest
-from harness.controller.recovery import STOP_KEY, Outcome, RunSpec, forget_stop, recover
+from harness.controller.recovery import STOP_KEY, RunOutcome, RunSpec, forget_stop, recover
 from harness.core.facts import (
     AttemptDoubted,
     AttemptEnded,
@@ -47,7 +47,8 @@ from harness.proof.sim_world import VirtualClock
 from storage.errors import StoreError, StoreUnavailable
 from storage.faults import Crash
 from storage.files import MemoryStore
-from storage.manifest import Ref, SnapshotTooNew, canonical, digest
+from storage.json_text import canonical, digest
+from storage.manifest import Ref, SnapshotTooNew
 from storage.objects import ObjectStore
 from storage.snapshots import Snapshots
 
@@ -124,7 +125,7 @@ class Stage:
         policy: Policy = cheapest,
         store: ObjectStore | None = None,
         cloud: object = None,
-    ) -> Outcome:
+    ) -> RunOutcome:
         self.turns += 1
         store = store or self.store
         name = f"controller-{self.turns}"
@@ -164,7 +165,7 @@ def stage() -> Stage:
 
 
 def test_a_run_is_led_to_its_end(stage: Stage) -> None:
-    assert stage.lead() == Outcome("done", "step 20 is the last and is committed", 20)
+    assert stage.lead() == RunOutcome("done", "step 20 is the last and is committed", 20)
     assert [f.attempt for f in stage.facts(AttemptIntended)] == [1]
     (ended,) = stage.facts(AttemptEnded)
     assert (ended.end, ended.exit_code, ended.billed_s) == ("finished", 0, 51.0)
@@ -229,9 +230,9 @@ def test_a_node_that_cannot_be_ended_is_named(stage: Stage) -> None:
 def test_a_stop_request_is_carried_out(stage: Stage, failed: bool, outcome: str) -> None:
     request = json.dumps({"reason": "loss is NaN", "by": "guard", "failed": failed}).encode()
     stage.clock.after(25.0, lambda: stage.store.put(STOP_KEY, request))
-    assert stage.lead(RunSpec(exit_grace_s=5.0)) == Outcome(outcome, "loss is NaN", 10)
+    assert stage.lead(RunSpec(exit_grace_s=5.0)) == RunOutcome(outcome, "loss is NaN", 10)
     assert not stage.cloud.alive
-    assert stage.lead() == Outcome(outcome, "loss is NaN", 10), (
+    assert stage.lead() == RunOutcome(outcome, "loss is NaN", 10), (
         "a restarted controller goes on stopping"
     )
     forget_stop(stage.store)
@@ -443,7 +444,7 @@ def test_time_without_a_controller_is_not_held_against_the_run(stage: Stage) -> 
 
 def test_an_unreadable_stop_request_stops(stage: Stage) -> None:
     stage.store.put(STOP_KEY, b"please")
-    assert stage.lead() == Outcome("stopped", "stop requested (control/stop.json is unreadable)", 0)
+    assert stage.lead() == RunOutcome("stopped", "stop requested (control/stop.json is unreadable)", 0)
 
 
 def test_a_controller_that_hung_is_fenced_when_it_wakes(stage: Stage) -> None:
@@ -669,7 +670,7 @@ def test_a_node_that_was_given_up_and_beats_after_all_is_asked_to_leave_and_bill
     stage.clock.after(64.0, lambda: beats(stage, 1))
     elsewhere.script = trains(lambda: stage, seconds=300.0)
     outcome = stage.lead(RunSpec(lost_after_s=10.0), cloud=elsewhere)
-    assert outcome == Outcome("done", "step 20 is the last and is committed", 20, unproven=(1,))
+    assert outcome == RunOutcome("done", "step 20 is the last and is committed", 20, unproven=(1,))
     assert not stage.cloud.alive and sorted(stage.cloud.all) == [1, 2]
     bills = [f for f in stage.facts(AttemptEnded) if f.attempt == 1]
     assert (
@@ -838,7 +839,7 @@ def dies_once_up(stage: Stage) -> None:
 def test_a_damaged_fact_stops_no_controller_and_hides_no_node(stage: Stage, kind: str) -> None:
     dies_once_up(stage)
     key = break_facts(stage, kind)
-    assert stage.lead() == Outcome("done", "step 20 is the last and is committed", 20)
+    assert stage.lead() == RunOutcome("done", "step 20 is the last and is committed", 20)
     assert stage.cloud.alive == []
     # the node that it could not read of went on, and none was launched beside it
     assert list(stage.cloud.all) == [1]

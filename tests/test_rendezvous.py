@@ -195,7 +195,7 @@ def test_news_comes_over_the_line_and_a_newcomer_knocks(place):
     place.store.list = listed
     c = place.member("c")
     c.look()
-    until(lambda: c.lines.all_up() and a.lines._protocol._knocks.stranger)
+    until(lambda: all(c.lines.heard(n).up for n in "ab") and a.lines._protocol._knocks.stranger)
     place.clock.now += 1.0
     assert {m.member for m in a.look()} == {"a", "b", "c"}
 
@@ -486,7 +486,7 @@ def test_lines_tell_living_dead_silent_and_strangers_apart():
         b.tell(b'{"n": 2}')
         until(lambda: a.heard("b").record == b'{"n": 2}')
         a.follow({"b": ("127.0.0.1", b.port)})
-        until(a.all_up)
+        until(lambda: a.heard("b").up)
         b.close()
         until(lambda: a.heard("b") == Heard(False, True, b'{"n": 2}', True))
         chatter = socket.create_server(("127.0.0.1", 0))

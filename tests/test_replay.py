@@ -12,7 +12,7 @@ from storage.opening import open_store
 
 
 def flags(reduce):
-    return ["--reduce", reduce, "--total", "24", "--every", "8"]
+    return ["--reduce", reduce, "--total", "24", "--every", "8", "--patient"]
 
 
 @pytest.fixture(scope="module")

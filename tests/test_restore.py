@@ -4,7 +4,9 @@ goes back by itself."""
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -217,6 +219,44 @@ def test_another_host_that_reads_it_whole_refutes() -> None:
     assert marks(snapshots) == set() and snapshots.doubters(Ref(1, 20)) == set()
     assert restore.blame(Ref(1, 20), {"b": "hash differs", "a": "too"}) == {}  # two hosts' word
     assert "(says a, b)" in snapshots.why(Ref(1, 20))
+
+
+def silent(key: str, data: bytes, t: float) -> bytes:
+    raise StoreUnavailable(key)
+
+
+@pytest.mark.parametrize(
+    ("damage", "unfit", "marked"),
+    [(lambda key, data, t: data, ["a"], set()), (flip, [], {20}), (silent, [], {20})],
+    ids=["whole", "bad too", "no answer"],
+)
+def test_another_host_looks_a_second_time_and_nobody_waits_for_ever(
+    damage: Damage, unfit: list[str], marked: set[int]
+) -> None:
+    """Two ranks: that of host a found it bad, that of host b had read its share."""
+    snapshots = bucket(10, 20)
+    everyone = threading.Barrier(2)
+    told: dict[int, object] = {}
+
+    def judge(rank: int) -> list[str]:
+        def gather(mine: object) -> list[object]:
+            told[rank] = mine
+            everyone.wait(30)
+            found = [told[0], told[1]]
+            everyone.wait(30)
+            return found
+
+        def first(do: Callable[[], object]) -> object:
+            return gather(do() if rank == 0 else None)[0]
+
+        eyes = Eyes(snapshots.store, damage if rank == 1 else flip)
+        restore = Restore(Snapshots(eyes), "ab"[rank], Looks(eyes.reopen, eyes.sleep))
+        said = [("a", "hash differs", ""), ("b", "", "")]
+        return list(restore.judge(Ref(1, 20), said, rank, gather, first))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(judge, (0, 1))) == [unfit, unfit]
+    assert marks(snapshots) == marked
 
 
 def test_a_mark_is_taken_back_by_who_reads_the_snapshot_whole() -> None:

@@ -10,28 +10,36 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import pytest
+from broken_parts import (
+    DeafLease,
+    EarlyCommit,
+    ForgetfulJournal,
+    GenerousJournal,
+    HastyLease,
+    LazyJournal,
+    OverwritingStore,
+    boastful,
+    deaf,
+    greedy,
+    impatient,
+    panicky,
+    sleepy,
+)
 
-from harness.bucket.journal import Journal
-from harness.bucket.lease import Lease
 from harness.controller import policies
-from harness.controller.recovery import Outcome, RunSpec, recover
+from harness.controller.recovery import RunOutcome, RunSpec, recover
 from harness.core.facts import (
     AttemptEnded,
     AttemptIntended,
     Decided,
-    Fact,
     LeaseTaken,
-    RunEnded,
-    Stamped,
 )
-from harness.core.world import CloudUnavailable, Offer, View, Wait, World
+from harness.core.world import Offer
 from harness.proof.invariants import Violation
-from harness.proof.sim import Build, SimResult, command, simulate, simulate_many
-from harness.proof.sim_members import Job
-from harness.proof.sim_world import ON_DEMAND, Weather
-from storage.errors import StoreError
-from storage.files import MemoryStore
-from storage.manifest import Manifest, PartList, Ref, SnapshotCorrupt
+from harness.proof.sim import SimResult, SimulationBuild, command, simulate, simulate_many
+from harness.proof.sim_members import SimulatedTraining
+from harness.proof.sim_world import ON_DEMAND, SortedStore, Weather
+from storage.manifest import Ref, SnapshotCorrupt
 from storage.pruning import Pruner
 from storage.restore import Restore
 from storage.retries import Patience
@@ -60,6 +68,11 @@ def test_every_world_ends_well_or_says_why_not(worlds: list[SimResult]) -> None:
                 or r.weather.rot
             )
         if r.outcome == "failed":  # two snapshots are bad, or two readers, and so a person is asked
+            # "none": they are the run's first two, so there is no third to name. Seeds 235, 339,
+            # 382 and 699 end so, each with two nodes on which all reads are damaged: two hosts say
+            # the same of a good snapshot, which is proof by the rules of storage/restore.py. Which
+            # seeds do moves with each request that a controller makes. That there were two such
+            # nodes, or two damaged snapshots, the simulation demands itself: `check_life`.
             assert (
                 "the script failed 3 times" in r.reason
                 or "its newest 2 snapshots cannot be used" in r.reason
@@ -100,7 +113,7 @@ def test_a_seed_is_the_whole_story() -> None:
 def test_calm_weather_costs_what_the_work_costs() -> None:
     r = simulate(1, run=RunSpec(1, 1), weather=CALM)
     assert (r.outcome, r.attempts, r.controllers, r.steps_redone) == ("done", 1, 1, 0)
-    work_s = Job().total_steps * Job().step_s
+    work_s = SimulatedTraining().total_steps * SimulatedTraining().step_s
     assert work_s < r.elapsed_s < work_s + 200
     assert math.isclose(r.usd, 1800 / 3600, rel_tol=0.05)  # 1 USD an hour
 
@@ -162,56 +175,7 @@ def test_the_command_prints_what_happened(capsys: pytest.CaptureFixture[str]) ->
 
 
 # ---- the checkers can fail -----------------------------------------------------------------------
-class DeafLease(Lease):
-    """Does not look whether it was overtaken."""
-
-    def check(self) -> None: ...
-
-
-class HastyLease(Lease):
-    """Overtakes a living holder, and does not stop when overtaken."""
-
-    def check(self) -> None: ...
-    def _is_over(self, term: int) -> bool:
-        return True
-
-
-class LazyJournal(Journal):
-    """Says that facts are durable when they are not yet."""
-
-    flushes = 0
-
-    def flush(self) -> None:
-        self.flushes += 1
-        if self.flushes % 4 == 0:
-            super().flush()
-
-
-class ForgetfulJournal(Journal):
-    """A successor that does not read what its predecessor did."""
-
-    def read(self) -> list[Stamped]:
-        return []
-
-
-class GenerousJournal(Journal):
-    """Bills whole minutes."""
-
-    def record(self, fact: Fact) -> None:
-        if isinstance(fact, AttemptEnded):
-            fact = dataclasses.replace(fact, billed_s=60 * math.ceil(fact.billed_s / 60))
-        super().record(fact)
-
-
-class OverwritingStore(MemoryStore):
-    """Has no create-only write."""
-
-    def create(self, key: str, data: bytes | memoryview) -> bool:
-        self.put(key, data)
-        return True
-
-
-class LeakyStore(MemoryStore):
+class LeakyStore(SortedStore):
     """Acknowledges step records, and loses some."""
 
     def create(self, key: str, data: bytes | memoryview) -> bool:
@@ -268,21 +232,6 @@ class PrunesWhatIsAhead(Snapshots):
         return [*super().prune(keep, *rest), *gone]
 
 
-class EarlyCommit(Snapshots):
-    """Does not wait for all ranks."""
-
-    def commit(self, ref: Ref, world: int) -> Manifest | None:
-        if not (keys := self.store.list(f"snapshots/parts/{ref.name}/list-r00000")):
-            return None
-        lists = [
-            dataclasses.replace(PartList.from_json(self.store.get(key)), world=len(keys))
-            for key in keys
-        ]
-        manifest = Manifest.merge(lists)
-        self.store.create(f"snapshots/manifests/{ref.name}.json", manifest.to_json().encode())
-        return manifest
-
-
 class PartsLast(Snapshots):
     """Writes part lists and leaves the parts for later."""
 
@@ -295,55 +244,8 @@ class PartsLast(Snapshots):
         return written
 
 
-def impatient(run: RunSpec, *others: Any) -> Outcome:
-    """Does not wait until the nodes are gone."""
-    return recover(dataclasses.replace(run, exit_grace_s=0.0, terminate_timeout_s=0.0), *others)
-
-
-def greedy(run: RunSpec, *others: Any) -> Outcome:
-    return recover(dataclasses.replace(run, max_nodes=run.max_nodes + 1), *others)
-
-
-def spendthrift(run: RunSpec, *others: Any) -> Outcome:
+def spendthrift(run: RunSpec, *others: Any) -> RunOutcome:
     return recover(dataclasses.replace(run, budget_usd=None), *others)
-
-
-def boastful(run: RunSpec, policy: Any, world: Any, journal: Journal, lease: Lease) -> Outcome:
-    """Says done without a look at the bucket."""
-    lease.acquire()
-    journal.record(RunEnded("done", "all is well", 300))
-    journal.flush()
-    return Outcome("done", "all is well", 300)
-
-
-def panicky(run: RunSpec, policy: Any, world: World, *others: Any) -> Outcome:
-    """Ends all nodes when it has trouble of its own."""
-    try:
-        return recover(run, policy, world, *others)
-    except (StoreError, CloudUnavailable):
-        for node in world.cloud.nodes():
-            world.cloud.terminate(node.attempt)
-        raise
-
-
-def deaf(run: RunSpec, policy: Any, world: World, *others: Any) -> Outcome:
-    """Believes the cloud alone: what it does not show is lost, though it beats."""
-
-    class Unheard:
-        def __init__(self) -> None:
-            self.url = world.store.url
-
-        def list(self, prefix: str) -> list[str]:
-            return [] if prefix.startswith("rdzv/members/") else world.store.list(prefix)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(world.store, name)
-
-    return recover(run, policy, dataclasses.replace(world, store=Unheard()), *others)
-
-
-def sleepy(view: View) -> Wait:
-    return Wait(60.0, "later")
 
 
 STORMY = Weather(
@@ -365,51 +267,51 @@ def believing(monotonic: Callable[[], float]) -> Patience:
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
-    "deaf lease": ({"build": Build(lease=DeafLease)}, "one hand"),
-    "hasty lease": ({"build": Build(lease=HastyLease)}, "one hand"),
-    "lazy journal": ({"build": Build(journal=LazyJournal)}, "intended first"),
+    "deaf lease": ({"build": SimulationBuild(lease=DeafLease)}, "one hand"),
+    "hasty lease": ({"build": SimulationBuild(lease=HastyLease)}, "one hand"),
+    "lazy journal": ({"build": SimulationBuild(journal=LazyJournal)}, "intended first"),
     "forgetful journal": (
-        {"build": Build(journal=ForgetfulJournal)},
+        {"build": SimulationBuild(journal=ForgetfulJournal)},
         "ledger|life|node limit|nothing left",
     ),
-    "generous journal": ({"build": Build(journal=GenerousJournal)}, "ledger"),
+    "generous journal": ({"build": SimulationBuild(journal=GenerousJournal)}, "ledger"),
     "overwriting store": (
-        {"build": Build(store=lambda objects: OverwritingStore("memory://sim", objects))},
+        {"build": SimulationBuild(store=OverwritingStore)},
         "write once",
     ),
     "leaky store": (
-        {"build": Build(store=lambda objects: LeakyStore("memory://sim", objects))},
+        {"build": SimulationBuild(store=LeakyStore)},
         "samples once",
     ),
-    "newest by step": ({"build": Build(restore=NewestByStep)}, "newest counts"),
-    "one look": ({"build": Build(restore=OneLook), "weather": DAMAGED_READS}, "greatest step"),
+    "newest by step": ({"build": SimulationBuild(restore=NewestByStep)}, "newest counts"),
+    "one look": ({"build": SimulationBuild(restore=OneLook), "weather": DAMAGED_READS}, "greatest step"),
     "empty is fresh": (
-        {"build": Build(restore=EmptyIsFresh), "weather": DENIED},
+        {"build": SimulationBuild(restore=EmptyIsFresh), "weather": DENIED},
         "greatest step|newest counts",
     ),
-    "prunes what is ahead": ({"build": Build(snapshots=PrunesWhatIsAhead)}, "greatest step"),
+    "prunes what is ahead": ({"build": SimulationBuild(snapshots=PrunesWhatIsAhead)}, "greatest step"),
     "early commit": (
-        {"build": Build(snapshots=EarlyCommit), "run": RunSpec(2, 3, poll_s=5.0)},
+        {"build": SimulationBuild(snapshots=EarlyCommit), "run": RunSpec(2, 3, poll_s=5.0)},
         "whole",
     ),
     "parts last": (
-        {"build": Build(snapshots=PartsLast), "run": RunSpec(2, 3, poll_s=5.0)},
+        {"build": SimulationBuild(snapshots=PartsLast), "run": RunSpec(2, 3, poll_s=5.0)},
         "whole",
     ),
-    "impatient": ({"build": Build(recover=impatient)}, "nothing left|life"),
-    "greedy": ({"build": Build(recover=greedy), "run": RunSpec(1, 2, poll_s=5.0)}, "node limit"),
+    "impatient": ({"build": SimulationBuild(recover=impatient)}, "nothing left|life"),
+    "greedy": ({"build": SimulationBuild(recover=greedy), "run": RunSpec(1, 2, poll_s=5.0)}, "node limit"),
     "spendthrift": (
-        {"build": Build(recover=spendthrift), "run": RunSpec(1, 3, poll_s=5.0, budget_usd=0.02)},
+        {"build": SimulationBuild(recover=spendthrift), "run": RunSpec(1, 3, poll_s=5.0, budget_usd=0.02)},
         "budget",
     ),
     "believing": (
-        {"build": Build(patience=believing), "weather": SPELL},
+        {"build": SimulationBuild(patience=believing), "weather": SPELL},
         "life|nothing left|ledger",
     ),
-    "boastful": ({"build": Build(recover=boastful)}, "newest counts"),
-    "panicky": ({"build": Build(recover=panicky), "weather": REFUSED, "run": PATIENT}, "seeing"),
+    "boastful": ({"build": SimulationBuild(recover=boastful)}, "newest counts"),
+    "panicky": ({"build": SimulationBuild(recover=panicky), "weather": REFUSED, "run": PATIENT}, "seeing"),
     "deaf": (
-        {"build": Build(recover=deaf), "weather": MOVING, "run": PATIENT},
+        {"build": SimulationBuild(recover=deaf), "weather": MOVING, "run": PATIENT},
         "node limit|nothing left",
     ),
     "sleepy": (
@@ -435,8 +337,11 @@ def test_a_broken_part_is_found(name: str) -> None:
     "weather", [STORMY, DAMAGED_READS, DENIED], ids=["stormy", "damaged reads", "denied"]
 )
 def test_the_same_storm_breaks_no_rule_with_whole_parts(weather: Weather) -> None:
-    """The control of the experiment above."""
-    assert all(r.outcome == "done" for r in simulate_many(range(12), weather=weather))
+    """The control of the experiment above. Where nodes damage all that they read, two of them in
+    one world prove a good snapshot bad: a person is asked then (seed 2, nodes 11 and 15)."""
+    unfinished = [r for r in simulate_many(range(12), weather=weather) if r.outcome != "done"]
+    assert len(unfinished) <= (1 if weather.bad_readers else 0)
+    assert all("its newest 2 snapshots cannot be used" in r.reason for r in unfinished)
 
 
 @pytest.mark.parametrize("weather", [REFUSED, MOVING], ids=["refused", "another API server"])
@@ -463,7 +368,7 @@ def test_a_fleet_stays_together_and_moves_to_where_it_is_cheaper() -> None:
             crashes=0.002,
         )
         r = simulate(
-            seed, fleet, RunSpec(1, 3, poll_s=5.0, exit_grace_s=60.0), weather, Job(total_steps=900)
+            seed, fleet, RunSpec(1, 3, poll_s=5.0, exit_grace_s=60.0), weather, SimulatedTraining(total_steps=900)
         )
         assert (r.outcome, r.committed_step) == ("done", 900)
         moved += any(

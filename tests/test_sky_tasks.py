@@ -7,7 +7,9 @@ out is computed here from those rows.
 """
 
 import csv
+import dataclasses
 import importlib.util
+import io
 import json
 import os
 import re
@@ -17,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
 from harness.clouds.sky_client import Broker, SkyError
 from harness.clouds.sky_offers import has_spot_market, to_offer
@@ -35,6 +38,12 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("sky") is None, reason="SkyPilot is not installed"),
     pytest.mark.xdist_group("sky"),
 ]
+
+
+def shown(made):
+    out = io.StringIO()
+    plan.show(made, Console(file=out, width=200))
+    return out.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +256,14 @@ def test_the_plan_says_what_why_and_for_how_much(sky, tmp_path):
         8,
     )
     assert made.shares(1) == (32,) * 8 and sum(made.shares(8)) == 256
+    # 8 workers of which 4 hold one copy of the model: two replicas; of 3, two wait
+    for ranks, shares in ((4, (128, 128)), (3, (128, 128)), (16, None)):
+        split = dataclasses.replace(made, replica_ranks=ranks)
+        assert split.shares(1) == shares
+        assert ("too few workers for a replica of 16" in shown(split)) == (shares is None)
+    assert "accumulation 128, replicas of 4 workers" in shown(
+        dataclasses.replace(made, replica_ranks=4)
+    )
     assert len(made.no_market) == 2 and made.usd_per_step(made.choice) is None
     prices = [policies.usd_per_work(o) for o in made.offers]
     assert prices == sorted(prices)

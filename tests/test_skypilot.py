@@ -1,6 +1,7 @@
 """SkyPilot's cloud behind our seam: what it shows of clusters, what it makes of errors, and
 that nothing is left behind."""
 
+import hashlib
 import itertools
 import json
 import sys
@@ -15,7 +16,7 @@ from harness.bucket.journal import Journal
 from harness.cli import ask
 from harness.cli import command as cli
 from harness.clouds.broker import told
-from harness.clouds.clusters import bring_down, tag, tails
+from harness.clouds.clusters import attempt_of, bring_down, prefix, tag, tails
 from harness.clouds.sky_client import TRIES, Broker, SkyError, verdict
 from harness.clouds.sky_offers import has_spot_market
 from harness.clouds.skypilot import SkyPilotCloud
@@ -390,6 +391,52 @@ def test_a_later_controller_adopts_clusters_and_launches(task, cloud, sky):
     other = SkyPilotCloud(task, "s3://b/runs/other", sky, now=sky.now)
     other.look()
     assert other._attempts == {}
+
+
+# the first 32 bits of the hashes of their URLs are the same
+TWINS = "s3://b/runs/62227", "s3://b/runs/74413"
+
+
+def test_runs_whose_old_tags_collide_do_not_touch_each_other(task, sky):
+    one, other = (SkyPilotCloud(task, url, sky, ask_every_s=0.0, now=sky.now) for url in TWINS)
+    assert prefix(TWINS[0]) == prefix(TWINS[1]) and tag(TWINS[0]) != tag(TWINS[1])
+    one._watcher = True
+    one.look()
+    up(one, sky, 1)
+    other.look()
+    assert other._attempts == {} and tails(sky, TWINS[1], 5) == {}
+    assert bring_down(sky, TWINS[1], 60.0) == []
+    assert look(one, sky, 5.0)[1].state is NodeState.UP and sky.real
+
+
+def test_a_cluster_that_an_older_version_launched_is_adopted_and_ended(task, cloud, sky):
+    up(cloud, sky, 7)
+    old, new = f"{prefix(URL)}-0007", name(7)
+    assert old == "sh-" + hashlib.sha256(URL.encode()).hexdigest()[:8] + "-0007"
+    for known in (sky.records, sky.jobs):
+        known[old] = known.pop(new)
+    sky.records[old]["name"] = old
+    sky.real = {old}
+    assert list(tails(sky, URL, 5)) == [old]
+    later = SkyPilotCloud(task, URL, sky, ask_every_s=0.0, now=sky.now)
+    later.look()
+    later._watcher = True
+    assert look(later, sky)[7].state is NodeState.UP
+    later.launch(8, later.offers()[0])
+    assert set(sky.records) == {old, name(8)}
+    for number in (7, 8):
+        later.terminate(number)
+    for _ in range(4):
+        look(later, sky, 10.0)
+    assert not sky.records and not sky.real
+
+
+def test_names_of_clusters_are_short_and_of_one_run():
+    assert attempt_of(name(3), URL) == attempt_of(f"{prefix(URL)}-0003", URL) == 3
+    for foreign in (f"{tag(TWINS[0])}-0003", f"{prefix(URL)}0-0003", f"{tag(URL)}-x", tag(URL)):
+        assert attempt_of(foreign, URL) is None
+    # GCP allows 35 letters, and SkyPilot adds a dash and 8 letters of the user's hash
+    assert len(name(999_999)) + 9 <= 35
 
 
 def test_a_cluster_that_comes_back_from_the_dead_is_seen_and_ended(cloud, sky):

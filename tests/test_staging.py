@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from storage import MemoryStore, Ref, Snapshots
-from storage.staging import PREFIX, Beside, Segment, Segments, Stage, StageFull, sweep
+from storage.staging import PREFIX, ErrandThread, Segment, Segments, Stage, StageFull, sweep
 from storage.weights import combined, weights_sum
 
 
@@ -166,7 +166,7 @@ def test_an_error_of_the_copy_is_raised_to_who_sends():
 
     target = torch.zeros(4, dtype=torch.uint8)
     copy = copying.Copying(
-        [], [copying.Move("x", torch.zeros(8), target.view(torch.float32), 0)], Beside("t")
+        [], [copying.Move("x", torch.zeros(8), target.view(torch.float32), 0)], ErrandThread("t")
     )
     copy.wait()
     with pytest.raises((ValueError, RuntimeError)):

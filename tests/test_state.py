@@ -1,9 +1,13 @@
 """`storage.save` and `storage.load`: one process, then real gloo worlds."""
 
+import gc
+import os
 import random
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,11 +18,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
-import torch.multiprocessing as mp  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
+from worlds import train  # noqa: E402
 
 import storage  # noqa: E402
 from storage import Keep, MemoryStore, Ref, Snapshots  # noqa: E402
@@ -269,6 +273,16 @@ def test_what_did_not_change_is_not_sent_again(store: MemoryStore) -> None:
     assert torch.equal(storage.load(store)["model"]["frozen"], frozen)
 
 
+def test_a_save_leaves_no_thread_behind(store: MemoryStore) -> None:
+    for step in range(5):
+        storage.save(store, {"w": weights(step)}, step=step)
+    give_up_s = time.monotonic() + 30
+    while left := [t for t in threading.enumerate() if t.name == "stage"]:
+        assert time.monotonic() < give_up_s, f"{len(left)} are left"
+        gc.collect()  # other tests' as well
+        time.sleep(0.01)
+
+
 # ---- crashes, and others -------------------------------------------------------------------------
 def test_wherever_a_save_dies_the_newest_is_whole(store: MemoryStore) -> None:
     """At every store call, before and after it took effect; and the next save goes through."""
@@ -389,11 +403,14 @@ def test_import_storage_needs_no_torch() -> None:
 
 
 # ---- worlds --------------------------------------------------------------------------------------
-def begin(rank: int, world: int, folder: str) -> None:
+def begin(world: int, folder: str) -> int:
+    """The own rank."""
+    rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rdzv{world}", rank=rank, world_size=world
     )
+    return rank
 
 
 def sharded(world: int, seed: int, steps: int) -> tuple[nn.Module, Any]:
@@ -421,8 +438,8 @@ def moments(optimizer: Any) -> dict[str, Any]:
     )
 
 
-def two_save(rank: int, folder: str) -> None:
-    begin(rank, 2, folder)
+def two_save(folder: str) -> None:
+    rank = begin(2, folder)
     model, optimizer = sharded(2, seed=0, steps=2)
     state = {"model": model, "optimizer": optimizer, "step": 2, "rank": rank}
     assert storage.save(f"{folder}/run", state, step=2, keep=2) == Ref(0, 2)
@@ -445,8 +462,9 @@ def two_save(rank: int, folder: str) -> None:
     into: Any = {"model": torch.zeros(2)} if rank == 1 else {"model": model}
     with pytest.raises(storage.StateMismatch):
         storage.load(f"{folder}/run", into=into)
-    with pytest.raises(ValueError, match="different names"):
+    with pytest.raises(ValueError, match="different names") as differ:
         storage.save(f"{folder}/bad", {"w": torch.zeros(3 + rank)}, step=1)
+    assert isinstance(differ.value, storage.StateMismatch)
 
     # a newer one is damaged where only one rank reads it
     with torch.no_grad():
@@ -463,9 +481,9 @@ def two_save(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def load_them(rank: int, world: int, folder: str) -> None:
-    begin(rank, world, folder)
-    model, optimizer = sharded(world, seed=5, steps=0)
+def load_them(folder: str) -> None:
+    begin(3, folder)
+    model, optimizer = sharded(3, seed=5, steps=0)
     into = {"model": model, "optimizer": optimizer, "step": 0}
     storage.load(f"{folder}/run", into=into)
     assert into["step"] == 2 and into["rank"] == 0
@@ -482,8 +500,8 @@ def load_them(rank: int, world: int, folder: str) -> None:
 
 
 def test_saved_by_two_and_loaded_by_three_and_by_one(tmp_path: Path) -> None:
-    mp.spawn(two_save, (str(tmp_path),), nprocs=2)
-    mp.spawn(load_them, (3, str(tmp_path)), nprocs=3)
+    train(tmp_path, 2, "two_save", tmp_path, script=__file__)
+    train(tmp_path, 3, "load_them", tmp_path, script=__file__)
     expected, averages = torch.load(tmp_path / "expected.pt", weights_only=True)
     back = storage.load(tmp_path / "run")
     assert all(torch.equal(back["model"][k], v) for k, v in expected.items())
@@ -491,3 +509,7 @@ def test_saved_by_two_and_loaded_by_three_and_by_one(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     storage.load(tmp_path / "run", into={"model": model, "optimizer": optimizer})
     assert torch.equal(moments(optimizer)["0"], averages["0"])
+
+
+if __name__ == "__main__":  # a rank
+    {"two_save": two_save, "load_them": load_them}[sys.argv[1]](sys.argv[2])

@@ -17,8 +17,8 @@ from harness.views.committed import Lineage, committed
 from harness.views.mlflow_run import MlflowRun
 from harness.views.operations import Operations
 from harness.views.plugins import RunInfo, build
+from harness.views.publishing import Telling, sync, writer_of
 from harness.views.stream import newest_header, read, whole
-from harness.views.telling import Telling, sync, writer_of
 from harness.views.tensorboard import TensorBoard
 from harness.views.trackers import collect
 from storage.errors import StoreUnavailable
@@ -262,7 +262,7 @@ class Broken:
 
 
 def test_a_failing_tracker_is_tried_again_and_stops_nobody(caplog, monkeypatch):
-    monkeypatch.setattr("harness.views.telling.TELL_S", 0.01)
+    monkeypatch.setattr("harness.views.publishing.TELL_S", 0.01)
     run = TrueRun().train(5, final=True)
     broken = Broken()
     telling = Telling(writer(run), [broken])

@@ -6,14 +6,19 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
-from system_bugs import BUGS, CALM, LONELY, STORMY, ColdStart
+from system_bugs import BUGS, CALM, LONELY, PAIR, STORMY, ColdStart
 
+from harness.proof.invariants import Violation
+from harness.proof.system.blows import Blow, Blows
 from harness.proof.system.command import command
 from harness.proof.system.faults import KINDS, Fault, Setting, faults_of
+from harness.proof.system.kernel import Kernel
 from harness.proof.system.shrink import fewer, shrink
 from harness.proof.system.whole import Failed, Played, SystemBuild, play
+from harness.worker.machine import Interval
 
 SEEDS, PART = 300, 30
 TRIES = 30  # worlds in which a planted bug must be found
@@ -101,6 +106,101 @@ def test_two_failures_are_not_three() -> None:
     for seed in range(3):
         faults = [Fault(100.0 + seed, "fail-script", 2), Fault(113.5 + seed, "fail-script", 0)]
         assert play(seed, setting=setting, faults=faults).outcome == "done"
+
+
+def test_who_is_heard_by_nobody_is_not_calm() -> None:
+    """Found by seed 10196: a node that could make no connection heard nobody. The others heard it
+    and each other, so they beat in the bucket every ten seconds only, and it found them dead."""
+    setting = Setting(
+        calm_s=250.0, max_nodes=4, micro_batches=12, total_steps=10, step_s=16.0,
+        interval=Interval(every_s=15.0), interleaved=0.05, versions=("now", "before"),
+    )  # fmt: skip
+    faults = (
+        Fault(8.9, "crash-agent", 0),
+        Fault(39.1, "pause-node", 2, 0, 48.3),
+        Fault(40.5, "cut", 4, 0, 36.6),
+        Fault(43.3, "no-descriptors", 0, 0, 76.0),
+        Fault(76.4, "cut", 6, 0, 48.4),
+    )
+    for seed in (10196, 1, 2):
+        assert play(seed, setting=setting, faults=faults).outcome == "done"
+
+
+def test_who_was_found_dead_is_looked_at_before_an_epoch_begins_without_it() -> None:
+    """Found by seed 10170: a member that was dead for the others, rightly, entered its epoch when
+    its credentials were good again; another began the next one two seconds later, without a look.
+    """
+    setting = Setting(
+        calm_s=250.0, max_nodes=4, micro_batches=2, total_steps=41, interleaved=0.01,
+        interval=Interval(every_s=15.0), versions=("now", "after"),
+    )  # fmt: skip
+    faults = (
+        Fault(17.3, "false-notice", 5, 0, 29.1),
+        Fault(38.0, "false-notice", 5, 0, 6.3),
+        Fault(90.3, "cut", 2, 0, 51.8),
+        Fault(112.8, "pause-uploader", 4, 0, 56.0),
+        Fault(119.6, "expired", 6, 0, 67.0),
+        Fault(141.4, "cut", 0, 0, 44.3),
+        Fault(145.9, "expired", 0, 0, 18.1),
+    )
+    assert play(10170, setting=setting, faults=faults).outcome == "done"
+
+
+def test_a_link_that_is_slow_one_way_costs_nobody_its_place() -> None:
+    """What comes three pulses late is heard by nobody; what this node hears comes in time."""
+    setting = Setting(calm_s=250.0, max_nodes=3, min_nodes=3, total_steps=20, step_s=8.0)
+    for seed in range(5):
+        played = play(seed, setting=setting, faults=[Fault(60.0, "slow-link", seed, 0, 120.0)])
+        assert (played.outcome, played.epochs) == ("done", 1)
+
+
+def test_more_ranks_than_micro_batches_make_spares() -> None:
+    """Found by seed 3059: how many ranks a step has work for was known to nobody before the first
+    epoch, which was too big; and that stopped the run."""
+    setting = replace(CALM, micro_batches=2, min_nodes=3, max_nodes=3)
+    for seed in range(3):
+        played = play(seed, setting=setting, faults=())
+        assert (played.outcome, played.epochs, played.steps_done) == ("done", 2, 12)
+
+
+@pytest.mark.parametrize("protocol", [1, 2], ids=["N+1 comes", "N-1 comes"])
+def test_nodes_of_another_version_are_refused_and_harm_nobody(protocol: int) -> None:
+    guests = [Fault(at_s, "other-version") for at_s in (60.0, 80.0, 80.1)]
+    setting = replace(PAIR, protocol=protocol, total_steps=15)
+    assert play(1, setting=setting, faults=guests).epochs == 1
+    kinds = ("slow-link", "jump", "kill-worker", "throttled", "unheard", "snapshot-asked")
+    for seed in range(5):
+        faults = [*faults_of(seed, setting, kinds, 8), *guests]
+        played = play(seed, setting=setting, faults=sorted(faults, key=lambda f: f.at_s))
+        assert played.outcome == "done"
+
+
+# ---- bad ends ------------------------------------------------------------------------------------
+def test_only_what_befell_a_run_excuses_its_end() -> None:
+    words = "the script failed 3 times in a row at the same point (after step 7): {}. Mend the script"
+    raised = words.format("RuntimeError: simulated: the script raises")
+    blows = [Blow(float(n), "fail-script", 1, n, 7) for n in (1, 2, 3)]
+    assert Blows(blows).explain(raised)
+    assert not Blows(blows[:2]).explain(raised)
+    assert not Blows([replace(b, epoch=1) for b in blows]).explain(raised)
+    assert not Blows([replace(b, step=6) for b in blows]).explain(raised)
+    assert not Blows(blows).explain(words.format("SIGKILL"))
+    assert not Blows(blows).explain("no capacity for 4 hours")
+    died = "the script failed 3 times in a row after step 7; see the workers' logs"
+    assert not Blows(blows).explain(died)
+    assert Blows([Blow(1.0, "crash-agent", n, 0, 7) for n in (1, 2, 3)]).explain(died)
+
+
+def test_time_that_stands_still_is_found() -> None:
+    kernel = Kernel()
+    kernel.after(1.0, lambda: spin(kernel))
+    with pytest.raises(Violation, match="time stands still"):
+        kernel.sleep(10.0)
+
+
+def spin(kernel: Kernel) -> None:
+    while True:
+        kernel.sleep(0.0)
 
 
 # ---- small histories -----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from test_upload import R1, R2, VIEW, WAIT_S, Told, job, until
 
 from harness.core.facts import SnapshotCommitted
-from harness.node.progress import Place, Progress
+from harness.node.progress import ProgressFile, WorkerPhase
 from harness.uploader.client import Local
 from storage import MemoryStore
 from storage.throttle import SAFE, Throttle, levels
@@ -79,11 +79,11 @@ def test_a_level_that_was_never_tried_is_expected_to_be_half_as_fast():
 class Slow(MemoryStore):
     """Puts take a moment; they could be made of so many requests."""
 
-    puts_at_once = 2
+    puts_at_once, put_s = 2, 0.01
 
     def put(self, key, data):
         if "/parts/" in key:
-            time.sleep(0.01)
+            time.sleep(self.put_s)
         super().put(key, data)
 
 
@@ -117,6 +117,7 @@ def test_less_is_sent_at_once_beside_a_slow_training_and_all_when_it_matters():
     uploader.drain(time.monotonic() + 10 * WAIT_S)
     assert (uploader._lanes.limit, store.puts_at_once, uploader._pacer.level) == (4, 2, 0)  # at once
     uploader.drain(None)
+    store.put_s = 0.0  # all is seen
     outcome = told.wait()
     assert (
         outcome.state == "committed" and outcome.slowdown > 0 and outcome.requests in (1, 2, 4, 8)
@@ -134,16 +135,17 @@ def test_what_may_not_take_longer_is_sent_at_full_speed():
     assert not training.looked.is_set()  # nobody needs to
     uploader.submit(watched(R2), VIEW, told)
     assert uploader._pacer.level > 0  # what was learnt is used
+    store.put_s = 0.0  # all is seen
     uploader.drain(time.monotonic() + 10 * WAIT_S)
     assert told.wait(2).state == "committed"
 
 
 def test_a_session_of_its_own_is_watched_without_a_file(tmp_path):
-    progress, told = Progress(None), Told()
-    progress.tell(Place.COMPUTE, 7)
+    progress, told = ProgressFile(None), Told()
+    progress.tell(WorkerPhase.COMPUTE, 7)
     local = Local(MemoryStore(objects={}), lambda job, outcome: None, progress)
     assert local._uploader._pacer._watch("here") == (7, False)
-    progress.tell(Place.SAVING)
+    progress.tell(WorkerPhase.SAVING)
     assert local._uploader._pacer._watch("here") == (7, True)
     local.send(job(), local.segment(4000), told)
     assert told.wait().state == "committed"

@@ -18,12 +18,12 @@ from harness.bucket.layout import Epoch, epoch_key
 from harness.core.facts import DrainVerdict, SnapshotCommitted, SnapshotFailed
 from harness.uploader.client import Line, Local, Remote, seen_here
 from harness.uploader.nearby import NearbyConfig
-from harness.uploader.server import Server
+from harness.uploader.server import UploadServer
 from storage import MemoryStore, Ref, Snapshots, StoreError, open_store
 from storage.folder_tiers import FolderTier
 from storage.staging import Segment, Stage, StageFull
 from storage.tiers import blocks
-from storage.upload import Job, Outcome, Uploader, forecast
+from storage.upload import Uploader, UploadJob, UploadOutcome, forecast
 
 R1, R2, R3 = Ref(1, 10), Ref(1, 20), Ref(1, 30)
 WAIT_S = 60
@@ -44,7 +44,7 @@ def job(ref=R1, rank=0, world=1, nbytes=1000, n=4, **more):
     ]
     tensors = {f"model/w{rank}": {"shape": [n * nbytes], "dtype": "uint8", "chunks": chunks}}
     note = {"t_start": time.time(), "stall_s": 0.01, "why": "interval"}
-    return Job(
+    return UploadJob(
         ref,
         rank,
         world,
@@ -100,9 +100,9 @@ VIEW = memoryview(bytearray(os.urandom(8000)))
 
 def test_jobs_and_outcomes_go_through_json():
     one = job(before={"samples/x": "text"}, keep={"last": 2})
-    assert Job.from_dict(json.loads(json.dumps(one.to_dict()))) == one
-    outcome = Outcome(R1, 0, "committed", 5, "ab", 0.1, parts={"k": "f"}, note={"why": "x"})
-    assert Outcome.from_dict(json.loads(json.dumps(outcome.to_dict()))) == outcome
+    assert UploadJob.from_dict(json.loads(json.dumps(one.to_dict()))) == one
+    outcome = UploadOutcome(R1, 0, "committed", 5, "ab", 0.1, parts={"k": "f"}, note={"why": "x"})
+    assert UploadOutcome.from_dict(json.loads(json.dumps(outcome.to_dict()))) == outcome
 
 
 def test_the_last_share_commits_and_the_weights_are_summed():
@@ -219,7 +219,7 @@ def test_out_of_time_nothing_is_committed_then_or_later():
 @contextlib.contextmanager
 def served(tmp_path, store, budget_nbytes=1 << 20):
     stage = Stage(tmp_path, budget_nbytes)
-    server = Server(store, stage.folder, budget_nbytes, "m0001-x", NearbyConfig())
+    server = UploadServer(store, stage.folder, budget_nbytes, "m0001-x", NearbyConfig())
     threading.Thread(target=server.serve, daemon=True).start()
     try:
         yield stage.folder, server

@@ -1,7 +1,6 @@
 """Versions of this code that meet in one run: who speaks another protocol is refused, and harms
 nobody. Members here are real; what a version speaks is `values.PROTOCOL`."""
 
-import contextlib
 import json
 import os
 import subprocess
@@ -12,35 +11,26 @@ import pytest
 from worlds import TRAINER, until
 
 from harness.agent.lines import Heard
+from harness.agent.membership import Ears
 from harness.agent.rendezvous import Rendezvous
 from harness.bucket.journal import Journal, read_facts
 from harness.bucket.layout import Epoch, Identity, Member, Term, epoch_key, term_key
 from harness.bucket.lease import Lease
-from harness.core import values
 from harness.core.facts import AgentEnded, EpochStarted, Unreadable, Warned
 from harness.core.values import NewerProtocol
 from harness.core.world import REFUSED, Fenced, WrongProtocol
 from harness.proof.sim_world import VirtualClock
+from harness.proof.system.kernel import speaking
 from harness.uploader.client import fence
 from storage.files import MemoryStore
 from storage.manifest import Ref
 from storage.opening import open_store
 
 
-@contextlib.contextmanager
-def speaking(protocol: int):
-    """The code inside is of the version that speaks this."""
-    before, values.PROTOCOL = values.PROTOCOL, protocol
-    try:
-        yield
-    finally:
-        values.PROTOCOL = before
-
-
-class Deaf:
+class Deaf(Ears):
     """No lines: all that is known comes from the bucket."""
 
-    def follow(self, members):
+    def follow(self, members, passing=False, keyless=()):
         pass
 
     def heard(self, name):

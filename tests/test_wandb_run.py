@@ -22,8 +22,8 @@ from harness.views import wandb_run
 from harness.views.committed import committed
 from harness.views.ledger import Ledger
 from harness.views.plugins import RunInfo
+from harness.views.publishing import leave_machine, renderer_of, sync, writer_of
 from harness.views.stream import newest_header, whole
-from harness.views.telling import leave_machine, renderer_of, sync, writer_of
 from harness.views.wandb_api import Account
 from storage.files import FileStore, MemoryStore
 from storage.manifest import Ref

@@ -54,6 +54,13 @@ class Endless(torch.utils.data.IterableDataset):
         self.next = state["next"] + a.forgetful
 
 
+def wait_for_snapshot(step):
+    from worlds import newest, until
+
+    url = os.environ["HARNESS_RUN"]
+    until(lambda: getattr(newest(url), "step", 0) >= step, f"the snapshot of step {step}")
+
+
 class Ema:
     """Averaged weights: any object with state_dict can be registered."""
 
@@ -86,6 +93,9 @@ p.add_argument(
 )
 p.add_argument("--workers", type=int, default=0)
 p.add_argument("--sleep-s", type=float, default=0.0)
+p.add_argument(
+    "--patient", action="store_true", help="the step after a snapshot begins when it is durable"
+)
 p.add_argument("--iterable", action="store_true")
 p.add_argument(
     "--forgetful", action="store_true", help="the stream loses a sample when it is loaded"
@@ -128,6 +138,8 @@ for step in run.steps(
     micro_batch=a.micro_batch,
     num_workers=a.workers,
 ):
+    if a.patient and step.number % a.every == 1 and step.number > 1:
+        wait_for_snapshot(step.number - 1)
     for x, y in step:
         with torch.autocast(run.device.type, dtype=torch.float16, enabled=a.fp16):
             logits = model(x)

@@ -16,16 +16,15 @@ Exit codes: see docs/ARCHITECTURE.md.
 from __future__ import annotations
 
 import contextlib
-import queue
 import signal
 from dataclasses import replace
 from typing import Any
 
 from harness.agent import ends, machine
 from harness.agent.config import AgentConfig
-from harness.agent.host import Host
-from harness.agent.machine import Act, Event, Life, Node, Now
-from harness.agent.memory import Due, Past, Stay
+from harness.agent.host import Hearing, Host
+from harness.agent.machine import AgentAct, AgentEvent, AgentState, Life, Now
+from harness.agent.memory import Due, EpochMemory, Stay
 from harness.agent.notices import NoticeSource
 from harness.agent.rendezvous import Rendezvous
 from harness.agent.run_state import RunState
@@ -49,7 +48,7 @@ from harness.core.world import (
     UNFIT,
     WrongProtocol,
 )
-from harness.node.progress import Place
+from harness.node.progress import WorkerPhase
 from storage.errors import StoreError, StoreUnavailable
 from storage.objects import ObjectStore
 
@@ -70,7 +69,7 @@ class Agent:
         self, config: AgentConfig, store: ObjectStore, sources: list[NoticeSource], host: Host
     ):
         c, now = config, host.monotonic()
-        self.config, self.sources, self._host = c, sources, host
+        self.config, self._host = c, host
         self.name = f"m{c.attempt:04d}-{host.token()}"
         self.journal = Journal(store, f"agent-{self.name}", host.wall)
         self._run = RunState(
@@ -78,12 +77,11 @@ class Agent:
         )
         self._workers = host.workers(c, self.name, self.journal.record)
         self._helpers = host.helpers(c)
-        self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._hearing = Hearing(sources)
         v = c.leaving
         times_s = (v.grace_s, v.drain_lead_s, v.doubt_ahead_s, c.fitness.unfit_grace_s)
-        self._node = Node(machine.Rules(self.name, *times_s), now + machine.WARM_S)
-        self._stay, self._past, self._due = Stay(), Past(left_s=now), Due(now)
-        self._beats = False  # we beat in the bucket
+        self._node = AgentState(machine.Rules(self.name, *times_s), now + machine.WARM_S)
+        self._stay, self._past, self._due = Stay(), EpochMemory(left_s=now), Due(now)
 
     # ---- life ------------------------------------------------------------------------------------
     def execute(self) -> int:
@@ -104,7 +102,8 @@ class Agent:
         self.journal.record(
             AgentStarted(self.name, c.attempt, host.name, c.nproc, c.accelerator, host.pid)
         )
-        self._ears = host.listen(c, self.sources, self._inbox.put)
+        heard = self._hearing
+        heard.listening = host.listen(c, heard.sources, heard.inbox.put)
 
     def _open(self) -> None:
         """Our uploader, our lines to the others, our seat in the rendezvous."""
@@ -130,9 +129,9 @@ class Agent:
     def turn(self) -> int | None:
         """Look once at everything that is due. The exit code, once this node is done."""
         try:
-            if not self._beats:
+            if not self._past.beats:
                 self._host.start_beats(self.rendezvous)
-                self._beats = True
+                self._past.beats = True
             return self._turn()
         except (StoreError, WrongProtocol) as e:
             self._past.reason = str(e)
@@ -140,7 +139,7 @@ class Agent:
             return REFUSED if isinstance(e, WrongProtocol) else FENCED
 
     def close(self, code: int) -> None:
-        self._ears.stop()
+        self._hearing.stop()
         self._workers.close()
         self._uploads.settle(self._settle_s())
         if code in (DRAINED, FINISHED):
@@ -159,15 +158,15 @@ class Agent:
         if not self.config.leaving.acknowledge or self._uploads.busy():
             return
         for notice in self._node.notices.values():
-            source = next((s for s in self.sources if s.name == notice.source), None)
+            source = next((s for s in self._hearing.sources if s.name == notice.source), None)
             if notice.acknowledge and source is not None:
                 heard = source.acknowledge(notice)
                 self.journal.record(NoticeAcknowledged(self.name, notice.id, heard))
 
     def _turn(self) -> int | None:
         timing = self.config.timing
-        while not self._inbox.empty():
-            self._feed(self._inbox.get_nowait())
+        while not self._hearing.inbox.empty():
+            self._feed(self._hearing.inbox.get_nowait())
         self._feed(machine.Tick())
         now, code = self._host.monotonic(), None
         if slept_s := self._due.slept_s(now):
@@ -190,7 +189,7 @@ class Agent:
         return code
 
     # ---- events and acts -------------------------------------------------------------------------
-    def _feed(self, event: Event) -> None:
+    def _feed(self, event: AgentEvent) -> None:
         """Let the machine decide about `event`, and do what it says."""
         self._node, acts = machine.step(
             self._node, event, Now(self._host.monotonic(), self._host.wall())
@@ -198,7 +197,7 @@ class Agent:
         for act in acts:
             self._do(act)
 
-    def _do(self, act: Act) -> None:
+    def _do(self, act: AgentAct) -> None:
         match act:
             case machine.Record(fact):
                 self.journal.record(fact)
@@ -218,14 +217,13 @@ class Agent:
                 self._say_last_words(who, deadline_s)
 
     def _say_last_words(self, who: str, deadline_s: float) -> None:
-        """Write what is safe and what is not. The workers are not killed: the cloud may be
-        late."""
+        """Write what is safe and what is not. The workers are not killed: the cloud may be late."""
         signs = self._workers.signs()
         at, committed = max((s.step for s in signs), default=-1), -1
         with contextlib.suppress(StoreUnavailable):
             committed = self._run.committed()
         saving = self._uploads.busy() or any(
-            s.place in (Place.STAGING, Place.SAVING) for s in signs
+            s.place in (WorkerPhase.STAGING, WorkerPhase.SAVING) for s in signs
         )
         verdict = machine.last_words(at, committed, bool(saving))
         epoch = self._stay.epoch.epoch

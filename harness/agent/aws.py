@@ -21,7 +21,7 @@ from harness.agent.polling import (
 )
 
 if TYPE_CHECKING:
-    from harness.agent.polling import Parser, Reply
+    from harness.agent.polling import MetadataReply, NoticeParser
 
 AWS_V4, AWS_V6 = "http://169.254.169.254", "http://[fd00:ec2::254]"
 
@@ -51,7 +51,7 @@ class AwsSource(Polled):
 
     def poll(self) -> Sequence[Notice]:
         now = self._monotonic()
-        paths: list[tuple[str, Parser]] = [
+        paths: list[tuple[str, NoticeParser]] = [
             ("spot/instance-action", interruption),
             ("events/recommendations/rebalance", rebalance),
         ]
@@ -64,7 +64,7 @@ class AwsSource(Polled):
                 self._maintenance_due_s = now + self._maintenance_every_s
         return [notice for notices in self._known.values() for notice in notices]
 
-    def _learn(self, path: str, read: Parser) -> bool:
+    def _learn(self, path: str, read: NoticeParser) -> bool:
         """Ask for one kind of notice. Without an answer, or with nonsense, what was in force
         stays so. False: silence."""
         try:
@@ -78,7 +78,7 @@ class AwsSource(Polled):
         self._heard()
         return True
 
-    def _get(self, path: str) -> Reply:
+    def _get(self, path: str) -> MetadataReply:
         """200 or 404. A 401 (expired token) gets one more try with a new token."""
         for last in (False, True):
             token = self._fresh_token()

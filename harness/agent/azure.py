@@ -11,7 +11,7 @@ from harness.agent.notices import Notice
 from harness.agent.polling import ANSWERLESS, Endpoint, Polled, utc
 
 if TYPE_CHECKING:
-    from harness.agent.polling import Reply
+    from harness.agent.polling import MetadataReply
 
 AZURE = "http://169.254.169.254"
 # ---- Azure ---------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class AzureSource(Polled):
                 self._unheard("/metadata/instance/compute/name", e)
         return self._own_name
 
-    def _ask(self, method: str, path: str, body: bytes | None = None) -> Reply:
+    def _ask(self, method: str, path: str, body: bytes | None = None) -> MetadataReply:
         limit_s = self._timeout_s if self._answered else self._first_timeout_s
         headers = {"Metadata": "true", **({"Content-Type": "application/json"} if body else {})}
         # `acknowledge` is called by another thread than `poll`, so it has a connection of its own.

@@ -62,7 +62,7 @@ class Uploads:
 
 
 @dataclass(frozen=True)
-class Beside:
+class HelperConfig:
     """What runs beside the first member of an epoch."""
 
     trackers: str = ""
@@ -94,4 +94,4 @@ class AgentConfig:
     leaving: Leaving = field(default_factory=Leaving)
     fitness: Fitness = field(default_factory=Fitness)
     uploads: Uploads = field(default_factory=Uploads)
-    beside: Beside = field(default_factory=Beside)
+    beside: HelperConfig = field(default_factory=HelperConfig)

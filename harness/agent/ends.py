@@ -191,28 +191,28 @@ class Evidence:
 
 # ---- the table -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Row:
+class EndRule:
     end: End
     when: Callable[[Evidence], bool]
 
 
 TABLE = (
     # killed by us, or by their GPU
-    Row(End.UNFIT, lambda e: e.unfit and not e.all_in(ORDERLY)),
+    EndRule(End.UNFIT, lambda e: e.unfit and not e.all_in(ORDERLY)),
     # it heard the notice in its own way; whether it is done only it knows
-    Row(End.DRAINED, lambda e: e.leaving and not e.attached),
-    Row(End.UNFINISHED, lambda e: e.all_in((FINISHED,)) and not e.run_over),
-    Row(End.FINISHED, lambda e: e.all_in((FINISHED,))),
-    Row(End.STOPPED, lambda e: STOPPED in e.codes),
-    Row(End.DRAINED, lambda e: DRAINED in e.codes),
-    Row(End.FENCED, lambda e: FENCED in e.codes),
-    Row(End.DRAINED, lambda e: e.all_in((FINISHED, RESIZE)) and e.leaving),
-    Row(End.RESIZE, lambda e: e.all_in((FINISHED, RESIZE))),
+    EndRule(End.DRAINED, lambda e: e.leaving and not e.attached),
+    EndRule(End.UNFINISHED, lambda e: e.all_in((FINISHED,)) and not e.run_over),
+    EndRule(End.FINISHED, lambda e: e.all_in((FINISHED,))),
+    EndRule(End.STOPPED, lambda e: STOPPED in e.codes),
+    EndRule(End.DRAINED, lambda e: DRAINED in e.codes),
+    EndRule(End.FENCED, lambda e: FENCED in e.codes),
+    EndRule(End.DRAINED, lambda e: e.all_in((FINISHED, RESIZE)) and e.leaving),
+    EndRule(End.RESIZE, lambda e: e.all_in((FINISHED, RESIZE))),
     # broken off: whose fault was it?
-    Row(End.PEER_LOST, lambda e: e.culprit is None),
-    Row(End.HUNG, lambda e: e.culprit is not None and bool(e.culprit.hung)),
-    Row(End.KILLED, lambda e: e.culprit is not None and e.culprit.code < 0),
-    Row(End.FAILED, lambda e: True),
+    EndRule(End.PEER_LOST, lambda e: e.culprit is None),
+    EndRule(End.HUNG, lambda e: e.culprit is not None and bool(e.culprit.hung)),
+    EndRule(End.KILLED, lambda e: e.culprit is not None and e.culprit.code < 0),
+    EndRule(End.FAILED, lambda e: True),
 )
 BROKEN_OFF = (End.PEER_LOST, End.HUNG, End.KILLED, End.FAILED)
 
@@ -244,7 +244,7 @@ def exit_code(end: End, unfit: bool, worn_out: bool) -> int | None:
 
 # ---- while workers and peers end -----------------------------------------------------------------
 @dataclass(frozen=True)
-class Patience:
+class EndWait:
     """After the first of our workers has ended: `others_s` for the others to end as well,
     `evidence_s` for a lost member to be known. `to_blame`: one of ours has failed by itself."""
 
@@ -253,14 +253,14 @@ class Patience:
     to_blame: bool = False
 
 
-def patience(workers: Iterable[WorkerEnd], alone: bool, silence_s: float) -> Patience:
+def patience(workers: Iterable[WorkerEnd], alone: bool, silence_s: float) -> EndWait:
     """`alone`: no other member is in the epoch; `silence_s`: after it, who is dead is known."""
     workers = list(workers)
     if not any(w.has_failed for w in workers):
-        return Patience(SAVING_S)
+        return EndWait(SAVING_S)
     if any(w.to_blame for w in workers):
-        return Patience(LINGER_S, to_blame=True)
-    return Patience(WORDS_S, evidence_s=0.0 if alone else silence_s)
+        return EndWait(LINGER_S, to_blame=True)
+    return EndWait(WORDS_S, evidence_s=0.0 if alone else silence_s)
 
 
 def lost_member(members: Iterable[Member], us: str, epoch: int, fell: Callable[[str], bool]) -> str:

@@ -33,6 +33,9 @@ class Grade(IntEnum):
     DEAD = 3  # it is dead, by all that the teller saw
 
 
+GRADES = {b"%d" % grade: grade for grade in Grade}  # as they are written
+
+
 @dataclass(frozen=True)
 class Overheard:
     """What is known by hearsay, at one moment."""
@@ -120,9 +123,10 @@ class Gossip:
                 return "", b""
             on = self.learn(name, rest)
             return (name if on else ""), on
-        if is_up or not rest.isdigit() or int(rest) not in set(Grade):
+        grade = GRADES.get(rest)
+        if is_up or grade is None:
             return "", b""
-        on = self.doubt(name, Grade(int(rest)), now, beat)
+        on = self.doubt(name, grade, now, beat)
         return (name if on else ""), on
 
     def all(self) -> bytes:

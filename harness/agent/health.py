@@ -60,7 +60,7 @@ class Action(IntEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class GpuFinding:
     """One observation. `gpu`: UUID; "" for the driver as a whole."""
 
     gpu: str
@@ -70,8 +70,8 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    finding: Finding
+class HealthVerdict:
+    finding: GpuFinding
     action: Action
     reason: str
 
@@ -93,7 +93,7 @@ class Judge:
     _counted: dict[str, deque[float]] = field(default_factory=dict)  # GPU -> times
     _said: set[tuple[str, str]] = field(default_factory=set)
 
-    def judge(self, found: Finding, now_s: float) -> Verdict | None:
+    def judge(self, found: GpuFinding, now_s: float) -> HealthVerdict | None:
         """None: said before, and still so."""
         kind = found.what.partition(" ")[0]
         if kind != "xid":
@@ -105,9 +105,9 @@ class Judge:
                 action, meaning = self.table.get(found.value, (Action.COUNT, "unknown XID"))
                 if action is Action.COUNT:
                     return self._count(found, meaning, now_s)
-                return Verdict(found, action, meaning)
+                return HealthVerdict(found, action, meaning)
             case "ecc":
-                return Verdict(
+                return HealthVerdict(
                     found,
                     Action.KILL,
                     "uncorrectable ECC errors since the driver was loaded have grown",
@@ -115,39 +115,39 @@ class Judge:
             case "recovery":
                 # Peer-to-peer alone can wait for a boundary as well; every action needs a node
                 # without us on it.
-                return Verdict(
+                return HealthVerdict(
                     found,
                     Action.DRAIN,
                     f"the driver asks for: {RECOVERY.get(found.value, f'action {found.value}')}",
                 )
             case "remap":
                 if found.value:
-                    return Verdict(found, Action.DRAIN, "row remapping failed")
-                return Verdict(found, Action.SNAPSHOT, "a row remap is pending")
+                    return HealthVerdict(found, Action.DRAIN, "row remapping failed")
+                return HealthVerdict(found, Action.SNAPSHOT, "a row remap is pending")
             case "lost":
-                return Verdict(found, Action.KILL, "the GPU has fallen off the bus")
+                return HealthVerdict(found, Action.KILL, "the GPU has fallen off the bus")
             case "slow":
-                return Verdict(
+                return HealthVerdict(
                     found, Action.COUNT, "clocks are held down by the hardware (thermal or power)"
                 )
             case "silent":
-                return Verdict(found, Action.DRAIN, "the driver does not answer any more")
-        return Verdict(found, Action.COUNT, "unknown finding")
+                return HealthVerdict(found, Action.DRAIN, "the driver does not answer any more")
+        return HealthVerdict(found, Action.COUNT, "unknown finding")
 
-    def _count(self, found: Finding, meaning: str, now_s: float) -> Verdict:
+    def _count(self, found: GpuFinding, meaning: str, now_s: float) -> HealthVerdict:
         times = self._counted.setdefault(found.gpu, deque())
         times.append(now_s)
         while times[0] < now_s - REPEAT_WITHIN_S:
             times.popleft()
         if len(times) >= REPEATS:
-            return Verdict(
+            return HealthVerdict(
                 found, Action.DRAIN, f"{meaning}; {len(times)} such errors on this GPU within a day"
             )
-        return Verdict(found, Action.COUNT, meaning)
+        return HealthVerdict(found, Action.COUNT, meaning)
 
 
 # ---- looking (in the probe process) --------------------------------------------------------------
-class Probe:
+class NvmlReader:
     """Reads NVML. `nvml` is the module `pynvml` or a `FakeNvml`. Raises `nvml.NVMLError` when
     there is no driver."""
 
@@ -181,24 +181,24 @@ class Probe:
                 self._lost.add(gpu)
             return None
 
-    def wait(self, timeout_ms: int) -> Iterator[Finding]:
+    def wait(self, timeout_ms: int) -> Iterator[GpuFinding]:
         """Events, as they come; returns after `timeout_ms` without one."""
         while True:
             try:
                 event = self.nvml.nvmlEventSetWait_v2(self._events, timeout_ms)
             except self.nvml.NVMLError as e:
                 if e.value == GPU_IS_LOST:
-                    yield Finding("", "lost", message=str(e))
+                    yield GpuFinding("", "lost", message=str(e))
                 if e.value != TIMEOUT:  # no event support here: keep the pace all the same
                     time.sleep(timeout_ms / 1000)
                 return
             name = _text(self._asked(-1, self.nvml.nvmlDeviceGetUUID, event.device) or "")
             if event.eventType & XID_EVENT:
-                yield Finding(name, f"xid {event.eventData}", int(event.eventData))
+                yield GpuFinding(name, f"xid {event.eventData}", int(event.eventData))
             elif event.eventType & DOUBLE_BIT_EVENT:
-                yield Finding(name, "ecc", message="double-bit ECC event")
+                yield GpuFinding(name, "ecc", message="double-bit ECC event")
 
-    def look(self) -> Iterator[Finding]:
+    def look(self) -> Iterator[GpuFinding]:
         """Counters and states of every GPU."""
         n = self.nvml
         for i, handle in self._gpus.items():
@@ -207,16 +207,16 @@ class Probe:
             if errors is not None:
                 before, self._ecc[i] = self._ecc.get(i, errors), errors
                 if errors > before:
-                    yield Finding(name, "ecc", errors, f"{errors - before} more")
+                    yield GpuFinding(name, "ecc", errors, f"{errors - before} more")
             if (field_id := getattr(n, RECOVERY_FIELD, None)) is not None:
                 values = self._asked(i, n.nvmlDeviceGetFieldValues, handle, [field_id])
                 if values is not None and values[0].nvmlReturn == 0 and values[0].value.uiVal != 0:
-                    yield Finding(
+                    yield GpuFinding(
                         name, f"recovery {values[0].value.uiVal}", int(values[0].value.uiVal)
                     )
             rows = self._asked(i, n.nvmlDeviceGetRemappedRows, handle)
             if rows is not None and (rows[2] or rows[3]):
-                yield Finding(
+                yield GpuFinding(
                     name,
                     f"remap {int(bool(rows[3]))}",
                     int(bool(rows[3])),
@@ -225,9 +225,11 @@ class Probe:
             reasons = self._asked(i, n.nvmlDeviceGetCurrentClocksEventReasons, handle)
             self._slow[i] = self._slow.get(i, 0) + 1 if reasons and reasons & HW_SLOWDOWN else 0
             if self._slow[i] == SLOW_LOOKS:
-                yield Finding(name, "slow", int(reasons), f"for {SLOW_LOOKS * LOOK_EVERY_S:.0f} s")
+                yield GpuFinding(
+                    name, "slow", int(reasons), f"for {SLOW_LOOKS * LOOK_EVERY_S:.0f} s"
+                )
             if i in self._lost:
-                yield Finding(name, "lost")
+                yield GpuFinding(name, "lost")
 
 
 def _text(name: bytes | str) -> str:
@@ -236,7 +238,7 @@ def _text(name: bytes | str) -> str:
 
 def watch(nvml: Any, out: IO[str], look_every_s: float = LOOK_EVERY_S) -> None:
     """For ever: write findings, and an empty line as a sign of life after every round."""
-    probe = Probe(nvml)
+    probe = NvmlReader(nvml)
     print(json.dumps({"gpus": probe.names}), file=out, flush=True)
     looked_s = -look_every_s
     while True:
@@ -255,7 +257,10 @@ class Monitor:
     everything but IGNORE of nothing."""
 
     def __init__(
-        self, words: list[str], on_verdict: Callable[[Verdict], None], silent_s: float = SILENT_S
+        self,
+        words: list[str],
+        on_verdict: Callable[[HealthVerdict], None],
+        silent_s: float = SILENT_S,
     ):
         self._on_verdict, self._silent_s, self._judge = on_verdict, silent_s, Judge()
         self._heard_s, self._gpus, self._over = time.monotonic(), 0, threading.Event()
@@ -280,7 +285,7 @@ class Monitor:
                 continue
             body = json.loads(line)
             if "found" in body:
-                self._tell(Finding(**body["found"]))
+                self._tell(GpuFinding(**body["found"]))
             else:
                 self._gpus = len(body["gpus"])
 
@@ -289,10 +294,12 @@ class Monitor:
             if self._process.poll() is not None:
                 return  # it has said why on stderr; training does not depend on it
             if time.monotonic() - self._heard_s > self._silent_s:
-                self._tell(Finding("", "silent", message=f"no answer for {self._silent_s:.0f} s"))
+                self._tell(
+                    GpuFinding("", "silent", message=f"no answer for {self._silent_s:.0f} s")
+                )
                 return
 
-    def _tell(self, found: Finding) -> None:
+    def _tell(self, found: GpuFinding) -> None:
         verdict = self._judge.judge(found, time.monotonic())
         if verdict is not None and not self._over.is_set():
             self._on_verdict(verdict)
@@ -313,7 +320,7 @@ class NoMonitor:
 
 
 def start(
-    what: str, on_verdict: Callable[[Verdict], None], silent_s: float = SILENT_S
+    what: str, on_verdict: Callable[[HealthVerdict], None], silent_s: float = SILENT_S
 ) -> Monitor | NoMonitor:
     """`what`: "off"; "auto": by NVML where there is a driver; else the path of a FakeNvml's
     file."""

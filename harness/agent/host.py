@@ -9,13 +9,14 @@ socket is reached through here.
 from __future__ import annotations
 
 import os
+import queue
 import secrets
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ from harness.agent.config import AgentConfig
 from harness.agent.ends import WorkerEnd
 from harness.agent.helpers import Helpers
 from harness.agent.lines import Lines
-from harness.agent.machine import Event
+from harness.agent.machine import AgentEvent
 from harness.agent.membership import Ears
 from harness.agent.notices import NoticeSource, watch
 from harness.agent.rendezvous import Rendezvous, free_port
@@ -35,8 +36,8 @@ from harness.node.marks import Want
 from harness.node.progress import Sign
 from harness.uploader.client import NodeUploader
 
-Record = Callable[[Fact], None]
-Tell = Callable[[Event], None]
+RecordFact = Callable[[Fact], None]
+TellEvent = Callable[[AgentEvent], None]
 
 
 # ---- what a host has -----------------------------------------------------------------------------
@@ -102,6 +103,20 @@ class Listening(Protocol):
     def stop(self) -> None: ...
 
 
+@dataclass
+class Hearing:
+    """What reaches a node from outside. `inbox`: what was heard and is not yet decided about;
+    `listening`: None before it began."""
+
+    sources: list[NoticeSource]
+    inbox: queue.SimpleQueue[AgentEvent] = field(default_factory=queue.SimpleQueue)
+    listening: Listening | None = None
+
+    def stop(self) -> None:
+        if self.listening is not None:
+            self.listening.stop()
+
+
 class Host(Protocol):
     """One machine, as its agent has it. Times are in seconds."""
 
@@ -113,12 +128,14 @@ class Host(Protocol):
     def sleep(self, seconds: float) -> None: ...
     def token(self) -> str: ...  # six random hex digits
     def say(self, text: str, wrong: bool = False) -> None: ...
-    def workers(self, config: AgentConfig, member: str, record: Record) -> WorkerPool: ...
+    def workers(self, config: AgentConfig, member: str, record: RecordFact) -> WorkerPool: ...
     def helpers(self, config: AgentConfig) -> Sidecars: ...
     def uploads(self, config: AgentConfig, member: str) -> UploadService: ...
     def lines(self, config: AgentConfig, member: str) -> PeerLines: ...
     def free_port(self, addr: str) -> int: ...
-    def listen(self, config: AgentConfig, sources: list[NoticeSource], tell: Tell) -> Listening: ...
+    def listen(
+        self, config: AgentConfig, sources: list[NoticeSource], tell: TellEvent
+    ) -> Listening: ...
 
     def start_beats(self, rendezvous: Rendezvous) -> None:
         """Have it say what it is now, and from then on beat when it is due. Raises StoreError."""
@@ -155,7 +172,7 @@ class RealHost:
     def say(self, text: str, wrong: bool = False) -> None:
         print(f"harness run: {text}", file=sys.stderr if wrong else sys.stdout, flush=True)
 
-    def workers(self, config: AgentConfig, member: str, record: Record) -> Workers:
+    def workers(self, config: AgentConfig, member: str, record: RecordFact) -> Workers:
         config.node_dir.mkdir(parents=True, exist_ok=True)
         return Workers(config, member, record)
 
@@ -174,7 +191,9 @@ class RealHost:
     def free_port(self, addr: str) -> int:
         return free_port(addr)
 
-    def listen(self, config: AgentConfig, sources: list[NoticeSource], tell: Tell) -> Listening:
+    def listen(
+        self, config: AgentConfig, sources: list[NoticeSource], tell: TellEvent
+    ) -> Listening:
         def signalled(number: int, _: object) -> None:
             tell(machine.Signalled(signal.Signals(number).name))
 

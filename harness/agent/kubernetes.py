@@ -13,7 +13,7 @@ from harness.agent.notices import Notice
 from harness.agent.polling import ANSWERLESS, Endpoint, Polled, log, utc
 
 if TYPE_CHECKING:
-    from harness.agent.polling import Parser
+    from harness.agent.polling import NoticeParser
 
 # ---- Kubernetes ----------------------------------------------------------------------------------
 ACCOUNT = "var/run/secrets/kubernetes.io/serviceaccount"
@@ -72,7 +72,7 @@ class KubernetesSource(Polled):
             self._heard()
         return [notice for notices in self._known.values() for notice in notices]
 
-    def _learn(self, path: str, read: Parser) -> None:
+    def _learn(self, path: str, read: NoticeParser) -> None:
         if path in self._forbidden:
             return
         token = (self._account / "token").read_text().strip()  # the kubelet renews it

@@ -116,7 +116,7 @@ class Lines:
             return self._protocol.heard(name)
 
     def all_up(self) -> bool:
-        """Do we hear everybody whom we follow?"""
+        """Do we hear everybody whom we follow, and have they lines to us?"""
         with self._lock:
             return self._protocol.all_up()
 

@@ -235,8 +235,11 @@ class LinesProtocol:
         return self._gossip.overheard(callers)
 
     def all_up(self) -> bool:
-        """Do we hear everybody whom we follow?"""
-        return all(self._lines[name].heard.up for name in self.wanted)
+        """Do we hear everybody whom we follow, and has everybody of them a line to us? Who hears
+        us over no line must see us beat in the bucket."""
+        if not all(self._lines[name].heard.up for name in self.wanted):
+            return False
+        return self.wanted.keys() <= {c.name for c in self._callers.values() if c.introduced}
 
     def knocked(self) -> bool:
         """Has a stranger called since we were asked last?"""

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeAlias
 
-from harness.agent.health import Action, Verdict
+from harness.agent.health import Action, HealthVerdict
 from harness.agent.notices import Notice
 from harness.core.facts import Fact, HealthSeen, NoticeCancelled, NoticeSeen
 from harness.core.world import DRAINED, UNFIT
@@ -91,7 +91,7 @@ class Cancelled:
 
 @dataclass(frozen=True)
 class GpuJudged:
-    verdict: Verdict
+    verdict: HealthVerdict
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Tick:
     """Time goes by."""
 
 
-Event: TypeAlias = (
+AgentEvent: TypeAlias = (
     SnapshotAsked
     | Signalled
     | Noticed
@@ -206,13 +206,15 @@ class SayLastWords:
     deadline_s: float
 
 
-Act: TypeAlias = Record | Say | WriteMark | DrainUploads | NotifyWorkers | LookNow | SayLastWords
+AgentAct: TypeAlias = (
+    Record | Say | WriteMark | DrainUploads | NotifyWorkers | LookNow | SayLastWords
+)
 Wanted: TypeAlias = tuple[Want, float | None]  # until when; wall clock
 
 
 # ---- state ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Node:
+class AgentState:
     rules: Rules
     warm_by_s: float  # own clock: it says that it is ready then, warm or not
     life: Life = Life.WARMING
@@ -268,11 +270,11 @@ class Node:
         return UNFIT if self.unfit else DRAINED
 
 
-Outcome: TypeAlias = tuple[Node, tuple[Act, ...]]
+AgentTurn: TypeAlias = tuple[AgentState, tuple[AgentAct, ...]]
 
 
 # ---- transitions ---------------------------------------------------------------------------------
-def step(node: Node, event: Event, now: Now) -> Outcome:
+def step(node: AgentState, event: AgentEvent, now: Now) -> AgentTurn:
     """What `event` makes of the node, and what is to be done."""
     match event:
         case SnapshotAsked(by):
@@ -300,8 +302,8 @@ def step(node: Node, event: Event, now: Now) -> Outcome:
 
 
 def _heed(
-    node: Node, event: Signalled | Noticed | Cancelled | GpuJudged | Unled, now: Now
-) -> Outcome:
+    node: AgentState, event: Signalled | Noticed | Cancelled | GpuJudged | Unled, now: Now
+) -> AgentTurn:
     """News that is recorded."""
     member = node.rules.member
     match event:
@@ -321,7 +323,7 @@ def _heed(
             return _judged(node, verdict, now)
 
 
-def _notice(node: Node, notice: Notice, now: Now) -> Outcome:
+def _notice(node: AgentState, notice: Notice, now: Now) -> AgentTurn:
     n = notice
     node = replace(node, notices={**node.notices, n.id: n})
     seen = NoticeSeen(node.rules.member, n.source, n.kind, n.id, n.deadline_s)
@@ -334,7 +336,7 @@ def _notice(node: Node, notice: Notice, now: Now) -> Outcome:
     return _after([LookNow(), Record(seen)], then)
 
 
-def _cancel(node: Node, notice: Notice) -> Outcome:
+def _cancel(node: AgentState, notice: Notice) -> AgentTurn:
     """If the workers have not agreed on it yet they never will; else we join the next epoch
     again."""
     who = f"notice:{notice.id}"
@@ -348,7 +350,7 @@ def _cancel(node: Node, notice: Notice) -> Outcome:
         want is Want.RESIZE and w != "grow" for w, (want, _) in node.wanted.items()
     )
     node = replace(node, leaving="" if stays else node.leaving)
-    acts: list[Act] = [
+    acts: list[AgentAct] = [
         Record(NoticeCancelled(node.rules.member, notice.id)),
         DrainUploads(node.deadline_s()),
     ]
@@ -358,13 +360,13 @@ def _cancel(node: Node, notice: Notice) -> Outcome:
     return node, tuple(acts)
 
 
-def _judged(node: Node, verdict: Verdict, now: Now) -> Outcome:
+def _judged(node: AgentState, verdict: HealthVerdict, now: Now) -> AgentTurn:
     """A GPU reported something. Its node is left if it is sick; at once, without a snapshot, when
     its memory cannot be trusted."""
     found, action = verdict.finding, verdict.action
     name = action.name.lower()
     why = f"GPU {found.gpu}: {found.what} ({found.message})"
-    acts: list[Act] = [
+    acts: list[AgentAct] = [
         Record(HealthSeen(node.rules.member, found.gpu, found.what, found.message, name))
     ]
     if action is not Action.IGNORE:
@@ -378,7 +380,7 @@ def _judged(node: Node, verdict: Verdict, now: Now) -> Outcome:
     return node, tuple(acts)
 
 
-def _declare_unfit(node: Node, why: str, grace_s: float, now: Now) -> Outcome:
+def _declare_unfit(node: AgentState, why: str, grace_s: float, now: Now) -> AgentTurn:
     """Leave, and tell who launched us not to come back here. Workers have `grace_s` to reach a
     step boundary."""
     by_s = now.own_s + grace_s
@@ -393,7 +395,7 @@ def _declare_unfit(node: Node, why: str, grace_s: float, now: Now) -> Outcome:
     return replace(node, leaving=reason), ()  # no mark: nothing of it may be saved
 
 
-def _tick(node: Node, now: Now) -> Outcome:
+def _tick(node: AgentState, now: Now) -> AgentTurn:
     """Deadlines come near."""
     node, acts = _heed_known_ends(node, now)
     if node.life is not Life.IN:
@@ -412,9 +414,9 @@ def _tick(node: Node, now: Now) -> Outcome:
     return replace(node, spent=node.spent | late.keys()), (*acts, *words)
 
 
-def _heed_known_ends(node: Node, now: Now) -> Outcome:
+def _heed_known_ends(node: AgentState, now: Now) -> AgentTurn:
     """An end that was told long before: work on until it is near."""
-    acts: list[Act] = []
+    acts: list[AgentAct] = []
     for n in node.notices.values():
         near = (
             n.kind == "maintenance"
@@ -436,8 +438,8 @@ def last_words(at_step: int, committed: int, saving: bool) -> str:
     return f"{verdict}; {safe}"
 
 
-def _must_leave(node: Node, reason: str, who: str, deadline_s: float | None) -> Outcome:
-    acts: list[Act] = []
+def _must_leave(node: AgentState, reason: str, who: str, deadline_s: float | None) -> AgentTurn:
+    acts: list[AgentAct] = []
     if deadline_s is not None:
         others = [d for w, (_, d) in node.wanted.items() if d is not None and w != who]
         acts.append(DrainUploads(min([deadline_s, *others])))
@@ -445,7 +447,7 @@ def _must_leave(node: Node, reason: str, who: str, deadline_s: float | None) -> 
     return node, (*acts, *more, NotifyWorkers())
 
 
-def _want(node: Node, who: str, want: Want, deadline_s: float | None = None) -> Outcome:
+def _want(node: AgentState, who: str, want: Want, deadline_s: float | None = None) -> AgentTurn:
     """`who` wants this from now on. A snapshot that is asked for again is another one."""
     if node.wanted.get(who) == (want, deadline_s) and want is not Want.SNAPSHOT:
         return node, ()
@@ -453,10 +455,10 @@ def _want(node: Node, who: str, want: Want, deadline_s: float | None = None) -> 
     return node, (_mark(node),)
 
 
-def _mark(node: Node) -> WriteMark:
+def _mark(node: AgentState) -> WriteMark:
     who, (want, deadline_s) = node.reigning()
     return WriteMark(want, who, deadline_s)
 
 
-def _after(acts: list[Act], then: Outcome) -> Outcome:
+def _after(acts: list[AgentAct], then: AgentTurn) -> AgentTurn:
     return then[0], (*acts, *then[1])

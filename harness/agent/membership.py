@@ -73,7 +73,7 @@ class Ears(Protocol):
         """What is known of a member over its line, or by hearsay."""
 
     def all_up(self) -> bool:
-        """Is everybody heard who is followed?"""
+        """Is everybody heard who is followed, and has a line to us?"""
 
     def knocked(self) -> bool:
         """Has a stranger called since we were asked last?"""
@@ -225,6 +225,17 @@ class Membership:
     def hearsay(self, names: Iterable[str]) -> list[str]:
         """Those that are dead by another's word alone."""
         return [n for n in names if n in self._circle.hearsay]
+
+    def look_again(self, names: Iterable[str]) -> bool:
+        """Read once more who was found dead, but for those that lived a moment ago. Does one
+        live again?"""
+        now, found = self._monotonic(), []
+        for name in names:
+            seen = self.seen.get(name)
+            if seen and seen.dead and now - seen.sign_s > self._beats.beat_s and now > seen.read_s:
+                found.append(name)
+        self._read(found, now)
+        return any(not self.seen[name].dead for name in found)
 
     def revive(self, names: Iterable[str]) -> None:
         """They are in a new epoch, so they lived a moment ago, whatever we have seen of them."""
@@ -416,9 +427,9 @@ class Membership:
         return silent_s >= patience_s and looked
 
     def _patience_s(self, seen: Sighting, heard: Heard, grade: int | None) -> float:
-        """Whose line to us fell silent sees ours fall silent, and beats in the bucket from then
-        on; so does whose line to those fell silent who told us. Who never had one may not, nor
-        who trains without us: it found us dead."""
+        """Whoever we hear no more loses our line to it, and beats in the bucket from then on; so
+        does whoever those hear no more who told us. Whom we never heard may be calm without us,
+        and so may who trains without us: it found us dead."""
         promise_s = seen.member.beat_s
         hears_us = (heard.seen or bool(grade)) and seen.member.epoch <= self._epoch
         told = hears_us or promise_s <= self._beats.beat_s

@@ -48,10 +48,11 @@ class Stay:
 
 
 @dataclass
-class Past:
+class EpochMemory:
     """What is remembered of this node's epochs."""
 
     left_s: float  # since then we are in none
+    beats: bool = False  # our heartbeat in the bucket has begun
     reason: str = ""  # in words, of our own end
     end: End | None = None  # of the last one
     tail: tuple[str, ...] = ()  # of the log of the worker that failed

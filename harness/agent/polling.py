@@ -35,7 +35,7 @@ ANSWERLESS = (
     *(OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError),
     RecursionError,  # of JSON without end
 )
-Parser: TypeAlias = Callable[[str], tuple[Notice, ...]]
+NoticeParser: TypeAlias = Callable[[str], tuple[Notice, ...]]
 
 
 def _break_off(wires: list[socket.socket], late: threading.Event) -> None:
@@ -47,7 +47,7 @@ def _break_off(wires: list[socket.socket], late: threading.Event) -> None:
 
 # ---- what all services over HTTP have in common --------------------------------------------------
 @dataclass(frozen=True)
-class Reply:
+class MetadataReply:
     status: int
     body: str
     headers: Mapping[str, str]  # names in lower case
@@ -83,7 +83,7 @@ class Endpoint:
         *,
         timeout_s: float,
         body: bytes | None = None,
-    ) -> Reply:
+    ) -> MetadataReply:
         """All of it within `timeout_s` for the connection and as long again for the answer, however
         slowly that trickles. Raises OSError (TimeoutError, refused, ...) or
         http.client.HTTPException when there is no answer."""
@@ -112,7 +112,7 @@ class Endpoint:
             if late.is_set():
                 raise TimeoutError(f"no whole answer within {2 * timeout_s:g} s")
             said = {name.lower(): value for name, value in answer.getheaders()}
-            return Reply(answer.status, text, said, self._skew(said.get("date", "")))
+            return MetadataReply(answer.status, text, said, self._skew(said.get("date", "")))
         finally:
             timer.cancel()
             with self._lock:

@@ -209,7 +209,10 @@ class Rendezvous:
         """May we say that we are ready? Not while nodes that speak an older protocol may train
         here: they would take us for one of theirs. Raises WrongProtocol once one is seen to
         live."""
-        last = self._newest_soon()
+        return self._admits(self._newest_soon())
+
+    def _admits(self, last: Epoch) -> bool:
+        """`last`: the newest epoch."""
         if not last.epoch or last.protocol == values.PROTOCOL:
             return True
         alive = {m.member for m in self.members()} - {self.me.member}
@@ -251,8 +254,7 @@ class Rendezvous:
         ]
 
     def would_grow(self, current: Epoch, waiting: list[Member], max_world: int | None) -> bool:
-        """Would the world have more ranks if `waiting` got in? Who makes no whole replica
-        waits."""
+        """Would the world have more ranks if `waiting` got in? Who makes no whole replica waits."""
         sizes = [*current.nproc, *(m.nproc for m in waiting)]
         found = whole_replicas(sizes, self._replica_ranks, max_world)
         return sum(sizes[i] for i in found) > current.world
@@ -260,9 +262,9 @@ class Rendezvous:
     def try_form(self, max_world: int | None) -> Epoch | None:
         """The newest epoch if we are in it and have not taken part yet; else create the next
         one when its time has come."""
-        if not self.admitted():
-            return None
         last = self._newest_soon()
+        if not self._admits(last):
+            return None
         self.others.vital = frozenset(last.members) if self.me.member in last.members else NOBODY
         if self.me.member in last.members and last.epoch > self.me.epoch:
             return last
@@ -305,6 +307,8 @@ class Rendezvous:
             return None
         if unproven := self.others.hearsay(last.members):
             self.others.suspect(unproven)
+            return None
+        if self.others.look_again(last.members):
             return None
         proposal = self._propose(last, ready, chosen)
         if self.me.member not in proposal.members:

@@ -7,7 +7,7 @@ Everything raises StoreError as the store does; nothing here decides.
 from __future__ import annotations
 
 from harness.agent.leaderless import Leaderless
-from harness.agent.machine import Node
+from harness.agent.machine import AgentState
 from harness.bucket.layout import (
     CONTROL,
     DOUBT,
@@ -81,7 +81,7 @@ class RunState:
         return self._leaderless.see(now, *sign_of_life(self.store, self._leaderless.term))
 
     # ---- what we tell ----------------------------------------------------------------------------
-    def tell_doubt(self, node: Node, doubtful: bool) -> None:
+    def tell_doubt(self, node: AgentState, doubtful: bool) -> None:
         """Who launched us by number sees in the bucket that we may not stay. After an error it
         is told later."""
         if doubtful == self._doubt_told or not self.attempt:

@@ -179,7 +179,7 @@ def duration(text: str) -> float:
 
 # ---- which of them this machine has --------------------------------------------------------------
 @dataclass(frozen=True)
-class Machine:
+class MachineInfo:
     """What a machine says of itself: its environment, and files below `root`."""
 
     env: Mapping[str, str]
@@ -223,16 +223,16 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Row:
+class CloudNotices:
     """One cloud: how a machine is known to be there, what SIGTERM leaves it, and where its
     notices appear."""
 
-    here: Callable[[Machine], bool]
+    here: Callable[[MachineInfo], bool]
     sigterm_s: float | None  # None: as long as it likes; SIGTERM is no sign of the end there
-    sources: Callable[[Machine], list[NoticeSource]]
+    sources: Callable[[MachineInfo], list[NoticeSource]]
 
 
-def _aws(m: Machine) -> list[NoticeSource]:
+def _aws(m: MachineInfo) -> list[NoticeSource]:
     v6 = m.env.get("AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE", "").lower() == "ipv6"
     endpoint = (
         m.env.get("AWS_EC2_METADATA_SERVICE_ENDPOINT")
@@ -246,14 +246,14 @@ def _aws(m: Machine) -> list[NoticeSource]:
     )
 
 
-def _gcp(m: Machine) -> list[NoticeSource]:
+def _gcp(m: MachineInfo) -> list[NoticeSource]:
     named = ("GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP")
     host = next((m.env[name] for name in named if m.env.get(name)), GCP_HOST)
     endpoint = f"http://{host}"
     return [GcpSource(endpoint, path, gpu=m.gpu) for path in (PREEMPTED, MAINTENANCE_EVENT)]
 
 
-def _kubernetes(m: Machine) -> list[NoticeSource]:
+def _kubernetes(m: MachineInfo) -> list[NoticeSource]:
     host, port = (
         m.env.get("KUBERNETES_SERVICE_HOST", ""),
         m.env.get("KUBERNETES_SERVICE_PORT_HTTPS", "443"),
@@ -267,19 +267,19 @@ def _kubernetes(m: Machine) -> list[NoticeSource]:
     ]
 
 
-def _slurm(m: Machine) -> list[NoticeSource]:
+def _slurm(m: MachineInfo) -> list[NoticeSource]:
     end = m.env.get("SLURM_JOB_END_TIME", "")
     return [LimitSource("slurm", float(end))] if end.isdigit() and int(end) else []
 
 
-def _file(m: Machine) -> list[NoticeSource]:
+def _file(m: MachineInfo) -> list[NoticeSource]:
     path = m.env.get("HARNESS_NOTICE_FILE") or (
         f"{m.env['HARNESS_NODE_DIR']}/notice" if m.env.get("HARNESS_NODE_DIR") else ""
     )
     return [FileSource(path)] if path else []
 
 
-def _limit(m: Machine) -> list[NoticeSource]:
+def _limit(m: MachineInfo) -> list[NoticeSource]:
     return (
         [LimitSource("limit", moment(m.env["HARNESS_CAPACITY_END"]))]
         if m.env.get("HARNESS_CAPACITY_END")
@@ -287,29 +287,29 @@ def _limit(m: Machine) -> list[NoticeSource]:
     )
 
 
-def _given(*names: str) -> Callable[[Machine], bool]:
+def _given(*names: str) -> Callable[[MachineInfo], bool]:
     return lambda m: any(m.env.get(name) for name in names)
 
 
-def _none(_: Machine) -> list[NoticeSource]:
+def _none(_: MachineInfo) -> list[NoticeSource]:
     return []
 
 
 # Narrower places come first: their SIGTERM is the one that reaches us.
-CLOUDS: dict[str, Row] = {
-    "file": Row(lambda m: bool(_file(m)), None, _file),
-    "limit": Row(_given("HARNESS_CAPACITY_END"), None, _limit),
-    "slurm": Row(_given("SLURM_JOB_ID"), 30.0, _slurm),
-    "kubernetes": Row(_given("KUBERNETES_SERVICE_HOST"), 25.0, _kubernetes),
-    "runpod": Row(_given("RUNPOD_POD_ID"), 5.0, _none),
-    "sagemaker": Row(_given("SM_TRAINING_ENV"), 120.0, _none),
-    "mithril": Row(
+CLOUDS: dict[str, CloudNotices] = {
+    "file": CloudNotices(lambda m: bool(_file(m)), None, _file),
+    "limit": CloudNotices(_given("HARNESS_CAPACITY_END"), None, _limit),
+    "slurm": CloudNotices(_given("SLURM_JOB_ID"), 30.0, _slurm),
+    "kubernetes": CloudNotices(_given("KUBERNETES_SERVICE_HOST"), 25.0, _kubernetes),
+    "runpod": CloudNotices(_given("RUNPOD_POD_ID"), 5.0, _none),
+    "sagemaker": CloudNotices(_given("SM_TRAINING_ENV"), 120.0, _none),
+    "mithril": CloudNotices(
         lambda m: (m.root / "opt/mithril").is_dir(),
         30.0,
         lambda m: [MithrilSource(m.root / "opt/mithril/MITHRIL_SIGNAL.yml")],
     ),
-    "nebius": Row(lambda m: m.dmi("Nebius"), 60.0, _none),
-    "aws": Row(
+    "nebius": CloudNotices(lambda m: m.dmi("Nebius"), 60.0, _none),
+    "aws": CloudNotices(
         lambda m: (
             _given("AWS_EC2_METADATA_SERVICE_ENDPOINT", "INSTANCE_METADATA_URL")(m)
             or m.dmi("Amazon EC2")
@@ -317,7 +317,7 @@ CLOUDS: dict[str, Row] = {
         30.0,
         _aws,
     ),
-    "gcp": Row(
+    "gcp": CloudNotices(
         lambda m: (
             _given("GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP")(m)
             or m.dmi("Google Compute Engine")
@@ -325,7 +325,7 @@ CLOUDS: dict[str, Row] = {
         25.0,
         _gcp,
     ),
-    "azure": Row(
+    "azure": CloudNotices(
         lambda m: _given("HARNESS_AZURE_METADATA")(m) or m.dmi("7783-7084-3265-9085-8269-3286-77"),
         30.0,
         lambda m: [
@@ -340,7 +340,7 @@ CLOUDS: dict[str, Row] = {
 def places(env: Mapping[str, str], root: Path = Path("/"), asked: str = "") -> list[str]:
     """The rows of `CLOUDS` that hold here: those `asked` for by name ("aws,gcp"), or what the
     machine says of itself ("", or "auto" among the names). Raises BadInput."""
-    machine = Machine(env, root)
+    machine = MachineInfo(env, root)
     names = [name for name in _words(asked) if ":" not in name]
     if unknown := [name for name in names if name not in (*CLOUDS, "auto", "none")]:
         raise BadInput(
@@ -362,7 +362,7 @@ def detect(
 ) -> list[NoticeSource]:
     """The sources of this machine, by what it says of itself (or as asked for), and the user's
     own; never by trying addresses and waiting for time-outs. Raises BadInput."""
-    machine = Machine(env, root, speaks_for_all)
+    machine = MachineInfo(env, root, speaks_for_all)
     found = [
         source for name in places(env, root, asked) for source in CLOUDS[name].sources(machine)
     ]

@@ -258,7 +258,7 @@ class Workers:
 
     def _report_hung(self, worker: Worker, now: float, state: str) -> None:
         pulse = worker.pulse
-        sign = pulse.sign or progress.Sign(0, 0, progress.Place.START)
+        sign = pulse.sign or progress.Sign(0, 0, progress.WorkerPhase.START)
         worker.guilty = not pulse.waits(state)
         self._record(
             WorkerHung(

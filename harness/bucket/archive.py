@@ -24,14 +24,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from harness.bucket import tiers
-from harness.bucket.layout import ARCHIVE, segment_key
+from harness.bucket.layout import ARCHIVE, FACTS, SEGMENT, segment_key
 from harness.bucket.tiers import Block
 from harness.bucket.volumes import (
     LOST,
     Brief,
     DamagedArchive,
-    Run,
     Volume,
+    WriterSpan,
     brief_of,
     columns_of,
     digested,
@@ -48,8 +48,6 @@ from harness.core.facts import Stamped, StepDone, Unreadable
 from storage.errors import NotFound
 from storage.objects import ObjectStore, get_each
 
-FACTS = "facts/"
-SEGMENT = re.compile(r"facts/([^/]+)/(\d{6,12})\.jsonl")
 BRIEF, STEPS = "brief", "steps"
 FEWEST = 64  # segments that are worth a volume
 MOST_NBYTES = 8 << 20  # of a volume
@@ -174,10 +172,10 @@ class Live:
                     yield from (stamped for _, stamped in read_segment(reader, number, data))
 
 
-def read_past(store: ObjectStore, writers: str = "") -> Past:
-    """All facts of a run (of writers whose name begins so). Raises StoreError."""
-    live, archive = Live.read(store, writers), Archive(store)
-    facts = list(archive.told(lambda writer, number: False, writers))
+def read_past(store: ObjectStore) -> Past:
+    """All facts of a run. Raises StoreError."""
+    live, archive = Live.read(store), Archive(store)
+    facts = list(archive.told(lambda writer, number: False))
     fresh = list(live.facts(archive.cursors))
     facts += [s for s in fresh if not isinstance(s.fact, StepDone)]
     told = columns.of_facts(s.fact for s in fresh if isinstance(s.fact, StepDone))
@@ -271,7 +269,7 @@ class Compactor:
             if not (taken := self._volume(fresh)):
                 break  # others are at it, too
             done += taken
-            fresh = self._fresh(fresh)
+            fresh = self._fresh(fresh, deleted=True)
         end = self._archive.end
         tiers.merge(self.store, STEPS, end, joined_columns)
         tiers.merge(self.store, BRIEF, end, joined_briefs)
@@ -283,15 +281,18 @@ class Compactor:
             if isinstance(brief, DamagedArchive):
                 raise brief
 
-    def _fresh(self, listed: dict[str, dict[int, str]]) -> dict[str, dict[int, str]]:
+    def _fresh(
+        self, listed: dict[str, dict[int, str]], deleted: bool = False
+    ) -> dict[str, dict[int, str]]:
         """Segments to archive: each writer's, as far as there is no gap. What is archived already
-        is deleted (whoever archived it died, or its writer wrote it again)."""
+        is deleted (whoever archived it died, or its writer wrote it again), unless it is."""
         fresh: dict[str, dict[int, str]] = {}
         for writer, keys in listed.items():
             at = self._archive.cursors.get(writer, Cursor()).next
             for number, key in keys.items():
                 if number < at:
-                    self.store.delete(key)
+                    if not deleted:
+                        self.store.delete(key)
                 elif number == at:
                     fresh.setdefault(writer, {})[number] = key
                     at += 1
@@ -323,7 +324,7 @@ class Compactor:
             self.store.delete(segment_key(writer, segment))
         return sum(len(run.sizes) for run in volume.runs)
 
-    def _gather(self, fresh: dict[str, dict[int, str]]) -> tuple[tuple[Run, ...], bytes]:
+    def _gather(self, fresh: dict[str, dict[int, str]]) -> tuple[tuple[WriterSpan, ...], bytes]:
         """The segments of one volume, writer by writer."""
         place = {key: (w, n) for w, keys in fresh.items() for n, key in keys.items()}
         sizes: dict[str, list[int]] = {}
@@ -340,5 +341,5 @@ class Compactor:
                 if nbytes >= self._most_nbytes:
                     break
         cursors = {w: self._archive.cursors.get(w, Cursor()) for w in sizes}
-        runs = (Run(w, cursors[w].next, tuple(s), cursors[w].head) for w, s in sizes.items())
+        runs = (WriterSpan(w, cursors[w].next, tuple(s), cursors[w].head) for w, s in sizes.items())
         return tuple(runs), b"".join(bodies)

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.core import values
+from harness.core import records, values
 from harness.core.values import (
     Amount,
     BadObject,
@@ -52,7 +52,7 @@ DOUBT = "control/doubt-"
 LEAVE = "control/leave-"  # + attempt: written by the controller, to have a node snapshot and leave
 FACTS = "facts/"
 ARCHIVE = "archive/"  # what long runs were archived to: archive.py, recorded.py
-SAMPLES = "samples/"  # step records: core/records.py
+SAMPLES = records.SAMPLES
 MEMBERS, EPOCHS, CLOSED = "rdzv/members/", "rdzv/epochs/", "rdzv/closed/"
 SECRET = "rdzv/secret.json"  # create-only: what nodes that serve chunks to each other must know
 CHUNKS = "rdzv/chunks/"  # create-only, by member: where its chunks are served

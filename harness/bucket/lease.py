@@ -15,9 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.bucket.layout import LEASES, Term, term_key
+from harness.bucket.layout import LEASES, Term, newest_term, term_key
 from harness.bucket.layout import RELEASED as RELEASED
-from harness.bucket.layout import newest_term as newest_term
 from harness.core import values
 from harness.core.world import Clock, Fenced
 from storage.errors import NotFound

@@ -6,10 +6,8 @@ of, are in `layout.py`.
 
 from __future__ import annotations
 
-from harness.bucket.layout import CONTROL as CONTROL
 from harness.bucket.layout import SNAPSHOT as SNAPSHOT
 from harness.bucket.layout import STOP_KEY as STOP_KEY
-from harness.bucket.layout import UNSAID as UNSAID
 from harness.bucket.layout import StopOrder as StopOrder
 from storage.errors import NotFound
 from storage.objects import ObjectStore

@@ -20,19 +20,20 @@ from typing import Any
 import numpy as np
 
 from harness.bucket import tiers
+from harness.bucket.layout import SAMPLES
 from harness.bucket.tiers import Block
-from harness.bucket.volumes import DamagedArchive, sealed, unsealed
+from harness.bucket.volumes import DamagedArchive, opened, sealed
 from harness.core import columns
 from harness.core import records as rec
 from harness.core.columns import Columns, Committed
 from storage.objects import ObjectStore, get_each
 
-SAMPLES, RECORDS = "samples/", "records"
+RECORDS = "records"
 FEWEST = 32  # objects that are worth a block
 
 
 @dataclass(frozen=True)
-class Part:
+class RecordsPart:
     """One object of records. `prev`: hash of the record before its first. `worlds`, `metrics`: see
     columns.Committed."""
 
@@ -44,28 +45,31 @@ class Part:
     rows: Columns
 
     @classmethod
-    def of(cls, key: str, records: list[rec.StepRecord]) -> Part:
+    def of(cls, key: str, records: list[rec.StepRecord]) -> RecordsPart:
         found = Committed.of(records)
         worlds = [(e, world, list(shares)) for e, (world, shares) in found.worlds.items()]
         metrics = list(found.metrics.items())
         return cls(key, records[0].prev, records[-1].h, worlds, metrics, found.rows)
 
 
-def encode(parts: Iterable[Part]) -> bytes:
+def encode(parts: Iterable[RecordsPart]) -> bytes:
     kept = list(parts)
     entries = [[p.key, p.prev, p.head, p.worlds, p.metrics, len(p.rows)] for p in kept]
     return sealed({"entries": entries}, (), columns.joined(p.rows for p in kept).tobytes())
 
 
-def decode(data: bytes, where: str) -> list[Part]:
+def decode(data: bytes, where: str) -> list[RecordsPart]:
     """Raises DamagedArchive."""
-    head, _, body = unsealed(data, where)
-    rows, at, found = columns.from_bytes(body), 0, list[Part]()
+    head, _, start = opened(data, where)
+    at, found = 0, list[RecordsPart]()
     try:
+        rows = columns.from_bytes(data, start)
         for key, prev, end, worlds, metrics, count in head["entries"]:
             named = [(int(e), int(w), list(map(int, shares))) for e, w, shares in worlds]
             told = [(int(step), dict(values)) for step, values in metrics]
-            found.append(Part(str(key), str(prev), str(end), named, told, rows[at : at + count]))
+            found.append(
+                RecordsPart(str(key), str(prev), str(end), named, told, rows[at : at + count])
+            )
             at += count
     except (KeyError, TypeError, ValueError) as e:
         raise DamagedArchive(f"{where}: wanted entries of records, found others ({e})") from e
@@ -83,7 +87,7 @@ class Recorded:
     """The objects of records that were read, by key, archived or not."""
 
     store: ObjectStore
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, RecordsPart] = field(default_factory=dict)
     end: int = 0  # the archive's next block
     damage: list[str] = field(default_factory=list)
 
@@ -106,13 +110,13 @@ class Recorded:
             try:
                 if not (records := rec.decode(data, key)):
                     raise rec.BrokenRecords(f"{key}: it is empty")
-                self.parts[key] = Part.of(key, records)
+                self.parts[key] = RecordsPart.of(key, records)
             except rec.BrokenRecords as e:
                 bad[key] = e
         return bad
 
 
-def read_committed(store: ObjectStore, named: rec.Named, genesis: str) -> Committed:
+def read_committed(store: ObjectStore, named: rec.RecordsRef, genesis: str) -> Committed:
     """The chain of step records that ends at `named` (by a manifest), as columns, first step first.
     Raises records.BrokenRecords naming what does not fit, StoreError."""
     found = Recorded(store)
@@ -128,7 +132,7 @@ def read_committed(store: ObjectStore, named: rec.Named, genesis: str) -> Commit
     return committed_of(chain)
 
 
-def committed_of(chain: list[Part]) -> Committed:
+def committed_of(chain: list[RecordsPart]) -> Committed:
     """Of objects one after the other."""
     return Committed(
         columns.joined(part.rows for part in chain),
@@ -138,8 +142,11 @@ def committed_of(chain: list[Part]) -> Committed:
 
 
 def _backwards(
-    parts: dict[str, Part], bad: dict[str, rec.BrokenRecords], named: rec.Named, genesis: str
-) -> Iterator[Part]:
+    parts: dict[str, RecordsPart],
+    bad: dict[str, rec.BrokenRecords],
+    named: rec.RecordsRef,
+    genesis: str,
+) -> Iterator[RecordsPart]:
     by_head = rec.heads([*parts, *bad])
     key, want = named.key, named.head
     while want != genesis:

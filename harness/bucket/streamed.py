@@ -16,7 +16,6 @@ from typing import Annotated, Any
 
 from harness.bucket.layout import SMALL_NBYTES, TRACKERS
 from harness.core.values import (
-    MOST_INT,
     BadObject,
     Count,
     Natural,
@@ -27,6 +26,7 @@ from harness.core.values import (
     decoded,
     parsed,
 )
+from storage.json_text import MOST_INT
 from storage.manifest import Ref
 
 STREAM = f"{TRACKERS}stream/"

@@ -41,7 +41,7 @@ class DamagedArchive(ValueError):
 
 
 @dataclass(frozen=True)
-class Run:
+class WriterSpan:
     """Segments of one writer, one after the other. `sizes`: of each, bytes in a volume, lines in a
     brief. `head`: hash of the line before the first (volume), of the last one (brief)."""
 
@@ -67,7 +67,7 @@ def reader_after(writer: str, head: str) -> ChainReader:
 class Volume:
     number: int
     prev: str  # digest of the volume before; "": this is the first
-    runs: tuple[Run, ...]
+    runs: tuple[WriterSpan, ...]
     body: bytes
 
     def encode(self) -> bytes:
@@ -81,7 +81,7 @@ class Volume:
                 yield run.writer, run.first + i, self.body[at : at + size]
                 at += size
 
-    def lines(self) -> Iterator[tuple[Run, int, ChainReader, str, Stamped]]:
+    def lines(self) -> Iterator[tuple[WriterSpan, int, ChainReader, str, Stamped]]:
         """Every line: its run, its segment, its writer's reader, itself, what it says (a line that
         does not follow from the one before says so first, and comes twice)."""
         at = 0
@@ -91,10 +91,6 @@ class Volume:
                 for line, stamped in read_segment(reader, run.first + i, self.body[at : at + size]):
                     yield run, run.first + i, reader, line, stamped
                 at += size
-
-    def facts(self) -> Iterator[tuple[int, Stamped]]:
-        """(segment, fact)"""
-        return ((number, stamped) for _, number, _, _, stamped in self.lines())
 
 
 def read_segment(reader: ChainReader, number: int, data: bytes) -> Iterator[tuple[str, Stamped]]:
@@ -123,7 +119,7 @@ class Brief:
     """`last`: digest of the newest volume in it. `tail`: its newest steps: (writer, line)."""
 
     last: str
-    runs: tuple[Run, ...]
+    runs: tuple[WriterSpan, ...]
     tail: tuple[tuple[str, str], ...]
     body: bytes
 
@@ -172,7 +168,7 @@ def digested(volume: Volume, raw: bytes) -> tuple[bytes, bytes]:
             line = json.dumps({UNREAD: why, "t": stamped.t}, separators=(",", ":"))
         lines.append(line)
     runs = tuple(
-        Run(run.writer, run.first, tuple(counts[run.writer, run.first]), heads[run.writer])
+        WriterSpan(run.writer, run.first, tuple(counts[run.writer, run.first]), heads[run.writer])
         for run in volume.runs
     )
     body = "".join(line + "\n" for line in lines).encode()
@@ -208,10 +204,10 @@ def encode_columns(rows: Columns) -> bytes:
 
 def columns_of(data: bytes, key: str) -> Columns:
     """Raises DamagedArchive."""
-    _, _, body = unsealed(data, key)
-    if len(body) % ROW.itemsize:
-        raise DamagedArchive(f"{key}: wanted rows of {ROW.itemsize} bytes, found {len(body)} bytes")
-    return columns.from_bytes(body)
+    _, _, at = opened(data, key)
+    if (nbytes := len(data) - at) % ROW.itemsize:
+        raise DamagedArchive(f"{key}: wanted rows of {ROW.itemsize} bytes, found {nbytes} bytes")
+    return columns.from_bytes(data, at)
 
 
 def joined_columns(parts: Sequence[bytes]) -> bytes:
@@ -220,23 +216,32 @@ def joined_columns(parts: Sequence[bytes]) -> bytes:
 
 
 # ---- one head line, then the content -------------------------------------------------------------
-def sealed(head: dict[str, Any], runs: Sequence[Run], body: bytes) -> bytes:
+def sealed(head: dict[str, Any], runs: Sequence[WriterSpan], body: bytes) -> bytes:
     told = [[run.writer, run.first, run.sizes, run.head] for run in runs]
     full = {"archive": VERSION, **head, "runs": told, "body": digest(body)}
     line = json.dumps(full, separators=(",", ":"))
     return f"{digest(line.encode())} {line}\n".encode() + body
 
 
-def unsealed(data: bytes, key: str) -> tuple[dict[str, Any], tuple[Run, ...], bytes]:
+def unsealed(data: bytes, key: str) -> tuple[dict[str, Any], tuple[WriterSpan, ...], bytes]:
     """Its head without the runs, the runs, the content; each as it was written."""
-    line, _, body = data.partition(b"\n")
+    head, runs, at = opened(data, key)
+    return head, runs, data[at:]
+
+
+def opened(data: bytes, key: str) -> tuple[dict[str, Any], tuple[WriterSpan, ...], int]:
+    """As `unsealed`, but where the content begins: there may be much of it."""
+    at = data.find(b"\n") + 1 or len(data)
+    line, body = data[:at].removesuffix(b"\n"), memoryview(data)[at:]
     seal, _, text = line.partition(b" ")
     if digest(text).encode() != seal:
         raise DamagedArchive(f"{key}: its head was changed (the hash does not fit)")
     try:
         head = parsed(text, most_nbytes=HEAD_NBYTES)
         version = head["archive"]
-        runs = tuple(Run(str(w), int(f), tuple(map(int, s)), str(h)) for w, f, s, h in head["runs"])
+        runs = tuple(
+            WriterSpan(str(w), int(f), tuple(map(int, s)), str(h)) for w, f, s, h in head["runs"]
+        )
         fits = head["body"] == digest(body)
     except (ValueError, TypeError, KeyError) as e:
         raise DamagedArchive(f"{key}: wanted a head of the archive's, found another ({e})") from e
@@ -246,4 +251,4 @@ def unsealed(data: bytes, key: str) -> tuple[dict[str, Any], tuple[Run, ...], by
         )
     if not fits:
         raise DamagedArchive(f"{key}: its content was changed (the hash does not fit)")
-    return head, runs, body
+    return head, runs, at

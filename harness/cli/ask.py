@@ -218,9 +218,8 @@ def _prove(
         return DONE
     doubts.append(
         "They were launched through another API server, another computer or another user, or that "
-        "server has lost its memory. Run "
-        f"`harness down {url}` where they were launched from, or look for these names in `sky "
-        "status -r` and in the cloud's console."
+        f"server has lost its memory. Run `harness down {url}` where they were launched from, or "
+        "look for these names in `sky status -r` and in the cloud's console."
     )
     for doubt in doubts:
         console.print(doubt, markup=False, highlight=False, soft_wrap=True)

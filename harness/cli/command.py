@@ -38,7 +38,7 @@ from harness.cli.prove import (
 from harness.cli.run import RunFlags, run
 from harness.cli.shelf import SnapshotsFlags, snapshots
 from harness.cli.track import DashboardsFlags, SyncFlags, dashboards, sync
-from harness.core.config import Parser, add_flags, build
+from harness.core.config import FlagParser, add_flags, build
 from harness.core.world import BadInput, HarnessError
 from storage.errors import StoreError
 from storage.text import plain
@@ -72,13 +72,13 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
 }
 
 
-def parser() -> tuple[Parser, dict[str, Parser]]:
+def parser() -> tuple[FlagParser, dict[str, FlagParser]]:
     """The whole command, and the parser of each sub-command."""
-    root = Parser(prog="harness", description="Train on spot machines; runs that outlive them.")
+    root = FlagParser(prog="harness", description="Train on spot machines; runs that outlive them.")
     commands = root.add_subparsers(
-        dest="subcommand", required=True, parser_class=Parser, metavar="COMMAND"
+        dest="subcommand", required=True, parser_class=FlagParser, metavar="COMMAND"
     )
-    subs: dict[str, Parser] = {}
+    subs: dict[str, FlagParser] = {}
     for name, (cls, function) in COMMANDS.items():
         help_text = (function.__doc__ or "").split("\n")[0]
         subs[name] = commands.add_parser(name, help=help_text, description=help_text)

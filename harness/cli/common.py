@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,15 @@ def _of_sources(parser: str, text: str) -> None:
             getattr(sources, parser)(text)
     except BadInput as e:
         raise ValueError(str(e)) from None
+
+
+def replica_ranks(env: Mapping[str, str]) -> int:
+    """Ranks that hold one copy of the model together, as HARNESS_REPLICA_RANKS says; 1 without it.
+    Raises BadInput."""
+    text = env.get("HARNESS_REPLICA_RANKS") or "1"
+    if not (text.isdecimal() and int(text) >= 1):
+        raise BadInput(f"HARNESS_REPLICA_RANKS={text!r}: wanted a number of ranks, at least 1")
+    return int(text)
 
 
 def attempts(numbers: Collection[int]) -> str:

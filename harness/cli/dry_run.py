@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from harness.cli.common import DONE
+from harness.cli.common import DONE, replica_ranks
 from harness.core.world import BadInput
 from storage.errors import NotFound
 from storage.objects import ObjectStore
@@ -48,7 +48,7 @@ def show_plan(
                 f"{url}/run.json: wanted the run's identity as JSON, found something else ({e})"
             ) from e
         made = _newest_steps(store)
-        facts = read_facts(store, steps=False)
+        facts = read_facts(store, "controller-", steps=False)
         offers = [s.fact.offer for s in facts if isinstance(s.fact, AttemptIntended)]
         timed = plans.measured(made, amount(offers[-1].get("speed", 1.0)) if offers else 1.0)
     cloud = open_cloud()
@@ -61,6 +61,7 @@ def show_plan(
             micro_batches=plans.micro_batches(identity, task.envs),
             measured=timed,
             budget_usd=flags.budget_usd,
+            replica_ranks=replica_ranks(task.envs),
         )
     finally:
         cloud.close()

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from harness.clouds.local import LocalCloud
     from harness.clouds.skypilot import SkyPilotCloud
     from harness.clouds.tasks import Task
-    from harness.controller.recovery import Outcome, RunSpec
+    from harness.controller.recovery import RunOutcome, RunSpec
     from harness.core.world import Policy
 
 
@@ -185,7 +185,7 @@ def _lead(
     cloud: LocalCloud | SkyPilotCloud,
     console: Console,
     beside: AbstractContextManager[None],
-) -> Outcome | int:
+) -> RunOutcome | int:
     """Lead the run to its end, through every interruption, with `beside` entered. An exit status
     if it ends before."""
     from harness.bucket.journal import Journal
@@ -237,7 +237,7 @@ def _lead(
     return outcome
 
 
-def _say_how_it_ended(outcome: Outcome, store: ObjectStore, console: Console, url: str) -> int:
+def _say_how_it_ended(outcome: RunOutcome, store: ObjectStore, console: Console, url: str) -> int:
     """The exit status."""
     if outcome.unproven:
         names = attempts(outcome.unproven)

@@ -36,7 +36,8 @@ def verify(flags: VerifyFlags) -> int:
     """Prove from the bucket alone that the run is what it should be. Exit status 1 names the
     first violation. Goes on where an earlier one was interrupted: what it proved is remembered on
     this computer, and believed of objects that have the same bytes still."""
-    from harness.views.audit import audit, print_audit
+    from harness.views.audit import audit
+    from harness.views.audit_report import print_audit
     from harness.views.proving import Prover
 
     memory = cache_dir(normalize(flags.url), "verified") / "proofs"

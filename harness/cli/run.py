@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.cli.common import checked_store, duration_text, when
+from harness.cli.common import checked_store, duration_text, replica_ranks, when
 from harness.core.config import Bounds, flag, positional
 from harness.core.world import BadInput
 from harness.node.progress import FACTOR, Limits
 from storage.opening import normalize
 
 if TYPE_CHECKING:
-    from harness.agent.config import AgentConfig, Beside
+    from harness.agent.config import AgentConfig, HelperConfig
     from harness.agent.notices import NoticeSource
 
 
@@ -190,9 +190,9 @@ def run(flags: RunFlags) -> int:
     return Agent(config, store, sources, RealHost()).execute()
 
 
-def _beside(flags: RunFlags, env: Mapping[str, str]) -> Beside:
+def _beside(flags: RunFlags, env: Mapping[str, str]) -> HelperConfig:
     """What runs beside the first member. Raises BadInput if the replica cannot be used."""
-    from harness.agent.config import Beside
+    from harness.agent.config import HelperConfig
 
     replica = flags.replica or env.get("HARNESS_REPLICA", "")
     if replica:
@@ -206,7 +206,7 @@ def _beside(flags: RunFlags, env: Mapping[str, str]) -> Beside:
     trackers = flags.trackers or env.get("HARNESS_TRACKERS", "")
     if not trackers and env.get("WANDB_API_KEY"):
         trackers = "wandb"  # a key alone is enough
-    return Beside(trackers, replica, cap_usd)
+    return HelperConfig(trackers, replica, cap_usd)
 
 
 def _sources(flags: RunFlags, env: Mapping[str, str]) -> list[NoticeSource]:
@@ -222,7 +222,7 @@ def _sources(flags: RunFlags, env: Mapping[str, str]) -> list[NoticeSource]:
 
 
 def _config(
-    flags: RunFlags, env: Mapping[str, str], url: str, argv: list[str], beside: Beside
+    flags: RunFlags, env: Mapping[str, str], url: str, argv: list[str], beside: HelperConfig
 ) -> AgentConfig:
     from harness.agent.config import AgentConfig, Fitness, Leaving, Timing, Uploads, Worlds
     from harness.agent.leaderless import LOOK_EVERY_S
@@ -241,7 +241,7 @@ def _config(
         accelerator=env.get("HARNESS_OFFER", ""),
         speed=flags.speed,
         place=_place(env),
-        worlds=Worlds(flags.min_nodes, flags.replica_ranks or _replica_ranks(env)),
+        worlds=Worlds(flags.min_nodes, flags.replica_ranks or replica_ranks(env)),
         timing=Timing(
             beat_s=flags.beat_s or pace.beat_s,
             dead_s=flags.dead_s or pace.dead_s,
@@ -275,14 +275,6 @@ def _config(
 def _hang_limits(hang_after_s: float, stuck_after_s: float) -> Limits:
     usual = Limits(hang_after_s or None)
     return replace(usual, start_s=stuck_after_s, save_s=stuck_after_s) if stuck_after_s else usual
-
-
-def _replica_ranks(env: Any) -> int:
-    """As the environment says. Raises BadInput."""
-    text = env.get("HARNESS_REPLICA_RANKS") or "1"
-    if not (text.isdecimal() and int(text) >= 1):
-        raise BadInput(f"HARNESS_REPLICA_RANKS={text!r}: wanted a number of ranks, at least 1")
-    return int(text)
 
 
 def _nproc(text: str, env: Any) -> int:

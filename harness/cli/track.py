@@ -49,7 +49,7 @@ def sync(flags: SyncFlags) -> int:
     os.environ.pop("WANDB_SERVICE", None)  # it would not end with our teardown
     store = existing_store(flags.url)
     if flags.out:
-        from harness.views.telling import sync as tell
+        from harness.views.publishing import sync as tell
         from harness.views.trackers import collect, collect_wandb
 
         folder = Path(flags.out)
@@ -58,7 +58,7 @@ def sync(flags: SyncFlags) -> int:
             print(path)
         return DONE
     from harness.views.plugins import Account, Place, build
-    from harness.views.telling import sync as tell
+    from harness.views.publishing import sync as tell
 
     places = [p for p in build(flags.to, os.environ) if isinstance(p, (Account, Place))]
     if len(places) != len(flags.to.split(",")):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from harness.clouds import market as markets
 from harness.clouds.metadata import MetadataServer
@@ -21,7 +21,6 @@ from harness.clouds.metadata_protocol import MetadataProtocol
 from harness.core.world import Node, NodeState, Offer
 
 log = logging.getLogger("harness.clouds.provider")
-T = TypeVar("T")
 # how long processes may survive SIGKILL (uninterruptible sleep) before we give up
 KILL_WITHIN_S = 10.0
 
@@ -75,7 +74,7 @@ class LiveMachine:
 
 
 @dataclass
-class Machine:
+class LocalMachine:
     """One attempt, as the provider keeps it. Only the main thread starts and ends its processes."""
 
     attempt: int
@@ -113,14 +112,14 @@ class Machine:
         return {**body, "offer": dataclasses.asdict(self.offer), "state": self.state.value}
 
     @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> Machine:
+    def from_json(cls, body: Mapping[str, Any]) -> LocalMachine:
         known = {k: v for k, v in body.items() if k in cls.KEPT}
         return cls(**{**known, "offer": Offer(**body["offer"]), "state": NodeState(body["state"])})
 
 
 def node_of(body: Mapping[str, Any]) -> Node:
     """What a `Cloud` shows of a machine."""
-    m = Machine.from_json(body)
+    m = LocalMachine.from_json(body)
     return Node(m.attempt, m.offer, m.state, m.asked_s, m.up_s, m.gone_s, m.exit_code, m.reason)
 
 

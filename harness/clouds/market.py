@@ -22,6 +22,7 @@ from harness.core.facts import parse as parse_fact
 from harness.core.world import BadInput, Offer
 from storage.errors import NotFound
 from storage.objects import ObjectStore
+from storage.snapshot_keys import MANIFESTS, refs_in
 
 TRACE_FITS_S = 180.0  # a trace without a scale is squeezed into this
 # notice that nodes get when a trace takes them; not scaled, so that draining stays possible
@@ -71,7 +72,7 @@ class Outage:
     seconds: float
 
 
-Event: TypeAlias = Capacity | Preempt | Kill | Outage
+MarketEvent: TypeAlias = Capacity | Preempt | Kill | Outage
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Entry:
     """One line of the schedule: due at a time, at a progress, or so long after another entry
     has fired."""
 
-    event: Event
+    event: MarketEvent
     at_s: float | None = None
     at_progress: float | None = None
     # index of an earlier entry; `at_s` then counts from when that one fired
@@ -87,7 +88,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class State:
+class MarketState:
     """What has happened in a market so far; a value, so that it can be written down and taken
     up again."""
 
@@ -106,7 +107,7 @@ class State:
         }
 
     @classmethod
-    def from_json(cls, body: dict[str, Any]) -> State:
+    def from_json(cls, body: dict[str, Any]) -> MarketState:
         return cls(
             int(body["capacity"]),
             tuple((int(i), float(t)) for i, t in body["fired"]),
@@ -123,21 +124,23 @@ class Market:
     gap_s: float = 0.0  # least time between two entries that are due by progress
     offers: tuple[Offer, ...] = OFFERS
 
-    def start(self) -> State:
-        return State(self.capacity)
+    def start(self) -> MarketState:
+        return MarketState(self.capacity)
 
     @property
     def needs_progress(self) -> bool:
         return any(e.at_progress is not None for e in self.entries)
 
-    def due(self, now_s: float, progress: float, state: State) -> tuple[list[Event], State]:
+    def due(
+        self, now_s: float, progress: float, state: MarketState
+    ) -> tuple[list[MarketEvent], MarketState]:
         """The events that are due now, in order, and the state after them. Each entry fires once,
         even if progress rewinds.
 
         `now_s` counts from the market's beginning; `progress` is the fraction of all steps that is
         done.
         """
-        events: list[Event] = []
+        events: list[MarketEvent] = []
         fired = dict(state.fired)
         for number, entry in enumerate(self.entries):
             if number in fired or not self._is_due(entry, now_s, progress, fired):
@@ -156,7 +159,7 @@ class Market:
         return progress >= entry.at_progress and (not acts or now_s >= max(acts) + self.gap_s)
 
 
-def state_after(state: State, event: Event, now_s: float) -> State:
+def state_after(state: MarketState, event: MarketEvent, now_s: float) -> MarketState:
     match event:
         case Capacity(nodes=nodes):
             return replace(state, capacity=nodes)
@@ -357,7 +360,7 @@ def _changes(rows: Iterable[tuple[float, str, Sequence[str]]]) -> list[tuple[flo
 
 
 # ---- progress ------------------------------------------------------------------------------------
-class Progress:
+class RunProgress:
     """How far the run is, read from its bucket: the newest live step or the newest commit, as a
     fraction of all steps.
 
@@ -377,10 +380,7 @@ class Progress:
                 self._take(key)
         if not self._total:
             return 0.0
-        committed = [
-            int(key.rpartition("/")[2].partition("-")[0])
-            for key in self._store.list("snapshots/manifests/")
-        ]
+        committed = (ref.step for ref in refs_in(self._store.list(MANIFESTS)))
         return min(1.0, max([self._newest[1], *committed]) / self._total)
 
     def _take(self, key: str) -> None:

@@ -57,7 +57,7 @@ def environment_of(cloud: str, endpoint: str) -> dict[str, str]:
 
 # ---- over HTTP -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Fault:
+class EndpointFault:
     """What is wrong with the endpoint. `count` requests are hit (None: all until `inject()`)."""
 
     latency_s: float = 0.0
@@ -89,7 +89,7 @@ class MetadataServer:
         self.protocol, self.clock_ahead_s = protocol, clock_ahead_s
         self.requests = 0
         self._control = control
-        self._fault = Fault()
+        self._fault = EndpointFault()
         self._lock = threading.Lock()
         outer = self
 
@@ -144,7 +144,7 @@ class MetadataServer:
     ) -> None:
         """Be slow, wrong or silent from now on; without arguments: be well again."""
         with self._lock:
-            self._fault = Fault(latency_s, status, drop, method, count, every)
+            self._fault = EndpointFault(latency_s, status, drop, method, count, every)
 
     def order(self, said: Mapping[str, Any]) -> dict[str, Any]:
         """What the control asks for. Raises ValueError, KeyError or TypeError for what it
@@ -174,7 +174,7 @@ class MetadataServer:
         self._server.server_close()
         self._thread.join(timeout=5)
 
-    def _next_fault(self, method: str) -> Fault:
+    def _next_fault(self, method: str) -> EndpointFault:
         with self._lock:
             self.requests += 1
             fault = self._fault
@@ -183,7 +183,7 @@ class MetadataServer:
                 or fault.count == 0
                 or self.requests % fault.every
             ):
-                return Fault()
+                return EndpointFault()
             if fault.count is not None:
                 self._fault = replace(fault, count=fault.count - 1)
             return fault

@@ -8,12 +8,12 @@ import os
 import sys
 from pathlib import Path
 
-from harness.clouds.machines import Config, Machine
+from harness.clouds.machines import Config, LocalMachine
 from harness.clouds.metadata import environment_of
 
 
 def node_env(
-    config: Config, machine: Machine, folder: Path, endpoint: str, instance: str
+    config: Config, machine: LocalMachine, folder: Path, endpoint: str, instance: str
 ) -> dict[str, str]:
     """What a node's command sees: what the caller gave, what SkyPilot sets on a one-node
     cluster, and who it is."""

@@ -36,7 +36,7 @@ from harness.clouds.machines import (
     KILL_WITHIN_S,
     Config,
     LiveMachine,
-    Machine,
+    LocalMachine,
     NodeCommand,
     kill_all,
     log,
@@ -74,7 +74,7 @@ class Provider:
         self.market_state = self.market.start()
         # at the first launch: nothing happens in a market without buyers
         self.market_began_s: float | None = None
-        self.machines: dict[int, Machine] = {}
+        self.machines: dict[int, LocalMachine] = {}
         self.progress = 0.0
         self.stopping = ""  # reason; not empty: end everything
         self._changed = threading.Condition(threading.RLock())
@@ -91,13 +91,13 @@ class Provider:
         body = json.loads(path.read_text())
         died_s = (self.state_dir / "lock").stat().st_mtime  # the old provider's last heartbeat
         for item in body["nodes"]:
-            machine = Machine.from_json(item)
+            machine = LocalMachine.from_json(item)
             if machine.state in (NodeState.PENDING, NodeState.UP):
                 machine.state, machine.reason = NodeState.GONE, "provider died"
                 machine.gone_s = max(died_s, machine.up_s or machine.asked_s)
             self.machines[machine.attempt] = machine
         if body.get("market") == self.config.market:
-            self.market_state = markets.State.from_json(body["market_state"])
+            self.market_state = markets.MarketState.from_json(body["market_state"])
             self.market_began_s = body["market_began_s"]
         self._save()
 
@@ -150,7 +150,7 @@ class Provider:
             now = self._now()
             if self.market_began_s is None:
                 self.market_began_s = now
-            machine = Machine(
+            machine = LocalMachine(
                 attempt, offers[offer_name], asked_s=now, asked=NodeCommand(command, cwd, dict(env))
             )
             machine.ready_s = now + self.config.launch_s
@@ -169,7 +169,7 @@ class Provider:
         with self._changed:
             self.stopping = self.stopping or reason
 
-    def event(self, event: markets.Event, attempt: int | None = None) -> None:
+    def event(self, event: markets.MarketEvent, attempt: int | None = None) -> None:
         """Make something happen now, besides the schedule (drills and tests). `attempt`: its
         victim."""
         with self._changed:
@@ -224,18 +224,18 @@ class Provider:
     def _market_s(self) -> float:
         return 0.0 if self.market_began_s is None else self._now() - self.market_began_s
 
-    def _up(self) -> list[Machine]:
+    def _up(self) -> list[LocalMachine]:
         return [
             m
             for m in sorted(self.machines.values(), key=lambda m: m.attempt)
             if m.state is NodeState.UP
         ]
 
-    def _holding(self) -> list[Machine]:
+    def _holding(self) -> list[LocalMachine]:
         """Nodes that hold capacity: up, and not already told to go."""
         return [m for m in self._up() if m.doom is None]
 
-    def _apply(self, event: markets.Event, attempt: int | None = None) -> None:
+    def _apply(self, event: markets.MarketEvent, attempt: int | None = None) -> None:
         now = self._now()
         log.info("market: %s at %.1f s, progress %.3f", event, self._market_s(), self.progress)
         spots = [m for m in self._holding() if m.offer.spot]
@@ -255,13 +255,13 @@ class Provider:
             case _:
                 log.info("market: nobody there to be taken")
 
-    def _announce(self, machine: Machine, deadline_s: float) -> None:
+    def _announce(self, machine: LocalMachine, deadline_s: float) -> None:
         machine.noticed_s = self._now()
         machine.doom = (deadline_s, "preempted")
         if machine.live.imds is not None:
             machine.live.imds.notice("kill", deadline_s)
 
-    def _admit(self, machine: Machine, now: float) -> None:
+    def _admit(self, machine: LocalMachine, now: float) -> None:
         if len(self._holding()) >= self.market_state.available(self._market_s()):
             machine.state, machine.gone_s, machine.reason = (
                 NodeState.NO_CAPACITY,
@@ -274,7 +274,7 @@ class Provider:
         machine.asked = NodeCommand()  # may hold secrets; not needed any more
         self._save()
 
-    def _start(self, machine: Machine, now: float) -> None:
+    def _start(self, machine: LocalMachine, now: float) -> None:
         folder = self.state_dir / "nodes" / str(machine.attempt)
         folder.mkdir(parents=True, exist_ok=True)
         taken = {m.slot for m in self._up()}
@@ -303,19 +303,19 @@ class Provider:
             machine.live.metadata.endpoint,
         )
 
-    def _ended(self, machine: Machine) -> None:
+    def _ended(self, machine: LocalMachine) -> None:
         """The node's command ended by itself; a machine without its command is given back,
         leftovers and all."""
         assert machine.live.process is not None
         code = machine.live.process.returncode
         self._gone(machine, "exited", code if code >= 0 else 128 - code)
 
-    def _take(self, machine: Machine, reason: str) -> None:
+    def _take(self, machine: LocalMachine, reason: str) -> None:
         machine.doom = None
         if machine.state in (NodeState.PENDING, NodeState.UP):
             self._gone(machine, reason, None)
 
-    def _gone(self, machine: Machine, reason: str, exit_code: int | None) -> None:
+    def _gone(self, machine: LocalMachine, reason: str, exit_code: int | None) -> None:
         if machine.pid:
             folder = self.state_dir / "nodes" / str(machine.attempt)
             left = kill_all(marker_of("HARNESS_NODE_DIR", str(folder)), session=machine.pid)
@@ -341,14 +341,14 @@ class Provider:
         self._save()
 
 
-def _pick(machines: list[Machine], victim: int) -> Machine:
+def _pick(machines: list[LocalMachine], victim: int) -> LocalMachine:
     return machines[victim % len(machines)]
 
 
 def _follow_progress(provider: Provider) -> None:
     """Read the run's progress for ever; its own thread, since a bucket may take its time."""
     try:
-        progress = markets.Progress(open_store(provider.config.run_url))
+        progress = markets.RunProgress(open_store(provider.config.run_url))
     except (StoreError, ValueError, ImportError) as e:
         log.error(
             "progress of %s cannot be read, events by progress will not happen: %s",

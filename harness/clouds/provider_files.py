@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 
-# ---- the process ---------------------------------------------------------------------------------
 def write_atomic(path: Path, text: str) -> None:
     """0600: readers see the old or the new file, and nobody else sees any."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -16,7 +16,6 @@ OFFERS_FRESH_S = 300.0
 H100_FLOPS = 989e12  # `Offer.speed` is relative to it
 
 
-# ---- offers --------------------------------------------------------------------------------------
 def has_spot_market(answer: Mapping[str, Any]) -> bool:
     """Some catalogs list a spot price where there is no spot market: it equals the on-demand price.
     Such a node can be taken away and saves nothing."""
@@ -119,8 +118,7 @@ class SkyOffers:
         )
         if not found:
             raise BadInput(
-                f"{self._path}: SkyPilot finds no machine for its resources on the enabled "
-                "clouds; loosen `resources` or enable more "
-                f"clouds (`sky check` tells which ones and how)"
+                f"{self._path}: SkyPilot finds no machine for its resources on the enabled clouds; "
+                "loosen `resources` or enable more clouds (`sky check` tells which ones and how)"
             )
         return tuple(found)

@@ -31,7 +31,7 @@ from typing import Any
 
 import yaml
 
-from harness.clouds.clusters import cluster_name, tag
+from harness.clouds.clusters import attempt_of, billed, cluster_name, listed, tag
 from harness.clouds.sky_attempt import Attempt, LaunchRequest
 from harness.clouds.sky_client import (
     CALL_TIMEOUT_S,
@@ -78,9 +78,8 @@ class SkyPilotCloud:
     """Members are clusters named `<tag>-<attempt>`.
 
     `sky` answers questions to SkyPilot (a `Broker`, or a fake); `clouds`: plan for these without
-    asking which are enabled;
-    `on_demand`: offer nodes that are not spot as well; `log_dir`: where the last words of failed
-    nodes are kept.
+    asking which are enabled; `on_demand`: offer nodes that are not spot as well; `log_dir`: where
+    the last words of failed nodes are kept.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class SkyPilotCloud:
             raise BadInput(
                 f"{task.path}: secrets.{name} has no value; give it one with --secret {name}=value"
             )
-        self.task, self.tag, self.sky, self.log_dir = task, tag(run_url), sky, log_dir
+        self.task, self.run_url, self.sky, self.log_dir = task, run_url, sky, log_dir
         self.broken: BadInput | None = None  # why no launch of this task can work
         self._ask_every_s, self._now = ask_every_s, now
         config: dict[str, Any] = yaml.safe_load(task.path.read_text())
@@ -131,7 +130,7 @@ class SkyPilotCloud:
                 return
             new = self._attempts[attempt] = Attempt(
                 attempt,
-                cluster_name(self.tag, attempt),
+                cluster_name(tag(self.run_url), attempt),
                 offer,
                 self._now(),
                 launch=LaunchRequest(asking=True),
@@ -193,7 +192,7 @@ class SkyPilotCloud:
             self._ended.wait(0.2)
         self.close()
         if left or not fresh:
-            names = " ".join(a.name for a in left) or f"{self.tag}-*"
+            names = " ".join(a.name for a in left) or f"{tag(self.run_url)}-*"
             raise CloudUnavailable(
                 f"not proven to be down after {timeout_s:g} s, look at them with `sky status -r` "
                 f"and end them: {names}"
@@ -206,8 +205,7 @@ class SkyPilotCloud:
 
     def costs(self) -> list[dict[str, Any]]:
         """SkyPilot's own bill of this run: [{"name", "duration" (s), "total_cost" (USD)}]."""
-        found: list[dict[str, Any]] = self.sky("costs", REFRESH_TIMEOUT_S, prefix=f"{self.tag}-")
-        return found
+        return billed(self.sky, self.run_url)
 
     # -- asking --
     def _member_config(self, attempt: Attempt) -> dict[str, Any]:
@@ -306,10 +304,7 @@ class SkyPilotCloud:
             if not a.launch.request and not a.end.request and began_s >= a.polls.refresh_s
         ]
         records = {
-            r["name"]: r
-            for r in self.sky(
-                "clusters", REFRESH_TIMEOUT_S, prefix=f"{self.tag}-", refresh=[a.name for a in due]
-            )
+            r["name"]: r for r in listed(self.sky, self.run_url, refresh=[a.name for a in due])
         }
         for attempt in due:
             attempt.polls.refresh_s = self._again_s(began_s, REST_CLOUD)
@@ -327,12 +322,13 @@ class SkyPilotCloud:
 
     def _adopt(self, record: Mapping[str, Any]) -> None:
         """A cluster that an earlier controller launched."""
-        number = record["name"].removeprefix(f"{self.tag}-")
-        if not number.isdigit():
+        number = attempt_of(record["name"], self.run_url)
+        if number is None:
             return
         # it was gone and is there again: a launch that was ended too late to come to nothing
-        if known := self._attempts.get(int(number)):
-            known.times.gone_s, known.end.request = None, ""
+        if known := self._attempts.get(number):
+            if known.name == record["name"]:
+                known.times.gone_s, known.end.request = None, ""
             return
         about = json.loads(record["node"] or "null") or {}
         offer = (
@@ -341,7 +337,7 @@ class SkyPilotCloud:
             else Offer(0.0, f"unknown/{record['resources']}", spot=False)
         )
         found = Attempt(
-            int(number),
+            number,
             record["name"],
             offer,
             about.get("asked_s", float(record["launched_at"])),

@@ -139,8 +139,7 @@ def check_local(task: Task) -> None:
     if task.num_nodes != 1:
         raise BadInput(
             f"{task.path}: num_nodes is {task.num_nodes}, but a member of the local cloud is one "
-            "node; "
-            "remove num_nodes and ask for several members with --nodes"
+            "node; remove num_nodes and ask for several members with --nodes"
         )
     if task.git is not None:
         raise BadInput(

@@ -25,6 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from harness.bucket.layout import CONTROL
 from harness.clouds.sky_client import Sky, SkyError
 from harness.clouds.skypilot import SkyPilotCloud
 from harness.clouds.tasks import Task
@@ -234,10 +235,10 @@ def ask_command(command: Sequence[str]) -> str:
 
 def bucket(url: str, open_at: Callable[[str], ObjectStore], token: str) -> Finding:
     """List, create, read back, create-only, delete: what commits need. Leaves nothing behind."""
-    key, began_s = f"control/doctor-{token}", time.monotonic()
+    key, began_s = f"{CONTROL}doctor-{token}", time.monotonic()
     try:
         store = open_at(url)
-        there = len(store.list("control/"))
+        there = len(store.list(CONTROL))
         made = store.create(key, b"doctor")
         try:
             if not made or store.get(key) != b"doctor":

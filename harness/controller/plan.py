@@ -32,7 +32,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     offers: tuple[Offer, ...]  # in the order in which the policy would take them
     no_market: tuple[str, ...]  # offers that were left out: their spot price is the on-demand price
     nodes: tuple[int, int]
@@ -41,6 +41,7 @@ class Plan:
     micro_batches: int | None
     measured: Measured | None
     budget_usd: float | None
+    replica_ranks: int = 1  # workers that do one micro-batch together
 
     def usd_per_step(self, offer: Offer) -> float | None:
         """Of a step on any number of nodes of this offer (twice the nodes, half the time);
@@ -51,12 +52,14 @@ class Plan:
         return usd_per_work(offer) / 3600 * work_per_step
 
     def shares(self, nodes: int) -> tuple[int, ...] | None:
-        """Micro-batches of a step for each rank of a world of that many nodes of the first
-        choice: the accumulation."""
+        """Micro-batches of a step for each replica of a world of that many nodes of the first
+        choice: the accumulation. Workers that make no whole replica wait."""
         if self.choice is None or self.micro_batches is None:
             return None
+        ranks = nodes * max(1, self.choice.gpus)
+        whole = ranks - ranks % self.replica_ranks
         try:
-            return batch.plan(self.micro_batches, nodes * max(1, self.choice.gpus)).shares
+            return batch.plan(self.micro_batches, whole, replica_ranks=self.replica_ranks).shares
         except BadInput:
             return None
 
@@ -75,6 +78,7 @@ class Plan:
             "nodes": list(self.nodes),
             "choice": self.choice.name if self.choice else None,
             "why": self.why,
+            "replica_ranks": self.replica_ranks,
             "accumulation": {n: self.shares(n) for n in sorted(set(self.nodes))},
         }
 
@@ -88,7 +92,8 @@ def make(
     micro_batches: int | None = None,
     measured: Measured | None = None,
     budget_usd: float | None = None,
-) -> Plan:
+    replica_ranks: int = 1,
+) -> LaunchPlan:
     """Ask the policy again and again, as if every offer that it takes were full: that is its
     order."""
     order: list[Offer] = []
@@ -107,7 +112,7 @@ def make(
         order.append(decision.offer)
         left = [o for o in left if o.name != decision.offer.name]
     choice, why = first or (None, "there is no offer")
-    return Plan(
+    return LaunchPlan(
         tuple(order + left),
         tuple(no_market),
         nodes,
@@ -116,6 +121,7 @@ def make(
         micro_batches,
         measured,
         budget_usd,
+        replica_ranks,
     )
 
 
@@ -140,7 +146,20 @@ def measured(steps: Sequence[tuple[float, int]], speed: float) -> Measured | Non
     return Measured(statistics.median(s for s, r in steps if r == ranks), ranks * speed)
 
 
-def show(plan: Plan, console: Console) -> None:
+def _spread(plan: LaunchPlan, nodes: int) -> str:
+    """The accumulation in a world of that many nodes, in words."""
+    if plan.micro_batches is None:
+        return "known when the script has said its batches"
+    shares, each = plan.shares(nodes), plan.replica_ranks
+    together = f", replicas of {each} workers" if each > 1 else ""
+    if shares is None:
+        few = f"too few workers for a replica of {each}, or "
+        return f"{few if each > 1 else ''}too many workers for this batch"
+    least, most = min(shares), max(shares)
+    return f"{least}{together}" if least == most else f"{least}..{most}{together}"
+
+
+def show(plan: LaunchPlan, console: Console) -> None:
     table = Table(title=f"{len(plan.offers)} offers", title_justify="left")
     for name in ("", "offer", "GPUs", "USD/h", "spared", "USD/step"):
         table.add_column(
@@ -180,16 +199,7 @@ def show(plan: Plan, console: Console) -> None:
     low, high = plan.nodes
     for nodes in sorted({low, high}):
         ranks, usd = nodes * max(1, plan.choice.gpus), nodes * plan.choice.usd_per_h
-        shares = plan.shares(nodes)
-        spread = (
-            "known when the script has said its batches"
-            if plan.micro_batches is None
-            else "too many workers for this batch"
-        )
-        if shares:
-            spread = (
-                f"{min(shares)}" if min(shares) == max(shares) else f"{min(shares)}..{max(shares)}"
-            )
+        spread = _spread(plan, nodes)
         hours = (
             f", {plan.budget_usd / usd:.1f} h for {plan.budget_usd:g} USD"
             if plan.budget_usd and usd

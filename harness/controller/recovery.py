@@ -104,7 +104,7 @@ class RunSpec:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     outcome: str  # "done" | "stopped" | "failed"
     reason: str
     committed_step: int
@@ -112,7 +112,7 @@ class Outcome:
     unproven: tuple[int, ...] = ()
 
 
-class Journal(Protocol):
+class FactWriter(Protocol):
     """Where facts go; after `flush` they are in the bucket, and stay."""
 
     def record(self, fact: Fact) -> None: ...
@@ -120,7 +120,9 @@ class Journal(Protocol):
     def read(self) -> list[Stamped]: ...
 
 
-def recover(run: RunSpec, policy: Policy, world: World, journal: Journal, lease: Lease) -> Outcome:
+def recover(
+    run: RunSpec, policy: Policy, world: World, journal: FactWriter, lease: Lease
+) -> RunOutcome:
     """Lead `run` until it is done, stopped or failed; returns only when no node of it is left.
 
     Raises Fenced when another controller leads it (nothing is touched then). Raises StoreError or
@@ -200,7 +202,7 @@ class Loop:
     run: RunSpec
     policy: Policy
     world: World
-    journal: Journal
+    journal: FactWriter
     lease: Lease
     book: Book
     since: _Since = field(default_factory=_Since)
@@ -221,7 +223,7 @@ class Loop:
         self.journal.record(fact)
         self.book.add(self.world.clock.now(), fact)
 
-    def round(self) -> Outcome | None:
+    def round(self) -> RunOutcome | None:
         """Look, decide, act once."""
         self.lease.renew()
         step, final = self.committed()
@@ -389,9 +391,8 @@ class Loop:
             times = max(book.streaks.early, book.streaks.idle)
             return (
                 f"the script ended with exit code 0 before its last step {times} times in a row, "
-                f"the last time after step {book.step}, "
-                "and made no final snapshot; call run.finish() where it is done, or let "
-                "run.steps() come to its end"
+                f"the last time after step {book.step}, and made no final snapshot; call "
+                "run.finish() where it is done, or let run.steps() come to its end"
             )
         if book.streaks.fruitless >= run.max_attempts_without_progress * run.max_nodes:
             last = max(book.ended.values(), key=lambda e: (e.gone_s, e.attempt))
@@ -487,7 +488,7 @@ class Loop:
         self.lease.check()
         ask_to_stop(self.world.store, StopOrder(reason, "controller", failed))
 
-    def end(self, outcome: str, reason: str, step: int) -> Outcome | None:
+    def end(self, outcome: str, reason: str, step: int) -> RunOutcome | None:
         """Let nodes leave by themselves, send away who stays, and be sure that nothing is left."""
         now = self.world.clock.now()
         self.ending_s = now if self.ending_s is None else self.ending_s
@@ -509,4 +510,4 @@ class Loop:
         self.journal.flush()
         with contextlib.suppress(StoreUnavailable):  # a successor would only wait a little longer
             self.lease.release()
-        return Outcome(outcome, reason, step, self.book.unproven)
+        return RunOutcome(outcome, reason, step, self.book.unproven)

@@ -81,14 +81,13 @@ class Batching:
             near = f"{down} or {down + self.micro_batch}" if down else f"{self.micro_batch}"
             raise BadInput(
                 f"global_batch must be a multiple of micro_batch, found {self.global_batch} and "
-                f"{self.micro_batch}; "
-                f"use global_batch={near}, or a micro_batch that divides {self.global_batch}"
+                f"{self.micro_batch}; use global_batch={near}, or a micro_batch that divides "
+                f"{self.global_batch}"
             )
         if self.samples < self.global_batch:
             raise BadInput(
                 f"the dataset must hold at least one global batch, found {self.samples} samples "
-                "and "
-                f"global_batch={self.global_batch}; lower global_batch or add data"
+                f"and global_batch={self.global_batch}; lower global_batch or add data"
             )
 
     @property
@@ -137,6 +136,14 @@ class Plan:
         return self.rounds - self.shares[self.replica(rank)]
 
 
+class TooManyRanks(BadInput):
+    """A step has work for `room` ranks at most."""
+
+    def __init__(self, room: int, what: str):
+        super().__init__(what)
+        self.room = room
+
+
 def plan(
     micro_batches: int,
     ranks: int,
@@ -149,17 +156,18 @@ def plan(
     larger ones first. With them the time of a step, max(share / speed), is the least possible: each
     further micro-batch goes to the replica that would finish it first. A replica is as fast as the
     slowest of its ranks. Ties go to the lower replica, so every rank computes the same plan. Raises
-    BadInput.
+    TooManyRanks, BadInput.
     """
     if ranks < 1:
         raise BadInput(f"a plan needs at least 1 rank, found {ranks}; start a worker")
     replicas = replicas_of(ranks, replica_ranks)
     if replicas > micro_batches:
         what = "ranks" if replica_ranks == 1 else f"replicas of {replica_ranks} ranks"
-        raise BadInput(
+        raise TooManyRanks(
+            micro_batches * replica_ranks,
             f"a step has {micro_batches} micro-batches, found {replicas} {what}, and each needs "
             "at least one; lower micro_batch, raise global_batch, or use at most "
-            f"{micro_batches * replica_ranks} ranks"
+            f"{micro_batches * replica_ranks} ranks",
         )
     if speeds is None:
         share, larger = divmod(micro_batches, replicas)

@@ -98,7 +98,7 @@ def positional(help: str, **more: Any) -> Any:
     return dataclasses.field(metadata={"help": help, "positional": True, **more})
 
 
-class Parser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
     """argparse that suggests the flag that was meant."""
 
     def error(self, message: str) -> NoReturn:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -61,7 +60,7 @@ class Unreadable(Fact):
 del KINDS["Unreadable"]  # a line that calls itself so is of an unknown kind
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Stamped:
     """A fact with when and by whom. `t` is wall-clock seconds (UTC)."""
 
@@ -107,8 +106,8 @@ class AttemptUp(Fact):
 @dataclass(frozen=True)
 class AttemptEnded(Fact):
     """The attempt is surely gone. asked_s/up_s/gone_s are wall-clock seconds. Another one for the
-    same attempt replaces
-    it: a node that was given up as "lost" turned up after all, and this is its bill."""
+    same attempt replaces it: a node that was given up as "lost" turned up after all, and this is
+    its bill."""
 
     attempt: int
     # "finished" | "drained" | "preempted" | "failed" | "terminated" | "no-capacity" | "lost" |
@@ -224,7 +223,7 @@ class WorkerHung(Fact):
     epoch: int
     rank: int
     step: int
-    place: str  # progress.Place, in lower case
+    place: str  # progress.WorkerPhase, in lower case
     silent_s: float
     guilty: bool
     what: str = ""
@@ -413,20 +412,10 @@ def is_spelled(body: Any, line: bytes) -> bool:
         return False
 
 
-def read_chain(
-    writer: str, lines: Iterable[tuple[str, str]], hashes: bool = True, head: str = ""
-) -> Iterator[Stamped]:
-    """The facts of one writer, from (where, line) in order; an `Unreadable` for each line that is
-    none, was changed, or follows one that is lost. `hashes`: look for the latter two. `head`: hash
-    of the line before the first ("": there is none)."""
-    reader = ChainReader(writer, head, hashes)
-    for where, line in lines:
-        yield from reader.read(where, line)
-
-
 class ChainReader:
-    """Reads one writer's lines in order. `head`: hash of the last line; None: it could not be read,
-    and that is told already."""
+    """Reads one writer's lines in order. `head`: hash of the last line (at first: of the one before
+    the first, "": there is none); None: it could not be read, and that is told already. `hashes`:
+    look for what was changed, and for what follows a line that is lost."""
 
     def __init__(self, writer: str, head: str = "", hashes: bool = True):
         self.writer, self._hashes = writer, hashes

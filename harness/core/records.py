@@ -19,7 +19,8 @@ from typing import Any
 from harness.core.facts import is_spelled
 from harness.core.values import BadObject, Reading, built, canonical, digest, parsed
 
-NAME = re.compile(r"samples/\d{10,}-\d{10,}-([0-9a-f]{16})\.jsonl")
+SAMPLES = "samples/"  # in a run's bucket: all its step records
+NAME = re.compile(rf"{SAMPLES}\d{{10,}}-\d{{10,}}-([0-9a-f]{{16}})\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
-class Named:
+class RecordsRef:
     """What a manifest calls its step records: the object, the hash of its last record, its
     first and last step."""
 
@@ -102,7 +103,7 @@ def genesis(identity: Mapping[str, Any]) -> str:
 
 def key(records: list[StepRecord]) -> str:
     """Where one snapshot's records lie in the bucket."""
-    return f"samples/{records[0].step:010d}-{records[-1].step:010d}-{records[-1].h[:16]}.jsonl"
+    return f"{SAMPLES}{records[0].step:010d}-{records[-1].step:010d}-{records[-1].h[:16]}.jsonl"
 
 
 def heads(keys: Iterable[str]) -> dict[str, str]:
@@ -111,14 +112,14 @@ def heads(keys: Iterable[str]) -> dict[str, str]:
     return {found[1]: key for key in keys if (found := NAME.fullmatch(key))}
 
 
-def named(data: Mapping[str, Any]) -> Named | None:
+def named(data: Mapping[str, Any]) -> RecordsRef | None:
     """The records that a manifest's data names; None: none. Raises BrokenRecords if it is no
     name of records."""
     found = data.get("samples")
     if not found:
         return None
     try:
-        return built(Named, found)
+        return built(RecordsRef, found)
     except BadObject as e:
         raise BrokenRecords(
             f"the manifest's data: wanted the name of step records, found {found!r:.100} ({e})"

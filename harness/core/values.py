@@ -24,8 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from storage.json_text import MOST_INT as MOST_INT
-from storage.json_text import MOST_NBYTES, brief, whole
+from storage.json_text import MOST_INT, MOST_NBYTES, brief, whole
 from storage.json_text import BadObject as BadObject
 from storage.json_text import canonical as canonical
 from storage.json_text import digest as digest

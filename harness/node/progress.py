@@ -1,9 +1,9 @@
 """A worker's sign of life: a few bytes in a file that its session rewrites at every step, and how
 its agent judges their silence.
 
-The worker says where it is (`Place`) and at which step; the agent, which must not trust a hung
-process to answer, only reads. Knows nothing of torch or the bucket. A script without a session says
-nothing and is never judged.
+The worker says where it is (`WorkerPhase`) and at which step; the agent, which must not trust a
+hung process to answer, only reads. Knows nothing of torch or the bucket. A script without a session
+says nothing and is never judged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REMEMBERED_STEPS = 50
 FACTOR = 10.0  # a step may take this many times as long as the slowest of the remembered ones
 
 
-class Place(IntEnum):
+class WorkerPhase(IntEnum):
     """Where in its life a worker is. In REDUCE, SAVING and LEAVING it waits for others: its
     silence may be their fault."""
 
@@ -33,18 +33,18 @@ class Place(IntEnum):
     LEAVING = 7
 
 
-WAITS_FOR_OTHERS = (Place.REDUCE, Place.SAVING, Place.LEAVING)
-WAITS_FOR_SNAPSHOTS = (Place.SAVING, Place.LEAVING)
+WAITS_FOR_OTHERS = (WorkerPhase.REDUCE, WorkerPhase.SAVING, WorkerPhase.LEAVING)
+WAITS_FOR_SNAPSHOTS = (WorkerPhase.SAVING, WorkerPhase.LEAVING)
 
 
 @dataclass(frozen=True)
 class Sign:
     beats: int
     step: int
-    place: Place
+    place: WorkerPhase
 
 
-class Progress:
+class ProgressFile:
     """The worker's side. `tell` costs one small write into the page cache."""
 
     def __init__(self, path: str | None):
@@ -54,9 +54,9 @@ class Progress:
             if path
             else -1
         )
-        self._beats, self._step, self._place = 0, 0, Place.START
+        self._beats, self._step, self._place = 0, 0, WorkerPhase.START
 
-    def tell(self, place: Place | None = None, step: int | None = None) -> None:
+    def tell(self, place: WorkerPhase | None = None, step: int | None = None) -> None:
         """Still alive; now at `place` and `step` (default: as before)."""
         self._beats += 1
         self._place = self._place if place is None else place
@@ -75,7 +75,7 @@ def read(path: Path) -> Sign | None:
         beats, step, place = LAYOUT.unpack(path.read_bytes()[: LAYOUT.size])
     except (FileNotFoundError, struct.error):
         return None
-    return Sign(beats, step, Place(place))
+    return Sign(beats, step, WorkerPhase(place))
 
 
 def state_of(pid: int) -> str:
@@ -137,9 +137,9 @@ class Pulse:
         known = self.limits.hang_after_s
         if stopped:
             return self.limits.stopped_s if known is None else known
-        if self.sign is None or self.sign.place in (Place.START, Place.RESTORE):
+        if self.sign is None or self.sign.place in (WorkerPhase.START, WorkerPhase.RESTORE):
             return self.limits.start_s
-        if self.sign.place in (Place.STAGING, Place.SAVING, Place.LEAVING):
+        if self.sign.place in (WorkerPhase.STAGING, WorkerPhase.SAVING, WorkerPhase.LEAVING):
             return self.limits.save_s
         if known is not None:
             return known

@@ -13,25 +13,15 @@ import heapq
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from harness.agent import ends
-from harness.agent.gossip import Overheard
-from harness.agent.lines_protocol import (
-    Dial,
-    Door,
-    HangUp,
-    Heard,
-    Heed,
-    LineAct,
-    LinesProtocol,
-    Transmit,
-)
-from harness.agent.membership import Ears
+from harness.agent.lines_protocol import Dial, HangUp, Heed, LineAct, LinesProtocol, Transmit
 from harness.agent.rendezvous import READS, Rendezvous
 from harness.bucket.layout import EPOCHS, NO_EPOCH, Epoch, Member
+from harness.proof.hearing import SimulatedEars
 from storage.errors import NotFound
 
 REQUEST_S = 0.030  # one request of the bucket
@@ -39,7 +29,6 @@ ONE_WAY_S = 0.001  # over the network
 TICK_S, PAUSE_S = 0.3, 0.02  # of the agent's loop: at least, and at most so often
 BEAT_S, DEAD_S = 1.0, 5.0
 END_WORKERS_S = 0.1
-SETTINGS = dict[str, Any]
 
 
 class Scheduler:
@@ -172,7 +161,7 @@ class CrowdDue:
 
 
 @dataclass
-class CrowdMember(Ears):
+class CrowdMember(SimulatedEars):
     """One simulated node: its lines, its rendezvous, and the agent's loop around them."""
 
     crowd: Crowd
@@ -209,39 +198,12 @@ class CrowdMember(Ears):
         self.rendezvous.others.many = self.store.many
 
     # ---- what the rendezvous needs of lines ------------------------------------------------------
-    def follow(
-        self, members: Mapping[str, Door], passing: bool = False, keyless: Collection[str] = ()
-    ) -> None:
-        self.protocol.follow(members, self.crowd.scheduler.now, passing, keyless)
-        self.act()
-
-    def following(self) -> set[str]:
-        return set(self.protocol.wanted)
-
-    def heard(self, name: str) -> Heard:
-        return self.protocol.heard(name)
-
-    def all_up(self) -> bool:
-        return self.protocol.all_up()
-
-    def knocked(self) -> bool:
-        return self.protocol.knocked()
-
-    def tell(self, record: bytes) -> None:
-        self.protocol.tell(record)
-        self.act()
-
-    def share(self, name: str, record: bytes) -> None:
-        self.protocol.share(name, record, self.crowd.scheduler.now)
-        self.act()
+    def now(self) -> float:
+        return self.crowd.scheduler.now
 
     def doubt(self, name: str) -> None:
         self.buried.add(name)
-        self.protocol.doubt(name, self.crowd.scheduler.now)
-        self.act()
-
-    def overheard(self) -> Overheard:
-        return self.protocol.overheard()
+        super().doubt(name)
 
     # ---- the hands of its lines ------------------------------------------------------------------
     def act(self) -> None:

@@ -21,7 +21,7 @@ from storage.files import MemoryStore
 from storage.manifest import Manifest, Ref, SnapshotCorrupt
 from storage.objects import ObjectStore
 from storage.snapshots import Snapshots
-from storage.upload import Outcome, Uploader
+from storage.upload import Uploader, UploadOutcome
 
 
 def short_run(store: ObjectStore) -> set[Ref]:
@@ -36,7 +36,7 @@ def short_run(store: ObjectStore) -> set[Ref]:
         for rank in range(RANKS):
             done = threading.Event()
 
-            def heard(outcome: Outcome, done: threading.Event = done) -> None:
+            def heard(outcome: UploadOutcome, done: threading.Event = done) -> None:
                 if outcome.state == "committed":
                     committed.add(outcome.ref)
                 done.set()

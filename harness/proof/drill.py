@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from harness.bucket.layout import STOP_KEY
 from harness.bucket.orders import StopOrder, ask_to_stop
 from harness.core.world import DRAINED, STOPPED, BadInput
 from harness.proof.scene import (
@@ -37,7 +38,7 @@ from harness.proof.scene import (
     PHASES,
     REACH_S,
     STEPS,
-    Net,
+    Bridge,
     NotReached,
     Scene,
     can_isolate,
@@ -126,7 +127,7 @@ def drill(ground: Ground, fault: str, phase: str, seed: int) -> Result:
     folder.mkdir()
     with contextlib.ExitStack() as stack:
         net = (
-            stack.enter_context(Net(f"hd{os.getpid() % 100000}{_unique()}"))
+            stack.enter_context(Bridge(f"hd{os.getpid() % 100000}{_unique()}"))
             if ground.isolated
             else None
         )
@@ -253,10 +254,9 @@ def soak(folder: Path, kills: int, seed: int, tell: Callable[[str], None]) -> st
         stood, stood_s = -1, time.monotonic()
         while done < kills:
             alive = [i for i, n in enumerate(s.nodes) if n.process.poll() is None]
-            if (folder / "run/control/stop.json").exists():
+            if (folder / "run" / STOP_KEY).exists():
                 raise AssertionError(
-                    f"after {done} kills the run stopped itself: "
-                    f"{store.get('control/stop.json').decode()}"
+                    f"after {done} kills the run stopped itself: {store.get(STOP_KEY).decode()}"
                 )
             if len(alive) < 2:
                 s.launch()
@@ -305,9 +305,8 @@ def soak(folder: Path, kills: int, seed: int, tell: Callable[[str], None]) -> st
         raise AssertionError(f"verify: {found.first_violation}")
     return (
         f"{kills} kills in {minutes:.1f} minutes ({kills / minutes:.1f} a minute), {len(s.nodes)} "
-        "nodes launched, "
-        f"step {newest.step}, epoch {newest.epoch}; verified, and the weights are those of a calm "
-        "run"
+        f"nodes launched, step {newest.step}, epoch {newest.epoch}; verified, and the weights are "
+        "those of a calm run"
     )
 
 

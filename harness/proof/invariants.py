@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+from harness.bucket.layout import EPOCHS, FACTS, LEASES, SAMPLES, epoch_key
 from harness.core.facts import (
     AttemptDoubted,
     AttemptEnded,
@@ -74,22 +75,22 @@ class Damaged:
     ref: Ref
 
 
-Event: TypeAlias = Written | Acted | Changed | Damaged
+SimulationEvent: TypeAlias = Written | Acted | Changed | Damaged
 
 
 class Checker(Protocol):
-    def see(self, event: Event) -> None: ...
+    def see(self, event: SimulationEvent) -> None: ...
     def at_end(self) -> None: ...
 
 
-def _facts(event: Event) -> Iterable[object]:
+def _facts(event: SimulationEvent) -> Iterable[object]:
     """The durable facts that an event brings."""
-    if isinstance(event, Written) and event.key.startswith("facts/"):
+    if isinstance(event, Written) and event.key.startswith(FACTS):
         return [parse(json.loads(line)) for line in event.data.decode().splitlines()]
     return []
 
 
-def _committed(event: Event) -> Ref | None:
+def _committed(event: SimulationEvent) -> Ref | None:
     if (
         isinstance(event, Written)
         and event.key.startswith("snapshots/manifests/")
@@ -104,15 +105,15 @@ class WriteOnce:
     """What is created is never changed: terms, facts, epochs, sample records, part lists and
     manifests."""
 
-    def see(self, event: Event) -> None:
+    def see(self, event: SimulationEvent) -> None:
         if not isinstance(event, Written) or event.before is None or event.before == event.data:
             return
         parts_list = event.key.startswith("snapshots/parts/") and "/list-" in event.key
-        term = event.key.startswith("lease/") and event.key.endswith(".json")
+        term = event.key.startswith(LEASES) and event.key.endswith(".json")
         if (
             term
             or parts_list
-            or event.key.startswith(("facts/", "rdzv/epochs/", "samples/", "snapshots/manifests/"))
+            or event.key.startswith((FACTS, EPOCHS, SAMPLES, "snapshots/manifests/"))
         ):
             raise Violation(f"write once: {event.key} was replaced at {event.t:.1f} s")
 
@@ -128,7 +129,7 @@ class OneHand:
     leading: int = 0
     late: dict[int, int] = field(default_factory=dict)
 
-    def see(self, event: Event) -> None:
+    def see(self, event: SimulationEvent) -> None:
         if not isinstance(event, Acted):
             return
         self.leading = max(self.leading, event.term)
@@ -149,7 +150,7 @@ class Seeing:
     not answered: it does not know whether it still leads, or what is asked of the run. Its trouble
     is not theirs."""
 
-    def see(self, event: Event) -> None:
+    def see(self, event: SimulationEvent) -> None:
         if isinstance(event, Acted) and event.blind:
             raise Violation(
                 f"seeing: term {event.term} did {event.act} of attempt {event.attempt} at "
@@ -165,7 +166,7 @@ class IntendedFirst:
 
     intended: set[int] = field(default_factory=set)
 
-    def see(self, event: Event) -> None:
+    def see(self, event: SimulationEvent) -> None:
         self.intended |= {
             fact.attempt for fact in _facts(event) if isinstance(fact, AttemptIntended)
         }
@@ -193,7 +194,7 @@ class NodeLimit:
     late: int = 0
     leading: int = 0
 
-    def see(self, event: Event) -> None:
+    def see(self, event: SimulationEvent) -> None:
         self.doubted |= {fact.attempt for fact in _facts(event) if isinstance(fact, AttemptDoubted)}
         if isinstance(event, Acted):
             self.leading = max(self.leading, event.term)
@@ -220,7 +221,7 @@ class NothingLeft:
     alive: set[int] = field(default_factory=set)
     ended: bool = False
 
-    def see(self, event: Event) -> None:
+    def see(self, event: SimulationEvent) -> None:
         if isinstance(event, Changed):
             (self.alive.add if event.node.alive else self.alive.discard)(event.node.attempt)
         for fact in _facts(event):
@@ -239,26 +240,30 @@ class NothingLeft:
 
 
 @dataclass
-class Whole:
+class WholeSnapshotChecker:
     """A snapshot has a part of every member of its epoch, and verifies byte for byte, at the
     moment it is committed."""
 
     store: ObjectStore
 
-    def see(self, event: Event) -> None:
+    def see(self, event: SimulationEvent) -> None:
         if ref := _committed(event):
             snapshots = Snapshots(self.store)
             try:
                 manifest = snapshots.load(ref)
                 snapshots.verify(manifest)
-            except SnapshotCorrupt as e:
+            except (SnapshotCorrupt, NotFound) as e:
                 raise Violation(f"whole: snapshot {ref}, committed at {event.t:.1f} s: {e}") from e
-            ranks = len(json.loads(self.store.get(f"rdzv/epochs/{ref.epoch:06d}.json"))["members"])
+            ranks = self.ranks(self.store.get(epoch_key(ref.epoch)))
             if manifest.world != ranks:
                 raise Violation(
                     f"whole: snapshot {ref} was committed at {event.t:.1f} s by {manifest.world} "
                     f"of {ranks} ranks"
                 )
+
+    def ranks(self, epoch: bytes) -> int:
+        """Of this epoch: here each member is one."""
+        return len(json.loads(epoch)["members"])
 
     def at_end(self) -> None: ...
 
@@ -274,7 +279,7 @@ class NewestCounts:
     def newest(self) -> Ref | None:
         return next(iter(Snapshots(self.store).refs()), None)
 
-    def see(self, event: Event) -> None:
+    def see(self, event: SimulationEvent) -> None:
         if _committed(event):
             newest, marked = self.newest(), Snapshots(self.store).quarantined()
             if self.best and self.best not in marked and (newest is None or newest < self.best):
@@ -283,7 +288,7 @@ class NewestCounts:
                     f"{event.t:.1f} s"
                 )
             self.best = newest
-        if isinstance(event, Written) and event.key.startswith("rdzv/epochs/"):
+        if isinstance(event, Written) and event.key.startswith(EPOCHS):
             epoch, newest = json.loads(event.data), self.newest()
             found = Ref.parse(epoch["resume"]) if epoch["resume"] else None
             if found != newest:
@@ -316,14 +321,24 @@ class GreatestStep:
     store: ObjectStore
     whole: set[Ref] = field(default_factory=set)  # committed, and not spoiled by the world
 
-    def see(self, event: Event) -> None:
+    def see(self, event: SimulationEvent) -> None:
         if isinstance(event, Damaged):
             self.whole.discard(event.ref)
             return
         if not isinstance(event, Written) or not event.key.startswith(
-            ("snapshots/manifests/", "rdzv/epochs/")
+            ("snapshots/manifests/", EPOCHS)
         ):
             return
+        self.look(event.t)
+        if ref := _committed(event):
+            self.whole.add(ref)
+        if event.key.startswith(EPOCHS):
+            epoch = json.loads(event.data)
+            found = Ref.parse(epoch["resume"]) if epoch["resume"] else None
+            self.begins(event.t, epoch["epoch"], found)
+
+    def look(self, t: float) -> None:
+        """Is something as far as ever still there?"""
         there, doomed = Snapshots(self.store).manifests()
         left, before = (
             self.whole & (there - doomed),
@@ -332,23 +347,18 @@ class GreatestStep:
         now = max((ref.step for ref in left), default=0)
         if now < before:
             raise Violation(
-                f"greatest step: it was {before}, is {now} at {event.t:.1f} s: snapshots of later "
+                f"greatest step: it was {before}, is {now} at {t:.1f} s: snapshots of later "
                 "steps were pruned"
             )
         self.whole = left
-        if ref := _committed(event):
-            self.whole.add(ref)
-        if event.key.startswith("rdzv/epochs/"):
-            self.begins(event, json.loads(event.data))
 
-    def begins(self, event: Written, epoch: dict[str, object]) -> None:
-        found = Ref.parse(str(epoch["resume"])) if epoch["resume"] else None
+    def begins(self, t: float, epoch: int, found: Ref | None) -> None:
+        """An epoch goes on from this snapshot."""
         passed = sorted(ref for ref in self.whole if found is None or ref > found)
         if len(passed) > 1:
             raise Violation(
-                f"greatest step: epoch {epoch['epoch']} began with {found} at {event.t:.1f} s, "
-                "though "
-                f"{', '.join(ref.name for ref in passed)} are committed and whole"
+                f"greatest step: epoch {epoch} began with {found} at {t:.1f} s, "
+                f"though {', '.join(ref.name for ref in passed)} are committed and whole"
             )
 
     def at_end(self) -> None: ...
@@ -364,7 +374,7 @@ class SamplesOnce:
     expected: Callable[[int], str]  # step -> digest of its samples
     good: dict[str, int] = field(default_factory=dict)  # head -> last step
 
-    def see(self, event: Event) -> None:
+    def see(self, event: SimulationEvent) -> None:
         ref = _committed(event)
         if ref is None or not isinstance(event, Written):
             return
@@ -380,7 +390,7 @@ class SamplesOnce:
                 ) from None
             head = str(todo[-1][0]["prev"])
             key = next(
-                (k for k in self.store.list("samples/") if k.endswith(f"-{head[:16]}.jsonl")),
+                (k for k in self.store.list(SAMPLES) if k.endswith(f"-{head[:16]}.jsonl")),
                 f"the records before {key}",
             )
         step = 0 if head == self.genesis else self.good[head]
@@ -414,7 +424,7 @@ def record_hash(record: dict[str, str | int]) -> str:
 
 
 @dataclass
-class Ledger:
+class LedgerChecker:
     """Bills add up: what the facts say of each attempt is what the cloud charges for it, to the
     second. `estimated`: of these only that they have one, as a controller that speaks to another
     API server does not see how they end."""
@@ -423,7 +433,7 @@ class Ledger:
     nodes: dict[int, Node] = field(default_factory=dict)
     ended: dict[int, AttemptEnded] = field(default_factory=dict)
 
-    def see(self, event: Event) -> None:
+    def see(self, event: SimulationEvent) -> None:
         if isinstance(event, Changed):
             self.nodes[event.node.attempt] = event.node
         for fact in _facts(event):
@@ -464,9 +474,9 @@ class Budget:
 
     budget_usd: float
     slack_usd: float
-    ledger: Ledger
+    ledger: LedgerChecker
 
-    def see(self, event: Event) -> None:
+    def see(self, event: SimulationEvent) -> None:
         if isinstance(event, Changed) and self.ledger.usd > self.budget_usd + self.slack_usd:
             raise Violation(
                 f"budget: {self.ledger.usd:.4f} USD spent at {event.t:.1f} s of {self.budget_usd} "

@@ -4,13 +4,13 @@ failing once, and damage of every class.
     # a table; exit status 1 if anything that must hold did not
     python -m harness.proof.kills --points 500 --jobs 2
 
-A life is one node: an agent, its uploader process (`harness.uploader.server.Server`) and two ranks
-that take tiny snapshots through it, all forked from one warm process, with real SIGKILLs, sockets,
-shared memory and files. The uploader is killed before or after its n-th call to the store, the
-others after a part of the time that a life takes. Ten lives follow each other in one bucket, each
-an epoch with what the ones before it left. After each: the newest valid snapshot is whole, to the
-byte what its ranks had; it is not older than any that was reported committed; and in the end one
-more snapshot can be taken, and a prune leaves nothing that nobody refers to.
+A life is one node: an agent, its uploader process (`harness.uploader.server.UploadServer`) and two
+ranks that take tiny snapshots through it, all forked from one warm process, with real SIGKILLs,
+sockets, shared memory and files. The uploader is killed before or after its n-th call to the store,
+the others after a part of the time that a life takes. Ten lives follow each other in one bucket,
+each an epoch with what the ones before it left. After each: the newest valid snapshot is whole, to
+the byte what its ranks had; it is not older than any that was reported committed; and in the end
+one more snapshot can be taken, and a prune leaves nothing that nobody refers to.
 """
 
 from __future__ import annotations

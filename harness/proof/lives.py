@@ -33,7 +33,7 @@ from harness.proof.tiny_snapshots import (
 )
 from harness.uploader.client import Local, courier_at
 from harness.uploader.nearby import NearbyConfig
-from harness.uploader.server import Server
+from harness.uploader.server import UploadServer
 from storage.errors import StoreError
 from storage.manifest import Ref, SnapshotCorrupt
 from storage.objects import ObjectStore
@@ -42,7 +42,7 @@ from storage.retention import Keep
 from storage.snapshot_keys import DOOM
 from storage.snapshots import Snapshots
 from storage.staging import Stage
-from storage.upload import Outcome
+from storage.upload import UploadOutcome
 
 T = TypeVar("T")
 CALLS = 90  # of the uploader in one life, about
@@ -108,7 +108,7 @@ def fork(do: Callable[[], None]) -> int:
 def _uploader(url: str, stage: Path, deadly: tuple[int, bool] | None) -> NoReturn:
     die_with_parent()
     store = open_store(url)
-    server = Server(
+    server = UploadServer(
         _Deadly(store, *deadly) if deadly else store, stage, 16 << 20, "m1", NearbyConfig()
     )
     with_small_chunks(server.uploader)
@@ -126,7 +126,7 @@ def _rank(url: str, stage: Path, epoch: int, rank: int, told: int) -> None:
         one, segment = job(ref, rank), courier.segment(FROZEN_NBYTES + TRAINED_NBYTES)
         segment.view[: one.nbytes] = content(ref, rank)
 
-        def heard(outcome: Outcome, done: threading.Event = done) -> None:
+        def heard(outcome: UploadOutcome, done: threading.Event = done) -> None:
             if outcome.state == "committed":
                 os.write(told, f"{outcome.ref.name}\n".encode())
             done.set()

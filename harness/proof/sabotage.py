@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from harness.bucket.layout import EPOCHS
 from storage import opening
 from storage.errors import NotFound, StoreUnavailable
 from storage.objects import ObjectStore
@@ -39,9 +40,9 @@ RETRY_WITHIN_S = 1.0  # an outage shall be felt, not only bridged
 KEYS = {
     "upload": "snapshots/parts/",
     "commit": "snapshots/manifests/",
-    "rendezvous": "rdzv/epochs/",
+    "rendezvous": EPOCHS,
 }
-# phases by progress.Place
+# phases by progress.WorkerPhase
 PLACES = {"start": "START", "resume": "RESTORE", "step": "COMPUTE", "staging": "STAGING"}
 
 
@@ -142,7 +143,7 @@ def arm(path: str) -> None:
     from harness.node import progress
 
     folder = Folder(Path(path))
-    open_store, tell, now = opening.open_store, progress.Progress.tell, time.time
+    open_store, tell, now = opening.open_store, progress.ProgressFile.tell, time.time
     shift: list[float] = [0.0, 0.0]  # seconds, and until when that is believed
 
     def sabotaged(
@@ -153,7 +154,9 @@ def arm(path: str) -> None:
         )
 
     def held(
-        self: progress.Progress, place: progress.Place | None = None, step: int | None = None
+        self: progress.ProgressFile,
+        place: progress.WorkerPhase | None = None,
+        step: int | None = None,
     ) -> None:
         tell(self, place, step)
         for phase, name in PLACES.items():
@@ -166,5 +169,5 @@ def arm(path: str) -> None:
         return now() + shift[0]
 
     opening.open_store = sabotaged
-    progress.Progress.tell = held  # type: ignore[method-assign]
+    progress.ProgressFile.tell = held  # type: ignore[method-assign]
     time.time = shifted

@@ -64,14 +64,14 @@ def ip(*words: str) -> None:
 
 
 @dataclass
-class Net:
+class Bridge:
     """A bridge, and one namespace per node on it. Nothing of it reaches outside: the bridge has
     no address."""
 
     name: str
     nodes: int = 0
 
-    def __enter__(self) -> Net:
+    def __enter__(self) -> Bridge:
         ip("link", "add", f"{self.name}b", "type", "bridge")
         ip("link", "set", f"{self.name}b", "up")
         return self
@@ -155,7 +155,7 @@ class Scene:
     """One cell's run while it goes on."""
 
     folder: Path
-    net: Net | None
+    net: Bridge | None
     rng: random.Random
     nodes: list[Drilled] = field(default_factory=list)
     later: list[threading.Timer] = field(default_factory=list)

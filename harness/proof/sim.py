@@ -26,10 +26,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from harness.bucket.journal import Journal, read_facts
+from harness.bucket.layout import FACTS
 from harness.bucket.lease import Lease
 from harness.bucket.orders import STOP_KEY, StopOrder
 from harness.controller.policies import cheapest, resolve
-from harness.controller.recovery import Outcome, RunSpec, recover
+from harness.controller.recovery import RunOutcome, RunSpec, recover
 from harness.core.facts import Stamped, Unreadable
 from harness.core.world import (
     CloudUnavailable,
@@ -40,12 +41,18 @@ from harness.core.world import (
     World,
 )
 from harness.proof import invariants
-from harness.proof.invariants import Acted, Checker, Damaged, Event, Violation
-from harness.proof.sim_members import GENESIS, Eyes, Job, Members, expected_samples
-from harness.proof.sim_world import Refused, SimCloud, VirtualClock, WatchedStore, Weather
+from harness.proof.invariants import Acted, Checker, Damaged, SimulationEvent, Violation
+from harness.proof.sim_members import GENESIS, Eyes, Members, SimulatedTraining, expected_samples
+from harness.proof.sim_world import (
+    Refused,
+    SimCloud,
+    SortedStore,
+    VirtualClock,
+    WatchedStore,
+    Weather,
+)
 from storage.errors import NotFound, StoreError
 from storage.faults import Crash, FaultyStore
-from storage.files import MemoryStore
 from storage.manifest import Ref
 from storage.objects import ObjectStore
 from storage.restore import Restore
@@ -54,7 +61,7 @@ from storage.snapshots import Snapshots
 
 
 @dataclass(frozen=True)
-class Build:
+class SimulationBuild:
     """What the controllers and members of a simulation are built of. Tests put a broken part
     in, to see that it is found."""
 
@@ -62,10 +69,8 @@ class Build:
     journal: type[Journal] = Journal
     snapshots: type[Snapshots] = Snapshots
     restore: type[Restore] = Restore
-    store: Callable[[dict[str, bytes]], ObjectStore] = lambda objects: MemoryStore(
-        "memory://sim", objects
-    )
-    recover: Callable[..., Outcome] = recover
+    store: Callable[[], ObjectStore] = SortedStore
+    recover: Callable[..., RunOutcome] = recover
     patience: Callable[[Callable[[], float]], Patience] = lambda monotonic: Patience(
         answered=True, monotonic=monotonic
     )
@@ -92,8 +97,8 @@ def simulate(
     policy: Policy = cheapest,
     run: RunSpec | None = None,
     weather: Weather | None = None,
-    job: Job | None = None,
-    build: Build | None = None,
+    job: SimulatedTraining | None = None,
+    build: SimulationBuild | None = None,
 ) -> SimResult:
     """One run in one simulated world. Raises invariants.Violation, with the line that
     reproduces it."""
@@ -102,7 +107,9 @@ def simulate(
     run = run or RunSpec(
         1, rng.randint(1, 4), poll_s=5.0, exit_grace_s=60.0, max_hours_without_progress=2.0
     )
-    sim = Simulation(seed, rng, policy, run, weather, job or Job(), build or Build())
+    sim = Simulation(
+        seed, rng, policy, run, weather, job or SimulatedTraining(), build or SimulationBuild()
+    )
     try:
         return sim.play()
     except Violation as e:
@@ -209,7 +216,7 @@ class Seat:
     # -- ObjectStore
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
         # read by hundreds at a takeover, with no effect: nothing to see in between
-        if key.startswith("facts/"):
+        if key.startswith(FACTS):
             return self.sim.store.get(key, start, end)
         return self.store("get", lambda: self.sim.controller_store().get(key, start, end))
 
@@ -284,6 +291,104 @@ class Seat:
         return self.do(what, answered)
 
 
+# ---- the world -----------------------------------------------------------------------------------
+@dataclass
+class Mishaps:
+    """What the world does to the bucket. `reads`: decides what happens to reads, and nothing
+    else; `denials`: from when until when the store says 404 of all snapshots, and whether it lists
+    them nevertheless; `damaged`: snapshots that the world has spoiled."""
+
+    faulty: FaultyStore
+    patience: Patience
+    reads: random.Random
+    denials: list[tuple[float, float, bool]]
+    damaged: set[Ref] = field(default_factory=set)
+
+
+@dataclass
+class SimCourse:
+    """How the run goes. `refused`: why it asked for a person."""
+
+    controllers: int = 0
+    outcome: RunOutcome | None = None
+    refused: str = ""
+
+
+@dataclass
+class SimRules:
+    """Everything that must hold, and the bill."""
+
+    ledger: invariants.LedgerChecker
+    checkers: list[Checker]
+
+    @classmethod
+    def of(
+        cls,
+        run: RunSpec,
+        weather: Weather,
+        job: SimulatedTraining,
+        store: ObjectStore,
+        billed: dict[int, str],
+    ) -> SimRules:
+        """`store`: unwatched; `billed`: the attempts whose bill may have to be estimated."""
+        ledger = invariants.LedgerChecker(estimated=billed if weather.elsewhere else ())
+        checkers: list[Checker] = [
+            invariants.WriteOnce(),
+            invariants.OneHand(),
+            invariants.Seeing(),
+            invariants.IntendedFirst(),
+            invariants.NodeLimit(run.max_nodes),
+            invariants.NothingLeft(),
+            invariants.WholeSnapshotChecker(store),
+            invariants.NewestCounts(store),
+            invariants.GreatestStep(store),
+            invariants.SamplesOnce(store, GENESIS, lambda step: expected_samples(job, step)),
+            ledger,
+        ]
+        if run.budget_usd is not None:
+            # One attempt: what all nodes cost from the last look of a controller that dies to the
+            # end of the grace its successor gives.
+            slack_s = run.exit_grace_s + weather.restart_s + 300
+            dearest = max(o.usd_per_h for o in weather.offers)
+            checkers.append(
+                invariants.Budget(run.budget_usd, run.max_nodes * dearest * slack_s / 3600, ledger)
+            )
+        return cls(ledger, checkers)
+
+    def see(self, event: SimulationEvent) -> None:
+        for checker in self.checkers:
+            checker.see(event)
+
+    def at_end(self) -> None:
+        for checker in self.checkers:
+            checker.at_end()
+
+
+def _denials(weather: Weather, reads: random.Random) -> list[tuple[float, float, bool]]:
+    """Spells: see `Mishaps`."""
+    spells, t = list[tuple[float, float, bool]](), 0.0
+    calm_s = min(weather.calm_s, 86_400.0)
+    while (
+        weather.denials_per_h
+        and (t := t + reads.expovariate(weather.denials_per_h / 3600)) < calm_s
+    ):
+        # Not longer than a restore looks again while nothing is listed: the very first snapshot
+        # leaves no trace but itself.
+        length_s, lists = reads.choice(((0.005, False), (8.0, False), (60.0, True)))
+        spells.append((t, min(calm_s, t + length_s), lists))
+    return spells
+
+
+def _horizon_s(run: RunSpec, weather: Weather, job: SimulatedTraining) -> float:
+    """By then it must have ended."""
+    slowest = min(o.speed for o in weather.offers)
+    work_s = 2 * job.total_steps * job.step_s / slowest
+    calm = weather.calm_s != math.inf
+    limited = not calm or weather.fails_at_step
+    limit_s = run.max_hours_without_progress * 3600 if limited else 0.0
+    return (weather.calm_s if calm else 0.0) + work_s + limit_s + 1800
+
+
 class Simulation:
     """Builds the world, keeps somebody at the wheel, and lets the checkers see everything."""
 
@@ -294,101 +399,41 @@ class Simulation:
         policy: Policy,
         run: RunSpec,
         weather: Weather,
-        job: Job,
-        build: Build,
+        job: SimulatedTraining,
+        build: SimulationBuild,
     ):
-        self.seed, self.rng, self.policy, self.run, self.weather, self.job, self.build = (
-            seed,
-            rng,
-            policy,
-            run,
-            weather,
-            job,
-            build,
+        self.seed, self.rng, self.policy, self.build = seed, rng, policy, build
+        self.run, self.weather, self.job = run, weather, job
+        self.clock, self.course = VirtualClock(), SimCourse()
+        self.servers: dict[int, str] = {}  # by attempt: the API server that launched it
+        self.store = WatchedStore(build.store(), self.clock, self.emit)
+        self.rules = SimRules.of(run, weather, job, self.store.inner, self.servers)
+        half, reads = weather.store_errors / 2, random.Random(f"reads {seed}")
+        self.mishaps = Mishaps(
+            FaultyStore(self.store, rng, unavailable=half, unknown=half),
+            build.patience(self.clock.now),
+            reads,
+            _denials(weather, reads),
         )
-        self.clock = VirtualClock()
-        self.checkers: list[Checker] = []
-        self.store = WatchedStore(build.store({}), self.clock, self.emit)
-        self._faulty = FaultyStore(
-            self.store, rng, unavailable=weather.store_errors / 2, unknown=weather.store_errors / 2
-        )
-        self._patience = build.patience(self.clock.now)
-        self.reads = random.Random(f"reads {seed}")  # what happens to reads; of its own
-        self.denials = self._denials()
-        self.damaged: set[Ref] = set()  # by the world
         self.cloud = SimCloud(weather, self.clock, rng, self.emit)
         self.members = self.cloud.members = Members(self)
-        self.controllers = 0
-        self.servers: dict[int, str] = {}  # by attempt: the API server that launched it
-        self.outcome: Outcome | None = None
-        self.refused = ""  # why it asked for a person
-        ledger = invariants.Ledger(estimated=self.servers if weather.elsewhere else ())
-        self.ledger = ledger
-        self.checkers += [
-            invariants.WriteOnce(),
-            invariants.OneHand(),
-            invariants.Seeing(),
-            invariants.IntendedFirst(),
-            invariants.NodeLimit(run.max_nodes),
-            invariants.NothingLeft(),
-            invariants.Whole(self.store.inner),
-            invariants.NewestCounts(self.store.inner),
-            invariants.GreatestStep(self.store.inner),
-            invariants.SamplesOnce(
-                self.store.inner, GENESIS, lambda step: expected_samples(job, step)
-            ),
-            ledger,
-        ]
-        if run.budget_usd is not None:
-            # One attempt: what all nodes cost from the last look of a controller that dies to the
-            # end of the grace its successor gives.
-            slack_s = run.exit_grace_s + weather.restart_s + 300
-            dearest = max(o.usd_per_h for o in weather.offers)
-            self.checkers.append(
-                invariants.Budget(run.budget_usd, run.max_nodes * dearest * slack_s / 3600, ledger)
-            )
-        slowest = min(o.speed for o in weather.offers)
-        work_s = 2 * job.total_steps * job.step_s / slowest
-        limit_s = (
-            run.max_hours_without_progress * 3600
-            if weather.calm_s == math.inf or weather.fails_at_step
-            else 0.0
-        )
-        self.clock.horizon_s = (
-            (0.0 if weather.calm_s == math.inf else weather.calm_s) + work_s + limit_s + 1800
-        )
+        self.clock.horizon_s = _horizon_s(run, weather, job)
         if weather.stop_at_s is not None:
             request = StopOrder("somebody asked for it", "user").to_json()
             self.clock.after(weather.stop_at_s, lambda: self.store.put(STOP_KEY, request))
 
-    def _denials(self) -> list[tuple[float, float, bool]]:
-        """From when until when the store says 404 of all snapshots, and whether it lists them
-        nevertheless."""
-        spells, t = list[tuple[float, float, bool]](), 0.0
-        calm_s = min(self.weather.calm_s, 86_400.0)
-        while (
-            self.weather.denials_per_h
-            and (t := t + self.reads.expovariate(self.weather.denials_per_h / 3600)) < calm_s
-        ):
-            # Not longer than a restore looks again while nothing is listed: the very first snapshot
-            # leaves no trace but itself.
-            length_s, lists = self.reads.choice(((0.005, False), (8.0, False), (60.0, True)))
-            spells.append((t, min(calm_s, t + length_s), lists))
-        return spells
-
-    def emit(self, event: Event) -> None:
+    def emit(self, event: SimulationEvent) -> None:
         if isinstance(event, Damaged):
-            self.damaged.add(event.ref)
-        for checker in self.checkers:
-            checker.see(event)
+            self.mishaps.damaged.add(event.ref)
+        self.rules.see(event)
 
     def member_store(self) -> ObjectStore:
         if self.cloud.calm:
             return self.store
         since_s, until_s = self.weather.refused_s
-        seen: ObjectStore = Eyes(self, self._faulty)
+        seen: ObjectStore = Eyes(self, self.mishaps.faulty)
         return (
-            Refused(seen, self._patience, lambda: since_s <= self.clock.now() < until_s)
+            Refused(seen, self.mishaps.patience, lambda: since_s <= self.clock.now() < until_s)
             if until_s
             else seen
         )
@@ -396,34 +441,33 @@ class Simulation:
     controller_store = member_store
 
     def play(self) -> SimResult:
-        while self.outcome is None:
+        while self.course.outcome is None:
             self.lead(depth=0)
-            if self.outcome is None:
+            if self.course.outcome is None:
                 self.clock.sleep(self.rng.uniform(1, self.weather.restart_s))
         self.clock.sleep(600)  # whatever was on its way lands now
-        for checker in self.checkers:
-            checker.at_end()
-        self.check_life(self.outcome)
+        self.rules.at_end()
+        self.check_life(self.course.outcome)
         facts = tuple(read_facts(self.store))
         if lost := [s.fact for s in facts if isinstance(s.fact, Unreadable)]:
             raise Violation(f"facts: wanted every line as it was written, found {lost[0]}")
-        committed = self.outcome.committed_step
+        committed = self.course.outcome.committed_step
         return SimResult(
             seed=self.seed,
-            outcome=self.outcome.outcome,
-            reason=self.outcome.reason,
+            outcome=self.course.outcome.outcome,
+            reason=self.course.outcome.reason,
             committed_step=committed,
             elapsed_s=max((s.t for s in facts), default=0.0),
-            usd=self.ledger.usd,
+            usd=self.rules.ledger.usd,
             facts=facts,
             attempts=sum(n.up_s is not None for n in self.cloud.all.values()),
-            controllers=self.controllers,
+            controllers=self.course.controllers,
             epochs=self.members.epochs,
             steps_redone=max(0, self.members.steps_done - committed),
             weather=self.weather,
         )
 
-    def check_life(self, outcome: Outcome) -> None:
+    def check_life(self, outcome: RunOutcome) -> None:
         """If it can end well, it does; otherwise it says why not."""
         weather, run = self.weather, self.run
         excused = (
@@ -432,8 +476,9 @@ class Simulation:
             # The world spoiled more than a run may pass over by itself, or several readers say so
             # who are bad themselves.
             or (
-                self.refused
-                and len(self.damaged) + sum(m.bad_reader for m in self.members.all.values()) > 1
+                self.course.refused
+                and len(self.mishaps.damaged) + sum(m.bad_reader for m in self.members.all.values())
+                > 1
             )
             or weather.calm_s == math.inf
             or run.budget_usd is not None
@@ -447,8 +492,8 @@ class Simulation:
 
     def lead(self, depth: int, dies_s: float = math.inf) -> None:
         """One controller, from its start to its end, of whatever kind."""
-        self.controllers += 1
-        seat, name = Seat(self, depth, dies_s), f"controller-{self.controllers}"
+        self.course.controllers += 1
+        seat, name = Seat(self, depth, dies_s), f"controller-{self.course.controllers}"
         seat.lease = self.build.lease(seat, self.clock, name, ttl_s=15.0)
         world = World(self.clock, seat, seat, random.Random(self.rng.random()))
         journal = self.build.journal(seat, name, self.clock.now)
@@ -456,7 +501,7 @@ class Simulation:
             outcome = self.build.recover(self.run, self.policy, world, journal, seat.lease)
         except (Crash, Fenced, CloudUnavailable, StoreError):
             return  # dead, or not needed, or in trouble of its own
-        self.outcome = self.outcome or outcome
+        self.course.outcome = self.course.outcome or outcome
 
     def overtake(self, what: str) -> None:
         """A controller hangs in an operation for so long that another one leads meanwhile.

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from harness.bucket.layout import LEAVE, STOP_KEY, order_key
-from harness.controller.recovery import Outcome
+from harness.bucket import layout
+from harness.controller.recovery import RunOutcome
 from harness.core.values import digest
 from harness.core.world import DRAINED, FINISHED, STOPPED, UNFIT, Offer, meeting_place
 from harness.proof.invariants import Damaged, record_hash
@@ -29,7 +29,7 @@ GENESIS = digest(b"simulated run")
 
 
 @dataclass(frozen=True)
-class Job:
+class SimulatedTraining:
     """The simulated training. `step_s` is what one node of speed 1 needs for a step."""
 
     total_steps: int = 300
@@ -41,7 +41,7 @@ class Job:
 
 # ---- members -------------------------------------------------------------------------------------
 @dataclass
-class Member:
+class SimulatedMember:
     attempt: int
     offer: Offer
     ready: bool = False  # booted, and not told to leave
@@ -56,7 +56,7 @@ class Team:
     """One epoch's members at work."""
 
     epoch: int
-    members: list[Member]
+    members: list[SimulatedMember]
     start_s: float
     step_s: float
     first: int  # the step resumed from
@@ -83,7 +83,7 @@ class Members:
 
     def __init__(self, sim: Simulation):
         self.sim, self.clock, self.rng, self.job = sim, sim.clock, sim.rng, sim.job
-        self.all: dict[int, Member] = {}
+        self.all: dict[int, SimulatedMember] = {}
         self.team: Team | None = None
         self.forming = False
         self.epochs = self.steps_done = 0
@@ -99,12 +99,15 @@ class Members:
         except StoreUnavailable:
             self.clock.after(self.rng.uniform(0.5, 2), lambda: self.retry(do))
         except StoreRefused as e:  # its agent believes that, and ends
-            self.sim.outcome = self.sim.outcome or Outcome("failed", str(e), 0)
+            self.sim.course.outcome = self.sim.course.outcome or RunOutcome("failed", str(e), 0)
 
     # -- the life of a node
     def boot(self, attempt: int, offer: Offer) -> None:
-        bad = not self.sim.cloud.calm and self.sim.reads.random() < self.sim.weather.bad_readers
-        member = self.all[attempt] = Member(attempt, offer, bad_reader=bad)
+        bad = (
+            not self.sim.cloud.calm
+            and self.sim.mishaps.reads.random() < self.sim.weather.bad_readers
+        )
+        member = self.all[attempt] = SimulatedMember(attempt, offer, bad_reader=bad)
         self.clock.after(
             self.rng.uniform(0.5, 1.5) * self.job.boot_s,
             lambda: self.retry(lambda: self.ready(member)),
@@ -114,20 +117,20 @@ class Members:
                 self.rng.uniform(1, 600), lambda: self.sim.cloud.end(attempt, 1, "exited")
             )
 
-    def beat(self, member: Member, count: int = 0) -> None:
+    def beat(self, member: SimulatedMember, count: int = 0) -> None:
         """What it says of itself in the bucket, as real ones do; only where somebody may need
         it."""
         if not member.dead:
             self.say(member, "in", count)
             self.clock.after(10.0, lambda: self.beat(member, count + 1))
 
-    def say(self, member: Member, state: str, count: int) -> None:
+    def say(self, member: SimulatedMember, state: str, count: int) -> None:
         body = {"attempt": member.attempt, "state": state, "beat": count, "beat_s": 10.0}
         self.sim.store.put(
-            f"rdzv/members/m{member.attempt:04d}-sim.json", json.dumps(body).encode()
+            layout.member_key(f"m{member.attempt:04d}-sim"), json.dumps(body).encode()
         )
 
-    def ready(self, member: Member) -> None:
+    def ready(self, member: SimulatedMember) -> None:
         if member.dead:
             return
         if self.sim.weather.elsewhere:
@@ -143,11 +146,13 @@ class Members:
         else:
             self.form_soon()
 
-    def look(self, member: Member) -> None:
+    def look(self, member: SimulatedMember) -> None:
         """What an agent does all the time: is the run over, or to be stopped?"""
         if member.dead:
             return
-        if member.ready and self.sim.member_store().list(order_key(LEAVE, member.attempt)):
+        if member.ready and self.sim.member_store().list(
+            layout.order_key(layout.LEAVE, member.attempt)
+        ):
             self.notice(member.attempt)
         if self.team is None or self.team.over or member not in self.team.members:
             newest = self.snapshots.latest()
@@ -161,9 +166,9 @@ class Members:
         self.clock.after(5.0, lambda: self.retry(lambda: self.look(member)))
 
     def stop_asked(self) -> bool:
-        return bool(self.sim.member_store().list(STOP_KEY))
+        return bool(self.sim.member_store().list(layout.STOP_KEY))
 
-    def leave(self, member: Member, code: int) -> None:
+    def leave(self, member: SimulatedMember, code: int) -> None:
         member.ready = False
         self.clock.after(
             self.rng.uniform(0.2, 3), lambda: self.sim.cloud.end(member.attempt, code, "exited")
@@ -219,7 +224,7 @@ class Members:
             self.forming = False
             return
         store = self.sim.member_store()
-        epoch = 1 + max((int(k[-11:-5]) for k in store.list("rdzv/epochs/")), default=0)
+        epoch = 1 + max(map(layout.epoch_of, store.list(layout.EPOCHS)), default=0)
         restored = restore(self.sim, members, epoch)
         newest = restored.manifest
         for member, code in restored.leave:
@@ -237,7 +242,7 @@ class Members:
             "members": [m.attempt for m in members],
             "resume": newest.ref.name if newest else None,
         }
-        if not store.create(f"rdzv/epochs/{epoch:06d}.json", json.dumps(body).encode()):
+        if not store.create(layout.epoch_key(epoch), json.dumps(body).encode()):
             raise StoreUnavailable(
                 "another member was first, or a write of ours took effect unheard: look again"
             )
@@ -316,7 +321,7 @@ class Members:
             self.steps_done += 1
         team.recorded = max(team.recorded, step)
         first = min(team.lines, default=step)
-        key = f"samples/{first:010d}-{step:010d}-{team.head[:16]}.jsonl"
+        key = f"{layout.SAMPLES}{first:010d}-{step:010d}-{team.head[:16]}.jsonl"
         records = "\n".join(team.lines[k] for k in sorted(team.lines)).encode()
         data: dict[str, object] = {
             "samples": {"key": key, "head": team.head, "first": first, "last": step}
@@ -363,7 +368,7 @@ class Members:
             if not self.sim.cloud.calm and self.rng.random() < self.sim.weather.rot:
                 how = self.rng.choice(("flip", "truncate", "delete"))
                 self.clock.after(self.rng.uniform(1, 100), lambda: self.rot(manifest, how))
-        elif self.sim.denials and self.clock.now() < until_s and not up.member.dead:
+        elif self.sim.mishaps.denials and self.clock.now() < until_s and not up.member.dead:
             # other ranks are still at it, or their lists denied
             self.clock.after(2.0, lambda: self.retry(lambda: self.commit(up, ref, world, until_s)))
 
@@ -400,7 +405,7 @@ class Members:
 @dataclass
 class Upload:
     team: Team
-    member: Member
+    member: SimulatedMember
     rank: int
     step: int
     state: str
@@ -413,7 +418,7 @@ def _sample_hash(step: int, micro: int) -> int:
     return ((step * 1_000_003 + micro) * 0x9E3779B97F4A7C15 + 0x1234567) & (2**64 - 1)
 
 
-def expected_samples(job: Job, step: int) -> str:
+def expected_samples(job: SimulatedTraining, step: int) -> str:
     """What a step must have consumed: a pure function of the step."""
     return f"{sum(_sample_hash(step, i) for i in range(job.micro_batches)) % 2**64:x}"
 
@@ -424,14 +429,9 @@ class Eyes:
     bytes, a bad reader always does, and there are spells in which the store denies all snapshots.
     Time passes for who looks again, and for nobody else."""
 
-    def __init__(self, sim: Simulation, inner: ObjectStore, member: Member | None = None):
-        self.sim, self.inner, self.url, self.member, self.waited_s = (
-            sim,
-            inner,
-            inner.url,
-            member,
-            0.0,
-        )
+    def __init__(self, sim: Simulation, inner: ObjectStore, member: SimulatedMember | None = None):
+        self.sim, self.inner, self.url = sim, inner, inner.url
+        self.member, self.waited_s = member, 0.0
         self.put, self.create, self.delete = inner.put, inner.create, inner.delete
 
     def sleep(self, seconds: float) -> None:
@@ -439,7 +439,7 @@ class Eyes:
 
     def denied(self, key: str, listing: bool = False) -> bool:
         t = self.sim.clock.now() + self.waited_s
-        spells = (lists for start, end, lists in self.sim.denials if start <= t < end)
+        spells = (lists for start, end, lists in self.sim.mishaps.denials if start <= t < end)
         return key.startswith("snapshots/") and any(not (listing and lists) for lists in spells)
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
@@ -449,7 +449,7 @@ class Eyes:
         if self.member is None or not key.endswith("state.bin") or not found:
             return found
         damaged = self.member.bad_reader or (
-            not self.sim.cloud.calm and self.sim.reads.random() < self.sim.weather.flips
+            not self.sim.cloud.calm and self.sim.mishaps.reads.random() < self.sim.weather.flips
         )
         return bytes([found[0] ^ 1]) + found[1:] if damaged else found
 
@@ -469,12 +469,12 @@ class Restored:
 
     manifest: Manifest | None
     waited_s: float = 0.0
-    leave: Sequence[tuple[Member, int]] = ()
+    leave: Sequence[tuple[SimulatedMember, int]] = ()
 
 
-def restore(sim: Simulation, members: Sequence[Member], epoch: int) -> Restored:
+def restore(sim: Simulation, members: Sequence[SimulatedMember], epoch: int) -> Restored:
     """As a session does: the first member chooses, all read, and what they find is judged."""
-    store, build = sim.store if sim.cloud.calm else sim._faulty, sim.build
+    store, build = sim.store if sim.cloud.calm else sim.mishaps.faulty, sim.build
     hosts = {f"node-{m.attempt}": Eyes(sim, store, m) for m in members}
     each = {
         host: build.restore(
@@ -504,9 +504,10 @@ def restore(sim: Simulation, members: Sequence[Member], epoch: int) -> Restored:
                     None, leave=[(m, UNFIT) for m in members if f"node-{m.attempt}" in unfit]
                 )
     except Rewind as e:
-        sim.refused = str(e)
+        sim.course.refused = str(e)
         sim.member_store().create(
-            STOP_KEY, json.dumps({"reason": sim.refused, "by": "a member", "failed": True}).encode()
+            layout.STOP_KEY,
+            json.dumps({"reason": sim.course.refused, "by": "a member", "failed": True}).encode(),
         )
         return Restored(None, leave=[(m, STOPPED) for m in members])
     return Restored(None, max(eyes.waited_s for eyes in hosts.values()))

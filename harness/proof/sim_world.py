@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import heapq
 import itertools
@@ -11,10 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from harness.core.world import Node, NodeState, Offer
-from harness.proof.invariants import Changed, Event, Violation, Written
+from harness.core.world import Clock, Node, NodeState, Offer
+from harness.proof.invariants import Changed, SimulationEvent, Violation, Written
 from storage.errors import NotFound, StoreRefused
-from storage.objects import ObjectStore
+from storage.files import MemoryStore
+from storage.objects import Keys, ObjectStore
 from storage.retries import Patience
 
 if TYPE_CHECKING:
@@ -128,17 +130,44 @@ class VirtualClock:
         heapq.heappush(self._events, (self.now_s + seconds, next(self._order), happen))
 
 
+class SortedStore(MemoryStore):
+    """In memory, with its keys in order: listing a prefix costs what it finds."""
+
+    def __init__(self, url: str = "memory://sim"):
+        super().__init__(url, {})
+        self._sorted: list[str] = []
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        if key not in self._objects:
+            bisect.insort(self._sorted, key)
+        self._objects[key] = bytes(data)
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        if key in self._objects:
+            return False
+        self.put(key, data)
+        return True
+
+    def list(self, prefix: str) -> Keys:
+        first = bisect.bisect_left(self._sorted, prefix)
+        last = first
+        while last < len(self._sorted) and self._sorted[last].startswith(prefix):
+            last += 1
+        return self._sorted[first:last]
+
+    def delete(self, key: str) -> None:
+        if self._objects.pop(key, None) is not None:
+            del self._sorted[bisect.bisect_left(self._sorted, key)]
+
+
 class WatchedStore:
     """Tells the checkers of every object that lands."""
 
-    def __init__(self, inner: ObjectStore, clock: VirtualClock, emit: Callable[[Event], None]):
+    def __init__(
+        self, inner: ObjectStore, clock: Clock, emit: Callable[[SimulationEvent], None]
+    ) -> None:
         self.inner, self.url, self._clock, self._emit = inner, inner.url, clock, emit
-        self.get, self.list, self.delete, self.size = (
-            inner.get,
-            inner.list,
-            inner.delete,
-            inner.size,
-        )
+        self.get, self.list, self.size = inner.get, inner.list, inner.size
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         self._write(key, data, lambda: self.inner.put(key, data))
@@ -146,15 +175,20 @@ class WatchedStore:
     def create(self, key: str, data: bytes | memoryview) -> bool:
         return self._write(key, data, lambda: self.inner.create(key, data))
 
+    def delete(self, key: str) -> None:
+        self.inner.delete(key)
+
     def _write(self, key: str, data: bytes | memoryview, write: Callable[[], T]) -> T:
-        try:
-            before: bytes | None = self.inner.get(key)
-        except NotFound:
-            before = None
-        written = write()
+        before, written = self._found(key), write()
         if written is not False:
             self._emit(Written(self._clock.now(), key, bytes(data), before))
         return written
+
+    def _found(self, key: str) -> bytes | None:
+        try:
+            return self.inner.get(key)
+        except NotFound:
+            return None
 
 
 class Refused:
@@ -199,7 +233,7 @@ class SimCloud:
         weather: Weather,
         clock: VirtualClock,
         rng: random.Random,
-        emit: Callable[[Event], None],
+        emit: Callable[[SimulationEvent], None],
     ):
         self.weather, self.clock, self.rng, self._emit = weather, clock, rng, emit
         self.all: dict[int, Node] = {}

@@ -146,8 +146,8 @@ def node_kill_and_worker_stop(s: Scene) -> None:
     node_kill(s)
 
 
-Fault = Callable[[Scene], None]
-FAULTS: dict[str, Fault] = {
+SorePoint = Callable[[Scene], None]
+FAULTS: dict[str, SorePoint] = {
     f.__name__.replace("_", "-"): f
     for f in (
         worker_kill,

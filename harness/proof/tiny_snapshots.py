@@ -7,7 +7,7 @@ import time
 
 from storage.manifest import Manifest, Ref
 from storage.snapshots import Snapshots
-from storage.upload import Job, Uploader
+from storage.upload import Uploader, UploadJob
 
 RANKS, STEPS, LIVES = 2, 4, 10
 FROZEN_NBYTES, TRAINED_NBYTES, CHUNK_NBYTES = 24 << 10, 6 << 10, 4 << 10
@@ -23,7 +23,7 @@ def content(ref: Ref, rank: int) -> bytes:
     return frozen.randbytes(FROZEN_NBYTES) + own.randbytes(TRAINED_NBYTES)
 
 
-def job(ref: Ref, rank: int, world: int = RANKS, keep: int = 2) -> Job:
+def job(ref: Ref, rank: int, world: int = RANKS, keep: int = 2) -> UploadJob:
     nbytes = FROZEN_NBYTES + TRAINED_NBYTES
     files = {"0000.bin": (0, FROZEN_NBYTES // 2), "0001.bin": (FROZEN_NBYTES // 2, nbytes)}
     sizes = [end - start for start, end in files.values()]
@@ -33,7 +33,7 @@ def job(ref: Ref, rank: int, world: int = RANKS, keep: int = 2) -> Job:
     ]
     tensors = {f"model/w{rank}": {"shape": [nbytes], "dtype": "uint8", "chunks": chunks}}
     note = {"t_start": time.time(), "stall_s": 0.0, "why": "interval"}
-    return Job(
+    return UploadJob(
         ref,
         rank,
         world,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from harness.clouds.metadata import MetadataServer
     from harness.proof.invariants import Violation
     from harness.proof.sim import SimResult, simulate, simulate_many
-    from harness.proof.sim_members import Job
+    from harness.proof.sim_members import SimulatedTraining
     from harness.proof.sim_world import SimCloud, VirtualClock, Weather
     from harness.proof.wandb_server import LoopbackRun, WandbServer
     from harness.testing.clouds import CloudBench, CloudContract
@@ -33,7 +33,6 @@ __all__ = [
     "CloudContract",
     "Ear",
     "GcpMetadata",
-    "Job",
     "LocalCloud",
     "LoopbackRun",
     "MetadataServer",
@@ -42,6 +41,7 @@ __all__ = [
     "PolicyContract",
     "SimCloud",
     "SimResult",
+    "SimulatedTraining",
     "Violation",
     "VirtualClock",
     "WandbServer",
@@ -61,7 +61,7 @@ _HOMES = {
     "CloudContract": "harness.testing.clouds",
     "Ear": "harness.testing.notices",
     "GcpMetadata": "harness.clouds.gcp_metadata",
-    "Job": "harness.proof.sim_members",
+    "SimulatedTraining": "harness.proof.sim_members",
     "LocalCloud": "harness.clouds.local",
     "LoopbackRun": "harness.proof.wandb_server",
     "MetadataServer": "harness.clouds.metadata",

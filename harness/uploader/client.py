@@ -21,7 +21,7 @@ from harness.bucket.epochs import newest_epoch
 from harness.core.facts import Fact, SnapshotCommitted, SnapshotFailed
 from harness.core.values import NewerProtocol
 from harness.core.world import Fenced
-from harness.node.progress import WAITS_FOR_SNAPSHOTS, Progress, Sign
+from harness.node.progress import WAITS_FOR_SNAPSHOTS, ProgressFile, Sign
 from harness.uploader.nearby import NEAR, NearbyConfig, tiers_for
 from storage.errors import StoreError
 from storage.folder_tiers import FolderTier
@@ -29,7 +29,7 @@ from storage.manifest import Manifest, Ref
 from storage.objects import ObjectStore
 from storage.staging import PREFIX, Segment, Stage, StageFull, default_parent, sweep
 from storage.tiers import SegmentTier, share
-from storage.upload import Job, Outcome, Uploader
+from storage.upload import Uploader, UploadJob, UploadOutcome
 
 # the longest wait for an answer of the uploader (making a big segment takes seconds)
 ANSWER_S = 30.0
@@ -37,8 +37,8 @@ CONNECT_S = 5.0  # ... for its start; then the trainer sends for itself
 AGENT_ANSWER_S = 2.0  # the agent has more to do than to wait
 BUFFERS = 2  # one being sent, one being filled
 NICE = 10
-Done = Callable[[Outcome], None]
-Place = tuple[str, int, int]  # file, start, end
+Done = Callable[[UploadOutcome], None]
+FileRange = tuple[str, int, int]  # file, start, end
 
 
 class Courier(Protocol):
@@ -50,7 +50,7 @@ class Courier(Protocol):
     def give_back(self, segment: Segment) -> None:
         """It is not needed after all."""
 
-    def send(self, job: Job, segment: Segment, done: Done) -> None:
+    def send(self, job: UploadJob, segment: Segment, done: Done) -> None:
         """Hand over; the segment is free again when `done` has been told."""
 
     def held(self, ref: Ref) -> dict[str, Any]:
@@ -108,8 +108,8 @@ class Local:
     def __init__(
         self,
         store: ObjectStore,
-        on_outcome: Callable[[Job, Outcome], None],
-        progress: Progress | None = None,
+        on_outcome: Callable[[UploadJob, UploadOutcome], None],
+        progress: ProgressFile | None = None,
     ):
         seen = (
             (lambda where: sign_seen(progress.sign))
@@ -135,8 +135,8 @@ class Local:
             if slot.segment is segment:
                 slot.busy = False
 
-    def send(self, job: Job, segment: Segment, done: Done) -> None:
-        def landed(outcome: Outcome) -> None:
+    def send(self, job: UploadJob, segment: Segment, done: Done) -> None:
+        def landed(outcome: UploadOutcome) -> None:
             self.give_back(segment)
             done(outcome)
 
@@ -167,7 +167,7 @@ class Line:
                 time.sleep(0.05)
         self._numbers, self._lock = itertools.count(), threading.Lock()
         self._answers: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}
-        self._later: dict[int, tuple[Job, Done]] = {}
+        self._later: dict[int, tuple[UploadJob, Done]] = {}
         self._on_lost, self.lost = on_lost, False
         threading.Thread(target=self._read, name="uploader-line", daemon=True).start()
 
@@ -187,7 +187,7 @@ class Line:
             raise StageFull(answer["error"])
         return answer
 
-    def send(self, job: Job, path: str, done: Done) -> None:
+    def send(self, job: UploadJob, path: str, done: Done) -> None:
         """`done` is told the outcome. Raises ConnectionError."""
         number = next(self._numbers)
         self._later[number] = job, done
@@ -207,11 +207,11 @@ class Line:
                 if number in self._answers:
                     self._answers.pop(number).put(body)
                 elif "outcome" in body:
-                    self._later.pop(number)[1](Outcome.from_dict(body["outcome"]))
+                    self._later.pop(number)[1](UploadOutcome.from_dict(body["outcome"]))
                 elif "error" in body:
                     job, done = self._later.pop(number)
                     done(
-                        Outcome(
+                        UploadOutcome(
                             job.ref,
                             job.rank,
                             "failed",
@@ -239,7 +239,7 @@ class Remote:
     def __init__(self, folder: Path, epoch: int, local_rank: int, fallback: Local):
         self._epoch, self._rank, self._fallback = epoch, local_rank, fallback
         self._slots: list[_Slot] = []
-        self._pending: dict[Ref, tuple[Job, Segment, Done]] = {}
+        self._pending: dict[Ref, tuple[UploadJob, Segment, Done]] = {}
         self._lock, self._reserving = threading.Lock(), threading.Lock()
         self._line = Line(folder, on_lost=self._take_over)
 
@@ -275,12 +275,12 @@ class Remote:
             if slot.segment is segment:
                 slot.busy = False
 
-    def send(self, job: Job, segment: Segment, done: Done) -> None:
+    def send(self, job: UploadJob, segment: Segment, done: Done) -> None:
         if not any(slot.segment is segment for slot in self._slots):
             self._fallback.send(job, segment, done)
             return
 
-        def landed(outcome: Outcome) -> None:
+        def landed(outcome: UploadOutcome) -> None:
             with self._lock:
                 self._pending.pop(job.ref, None)
             self.give_back(segment)
@@ -318,7 +318,7 @@ def courier_at(folder: Path, epoch: int, local_rank: int, local: Local) -> Couri
         return local
 
 
-def fact_of(job: Job, outcome: Outcome) -> Fact:
+def fact_of(job: UploadJob, outcome: UploadOutcome) -> Fact:
     """What the journal says of a job that is done."""
     note, ref = job.note, job.ref
     if outcome.state != "committed":

@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from harness.uploader.client import Done, Place
+    from harness.uploader.client import Done, FileRange
 
 import contextlib
 import json
@@ -48,7 +48,7 @@ from storage.opening import open_store
 from storage.snapshots import Snapshots
 from storage.staging import Segment, Segments
 from storage.tiers import SegmentTier
-from storage.upload import Forecast, Job, Outcome, Uploader
+from storage.upload import Forecast, Uploader, UploadJob, UploadOutcome
 
 
 # ---- the process ---------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ class _Kept:
     tier: SegmentTier | None = None  # what peers may have of it
 
 
-class Server:
+class UploadServer:
     """One node's uploader. `serve` returns when `stop` is called."""
 
     def __init__(
@@ -143,7 +143,7 @@ class Server:
             case "reserve":
                 return {"path": str(self._reserve(**request).path)}
             case "send":
-                self._send(Job.from_dict(request["job"]), request["path"], done)
+                self._send(UploadJob.from_dict(request["job"]), request["path"], done)
                 return None
             case "held":
                 return {
@@ -170,12 +170,12 @@ class Server:
             self._kept[str(segment.path)] = _Kept(segment, rank, epoch)
             return segment
 
-    def _send(self, job: Job, path: str, done: Done) -> None:
+    def _send(self, job: UploadJob, path: str, done: Done) -> None:
         with self._lock:
             kept = self._kept[path]
             kept.busy, kept.ref, kept.parts, kept.tier = True, None, {}, None
 
-        def landed(outcome: Outcome) -> None:
+        def landed(outcome: UploadOutcome) -> None:
             if (
                 outcome.state == "committed"
                 and self.nearby.config.keeps
@@ -193,14 +193,14 @@ class Server:
             job, kept.segment.view, landed, lambda forecast: self._expect(forecast, job)
         )
 
-    def _held(self, ref: Ref) -> dict[str, Place]:
+    def _held(self, ref: Ref) -> dict[str, FileRange]:
         with self._lock:
             kept = [(path, k) for path, k in self._kept.items() if k.ref == ref]
             return {
                 key: (path, start, end) for path, k in kept for key, (start, end) in k.parts.items()
             }
 
-    def _fill(self, kept: _Kept, job: Job, outcome: Outcome) -> None:
+    def _fill(self, kept: _Kept, job: UploadJob, outcome: UploadOutcome) -> None:
         """The nearer tiers have it too. That they do not is no error."""
         with contextlib.suppress(StoreError, SnapshotCorrupt):
             manifest = self.snapshots.load(job.ref)
@@ -228,7 +228,7 @@ class Server:
         with contextlib.suppress(PermissionError):  # now it is the training that waits for us
             os.setpriority(os.PRIO_PROCESS, 0, 0 if deadline_s is not None else NICE)
 
-    def _expect(self, found: Forecast | None, job: Job) -> None:
+    def _expect(self, found: Forecast | None, job: UploadJob) -> None:
         if found is None or self._deadline_s is None or job.ref not in found.need_s:
             return
         left_s, need_s, sure = (
@@ -244,7 +244,7 @@ class Server:
             flush=True,
         )
 
-    def _record(self, job: Job, outcome: Outcome) -> None:
+    def _record(self, job: UploadJob, outcome: UploadOutcome) -> None:
         ref = job.ref
         if job.rank == 0:
             self.journal.record(fact_of(job, outcome))
@@ -277,7 +277,7 @@ def main() -> None:
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, NICE)
     nearby = NearbyConfig(**order.get("nearby", {}))
-    server = Server(
+    server = UploadServer(
         open_store(order["run"]),
         Path(order["folder"]),
         order["budget_nbytes"],

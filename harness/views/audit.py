@@ -6,10 +6,9 @@ bill is added up again. Objects are compared to the byte with the one spelling t
 a single changed bit is found wherever it lies.
 
 Pure but for the store it is given: no torch, no clock, no environment. Not looked at, because they
-are ephemeral and prove
-nothing: `lease/`, `control/`, `rdzv/members/`; and `trackers/`, which is a rendering. What cannot
-be seen: facts that a writer lost because it died before flushing them, and snapshots that were
-pruned or quarantined.
+are ephemeral and prove nothing: `lease/`, `control/`, `rdzv/members/`; and `trackers/`, which is a
+rendering. What cannot be seen: facts that a writer lost because it died before flushing them, and
+snapshots that were pruned or quarantined.
 """
 
 from __future__ import annotations
@@ -17,35 +16,34 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from harness.bucket.archive import segments
 from harness.bucket.layout import (
     ARCHIVE,
     EPOCHS,
     FACTS,
     IDENTITY,
     SAMPLES,
+    SEGMENT,
     Epoch,
     epoch_key,
     epoch_of,
 )
-from harness.bucket.recorded import Part, Recorded, committed_of
+from harness.bucket.recorded import Recorded, RecordsPart, committed_of
 from harness.core import records as rec
 from harness.core.columns import NONE, Columns
 from harness.core.facts import (
-    AttemptEnded,
-    AttemptIntended,
     EpochStarted,
     LeaseTaken,
     RunEnded,
     SessionStarted,
     Stamped,
 )
-from harness.core.values import BadObject, amount, canonical, digest
+from harness.core.values import BadObject, canonical, digest
 from harness.core.world import BadInput
 from harness.views import audit_facts
-from harness.views.audit_facts import Progress
+from harness.views.audit_bills import check_bills, check_buckets
+from harness.views.audit_facts import AuditProgress
 from harness.views.audit_records import (
     Proof,
     batching_of,
@@ -54,51 +52,18 @@ from harness.views.audit_records import (
     prove,
     read_part,
 )
-from harness.views.audit_rules import Violation, json_of
-from harness.views.ledger import Ledger
-from harness.views.painting import ns
+from harness.views.audit_report import AuditReport, Check
+from harness.views.audit_rules import RuleBroken, identity_of, json_of
 from harness.views.proving import Prover
 from storage.errors import NotFound
-from storage.manifest import Manifest, PartList, Ref, SnapshotCorrupt, SnapshotTooNew
-from storage.objects import ObjectStore
-from storage.snapshots import PARTS, Snapshots
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-
-FIELDS = {
-    "version": int,
-    "seed": int,
-    "samples": int,
-    "global_batch": int,
-    "micro_batch": int,
-    "shuffle": bool,
-}
-SECONDS, USD = 1e-6, 1e-9  # what float sums of a bill may differ by
-
-
-@dataclass(frozen=True)
-class Check:
-    """One rule. `detail`: the violation in one sentence, or what was proved. `n`: how many
-    things were looked at."""
-
-    name: str
-    ok: bool
-    detail: str
-    n: int
-
-
-@dataclass(frozen=True)
-class AuditReport:
-    ok: bool
-    checks: list[Check]
-    first_violation: str | None
-    notes: list[str] = field(default_factory=list)  # odd, but as it may be
+from storage.manifest import PARTS, Manifest, PartList, Ref, SnapshotCorrupt, SnapshotTooNew
+from storage.objects import ObjectStore, get_each
+from storage.snapshot_keys import list_key, manifest_key
+from storage.snapshots import Snapshots
 
 
 def audit(
-    store: ObjectStore, progress: Progress | None = None, prover: Prover | None = None
+    store: ObjectStore, progress: AuditProgress | None = None, prover: Prover | None = None
 ) -> AuditReport:
     """Check the whole run. Only reads. `prover`: by how many processes, and what it remembers of
     an earlier audit. Raises StoreError if the bucket does not answer."""
@@ -111,7 +76,7 @@ class _Audit:
     """The checks in their order; later ones use what earlier ones have found."""
 
     store: ObjectStore
-    progress: Progress
+    progress: AuditProgress
     prover: Prover
     notes: list[str] = field(default_factory=list)
     identity: dict[str, Any] | None = None
@@ -119,7 +84,7 @@ class _Audit:
     steps: Columns = field(default_factory=lambda: NONE)  # as told live
     facts_whole: bool = False
     proofs: dict[str, Proof] = field(default_factory=dict)  # of objects of records, by key
-    records: list[Part] = field(default_factory=list)  # of the run's line, newest first
+    records: list[RecordsPart] = field(default_factory=list)  # of the run's line, newest first
     manifests: list[Manifest] = field(default_factory=list)  # retained and readable, newest first
     # step of a retained manifest -> hash of the chain's record there
     heads: dict[int, str] = field(default_factory=dict)
@@ -148,7 +113,7 @@ class _Audit:
     def _check(name: str, rule: Callable[[], tuple[int, str]]) -> Check:
         try:
             n, detail = rule()
-        except (Violation, rec.BrokenRecords, SnapshotCorrupt, SnapshotTooNew, BadInput) as e:
+        except (RuleBroken, rec.BrokenRecords, SnapshotCorrupt, SnapshotTooNew, BadInput) as e:
             return Check(name, False, str(e), 0)
         return Check(name, True, detail, n)
 
@@ -158,29 +123,17 @@ class _Audit:
             data = self.store.get(IDENTITY)
         except NotFound:
             if self.store.list(SAMPLES):
-                raise Violation(
+                raise RuleBroken(
                     "run.json: wanted the identity that the step records begin with, found no such "
                     "object"
                 ) from None
             if not self.snapshots.refs() and not self._any_facts():
-                raise Violation(
+                raise RuleBroken(
                     f"{self.store.url}: wanted a run, found neither run.json nor facts nor "
                     "snapshots"
                 ) from None
             return 0, "no run.json: a training loop of its own, or no worker has started yet"
-        found = json_of(IDENTITY, data)
-        if not isinstance(found, dict) or canonical(found) != data:
-            raise Violation(
-                "run.json: wanted canonical JSON as it was created, found another spelling; it was "
-                "changed"
-            )
-        for name, kind in FIELDS.items():
-            if type(found.get(name)) is not kind:
-                raise Violation(
-                    f"run.json: wanted {name} of type {kind.__name__}, found {found.get(name)!r}; "
-                    "it was changed"
-                )
-        self.identity = found
+        self.identity = found = identity_of(IDENTITY, data)
         of = f"{found['samples']} samples" if found["samples"] else "an iterable dataset"
         return 1, f"seed {found['seed']}, global batch {found['global_batch']} of {of}"
 
@@ -189,16 +142,15 @@ class _Audit:
 
     # ---- facts -----------------------------------------------------------------------------------
     def _facts(self) -> tuple[int, str]:
-        ours = {key for keys in segments(self.store).values() for key in keys.values()}
-        self._foreign(FACTS, set(self.store.list(FACTS)) - ours)
+        self._foreign(FACTS, {k for k in self.store.list(FACTS) if not SEGMENT.fullmatch(k)})
         found = audit_facts.read(self.store, self.prover, self.progress)
         self.facts, self.steps = found.facts, found.steps
         if found.unread:
             more = f" ({len(found.unread) - 1} more cannot be read)"
-            raise Violation(f"{found.unread[0]}{more if len(found.unread) > 1 else ''}")
+            raise RuleBroken(f"{found.unread[0]}{more if len(found.unread) > 1 else ''}")
         self.facts_whole = True
         chains = f"chains of {found.writers} writer{'s' * (found.writers != 1)}, each whole"
-        return len(self.facts) + len(self.steps), chains
+        return found.lines, chains
 
     def _of(self, kind: type[Any]) -> Iterator[Any]:
         return (s.fact for s in self.facts if isinstance(s.fact, kind))
@@ -210,31 +162,32 @@ class _Audit:
         if foreign := sorted(set(listed) - set(keys)):
             self.notes.append(f"not ours, and read by nobody: {', '.join(foreign)}")
         unsealed = 0
-        for number, key in enumerate(keys, 1):
+        for number, (key, data) in enumerate(get_each(self.store, keys), 1):
             if key != epoch_key(number):
-                raise Violation(
+                raise RuleBroken(
                     f"epochs: wanted {epoch_key(number)}, found {key}; epochs are numbered 1, 2, "
                     "... without a gap"
                 )
-            data = self.store.get(key)
+            if data is None:
+                raise RuleBroken(f"{key}: listed, and not there; epochs are never deleted")
             body = json_of(key, data)
             if not isinstance(body, dict) or json.dumps(body).encode() != data:
-                raise Violation(
+                raise RuleBroken(
                     f"{key}: wanted the epoch as it was created, found another spelling; it was "
                     "changed"
                 )
             seal = body.pop("h", None)
             if seal is not None and seal != digest(canonical(body)):
-                raise Violation(
+                raise RuleBroken(
                     f"{key}: wanted hash {seal}, found {digest(canonical(body))}; it was changed"
                 )
             unsealed += seal is None
             try:
                 epoch = Epoch.decode(data)
             except BadObject as e:
-                raise Violation(f"{key}: wanted epoch {number}, found another object ({e})") from e
+                raise RuleBroken(f"{key}: wanted epoch {number}, found another object ({e})") from e
             if epoch.epoch != number or len(set(epoch.members)) != len(epoch.members):
-                raise Violation(
+                raise RuleBroken(
                     f"{key}: wanted epoch {number} of different members, found epoch "
                     f"{epoch.epoch} of {', '.join(epoch.members)}"
                 )
@@ -242,7 +195,7 @@ class _Audit:
         for started in self._of(EpochStarted) if self.facts_whole else ():
             found = self.worlds.get(started.epoch)
             if found is None:
-                raise Violation(
+                raise RuleBroken(
                     f"epoch {started.epoch}: a fact says that it began, but "
                     f"{epoch_key(started.epoch)} is missing"
                 )
@@ -251,11 +204,10 @@ class _Audit:
                 started.world,
                 started.reason,
             ):
-                raise Violation(
+                raise RuleBroken(
                     f"{epoch_key(started.epoch)}: wanted what its maker recorded "
-                    f"({', '.join(started.members)}; {started.world} ranks; "
-                    f"{started.reason}), found {', '.join(found.members)}; {found.world} ranks; "
-                    f"{found.reason}"
+                    f"({', '.join(started.members)}; {started.world} ranks; {started.reason}), "
+                    f"found {', '.join(found.members)}; {found.world} ranks; {found.reason}"
                 )
         if unsealed:
             self.notes.append(
@@ -268,19 +220,19 @@ class _Audit:
     def _manifests(self, refs: list[Ref]) -> tuple[int, str]:
         bad: Exception | None = None
         for ref in refs:
-            key = f"snapshots/manifests/{ref.name}.json"
+            key = manifest_key(ref)
             try:
                 manifest = self.snapshots.load(ref)
                 if manifest.to_json().encode() != self.store.get(key):
-                    raise Violation(
+                    raise RuleBroken(
                         f"{key}: wanted canonical JSON as it was committed, found another "
                         "spelling; it was changed"
                     )
                 _names_records(manifest)
             except NotFound:
                 continue  # pruned since it was listed
-            except (SnapshotCorrupt, Violation, rec.BrokenRecords) as e:
-                bad = bad or Violation(f"{key}: {e}" if isinstance(e, SnapshotCorrupt) else str(e))
+            except (SnapshotCorrupt, RuleBroken, rec.BrokenRecords) as e:
+                bad = bad or RuleBroken(f"{key}: {e}" if isinstance(e, SnapshotCorrupt) else str(e))
                 continue
             self.manifests.append(manifest)
         if bad is not None:
@@ -301,7 +253,7 @@ class _Audit:
                     lambda done, of, what=what: self.progress(what, done, of),  # type: ignore[misc]
                 )
                 self._lists(manifest)
-            except (SnapshotCorrupt, Violation, NotFound):
+            except (SnapshotCorrupt, RuleBroken, NotFound):
                 if manifest.ref not in self.snapshots.refs():
                     self.notes.append(f"{what} was pruned while it was being read")
                     continue
@@ -312,22 +264,21 @@ class _Audit:
     def _lists(self, manifest: Manifest) -> None:
         """The part lists that a manifest was merged from; an interrupted prune may have taken
         some away."""
-        prefix = f"{PARTS}{manifest.ref.name}/list-"
         lists = []
-        for key in self.store.list(prefix):
+        for key in self.store.list(f"{PARTS}{manifest.ref.name}/list-"):
             data = self.store.get(key)
             try:
                 one = PartList.from_json(data)
             except SnapshotCorrupt as e:
-                raise Violation(f"{key}: {e}") from e
-            if one.to_json().encode() != data or key != f"{prefix}r{one.rank:05d}.json":
-                raise Violation(
+                raise RuleBroken(f"{key}: {e}") from e
+            if one.to_json().encode() != data or key != list_key(manifest.ref, one.rank):
+                raise RuleBroken(
                     f"{key}: wanted the part list of that rank as it was created, found another; "
                     "it was changed"
                 )
             lists.append(one)
         if len(lists) == manifest.world and Manifest.merge(lists).hash != manifest.hash:
-            raise Violation(
+            raise RuleBroken(
                 f"snapshot {manifest.ref.name}: wanted the manifest that its {len(lists)} part "
                 "lists make, found another"
             )
@@ -338,7 +289,7 @@ class _Audit:
         named = rec.named(newest.data) if newest else None
         if newest is None or not named:
             if newest is not None and newest.step and self.identity is not None:
-                raise Violation(
+                raise RuleBroken(
                     f"snapshot {newest.ref.name}: wanted the records of steps 1-{newest.step}, its "
                     "manifest names none"
                 )
@@ -349,7 +300,7 @@ class _Audit:
                 else "a loop of its own: no step records",
             )
         if self.identity is None:
-            raise Violation(
+            raise RuleBroken(
                 "step records: wanted a readable run.json to begin with, found none; see the check "
                 "of the identity"
             )
@@ -364,7 +315,7 @@ class _Audit:
                 self.heads[last] = part.head
             n += len(part.rows)
         if n != newest.step:
-            raise Violation(
+            raise RuleBroken(
                 f"snapshot {newest.ref.name}: wanted the records of steps 1-{newest.step}, found "
                 f"{n} of them"
             )
@@ -394,8 +345,9 @@ class _Audit:
         there = self.store.list(SAMPLES)
         if not self.proofs:
             self._prove_records("")
-        others = [key for key in rec.heads(there).values() if key not in self.ends]
-        self._foreign(SAMPLES, set(there) - set(rec.heads(there).values()))
+        ours = rec.heads(there).values()
+        others = [key for key in ours if key not in self.ends]
+        self._foreign(SAMPLES, set(there).difference(ours))
         for key in others:
             proof = self.proofs.get(key)
             if proof is None or proof.part is None:
@@ -426,26 +378,26 @@ class _Audit:
             assert newest is not None
             parent = m.data.get("parent") or ""
             if parent and not _came_before(parent, m.ref):
-                raise Violation(
+                raise RuleBroken(
                     f"snapshot {m.ref.name}: wanted a parent that came before it, found {parent}"
                 )
             if self.worlds and (
                 m.epoch not in self.worlds or self.worlds[m.epoch].world != m.world
             ):
-                raise Violation(
+                raise RuleBroken(
                     f"snapshot {m.ref.name}: wanted the ranks of {epoch_key(m.epoch)}, its "
                     f"manifest is of {m.world} ranks"
                 )
             named = rec.named(m.data)
             if not named:
                 if m.step and newest.data.get("samples"):
-                    raise Violation(
+                    raise RuleBroken(
                         f"snapshot {m.ref.name}: wanted the records of steps 1-{m.step}, its "
                         "manifest names none"
                     )
                 continue
             if self.ends.get(named.key) != named.head:
-                raise Violation(
+                raise RuleBroken(
                     f"snapshot {m.ref.name}: wanted {named.key} to end with record "
                     f"{named.head[:16]}, found no such end"
                 )
@@ -453,10 +405,9 @@ class _Audit:
                 continue
             # one epoch has one history; only a zombie of an older one may have another
             if m.epoch >= newest.epoch:
-                raise Violation(
+                raise RuleBroken(
                     f"snapshot {m.ref.name}: wanted the record of step {m.step} that snapshot "
-                    f"{newest.ref.name} grew from, "
-                    f"found another history ({named.head[:16]})"
+                    f"{newest.ref.name} grew from, found another history ({named.head[:16]})"
                 )
             off.append(m.ref.name)
         if off:
@@ -471,63 +422,20 @@ class _Audit:
     # ---- money -----------------------------------------------------------------------------------
     def _ledger(self) -> tuple[int, str]:
         self._need_facts()
-        intended: dict[int, tuple[float, AttemptIntended]] = {}
-        ended: dict[int, AttemptEnded] = {}
-        run_ended_t = max((s.t for s in self.facts if isinstance(s.fact, RunEnded)), default=None)
-        for stamped in self.facts:
-            if isinstance(stamped.fact, AttemptIntended):
-                intended.setdefault(stamped.fact.attempt, (stamped.t, stamped.fact))
-            elif isinstance(stamped.fact, AttemptEnded):
-                ended[stamped.fact.attempt] = stamped.fact  # a later one replaces an earlier one
-        for number, e in ended.items():
-            if number not in intended:
-                raise Violation(
-                    f"attempt {number}: wanted an intent before its end, found AttemptEnded alone"
-                )
-            seconds = 0.0 if e.up_s is None else max(0.0, e.gone_s - e.up_s)
-            usd = seconds / 3600 * amount(intended[number][1].offer.get("usd_per_h"))
-            if abs(e.billed_s - seconds) > SECONDS or abs(e.usd - usd) > USD + 1e-9 * usd:
-                raise Violation(
-                    f"attempt {number}: wanted a bill of {seconds} s and {usd} USD (from up to "
-                    "gone at its price), "
-                    f"found {e.billed_s} s and {e.usd} USD"
-                )
-        for number, (t, _) in intended.items():
-            if run_ended_t is not None and t <= run_ended_t and number not in ended:
-                raise Violation(
-                    f"attempt {number}: wanted its end before the run's, found RunEnded but no "
-                    "AttemptEnded"
-                )
-        self._buckets(ended)
-        return (
-            len(intended),
-            f"every billed second in exactly one bucket, {sum(e.usd for e in ended.values()):.4f} "
-            "USD",
-        )
-
-    def _buckets(self, ended: dict[int, AttemptEnded]) -> None:
-        """The ledger's rows are made of buckets; the facts' bills are not. To the nanosecond
-        and the nano-dollar they agree."""
-        now_s = max((s.t for s in self.facts), default=0.0)
-        now_s = max(now_s, float(self.steps["end"].max(initial=0.0)))
-        records = committed_of(self.records[::-1])
-        for row in Ledger.of(self.facts, records, now_s, self.steps).attempts:
-            e = ended.get(row.attempt)
-            if e is None or row.name != str(row.attempt):
-                continue  # not billed to the end yet, or launched by no controller
-            wanted_ns = 0 if e.up_s is None else max(0, ns(e.gone_s) - ns(e.up_s))
-            painted_ns = sum(b - a for a, b, _ in row.segments)
-            if not row.billed_ns == painted_ns == wanted_ns or row.billed_nusd != ns(e.usd):
-                raise Violation(
-                    f"attempt {row.attempt}: wanted buckets that add up to {wanted_ns} ns and "
-                    f"{ns(e.usd)} nano-USD, "
-                    f"found {row.billed_ns} ns ({painted_ns} painted) and {row.billed_nusd} "
-                    "nano-USD"
-                )
+        intents, ended = check_bills(self.facts)
+        # what is not needed again makes room
+        self.proofs, self.worlds = {}, {}
+        records, steps = committed_of(self.records[::-1]), self.steps
+        self.records, self.steps = [], NONE
+        check_buckets(self.facts, records, steps, ended)
+        usd = sum(e.usd for e in ended.values())
+        return intents, f"every billed second in exactly one bucket, {usd:.4f} USD"
 
     def _need_facts(self) -> None:
         if not self.facts_whole:
-            raise Violation("not checked, because it follows from the facts and they are not whole")
+            raise RuleBroken(
+                "not checked, because it follows from the facts and they are not whole"
+            )
 
     # ---- the end ---------------------------------------------------------------------------------
     def _end(self) -> tuple[int, str]:
@@ -543,7 +451,7 @@ class _Audit:
             and total is not None
             and newest.step != total
         ):
-            raise Violation(
+            raise RuleBroken(
                 f"snapshot {newest.ref.name}: wanted the final one at step {total}, found it at "
                 f"step {newest.step}"
             )
@@ -559,14 +467,14 @@ class _Audit:
             return 1, f"{last.outcome}: {last.reason}"
         if newest is None or not ended or newest.step != last.committed_step:
             found = f"snapshot {newest.ref.name}, final: {bool(ended)}" if newest else "no snapshot"
-            raise Violation(
+            raise RuleBroken(
                 f"RunEnded(done): wanted a final snapshot of step {last.committed_step}, found "
                 f"{found}"
             )
         # each loop of a session tells its own total
         for session in [s for s in self._of(SessionStarted) if s.epoch == newest.epoch][-1:]:
             if not early and session.total_steps not in (0, newest.step):
-                raise Violation(
+                raise RuleBroken(
                     f"RunEnded(done): wanted {session.total_steps} steps as epoch {session.epoch} "
                     f"set out, found {newest.step}"
                 )
@@ -576,7 +484,7 @@ class _Audit:
 def _names_records(manifest: Manifest) -> None:
     named = rec.named(manifest.data)
     if named and named.last != manifest.step:
-        raise Violation(
+        raise RuleBroken(
             f"snapshot {manifest.ref.name}: wanted the name of records up to step {manifest.step}, "
             f"found {named}"
         )
@@ -588,22 +496,3 @@ def _came_before(parent: object, ref: Ref) -> bool:
     except ValueError:
         return False
     return found < ref and found.step <= ref.step
-
-
-def print_audit(report: AuditReport, console: Console) -> None:
-    """Render a report for people: each rule, then the verdict."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for check in report.checks:
-        mark = Text("ok", "green") if check.ok else Text("VIOLATED", "bold red")
-        table.add_row(mark, check.name, str(check.n) if check.ok else "", Text(check.detail))
-    console.print(table)
-    for note in report.notes:
-        console.print(Text(f"note: {note}", "dim"))
-    console.print(
-        Text("Everything holds.", "bold green")
-        if report.ok
-        else Text(f"First violation: {report.first_violation}", "bold red")
-    )

@@ -30,11 +30,11 @@ from harness.core import columns
 from harness.core.columns import NONE, Columns
 from harness.core.facts import Stamped, StepDone, Unreadable
 from harness.core.values import digest
-from harness.views.audit_rules import Violation, whole_lines
+from harness.views.audit_rules import RuleBroken, whole_lines
 from harness.views.proving import Prover
 from storage.objects import ObjectStore
 
-Progress = Callable[[str, int, int], None]  # what, done, of how many
+AuditProgress = Callable[[str, int, int], None]  # what, done, of how many
 
 
 def prove(key: str, data: bytes, context: str) -> bytes:
@@ -44,7 +44,7 @@ def prove(key: str, data: bytes, context: str) -> bytes:
         for writer, segment, lines in volume.segments():
             for _ in whole_lines(f"{key}: {segment_key(writer, segment)}", lines):
                 pass
-    except (DamagedArchive, Violation) as e:
+    except (DamagedArchive, RuleBroken) as e:
         return sealed({"violation": str(e)}, (), b"")
     brief, steps = digested(volume, data)
     head = {"violation": "", "number": volume.number, "prev": volume.prev, "hash": digest(data)}
@@ -53,12 +53,14 @@ def prove(key: str, data: bytes, context: str) -> bytes:
 
 @dataclass
 class Found:
-    """`facts`: of all writers, without the steps, by time."""
+    """`facts`: of all writers, without the steps, by time. `steps`: each once. `lines`: how many
+    facts there were."""
 
     facts: list[Stamped] = field(default_factory=list)
     steps: Columns = field(default_factory=lambda: NONE)
     unread: list[Unreadable] = field(default_factory=list)
     writers: int = 0
+    lines: int = 0
 
     def take(self, told: Iterable[Stamped]) -> None:
         for stamped in told:
@@ -68,8 +70,8 @@ class Found:
                 self.facts.append(stamped)
 
 
-def read(store: ObjectStore, prover: Prover, progress: Progress) -> Found:
-    """Every fact, whole and in its place. Raises Violation, StoreError."""
+def read(store: ObjectStore, prover: Prover, progress: AuditProgress) -> Found:
+    """Every fact, whole and in its place. Raises RuleBroken, StoreError."""
     live = Live.read(store).segments  # before the archive, as every reader
     found = Found()
     cursors, rows = _archived(store, prover, found, progress)
@@ -80,7 +82,7 @@ def read(store: ObjectStore, prover: Prover, progress: Progress) -> Found:
         for wanted, (number, data) in enumerate(fresh, cursor.next):
             key = segment_key(writer, number)
             if number != wanted:
-                raise Violation(
+                raise RuleBroken(
                     f"facts of {writer}: wanted segments numbered without a gap, found {key} where "
                     f"{segment_key(writer, wanted)} should be"
                 )
@@ -91,12 +93,15 @@ def read(store: ObjectStore, prover: Prover, progress: Progress) -> Found:
     found.facts = sorted(
         (s for s in found.facts if not isinstance(s.fact, StepDone)), key=lambda s: s.t
     )
-    found.steps, found.writers = columns.joined([*rows, columns.of_facts(told)]), len(cursors)
+    steps = columns.joined([*rows, columns.of_facts(told)])
+    rows.clear()  # as large as all steps
+    found.writers, found.lines = len(cursors), len(found.facts) + len(steps)
+    found.steps = columns.newest_told(steps)
     return found
 
 
 def _archived(
-    store: ObjectStore, prover: Prover, found: Found, progress: Progress
+    store: ObjectStore, prover: Prover, found: Found, progress: AuditProgress
 ) -> tuple[dict[str, Cursor], list[Columns]]:
     """Facts of the archive's volumes: how far they go, by writer, and the steps."""
     cursors: dict[str, Cursor] = {}
@@ -105,12 +110,12 @@ def _archived(
     proofs = prover.each(store, (raw_key(n) for n in range(count)), prove, "")
     for number, (key, proof) in enumerate(proofs):
         if proof is None:
-            raise Violation(f"{key}: missing, but later volumes follow from it")
+            raise RuleBroken(f"{key}: missing, but later volumes follow from it")
         head, runs, body = unsealed(proof, key)
         if head["violation"]:
-            raise Violation(head["violation"])
+            raise RuleBroken(head["violation"])
         if (head["number"], head["prev"]) != (number, prev):
-            raise Violation(
+            raise RuleBroken(
                 f"{key}: wanted volume {number} after {prev or 'none'}, found volume "
                 f"{head['number']} after {head['prev'] or 'none'}"
             )
@@ -118,7 +123,7 @@ def _archived(
         for run in runs:
             cursor = cursors.setdefault(run.writer, Cursor())
             if (run.first, run.head) != (cursor.next, cursor.head):
-                raise Violation(
+                raise RuleBroken(
                     f"{key}: wanted facts of {run.writer} from segment {cursor.next} on, found "
                     f"them from {run.first} on"
                 )
@@ -144,13 +149,15 @@ def _compare(
     parts: list[bytes],
     join: Callable[[list[bytes]], bytes],
 ) -> None:
-    """Is a block what its volumes make? Raises Violation."""
+    """Is a block what its volumes make? Raises RuleBroken."""
     if len(parts) < block.end - block.first:  # it has come since we read the volumes
         last = raw_key(block.end - 1)
         if not store.list(last):
-            raise Violation(f"{block.key(kind)}: wanted volumes up to {last}, found no such object")
+            raise RuleBroken(
+                f"{block.key(kind)}: wanted volumes up to {last}, found no such object"
+            )
     elif data != (join(parts) if len(parts) > 1 else parts[0]):
-        raise Violation(
+        raise RuleBroken(
             f"{block.key(kind)}: wanted what volumes {block.first} to {block.end - 1} make, found "
             "another; it was changed"
         )

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.bucket import recorded
-from harness.bucket.layout import Epoch, epoch_key
-from harness.bucket.recorded import Part
+from harness.bucket.layout import SAMPLES, Epoch, epoch_key
+from harness.bucket.recorded import RecordsPart
 from harness.bucket.volumes import sealed, unsealed
 from harness.core import records as rec
 from harness.core.batch import MAX_SAMPLES, Batching, expected_digests
-from harness.views.audit_rules import Violation
+from harness.views.audit_rules import RuleBroken
 from storage.errors import NotFound
 from storage.objects import ObjectStore
 
@@ -45,7 +45,7 @@ class Proof:
     broken: str
     violation: str
     worlds: tuple[tuple[int, int, int, int], ...]
-    part: Part | None
+    part: RecordsPart | None
 
     def encode(self) -> bytes:
         head = {"broken": self.broken, "violation": self.violation, "worlds": self.worlds}
@@ -70,24 +70,24 @@ def prove(key: str, data: bytes, context: str) -> bytes:
         identity = json.loads(context)
         try:
             _obey(key, part, identity)
-        except Violation as e:
+        except RuleBroken as e:
             violation = str(e)
     for r in reversed(part):
         world = (r.epoch, r.world, r.replica_ranks)
         if not worlds or worlds[-1][:3] != world:
             worlds.append((*world, r.step))
-    return Proof("", violation, tuple(worlds), Part.of(key, part)).encode()
+    return Proof("", violation, tuple(worlds), RecordsPart.of(key, part)).encode()
 
 
 def _obey(key: str, part: list[rec.StepRecord], identity: dict[str, Any]) -> None:
-    """The rules that each record must obey by itself. Raises Violation, the newest first."""
+    """The rules that each record must obey by itself. Raises RuleBroken, the newest first."""
     batching, proof = batching_of(identity), rec.what_digests_prove(identity)
     wanted = expected_digests(batching, part[0].step, len(part))
     later_epoch = part[-1].epoch
     for r, digest in zip(reversed(part), reversed(wanted.tolist()), strict=True):
         _rules(f"{key}, step {r.step}", r, batching, f"{digest:016x}", proof)
         if r.epoch > later_epoch:
-            raise Violation(_went_back(key, r.step, r.epoch, later_epoch))
+            raise RuleBroken(_went_back(key, r.step, r.epoch, later_epoch))
         later_epoch = r.epoch
 
 
@@ -100,31 +100,31 @@ def _went_back(key: str, step: int, epoch: int, later: int) -> str:
 
 def _rules(where: str, r: rec.StepRecord, batching: Batching, wanted: str, proof: str) -> None:
     if r.samples != batching.global_batch:
-        raise Violation(
+        raise RuleBroken(
             f"{where}: wanted a global batch of {batching.global_batch} samples, found {r.samples}"
         )
     size = r.replica_ranks
     whole = len(r.shares) * size == r.world
     if sum(r.shares) != batching.micro_batches or min(r.shares) < 0 or not whole:
-        raise Violation(
+        raise RuleBroken(
             f"{where}: wanted {batching.micro_batches} micro-batches over {r.world} ranks"
             f"{f' in replicas of {size}' * (size > 1)}, found shares {list(r.shares)}"
         )
     if r.digest != wanted:
-        raise Violation(
+        raise RuleBroken(
             f"{where}: wanted the samples of (seed {batching.seed}, step {r.step}), digest "
             f"{wanted}; found {r.digest}"
         )
     if bool(r.contents) != (proof == "contents"):
         found = repr(r.contents) if r.contents else "none"
-        raise Violation(
+        raise RuleBroken(
             f"{where}: wanted a hash of contents exactly where run.json says that contents are "
             f"recorded, found {found}"
         )
     if not r.weight > 0 or not math.isfinite(r.weight):
-        raise Violation(f"{where}: wanted a positive weight, found {r.weight}")
+        raise RuleBroken(f"{where}: wanted a positive weight, found {r.weight}")
     if not math.isfinite(r.loss):
-        raise Violation(f"{where}: wanted a finite loss, found {r.loss}")
+        raise RuleBroken(f"{where}: wanted a finite loss, found {r.loss}")
 
 
 def _part(key: str, data: bytes) -> list[rec.StepRecord]:
@@ -155,12 +155,12 @@ def _missing(key: str) -> str:
 
 # ---- the chain -----------------------------------------------------------------------------------
 def walk(
-    store: ObjectStore, named: rec.Named, genesis: str
+    store: ObjectStore, named: rec.RecordsRef, genesis: str
 ) -> Iterator[tuple[str, list[rec.StepRecord]]]:
     """The records objects that lead from `named` (a manifest's `data["samples"]`) back to step 1,
     newest first, one at a time. Raises BrokenRecords at the first that does not fit. The records of
     an object are in ascending order of steps."""
-    by_head = rec.heads(store.list("samples/"))
+    by_head = rec.heads(store.list(SAMPLES))
     key, want, step = named.key, named.head, named.last
     while True:
         part = read_part(store, key)
@@ -174,10 +174,14 @@ def walk(
 
 
 def chain(
-    proofs: dict[str, Proof], named: rec.Named, genesis: str, worlds: dict[int, Epoch], epoch: int
-) -> Iterator[tuple[str, Part]]:
+    proofs: dict[str, Proof],
+    named: rec.RecordsRef,
+    genesis: str,
+    worlds: dict[int, Epoch],
+    epoch: int,
+) -> Iterator[tuple[str, RecordsPart]]:
     """As `walk`, over proofs; every rule is obeyed. `epoch`: that of the manifest. Raises
-    BrokenRecords, Violation."""
+    BrokenRecords, RuleBroken."""
     by_head = rec.heads(proofs)
     key, want, step = named.key, named.head, named.last
     while True:
@@ -192,23 +196,25 @@ def chain(
     _check_begin(key, want, step, genesis)
 
 
-def _obeyed(proofs: dict[str, Proof], key: str, worlds: dict[int, Epoch], later: int) -> Part:
+def _obeyed(
+    proofs: dict[str, Proof], key: str, worlds: dict[int, Epoch], later: int
+) -> RecordsPart:
     proof = proofs.get(key)
     if proof is None or proof.part is None:
         raise rec.BrokenRecords(proof.broken if proof else _missing(key))
     if proof.violation:
-        raise Violation(proof.violation)
+        raise RuleBroken(proof.violation)
     for epoch, ranks, size, step in proof.worlds:
         if epoch > later:
-            raise Violation(_went_back(key, step, epoch, later))
+            raise RuleBroken(_went_back(key, step, epoch, later))
         if worlds and (epoch not in worlds or worlds[epoch].world != ranks):
             found = f"{worlds[epoch].world} ranks" if epoch in worlds else "no such epoch"
-            raise Violation(
+            raise RuleBroken(
                 f"{key}, step {step}: wanted the {ranks} ranks of epoch {epoch}; "
                 f"{epoch_key(epoch)} says {found}"
             )
         if worlds and worlds[epoch].replica_ranks != size:
-            raise Violation(
+            raise RuleBroken(
                 f"{key}, step {step}: wanted replicas of {worlds[epoch].replica_ranks} ranks, as "
                 f"{epoch_key(epoch)} says, found replicas of {size}"
             )
@@ -237,22 +243,21 @@ def _check_begin(key: str, want: str, step: int, genesis: str) -> None:
     if (want, step) != (genesis, 0):
         raise rec.BrokenRecords(
             f"{key}: wanted step 1 to follow the run's identity ({genesis[:16]}), found step "
-            f"{step + 1} after {want[:16]}; "
-            "run.json was changed, or the records are of another run"
+            f"{step + 1} after {want[:16]}; run.json was changed, or the records are of another run"
         )
 
 
 def compare_archive(found: recorded.Recorded, proofs: dict[str, Proof]) -> int:
     """Is every entry of the archive made of the object that it names? How many. Raises
-    Violation."""
+    RuleBroken."""
     if found.damage:
-        raise Violation(found.damage[0])
+        raise RuleBroken(found.damage[0])
     for key, part in found.parts.items():
         proof = proofs.get(key)
         if proof is None or proof.part is None:
-            raise Violation(
+            raise RuleBroken(
                 f"{key}: the archive has an entry of it, and it is not there, or broken"
             )
         if recorded.encode([proof.part]) != recorded.encode([part]):
-            raise Violation(f"archive/records/: its entry of {key} is not made of that object")
+            raise RuleBroken(f"archive/records/: its entry of {key} is not made of that object")
     return len(found.parts)

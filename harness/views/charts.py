@@ -7,9 +7,9 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from harness.views.painting import BUCKETS, NANO, Segment
+from harness.views.painting import BUCKETS, NANO, LabelledSpan
 from harness.views.report import MEANING, attempt_end, verdict
-from harness.views.rows import AttemptRow
+from harness.views.rows import BAD_ENDS, AttemptRow
 from harness.views.summary import Point, Summary
 from harness.views.words import duration, money, plural, spread, steps_text
 from storage.text import plain
@@ -58,21 +58,21 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     return kept
 
 
-def condensed(segments: Sequence[Segment], columns: int) -> list[Segment]:
+def condensed(segments: Sequence[LabelledSpan], columns: int) -> list[LabelledSpan]:
     """Segments for drawing. What is too short for the eye is drawn as its neighbour; where there
     are more than columns, each column gets what fills it most."""
     if not segments:
         return []
     start, end = segments[0][0], segments[-1][1]
     if len(segments) <= columns:
-        joined: list[Segment] = []
+        joined: list[LabelledSpan] = []
         for a, b, bucket in segments:
             if joined and ((b - a) * columns * 2 < end - start or joined[-1][2] == bucket):
                 joined[-1] = (joined[-1][0], b, joined[-1][2])
             else:
                 joined.append((a, b, bucket))
         return joined
-    drawn: list[Segment] = []
+    drawn: list[LabelledSpan] = []
     i = 0
     for column in range(columns):
         a, b = (
@@ -360,11 +360,8 @@ def _progress(s: Summary, x: Scale, top: float, height: float) -> list[str]:
         _text(168, top + height, "0", "end"),
         _text(12, top + height / 2 + 4, "steps", "start", "strong"),
     ]
-    by_epoch: dict[int, list[Point]] = {}
-    for p in points:
-        by_epoch.setdefault(p.epoch, []).append(p)
     lost = {(p.epoch, p.step) for p in s.lost}
-    for mine in by_epoch.values():
+    for mine in _by_epoch(points).values():
         good = [p for p in mine if (p.epoch, p.step) not in lost]
         if good:
             begin = (x(good[0].t - good[0].seconds), y(good[0].step - 1))
@@ -407,6 +404,10 @@ def _bar(s: Summary, a: AttemptRow, x: Scale, y: float, height: float) -> list[s
         f"{money(a.usd)}"
     )
     out = []
+    most = WIDTH - LEFT
+    if height <= 10:  # there are many: none is drawn finer than the eye sees
+        end_s = s.ended_s if a.gone_s is None else a.gone_s
+        most = min(most, max(1, math.ceil(x(end_s) - x(a.up_s))))
     if height > 10:
         label = f"<tspan class=strong>{esc(a.name[:14])}</tspan>  {esc(short)}"
         out.append(f'<text x="12" y="{y + height - 5:.1f}" data-tip="{esc(tip)}">{label}</text>')
@@ -416,7 +417,7 @@ def _bar(s: Summary, a: AttemptRow, x: Scale, y: float, height: float) -> list[s
             f'<line class=asked x1="{asked:.1f}" x2="{up:.1f}" y1="{y + height / 2:.1f}" '
             f'y2="{y + height / 2:.1f}"/>'
         )
-    for begin, end, bucket in condensed(a.segments, WIDTH - LEFT):
+    for begin, end, bucket in condensed(a.segments, most):
         at, width = x(begin / NANO), x(end / NANO) - x(begin / NANO)
         tip = f"node {a.name} · {bucket}: {duration((end - begin) / NANO)} ({MEANING[bucket]})"
         out.append(
@@ -433,7 +434,7 @@ def _bar(s: Summary, a: AttemptRow, x: Scale, y: float, height: float) -> list[s
             )
             d = f"M{at - 6:.1f} {y - 7:.1f}h12l-6 10z"
             out.append(f'<path class=notice d="{d}" data-tip="{esc(tip)}"/>')
-    if a.gone_s is not None and a.end in ("preempted", "lost", "failed", "unfit"):
+    if a.gone_s is not None and a.end in BAD_ENDS:
         at, mid, r = x(a.gone_s) + 8, y + height / 2, 4.5
         d = (
             f"M{at - r:.1f} {mid - r:.1f}l{2 * r} {2 * r}M{at + r:.1f} {mid - r:.1f}l{-2 * r} "

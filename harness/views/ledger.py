@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from harness.views.painting import Interval, Segment
+    from harness.views.painting import LabelledSpan
 
 import functools
 import itertools
@@ -53,15 +53,12 @@ from harness.core.facts import (
     WorkerFailed,
 )
 from harness.core.records import StepRecord
-from harness.core.values import amount
-from harness.views.painting import BUCKETS, NANO, PRECEDENCE, apportion, ns, paint, totals
+from harness.views.ledger_parts import EpochSoFar, NodeSoFar, cut_by_epoch
+from harness.views.painting import BUCKETS, NANO, apportion, ns, paint, totals
 from harness.views.rows import AttemptRow, Billed, Cost, EpochRow, NoticeRow
-from harness.views.spans import LEVEL, Ints, World, painted, share
+from harness.views.spans import LEVEL, Ints, Overlaps, share
 
-LARGE = 2000  # steps of an epoch that is shared out by pieces (spans.py)
 SAME_EVENT_S = 60.0  # a node may be known to be gone only this long after its world was replaced
-# facts.EpochLeft.why of workers that left with a committed snapshot
-GOOD_ENDS = ("finished", "drained", "resize", "stopped")
 
 
 @dataclass(frozen=True)
@@ -98,121 +95,11 @@ class Ledger(Billed):
 
 
 # ---- making it -----------------------------------------------------------------------------------
-@dataclass
-class _Node:
-    """An attempt while it is put together."""
-
-    name: str
-    attempt: int
-    asked_s: float
-    offer: dict[str, object] = field(default_factory=dict)
-    up_s: float | None = None
-    ended: AttemptEnded | None = None
-    members: list[str] = field(default_factory=list)
-    gone_s: float | None = None
-    stranger: bool = False  # no controller launched it
-
-    def number(self, key: str) -> float:
-        return amount(self.offer.get(key))
-
-
-@dataclass
-class _Epoch:
-    number: int
-    started_s: float
-    reason: str = ""
-    members: list[str] = field(default_factory=list)
-    world: int = 0
-    shares: tuple[int, ...] = ()
-    resumed_step: int = 0
-    session_s: float | None = None  # workers were ready to train
-    session_ended: SessionEnded | None = None
-    left: list[tuple[float, EpochLeft]] = field(default_factory=list)
-    failures: list[WorkerFailed] = field(default_factory=list)
-    done: Columns = field(default_factory=lambda: NONE)  # as told live
-    committed: Columns = field(default_factory=lambda: NONE)  # by the records
-    stalls: list[Interval] = field(default_factory=list)
-    over: bool = False
-    end: int | None = None
-
-    @functools.cached_property
-    def window(self) -> Interval | None:
-        """From the begin of its first step to the end of its last."""
-        spans = [_spans(rows) for rows in (self.done, self.committed) if len(rows)]
-        if not spans:
-            return None
-        return min(int(a.min()) for a, _ in spans), max(int(b.max()) for _, b in spans)
-
-    @functools.cached_property
-    def lost(self) -> Columns:
-        """Steps that were done and are not committed."""
-        return columns.without(self.done, self.committed)
-
-    @property
-    def orderly(self) -> bool:
-        """It ended with a committed snapshot."""
-        return self.session_ended is not None or any(left.why in GOOD_ENDS for _, left in self.left)
-
-    @functools.cached_property
-    def world_time(self) -> World:
-        """What its members did, by bucket. Steps after the newest snapshot of a world that lives
-        are useful so far. Only when all is known of it."""
-        layers = [(a, b, LEVEL["snapshot"]) for a, b in self.stalls]
-        if self.window:
-            layers.append((*self.window, LEVEL["other"]))
-        if self.over and self.end is not None and not self.orderly:
-            # It was working when it broke; what it did since its last known step is lost, told to
-            # the bucket or not.
-            since = (
-                self.window[1]
-                if self.window
-                else None
-                if self.session_s is None
-                else ns(self.session_s)
-            )
-            if since is not None:
-                layers.append((since, self.end, LEVEL["redone"]))
-        starts, ends, levels = np.array(layers, np.int64).reshape(-1, 3).T
-        kinds = ((self.committed, "useful"), (self.lost, "redone" if self.over else "useful"))
-        parts = [(*_spans(rows), LEVEL[bucket]) for rows, bucket in kinds]
-        return World(
-            painted(
-                np.concatenate([starts, *(a for a, _, _ in parts)]),
-                np.concatenate([ends, *(b for _, b, _ in parts)]),
-                np.concatenate([levels, *(np.full(len(a), level) for a, _, level in parts)]),
-            )
-        )
-
-    @property
-    def large(self) -> bool:
-        return len(self.done) + len(self.committed) > LARGE
-
-    def layers(self) -> list[Segment]:
-        """`world_time` as segments."""
-        spans = self.world_time.spans
-        found = zip(spans.starts.tolist(), spans.ends.tolist(), spans.levels.tolist(), strict=True)
-        return [(a, b, PRECEDENCE[level]) for a, b, level in found]
-
-
-def _spans(rows: Columns) -> tuple[Ints, Ints]:
-    """When each step was done, in nanoseconds."""
-    starts = np.rint(rows["start"] * NANO).astype(np.int64)
-    return starts, np.rint(rows["end"] * NANO).astype(np.int64)
-
-
-def _by_epoch(rows: Columns) -> dict[int, Columns]:
-    """`rows`, in the order of their epochs, cut at each."""
-    if not len(rows):
-        return {}
-    cuts = np.flatnonzero(rows["epoch"][1:] != rows["epoch"][:-1]) + 1
-    return {int(part["epoch"][0]): part for part in np.split(rows, cuts)}
-
-
 class _Maker:
     def __init__(self, facts: list[Stamped], told: Columns, records: Committed, now_s: float):
         self.now_s = now_s
-        self.nodes: dict[str, _Node] = {}
-        self.epochs: dict[int, _Epoch] = {}
+        self.nodes: dict[str, NodeSoFar] = {}
+        self.epochs: dict[int, EpochSoFar] = {}
         self.attempt_of: dict[str, int] = {}  # member -> attempt
         self.seen: dict[str, float] = {}  # member -> last sign of life, agent's end included
         self.agents: dict[str, float] = {}  # member -> start
@@ -220,14 +107,15 @@ class _Maker:
         self.notices: list[tuple[float, NoticeSeen]] = []
         self.cancelled: set[tuple[str, str]] = set()
         self.snapshots_of: dict[int, list[SnapshotCommitted]] = defaultdict(list)
+        self.overlaps: Overlaps = {}
         for stamped in facts:
             self.add(stamped)
         live = (s.fact for s in facts if isinstance(s.fact, StepDone))
         told = columns.newest_told(columns.joined([told, columns.of_facts(live)]))
-        for number, rows in _by_epoch(told).items():
+        for number, rows in cut_by_epoch(told).items():
             self.epoch(number, float(rows["start"].min())).done = rows
         committed = columns.newest_told(records.rows)
-        for number, rows in _by_epoch(committed).items():
+        for number, rows in cut_by_epoch(committed).items():
             epoch = self.epoch(number, float(rows["start"].min()))
             epoch.committed = rows
             epoch.world, epoch.shares = records.worlds[number]
@@ -236,13 +124,13 @@ class _Maker:
         self.end_strangers()
 
     # -- reading --
-    def epoch(self, number: int, t: float) -> _Epoch:
-        found = self.epochs.setdefault(number, _Epoch(number, t))
+    def epoch(self, number: int, t: float) -> EpochSoFar:
+        found = self.epochs.setdefault(number, EpochSoFar(number, t))
         found.started_s = min(found.started_s, t)
         return found
 
-    def node(self, attempt: int, t: float) -> _Node:
-        return self.nodes.setdefault(str(attempt), _Node(str(attempt), attempt, t))
+    def node(self, attempt: int, t: float) -> NodeSoFar:
+        return self.nodes.setdefault(str(attempt), NodeSoFar(str(attempt), attempt, t))
 
     def add(self, stamped: Stamped) -> None:
         t = stamped.t
@@ -309,14 +197,14 @@ class _Maker:
             attempt = self.attempt_of.setdefault(member, int(by_name[1]) if by_name else 0)
             if str(attempt) not in self.nodes:
                 started_s = self.agents.get(member)
-                self.nodes[member] = _Node(
+                self.nodes[member] = NodeSoFar(
                     member, attempt, started_s or self.now_s, up_s=started_s, stranger=True
                 )
             self.of_member(member).members.append(member)
         for node in self.nodes.values():
             node.members.sort(key=lambda m: (self.agents.get(m, 0.0), m))
 
-    def of_member(self, member: str) -> _Node:
+    def of_member(self, member: str) -> NodeSoFar:
         return self.nodes.get(member) or self.nodes[str(self.attempt_of[member])]
 
     def end_epochs(self) -> None:
@@ -331,13 +219,12 @@ class _Maker:
             ends = [t for t, _ in epoch.left] + gone
             if after is not None:
                 ends.append(self.epochs[after].started_s)
-            epoch.over = (
+            if (
                 after is not None
                 or bool(epoch.left)
                 or epoch.session_ended is not None
                 or bool(gone)
-            )
-            if epoch.over:
+            ):
                 epoch.end = max(since, ns(min(ends))) if ends else since
 
     def end_strangers(self) -> None:
@@ -369,10 +256,10 @@ class _Maker:
             nusd={b: sum(a.nusd[b] for a in attempts) for b in BUCKETS},
         )
 
-    def row(self, node: _Node) -> AttemptRow:
+    def row(self, node: NodeSoFar) -> AttemptRow:
         ended = node.ended
         price = node.number("usd_per_h")
-        segments: list[Segment] = []
+        segments: list[LabelledSpan] = []
         if node.up_s is not None:
             start = ns(node.up_s)
             end = max(start, ns(self.now_s if node.gone_s is None else node.gone_s))
@@ -402,17 +289,15 @@ class _Maker:
             nusd=apportion(nusd, spent),
         )
 
-    def segments(self, node: _Node, start: int, end: int) -> list[Segment]:
+    def segments(self, node: NodeSoFar, start: int, end: int) -> list[LabelledSpan]:
         """What [start, end) of one node was used for."""
         mine, around = self.epochs_of(node), self.around(node, start, end)
         if any(e.large for e in mine):
-            found = share([e.world_time for e in mine], around, start, end)
-            if found is not None:
-                return found
+            return share([e.world_time for e in mine], around, start, end, self.overlaps)
         layers = [segment for e in mine for segment in e.layers()]
         return paint([*layers, *around], start, end)
 
-    def epochs_of(self, node: _Node) -> list[_Epoch]:
+    def epochs_of(self, node: NodeSoFar) -> list[EpochSoFar]:
         numbers = {n for m in node.members for n in self.epochs_with.get(m, ())}
         return [self.epochs[n] for n in sorted(numbers)]
 
@@ -425,22 +310,27 @@ class _Maker:
                 found[member].append(number)
         return found
 
-    def around(self, node: _Node, start: int, end: int) -> list[Segment]:
+    @functools.cached_property
+    def windows(self) -> tuple[Ints, Ints, Ints]:
+        """Of all epochs with steps: begins, ends, numbers."""
+        found = [(*e.window, n) for n, e in self.epochs.items() if e.window]
+        begun, over, numbers = np.array(found, np.int64).reshape(-1, 3).T
+        return begun, over, numbers
+
+    def around(self, node: NodeSoFar, start: int, end: int) -> list[LabelledSpan]:
         """What is known of [start, end) of one node outside of its epochs' steps; `paint` settles
         what overlaps."""
         mine = self.epochs_of(node)
         numbers = {e.number for e in mine}
-        theirs = [
-            e.window
-            for e in self.epochs.values()
-            if e.window and e.window[0] < end and e.window[1] > start and e.number not in numbers
-        ]
+        begun, over, of_epoch = self.windows
+        near = np.flatnonzero((begun < end) & (over > start))
+        theirs = [(int(begun[i]), int(over[i])) for i in near if int(of_epoch[i]) not in numbers]
         # An epoch that this node did not live to see the first step of is no part of its life.
         windows = [e.window for e in mine if e.window and e.window[0] < end and e.window[1] > start]
         if not windows:
             return [(start, end, "start")]
         first, last = min(w[0] for w in windows), max(w[1] for w in windows)
-        layers: list[Segment] = [(start, first, "start")]
+        layers: list[LabelledSpan] = [(start, first, "start")]
         if node.gone_s is not None:
             layers.append((last, end, "drain"))
         elif not mine[-1].over and mine[-1].window:  # in the middle of its next step
@@ -495,7 +385,7 @@ class _Maker:
                 previous = max(previous or 0, e.window[1])
         return rows
 
-    def why_ended(self, e: _Epoch, after: _Epoch | None) -> str:
+    def why_ended(self, e: EpochSoFar, after: EpochSoFar | None) -> str:
         """In words, from what its members left behind."""
         if not e.over:
             return ""

@@ -1,7 +1,7 @@
 """A run as it goes on: a live view on a terminal, plain lines elsewhere, JSON for programs.
 `harness status` and `harness launch`.
 
-`State` is a fold of facts that does not care in which order they come: seats flush at their own
+`LiveState` is a fold of facts that does not care in which order they come: seats flush at their own
 pace, so a worker's fact may be seen before the controller's that caused it. Greater epochs and
 later times win, and a rewind is nothing but a greater epoch.
 """
@@ -25,27 +25,25 @@ from rich.text import Text
 from harness.bucket.journal import Follower
 from harness.core.facts import Stamped
 from harness.views.report import unread_text
-from harness.views.watching import (
-    EVENTS_SHOWN,
-    PROGRESS_EVERY_S,
-    LeaseWatch,
-    State,
-    about,
-    describe,
-    number_rows,
-    progress_line,
-)
+from harness.views.telling import about, describe, number_rows, progress_line
+from harness.views.watching import LeaseWatch, LiveState
 from harness.views.words import clock, percent, plural
 from storage.errors import StoreUnavailable
 from storage.objects import ObjectStore
 from storage.text import Console as Terminal
 from storage.text import plain
 
+EVENTS_SHOWN = 6
+PROGRESS_EVERY_S = 5.0  # of plain output
 MOST_SEGMENTS = 6  # that one poll reads; with what else it asks for, ten requests
 
 
 def render(
-    state: State, now: float, url: str = "", controller: bool | None = None, silent_s: float = 0.0
+    state: LiveState,
+    now: float,
+    url: str = "",
+    controller: bool | None = None,
+    silent_s: float = 0.0,
 ) -> RenderableType:
     """The screen."""
     colour = {
@@ -90,7 +88,7 @@ def render(
     return Group(*parts)
 
 
-def _headline(state: State, now: float, url: str, colour: str) -> Text:
+def _headline(state: LiveState, now: float, url: str, colour: str) -> Text:
     head = Text(overflow="ellipsis", no_wrap=True)
     head.append(state.run_state, style=f"bold {colour}")
     head.append(f"  step {state.step:,}", style="bold")
@@ -104,7 +102,7 @@ def _headline(state: State, now: float, url: str, colour: str) -> Text:
     return head
 
 
-def _node_table(state: State, now: float) -> Table:
+def _node_table(state: LiveState, now: float) -> Table:
     table = Table.grid(padding=(0, 2))
     for n in state.shown_nodes(now):
         style, words = state.node_state(n, now)
@@ -127,7 +125,7 @@ def _node_table(state: State, now: float) -> Table:
     return table
 
 
-def _newest_events(state: State) -> Iterator[Text]:
+def _newest_events(state: LiveState) -> Iterator[Text]:
     for event in state.events[-EVENTS_SHOWN:]:
         style, words = describe(event.fact, state) or ("", "")
         yield Text.assemble(
@@ -149,7 +147,7 @@ class LiveView:
     store: ObjectStore
     console: Console
     now: Callable[[], float] = time.time
-    state: State = field(default_factory=State)
+    state: LiveState = field(default_factory=LiveState)
     controller: bool | None = None
     _follower: Follower = field(init=False)
     _lease: LeaseWatch = field(init=False)
@@ -164,7 +162,7 @@ class LiveView:
         self._follower = Follower(self.store, most=MOST_SEGMENTS)
         self._lease = LeaseWatch(self.store)
 
-    def poll(self) -> State:
+    def poll(self) -> LiveState:
         """Read what is new and show it."""
         fresh = self.read()
         if self.console.is_terminal and not self.console.is_dumb_terminal:
@@ -240,7 +238,7 @@ def follow(
     poll_s: float = 1.0,
     now: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
-) -> State:
+) -> LiveState:
     """Show a run until `stop()`, or (`until_ended`) until it has ended. Where `stop()` holds from
     the start: one picture.
 

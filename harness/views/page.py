@@ -12,6 +12,7 @@ from importlib import resources
 from harness.views.charts import esc, loss_chart, loss_legend, timeline, timeline_legend
 from harness.views.painting import BUCKETS, NANO
 from harness.views.report import MEANING, attempt_end, money_rows, refusals, snapshot_rows, verdict
+from harness.views.rows import BAD_ENDS
 from harness.views.summary import Summary
 from harness.views.words import clock, duration, money, number, percent, plural, spread, steps_text
 
@@ -210,13 +211,7 @@ def _attempts(s: Summary) -> str:
         return f"<p>{refusals(refused)}</p>" if refused else ""
     rows = []
     for a in used:
-        tone = (
-            "bad"
-            if a.end in ("failed", "preempted", "lost", "unfit", "refused")
-            else "good"
-            if a.end == "finished"
-            else ""
-        )
+        tone = "bad" if a.end in BAD_ENDS else "good" if a.end == "finished" else ""
         share = f"{percent(a.ns['useful'] / a.billed_ns)}" if a.billed_ns else "–"
         mini = "".join(
             f'<i class="b-{b}" style="flex:{a.ns[b]} 0 0"></i>' for b in BUCKETS if a.ns[b]

@@ -9,8 +9,8 @@ BUCKETS = ("useful", "redone", "snapshot", "start", "reform", "drain", "idle", "
 # the first one gets the time
 PRECEDENCE = ("snapshot", "useful", "redone", "other", "start", "drain", "idle", "reform")
 NANO = 1_000_000_000
-Interval = tuple[int, int]  # [from, to) in nanoseconds
-Segment = tuple[int, int, str]  # ... and a bucket
+Span = tuple[int, int]  # [from, to) in nanoseconds
+LabelledSpan = tuple[int, int, str]  # ... and a bucket
 
 
 def ns(seconds: float) -> int:
@@ -18,7 +18,7 @@ def ns(seconds: float) -> int:
 
 
 # ---- painting time -------------------------------------------------------------------------------
-def paint(layers: Iterable[Segment], start: int, end: int) -> list[Segment]:
+def paint(layers: Iterable[LabelledSpan], start: int, end: int) -> list[LabelledSpan]:
     """Cut [start, end) into segments without gap or overlap, each in the bucket of highest
     precedence that covers it (`reform` where none does). Neighbours of one bucket are joined."""
     level = {bucket: i for i, bucket in enumerate(PRECEDENCE)}
@@ -29,7 +29,7 @@ def paint(layers: Iterable[Segment], start: int, end: int) -> list[Segment]:
             cuts += [(a, level[bucket], 1), (b, level[bucket], -1)]
     cuts.sort()
     open_ = [0] * len(PRECEDENCE)
-    painted: list[Segment] = []
+    painted: list[LabelledSpan] = []
     at = start
     for t, i, change in [*cuts, (end, 0, 0)]:
         if t > at:
@@ -43,7 +43,7 @@ def paint(layers: Iterable[Segment], start: int, end: int) -> list[Segment]:
     return painted
 
 
-def totals(segments: Iterable[Segment]) -> dict[str, int]:
+def totals(segments: Iterable[LabelledSpan]) -> dict[str, int]:
     found = dict.fromkeys(BUCKETS, 0)
     for a, b, bucket in segments:
         found[bucket] += b - a

@@ -1,8 +1,9 @@
 """Proofs of single objects, made by several processes and remembered: what `harness verify` does a
 million times.
 
-A proof is a function of an object's key, its bytes and a context, and nothing else; it gives bytes.
-So it can be made anywhere, and made once: a verification that was interrupted goes on where it was.
+A proof is a function of an object's key, its bytes and a context, by the rules of this code
+(`RULES`), and of nothing else; it gives bytes. So it can be made anywhere, and made once: a
+verification that was interrupted goes on where it was.
 What is remembered is believed only of an object that has the very same bytes as then, so every
 object is read and hashed each time; only its lines are not taken apart again.
 """
@@ -23,6 +24,8 @@ from storage.objects import ObjectStore, get_each
 Prove = Callable[[str, bytes, str], bytes]  # key, content, context; a function of a module
 AHEAD = 4  # objects for each process that are on their way
 FEW = 64  # objects that are not worth a process
+# Another number when a rule or the form of a proof changes: what older code proved is not believed.
+RULES = 1
 
 
 class Prover:
@@ -83,7 +86,8 @@ class Prover:
     ) -> tuple[bytes, Future[bytes] | bytes | None]:
         if data is None:
             return b"", None
-        name = digest("\0".join((prove.__name__, key, context, digest(data))).encode()).encode()
+        about = (str(RULES), prove.__module__, prove.__name__, key, context, digest(data))
+        name = digest("\0".join(about).encode()).encode()
         if (known := self._recall(name)) is not None:
             self.remembered += 1
             return b"", known
@@ -104,7 +108,10 @@ class Prover:
         """Where each proof lies, and where the last whole one ends."""
         at = 0
         while len(head := file.read(80)) == 80:
-            length = int(head[32:48], 16)
+            try:
+                length = int(head[32:48], 16)
+            except ValueError:  # such as zeros, where a machine lost power
+                break
             body = file.read(length)
             if len(body) < length or digest(body).encode() != head[48:]:
                 break

@@ -30,7 +30,7 @@ from harness.core.facts import (
     Unreadable,
 )
 from harness.views.painting import BUCKETS, NANO
-from harness.views.rows import AttemptRow
+from harness.views.rows import BAD_ENDS, AttemptRow
 from harness.views.words import (
     cost_text,
     duration,
@@ -208,7 +208,7 @@ def _attempts_table(s: Summary) -> Any:
     for a in _newest(table, used):
         up = "–" if a.up_s is None else f"+{duration(a.up_s - s.started_s)}"
         useful = percent(a.ns["useful"] / a.billed_ns) if a.billed_ns else "–"
-        style = "red" if a.end in ("failed", "preempted", "lost", "unfit", "refused") else ""
+        style = "red" if a.end in BAD_ENDS else ""
         table.add_row(
             Text(plain(a.name)),
             Text(plain(a.offer or a.accelerator)),

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 from harness.views.painting import NANO
 
 if TYPE_CHECKING:
-    from harness.views.painting import Segment
+    from harness.views.painting import LabelledSpan
+
+# AttemptEnded.end of nodes that nobody wanted to go
+BAD_ENDS = ("failed", "preempted", "lost", "unfit", "refused")
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -54,7 +57,7 @@ class AttemptRow(Billed):
     end: str  # facts.AttemptEnded.end; "" while it lives
     reason: str
     exit_code: int | None
-    segments: tuple[Segment, ...]
+    segments: tuple[LabelledSpan, ...]
     ns: dict[str, int]  # by bucket; adds up to billed_ns
     nusd: dict[str, int]  # 1e-9 USD by bucket; adds up to billed_nusd
 

@@ -7,7 +7,7 @@ some minutes; only where a piece is cut is it looked at more closely. Exact to t
 
 from __future__ import annotations
 
-import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -15,10 +15,14 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.views.painting import PRECEDENCE, Segment, paint
+from harness.views.painting import PRECEDENCE, LabelledSpan, paint
 
 Ints: TypeAlias = NDArray[np.int64]
+LevelSums: TypeAlias = list[int]  # nanoseconds by level
+Piece: TypeAlias = tuple[int, int, LevelSums]  # from, to
 PIECE = 1024  # segments that are told as one
+# of one node; more are told in so many groups, each bucket by bucket
+MOST_SEGMENTS, GROUPS = 512, 128
 NOTHING = len(PRECEDENCE)
 LEVEL = {bucket: i for i, bucket in enumerate(PRECEDENCE)}
 
@@ -67,63 +71,112 @@ def painted(starts: Ints, ends: Ints, levels: Ints) -> Spans:
     return Spans(at[:-1][covered], at[1:][covered], kept[:-1][covered])
 
 
-class World:
+class PaintedEpoch:
     """The painted time of one epoch, ready to be shared out."""
 
     def __init__(self, spans: Spans):
         self.spans = spans
-        cuts = np.arange(0, len(spans.starts), PIECE)
+        count, lengths = len(spans.starts), spans.ends - spans.starts
         gaps = np.flatnonzero(spans.starts[1:] != spans.ends[:-1]) + 1
-        self._cuts: Ints = np.union1d(cuts, gaps).astype(np.int64)
-        # [from, to) of each piece, without a gap inside
-        self.starts: Ints = spans.starts[self._cuts]
-        stops = np.append(self._cuts[1:], len(spans.starts))
-        self.ends: Ints = spans.ends[stops - 1] if len(stops) and len(self._cuts) else self.starts
-        self._sums: Ints = np.zeros((len(self._cuts), NOTHING + 1), np.int64)
-        if len(self._cuts):
-            lengths = spans.ends - spans.starts
-            for level in range(NOTHING):
-                of_level = np.where(spans.levels == level, lengths, 0)
-                self._sums[:, level] = np.add.reduceat(of_level, self._cuts)
+        # where a piece begins: none has a gap inside
+        cuts: Ints = np.union1d(np.arange(0, count, PIECE), gaps).astype(np.int64)
+        sums: Ints = np.zeros((len(cuts), NOTHING + 1), np.int64)
+        for level in range(NOTHING if count else 0):
+            of_level = np.where(spans.levels == level, lengths, 0)
+            sums[:, level] = np.add.reduceat(of_level, cuts)
+        # plain numbers: each is asked for one by one, by every node
+        self._begun: list[int] = spans.starts[cuts].tolist()
+        self._over: list[int] = spans.ends[np.append(cuts, count)[1:] - 1].tolist()
+        self._sums: list[LevelSums] = sums.tolist()
 
-    @property
-    def extent(self) -> tuple[int, int] | None:
-        return (int(self.starts[0]), int(self.ends[-1])) if len(self.starts) else None
-
-    def pieces(self, start: int, end: int) -> list[tuple[int, int, Ints]]:
-        """(from, to, nanoseconds by level) of [start, end)."""
-        found: list[tuple[int, int, Ints]] = []
-        for i in range(len(self.starts)):
-            a, b = max(start, int(self.starts[i])), min(end, int(self.ends[i]))
-            if a >= b:
-                continue
-            whole = (a, b) == (self.starts[i], self.ends[i])
-            sums = self._sums[i] if whole else self.spans.clipped(a, b).totals()
-            found.append((a, b, sums))
+    def pieces(self, start: int, end: int) -> list[Piece]:
+        """Of [start, end)."""
+        found: list[Piece] = []
+        for i in range(bisect_right(self._over, start), bisect_left(self._begun, end)):
+            a, b = self._begun[i], self._over[i]
+            if start <= a and b <= end:
+                found.append((a, b, self._sums[i]))
+            else:
+                a, b = max(a, start), min(b, end)
+                found.append((a, b, self.spans.clipped(a, b).totals().tolist()))
         return found
 
 
+# of pieces of several worlds: their sums
+Overlaps: TypeAlias = dict[tuple[tuple[PaintedEpoch, ...], int, int], LevelSums]
+
+
 def share(
-    worlds: Sequence[World], layers: Sequence[Segment], start: int, end: int
-) -> list[Segment] | None:
+    worlds: Sequence[PaintedEpoch],
+    layers: Sequence[LabelledSpan],
+    start: int,
+    end: int,
+    known: Overlaps,
+) -> list[LabelledSpan]:
     """As `paint` of all layers of these worlds and `layers`, all of them of lower precedence or
-    `other`; in each piece bucket by bucket. None: two of the worlds overlap in [start, end)."""
-    pieces = sorted(
-        (piece for world in worlds for piece in world.pieces(start, end)), key=lambda p: p[:2]
-    )
-    if any(b > a for (_, b, _), (a, _, _) in itertools.pairwise(pieces)):
-        return None
+    `other`; in each piece bucket by bucket. `known`: remembers, for nodes of the same worlds."""
+    pieces = _apart(worlds, start, end, known)
     inside = [(a, b, "snapshot") for a, b, _ in pieces]  # nothing goes before it
-    found: list[Segment] = []
+    found: list[LabelledSpan] = []
     at = 0
     for a, b, bucket in paint([*layers, *inside], start, end):
         if bucket != "snapshot":
             found.append((a, b, bucket))
             continue
         while at < len(pieces) and pieces[at][1] <= b:  # neighbours were joined
-            t = pieces[at][0]
-            for level in np.flatnonzero(pieces[at][2]).tolist():
-                found.append((t, t + int(pieces[at][2][level]), PRECEDENCE[level]))
-                t = found[-1][1]
+            found += _told(pieces[at][0], pieces[at][2])
             at += 1
+    return _coarse(found) if len(found) > MOST_SEGMENTS else found
+
+
+def _apart(worlds: Sequence[PaintedEpoch], start: int, end: int, known: Overlaps) -> list[Piece]:
+    """The pieces of all worlds in [start, end), in order. Those that overlap (a world that did not
+    know yet that it was replaced) are one."""
+    found: list[tuple[int, int, LevelSums, tuple[PaintedEpoch, ...]]] = []
+    pieces = [(*piece, world) for world in worlds for piece in world.pieces(start, end)]
+    for a, b, sums, world in sorted(pieces, key=lambda p: p[:2]):
+        if found and a < found[-1][1]:
+            first, last, _, others = found[-1]
+            both = others if world in others else (*others, world)
+            found[-1] = (first, max(b, last), sums, both)
+        else:
+            found.append((a, b, sums, (world,)))
+    return [
+        (a, b, sums if len(of) == 1 else _together(of, a, b, known)) for a, b, sums, of in found
+    ]
+
+
+def _together(worlds: tuple[PaintedEpoch, ...], start: int, end: int, known: Overlaps) -> LevelSums:
+    """Nanoseconds by level of what any of them covers."""
+    if (worlds, start, end) not in known:
+        clipped = [world.spans.clipped(start, end) for world in worlds]
+        spans = painted(
+            np.concatenate([one.starts for one in clipped]),
+            np.concatenate([one.ends for one in clipped]),
+            np.concatenate([one.levels for one in clipped]),
+        )
+        known[worlds, start, end] = spans.totals().tolist()
+    return known[worlds, start, end]
+
+
+def _told(start: int, sums: LevelSums) -> list[LabelledSpan]:
+    """A piece, bucket by bucket."""
+    found: list[LabelledSpan] = []
+    for level, spent in enumerate(sums):
+        if spent:
+            end = start + spent
+            found.append((start, end, PRECEDENCE[level]))
+            start = end
+    return found
+
+
+def _coarse(segments: list[LabelledSpan]) -> list[LabelledSpan]:
+    """The same sums in fewer segments."""
+    found: list[LabelledSpan] = []
+    size = -(-len(segments) // GROUPS)
+    for i in range(0, len(segments), size):
+        sums = [0] * (NOTHING + 1)
+        for a, b, bucket in segments[i : i + size]:
+            sums[LEVEL[bucket]] += b - a
+        found += _told(segments[i][0], sums)
     return found

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from harness.bucket.archive import read_past
-from harness.bucket.epochs import epoch_numbers, read_epoch
-from harness.bucket.layout import IDENTITY, Identity
+from harness.bucket.epochs import epoch_numbers
+from harness.bucket.layout import IDENTITY, Epoch, Identity, epoch_key
 from harness.bucket.recorded import read_committed
 from harness.core import columns
 from harness.core import prices as egress
@@ -39,7 +39,7 @@ from harness.views.report import unread_text
 from harness.views.rows import EpochRow
 from storage.errors import NotFound
 from storage.manifest import Manifest, SnapshotCorrupt
-from storage.objects import ObjectStore
+from storage.objects import ObjectStore, get_each
 from storage.snapshots import Snapshots
 
 MOST_POINTS = 20_000  # of a curve
@@ -58,7 +58,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Mark:
+class TimelineMark:
     """Something that happened at one moment."""
 
     t: float
@@ -89,7 +89,7 @@ class Summary:
     validation: tuple[tuple[int, float], ...]
     snapshots: tuple[SnapshotCommitted, ...]
     kept: int  # snapshots that are in the bucket now
-    marks: tuple[Mark, ...]
+    marks: tuple[TimelineMark, ...]
     session: SessionStarted | None
     asked: RunAsked | None
     problems: tuple[str, ...] = ()
@@ -125,32 +125,35 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
     StoreError."""
     problems: list[str] = []
     past = read_past(store)
+    steps = columns.newest_told(past.steps)
     facts = [s for s in past.facts if not isinstance(s.fact, Unreadable)]
     unread = [s.fact for s in past.facts if isinstance(s.fact, Unreadable)]
     if unread:
         problems.append(f"{unread_text(unread)}; the numbers below may be wrong")
     facts += _lost_epochs(store, facts)
+    del past
     manifest, kept = _newest(store, problems)
     records = _records(store, manifest, problems)
     ended = [s.fact for s in facts if isinstance(s.fact, (RunEnded, LeaseTaken))]
     last = ended[-1] if ended and isinstance(ended[-1], RunEnded) else None
     final = bool(manifest and Snapshots(store).ended(manifest))
     over = last is not None or (final and not ended)
-    told_s = [*(s.t for s in facts), *([float(past.steps["end"].max())] if len(past.steps) else [])]
+    told_s = [*(s.t for s in facts), *([float(steps["end"].max())] if len(steps) else [])]
     until_s = max(told_s, default=now()) if over else now()
-    ledger = Ledger.of(facts, records, until_s, past.steps)
+    ledger = Ledger.of(facts, records, until_s, steps)
     if over:  # what nodes did after the controller's last word belongs to it
         until_s = max([until_s, *(a.gone_s for a in ledger.attempts if a.gone_s)])
+    started_s = min((s.t for s in facts), default=until_s)
     sessions = [s.fact for s in facts if isinstance(s.fact, SessionStarted)]
-    curve, lost = _curves(past.steps, records.rows, ledger.epochs)
+    curve, lost = _curves(steps, records.rows, ledger.epochs)
     name, validation = _validation(facts, records, ledger.epochs)
     return Summary(
         url=store.url,
         state=last.outcome if last else "finished" if final else "going on",
         reason=last.reason if last else "",
         step=manifest.step if manifest else 0,
-        total_steps=max((s.total_steps for s in sessions), key=lambda n: n, default=0),
-        started_s=min((s.t for s in facts), default=until_s),
+        total_steps=max((s.total_steps for s in sessions), default=0),
+        started_s=started_s,
         ended_s=until_s,
         away_s=_away(facts),
         ledger=ledger,
@@ -164,9 +167,7 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
         session=sessions[-1] if sessions else None,
         asked=next((s.fact for s in reversed(facts) if isinstance(s.fact, RunAsked)), None),
         problems=tuple(problems),
-        store=egress.estimate(
-            store.url, facts, kept, until_s - min((s.t for s in facts), default=until_s)
-        ),
+        store=egress.estimate(store.url, facts, kept, until_s - started_s),
     )
 
 
@@ -175,15 +176,16 @@ def _lost_epochs(store: ObjectStore, facts: list[Stamped]) -> list[Stamped]:
     who was in."""
     told = {s.fact.epoch for s in facts if isinstance(s.fact, EpochStarted)}
     begun = {s.fact.epoch: s.t for s in facts if isinstance(s.fact, SessionStarted)}
+    lost = [n for n in epoch_numbers(store) if n in begun and n not in told]
     found: list[Stamped] = []
-    for number in epoch_numbers(store):
-        if number in told or number not in begun:
-            continue
+    objects = get_each(store, map(epoch_key, lost))
+    for number, (_, data) in zip(lost, objects, strict=True):
         # `harness verify` names what is damaged
-        with contextlib.suppress(BadObject, NotFound):
-            epoch = read_epoch(store, number)
-            fact = EpochStarted(number, epoch.members, epoch.world, epoch.reason)
-            found.append(Stamped(begun[number], "rendezvous", fact))
+        with contextlib.suppress(BadObject):
+            epoch = Epoch.decode(data or b"")
+            if epoch.epoch == number:
+                fact = EpochStarted(number, epoch.members, epoch.world, epoch.reason)
+                found.append(Stamped(begun[number], "rendezvous", fact))
     return found
 
 
@@ -235,11 +237,13 @@ def _curves(
     """Committed steps (and those of a living world after its newest snapshot), and lost ones. Of
     very many every so many-th, and each epoch's first and last."""
     living = [e.epoch for e in epochs if not e.ended]
-    more = columns.without(columns.newest_told(told), committed)
+    more = columns.without(told, committed)
     lives = np.isin(more["epoch"], living) if len(committed) else np.ones(len(more), bool)
-    curve = np.sort(columns.joined([committed, more[lives]]), order=["step", "epoch"])
-    lost = np.sort(more[~lives], order=["epoch", "step"])
-    return tuple(map(_point, _thinned(curve))), tuple(map(_point, _thinned(lost)))
+    curve = columns.joined([committed, more[lives]])
+    curve = _thinned(curve[np.lexsort((curve["epoch"], curve["step"]))])
+    # in the order of epochs, as they were told
+    lost = _thinned(more[~lives])
+    return tuple(map(_point, curve)), tuple(map(_point, lost))
 
 
 def _thinned(rows: Columns) -> Columns:
@@ -287,8 +291,8 @@ def _validation(
     return (best[0], tuple(sorted(by_name[best[0]].items()))) if best else ("", ())
 
 
-def _marks(facts: list[Stamped]) -> tuple[Mark, ...]:
-    marks: list[Mark] = []
+def _marks(facts: list[Stamped]) -> tuple[TimelineMark, ...]:
+    marks: list[TimelineMark] = []
     for s in facts:
         match s.fact:
             case WorkerFailed() as f:
@@ -296,13 +300,17 @@ def _marks(facts: list[Stamped]) -> tuple[Mark, ...]:
                     f"rank {f.rank} of epoch {f.epoch} ({f.member}) ended with {f.error}: "
                     f"{f.message}"
                 )
-                marks.append(Mark(s.t, "failed", text, f.log_tail))
+                marks.append(TimelineMark(s.t, "failed", text, f.log_tail))
             case GuardTripped(step, _, what, value):
-                marks.append(Mark(s.t, "guard", f"step {step}: {what} ({value:g})"))
+                marks.append(TimelineMark(s.t, "guard", f"step {step}: {what} ({value:g})"))
             case SnapshotFailed(step, _, why):
-                marks.append(Mark(s.t, "snapshot failed", f"snapshot of step {step}: {why}"))
+                marks.append(
+                    TimelineMark(s.t, "snapshot failed", f"snapshot of step {step}: {why}")
+                )
             case SnapshotQuarantined(step, epoch, why):
                 marks.append(
-                    Mark(s.t, "quarantined", f"snapshot of step {step} (epoch {epoch}): {why}")
+                    TimelineMark(
+                        s.t, "quarantined", f"snapshot of step {step} (epoch {epoch}): {why}"
+                    )
                 )
     return tuple(marks)

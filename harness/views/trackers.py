@@ -63,8 +63,7 @@ from harness.core.values import BadObject, digest
 from harness.core.world import BadInput
 from harness.views.committed import MAX_BATCH_STEPS, committed
 from harness.views.plugins import KNOWN, Account, Place, RunInfo, build
-from harness.views.stream import newest_header
-from harness.views.telling import (
+from harness.views.publishing import (
     Telling,
     about_of,
     brief,
@@ -72,6 +71,7 @@ from harness.views.telling import (
     renderer_of,
     writer_of,
 )
+from harness.views.stream import newest_header
 from harness.views.wandb_offline import write_offline
 from storage.errors import NotFound, StoreUnavailable
 from storage.objects import ObjectStore, checked_key

@@ -6,20 +6,18 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.bucket.layout import LEASES, RELEASED, newest_term, term_key
-from harness.bucket.lease import TTL_S
+from harness.bucket.layout import RELEASED
+from harness.bucket.lease import TTL_S, sign_of_life
 from harness.core import facts as f
 from harness.core.facts import Stamped
 from harness.core.values import amount
-from harness.views.words import clock, duration, money, nbytes, number, percent, plural
-from storage.errors import NotFound
+from harness.views.rows import BAD_ENDS
+from harness.views.telling import describe
 from storage.objects import ObjectStore
-from storage.text import plain
 
-EVENTS_SHOWN, EVENTS_KEPT = 6, 200
+EVENTS_KEPT = 200
 GONE_SHOWN_S = 20.0  # how long a node that is gone stays on the screen
 RATE_STEPS = 20  # the speed shown is that of so many steps
-PROGRESS_EVERY_S = 5.0  # of plain output
 STEPS_KEPT = 64
 
 
@@ -67,7 +65,7 @@ class NodeView:
 
 
 @dataclass
-class State:
+class LiveState:
     """Everything the view shows, folded from facts by `apply` in any order."""
 
     nodes: dict[str, NodeView] = field(default_factory=dict)
@@ -75,7 +73,6 @@ class State:
     epochs: dict[int, f.EpochStarted] = field(default_factory=dict)
     left: dict[int, dict[str, str]] = field(default_factory=dict)  # epoch -> member -> why
     sessions: dict[int, f.SessionStarted] = field(default_factory=dict)
-    newest: int = 0  # world that was told of
     # (epoch, step): the newest few
     steps: dict[tuple[int, int], f.StepDone] = field(default_factory=dict)
     validated: tuple[tuple[int, int], dict[str, float]] | None = None
@@ -83,8 +80,7 @@ class State:
     asked: tuple[float, f.RunAsked] | None = None
     lease: tuple[float, f.LeaseTaken] | None = None
     ended: tuple[float, f.RunEnded] | None = None
-    started_s: float = math.inf
-    last_s: float = -math.inf
+    span_s: tuple[float, float] = (math.inf, -math.inf)  # of what was told
     session_ends: dict[int, str] = field(default_factory=dict)  # epoch -> why
     # what is worth a line, by time; put into words when shown
     events: list[Stamped] = field(default_factory=list)
@@ -96,7 +92,7 @@ class State:
         if isinstance(fact, f.Unreadable):
             self.unread.append(fact)
             return
-        self.started_s, self.last_s = min(self.started_s, t), max(self.last_s, t)
+        self.span_s = min(self.started_s, t), max(self.last_s, t)
         match fact:
             case f.RunAsked():
                 self.asked = _later(self.asked, (t, fact))
@@ -127,12 +123,10 @@ class State:
                 self.of_member(member).cancelled.add((member, id))
             case f.EpochStarted():
                 self.epochs[fact.epoch] = fact
-                self.newest = max(self.newest, fact.epoch)
             case f.EpochLeft(epoch, member, why):
                 self.left.setdefault(epoch, {})[member] = why
             case f.SessionStarted():
                 self.sessions[fact.epoch] = fact
-                self.newest = max(self.newest, fact.epoch)
             case f.SessionEnded(epoch, _, why):
                 self.session_ends[epoch] = why
             case f.StepDone():
@@ -173,9 +167,18 @@ class State:
 
     # -- reading --
     @property
+    def started_s(self) -> float:
+        return self.span_s[0]
+
+    @property
+    def last_s(self) -> float:
+        return self.span_s[1]
+
+    @property
     def epoch(self) -> int:
         """The newest world."""
-        return max(self.newest, max((e for e, _ in self.steps), default=0))
+        found = (self.epochs, self.sessions, (e for e, _ in self.steps))
+        return max(max(numbers, default=0) for numbers in found)
 
     @property
     def session(self) -> f.SessionStarted | None:
@@ -237,11 +240,8 @@ class State:
         started = self.epochs.get(self.epoch)
         if started is None or self.over:
             return []
-        return [
-            m
-            for m in started.members
-            if m not in self.left.get(self.epoch, {}) and self.of_member(m).alive
-        ]
+        left = self.left.get(started.epoch, {})
+        return [m for m in started.members if m not in left and self.of_member(m).alive]
 
     def ranks(self, member: str) -> range | None:
         started = self.epochs.get(self.epoch)
@@ -326,13 +326,7 @@ class State:
     def node_state(self, n: NodeView, now: float) -> tuple[str, str]:
         """Style and words."""
         if n.ended is not None:
-            return "red" if n.ended.end in (
-                "preempted",
-                "lost",
-                "failed",
-                "unfit",
-                "refused",
-            ) else "dim", n.ended.end
+            return "red" if n.ended.end in BAD_ENDS else "dim", n.ended.end
         member = n.member
         if member and member in n.agent_ended:
             return "dim", "leaving"
@@ -351,101 +345,6 @@ def _later(old: tuple[float, Any] | None, new: tuple[float, Any]) -> tuple[float
     return new if old is None or new[0] >= old[0] else old
 
 
-def describe(fact: f.Fact, state: State) -> tuple[str, str] | None:
-    """One event in words: style and text. None: not worth a line."""
-
-    def who(member: str) -> str:
-        name = state.attempt_of.get(member, member)
-        return f"node {name}"
-
-    match fact:
-        case f.RunAsked(task, low, high, policy):
-            return "bold", f"launch {task} on {low} to {high} nodes, policy {policy}"
-        # asking and being refused is no event: in an outage there would be nothing else
-        case f.AttemptUp(attempt):
-            node = state.nodes.get(str(attempt))
-            return "cyan", f"node {attempt} is up" + (
-                f" on {node.offer}" if node and node.offer else ""
-            )
-        case f.AttemptEnded() if fact.end != "no-capacity":
-            style = {"finished": "green", "drained": "", "terminated": ""}.get(fact.end, "red")
-            return style, f"node {fact.attempt}: {fact.end}" + (
-                f" ({fact.reason})" if fact.reason and fact.reason != fact.end else ""
-            )
-        case f.NoticeSeen(member, source, kind, _, deadline):
-            until = "" if deadline is None else f", deadline {clock(deadline)[11:]}"
-            return "yellow", f"{who(member)}: {kind} notice from {source}{until}"
-        case f.NoticeAcknowledged(member, _, heard):
-            return (
-                "",
-                f"{who(member)}: the cloud {'was told' if heard else 'could not be told'} that it "
-                "has gone",
-            )
-        case f.AttemptDoubted(attempt, doubted):
-            return (
-                "",
-                f"node {attempt}: "
-                + ("may not stay; another one is looked for" if doubted else "stays after all"),
-            )
-        case f.NoticeCancelled(member):
-            return "", f"{who(member)}: notice cancelled"
-        case f.EpochStarted(epoch, members, world, reason):
-            names = " ".join(state.attempt_of.get(m, m) for m in members)
-            return (
-                "bold",
-                f"epoch {epoch} ({reason}): {plural(world, 'rank')} on "
-                f"{plural(len(members), 'node')} ({names})",
-            )
-        case f.SessionStarted():
-            accumulation = f", accumulation {max(fact.shares)}" if fact.shares else ""
-            verb = (
-                f"resumed from step {fact.resumed_step} in {duration(fact.restore_s)}"
-                if fact.resumed_step
-                else "training from step 0"
-            )
-            return "green", f"epoch {fact.epoch}: {verb}{accumulation}"
-        case f.EpochLeft(epoch, member, why) if why not in ("resize", "finished"):
-            return "red" if why in (
-                "failed",
-                "killed",
-                "hung",
-                "unfit",
-                "peer-lost",
-            ) else "", f"{who(member)} left epoch {epoch}: {why}"
-        case f.WorkerFailed():
-            return (
-                "red",
-                f"rank {fact.rank} on {who(fact.member)} ended with {fact.error}: "
-                f"{fact.message[:160]}",
-            )
-        case f.WorkerHung():
-            return "red", f"rank {fact.rank} on {who(fact.member)} hangs: {fact.what}"
-        case f.GraceSpent(member, _, _, _, _, verdict):
-            return "red", f"{who(member)}: its time is up: {verdict}"
-        case f.HealthSeen(member, gpu, what, message, action) if action != "ignore":
-            return "red" if action in (
-                "drain",
-                "kill",
-            ) else "yellow", f"{who(member)}: GPU {gpu}: {what} {message}: {action}"
-        case f.SnapshotCommitted():
-            return (
-                "blue",
-                f"snapshot of step {fact.step} committed ({fact.why}, {nbytes(fact.nbytes)}, "
-                f"{duration(fact.commit_s)})",
-            )
-        case f.SnapshotFailed(step, _, why):
-            return "red", f"snapshot of step {step} failed: {why}"
-        case f.SnapshotQuarantined(step, _, why):
-            return "red", f"snapshot of step {step} is bad: {why}"
-        case f.GuardTripped(step, _, what, value):
-            return "red", f"step {step}: {what} ({value:g})"
-        case f.Decided(decision, reason) if decision != "wait":
-            return "dim", f"{decision}: {reason}"
-        case f.RunEnded(outcome, reason):
-            return "bold green" if outcome == "done" else "bold red", f"run {outcome}: {reason}"
-    return None
-
-
 # ---- is the controller alive? --------------------------------------------------------------------
 @dataclass
 class LeaseWatch:
@@ -453,77 +352,19 @@ class LeaseWatch:
     False, or None (not known yet)."""
 
     store: ObjectStore
-    _seen: tuple[str, bytes] = ("", b"")
+    _term: int = 0  # the newest that was found
+    _seen: tuple[int, bytes] = (0, b"")
     _since_s: float = 0.0
     _moved: bool = False
 
     def look(self, now: float) -> bool | None:
-        term = newest_term(self.store.list(LEASES))
-        if not term:
+        sign = sign_of_life(self.store, self._term)
+        self._term, beat = sign
+        if not self._term or beat == RELEASED:
             return False
-        key = term_key(term, "beat")
-        try:
-            beat = self.store.get(key)
-        except NotFound:
-            beat = b""
-        if beat == RELEASED:
-            return False
-        if (key, beat) != self._seen:
+        if sign != self._seen:
             self._moved = bool(self._seen[0])  # what we see first may be old
-            self._seen, self._since_s = (key, beat), now
+            self._seen, self._since_s = sign, now
         if now - self._since_s < TTL_S * 1.5:
             return True if self._moved else None
         return False
-
-
-# ---- rendering -----------------------------------------------------------------------------------
-def about(seconds: float) -> str:
-    """A duration in whole seconds, as live numbers are read."""
-    return duration(float(max(0, round(seconds)))).replace(".0 s", " s")
-
-
-def progress_line(state: State, now: float) -> str:
-    """Everything of the header in one line of plain text."""
-    parts = [state.run_state, f"step {state.step:,}" + (f"/{state.total:,}" if state.total else "")]
-    parts += [f"{name} {value}" for name, value in number_rows(state, now)]
-    return plain("  ".join(parts))
-
-
-def number_rows(state: State, now: float) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    if state.last_step:
-        found.append(("loss", number(state.last_step.loss)))
-    if state.validated:
-        names = sorted(
-            (n for n in state.validated[1] if "loss" in n), key=lambda n: (n != "val_loss", n)
-        )
-        found += [(name.replace("_", " "), number(state.validated[1][name])) for name in names[:1]]
-    rates = state.rates() if state.training() else {}
-    if "tokens_per_s" in rates:
-        found.append(("tokens/s", f"{rates['tokens_per_s']:,.0f}"))
-    elif "samples_per_s" in rates:
-        found.append(("samples/s", f"{rates['samples_per_s']:,.1f}"))
-    if "mfu" in rates:
-        found.append(("MFU", percent(rates["mfu"])))
-    if state.world:
-        found.append(
-            ("world", f"{state.world}" + (f" × {state.accumulation}" if state.accumulation else ""))
-        )
-    committed, taken_s = state.committed
-    if committed:
-        age = "" if state.over or taken_s is None else f" ({about(now - taken_s)} ago)"
-        found.append(("snapshot", f"step {committed:,}{age}"))
-    if state.refused and not state.training():
-        found.append(("refused", f"{state.refused} times"))
-    paid, on_demand = state.spent(now)
-    if paid:
-        found.append(
-            (
-                "spent",
-                money(paid)
-                + (f" ({percent(1 - paid / on_demand)} saved)" if on_demand > paid else ""),
-            )
-        )
-    if rates and state.total > state.step:
-        found.append(("left", about((state.total - state.step) / rates["steps_per_s"])))
-    return found

@@ -65,8 +65,8 @@ class Buffers:
         if lost:
             return (
                 f"the buffer {lost[0]!r} (one of {len(lost)}) changed for the first time in a step "
-                "that had to be done again, so it was "
-                "changed twice; change it where step.attempt is 0"
+                "that had to be done again, so it was changed twice; change it where step.attempt "
+                "is 0"
             )
         return ""
 

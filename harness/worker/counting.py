@@ -17,9 +17,9 @@ from harness.worker.environment import differences, environment
 from harness.worker.rounding import (
     CHUNK,
     INTEGERS,
+    RoundingVerdict,
     Scales,
     Scratch,
-    Verdict,
     add_rounded,
     add_rounded_together,
     divide_into,
@@ -48,7 +48,7 @@ class Counting:
         self._found: list[float] = []  # the peaks over all ranks, once they are agreed
         self._seen: set[int] = set()  # in this micro-batch
         self._repeats = 0
-        self.verdict: Verdict | None = None  # None: micro-batches are still to come
+        self.verdict: RoundingVerdict | None = None  # None: micro-batches are still to come
 
     @property
     def integers(self) -> torch.dtype:
@@ -102,8 +102,8 @@ class Counting:
             name = self._names.get(id(self.parameters[i]), "a parameter")
             raise BadInput(
                 f"the gradient of {name} came in two parts in one backward; exact sums need it "
-                "whole: with activation checkpointing "
-                "use use_reentrant=False, with fsdp2 call each sharded block once in a forward"
+                "whole: with activation checkpointing use use_reentrant=False, with fsdp2 call "
+                "each sharded block once in a forward"
             )
         self._seen.add(i)
 
@@ -126,6 +126,14 @@ class Counting:
             peaks = add_rounded_together(flat, shifts, total)
             self._peaks[where] = torch.maximum(self._peaks[where], peaks.double())
 
+    def must_be_done(self, done: bool) -> None:
+        """Before `agree`: are all micro-batches `done`? Raises BadInput."""
+        if not done:
+            raise BadInput(
+                "step.update() came before all micro-batches of the step were done; let `for batch "
+                "in step` run to its end"
+            )
+
     def agree(self) -> bool:
         """After the last micro-batch: True if all must be done again. All ranks say the same."""
         bits = torch.nan_to_num(self._peaks, nan=math.inf, posinf=math.inf).view(torch.int64)
@@ -133,16 +141,15 @@ class Counting:
             dist.all_reduce(bits, op=dist.ReduceOp.MAX)
         self._found = bits.view(torch.float64).tolist()
         self.verdict = self.scales.judge(self._found)
-        if self.verdict is not Verdict.AGAIN:
+        if self.verdict is not RoundingVerdict.AGAIN:
             self._repeats = 0
             return False
         self._repeats += 1
         if self._repeats > MAX_REPEATS:
             raise HarnessError(
                 f"the gradients of a step did not fit {self._repeats} times although the units "
-                "follow them; backward gives other numbers "
-                "each time it is asked: use deterministic kernels "
-                "(torch.use_deterministic_algorithms)"
+                "follow them; backward gives other numbers each time it is asked: use "
+                "deterministic kernels (torch.use_deterministic_algorithms)"
             )
         return True
 
@@ -158,14 +165,14 @@ class Counting:
         self, i: int, total: torch.Tensor, weight: float | torch.Tensor, out: torch.Tensor
     ) -> None:
         """The gradient of (a piece of) parameter i."""
-        if self.verdict is Verdict.BAD:
+        if self.verdict is RoundingVerdict.BAD:
             out.fill_(math.nan)
         else:
             divide_into(out, total, weight, self.scales.shift(i), self.scratch)
 
     def applied(self) -> None:
         """The gradients of this step have been made."""
-        if self.verdict is Verdict.GOOD:
+        if self.verdict is RoundingVerdict.GOOD:
             self.scales.advance(self._found)
 
     def state_dict(self) -> dict[str, Any]:

@@ -167,11 +167,7 @@ class ExactReplicated(Replicated):
         self._sent.append(self._sum_over_group(self._sums[bucket]))
 
     def again(self) -> bool:
-        if not self._armed:
-            raise BadInput(
-                "step.update() came before all micro-batches of the step were done; let `for batch "
-                "in step` run to its end"
-            )
+        self.counting.must_be_done(self._armed)
         self.micro_done()
         while len(self._sent) < len(self._flats):  # parameters that took no part in the forward
             self._send(len(self._sent))

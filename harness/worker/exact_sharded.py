@@ -166,11 +166,7 @@ class ExactSharded(Sharded):
         return -(-shape[0] // world) * math.prod(shape[1:])
 
     def again(self) -> bool:
-        if not self._last:
-            raise BadInput(
-                "step.update() came before all micro-batches of the step were done; let `for batch "
-                "in step` run to its end"
-            )
+        self.counting.must_be_done(self._last)
         for group in self._groups:
             if group.mine is None:
                 self._take(group)  # no part of it was in the forward

@@ -91,9 +91,8 @@ class Feed:
             return ""
         return (
             f"{type(self._dataset).__name__}[i] is another sample when it is read again: it draws "
-            "from a generator that is not seeded here "
-            "(torch's, numpy's and Python's global ones are), so no two runs will be the same "
-            "to the bit"
+            "from a generator that is not seeded here (torch's, numpy's and Python's global ones "
+            "are), so no two runs will be the same to the bit"
         )
 
     def batches(self, first: int, total: int, num_workers: int) -> Iterator[MicroBatch]:

@@ -28,9 +28,8 @@ def check_finite(step: int, loss: float, grad_norm: float | None) -> None:
         if value is not None and not math.isfinite(value):
             raise NonFiniteLoss(
                 f"step {step}: the {what} is {value}, wanted a finite number. Nothing of this step "
-                "is committed; the run stays at "
-                "its last snapshot. Look at the learning rate, the precision and the samples of "
-                "this step."
+                "is committed; the run stays at its last snapshot. Look at the learning rate, the "
+                "precision and the samples of this step."
             )
 
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from harness.core.facts import SessionEnded, SessionStarted
 from harness.core.world import BadInput
 from harness.node.marks import Want
-from harness.node.progress import Place
+from harness.node.progress import WorkerPhase
 from harness.worker import machine
 from harness.worker.hold import Hold
 from harness.worker.machine import Do
-from harness.worker.resume import Resume, Unfit
+from harness.worker.resume import Resume, UnfitHosts
 from harness.worker.step import Work
 from harness.worker.steplog import VOTES
 
@@ -26,7 +26,13 @@ class Hands:
     `votes_late`: see `Session`."""
 
     def __init__(
-        self, work: Work, hold: Hold, resume: Resume, state: machine.State, until: int, late: bool
+        self,
+        work: Work,
+        hold: Hold,
+        resume: Resume,
+        state: machine.SessionState,
+        until: int,
+        late: bool,
     ):
         self._work, self._hold, self._resume = work, hold, resume
         self._peers, self._run = work.peers, work.run
@@ -35,7 +41,7 @@ class Hands:
         # votes that have arrived but were not acted upon yet (`votes_late`)
         self._counted: torch.Tensor | None = None
 
-    def turn(self, event: machine.Event) -> None:
+    def turn(self, event: machine.SessionEvent) -> None:
         """Do what the event leads to. Raises BadInput, SystemExit, and what the acts do."""
         turn = machine.turn(self._state, event, self._seen())
         for act in turn.first:
@@ -57,7 +63,7 @@ class Hands:
             leads=self._peers.rank == 0,
         )
 
-    def _do(self, act: machine.Act) -> None:
+    def _do(self, act: machine.SessionAct) -> None:
         match act:
             case machine.Snapshot(why, final):
                 ended = machine.end_words(self._seen()) if final else ""
@@ -88,7 +94,7 @@ class Hands:
             case Do.COMPARE_STEPS:
                 self._compare_steps()
             case Do.PART:
-                self._peers.life.tell(Place.LEAVING)
+                self._peers.life.tell(WorkerPhase.LEAVING)
                 self._run.flush()
                 self._peers.barrier()
                 self._hang_up_at_exit()
@@ -100,7 +106,7 @@ class Hands:
         step waits for another rank's host.
         """
         pending = self._work.log.pending
-        self._peers.life.tell(Place.REDUCE)
+        self._peers.life.tell(WorkerPhase.REDUCE)
         if not self.votes_late and pending is not None:
             self._work.log.settle()
             self.count(pending.ints[VOTES])
@@ -120,10 +126,10 @@ class Hands:
         """Load the newest snapshot, if there is one, and tell that the session has started."""
         t0 = time.time()
         self.turn(machine.Begun())
-        self._peers.life.tell(Place.RESTORE)
+        self._peers.life.tell(WorkerPhase.RESTORE)
         try:
             manifest = self._resume.restore()
-        except Unfit as e:
+        except UnfitHosts as e:
             self.turn(machine.HostsUnfit(e.mine))
             raise
         self._work.snapshotter.resumed(manifest)
@@ -166,7 +172,7 @@ class Hands:
 
     def _compare_steps(self) -> None:
         """The script has ended here; has it on the other ranks, at the same step?"""
-        self._peers.life.tell(Place.LEAVING)
+        self._peers.life.tell(WorkerPhase.LEAVING)
         where = machine.where(self._seen())
         if self._peers.control is not None and not dist.is_initialized():
             raise BadInput(
@@ -191,7 +197,7 @@ class Hands:
         self._run.fact(SessionEnded(self._run.epoch, self._run.step, why))
 
     def _leave(self, why: str) -> None:
-        self._peers.life.tell(Place.LEAVING)
+        self._peers.life.tell(WorkerPhase.LEAVING)
         self._tell_end(why)
         self._run.close()
         self._peers.barrier()

@@ -20,7 +20,7 @@ from harness.worker.peers import Peers
 from harness.worker.run import Run
 from harness.worker.training import common
 from storage import dcp
-from storage.staging import Beside, Segment, StageFull
+from storage.staging import ErrandThread, Segment, StageFull
 
 
 class Hold:
@@ -35,9 +35,9 @@ class Hold:
         return dcp.Saver(self._run.snapshots, self._peers.control, own_memory=False)
 
     @functools.cached_property
-    def sender(self) -> Beside:
+    def sender(self) -> ErrandThread:
         """The thread from which snapshots are sent."""
-        return Beside("snapshot")
+        return ErrandThread("snapshot")
 
     @functools.cached_property
     def courier(self) -> Courier:
@@ -92,8 +92,8 @@ class Hold:
         ):
             self._run.warn(
                 "ranks are of different kinds (device or library), and their copies of "
-                f"{found[0][0]!r} (one of {len(found)}) are "
-                "no longer the same to the bit; a snapshot takes each tensor from one of them"
+                f"{found[0][0]!r} (one of {len(found)}) are no longer the same to the bit; a "
+                "snapshot takes each tensor from one of them"
             )
             return
         raise BadInput(replicas.explain(found))

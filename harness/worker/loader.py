@@ -152,9 +152,8 @@ class Stream:
         if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
             raise BadInput(
                 f"{type(dataset).__name__} is iterable but has no state_dict/load_state_dict, so a "
-                "resumed run could not go on where it "
-                "was; give it both (torchdata's nodes have them), or use a map-style dataset "
-                "(__getitem__ and __len__)"
+                "resumed run could not go on where it was; give it both (torchdata's nodes have "
+                "them), or use a map-style dataset (__getitem__ and __len__)"
             )
         self.dataset, self.batching, self.mine = dataset, batching, set(plan.micros(rank))
         self.collate = collate_fn or default_collate
@@ -221,9 +220,8 @@ class Stream:
         if not np.array_equal(contents_of(batch.items), batch.contents):  # type: ignore[arg-type]
             raise BadInput(
                 "a step must be done again (see step.attempt), but the script changed what the "
-                "stream gave it in place, and a stream "
-                "cannot be read twice; change a copy, or use a collate_fn that copies (the default "
-                "one does)"
+                "stream gave it in place, and a stream cannot be read twice; change a copy, or "
+                "use a collate_fn that copies (the default one does)"
             )
         return self.collate(list(batch.items))
 

@@ -11,6 +11,7 @@ same state, event and `Seen` (of `Seen.leads` only rank 0 knows), so all do the 
     OVER       Looped     if there was a loop before: refuse                        OVER
     any        Asked      see `asked`: answer, snapshot, land; leave with a code    OVER if it left
     any        HostsUnfit leave: this host for good, the others to form a world without it   OVER
+    any        Overfull   leave, for a smaller world; refuse if there is none, or no agent  OVER
     any        Reached    save the end, tell that it ended if no agent waits        COMPLETE
     OVER       Finished   -                                                         OVER
     others     Finished   save the end, mark it, leave                              OVER
@@ -48,7 +49,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True)
-class State:
+class SessionState:
     phase: Phase = Phase.ATTACHED
     looped: bool = False  # `steps` was called before
     by_script: bool = False  # an agent waits for the script's end
@@ -111,7 +112,16 @@ class HostsUnfit:
     mine: bool
 
 
-Event = Begun | Looped | Asked | Reached | Finished | Ended | HostsUnfit
+@dataclass(frozen=True)
+class Overfull:
+    """The world has more ranks than a step has work for. `smaller`: some of its members can form
+    one that has not; `what`: for people."""
+
+    smaller: bool
+    what: str
+
+
+SessionEvent = Begun | Looped | Asked | Reached | Finished | Ended | HostsUnfit | Overfull
 
 
 # ---- acts ----------------------------------------------------------------------------------------
@@ -150,7 +160,7 @@ class Refuse:
     what: str
 
 
-Act = Do | Snapshot | Leave | Refuse
+SessionAct = Do | Snapshot | Leave | Refuse
 
 
 @dataclass(frozen=True)
@@ -158,31 +168,35 @@ class Turn:
     """`first`, in `state` as it was; then `state`; then `after` in it. Who fails in `first` stays
     where it was."""
 
-    state: State
-    first: tuple[Act, ...] = ()
-    after: tuple[Act, ...] = ()
+    state: SessionState
+    first: tuple[SessionAct, ...] = ()
+    after: tuple[SessionAct, ...] = ()
 
 
 # ---- the table -----------------------------------------------------------------------------------
-def turn(state: State, event: Event, seen: Seen) -> Turn:
+def turn(state: SessionState, event: SessionEvent, seen: Seen) -> Turn:
     """What `event` leads to."""
     if isinstance(event, Asked):
         return asked(state, event, seen)
     if isinstance(event, HostsUnfit):
         leave = Leave("unfit", UNFIT) if event.mine else Leave("resize", RESIZE)
         return Turn(enter(state, Phase.OVER), after=(leave,))
+    if isinstance(event, Overfull):
+        if not (event.smaller and state.by_script):
+            return Turn(state, (Refuse(event.what),))
+        return Turn(enter(state, Phase.OVER), after=(Leave("resize", RESIZE),))
     rows = TABLE[type(event)]
     return rows.get(state.phase, rows[None])(state, seen)
 
 
-def asked(state: State, event: Asked, seen: Seen) -> Turn:
+def asked(state: SessionState, event: Asked, seen: Seen) -> Turn:
     """The ranks agree on a want. A run at its last step finishes instead of leaving."""
     want = event.want
     if want is Want.NOTHING:
         return Turn(state)
     why = why_of(event)
     done = seen.step >= seen.total > 0
-    first: tuple[Act, ...] = (Do.ANSWER,) if why == "request" else ()
+    first: tuple[SessionAct, ...] = (Do.ANSWER,) if why == "request" else ()
     if not done and seen.flight_step != seen.step:
         first += (Snapshot(why),)
     if want is Want.SNAPSHOT or done:
@@ -208,15 +222,15 @@ def why_of(event: Asked) -> str:
     return "notice" if event.mark.why.startswith(("notice", "signal")) else WHY[event.want]
 
 
-def enter(state: State, phase: Phase) -> State:
+def enter(state: SessionState, phase: Phase) -> SessionState:
     """Nothing leaves OVER."""
     return state if state.phase is Phase.OVER else replace(state, phase=phase)
 
 
-def save_end(seen: Seen, final: bool) -> tuple[Act, ...]:
+def save_end(seen: Seen, final: bool) -> tuple[SessionAct, ...]:
     """See to it that the step at which we are is committed. Without a snapshot among the acts it
     was already, and may not be known to be the last."""
-    acts: tuple[Act, ...] = ()
+    acts: tuple[SessionAct, ...] = ()
     saved_step = seen.saved_step
     if not seen.pending and seen.flight_step == seen.step:
         acts, saved_step = (Do.LAND,), seen.step
@@ -225,14 +239,14 @@ def save_end(seen: Seen, final: bool) -> tuple[Act, ...]:
     return acts
 
 
-def _begun(state: State, seen: Seen) -> Turn:
+def _begun(state: SessionState, seen: Seen) -> Turn:
     begun = state.phase is not Phase.ATTACHED
     return Turn(state if begun else enter(state, Phase.TRAINING))
 
 
-def _looped(state: State, seen: Seen) -> Turn:
+def _looped(state: SessionState, seen: Seen) -> Turn:
     if not state.looped:
-        first: Act = Do.RESUME
+        first: SessionAct = Do.RESUME
     elif state.phase is Phase.OVER:
         return Turn(state, (Refuse(AFTER_THE_END),))
     else:
@@ -240,12 +254,12 @@ def _looped(state: State, seen: Seen) -> Turn:
     return Turn(replace(enter(state, Phase.LOOPING), looped=True), (first,))
 
 
-def _reached(state: State, seen: Seen) -> Turn:
+def _reached(state: SessionState, seen: Seen) -> Turn:
     """What was trained is safe from here on, whatever the script does next. Whether the run ends
     with it only the script's end tells, and who waits for that is an agent. Without one nobody
     acts on it before."""
     first = save_end(seen, final=not state.by_script)
-    told: tuple[Act, ...] = ()
+    told: tuple[SessionAct, ...] = ()
     if not state.by_script:
         told = (Do.TELL_END,)
         if not any(isinstance(act, Snapshot) for act in first):
@@ -253,36 +267,38 @@ def _reached(state: State, seen: Seen) -> Turn:
     return Turn(enter(state, Phase.COMPLETE), first, (*told, Do.PART))
 
 
-def _finished(state: State, seen: Seen) -> Turn:
+def _finished(state: SessionState, seen: Seen) -> Turn:
     first = (*save_end(seen, final=True), Do.MARK_END)
     return Turn(enter(state, Phase.OVER), first, (Leave("finished"),))
 
 
-def _ended_before_it_began(state: State, seen: Seen) -> Turn:
+def _ended_before_it_began(state: SessionState, seen: Seen) -> Turn:
     if not (state.stored and state.by_script):
         return Turn(state)
     return Turn(state, (Refuse(TRAINED_NOTHING),))
 
 
-def _ended_complete(state: State, seen: Seen) -> Turn:
+def _ended_complete(state: SessionState, seen: Seen) -> Turn:
     if not state.stored:
         return Turn(state)
     alone = seen.leads and state.by_script
     return Turn(enter(state, Phase.OVER), (Do.MARK_END_ALONE,) if alone else ())
 
 
-def _ended_on_the_way(state: State, seen: Seen) -> Turn:
+def _ended_on_the_way(state: SessionState, seen: Seen) -> Turn:
     if not state.stored:
         return Turn(state)
     finished = _finished(state, seen)
     return replace(finished, first=(Do.COMPARE_STEPS, *finished.first))
 
 
-def _nothing(state: State, seen: Seen) -> Turn:
+def _nothing(state: SessionState, seen: Seen) -> Turn:
     return Turn(state)
 
 
-TABLE: dict[type, dict[Phase | None, Callable[[State, Seen], Turn]]] = {  # None: other phases
+TABLE: dict[
+    type, dict[Phase | None, Callable[[SessionState, Seen], Turn]]
+] = {  # None: other phases
     Begun: {None: _begun},
     Looped: {None: _looped},
     Reached: {None: _reached},
@@ -299,9 +315,8 @@ AFTER_THE_END = (
 )
 TRAINED_NOTHING = (
     "the script ended with status 0 after harness.attach() and trained nothing: wanted "
-    "run.steps(...), or run.resume() "
-    "and run.finish() around a loop of its own; end with another status if that is a "
-    "failure"
+    "run.steps(...), or run.resume() and run.finish() around a loop of its own; end with another "
+    "status if that is a failure"
 )
 
 
@@ -326,9 +341,9 @@ def apart(steps: set[int]) -> str:
     if len(steps) <= 1:
         return ""
     return (
-        "the ranks left the training at different steps "
-        f"({', '.join(map(str, sorted(steps)))}), so it has no final state: "
-        "decide together (run.sum) when to leave the loop, and call run.finish() there"
+        f"the ranks left the training at different steps ({', '.join(map(str, sorted(steps)))}), "
+        "so it has no final state: decide together (run.sum) when to leave the loop, and call "
+        "run.finish() there"
     )
 
 

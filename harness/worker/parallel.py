@@ -58,8 +58,7 @@ class Strategy(Protocol):
     def divide(self, weight: float | torch.Tensor) -> None: ...
 
     def norm(self) -> torch.Tensor:
-        """Of all gradients of the model together, each element once; 0-d, the same on all
-        ranks."""
+        """Of all gradients of the model together, each element once; 0-d, the same on all ranks."""
 
     def clip(self, coefficient: torch.Tensor) -> None: ...
 

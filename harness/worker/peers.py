@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from harness.core.batch import replicas_of
 from harness.core.world import BadInput, HarnessError
-from harness.node.progress import Place, Progress
+from harness.node.progress import ProgressFile, WorkerPhase
 from storage.errors import StoreError
+from storage.ranks import gathered
 from storage.restore import this_machine
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ class Peers:
 
     def __init__(self, environ: dict[str, str], replica_ranks: int | None = None):
         """Raises BadInput."""
-        self.life = Progress(environ.get("HARNESS_PROGRESS"))
-        self.life.tell(Place.START)
+        self.life = ProgressFile(environ.get("HARNESS_PROGRESS"))
+        self.life.tell(WorkerPhase.START)
         self.rank = int(environ.get("RANK", 0))
         self.local_rank = int(environ.get("LOCAL_RANK", 0))
         self.world = int(environ.get("WORLD_SIZE", 1))
@@ -123,11 +124,7 @@ class Peers:
 
     def gather(self, value: Any) -> list[Any]:
         """Each rank's value, in their order."""
-        if self.control is None:
-            return [value]
-        every: list[Any] = [None] * self.world
-        dist.all_gather_object(every, value, group=self.control)
-        return every
+        return gathered(value, self.control)
 
     def sum(self, value: float | torch.Tensor) -> float:
         """The sum over all replicas, of what the first rank of each says; rounded once, so that

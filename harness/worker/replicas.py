@@ -134,9 +134,8 @@ def explain(found: Sequence[tuple[str, str]]) -> str:
     )
     return (
         f"the state of {', '.join(repr(top) for top in tops)} is not the same on all ranks, and a "
-        f"snapshot would mix them: {shown}{more}; "
-        f"{advice}make it the same (sum or broadcast it, or draw from what is seeded alike), or "
-        "leave it out of the state"
+        f"snapshot would mix them: {shown}{more}; {advice}make it the same (sum or broadcast it, "
+        "or draw from what is seeded alike), or leave it out of the state"
     )
 
 

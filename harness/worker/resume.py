@@ -23,17 +23,17 @@ from harness.worker.run import Run
 from harness.worker.sharding import drawn_by_shard
 from harness.worker.training import Training
 from storage.errors import StoreUnavailable
-from storage.leases import reading
+from storage.leases import held
 from storage.manifest import Manifest, Ref
 from storage.opening import open_store
-from storage.restore import PAUSES_S, Looks, Restore, Rewind
+from storage.restore import PAUSES_S, Looks, Restore, Rewind, bad_hosts
 from storage.snapshots import Snapshots
 from storage.tiers import Tiered
 
 REPLICA_S = 15.0  # how long a restore waits for a silent second bucket
 
 
-class Unfit(HarnessError):
+class UnfitHosts(HarnessError):
     """Not the snapshot is bad, but some hosts. `mine`: this is one of them."""
 
     def __init__(self, what: str, mine: bool):
@@ -89,8 +89,8 @@ class Resume:
         self.tier = "bucket"
 
     def restore(self) -> Manifest | None:
-        """Every rank loads the same snapshot; None: there is none. Raises Unfit, BadInput,
-        StoreError."""
+        """Every rank loads the same snapshot; None: there is none. Raises UnfitHosts,
+        BadInput, StoreError."""
         if not self._run.url:
             return None
         reopen = functools.partial(open_store, self._run.url)
@@ -128,43 +128,26 @@ class Resume:
         except StoreUnavailable as e:
             silent = str(e)
         self._peers.life.tell()
-        found = self._peers.gather((self._peers.host, why, silent))
-        if silences := [text for _, _, text in found if text]:
-            raise StoreUnavailable(silences[0])
-        bad = {host: text for host, text, _ in found if text}
-        if not bad:
+        said = self._peers.gather((self._peers.host, why, silent))
+        if not bad_hosts(said):
             if self._peers.rank == 0:
                 restore.done(ref)
             return manifest, False
-        refuted, second = (
-            False,
-            next((rank for rank, (host, _, _) in enumerate(found) if host not in bad), None),
-        )
-        # somebody on another host has read it, or its share of it: it shall read all of it
-        if second is not None:
-            mine = self._second_look(restore, ref) if self._peers.rank == second else None
-            self._peers.life.tell()
-            said = self._peers.gather(mine)[second]
-            refuted = said == ""
-            if said:
-                bad[found[second][0]] = said
-        unfit: dict[str, str] = self._peers.agree(lambda: restore.blame(ref, bad, refuted))
+        peers = self._peers
+        unfit = restore.judge(ref, said, peers.rank, peers.gather, peers.agree, self._progress)
         if unfit:
             self._refuse_hosts(unfit)
         return None, True
 
     def _newest(self, restore: Restore, lease: contextlib.ExitStack) -> str | None:
-        found = None
-        for _ in range(3):
-            try:
-                found = restore.choose(lambda done, total: self._peers.life.tell())
-            except Rewind as e:  # a person has to decide; agents stop the run for that
-                raise BadInput(str(e)) from e
-            if found is None or lease.enter_context(reading(self._run.snapshots, found)):
-                # else it was pruned just now, and there is a newer one (or we may not write, and
-                # read without a lease)
-                break
+        try:
+            found = held(self._run.snapshots, lambda: restore.choose(self._progress), lease)
+        except Rewind as e:  # a person has to decide; agents stop the run for that
+            raise BadInput(str(e)) from e
         return found.name if found else None
+
+    def _progress(self, done: int, total: int) -> None:
+        self._peers.life.tell()
 
     def _load_newest(self, ref: Ref, snapshots: Snapshots, look: int) -> Manifest:
         manifest = snapshots.load(ref)
@@ -174,15 +157,9 @@ class Resume:
         self.tier = near.tier
         return manifest
 
-    def _second_look(self, restore: Restore, ref: Ref) -> str | None:
-        """Why this rank finds it bad too; "": it is whole; None: the store did not let it say."""
-        try:
-            return restore.verify(ref, lambda done, total: self._peers.life.tell())
-        except StoreUnavailable:
-            return None
-
     def _refuse_hosts(self, unfit: dict[str, str]) -> None:
-        """They end for good; the others form a world without them. Raises Unfit on all."""
+        """They end for good; the others form a world without them. Raises UnfitHosts on
+        all."""
         for host, why in unfit.items():
             what = f"host {host} is unfit to read snapshots: {why}"
             self._run.fact(Warned(self._run.step, self._run.epoch, what))
@@ -191,7 +168,7 @@ class Resume:
         mine = unfit.get(self._peers.host)
         if mine:
             write_error(HarnessError(f"this host is unfit to read snapshots: {mine}"))
-        raise Unfit("; ".join(unfit.values()), mine=bool(mine))
+        raise UnfitHosts("; ".join(unfit.values()), mine=bool(mine))
 
     # ---- what is told ----------------------------------------------------------------------------
     def check(self, manifest: Manifest | None) -> None:
@@ -212,10 +189,9 @@ class Resume:
         ):
             self._run.warn(
                 f"{names[0]!r} (one of {len(names)}) begins with the same values on every rank's "
-                "shard: it was drawn after it was sharded, "
-                "so what the run begins with depends on the number of ranks. harness.fsdp2(model, "
-                "run) takes models on the meta device "
-                "and gives them values that do not",
+                "shard: it was drawn after it was sharded, so what the run begins with depends "
+                "on the number of ranks. harness.fsdp2(model, run) takes models on the meta "
+                "device and gives them values that do not",
                 0,
             )
 

@@ -30,7 +30,7 @@ FUSE_FROM = 1 << 18  # elements from which a GPU's kernel of its own pays
 CHUNK = 1 << 17
 
 
-class Verdict(enum.Enum):
+class RoundingVerdict(enum.Enum):
     GOOD = "everything fitted"
     AGAIN = "something was too large; the units have been changed"
     BAD = "something is NaN or infinite"
@@ -97,11 +97,11 @@ class Scales:
         guessed ones may be too coarse."""
         return 2.0 ** (LEAST_BITS - self.shift(i)) if self.exponents[i] is None else 0.0
 
-    def judge(self, peaks: Sequence[float]) -> Verdict:
+    def judge(self, peaks: Sequence[float]) -> RoundingVerdict:
         """`peaks`: of each parameter the greatest |gradient| that any micro-batch of the step
         had. AGAIN changes the units."""
         if not all(map(math.isfinite, peaks)):
-            return Verdict.BAD
+            return RoundingVerdict.BAD
         over = [
             i for i, peak in enumerate(peaks) if peak > self.limit(i) or 0.0 < peak < self.least(i)
         ]
@@ -109,7 +109,7 @@ class Scales:
         known = over if self.width == self.word or not over else range(len(peaks))
         new = {i: math.frexp(peaks[i])[1] for i in known if peaks[i] > 0.0}
         self.exponents = [new.get(i, e) for i, e in enumerate(self.exponents)]
-        return Verdict.AGAIN if over else Verdict.GOOD
+        return RoundingVerdict.AGAIN if over else RoundingVerdict.GOOD
 
     def advance(self, peaks: Sequence[float]) -> None:
         """After a step that was good: follow the peaks, upwards at once and downwards by one

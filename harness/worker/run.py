@@ -10,21 +10,21 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from harness.bucket.epochs import epoch_numbers
+from harness.bucket.epochs import epoch_numbers, read_epoch
 from harness.bucket.journal import Journal
 from harness.bucket.layout import IDENTITY, Epoch, Identity, epoch_key
 from harness.core import records as rec
 from harness.core.facts import Fact, Warned
 from harness.core.values import BadObject, canonical
-from harness.core.world import BadInput
+from harness.core.world import BadInput, whole_replicas
 from harness.uploader.client import fact_of
 from harness.worker.peers import Peers
-from storage.errors import StoreError
+from storage.errors import NotFound, StoreError
 from storage.files import MemoryStore
 from storage.objects import ObjectStore
 from storage.opening import open_store
 from storage.snapshots import Snapshots
-from storage.upload import Job, Outcome
+from storage.upload import UploadJob, UploadOutcome
 
 # how often facts go to the bucket; elsewhere every FLUSH_REMOTE_S
 FLUSH_S = {"file": 1.0, "memory": 1.0}
@@ -95,7 +95,7 @@ class Run:
         self.fact(Warned(self.step if step is None else step, self.epoch, what))
         print(f"harness: {what}", flush=True)
 
-    def record_outcome(self, job: Job, outcome: Outcome) -> None:
+    def record_outcome(self, job: UploadJob, outcome: UploadOutcome) -> None:
         """Of what was sent from this process; the uploader process records the rest."""
         self.fact(fact_of(job, outcome))
         if self.journal is not None:
@@ -143,6 +143,19 @@ class Run:
             return found
 
         self.identity = self.peers.agree(check) if self.url else identity
+
+    def fits_in(self, room: int) -> bool:
+        """Can some members of this epoch form a world of at most `room` ranks? All ranks ask at
+        the same point."""
+
+        def look() -> bool:
+            try:
+                sizes = read_epoch(self.store, self.epoch).nproc
+            except (NotFound, BadObject):
+                return False  # it was not formed in the bucket
+            return bool(whole_replicas(sizes, self.peers.replica_ranks, room))
+
+        return bool(self.peers.agree(look))
 
     def genesis(self) -> str:
         """Where the chain of step records begins."""

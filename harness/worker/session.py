@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.bucket.journal import Journal
-from harness.core.batch import Batching, Plan
+from harness.core.batch import Batching, Plan, TooManyRanks
 from harness.core.world import BadInput
 from harness.node.marks import Want
-from harness.node.progress import Place
+from harness.node.progress import WorkerPhase
 from harness.worker import machine
 from harness.worker.feed import Feed
 from harness.worker.hands import Hands
@@ -104,7 +104,7 @@ class Session:
         feed = Feed(peers, o.seed, json.loads(environ.get("HARNESS_SPEEDS", "null")))
         self._work = Work(peers, joined, training, feed, log, rates, rhythm, snapshotter, votes)
         # an agent waits for the script's end, and `conclude` is called then
-        state = machine.State(by_script=mark is not None, stored=bool(joined.url))
+        state = machine.SessionState(by_script=mark is not None, stored=bool(joined.url))
         late = peers.device.type != "cpu" if o.votes_late is None else o.votes_late
         self._hands = Hands(self._work, hold, resume, state, until, late)
 
@@ -296,7 +296,12 @@ class Session:
         if training.model is None:
             raise BadInput("call run.prepare(model, optimizer) before run.steps(...)")
         check_unwrapped(training.model)
-        stream = feed.open(dataset, global_batch, micro_batch, shuffle, collate_fn)
+        try:
+            stream = feed.open(dataset, global_batch, micro_batch, shuffle, collate_fn)
+        except TooManyRanks as e:
+            self._run.identify(feed.identity(training.model, self.reduce), feed.first_version)
+            self._shrink(e)
+            raise
         if stream is not None:
             training.reads(stream)
         identity = feed.identity(training.model, self.reduce)
@@ -313,7 +318,7 @@ class Session:
         self._work.rates.watch(training.model, tokens_per_sample, flops_per_sample)
         while self.step < total:
             step = Step(self._work, self.step + 1, batches)
-            self._peers.life.tell(Place.COMPUTE, self.step)
+            self._peers.life.tell(WorkerPhase.COMPUTE, self.step)
             yield step
             if not step.updated:
                 raise BadInput(
@@ -321,6 +326,12 @@ class Session:
                 )
             self._hands.boundary()
         self._hands.turn(machine.Reached())
+
+    def _shrink(self, why: TooManyRanks) -> None:
+        """Leave, so that a smaller world is formed, if one can be: from run.json, which is there
+        now, all nodes know how many ranks a step has work for. Raises SystemExit, BadInput."""
+        self._peers.print(f"harness: {why}")
+        self._hands.turn(machine.Overfull(self._run.fits_in(why.room), str(why)))
 
     def resume(self) -> int:
         """Load the newest valid snapshot into what `prepare` was given. Returns the step it is of
@@ -337,12 +348,12 @@ class Session:
         leaves when asked to."""
         self._run.step = step
         self._hands.turn(machine.Begun())
-        self._peers.life.tell(Place.REDUCE, step)
+        self._peers.life.tell(WorkerPhase.REDUCE, step)
         wants = torch.zeros(len(Want), dtype=torch.int64)
         self._work.votes.cast(wants, self._work.snapshotter.due)
         if self._peers.control is not None:
             dist.all_reduce(wants, group=self._peers.control)
-        self._peers.life.tell(Place.COMPUTE, step)
+        self._peers.life.tell(WorkerPhase.COMPUTE, step)
         self._hands.count(wants)
         # what a loop of your own does next we cannot know
         self._work.snapshotter.finish_staging()
@@ -417,10 +428,9 @@ def attach(
     torch.backends.cudnn.benchmark and, if it is not set, CUBLAS_WORKSPACE_CONFIG=:4096:8.
 
     It reads torchrun's RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, what the agent
-    says in HARNESS_* (RUN, EPOCH, MARK, PROGRESS, STAGE, SPEEDS, REPLICA, REPLICA_RANKS), and
-    what people may set: HARNESS_HOST, HARNESS_UNTIL_STEP, HARNESS_LOOK_AGAIN_S,
-    HARNESS_ALLOW_REWIND, and what the bucket's client reads (docs/STORES.md). Raises BadInput,
-    StoreError.
+    says in HARNESS_* (RUN, EPOCH, MARK, PROGRESS, STAGE, SPEEDS, REPLICA, REPLICA_RANKS), and what
+    people may set: HARNESS_HOST, HARNESS_UNTIL_STEP, HARNESS_LOOK_AGAIN_S, HARNESS_ALLOW_REWIND,
+    and what the bucket's client reads (docs/STORES.md). Raises BadInput, StoreError.
     """
     keep = Keep(last=keep_snapshots, every=keep_every_steps, best=keep_best)
     interval = machine.Interval(snapshot_every_s, snapshot_every_steps)

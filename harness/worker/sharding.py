@@ -18,6 +18,7 @@ from torch import nn
 from harness.core.world import BadInput
 from harness.worker.broadcast import same_everywhere
 from harness.worker.loader import seed_everything
+from storage.ranks import gathered
 
 
 def needs(thing: object, what: str, *names: str) -> None:
@@ -27,8 +28,8 @@ def needs(thing: object, what: str, *names: str) -> None:
     if missing := [name for name in names if not hasattr(thing, name)]:
         raise BadInput(
             f"{what} wants an FSDP2 with {', '.join(missing)}; torch {torch.__version__} has none. "
-            "Use torch 2.13 (2.8 or newer may do), "
-            "or leave harness.fsdp2 out: plain data parallelism needs torch 2.6"
+            "Use torch 2.13 (2.8 or newer may do), or leave harness.fsdp2 out: plain data "
+            "parallelism needs torch 2.6"
         )
 
 
@@ -89,15 +90,15 @@ def check_sharding(model: nn.Module) -> None:
     if not managed:
         raise BadInput(
             f"{_some(n for n, _ in sharded)}: wanted parameters sharded by fully_shard, found "
-            "DTensors without it (tensor parallelism? "
-            f"distribute_tensor?), whose gradients are not summed over the ranks' samples; {use}"
+            "DTensors without it (tensor parallelism? distribute_tensor?), whose gradients are "
+            f"not summed over the ranks' samples; {use}"
         )
     if plain := [name for name, p in named if p.requires_grad and not isinstance(p, DTensor)]:
         raise BadInput(
             f"{_some(plain)}: wanted every parameter that trains to be sharded, found plain ones "
-            "beside DTensors: nobody would sum their "
-            "gradients. Give fully_shard no ignored_params and apply it to the whole model as well "
-            "as to its blocks, or freeze them"
+            "beside DTensors: nobody would sum their gradients. Give fully_shard no "
+            "ignored_params and apply it to the whole model as well as to its blocks, or freeze "
+            "them"
         )
     world = dist.get_world_size()
     meshes: dict[str, str] = {}
@@ -148,9 +149,8 @@ def check_unwrapped(model: nn.Module) -> None:
         ):
             raise BadInput(
                 f"{name or 'the model'} is a {type(module).__name__}, which exchanges gradients "
-                "itself, as means over ranks; wanted the "
-                "model without it: run.steps(...) does that part, and harness.fsdp2(model, run) "
-                "shards"
+                "itself, as means over ranks; wanted the model without it: run.steps(...) does "
+                "that part, and harness.fsdp2(model, run) shards"
             )
 
 
@@ -161,8 +161,8 @@ def check_real(model: nn.Module) -> None:
     ]:
         raise BadInput(
             f"{_some(meta)}: wanted parameters and buffers with values, found them on the meta "
-            "device; harness.fsdp2(model, run) gives "
-            "them values that do not depend on the world, or build the model on a real device"
+            "device; harness.fsdp2(model, run) gives them values that do not depend on the world, "
+            "or build the model on a real device"
         )
 
 
@@ -234,9 +234,8 @@ def materialize(
         if reset is None:
             raise BadInput(
                 f"{where} ({type(module).__name__}) has parameters or buffers on the meta device "
-                "and no reset_parameters() to give them "
-                "values; wanted one (it sets what the module itself holds), or a model built on "
-                "the CPU"
+                "and no reset_parameters() to give them values; wanted one (it sets what the "
+                "module itself holds), or a model built on the CPU"
             )
         seed_everything(xxhash.xxh3_64_intdigest(f"{seed} {where}".encode()) >> 1)
         with torch.no_grad():
@@ -265,8 +264,7 @@ def drawn_by_shard(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
                 mine[name] = (
                     f"{tuple(local.shape)} {xxhash.xxh3_64_hexdigest(few.numpy().tobytes())}"
                 )
-    every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, mine, group=group)
+    every = gathered(mine, group)
     return [
         name
         for name in every[0]

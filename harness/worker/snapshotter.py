@@ -19,7 +19,7 @@ import torch.distributed as dist
 from harness.core import records as rec
 from harness.core.facts import SnapshotFailed
 from harness.core.world import Fenced, HarnessError
-from harness.node.progress import Place
+from harness.node.progress import WorkerPhase
 from harness.worker import replicas
 from harness.worker.environment import environment
 from harness.worker.hold import Hold, tensor_of
@@ -34,7 +34,7 @@ from storage.errors import StoreError
 from storage.manifest import Manifest, Ref
 from storage.retention import Keep
 from storage.staging import Segment
-from storage.upload import Job, Outcome
+from storage.upload import UploadJob, UploadOutcome
 
 COMMIT_TIMEOUT_S = 600.0  # the longest that leaving waits for its snapshot
 # of the snapshot interval may pass until the commit, for the sake of the training's speed (a third
@@ -88,7 +88,7 @@ class Flight:
     segment: Segment | None = None
     finished: bool = False  # training may change the state
     stall_s: float = 0.0
-    within_s: float = 0.0  # see `Job`
+    within_s: float = 0.0  # see `UploadJob`
     waiting_since_s: float | None = None
     landing: Landing = field(default_factory=Landing)
 
@@ -159,7 +159,7 @@ class Snapshotter:
         """
         if not self._run.url:
             return
-        self._peers.life.tell(Place.STAGING, self._run.step)
+        self._peers.life.tell(WorkerPhase.STAGING, self._run.step)
         if self._log.pending is None and own_loop:
             self._training.share_buffers(look=True)  # our own steps have done it
         t_start, t0 = time.time(), time.perf_counter()
@@ -259,8 +259,7 @@ class Snapshotter:
             self._beside = False
             self._run.warn_here(
                 f"{touched[0]!r} (one of {len(touched)}) was changed in place between two "
-                "optimizer steps; from now on snapshots are "
-                "copied while training stands still"
+                "optimizer steps; from now on snapshots are copied while training stands still"
             )
 
     def _act_on(self, flight: Flight, agreement: Agreement) -> None:
@@ -312,7 +311,7 @@ class Snapshotter:
             flight.landing.error = e
             flight.landing.told.set()
 
-    def _job(self, flight: Flight, staged: dcp.Staged) -> Job:
+    def _job(self, flight: Flight, staged: dcp.Staged) -> UploadJob:
         leads, since_s = self._peers.rank == 0, flight.waiting_since_s
         stall_s = flight.stall_s
         if since_s is not None and not flight.finished:
@@ -322,7 +321,7 @@ class Snapshotter:
             if flight.records and leads
             else {}
         )
-        return Job(
+        return UploadJob(
             flight.ref,
             self._peers.rank,
             self._peers.world,
@@ -340,7 +339,7 @@ class Snapshotter:
         )
 
     # ---- land ------------------------------------------------------------------------------------
-    def _landed(self, flight: Flight, outcome: Outcome) -> None:
+    def _landed(self, flight: Flight, outcome: UploadOutcome) -> None:
         if outcome.state == "committed":
             flight.landing.committed = True
             self._last_seen.note(flight.ref)
@@ -357,7 +356,7 @@ class Snapshotter:
         flight, self._flight = self._flight, None
         if flight is None:
             return
-        self._peers.life.tell(Place.SAVING)
+        self._peers.life.tell(WorkerPhase.SAVING)
         flight.landing.told.wait(COMMIT_TIMEOUT_S + 60.0)
         if not flight.landing.committed:
             error = flight.landing.error or CommitTimeout(

@@ -16,7 +16,7 @@ from harness.core import records as rec
 from harness.core.batch import Batching, digest, sample_hash, seed_for
 from harness.core.world import BadInput
 from harness.node.marks import Want
-from harness.node.progress import Place
+from harness.node.progress import WorkerPhase
 from harness.worker.feed import Feed
 from harness.worker.loader import MicroBatch, seed_everything, to_device
 from harness.worker.peers import Peers
@@ -208,7 +208,7 @@ class Work:
 
     def update(self, sums: Sums, t_start: float, clip_norm: float | None) -> None:
         """All ranks come here, with what each has summed."""
-        self.peers.life.tell(Place.REDUCE)
+        self.peers.life.tell(WorkerPhase.REDUCE)
         floats = self._reduce(sums, clip_norm)
         lr = float(self.training.optimizers[0].param_groups[0]["lr"])
         self.snapshotter.finish_staging()
@@ -244,7 +244,7 @@ class Work:
             record, t_start, time.time(), floats, ints, work, with_contents, scaled
         )
         self.rhythm.note_step(calm=self.snapshotter.quiet)
-        self.peers.life.tell(Place.COMPUTE, self.run.step)
+        self.peers.life.tell(WorkerPhase.COMPUTE, self.run.step)
 
     def _reduce(self, sums: Sums, clip_norm: float | None) -> torch.Tensor:
         """Gradients over all ranks, divided and clipped; `Pending.floats`."""

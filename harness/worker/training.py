@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -106,16 +105,14 @@ class Training:
 
     def _choose(self, asked: Strategy | None) -> Strategy:
         assert self.model is not None
-        replica_ranks, reduce = self._peers.replica_ranks, self.reduce
-        if asked is not None:
-            check_fits(asked, reduce, replica_ranks)
-            return asked
         chosen: Strategy
-        if reduce == "fast":
+        if asked is not None:
+            chosen = asked
+        elif self.reduce == "fast":
             chosen = strategy_for(self.model)
         else:
-            chosen = exact_strategy_for(self.model, reduce, self.optimizers)
-        check_fits(chosen, reduce, replica_ranks)
+            chosen = exact_strategy_for(self.model, self.reduce, self.optimizers)
+        check_fits(chosen, self.reduce, self._peers.replica_ranks)
         return chosen
 
     def _check_optimizers(self) -> None:
@@ -127,8 +124,7 @@ class Training:
         if not ours & held.keys():
             raise BadInput(
                 "the optimizer holds none of the model's parameters; make it from "
-                "model.parameters() after fsdp2(model, run), "
-                "before run.prepare(model, optimizer)"
+                "model.parameters() after fsdp2(model, run), before run.prepare(model, optimizer)"
             )
         if foreign := [tuple(p.shape) for i, p in held.items() if i not in ours]:
             raise BadInput(
@@ -145,9 +141,8 @@ class Training:
             if self.reduce != "fast":
                 raise BadInput(
                     f"reduce={self.reduce!r} promises the same result on any number of ranks, but "
-                    "the model has BatchNorm, whose running "
-                    "statistics depend on which rank saw what; use GroupNorm or LayerNorm, or "
-                    "reduce='fast'"
+                    "the model has BatchNorm, whose running statistics depend on which rank saw "
+                    "what; use GroupNorm or LayerNorm, or reduce='fast'"
                 )
             self._peers.print(
                 "harness: the model has BatchNorm: its statistics are of rank 0's micro-batches, "
@@ -162,12 +157,12 @@ class Training:
     def share_buffers(self, look: bool = False) -> None:
         """What forwards have changed in the model beside its parameters is the first replica's
         from here on. `look`: it may be more than before."""
-        control = self._peers.control
-        if control is None or self.model is None or self.buffers is None or self.reduce != "fast":
-            return  # exact sums promise more: what differs is refused
+        if self._peers.control is None or self.model is None or self.buffers is None:
+            return
+        if self.reduce != "fast":  # exact sums promise more: what differs is refused
+            return
         if look or self._living is None:
-            every: list[Any] = [None] * self._peers.world
-            dist.all_gather_object(every, self.buffers.changed(), group=control)
+            every = self._peers.gather(self.buffers.changed())
             self._living = sorted(
                 {*(self._living or ()), *(name for names in every for name in names)}
             )
@@ -204,18 +199,6 @@ class Training:
         """Take over the state of a snapshot. Raises BadInput, StoreError."""
         assert self.model is not None
         have, _ = dcp.split(self.state())
-        by_index = [
-            [p for group in o.param_groups for p in group["params"]] for o in self.optimizers
-        ]
-
-        def like(name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-            """Optimizer state that does not exist yet is laid out like its parameter."""
-            parts = name.split("/")
-            if parts[0] == "optimizer" and parts[2] == "state":
-                parameter = by_index[int(parts[1])][int(parts[3])]
-                return parameter.detach() if tuple(parameter.shape) == shape else None
-            return None
-
         own = self._own_of(manifest)
         mine = {key for keys in own.values() for key in keys}
 
@@ -223,6 +206,7 @@ class Training:
             top = path.partition("/")[0]
             return RANK_MARK not in top or top in mine
 
+        like = dcp.like_parameters({"optimizer": self.optimizers})
         tensors = dcp.destinations(manifest, common(have), like, wanted)
         dcp.load(snapshots, manifest, tensors)
         state = dcp.join(
@@ -250,10 +234,9 @@ class Training:
             if not hasattr(self._saved[name], "load_state_dicts"):
                 raise BadInput(
                     f"snapshot {manifest.ref.name} holds a state of {name!r} for each of "
-                    f"{manifest.world} ranks, here are {self._peers.world}; "
-                    f"go on with {manifest.world} ranks, or give "
-                    f"{type(self._saved[name]).__name__} a method load_state_dicts(states) "
-                    "that takes those of all ranks, in order"
+                    f"{manifest.world} ranks, here are {self._peers.world}; go on with "
+                    f"{manifest.world} ranks, or give {type(self._saved[name]).__name__} a method "
+                    "load_state_dicts(states) that takes those of all ranks, in order"
                 )
         return {
             name: [_of_rank(name, rank) for rank in range(manifest.world)]

@@ -419,9 +419,8 @@ class Lab:
         local.chmod(0o1777)
         inside = (
             f"hostname {node} && mount --bind {folder}/hosts /etc/hosts && mount --bind {local} "
-            f"{self.root}/local && "
-            f"export SLURM_CONF={folder}/slurm.conf && exec slurmd -D -N {node} -f "
-            f"{folder}/slurm.conf"
+            f"{self.root}/local && export SLURM_CONF={folder}/slurm.conf && exec slurmd -D -N "
+            f"{node} -f {folder}/slurm.conf"
         )
         self._start(
             f"slurmd-{node}",

@@ -373,12 +373,12 @@ class Scene:
 
     def bill(self) -> dict[str, Any]:
         """What we say that the run cost, and what SkyPilot says."""
-        from harness.clouds.clusters import tag
+        from harness.clouds.clusters import billed
         from harness.clouds.sky_client import Broker
         from storage.opening import normalize
 
         broker = Broker(self.lab.env(), self.lab.root / "log" / "broker.log")
-        theirs = broker("costs", 120.0, prefix=f"{tag(normalize(self.url))}-")
+        theirs = billed(broker, normalize(self.url))
         broker.close()
         ended = {f.attempt: f for f in self.facts(AttemptEnded)}
         rows = {int(r["name"].rpartition("-")[2]): r["total_cost"] for r in theirs}

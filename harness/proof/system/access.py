@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import json
 import random
 from collections.abc import Callable
@@ -10,7 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from harness.bucket.layout import MEMBERS
-from harness.proof.invariants import Event, Written
+from harness.core.world import Clock
+from harness.proof.invariants import SimulationEvent
+from harness.proof.sim_world import WatchedStore
 from storage.errors import NotFound, StoreRefused, StoreUnavailable
 from storage.faults import Crash
 from storage.objects import Keys, ObjectStore
@@ -33,80 +34,19 @@ class Deleted:
     key: str
 
 
-class SortedStore:
-    """In memory, with its keys in order: listing a prefix costs what it finds."""
-
-    def __init__(self, url: str = "memory://sim"):
-        self.url = url
-        self._sorted: list[str] = []
-        self._all: dict[str, bytes] = {}
-
-    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
-        try:
-            found = self._all[key]
-        except KeyError:
-            raise NotFound(f"{self.url}/{key}") from None
-        return found if start is None and end is None else found[start:end]
-
-    def put(self, key: str, data: bytes | memoryview) -> None:
-        if key not in self._all:
-            bisect.insort(self._sorted, key)
-        self._all[key] = bytes(data)
-
-    def create(self, key: str, data: bytes | memoryview) -> bool:
-        if key in self._all:
-            return False
-        self.put(key, data)
-        return True
-
-    def list(self, prefix: str) -> Keys:
-        first = bisect.bisect_left(self._sorted, prefix)
-        last = first
-        while last < len(self._sorted) and self._sorted[last].startswith(prefix):
-            last += 1
-        return self._sorted[first:last]
-
-    def delete(self, key: str) -> None:
-        if self._all.pop(key, None) is not None:
-            del self._sorted[bisect.bisect_left(self._sorted, key)]
-
-    def size(self, key: str) -> int:
-        return len(self.get(key))
-
-    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        found = self.get(key)[start : start + buffer.nbytes]
-        buffer.cast("B")[: len(found)] = found
-        return len(found)
-
-
-class Bucket:
+class Bucket(WatchedStore):
     """As it is. Tells of every object that lands, or goes."""
 
-    def __init__(self, inner: ObjectStore, kernel: Kernel, emit: Callable[[Event | Deleted], None]):
-        self.inner, self.url, self._kernel, self._emit = inner, inner.url, kernel, emit
-        self.get, self.list, self.size = inner.get, inner.list, inner.size
-
-    def put(self, key: str, data: bytes | memoryview) -> None:
-        before = self._before(key)
-        self.inner.put(key, data)
-        self._emit(Written(self._kernel.now_s, key, bytes(data), before))
-
-    def create(self, key: str, data: bytes | memoryview) -> bool:
-        before = self._before(key)
-        if written := self.inner.create(key, data):
-            self._emit(Written(self._kernel.now_s, key, bytes(data), before))
-        return written
+    def __init__(
+        self, inner: ObjectStore, clock: Clock, emit: Callable[[SimulationEvent | Deleted], None]
+    ):
+        super().__init__(inner, clock, emit)
+        self._tell = emit
 
     def delete(self, key: str) -> None:
-        if self._before(key) is not None:
-            self.inner.delete(key)
-            self._emit(Deleted(self._kernel.now_s, key))
-
-    def _before(self, key: str) -> bytes | None:
-        try:
-            return self.inner.get(key)
-        except NotFound:
-            return None
+        if self._found(key) is not None:
+            super().delete(key)
+            self._tell(Deleted(self._clock.now(), key))
 
 
 class Access:
@@ -201,7 +141,7 @@ class Access:
         return found
 
     def _live(self) -> None:
-        if not self._trouble.lives(self._actor, self._node):
+        if self._node is not None and not self._node.alive:
             raise Crash
 
 

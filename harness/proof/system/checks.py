@@ -11,20 +11,29 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from harness.bucket.layout import MEMBERS, Epoch, Published, epoch_key
+from harness.bucket.layout import (
+    EPOCHS,
+    FACTS,
+    MEMBERS,
+    SAMPLES,
+    Epoch,
+    Published,
+    epoch_of,
+    member_key,
+)
 from harness.bucket.streamed import STEP
 from harness.core import records as rec
-from harness.core.facts import LeaseTaken, RunEnded
+from harness.core.facts import AttemptIntended, RunEnded
 from harness.proof import invariants
 from harness.proof.invariants import Changed, Violation, Written, _committed, _facts
 from harness.proof.system.access import Deleted
 from harness.views.committed import committed
 from harness.views.plugins import RunInfo
+from harness.views.publishing import writer_of
 from harness.views.stream import newest_header, whole
-from harness.views.telling import writer_of
 from harness.views.trackers import published
 from storage.errors import NotFound
-from storage.manifest import Manifest, Ref, SnapshotCorrupt
+from storage.manifest import Manifest, Ref
 from storage.objects import ObjectStore
 from storage.snapshots import Snapshots
 
@@ -53,7 +62,7 @@ class Stepped:
 
 
 @dataclass(frozen=True)
-class Left:
+class WorkersLeft:
     """The workers of an epoch leave as they were asked to."""
 
     t: float
@@ -61,23 +70,11 @@ class Left:
     step: int
 
 
-class WholeSnapshot(invariants.Whole):
+class WholeSnapshot(invariants.WholeSnapshotChecker):
     """A snapshot has a part of every rank of its epoch, and verifies, when it is committed."""
 
-    def see(self, event: Any) -> None:
-        if ref := _committed(event):
-            snapshots = Snapshots(self.store)
-            try:
-                manifest = snapshots.load(ref)
-                snapshots.verify(manifest)
-            except (SnapshotCorrupt, NotFound) as e:
-                raise Violation(f"whole: snapshot {ref}, committed at {event.t:.1f} s: {e}") from e
-            ranks = Epoch.decode(self.store.get(epoch_key(ref.epoch))).world
-            if manifest.world != ranks:
-                raise Violation(
-                    f"whole: snapshot {ref} was committed at {event.t:.1f} s by {manifest.world} "
-                    f"of {ranks} ranks"
-                )
+    def ranks(self, epoch: bytes) -> int:
+        return Epoch.decode(epoch).world
 
 
 class GreatestCommitted(invariants.GreatestStep):
@@ -86,18 +83,16 @@ class GreatestCommitted(invariants.GreatestStep):
 
     def see(self, event: Any) -> None:
         if isinstance(event, Resumed):
-            resume = event.ref.name if event.ref else None
-            passing: Any = event
-            self.begins(passing, {"epoch": event.epoch, "resume": resume})
+            self.begins(event.t, event.epoch, event.ref)
         elif isinstance(event, Deleted):
             if event.key.startswith("snapshots/manifests/"):
-                super().see(Written(event.t, "snapshots/manifests/deleted", b"", b""))
-        elif not (isinstance(event, Written) and event.key.startswith("rdzv/epochs/")):
+                self.look(event.t)
+        elif not (isinstance(event, Written) and event.key.startswith(EPOCHS)):
             super().see(event)
 
 
 @dataclass
-class Fenced:
+class FencingChecker:
     """Old worlds cannot spoil new ones: epochs are created in order and once, and nothing of an
     older epoch is committed once a newer one goes on from its own snapshot. What is under way may
     land for `grace_s` more."""
@@ -107,8 +102,8 @@ class Fenced:
     resumed_s: float = 0.0  # since then the newest epoch exists
 
     def see(self, event: Any) -> None:
-        if isinstance(event, Written) and event.key.startswith("rdzv/epochs/"):
-            number = int(event.key[-11:-5])
+        if isinstance(event, Written) and event.key.startswith(EPOCHS):
+            number = epoch_of(event.key)
             if number != self.newest + 1:
                 raise Violation(
                     f"fenced: epoch {number} was created at {event.t:.1f} s after {self.newest}"
@@ -156,7 +151,7 @@ class EveryStepOnce:
         while head != genesis and head not in self.good:
             todo.append(self._part(ref, key, head, event.t))
             head = todo[-1][0].prev
-            key = rec.heads(self.store.list("samples/")).get(head[:16], f"the records before {key}")
+            key = rec.heads(self.store.list(SAMPLES)).get(head[:16], f"the records before {key}")
         step = 0 if head == genesis else self.good[head]
         for record in (r for part in reversed(todo) for r in part):
             step += 1
@@ -247,7 +242,7 @@ class NothingLost:
     def see(self, event: Any) -> None:
         if isinstance(event, Stepped):
             self.steps += 1
-        if isinstance(event, Left):
+        if isinstance(event, WorkersLeft):
             committed = max((ref.step for ref in Snapshots(self.store).refs()), default=0)
             if committed < event.step:
                 raise Violation(
@@ -264,26 +259,18 @@ class NothingLost:
 
 
 @dataclass
-class Evidence:
+class EvidenceChecker:
     """No node outlives the evidence of it: for every machine that has power, the intent of its
     attempt lies in the bucket, and while its agent runs so does what it said of itself. After the
     end of the run no machine has power."""
 
-    store: ObjectStore
     machines: Mapping[int, SimNode]
     intended: set[int] = field(default_factory=set)
-    said: set[str] = field(default_factory=set)
-    ended: bool = False
 
     def see(self, event: Any) -> None:
-        for fact in _facts(event):
-            if type(fact).__name__ == "AttemptIntended":
-                self.intended.add(fact.attempt)  # type: ignore[attr-defined]
-            self.ended = isinstance(fact, RunEnded) or (
-                self.ended and not isinstance(fact, LeaseTaken)
-            )
-        if isinstance(event, Written) and event.key.startswith(MEMBERS):
-            self.said.add(event.key.removeprefix(MEMBERS).removesuffix(".json"))
+        self.intended |= {
+            fact.attempt for fact in _facts(event) if isinstance(fact, AttemptIntended)
+        }
         if isinstance(event, Changed):
             for attempt, machine in self.machines.items():
                 if machine.alive and attempt not in self.intended:
@@ -292,10 +279,10 @@ class Evidence:
             self._deleted(event)
 
     def _deleted(self, event: Deleted) -> None:
-        if event.key.startswith("facts/"):
+        if event.key.startswith(FACTS):
             raise Violation(f"evidence: {event.key} was deleted at {event.t:.1f} s")
         for machine in self.machines.values():
-            if event.key == f"{MEMBERS}{machine.member}.json" and machine.runs():
+            if event.key == member_key(machine.member) and machine.runs():
                 raise Violation(
                     f"evidence: {event.key} was deleted at {event.t:.1f} s, and its node runs"
                 )
@@ -308,7 +295,8 @@ class Evidence:
 @dataclass
 class Bystanders:
     """Whoever trains is in the newest epoch or on its way out: no two epochs commit steps beside
-    each other (see `Fenced`), and nobody is told to train in an epoch that does not name it."""
+    each other (see `FencingChecker`), and nobody is told to train in an epoch that does not name
+    it."""
 
     machines: Mapping[int, SimNode]
     fresh_s: float  # who has said so lately that it trains is not lost
@@ -318,7 +306,7 @@ class Bystanders:
     )  # in which epoch; when said
 
     def see(self, event: Any) -> None:
-        if isinstance(event, Written) and event.key.startswith("rdzv/epochs/"):
+        if isinstance(event, Written) and event.key.startswith(EPOCHS):
             epoch = Epoch.decode(event.data)
             self._settled(event, epoch)
             if len(set(epoch.members)) != len(epoch.members):

@@ -15,8 +15,7 @@ from harness.proof.system.trouble import CONTROLLER
 if TYPE_CHECKING:
     from harness.bucket.lease import Lease
     from harness.proof.system.access import Access
-    from harness.proof.system.node import SimNode
-    from harness.proof.system.whole import Whole
+    from harness.proof.system.whole import WholeSystem
 
 T = TypeVar("T")
 LAUNCH_S, END_S = (4.0, 25.0), (1.0, 6.0)
@@ -25,7 +24,7 @@ LAUNCH_S, END_S = (4.0, 25.0), (1.0, 6.0)
 class PlayedCloud:
     """`all`: what it knows of every attempt."""
 
-    def __init__(self, sim: Whole, rng: random.Random):
+    def __init__(self, sim: WholeSystem, rng: random.Random):
         self._sim, self._rng = sim, rng
         self.all: dict[int, Node] = {}
         self.unlisted: dict[int, float] = {}  # attempt -> until when
@@ -86,10 +85,9 @@ class PlayedCloud:
 
 
 class ControllerSeat:
-    """One controller's eyes and hands: its bucket and its cloud. `dies_s`: whoever was overtaken
-    comes back then, and this one dies."""
+    """One controller's eyes and hands: its bucket and its cloud."""
 
-    def __init__(self, sim: Whole, store: Access, rng: random.Random):
+    def __init__(self, sim: WholeSystem, store: Access, rng: random.Random):
         self._sim, self.store, self._rng = sim, store, rng
         self.lease: Lease | None = None
 
@@ -124,6 +122,3 @@ class ControllerSeat:
             raise CloudUnavailable(f"{what}: no answer (nothing was done)")
         operation()
         raise CloudUnavailable(f"{what}: no answer (it was done)")
-
-
-__all__ = ["ControllerSeat", "PlayedCloud", "SimNode"]

@@ -20,22 +20,22 @@ CHUNK = 20  # worlds that a core is given at once
 
 
 @dataclass(frozen=True)
-class Broken:
+class BrokenSeed:
     seed: int
     words: str
 
 
-def one(seed: int) -> Played | Broken:
+def one(seed: int) -> Played | BrokenSeed:
     """A world; what people would read of it stays out of the way."""
     logging.getLogger("harness.views.trackers").setLevel(logging.ERROR)
     with contextlib.redirect_stdout(io.StringIO()):
         try:
             return play(seed)
         except Failed as e:
-            return Broken(seed, str(e))
+            return BrokenSeed(seed, str(e))
 
 
-def many(seeds: Iterable[int], jobs: int) -> Iterator[Played | Broken]:
+def many(seeds: Iterable[int], jobs: int) -> Iterator[Played | BrokenSeed]:
     """In the order in which they end."""
     if jobs == 1:
         yield from map(one, seeds)
@@ -50,9 +50,9 @@ def command(seeds: int, seed: int | None, first: int, jobs: int) -> int:
         return tell_one(seed)
     began_s = time.perf_counter()
     played: list[Played] = []
-    broken: list[Broken] = []
+    broken: list[BrokenSeed] = []
     for found in many(range(first, first + seeds), jobs):
-        if isinstance(found, Broken):
+        if isinstance(found, BrokenSeed):
             broken.append(found)
             print(found.words, flush=True)
         else:

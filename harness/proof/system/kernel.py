@@ -14,23 +14,39 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from harness.core import values
 from harness.proof.invariants import Violation
 
 Happening = Callable[[], None]
+MOST_AT_ONCE = 20_000  # events and waits at one moment; more are an endless loop
+
+
+@contextmanager
+def speaking(protocol: int) -> Iterator[None]:
+    """The code inside is of the version that speaks this."""
+    before, values.PROTOCOL = values.PROTOCOL, protocol
+    try:
+        yield
+    finally:
+        values.PROTOCOL = before
 
 
 class Kernel:
-    """`horizon_s`: the run must have ended by then. `broken`: the first rule that was broken; it is
-    raised at the next event, whoever caught it first."""
+    """`protocol`: what the run's code speaks. `horizon_s`: the run must have ended by then.
+    `broken`: the first rule that was broken; it is raised at the next event, whoever caught it
+    first."""
 
-    def __init__(self) -> None:
+    def __init__(self, protocol: int = 1) -> None:
+        self.protocol = protocol  # of all others
         self.now_s, self.horizon_s = 0.0, math.inf
         self.broken: Violation | None = None
         self.happened = 0  # events, in all
+        self._moment = (0.0, 0)  # of the last event or wait, and how many there were then
         self._events: list[tuple[float, int, str, Happening]] = []
         self._order = itertools.count()
         self._held: dict[str, list[Happening]] = {}  # of actors that are in the middle of something
         self._paused_s: dict[str, float] = {}
+        self.speaks: dict[str, int] = {}  # actors of another version: their protocol
 
     def now(self) -> float:
         return self.now_s
@@ -73,7 +89,7 @@ class Kernel:
             self._held[actor].append(happen)
         elif actor:
             self.happened += 1
-            with self.acting(actor):
+            with self.acting(actor), speaking(self.speaks.get(actor, self.protocol)):
                 happen()
         else:
             self.happened += 1
@@ -81,6 +97,12 @@ class Kernel:
         self._judge()
 
     def _judge(self) -> None:
+        moment, many = self._moment
+        self._moment = (self.now_s, many + 1 if moment == self.now_s else 1)
+        if many >= MOST_AT_ONCE:
+            self.broken = self.broken or Violation(
+                f"time stands still: {many} events and waits at {self.now_s:.1f} s"
+            )
         if self.broken is not None:
             raise self.broken
         if self.now_s > self.horizon_s:

@@ -19,7 +19,7 @@ from harness.agent.ends import WorkerEnd
 from harness.agent.notices import Notice
 from harness.bucket.layout import NO_EPOCH, Epoch
 from harness.core.facts import Fact, WorkerHung
-from harness.core.world import FENCED, Offer
+from harness.core.world import Offer
 from harness.node import progress
 from harness.node.marks import Mark, Want
 from harness.proof.system.sending import Sending
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from harness.agent.rendezvous import Rendezvous
     from harness.proof.system.access import Access
     from harness.proof.system.publishing import SimSidecars
-    from harness.proof.system.whole import Whole
+    from harness.proof.system.whole import WholeSystem
 
 TURN_S = 1.0  # between two turns of an agent
 EPOCH_S = 1_700_000_000.0  # wall clocks begin here
@@ -91,7 +91,7 @@ class SimWorker:
         """It hangs no more."""
         self.stuck = False
 
-    def tell(self, place: progress.Place, step: int) -> None:
+    def tell(self, place: progress.WorkerPhase, step: int) -> None:
         beats = self.signs.sign.beats + 1 if self.signs.sign else 1
         self.signs.sign = progress.Sign(beats, step, place)
 
@@ -120,8 +120,8 @@ class SimWorker:
 class SimPool:
     """A node's workers, as `workers.Workers` has them."""
 
-    def __init__(self, node: SimNode, config: AgentConfig, record: Callable[[Fact], None]):
-        self._node, self._config, self._record = node, config, record
+    def __init__(self, node: SimNode, record: Callable[[Fact], None]):
+        self._node, self._record = node, record
         self._epoch = NO_EPOCH
         self._warm_s = float("inf")
         self.all: list[SimWorker] = []
@@ -187,7 +187,7 @@ class SimPool:
             state = "T" if worker.stuck else "S"
             if what := worker.pulse.hung(now, state):
                 worker.hung, worker.guilty = what, not worker.pulse.waits(state)
-                sign = worker.pulse.sign or progress.Sign(0, 0, progress.Place.START)
+                sign = worker.pulse.sign or progress.Sign(0, 0, progress.WorkerPhase.START)
                 self._record(
                     WorkerHung(
                         self._node.member,
@@ -269,7 +269,7 @@ class SimHost:
 
     def workers(self, config: AgentConfig, member: str, record: Callable[[Fact], None]) -> SimPool:
         self._node.member = member
-        self._node.pool = SimPool(self._node, config, record)
+        self._node.pool = SimPool(self._node, record)
         return self._node.pool
 
     def helpers(self, config: AgentConfig) -> SimSidecars:
@@ -307,7 +307,7 @@ class SimNode:
     """`alive`: it has power. `code`: its agent's exit code, once that has ended. `member`: what its
     agent is called."""
 
-    sim: Whole
+    sim: WholeSystem
     number: int
     attempt: int
     offer: Offer
@@ -393,15 +393,17 @@ class SimNode:
     def _die(self) -> None:
         """The agent's process is gone, and with it all that die with their parent."""
         if self.code is None and self.alive:
+            self.sim.struck("crash-agent", self)
             self._end(KILLED)
 
     def _end(self, code: int) -> None:
         self.code = code
         self.sim.say(self.number, f"agent ended with {code}")
         self._stop()
-        self.sim.kernel.after(
-            self.rng.uniform(*EXIT_S), lambda: self.sim.cloud.exited(self.attempt, code)
-        )
+        if self.attempt:  # else no cloud knows of it
+            self.sim.kernel.after(
+                self.rng.uniform(*EXIT_S), lambda: self.sim.cloud.exited(self.attempt, code)
+            )
 
     def _stop(self) -> None:
         if hasattr(self, "lines"):
@@ -435,11 +437,13 @@ class SimNode:
             self.sim.kernel.after(cancelled_s, lambda: self.tell(machine.Cancelled(found)))
 
     def sick(self) -> None:
-        from harness.agent.health import Action, Finding, Verdict
+        from harness.agent.health import Action, GpuFinding, HealthVerdict
 
         self.tell(
             machine.GpuJudged(
-                Verdict(Finding("GPU-0", "xid 48", 48, "simulated"), Action.DRAIN, "it is worn")
+                HealthVerdict(
+                    GpuFinding("GPU-0", "xid 48", 48, "simulated"), Action.DRAIN, "it is worn"
+                )
             )
         )
 
@@ -448,6 +452,3 @@ class SimNode:
         if self.mark.want is Want.SNAPSHOT and self.mark.id == self.answered:
             return Mark(Want.NOTHING, "")
         return self.mark
-
-
-__all__ = ["FENCED", "SimNode", "SimWorker"]

@@ -20,7 +20,7 @@ NAME = "sim"
 
 
 @dataclass
-class Lines:
+class LinesTracker:
     """A tracker that writes one line a step: its number and its digest."""
 
     name: str = NAME
@@ -86,7 +86,7 @@ class SimSidecars:
         publisher = sim.build.publisher(
             store,
             info,
-            [Lines()],
+            [LinesTracker()],
             BATCH_S,
             1,
             self._node.host.wall,

@@ -13,14 +13,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from harness.bucket.layout import Epoch
+from harness.bucket.layout import IDENTITY, Epoch
 from harness.core import batch
 from harness.core import records as rec
 from harness.core.values import canonical, digest
-from harness.core.world import BadInput, HarnessError
+from harness.core.world import BadInput, HarnessError, whole_replicas
 from harness.node.marks import Want
-from harness.node.progress import Place
-from harness.proof.system.checks import Left, Resumed, Stepped
+from harness.node.progress import WorkerPhase
+from harness.proof.system.checks import Resumed, Stepped, WorkersLeft
 from harness.proof.system.sending import Sending
 from harness.proof.system.trained import MICRO, consumed, identity, state_after
 from harness.worker import machine
@@ -35,7 +35,7 @@ from storage.tiers import Tiered
 if TYPE_CHECKING:
     from harness.proof.system.access import Access
     from harness.proof.system.node import SimNode, SimWorker
-    from harness.proof.system.whole import Whole
+    from harness.proof.system.whole import WholeSystem
 
 START_TIMEOUT_S = 40.0  # for all ranks to come
 COLLECTIVE_TIMEOUT_S = 60.0  # of a rank that waits for another
@@ -83,14 +83,14 @@ class _Lost(Exception):
 
 @dataclass
 class Ensemble:
-    sim: Whole
+    sim: WholeSystem
     epoch: Epoch
     workers: dict[int, SimWorker] = field(default_factory=dict)
     over: bool = False
     step: int = 0
     weights: str = ""
     head: str = ""
-    states: dict[int, machine.State] = field(default_factory=dict)
+    states: dict[int, machine.SessionState] = field(default_factory=dict)
     parent: Ref | None = None
     resumed: str = ""
     saved_step: int = -1
@@ -175,7 +175,7 @@ class Ensemble:
             return False
         for worker in ranks:
             if worker.signs.sign is not None and not worker.stuck and self._stalled_s is None:
-                worker.tell(Place.REDUCE, self.step)
+                worker.tell(WorkerPhase.REDUCE, self.step)
         self._stalled_s = now if self._stalled_s is None else self._stalled_s
         if now - self._stalled_s > COLLECTIVE_TIMEOUT_S:
             words = ("RuntimeError", f"Timed out waiting {COLLECTIVE_TIMEOUT_S:.0f} s for recv")
@@ -189,18 +189,23 @@ class Ensemble:
         setting = self.sim.setting
         for worker in self.workers.values():
             worker.began = True
-        self._tell(Place.START)
-        self.states = dict.fromkeys(self.workers, machine.State(by_script=True))
+        self._tell(WorkerPhase.START)
+        self.states = dict.fromkeys(self.workers, machine.SessionState(by_script=True))
         self._identify()
         yield 0.1
+        try:
+            plan = self.sim.build.plan(setting.micro_batches, self.epoch.world)
+        except batch.TooManyRanks as e:
+            smaller = bool(whole_replicas(self.epoch.nproc, 1, e.room))
+            yield from self._turn(machine.Overfull(smaller, str(e)))
+            return
         yield from self._turn(machine.Looped())
         speed = min(self.epoch.speeds)
-        plan = self.sim.build.plan(setting.micro_batches, self.epoch.world)
         step_s = setting.step_s * plan.rounds / setting.micro_batches / speed
         while self.step < setting.total_steps:
             yield step_s
             self._train(plan, step_s)
-            self._tell(Place.COMPUTE)
+            self._tell(WorkerPhase.COMPUTE)
             yield from self._boundary()
         yield from self._turn(machine.Reached())
         yield 0.2
@@ -208,7 +213,7 @@ class Ensemble:
         for worker in self.workers.values():
             worker.exit(0)
 
-    def _tell(self, place: Place) -> None:
+    def _tell(self, place: WorkerPhase) -> None:
         for worker in self.workers.values():
             if not worker.stuck:
                 worker.tell(place, self.step)
@@ -220,8 +225,8 @@ class Ensemble:
     def _identify(self) -> None:
         mine = identity(self.sim.setting.micro_batches, self.sim.setting.total_steps)
         store = self._store()
-        if not store.create("run.json", canonical(mine)):
-            found = json.loads(store.get("run.json"))
+        if not store.create(IDENTITY, canonical(mine)):
+            found = json.loads(store.get(IDENTITY))
             if found != mine:
                 raise BadInput(f"{store.url} holds another run: {found}, not {mine}")
         self.genesis = rec.genesis(mine)
@@ -230,6 +235,7 @@ class Ensemble:
         for worker in self.workers.values():
             if worker.to_fail:
                 text, worker.to_fail = worker.to_fail, ""
+                self.sim.struck("fail-script", worker.node, self.epoch.epoch)
                 raise _Lost({worker.rank: ("RuntimeError", text)})
         setting = self.sim.setting
         self.step += 1
@@ -280,10 +286,10 @@ class Ensemble:
             leads=rank == 0,
         )
 
-    def _turn(self, event: machine.Event) -> Iterator[float]:
+    def _turn(self, event: machine.SessionEvent) -> Iterator[float]:
         return self._turns(dict.fromkeys(self.workers, event))
 
-    def _turns(self, events: Mapping[int, machine.Event]) -> Iterator[float]:
+    def _turns(self, events: Mapping[int, machine.SessionEvent]) -> Iterator[float]:
         turns = {
             rank: self.sim.build.turn(self.states[rank], event, self._seen(rank))
             for rank, event in events.items()
@@ -300,12 +306,12 @@ class Ensemble:
         for act in lead.after:
             yield from self._do(act, turns)
 
-    def _do(self, act: machine.Act, turns: Mapping[int, machine.Turn]) -> Iterator[float]:
+    def _do(self, act: machine.SessionAct, turns: Mapping[int, machine.Turn]) -> Iterator[float]:
         match act:
             case machine.Snapshot(why, final):
                 yield from self._take(why, final)
             case machine.Leave(_, code) if code is not None:
-                self.sim.emit(Left(self.sim.kernel.now_s, self.epoch.epoch, self.step))
+                self.sim.emit(WorkersLeft(self.sim.kernel.now_s, self.epoch.epoch, self.step))
                 self._leave(dict.fromkeys(self.workers, code))
                 yield 0.0
             case machine.Refuse(what):
@@ -324,7 +330,7 @@ class Ensemble:
                 node.answered = node.mark.id
 
     def _leave(self, codes: Mapping[int, int]) -> None:
-        self._tell(Place.LEAVING)
+        self._tell(WorkerPhase.LEAVING)
         self.over = True
         for rank, code in codes.items():
             self.workers[rank].exit(code)
@@ -336,7 +342,7 @@ class Ensemble:
 
     # ---- snapshots -------------------------------------------------------------------------------
     def _take(self, why: str, final: bool) -> Iterator[float]:
-        self._tell(Place.STAGING)
+        self._tell(WorkerPhase.STAGING)
         if why == "notice" and self.flight is not None and not self.flight.told:
             self.unsaved, self.flight = self.flight.records + self.unsaved, None  # overtaken
         yield from self._land(must=False)
@@ -373,7 +379,7 @@ class Ensemble:
         flight = self.flight
         if flight is None:
             return
-        self._tell(Place.SAVING)
+        self._tell(WorkerPhase.SAVING)
         until_s = self.sim.kernel.now_s + LAND_S
         while not flight.told and self.sim.kernel.now_s < until_s:
             yield 0.5
@@ -388,7 +394,7 @@ class Ensemble:
 
     # ---- resuming --------------------------------------------------------------------------------
     def _resume(self) -> Iterator[float]:
-        self._tell(Place.RESTORE)
+        self._tell(WorkerPhase.RESTORE)
         sim = self.sim
         nodes = {w.node.number: w.node for w in self.workers.values()}
         eyes = {
@@ -419,7 +425,7 @@ class Ensemble:
             looks = Looks(lambda: access, access.sleep)
             return build.restore(
                 build.snapshots(access), host, looks,
-                epoch=self.epoch.epoch, seen=seen, must_list="run.json",
+                epoch=self.epoch.epoch, seen=seen, must_list=IDENTITY,
             )  # fmt: skip
 
         each = {host: one(host, *it) for host, it in eyes.items()}
@@ -486,7 +492,7 @@ def _words(job: Sending) -> tuple[str, str]:
     return type(error).__name__, f"{type(error).__name__}: {error}"
 
 
-def shape(acts: Collection[machine.Act]) -> tuple[Any, ...]:
+def shape(acts: Collection[machine.SessionAct]) -> tuple[Any, ...]:
     """What all ranks must do alike: not who answers which request, nor in which words, nor what
     rank 0 writes alone."""
     alone = (Do.ANSWER, Do.MARK_END_ALONE)

@@ -1,7 +1,7 @@
 """What is wrong at this moment, for whom. Pure.
 
-`Plan` (`faults.py`) says what goes wrong when; this says whom it befalls, and how. Spells last;
-strikes wait for the actor's next operation.
+The list of faults (`faults.py`) says what goes wrong when; this says whom it befalls, and how.
+Spells last; strikes wait for the actor's next operation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class Trouble:
         self._kernel, self._interleaved, self._calm_s = kernel, interleaved, calm_s
         self._spells: dict[str, list[tuple[float, int | None, int | None]]] = {}
         self._strikes: dict[str, list[Fault]] = {}
-        self.dead: set[str] = set()  # actors
         self.overtake: Callable[[float], None] = lambda lasts_s: None
 
     def patience(self) -> Patience:
@@ -89,9 +88,6 @@ class Trouble:
             strikes.pop(0)
             return True
         return False
-
-    def lives(self, actor: str, node: SimNode | None) -> bool:
-        return actor not in self.dead and (node is None or node.alive)
 
     # ---- what the bucket answers -----------------------------------------------------------------
     def answer(

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,16 +24,18 @@ from harness.bucket.layout import Epoch
 from harness.bucket.lease import Lease
 from harness.bucket.orders import SNAPSHOT
 from harness.controller import policies
-from harness.controller.recovery import Outcome, RunSpec, recover
+from harness.controller.recovery import RunOutcome, RunSpec, recover
 from harness.core import batch
-from harness.core.world import CloudUnavailable, Fenced, Offer, Policy, World
+from harness.core.world import REFUSED, CloudUnavailable, Fenced, Offer, Policy, World
 from harness.proof import invariants
 from harness.proof.invariants import Damaged, Violation
+from harness.proof.sim_world import SortedStore
 from harness.proof.system import checks
-from harness.proof.system.access import Access, Bucket, SortedStore
+from harness.proof.system.access import Access, Bucket
+from harness.proof.system.blows import Blow, Blows
 from harness.proof.system.cloud import ControllerSeat, PlayedCloud
 from harness.proof.system.faults import Fault, Setting, faults_of
-from harness.proof.system.kernel import Kernel
+from harness.proof.system.kernel import Kernel, speaking
 from harness.proof.system.node import SimNode
 from harness.proof.system.publishing import NAME, SimSidecars
 from harness.proof.system.sending import Sending
@@ -43,10 +43,10 @@ from harness.proof.system.strikes import STRIKES
 from harness.proof.system.team import Ensemble
 from harness.proof.system.trained import expected, identity, state_after
 from harness.proof.system.trouble import CONTROLLER, Trouble
-from harness.proof.system.wires import Net
+from harness.proof.system.wires import SimulatedNet
 from harness.uploader.client import fence
+from harness.views.publishing import writer_of
 from harness.views.stream import StreamWriter
-from harness.views.telling import writer_of
 from harness.views.trackers import Publisher
 from harness.worker import machine
 from storage.errors import NotFound, StoreError
@@ -69,14 +69,16 @@ class SystemBuild:
     agent: Callable[..., Agent] = Agent
     lease: type[Lease] = Lease
     journal: type[Journal] = Journal
-    recover: Callable[..., Outcome] = recover
+    recover: Callable[..., RunOutcome] = recover
     policy: Policy = policies.cheapest
     snapshots: type[Snapshots] = Snapshots
     restore: type[Restore] = Restore
     publisher: Callable[..., Publisher] = Publisher
     stream: Callable[..., StreamWriter] = writer_of
     sending: Callable[..., Sending] = Sending
-    turn: Callable[[machine.State, machine.Event, machine.Seen], machine.Turn] = machine.turn
+    turn: Callable[[machine.SessionState, machine.SessionEvent, machine.Seen], machine.Turn] = (
+        machine.turn
+    )
     winner: Callable[[Sequence[int]], Any] = machine.winner
     plan: Callable[[int, int], batch.Plan] = batch.plan
     ensemble: Callable[[Any, Epoch], Ensemble] = Ensemble
@@ -120,31 +122,34 @@ def play(
     """One run in one world. Raises Failed. `faults`: instead of the seed's own list."""
     setting = setting or Setting.of(seed)
     faults = faults_of(seed, setting) if faults is None else faults
-    whole = Whole(seed, setting, faults, build or SystemBuild())
+    whole = WholeSystem(seed, setting, faults, build or SystemBuild())
     try:
-        return whole.play()
+        with speaking(setting.protocol):
+            return whole.play()
     except Violation as e:
         raise Failed(
             f"{e}\n  reproduce it: harness simulate --system --seed {seed}", whole.said
         ) from e
 
 
-class Whole:
+class WholeSystem:
     """Builds the world, keeps somebody at the wheel, and lets the checkers see everything."""
 
     def __init__(self, seed: int, setting: Setting, faults: Sequence[Fault], build: SystemBuild):
         self.seed, self.setting, self.build, self.faults = seed, setting, build, tuple(faults)
-        self.kernel = Kernel()
+        self.kernel = Kernel(setting.protocol)
         self.said: list[tuple[float, str, str]] = []
         self.trouble = Trouble(self.kernel, setting.interleaved, setting.calm_s)
         self.trouble.overtake = self._overtake
         self.bucket = Bucket(build.store(), self.kernel, self.emit)
-        self.net = Net(self.kernel, self.trouble)
+        self.blows = Blows()
+        self.net = SimulatedNet(self.kernel, self.trouble)
         self.leases = Watch(now=self.kernel.now)
         self.cloud = PlayedCloud(self, self.random("cloud"))
         self.machines: dict[int, SimNode] = {}  # by attempt
+        self.guests: list[SimNode] = []  # nodes of another version, that nobody launched
         self.teams: dict[int, Ensemble] = {}  # by epoch
-        self.outcome: Outcome | None = None
+        self.outcome: RunOutcome | None = None
         self.controllers = self.steps_done = self._depth = 0
         self._dies_s = math.inf
         self.spoiled = 0
@@ -165,7 +170,6 @@ class Whole:
 
     def _checkers(self) -> list[Any]:
         store, micro = self.bucket.inner, self.setting.micro_batches
-        self.ledger = invariants.Ledger(estimated=self.cloud.unlisted)
 
         def digest(step: int) -> str:
             return expected(micro, step)
@@ -177,16 +181,16 @@ class Whole:
             invariants.IntendedFirst(),
             invariants.NodeLimit(self.run.max_nodes),
             invariants.NothingLeft(),
-            self.ledger,
+            invariants.LedgerChecker(estimated=self.cloud.unlisted),
             checks.WholeSnapshot(store),
             checks.GreatestCommitted(store),
-            checks.Fenced(grace_s=100.0),
+            checks.FencingChecker(grace_s=100.0),
             checks.EveryStepOnce(
                 store, digest, 2 * micro, identity(micro, self.setting.total_steps)
             ),
             checks.SameTraining(lambda step: state_after(micro, step)),
             checks.DoneIsDone(store, self.setting.total_steps),
-            checks.Evidence(store, self.machines),
+            checks.EvidenceChecker(self.machines),
             checks.Bystanders(self.machines, fresh_s=3.0),
             checks.NothingLost(store, self._gentle(), self.setting.total_steps),
             checks.PublishedOnce(store, digest, NAME),
@@ -206,8 +210,9 @@ class Whole:
 
     def emit(self, event: Any) -> None:
         try:
-            for checker in self.checkers:
-                checker.see(event)
+            with speaking(2):  # whoever wrote it
+                for checker in self.checkers:
+                    checker.see(event)
         except Violation as e:
             self.kernel.broken = self.kernel.broken or e
             raise
@@ -224,6 +229,8 @@ class Whole:
         return SimSidecars(node)
 
     def team(self, epoch: Epoch) -> Ensemble:
+        if named := [g.member for g in self.guests if g.member in epoch.members]:
+            self.violated(f"versions: epoch {epoch.epoch} names {named}, of another version,")
         if epoch.epoch not in self.teams:
             self.teams[epoch.epoch] = self.build.ensemble(self, epoch)
         return self.teams[epoch.epoch]
@@ -240,6 +247,21 @@ class Whole:
         self.say(number, f"is up (attempt {attempt} on {offer.name})")
         self.kernel.after(1.0, node.boot, node.actor)
 
+    def struck(self, kind: str, node: SimNode, epoch: int = 0) -> None:
+        """A fault has ended a worker of this epoch, or the node's agent."""
+        step = max((ref.step for ref in Snapshots(self.bucket.inner).refs()), default=0)
+        self.blows.all.append(Blow(self.kernel.now_s, kind, node.attempt, epoch, step))
+
+    def _visit(self) -> None:
+        """A node of another version comes."""
+        number = 1000 + len(self.guests)
+        offer = self.setting.offers[0]
+        guest = SimNode(self, number, 0, offer, self.random(f"guest {number}"))
+        for actor in ("agent", "beat", "lines", "uploader", "publisher"):
+            self.kernel.speaks[f"{actor}-{number}"] = 3 - self.setting.protocol
+        self.guests.append(guest)
+        self.kernel.after(0.0, guest.boot, guest.actor)
+
     # ---- what goes wrong -------------------------------------------------------------------------
     def _befall(self, fault: Fault) -> None:
         up = [node for node in self.machines.values() if node.runs() and hasattr(node, "agent")]
@@ -255,6 +277,8 @@ class Whole:
             trouble.arm(CONTROLLER, fault)
         elif kind == "rot":
             self._rot()
+        elif kind == "other-version":
+            self._visit()
         elif kind == "snapshot-asked":
             self.bucket.put(f"{SNAPSHOT}{fault.at_s}.json", b"{}")
         elif not up:
@@ -298,24 +322,29 @@ class Whole:
         for checker in self.checkers:
             checker.at_end()
         self._check_life(self.outcome)
+        self._check_versions()
         return Played(
             self.seed, self.outcome.outcome, self.outcome.reason, self.outcome.committed_step,
             ended_s, len(self.teams), len(self.machines), self.controllers, self.steps_done,
             self.kernel.happened, self.faults, tuple(self.said),
         )  # fmt: skip
 
-    def _check_life(self, outcome: Outcome) -> None:
+    def _check_life(self, outcome: RunOutcome) -> None:
         """If it can end well it does; else it says why not, and that is the world's fault."""
-        kinds = Counter(fault.kind for fault in self.faults)
-        excused = any(
-            re.search(words, outcome.reason) and sum(kinds[k] for k in why) >= least
-            for words, why, least in EXCUSES
-        )
-        if not outcome.reason or (outcome.outcome != "done" and not excused):
+        if outcome.outcome != "done" and not self.blows.explain(outcome.reason):
             raise Violation(
                 f"life: {outcome.outcome} ({outcome.reason}) at {self.kernel.now_s:.0f} s, "
-                "although it could have ended well"
+                f"although it could have ended well; what befell workers and agents: {self.blows}"
             )
+
+    def _check_versions(self) -> None:
+        """Who speaks another protocol is told so, and costs nobody of the run its place."""
+        for guest in self.guests:
+            if guest.code != REFUSED:
+                raise Violation(f"versions: node {guest.number} ended with {guest.code}, wanted 38")
+        for node in self.machines.values():
+            if node.code == REFUSED:
+                raise Violation(f"versions: node {node.number} of the run was refused")
 
     def lead(self, dies_s: float = math.inf) -> None:
         """One controller, from its start to its end, of whatever kind."""
@@ -353,18 +382,3 @@ class Whole:
             finally:
                 self._depth = 0
         self.kernel.sleep(max(0.0, back_s - self.kernel.now_s))
-
-
-# Why a run may end badly: words of the reason that it gives, which faults explain it, how many.
-EXCUSES = (
-    (r"the script raises|the script failed 3 times", ("fail-script", "crash-agent"), 3),
-    ("SIGKILL", ("kill-worker",), 10),
-    ("StoreUnavailable", ("denied", "silent", "silent-to-all", "throttled", "unheard"), 3),
-    # what looks like a lost peer, and nobody saw lost, three times without a snapshot in between
-    (
-        "Connection closed by peer|Timed out waiting",
-        ("cut", "one-way", "expired", "pause-node", "hang-worker", "lossy", "silent", "zombie"),
-        3,
-    ),
-    ("cannot be used|none of its snapshots", ("rot", "damaged-reads"), 1),
-)

@@ -8,21 +8,12 @@ again. A process that ends closes its connections; a machine without power close
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from harness.agent.gossip import Overheard
-from harness.agent.lines_protocol import (
-    Address,
-    Dial,
-    Door,
-    HangUp,
-    Heard,
-    Heed,
-    LinesProtocol,
-    Transmit,
-)
+from harness.agent.lines_protocol import Address, Dial, HangUp, Heed, Transmit
+from harness.proof.hearing import SimulatedEars
 
 if TYPE_CHECKING:
     from harness.proof.system.kernel import Kernel
@@ -30,12 +21,12 @@ if TYPE_CHECKING:
     from harness.proof.system.trouble import Trouble
 
 LATENCY_S = (0.001, 0.02)
-SLOW_S = 0.8  # more, of what a slow link carries
+SLOW_S = 3.0  # more, of what a slow link carries
 BREAK = 0.1  # chance that a connection of a lossy node breaks when something is sent
 MOST_WAITING = 50  # messages on a way that is not open; then the sender's end is closed
 
 
-class Net:
+class SimulatedNet:
     """`nodes`: every one that ever was, by address; `ports`: who listens where."""
 
     def __init__(self, kernel: Kernel, trouble: Trouble):
@@ -85,12 +76,12 @@ class _End:
 
 
 @dataclass
-class SimLines:
+class SimLines(SimulatedEars):
     """A node's lines, as `lines.Lines` has them."""
 
     name: str
     node: SimNode
-    net: Net
+    net: SimulatedNet
     port: int
     pulse_s: float
     rng: random.Random
@@ -104,46 +95,16 @@ class SimLines:
         # members of the version before had no key
         old = self.node.version == "before"
         self.key = "" if old else f"{self.rng.getrandbits(128):032x}"
-        self.protocol: LinesProtocol = build.lines(self.name, self.pulse_s, self._now(), self.key)
+        self.protocol = build.lines(self.name, self.pulse_s, self.now(), self.key)
         self.net.ports[self.node.addr, self.port] = self
         self._tick()
 
-    def _now(self) -> float:
+    def now(self) -> float:
         return self.net.kernel.now_s
 
     # -- PeerLines
     def tell(self, record: bytes) -> None:
-        self.protocol.tell(self.node.spoken(record))
-        self._act()
-
-    def follow(
-        self, members: Mapping[str, Door], passing: bool = False, keyless: Collection[str] = ()
-    ) -> None:
-        self.protocol.follow(members, self._now(), passing, keyless)
-        self._act()
-
-    def share(self, name: str, record: bytes) -> None:
-        self.protocol.share(name, record, self._now())
-        self._act()
-
-    def doubt(self, name: str) -> None:
-        self.protocol.doubt(name, self._now())
-        self._act()
-
-    def overheard(self) -> Overheard:
-        return self.protocol.overheard()
-
-    def following(self) -> set[str]:
-        return set(self.protocol.wanted)
-
-    def heard(self, name: str) -> Heard:
-        return self.protocol.heard(name)
-
-    def all_up(self) -> bool:
-        return self.protocol.all_up()
-
-    def knocked(self) -> bool:
-        return self.protocol.knocked()
+        super().tell(self.node.spoken(record))
 
     def close(self) -> None:
         """The process ends: so do its connections."""
@@ -155,12 +116,12 @@ class SimLines:
     def _tick(self) -> None:
         if self.closed or not self.node.alive:
             return
-        self.protocol.tick(self._now())
-        self._act()
-        pause_s = max(0.05, self.protocol.wait_s(self._now()))
+        self.protocol.tick(self.now())
+        self.act()
+        pause_s = max(0.05, self.protocol.wait_s(self.now()))
         self.net.kernel.after(pause_s, self._tick, self.actor)
 
-    def _act(self) -> None:
+    def act(self) -> None:
         while acts := self.protocol.take():
             for act in acts:
                 match act:
@@ -189,16 +150,16 @@ class SimLines:
     def _accept(self, theirs: _End) -> None:
         if self.closed or not self.node.alive or theirs.conn not in theirs.lines._ends:
             return
-        conn = self.protocol.accepted(self._now(), theirs.lines.node.addr)
+        conn = self.protocol.accepted(self.now(), theirs.lines.node.addr)
         mine = self._ends[conn] = _End(self, conn, theirs)
         theirs.other = mine
         theirs.lines._later(self._latency_s(), lambda: theirs.lines._connected(theirs.conn))
-        self._act()
+        self.act()
 
     def _connected(self, conn: int) -> None:
         if conn in self._ends and not self.closed:
-            self.protocol.connected(conn, self._now())
-            self._act()
+            self.protocol.connected(conn, self.now())
+            self.act()
 
     def _send(self, conn: int, data: bytes | None) -> None:
         end = self._ends.get(conn)
@@ -216,24 +177,31 @@ class SimLines:
                 self._later(0.0, lambda: self._lost(conn, refused=False))
             return
         whole, end.waiting = end.waiting, []
-        end.arrives_s = max(end.arrives_s, self._now() + self._latency_s())
+        end.arrives_s = max(end.arrives_s, self.now() + self._latency_s())
         to, number = other, end.other.conn
         for each in whole:
-            to._later(end.arrives_s - self._now(), lambda d=each: to._receive(number, d))  # type: ignore[misc]
+            pause_s = end.arrives_s - self.now()
+            to._later(pause_s, lambda d=each: to._receive(number, d, end))  # type: ignore[misc]
 
-    def _receive(self, conn: int, data: bytes | None) -> None:
-        if conn not in self._ends or self.closed or not self.node.alive:
+    def _receive(self, conn: int, data: bytes | None, sender: _End) -> None:
+        if not self.node.alive:
+            return
+        if conn not in self._ends or self.closed:
+            if data is not None and self.net.connected(self.node, sender.lines.node):
+                # reset: that connection was closed here, while nobody could be told
+                theirs = sender.lines
+                theirs._later(self._latency_s(), lambda: theirs._lost(sender.conn, refused=False))
             return
         if data is None:
             self._lost(conn, refused=False)
             return
-        self.protocol.received(conn, data, self._now())
-        self._act()
+        self.protocol.received(conn, data, self.now())
+        self.act()
 
     def _lost(self, conn: int, refused: bool) -> None:
         if self._ends.pop(conn, None) is not None and not self.closed:
-            self.protocol.closed(conn, self._now(), refused)
-            self._act()
+            self.protocol.closed(conn, self.now(), refused)
+            self.act()
 
     def _drop(self, conn: int) -> None:
         """Ours is closed; the other end hears of it, if this machine still can say so."""

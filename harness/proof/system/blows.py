@@ -1,0 +1,50 @@
+"""Which faults a simulated run may name as the reason of a bad end. Pure.
+
+A run that ends badly says why. That is excused only by faults that did it: as many as the reason
+counts, each in an epoch or on a node of its own, at the step that the reason names. Anything else
+could have ended well.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+SCRIPT = r"the script failed (\d+) times .*\(after step (\d+)\): (.*)\. Mend the script"
+AGENTS = r"the script failed (\d+) times in a row after step (\d+); "
+WORDS = {"RuntimeError: simulated: the script raises": "fail-script", "SIGKILL": "kill-worker"}
+
+
+@dataclass(frozen=True)
+class Blow:
+    """A fault ended a worker of this epoch, or (epoch 0) the agent of this attempt. `step`: the
+    greatest that was committed then."""
+
+    t: float
+    kind: str
+    attempt: int
+    epoch: int
+    step: int
+
+
+@dataclass
+class Blows:
+    all: list[Blow] = field(default_factory=list)
+
+    def explain(self, reason: str) -> bool:
+        """Are these the reason that a run gives for its end?"""
+        if found := re.search(SCRIPT, reason):
+            times, step, failure = int(found[1]), int(found[2]), found[3]
+            kind = WORDS.get(failure)
+            return len({b.epoch for b in self.all if (b.kind, b.step) == (kind, step)}) >= times
+        if found := re.search(AGENTS, reason):
+            times, step = int(found[1]), int(found[2])
+            died = {b.attempt for b in self.all if (b.kind, b.step) == ("crash-agent", step)}
+            return len(died) >= times
+        return False
+
+    def __str__(self) -> str:
+        return "; ".join(
+            f"{b.kind} at {b.t:.1f} s (attempt {b.attempt}, epoch {b.epoch}, step {b.step})"
+            for b in self.all
+        )
