@@ -254,6 +254,38 @@ class HealthSeen(Fact):
 
 
 @dataclass(frozen=True)
+class NodeFound(Fact):
+    """Where this machine stands and what an hour of it costs, as its agent found out; told again
+    when more is known. "" and None: not known. It is the bill of a node that no controller of ours
+    launched (plain `sky launch`, managed jobs)."""
+
+    member: str
+    cloud: str = ""
+    region: str = ""
+    zone: str = ""
+    instance_type: str = ""
+    accelerators: str = ""  # "H100:8"
+    spot: bool | None = None
+    usd_per_h: Reading | None = None
+    on_demand_usd_per_h: Reading | None = None
+    launched_s: float | None = None  # wall clock: since when it is paid for
+    cluster: str = ""  # SkyPilot's name
+    job: str = ""  # SkyPilot's id of the task or managed job
+    source: str = ""  # who said so: "skypilot", "catalog", "aws", "environment", ...
+
+
+@dataclass(frozen=True)
+class NodeMeasured(Fact):
+    """What a node's hardware did on average since its agent told it before (about a minute).
+    Names: "cpu/percent", "memory/percent", "net/sent_bytes_per_s", "gpu0/percent",
+    "gpu0/memory_percent", "gpu0/celsius", "gpu0/watts", ..."""
+
+    member: str
+    seconds: float
+    metrics: dict[str, Reading]
+
+
+@dataclass(frozen=True)
 class AgentEnded(Fact):
     member: str
     exit_code: int
@@ -294,6 +326,48 @@ class StepDone(Fact):
     lr: Reading = 0.0
     grad_norm: Reading | None = None
     mfu: Reading | None = None
+
+
+@dataclass(frozen=True)
+class StepsTimed(Fact):
+    """Where the time of steps `first` to `last` went, told by rank 0 every ten seconds or so.
+    `seconds`: of one step, mean over steps and ranks, by phase (`PHASES`); they add up to the mean
+    wall-clock time from one step's begin to the next one's. Spreads over ranks: of a rank's own
+    time in a step (all but waiting for others), and of its mean loss."""
+
+    epoch: int
+    first: int
+    last: int
+    seconds: dict[str, Reading]
+    own_s: tuple[Reading, ...] = ()  # least, median, most
+    own_ranks: tuple[int, ...] = ()  # of the least, of the most
+    loss: tuple[Reading, ...] = ()  # least, median, most
+    loss_ranks: tuple[int, ...] = ()
+    hfu: Reading | None = None  # with recomputed activations, where counted
+
+
+PHASES = (
+    "data",  # waiting for micro-batches
+    "forward",  # the script between a micro-batch and `backward`
+    "backward",
+    "communication",  # exposed: waiting for other ranks' gradients and numbers
+    "optimizer",  # clipping, optimizers, schedulers
+    "snapshot",  # training stood still for one
+    "harness",  # bookkeeping of ours
+    "other",  # the script between steps: validation, logging
+)
+
+
+@dataclass(frozen=True)
+class ProfileTaken(Fact):
+    """A rank's traces of some steps are in the bucket."""
+
+    epoch: int
+    rank: int
+    first: int
+    last: int
+    keys: tuple[str, ...]
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)
