@@ -44,7 +44,8 @@ from harness.bucket.streamed import (
 )
 from harness.core import facts, values
 from harness.core import records as rec
-from harness.core.facts import KINDS, Chain, ChainReader, Fact, Stamped, Unreadable
+from harness.core.fact_lines import Chain, ChainReader
+from harness.core.facts import KINDS, Fact, Stamped, Unreadable
 from harness.core.values import BadObject, NewerProtocol, Within, parsed
 from storage import probe
 from storage.json_text import canonical, digest

@@ -23,7 +23,8 @@ from harness.clouds import node_environment, provider
 from harness.clouds.local import LocalCloud, clean, visible_gpus
 from harness.clouds.metadata_protocol import TOKEN_HEADER, TTL_HEADER
 from harness.clouds.tasks import Task
-from harness.core.facts import Chain, SessionStarted, StepDone
+from harness.core.fact_lines import Chain
+from harness.core.facts import SessionStarted, StepDone
 from harness.core.world import BadInput, CloudUnavailable, NodeState, Offer
 from storage.opening import open_store
 

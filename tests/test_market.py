@@ -20,7 +20,8 @@ from harness.clouds.market import (
     from_trace,
     parse,
 )
-from harness.core.facts import Chain, SessionStarted, StepDone
+from harness.core.fact_lines import Chain
+from harness.core.facts import SessionStarted, StepDone
 from harness.core.world import BadInput
 from storage.files import MemoryStore
 

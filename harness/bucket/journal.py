@@ -19,7 +19,8 @@ from harness.bucket.volumes import fact_of, read_segment
 from harness.core import columns
 from harness.core import records as rec
 from harness.core.columns import Columns
-from harness.core.facts import Chain, ChainReader, Fact, Stamped
+from harness.core.fact_lines import Chain, ChainReader
+from harness.core.facts import Fact, Stamped
 from storage.errors import NotFound
 from storage.objects import ObjectStore, get_each
 

@@ -21,12 +21,11 @@ from typing import Any
 from harness.bucket.layout import segment_key
 from harness.core import columns
 from harness.core.columns import ROW, Columns
+from harness.core.fact_lines import ChainReader, parse
 from harness.core.facts import (
-    ChainReader,
     Stamped,
     StepDone,
     Unreadable,
-    parse,
 )
 from harness.core.values import digest, number, parsed
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from harness.bucket.layout import FACTS
+from harness.core.fact_lines import parse as parse_fact
 from harness.core.facts import SessionStarted, StepDone
-from harness.core.facts import parse as parse_fact
 from harness.core.world import BadInput, Offer
 from storage.errors import NotFound
 from storage.objects import ObjectStore

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.core.facts import is_spelled
+from harness.core.fact_lines import is_spelled
 from harness.core.values import BadObject, Reading, built, canonical, digest, parsed
 
 SAMPLES = "samples/"  # in a run's bucket: all its step records

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from harness.bucket.layout import EPOCHS, FACTS, LEASES, SAMPLES, epoch_key
+from harness.core.fact_lines import parse
 from harness.core.facts import (
     AttemptDoubted,
     AttemptEnded,
     AttemptIntended,
     LeaseTaken,
     RunEnded,
-    parse,
 )
 from harness.core.values import digest
 from harness.core.world import Node

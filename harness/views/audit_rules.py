@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from harness.bucket.layout import EPOCH_NBYTES
-from harness.core.facts import is_spelled
+from harness.core.fact_lines import is_spelled
 from harness.core.values import canonical, parsed
 
 FIELDS = {
@@ -51,7 +51,7 @@ def identity_of(key: str, data: bytes) -> dict[str, Any]:
 
 
 def whole_lines(key: str, data: bytes) -> Iterator[tuple[str, str]]:
-    """Lines of a fact segment, each in exactly the spelling that facts.Chain writes. Raises
+    """Lines of a fact segment, each in exactly the spelling that fact_lines.Chain writes. Raises
     RuleBroken."""
     *lines, rest = data.split(b"\n")
     if rest or not lines:
