@@ -29,7 +29,7 @@ from storage.errors import NotFound
 from storage.objects import ObjectStore
 
 SAID = re.compile(r"(HARNESS|SKYPILOT|CUDA|NCCL|TORCH|OMP)_[A-Z0-9_]+")
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE|INFO|URL|URI|IPS", re.IGNORECASE)
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE|INFO|URL|URI|IPS|ALERT", re.IGNORECASE)
 PACKAGES = (
     "accelerate",
     "datasets",
