@@ -83,7 +83,7 @@ def drain() -> Made:
 
 def lost() -> Made:
     """Told by both: the other node at once, the controller later."""
-    made = start().world(2, reason="loss").wait(40)
+    made = start().say(f.EpochLeft(1, "m2", "peer-lost")).world(2, reason="loss").wait(40)
     ended = f.AttemptEnded(1, "preempted", T0, T0, made.t, None, "killed", 60.0, 0.03)
     return made.say(ended)
 

@@ -40,7 +40,7 @@ class Symptom:
     since_s: float | None = None
 
 
-Says = Callable[[Stamped, RunSoFar], "Symptom | None"]
+Says = Callable[[Stamped, RunSoFar], "Symptom | Iterable[Symptom] | None"]
 Holds = Callable[[RunSoFar, float], Iterable[Symptom]]
 
 
@@ -126,15 +126,20 @@ def _crash_loop(stamped: Stamped, run: RunSoFar) -> Symptom | None:
     return Symptom(f"{len(run.broken)} epochs broke without a new snapshot", text)
 
 
-def _node_lost(stamped: Stamped, run: RunSoFar) -> Symptom | None:
+def _node_lost(stamped: Stamped, run: RunSoFar) -> Iterator[Symptom]:
+    """Its controller says so, or the next world, which is sooner there: the same subject."""
     match stamped.fact:
         case f.AttemptEnded(attempt, end, reason=reason) if end in BAD_ENDS:
             why = f": {reason}" if reason and reason != end else ""
-            return Symptom(f"node {attempt} is lost", f"attempt {attempt} ended: {end}{why}")
+            text = f"attempt {attempt} ended: {end}{why}"
+            yield Symptom(f"node {attempt} is lost", text, str(attempt))
         case f.EpochStarted(epoch, members, world, "loss"):
+            before = max((n for n in run.live.epochs if n < epoch), default=0)
+            old = run.live.epochs[before].members if before else ()
             text = f"epoch {epoch} goes on with {len(members)} nodes and {world} ranks"
-            return Symptom("a node is lost", text)
-    return None
+            gone = [m for m in old if m not in members and not run.live.left.get(before, {}).get(m)]
+            for name in sorted({run.live.attempt_of.get(m, m) for m in gone}):
+                yield Symptom(f"node {name} is lost", text, name)
 
 
 def _agent_ended(stamped: Stamped, run: RunSoFar) -> Symptom | None:
