@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ from harness.core.values import BadObject
 from harness.views.ledger import Ledger
 from harness.views.report import unread_text
 from harness.views.rows import EpochRow
+from harness.views.speed import SpeedSummary, speed_of
 from storage.errors import NotFound
 from storage.manifest import Manifest, SnapshotCorrupt
 from storage.objects import ObjectStore, get_each
@@ -94,6 +95,7 @@ class Summary:
     asked: RunAsked | None
     problems: tuple[str, ...] = ()
     store: egress.Estimate | None = None
+    speed: SpeedSummary = field(default_factory=SpeedSummary)
 
     @property
     def wall_s(self) -> float:
@@ -168,6 +170,7 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
         asked=next((s.fact for s in reversed(facts) if isinstance(s.fact, RunAsked)), None),
         problems=tuple(problems),
         store=egress.estimate(store.url, facts, kept, until_s - started_s),
+        speed=speed_of(facts, steps, records),
     )
 
 
