@@ -326,6 +326,9 @@ class StepsTimed(Fact):
     loss: tuple[Reading, ...] = ()  # least, median, most
     loss_ranks: tuple[int, ...] = ()
     hfu: Reading | None = None  # with recomputed activations, where counted
+    mfu: Reading | None = None  # of the wall-clock time that `seconds` add up to
+    samples: int = 0  # of one step, over all replicas
+    tokens: int = 0
 
 
 PHASES = (
