@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.cli.common import checked_store, duration_text, replica_ranks, when
 from harness.core.config import Bounds, flag, positional
+from harness.core.steps_asked import StepsAsked
 from harness.core.world import BadInput
 from harness.node.progress import FACTOR, Limits
 from storage.opening import normalize
@@ -26,6 +27,12 @@ def _workers(text: str) -> None:
     """A number of workers, or auto. Raises ValueError that says what is wanted."""
     if text != "auto" and not (text.isdecimal() and int(text) >= 1):
         raise ValueError(f"wanted a number or auto, at least 1; found {text!r}")
+
+
+def _steps(text: str) -> None:
+    """Steps to profile, or none. Raises ValueError that says what is wanted."""
+    if text:
+        StepsAsked.parse(text)
 
 
 def _signal(text: str) -> None:
@@ -145,6 +152,12 @@ class RunFlags:
         "worlds of more than 8 nodes less often; 0: never",
         at_least=0,
     )
+    flight_recorder: str = flag(
+        "auto",
+        "keep what NCCL remembers of its last collectives when workers hang: on, off, auto (where "
+        "there are GPUs)",
+        choices=["auto", "on", "off"],
+    )
     beat_s: float = flag(
         0.0,
         f"how often this node says that it lives; 0: {FOLDER.beat_s:g} s (folder), "
@@ -154,6 +167,12 @@ class RunFlags:
         0.0,
         f"silence of a node that means its death; 0: {FOLDER.dead_s:g} s (folder), "
         f"{BUCKET.dead_s:g} s (bucket)",
+    )
+    profile: str = flag(
+        "",
+        "write a trace of these steps (20:23: both included) to the bucket, on every rank, and on "
+        "GPUs one of their memory; default: HARNESS_PROFILE",
+        check=_steps,
     )
     allow_rewind: bool = flag(
         False, "go on though committed steps must be done again (HARNESS_ALLOW_REWIND)"
@@ -185,6 +204,8 @@ def run(flags: RunFlags) -> int:
         raise BadInput(f"{argv[0]}: no such file (working directory: {Path.cwd()})")
     if flags.allow_rewind:
         env["HARNESS_ALLOW_REWIND"] = "1"  # for its workers
+    if flags.profile:
+        env["HARNESS_PROFILE"] = flags.profile
     if env.get("HARNESS_NODE_DIR"):  # a node of the local cloud dies as a whole, like a machine
         die_with_parent()
     # an agent must hear notices while the bucket is silent
@@ -231,6 +252,7 @@ def _config(
     flags: RunFlags, env: Mapping[str, str], url: str, argv: list[str], beside: HelperConfig
 ) -> AgentConfig:
     from harness.agent.config import AgentConfig, Fitness, Leaving, Timing, Uploads, Worlds
+    from harness.agent.flight import on_gpus
     from harness.agent.leaderless import LOOK_EVERY_S
     from harness.agent.sources import sigterm_s
     from harness.uploader.nearby import NearbyConfig
@@ -265,6 +287,8 @@ def _config(
         fitness=Fitness(
             hang=_hang_limits(flags.hang_after_s, flags.stuck_after_s),
             gpu_health=flags.gpu_health,
+            flights=flags.flight_recorder == "on"
+            or (flags.flight_recorder == "auto" and on_gpus()),
         ),
         uploads=Uploads(
             stage_dir=Path(flags.stage_dir) if flags.stage_dir else None,

@@ -35,9 +35,10 @@ from harness.worker import machine
 from harness.worker.feed import Feed
 from harness.worker.hands import Hands
 from harness.worker.hold import Hold
-from harness.worker.loader import Stream, seed_everything
+from harness.worker.loader import MicroBatch, Stream, seed_everything
 from harness.worker.parallel import Strategy
 from harness.worker.peers import Peers
+from harness.worker.profiling import Profile
 from harness.worker.rates import Rates
 from harness.worker.resume import LastSeen, Resume, look_again_s
 from harness.worker.rhythm import Rhythm
@@ -112,6 +113,7 @@ class Session:
         state = machine.SessionState(by_script=mark is not None, stored=bool(joined.url))
         late = peers.device.type != "cpu" if o.votes_late is None else o.votes_late
         self._hands = Hands(self._work, hold, resume, state, until, late)
+        self._profile = Profile(joined, peers.device, environ.get("HARNESS_PROFILE", ""))
 
     # ---- what the script may look at -------------------------------------------------------------
     @property
@@ -326,19 +328,25 @@ class Session:
             training.model, tokens_per_sample, flops_per_sample, self.replica_ranks
         )
         try:
-            while self.step < total:
-                step = Step(self._work, self.step + 1, batches)
-                self._peers.life.tell(WorkerPhase.COMPUTE, self.step)
-                yield step
-                if not step.updated:
-                    raise BadInput(
-                        f"step {step.number}: step.update() was not called; it makes the "
-                        "optimizer step"
-                    )
-                self._hands.boundary()
+            yield from self._loop(batches, total)
         finally:
             self._work.timer.rest()
+            self._profile.stop()
         self._hands.turn(machine.Reached())
+        self._profile.wait()
+
+    def _loop(self, batches: Iterator[MicroBatch], total: int) -> Iterator[Step]:
+        while self.step < total:
+            self._profile.before(self.step + 1)
+            step = Step(self._work, self.step + 1, batches)
+            self._peers.life.tell(WorkerPhase.COMPUTE, self.step)
+            yield step
+            if not step.updated:
+                raise BadInput(
+                    f"step {step.number}: step.update() was not called; it makes the optimizer step"
+                )
+            self._hands.boundary()
+            self._profile.after(step.number)
 
     def _shrink(self, why: TooManyRanks) -> None:
         """Leave, so that a smaller world is formed, if one can be: from run.json, which is there
@@ -443,7 +451,8 @@ def attach(
     It reads torchrun's RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, what the agent
     says in HARNESS_* (RUN, EPOCH, MARK, PROGRESS, STAGE, SPEEDS, REPLICA, REPLICA_RANKS), and what
     people may set: HARNESS_HOST, HARNESS_UNTIL_STEP, HARNESS_LOOK_AGAIN_S, HARNESS_ALLOW_REWIND,
-    and what the bucket's client reads (docs/STORES.md). Raises BadInput, StoreError.
+    HARNESS_PROFILE, and what the bucket's client reads (docs/STORES.md). Raises BadInput,
+    StoreError.
     """
     keep = Keep(last=keep_snapshots, every=keep_every_steps, best=keep_best)
     interval = machine.Interval(snapshot_every_s, snapshot_every_steps)
