@@ -79,7 +79,15 @@ class Cursor:
 # ---- reading -------------------------------------------------------------------------------------
 # Facts of which a long run has many, and of which a live view shows the newest
 MUCH = tuple(
-    f'{{"fact":"{kind}"' for kind in ("EpochLeft", "WorkerFailed", "Validated", "DrainVerdict")
+    f'{{"fact":"{kind}"'
+    for kind in (
+        "EpochLeft",
+        "WorkerFailed",
+        "Validated",
+        "DrainVerdict",
+        "NodeMeasured",
+        "StepsTimed",
+    )
 )
 MUCH_KEPT = 4000  # lines
 

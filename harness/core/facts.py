@@ -68,6 +68,7 @@ class RunAsked(Fact):
     policy: str
     market: str = ""
     budget_usd: float | None = None
+    max_hours: float | None = None
 
 
 @dataclass(frozen=True)
@@ -282,6 +283,16 @@ class NodeMeasured(Fact):
 
 
 @dataclass(frozen=True)
+class HelperEnded(Fact):
+    """A process beside rank 0 ended though it should run; it is started again, ever more slowly."""
+
+    member: str
+    helper: str  # "trackers" | "replica" | "keeper" | "alerts"
+    exit_code: int
+    why: str = ""  # the last line of its log
+
+
+@dataclass(frozen=True)
 class AgentEnded(Fact):
     member: str
     exit_code: int
@@ -340,6 +351,9 @@ class StepsTimed(Fact):
     loss: tuple[Reading, ...] = ()  # least, median, most
     loss_ranks: tuple[int, ...] = ()
     hfu: Reading | None = None  # with recomputed activations, where counted
+    mfu: Reading | None = None  # of the wall-clock time that `seconds` add up to
+    samples: int = 0  # of one step, over all replicas
+    tokens: int = 0
 
 
 PHASES = (

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from harness.core.facts import GuardTripped, SessionStarted, StepsTimed
+from harness.core.facts import GuardTripped, SessionStarted
 from harness.views.plots import PlotFrame, PlotShade, PlotTrace, legend, plot
+from harness.views.speed import SpeedWindow
 from harness.views.summary import Point, Summary
 from harness.views.timeline import by_epoch
 from harness.views.words import plural, spread
@@ -40,14 +41,14 @@ def _lost(s: Summary) -> Iterator[PlotTrace]:
 
 def _rank_band(s: Summary) -> Iterator[PlotTrace]:
     """Least and most of all ranks, means over some steps; of the lineage only."""
-    told = [t for t in timed(s) if len(t.loss) == 3 and t.loss[0] < t.loss[2]]
+    told = [(w, w.loss) for w in windows(s) if w.loss and w.loss.least < w.loss.most]
     if told:
-        steps = [(t.first + t.last) / 2 for t in told]
-        low, high = [t.loss[0] for t in told], [t.loss[2] for t in told]
+        steps = [(w.first + w.last) / 2 for w, _ in told]
+        low, high = [x.least for _, x in told], [x.most for _, x in told]
         yield PlotTrace("ranks", steps, high, "accent", low)
 
 
-def timed(s: Summary) -> list[StepsTimed]:
+def windows(s: Summary) -> list[SpeedWindow]:
     """Step times as they were told, by step, without those that a later world took back."""
     resumed = {x.fact.epoch: x.fact for x in s.facts if isinstance(x.fact, SessionStarted)}
     until: dict[int, float] = {}  # epoch -> the last of its steps that stayed
@@ -55,9 +56,8 @@ def timed(s: Summary) -> list[StepsTimed]:
     for epoch in sorted(resumed, reverse=True):
         until[epoch] = limit
         limit = min(limit, resumed[epoch].resumed_step)
-    told = [x.fact for x in s.facts if isinstance(x.fact, StepsTimed)]
-    kept = (t for t in told if t.first <= until.get(t.epoch, math.inf))
-    return sorted(kept, key=lambda t: (t.first, t.epoch))
+    kept = (w for w in s.speed.windows if w.first <= until.get(w.epoch, math.inf))
+    return sorted(kept, key=lambda w: (w.first, w.epoch))
 
 
 def shades(s: Summary) -> list[PlotShade]:
@@ -83,7 +83,7 @@ def shades(s: Summary) -> list[PlotShade]:
 
 def loss_legend(s: Summary) -> str:
     keys = [("line", "accent", "training loss (committed steps)")]
-    if any(len(t.loss) == 3 for t in timed(s)):
+    if any(w.loss for w in s.speed.windows):
         keys.append(("band", "accent", "least to most of all ranks"))
     if s.lost:
         keys.append(("line", "lost", "lost and redone"))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from statistics import median
 
-from harness.core.facts import PHASES, NodeMeasured, StepsTimed
-from harness.views.charts import shades, timed
+from harness.core.facts import NodeMeasured
+from harness.views.charts import shades, windows
 from harness.views.page_html import PageSection, html_table, numbers, section, stack
 from harness.views.plots import PlotFrame, PlotTrace, esc, legend, plot
 from harness.views.summary import Summary
@@ -31,94 +30,108 @@ PHASE_MEANING = {
 
 # ---- step time -----------------------------------------------------------------------------------
 def step_time(s: Summary) -> PageSection | None:
-    told = [t for t in timed(s) if sum(t.seconds.values()) > 0]
-    if not told:
+    whole = s.speed.step_s
+    if whole <= 0:
         return None
-    phases = [p for p in PHASES if any(t.seconds.get(p) for t in told)]
-    count = sum(t.last - t.first + 1 for t in told)
-    mean = {
-        p: sum(t.seconds.get(p, 0.0) * (t.last - t.first + 1) for t in told) / count for p in phases
-    }
-    whole = sum(mean.values())
-    bar = [(f"p-{p}", v / whole, f"{p}: {percent(v / whole)}") for p, v in mean.items() if v > 0]
+    split = {p: v for p, v in s.speed.seconds.items() if v > 0}
+    bar = [(f"p-{p}", v / whole, f"{p}: {percent(v / whole)}") for p, v in split.items()]
     rows = [
-        [f"<u class='p-{p}'></u>{p}", PHASE_MEANING[p], percent(v / whole), duration(v)]
-        for p, v in mean.items()
-        if v > 0
+        [
+            f"<u class='p-{p}'></u>{p}<small>{PHASE_MEANING.get(p, '')}</small>",
+            percent(v / whole),
+            duration(v),
+        ]
+        for p, v in split.items()
     ]
-    rows.append(["<b>one step</b>", "", "100 %", f"<b>{duration(whole)}</b>"])
-    table = html_table(["", "", "share", "mean of a step"], rows, right={2, 3})
-    body = stack(bar) + table + _over_steps(s, told, phases) + _spreads(s, told)
+    rows.append(["<b>one step</b>", "100 %", f"<b>{duration(whole)}</b>"])
+    table = html_table(["", "share", "mean of a step"], rows, right={1, 2})
+    both = f"<div class=two>{table}{numbers(_rates(s))}</div>"
+    body = stack(bar) + both + _over_steps(s, list(split)) + _spreads(s)
     return section("Step time", body, "mean over steps and ranks, as the ranks measured it")
 
 
-def _over_steps(s: Summary, told: Sequence[StepsTimed], phases: Sequence[str]) -> str:
+def _rates(s: Summary) -> list[tuple[str, str]]:
+    found = s.speed
+    rows = []
+    if found.tokens_per_s:
+        rows.append(("tokens per second", f"{found.tokens_per_s:,.0f} (wall clock)"))
+    if found.samples_per_s:
+        rows.append(("samples per second", f"{found.samples_per_s:,.1f}"))
+    if found.mfu is not None:
+        rows.append(("MFU", percent(found.mfu)))
+    if found.hfu is not None:
+        rows.append(("HFU, with recomputed activations", percent(found.hfu)))
+    for slow in found.slowest:
+        words = f"{percent(slow.behind)} behind the median rank, in {slow.windows} of {slow.of}"
+        rows.append((f"epoch {slow.epoch}: rank {slow.rank} is the slowest", f"{words} windows"))
+    for one in found.profiles[-8:]:
+        steps = f"rank {one.rank}, steps {one.first}–{one.last}, {nbytes(one.nbytes)}"
+        rows.append(("profile", f"{steps}: {', '.join(one.keys)}"))
+    return rows
+
+
+def _over_steps(s: Summary, phases: Sequence[str]) -> str:
     """Phases one above the other."""
-    xs = [(t.first + t.last) / 2 for t in told]
+    told = windows(s)
+    xs = [(w.first + w.last) / 2 for w in told]
     below, traces = [0.0] * len(told), list[PlotTrace]()
     for p in phases:
-        above = [b + t.seconds.get(p, 0.0) for b, t in zip(below, told, strict=True)]
-        traces.append(PlotTrace(p, xs, above, f"p-{p}", below, unit="s"))
+        own = [w.seconds.get(p, 0.0) for w in told]
+        above = [b + v for b, v in zip(below, own, strict=True)]
+        traces.append(PlotTrace(p, xs, above, f"p-{p}", below, unit="s", shown=own))
         below = above
     drawn = plot(PlotFrame("step time over steps", height=210, zero=True), traces)
     keys = legend(*(("box", f"p-{p}", p) for p in phases))
     return f"<h3>Over steps {keys}</h3>{drawn}" if len(told) > 1 else ""
 
 
-def _spreads(s: Summary, told: Sequence[StepsTimed]) -> str:
+def _spreads(s: Summary) -> str:
     """A rank's own time in a step: all but waiting for others."""
-    spread = [t for t in told if len(t.own_s) == 3]
-    if not spread:
+    spread = [(w, w.own) for w in windows(s) if w.own and w.own.most_rank != w.own.least_rank]
+    if len(spread) < 2:
         return ""
-    xs = [(t.first + t.last) / 2 for t in spread]
+    xs = [(w.first + w.last) / 2 for w, _ in spread]
+    least, most = [own.least for _, own in spread], [own.most for _, own in spread]
     traces = [
-        PlotTrace("ranks", xs, [t.own_s[2] for t in spread], "t2", [t.own_s[0] for t in spread]),
-        PlotTrace("median rank", xs, [t.own_s[1] for t in spread], "t2", unit="s"),
+        PlotTrace("ranks", xs, most, "t2", least, unit="s"),
+        PlotTrace("median rank", xs, [own.median for _, own in spread], "t2", unit="s"),
     ]
     frame = PlotFrame("own time of ranks", height=170, zero=True)
-    drawn = plot(frame, traces, shades(s)) if len(spread) > 1 else ""
-    slowest = [t.own_ranks[-1] for t in spread if t.own_ranks]
-    often = max(set(slowest), key=slowest.count) if slowest else None
-    excess = median(t.own_s[2] / t.own_s[1] - 1 for t in spread if t.own_s[1] > 0)
-    rows = [("slowest rank", f"{percent(excess)} longer than the median rank, by the median")]
-    if often is not None and len(set(slowest)) > 1:
-        share = slowest.count(often) / len(slowest)
-        rows.append(("most often slowest", f"rank {often} ({percent(share)} of the time)"))
     keys = legend(("band", "t2", "least to most"), ("line", "t2", "median"))
-    return f"<h3>A rank's own time in a step {keys}</h3>{drawn}{numbers(rows)}"
+    drawn = plot(frame, traces, shades(s))
+    return f"<h3>A rank's own time in a step, without waiting for others {keys}</h3>{drawn}"
 
 
 def scaling(s: Summary) -> PageSection | None:
-    """Steps per second by the size of the world, against the smallest one's."""
-    by_world: dict[int, list[float]] = {}
-    worlds = {e.epoch: e.world for e in s.ledger.epochs}
-    for p in s.curve:
-        if p.seconds > 0 and worlds.get(p.epoch):
-            by_world.setdefault(worlds[p.epoch], []).append(p.seconds)
-    if len(by_world) < 2:
+    """Speed by the size of the world, against the smallest one's."""
+    worlds = [w for w in s.speed.worlds if w.step_s > 0]
+    if len(worlds) < 2:
         return None
-    speed = {world: 1.0 / median(found) for world, found in sorted(by_world.items())}
-    least = min(speed)
-    ideal = {world: speed[least] * world / least for world in speed}
-    xs = list(speed)
-    frame = PlotFrame("speed by ranks", "ranks", height=210, width=620.0, zero=True)
+    xs = [w.world for w in worlds]
+    least = worlds[0]
+    tokens = all(w.tokens_per_s for w in worlds)
+    unit = "tokens/s" if tokens else "steps/s"
+    speeds = [(w.tokens_per_s or 0.0) if tokens else 1 / w.step_s for w in worlds]
+    frame = PlotFrame("speed by ranks", "ranks", height=230, width=560, zero=True)
+    ideal = [speeds[0] * w / least.world for w in xs]
     traces = [
-        PlotTrace("in proportion", xs, [ideal[w] for w in xs], "dim", unit="steps/s"),
-        PlotTrace("measured", xs, [speed[w] for w in xs], "t0", dots=True, unit="steps/s"),
+        PlotTrace("in proportion", xs, ideal, "dim", unit=unit),
+        PlotTrace("measured", xs, speeds, "t0", dots=True, unit=unit),
     ]
     rows = [
         [
-            plural(w, "rank"),
-            f"{len(by_world[w]):,}",
-            f"{speed[w]:.3g}",
-            f"{speed[w] * s.tokens_per_step:,.0f}" if s.tokens_per_step else "–",
-            percent(speed[w] / ideal[w]),
+            plural(w.world, "rank"),
+            f"{w.steps:,}",
+            duration(w.step_s),
+            f"{w.tokens_per_s:,.0f}" if w.tokens_per_s else "–",
+            percent(w.mfu) if w.mfu is not None else "–",
+            percent(w.efficiency),
         ]
-        for w in xs
+        for w in worlds
     ]
-    head = ["world", "steps", "steps/s", "tokens/s", "efficiency"]
-    note = f"median step of each world; efficiency against {plural(least, 'rank')}"
-    table = html_table(head, rows, right={1, 2, 3, 4})
+    head = ["world", "steps", "a step", "tokens/s", "MFU", "efficiency"]
+    note = f"median step of each world; efficiency: speed per rank against {least.world}"
+    table = html_table(head, rows, right={1, 2, 3, 4, 5})
     return section("Scaling", f"<div class=two>{plot(frame, traces)}{table}</div>", note)
 
 

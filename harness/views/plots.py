@@ -59,7 +59,7 @@ def short(value: float) -> str:
 class PlotTrace:
     """One line. `tone`: a class of page.css, "t0" to "t7" or one with a meaning. `low`: the lower
     edge of a band whose upper edge is `ys`; without it a line. `holds`: a value counts until the
-    next one; else only near to where it was taken."""
+    next one; else only near to where it was taken. All sequences are of one length."""
 
     name: str
     xs: Sequence[float]
@@ -69,6 +69,7 @@ class PlotTrace:
     dots: bool = False
     holds: bool = False
     unit: str = ""
+    shown: Sequence[float] | None = None  # told at the pointer in the place of `ys`
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ def fit(trace: PlotTrace, most: int = MOST_POINTS) -> PlotTrace:
         trace.dots,
         trace.holds,
         trace.unit,
+        None if trace.shown is None else [trace.shown[i] for i in kept],
     )
 
 
@@ -276,9 +278,9 @@ def _values(t: PlotTrace) -> dict[str, Any]:
         "n": plain(t.name),
         "u": t.unit,
         "x": [_brief(x, 10) for x in t.xs],
-        "y": [_brief(y) for y in t.ys],
+        "y": [_brief(y) for y in (t.ys if t.shown is None else t.shown)],
     }
-    if t.low is not None:
+    if t.low is not None and t.shown is None:
         found["z"] = [_brief(z) for z in t.low]
     if t.holds:
         found["h"] = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ from harness.core.values import BadObject
 from harness.views.ledger import Ledger
 from harness.views.report import unread_text
 from harness.views.rows import EpochRow
+from harness.views.speed import SpeedSummary, speed_of
 from storage.errors import NotFound
 from storage.manifest import Manifest, SnapshotCorrupt
 from storage.objects import ObjectStore, get_each
@@ -95,6 +96,7 @@ class Summary:
     asked: RunAsked | None
     problems: tuple[str, ...] = ()
     store: egress.Estimate | None = None
+    speed: SpeedSummary = field(default_factory=SpeedSummary)
     facts: tuple[Stamped, ...] = ()  # by time, without the steps
     norms: tuple[tuple[int, float], ...] = ()  # of gradients, by step; of a long run a sample
     tokens_per_step: float = 0.0  # 0: not known
@@ -181,6 +183,7 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
         facts=tuple(facts),
         norms=_norms(store, records.rows),
         tokens_per_step=sum(tokens) / len(tokens) if tokens else 0.0,
+        speed=speed_of(facts, steps, records),
     )
 
 
