@@ -17,7 +17,10 @@ PURE = {  # by file; no torch, sky, sockets, wall clock, global randomness
     "clouds": {"market"},
     "agent": {"ends", "gossip", "leaderless", "lines_protocol", "machine"},
     "worker": {"machine"},
-    "views": {"ledger", "ledger_parts", "painting", "rows", "spans"},
+    "views": {
+        "beside", "blame", "breaks", "interruption", "ledger", "ledger_parts", "moments", "painting",
+        "postmortem", "rows", "spans", "testimony", "what_if",
+    },
     "proof": {"invariants", "sim", "sim_members", "sim_world"},
     "testing": {"situations"},
 }
