@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.views.charts import esc
+from harness.views.plots import esc
 from harness.views.interruption import KINDS, Alternative, Interruption
 from harness.views.page import asset
 from harness.views.postmortem import Postmortem

@@ -14,7 +14,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from harness.views.charts import condensed, esc
+from harness.views.plots import esc
+from harness.views.timeline import condensed
 from harness.views.interruption import KINDS, MOMENTS, Interruption, Moment
 from harness.views.painting import NANO, LabelledSpan
 from harness.views.report import MEANING
