@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable
 from importlib import resources
 
-from harness.views import page_money, page_speed, page_tables
+from harness.views import page_alerts, page_money, page_speed, page_tables
 from harness.views.charts import loss_chart, loss_legend, norm_chart
 from harness.views.page_html import PageSection, section
 from harness.views.painting import NANO
@@ -54,6 +54,7 @@ SECTIONS: tuple[Callable[[Summary], PageSection | None], ...] = (
     page_speed.step_time,
     page_speed.scaling,
     _norm,
+    page_alerts.alerts,
     page_tables.attempts,
     page_tables.worlds,
     page_tables.notices,

@@ -13,7 +13,7 @@ from harness.views.plots import PlotFrame, PlotTrace, esc, legend, plot
 from harness.views.summary import Summary
 from harness.views.words import duration, nbytes, percent, plural
 
-SMALL = 330.0  # width of a small plot
+SMALL = 230.0  # width of a small plot
 NODES_SHOWN = 24
 SMALL_POINTS = 120
 PHASE_MEANING = {

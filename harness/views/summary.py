@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.bucket.alerts import Alert, AlertLog
 from harness.bucket.archive import read_past
 from harness.bucket.epochs import epoch_numbers
 from harness.bucket.layout import IDENTITY, SAMPLES, Epoch, Identity, epoch_key
@@ -20,7 +21,9 @@ from harness.core import records as rec
 from harness.core.columns import NONE, Columns, Committed
 from harness.core.facts import (
     EpochStarted,
+    GraceSpent,
     GuardTripped,
+    HealthSeen,
     LeaseTaken,
     RunAsked,
     RunEnded,
@@ -31,9 +34,12 @@ from harness.core.facts import (
     Stamped,
     Unreadable,
     Validated,
+    Warned,
     WorkerFailed,
+    WorkerHung,
 )
 from harness.core.values import BadObject
+from harness.views.alerts import fired
 from harness.views.ledger import Ledger
 from harness.views.report import unread_text
 from harness.views.rows import EpochRow
@@ -100,6 +106,7 @@ class Summary:
     facts: tuple[Stamped, ...] = ()  # by time, without the steps
     norms: tuple[tuple[int, float], ...] = ()  # of gradients, by step; of a long run a sample
     tokens_per_step: float = 0.0  # 0: not known
+    alerts: tuple[Alert, ...] = ()  # that were fired, oldest first
 
     @property
     def tokens(self) -> float:
@@ -183,6 +190,7 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
         facts=tuple(facts),
         norms=_norms(store, records.rows),
         tokens_per_step=sum(tokens) / len(tokens) if tokens else 0.0,
+        alerts=tuple(AlertLog(store).read() or fired(facts, until_s)),
         speed=speed_of(facts, steps, records),
     )
 
@@ -337,6 +345,20 @@ def _marks(facts: list[Stamped]) -> tuple[TimelineMark, ...]:
                 marks.append(TimelineMark(s.t, "failed", text, f.log_tail))
             case GuardTripped(step, _, what, value):
                 marks.append(TimelineMark(s.t, "guard", f"step {step}: {what} ({value:g})"))
+            case WorkerHung() as f:
+                text = (
+                    f"rank {f.rank} of epoch {f.epoch} ({f.member}) in {f.place} at step {f.step}"
+                )
+                words = f"{text}: silent for {f.silent_s:.0f} s; {f.what}"
+                marks.append(TimelineMark(s.t, "hang", words.removesuffix("; ")))
+            case GraceSpent() as f:
+                text = f"{f.member} at step {f.step}, {f.committed_step} committed; {f.verdict}"
+                marks.append(TimelineMark(s.t, "its time was up", text.removesuffix("; ")))
+            case HealthSeen() as f if f.action != "ignore":
+                text = f"{f.member}, GPU {f.gpu}: {f.what}; {f.action or 'nothing is done'}"
+                marks.append(TimelineMark(s.t, "GPU health", text, f.message))
+            case Warned() as f:
+                marks.append(TimelineMark(s.t, "warning", f"step {f.step}: {f.what}"))
             case SnapshotFailed(step, _, why):
                 marks.append(
                     TimelineMark(s.t, "snapshot failed", f"snapshot of step {step}: {why}")

@@ -37,6 +37,27 @@ class NodeView:
     agent_ended: dict[str, tuple[float, f.AgentEnded]] = field(default_factory=dict)
     notices: dict[tuple[str, str], f.NoticeSeen] = field(default_factory=dict)  # (member, id)
     cancelled: set[tuple[str, str]] = field(default_factory=set)
+    found: tuple[float, f.NodeFound] | None = None  # what its agent found out about it
+
+    @property
+    def price(self) -> float:
+        """USD per hour: as it was offered, else as its agent found out; 0: unknown."""
+        told = self.found[1].usd_per_h if self.found else None
+        return self.usd_per_h or amount(told)
+
+    @property
+    def on_demand_price(self) -> float:
+        told = self.found[1].on_demand_usd_per_h if self.found else None
+        return self.on_demand_usd_per_h or amount(told) or self.price
+
+    @property
+    def place(self) -> str:
+        """Where it stands, as offers are named."""
+        if self.offer or not self.found:
+            return self.offer
+        node = self.found[1]
+        parts = (node.cloud, node.region, node.zone, node.instance_type)
+        return "/".join(part for part in parts if part)
 
     @property
     def alive(self) -> bool:
@@ -61,6 +82,11 @@ class NodeView:
     def billed_s(self, now: float) -> float:
         if self.ended is not None:
             return self.ended.billed_s
+        if self.up_s is None and self.asked_s is None and self.members:  # launched by others
+            began_s = min(t for t, _ in self.members.values())
+            told_s = self.found[1].launched_s if self.found else None
+            gone = [t for t, _ in self.agent_ended.values()] if not self.alive else []
+            return max(0.0, max(gone, default=now) - min(began_s, told_s or began_s))
         return 0.0 if self.up_s is None else max(0.0, now - self.up_s)
 
 
@@ -82,6 +108,8 @@ class LiveState:
     ended: tuple[float, f.RunEnded] | None = None
     span_s: tuple[float, float] = (math.inf, -math.inf)  # of what was told
     session_ends: dict[int, str] = field(default_factory=dict)  # epoch -> why
+    decided: tuple[float, f.Decided] | None = None
+    timed: tuple[tuple[int, int], f.StepsTimed] | None = None  # the newest steps
     # what is worth a line, by time; put into words when shown
     events: list[Stamped] = field(default_factory=list)
     unread: list[f.Unreadable] = field(default_factory=list)
@@ -115,6 +143,15 @@ class LiveState:
                 name = str(attempt) if attempt else member
                 self._adopt(member, name)
                 self.node(name).members[member] = (t, fact)
+            case f.NodeFound(member):
+                node = self.of_member(member)
+                node.found = _later(node.found, (t, fact))
+            case f.Decided():
+                self.decided = _later(self.decided, (t, fact))
+            case f.StepsTimed():
+                key = (fact.epoch, fact.last)
+                if self.timed is None or key >= self.timed[0]:
+                    self.timed = key, fact
             case f.AgentEnded(member):
                 self.of_member(member).agent_ended[member] = (t, fact)
             case f.NoticeSeen(member):
@@ -164,6 +201,7 @@ class LiveState:
             node.notices |= early.notices
             node.cancelled |= early.cancelled
             node.agent_ended |= early.agent_ended
+            node.found = node.found or early.found
 
     # -- reading --
     @property
@@ -306,9 +344,32 @@ class LiveState:
         paid = on_demand = 0.0
         for n in self.nodes.values():
             hours = n.billed_s(now) / 3600
-            paid += n.ended.usd if n.ended else hours * n.usd_per_h
-            on_demand += hours * (n.on_demand_usd_per_h or n.usd_per_h)
+            paid += n.ended.usd if n.ended and n.ended.usd else hours * n.price
+            on_demand += hours * n.on_demand_price
         return paid, on_demand
+
+    def usd_per_h(self) -> float:
+        """Of the nodes that are paid for now."""
+        return sum(n.price for n in self.nodes.values() if n.alive and (n.up_s or n.members))
+
+    @property
+    def tokens_per_step(self) -> int:
+        """0: not known."""
+        last = self.last_step
+        return (last.tokens if last else 0) or (self.timed[1].tokens if self.timed else 0)
+
+    def usd_per_million_tokens(self, now: float) -> float | None:
+        """Of the steps that count so far."""
+        tokens, paid = self.step * self.tokens_per_step, self.spent(now)[0]
+        return paid / tokens * 1e6 if tokens and paid else None
+
+    def step_split(self) -> dict[str, float]:
+        """Seconds of one step by phase, of the newest steps of the newest world; empty: not
+        known."""
+        if self.timed is None or self.timed[1].epoch != self.epoch:
+            return {}
+        found = {p: self.timed[1].seconds.get(p, 0.0) for p in f.PHASES}
+        return {p: s for p, s in found.items() if math.isfinite(s) and s > 0}
 
     def shown_nodes(self, now: float) -> list[NodeView]:
         def recent(n: NodeView) -> bool:
