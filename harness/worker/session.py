@@ -38,6 +38,7 @@ from harness.worker.hold import Hold
 from harness.worker.loader import Stream, seed_everything
 from harness.worker.parallel import Strategy
 from harness.worker.peers import Peers
+from harness.worker.rates import Rates
 from harness.worker.resume import LastSeen, Resume, look_again_s
 from harness.worker.rhythm import Rhythm
 from harness.worker.rounding import WORDS
@@ -45,7 +46,8 @@ from harness.worker.run import Run
 from harness.worker.sharding import check_unwrapped, shard
 from harness.worker.snapshotter import Snapshotter
 from harness.worker.step import Step, Work
-from harness.worker.steplog import Rates, StepLog
+from harness.worker.steplog import StepLog
+from harness.worker.timing import PhaseTimer, marks_of
 from harness.worker.training import Training
 from harness.worker.votes import Votes
 from storage.objects import ObjectStore
@@ -97,12 +99,15 @@ class Session:
         seen_path = mark.with_name("seen.json") if mark else None
         last_seen = LastSeen(seen_path, joined.url, writes=peers.local_rank == 0)
         training, rates = Training(peers, reduce), Rates(peers.device, o.peak_flops)
-        log, rhythm = StepLog(joined, rates), Rhythm(o.interval)
+        timer, rhythm = PhaseTimer(marks_of(peers.device)), Rhythm(o.interval)
+        log = StepLog(joined, rates, timer)
         hold = Hold(peers, joined, environ.get("HARNESS_STAGE"))
         snapshotter = Snapshotter(peers, joined, training, log, hold, rhythm, last_seen, o.keep)
         resume = Resume(peers, joined, training, hold, last_seen, environ)
         feed = Feed(peers, o.seed, json.loads(environ.get("HARNESS_SPEEDS", "null")))
-        self._work = Work(peers, joined, training, feed, log, rates, rhythm, snapshotter, votes)
+        self._work = Work(
+            peers, joined, training, feed, log, rates, rhythm, snapshotter, votes, timer
+        )
         # an agent waits for the script's end, and `conclude` is called then
         state = machine.SessionState(by_script=mark is not None, stored=bool(joined.url))
         late = peers.device.type != "cpu" if o.votes_late is None else o.votes_late
@@ -275,13 +280,15 @@ class Session:
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         tokens_per_sample: int = 0,
-        flops_per_sample: float = 0.0,
+        flops_per_sample: float | str = 0.0,
     ) -> Iterator[Step]:
         """The steps that are still to do, after resuming from the newest valid snapshot.
         `global_batch` and `micro_batch` in samples.
 
         `tokens_per_sample`, and the model's `flops_per_sample` (forward and backward), are for
-        reports only: tokens per second, and how much of the devices' peak is used (MFU).
+        reports only: tokens per second, and how much of the devices' peak is used (MFU). Instead
+        of a number: "6PT" (six times parameters times tokens), or "counted": torch counts the
+        first micro-batch, and with it what activation checkpointing computes again (HFU).
 
         `total` counts from the run's first step. The step that reaches it is committed at once, so
         that what the script does afterwards (a validation, an export) can lose nothing. It may be
@@ -315,16 +322,22 @@ class Session:
         batches = feed.batches(self.step + 1, total, num_workers)
         training.strategy.start(self.batching.micro_batches)
         training.strategy.zero()
-        self._work.rates.watch(training.model, tokens_per_sample, flops_per_sample)
-        while self.step < total:
-            step = Step(self._work, self.step + 1, batches)
-            self._peers.life.tell(WorkerPhase.COMPUTE, self.step)
-            yield step
-            if not step.updated:
-                raise BadInput(
-                    f"step {step.number}: step.update() was not called; it makes the optimizer step"
-                )
-            self._hands.boundary()
+        self._work.rates.watch(
+            training.model, tokens_per_sample, flops_per_sample, self.replica_ranks
+        )
+        try:
+            while self.step < total:
+                step = Step(self._work, self.step + 1, batches)
+                self._peers.life.tell(WorkerPhase.COMPUTE, self.step)
+                yield step
+                if not step.updated:
+                    raise BadInput(
+                        f"step {step.number}: step.update() was not called; it makes the "
+                        "optimizer step"
+                    )
+                self._hands.boundary()
+        finally:
+            self._work.timer.rest()
         self._hands.turn(machine.Reached())
 
     def _shrink(self, why: TooManyRanks) -> None:
