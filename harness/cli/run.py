@@ -19,6 +19,7 @@ from storage.opening import normalize
 
 if TYPE_CHECKING:
     from harness.agent.config import AgentConfig, HelperConfig
+    from harness.agent.host import FindPlace
     from harness.agent.notices import NoticeSource
 
 
@@ -193,7 +194,7 @@ def run(flags: RunFlags) -> int:
     os.environ["STORAGE_ANSWERED"] = normalize(url)
     beside, sources = _beside(flags, env), _sources(flags, env)
     config = _config(flags, env, normalize(url), argv, beside)
-    return Agent(config, store, sources, RealHost()).execute()
+    return Agent(config, store, sources, RealHost(_place_finder(env))).execute()
 
 
 def _beside(flags: RunFlags, env: Mapping[str, str]) -> HelperConfig:
@@ -213,6 +214,18 @@ def _beside(flags: RunFlags, env: Mapping[str, str]) -> HelperConfig:
     if not trackers and env.get("WANDB_API_KEY"):
         trackers = "wandb"  # a key alone is enough
     return HelperConfig(trackers, replica, cap_usd)
+
+
+def _place_finder(env: Mapping[str, str]) -> FindPlace | None:
+    """Who finds out where this node stands and what it costs. None: a node of the local cloud,
+    whose provider knows."""
+    from harness.agent.sources import MachineInfo
+    from harness.agent.whereabouts import PlaceFinder
+
+    if env.get("HARNESS_NODE_DIR"):
+        return None
+    machine = MachineInfo(dict(env))
+    return lambda took: PlaceFinder(machine, took)
 
 
 def _sources(flags: RunFlags, env: Mapping[str, str]) -> list[NoticeSource]:

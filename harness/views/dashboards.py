@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from harness.views.painting import BUCKETS
 from harness.views.wandb_api import Account, WandbSilent, ask
 
 STEP, TIME, USD = "train/step", "time/wall_s", "cost/usd_total"
@@ -60,7 +61,6 @@ class Bars:
 
 
 Drawn = LineChart | Number | Bars
-BUCKETS = ("useful", "redone", "snapshot", "start", "reform", "drain", "idle", "other")
 SECTIONS: tuple[tuple[str, tuple[Drawn, ...]], ...] = (
     (
         "Training",

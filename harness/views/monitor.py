@@ -139,7 +139,7 @@ def _node_table(state: LiveState, now: float) -> Table:
         up = about(n.billed_s(now)) if n.billed_s(now) else ""
         cells = (
             (plain(n.name), "bold"),
-            (plain(n.place), ""),
+            (plain(n.offer), ""),
             (words, style),
             (up, "dim"),
             (place, "dim"),

@@ -33,6 +33,14 @@ def _of_nodes(fact: f.Fact, state: LiveState) -> tuple[str, str] | None:
             return style, f"node {fact.attempt}: {fact.end}" + (
                 f" ({fact.reason})" if fact.reason and fact.reason != fact.end else ""
             )
+        case f.NodeFound(member) if not state.attempt_of.get(member, member).isdigit():
+            price = "" if fact.usd_per_h is None else f", {money(fact.usd_per_h)} an hour"
+            words = (fact.cloud, fact.region, fact.instance_type or fact.accelerators)
+            place = " ".join(word for word in words if word)
+            return "cyan", f"{_who(state, member)} stands in {place or 'no known place'}{price}"
+        case f.NodeBilled(member, launched_s, gone_s):
+            lived = "is still there" if gone_s is None else f"lived {duration(gone_s - launched_s)}"
+            return "", f"{_who(state, member)}: by SkyPilot's bill it {lived}"
         case f.NoticeSeen(member, source, kind, _, deadline):
             until = "" if deadline is None else f", deadline {clock(deadline)[11:]}"
             return "yellow", f"{_who(state, member)}: {kind} notice from {source}{until}"

@@ -11,6 +11,7 @@ from harness.bucket.lease import TTL_S, sign_of_life
 from harness.core import facts as f
 from harness.core.facts import Stamped
 from harness.core.values import amount
+from harness.views.ledger_parts import offer_of
 from harness.views.rows import BAD_ENDS
 from harness.views.telling import describe
 from storage.objects import ObjectStore
@@ -35,29 +36,11 @@ class NodeView:
     ended_at: float = -math.inf  # when that was told; the last word counts
     members: dict[str, tuple[float, f.AgentStarted]] = field(default_factory=dict)
     agent_ended: dict[str, tuple[float, f.AgentEnded]] = field(default_factory=dict)
+    # what its agents found out of it, and SkyPilot's bills, by member
+    found: dict[str, f.NodeFound] = field(default_factory=dict)
+    bills: dict[str, tuple[float, f.NodeBilled]] = field(default_factory=dict)
     notices: dict[tuple[str, str], f.NoticeSeen] = field(default_factory=dict)  # (member, id)
     cancelled: set[tuple[str, str]] = field(default_factory=set)
-    found: tuple[float, f.NodeFound] | None = None  # what its agent found out about it
-
-    @property
-    def price(self) -> float:
-        """USD per hour: as it was offered, else as its agent found out; 0: unknown."""
-        told = self.found[1].usd_per_h if self.found else None
-        return self.usd_per_h or amount(told)
-
-    @property
-    def on_demand_price(self) -> float:
-        told = self.found[1].on_demand_usd_per_h if self.found else None
-        return self.on_demand_usd_per_h or amount(told) or self.price
-
-    @property
-    def place(self) -> str:
-        """Where it stands, as offers are named."""
-        if self.offer or not self.found:
-            return self.offer
-        node = self.found[1]
-        parts = (node.cloud, node.region, node.zone, node.instance_type)
-        return "/".join(part for part in parts if part)
 
     @property
     def alive(self) -> bool:
@@ -82,12 +65,26 @@ class NodeView:
     def billed_s(self, now: float) -> float:
         if self.ended is not None:
             return self.ended.billed_s
-        if self.up_s is None and self.asked_s is None and self.members:  # launched by others
-            began_s = min(t for t, _ in self.members.values())
-            told_s = self.found[1].launched_s if self.found else None
-            gone = [t for t, _ in self.agent_ended.values()] if not self.alive else []
-            return max(0.0, max(gone, default=now) - min(began_s, told_s or began_s))
-        return 0.0 if self.up_s is None else max(0.0, now - self.up_s)
+        gone_s = now
+        if not self.name.isdigit():  # no controller bills it
+            gone_s = min([now, *(t for t, _ in self.agent_ended.values())])
+            for told_s, bill in self.bills.values():
+                gone_s = told_s if bill.gone_s is None else bill.gone_s
+        return 0.0 if self.up_s is None else max(0.0, gone_s - self.up_s)
+
+    def learn(self) -> None:
+        """Of a node that no controller launched: what its agent, or SkyPilot, says of it."""
+        bill = next((bill for _, bill in self.bills.values()), None)
+        found = next(iter(self.found.values()), None)
+        if self.name.isdigit() or not (found or bill):
+            return
+        offer = offer_of(found or f.NodeFound(self.name), bill.usd_per_h if bill else None)
+        self.offer = str(offer["name"])
+        self.usd_per_h = amount(offer["usd_per_h"])
+        self.on_demand_usd_per_h = amount(offer["on_demand_usd_per_h"])
+        launched_s = bill.launched_s if bill else found.launched_s if found else None
+        began_s = [t for t, _ in self.members.values()]
+        self.up_s = min([*began_s, *([] if launched_s is None else [launched_s])], default=None)
 
 
 @dataclass
@@ -143,9 +140,15 @@ class LiveState:
                 name = str(attempt) if attempt else member
                 self._adopt(member, name)
                 self.node(name).members[member] = (t, fact)
+                self.node(name).learn()
             case f.NodeFound(member):
                 node = self.of_member(member)
-                node.found = _later(node.found, (t, fact))
+                node.found[member] = fact
+                node.learn()
+            case f.NodeBilled(member):
+                node = self.of_member(member)
+                node.bills[member] = (t, fact)
+                node.learn()
             case f.Decided():
                 self.decided = _later(self.decided, (t, fact))
             case f.StepsTimed():
@@ -201,7 +204,8 @@ class LiveState:
             node.notices |= early.notices
             node.cancelled |= early.cancelled
             node.agent_ended |= early.agent_ended
-            node.found = node.found or early.found
+            node.found |= early.found
+            node.bills |= early.bills
 
     # -- reading --
     @property
@@ -344,13 +348,13 @@ class LiveState:
         paid = on_demand = 0.0
         for n in self.nodes.values():
             hours = n.billed_s(now) / 3600
-            paid += n.ended.usd if n.ended and n.ended.usd else hours * n.price
-            on_demand += hours * n.on_demand_price
+            paid += n.ended.usd if n.ended and n.ended.usd else hours * n.usd_per_h
+            on_demand += hours * (n.on_demand_usd_per_h or n.usd_per_h)
         return paid, on_demand
 
     def usd_per_h(self) -> float:
         """Of the nodes that are paid for now."""
-        return sum(n.price for n in self.nodes.values() if n.alive and (n.up_s or n.members))
+        return sum(n.usd_per_h for n in self.nodes.values() if n.alive and (n.up_s or n.members))
 
     @property
     def tokens_per_step(self) -> int:
