@@ -17,7 +17,11 @@ PURE = {  # by file; no torch, sky, sockets, wall clock, global randomness
     "clouds": {"market"},
     "agent": {"ends", "gossip", "leaderless", "lines_protocol", "machine"},
     "worker": {"machine"},
-    "views": {"alert_rules", "alert_state", "alerts", "ledger", "ledger_parts", "painting", "rows", "spans", "speed"},
+    "views": {
+        "alert_rules", "alert_state", "alerts", "beside", "blame", "breaks", "interruption",
+        "ledger", "ledger_parts", "moments", "painting", "postmortem", "rows", "spans", "speed",
+        "testimony", "what_if",
+    },
     "proof": {"invariants", "sim", "sim_members", "sim_world"},
     "testing": {"situations"},
 }

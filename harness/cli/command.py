@@ -19,6 +19,7 @@ from harness.cli.common import FAILED, INTERRUPTED, WRONG_INPUT
 from harness.cli.init import InitFlags, init
 from harness.cli.launch import LaunchFlags, launch
 from harness.cli.look import LogsFlags, ReportFlags, StatusFlags, logs, report, status
+from harness.cli.postmortem import PostmortemFlags, postmortem
 from harness.cli.prove import (
     CompareFlags,
     DoctorFlags,
@@ -56,6 +57,7 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "status": (StatusFlags, status),
     "report": (ReportFlags, report),
     "serve": (ServeFlags, serve),
+    "postmortem": (PostmortemFlags, postmortem),
     "verify": (VerifyFlags, verify),
     "compare": (CompareFlags, compare),
     "replay": (ReplayFlags, replay),

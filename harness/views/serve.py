@@ -28,7 +28,8 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from harness.core.world import BadInput
-from harness.views.page import THEME_BUTTON, TIP, asset, document
+from harness.views.page import THEME_BUTTON, TIP, document
+from harness.views.page_html import asset
 from harness.views.plots import esc
 from harness.views.serve_runs import METRICS, RunsFolder
 from storage.text import plain

@@ -102,6 +102,10 @@ def _of_training(fact: f.Fact, state: LiveState) -> tuple[str, str] | None:
             return "red", f"rank {fact.rank} on {_who(state, fact.member)} hangs: {fact.what}"
         case f.GraceSpent(member, _, _, _, _, verdict):
             return "red", f"{_who(state, member)}: its time is up: {verdict}"
+        case f.DrainVerdict() if fact.rank == 0 or not fact.committed:
+            return _of_drain(fact, state)
+        case f.Warned(step, _, what):
+            return "yellow", f"step {step}: {what}"
         case f.SnapshotCommitted():
             return (
                 "blue",
@@ -115,6 +119,22 @@ def _of_training(fact: f.Fact, state: LiveState) -> tuple[str, str] | None:
         case f.GuardTripped(step, _, what, value):
             return "red", f"step {step}: {what} ({value:g})"
     return None
+
+
+def _of_drain(fact: f.DrainVerdict, state: LiveState) -> tuple[str, str]:
+    """Of rank 0's share, and of every share that did not make it."""
+    forecast = (
+        f"{duration(fact.need_s)} needed, {duration(max(0.0, fact.left_s))} left when it was staged"
+    )
+    if fact.committed:
+        return "blue", (
+            f"{_who(state, fact.member)}: step {fact.step} was committed before the deadline "
+            f"({forecast})"
+        )
+    return "red", (
+        f"{_who(state, fact.member)}: rank {fact.rank}'s share of step {fact.step} is not "
+        f"committed; safe is step {fact.last_good_step} ({forecast})"
+    )
 
 
 def _who(state: LiveState, member: str) -> str:
