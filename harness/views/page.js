@@ -45,6 +45,17 @@
     shown = null;
   }
 
+  // Titles in pictures are for readers without scripts; here they become words at the pointer,
+  // which a finger can reach too.
+  function takeTitles() {
+    document.querySelectorAll('main svg title').forEach(function (t) {
+      if (t.parentNode.tagName !== 'svg') t.parentNode.setAttribute('data-tip', t.textContent);
+      t.remove();
+    });
+  }
+  takeTitles();
+  window.addEventListener('harness-content', takeTitles);
+
   // ---- values of plots
   var known = new WeakMap();
   function dataOf(svg) {
