@@ -535,3 +535,34 @@ def test_clocks_that_differ_break_nothing():
         found, ledger = made.told()
         assert sum(one.losses.steps for one in found.interruptions) == ledger.steps_lost
         assert ns(0.0) == 0
+
+
+def test_a_node_standing_by_does_not_help_where_all_are_taken():
+    made = Made().ask(1, 2).form(1, 2).train(8)
+    made.gone(1, 2)
+    found, _ = made.ask(3, boot_s=49.0).form(3, reason="start").train(9).finish().told()
+    (one,) = found.interruptions
+    standby = next(a for a in one.what_if if a.name == "one more node standing by")
+    assert (standby.wall_s, standby.note) == (0.0, "it would have been taken too")
+    assert standby.node_s == pytest.approx(8.0)
+
+
+def test_nodes_that_are_taken_before_they_train_belong_to_what_took_the_others():
+    made = Made().ask(1, 2).form(1, 2).train(4).ask(3, boot_s=1.0).train(1)
+    made.gone(2, 3).broke(1)
+    found, _ = made.form(1, reason="loss").train(8).finish().told()
+    (one,) = found.interruptions
+    assert one.cause == "node 2 gone without notice; with it node 3 before training"
+    assert [n.name for n in one.nodes] == ["2", "3"]
+    assert spent(one)["start"] == 1.0
+
+
+def test_a_place_is_filled_once():
+    """What is launched after the world is whole again is growth, and nobody's fault."""
+    made = Made().ask(1, 2).form(1, 2).train(4).gone(2).broke(1)
+    made.form(1, reason="loss").train(5).ask(3, boot_s=0.0).train(1)
+    made.drain("resize").form(1, 3, reason="grow").train(3).ask(4, boot_s=0.0).train(2)
+    made.drain("resize").form(1, 3, 4, reason="grow").train(2).finish()
+    found, _ = made.told()
+    assert [m.node for m in found.interruptions[0].moments if m.what == "up"] == ["3"]
+    assert found.rest.ns["start"] / NANO == 2 * 2.0 + 2.0 + 4.5

@@ -108,7 +108,8 @@ class _Blamer:
             {t for a in ledger.attempts for begin, end, _ in a.segments for t in (begin, end)}
         )
         broke = {e.epoch: i for i, o in enumerate(outlines) for e in o.epochs}
-        self.replaces = {a.name: i for i, o in enumerate(outlines) for a in o.launched}
+        self.replaces = {a.name: i for i, o in enumerate(outlines) for a in o.besides}
+        self.replaces |= {a.name: i for i, o in enumerate(outlines) for a in o.launched}
         trained = [e for e in ledger.epochs if e.first_s is not None]
         self.windows = [
             _Worked(e, self.at(e.first_s), self.at(e.last_s), broke.get(e.epoch, NOBODY))

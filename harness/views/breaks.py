@@ -49,10 +49,13 @@ class Outline:
 
     breaks: list[Break]
     trained: EpochRow | None = None  # the next world that made a step
+    whole_s: float | None = None  # when a world of as many ranks as before trained
     caught_up_s: float | None = None
     launched: list[AttemptRow] = field(default_factory=list)  # to fill the places of lost nodes
     # launches that found no capacity
     refused: list[AttemptRow] = field(default_factory=list)
+    # nodes that were taken with it, and were in no world
+    besides: list[AttemptRow] = field(default_factory=list)
 
     @property
     def first(self) -> Break:
@@ -281,6 +284,16 @@ def outlines(ledger: Ledger, told: Testimony, progress: Progress) -> list[Outlin
         last.breaks.append(one)
         last.trained = next(
             (e for e in ledger.epochs if e.epoch > one.epoch.epoch and e.first_s is not None), None
+        )
+        last.whole_s = next(
+            (
+                e.first_s
+                for e in ledger.epochs
+                if e.epoch > one.epoch.epoch
+                and e.first_s is not None
+                and e.world >= last.first.epoch.world
+            ),
+            None,
         )
         last.caught_up_s = progress.caught_up_s(last.epochs, last.trained)
     return found

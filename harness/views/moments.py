@@ -153,6 +153,9 @@ class _Teller:
             doubted_s = None if row is None else self.told.doubted_s(row.attempt)
             if row is not None and doubted_s is not None and doubted_s <= self.over_s:
                 yield Moment("decided", doubted_s, row.name, "another node is looked for")
+        for row in self.one.besides:
+            if row.gone_s is not None:
+                yield Moment("gone", row.gone_s, row.name, row.end)
         touched = [row.attempt for m in self.one.members if (row := self.nodes.row(m))]
         for t, d in self.told.decided:
             named = any(d.reason.partition(":")[0] == f"attempt {a}" for a in touched)
@@ -193,16 +196,7 @@ class _Teller:
         last = max((e.last_step or 0 for e in self.one.epochs), default=0)
         if self.one.caught_up_s is not None:
             yield Moment("caught up", self.one.caught_up_s, "", f"with step {last}")
-        whole = next(
-            (
-                e.first_s
-                for e in self.ledger.epochs
-                if e.epoch >= trained.epoch
-                and e.first_s is not None
-                and e.world >= self.one.first.epoch.world
-            ),
-            None,
-        )
+        whole = self.one.whole_s
         if self.one.main.kind in HURTS and whole is not None:
             yield Moment("whole", whole, "", _ranks(self.one.first.epoch.world))
 

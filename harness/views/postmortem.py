@@ -17,13 +17,14 @@ from harness.views.blame import blame
 from harness.views.breaks import DRAINS, NodesOf, Outline, Progress, outlines
 from harness.views.interruption import (
     HURTS,
+    TAKINGS,
     Alternative,
     Interruption,
     Losses,
     SavedWork,
     TouchedNode,
 )
-from harness.views.ledger import Ledger
+from harness.views.ledger import SAME_EVENT_S, Ledger
 from harness.views.moments import moments
 from harness.views.rows import BAD_ENDS, AttemptRow
 from harness.views.testimony import Testimony
@@ -63,7 +64,12 @@ def postmortem(
     found = outlines(ledger, told, progress)
     nodes = NodesOf(ledger)
     give_replacements(found, ledger, told, nodes)
-    idle = _lost_idle(found, ledger)
+    launched = {row.name for one in found for row in one.launched}
+    idle = [
+        row
+        for row in _lost_idle(ledger)
+        if not _taken_along(row, found, nodes) and row.name not in launched
+    ]
     blamed = blame(ledger, told, found, progress, records, [row.name for row in idle])
     made = [
         _interruption(one, losses, told, nodes, ledger, progress)
@@ -96,8 +102,9 @@ def give_replacements(
     found: Sequence[Outline], ledger: Ledger, told: Testimony, nodes: NodesOf
 ) -> None:
     """Which launches were asked for because an interruption had taken a node: the first after it,
-    one for each node that is gone for good. One that keeps the run standing goes first, then the
-    oldest. A launch that ended before it trained leaves its place open."""
+    one for each node that is gone for good, until the world is whole again. An interruption that
+    keeps the run standing goes first, then the oldest. A launch that ended before it trained leaves
+    its place open."""
     open_places: list[tuple[float, Outline]] = []  # (since when, whose)
     for one in found:
         for row in _gone(one, ledger, nodes):
@@ -108,7 +115,11 @@ def give_replacements(
     taken = {row.name for one in found for row in _gone(one, ledger, nodes)}
     trained = {name for e in ledger.epochs if e.first_s is not None for name in e.attempts}
     for row in sorted(ledger.attempts, key=lambda a: a.asked_s):
-        since = [p for p in open_places if p[0] <= row.asked_s]
+        since = [
+            (t, one)
+            for t, one in open_places
+            if t <= row.asked_s and (one.whole_s is None or row.asked_s < one.whole_s)
+        ]
         place = next((p for p in since if _stands(p[1], row.asked_s)), since[0] if since else None)
         if place is None:
             continue
@@ -125,15 +136,27 @@ def give_replacements(
                 one.launched += [r for r in joined if r and r not in one.launched]
 
 
-def _lost_idle(found: Sequence[Outline], ledger: Ledger) -> list[AttemptRow]:
-    """Nodes that ended badly before they were in any world, and that replaced no other."""
-    known = {row.name for one in found for row in one.launched}
-    known |= {name for e in ledger.epochs for name in e.attempts}
+def _lost_idle(ledger: Ledger) -> list[AttemptRow]:
+    """Nodes that ended badly before they were in any world."""
+    known = {name for e in ledger.epochs for name in e.attempts}
     return [
         a
         for a in ledger.attempts
         if a.end in BAD_ENDS and a.up_s is not None and a.name not in known
     ]
+
+
+def _taken_along(row: AttemptRow, found: Sequence[Outline], nodes: NodesOf) -> bool:
+    """Was it taken with nodes that trained? Then it belongs to the interruption that is nearest."""
+    near: list[tuple[float, int]] = []
+    for i, one in enumerate(found):
+        gone = [r.gone_s for m in one.members if (r := nodes.row(m)) and r.gone_s is not None]
+        if one.main.kind in TAKINGS and gone and row.gone_s is not None:
+            near.append((min(abs(t - row.gone_s) for t in gone), i))
+    apart_s, nearest = min(near, default=(SAME_EVENT_S + 1, 0))
+    if apart_s <= SAME_EVENT_S:
+        found[nearest].besides.append(row)
+    return apart_s <= SAME_EVENT_S
 
 
 def _stands(one: Outline, t: float) -> bool:
@@ -166,7 +189,7 @@ def _interruption(
     return Interruption(
         number=0,  # by time, when all are known
         kind=one.main.kind,
-        cause="; then ".join(dict.fromkeys(b.cause for b in one.breaks)),
+        cause=_cause(one),
         nodes=tuple(_touched(one, told, nodes, ledger)),
         epochs=tuple(e.epoch for e in one.epochs),
         world=(one.first.epoch.world, trained.world if trained else 0),
@@ -177,6 +200,13 @@ def _interruption(
         losses=losses,
         saved=_saved(one, told, nodes, progress),
     )
+
+
+def _cause(one: Outline) -> str:
+    text = "; then ".join(dict.fromkeys(b.cause for b in one.breaks))
+    names = ", ".join(row.name for row in one.besides)
+    nodes = f"node{'s' if len(one.besides) > 1 else ''} {names}"
+    return f"{text}; with it {nodes} before training" if names else text
 
 
 def _touched(
@@ -203,6 +233,10 @@ def _touched(
             commit_s=notice.commit_s if notice else None,
             in_time=notice.in_time if notice else None,
         )
+    for row in one.besides:
+        place = row.offer or row.accelerator
+        member = row.members[-1] if row.members else ""
+        yield TouchedNode(row.name, member, place, told.gpus(row.attempt), row.end)
 
 
 def _saved(one: Outline, told: Testimony, nodes: NodesOf, progress: Progress) -> SavedWork | None:

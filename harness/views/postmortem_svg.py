@@ -254,7 +254,10 @@ def _rest_of_nodes(
 ) -> Iterator[str]:
     drawn = {lane.name for lane in lanes}
     first, last = _span(one)
-    left = [a for a in attempts if a.name not in drawn and _lives(a, first, last)]
+    about = {n.name for n in one.nodes}
+    left = [
+        a for a in attempts if a.name not in drawn and (a.name in about or _lives(a, first, last))
+    ]
     if left:
         yield _text(WIDTH - RIGHT, y + 4, f"and {len(left)} more nodes", "pm-dim", "end")
 

@@ -13,6 +13,7 @@ Pure. These are estimates from what was measured in this run; the assumptions ar
   uploads do not overlap, as the harness itself keeps it.
 - A node standing by is paid for from the moment training went on after the interruption before. It
   takes the place of one lost node at once, and another one is there before the next interruption.
+  Where several nodes were all that there was, and all were taken, it would have been taken too.
   It spares the wait for a launch where only one node was missing, and fills one place while the
   world was smaller. More work in the same time shortens the run; it is counted in wall-clock
   seconds, not in dollars.
@@ -221,6 +222,8 @@ class Alternatives:
                 return None
             return Alternative(STANDBY, node_s, usd, 0.0, "it would not have been needed")
         stay = [m for m in world.members if m not in gone]
+        if not stay and len(gone) + len(one.besides) > 1:
+            return Alternative(STANDBY, node_s, usd, 0.0, "it would have been taken too")
         wait_s = self.waited(one, len(stay), max(begun_s, one.down_s or begun_s))
         up_s = one.trained.first_s or begun_s
         until_s = max(up_s, self.smaller_until(index, up_s))
