@@ -159,7 +159,9 @@ def hardware(s: Summary) -> PageSection | None:
         shown.append(f"<h3>{name}</h3><div class=smalls>{''.join(plots)}</div>")
     left_out = len(measured) - len(busiest)
     more = f"; {plural(left_out, 'node')} with fewer measurements left out" if left_out else ""
-    return section("Hardware", "".join(shown), f"between two measurements; beside each name its mean{more}")
+    return section(
+        "Hardware", "".join(shown), f"between two measurements; beside each name its mean{more}"
+    )
 
 
 GROUPS = (  # title, names, unit, the axis goes so far at least

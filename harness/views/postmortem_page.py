@@ -88,7 +88,7 @@ def _alternatives(found: Sequence[Alternative]) -> str:
         + "</tr>"
         for a in found
     )
-    table = f"<thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody>"
+    table = f"<thead>{head}</thead><tbody>{body}</tbody>"
     return f"<div class=scroll><table>{table}</table></div>"
 
 

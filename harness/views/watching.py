@@ -125,6 +125,43 @@ class LiveState:
                 self.lease = _later(self.lease, (t, fact))
             case f.RunEnded():
                 self.ended = _later(self.ended, (t, fact))
+            case f.Decided():
+                self.decided = _later(self.decided, (t, fact))
+            case f.StepsTimed():
+                key = (fact.epoch, fact.last)
+                if self.timed is None or key >= self.timed[0]:
+                    self.timed = key, fact
+            case f.EpochStarted():
+                self.epochs[fact.epoch] = fact
+            case f.EpochLeft(epoch, member, why):
+                self.left.setdefault(epoch, {})[member] = why
+            case f.SessionStarted():
+                self.sessions[fact.epoch] = fact
+            case f.SessionEnded(epoch, _, why):
+                self.session_ends[epoch] = why
+            case f.StepDone():
+                self.steps[fact.epoch, fact.step] = fact
+                if len(self.steps) > 2 * STEPS_KEPT:
+                    self.steps = {key: self.steps[key] for key in sorted(self.steps)[-STEPS_KEPT:]}
+            case f.Validated():
+                key = (fact.epoch, fact.step)
+                if self.validated is None or key >= self.validated[0]:
+                    self.validated = key, fact.metrics
+            case f.SnapshotCommitted():
+                key = (fact.epoch, fact.step)
+                if self.snapshot is None or key >= self.snapshot[0]:
+                    self.snapshot = key, fact
+            case _:
+                self._of_node(t, fact)
+        if describe(fact, self):
+            late = bool(self.events) and t < self.events[-1].t
+            self.events.append(stamped)
+            if late:
+                self.events.sort(key=lambda e: e.t)
+            del self.events[:-EVENTS_KEPT]
+
+    def _of_node(self, t: float, fact: f.Fact) -> None:
+        match fact:
             case f.AttemptIntended(attempt, offer):
                 node = self.node(str(attempt))
                 node.asked_s, node.offer = t, str(offer.get("name", ""))
@@ -149,44 +186,12 @@ class LiveState:
                 node = self.of_member(member)
                 node.bills[member] = (t, fact)
                 node.learn()
-            case f.Decided():
-                self.decided = _later(self.decided, (t, fact))
-            case f.StepsTimed():
-                key = (fact.epoch, fact.last)
-                if self.timed is None or key >= self.timed[0]:
-                    self.timed = key, fact
             case f.AgentEnded(member):
                 self.of_member(member).agent_ended[member] = (t, fact)
             case f.NoticeSeen(member):
                 self.of_member(member).notices[member, fact.id] = fact
             case f.NoticeCancelled(member, id):
                 self.of_member(member).cancelled.add((member, id))
-            case f.EpochStarted():
-                self.epochs[fact.epoch] = fact
-            case f.EpochLeft(epoch, member, why):
-                self.left.setdefault(epoch, {})[member] = why
-            case f.SessionStarted():
-                self.sessions[fact.epoch] = fact
-            case f.SessionEnded(epoch, _, why):
-                self.session_ends[epoch] = why
-            case f.StepDone():
-                self.steps[fact.epoch, fact.step] = fact
-                if len(self.steps) > 2 * STEPS_KEPT:
-                    self.steps = {key: self.steps[key] for key in sorted(self.steps)[-STEPS_KEPT:]}
-            case f.Validated():
-                key = (fact.epoch, fact.step)
-                if self.validated is None or key >= self.validated[0]:
-                    self.validated = key, fact.metrics
-            case f.SnapshotCommitted():
-                key = (fact.epoch, fact.step)
-                if self.snapshot is None or key >= self.snapshot[0]:
-                    self.snapshot = key, fact
-        if describe(fact, self):
-            late = bool(self.events) and t < self.events[-1].t
-            self.events.append(stamped)
-            if late:
-                self.events.sort(key=lambda e: e.t)
-            del self.events[:-EVENTS_KEPT]
 
     def node(self, name: str) -> NodeView:
         return self.nodes.setdefault(name, NodeView(name))
