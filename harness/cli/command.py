@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from harness.cli.again import LogbookFlags, RerunFlags, logbook, rerun
 from harness.cli.ask import DownFlags, SnapshotFlags, StopFlags, down, snapshot, stop
 from harness.cli.common import FAILED, INTERRUPTED, WRONG_INPUT
 from harness.cli.init import InitFlags, init
@@ -61,6 +62,8 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "verify": (VerifyFlags, verify),
     "compare": (CompareFlags, compare),
     "replay": (ReplayFlags, replay),
+    "rerun": (RerunFlags, rerun),
+    "logbook": (LogbookFlags, logbook),
     "stop": (StopFlags, stop),
     "drain": (StopFlags, stop),
     "down": (DownFlags, down),

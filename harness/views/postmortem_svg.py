@@ -9,17 +9,19 @@ every moment's true time stands in the list below the lanes.
 
 from __future__ import annotations
 
+import textwrap
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.views.interruption import KINDS, MOMENTS, Interruption, Moment
-from harness.views.painting import NANO
+from harness.views.painting import NANO, LabelledSpan
 from harness.views.plots import esc
 from harness.views.report import MEANING
 from harness.views.rows import AttemptRow
 from harness.views.timeline import condensed
 from harness.views.words import duration, money
+from storage.text import plain
 
 WIDTH, LEFT, RIGHT = 420, 70, 14  # in SVG units; legible on a phone
 BAR, LABEL, LINE = 12, 12, 16  # heights: of a lane's bar, of a row of numbers, of a line of text
@@ -36,25 +38,40 @@ COLOURS = {  # where no page says otherwise
     "idle": "#c3cad6",
     "other": "#8a94a6",
 }
-MARKS = {  # colours of moments; others have that of the text
-    "notice": "var(--warn,#b45309)",
-    "trouble": "var(--bad,#d92d20)",
-    "gone": "var(--bad,#d92d20)",
-    "quarantined": "var(--bad,#d92d20)",
-    "committed": "var(--snapshot,#2f7de1)",
-    "staged": "var(--snapshot,#2f7de1)",
-    "first step": "var(--good,#15803d)",
-    "caught up": "var(--good,#15803d)",
-    "whole": "var(--good,#15803d)",
+MARKS = {  # variables of moments; others have the text's colour
+    "notice": "warn",
+    "trouble": "bad",
+    "gone": "bad",
+    "quarantined": "bad",
+    "committed": "saved",
+    "staged": "saved",
+    "first step": "good",
+    "caught up": "good",
+    "whole": "good",
 }
+PAINTS = {  # (variable of a page, in light, in dark), by a name of our own
+    "card": ("card", "#fff", "#161c25"),
+    "ink": ("ink", "#1a2230", "#e7ecf3"),
+    "dim": ("dim", "#667085", "#94a0b3"),
+    "grid": ("grid", "#dfe5ee", "#2a3443"),
+    "warn": ("warn", "#b45309", "#fbbf24"),
+    "bad": ("bad", "#d92d20", "#ff7a73"),
+    "good": ("good", "#15803d", "#4ade80"),
+    "saved": ("snapshot", "#2f7de1", "#4f97f5"),
+}
+
+
+def _paints(dark: bool) -> str:
+    found = ((name, (theirs, ours[dark])) for name, (theirs, *ours) in PAINTS.items())
+    return "".join(f"--pm-{name}:var(--{theirs},{colour});" for name, (theirs, colour) in found)
+
+
 STYLE = (
-    ".pm-card{fill:var(--card,#fff)}.pm-text{fill:var(--ink,#1a2230);font:12px system-ui,"
-    "-apple-system,'Segoe UI',Roboto,Arial,sans-serif;font-variant-numeric:tabular-nums}"
-    ".pm-dim{fill:var(--dim,#667085)}.pm-strong{font-weight:600}"
-    ".pm-grid{stroke:var(--grid,#dfe5ee)}.pm-number{font-size:9.5px;text-anchor:middle}"
-    "@media(prefers-color-scheme:dark){.pm-card{fill:var(--card,#161c25)}"
-    ".pm-text{fill:var(--ink,#e7ecf3)}.pm-dim{fill:var(--dim,#94a0b3)}"
-    ".pm-grid{stroke:var(--grid,#2a3443)}}"
+    f".pm{{{_paints(False)}}}@media(prefers-color-scheme:dark){{.pm{{{_paints(True)}}}}}"
+    ".pm-card{fill:var(--pm-card)}.pm-text{fill:var(--pm-ink);font:12px system-ui,-apple-system,"
+    "'Segoe UI',Roboto,Arial,sans-serif;font-variant-numeric:tabular-nums}"
+    ".pm-dim{fill:var(--pm-dim)}.pm-strong{font-weight:600}.pm-grid{stroke:var(--pm-grid)}"
+    ".pm-number{font-size:9.5px;text-anchor:middle}"
 )
 
 
@@ -77,15 +94,18 @@ def picture(one: Interruption, attempts: Sequence[AttemptRow]) -> str:
     shown = one.moments[:MOST_MOMENTS]
     scale = Axis(one, shown)
     lanes = _lanes(one, shown, attempts)
-    out: list[str] = []
-    y = 44.0
+    head = textwrap.wrap(f"{one.number}  {one.kind}: {_clean(one.cause)}", 54)[:3]
+    out = [_text(12, 18 + LINE * i, line, "pm-strong") for i, line in enumerate(head)]
+    top = y = 44.0 + LINE * (len(head) - 1)
     for lane in lanes:
         drawn, height = _lane(one, lane, scale, y)
         out += drawn
         y += height
     out += _rest_of_nodes(one, lanes, attempts, y)
-    grid = [_grid(x, text, y) for x, text in scale.ticks(one)]
-    y += 14
+    grid = [_grid(x, text, top, y) for x, text in scale.ticks(one)]
+    legend, height = _legend(lanes, scale, y + 16)
+    out += legend
+    y += 14 + height
     rows = list(_list(one, shown, y))
     y += LINE * len(rows)
     title = f"{KINDS[one.kind]}: {one.cause}"
@@ -95,17 +115,17 @@ def picture(one: Interruption, attempts: Sequence[AttemptRow]) -> str:
         f'aria-label="{esc(f"interruption {one.number}: {one.cause}")}">'
         f"<style>{STYLE}</style>"
         f'<rect class="pm-card" width="{WIDTH}" height="{y + 8:.0f}" rx="6"/>'
-        f"<g><title>{esc(title)}</title>{_text(12, 18, _head(one), 'pm-strong')}</g>"
+        f"<title>{esc(title)}</title>"
         f"{''.join(grid)}{''.join(out)}{''.join(rows)}</svg>"
     )
 
 
-def _head(one: Interruption) -> str:
-    return _cut(f"{one.number}  {one.kind}: {one.cause}", 54)
+def _clean(text: str) -> str:
+    return " ".join(plain(text).split())
 
 
 def _cut(text: str, most: int = MOST_LETTERS) -> str:
-    text = " ".join(text.split())
+    text = _clean(text)
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
@@ -149,10 +169,10 @@ class Axis:
                 yield x, text
 
 
-def _grid(x: float, text: str, floor: float) -> str:
+def _grid(x: float, text: str, top: float, floor: float) -> str:
     return (
-        f'<line class="pm-grid" x1="{x:.1f}" x2="{x:.1f}" y1="38" y2="{floor:.1f}"/>'
-        f"{_text(min(x, WIDTH - 24), 34, text, 'pm-dim', 'middle')}"
+        f'<line class="pm-grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 6:.1f}" y2="{floor:.1f}"/>'
+        f"{_text(min(x, WIDTH - 24), top - 10, text, 'pm-dim', 'middle')}"
     )
 
 
@@ -208,19 +228,41 @@ def _place(row: AttemptRow) -> str:
     return f"node {row.name}: {row.offer or row.accelerator}, {money(row.usd_per_h)}/h{ended}"
 
 
+def _inside(row: AttemptRow, scale: Axis) -> list[LabelledSpan]:
+    """Its segments, as far as they are drawn."""
+    first, last = round(scale.times[0] * NANO), round(scale.times[-1] * NANO)
+    return [(max(a, first), min(b, last), c) for a, b, c in row.segments if b > first and a < last]
+
+
+def _legend(lanes: Sequence[Lane], scale: Axis, y: float) -> tuple[list[str], float]:
+    """What the colours mean, and its height."""
+    found = {c: None for lane in lanes if lane.row for _, _, c in _inside(lane.row, scale)}
+    out, x, begun = [], 12.0, y
+    for bucket in found:
+        if x + 20 + 6.6 * len(bucket) > WIDTH:
+            x, y = 12.0, y + LINE
+        out.append(
+            f"<g><title>{esc(MEANING.get(bucket, bucket))}</title>"
+            f'<rect x="{x:.0f}" y="{y - 9:.1f}" width="10" height="10" rx="2" '
+            f'style="fill:{_paint(bucket)}"/>{_text(x + 14, y, bucket, "pm-dim")}</g>'
+        )
+        x += 26 + 6.6 * len(bucket)
+    return out, (y - begun + LINE) if found else 0.0
+
+
+def _paint(bucket: str) -> str:
+    return f"var(--{bucket},{COLOURS.get(bucket, '#8a94a6')})"
+
+
 def _bar(row: AttemptRow, scale: Axis, y: float) -> Iterator[str]:
     """What the node's time went into."""
-    first, last = round(scale.times[0] * NANO), round(scale.times[-1] * NANO)
-    clipped = [
-        (max(a, first), min(b, last), c) for a, b, c in row.segments if b > first and a < last
-    ]
-    for a, b, bucket in condensed(clipped, WIDTH):
+    for a, b, bucket in condensed(_inside(row, scale), WIDTH):
         x, width = scale.x(a / NANO), scale.x(b / NANO) - scale.x(a / NANO)
         text = f"node {row.name}: {bucket} for {duration((b - a) / NANO)}"
         meaning = MEANING.get(bucket, "")
         yield (
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(0.4, width):.1f}" height="{BAR}" '
-            f'fill="var(--{bucket},{COLOURS.get(bucket, "#8a94a6")})">'
+            f'style="fill:{_paint(bucket)}">'
             f"<title>{esc(f'{text} ({meaning})' if meaning else text)}</title></rect>"
         )
 
@@ -234,17 +276,17 @@ def _standing(one: Interruption, scale: Axis, y: float) -> str | None:
     text = "no step was done" + ("" if one.gap_s is None else f" for {duration(one.gap_s)}")
     return (
         f'<rect x="{x:.1f}" y="{y + 3:.1f}" width="{max(0.4, end - x):.1f}" height="{BAR - 6}" '
-        f'fill="var(--reform,{COLOURS["reform"]})"><title>{esc(text)}</title></rect>'
+        f'style="fill:{_paint("reform")}"><title>{esc(text)}</title></rect>'
     )
 
 
 def _mark(one: Interruption, number: int, m: Moment, x: float, y: float, level: int) -> str:
     at = y + BAR + LABEL * (level + 1) - 3
-    colour = MARKS.get(m.what, "currentColor")
+    colour = f"var(--pm-{MARKS.get(m.what, 'ink')})"
     return (
         f"<g><title>{esc(_words(one, m))}</title>"
         f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 2:.1f}" y2="{y + BAR + 1:.1f}" '
-        f'stroke="{colour}" stroke-width="1.4"/>'
+        f'style="stroke:{colour}" stroke-width="1.4"/>'
         f'<text class="pm-text pm-number" x="{x:.1f}" y="{at:.1f}">{number}</text></g>'
     )
 
@@ -274,7 +316,7 @@ def _list(one: Interruption, moments: Sequence[Moment], y: float) -> Iterator[st
         at = y + LINE * (i + 1)
         who = f"node {m.node}: " if m.node else ""
         what = f"{who}{MOMENTS[m.what]}" + (f" – {m.text}" if m.text else "")
-        colour = f' style="fill:{MARKS[m.what]}"' if m.what in MARKS else ""
+        colour = f' style="fill:var(--pm-{MARKS[m.what]})"' if m.what in MARKS else ""
         yield (
             f"<g><title>{esc(_words(one, m))}</title>"
             f'<text class="pm-text pm-strong" text-anchor="end" x="24" y="{at:.1f}"{colour}>'

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from harness.core import facts as f
+from harness.core.setups import HARDWARE
 from harness.views.words import clock, duration, money, nbytes, number, percent, plural
 from storage.text import plain
 
@@ -84,6 +85,15 @@ def _of_training(fact: f.Fact, state: LiveState) -> tuple[str, str] | None:
                 else "training from step 0"
             )
             return "green", f"epoch {fact.epoch}: {verb}{accumulation}"
+        case f.SetupChanged(epoch, _, action, changes) if any(
+            row.get("level") != HARDWARE for row in changes
+        ):
+            names = ", ".join(row.get("name", "") for row in changes[:4])
+            more = ", ..." if len(changes) > 4 else ""
+            return (
+                "red" if action == "refused" else "yellow",
+                f"epoch {epoch}: set up otherwise than the run began, {action}: {names}{more}",
+            )
         case f.EpochLeft(epoch, member, why) if why not in ("resize", "finished"):
             return "red" if why in (
                 "failed",
