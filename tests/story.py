@@ -8,6 +8,7 @@ from truerun import TrueRun
 
 from harness.bucket.journal import Journal
 from harness.core import facts
+from harness.core.values import canonical
 from harness.core.world import Offer
 from storage.manifest import Ref
 
@@ -32,7 +33,7 @@ class Story(TrueRun):
     def __init__(self, store=None, **changes):
         super().__init__(store, begin=False, **changes)
         self.t = time.time()
-        self.store.create("run.json", facts.canonical(self.identity))
+        self.store.create("run.json", canonical(self.identity))
         self.up = {}  # attempt -> (asked, up, offer)
         self.told(facts.LeaseTaken(1, "me"), facts.RunAsked("train.yaml", 1, 3, "cheapest"))
 

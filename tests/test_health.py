@@ -17,6 +17,7 @@ from harness.core.facts import (
     AttemptUp,
     EpochLeft,
     HealthSeen,
+    NodeMeasured,
     ProfileTaken,
     WorkerFailed,
     WorkerHung,
@@ -216,7 +217,8 @@ def test_a_stopped_worker_is_named_and_replaced_and_a_sick_gpu_is_left(nodes, sc
     import psutil
 
     agent = nodes.start(
-        *SLOW[:1], 100000, *SLOW[2:], agent=("--hang-after-s", "2", "--gpu-health", str(script))
+        *(*SLOW[:1], 100000, *SLOW[2:]),
+        agent=("--hang-after-s", "2", "--gpu-health", str(script), "--measure-s", "1"),
     )
     nodes.until(lambda: nodes.step() >= 10)
     next(
@@ -233,6 +235,8 @@ def test_a_stopped_worker_is_named_and_replaced_and_a_sick_gpu_is_left(nodes, sc
     hung, failed = nodes.facts(WorkerHung)[0], nodes.facts(WorkerFailed)[0]
     assert hung.guilty and "stopped by a signal" in hung.what and failed.error == "Hung"
     assert nodes.facts(HealthSeen)[0].action == "drain"
+    measured = [name for m in nodes.facts(NodeMeasured) for name in m.metrics]
+    assert {"cpu/percent", "memory/percent", "gpu0/watts", "gpu1/percent"} <= set(measured)
     assert [r.step for r in history(nodes.run)] == list(range(1, nodes.step() + 1))
 
 

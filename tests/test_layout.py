@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from harness.bucket import layout
+from harness.bucket.alerts import Alert, AlertReceipt
 from harness.bucket.layout import (
     ChunkServerAt,
     Claim,
@@ -33,7 +34,6 @@ from harness.bucket.layout import (
     secret_of,
 )
 from harness.bucket.streamed import (
-    Alert,
     BatchHeader,
     StreamRow,
     ToldWandb,
@@ -103,7 +103,7 @@ def chain(data: bytes) -> list[Fact]:
 
 ORDER = StopOrder("it fails", "m1", True, ("a", "b")).to_json()
 PUBLISHED = Published(9, "trackers/jsonl/1/", {"a.jsonl": "0"}, "ab", 1, run_id="r", t=1.7e9)
-ALERT = dataclasses.asdict(Alert("a1", "rank 1 hangs", "silent", "ERROR", 1.7e9))
+ALERT = dataclasses.asdict(Alert("a1", "rank 1 hangs", "silent", 1.7e9, "critical"))
 HEADER = BatchHeader(
     3, 9, 2, last_step=4, head="ab", best={"val_loss": (0.5, 4)}, snapshots=("0000000004-e000001",),
     newest="0000000004-e000001", alerts=("a1",), new_alerts=(ALERT,),
@@ -127,6 +127,8 @@ DECODERS = [
     Decoder("secret", secret_of, BAD, (json.dumps("0f" * 32).encode(),)),
     Decoder("published", lambda d: Published.decode(d, 1), BAD, (PUBLISHED.encode(),)),
     Decoder("claim", Claim.decode, BAD, (Claim("me", 1.7e9).encode(),)),
+    Decoder("alert", Alert.decode, BAD, (json.dumps(ALERT).encode(),)),
+    Decoder("alert receipt", AlertReceipt.decode, (), (AlertReceipt("sent", 1.7e9, "a").encode(),)),
     Decoder("batch of the stream", lambda d: decode_batch(d, 3), BAD, (BATCH,)),
     Decoder("how far W&B is", ToldWandb.decode, BAD, (TOLD,)),
     Decoder("generation at MLflow", mlflow_run_of, BAD, (b'{"run_id":"0a1b"}',)),
@@ -262,6 +264,8 @@ def use(found: Any) -> None:
             found.encode()
         case Identity():
             assert found.micro_batches >= 0 and rec.genesis(found.body)
+        case Alert() | AlertReceipt():
+            found.encode()
         case ToldWandb():
             found.encode("p", "r")
         case (BatchHeader() as header, list() as rows):

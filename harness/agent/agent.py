@@ -104,6 +104,7 @@ class Agent:
         )
         heard = self._hearing
         heard.listening = host.listen(c, heard.sources, heard.inbox.put)
+        heard.hardware = host.measure(c, self.name, self.journal.record)
 
     def _open(self) -> None:
         """Our uploader, our lines to the others, our seat in the rendezvous."""
@@ -309,6 +310,7 @@ class Agent:
 
     def _enter(self, epoch: Epoch) -> None:
         self._workers.clear_signs()
+        self._hearing.crowd(len(epoch.members))
         self._feed(machine.Entered())
         self._stay = Stay(epoch, entered_s=self._host.monotonic())
         self._tell(

@@ -21,6 +21,7 @@ class Timing:
     # bill
     control_s: float = 0.3
     flush_s: float = 1.0
+    measure_s: float = 0.0  # between two facts about this machine's hardware; 0: none
     wait_limit_s: float = 3600.0  # how long to wait for a place in an epoch
     # so long this node goes on when nobody leads the run any more; 0: for ever
     leaderless_s: float = 0.0

@@ -27,6 +27,7 @@ from harness.agent.flight import FlightDump
 from harness.agent.helpers import Helpers
 from harness.agent.lines import Lines
 from harness.agent.machine import AgentEvent
+from harness.agent.measuring import Gauges, HardwareWatch, NoWatch
 from harness.agent.membership import Ears
 from harness.agent.notices import NoticeSource, watch
 from harness.agent.rendezvous import Rendezvous, free_port
@@ -99,6 +100,13 @@ class UploadService(Protocol):
     def close(self) -> None: ...
 
 
+class Measuring(Protocol):
+    """Of the machine's hardware, as `measuring.HardwareWatch` does it."""
+
+    def crowd(self, members: int) -> None: ...
+    def stop(self) -> None: ...
+
+
 class Listening(Protocol):
     """To signals, notices and GPUs."""
 
@@ -108,15 +116,22 @@ class Listening(Protocol):
 @dataclass
 class Hearing:
     """What reaches a node from outside. `inbox`: what was heard and is not yet decided about;
-    `listening`: None before it began."""
+    `listening`, `hardware`: None before they began."""
 
     sources: list[NoticeSource]
     inbox: queue.SimpleQueue[AgentEvent] = field(default_factory=queue.SimpleQueue)
     listening: Listening | None = None
+    hardware: Measuring | None = None
+
+    def crowd(self, members: int) -> None:
+        """So many members are in this node's world."""
+        if self.hardware is not None:
+            self.hardware.crowd(members)
 
     def stop(self) -> None:
-        if self.listening is not None:
-            self.listening.stop()
+        for part in (self.listening, self.hardware):
+            if part is not None:
+                part.stop()
 
 
 class Host(Protocol):
@@ -135,6 +150,7 @@ class Host(Protocol):
     def uploads(self, config: AgentConfig, member: str) -> UploadService: ...
     def lines(self, config: AgentConfig, member: str) -> PeerLines: ...
     def free_port(self, addr: str) -> int: ...
+    def measure(self, config: AgentConfig, member: str, record: RecordFact) -> Measuring: ...
     def listen(
         self, config: AgentConfig, sources: list[NoticeSource], tell: TellEvent
     ) -> Listening: ...
@@ -158,6 +174,7 @@ class RealHost:
 
     def __init__(self) -> None:
         self.name, self.pid = socket.gethostname(), os.getpid()
+        self._gauges = Gauges()
 
     def monotonic(self) -> float:
         return time.monotonic()
@@ -193,6 +210,12 @@ class RealHost:
     def free_port(self, addr: str) -> int:
         return free_port(addr)
 
+    def measure(self, config: AgentConfig, member: str, record: RecordFact) -> Measuring:
+        every_s, folder = config.timing.measure_s, config.node_dir
+        if not every_s:
+            return NoWatch()
+        return HardwareWatch(member, every_s, folder, self._gauges, record)
+
     def listen(
         self, config: AgentConfig, sources: list[NoticeSource], tell: TellEvent
     ) -> Listening:
@@ -208,7 +231,9 @@ class RealHost:
             on_cancel=lambda notice: tell(machine.Cancelled(notice)),
         )
         gpus = health.start(
-            config.fitness.gpu_health, lambda verdict: tell(machine.GpuJudged(verdict))
+            config.fitness.gpu_health,
+            lambda verdict: tell(machine.GpuJudged(verdict)),
+            on_measured=self._gauges.add,
         )
         return _All([watcher, gpus])
 

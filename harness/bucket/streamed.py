@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from harness.bucket.alerts import Alert
 from harness.bucket.layout import SMALL_NBYTES, TRACKERS
 from harness.core.values import (
     BadObject,
@@ -61,18 +62,6 @@ class StreamRow:
     values: dict[str, Reading]
     step: Natural = 0
     again: bool = False  # it was in a batch that a rewind made void
-
-
-@dataclass(frozen=True)
-class Alert:
-    """What a person should be told at once. `level`: "INFO", "WARN" or "ERROR", as W&B names
-    them."""
-
-    id: str
-    title: str  # 64 letters at most
-    text: str
-    level: str
-    t: float
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,8 @@ def _lead(
     journal = Journal(store, f"controller-{secrets.token_hex(6)}", clock.now)
     world = World(clock, cloud, store, random.Random())
     market = "" if sky else flags.market
-    journal.record(RunAsked(flags.task, *nodes, _policy_name(flags), market, flags.budget_usd))
+    limits = (flags.budget_usd, flags.max_hours)
+    journal.record(RunAsked(flags.task, *nodes, _policy_name(flags), market, *limits))
     lease = Lease(store, clock, holder, ttl_s=20.0 if sky else 5.0)
     view = _View(store, console)
     asked: KeyboardInterrupt | None = None  # an interruption that is not answered yet

@@ -152,6 +152,12 @@ class RunFlags:
         "there are GPUs)",
         choices=["auto", "on", "off"],
     )
+    measure_s: float = flag(
+        60.0,
+        "how often this node tells how busy its hardware is (CPU, memory, disk, network, GPUs); in "
+        "worlds of more than 8 nodes less often; 0: never",
+        at_least=0,
+    )
     beat_s: float = flag(
         0.0,
         f"how often this node says that it lives; 0: {FOLDER.beat_s:g} s (folder), "
@@ -268,6 +274,7 @@ def _config(
             beat_s=flags.beat_s or pace.beat_s,
             dead_s=flags.dead_s or pace.dead_s,
             control_s=pace.control_s,
+            measure_s=flags.measure_s,
             leaderless_s=flags.leaderless_hours * 3600,
             lease_s=min(LOOK_EVERY_S, flags.leaderless_hours * 900),
         ),

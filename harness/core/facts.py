@@ -68,6 +68,7 @@ class RunAsked(Fact):
     policy: str
     market: str = ""
     budget_usd: float | None = None
+    max_hours: float | None = None
 
 
 @dataclass(frozen=True)
@@ -265,6 +266,16 @@ class NodeMeasured(Fact):
     member: str
     seconds: float
     metrics: dict[str, Reading]
+
+
+@dataclass(frozen=True)
+class HelperEnded(Fact):
+    """A process beside rank 0 ended though it should run; it is started again, ever more slowly."""
+
+    member: str
+    helper: str  # "trackers" | "replica" | "keeper" | "alerts"
+    exit_code: int
+    why: str = ""  # the last line of its log
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,18 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from harness.bucket.alerts import Alert, AlertLog
 from harness.bucket.journal import Follower
 from harness.bucket.orders import stop_order
-from harness.bucket.streamed import Alert
 from harness.core import columns, prices
 from harness.core import facts as f
 from harness.core.columns import NONE, Columns
 from harness.core.facts import Stamped
-from harness.core.values import canonical, digest
+from harness.views.alert_rules import BUILT_IN, AlertRule
+from harness.views.alerts import AlertWatch
 from harness.views.committed import Lineage
 from harness.views.ledger import Ledger
 from harness.views.painting import NANO
@@ -46,38 +47,6 @@ TURNING_POINTS = (
 )
 
 
-AlertRule = Callable[[Stamped], "Alert | None"]
-
-
-def alert_of_fact(stamped: Stamped) -> Alert | None:
-    """The facts that hurt, each in a line."""
-    match stamped.fact:
-        case f.RunEnded(outcome, reason, step) if outcome != "done":
-            title, text, level = f"run {outcome}", f"after step {step}: {reason}", "ERROR"
-        case f.GuardTripped(step, _, what, value):
-            title, text, level = f"guard: {what}", f"step {step}: {value:g}", "ERROR"
-        case f.WorkerHung() as w if w.guilty:
-            title = f"rank {w.rank} hangs"
-            text = f"{w.member}: silent for {w.silent_s:.0f} s in {w.place} at step {w.step}"
-            level = "ERROR"
-        case f.WorkerFailed() as w:
-            title, text, level = f"rank {w.rank} failed", f"{w.error}: {w.message}", "WARN"
-        case f.HealthSeen(member, gpu, what, message):
-            title, text, level = f"GPU: {what}", f"{member} {gpu}: {message}", "WARN"
-        case f.SnapshotQuarantined(step, epoch, why):
-            title = f"snapshot of step {step} is not used"
-            text, level = f"epoch {epoch}: {why}", "WARN"
-        case f.SnapshotFailed(step, _, why):
-            title, text, level = f"snapshot of step {step} failed", why, "WARN"
-        case f.GraceSpent(member, _, _, step, committed_step) if step > committed_step:
-            title = "a notice's time is over"
-            text, level = f"{member} is at step {step}, {committed_step} is committed", "WARN"
-        case _:
-            return None
-    named = canonical([stamped.writer, stamped.t, title, text])
-    return Alert(digest(named)[:16], title[:64], text[:1000], level, stamped.t)
-
-
 @dataclass
 class Operations:
     """Follows a run's facts. One reader of its own, fed by `poll`. Of steps, of which there may be
@@ -85,12 +54,14 @@ class Operations:
 
     store: ObjectStore
     lineage: Lineage
-    rules: AlertRule = alert_of_fact
+    rules: Sequence[AlertRule] = BUILT_IN
     facts: list[Stamped] = field(default_factory=list)
     cost_s: float = 0.0  # what the last row took to compute
 
     def __post_init__(self) -> None:
         self._follower = Follower(self.store, whole=True)
+        self._alerts, self._new_alerts = AlertWatch(self.rules), list[Alert]()
+        self._log = AlertLog(self.store)
         self._lock = threading.Lock()
         self._told: list[Columns] = []  # steps, as they came
         self._newest: deque[Stamped] = deque(maxlen=MOST_LIVE)
@@ -101,6 +72,7 @@ class Operations:
         with self._lock:
             new = [s for s in self._follower.poll() if not isinstance(s.fact, f.Unreadable)]
             self._count += len(new)
+            self._new_alerts += self._alerts.see(new)
             steps = [s for s in new if isinstance(s.fact, f.StepDone)]
             self._newest.extend(steps)
             if others := [s for s in new if not isinstance(s.fact, f.StepDone)]:
@@ -170,9 +142,12 @@ class Operations:
         return [ref.name for ref in sorted(found) if ref > after]
 
     def alerts(self, told: Sequence[str]) -> list[Alert]:
+        """That were fired, by whomever, and not told. Raises StoreError."""
+        for alert in list(self._new_alerts):
+            self._log.fire(alert, self._alerts.cool_down_s[alert.rule])
+            self._new_alerts.remove(alert)
         known = set(told)
-        found = [a for s in self.facts if (a := self.rules(s)) and a.id not in known]
-        return found[:100]  # the rest comes with the next batch
+        return [a for a in self._log.read() if a.id not in known][:100]  # the rest comes later
 
     def moments(self, since_s: float, now_s: float, gap_s: float, over: bool) -> list[float]:
         """When a row is due after `since_s`: now, or at the end of what is known of a run that is
