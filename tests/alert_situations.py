@@ -136,6 +136,13 @@ def warned() -> Made:
     return start().say(*(f.Warned(n, 1, f"torch 2.{n} was 2.13") for n in (11, 12)))
 
 
+def setup() -> Made:
+    changed = {"level": "code", "name": "git.commit", "was": "a1", "now": "b2"}
+    other = {"level": "hardware", "name": "gpu", "was": "H100", "now": "L40S"}
+    facts = f.SetupChanged(2, "ab", "warned", (changed,)), f.SetupChanged(3, "ac", "warned", (other,))
+    return start().say(*facts)
+
+
 def publisher() -> Made:
     return start().say(f.HelperEnded("m1", "trackers", -9), f.HelperEnded("m1", "trackers", -9))
 
@@ -227,6 +234,7 @@ SITUATIONS: dict[str, Callable[[], Made]] = {
     "snapshot-failed": snapshot_failed,
     "snapshot-quarantined": quarantined,
     "promise-weakened": warned,
+    "setup-changed": setup,
     "publisher-dead": publisher,
     "helper-dead": helper,
     "run-ended-badly": ended,

@@ -20,7 +20,7 @@ import signal
 from dataclasses import replace
 from typing import Any
 
-from harness.agent import ends, machine
+from harness.agent import ends, flight, machine
 from harness.agent.config import AgentConfig
 from harness.agent.host import Hearing, Host
 from harness.agent.machine import AgentAct, AgentEvent, AgentState, Life, Now
@@ -105,6 +105,7 @@ class Agent:
         )
         heard = self._hearing
         heard.listening = host.listen(c, heard.sources, heard.inbox.put)
+        heard.hardware = host.measure(c, self.name, self.journal.record)
 
     def _open(self) -> None:
         """Our uploader, our lines to the others, our seat in the rendezvous."""
@@ -314,6 +315,7 @@ class Agent:
 
     def _enter(self, epoch: Epoch) -> None:
         self._workers.clear_signs()
+        self._hearing.crowd(len(epoch.members))
         self._feed(machine.Entered())
         self._stay = Stay(epoch, entered_s=self._host.monotonic())
         self._tell(
@@ -413,6 +415,8 @@ class Agent:
         if stuck := self._workers.end():
             why = "cannot be killed: it hangs in the kernel, most likely in a driver"
             self._feed(machine.FoundUnfit(f"rank {stuck[0]} {why}"))
+        epoch, dumps = self._stay.epoch.epoch, self._workers.flights()
+        flight.keep(self._run.store, self.journal.record, epoch, dumps)
         return [w.code for w in self._workers.all]
 
     def _abandon(self, why: str, code: int = KILLED) -> int | None:

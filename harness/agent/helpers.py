@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -109,8 +108,7 @@ class Helpers:
         c, beside = self._config, self._config.beside
         commands = {"keeper": [c.run]}
         if beside.trackers:
-            script = shlex.join(c.argv)  # its flags are configuration
-            commands["trackers"] = [c.run, "--trackers", beside.trackers, "--script", script]
+            commands["trackers"] = [c.run, "--trackers", beside.trackers]
         if beside.alerts:
             commands["alerts"] = [c.run]
         if beside.replica:

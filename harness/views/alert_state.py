@@ -165,10 +165,6 @@ class RunSoFar:
             n.alive and (n.up_s is not None or bool(n.members)) for n in self.live.nodes.values()
         )
 
-    def usd_per_h(self) -> float:
-        """Of the nodes that are up."""
-        return sum(n.usd_per_h for n in self.live.nodes.values() if n.alive and n.up_s is not None)
-
     def hours_left(self, now_s: float) -> float | None:
         """Until the last step, at the pace of the newest commits, interruptions included. None: not
         known."""
