@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 from alert_situations import MINUTE, SITUATIONS, T0, Made
-from receivers import receiver
 from test_prometheus import parsed, scrape
 from worlds import until
 
@@ -25,6 +24,7 @@ from harness.bucket.journal import Journal
 from harness.bucket.lease import Lease
 from harness.cli.command import main
 from harness.core.world import BadInput
+from harness.proof.receiver import AlertReceiver
 from harness.views import alerting, sinks
 from harness.views.alerting import CLAIM_S, STALE_S, Alerting, AlertTeller
 from harness.views.alerts import AlertWatch
@@ -35,7 +35,7 @@ from storage.files import FileStore, MemoryStore
 
 @pytest.fixture
 def hook():
-    with receiver() as made:
+    with AlertReceiver() as made:
         yield made
 
 

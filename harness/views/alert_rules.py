@@ -134,11 +134,13 @@ def _node_lost(stamped: Stamped, run: RunSoFar) -> Iterator[Symptom]:
             why = f": {reason}" if reason and reason != end else ""
             text = f"attempt {attempt} ended: {end}{why}"
             yield Symptom(f"node {attempt} is lost", text, str(attempt))
-        case f.EpochStarted(epoch, members, world, "loss"):
+        # "start": all of the last world are gone, and some of them may have said nothing
+        case f.EpochStarted(epoch, members, world, "loss" | "start"):
             before = max((n for n in run.live.epochs if n < epoch), default=0)
             old = run.live.epochs[before].members if before else ()
+            left = run.live.left.get(before, {})
             text = f"epoch {epoch} goes on with {len(members)} nodes and {world} ranks"
-            gone = [m for m in old if m not in members and not run.live.left.get(before, {}).get(m)]
+            gone = [m for m in old if m not in members and m not in left]
             for name in sorted({run.live.attempt_of.get(m, m) for m in gone}):
                 yield Symptom(f"node {name} is lost", text, name)
 
