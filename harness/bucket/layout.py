@@ -58,6 +58,8 @@ SECRET = "rdzv/secret.json"  # create-only: what nodes that serve chunks to each
 CHUNKS = "rdzv/chunks/"  # create-only, by member: where its chunks are served
 TRACKERS = "trackers/"
 PROFILES = "profiles/"  # + epoch, rank, steps: traces, which nothing here reads
+SETUP = "setup/"  # create-only: how the run was set up (setups.py)
+LOGBOOK = "logbook/"  # create-only: what people write about the run (notes.py)
 
 # ---- bounds --------------------------------------------------------------------------------------
 SMALL_NBYTES = 64 << 10  # of what one member or controller says of itself

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import time
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.cli.common import checked_store, duration_text, replica_ranks, when
+from harness.cli.record import said_in_variables
 from harness.core.config import Bounds, flag, positional
 from harness.core.steps_asked import StepsAsked
 from harness.core.world import BadInput
@@ -20,6 +22,7 @@ from storage.opening import normalize
 
 if TYPE_CHECKING:
     from harness.agent.config import AgentConfig, HelperConfig
+    from harness.agent.host import FindPlace
     from harness.agent.notices import NoticeSource
 
 
@@ -119,6 +122,17 @@ class RunFlags:
         None,
         "copy nothing that would cost more; default: HARNESS_REPLICA_CAP_USD, else no limit",
     )
+    alert: tuple[str, ...] = flag(
+        (),
+        "tell alerts to https://..., slack:https://... or command:'PROGRAM ARGUMENTS'; repeat for "
+        "more; also HARNESS_ALERTS",
+        metavar="RECEIVER",
+    )
+    alert_rules: str = flag(
+        "",
+        "rules of alerts besides those that ship: files, package.module:function, "
+        "comma-separated; default: HARNESS_ALERT_RULES",
+    )
     stage_gib: float = flag(
         0.0, "host memory for staged snapshots, in GiB; 0: half of what is free"
     )
@@ -146,17 +160,17 @@ class RunFlags:
     gpu_health: str = flag(
         "auto", "auto (NVML, where there is a driver), off, or the file that drives a fake one"
     )
-    flight_recorder: str = flag(
-        "auto",
-        "keep what NCCL remembers of its last collectives when workers hang: on, off, auto (where "
-        "there are GPUs)",
-        choices=["auto", "on", "off"],
-    )
     measure_s: float = flag(
         60.0,
         "how often this node tells how busy its hardware is (CPU, memory, disk, network, GPUs); in "
         "worlds of more than 8 nodes less often; 0: never",
         at_least=0,
+    )
+    flight_recorder: str = flag(
+        "auto",
+        "keep what NCCL remembers of its last collectives when workers hang: on, off, auto (where "
+        "there are GPUs)",
+        choices=["auto", "on", "off"],
     )
     beat_s: float = flag(
         0.0,
@@ -180,6 +194,22 @@ class RunFlags:
     leaderless_hours: float = flag(
         24.0, "a controller that led this run has been silent for so long: drain; 0: train on"
     )
+    on_change: str = flag(
+        "",
+        "what is done when the run was begun with another script, configuration, commit or "
+        "software: warn, refuse, or accept it from now on; default: HARNESS_ON_CHANGE, else warn",
+        choices=["refuse", "warn", "accept"],
+    )
+    diff: str = flag(
+        "",
+        "what the run's bucket keeps of changes that are not committed to git: keep (all, without "
+        "secrets), or hash; default: HARNESS_DIFF, else keep",
+        choices=["keep", "hash"],
+    )
+    owner: str = flag("", "who trains this; default: HARNESS_OWNER, else who is logged in")
+    project: str = flag("", "what it belongs to; default: HARNESS_PROJECT")
+    experiment: str = flag("", "and there to which experiment; default: HARNESS_EXPERIMENT")
+    purpose: str = flag("", "why; default: HARNESS_PURPOSE")
     addr: str = flag(
         "", "this node's address as the other nodes see it; default: from SkyPilot, else loopback"
     )
@@ -206,6 +236,7 @@ def run(flags: RunFlags) -> int:
         env["HARNESS_ALLOW_REWIND"] = "1"  # for its workers
     if flags.profile:
         env["HARNESS_PROFILE"] = flags.profile
+    env.update(said_in_variables(flags))  # for its workers as well
     if env.get("HARNESS_NODE_DIR"):  # a node of the local cloud dies as a whole, like a machine
         die_with_parent()
     # an agent must hear notices while the bucket is silent
@@ -214,7 +245,7 @@ def run(flags: RunFlags) -> int:
     os.environ["STORAGE_ANSWERED"] = normalize(url)
     beside, sources = _beside(flags, env), _sources(flags, env)
     config = _config(flags, env, normalize(url), argv, beside)
-    return Agent(config, store, sources, RealHost()).execute()
+    return Agent(config, store, sources, RealHost(_place_finder(env))).execute()
 
 
 def _beside(flags: RunFlags, env: Mapping[str, str]) -> HelperConfig:
@@ -233,7 +264,33 @@ def _beside(flags: RunFlags, env: Mapping[str, str]) -> HelperConfig:
     trackers = flags.trackers or env.get("HARNESS_TRACKERS", "")
     if not trackers and env.get("WANDB_API_KEY"):
         trackers = "wandb"  # a key alone is enough
-    return HelperConfig(trackers, replica, cap_usd)
+    return HelperConfig(trackers, replica, cap_usd, *_alerts(flags, env))
+
+
+def _alerts(flags: RunFlags, env: Mapping[str, str]) -> tuple[str, str]:
+    """Who is told of alerts, and the rules besides ours. Raises BadInput if either is wrong."""
+    rules = flags.alert_rules or env.get("HARNESS_ALERT_RULES", "")
+    if not (flags.alert or env.get("HARNESS_ALERTS")):
+        return "", rules
+    from harness.views.alert_own import all_rules
+    from harness.views.sinks import asked_sinks, sinks_of
+
+    asked = asked_sinks(flags.alert, env)
+    sinks_of(asked)
+    all_rules(rules)
+    return shlex.join(asked), rules
+
+
+def _place_finder(env: Mapping[str, str]) -> FindPlace | None:
+    """Who finds out where this node stands and what it costs. None: a node of the local cloud,
+    whose provider knows."""
+    from harness.agent.sources import MachineInfo
+    from harness.agent.whereabouts import PlaceFinder
+
+    if env.get("HARNESS_NODE_DIR"):
+        return None
+    machine = MachineInfo(dict(env))
+    return lambda took: PlaceFinder(machine, took)
 
 
 def _sources(flags: RunFlags, env: Mapping[str, str]) -> list[NoticeSource]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.bucket.alerts import Alert, AlertLog
 from harness.bucket.archive import read_past
 from harness.bucket.epochs import epoch_numbers
 from harness.bucket.layout import IDENTITY, SAMPLES, Epoch, Identity, epoch_key
@@ -19,8 +20,11 @@ from harness.core import prices as egress
 from harness.core import records as rec
 from harness.core.columns import NONE, Columns, Committed
 from harness.core.facts import (
+    DrainVerdict,
     EpochStarted,
+    GraceSpent,
     GuardTripped,
+    HealthSeen,
     LeaseTaken,
     RunAsked,
     RunEnded,
@@ -31,10 +35,14 @@ from harness.core.facts import (
     Stamped,
     Unreadable,
     Validated,
+    Warned,
     WorkerFailed,
+    WorkerHung,
 )
 from harness.core.values import BadObject
+from harness.views.alerts import fired
 from harness.views.ledger import Ledger
+from harness.views.postmortem import Postmortem, postmortem
 from harness.views.report import unread_text
 from harness.views.rows import EpochRow
 from harness.views.speed import SpeedSummary, speed_of
@@ -64,7 +72,9 @@ class TimelineMark:
     """Something that happened at one moment."""
 
     t: float
-    what: str  # "failed" | "guard" | "snapshot failed" | "quarantined"
+    # "failed" | "guard" | "snapshot failed" | "quarantined" | "hung" | "health" | "drain" |
+    # "too late" | "warned"
+    what: str
     text: str
     detail: str = ""
 
@@ -94,12 +104,14 @@ class Summary:
     marks: tuple[TimelineMark, ...]
     session: SessionStarted | None
     asked: RunAsked | None
+    postmortem: Postmortem
     problems: tuple[str, ...] = ()
     store: egress.Estimate | None = None
     speed: SpeedSummary = field(default_factory=SpeedSummary)
     facts: tuple[Stamped, ...] = ()  # by time, without the steps
     norms: tuple[tuple[int, float], ...] = ()  # of gradients, by step; of a long run a sample
     tokens_per_step: float = 0.0  # 0: not known
+    alerts: tuple[Alert, ...] = ()  # that were fired, oldest first
 
     @property
     def tokens(self) -> float:
@@ -178,11 +190,13 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
         marks=_marks(facts),
         session=sessions[-1] if sessions else None,
         asked=next((s.fact for s in reversed(facts) if isinstance(s.fact, RunAsked)), None),
+        postmortem=postmortem(facts, ledger, steps, records),
         problems=tuple(problems),
         store=egress.estimate(store.url, facts, kept, until_s - started_s),
         facts=tuple(facts),
         norms=_norms(store, records.rows),
         tokens_per_step=sum(tokens) / len(tokens) if tokens else 0.0,
+        alerts=tuple(AlertLog(store).read() or fired(facts, until_s)),
         speed=speed_of(facts, steps, records),
     )
 
@@ -347,4 +361,29 @@ def _marks(facts: list[Stamped]) -> tuple[TimelineMark, ...]:
                         s.t, "quarantined", f"snapshot of step {step} (epoch {epoch}): {why}"
                     )
                 )
+            case Warned(step, _, what):
+                marks.append(TimelineMark(s.t, "warned", f"step {step}: {what}"))
+            case _:
+                if (mark := _mark_of_node(s)) is not None:
+                    marks.append(mark)
     return tuple(marks)
+
+
+def _mark_of_node(s: Stamped) -> TimelineMark | None:
+    match s.fact:
+        case WorkerHung() as f if f.guilty:
+            text = f"rank {f.rank} of epoch {f.epoch} ({f.member}) hung in {f.place}: {f.what}"
+            return TimelineMark(s.t, "hung", text)
+        case HealthSeen(member, gpu, what, message, action) if action != "ignore":
+            text = f"{member}: GPU {gpu}: {what} {message}: {action}"
+            return TimelineMark(s.t, "health", text)
+        case GraceSpent(member, _, _, step, committed, verdict):
+            told = verdict or f"at step {step}, {committed} is committed"
+            return TimelineMark(s.t, "too late", f"{member}: its time is up: {told}")
+        case DrainVerdict() as f if not f.committed:
+            text = (
+                f"{f.member}: rank {f.rank}'s share of step {f.step} was not committed before the "
+                f"deadline; safe is step {f.last_good_step}"
+            )
+            return TimelineMark(s.t, "drain", text)
+    return None
