@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.cli.ask import DownFlags, SnapshotFlags, StopFlags, down, snapshot, stop
 from harness.cli.common import FAILED, INTERRUPTED, WRONG_INPUT
+from harness.cli.costs import CostsFlags, PricesFlags, costs, prices
 from harness.cli.init import InitFlags, init
 from harness.cli.launch import LaunchFlags, launch
 from harness.cli.look import LogsFlags, ReportFlags, StatusFlags, logs, report, status
@@ -54,6 +55,8 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "run": (RunFlags, run),
     "status": (StatusFlags, status),
     "report": (ReportFlags, report),
+    "costs": (CostsFlags, costs),
+    "prices": (PricesFlags, prices),
     "verify": (VerifyFlags, verify),
     "compare": (CompareFlags, compare),
     "replay": (ReplayFlags, replay),

@@ -177,7 +177,7 @@ class Operations:
         told = told[told["end"] <= t]
         ledger = Ledger.of(facts, records, t, told)
         found = {
-            **_money(ledger, len(records.rows), samples),
+            **_money(ledger, len(records.rows), samples, self._tokens_per_step(facts)),
             **_time_use(ledger),
             **_troubles(ledger),
             **_world(ledger, facts, t),
@@ -192,6 +192,13 @@ class Operations:
         self.cost_s = time.perf_counter() - began_s
         return {k: v for k, v in found.items() if math.isfinite(v)}
 
+    def _tokens_per_step(self, facts: Sequence[Stamped]) -> int:
+        """As the newest word on it says; 0: not known."""
+        told = (s.fact for s in reversed((*facts, *self._newest)))
+        return next(
+            (n.tokens for n in told if isinstance(n, (f.StepDone, f.StepsTimed)) and n.tokens), 0
+        )
+
 
 def name_of(text: str) -> str:
     """A part of a metric's name."""
@@ -202,7 +209,7 @@ def living(ledger: Ledger) -> list[AttemptRow]:
     return [a for a in ledger.attempts if a.up_s is not None and a.gone_s is None and not a.end]
 
 
-def _money(ledger: Ledger, steps: int, samples: int) -> dict[str, float]:
+def _money(ledger: Ledger, steps: int, samples: int, tokens_per_step: int) -> dict[str, float]:
     cost = ledger.cost
     found = {
         "cost/usd_total": ledger.usd,
@@ -217,6 +224,8 @@ def _money(ledger: Ledger, steps: int, samples: int) -> dict[str, float]:
         found["cost/usd_per_1k_steps"] = ledger.usd / steps * 1000
     if samples:
         found["cost/usd_per_1m_samples"] = ledger.usd / samples * 1e6
+    if steps and tokens_per_step > 0:
+        found["cost/usd_per_1m_tokens"] = ledger.usd / (steps * tokens_per_step) * 1e6
     by_cloud: dict[str, float] = {}
     for a in ledger.attempts:
         cloud = name_of(a.offer.partition("/")[0])

@@ -169,6 +169,9 @@ def number_rows(state: LiveState, now: float) -> list[tuple[str, str]]:
                 + (f" ({percent(1 - paid / on_demand)} saved)" if on_demand > paid else ""),
             )
         )
+        if state.last_step and state.last_step.tokens > 0 and state.step:
+            tokens = state.step * state.last_step.tokens
+            found.append(("per 1M tokens", money(1e6 * paid / tokens)))
     if rates and state.total > state.step:
         found.append(("left", about((state.total - state.step) / rates["steps_per_s"])))
     return found
