@@ -14,9 +14,11 @@ from rich.console import Console
 from test_report import EVIL, Page
 
 from harness.bucket.journal import Journal
+from harness.bucket.setups import write_setup
 from harness.cli.command import main
 from harness.clouds.settling import settle
 from harness.core import facts as f
+from harness.core.setups import Setup
 from harness.views import costs_shown
 from harness.views.costs import Costs, Spending, find_runs, read_costs, run_costs
 from harness.views.painting import BUCKETS, NANO
@@ -205,6 +207,17 @@ def test_nothing_is_saved_with_a_node_whose_price_nobody_knows():
     found = costs_of(store).total
     assert (found.usd, found.saved_usd, found.hours) == (0.0, 0.0, 2.0)
     assert summarize(store, lambda: NEW_YEAR_S + DAY_S).ledger.cost.saved_usd == 0.0
+
+
+def test_a_run_says_itself_whom_it_is_for(folder, capsys):
+    run = FileStore(f"file://{folder}/ada/lm/sweep/one")
+    write_setup(run, 1, Setup(people={"owner": "bob", "project": "rl", "purpose": "why not"}), b"")
+    with pytest.raises(SystemExit):
+        main(["costs", str(folder), "--json", "--by", "owner,project,experiment"])
+    body = json.loads(capsys.readouterr().out)
+    keys = {(row["owner"], row["project"], row["experiment"]): row["usd"] for row in body["rows"]}
+    assert keys[("bob", "rl", "(none)")] == 6.0
+    assert {row["run"]: row["said_by"] for row in body["runs"]}["ada/lm/sweep/one"] == "run"
 
 
 def test_names_are_neither_markup_nor_formulas():

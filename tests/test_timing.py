@@ -2,7 +2,9 @@
 the votes, where what a script has slept is found again in its bucket."""
 
 import ast
+import gzip
 import itertools
+import json
 import math
 
 import pytest
@@ -10,7 +12,15 @@ import torch
 from worlds import history, train
 
 from harness.bucket.journal import read_facts
-from harness.core.facts import PHASES, SessionStarted, StepDone, StepsTimed, Warned
+from harness.core.facts import (
+    PHASES,
+    ProfileTaken,
+    SessionStarted,
+    StepDone,
+    StepsTimed,
+    Warned,
+)
+from harness.core.steps_asked import StepsAsked
 from harness.core.world import BadInput
 from harness.views.speed import speed_of
 from harness.worker.rates import Rates
@@ -368,3 +378,64 @@ def test_nonsense_is_told_once_and_not_published(tmp_path):
     (warned,) = [f.what for f in facts if isinstance(f, Warned)]
     assert "wanted at most 1" in warned and "peak_flops" in warned
     assert any(isinstance(f, SessionStarted) for f in facts)
+
+
+# ---- profiles ------------------------------------------------------------------------------------
+PLAIN = """
+import torch, harness
+run = harness.attach(snapshot_every_steps=5)
+model = torch.nn.Linear(8, 1)
+run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+data = torch.utils.data.TensorDataset(torch.randn(64, 8))
+for step in run.steps(data, total=6, global_batch=4, micro_batch=2):
+    for (x,) in step:
+        step.backward(model(x).square().mean())
+    step.update()
+"""
+
+
+def profiled(tmp_path, asked, world=1):
+    script = tmp_path / "plain.py"
+    script.write_text(PLAIN)
+    train(tmp_path / "run", world, script=script, env={"HARNESS_PROFILE": asked})
+    store = open_store(str(tmp_path / "run"))
+    assert [r.step for r in history(tmp_path / "run")] == list(range(1, 7))
+    return store, [s.fact for s in read_facts(store)]
+
+
+def test_a_profile_of_some_steps_is_in_the_bucket_by_rank(tmp_path):
+    store, facts = profiled(tmp_path, "3:4", world=2)
+    taken = sorted((f for f in facts if isinstance(f, ProfileTaken)), key=lambda f: f.rank)
+    assert [(f.epoch, f.rank, f.first, f.last) for f in taken] == [(1, 0, 3, 4), (1, 1, 3, 4)]
+    for fact in taken:
+        (key,) = fact.keys
+        assert key == f"profiles/e000001/r0000{fact.rank}-0000000003-0000000004.trace.json.gz"
+        data = store.get(key)
+        events = json.loads(gzip.decompress(data))["traceEvents"]
+        assert len(data) == fact.nbytes
+        assert [e["name"] for e in events if "Optimizer.step" in e.get("name", "")] == (
+            ["Optimizer.step#SGD.step"] * 2
+        )
+
+
+def test_a_profile_that_goes_beyond_the_end_is_of_the_steps_there_were(tmp_path):
+    _, facts = profiled(tmp_path, "6:99")
+    (fact,) = [f for f in facts if isinstance(f, ProfileTaken)]
+    assert (fact.first, fact.last) == (6, 6)
+
+
+def test_what_cannot_be_profiled_stops_no_training(tmp_path):
+    _, facts = profiled(tmp_path, "3:4000")
+    (warned,) = [f.what for f in facts if isinstance(f, Warned)]
+    assert "no profile is taken" in warned and "at most 100 steps, found 3998" in warned
+
+
+@pytest.mark.parametrize("text", ["", "x", "0:3", "4:3", "1:2:3", "-1", "1:"])
+def test_steps_that_are_none_are_refused(text):
+    with pytest.raises(ValueError, match="such as 20 or 20:23"):
+        StepsAsked.parse(text)
+
+
+def test_steps_are_named_by_their_first_and_last():
+    assert StepsAsked.parse("20:23") == StepsAsked(20, 23)
+    assert StepsAsked.parse(" 7 ") == StepsAsked(7, 7)

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from harness.agent import health, machine
 from harness.agent.config import AgentConfig
 from harness.agent.ends import WorkerEnd
+from harness.agent.flight import FlightDump
 from harness.agent.helpers import Helpers
 from harness.agent.lines import Lines
 from harness.agent.machine import AgentEvent
@@ -76,6 +77,7 @@ class WorkerPool(Protocol):
     def signal(self, name: str) -> None: ...
     def find_hung(self, now: float) -> Sequence[Any]: ...
     def end(self) -> list[int]: ...
+    def flights(self) -> list[FlightDump]: ...
 
 
 class Sidecars(Protocol):
@@ -83,6 +85,7 @@ class Sidecars(Protocol):
 
     def start(self) -> None: ...
     def release(self) -> None: ...
+    def look(self, now: float) -> list[tuple[str, int, str]]: ...  # who died: name, status, why
     def end(self, wait_s: float) -> None: ...
 
 

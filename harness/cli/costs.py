@@ -6,7 +6,6 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,6 @@ import yaml
 from harness.cli.common import DONE, FAILED, cache_dir
 from harness.core.config import flag, positional
 from harness.core.world import BadInput, CloudUnavailable
-from storage.objects import ObjectStore
 from storage.opening import normalize, open_store
 from storage.text import Console
 
@@ -57,6 +55,7 @@ class CostsFlags:
 
 def costs(flags: CostsFlags) -> int:
     """What runs cost: by owner, project, experiment, run, month."""
+    from harness.bucket.setups import people_of
     from harness.views import costs_shown
     from harness.views.costs import read_costs
 
@@ -83,11 +82,6 @@ def costs(flags: CostsFlags) -> int:
         if path not in ("", "-") and not flags.json and flags.csv != "-":
             console.print(f"written  {path}", highlight=False, soft_wrap=True)
     return DONE if found.runs else FAILED
-
-
-def people_of(store: ObjectStore) -> Mapping[str, str]:
-    """Owner, project and experiment, as the run's record says."""
-    return {}
 
 
 def ask_sky(url: str) -> None:

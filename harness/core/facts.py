@@ -320,6 +320,18 @@ class SessionStarted(Fact):
 
 
 @dataclass(frozen=True)
+class SetupChanged(Fact):
+    """A world is set up otherwise than the one that began the run, and in a way that was not told
+    before. `changes`: each a setups.Difference; `setup`: digest of how it is set up."""
+
+    epoch: int
+    setup: str
+    action: str  # "warned" | "accepted" | "refused"
+    changes: tuple[dict[str, str], ...] = ()
+    more: Count = 0  # changes that are not listed
+
+
+@dataclass(frozen=True)
 class StepDone(Fact):
     """Live metrics of one step (rank 0). The durable record is the step record in `samples/`."""
 

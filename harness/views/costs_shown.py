@@ -54,7 +54,8 @@ def notes(costs: Costs) -> list[str]:
     total = costs.total
     saved = money(total.saved_usd) if total.saved_usd >= 0 else f"-{money(-total.saved_usd)}"
     found = [
-        f"hours: of nodes; per 1k steps, per 1M tokens; saved: {saved} {SAVED}; wasted: {money(total.wasted_usd)}, {WASTED}"
+        f"hours: of nodes; per 1k steps, per 1M tokens; saved: {saved} {SAVED}; wasted: "
+        f"{money(total.wasted_usd)}, {WASTED}"
     ]
     if guessed := [run.name for run in costs.runs if run.whence == "path"]:
         found.append(

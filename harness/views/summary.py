@@ -19,8 +19,11 @@ from harness.core import prices as egress
 from harness.core import records as rec
 from harness.core.columns import NONE, Columns, Committed
 from harness.core.facts import (
+    DrainVerdict,
     EpochStarted,
+    GraceSpent,
     GuardTripped,
+    HealthSeen,
     LeaseTaken,
     NodeBilled,
     RunAsked,
@@ -32,10 +35,13 @@ from harness.core.facts import (
     Stamped,
     Unreadable,
     Validated,
+    Warned,
     WorkerFailed,
+    WorkerHung,
 )
 from harness.core.values import BadObject
 from harness.views.ledger import Ledger
+from harness.views.postmortem import Postmortem, postmortem
 from harness.views.report import unread_text
 from harness.views.rows import EpochRow
 from harness.views.speed import SpeedSummary, speed_of
@@ -65,7 +71,9 @@ class TimelineMark:
     """Something that happened at one moment."""
 
     t: float
-    what: str  # "failed" | "guard" | "snapshot failed" | "quarantined"
+    # "failed" | "guard" | "snapshot failed" | "quarantined" | "hung" | "health" | "drain" |
+    # "too late" | "warned"
+    what: str
     text: str
     detail: str = ""
 
@@ -95,6 +103,7 @@ class Summary:
     marks: tuple[TimelineMark, ...]
     session: SessionStarted | None
     asked: RunAsked | None
+    postmortem: Postmortem
     problems: tuple[str, ...] = ()
     store: egress.Estimate | None = None
     speed: SpeedSummary = field(default_factory=SpeedSummary)
@@ -185,6 +194,7 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
         marks=_marks(facts),
         session=sessions[-1] if sessions else None,
         asked=next((s.fact for s in reversed(facts) if isinstance(s.fact, RunAsked)), None),
+        postmortem=postmortem(facts, ledger, steps, records),
         problems=tuple(problems),
         store=egress.estimate(store.url, facts, kept, until_s - started_s),
         facts=tuple(facts),
@@ -354,4 +364,29 @@ def _marks(facts: list[Stamped]) -> tuple[TimelineMark, ...]:
                         s.t, "quarantined", f"snapshot of step {step} (epoch {epoch}): {why}"
                     )
                 )
+            case Warned(step, _, what):
+                marks.append(TimelineMark(s.t, "warned", f"step {step}: {what}"))
+            case _:
+                if (mark := _mark_of_node(s)) is not None:
+                    marks.append(mark)
     return tuple(marks)
+
+
+def _mark_of_node(s: Stamped) -> TimelineMark | None:
+    match s.fact:
+        case WorkerHung() as f if f.guilty:
+            text = f"rank {f.rank} of epoch {f.epoch} ({f.member}) hung in {f.place}: {f.what}"
+            return TimelineMark(s.t, "hung", text)
+        case HealthSeen(member, gpu, what, message, action) if action != "ignore":
+            text = f"{member}: GPU {gpu}: {what} {message}: {action}"
+            return TimelineMark(s.t, "health", text)
+        case GraceSpent(member, _, _, step, committed, verdict):
+            told = verdict or f"at step {step}, {committed} is committed"
+            return TimelineMark(s.t, "too late", f"{member}: its time is up: {told}")
+        case DrainVerdict() as f if not f.committed:
+            text = (
+                f"{f.member}: rank {f.rank}'s share of step {f.step} was not committed before the "
+                f"deadline; safe is step {f.last_good_step}"
+            )
+            return TimelineMark(s.t, "drain", text)
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from harness.core import facts as f
+from harness.core.setups import HARDWARE
 from harness.views.words import clock, duration, money, nbytes, number, percent, plural
 from storage.text import plain
 
@@ -84,6 +85,15 @@ def _of_training(fact: f.Fact, state: LiveState) -> tuple[str, str] | None:
                 else "training from step 0"
             )
             return "green", f"epoch {fact.epoch}: {verb}{accumulation}"
+        case f.SetupChanged(epoch, _, action, changes) if any(
+            row.get("level") != HARDWARE for row in changes
+        ):
+            names = ", ".join(row.get("name", "") for row in changes[:4])
+            more = ", ..." if len(changes) > 4 else ""
+            return (
+                "red" if action == "refused" else "yellow",
+                f"epoch {epoch}: set up otherwise than the run began, {action}: {names}{more}",
+            )
         case f.EpochLeft(epoch, member, why) if why not in ("resize", "finished"):
             return "red" if why in (
                 "failed",
@@ -102,6 +112,10 @@ def _of_training(fact: f.Fact, state: LiveState) -> tuple[str, str] | None:
             return "red", f"rank {fact.rank} on {_who(state, fact.member)} hangs: {fact.what}"
         case f.GraceSpent(member, _, _, _, _, verdict):
             return "red", f"{_who(state, member)}: its time is up: {verdict}"
+        case f.DrainVerdict() if fact.rank == 0 or not fact.committed:
+            return _of_drain(fact, state)
+        case f.Warned(step, _, what):
+            return "yellow", f"step {step}: {what}"
         case f.SnapshotCommitted():
             return (
                 "blue",
@@ -115,6 +129,22 @@ def _of_training(fact: f.Fact, state: LiveState) -> tuple[str, str] | None:
         case f.GuardTripped(step, _, what, value):
             return "red", f"step {step}: {what} ({value:g})"
     return None
+
+
+def _of_drain(fact: f.DrainVerdict, state: LiveState) -> tuple[str, str]:
+    """Of rank 0's share, and of every share that did not make it."""
+    forecast = (
+        f"{duration(fact.need_s)} needed, {duration(max(0.0, fact.left_s))} left when it was staged"
+    )
+    if fact.committed:
+        return "blue", (
+            f"{_who(state, fact.member)}: step {fact.step} was committed before the deadline "
+            f"({forecast})"
+        )
+    return "red", (
+        f"{_who(state, fact.member)}: rank {fact.rank}'s share of step {fact.step} is not "
+        f"committed; safe is step {fact.last_good_step} ({forecast})"
+    )
 
 
 def _who(state: LiveState, member: str) -> str:
@@ -169,9 +199,6 @@ def number_rows(state: LiveState, now: float) -> list[tuple[str, str]]:
                 + (f" ({percent(1 - paid / on_demand)} saved)" if on_demand > paid else ""),
             )
         )
-        if state.last_step and state.last_step.tokens > 0 and state.step:
-            tokens = state.step * state.last_step.tokens
-            found.append(("per 1M tokens", money(1e6 * paid / tokens)))
     if rates and state.total > state.step:
         found.append(("left", about((state.total - state.step) / rates["steps_per_s"])))
     return found

@@ -31,7 +31,7 @@ from lab import Lab  # noqa: E402
 from harness.clouds.sky_client import Broker  # noqa: E402
 from harness.core.facts import AgentStarted, NodeBilled, NodeFound  # noqa: E402
 
-STEPS = 60
+STEPS = 16
 WITHIN = 0.02
 MANAGED = "bill-job"
 
