@@ -26,9 +26,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from harness.core.facts import (
-    Unreadable,
-)
+from harness.core.facts import NodeBilled, NodeFound, Unreadable
 from harness.views.painting import BUCKETS, NANO
 from harness.views.rows import BAD_ENDS, AttemptRow
 from harness.views.words import (
@@ -298,6 +296,10 @@ def money_rows(s: Summary) -> list[tuple[str, float, str]]:
     rates += [] if (usd := s.usd_per_1m_tokens) is None else [f"{money(usd)} per million tokens"]
     unpriced = sum(a.billed_s for a in s.ledger.attempts if not a.usd_per_h and not a.billed_nusd)
     rates += [f"nobody knows the price of {duration(unpriced)} of nodes"] if unpriced else []
+    clusters = {t.fact.member for t in s.facts if isinstance(t.fact, NodeFound) and t.fact.cluster}
+    billed = {t.fact.member for t in s.facts if isinstance(t.fact, NodeBilled)}
+    if any(a.name in clusters - billed for a in s.ledger.attempts):
+        rates.append("without what machines cost after their agents' end (harness costs --ask-sky)")
     rows = [("paid", cost.spot_usd, ", ".join(rates))]
     if cost.on_demand_usd:
         rows += [
