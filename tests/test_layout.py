@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from harness.bucket import layout
+from harness.bucket.alerts import Alert, AlertReceipt
 from harness.bucket.layout import (
     ChunkServerAt,
     Claim,
@@ -32,8 +33,9 @@ from harness.bucket.layout import (
     Term,
     secret_of,
 )
+from harness.bucket.notes import LogbookEntry
+from harness.bucket.setups import decode_setup, encoded
 from harness.bucket.streamed import (
-    Alert,
     BatchHeader,
     StreamRow,
     ToldWandb,
@@ -46,6 +48,7 @@ from harness.core import facts, values
 from harness.core import records as rec
 from harness.core.fact_lines import Chain, ChainReader
 from harness.core.facts import KINDS, Fact, Stamped, Unreadable
+from harness.core.setups import GitState, Setup
 from harness.core.values import BadObject, NewerProtocol, Within, parsed
 from storage import probe
 from storage.json_text import canonical, digest
@@ -103,7 +106,7 @@ def chain(data: bytes) -> list[Fact]:
 
 ORDER = StopOrder("it fails", "m1", True, ("a", "b")).to_json()
 PUBLISHED = Published(9, "trackers/jsonl/1/", {"a.jsonl": "0"}, "ab", 1, run_id="r", t=1.7e9)
-ALERT = dataclasses.asdict(Alert("a1", "rank 1 hangs", "silent", "ERROR", 1.7e9))
+ALERT = dataclasses.asdict(Alert("a1", "rank 1 hangs", "silent", 1.7e9, "critical"))
 HEADER = BatchHeader(
     3, 9, 2, last_step=4, head="ab", best={"val_loss": (0.5, 4)}, snapshots=("0000000004-e000001",),
     newest="0000000004-e000001", alerts=("a1",), new_alerts=(ALERT,),
@@ -115,6 +118,13 @@ ROWS = [
 BATCH = encode_batch(HEADER, ROWS)
 TOLD = ToldWandb(3, 11, 1, -1, 2).encode("p", "r1")
 FACTS = tuple(line + b"\n" for line in b"".join(of("facts/")).splitlines()[::9])
+SETUP = encoded(
+    Setup(
+        argv=("x.py", "--lr", "1"), config={"a": {"b": [1, None]}}, git=GitState("ab" * 20, "main"),
+        packages={"torch": "2.13.0"}, people={"owner": "me"}, left_out=("b",),
+    )
+)  # fmt: skip
+NOTE = canonical(dataclasses.asdict(LogbookEntry(1.7e9, "why", "me", 3)))
 BAD = (BadObject,)
 DECODERS = [
     Decoder("run.json", Identity.decode, BAD, of("run.json")),
@@ -127,10 +137,14 @@ DECODERS = [
     Decoder("secret", secret_of, BAD, (json.dumps("0f" * 32).encode(),)),
     Decoder("published", lambda d: Published.decode(d, 1), BAD, (PUBLISHED.encode(),)),
     Decoder("claim", Claim.decode, BAD, (Claim("me", 1.7e9).encode(),)),
+    Decoder("alert", Alert.decode, BAD, (json.dumps(ALERT).encode(),)),
+    Decoder("alert receipt", AlertReceipt.decode, (), (AlertReceipt("sent", 1.7e9, "a").encode(),)),
     Decoder("batch of the stream", lambda d: decode_batch(d, 3), BAD, (BATCH,)),
     Decoder("how far W&B is", ToldWandb.decode, BAD, (TOLD,)),
     Decoder("generation at MLflow", mlflow_run_of, BAD, (b'{"run_id":"0a1b"}',)),
     Decoder("rank 0's machine", machine_said, BAD, (b'{"git":{"commit":"ab"},"flags":{"lr":1}}',)),
+    Decoder("setup", decode_setup, BAD, (SETUP,)),
+    Decoder("note", LogbookEntry.decode, BAD, (NOTE,)),
     Decoder("facts", chain, (), FACTS, "h"),
     Decoder("records", lambda d: rec.decode(d, "k"), (rec.BrokenRecords,), (OLD[SAMPLES],), "h"),
     Decoder(
@@ -262,6 +276,8 @@ def use(found: Any) -> None:
             found.encode()
         case Identity():
             assert found.micro_batches >= 0 and rec.genesis(found.body)
+        case Alert() | AlertReceipt():
+            found.encode()
         case ToldWandb():
             found.encode("p", "r")
         case (BatchHeader() as header, list() as rows):

@@ -4,6 +4,7 @@ every committed step once, with the record's values, and the state that the run 
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -14,15 +15,19 @@ import pytest
 from story import Story
 
 from harness.bucket.journal import read_facts
+from harness.bucket.setups import write_setup
 from harness.cli.track import publisher_beside
 from harness.clouds.tasks import Task
 from harness.core import facts
+from harness.core.masking import masked_words
+from harness.core.setups import GitState, Setup
+from harness.node import surroundings
 from harness.proof.wandb_server import WandbServer
 from harness.views import wandb_run
 from harness.views.committed import committed
 from harness.views.ledger import Ledger
 from harness.views.plugins import RunInfo
-from harness.views.publishing import leave_machine, renderer_of, sync, writer_of
+from harness.views.publishing import renderer_of, sync, writer_of
 from harness.views.stream import newest_header, whole
 from harness.views.wandb_api import Account
 from storage.files import FileStore, MemoryStore
@@ -80,7 +85,7 @@ class Side:
         for child in psutil.Process().children(recursive=True):
             if "wandb-core" in " ".join(child.cmdline()):
                 child.kill()
-                child.wait(10)
+                child.wait(60)
         with contextlib.suppress(Exception):
             wandb.teardown()
 
@@ -136,7 +141,7 @@ def publisher(url, server, *flags):
     )
 
 
-def wait_for(what, why, within_s=90.0):
+def wait_for(what, why, within_s=240.0):
     until_s = time.monotonic() + within_s
     while not what():
         assert time.monotonic() < until_s, why
@@ -157,7 +162,7 @@ def test_interruptions_resizes_quarantine_and_a_killed_publisher(server, tmp_pat
     one = publisher(url, server)
     wait_for(lambda: stream() and stream().last_step == 20 and server.runs, "steps 1-20")
     one.terminate()  # its node leaves
-    assert one.wait(60) == 0
+    assert one.wait(240) == 0
     (run_id,) = server.runs
     check(story, server)
     assert (server.state(run_id), server.runs[run_id].ends) == ("running", [])
@@ -175,7 +180,7 @@ def test_interruptions_resizes_quarantine_and_a_killed_publisher(server, tmp_pat
     assert server.state(run_id) == "running"
     story.finish()
     for process in both:
-        assert process.wait(90) == 0
+        assert process.wait(240) == 0
     run = check(story, server)
     assert (run.ends, server.state(run_id)) == ([0], "finished")
     assert run.rewinds and list(server.runs) == [run_id]
@@ -299,7 +304,16 @@ def test_what_w_and_b_knows_besides_numbers(server):
     story.node(1)
     environ = {"HARNESS_X": "1", "HARNESS_KEY": "hidden", "HOME": "/"}
     script = "examples/train.py --lr 3e-4 --layers=12 --fast --hf-token abc --max-tokens 9 --data s3://u:p@b/d?x"
-    leave_machine(story.store, environ, script)
+    setup = Setup(
+        argv=tuple(masked_words(shlex.split(script))[0]),
+        config={"optimizer": {"lr": 3e-4}, "seed": 8, "note": "flat"},
+        git=GitState("ab" * 20, "main"),
+        packages=surroundings.packages(),
+        software=surroundings.software(environ),
+        environment=surroundings.variables(environ),
+        people={"owner": "me", "purpose": "to see"},
+    )
+    write_setup(story.store, 1, setup, b"")
     story.train(4, metrics={"grad_norm": 0.5, "val_loss": 0.9})
     side = Side(story, server)
     side.until_told()
@@ -319,7 +333,9 @@ def test_what_w_and_b_knows_besides_numbers(server):
     flags = {"lr": 3e-4, "layers": 12, "fast": True, "max-tokens": 9, "data": "s3://b/d"}
     assert (config["script"], config["flags"]) == ("train.py", flags)
     assert config["launch"]["policy"] == "cheapest"
-    assert len(config["git"].get("commit", "x" * 40)) == 40
+    assert config["git"]["commit"] == "ab" * 20
+    assert (config["optimizer"], config["note"], config["owner"]) == ({"lr": 3e-4}, "flat", "me")
+    assert (config["seed"], config["config"]) == (7, {"seed": 8})
     assert (run.about["jobType"], run.about["displayName"]) == ("train", "mine?token=x")
     assert run.about["tags"] == ["spot", "gcp"]
     assert (run.summary["best/val_loss"], run.summary["best/val_loss_step"]) == (0.3, 5)
@@ -348,14 +364,14 @@ def test_offline_export_through_wandb_sync(server, tmp_path):
     side.writer.round(last=True)
     command = [sys.executable, "-m", "harness.views.trackers", story.store.url]
     out = subprocess.run(
-        [*command, "--collect", str(tmp_path / "out")], capture_output=True, text=True, timeout=90
+        [*command, "--collect", str(tmp_path / "out")], capture_output=True, text=True, timeout=240
     )
     assert out.returncode == 0, out.stderr
     folders = list((tmp_path / "out" / "wandb").glob("offline-run-*"))
     assert len(folders) == 1
     env = {**os.environ, "WANDB_BASE_URL": server.url, "WANDB_API_KEY": server.key}
     words = [sys.executable, "-m", "wandb", "sync", "--project", "spotharness", str(folders[0])]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=90, cwd=tmp_path)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     run = check(story, server)
     assert server.state(run.name) == "finished"

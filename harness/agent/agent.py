@@ -20,7 +20,7 @@ import signal
 from dataclasses import replace
 from typing import Any
 
-from harness.agent import ends, machine
+from harness.agent import ends, flight, machine
 from harness.agent.config import AgentConfig
 from harness.agent.host import Hearing, Host
 from harness.agent.machine import AgentAct, AgentEvent, AgentState, Life, Now
@@ -36,6 +36,7 @@ from harness.core.facts import (
     EpochLeft,
     EpochStarted,
     GraceSpent,
+    HelperEnded,
     NoticeAcknowledged,
 )
 from harness.core.world import (
@@ -104,6 +105,7 @@ class Agent:
         )
         heard = self._hearing
         heard.listening = host.listen(c, heard.sources, heard.inbox.put)
+        heard.hardware = host.measure(c, self.name, self.journal.record)
 
     def _open(self) -> None:
         """Our uploader, our lines to the others, our seat in the rendezvous."""
@@ -148,6 +150,8 @@ class Agent:
         self.rendezvous.leave(end=self._past.end.value if self._past.end else "")
         self._lines.close()
         self.journal.record(AgentEnded(self.name, code, self._past.reason))
+        with contextlib.suppress(StoreError):  # helpers that end now may tell of it
+            self.journal.flush()
         self._helpers.end(wait_s=45.0 if code == FINISHED else 3.0)
         with contextlib.suppress(StoreError):  # our last words; their loss changes nothing
             self.journal.flush()
@@ -184,6 +188,8 @@ class Agent:
                 in_epoch = self._node.life is Life.IN
                 code = self._watch_peers(now) if in_epoch else self._seek_epoch(now)
         if self._due.now("flush", now, timing.flush_s):
+            for died in self._helpers.look(now):
+                self.journal.record(HelperEnded(self.name, *died))
             with contextlib.suppress(StoreUnavailable):
                 self.journal.flush()
         return code
@@ -309,6 +315,7 @@ class Agent:
 
     def _enter(self, epoch: Epoch) -> None:
         self._workers.clear_signs()
+        self._hearing.crowd(len(epoch.members))
         self._feed(machine.Entered())
         self._stay = Stay(epoch, entered_s=self._host.monotonic())
         self._tell(
@@ -408,6 +415,8 @@ class Agent:
         if stuck := self._workers.end():
             why = "cannot be killed: it hangs in the kernel, most likely in a driver"
             self._feed(machine.FoundUnfit(f"rank {stuck[0]} {why}"))
+        epoch, dumps = self._stay.epoch.epoch, self._workers.flights()
+        flight.keep(self._run.store, self.journal.record, epoch, dumps)
         return [w.code for w in self._workers.all]
 
     def _abandon(self, why: str, code: int = KILLED) -> int | None:

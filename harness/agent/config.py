@@ -21,6 +21,7 @@ class Timing:
     # bill
     control_s: float = 0.3
     flush_s: float = 1.0
+    measure_s: float = 0.0  # between two facts about this machine's hardware; 0: none
     wait_limit_s: float = 3600.0  # how long to wait for a place in an epoch
     # so long this node goes on when nobody leads the run any more; 0: for ever
     leaderless_s: float = 0.0
@@ -47,6 +48,7 @@ class Fitness:
     hangs_allowed: int = 3  # so many hangs of our own workers: this node is unfit
     # "auto": by NVML; "off"; or the path of a script for the fake (harness/agent/health.py)
     gpu_health: str = "off"
+    flights: bool = False  # NCCL's flight recorder is on, and asked when workers hang
     unfit_grace_s: float = 60.0  # how long workers on a sick GPU have to reach a step boundary
 
 
@@ -68,6 +70,9 @@ class HelperConfig:
     trackers: str = ""
     replica: str = ""  # URL of a second bucket that snapshots are copied to
     replica_cap_usd: float | None = None
+    # who is told of alerts, as HARNESS_ALERTS says it: it may hold secrets
+    alerts: str = field(default="", repr=False)
+    alert_rules: str = ""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -46,6 +46,7 @@ DOUBLE_BIT_EVENT, XID_EVENT = 0x2, 0x8
 UNCORRECTED, VOLATILE = 1, 0  # nvmlMemoryErrorType_t, nvmlEccCounterType_t
 RECOVERY_FIELD = "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"
 TIMEOUT, GPU_IS_LOST = 10, 15  # nvmlReturn_t
+ON_THE_DIE = 0  # nvmlTemperatureSensors_t
 HW_SLOWDOWN = 0x8 | 0x40 | 0x80  # nvmlClocksEventReason: hardware, thermal, power brake
 
 
@@ -231,13 +232,30 @@ class NvmlReader:
             if i in self._lost:
                 yield GpuFinding(name, "lost")
 
+    def measure(self) -> dict[str, float]:
+        """How busy, full and hot every GPU is, and what it draws; what it does not say is left
+        out."""
+        n, found = self.nvml, dict[str, float]()
+        for i, handle in self._gpus.items():
+            if (used := self._asked(i, n.nvmlDeviceGetUtilizationRates, handle)) is not None:
+                found[f"gpu{i}/percent"] = float(used.gpu)
+            if memory := self._asked(i, n.nvmlDeviceGetMemoryInfo, handle):
+                found[f"gpu{i}/memory_percent"] = 100 * memory.used / max(1, memory.total)
+            celsius = self._asked(i, n.nvmlDeviceGetTemperature, handle, ON_THE_DIE)
+            if celsius is not None:
+                found[f"gpu{i}/celsius"] = float(celsius)
+            if (milliwatts := self._asked(i, n.nvmlDeviceGetPowerUsage, handle)) is not None:
+                found[f"gpu{i}/watts"] = milliwatts / 1000
+        return found
+
 
 def _text(name: bytes | str) -> str:
     return name.decode() if isinstance(name, bytes) else name
 
 
 def watch(nvml: Any, out: IO[str], look_every_s: float = LOOK_EVERY_S) -> None:
-    """For ever: write findings, and an empty line as a sign of life after every round."""
+    """For ever: write findings and measurements, and an empty line as a sign of life after every
+    round."""
     probe = NvmlReader(nvml)
     print(json.dumps({"gpus": probe.names}), file=out, flush=True)
     looked_s = -look_every_s
@@ -245,6 +263,7 @@ def watch(nvml: Any, out: IO[str], look_every_s: float = LOOK_EVERY_S) -> None:
         findings = list(probe.wait(int(min(1.0, look_every_s) * 1000)))
         if time.monotonic() - looked_s >= look_every_s:
             findings += probe.look()
+            print(json.dumps({"measured": probe.measure()}), file=out)
             looked_s = time.monotonic()
         for found in findings:
             print(json.dumps({"found": asdict(found)}), file=out)
@@ -254,15 +273,17 @@ def watch(nvml: Any, out: IO[str], look_every_s: float = LOOK_EVERY_S) -> None:
 # ---- the agent's side ----------------------------------------------------------------------------
 class Monitor:
     """Runs the probe process and reads it. `on_verdict` is called from a thread of its own, for
-    everything but IGNORE of nothing."""
+    everything but IGNORE of nothing; `on_measured` too, with every look."""
 
     def __init__(
         self,
         words: list[str],
         on_verdict: Callable[[HealthVerdict], None],
         silent_s: float = SILENT_S,
+        on_measured: Callable[[Mapping[str, float]], None] = lambda readings: None,
     ):
         self._on_verdict, self._silent_s, self._judge = on_verdict, silent_s, Judge()
+        self._on_measured = on_measured
         self._heard_s, self._gpus, self._over = time.monotonic(), 0, threading.Event()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "harness.agent.health", *words],
@@ -286,6 +307,8 @@ class Monitor:
             body = json.loads(line)
             if "found" in body:
                 self._tell(GpuFinding(**body["found"]))
+            elif "measured" in body:
+                self._on_measured(body["measured"])
             else:
                 self._gpus = len(body["gpus"])
 
@@ -320,13 +343,17 @@ class NoMonitor:
 
 
 def start(
-    what: str, on_verdict: Callable[[HealthVerdict], None], silent_s: float = SILENT_S
+    what: str,
+    on_verdict: Callable[[HealthVerdict], None],
+    silent_s: float = SILENT_S,
+    on_measured: Callable[[Mapping[str, float]], None] = lambda readings: None,
 ) -> Monitor | NoMonitor:
     """`what`: "off"; "auto": by NVML where there is a driver; else the path of a FakeNvml's
     file."""
     if what == "off" or (what == "auto" and not Path("/proc/driver/nvidia/version").exists()):
         return NoMonitor()
-    return Monitor([] if what == "auto" else ["--fake", what], on_verdict, silent_s)
+    words = [] if what == "auto" else ["--fake", what]
+    return Monitor(words, on_verdict, silent_s, on_measured)
 
 
 # ---- the fake ------------------------------------------------------------------------------------
@@ -354,6 +381,17 @@ class _FieldValue:
     value: _Value
 
 
+@dataclass
+class _Utilization:
+    gpu: int
+
+
+@dataclass
+class _Memory:
+    used: int
+    total: int = 1000
+
+
 class FakeNvml:
     """The part of `pynvml` that the probe uses, told what to show by the lines of a file, which may
     grow at any time:
@@ -361,6 +399,7 @@ class FakeNvml:
     {"gpus": 8}   {"gpu": 0, "xid": 79}   {"gpu": 0, "ecc": 1}   {"gpu": 0, "recovery": 2}   {"gpu":
                   0, "remap": [1, 0]}
     {"gpu": 0, "lost": true}   {"gpu": 0, "clocks": 64}   {"hang": true}
+    {"gpu": 0, "percent": 90, "memory_percent": 50, "celsius": 65, "watts": 400}
     """
 
     NVMLError = FakeNvmlError
@@ -434,6 +473,18 @@ class FakeNvml:
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, handle: int) -> int:
         return int(self._of(handle, "clocks", 0))
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> _Utilization:
+        return _Utilization(int(self._of(handle, "percent", 0)))
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> _Memory:
+        return _Memory(int(10 * self._of(handle, "memory_percent", 0)))
+
+    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:
+        return int(self._of(handle, "celsius", 30))
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        return int(1000 * self._of(handle, "watts", 50))
 
 
 def main() -> None:

@@ -23,15 +23,17 @@ from typing import Any, Protocol
 from harness.agent import health, machine
 from harness.agent.config import AgentConfig
 from harness.agent.ends import WorkerEnd
+from harness.agent.flight import FlightDump
 from harness.agent.helpers import Helpers
 from harness.agent.lines import Lines
 from harness.agent.machine import AgentEvent
+from harness.agent.measuring import Gauges, HardwareWatch, NoWatch
 from harness.agent.membership import Ears
 from harness.agent.notices import NoticeSource, watch
 from harness.agent.rendezvous import Rendezvous, free_port
 from harness.agent.workers import Workers
 from harness.bucket.layout import Epoch
-from harness.core.facts import Fact
+from harness.core.facts import Fact, NodeFound
 from harness.node.marks import Want
 from harness.node.progress import Sign
 from harness.uploader.client import NodeUploader
@@ -75,6 +77,7 @@ class WorkerPool(Protocol):
     def signal(self, name: str) -> None: ...
     def find_hung(self, now: float) -> Sequence[Any]: ...
     def end(self) -> list[int]: ...
+    def flights(self) -> list[FlightDump]: ...
 
 
 class Sidecars(Protocol):
@@ -82,6 +85,7 @@ class Sidecars(Protocol):
 
     def start(self) -> None: ...
     def release(self) -> None: ...
+    def look(self, now: float) -> list[tuple[str, int, str]]: ...  # who died: name, status, why
     def end(self, wait_s: float) -> None: ...
 
 
@@ -97,6 +101,13 @@ class UploadService(Protocol):
     def close(self) -> None: ...
 
 
+class Measuring(Protocol):
+    """Of the machine's hardware, as `measuring.HardwareWatch` does it."""
+
+    def crowd(self, members: int) -> None: ...
+    def stop(self) -> None: ...
+
+
 class Listening(Protocol):
     """To signals, notices and GPUs."""
 
@@ -106,15 +117,25 @@ class Listening(Protocol):
 @dataclass
 class Hearing:
     """What reaches a node from outside. `inbox`: what was heard and is not yet decided about;
-    `listening`: None before it began."""
+    `listening`, `hardware`: None before they began."""
 
     sources: list[NoticeSource]
     inbox: queue.SimpleQueue[AgentEvent] = field(default_factory=queue.SimpleQueue)
     listening: Listening | None = None
+    hardware: Measuring | None = None
+
+    def crowd(self, members: int) -> None:
+        """So many members are in this node's world."""
+        if self.hardware is not None:
+            self.hardware.crowd(members)
 
     def stop(self) -> None:
-        if self.listening is not None:
-            self.listening.stop()
+        for part in (self.listening, self.hardware):
+            if part is not None:
+                part.stop()
+
+
+FindPlace = Callable[[Callable[[NodeFound], None]], Listening]
 
 
 class Host(Protocol):
@@ -133,6 +154,7 @@ class Host(Protocol):
     def uploads(self, config: AgentConfig, member: str) -> UploadService: ...
     def lines(self, config: AgentConfig, member: str) -> PeerLines: ...
     def free_port(self, addr: str) -> int: ...
+    def measure(self, config: AgentConfig, member: str, record: RecordFact) -> Measuring: ...
     def listen(
         self, config: AgentConfig, sources: list[NoticeSource], tell: TellEvent
     ) -> Listening: ...
@@ -152,10 +174,12 @@ class _All:
 
 
 class RealHost:
-    """The machine on which this process runs."""
+    """The machine on which this process runs. `place`: finds out where it stands and what it
+    costs, and tells; None: somebody else knows."""
 
-    def __init__(self) -> None:
-        self.name, self.pid = socket.gethostname(), os.getpid()
+    def __init__(self, place: FindPlace | None = None) -> None:
+        self.name, self.pid, self._place = socket.gethostname(), os.getpid(), place
+        self._gauges = Gauges()
 
     def monotonic(self) -> float:
         return time.monotonic()
@@ -191,6 +215,12 @@ class RealHost:
     def free_port(self, addr: str) -> int:
         return free_port(addr)
 
+    def measure(self, config: AgentConfig, member: str, record: RecordFact) -> Measuring:
+        every_s, folder = config.timing.measure_s, config.node_dir
+        if not every_s:
+            return NoWatch()
+        return HardwareWatch(member, every_s, folder, self._gauges, record)
+
     def listen(
         self, config: AgentConfig, sources: list[NoticeSource], tell: TellEvent
     ) -> Listening:
@@ -206,9 +236,13 @@ class RealHost:
             on_cancel=lambda notice: tell(machine.Cancelled(notice)),
         )
         gpus = health.start(
-            config.fitness.gpu_health, lambda verdict: tell(machine.GpuJudged(verdict))
+            config.fitness.gpu_health,
+            lambda verdict: tell(machine.GpuJudged(verdict)),
+            on_measured=self._gauges.add,
         )
-        return _All([watcher, gpus])
+        place = self._place
+        finding = place(lambda found: tell(machine.PlaceFound(found))) if place else None
+        return _All([watcher, gpus, *([finding] if finding else [])])
 
     def start_beats(self, rendezvous: Rendezvous) -> None:
         rendezvous.start()

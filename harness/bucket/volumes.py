@@ -2,7 +2,8 @@
 
     archive/raw/<n>            segments of many writers, byte by byte. Volumes are a chain by hash;
                                only `harness verify`, and who wants every step as a fact, reads them
-    archive/brief/<block>      every fact of some volumes but the steps, line by line as written
+    archive/brief/<block>      every fact of some volumes but the steps, line by line as written;
+                               of measurements some, evenly (`thinned`)
     archive/steps/<block>      their steps as columns (core/columns.py)
 
 Brief and steps are made of a volume by `digested` and nothing else, so everybody makes the same
@@ -13,7 +14,10 @@ Pure.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,11 +32,16 @@ from harness.core.facts import (
     Unreadable,
 )
 from harness.core.values import digest, number, parsed
+from storage.json_text import whole
 
 VERSION = 1
 HEAD_NBYTES = 64 << 20  # of a block: some words for each of its runs of segments
 TAIL = 32  # newest steps that a brief keeps as they were told, for live views
 UNREAD, LOST = "unreadable", "?"
+# Facts that come for ever at a pace of their own, of which a brief keeps so many
+MEASUREMENT = re.compile(r'\{"fact":"(?:NodeMeasured|StepsTimed)","t":(\d+(?:\.\d+)?),')
+MEASURES = re.compile(rb'\{"fact":"(?:NodeMeasured|StepsTimed)"')
+MOST_MEASURED, FINEST_S, COARSEST_S = 512, 60, 60 << 16
 
 
 class DamagedArchive(ValueError):
@@ -115,15 +124,18 @@ def volume_of(data: bytes, key: str) -> Volume:
 # ---- digests -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Brief:
-    """`last`: digest of the newest volume in it. `tail`: its newest steps: (writer, line)."""
+    """`last`: digest of the newest volume in it. `tail`: its newest steps: (writer, line).
+    `every`: of each writer's measurements it keeps one in so many seconds; 0: all."""
 
     last: str
     runs: tuple[WriterSpan, ...]
     tail: tuple[tuple[str, str], ...]
     body: bytes
+    every: int = 0
 
     def encode(self) -> bytes:
-        return sealed({"last": self.last, "tail": self.tail}, self.runs, self.body)
+        every = {"every": self.every} if self.every else {}  # as it was written before there was
+        return sealed({"last": self.last, "tail": self.tail, **every}, self.runs, self.body)
 
     def lines(self) -> Iterator[tuple[str, int, str]]:
         """(writer, segment, line); see `fact_of`."""
@@ -132,6 +144,34 @@ class Brief:
             for i, count in enumerate(run.sizes):
                 for _ in range(count):
                     yield run.writer, run.first + i, next(lines)
+
+
+BriefLine = tuple[str, int, str]  # writer, segment, line
+
+
+def thinned(lines: Sequence[BriefLine], every: int) -> tuple[list[BriefLine], int]:
+    """Without most of the measurements, if there are too many; and how many seconds lie between
+    two of one writer then (`every`: do now). Of parts that were thinned it makes what it makes of
+    the whole: of each span the first one stays, spans double, and none is shorter than before."""
+    marks: dict[int, tuple[str, float]] = {}
+    for i, (writer, _, line) in enumerate(lines):
+        if found := MEASUREMENT.match(line):
+            marks[i] = writer, float(found[1])
+    kept = _firsts(marks, every)
+    while len(kept) > MOST_MEASURED and every < COARSEST_S:
+        every = max(FINEST_S, 2 * every)
+        kept = _firsts(marks, every)
+    return [line for i, line in enumerate(lines) if i not in marks or i in kept], every
+
+
+def _firsts(marks: dict[int, tuple[str, float]], every: int) -> set[int]:
+    """Which of these lines are the first of their writer and span."""
+    if not every:
+        return set(marks)
+    found: dict[tuple[str, float], int] = {}
+    for i, (writer, t) in marks.items():
+        found.setdefault((writer, t // every), i)
+    return set(found.values())
 
 
 def fact_of(writer: str, line: str) -> Stamped:
@@ -147,32 +187,43 @@ def fact_of(writer: str, line: str) -> Stamped:
 
 def digested(volume: Volume, raw: bytes) -> tuple[bytes, bytes]:
     """The brief and the steps of a volume, encoded."""
-    counts: dict[tuple[str, int], list[int]] = {}
-    heads: dict[str, str] = {}
-    lines: list[str] = []
+    heads: dict[str, str] = {run.writer: run.head for run in volume.runs}
+    lines: list[BriefLine] = []
     steps: list[StepDone] = []
     tail: list[tuple[str, str]] = []
-    for run in volume.runs:
-        counts[run.writer, run.first] = [0] * len(run.sizes)
-        heads[run.writer] = run.head
     for run, segment, reader, line, stamped in volume.lines():
         heads[run.writer] = reader.head or LOST
         if isinstance(stamped.fact, StepDone):
             steps.append(stamped.fact)
             tail.append((run.writer, line))
             continue
-        counts[run.writer, run.first][segment - run.first] += 1
         if isinstance(stamped.fact, Unreadable):
             why = [stamped.fact.where, stamped.fact.why]
             line = json.dumps({UNREAD: why, "t": stamped.t}, separators=(",", ":"))
-        lines.append(line)
-    runs = tuple(
-        WriterSpan(run.writer, run.first, tuple(counts[run.writer, run.first]), heads[run.writer])
-        for run in volume.runs
-    )
-    body = "".join(line + "\n" for line in lines).encode()
-    brief = Brief(digest(raw), runs, tuple(tail[-TAIL:]), body)
+        lines.append((run.writer, segment, line))
+    runs = tuple(dataclasses.replace(run, head=heads[run.writer]) for run in volume.runs)
+    brief = _brief(digest(raw), runs, tail, lines, 0)
     return brief.encode(), encode_columns(columns.of_facts(steps))
+
+
+def _brief(
+    last: str,
+    runs: Sequence[WriterSpan],
+    tail: Sequence[tuple[str, str]],
+    lines: Sequence[BriefLine],
+    every: int,
+) -> Brief:
+    """Of lines that may be thinned. The sizes of `runs` are made anew."""
+    kept, every = thinned(lines, every)
+    counts = Counter((writer, segment) for writer, segment, _ in kept)
+    sized = tuple(
+        dataclasses.replace(
+            run, sizes=tuple(counts[run.writer, run.first + i] for i in range(len(run.sizes)))
+        )
+        for run in runs
+    )
+    body = "".join(line + "\n" for _, _, line in kept).encode()
+    return Brief(last, sized, tuple(tail[-TAIL:]), body, every)
 
 
 def brief_of(data: bytes, key: str) -> Brief:
@@ -180,20 +231,25 @@ def brief_of(data: bytes, key: str) -> Brief:
     head, runs, body = unsealed(data, key)
     try:
         tail = tuple((str(writer), str(line)) for writer, line in head["tail"])
-        last = str(head["last"])
+        last, every = str(head["last"]), whole(head.get("every", 0), 0, COARSEST_S)
     except (KeyError, TypeError, ValueError) as e:
         raise DamagedArchive(f"{key}: wanted a brief of facts, found {head!r:.100} ({e})") from e
     if sum(sum(run.sizes) for run in runs) != body.count(b"\n"):
         raise DamagedArchive(f"{key}: wanted as many lines as its head says, found others")
-    return Brief(last, runs, tail, body)
+    return Brief(last, runs, tail, body, every)
 
 
 def joined_briefs(parts: Sequence[bytes]) -> bytes:
     """Of briefs one after the other: the brief of all. Raises DamagedArchive."""
     briefs = [brief_of(data, "a brief to be merged") for data in parts]
-    tail = [one for brief in briefs for one in brief.tail][-TAIL:]
-    runs = tuple(run for brief in briefs for run in brief.runs)
-    return Brief(briefs[-1].last, runs, tuple(tail), b"".join(b.body for b in briefs)).encode()
+    tail = [one for brief in briefs for one in brief.tail]
+    runs = [run for brief in briefs for run in brief.runs]
+    last, every = briefs[-1].last, max(brief.every for brief in briefs)
+    if not any(MEASURES.search(brief.body) for brief in briefs):
+        body = b"".join(brief.body for brief in briefs)
+        return Brief(last, tuple(runs), tuple(tail[-TAIL:]), body, every).encode()
+    lines = [line for brief in briefs for line in brief.lines()]
+    return _brief(last, runs, tail, lines, every).encode()
 
 
 def encode_columns(rows: Columns) -> bytes:

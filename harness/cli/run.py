@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import time
 from collections.abc import Mapping
@@ -12,13 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.cli.common import checked_store, duration_text, replica_ranks, when
+from harness.cli.record import said_in_variables
 from harness.core.config import Bounds, flag, positional
+from harness.core.steps_asked import StepsAsked
 from harness.core.world import BadInput
 from harness.node.progress import FACTOR, Limits
 from storage.opening import normalize
 
 if TYPE_CHECKING:
     from harness.agent.config import AgentConfig, HelperConfig
+    from harness.agent.host import FindPlace
     from harness.agent.notices import NoticeSource
 
 
@@ -26,6 +30,12 @@ def _workers(text: str) -> None:
     """A number of workers, or auto. Raises ValueError that says what is wanted."""
     if text != "auto" and not (text.isdecimal() and int(text) >= 1):
         raise ValueError(f"wanted a number or auto, at least 1; found {text!r}")
+
+
+def _steps(text: str) -> None:
+    """Steps to profile, or none. Raises ValueError that says what is wanted."""
+    if text:
+        StepsAsked.parse(text)
 
 
 def _signal(text: str) -> None:
@@ -112,6 +122,17 @@ class RunFlags:
         None,
         "copy nothing that would cost more; default: HARNESS_REPLICA_CAP_USD, else no limit",
     )
+    alert: tuple[str, ...] = flag(
+        (),
+        "tell alerts to https://..., slack:https://... or command:'PROGRAM ARGUMENTS'; repeat for "
+        "more; also HARNESS_ALERTS",
+        metavar="RECEIVER",
+    )
+    alert_rules: str = flag(
+        "",
+        "rules of alerts besides those that ship: files, package.module:function, "
+        "comma-separated; default: HARNESS_ALERT_RULES",
+    )
     stage_gib: float = flag(
         0.0, "host memory for staged snapshots, in GiB; 0: half of what is free"
     )
@@ -139,6 +160,18 @@ class RunFlags:
     gpu_health: str = flag(
         "auto", "auto (NVML, where there is a driver), off, or the file that drives a fake one"
     )
+    measure_s: float = flag(
+        60.0,
+        "how often this node tells how busy its hardware is (CPU, memory, disk, network, GPUs); in "
+        "worlds of more than 8 nodes less often; 0: never",
+        at_least=0,
+    )
+    flight_recorder: str = flag(
+        "auto",
+        "keep what NCCL remembers of its last collectives when workers hang: on, off, auto (where "
+        "there are GPUs)",
+        choices=["auto", "on", "off"],
+    )
     beat_s: float = flag(
         0.0,
         f"how often this node says that it lives; 0: {FOLDER.beat_s:g} s (folder), "
@@ -149,12 +182,34 @@ class RunFlags:
         f"silence of a node that means its death; 0: {FOLDER.dead_s:g} s (folder), "
         f"{BUCKET.dead_s:g} s (bucket)",
     )
+    profile: str = flag(
+        "",
+        "write a trace of these steps (20:23: both included) to the bucket, on every rank, and on "
+        "GPUs one of their memory; default: HARNESS_PROFILE",
+        check=_steps,
+    )
     allow_rewind: bool = flag(
         False, "go on though committed steps must be done again (HARNESS_ALLOW_REWIND)"
     )
     leaderless_hours: float = flag(
         24.0, "a controller that led this run has been silent for so long: drain; 0: train on"
     )
+    on_change: str = flag(
+        "",
+        "what is done when the run was begun with another script, configuration, commit or "
+        "software: warn, refuse, or accept it from now on; default: HARNESS_ON_CHANGE, else warn",
+        choices=["refuse", "warn", "accept"],
+    )
+    diff: str = flag(
+        "",
+        "what the run's bucket keeps of changes that are not committed to git: keep (all, without "
+        "secrets), or hash; default: HARNESS_DIFF, else keep",
+        choices=["keep", "hash"],
+    )
+    owner: str = flag("", "who trains this; default: HARNESS_OWNER, else who is logged in")
+    project: str = flag("", "what it belongs to; default: HARNESS_PROJECT")
+    experiment: str = flag("", "and there to which experiment; default: HARNESS_EXPERIMENT")
+    purpose: str = flag("", "why; default: HARNESS_PURPOSE")
     addr: str = flag(
         "", "this node's address as the other nodes see it; default: from SkyPilot, else loopback"
     )
@@ -179,6 +234,9 @@ def run(flags: RunFlags) -> int:
         raise BadInput(f"{argv[0]}: no such file (working directory: {Path.cwd()})")
     if flags.allow_rewind:
         env["HARNESS_ALLOW_REWIND"] = "1"  # for its workers
+    if flags.profile:
+        env["HARNESS_PROFILE"] = flags.profile
+    env.update(said_in_variables(flags))  # for its workers as well
     if env.get("HARNESS_NODE_DIR"):  # a node of the local cloud dies as a whole, like a machine
         die_with_parent()
     # an agent must hear notices while the bucket is silent
@@ -187,7 +245,7 @@ def run(flags: RunFlags) -> int:
     os.environ["STORAGE_ANSWERED"] = normalize(url)
     beside, sources = _beside(flags, env), _sources(flags, env)
     config = _config(flags, env, normalize(url), argv, beside)
-    return Agent(config, store, sources, RealHost()).execute()
+    return Agent(config, store, sources, RealHost(_place_finder(env))).execute()
 
 
 def _beside(flags: RunFlags, env: Mapping[str, str]) -> HelperConfig:
@@ -206,7 +264,33 @@ def _beside(flags: RunFlags, env: Mapping[str, str]) -> HelperConfig:
     trackers = flags.trackers or env.get("HARNESS_TRACKERS", "")
     if not trackers and env.get("WANDB_API_KEY"):
         trackers = "wandb"  # a key alone is enough
-    return HelperConfig(trackers, replica, cap_usd)
+    return HelperConfig(trackers, replica, cap_usd, *_alerts(flags, env))
+
+
+def _alerts(flags: RunFlags, env: Mapping[str, str]) -> tuple[str, str]:
+    """Who is told of alerts, and the rules besides ours. Raises BadInput if either is wrong."""
+    rules = flags.alert_rules or env.get("HARNESS_ALERT_RULES", "")
+    if not (flags.alert or env.get("HARNESS_ALERTS")):
+        return "", rules
+    from harness.views.alert_own import all_rules
+    from harness.views.sinks import asked_sinks, sinks_of
+
+    asked = asked_sinks(flags.alert, env)
+    sinks_of(asked)
+    all_rules(rules)
+    return shlex.join(asked), rules
+
+
+def _place_finder(env: Mapping[str, str]) -> FindPlace | None:
+    """Who finds out where this node stands and what it costs. None: a node of the local cloud,
+    whose provider knows."""
+    from harness.agent.sources import MachineInfo
+    from harness.agent.whereabouts import PlaceFinder
+
+    if env.get("HARNESS_NODE_DIR"):
+        return None
+    machine = MachineInfo(dict(env))
+    return lambda took: PlaceFinder(machine, took)
 
 
 def _sources(flags: RunFlags, env: Mapping[str, str]) -> list[NoticeSource]:
@@ -225,6 +309,7 @@ def _config(
     flags: RunFlags, env: Mapping[str, str], url: str, argv: list[str], beside: HelperConfig
 ) -> AgentConfig:
     from harness.agent.config import AgentConfig, Fitness, Leaving, Timing, Uploads, Worlds
+    from harness.agent.flight import on_gpus
     from harness.agent.leaderless import LOOK_EVERY_S
     from harness.agent.sources import sigterm_s
     from harness.uploader.nearby import NearbyConfig
@@ -246,6 +331,7 @@ def _config(
             beat_s=flags.beat_s or pace.beat_s,
             dead_s=flags.dead_s or pace.dead_s,
             control_s=pace.control_s,
+            measure_s=flags.measure_s,
             leaderless_s=flags.leaderless_hours * 3600,
             lease_s=min(LOOK_EVERY_S, flags.leaderless_hours * 900),
         ),
@@ -258,6 +344,8 @@ def _config(
         fitness=Fitness(
             hang=_hang_limits(flags.hang_after_s, flags.stuck_after_s),
             gpu_health=flags.gpu_health,
+            flights=flags.flight_recorder == "on"
+            or (flags.flight_recorder == "auto" and on_gpus()),
         ),
         uploads=Uploads(
             stage_dir=Path(flags.stage_dir) if flags.stage_dir else None,

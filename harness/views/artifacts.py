@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from harness.bucket.streamed import Alert, BatchHeader
+from harness.bucket.alerts import CRITICAL, INFO, Alert
+from harness.bucket.streamed import BatchHeader
 from harness.core.values import canonical, digest
 from harness.views.describe import place_of
 from harness.views.plugins import RunInfo
@@ -38,7 +39,8 @@ def acts_of(store: ObjectStore, info: RunInfo, header: BatchHeader) -> list[Wand
 
 def _alert(alert: Alert) -> WandbAct:
     def alert_act(api: Any, run: Any) -> None:
-        run.alert(title=alert.title, text=alert.text, level=alert.level)
+        level = {INFO: "INFO", CRITICAL: "ERROR"}.get(alert.severity, "WARN")
+        run.alert(title=alert.title, text=alert.text, level=level)
 
     return alert_act
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from harness.bucket.alerts import Alert, AlertLog
 from harness.bucket.archive import read_past
 from harness.bucket.epochs import epoch_numbers
-from harness.bucket.layout import IDENTITY, Epoch, Identity, epoch_key
+from harness.bucket.layout import IDENTITY, SAMPLES, Epoch, Identity, epoch_key
 from harness.bucket.recorded import read_committed
 from harness.core import columns
 from harness.core import prices as egress
@@ -39,16 +40,19 @@ from harness.core.facts import (
     WorkerHung,
 )
 from harness.core.values import BadObject
+from harness.views.alerts import fired
 from harness.views.ledger import Ledger
 from harness.views.postmortem import Postmortem, postmortem
 from harness.views.report import unread_text
 from harness.views.rows import EpochRow
+from harness.views.speed import SpeedSummary, speed_of
 from storage.errors import NotFound
 from storage.manifest import Manifest, SnapshotCorrupt
 from storage.objects import ObjectStore, get_each
 from storage.snapshots import Snapshots
 
 MOST_POINTS = 20_000  # of a curve
+MOST_SAMPLED = 40  # objects of step records that are read for gradients' norms
 NO_RECORDS = Committed(NONE, {}, {})
 
 
@@ -103,6 +107,16 @@ class Summary:
     postmortem: Postmortem
     problems: tuple[str, ...] = ()
     store: egress.Estimate | None = None
+    speed: SpeedSummary = field(default_factory=SpeedSummary)
+    facts: tuple[Stamped, ...] = ()  # by time, without the steps
+    norms: tuple[tuple[int, float], ...] = ()  # of gradients, by step; of a long run a sample
+    tokens_per_step: float = 0.0  # 0: not known
+    alerts: tuple[Alert, ...] = ()  # that were fired, oldest first
+
+    @property
+    def tokens(self) -> float:
+        """Of the committed steps; 0: not known."""
+        return self.step * self.tokens_per_step
 
     @property
     def wall_s(self) -> float:
@@ -140,6 +154,7 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
     if unread:
         problems.append(f"{unread_text(unread)}; the numbers below may be wrong")
     facts += _lost_epochs(store, facts)
+    tokens = [s.tokens for s in past.newest if s.tokens]
     del past
     manifest, kept = _newest(store, problems)
     records = _records(store, manifest, problems)
@@ -178,6 +193,11 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
         postmortem=postmortem(facts, ledger, steps, records),
         problems=tuple(problems),
         store=egress.estimate(store.url, facts, kept, until_s - started_s),
+        facts=tuple(facts),
+        norms=_norms(store, records.rows),
+        tokens_per_step=sum(tokens) / len(tokens) if tokens else 0.0,
+        alerts=tuple(AlertLog(store).read() or fired(facts, until_s)),
+        speed=speed_of(facts, steps, records),
     )
 
 
@@ -228,6 +248,24 @@ def _records(store: ObjectStore, manifest: Manifest | None, problems: list[str])
             "verify)"
         )
         return NO_RECORDS
+
+
+def _norms(store: ObjectStore, committed: Columns) -> tuple[tuple[int, float], ...]:
+    """Of gradients, as committed steps' records tell them: of a long run from some objects only.
+    What is damaged is left out here; `_records` tells of it."""
+    if not len(committed):
+        return ()
+    keys = sorted(rec.heads(store.list(SAMPLES)).values())
+    epochs = committed["epoch"]  # of steps 1, 2, ...
+    some = keys[:: len(keys) // MOST_SAMPLED + 1]
+    found: dict[int, float] = {}
+    for key, data in get_each(store, some):
+        with contextlib.suppress(rec.BrokenRecords):
+            for r in rec.decode(data or b"", key):
+                counts = 0 < r.step <= len(epochs) and epochs[r.step - 1] == r.epoch
+                if counts and "grad_norm" in r.metrics:
+                    found[r.step] = r.metrics["grad_norm"]
+    return tuple(sorted(found.items()))
 
 
 def _away(facts: list[Stamped]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from harness.core import facts as f
+from harness.core.setups import HARDWARE
 from harness.views.words import clock, duration, money, nbytes, number, percent, plural
 from storage.text import plain
 
@@ -33,6 +34,14 @@ def _of_nodes(fact: f.Fact, state: LiveState) -> tuple[str, str] | None:
             return style, f"node {fact.attempt}: {fact.end}" + (
                 f" ({fact.reason})" if fact.reason and fact.reason != fact.end else ""
             )
+        case f.NodeFound(member) if not state.attempt_of.get(member, member).isdigit():
+            price = "" if fact.usd_per_h is None else f", {money(fact.usd_per_h)} an hour"
+            words = (fact.cloud, fact.region, fact.instance_type or fact.accelerators)
+            place = " ".join(word for word in words if word)
+            return "cyan", f"{_who(state, member)} stands in {place or 'no known place'}{price}"
+        case f.NodeBilled(member, launched_s, gone_s):
+            lived = "is still there" if gone_s is None else f"lived {duration(gone_s - launched_s)}"
+            return "", f"{_who(state, member)}: by SkyPilot's bill it {lived}"
         case f.NoticeSeen(member, source, kind, _, deadline):
             until = "" if deadline is None else f", deadline {clock(deadline)[11:]}"
             return "yellow", f"{_who(state, member)}: {kind} notice from {source}{until}"
@@ -76,6 +85,15 @@ def _of_training(fact: f.Fact, state: LiveState) -> tuple[str, str] | None:
                 else "training from step 0"
             )
             return "green", f"epoch {fact.epoch}: {verb}{accumulation}"
+        case f.SetupChanged(epoch, _, action, changes) if any(
+            row.get("level") != HARDWARE for row in changes
+        ):
+            names = ", ".join(row.get("name", "") for row in changes[:4])
+            more = ", ..." if len(changes) > 4 else ""
+            return (
+                "red" if action == "refused" else "yellow",
+                f"epoch {epoch}: set up otherwise than the run began, {action}: {names}{more}",
+            )
         case f.EpochLeft(epoch, member, why) if why not in ("resize", "finished"):
             return "red" if why in (
                 "failed",
@@ -181,6 +199,33 @@ def number_rows(state: LiveState, now: float) -> list[tuple[str, str]]:
                 + (f" ({percent(1 - paid / on_demand)} saved)" if on_demand > paid else ""),
             )
         )
+    if (usd := state.usd_per_million_tokens(now)) is not None:
+        found.append(("per M tokens", money(usd)))
     if rates and state.total > state.step:
         found.append(("left", about((state.total - state.step) / rates["steps_per_s"])))
     return found
+
+
+def split_line(state: LiveState) -> str:
+    """Where a step's time goes, in one line; "" if nobody told."""
+    split = state.step_split()
+    whole = sum(split.values())
+    if not whole:
+        return ""
+    told = state.timed[1] if state.timed else None
+    parts = [f"{p} {100 * s / whole:.0f} %" for p, s in split.items() if s / whole >= 0.005]
+    line = f"step {duration(whole)}: {'  '.join(parts)}"
+    if told and len(told.own_s) == 3 and len(told.own_ranks) == 2 and told.own_s[1] > 0:
+        behind = told.own_s[2] / told.own_s[1] - 1
+        if told.own_ranks[0] != told.own_ranks[1] and behind >= 0.05:
+            line += f"  slowest rank {told.own_ranks[1]} (+{100 * behind:.0f} %)"
+    return line
+
+
+def decision_line(state: LiveState, now: float) -> str:
+    """What the controller has decided, and why; "" if nothing, or it is over."""
+    if state.decided is None or state.over:
+        return ""
+    t, fact = state.decided
+    reason = f": {fact.reason}" if fact.reason else ""
+    return f"{fact.decision}{reason} ({about(now - t)} ago)"

@@ -11,6 +11,7 @@ from harness.bucket.lease import TTL_S, sign_of_life
 from harness.core import facts as f
 from harness.core.facts import Stamped
 from harness.core.values import amount
+from harness.views.ledger_parts import offer_of
 from harness.views.rows import BAD_ENDS
 from harness.views.telling import describe
 from storage.objects import ObjectStore
@@ -35,6 +36,9 @@ class NodeView:
     ended_at: float = -math.inf  # when that was told; the last word counts
     members: dict[str, tuple[float, f.AgentStarted]] = field(default_factory=dict)
     agent_ended: dict[str, tuple[float, f.AgentEnded]] = field(default_factory=dict)
+    # what its agents found out of it, and SkyPilot's bills, by member
+    found: dict[str, f.NodeFound] = field(default_factory=dict)
+    bills: dict[str, tuple[float, f.NodeBilled]] = field(default_factory=dict)
     notices: dict[tuple[str, str], f.NoticeSeen] = field(default_factory=dict)  # (member, id)
     cancelled: set[tuple[str, str]] = field(default_factory=set)
 
@@ -61,7 +65,26 @@ class NodeView:
     def billed_s(self, now: float) -> float:
         if self.ended is not None:
             return self.ended.billed_s
-        return 0.0 if self.up_s is None else max(0.0, now - self.up_s)
+        gone_s = now
+        if not self.name.isdigit():  # no controller bills it
+            gone_s = min([now, *(t for t, _ in self.agent_ended.values())])
+            for told_s, bill in self.bills.values():
+                gone_s = told_s if bill.gone_s is None else bill.gone_s
+        return 0.0 if self.up_s is None else max(0.0, gone_s - self.up_s)
+
+    def learn(self) -> None:
+        """Of a node that no controller launched: what its agent, or SkyPilot, says of it."""
+        bill = next((bill for _, bill in self.bills.values()), None)
+        found = next(iter(self.found.values()), None)
+        if self.name.isdigit() or not (found or bill):
+            return
+        offer = offer_of(found or f.NodeFound(self.name), bill.usd_per_h if bill else None)
+        self.offer = str(offer["name"])
+        self.usd_per_h = amount(offer["usd_per_h"])
+        self.on_demand_usd_per_h = amount(offer["on_demand_usd_per_h"])
+        launched_s = bill.launched_s if bill else found.launched_s if found else None
+        began_s = [t for t, _ in self.members.values()]
+        self.up_s = min([*began_s, *([] if launched_s is None else [launched_s])], default=None)
 
 
 @dataclass
@@ -82,6 +105,8 @@ class LiveState:
     ended: tuple[float, f.RunEnded] | None = None
     span_s: tuple[float, float] = (math.inf, -math.inf)  # of what was told
     session_ends: dict[int, str] = field(default_factory=dict)  # epoch -> why
+    decided: tuple[float, f.Decided] | None = None
+    timed: tuple[tuple[int, int], f.StepsTimed] | None = None  # the newest steps
     # what is worth a line, by time; put into words when shown
     events: list[Stamped] = field(default_factory=list)
     unread: list[f.Unreadable] = field(default_factory=list)
@@ -100,27 +125,12 @@ class LiveState:
                 self.lease = _later(self.lease, (t, fact))
             case f.RunEnded():
                 self.ended = _later(self.ended, (t, fact))
-            case f.AttemptIntended(attempt, offer):
-                node = self.node(str(attempt))
-                node.asked_s, node.offer = t, str(offer.get("name", ""))
-                node.usd_per_h = amount(offer.get("usd_per_h"))
-                node.on_demand_usd_per_h = amount(offer.get("on_demand_usd_per_h"))
-            case f.AttemptUp(attempt, up_s):
-                self.node(str(attempt)).up_s = up_s
-            case f.AttemptEnded():
-                node = self.node(str(fact.attempt))
-                if t >= node.ended_at:
-                    node.ended, node.ended_at = fact, t
-            case f.AgentStarted(member, attempt):
-                name = str(attempt) if attempt else member
-                self._adopt(member, name)
-                self.node(name).members[member] = (t, fact)
-            case f.AgentEnded(member):
-                self.of_member(member).agent_ended[member] = (t, fact)
-            case f.NoticeSeen(member):
-                self.of_member(member).notices[member, fact.id] = fact
-            case f.NoticeCancelled(member, id):
-                self.of_member(member).cancelled.add((member, id))
+            case f.Decided():
+                self.decided = _later(self.decided, (t, fact))
+            case f.StepsTimed():
+                key = (fact.epoch, fact.last)
+                if self.timed is None or key >= self.timed[0]:
+                    self.timed = key, fact
             case f.EpochStarted():
                 self.epochs[fact.epoch] = fact
             case f.EpochLeft(epoch, member, why):
@@ -141,12 +151,47 @@ class LiveState:
                 key = (fact.epoch, fact.step)
                 if self.snapshot is None or key >= self.snapshot[0]:
                     self.snapshot = key, fact
+            case _:
+                self._of_node(t, fact)
         if describe(fact, self):
             late = bool(self.events) and t < self.events[-1].t
             self.events.append(stamped)
             if late:
                 self.events.sort(key=lambda e: e.t)
             del self.events[:-EVENTS_KEPT]
+
+    def _of_node(self, t: float, fact: f.Fact) -> None:
+        match fact:
+            case f.AttemptIntended(attempt, offer):
+                node = self.node(str(attempt))
+                node.asked_s, node.offer = t, str(offer.get("name", ""))
+                node.usd_per_h = amount(offer.get("usd_per_h"))
+                node.on_demand_usd_per_h = amount(offer.get("on_demand_usd_per_h"))
+            case f.AttemptUp(attempt, up_s):
+                self.node(str(attempt)).up_s = up_s
+            case f.AttemptEnded():
+                node = self.node(str(fact.attempt))
+                if t >= node.ended_at:
+                    node.ended, node.ended_at = fact, t
+            case f.AgentStarted(member, attempt):
+                name = str(attempt) if attempt else member
+                self._adopt(member, name)
+                self.node(name).members[member] = (t, fact)
+                self.node(name).learn()
+            case f.NodeFound(member):
+                node = self.of_member(member)
+                node.found[member] = fact
+                node.learn()
+            case f.NodeBilled(member):
+                node = self.of_member(member)
+                node.bills[member] = (t, fact)
+                node.learn()
+            case f.AgentEnded(member):
+                self.of_member(member).agent_ended[member] = (t, fact)
+            case f.NoticeSeen(member):
+                self.of_member(member).notices[member, fact.id] = fact
+            case f.NoticeCancelled(member, id):
+                self.of_member(member).cancelled.add((member, id))
 
     def node(self, name: str) -> NodeView:
         return self.nodes.setdefault(name, NodeView(name))
@@ -164,6 +209,8 @@ class LiveState:
             node.notices |= early.notices
             node.cancelled |= early.cancelled
             node.agent_ended |= early.agent_ended
+            node.found |= early.found
+            node.bills |= early.bills
 
     # -- reading --
     @property
@@ -306,9 +353,32 @@ class LiveState:
         paid = on_demand = 0.0
         for n in self.nodes.values():
             hours = n.billed_s(now) / 3600
-            paid += n.ended.usd if n.ended else hours * n.usd_per_h
+            paid += n.ended.usd if n.ended and n.ended.usd else hours * n.usd_per_h
             on_demand += hours * (n.on_demand_usd_per_h or n.usd_per_h)
         return paid, on_demand
+
+    def usd_per_h(self) -> float:
+        """Of the nodes that are paid for now."""
+        return sum(n.usd_per_h for n in self.nodes.values() if n.alive and (n.up_s or n.members))
+
+    @property
+    def tokens_per_step(self) -> int:
+        """0: not known."""
+        last = self.last_step
+        return (last.tokens if last else 0) or (self.timed[1].tokens if self.timed else 0)
+
+    def usd_per_million_tokens(self, now: float) -> float | None:
+        """Of the steps that count so far."""
+        tokens, paid = self.step * self.tokens_per_step, self.spent(now)[0]
+        return paid / tokens * 1e6 if tokens and paid else None
+
+    def step_split(self) -> dict[str, float]:
+        """Seconds of one step by phase, of the newest steps of the newest world; empty: not
+        known."""
+        if self.timed is None or self.timed[1].epoch != self.epoch:
+            return {}
+        found = {p: self.timed[1].seconds.get(p, 0.0) for p in f.PHASES}
+        return {p: s for p, s in found.items() if math.isfinite(s) and s > 0}
 
     def shown_nodes(self, now: float) -> list[NodeView]:
         def recent(n: NodeView) -> bool:

@@ -16,6 +16,8 @@ from harness.agent import machine
 from harness.agent.agent import Agent
 from harness.agent.config import AgentConfig, Fitness, Timing, Worlds
 from harness.agent.ends import WorkerEnd
+from harness.agent.flight import FlightDump
+from harness.agent.measuring import NoWatch
 from harness.agent.notices import Notice
 from harness.bucket.layout import NO_EPOCH, Epoch
 from harness.core.facts import Fact, WorkerHung
@@ -207,6 +209,9 @@ class SimPool:
         self._kill()
         return []
 
+    def flights(self) -> list[FlightDump]:
+        return []
+
 
 # ---- uploads -------------------------------------------------------------------------------------
 class SimUploads:
@@ -288,6 +293,9 @@ class SimHost:
     def free_port(self, addr: str) -> int:
         self._node.next_port += 1
         return self._node.next_port
+
+    def measure(self, config: AgentConfig, member: str, record: Callable[[Fact], None]) -> NoWatch:
+        return NoWatch()
 
     def listen(self, config: AgentConfig, sources: list[Any], tell: Callable[[Any], None]) -> Any:
         self._node.tell = tell
