@@ -29,6 +29,7 @@ from rich.text import Text
 from harness.core.facts import NodeBilled, NodeFound, Unreadable
 from harness.views.painting import BUCKETS, NANO
 from harness.views.rows import BAD_ENDS, AttemptRow
+from harness.views.setups import setup_rows, shift_words
 from harness.views.words import (
     cost_text,
     duration,
@@ -148,6 +149,8 @@ def render(s: Summary) -> Group:
         ("Snapshots", _snapshots_table),
         ("Notices", _notices_table),
         ("Trouble", _marks_table),
+        ("Setup", _setup_table),
+        ("Logbook", _logbook_lines),
     )
     for title, make in sections:
         table = make(s)
@@ -420,6 +423,18 @@ def _marks_table(s: Summary) -> Any:
     return table
 
 
+def _setup_table(s: Summary) -> Any:
+    rows = setup_rows(s.setups)
+    for shift in s.setups.shifts[-20:]:
+        rows.append((f"epoch {shift.epoch}, {shift.action}", shift_words(shift)))
+    return _grid(rows) if rows else None
+
+
+def _logbook_lines(s: Summary) -> Any:
+    lines = s.logbook.lines() if s.logbook.entries else []
+    return Text("\n".join(lines)) if lines else None
+
+
 # ---- JSON ----------------------------------------------------------------------------------------
 def to_json(s: Summary) -> dict[str, Any]:
     """The numbers as plain JSON (no NaN). Seconds and dollars, with the exact nanoseconds and
@@ -468,6 +483,8 @@ def to_json(s: Summary) -> dict[str, Any]:
         "snapshots": {"kept": s.kept, "committed": [dataclasses.asdict(x) for x in s.snapshots]},
         "trouble": [dataclasses.asdict(m) for m in s.marks],
         "problems": s.problems,
+        "setup": s.setups.to_json(),
+        "logbook": s.logbook.to_json(),
         "store": {**dataclasses.asdict(s.store), "moved_usd": s.store.moved_usd}
         if s.store
         else None,
