@@ -81,7 +81,7 @@ def members(n: int, judge: Judge) -> None:
     judge("all come at once: the epoch is formed", took_s, FORM_S, "s")
     requests = crowd.requests()
     judge("... requests per node", sum(requests.values()) / n, START_REQUESTS, "")
-    judge("... connections that a node makes", max(len(m.following()) for m in crowd.living()),
+    judge("... connections that a node makes", max(len(m.protocol.wanted) for m in crowd.living()),
           LINES, "")  # fmt: skip
     print(
         f"    {sum(requests.values())} requests in all ({dict(requests)}); "

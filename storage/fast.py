@@ -26,7 +26,7 @@ from storage.bucket_clients import (
     s3_client,
 )
 from storage.errors import NotFound, StoreError, StoreRefused, StoreUnavailable
-from storage.objects import Keys
+from storage.objects import Keys, folders_of
 from storage.remote import (
     FULL,
     KeyFilter,
@@ -199,6 +199,14 @@ class FastStore:
                 prefix,
             )
         return sorted(self._named(keys))
+
+    def folders(self) -> Keys:
+        with self._answers(""):
+            try:
+                found = obstore.list_with_delimiter(self._once, None)["common_prefixes"]
+            except errors.InvalidPathError:  # see `list`
+                return folders_of(self.list(""))
+        return sorted(str(path).rstrip("/").rpartition("/")[2] for path in found)
 
     def delete(self, key: str) -> None:
         with contextlib.suppress(NotFound), self._answers(key):

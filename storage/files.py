@@ -150,6 +150,11 @@ class FileStore:
                     found.append(key)
         return sorted(found)
 
+    def folders(self) -> Keys:
+        with contextlib.suppress(NotFound), self._answers(""), os.scandir(self._root) as found:
+            return sorted(one.name for one in found if one.is_dir())
+        return []
+
     def _walk(self, folder: Path) -> Iterator[tuple[str, Keys, Keys]]:
         """A folder that is not there holds nothing; one that cannot be read is no empty one."""
 

@@ -89,6 +89,15 @@ class ReadsAtOnce(Protocol):
 
 
 @runtime_checkable
+class HasFolders(Protocol):
+    """A store that can name the folders right below its URL without listing all that is in
+    them."""
+
+    def folders(self) -> Keys:
+        """Names, sorted."""
+
+
+@runtime_checkable
 class HasUploads(Protocol):
     """A store in which uploads that were never finished stay, out of sight and on the bill."""
 
@@ -203,6 +212,19 @@ def abort_stale_uploads(store: ObjectStore, older_than_s: float) -> list[str]:
     """See `HasUploads`. For any store; nothing to do in one that keeps none (Azure drops them
     itself after a week)."""
     return store.abort_stale_uploads(older_than_s) if isinstance(store, HasUploads) else []
+
+
+def folders(store: ObjectStore) -> list[str]:
+    """Names of the folders right below a store's URL, sorted. For any store; of one that cannot
+    name them everything is listed. Raises StoreError."""
+    if isinstance(store, HasFolders):
+        return store.folders()
+    return folders_of(store.list(""))
+
+
+def folders_of(keys: Iterable[str]) -> list[str]:
+    """First parts of keys that have several, sorted."""
+    return sorted({key.partition("/")[0] for key in keys if "/" in key})
 
 
 def copy_into(found: bytes | memoryview, buffer: memoryview) -> int:

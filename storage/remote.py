@@ -113,6 +113,15 @@ class FsspecStore:
             self._named(k for k in keys if k and k.startswith(prefix) and not k.endswith("/"))
         )
 
+    def folders(self) -> Keys:
+        with self._answers(""):
+            try:
+                found = self._fs.ls(self._root or "/", detail=True)
+            except FileNotFoundError:
+                return []
+        names = (str(one["name"]).rstrip("/") for one in found if one["type"] == "directory")
+        return sorted(self._named({name.rpartition("/")[2] for name in names}))
+
     def delete(self, key: str) -> None:
         with contextlib.suppress(NotFound), self._answers(key):
             self._fs.rm_file(self._path(key))

@@ -12,6 +12,7 @@ from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_expo
 from storage.errors import NotFound, StoreRefused, StoreUnavailable
 from storage.objects import (
     abort_stale_uploads,
+    folders,
     limit_puts,
     puts_at_once,
     read_into,
@@ -155,6 +156,9 @@ class Retrying:
 
     def abort_stale_uploads(self, older_than_s: float) -> Keys:
         return self._retry(abort_stale_uploads)(self.inner, older_than_s)
+
+    def folders(self) -> Keys:
+        return self._call("list", folders, self.inner)
 
     @property
     def puts_at_once(self) -> int:

@@ -15,7 +15,7 @@ import pytest
 
 from storage.errors import NotFound, StoreError
 from storage.manifest import Ref
-from storage.objects import ObjectStore, read_into
+from storage.objects import ObjectStore, folders, read_into
 from storage.probe import probe
 from storage.snapshots import Snapshots
 
@@ -48,6 +48,12 @@ class StoreContract:
     def test_it_is_an_object_store(self, store: ObjectStore) -> None:
         assert isinstance(store, ObjectStore)
         assert not store.url.endswith("/")
+
+    def test_it_names_the_folders_below_it(self, store: ObjectStore) -> None:
+        assert folders(store) == []
+        for key in ("a", "b/1", "b/2/x", "c d/y"):
+            store.put(key, b"x")
+        assert folders(store) == ["b", "c d"]
 
     def test_put_get_replace_delete(self, store: ObjectStore) -> None:
         store.put("a/b", b"one")

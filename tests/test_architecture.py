@@ -11,13 +11,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PURE = {  # by file; no torch, sky, sockets, wall clock, global randomness
-    "core": {"batch", "columns", "dotted", "fact_lines", "facts", "prices", "records", "values", "world"},
-    "bucket": {"alerts", "archive", "beats", "layout", "lease", "orders", "recorded", "streamed", "tiers", "volumes"},
+    "core": {"batch", "columns", "dotted", "fact_lines", "facts", "masking", "plain", "prices", "records", "setups", "steps_asked", "values", "world"},
+    "bucket": {"alerts", "archive", "beats", "layout", "lease", "notes", "orders", "recorded", "setups", "streamed", "tiers", "volumes"},
     "controller": {"book", "policies", "recovery"},
     "clouds": {"market"},
     "agent": {"ends", "gossip", "leaderless", "lines_protocol", "machine"},
     "worker": {"machine"},
-    "views": {"alert_rules", "alert_state", "alerts", "events", "ledger", "ledger_parts", "painting", "rows", "spans", "speed"},
+    "views": {"alert_rules", "alert_state", "alerts", "beside", "blame", "breaks", "events", "interruption", "ledger", "ledger_parts", "moments", "painting", "postmortem", "rows", "spans", "speed", "testimony", "what_if"},
     "proof": {"invariants", "sim", "sim_members", "sim_world"},
     "testing": {"situations"},
 }

@@ -18,10 +18,12 @@ from harness.core.facts import (
     EpochLeft,
     HealthSeen,
     NodeMeasured,
+    ProfileTaken,
     WorkerFailed,
     WorkerHung,
 )
 from harness.node.progress import Limits, ProgressFile, Pulse, WorkerPhase
+from storage.opening import open_store
 
 
 # ---- silence -------------------------------------------------------------------------------------
@@ -238,12 +240,28 @@ def test_a_stopped_worker_is_named_and_replaced_and_a_sick_gpu_is_left(nodes, sc
     assert [r.step for r in history(nodes.run)] == list(range(1, nodes.step() + 1))
 
 
+# as torch.distributed does it: a pipe, which a thread looks at, and a file when it was written to
+RECORDER = """
+import os, threading, time
+assert os.environ["TORCH_FR_BUFFER_SIZE"] == "2000" and os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+pipe = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + os.environ["RANK"] + ".pipe"
+os.mkfifo(pipe)
+listening = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+def record():
+    while not os.read(listening, 100):
+        time.sleep(0.2)
+    with open(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + os.environ["RANK"], "wb") as f:
+        f.write(b"its last collectives")
+threading.Thread(target=record, daemon=True).start()
+"""
+
+
 def test_a_worker_that_hangs_writes_where(nodes, tmp_path):  # noqa: F811
-    """A deadlock in the script: the stacks are in the record, and a node on which it goes on
-    happening is left."""
+    """A deadlock in the script: the stacks are in the record, what NCCL's recorder knows is in the
+    bucket, and a node on which it goes on happening is left."""
     script = tmp_path / "stuck.py"
     script.write_text(
-        "import threading, torch, harness\n"
+        RECORDER + "import threading, torch, harness\n"
         "run = harness.attach()\nmodel = torch.nn.Linear(1, 1)\nrun.prepare(model, "
         "torch.optim.SGD(model.parameters(), lr=0.1))\n"
         "data = torch.utils.data.TensorDataset(torch.zeros(8, 1))\n"
@@ -254,7 +272,10 @@ def test_a_worker_that_hangs_writes_where(nodes, tmp_path):  # noqa: F811
         "    step.update()\n"
         "    if step.number == 3: where_it_hangs()\n"
     )
-    agent = nodes.start(script=script, agent=("--hang-after-s", "1"))
+    agent = nodes.start(script=script, agent=("--hang-after-s", "1", "--flight-recorder", "on"))
     assert agent.wait(270) == 37, nodes.logs()
     failures = nodes.facts(WorkerFailed)
     assert len(failures) == 3 and all("where_it_hangs" in f.log_tail for f in failures)
+    taken = nodes.facts(ProfileTaken)
+    assert [(f.epoch, f.rank, f.last, f.nbytes) for f in taken] == [(e, 0, 3, 20) for e in (1, 2, 3)]
+    assert open_store(nodes.url).get(taken[-1].keys[0]) == b"its last collectives"

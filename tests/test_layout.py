@@ -33,6 +33,8 @@ from harness.bucket.layout import (
     Term,
     secret_of,
 )
+from harness.bucket.notes import LogbookEntry
+from harness.bucket.setups import decode_setup, encoded
 from harness.bucket.streamed import (
     BatchHeader,
     StreamRow,
@@ -46,6 +48,7 @@ from harness.core import facts, values
 from harness.core import records as rec
 from harness.core.fact_lines import Chain, ChainReader
 from harness.core.facts import KINDS, Fact, Stamped, Unreadable
+from harness.core.setups import GitState, Setup
 from harness.core.values import BadObject, NewerProtocol, Within, parsed
 from storage import probe
 from storage.json_text import canonical, digest
@@ -115,6 +118,13 @@ ROWS = [
 BATCH = encode_batch(HEADER, ROWS)
 TOLD = ToldWandb(3, 11, 1, -1, 2).encode("p", "r1")
 FACTS = tuple(line + b"\n" for line in b"".join(of("facts/")).splitlines()[::9])
+SETUP = encoded(
+    Setup(
+        argv=("x.py", "--lr", "1"), config={"a": {"b": [1, None]}}, git=GitState("ab" * 20, "main"),
+        packages={"torch": "2.13.0"}, people={"owner": "me"}, left_out=("b",),
+    )
+)  # fmt: skip
+NOTE = canonical(dataclasses.asdict(LogbookEntry(1.7e9, "why", "me", 3)))
 BAD = (BadObject,)
 DECODERS = [
     Decoder("run.json", Identity.decode, BAD, of("run.json")),
@@ -133,6 +143,8 @@ DECODERS = [
     Decoder("how far W&B is", ToldWandb.decode, BAD, (TOLD,)),
     Decoder("generation at MLflow", mlflow_run_of, BAD, (b'{"run_id":"0a1b"}',)),
     Decoder("rank 0's machine", machine_said, BAD, (b'{"git":{"commit":"ab"},"flags":{"lr":1}}',)),
+    Decoder("setup", decode_setup, BAD, (SETUP,)),
+    Decoder("note", LogbookEntry.decode, BAD, (NOTE,)),
     Decoder("facts", chain, (), FACTS, "h"),
     Decoder("records", lambda d: rec.decode(d, "k"), (rec.BrokenRecords,), (OLD[SAMPLES],), "h"),
     Decoder(

@@ -190,7 +190,7 @@ def stamp(*facts):
 OFFER = asdict(EAST)
 
 
-def test_a_node_that_never_trained_only_started():
+def test_a_node_whose_agent_never_began_was_provisioned():
     found = Ledger.of(
         stamp(
             (0.0, f.AttemptIntended(1, OFFER)),
@@ -199,8 +199,8 @@ def test_a_node_that_never_trained_only_started():
         [],
         100.0,
     )
-    assert found.ns["start"] == 50 * NANO == found.billed_ns
-    assert found.nusd["start"] == NANO // 2
+    assert found.ns["provision"] == 50 * NANO == found.billed_ns
+    assert found.nusd["provision"] == NANO // 2
 
 
 def test_a_node_is_idle_while_others_train():
@@ -227,8 +227,9 @@ def test_a_node_is_idle_while_others_train():
     found = Ledger.of(facts, records, 70.0)
     check(found)
     one, two = ({b: v // NANO for b, v in a.ns.items() if v} for a in found.attempts)
-    assert one == {"start": 10, "useful": 30, "reform": 20, "drain": 10}
-    assert two == {"start": 10, "useful": 20, "reform": 20, "idle": 10, "drain": 10}
+    begin = {"provision": 1, "start": 9}
+    assert one == {**begin, "useful": 30, "reform": 20, "drain": 10}
+    assert two == {**begin, "useful": 20, "reform": 20, "idle": 10, "drain": 10}
 
 
 def test_a_snapshots_stall_is_taken_from_the_step_that_it_overlaps():
@@ -242,7 +243,8 @@ def test_a_snapshots_stall_is_taken_from_the_step_that_it_overlaps():
         facts, [rec.StepRecord(1, 1, 1, (1,), 1, "", 1.0, 1.0, 0.0, 20.0, 10.0)], 20.0
     )
     assert {b: v // NANO for b, v in found.ns.items() if v} == {
-        "start": 10,
+        "provision": 1,
+        "start": 9,
         "useful": 8,
         "snapshot": 2,
     }
@@ -262,6 +264,75 @@ def test_nodes_without_a_controller_are_counted_until_their_last_sign_of_life():
     check(found)
     assert [(a.name, a.billed_s, a.end) for a in found.attempts] == [("m0000-aa", 30.0, "finished")]
     assert found.goodput == pytest.approx(1 / 3)
+
+
+def self_launched(*more):
+    """A node of a plain `sky launch`: launched at -60, set up from -40 on; its agent lives from 0
+    to 30."""
+    found = f.NodeFound(
+        *("m0000-aa", "aws", "us-east-1", "us-east-1a", "p5.48xlarge", "H100:8", True),
+        usd_per_h=18.0, on_demand_usd_per_h=72.0, launched_s=-60.0, setup_s=-40.0, cluster="c",
+    )  # fmt: skip
+    return stamp(
+        (0.0, f.AgentStarted("m0000-aa", 0, "h", 1, "", 1)),
+        (1.0, found),
+        (5.0, f.EpochStarted(1, ("m0000-aa",), 1, "start")),
+        (20.0, f.StepDone(1, 1, 1.0, 10.0, 10.0, 1, 0)),
+        (25.0, f.SessionEnded(1, 1, "finished")),
+        (30.0, f.AgentEnded("m0000-aa", 0, "finished")),
+        *more,
+    )
+
+
+STEP = [rec.StepRecord(1, 1, 1, (1,), 1, "", 1.0, 1.0, 0.0, 20.0, 10.0)]
+
+
+def test_a_node_that_nobody_of_ours_launched_has_a_bill():
+    found = Ledger.of(self_launched(), STEP, 1000.0)
+    check(found)
+    (row,) = found.attempts
+    assert (row.offer, row.spot) == ("aws/us-east-1/us-east-1a/p5.48xlarge", True)
+    assert {b: v // NANO for b, v in row.ns.items() if v} == {
+        "provision": 20, "setup": 40, "start": 10, "useful": 10, "drain": 10,
+    }  # fmt: skip
+    assert row.billed_nusd == NANO * 90 * 18 // 3600
+    assert found.cost.known
+    assert found.cost.saved == pytest.approx(0.75)
+
+
+def test_skypilot_knows_how_long_a_node_lived_after_its_agent():
+    bill = f.NodeBilled("m0000-aa", -61.0, 50.0, 17.0, "c")
+    found = Ledger.of(self_launched((900.0, bill)), STEP, 1000.0)
+    check(found)
+    assert found.ns["drained"] == 20 * NANO
+    assert found.billed_ns == 111 * NANO
+    assert found.attempts[0].usd_per_h == 18.0  # the agent's word, where there is one
+    still = f.NodeBilled("m0000-aa", -61.0, None, 17.0, "c")
+    there = Ledger.of(self_launched((900.0, still)), STEP, 1000.0)
+    check(there)
+    assert there.ns["drained"] == (900 - 30) * NANO  # until that was told
+
+
+def test_agents_that_followed_each_other_on_one_machine_share_its_bill():
+    first = self_launched()[1].fact
+    facts = self_launched(
+        (100.0, f.AgentStarted("m0000-bb", 0, "h", 1, "", 2)),
+        (101.0, f.NodeFound(**{**asdict(first), "member": "m0000-bb"})),
+        (130.0, f.AgentEnded("m0000-bb", 0, "finished")),
+    )
+    found = Ledger.of(facts, STEP, 1000.0)
+    check(found)
+    assert [a.billed_s for a in found.attempts] == [160.0, 30.0]
+    assert found.ns["drained"] == 70 * NANO  # between the two
+
+
+def test_time_that_the_typical_rank_waits_for_the_slowest_is_not_useful():
+    told = f.StepsTimed(1, 1, 1, {"forward": 1.0}, own_s=(5.0, 6.0, 9.0), own_ranks=(0, 1))
+    found = Ledger.of(self_launched((26.0, told)), STEP, 1000.0)
+    check(found)
+    assert (found.ns["straggle"], found.ns["useful"]) == (3 * NANO, 7 * NANO)
+    plain = Ledger.of(self_launched(), STEP, 1000.0)
+    assert found.cost.undisturbed_usd == pytest.approx(plain.cost.undisturbed_usd)
 
 
 def test_the_last_word_on_an_attempt_counts():
@@ -289,7 +360,8 @@ def test_a_notice_that_came_too_late():
 TIME = st.floats(0, 1000, allow_nan=False)
 ATTEMPT = st.integers(1, 4)
 EPOCH = st.integers(1, 5)
-MEMBER = ATTEMPT.map(lambda a: f"m{a:04d}-ff")
+STRANGER = st.sampled_from(["m0000-aa", "m0000-bb", "m0000-cc"])
+MEMBER = ATTEMPT.map(lambda a: f"m{a:04d}-ff") | STRANGER
 FACT = st.one_of(
     st.builds(f.AttemptIntended, ATTEMPT, st.just(OFFER)),
     st.builds(f.AttemptUp, ATTEMPT, TIME),
@@ -320,6 +392,21 @@ FACT = st.one_of(
         EPOCH,
         MEMBER,
         st.sampled_from(["finished", "drained", "resize", "peer-lost", "killed"]),
+    ),
+    st.builds(
+        f.NodeFound,
+        STRANGER,
+        usd_per_h=st.none() | st.floats(0, 100),
+        launched_s=st.none() | TIME,
+        setup_s=st.none() | TIME,
+    ),
+    st.builds(lambda m: f.AgentStarted(m, 0, "h", 1, "", 1), STRANGER),
+    st.builds(f.NodeBilled, STRANGER, TIME, st.none() | TIME, st.none() | st.floats(0, 100)),
+    st.builds(
+        lambda epoch, step, own: f.StepsTimed(epoch, step, step + 3, {}, tuple(sorted(own))),
+        EPOCH,
+        st.integers(1, 20),
+        st.lists(st.floats(0, 9), min_size=3, max_size=3),
     ),
     st.builds(f.SessionEnded, EPOCH, st.integers(0, 20), st.sampled_from(["finished", "resize"])),
     st.builds(

@@ -131,6 +131,28 @@ def test_an_outage_and_the_end():
     assert not done.over  # launched again
 
 
+def test_a_node_that_nobody_of_ours_launched_costs_money_too():
+    member = "m0000-ab"
+    found = f.NodeFound(
+        *(member, "aws", "us-east-2", "us-east-2a", "p5.48xlarge", "H100:8", True),
+        usd_per_h=36.0,
+        on_demand_usd_per_h=72.0,
+        launched_s=T0 - 90,
+    )
+    facts = [
+        f.Stamped(T0, "w", f.AgentStarted(member, 0, "h", 8, "", 1)),
+        f.Stamped(T0 + 1, "w", found),
+    ]
+    for order in (facts, facts[::-1]):
+        state = folded(order)
+        assert state.spent(T0 + 10) == (1.0, 2.0)
+        assert "aws/us-east-2/us-east-2a/p5.48xlarge" in drawn(state, T0 + 10)
+        state.apply(f.Stamped(T0 + 20, "w", f.AgentEnded(member, 0, "finished")))
+        assert state.spent(T0 + 500)[0] == pytest.approx(1.1)
+        state.apply(f.Stamped(T0 + 600, "cli", f.NodeBilled(member, T0 - 100, T0 + 100)))
+        assert state.spent(T0 + 900)[0] == pytest.approx(2.0)
+
+
 def test_a_run_without_a_controller_ends_with_its_session():
     member = "m0000-ab"
     state = folded(

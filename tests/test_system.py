@@ -189,6 +189,11 @@ def test_only_what_befell_a_run_excuses_its_end() -> None:
     died = "the script failed 3 times in a row after step 7; see the workers' logs"
     assert not Blows(blows).explain(died)
     assert Blows([Blow(1.0, "crash-agent", n, 0, 7) for n in (1, 2, 3)]).explain(died)
+    unread = "would go on from step 0: none of its snapshots can be used (0000000004-e000001: ...)"
+    assert Blows(misread={3: 10.0, 5: 100.0}).explain(unread)
+    assert not Blows(misread={3: 10.0}).explain(unread)
+    assert not Blows(misread={3: 10.0, 5: 200.0}).explain(unread)
+    assert not Blows(misread={3: 10.0, 5: 100.0}).explain(died)
 
 
 def test_time_that_stands_still_is_found() -> None:

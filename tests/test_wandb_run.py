@@ -4,6 +4,7 @@ every committed step once, with the record's values, and the state that the run 
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -14,15 +15,19 @@ import pytest
 from story import Story
 
 from harness.bucket.journal import read_facts
+from harness.bucket.setups import write_setup
 from harness.cli.track import publisher_beside
 from harness.clouds.tasks import Task
 from harness.core import facts
+from harness.core.masking import masked_words
+from harness.core.setups import GitState, Setup
+from harness.node import surroundings
 from harness.proof.wandb_server import WandbServer
 from harness.views import wandb_run
 from harness.views.committed import committed
 from harness.views.ledger import Ledger
 from harness.views.plugins import RunInfo
-from harness.views.publishing import leave_machine, renderer_of, sync, writer_of
+from harness.views.publishing import renderer_of, sync, writer_of
 from harness.views.stream import newest_header, whole
 from harness.views.wandb_api import Account
 from storage.files import FileStore, MemoryStore
@@ -299,7 +304,16 @@ def test_what_w_and_b_knows_besides_numbers(server):
     story.node(1)
     environ = {"HARNESS_X": "1", "HARNESS_KEY": "hidden", "HOME": "/"}
     script = "examples/train.py --lr 3e-4 --layers=12 --fast --hf-token abc --max-tokens 9 --data s3://u:p@b/d?x"
-    leave_machine(story.store, environ, script)
+    setup = Setup(
+        argv=tuple(masked_words(shlex.split(script))[0]),
+        config={"optimizer": {"lr": 3e-4}, "seed": 8, "note": "flat"},
+        git=GitState("ab" * 20, "main"),
+        packages=surroundings.packages(),
+        software=surroundings.software(environ),
+        environment=surroundings.variables(environ),
+        people={"owner": "me", "purpose": "to see"},
+    )
+    write_setup(story.store, 1, setup, b"")
     story.train(4, metrics={"grad_norm": 0.5, "val_loss": 0.9})
     side = Side(story, server)
     side.until_told()
@@ -319,7 +333,9 @@ def test_what_w_and_b_knows_besides_numbers(server):
     flags = {"lr": 3e-4, "layers": 12, "fast": True, "max-tokens": 9, "data": "s3://b/d"}
     assert (config["script"], config["flags"]) == ("train.py", flags)
     assert config["launch"]["policy"] == "cheapest"
-    assert len(config["git"].get("commit", "x" * 40)) == 40
+    assert config["git"]["commit"] == "ab" * 20
+    assert (config["optimizer"], config["note"], config["owner"]) == ({"lr": 3e-4}, "flat", "me")
+    assert (config["seed"], config["config"]) == (7, {"seed": 8})
     assert (run.about["jobType"], run.about["displayName"]) == ("train", "mine?token=x")
     assert run.about["tags"] == ["spot", "gcp"]
     assert (run.summary["best/val_loss"], run.summary["best/val_loss_step"]) == (0.3, 5)

@@ -20,7 +20,7 @@ import signal
 from dataclasses import replace
 from typing import Any
 
-from harness.agent import ends, machine
+from harness.agent import ends, flight, machine
 from harness.agent.config import AgentConfig
 from harness.agent.host import Hearing, Host
 from harness.agent.machine import AgentAct, AgentEvent, AgentState, Life, Now
@@ -410,6 +410,8 @@ class Agent:
         if stuck := self._workers.end():
             why = "cannot be killed: it hangs in the kernel, most likely in a driver"
             self._feed(machine.FoundUnfit(f"rank {stuck[0]} {why}"))
+        epoch, dumps = self._stay.epoch.epoch, self._workers.flights()
+        flight.keep(self._run.store, self.journal.record, epoch, dumps)
         return [w.code for w in self._workers.all]
 
     def _abandon(self, why: str, code: int = KILLED) -> int | None:

@@ -1,4 +1,4 @@
-"""Notices of AWS."""
+"""Notices of AWS, and what an instance there says of itself."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from harness.agent.polling import (
     hashed,
     utc,
 )
+from harness.core.facts import NodeFound
 
 if TYPE_CHECKING:
     from harness.agent.polling import MetadataReply, NoticeParser
@@ -111,6 +112,39 @@ class AwsSource(Polled):
             raise ValueError(f"no token: status {reply.status}")
         self._token, self._token_until_s = reply.body, now + TOKEN_TTL_S
         return reply.body
+
+    def said(self, path: str) -> str:
+        """What one path of the service has. Raises what polling.ANSWERLESS names."""
+        reply = self._get(path)
+        if reply.status != 200:
+            raise ValueError(f"{path}: status {reply.status}")
+        return reply.body.strip()
+
+
+def instance(endpoint: str, timeout_s: float = 2.0) -> tuple[NodeFound, tuple[str, ...]]:
+    """This instance, and another name of its zone: catalogs have zones by ids ("use1-az1") that
+    mean the same to every account. Raises what polling.ANSWERLESS names."""
+    source = AwsSource(endpoint, timeout_s=timeout_s)
+    document = json.loads(source.said("/latest/dynamic/instance-identity/document"))
+    began = document.get("pendingTime")
+    try:
+        life, zone = (
+            source.said(f"/latest/meta-data/{path}")
+            for path in ("instance-life-cycle", "placement/availability-zone-id")
+        )
+    except ValueError:  # an older service has no ids of zones
+        life, zone = source.said("/latest/meta-data/instance-life-cycle"), ""
+    found = NodeFound(
+        "",
+        cloud="aws",
+        region=str(document["region"]),
+        zone=str(document["availabilityZone"]),
+        instance_type=str(document["instanceType"]),
+        spot=life == "spot",
+        launched_s=utc(began) if began else None,
+        source="aws",
+    )
+    return found, (zone,) if zone else ()
 
 
 def interruption(body: str) -> tuple[Notice, ...]:

@@ -1,4 +1,4 @@
-"""Notices of Azure."""
+"""Notices of Azure, and what a virtual machine there says of itself."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.agent.notices import Notice
 from harness.agent.polling import ANSWERLESS, Endpoint, Polled, utc
+from harness.core.facts import NodeFound
 
 if TYPE_CHECKING:
     from harness.agent.polling import MetadataReply
@@ -139,3 +140,27 @@ def azure_events(
             )
         )
     return tuple(found)
+
+
+def instance(endpoint: str, timeout_s: float = 2.0) -> tuple[NodeFound, tuple[str, ...]]:
+    """This virtual machine. Its metadata do not tell since when it exists. Raises what
+    polling.ANSWERLESS names."""
+    reply = Endpoint(endpoint).request(
+        "GET",
+        f"/metadata/instance/compute?api-version={AZURE_NAME_VERSION}&format=json",
+        {"Metadata": "true"},
+        timeout_s=timeout_s,
+    )
+    if reply.status != 200:
+        raise ValueError(f"/metadata/instance/compute: status {reply.status}")
+    said = json.loads(reply.body)
+    found = NodeFound(
+        "",
+        cloud="azure",
+        region=str(said["location"]),
+        zone=str(said.get("zone") or ""),
+        instance_type=str(said["vmSize"]),
+        spot=str(said.get("priority") or "").lower() == "spot",
+        source="azure",
+    )
+    return found, ()

@@ -48,6 +48,7 @@ class Fitness:
     hangs_allowed: int = 3  # so many hangs of our own workers: this node is unfit
     # "auto": by NVML; "off"; or the path of a script for the fake (harness/agent/health.py)
     gpu_health: str = "off"
+    flights: bool = False  # NCCL's flight recorder is on, and asked when workers hang
     unfit_grace_s: float = 60.0  # how long workers on a sick GPU have to reach a step boundary
 
 

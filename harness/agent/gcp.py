@@ -1,4 +1,4 @@
-"""Notices of GCP."""
+"""Notices of GCP, and what an instance there says of itself."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from harness.agent.notices import Notice
 from harness.agent.polling import ANSWERLESS, Endpoint, Polled
+from harness.core.facts import NodeFound
 
 GCP_HOST = "metadata.google.internal"
 # ---- GCP -----------------------------------------------------------------------------------------
@@ -114,3 +115,32 @@ def gcp_value(path: str, value: str, gpu: bool, since_s: float) -> tuple[Notice,
                 ),
             )
     raise ValueError(f"{path} is {value!r}")
+
+
+def instance(endpoint: str, timeout_s: float = 2.0) -> tuple[NodeFound, tuple[str, ...]]:
+    """This instance. Its metadata do not tell since when it exists. Raises what
+    polling.ANSWERLESS names."""
+    service = Endpoint(endpoint)
+
+    def said(path: str) -> str:
+        reply = service.request(
+            "GET",
+            f"/computeMetadata/v1/instance/{path}",
+            {"Metadata-Flavor": "Google"},
+            timeout_s=timeout_s,
+        )
+        if reply.status != 200 or reply.headers.get("metadata-flavor") != "Google":
+            raise ValueError(f"instance/{path}: status {reply.status}")
+        return reply.body.strip().rpartition("/")[2]
+
+    zone = said("zone")
+    found = NodeFound(
+        "",
+        cloud="gcp",
+        region=zone.rpartition("-")[0],
+        zone=zone,
+        instance_type=said("machine-type"),
+        spot=said("scheduling/preemptible").upper() == "TRUE",
+        source="gcp",
+    )
+    return found, ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import subprocess
 import sys
 import time
@@ -41,8 +40,7 @@ class Helpers:
         c, beside = self._config, self._config.beside
         commands = {"keeper": [c.run]}
         if beside.trackers:
-            script = shlex.join(c.argv)  # its flags are configuration
-            commands["trackers"] = [c.run, "--trackers", beside.trackers, "--script", script]
+            commands["trackers"] = [c.run, "--trackers", beside.trackers]
         if beside.replica:
             cap = beside.replica_cap_usd
             commands["replica"] = [

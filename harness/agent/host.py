@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from harness.agent import health, machine
 from harness.agent.config import AgentConfig
 from harness.agent.ends import WorkerEnd
+from harness.agent.flight import FlightDump
 from harness.agent.helpers import Helpers
 from harness.agent.lines import Lines
 from harness.agent.machine import AgentEvent
@@ -32,7 +33,7 @@ from harness.agent.notices import NoticeSource, watch
 from harness.agent.rendezvous import Rendezvous, free_port
 from harness.agent.workers import Workers
 from harness.bucket.layout import Epoch
-from harness.core.facts import Fact
+from harness.core.facts import Fact, NodeFound
 from harness.node.marks import Want
 from harness.node.progress import Sign
 from harness.uploader.client import NodeUploader
@@ -76,6 +77,7 @@ class WorkerPool(Protocol):
     def signal(self, name: str) -> None: ...
     def find_hung(self, now: float) -> Sequence[Any]: ...
     def end(self) -> list[int]: ...
+    def flights(self) -> list[FlightDump]: ...
 
 
 class Sidecars(Protocol):
@@ -132,6 +134,9 @@ class Hearing:
                 part.stop()
 
 
+FindPlace = Callable[[Callable[[NodeFound], None]], Listening]
+
+
 class Host(Protocol):
     """One machine, as its agent has it. Times are in seconds."""
 
@@ -168,10 +173,11 @@ class _All:
 
 
 class RealHost:
-    """The machine on which this process runs."""
+    """The machine on which this process runs. `place`: finds out where it stands and what it
+    costs, and tells; None: somebody else knows."""
 
-    def __init__(self) -> None:
-        self.name, self.pid = socket.gethostname(), os.getpid()
+    def __init__(self, place: FindPlace | None = None) -> None:
+        self.name, self.pid, self._place = socket.gethostname(), os.getpid(), place
         self._gauges = Gauges()
 
     def monotonic(self) -> float:
@@ -233,7 +239,9 @@ class RealHost:
             lambda verdict: tell(machine.GpuJudged(verdict)),
             on_measured=self._gauges.add,
         )
-        return _All([watcher, gpus])
+        place = self._place
+        finding = place(lambda found: tell(machine.PlaceFound(found))) if place else None
+        return _All([watcher, gpus, *([finding] if finding else [])])
 
     def start_beats(self, rendezvous: Rendezvous) -> None:
         rendezvous.start()

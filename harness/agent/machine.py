@@ -33,7 +33,7 @@ from typing import TypeAlias
 
 from harness.agent.health import Action, HealthVerdict
 from harness.agent.notices import Notice
-from harness.core.facts import Fact, HealthSeen, NoticeCancelled, NoticeSeen
+from harness.core.facts import Fact, HealthSeen, NodeFound, NoticeCancelled, NoticeSeen
 from harness.core.world import DRAINED, UNFIT
 from harness.node.marks import Want
 
@@ -115,6 +115,13 @@ class NewcomersWait:
 
 
 @dataclass(frozen=True)
+class PlaceFound:
+    """Where this machine stands and what it costs, as far as is known now."""
+
+    found: NodeFound  # of no member yet
+
+
+@dataclass(frozen=True)
 class WorkersHung:
     guilty: bool  # one of them at least; else all waited for others
 
@@ -154,6 +161,7 @@ AgentEvent: TypeAlias = (
     | Unled
     | StopOrdered
     | NewcomersWait
+    | PlaceFound
     | WorkersHung
     | FoundUnfit
     | Ready
@@ -287,6 +295,8 @@ def step(node: AgentState, event: AgentEvent, now: Now) -> AgentTurn:
             return _must_leave(node, "released", "leave", None)
         case Signalled() | Noticed() | Cancelled() | GpuJudged() | Unled():
             return _heed(node, event, now)
+        case PlaceFound(found):
+            return node, (Record(replace(found, member=node.rules.member)),)
         case WorkersHung(guilty):
             return replace(node, hangs=node.hangs + guilty), ()
         case FoundUnfit(why):

@@ -232,24 +232,37 @@ class CloudNotices:
     sources: Callable[[MachineInfo], list[NoticeSource]]
 
 
+def metadata_endpoint(cloud: str, m: MachineInfo) -> str:
+    """Where the metadata service of this cloud is on this machine; "": it has none, or it is not
+    to be asked."""
+    match cloud:
+        case "aws":
+            if m.env.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
+                return ""
+            v6 = m.env.get("AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE", "").lower() == "ipv6"
+            usual = AWS_V6 if v6 else AWS_V4
+            named = _said(m, "AWS_EC2_METADATA_SERVICE_ENDPOINT", "INSTANCE_METADATA_URL")
+            return named or usual
+        case "gcp":
+            host = _said(m, "GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP")
+            return f"http://{host or GCP_HOST}"
+        case "azure":
+            return m.env.get("HARNESS_AZURE_METADATA") or AZURE
+    return ""
+
+
+def _said(m: MachineInfo, *names: str) -> str:
+    """The first of these variables that says something; "": none does."""
+    return next((m.env[name] for name in names if m.env.get(name)), "")
+
+
 def _aws(m: MachineInfo) -> list[NoticeSource]:
-    v6 = m.env.get("AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE", "").lower() == "ipv6"
-    endpoint = (
-        m.env.get("AWS_EC2_METADATA_SERVICE_ENDPOINT")
-        or m.env.get("INSTANCE_METADATA_URL")
-        or (AWS_V6 if v6 else AWS_V4)
-    )
-    return (
-        []
-        if m.env.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
-        else [AwsSource(endpoint)]
-    )
+    endpoint = metadata_endpoint("aws", m)
+    return [AwsSource(endpoint)] if endpoint else []
 
 
 def _gcp(m: MachineInfo) -> list[NoticeSource]:
-    named = ("GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP")
-    host = next((m.env[name] for name in named if m.env.get(name)), GCP_HOST)
-    endpoint = f"http://{host}"
+    endpoint = metadata_endpoint("gcp", m)
     return [GcpSource(endpoint, path, gpu=m.gpu) for path in (PREEMPTED, MAINTENANCE_EVENT)]
 
 
@@ -328,11 +341,7 @@ CLOUDS: dict[str, CloudNotices] = {
     "azure": CloudNotices(
         lambda m: _given("HARNESS_AZURE_METADATA")(m) or m.dmi("7783-7084-3265-9085-8269-3286-77"),
         30.0,
-        lambda m: [
-            AzureSource(
-                m.env.get("HARNESS_AZURE_METADATA") or AZURE, speaks_for_all=m.speaks_for_all
-            )
-        ],
+        lambda m: [AzureSource(metadata_endpoint("azure", m), speaks_for_all=m.speaks_for_all)],
     ),
 }
 

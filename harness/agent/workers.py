@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from harness.agent import flight
 from harness.agent.config import AgentConfig
 from harness.agent.ends import WorkerEnd
 from harness.agent.nursery import Forked, Nursery
@@ -131,6 +132,7 @@ class Workers:
         signs = [self._sign(i) for i in range(self._config.nproc)]
         for path in (self._mark_path, self._attached_path, *signs):
             path.unlink(missing_ok=True)
+        flight.clear(self._config.node_dir)
 
     def start(self, epoch: Epoch, stage: Path, patience: float) -> None:
         """All of this node's in `epoch`. `patience`: see `progress.Pulse`."""
@@ -166,7 +168,10 @@ class Workers:
         speeds = [
             speed for speed, n in zip(epoch.speeds, epoch.nproc, strict=True) for _ in range(n)
         ]
+        config = self._config
+        recorder = flight.environment(config.node_dir, os.environ) if config.fitness.flights else {}
         return {
+            **recorder,
             "RANK": rank,
             "WORLD_SIZE": epoch.world,
             "LOCAL_RANK": local_rank,
@@ -250,10 +255,13 @@ class Workers:
                 hung.append(worker)
                 self._report_hung(worker, now, state)
         if hung:
+            folder = self._config.node_dir
+            asked = flight.ask(folder, [w.rank for w in self.all if w.process.poll() is None])
             deadline_s = time.monotonic() + DUMP_S
             # a stopped one writes nothing; the bound is for that
             while time.monotonic() < deadline_s:
                 time.sleep(0.1)
+            flight.wait(folder, asked)
         return hung
 
     def _report_hung(self, worker: Worker, now: float, state: str) -> None:
@@ -290,6 +298,11 @@ class Workers:
             # let its last words through; bounded, as a grandchild may hold the pipe open
             worker.reader.join(2.0)
         return [w.rank for w in self.all if w.process.returncode is None]
+
+    def flights(self) -> list[flight.FlightDump]:
+        """What NCCL's flight recorders have written, each once."""
+        steps = {w.rank: w.pulse.sign.step if w.pulse.sign else 0 for w in self.all}
+        return flight.collect(self._config.node_dir, steps)
 
 
 def _read(rank: int, stream: IO[bytes], tail: deque[str]) -> None:

@@ -28,6 +28,7 @@ from harness.bucket.layout import ARCHIVE, FACTS, SEGMENT, segment_key
 from harness.bucket.tiers import Block
 from harness.bucket.volumes import (
     LOST,
+    TAIL,
     Brief,
     DamagedArchive,
     Volume,
@@ -146,10 +147,12 @@ class Archive:
 
 @dataclass(frozen=True)
 class Past:
-    """What a run's writers told: `facts` by time, without the steps, which are rows."""
+    """What a run's writers told: `facts` by time, without the steps, which are rows. `newest`: a
+    few of the newest steps, as they were told."""
 
     facts: list[Stamped]
     steps: Columns
+    newest: tuple[StepDone, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -186,11 +189,15 @@ def read_past(store: ObjectStore) -> Past:
     facts = list(archive.told(lambda writer, number: False))
     fresh = list(live.facts(archive.cursors))
     facts += [s for s in fresh if not isinstance(s.fact, StepDone)]
-    told = columns.of_facts(s.fact for s in fresh if isinstance(s.fact, StepDone))
+    live_steps = [s.fact for s in fresh if isinstance(s.fact, StepDone)]
+    told = columns.of_facts(live_steps)
+    tail = [fact_of(writer, line).fact for writer, line in archive.tail]
+    newest = [*(fact for fact in tail if isinstance(fact, StepDone)), *live_steps]
+    newest.sort(key=lambda step: (step.epoch, step.step))
     bad: list[Stamped] = []
     old = read_columns(store, STEPS, archive.end, bad)
     facts = sorted([*facts, *bad], key=lambda s: s.t)
-    return Past(facts, columns.joined([old, told]))
+    return Past(facts, columns.joined([old, told]), tuple(newest[-TAIL:]))
 
 
 def read_columns(

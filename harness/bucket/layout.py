@@ -57,6 +57,9 @@ MEMBERS, EPOCHS, CLOSED = "rdzv/members/", "rdzv/epochs/", "rdzv/closed/"
 SECRET = "rdzv/secret.json"  # create-only: what nodes that serve chunks to each other must know
 CHUNKS = "rdzv/chunks/"  # create-only, by member: where its chunks are served
 TRACKERS = "trackers/"
+PROFILES = "profiles/"  # + epoch, rank, steps: traces, which nothing here reads
+SETUP = "setup/"  # create-only: how the run was set up (setups.py)
+LOGBOOK = "logbook/"  # create-only: what people write about the run (notes.py)
 
 # ---- bounds --------------------------------------------------------------------------------------
 SMALL_NBYTES = 64 << 10  # of what one member or controller says of itself
@@ -126,6 +129,11 @@ def order_key(kind: str, attempt: int) -> str:
 
 def segment_key(writer: str, number: int) -> str:
     return f"{FACTS}{writer}/{number:06d}.jsonl"
+
+
+def profile_key(epoch: int, rank: int, first: int, last: int, name: str) -> str:
+    """Of what a rank saw of the steps `first` to `last`. `name`: what kind of file it is."""
+    return f"{PROFILES}e{epoch:06d}/r{rank:05d}-{first:010d}-{last:010d}.{name}"
 
 
 def published_key(tracker: str, first: int) -> str:

@@ -14,11 +14,13 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from harness.cli.again import LogbookFlags, RerunFlags, logbook, rerun
 from harness.cli.ask import DownFlags, SnapshotFlags, StopFlags, down, snapshot, stop
 from harness.cli.common import FAILED, INTERRUPTED, WRONG_INPUT
 from harness.cli.init import InitFlags, init
 from harness.cli.launch import LaunchFlags, launch
 from harness.cli.look import LogsFlags, ReportFlags, StatusFlags, logs, report, status
+from harness.cli.postmortem import PostmortemFlags, postmortem
 from harness.cli.prove import (
     CompareFlags,
     DoctorFlags,
@@ -54,9 +56,12 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "run": (RunFlags, run),
     "status": (StatusFlags, status),
     "report": (ReportFlags, report),
+    "postmortem": (PostmortemFlags, postmortem),
     "verify": (VerifyFlags, verify),
     "compare": (CompareFlags, compare),
     "replay": (ReplayFlags, replay),
+    "rerun": (RerunFlags, rerun),
+    "logbook": (LogbookFlags, logbook),
     "stop": (StopFlags, stop),
     "drain": (StopFlags, stop),
     "down": (DownFlags, down),

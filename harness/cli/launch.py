@@ -36,6 +36,7 @@ from harness.cli.common import (
 from harness.cli.dry_run import show_plan
 from harness.cli.interrupts import act_on, answer, by, heed_signals
 from harness.cli.look import show_report
+from harness.cli.record import about_launch, keep_launch, with_image
 from harness.cli.track import publisher_beside
 from harness.core.config import flag, positional
 from harness.core.world import BadInput, Fenced, HarnessError
@@ -110,6 +111,22 @@ class LaunchFlags:
     secret: tuple[str, ...] = flag(
         (), "NAME or NAME=value, kept out of logs; repeat for more", metavar="NAME=value"
     )
+    on_change: str = flag(
+        "",
+        "what nodes do when the run was begun with another script, configuration, commit or "
+        "software: warn, refuse, or accept it from now on; default: HARNESS_ON_CHANGE, else warn",
+        choices=["refuse", "warn", "accept"],
+    )
+    diff: str = flag(
+        "",
+        "what the run's bucket keeps of changes that are not committed to git: keep (all, without "
+        "secrets), or hash; default: HARNESS_DIFF, else keep",
+        choices=["keep", "hash"],
+    )
+    owner: str = flag("", "who trains this; default: HARNESS_OWNER, else who is logged in")
+    project: str = flag("", "what it belongs to; default: HARNESS_PROJECT")
+    experiment: str = flag("", "and there to which experiment; default: HARNESS_EXPERIMENT")
+    purpose: str = flag("", "why; default: HARNESS_PURPOSE")
     on_interrupt: str = flag(
         "ask",
         "what Ctrl-C does: ask, drain, leave or kill; so do SIGTERM and SIGHUP, which drain "
@@ -132,8 +149,10 @@ def launch(flags: LaunchFlags) -> int:
     console = Console()
     nodes = _nodes(flags.nodes)
     url = normalize(flags.run or _new_run(flags.task))
-    envs = {**tasks.pairs(flags.env, os.environ), "RUN": url}
-    task = tasks.load(flags.task, envs, tasks.pairs(flags.secret, os.environ, "--secret"))
+    given = tasks.pairs(flags.env, os.environ)
+    envs = {**about_launch(flags, os.environ), **given, "RUN": url}
+    hidden = tasks.pairs(flags.secret, os.environ, "--secret")
+    task = with_image(tasks.load(flags.task, envs, hidden))
     policy = policies.resolve(_policy_name(flags))
     if flags.cloud == "sky":
         policy = policies.together(policy, saving=flags.move_saving, stay_s=flags.move_stay_s)
@@ -163,6 +182,7 @@ def launch(flags: LaunchFlags) -> int:
         highlight=False,
         soft_wrap=True,
     )
+    keep_launch(store, flags, task)
     cloud = _cloud(flags, task, url, nodes)
     beside = publisher_beside(url, task, state_dir(url, "controller") / "publisher.log")
     ended = _lead(flags, nodes, policy, url, store, cloud, console, beside)

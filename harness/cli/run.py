@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.cli.common import checked_store, duration_text, replica_ranks, when
+from harness.cli.record import said_in_variables
 from harness.core.config import Bounds, flag, positional
+from harness.core.steps_asked import StepsAsked
 from harness.core.world import BadInput
 from harness.node.progress import FACTOR, Limits
 from storage.opening import normalize
 
 if TYPE_CHECKING:
     from harness.agent.config import AgentConfig, HelperConfig
+    from harness.agent.host import FindPlace
     from harness.agent.notices import NoticeSource
 
 
@@ -26,6 +29,12 @@ def _workers(text: str) -> None:
     """A number of workers, or auto. Raises ValueError that says what is wanted."""
     if text != "auto" and not (text.isdecimal() and int(text) >= 1):
         raise ValueError(f"wanted a number or auto, at least 1; found {text!r}")
+
+
+def _steps(text: str) -> None:
+    """Steps to profile, or none. Raises ValueError that says what is wanted."""
+    if text:
+        StepsAsked.parse(text)
 
 
 def _signal(text: str) -> None:
@@ -145,6 +154,12 @@ class RunFlags:
         "worlds of more than 8 nodes less often; 0: never",
         at_least=0,
     )
+    flight_recorder: str = flag(
+        "auto",
+        "keep what NCCL remembers of its last collectives when workers hang: on, off, auto (where "
+        "there are GPUs)",
+        choices=["auto", "on", "off"],
+    )
     beat_s: float = flag(
         0.0,
         f"how often this node says that it lives; 0: {FOLDER.beat_s:g} s (folder), "
@@ -155,12 +170,34 @@ class RunFlags:
         f"silence of a node that means its death; 0: {FOLDER.dead_s:g} s (folder), "
         f"{BUCKET.dead_s:g} s (bucket)",
     )
+    profile: str = flag(
+        "",
+        "write a trace of these steps (20:23: both included) to the bucket, on every rank, and on "
+        "GPUs one of their memory; default: HARNESS_PROFILE",
+        check=_steps,
+    )
     allow_rewind: bool = flag(
         False, "go on though committed steps must be done again (HARNESS_ALLOW_REWIND)"
     )
     leaderless_hours: float = flag(
         24.0, "a controller that led this run has been silent for so long: drain; 0: train on"
     )
+    on_change: str = flag(
+        "",
+        "what is done when the run was begun with another script, configuration, commit or "
+        "software: warn, refuse, or accept it from now on; default: HARNESS_ON_CHANGE, else warn",
+        choices=["refuse", "warn", "accept"],
+    )
+    diff: str = flag(
+        "",
+        "what the run's bucket keeps of changes that are not committed to git: keep (all, without "
+        "secrets), or hash; default: HARNESS_DIFF, else keep",
+        choices=["keep", "hash"],
+    )
+    owner: str = flag("", "who trains this; default: HARNESS_OWNER, else who is logged in")
+    project: str = flag("", "what it belongs to; default: HARNESS_PROJECT")
+    experiment: str = flag("", "and there to which experiment; default: HARNESS_EXPERIMENT")
+    purpose: str = flag("", "why; default: HARNESS_PURPOSE")
     addr: str = flag(
         "", "this node's address as the other nodes see it; default: from SkyPilot, else loopback"
     )
@@ -185,6 +222,9 @@ def run(flags: RunFlags) -> int:
         raise BadInput(f"{argv[0]}: no such file (working directory: {Path.cwd()})")
     if flags.allow_rewind:
         env["HARNESS_ALLOW_REWIND"] = "1"  # for its workers
+    if flags.profile:
+        env["HARNESS_PROFILE"] = flags.profile
+    env.update(said_in_variables(flags))  # for its workers as well
     if env.get("HARNESS_NODE_DIR"):  # a node of the local cloud dies as a whole, like a machine
         die_with_parent()
     # an agent must hear notices while the bucket is silent
@@ -193,7 +233,7 @@ def run(flags: RunFlags) -> int:
     os.environ["STORAGE_ANSWERED"] = normalize(url)
     beside, sources = _beside(flags, env), _sources(flags, env)
     config = _config(flags, env, normalize(url), argv, beside)
-    return Agent(config, store, sources, RealHost()).execute()
+    return Agent(config, store, sources, RealHost(_place_finder(env))).execute()
 
 
 def _beside(flags: RunFlags, env: Mapping[str, str]) -> HelperConfig:
@@ -215,6 +255,18 @@ def _beside(flags: RunFlags, env: Mapping[str, str]) -> HelperConfig:
     return HelperConfig(trackers, replica, cap_usd)
 
 
+def _place_finder(env: Mapping[str, str]) -> FindPlace | None:
+    """Who finds out where this node stands and what it costs. None: a node of the local cloud,
+    whose provider knows."""
+    from harness.agent.sources import MachineInfo
+    from harness.agent.whereabouts import PlaceFinder
+
+    if env.get("HARNESS_NODE_DIR"):
+        return None
+    machine = MachineInfo(dict(env))
+    return lambda took: PlaceFinder(machine, took)
+
+
 def _sources(flags: RunFlags, env: Mapping[str, str]) -> list[NoticeSource]:
     """Where this node's notices come from, and when its time is over."""
     from harness.agent.sources import LimitSource, detect, duration, moment
@@ -231,6 +283,7 @@ def _config(
     flags: RunFlags, env: Mapping[str, str], url: str, argv: list[str], beside: HelperConfig
 ) -> AgentConfig:
     from harness.agent.config import AgentConfig, Fitness, Leaving, Timing, Uploads, Worlds
+    from harness.agent.flight import on_gpus
     from harness.agent.leaderless import LOOK_EVERY_S
     from harness.agent.sources import sigterm_s
     from harness.uploader.nearby import NearbyConfig
@@ -265,6 +318,8 @@ def _config(
         fitness=Fitness(
             hang=_hang_limits(flags.hang_after_s, flags.stuck_after_s),
             gpu_health=flags.gpu_health,
+            flights=flags.flight_recorder == "on"
+            or (flags.flight_recorder == "auto" and on_gpus()),
         ),
         uploads=Uploads(
             stage_dir=Path(flags.stage_dir) if flags.stage_dir else None,

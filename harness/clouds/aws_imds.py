@@ -33,6 +33,8 @@ class AwsImds:
         *,
         zone: str = "local-1a",
         instance_type: str = "local.cpu",
+        zone_id: str = "",  # the name of the zone that is the same to every account
+        launched_s: float | None = None,  # wall clock
         tokens_required: bool = True,
         monotonic: Callable[[], float] = time.monotonic,
     ):
@@ -48,12 +50,14 @@ class AwsImds:
             "local-hostname": "localhost",
             "placement/availability-zone": zone,
             "placement/region": region,
+            **({"placement/availability-zone-id": zone_id} if zone_id else {}),
         }
         self._identity = {
             "instanceId": instance_id,
             "instanceType": instance_type,
             "region": region,
             "availabilityZone": zone,
+            **({} if launched_s is None else {"pendingTime": rfc3339(launched_s)}),
         }
         self._notices: dict[str, Answer] = {}
         self._maintenance: list[dict[str, str]] = []

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from harness.clouds.metadata_protocol import (
+    COMPUTE_PATH,
     EVENTS_PATH,
     NAME_PATH,
     Answer,
@@ -22,13 +23,22 @@ from harness.clouds.metadata_protocol import (
 
 
 class AzureScheduledEvents:
-    """Scheduled Events, and the name, of one virtual machine. An event that is over, or was
+    """Scheduled Events, and what it is, of one virtual machine. An event that is over, or was
     cancelled, is not in the document any more."""
 
     server = "IMDS/150.870.65.1854"
 
-    def __init__(self, name: str, *, clock: Callable[[], float] = time.time):
+    def __init__(
+        self,
+        name: str,
+        *,
+        region: str = "local",
+        size: str = "Local_CPU",
+        clock: Callable[[], float] = time.time,
+    ):
         self.name, self._clock = name, clock
+        self._compute = {"name": name, "location": region, "vmSize": size}
+        self._compute |= {"zone": "", "priority": "Spot"}
         self._lock = threading.Lock()
         self._incarnation = 1
         self._events: list[dict[str, Any]] = []
@@ -103,6 +113,8 @@ class AzureScheduledEvents:
             )
         if asked.path == NAME_PATH and method == "GET":
             return Answer(200, self.name)
+        if asked.path == COMPUTE_PATH and method == "GET":
+            return json_answer(self._compute)
         if asked.path != EVENTS_PATH:
             return Answer(404, json.dumps({"error": "Not found"}), "application/json")
         if method == "GET":

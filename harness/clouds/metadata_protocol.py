@@ -66,6 +66,7 @@ def no_kind(kind: str) -> ValueError:
 
 # ---- Azure ---------------------------------------------------------------------------------------
 EVENTS_PATH, NAME_PATH = "/metadata/scheduledevents", "/metadata/instance/compute/name"
+COMPUTE_PATH = "/metadata/instance/compute"
 
 
 def azure_error(text: str) -> Answer:

@@ -31,7 +31,8 @@ T = TypeVar("T")
 
 
 def flag(default: Any, help: str, **more: Any) -> Any:
-    """A field that is `--its-name`. `more`: what argparse takes, and bounds (see above)."""
+    """A field that is `--its-name`. `more`: what argparse takes, bounds (see above), and `short`,
+    such as "-m"."""
     return dataclasses.field(default=default, metadata={"help": help, **more})
 
 
@@ -123,7 +124,7 @@ def add_flags(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
     for f in dataclasses.fields(cls):
         kind, settings = hints[f.name], dict(f.metadata)
         is_positional = settings.pop("positional", False)
-        check = settings.pop("check", None)
+        check, short = settings.pop("check", None), settings.pop("short", None)
         bounds = Bounds(
             **{
                 side: settings.pop(side)
@@ -143,17 +144,17 @@ def add_flags(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
                 options.setdefault("type", kind)
             parser.add_argument(f.name, **options)
             continue
-        name = "--" + f.name.replace("_", "-")
+        names = [*([short] if short else []), "--" + f.name.replace("_", "-")]
         default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[operator]
         if kind is bool:
-            parser.add_argument(name, action="store_true", default=default, **options)
+            parser.add_argument(*names, action="store_true", default=default, **options)
         elif typing.get_origin(kind) is tuple or kind is tuple:
-            parser.add_argument(name, action="append", default=None, **options)
+            parser.add_argument(*names, action="append", default=None, **options)
         else:
             options.setdefault("type", kind)
             if default not in (None, ""):
                 options["help"] = f"{options['help'] or ''} (default: {default})"
-            parser.add_argument(name, default=default, **options)
+            parser.add_argument(*names, default=default, **options)
 
 
 def build(cls: type[T], namespace: argparse.Namespace) -> T:
@@ -165,3 +166,21 @@ def build(cls: type[T], namespace: argparse.Namespace) -> T:
             value = f.default
         values[f.name] = tuple(value) if isinstance(value, list) else value
     return cls(**values)
+
+
+def words_of(flags: Any) -> list[str]:
+    """The command line that gives these flags; what is at its default is left out."""
+    placed: list[str] = []
+    named: list[str] = []
+    for f in dataclasses.fields(flags):
+        value, name = getattr(flags, f.name), "--" + f.name.replace("_", "-")
+        if f.metadata.get("positional"):
+            placed += map(str, value) if isinstance(value, tuple) else [str(value)]
+        elif value == f.default:
+            continue
+        elif isinstance(value, bool):
+            named.append(name)
+        else:
+            each = value if isinstance(value, tuple) else (value,)
+            named += [word for one in each for word in (name, str(one))]
+    return [*placed, *named]

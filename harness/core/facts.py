@@ -252,9 +252,23 @@ class NodeFound(Fact):
     usd_per_h: Reading | None = None
     on_demand_usd_per_h: Reading | None = None
     launched_s: float | None = None  # wall clock: since when it is paid for
+    setup_s: float | None = None  # wall clock: when the task's `setup` began on it
     cluster: str = ""  # SkyPilot's name
     job: str = ""  # SkyPilot's id of the task or managed job
     source: str = ""  # who said so: "skypilot", "catalog", "aws", "environment", ...
+
+
+@dataclass(frozen=True)
+class NodeBilled(Fact):
+    """What SkyPilot says of a node that no controller of ours launched: from when to when it is
+    billed, and the price of one such node. Told by `harness costs --ask-sky`, since no node can
+    tell how long it lived after its agent's end."""
+
+    member: str
+    launched_s: float  # wall clock
+    gone_s: float | None  # wall clock; None: it was still there when this was told
+    usd_per_h: Reading | None = None
+    cluster: str = ""
 
 
 @dataclass(frozen=True)
@@ -303,6 +317,18 @@ class SessionStarted(Fact):
     device: str = ""
     restore_s: float = 0.0
     tier: str = "bucket"
+
+
+@dataclass(frozen=True)
+class SetupChanged(Fact):
+    """A world is set up otherwise than the one that began the run, and in a way that was not told
+    before. `changes`: each a setups.Difference; `setup`: digest of how it is set up."""
+
+    epoch: int
+    setup: str
+    action: str  # "warned" | "accepted" | "refused"
+    changes: tuple[dict[str, str], ...] = ()
+    more: Count = 0  # changes that are not listed
 
 
 @dataclass(frozen=True)

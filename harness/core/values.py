@@ -148,6 +148,8 @@ def _check_of(hint: Any) -> Checked:
     if origin is dict:
         check = _check_of(inside[1])
         return lambda value: {k: check(v) for k, v in _of(dict, value).items()}
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return functools.partial(built, hint)
     return functools.partial(_of, hint)
 
 

@@ -13,6 +13,7 @@ from harness.core.values import amount
 from harness.views.audit_rules import RuleBroken
 from harness.views.ledger import Ledger
 from harness.views.painting import ns
+from harness.views.rows import AttemptRow
 
 SECONDS, USD = 1e-6, 1e-9  # what float sums of a bill may differ by
 
@@ -58,6 +59,8 @@ def check_buckets(
     now_s = max(now_s, float(steps["end"].max(initial=0.0)))
     for row in Ledger.of(facts, records, now_s, steps).attempts:
         e = ended.get(row.attempt)
+        if row.name != str(row.attempt):
+            check_stranger(row)
         if e is None or row.name != str(row.attempt):
             continue  # not billed to the end yet, or launched by no controller
         wanted_ns = 0 if e.up_s is None else max(0, ns(e.gone_s) - ns(e.up_s))
@@ -68,3 +71,16 @@ def check_buckets(
                 f"{ns(e.usd)} nano-USD, found {row.billed_ns} ns ({painted_ns} painted) and "
                 f"{row.billed_nusd} nano-USD"
             )
+
+
+def check_stranger(row: AttemptRow) -> None:
+    """A node that no controller launched: no fact says its bill, so it must be its time at its
+    price. Raises RuleBroken."""
+    painted_ns = sum(b - a for a, b, _ in row.segments)
+    wanted_nusd = round(painted_ns * row.usd_per_h / 3600)
+    if row.billed_ns != painted_ns or row.billed_nusd != wanted_nusd:
+        raise RuleBroken(
+            f"node {row.name}: wanted buckets that add up to {painted_ns} ns and {wanted_nusd} "
+            f"nano-USD (at ${row.usd_per_h:g} an hour), found {row.billed_ns} ns and "
+            f"{row.billed_nusd} nano-USD"
+        )

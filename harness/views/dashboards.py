@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.core.facts import PHASES
+from harness.views.painting import BUCKETS
 from harness.views.wandb_api import Account, WandbSilent, ask
 
 STEP, TIME, USD = "train/step", "time/wall_s", "cost/usd_total"
@@ -61,7 +62,6 @@ class Bars:
 
 
 Drawn = LineChart | Number | Bars
-BUCKETS = ("useful", "redone", "snapshot", "start", "reform", "drain", "idle", "other")
 SPREAD_LOSS, SPREAD_OWN = (
     tuple(f"ranks/{name}_{which}" for which in ("least", "median", "most"))
     for name in ("loss", "own_s")

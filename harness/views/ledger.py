@@ -5,13 +5,22 @@ A fold of facts and committed step records. Time is counted in integer nanosecon
 integer nano-dollars, so buckets add up to the bill exactly, not nearly. Where two things happen at
 once, PRECEDENCE says which bucket gets the time.
 
-    useful    steps of the committed lineage           start    node up, until the first step of its
-              first epoch
-    redone    work lost with its epoch, done again     reform   between epochs: rendezvous, restart,
-              restore
-    snapshot  training stood still to copy its state   drain    after its last step, until it was
-              gone
-    other     in an epoch between steps: validation    idle     others trained without it
+    useful     steps of the committed lineage
+    straggle   in them: the typical rank waited for the slowest one
+    redone     work lost with its epoch, done again
+    snapshot   training stood still to copy its state
+    provision  paid for, until the task's setup (or else its agent) began
+    setup      the task's setup, until its agent began
+    start      its agent's begin, until the first step of its first epoch
+    reform     between epochs: rendezvous, restart, restore
+    drain      after its last step, until its agent had ended
+    drained    its agent had ended; paid for until it was gone
+    idle       others trained without it
+    other      in an epoch between steps: validation
+
+A node that no controller of ours launched is billed from when it was launched, at the price that
+its agent found (NodeFound), until its last sign of life; from and until when SkyPilot says, where
+that was asked (NodeBilled).
 
 Pure: no store, no clock.
 """
@@ -29,7 +38,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
 import numpy as np
 
@@ -43,6 +51,8 @@ from harness.core.facts import (
     AttemptUp,
     EpochLeft,
     EpochStarted,
+    NodeBilled,
+    NodeFound,
     NoticeCancelled,
     NoticeSeen,
     SessionEnded,
@@ -50,10 +60,17 @@ from harness.core.facts import (
     SnapshotCommitted,
     Stamped,
     StepDone,
+    StepsTimed,
     WorkerFailed,
 )
 from harness.core.records import StepRecord
-from harness.views.ledger_parts import EpochSoFar, NodeSoFar, cut_by_epoch
+from harness.views.ledger_parts import (
+    EpochSoFar,
+    NodeSoFar,
+    cut_by_epoch,
+    names_of,
+    part_machines,
+)
 from harness.views.painting import BUCKETS, NANO, apportion, ns, paint, totals
 from harness.views.rows import AttemptRow, Billed, Cost, EpochRow, NoticeRow
 from harness.views.spans import LEVEL, Ints, Overlaps, share
@@ -104,6 +121,9 @@ class _Maker:
         self.seen: dict[str, float] = {}  # member -> last sign of life, agent's end included
         self.agents: dict[str, float] = {}  # member -> start
         self.agent_ended: dict[str, tuple[float, AgentEnded]] = {}
+        self.hosts: dict[str, str] = {}  # member -> name of its machine
+        self.found: dict[str, NodeFound] = {}
+        self.bills: dict[str, tuple[float, NodeBilled]] = {}  # by member; when it was told
         self.notices: list[tuple[float, NoticeSeen]] = []
         self.cancelled: set[tuple[str, str]] = set()
         self.snapshots_of: dict[int, list[SnapshotCommitted]] = defaultdict(list)
@@ -143,9 +163,15 @@ class _Maker:
             case AttemptEnded() as f:
                 node = self.node(f.attempt, f.asked_s)
                 node.ended, node.up_s, node.gone_s = f, f.up_s, f.gone_s
-            case AgentStarted(member, attempt):
+            case AgentStarted(member, attempt, host):
                 self.attempt_of[member], self.agents[member] = attempt, t
+                self.hosts[member] = host
                 self.saw(member, t)
+            case NodeFound(member) as f:
+                self.found[member] = f
+                self.saw(member, t)
+            case NodeBilled(member) as f:
+                self.bills[member] = t, f
             case AgentEnded(member) as f:
                 self.agent_ended[member] = (t, f)
                 self.saw(member, t)
@@ -178,9 +204,11 @@ class _Maker:
                 )
             case SessionEnded() as f:
                 self.epoch(f.epoch, t).session_ended = f
+            case StepsTimed() as f if f.own_s:
+                self.epoch(f.epoch, t).pauses.timed.append(f)
             case SnapshotCommitted() as f:
                 self.snapshots_of[f.epoch].append(f)
-                self.epoch(f.epoch, f.t_start).stalls.append(
+                self.epoch(f.epoch, f.t_start).pauses.stalls.append(
                     (ns(f.t_start), ns(f.t_start + max(0.0, f.stall_s)))
                 )
 
@@ -196,13 +224,15 @@ class _Maker:
             by_name = re.match(r"m0*(\d{1,9})-", member)
             attempt = self.attempt_of.setdefault(member, int(by_name[1]) if by_name else 0)
             if str(attempt) not in self.nodes:
-                started_s = self.agents.get(member)
-                self.nodes[member] = NodeSoFar(
-                    member, attempt, started_s or self.now_s, up_s=started_s, stranger=True
+                self.nodes[member] = NodeSoFar.launched_by_others(
+                    *(member, attempt, self.agents.get(member), self.now_s),
+                    *(self.found.get(member), self.bills.get(member, (0.0, None))[1]),
+                    self.hosts.get(member, ""),
                 )
             self.of_member(member).members.append(member)
+        ended = {member: t for member, (t, _) in self.agent_ended.items()}
         for node in self.nodes.values():
-            node.members.sort(key=lambda m: (self.agents.get(m, 0.0), m))
+            node.meet(self.agents, ended, self.found)
 
     def of_member(self, member: str) -> NodeSoFar:
         return self.nodes.get(member) or self.nodes[str(self.attempt_of[member])]
@@ -240,6 +270,10 @@ class _Maker:
                 node.gone_s = (
                     max(signs) if member in self.agent_ended else min(self.now_s, max(signs))
                 )
+                if member in self.bills:
+                    told_s, bill = self.bills[member]
+                    node.gone_s = max(told_s, *signs) if bill.gone_s is None else bill.gone_s
+        part_machines(n for n in self.nodes.values() if n.stranger)
 
     # -- making rows --
     def ledger(self) -> Ledger:
@@ -251,10 +285,14 @@ class _Maker:
             attempts=attempts,
             epochs=tuple(self.epoch_rows()),
             notices=tuple(self.notice_rows()),
-            cost=self.cost(attempts),
+            cost=Cost.of(attempts, self.first_size()),
             ns={b: sum(a.ns[b] for a in attempts) for b in BUCKETS},
             nusd={b: sum(a.nusd[b] for a in attempts) for b in BUCKETS},
         )
+
+    def first_size(self) -> int:
+        """Nodes of the first world that made a step."""
+        return next((len(e.members) for _, e in sorted(self.epochs.items()) if e.window), 0)
 
     def row(self, node: NodeSoFar) -> AttemptRow:
         ended = node.ended
@@ -328,9 +366,11 @@ class _Maker:
         # An epoch that this node did not live to see the first step of is no part of its life.
         windows = [e.window for e in mine if e.window and e.window[0] < end and e.window[1] > start]
         if not windows:
-            return [(start, end, "start")]
+            return node.before(start, end)
         first, last = min(w[0] for w in windows), max(w[1] for w in windows)
-        layers: list[LabelledSpan] = [(start, first, "start")]
+        layers = node.before(start, first)
+        if node.agent_gone_s is not None:
+            layers.append((max(last, ns(node.agent_gone_s)), end, "drained"))
         if node.gone_s is not None:
             layers.append((last, end, "drain"))
         elif not mine[-1].over and mine[-1].window:  # in the middle of its next step
@@ -409,9 +449,9 @@ class _Maker:
             stays = after is not None and any(m in e.members for m in after.members)
             joined = [m for m in after.members if m not in e.members] if after and stays else []
             if leaving:
-                parts.append(f"notice: {_names(self.of_member(m).name for m in leaving)} left")
+                parts.append(f"notice: {names_of(self.of_member(m).name for m in leaving)} left")
             if joined:
-                parts.append(f"{_names(self.of_member(m).name for m in joined)} joined")
+                parts.append(f"{names_of(self.of_member(m).name for m in joined)} joined")
             return ", ".join(parts) or (e.session_ended.why if e.session_ended else "resize")
         told = {left.member for _, left in e.left}
         horizon = after.started_s if after else self.now_s
@@ -428,7 +468,7 @@ class _Maker:
                 vanished.append(member)
         if vanished:
             warned = " in spite of a notice" if set(vanished) <= noticed else " without notice"
-            parts.append(f"{_names(self.of_member(m).name for m in vanished)} lost{warned}")
+            parts.append(f"{names_of(self.of_member(m).name for m in vanished)} lost{warned}")
         if e.failures and not vanished:
             parts.append(f"rank {e.failures[0].rank} failed: {e.failures[0].error}")
         return ", ".join(parts) or (
@@ -469,24 +509,3 @@ class _Maker:
                 training=bool(current),
                 cancelled=all((member, n.id) in self.cancelled for _, n in group),
             )
-
-    def cost(self, attempts: Sequence[AttemptRow]) -> Cost:
-        def price(a: AttemptRow) -> float:
-            return a.on_demand_usd_per_h or a.usd_per_h
-
-        # One start for each node of the first world: the least that a run on demand pays as well.
-        starts = [a.ns["start"] * price(a) for a in attempts if a.ns["useful"]]
-        first = next((len(e.members) for _, e in sorted(self.epochs.items()) if e.window), 0)
-        start = median(starts) * min(first, len(starts)) if starts else 0.0
-        steps = sum((a.ns["useful"] + a.ns["other"]) * price(a) for a in attempts)
-        return Cost(
-            spot_usd=sum(a.billed_nusd for a in attempts) / NANO,
-            on_demand_usd=sum(a.billed_ns * price(a) for a in attempts) / NANO / 3600,
-            undisturbed_usd=(steps + start) / NANO / 3600,
-            known=all(a.on_demand_usd_per_h > 0 for a in attempts if a.billed_ns),
-        )
-
-
-def _names(names: Iterable[str]) -> str:
-    found = list(names)
-    return f"node{'s' if len(found) > 1 else ''} {', '.join(found)}"

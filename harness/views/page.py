@@ -1,81 +1,121 @@
-"""The report as one HTML page: hand-made SVG, a little inline script for tooltips, nothing from
-anywhere else.
+"""The report as one HTML page: hand-made SVG, a little inline script for values at the pointer,
+nothing from anywhere else.
 
-Called by `report.write_html`. Everything that users, machines or clouds wrote goes through `esc`.
+The page is a list of sections, each a function from the summary to a section or nothing. Called by
+`report.write_html` and by `serve.py`. Everything that users, machines or clouds wrote goes through
+`esc`, and the page's own policy lets no other script run than the one that is written here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import base64
+import hashlib
+from collections.abc import Callable
 from importlib import resources
 
-from harness.views.charts import esc, loss_chart, loss_legend, timeline, timeline_legend
-from harness.views.painting import BUCKETS, NANO
-from harness.views.report import MEANING, attempt_end, money_rows, refusals, snapshot_rows, verdict
-from harness.views.rows import BAD_ENDS
+from harness.views import page_money, page_speed, page_tables
+from harness.views.charts import loss_chart, loss_legend, norm_chart
+from harness.views.page_html import PageSection, section
+from harness.views.painting import NANO
+from harness.views.plots import esc
 from harness.views.summary import Summary
-from harness.views.words import clock, duration, money, number, percent, plural, spread, steps_text
+from harness.views.timeline import MOST_ROWS, shown_rows, timeline, timeline_legend
+from harness.views.words import clock, duration, money, number, percent, plural
 
-TROUBLE_SHOWN = 30
+TONES = {"done": "good", "finished": "good", "failed": "bad", "stopped": "warn"}
 
 
 def asset(name: str) -> str:
     """A file that is written into the page, which has to stand alone."""
-    return resources.files("harness.views").joinpath(name).read_text()
+    return resources.files("harness.views").joinpath(name).read_text(encoding="utf-8")
 
 
+# ---- sections ------------------------------------------------------------------------------------
+def _loss(s: Summary) -> PageSection | None:
+    return section("Loss", loss_chart(s), loss_legend(s))
+
+
+def _norm(s: Summary) -> PageSection | None:
+    return section("Gradient norm", norm_chart(s))
+
+
+def _nodes(s: Summary) -> PageSection | None:
+    up = sum(a.up_s is not None for a in s.ledger.attempts)
+    shown = len(shown_rows(s))
+    words = f"; the {MOST_ROWS} of {up:,} that were up longest" if shown < up else ""
+    return section("Nodes over time", timeline(s), timeline_legend() + words)
+
+
+SECTIONS: tuple[Callable[[Summary], PageSection | None], ...] = (
+    _loss,
+    _nodes,
+    page_money.goodput,
+    page_money.spent,
+    page_speed.step_time,
+    page_speed.scaling,
+    _norm,
+    page_tables.attempts,
+    page_tables.worlds,
+    page_tables.notices,
+    page_tables.snapshots,
+    page_speed.hardware,
+    page_tables.trouble,
+)
+
+
+# ---- the document --------------------------------------------------------------------------------
 def page(s: Summary) -> str:
     """The whole document."""
-    name = s.url.rstrip("/").rsplit("/", 1)[-1] or s.url
-    sections = [
-        _section("Loss", loss_chart(s), loss_legend(s)),
-        _section("Nodes over time", timeline(s), timeline_legend()),
-        _section(
-            "Where billed time went",
-            _goodput(s),
-            percent(s.ledger.goodput) + " of billed time went into steps that count",
-        ),
-        _section(
-            "Money",
-            _money(s),
-            ""
-            if s.ledger.cost.known
-            else "some on-demand prices are unknown; the paid price stands for them",
-        ),
-        _section("Attempts", _attempts(s)),
-        _section(
-            "Worlds",
-            _epochs(s),
-            "accum: micro-batches of the busiest rank. The global batch never changes.",
-        ),
-        _section("Notices", _notices(s)),
-        _section("Snapshots", _snapshots(s)),
-        _section("Trouble", _trouble(s)),
-    ]
+    script = asset("page.js")
+    policy = (
+        f"default-src 'none'; script-src '{script_hash(script)}'; style-src 'unsafe-inline'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    title = f"{run_name(s.url)} – spotharness report"
+    head = (
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f"<style>{asset('page.css')}</style>"
+    )
+    return document(title, head, f"<main>{content(s)}</main>{TIP}<script>{script}</script>")
+
+
+TIP = '<div id="tip" role="tooltip" hidden></div>'
+THEME_BUTTON = '<button id="theme" type="button" hidden>dark or light</button>'
+
+
+def document(title: str, head: str, body: str) -> str:
+    """An HTML document; `head` and `body` are HTML."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1"><meta '
-        'name="color-scheme" content="light dark">'
-        f"<title>{esc(name)} – spotharness "
-        f"report</title><style>{asset('page.css')}</style></head><body><main>"
-        f"{_header(s, name)}{_cards(s)}{''.join(sections)}"
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<meta name="color-scheme" content="light dark"><meta name="referrer" '
+        f'content="no-referrer"><title>{esc(title)}</title>{head}</head>'
+        f"<body>{body}</body></html>\n"
+    )
+
+
+def script_hash(script: str) -> str:
+    """As a Content-Security-Policy names an inline script."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
+
+
+def run_name(url: str) -> str:
+    return url.rstrip("/").rsplit("/", 1)[-1] or url
+
+
+def content(s: Summary) -> str:
+    """All that the page shows, without what it is shown in."""
+    found = [one for make in SECTIONS if (one := make(s))]
+    links = "".join(f'<a href="#{one.anchor}">{esc(one.title)}</a>' for one in found)
+    return (
+        f"{_header(s)}{_cards(s)}<nav>{links}</nav>{''.join(one.html() for one in found)}"
         f"<footer>{esc(s.url)} · times are UTC · made by spotharness from the facts in the "
-        "bucket</footer></main>"
-        '<div id="tip" role="tooltip" '
-        f"hidden></div><script>{asset('page.js')}</script></body></html>\n"
+        "bucket</footer>"
     )
 
 
-def _section(title: str, body: str, note: str = "") -> str:
-    if not body:
-        return ""
-    return f"<section><h2>{title}</h2>{f'<p class=note>{note}</p>' if note else ''}{body}</section>"
-
-
-def _header(s: Summary, name: str) -> str:
-    tone = {"done": "good", "finished": "good", "failed": "bad", "stopped": "warn"}.get(
-        s.state, "live"
-    )
+def _header(s: Summary) -> str:
+    tone = TONES.get(s.state, "live")
     problems = "".join(f"<p class=problem>{esc(p)}</p>" for p in s.problems)
     what = [esc(f"{clock(s.started_s)} – {clock(s.ended_s)}")]
     if s.asked:
@@ -89,8 +129,8 @@ def _header(s: Summary, name: str) -> str:
         what += [esc(x) for x in (s.session.device, size) if x]
     reason = f"<p class=reason>{esc(s.reason)}</p>" if s.reason else ""
     return (
-        f"<header><h1>{esc(name)} <span class='pill {tone}'>{esc(s.state)}</span></h1>"
-        f"<p class=sub>{' · '.join(what)}</p>{reason}{problems}</header>"
+        f"<header><h1>{esc(run_name(s.url))} <span class='pill {tone}'>{esc(s.state)}</span></h1>"
+        f"{THEME_BUTTON}<p class=sub>{' · '.join(what)}</p>{reason}{problems}</header>"
     )
 
 
@@ -104,13 +144,9 @@ def _cards(s: Summary) -> str:
     if s.losses:
         cards.append(("loss", number(s.losses[1]), f"from {number(s.losses[0])}"))
     if s.validations:
-        cards.append(
-            (
-                s.validation_name.replace("_", " "),
-                number(s.validations[1]),
-                f"from {number(s.validations[0])}",
-            )
-        )
+        before, after = s.validations
+        name = s.validation_name.replace("_", " ")
+        cards.append((name, number(after), f"from {number(before)}"))
     cards += [
         ("wall time", duration(s.wall_s), world),
         ("goodput", percent(ledger.goodput), f"of {duration(ledger.billed_s)} billed"),
@@ -119,6 +155,11 @@ def _cards(s: Summary) -> str:
             money(cost.spot_usd),
             f"{percent(cost.saved)} less than on demand" if cost.on_demand_usd else "",
         ),
+    ]
+    if s.tokens and cost.spot_usd:
+        usd = cost.spot_usd / s.tokens * 1e6
+        cards.append(("per million tokens", money(usd), f"{s.tokens / 1e6:,.1f} million tokens"))
+    cards += [
         (
             "nodes",
             str(len(up)),
@@ -135,186 +176,3 @@ def _cards(s: Summary) -> str:
         f"<div><b>{esc(a)}</b><strong>{esc(b)}</strong><i>{esc(c)}</i></div>" for a, b, c in cards
     )
     return f"<div class=cards>{''.join(shown)}</div>"
-
-
-def _goodput(s: Summary) -> str:
-    ledger = s.ledger
-    if not ledger.billed_ns:
-        return ""
-    shares = {b: ledger.ns[b] / ledger.billed_ns for b in BUCKETS if ledger.ns[b]}
-    bar = "".join(
-        f'<div class="b-{b}" style="flex:{share:.5f} 0 0" data-tip="{b}: '
-        f'{percent(share)}">{percent(share) if share > 0.07 else ""}</div>'
-        for b, share in shares.items()
-    )
-    rows = [
-        [
-            f"<u class='b-{b}'></u>{b}",
-            f"<span class=wide>{MEANING[b]}</span>",
-            percent(share),
-            duration(ledger.ns[b] / NANO),
-            esc(money(ledger.nusd[b] / NANO)),
-        ]
-        for b, share in shares.items()
-    ]
-    total = [
-        "<b>billed</b>",
-        "",
-        "100 %",
-        f"<b>{duration(ledger.billed_s)}</b>",
-        f"<b>{esc(money(ledger.usd))}</b>",
-    ]
-    return f"<div class=stack>{bar}</div>" + _html_table(
-        ["", "", "share", "node time", "$"], [*rows, total], right={2, 3, 4}
-    )
-
-
-def _money(s: Summary) -> str:
-    if not s.ledger.billed_ns:
-        return ""
-    rows = money_rows(s)
-    most = max(usd for _, usd, _ in rows) or 1.0
-    return (
-        "<div class=money>"
-        + "".join(
-            f"<div><span>{name}</span>"
-            f"<div class=track><i class='{'paid' if i == 0 else 'ref'}' "
-            f"style='width:{100 * usd / most:.2f}%'></i></div>"
-            f"<b>{esc(money(usd))}</b><em>{esc(note)}</em></div>"
-            for i, (name, usd, note) in enumerate(rows)
-        )
-        + "</div>"
-    )
-
-
-# ---- tables --------------------------------------------------------------------------------------
-def _html_table(
-    head: Sequence[str], rows: Sequence[Sequence[object]], right: Collection[int] = ()
-) -> str:
-    """Cells are HTML already."""
-
-    def cells(row: Sequence[object], tag: str) -> str:
-        return "".join(
-            f"<{tag}{' class=r' if i in right else ''}>{c}</{tag}>" for i, c in enumerate(row)
-        )
-
-    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
-    top = cells(head, "th")
-    table = f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
-    return f"<div class=scroll>{table}</div>"
-
-
-def _attempts(s: Summary) -> str:
-    used = [a for a in s.ledger.attempts if a.up_s is not None or a.end != "no-capacity"]
-    refused = len(s.ledger.attempts) - len(used)
-    if not used:
-        return f"<p>{refusals(refused)}</p>" if refused else ""
-    rows = []
-    for a in used:
-        tone = "bad" if a.end in BAD_ENDS else "good" if a.end == "finished" else ""
-        share = f"{percent(a.ns['useful'] / a.billed_ns)}" if a.billed_ns else "–"
-        mini = "".join(
-            f'<i class="b-{b}" style="flex:{a.ns[b]} 0 0"></i>' for b in BUCKETS if a.ns[b]
-        )
-        rows.append(
-            [
-                esc(a.name),
-                f"{esc(a.offer or '–')}<small>{esc(a.accelerator)}{'' if a.spot else ' on demand'} "
-                f"{money(a.usd_per_h)}/h</small>",
-                "–" if a.up_s is None else "+" + duration(a.up_s - s.started_s),
-                f"<span class='{tone}'>{esc(attempt_end(a))}</span>"
-                + ("" if a.exit_code is None else f"<small>exit {esc(a.exit_code)}</small>"),
-                duration(a.billed_s),
-                f"<div class=mini>{mini}</div>",
-                share,
-                esc(money(a.usd)),
-            ]
-        )
-    head = ["node", "offer", "up", "why it ended", "billed", "", "useful", "$"]
-    return _html_table(head, rows, right={2, 4, 6, 7}) + (
-        f"<p class=note>{refusals(refused)}</p>" if refused else ""
-    )
-
-
-def _epochs(s: Summary) -> str:
-    rows = [
-        [
-            esc(e.epoch),
-            esc(e.world),
-            esc(" ".join(e.attempts)) or "–",
-            esc(e.accumulation or "–"),
-            esc(spread(e.shares)) or "–",
-            esc(steps_text(e)),
-            esc(e.ended) or "goes on",
-            f"<span class=bad>{esc(e.steps_lost)}</span>" if e.steps_lost else "0",
-            duration(e.gap_s),
-            duration(e.lost_s),
-        ]
-        for e in s.ledger.epochs
-    ]
-    head = [
-        "epoch",
-        "ranks",
-        "nodes",
-        "accum",
-        "micro-batches",
-        "steps",
-        "why it ended",
-        "steps lost",
-        "began after",
-        "end cost",
-    ]
-    return _html_table(head, rows, right={0, 1, 3, 7, 8, 9}) if rows else ""
-
-
-def _notices(s: Summary) -> str:
-    rows = []
-    for n in s.ledger.notices:
-        tone = {True: "good", False: "bad", None: ""}[n.in_time]
-        rows.append(
-            [
-                "+" + duration(n.seen_s - s.started_s),
-                esc(n.attempt or n.member),
-                esc(n.kind),
-                esc(n.source),
-                duration(n.grace_s),
-                duration(n.commit_s),
-                esc(n.step or "–"),
-                f"<span class='{tone}'>{verdict(n.in_time, n.cancelled)}</span>",
-            ]
-        )
-    return (
-        _html_table(
-            ["at", "node", "notice", "from", "grace", "committed after", "step", ""],
-            rows,
-            right={0, 4, 5, 6},
-        )
-        if rows
-        else ""
-    )
-
-
-def _snapshots(s: Summary) -> str:
-    rows = snapshot_rows(s)
-    return (
-        "<dl>" + "".join(f"<dt>{esc(a)}</dt><dd>{esc(b)}</dd>" for a, b in rows) + "</dl>"
-        if rows
-        else ""
-    )
-
-
-def _trouble(s: Summary) -> str:
-    out = []
-    for m in s.marks[-TROUBLE_SHOWN:]:
-        detail = (
-            f"<details><summary>last words</summary><pre>{esc(m.detail)}</pre></details>"
-            if m.detail.strip()
-            else ""
-        )
-        out.append(
-            f"<li><b>+{duration(m.t - s.started_s)} {esc(m.what)}</b> {esc(m.text)}{detail}</li>"
-        )
-    return f"<ul class=trouble>{''.join(out)}</ul>" if out else ""
-
-
-# ---- looks ---------------------------------------------------------------------------------------

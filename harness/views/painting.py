@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 # in the order they are shown
-BUCKETS = ("useful", "redone", "snapshot", "start", "reform", "drain", "idle", "other")
+BUCKETS = (
+    *("useful", "straggle", "redone", "snapshot"),
+    *("provision", "setup", "start", "reform"),
+    *("drain", "drained", "idle", "other"),
+)
 # the first one gets the time
-PRECEDENCE = ("snapshot", "useful", "redone", "other", "start", "drain", "idle", "reform")
+PRECEDENCE = (
+    *("snapshot", "straggle", "useful", "redone", "other"),
+    *("provision", "setup", "start", "drained", "drain", "idle", "reform"),
+)
 NANO = 1_000_000_000
 Span = tuple[int, int]  # [from, to) in nanoseconds
 LabelledSpan = tuple[int, int, str]  # ... and a bucket

@@ -8,26 +8,16 @@ failure is to say so and to try again later.
 from __future__ import annotations
 
 import logging
-import os
 import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
-from harness.bucket.streamed import MACHINE_KEY
-from harness.core.values import canonical
 from harness.core.world import BadInput
 from harness.views.committed import Lineage
-from harness.views.describe import (
-    config_of,
-    left_by_node,
-    machine_of,
-    script_of,
-    tags_of,
-)
+from harness.views.describe import config_of, left_by_node, tags_of
 from harness.views.operations import Operations
 from harness.views.plugins import Account, Place, RunInfo
 from harness.views.stream import StreamWriter
@@ -213,13 +203,6 @@ def about_of(writer: StreamWriter, environ: Mapping[str, str]) -> Callable[[], M
         return said
 
     return about
-
-
-def leave_machine(store: ObjectStore, environ: Mapping[str, str], script: str = "") -> None:
-    """On rank 0's node: what machine trains, and with which flags, for every publisher. Raises
-    StoreError."""
-    said = {**machine_of(environ, Path(os.curdir)), **script_of(script)}
-    store.put(MACHINE_KEY, canonical(said))
 
 
 def sync(

@@ -48,21 +48,29 @@ T = TypeVar("T")
 MOST_ROWS = 200  # of a table in a terminal
 COLOURS = {  # of the terminal; the page has its own, for light and dark
     "useful": "green",
+    "straggle": "bright_green",
     "redone": "red",
     "snapshot": "blue",
+    "provision": "bright_magenta",
+    "setup": "bright_blue",
     "start": "magenta",
     "reform": "yellow",
     "drain": "cyan",
+    "drained": "bright_cyan",
     "idle": "bright_black",
     "other": "white",
 }
 MEANING = {
     "useful": "steps of the committed lineage",
     "redone": "work lost with its world, done again",
+    "straggle": "in those steps: waiting for the slowest rank",
     "snapshot": "standing still to copy the state",
-    "start": "booting, importing, first restore",
+    "provision": "booting, SkyPilot's runtime, copying files",
+    "setup": "the task's setup: installing packages",
+    "start": "its agent's begin to its first step: importing, first restore",
     "reform": "between worlds: rendezvous, restart, restore",
-    "drain": "after the last step, until the node was gone",
+    "drain": "after the last step, until its agent had ended",
+    "drained": "its agent had ended; paid until the node was gone",
     "idle": "up while others trained",
     "other": "between steps: validation, logging",
 }

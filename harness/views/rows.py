@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING
 
 from harness.views.painting import NANO
@@ -130,6 +132,27 @@ class Cost:
     # only steps, validation and one start per node of the first epoch: on demand, nothing ever lost
     undisturbed_usd: float
     known: bool  # all on-demand prices are known; else the paid price stands for unknown ones
+
+    @classmethod
+    def of(cls, attempts: Sequence[AttemptRow], first_nodes: int) -> Cost:
+        """`first_nodes`: of the first world that made a step."""
+
+        def price(a: AttemptRow) -> float:
+            return a.on_demand_usd_per_h or a.usd_per_h
+
+        def spent(a: AttemptRow, buckets: Sequence[str]) -> float:
+            return sum(a.ns[bucket] for bucket in buckets) * price(a)
+
+        # One start for each node of the first world: the least that a run on demand pays as well.
+        starts = [spent(a, ("provision", "setup", "start")) for a in attempts if a.ns["useful"]]
+        start = median(starts) * min(first_nodes, len(starts)) if starts else 0.0
+        steps = sum(spent(a, ("useful", "straggle", "other")) for a in attempts)
+        return cls(
+            spot_usd=sum(a.billed_nusd for a in attempts) / NANO,
+            on_demand_usd=sum(a.billed_ns * price(a) for a in attempts) / NANO / 3600,
+            undisturbed_usd=(steps + start) / NANO / 3600,
+            known=all(a.on_demand_usd_per_h > 0 for a in attempts if a.billed_ns),
+        )
 
     @property
     def saved_usd(self) -> float:

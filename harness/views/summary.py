@@ -12,15 +12,18 @@ import numpy as np
 
 from harness.bucket.archive import read_past
 from harness.bucket.epochs import epoch_numbers
-from harness.bucket.layout import IDENTITY, Epoch, Identity, epoch_key
+from harness.bucket.layout import IDENTITY, SAMPLES, Epoch, Identity, epoch_key
 from harness.bucket.recorded import read_committed
 from harness.core import columns
 from harness.core import prices as egress
 from harness.core import records as rec
 from harness.core.columns import NONE, Columns, Committed
 from harness.core.facts import (
+    DrainVerdict,
     EpochStarted,
+    GraceSpent,
     GuardTripped,
+    HealthSeen,
     LeaseTaken,
     RunAsked,
     RunEnded,
@@ -31,10 +34,13 @@ from harness.core.facts import (
     Stamped,
     Unreadable,
     Validated,
+    Warned,
     WorkerFailed,
+    WorkerHung,
 )
 from harness.core.values import BadObject
 from harness.views.ledger import Ledger
+from harness.views.postmortem import Postmortem, postmortem
 from harness.views.report import unread_text
 from harness.views.rows import EpochRow
 from harness.views.speed import SpeedSummary, speed_of
@@ -44,6 +50,7 @@ from storage.objects import ObjectStore, get_each
 from storage.snapshots import Snapshots
 
 MOST_POINTS = 20_000  # of a curve
+MOST_SAMPLED = 40  # objects of step records that are read for gradients' norms
 NO_RECORDS = Committed(NONE, {}, {})
 
 
@@ -63,7 +70,9 @@ class TimelineMark:
     """Something that happened at one moment."""
 
     t: float
-    what: str  # "failed" | "guard" | "snapshot failed" | "quarantined"
+    # "failed" | "guard" | "snapshot failed" | "quarantined" | "hung" | "health" | "drain" |
+    # "too late" | "warned"
+    what: str
     text: str
     detail: str = ""
 
@@ -93,9 +102,18 @@ class Summary:
     marks: tuple[TimelineMark, ...]
     session: SessionStarted | None
     asked: RunAsked | None
+    postmortem: Postmortem
     problems: tuple[str, ...] = ()
     store: egress.Estimate | None = None
     speed: SpeedSummary = field(default_factory=SpeedSummary)
+    facts: tuple[Stamped, ...] = ()  # by time, without the steps
+    norms: tuple[tuple[int, float], ...] = ()  # of gradients, by step; of a long run a sample
+    tokens_per_step: float = 0.0  # 0: not known
+
+    @property
+    def tokens(self) -> float:
+        """Of the committed steps; 0: not known."""
+        return self.step * self.tokens_per_step
 
     @property
     def wall_s(self) -> float:
@@ -133,6 +151,7 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
     if unread:
         problems.append(f"{unread_text(unread)}; the numbers below may be wrong")
     facts += _lost_epochs(store, facts)
+    tokens = [s.tokens for s in past.newest if s.tokens]
     del past
     manifest, kept = _newest(store, problems)
     records = _records(store, manifest, problems)
@@ -168,8 +187,12 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
         marks=_marks(facts),
         session=sessions[-1] if sessions else None,
         asked=next((s.fact for s in reversed(facts) if isinstance(s.fact, RunAsked)), None),
+        postmortem=postmortem(facts, ledger, steps, records),
         problems=tuple(problems),
         store=egress.estimate(store.url, facts, kept, until_s - started_s),
+        facts=tuple(facts),
+        norms=_norms(store, records.rows),
+        tokens_per_step=sum(tokens) / len(tokens) if tokens else 0.0,
         speed=speed_of(facts, steps, records),
     )
 
@@ -221,6 +244,24 @@ def _records(store: ObjectStore, manifest: Manifest | None, problems: list[str])
             "verify)"
         )
         return NO_RECORDS
+
+
+def _norms(store: ObjectStore, committed: Columns) -> tuple[tuple[int, float], ...]:
+    """Of gradients, as committed steps' records tell them: of a long run from some objects only.
+    What is damaged is left out here; `_records` tells of it."""
+    if not len(committed):
+        return ()
+    keys = sorted(rec.heads(store.list(SAMPLES)).values())
+    epochs = committed["epoch"]  # of steps 1, 2, ...
+    some = keys[:: len(keys) // MOST_SAMPLED + 1]
+    found: dict[int, float] = {}
+    for key, data in get_each(store, some):
+        with contextlib.suppress(rec.BrokenRecords):
+            for r in rec.decode(data or b"", key):
+                counts = 0 < r.step <= len(epochs) and epochs[r.step - 1] == r.epoch
+                if counts and "grad_norm" in r.metrics:
+                    found[r.step] = r.metrics["grad_norm"]
+    return tuple(sorted(found.items()))
 
 
 def _away(facts: list[Stamped]) -> float:
@@ -316,4 +357,29 @@ def _marks(facts: list[Stamped]) -> tuple[TimelineMark, ...]:
                         s.t, "quarantined", f"snapshot of step {step} (epoch {epoch}): {why}"
                     )
                 )
+            case Warned(step, _, what):
+                marks.append(TimelineMark(s.t, "warned", f"step {step}: {what}"))
+            case _:
+                if (mark := _mark_of_node(s)) is not None:
+                    marks.append(mark)
     return tuple(marks)
+
+
+def _mark_of_node(s: Stamped) -> TimelineMark | None:
+    match s.fact:
+        case WorkerHung() as f if f.guilty:
+            text = f"rank {f.rank} of epoch {f.epoch} ({f.member}) hung in {f.place}: {f.what}"
+            return TimelineMark(s.t, "hung", text)
+        case HealthSeen(member, gpu, what, message, action) if action != "ignore":
+            text = f"{member}: GPU {gpu}: {what} {message}: {action}"
+            return TimelineMark(s.t, "health", text)
+        case GraceSpent(member, _, _, step, committed, verdict):
+            told = verdict or f"at step {step}, {committed} is committed"
+            return TimelineMark(s.t, "too late", f"{member}: its time is up: {told}")
+        case DrainVerdict() as f if not f.committed:
+            text = (
+                f"{f.member}: rank {f.rank}'s share of step {f.step} was not committed before the "
+                f"deadline; safe is step {f.last_good_step}"
+            )
+            return TimelineMark(s.t, "drain", text)
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from harness.core import facts as f
+from harness.core.setups import HARDWARE
 from harness.views.words import clock, duration, money, nbytes, number, percent, plural
 from storage.text import plain
 
@@ -33,6 +34,14 @@ def _of_nodes(fact: f.Fact, state: LiveState) -> tuple[str, str] | None:
             return style, f"node {fact.attempt}: {fact.end}" + (
                 f" ({fact.reason})" if fact.reason and fact.reason != fact.end else ""
             )
+        case f.NodeFound(member) if not state.attempt_of.get(member, member).isdigit():
+            price = "" if fact.usd_per_h is None else f", {money(fact.usd_per_h)} an hour"
+            words = (fact.cloud, fact.region, fact.instance_type or fact.accelerators)
+            place = " ".join(word for word in words if word)
+            return "cyan", f"{_who(state, member)} stands in {place or 'no known place'}{price}"
+        case f.NodeBilled(member, launched_s, gone_s):
+            lived = "is still there" if gone_s is None else f"lived {duration(gone_s - launched_s)}"
+            return "", f"{_who(state, member)}: by SkyPilot's bill it {lived}"
         case f.NoticeSeen(member, source, kind, _, deadline):
             until = "" if deadline is None else f", deadline {clock(deadline)[11:]}"
             return "yellow", f"{_who(state, member)}: {kind} notice from {source}{until}"
@@ -76,6 +85,15 @@ def _of_training(fact: f.Fact, state: LiveState) -> tuple[str, str] | None:
                 else "training from step 0"
             )
             return "green", f"epoch {fact.epoch}: {verb}{accumulation}"
+        case f.SetupChanged(epoch, _, action, changes) if any(
+            row.get("level") != HARDWARE for row in changes
+        ):
+            names = ", ".join(row.get("name", "") for row in changes[:4])
+            more = ", ..." if len(changes) > 4 else ""
+            return (
+                "red" if action == "refused" else "yellow",
+                f"epoch {epoch}: set up otherwise than the run began, {action}: {names}{more}",
+            )
         case f.EpochLeft(epoch, member, why) if why not in ("resize", "finished"):
             return "red" if why in (
                 "failed",
@@ -94,6 +112,10 @@ def _of_training(fact: f.Fact, state: LiveState) -> tuple[str, str] | None:
             return "red", f"rank {fact.rank} on {_who(state, fact.member)} hangs: {fact.what}"
         case f.GraceSpent(member, _, _, _, _, verdict):
             return "red", f"{_who(state, member)}: its time is up: {verdict}"
+        case f.DrainVerdict() if fact.rank == 0 or not fact.committed:
+            return _of_drain(fact, state)
+        case f.Warned(step, _, what):
+            return "yellow", f"step {step}: {what}"
         case f.SnapshotCommitted():
             return (
                 "blue",
@@ -107,6 +129,22 @@ def _of_training(fact: f.Fact, state: LiveState) -> tuple[str, str] | None:
         case f.GuardTripped(step, _, what, value):
             return "red", f"step {step}: {what} ({value:g})"
     return None
+
+
+def _of_drain(fact: f.DrainVerdict, state: LiveState) -> tuple[str, str]:
+    """Of rank 0's share, and of every share that did not make it."""
+    forecast = (
+        f"{duration(fact.need_s)} needed, {duration(max(0.0, fact.left_s))} left when it was staged"
+    )
+    if fact.committed:
+        return "blue", (
+            f"{_who(state, fact.member)}: step {fact.step} was committed before the deadline "
+            f"({forecast})"
+        )
+    return "red", (
+        f"{_who(state, fact.member)}: rank {fact.rank}'s share of step {fact.step} is not "
+        f"committed; safe is step {fact.last_good_step} ({forecast})"
+    )
 
 
 def _who(state: LiveState, member: str) -> str:

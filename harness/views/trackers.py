@@ -67,7 +67,6 @@ from harness.views.publishing import (
     Telling,
     about_of,
     brief,
-    leave_machine,
     renderer_of,
     writer_of,
 )
@@ -373,8 +372,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--collect", metavar="FOLDER", help="download what was published into FOLDER, and end"
     )
-    script = "the script and its flags, which trackers show as configuration"
-    parser.add_argument("--script", default="", help=script)
     return parser
 
 
@@ -429,11 +426,8 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     ]
     threads = [threading.Thread(target=p.run, name=p.trackers[0].name) for p in publishers]
     if places:
-        # beside a controller: not rank 0's machine, and the bill comes after the run's end
+        # beside a controller: the bill comes after the run's end
         beside = bool(environ.get("HARNESS_BESIDE_CONTROLLER"))
-        if not beside:
-            with contextlib.suppress(StoreUnavailable):  # a nicety
-                leave_machine(store, environ, flags.script)
         writer = writer_of(store, info, flags.min_batch_s)
         found = (renderer_of(place, writer, environ) for place in places)
         threads += Telling(writer, [r for r in found if r], stop, beside).threads()

@@ -11,6 +11,7 @@ from harness.bucket.lease import TTL_S, sign_of_life
 from harness.core import facts as f
 from harness.core.facts import Stamped
 from harness.core.values import amount
+from harness.views.ledger_parts import offer_of
 from harness.views.rows import BAD_ENDS
 from harness.views.telling import describe
 from storage.objects import ObjectStore
@@ -35,6 +36,9 @@ class NodeView:
     ended_at: float = -math.inf  # when that was told; the last word counts
     members: dict[str, tuple[float, f.AgentStarted]] = field(default_factory=dict)
     agent_ended: dict[str, tuple[float, f.AgentEnded]] = field(default_factory=dict)
+    # what its agents found out of it, and SkyPilot's bills, by member
+    found: dict[str, f.NodeFound] = field(default_factory=dict)
+    bills: dict[str, tuple[float, f.NodeBilled]] = field(default_factory=dict)
     notices: dict[tuple[str, str], f.NoticeSeen] = field(default_factory=dict)  # (member, id)
     cancelled: set[tuple[str, str]] = field(default_factory=set)
 
@@ -61,7 +65,26 @@ class NodeView:
     def billed_s(self, now: float) -> float:
         if self.ended is not None:
             return self.ended.billed_s
-        return 0.0 if self.up_s is None else max(0.0, now - self.up_s)
+        gone_s = now
+        if not self.name.isdigit():  # no controller bills it
+            gone_s = min([now, *(t for t, _ in self.agent_ended.values())])
+            for told_s, bill in self.bills.values():
+                gone_s = told_s if bill.gone_s is None else bill.gone_s
+        return 0.0 if self.up_s is None else max(0.0, gone_s - self.up_s)
+
+    def learn(self) -> None:
+        """Of a node that no controller launched: what its agent, or SkyPilot, says of it."""
+        bill = next((bill for _, bill in self.bills.values()), None)
+        found = next(iter(self.found.values()), None)
+        if self.name.isdigit() or not (found or bill):
+            return
+        offer = offer_of(found or f.NodeFound(self.name), bill.usd_per_h if bill else None)
+        self.offer = str(offer["name"])
+        self.usd_per_h = amount(offer["usd_per_h"])
+        self.on_demand_usd_per_h = amount(offer["on_demand_usd_per_h"])
+        launched_s = bill.launched_s if bill else found.launched_s if found else None
+        began_s = [t for t, _ in self.members.values()]
+        self.up_s = min([*began_s, *([] if launched_s is None else [launched_s])], default=None)
 
 
 @dataclass
@@ -115,6 +138,15 @@ class LiveState:
                 name = str(attempt) if attempt else member
                 self._adopt(member, name)
                 self.node(name).members[member] = (t, fact)
+                self.node(name).learn()
+            case f.NodeFound(member):
+                node = self.of_member(member)
+                node.found[member] = fact
+                node.learn()
+            case f.NodeBilled(member):
+                node = self.of_member(member)
+                node.bills[member] = (t, fact)
+                node.learn()
             case f.AgentEnded(member):
                 self.of_member(member).agent_ended[member] = (t, fact)
             case f.NoticeSeen(member):
@@ -164,6 +196,8 @@ class LiveState:
             node.notices |= early.notices
             node.cancelled |= early.cancelled
             node.agent_ended |= early.agent_ended
+            node.found |= early.found
+            node.bills |= early.bills
 
     # -- reading --
     @property

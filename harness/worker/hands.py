@@ -19,6 +19,7 @@ from harness.worker.machine import Do
 from harness.worker.resume import Resume, UnfitHosts
 from harness.worker.step import Work
 from harness.worker.steplog import VOTES
+from harness.worker.timing import HARNESS, SNAPSHOT
 
 
 class Hands:
@@ -68,6 +69,7 @@ class Hands:
             case machine.Snapshot(why, final):
                 ended = machine.end_words(self._seen()) if final else ""
                 own_loop = self._work.feed.batching is None
+                self._work.timer.enter(SNAPSHOT)
                 self._work.snapshotter.take(why, ended, own_loop)
             case machine.Leave(why, code):
                 self._leave(why)
@@ -95,6 +97,7 @@ class Hands:
                 self._compare_steps()
             case Do.PART:
                 self._peers.life.tell(WorkerPhase.LEAVING)
+                self._work.log.conclude()
                 self._run.flush()
                 self._peers.barrier()
                 self._hang_up_at_exit()
@@ -106,6 +109,7 @@ class Hands:
         step waits for another rank's host.
         """
         pending = self._work.log.pending
+        self._work.timer.enter(HARNESS)
         self._peers.life.tell(WorkerPhase.REDUCE)
         if not self.votes_late and pending is not None:
             self._work.log.settle()
@@ -113,6 +117,7 @@ class Hands:
         elif self._counted is not None:
             self.count(self._counted)
         self._counted = pending.ints[VOTES] if pending is not None else None
+        self._work.timer.enter(SNAPSHOT)
         self._hold.prepare(self._work.training.state)
 
     def count(self, votes: torch.Tensor) -> None:
@@ -120,6 +125,8 @@ class Hands:
         want = machine.winner(votes.tolist())
         if want is not Want.NOTHING:
             self._work.log.settle()
+            if want is not Want.SNAPSHOT:  # no step follows
+                self._work.timer.rest()
             self.turn(self._work.votes.asked(want))
 
     def resume(self) -> None:
@@ -199,6 +206,7 @@ class Hands:
     def _leave(self, why: str) -> None:
         self._peers.life.tell(WorkerPhase.LEAVING)
         self._tell_end(why)
+        self._work.log.conclude()
         self._run.close()
         self._peers.barrier()
         self._hang_up_at_exit()

@@ -54,7 +54,9 @@ class Run:
         )
         self.token = secrets.token_hex(4)
         writer = f"worker-e{self.epoch:06d}-{self.token}"
-        self.journal = Journal(self.store, writer, time.time) if peers.rank == 0 else None
+        # every rank has a token of its own; only rank 0 tells of what all ranks do
+        self._own = Journal(self.store, writer, time.time)
+        self.journal = self._own if peers.rank == 0 else None
         self._closing = threading.Event()
         if self.journal and url:
             flush_s = FLUSH_S.get(self.store.url.partition("://")[0], FLUSH_REMOTE_S)
@@ -84,6 +86,12 @@ class Run:
         """Rank 0 records it."""
         if self.journal is not None:
             self.journal.record(fact)
+
+    def fact_here(self, fact: Fact) -> None:
+        """This rank records it, whichever it is; for what is seldom. Raises StoreError."""
+        self._own.record(fact)
+        if self.url:
+            self._own.flush()
 
     def warn(self, what: str, step: int | None = None) -> None:
         """A fact, and a line of rank 0's."""

@@ -35,17 +35,21 @@ from harness.worker import machine
 from harness.worker.feed import Feed
 from harness.worker.hands import Hands
 from harness.worker.hold import Hold
-from harness.worker.loader import Stream, seed_everything
+from harness.worker.loader import MicroBatch, Stream, seed_everything
 from harness.worker.parallel import Strategy
 from harness.worker.peers import Peers
+from harness.worker.profiling import Profile
+from harness.worker.rates import Rates
 from harness.worker.resume import LastSeen, Resume, look_again_s
 from harness.worker.rhythm import Rhythm
 from harness.worker.rounding import WORDS
 from harness.worker.run import Run
+from harness.worker.setup_check import SetupCheck
 from harness.worker.sharding import check_unwrapped, shard
 from harness.worker.snapshotter import Snapshotter
 from harness.worker.step import Step, Work
-from harness.worker.steplog import Rates, StepLog
+from harness.worker.steplog import StepLog
+from harness.worker.timing import PhaseTimer, marks_of
 from harness.worker.training import Training
 from harness.worker.votes import Votes
 from storage.objects import ObjectStore
@@ -71,6 +75,8 @@ class Options:
     deterministic: bool | None
     votes_late: bool | None
     peak_flops: float | None
+    config: Any
+    on_change: str | None
 
 
 class Session:
@@ -91,22 +97,27 @@ class Session:
         peers.meet(environ, o.backend, o.timeout_s)
         look_again_s(environ)  # refused before the bucket is opened
         joined = self._run = Run(peers, o.run or environ.get("HARNESS_RUN"), environ)
+        self._setup = SetupCheck(peers, joined, o.config, o.on_change, environ)
         mark = Path(environ["HARNESS_MARK"]) if "HARNESS_MARK" in environ else None
         votes = Votes(mark, leads=peers.rank == 0)
         votes.listen()
         seen_path = mark.with_name("seen.json") if mark else None
         last_seen = LastSeen(seen_path, joined.url, writes=peers.local_rank == 0)
         training, rates = Training(peers, reduce), Rates(peers.device, o.peak_flops)
-        log, rhythm = StepLog(joined, rates), Rhythm(o.interval)
+        timer, rhythm = PhaseTimer(marks_of(peers.device)), Rhythm(o.interval)
+        log = StepLog(joined, rates, timer)
         hold = Hold(peers, joined, environ.get("HARNESS_STAGE"))
         snapshotter = Snapshotter(peers, joined, training, log, hold, rhythm, last_seen, o.keep)
         resume = Resume(peers, joined, training, hold, last_seen, environ)
         feed = Feed(peers, o.seed, json.loads(environ.get("HARNESS_SPEEDS", "null")))
-        self._work = Work(peers, joined, training, feed, log, rates, rhythm, snapshotter, votes)
+        self._work = Work(
+            peers, joined, training, feed, log, rates, rhythm, snapshotter, votes, timer
+        )
         # an agent waits for the script's end, and `conclude` is called then
         state = machine.SessionState(by_script=mark is not None, stored=bool(joined.url))
         late = peers.device.type != "cpu" if o.votes_late is None else o.votes_late
         self._hands = Hands(self._work, hold, resume, state, until, late)
+        self._profile = Profile(joined, peers.device, environ.get("HARNESS_PROFILE", ""))
 
     # ---- what the script may look at -------------------------------------------------------------
     @property
@@ -275,13 +286,15 @@ class Session:
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         tokens_per_sample: int = 0,
-        flops_per_sample: float = 0.0,
+        flops_per_sample: float | str = 0.0,
     ) -> Iterator[Step]:
         """The steps that are still to do, after resuming from the newest valid snapshot.
         `global_batch` and `micro_batch` in samples.
 
         `tokens_per_sample`, and the model's `flops_per_sample` (forward and backward), are for
-        reports only: tokens per second, and how much of the devices' peak is used (MFU).
+        reports only: tokens per second, and how much of the devices' peak is used (MFU). Instead
+        of a number: "6PT" (six times parameters times tokens), or "counted": torch counts the
+        first micro-batch, and with it what activation checkpointing computes again (HFU).
 
         `total` counts from the run's first step. The step that reaches it is committed at once, so
         that what the script does afterwards (a validation, an export) can lose nothing. It may be
@@ -299,6 +312,7 @@ class Session:
         try:
             stream = feed.open(dataset, global_batch, micro_batch, shuffle, collate_fn)
         except TooManyRanks as e:
+            self._setup.announce()
             self._run.identify(feed.identity(training.model, self.reduce), feed.first_version)
             self._shrink(e)
             raise
@@ -309,14 +323,28 @@ class Session:
             self._run.warn(what, 0)
         self._hands.total = total
         total = min(total, self._hands.until)
+        self._setup.announce()
         self._run.identify(identity, feed.first_version)
+        self._setup.settle()
         seed_everything(self.seed)
         self._hands.turn(machine.Looped())
         batches = feed.batches(self.step + 1, total, num_workers)
         training.strategy.start(self.batching.micro_batches)
         training.strategy.zero()
-        self._work.rates.watch(training.model, tokens_per_sample, flops_per_sample)
+        self._work.rates.watch(
+            training.model, tokens_per_sample, flops_per_sample, self.replica_ranks
+        )
+        try:
+            yield from self._loop(batches, total)
+        finally:
+            self._work.timer.rest()
+            self._profile.stop()
+        self._hands.turn(machine.Reached())
+        self._profile.wait()
+
+    def _loop(self, batches: Iterator[MicroBatch], total: int) -> Iterator[Step]:
         while self.step < total:
+            self._profile.before(self.step + 1)
             step = Step(self._work, self.step + 1, batches)
             self._peers.life.tell(WorkerPhase.COMPUTE, self.step)
             yield step
@@ -325,7 +353,7 @@ class Session:
                     f"step {step.number}: step.update() was not called; it makes the optimizer step"
                 )
             self._hands.boundary()
-        self._hands.turn(machine.Reached())
+            self._profile.after(step.number)
 
     def _shrink(self, why: TooManyRanks) -> None:
         """Leave, so that a smaller world is formed, if one can be: from run.json, which is there
@@ -340,6 +368,7 @@ class Session:
         `steps` calls it; call it yourself only with a loop of your own, then `safe_point` after
         each step and `finish` after the last.
         """
+        self._setup.settle()
         self._hands.resume()
         return self.step
 
@@ -393,6 +422,8 @@ def attach(
     deterministic: bool | None = None,
     votes_late: bool | None = None,
     peak_flops: float | None = None,
+    config: Any = None,
+    on_change: str | None = None,
 ) -> Session:
     """Join the run that the environment names. `seed` decides data order and all randomness of the
     training.
@@ -417,7 +448,9 @@ def attach(
     warns where it has none; True: always, and torch raises there; False: torch's choice is left
     alone. `votes_late`: what the ranks want is counted one step later, so that no step waits for
     another rank's host; None: on GPUs. `peak_flops`: of this rank's device, per second, for MFU;
-    None: from its name and what the model is computed in.
+    None: from its name and what the model is computed in. `config`: what else the result depends on
+    (a dict, dataclass, Namespace, ...), for trackers. `on_change`: "refuse", "warn", "accept" that
+    a run was begun otherwise; None: HARNESS_ON_CHANGE, else "warn" (docs/REPRODUCE.md).
 
     What else it does to this process: it seeds Python's, numpy's and torch's generators, here and
     again before every micro-batch; makes this rank's GPU the current device; joins the process
@@ -430,13 +463,14 @@ def attach(
     It reads torchrun's RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, what the agent
     says in HARNESS_* (RUN, EPOCH, MARK, PROGRESS, STAGE, SPEEDS, REPLICA, REPLICA_RANKS), and what
     people may set: HARNESS_HOST, HARNESS_UNTIL_STEP, HARNESS_LOOK_AGAIN_S, HARNESS_ALLOW_REWIND,
-    and what the bucket's client reads (docs/STORES.md). Raises BadInput, StoreError.
+    HARNESS_PROFILE, HARNESS_ON_CHANGE, HARNESS_DIFF, HARNESS_OWNER, _PROJECT, _EXPERIMENT,
+    _PURPOSE, and what the bucket's client reads (docs/STORES.md). Raises BadInput, StoreError.
     """
     keep = Keep(last=keep_snapshots, every=keep_every_steps, best=keep_best)
     interval = machine.Interval(snapshot_every_s, snapshot_every_steps)
     options = Options(
         seed, run, interval, keep, reduce, replica_ranks,
-        timeout_s, backend, deterministic, votes_late, peak_flops,
+        timeout_s, backend, deterministic, votes_late, peak_flops, config, on_change,
     )  # fmt: skip
     session = Session(dict(os.environ), options)
     _attached[:] = [session]

@@ -146,6 +146,11 @@ class Snapshotter:
         """No snapshot is on its way."""
         return self._flight is None or self._flight.landing.told.is_set()
 
+    @property
+    def copies(self) -> bool:
+        """The state may not change yet."""
+        return self._flight is not None and not self._flight.finished
+
     def due(self) -> bool:
         return bool(self._run.url) and self.quiet and self._rhythm.due(self._run.step)
 

@@ -20,10 +20,22 @@ from harness.node.progress import WorkerPhase
 from harness.worker.feed import Feed
 from harness.worker.loader import MicroBatch, seed_everything, to_device
 from harness.worker.peers import Peers
+from harness.worker.rates import Rates
 from harness.worker.rhythm import Rhythm
 from harness.worker.run import Run
 from harness.worker.snapshotter import Snapshotter
-from harness.worker.steplog import VOTES, Pending, Rates, StepLog, halves
+from harness.worker.steplog import VOTES, Pending, StepLog, halves
+from harness.worker.timing import (
+    BACKWARD,
+    COMMUNICATION,
+    DATA,
+    FORWARD,
+    HARNESS,
+    OPTIMIZER,
+    OTHER,
+    SNAPSHOT,
+    PhaseTimer,
+)
 from harness.worker.training import Training
 from harness.worker.votes import Votes
 
@@ -49,10 +61,12 @@ class Step:
         self._backwards = 0
         self.attempt = 0
         self.updated = False
-        self.t_start = time.time()
+        work.timer.begin(number)
+        self._began = time.time(), time.perf_counter()
 
     def __iter__(self) -> Iterator[Any]:
-        w = self._work
+        w, timer = self._work, self._work.timer
+        timer.enter(HARNESS)
         micros = list(w.feed.plan.micros(w.peers.rank))
         rounds = w.feed.plan.rounds if w.training.strategy.equal_rounds else len(micros)
         if w.feed.stream is not None:
@@ -64,6 +78,7 @@ class Step:
         repeat = True
         while repeat:
             for i in range(rounds):
+                timer.enter(DATA)
                 self._filler = i >= len(micros)
                 self._micro = micros[min(i, len(micros) - 1)]
                 w.training.strategy.micro(last=i == rounds - 1, filler=self._filler)
@@ -72,13 +87,19 @@ class Step:
                 seed_everything(seed_for(w.feed.seed, self.number, self._micro))
                 before = self._backwards
                 assert self._current is not None
-                yield to_device(self._current.data, w.peers.device)
+                data = to_device(self._current.data, w.peers.device)
+                if w.rates.count is not None and not self._filler:
+                    w.rates.count.arm()
+                timer.enter(FORWARD)
+                yield data
                 if (times := self._backwards - before) != 1:
                     raise BadInput(
                         f"step {self.number}: step.backward(loss) was called {times} times for one "
                         "micro-batch, wanted once"
                     )
+            timer.enter(COMMUNICATION)
             repeat = w.training.strategy.again()
+            timer.enter(HARNESS)
             if repeat:
                 self.attempt += 1
                 if not w.training.repeated:
@@ -89,8 +110,10 @@ class Step:
         if buffers is not None:
             buffers.learn()
         if w.feed.stream is not None:
+            timer.enter(DATA)
             for _ in self._batches:  # read on to the end of the global batch
                 raise AssertionError("a micro-batch of ours came after our last one")
+        timer.enter(OTHER)
 
     def _next(self, i: int, read: list[MicroBatch]) -> MicroBatch:
         """The i-th micro-batch of this rank. `read`: what a stream gave before."""
@@ -121,24 +144,28 @@ class Step:
         much the mean stands for; by default its samples; the number of valid tokens when those
         differ."""
         assert self._current is not None
-        training = self._work.training
+        training, rates = self._work.training, self._work.rates
+        self._work.timer.enter(BACKWARD)
         amount = float(len(self._current.samples)) if weight is None else float(weight)
         if self._filler:
             amount = 0.0
         scaled = loss * amount
         if training.scaler is not None:
             scaled = training.scaler.scale(scaled)
-        scaled.backward()  # type: ignore[no-untyped-call]
+        with rates.around_backward():
+            scaled.backward()  # type: ignore[no-untyped-call]
         training.strategy.micro_done()
+        rates.counted(len(self._current.samples))
         if not self._filler:
             self._sums.add(self._micro, loss, amount)
         self._sums.tokens_weighted |= weight is not None
         self._backwards += 1
+        self._work.timer.enter(OTHER)
 
     def update(self, clip_norm: float | None = None) -> None:
         """Sum over all replicas, divide by the global weight, clip, and let optimizers and
         schedulers step."""
-        self._work.update(self._sums, self.t_start, clip_norm)
+        self._work.update(self._sums, self._began, self._backwards, clip_norm)
         self.updated = True
 
     @property
@@ -174,7 +201,12 @@ class Sums:
             self.losses[micro] = loss.detach().double() * amount
             self.weights[micro] = amount
 
-    def ints(self, gflops: int) -> torch.Tensor:
+    def weights_tensor(self) -> torch.Tensor:
+        """On the host, from where a GPU can fetch them without being waited for."""
+        pin = self.losses.device.type == "cuda"
+        return torch.tensor(self.weights, dtype=torch.float64, pin_memory=pin)
+
+    def ints(self, tell: bool, gflops: int) -> torch.Tensor:
         """As `Pending.ints` wants it, without votes."""
         both = (self._hash_sum + self._contents_sum) % 2**64
         if self._leads:
@@ -183,8 +215,18 @@ class Sums:
             said = (0, 0, both)
         samples = self.samples if self._leads else 0
         digest, contents, twins = (halves(total % 2**64) for total in said)
-        mine = [*digest, samples, *[0] * len(Want), *contents, *twins, gflops]
+        mine = [*digest, samples, *[0] * len(Want), *contents, *twins, tell, gflops]
         return torch.tensor(mine, dtype=torch.int64)
+
+
+def to_host(floats: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """A copy on the host, and the event after which it is there; None: now. Nobody waits here."""
+    if floats.device.type != "cuda":
+        return floats, None
+    on_host = floats.to("cpu", non_blocking=True)  # that is pinned
+    copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    copied.record()
+    return on_host, copied
 
 
 @dataclass(frozen=True)
@@ -200,24 +242,34 @@ class Work:
     rhythm: Rhythm
     snapshotter: Snapshotter
     votes: Votes
+    timer: PhaseTimer
 
     @property
     def batching(self) -> Batching:
         assert self.feed.batching is not None
         return self.feed.batching
 
-    def update(self, sums: Sums, t_start: float, clip_norm: float | None) -> None:
-        """All ranks come here, with what each has summed."""
+    def update(
+        self, sums: Sums, began: tuple[float, float], micros: int, clip_norm: float | None
+    ) -> None:
+        """All ranks come here, with what each has summed over `micros` micro-batches. `began`: by
+        the wall clock and by one that is never set."""
         self.peers.life.tell(WorkerPhase.REDUCE)
         floats = self._reduce(sums, clip_norm)
         lr = float(self.training.optimizers[0].param_groups[0]["lr"])
-        self.snapshotter.finish_staging()
+        if self.snapshotter.copies:
+            self.timer.enter(SNAPSHOT)
+            self.snapshotter.finish_staging()
+            self.timer.enter(OPTIMIZER)
         self._optimize()
+        self.timer.enter(COMMUNICATION)
         self.training.share_buffers()
+        self.timer.enter(HARNESS)
         self.run.step += 1
         # the step before this one (on a GPU): its numbers have had a whole step to arrive
         self.log.settle()
-        ints = sums.ints(self.rates.peak_gflops)
+        tell = self.peers.rank == 0 and self.log.times.due()
+        ints = sums.ints(tell, self.rates.peak_gflops)
         self.votes.cast(ints[VOTES], self.snapshotter.due)
         work = (
             dist.all_reduce(ints, group=self.peers.control, async_op=True)
@@ -240,23 +292,28 @@ class Work:
         assert self.run.identity is not None
         with_contents = self.feed.stream is not None and bool(self.run.identity.get("contents"))
         scaled = self.training.scaler is not None
-        self.log.pending = Pending(
-            record, t_start, time.time(), floats, ints, work, with_contents, scaled
-        )
         self.rhythm.note_step(calm=self.snapshotter.quiet)
         self.peers.life.tell(WorkerPhase.COMPUTE, self.run.step)
+        self.timer.end()
+        host_s = time.perf_counter() - began[1]
+        on_host, copied = to_host(floats)
+        self.log.pending = Pending(
+            *(record, began[0], host_s, on_host, ints, sum(sums.weights), micros, copied, work),
+            *(with_contents, scaled),
+        )
 
     def _reduce(self, sums: Sums, clip_norm: float | None) -> torch.Tensor:
         """Gradients over all ranks, divided and clipped; `Pending.floats`."""
         device, strategy, scaler = self.peers.device, self.training.strategy, self.training.scaler
+        self.timer.enter(COMMUNICATION)
         strategy.reduce()
-        totals = torch.stack(
-            [sums.losses, torch.tensor(sums.weights, dtype=torch.float64, device=device)]
-        )
+        totals = torch.stack([sums.losses, to_device(sums.weights_tensor(), device)])
+        own = sums.losses.sum().view(1)
         if self.peers.control is not None:
             dist.all_reduce(totals)  # on the device's own stream: no host waits for it
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        floats = torch.cat([totals.sum(1), zero.view(1)])
+        self.timer.enter(OPTIMIZER)
+        zero = torch.zeros(1, dtype=torch.float64, device=device)
+        floats = torch.cat([totals.sum(1), zero, own])
         weight: float | torch.Tensor = (
             floats[1] if sums.tokens_weighted else float(self.batching.global_batch)
         )

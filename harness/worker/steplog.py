@@ -3,26 +3,30 @@ fact. Runs in the worker."""
 
 from __future__ import annotations
 
-import functools
 import math
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from harness.core import records as rec
 from harness.core.facts import GuardTripped, StepDone, Validated
-from harness.core.hardware import peak_flops
 from harness.core.world import HarnessError
 from harness.node.marks import Want
-from harness.worker.guards import NonFiniteLoss, Precision, check_finite
+from harness.worker.guards import NonFiniteLoss, check_finite
+from harness.worker.rates import Rates
 from harness.worker.run import Run
+from harness.worker.steptimes import StepTimes
+from harness.worker.timing import COMMUNICATION, HARNESS, PhaseTimer
 
 # of `Pending.ints`; what has 64 bits is there as two halves, so that no sum overflows
 DIGEST, SAMPLES, VOTES = slice(0, 2), 2, slice(3, 3 + len(Want))
 CONTENTS, TWINS = slice(VOTES.stop, VOTES.stop + 2), slice(VOTES.stop + 2, VOTES.stop + 4)
-UNKNOWN_GFLOPS = -(1 << 50)  # one rank's makes the sum of all negative
+TELL, GFLOPS = TWINS.stop, TWINS.stop + 1
+
+
+CLOCK_S = 1.0  # by so much clocks may disagree
 
 
 @dataclass
@@ -31,14 +35,19 @@ class Pending:
 
     # digest, samples, weight, loss and h are filled in when they have arrived
     record: rec.StepRecord
-    t_start: float
-    # `update` was over: when the numbers arrive, and what the script does until the next step, is
-    # none of its time
-    t_end: float
-    floats: torch.Tensor  # (3,) float64 on the device: loss sum, weight, grad norm
-    # (8 + wants,) int64, host: digest halves, samples, `VOTES`, contents halves, halves of the same
-    # digests of replicas' other ranks, GFLOP/s
+    t_start: float  # wall clock
+    # from its begin until `update` was over: when the numbers arrive, and what the script does
+    # until the next step, is none of its time. By the host's clock, for want of a better one
+    host_s: float
+    # (4,) float64, host (there when `copied` has passed): loss sum, weight, grad norm; and this
+    # rank's own loss sum
+    floats: torch.Tensor
+    # (9 + wants,) int64, host: digest halves, samples, `VOTES`, contents halves, halves of the same
+    # digests of replicas' other ranks, is it time to tell where time goes, GFLOP/s
     ints: torch.Tensor
+    own_weight: float = 0.0
+    micros: int = 0  # micro-batches that this rank did
+    copied: Any = None  # an event, of a GPU: until then all of the step is done as well
     work: Any = None
     with_contents: bool = False  # of a stream: the record holds a digest of what was read
     scaled: bool = False  # by a GradScaler, so the norm may be infinite
@@ -48,7 +57,10 @@ class Pending:
         if self.work is not None:
             self.work.wait()
             self.work = None
-        loss_sum, weight, norm = self.floats.tolist()
+        if self.copied is not None:
+            self.copied.synchronize()
+            self.copied = None
+        loss_sum, weight, norm, _ = self.floats.tolist()
         return (loss_sum / weight if weight else math.nan), weight, norm
 
     def digests(self) -> tuple[str, str]:
@@ -68,6 +80,15 @@ class Pending:
             )
 
 
+def begun(t_start: float, ended_s: float, most_s: float, latest_s: float) -> float:
+    """When a step began for which the script was ready at `t_start`: not before the last one had
+    `ended_s`, unless that lies more than `most_s` ahead, as after a wall clock was set back; and
+    not after `latest_s`, or it would end in the future."""
+    ahead_s = ended_s - t_start
+    begin_s = ended_s if 0 < ahead_s <= most_s + CLOCK_S else t_start
+    return max(t_start, min(begin_s, latest_s))
+
+
 def halves(total: int) -> tuple[int, int]:
     """Of 64 bits, the lower first."""
     return total & 0xFFFFFFFF, total >> 32
@@ -79,46 +100,14 @@ def whole(two: torch.Tensor) -> int:
     return int(low + (high << 32)) % 2**64
 
 
-class Rates:
-    """What a sample costs, and what this rank's device could do: for tokens per second and MFU.
-
-    `peak_flops`: of the device, per second; None: from its name and what the model is computed in.
-    """
-
-    def __init__(self, device: torch.device, peak_flops: float | None = None):
-        self.tokens_per_sample = 0
-        self.flops_per_sample = 0.0
-        self._peak_flops = peak_flops
-        self._device = device
-        self._precision: Precision | None = None
-
-    def watch(self, model: nn.Module, tokens_per_sample: int, flops_per_sample: float) -> None:
-        """From here on. In which precision the model is computed is seen if anybody wants to
-        know."""
-        self.tokens_per_sample, self.flops_per_sample = tokens_per_sample, flops_per_sample
-        if self._precision is None and flops_per_sample:
-            self._precision = Precision(model)
-
-    @functools.cached_property
-    def peak_gflops(self) -> int:
-        """What this rank adds to the sum by which MFU divides; asked for after the first
-        forward."""
-        precision = self._precision.name if self._precision is not None else "none"
-        known = (
-            peak_flops(torch.cuda.get_device_name(self._device), precision)
-            if self._device.type == "cuda"
-            else None
-        )
-        peak = self._peak_flops or known
-        return int(peak / 1e9) if peak else UNKNOWN_GFLOPS
-
-
 class StepLog:
     """`pending`: the step whose numbers have not arrived. `head`: of the chain of records.
     `unsaved`: records that no snapshot carries."""
 
-    def __init__(self, run: Run, rates: Rates):
-        self._run, self._rates = run, rates
+    def __init__(self, run: Run, rates: Rates, timer: PhaseTimer):
+        self._run, self._rates, self._timer = run, rates, timer
+        self.times = StepTimes(run, rates, timer)
+        self._ended_s = 0.0  # wall clock: of the newest record
         self.pending: Pending | None = None
         self.head = ""
         self.unsaved: list[rec.StepRecord] = []
@@ -144,8 +133,12 @@ class StepLog:
         p = self.pending
         if p is None:
             return
+        self._timer.enter(COMMUNICATION)
         loss, weight, norm = p.arrive()
+        self._timer.enter(HARNESS)
         self.pending = None
+        self.times.collect()
+        begin_s, dt = self._when(p)
         samples = int(p.ints[SAMPLES])
         digest, contents = p.digests()
         metrics = {"grad_norm": norm, **self._metrics}
@@ -156,8 +149,8 @@ class StepLog:
             digest=digest,
             weight=weight,
             loss=loss,
-            t=p.t_end,
-            dt=p.t_end - p.t_start,
+            t=begin_s + dt,
+            dt=dt,
             metrics=metrics,
             contents=contents,
         ).chained(self.head)
@@ -174,24 +167,42 @@ class StepLog:
             raise
         self.head, self.last = record.h, record
         self.unsaved.append(record)
-        self._tell(record, p)
+        self._tell(record, begin_s, int(p.ints[GFLOPS]))
+        own_loss = float(p.floats[3])
+        self.times.note(own_loss, p.own_weight, p.micros, samples, int(p.ints[GFLOPS]))
+        if int(p.ints[TELL]):
+            self.times.gather()
 
-    def _tell(self, record: rec.StepRecord, p: Pending) -> None:
-        gflops = (
-            self._rates.flops_per_sample * record.samples / record.dt / 1e9 if record.dt else 0.0
-        )
-        peak_gflops = int(p.ints[-1])
+    def _when(self, p: Pending) -> tuple[float, float]:
+        """When it began (wall clock), and its duration. A GPU begins a step when it has done the
+        one before, and the host may be ahead of it by a step."""
+        timed_s = self._timer.settle()
+        dt = p.host_s if timed_s is None else timed_s
+        last_s = self.last.dt if self.last is not None else 0.0
+        begin_s = begun(p.t_start, self._ended_s, last_s + dt, time.time() - dt)
+        self._ended_s = begin_s + dt
+        return begin_s, dt
+
+    def conclude(self) -> None:
+        """All ranks leave, at the same point: what was timed and not told yet is told."""
+        if self.pending is None:
+            self.times.conclude()
+
+    def _tell(self, record: rec.StepRecord, begin_s: float, peak_gflops: int) -> None:
+        mfu = self._rates.mfu(record.samples, record.dt, peak_gflops)
+        while self._rates.doubts:
+            self._run.warn(self._rates.doubts.pop(), record.step)
         self._run.fact(
             StepDone(
                 record.step,
                 self._run.epoch,
                 record.loss,
-                p.t_start,
+                begin_s,
                 record.dt,
                 record.samples,
                 record.samples * self._rates.tokens_per_sample,
                 record.lr,
                 record.metrics["grad_norm"],
-                gflops / peak_gflops if peak_gflops > 0 and gflops else None,
+                mfu,
             )
         )

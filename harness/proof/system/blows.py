@@ -7,10 +7,13 @@ could have ended well.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass, field
 
 SCRIPT = r"the script failed (\d+) times .*\(after step (\d+)\): (.*)\. Mend the script"
+UNREADABLE = r"none of its snapshots can be used|its newest \d+ snapshots cannot be used"
+TOGETHER_S = 120.0  # two hosts that read at most this long after another can agree
 AGENTS = r"the script failed (\d+) times in a row after step (\d+); "
 WORDS = {"RuntimeError: simulated: the script raises": "fail-script", "SIGKILL": "kill-worker"}
 
@@ -29,7 +32,10 @@ class Blow:
 
 @dataclass
 class Blows:
+    """`misread`: by attempt, when a node last was given damaged bytes of a snapshot."""
+
     all: list[Blow] = field(default_factory=list)
+    misread: dict[int, float] = field(default_factory=dict)
 
     def explain(self, reason: str) -> bool:
         """Are these the reason that a run gives for its end?"""
@@ -41,6 +47,9 @@ class Blows:
             times, step = int(found[1]), int(found[2])
             died = {b.attempt for b in self.all if (b.kind, b.step) == ("crash-agent", step)}
             return len(died) >= times
+        if re.search(UNREADABLE, reason):  # one host is not believed
+            times_s = sorted(self.misread.values())
+            return any(b - a <= TOGETHER_S for a, b in itertools.pairwise(times_s))
         return False
 
     def __str__(self) -> str:

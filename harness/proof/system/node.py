@@ -16,6 +16,7 @@ from harness.agent import machine
 from harness.agent.agent import Agent
 from harness.agent.config import AgentConfig, Fitness, Timing, Worlds
 from harness.agent.ends import WorkerEnd
+from harness.agent.flight import FlightDump
 from harness.agent.measuring import NoWatch
 from harness.agent.notices import Notice
 from harness.bucket.layout import NO_EPOCH, Epoch
@@ -206,6 +207,9 @@ class SimPool:
 
     def end(self) -> list[int]:
         self._kill()
+        return []
+
+    def flights(self) -> list[FlightDump]:
         return []
 
 

@@ -30,6 +30,7 @@ class Trouble:
         self._kernel, self._interleaved, self._calm_s = kernel, interleaved, calm_s
         self._spells: dict[str, list[tuple[float, int | None, int | None]]] = {}
         self._strikes: dict[str, list[Fault]] = {}
+        self.misread: dict[int, float] = {}  # by attempt: when it last was given damaged bytes
         self.overtake: Callable[[float], None] = lambda lasts_s: None
 
     def patience(self) -> Patience:
@@ -120,4 +121,7 @@ class Trouble:
         return ""
 
     def damages_read(self, node: SimNode | None, key: str) -> bool:
-        return key.endswith("state.bin") and self.reigns("damaged-reads", node)
+        damaged = key.endswith("state.bin") and self.reigns("damaged-reads", node)
+        if damaged and node is not None:
+            self.misread[node.attempt] = self._kernel.now_s
+        return damaged

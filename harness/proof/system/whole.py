@@ -142,7 +142,7 @@ class WholeSystem:
         self.trouble = Trouble(self.kernel, setting.interleaved, setting.calm_s)
         self.trouble.overtake = self._overtake
         self.bucket = Bucket(build.store(), self.kernel, self.emit)
-        self.blows = Blows()
+        self.blows = Blows(misread=self.trouble.misread)
         self.net = SimulatedNet(self.kernel, self.trouble)
         self.leases = Watch(now=self.kernel.now)
         self.cloud = PlayedCloud(self, self.random("cloud"))

@@ -1,0 +1,270 @@
+"""What surrounds a process: its work tree in git, installed packages, image, variables, people.
+
+Runs where a script trains, and where a run is launched. Knows no torch and no bucket; asks no
+network. Whatever cannot be found out is left empty: a run does not fail for its record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from harness.core.masking import VARIABLE, masked_patch, url_without_secrets
+from harness.core.setups import OWNER, PEOPLE, GitState
+from storage.text import plain
+
+GIT_S = 10.0  # for each question to git; a work tree may be huge, or on a slow disk
+DIFF_NBYTES = 1 << 20  # that are kept of what is not committed
+HASHED_NBYTES = 256 << 20  # that are read of it
+SCRIPT_NBYTES = 16 << 20
+MOST_UNTRACKED = 50  # names
+MOST_PACKAGES = 3000
+MOST_VARIABLES = 200
+MOST_LETTERS = 300
+# variables that steer libraries; a script's own come in its flags and its configuration
+STEERS = re.compile(
+    r"(CUBLAS|CUDA|CUDNN|FI|GLOO|HARNESS|HF|KMP|MKL|NCCL|NVIDIA|NVTE|OMP|PYTHONHASHSEED|PYTORCH"
+    r"|TORCH|TORCHINDUCTOR|TRANSFORMERS|TRITON|XFORMERS)_?[A-Z0-9_]*"
+)
+# ... but for those that say which node this is, or which epoch
+PLACES = re.compile(
+    r"(CUDA|NVIDIA)_VISIBLE_DEVICES|TORCHELASTIC_.*|.*_(DIR|HOME|PATH|CACHE|FILE|ROOT|IFNAME)"
+    r"|HARNESS_(ATTEMPT|BESIDE_CONTROLLER|DIFF|EPOCH|EPOCH_REASON|EXPERIMENT|HOST|MARK"
+    r"|NODE_DIR|OFFER|ON_CHANGE|OWNER|PROGRESS|PROJECT|PROVIDER|PURPOSE|RUN|SPEEDS|STAGE|TRACKERS"
+    r"|ALLOW_REWIND|UNTIL_STEP|IMAGE|REPLICA|REPLICA_RANKS|REPLICA_CAP_USD)"
+)
+_INSTALLED = re.compile(r"(?P<name>.+?)-(?P<version>[^-]+?)(?:-py\d.*)?\.(?:dist|egg)-info")
+_IMAGES = ("HARNESS_IMAGE", "SKYPILOT_DOCKER_IMAGE", "CONTAINER_IMAGE", "SLURM_CONTAINER_IMAGE")
+_VERSIONS = ("NVIDIA_PYTORCH_VERSION", "NVIDIA_BUILD_ID", "PYTORCH_VERSION", "CUDA_VERSION")
+
+
+# ---- git -----------------------------------------------------------------------------------------
+def git_state(folder: Path, keep_diff: bool = True) -> tuple[GitState, bytes]:
+    """The work tree that holds `folder`, and what is kept of its uncommitted changes, as a patch
+    without secrets. `keep_diff`: else nothing is kept of them but a hash."""
+    said = _git(folder, "rev-parse", "HEAD", "--show-prefix", "--abbrev-ref", "HEAD").split("\n")
+    commit, prefix, branch = [*said, "", "", ""][:3]
+    if not re.fullmatch(r"[0-9a-f]{40,64}", commit):
+        return GitState(), b""
+    found = _git(folder, "ls-files", "--others", "--exclude-standard", "--full-name", "-z", ":/")
+    names = [name for name in found.split("\0") if name]
+    holding = _git(folder, "for-each-ref", "--count=1", f"--contains={commit}", "refs/remotes")
+    remote = _remote(folder, branch)
+    diff, nbytes, beginning = _diff(folder)
+    state = GitState(
+        commit=commit,
+        branch="" if branch == "HEAD" else plain(branch)[:MOST_LETTERS],
+        remote=remote,
+        folder=plain(prefix)[:1000],
+        pushed=bool(holding.strip()) if remote else None,
+        diff=diff,
+        diff_nbytes=nbytes,
+        kept="hash" if diff else "",
+        untracked=tuple(plain(name)[:MOST_LETTERS] for name in names[:MOST_UNTRACKED]),
+        untracked_count=len(names),
+    )
+    if not diff or not keep_diff:
+        return state, b""
+    patch, signs = _without_secrets(beginning)
+    context = 3
+    if " " in signs:  # secrets of the commit beside a change: a masked line would not apply
+        context = 0
+        _, nbytes, beginning = _diff(folder, context)
+        patch, signs = _without_secrets(beginning)
+    cut = nbytes > len(beginning) or len(patch) > DIFF_NBYTES
+    state = dataclasses.replace(
+        state,
+        kept="cut" if cut else "whole",
+        masked=len(signs),
+        masked_before=signs.count("-"),
+        context=context,
+    )
+    return state, patch[:DIFF_NBYTES]
+
+
+def _remote(folder: Path, branch: str) -> str:
+    """URL of where the branch is pulled from, else of "origin", else of the first remote."""
+    said = _git(folder, "config", "--get-regexp", r"^(remote\..*\.url|branch\..*\.remote)$")
+    settings = dict(line.partition(" ")[::2] for line in reversed(said.splitlines()))
+    mine = settings.get(f"branch.{branch}.remote", "")
+    names = sorted(name for name in settings if name.endswith(".url"))
+    wanted = (f"remote.{mine}.url", "remote.origin.url", *names)
+    url = next((settings[name] for name in wanted if name in settings), "")
+    return plain(url_without_secrets(url) if "://" in url else url)[:1000]
+
+
+def _words(*words: str) -> list[str]:
+    # the tree may belong to another user (containers); nothing of its own settings is run
+    settings = ("-c", "safe.directory=*", "-c", "core.fsmonitor=false")
+    return ["git", "--no-optional-locks", *settings, *words]
+
+
+def _git(folder: Path, *words: str) -> str:
+    """What git says; "": it refuses, is not there, or takes too long."""
+    try:
+        out = subprocess.run(
+            _words(*words),
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=GIT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return out.stdout.decode(errors="replace") if out.returncode == 0 else ""
+
+
+def _diff(folder: Path, context: int = 3) -> tuple[str, int, bytes]:
+    """sha256 of what is not committed ("": nothing, or git could not tell), its bytes, and the
+    first of them."""
+    words = _words(
+        *("-c", "diff.relative=false", "diff", "--no-color", "--no-ext-diff", "--no-textconv"),
+        *("--binary", "--src-prefix=a/", "--dst-prefix=b/", f"-U{context}", "HEAD"),
+    )
+    try:
+        process = subprocess.Popen(
+            words,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+    except OSError:
+        return "", 0, b""
+    assert process.stdout
+    alarm = threading.Timer(GIT_S, process.kill)
+    alarm.start()
+    hashed, nbytes, kept = hashlib.sha256(), 0, bytearray()
+    with process.stdout as out:
+        while nbytes < HASHED_NBYTES and (data := out.read(1 << 20)):
+            hashed.update(data)
+            nbytes += len(data)
+            kept += data[: max(0, DIFF_NBYTES - len(kept))]
+    alarm.cancel()
+    if nbytes >= HASHED_NBYTES:
+        process.kill()
+    elif process.wait() != 0:
+        return "", 0, b""
+    process.wait()
+    return (hashed.hexdigest(), nbytes, bytes(kept)) if nbytes else ("", 0, b"")
+
+
+def _without_secrets(patch: bytes) -> tuple[bytes, str]:
+    """And the signs of lines that were masked: "+", "-", " ". Other bytes than text's are kept as
+    they are."""
+    told, signs = [], ""
+    for line, sign in masked_patch(patch.decode(errors="surrogateescape").split("\n")):
+        told.append(line)
+        signs += sign
+    return "\n".join(told).encode(errors="surrogateescape"), signs
+
+
+# ---- packages ------------------------------------------------------------------------------------
+def packages(path: Sequence[str] | None = None) -> dict[str, str]:
+    """All that are installed: name -> version, or "@ URL" for what was installed from elsewhere
+    than an index. From names of folders: to read all metadata takes half a second."""
+    found: dict[str, str] = {}
+    for folder in sys.path if path is None else path:
+        for entry in _listed(folder or os.curdir):
+            parts = _INSTALLED.fullmatch(entry)
+            if parts is None:
+                continue
+            name = re.sub(r"[-_.]+", "-", parts["name"]).lower()
+            if name not in found and len(found) < MOST_PACKAGES:
+                url = _direct_url(Path(folder or os.curdir) / entry)
+                version = parts["version"]
+                found[name] = f"{version} @ {url}" if url else version
+    return dict(sorted(found.items()))
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:  # a zip file, or nothing
+        return []
+
+
+def _direct_url(info: Path) -> str:
+    """Of PEP 610, as pip takes it; of a folder: "file:...". "": from an index."""
+    try:
+        said = json.loads((info / "direct_url.json").read_text())
+        url = url_without_secrets(str(said["url"]))
+        if vcs := said.get("vcs_info"):
+            return f"{vcs['vcs']}+{url}@{vcs['commit_id']}"[:MOST_LETTERS]
+        return ("file:" if "dir_info" in said else url)[:MOST_LETTERS]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ""
+
+
+# ---- the rest ------------------------------------------------------------------------------------
+def software(environ: Mapping[str, str]) -> dict[str, str]:
+    """Python, operating system and image, as far as they are known."""
+    found = {
+        "python": platform.python_version(),
+        "system": _system(),
+        "image": next((environ[name] for name in _IMAGES if environ.get(name)), ""),
+        "image versions": " ".join(f"{n}={environ[n]}" for n in _VERSIONS if environ.get(n)),
+    }
+    return {name: plain(value)[:MOST_LETTERS] for name, value in found.items() if value}
+
+
+def _system() -> str:
+    try:
+        said = Path("/etc/os-release").read_text(errors="replace")
+    except OSError:
+        return platform.system()
+    named = re.search(r'^PRETTY_NAME="?([^"\n]*)', said, re.M)
+    return named[1] if named else platform.system()
+
+
+def hardware() -> dict[str, str]:
+    """What is known without a library of the GPU's: the machine, and its driver."""
+    found = {"machine": platform.machine(), "kernel": platform.release(), "driver": _driver()}
+    return {name: plain(value)[:MOST_LETTERS] for name, value in found.items() if value}
+
+
+def _driver() -> str:
+    try:
+        said = Path("/proc/driver/nvidia/version").read_text(errors="replace")
+    except OSError:
+        return ""
+    found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", said)
+    return found[1] if found else ""
+
+
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Those that steer libraries, without secrets and without what tells nodes apart."""
+    return dict(list(_variables(environ))[:MOST_VARIABLES])
+
+
+def _variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for name in sorted(environ):
+        steers = STEERS.fullmatch(name) and not PLACES.fullmatch(name)
+        if steers and not VARIABLE.search(name):
+            yield name, plain(environ[name])[:MOST_LETTERS]
+
+
+def people(environ: Mapping[str, str]) -> dict[str, str]:
+    """For whom this runs, and why (setups.PEOPLE). The owner is by default who is logged in."""
+    found = {name: environ.get(variable, "") for name, variable in PEOPLE.items()}
+    found[OWNER] = found[OWNER] or environ.get("USER") or environ.get("LOGNAME") or ""
+    return {name: plain(value)[:1000] for name, value in found.items() if value}
+
+
+def file_hash(path: str) -> str:
+    """sha256 of a script; "": it cannot be read, or is no script."""
+    try:
+        with open(path, "rb") as f:
+            data = f.read(SCRIPT_NBYTES + 1)
+    except OSError:
+        return ""
+    return hashlib.sha256(data).hexdigest() if len(data) <= SCRIPT_NBYTES else ""

@@ -1,0 +1,251 @@
+"""Which interruption is to blame for which nanosecond of the ledger.
+
+Pure. Each piece of each node's billed time goes to one interruption or to none, so that what all
+interruptions lost and what none did add up to the ledger exactly. The rules, for a piece of a node:
+
+- `useful` is nobody's.
+- Work done again: the first interruption after it whose next world resumed before that step.
+- Before the node's first step: the interruption whose lost node it replaces, or that took it before
+  it trained; else none (the run's own start, and growth).
+- After the node's last step, until it was gone: the interruption that ended its last world.
+- While nobody trained: the interruption that began with it.
+- While others trained without it: the interruption that put it out.
+- Standing still for the snapshot that a world ended with: the interruption. All else between steps
+  (snapshots at their interval, validation) is none's.
+
+Dollars follow a node's time bucket by bucket, in whole nano-dollars.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from harness.core.columns import Columns, Committed, without
+from harness.core.facts import SnapshotCommitted
+from harness.views.breaks import DRAINS, Outline, Progress
+from harness.views.interruption import Losses
+from harness.views.ledger import Ledger
+from harness.views.painting import apportion, ns
+from harness.views.rows import AttemptRow, EpochRow
+from harness.views.testimony import Testimony
+
+NOBODY = -1  # in the place of an interruption's index
+SNAP_NS = 1000  # times in seconds are good to a microsecond; segments have whole nanoseconds
+BlameSums = defaultdict[tuple[int, str], int]  # (interruption, bucket) -> units
+
+
+@dataclass(frozen=True)
+class Blame:
+    """`losses` are in the order of the interruptions; `rest` is nobody's, useful time included."""
+
+    losses: tuple[Losses, ...]
+    rest: Losses
+
+
+@dataclass
+class _Worked:
+    """When a world made steps."""
+
+    epoch: EpochRow
+    first: int
+    last: int
+    broke: int  # index of the interruption that ended it, or NOBODY
+
+
+@dataclass
+class _Totals:
+    ns: BlameSums = field(default_factory=lambda: defaultdict(int))
+    nusd: BlameSums = field(default_factory=lambda: defaultdict(int))
+    gpu_ns: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    steps: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+
+    def losses(self, index: int, buckets: Sequence[str]) -> Losses:
+        return Losses(
+            {b: self.ns[index, b] for b in buckets},
+            {b: self.nusd[index, b] for b in buckets},
+            self.gpu_ns[index],
+            self.steps[index],
+        )
+
+
+def blame(
+    ledger: Ledger,
+    told: Testimony,
+    outlines: Sequence[Outline],
+    progress: Progress,
+    committed: Committed,
+    besides: Sequence[str] = (),
+) -> Blame:
+    """Share out `ledger`. `besides`: names of nodes that were lost before they trained and that
+    replaced no other, each an interruption of its own, after `outlines`."""
+    maker = _Blamer(ledger, told, outlines, progress)
+    maker.replaces |= {name: len(outlines) + i for i, name in enumerate(besides)}
+    for row in ledger.attempts:
+        maker.add(row)
+    for epoch in ledger.epochs:
+        if epoch.steps_lost:
+            maker.add_steps(epoch, committed.rows)
+    buckets = list(ledger.ns)
+    return Blame(
+        tuple(maker.totals.losses(i, buckets) for i in range(len(outlines) + len(besides))),
+        maker.totals.losses(NOBODY, buckets),
+    )
+
+
+class _Blamer:
+    def __init__(
+        self, ledger: Ledger, told: Testimony, outlines: Sequence[Outline], progress: Progress
+    ):
+        self.told, self.outlines, self.progress = told, outlines, progress
+        self.totals = _Totals()
+        self.bounds = sorted(
+            {t for a in ledger.attempts for begin, end, _ in a.segments for t in (begin, end)}
+        )
+        broke = {e.epoch: i for i, o in enumerate(outlines) for e in o.epochs}
+        self.replaces = {a.name: i for i, o in enumerate(outlines) for a in o.besides}
+        self.replaces |= {a.name: i for i, o in enumerate(outlines) for a in o.launched}
+        trained = [e for e in ledger.epochs if e.first_s is not None]
+        self.windows = [
+            _Worked(e, self.at(e.first_s), self.at(e.last_s), broke.get(e.epoch, NOBODY))
+            for e in trained
+        ]
+        for one, after in zip(self.windows, self.windows[1:], strict=False):
+            one.last = min(one.last, after.first)  # an old world may not know that it was replaced
+        self.firsts = [w.first for w in self.windows]
+        self.redone = {w.epoch.epoch: self.causes(w) for w in self.windows}
+        self.cuts = sorted(
+            {t for w in self.windows for t in (w.first, w.last)}
+            | {t for causes in self.redone.values() for t, _ in causes}
+        )
+
+    def at(self, t: float | None) -> int:
+        """In nanoseconds; at the segments' bound that it means, if there is one."""
+        exact = ns(t or 0.0)
+        i = bisect_left(self.bounds, exact - SNAP_NS)
+        near = [b for b in self.bounds[i : i + 2] if abs(b - exact) <= SNAP_NS]
+        return min(near, key=lambda b: abs(b - exact), default=exact)
+
+    def causes(self, window: _Worked) -> list[tuple[int, int]]:
+        """From when on the steps of a world were lost to which interruption, the earliest
+        interruption last: (nanoseconds, index)."""
+        if window.broke == NOBODY:
+            return []
+        rows = self.progress.rows(window.epoch.epoch)
+        found: list[tuple[int, int]] = []
+        before = math.inf  # later steps were lost already
+        for index in range(window.broke, len(self.outlines)):
+            trained = self.outlines[index].trained
+            if trained is None or trained.resumed_step >= before:
+                continue
+            before = trained.resumed_step
+            if (window.epoch.last_step or 0) > before:
+                begin_s = float(rows["start"][rows["step"] > before].min())
+                found.insert(0, (self.at(begin_s), index))
+        return found
+
+    def cause_of_redone(self, window: _Worked, t: int) -> int:
+        """Of work in this world at `t`."""
+        causes = self.redone[window.epoch.epoch]
+        i = bisect_right([begin for begin, _ in causes], t) - 1
+        # what was lost and of which no step is known was lost when its world broke
+        return causes[i][1] if i >= 0 else window.broke
+
+    # -- time and money of one node --
+    def add(self, row: AttemptRow) -> None:
+        spent: BlameSums = defaultdict(int)
+        own = self.own(row) if row.segments else []
+        for begin, end, bucket, window in self.pieces(row):
+            spent[self.cause(row, own, begin, bucket, window), bucket] += end - begin
+        self.blame_drains(row, own, spent)
+        gpus = self.told.gpus(row.attempt)
+        for (index, bucket), nanoseconds in spent.items():
+            self.totals.ns[index, bucket] += nanoseconds
+            if bucket != "useful":
+                self.totals.gpu_ns[index] += nanoseconds * gpus
+        for bucket, nusd in row.nusd.items():
+            weights = {str(i): n for (i, b), n in spent.items() if b == bucket and n}
+            if not weights:
+                self.totals.nusd[NOBODY, bucket] += nusd
+                continue
+            for name, part in apportion(nusd, weights).items():
+                self.totals.nusd[int(name), bucket] += part
+
+    def pieces(self, row: AttemptRow) -> Iterator[tuple[int, int, str, _Worked | None]]:
+        """Of its segments, none across the begin or end of a world's steps: (from, to, bucket,
+        the last world that had begun)."""
+        for begin, end, bucket in row.segments:
+            inside = self.cuts[bisect_right(self.cuts, begin) : bisect_left(self.cuts, end)]
+            for a, b in zip([begin, *inside], [*inside, end], strict=True):
+                i = bisect_right(self.firsts, a) - 1
+                yield a, b, bucket, self.windows[i] if i >= 0 else None
+
+    def own(self, row: AttemptRow) -> list[_Worked]:
+        """Worlds whose steps this node lived to see."""
+        begin, end = row.segments[0][0], row.segments[-1][1]
+        return [
+            w
+            for w in self.windows
+            if row.name in w.epoch.attempts and w.first < end and w.last > begin
+        ]
+
+    def cause(
+        self, row: AttemptRow, own: list[_Worked], t: int, bucket: str, window: _Worked | None
+    ) -> int:
+        if bucket == "useful":
+            return NOBODY
+        if not own or t < own[0].first:
+            return self.replaces.get(row.name, NOBODY)
+        mine = own[bisect_right([w.first for w in own], t) - 1]
+        if bucket == "redone":
+            return self.cause_of_redone(mine, t)
+        if t >= own[-1].last:
+            return own[-1].broke
+        assert window is not None  # one of its own has begun
+        if t >= window.last:
+            return window.broke
+        return NOBODY if window is mine else mine.broke
+
+    def blame_drains(self, row: AttemptRow, own: list[_Worked], spent: BlameSums) -> None:
+        """The snapshots that worlds ended with, where training stood still before their last
+        step was over."""
+        for window in own:
+            if window.broke == NOBODY:
+                continue
+            stalls = [
+                (self.at(c.t_start), self.at(c.t_start + max(0.0, c.stall_s)))
+                for _, c in self.told.of_epoch(window.epoch.epoch, SnapshotCommitted)
+                if c.why in DRAINS
+            ]
+            inside = sum(
+                max(0, min(b, window.last, row.segments[-1][1]) - max(a, window.first))
+                for a, b in stalls
+            )
+            moved = min(inside, spent[NOBODY, "snapshot"])
+            spent[NOBODY, "snapshot"] -= moved
+            spent[window.broke, "snapshot"] += moved
+
+    # -- steps --
+    def add_steps(self, epoch: EpochRow, committed: Columns) -> None:
+        window = next((w for w in self.windows if w.epoch is epoch), None)
+        rows = self.progress.rows(epoch.epoch)
+        if window is None:
+            self.totals.steps[NOBODY] += epoch.steps_lost
+            return
+        lost = without(rows, committed)
+        by_cause: Mapping[int, int] = self.count(window, lost)
+        for index, count in by_cause.items():
+            self.totals.steps[index] += count
+        self.totals.steps[NOBODY] += epoch.steps_lost - sum(by_cause.values())
+
+    def count(self, window: _Worked, lost: Columns) -> dict[int, int]:
+        found: dict[int, int] = defaultdict(int)
+        begins = np.rint(lost["start"] * 1e9).astype(np.int64)
+        for begin in begins.tolist():
+            found[self.cause_of_redone(window, self.at(begin / 1e9))] += 1
+        return found

@@ -1,0 +1,307 @@
+"""Ends of worlds before the run's own: which they are, why, and which belong together.
+
+Pure. A world that ends because the run is done or was stopped is no interruption. What befalls
+between the last step of a world and the first step of the next belongs to one interruption; so do
+nodes that are taken within SAME_EVENT_S of one another before the run has caught up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from harness.core.columns import Columns, joined, newest_told
+from harness.core.facts import (
+    EpochLeft,
+    HealthSeen,
+    NoticeSeen,
+    SessionEnded,
+    SnapshotCommitted,
+    WorkerFailed,
+    WorkerHung,
+)
+from harness.views.interruption import TAKINGS
+from harness.views.ledger import SAME_EVENT_S, Ledger
+from harness.views.ledger_parts import GOOD_ENDS, cut_by_epoch
+from harness.views.rows import AttemptRow, EpochRow
+from harness.views.testimony import Testimony
+
+ENDED_WELL = ("finished", "stopped")  # EpochRow.ended
+DRAINS = ("notice", "drain", "resize")  # SnapshotCommitted.why of what a world ends with
+
+
+@dataclass
+class Break:
+    """The end of one world."""
+
+    epoch: EpochRow
+    after: EpochRow | None  # the world that was formed next, whether it trained or not
+    kind: str  # a key of interruption.KINDS
+    cause: str
+    begun_s: float
+    members: list[str]  # that it is about
+    orderly: bool = True  # it ended with a committed snapshot
+
+
+@dataclass
+class Outline:
+    """An interruption before its moments and costs are known."""
+
+    breaks: list[Break]
+    trained: EpochRow | None = None  # the next world that made a step
+    whole_s: float | None = None  # when a world of as many ranks as before trained
+    caught_up_s: float | None = None
+    launched: list[AttemptRow] = field(default_factory=list)  # to fill the places of lost nodes
+    # launches that found no capacity
+    refused: list[AttemptRow] = field(default_factory=list)
+    # nodes that were taken with it, and were in no world
+    besides: list[AttemptRow] = field(default_factory=list)
+
+    @property
+    def first(self) -> Break:
+        return self.breaks[0]
+
+    @property
+    def last(self) -> Break:
+        return self.breaks[-1]
+
+    @property
+    def main(self) -> Break:
+        """The break that says most: one that took nodes, else the first."""
+        return next((b for b in self.breaks if b.kind in TAKINGS), self.first)
+
+    @property
+    def epochs(self) -> list[EpochRow]:
+        return [b.epoch for b in self.breaks]
+
+    @property
+    def members(self) -> list[str]:
+        return list(dict.fromkeys(m for b in self.breaks for m in b.members))
+
+    @property
+    def down_s(self) -> float | None:
+        return self.first.epoch.last_s
+
+
+class NodesOf:
+    """Which attempt a member belongs to."""
+
+    def __init__(self, ledger: Ledger):
+        self._of = {m: a for a in ledger.attempts for m in a.members}
+
+    def row(self, member: str) -> AttemptRow | None:
+        return self._of.get(member)
+
+    def name(self, member: str) -> str:
+        row = self._of.get(member)
+        return row.name if row else member
+
+    def names(self, members: Sequence[str]) -> str:
+        found = list(dict.fromkeys(map(self.name, members)))
+        return f"node{'s' if len(found) > 1 else ''} {', '.join(found)}" if found else "no node"
+
+
+# ---- what ended a world --------------------------------------------------------------------------
+def breaks(ledger: Ledger, told: Testimony) -> list[Break]:
+    """In the order of epochs."""
+    nodes, found = NodesOf(ledger), []
+    rows = list(ledger.epochs)
+    for i, row in enumerate(rows):
+        if row.end_s is not None and row.ended not in ENDED_WELL:
+            after = rows[i + 1] if i + 1 < len(rows) else None
+            found.append(_Judge(row, after, told, nodes).verdict())
+    return found
+
+
+class _Judge:
+    """Why one world ended."""
+
+    def __init__(self, row: EpochRow, after: EpochRow | None, told: Testimony, nodes: NodesOf):
+        self.row, self.after, self.told, self.nodes = row, after, told, nodes
+        self.end_s = row.end_s or row.started_s
+        self.left = {f.member: (t, f.why) for t, f in told.of_epoch(row.epoch, EpochLeft)}
+        stays = set(after.members) if after else set()
+        self.leaving = [m for m in row.members if m not in stays]
+        self.orderly = bool(told.of_epoch(row.epoch, SessionEnded)) or any(
+            why in GOOD_ENDS for _, why in self.left.values()
+        )
+
+    def verdict(self) -> Break:
+        noticed, vanished = self.noticed(), [] if self.orderly else self.vanished()
+        sick, hung = self.sick(), self.told.of_epoch(self.row.epoch, WorkerHung)
+        hung = [(t, h) for t, h in hung if h.guilty] or hung
+        failed = self.told.of_epoch(self.row.epoch, WorkerFailed)
+        name = self.nodes.names
+        if noticed:
+            members = list(dict.fromkeys([*(m for m, _, _ in noticed), *vanished]))
+            first = min(noticed, key=lambda n: n[1])[2]
+            gone = f", {name(vanished)} gone before its workers left" if vanished else ""
+            cause = f"{first.notice} notice from {first.source} to {name(members)}{gone}"
+            return self.made("notice", cause, min(t for _, t, _ in noticed), members)
+        if sick:
+            t, health = sick[0]
+            cause = f"{name([health.member])}: GPU {health.gpu}: {health.what} ({health.action})"
+            members = list(dict.fromkeys([*(h.member for _, h in sick), *vanished]))
+            return self.made("health", cause, t, members)
+        if hung:
+            t, one = hung[0]
+            cause = f"rank {one.rank} on {name([one.member])} hung in {one.place}"
+            return self.made("hang", cause, t, [one.member])
+        if vanished:
+            cause = f"{name(vanished)} gone without notice"
+            return self.made("loss", cause, min(map(self.gone_s, vanished)), vanished)
+        if not self.orderly:
+            return self.broken(failed)
+        return self.wanted()
+
+    def broken(self, failed: list[tuple[float, WorkerFailed]]) -> Break:
+        """Nobody is known to be gone."""
+        unfit = [m for m, (_, why) in self.left.items() if why == "unfit"]
+        if unfit:
+            return self.made("health", f"{self.nodes.names(unfit)} was unfit", self.end_s, unfit)
+        if failed:
+            t, one = failed[0]
+            cause = f"rank {one.rank} on {self.nodes.names([one.member])} failed: {one.error}"
+            return self.made("crash", cause, t, [one.member])
+        guilty = [m for m, (_, why) in self.left.items() if why in ("failed", "killed", "hung")]
+        cause = f"workers of {self.nodes.names(guilty)} ended" if guilty else "its world broke"
+        return self.made("crash", cause, self.end_s, guilty)
+
+    def wanted(self) -> Break:
+        """It ended with a snapshot, so that another world could begin."""
+        begun = [
+            c.t_start
+            for _, c in self.told.of_epoch(self.row.epoch, SnapshotCommitted)
+            if c.why in DRAINS
+        ]
+        begun_s = max([t for t in begun if t <= self.end_s], default=self.end_s)
+        joined = [m for m in self.after.members if m not in self.row.members] if self.after else []
+        back = [m for m in self.leaving if (row := self.nodes.row(m)) and self.given_back(row)]
+        if back:
+            what = f"{self.nodes.names(back)} given back"
+            more = f" for {self.nodes.names(joined)}" if joined else ""
+            return self.made("move", what + more, begun_s, [*back, *joined])
+        if self.bad_snapshots():
+            return self.made("quarantine", "a snapshot could not be used", begun_s, [])
+        parts = [f"{self.nodes.names(joined)} joined"] if joined else []
+        parts += [f"{self.nodes.names(self.leaving)} left"] if self.leaving else []
+        cause = ", ".join(parts) or "the world was formed anew"
+        return self.made("resize", cause, begun_s, [*joined, *self.leaving])
+
+    def made(self, kind: str, cause: str, begun_s: float, members: list[str]) -> Break:
+        """No trouble begins after training stands still because of it."""
+        latest = self.row.last_s if self.row.last_s is not None else self.end_s
+        begun_s = min(begun_s, latest)
+        return Break(self.row, self.after, kind, cause, begun_s, members, self.orderly)
+
+    # -- evidence --
+    def noticed(self) -> list[tuple[str, float, NoticeSeen]]:
+        """Who left because of a notice: it came before the workers had left, and stood then."""
+        found = []
+        for member in self.leaving:
+            until_s = self.left[member][0] if member in self.left else self.gone_s(member)
+            for t, notice in self.told.notices(member):
+                cancelled_s = self.told.cancelled_s(member, notice)
+                if t <= until_s and (cancelled_s is None or cancelled_s > self.end_s):
+                    found.append((member, t, notice))
+        return found
+
+    def gone_s(self, member: str) -> float:
+        row = self.nodes.row(member)
+        return self.end_s if row is None or row.gone_s is None else row.gone_s
+
+    def vanished(self) -> list[str]:
+        """Whose nodes are gone, and said nothing of it."""
+        horizon_s = (self.after.started_s if self.after else self.end_s) + SAME_EVENT_S
+        rows = [(m, self.nodes.row(m)) for m in self.leaving if m not in self.left]
+        return [m for m, row in rows if row and row.gone_s is not None and row.gone_s <= horizon_s]
+
+    def sick(self) -> list[tuple[float, HealthSeen]]:
+        return [
+            (t, health)
+            for member in self.leaving
+            for t, health in self.told.of_member(member, HealthSeen)
+            if health.action in ("drain", "kill") and self.row.started_s <= t <= self.gone_s(member)
+        ]
+
+    def given_back(self, row: AttemptRow) -> bool:
+        if row.end == "terminated":
+            return True
+        named = [
+            t
+            for t, d in self.told.decided
+            if d.decision in ("release", "terminate")
+            and d.reason.partition(":")[0] == f"attempt {row.attempt}"
+        ]
+        return any(t <= self.end_s for t in named)
+
+    def bad_snapshots(self) -> bool:
+        """Found when the next world restored."""
+        if self.after is None:
+            return False
+        until_s = self.after.first_s or self.after.end_s or float("inf")
+        return any(self.end_s <= t <= until_s for t, _ in self.told.quarantined)
+
+
+# ---- which belong together -----------------------------------------------------------------------
+class Progress:
+    """Every step that was done, by epoch."""
+
+    def __init__(self, ledger: Ledger, told: Columns, committed: Columns):
+        self._parts = (cut_by_epoch(told), cut_by_epoch(newest_told(committed)))
+        self._rows: dict[int, Columns] = {}
+        self.epochs = ledger.epochs
+
+    def rows(self, epoch: int) -> Columns:
+        """Of one world, each step once."""
+        if epoch not in self._rows:
+            found = joined(part[epoch] for part in self._parts if epoch in part)
+            self._rows[epoch] = newest_told(found)
+        return self._rows[epoch]
+
+    def caught_up_s(self, epochs: Sequence[EpochRow], trained: EpochRow | None) -> float | None:
+        """When a world did again the last step that `epochs` had done, or began the one after it if
+        that was not lost. None: not yet."""
+        last = max((e.last_step for e in epochs if e.last_step is not None), default=0)
+        if trained is None:
+            return None
+        if trained.resumed_step >= last:
+            return trained.first_s
+        for later in self.epochs:
+            if later.epoch >= trained.epoch and (later.last_step or 0) >= last:
+                rows = self.rows(later.epoch)
+                return float(rows["end"][rows["step"] >= last].min())
+        return None
+
+
+def outlines(ledger: Ledger, told: Testimony, progress: Progress) -> list[Outline]:
+    """In the order of time."""
+    found: list[Outline] = []
+    for one in breaks(ledger, told):
+        last = found[-1] if found else None
+        if last is None or not _belongs(last, one):
+            found.append(last := Outline([]))
+        last.breaks.append(one)
+        last.trained = next(
+            (e for e in ledger.epochs if e.epoch > one.epoch.epoch and e.first_s is not None), None
+        )
+        last.whole_s = next(
+            (
+                e.first_s
+                for e in ledger.epochs
+                if e.epoch > one.epoch.epoch
+                and e.first_s is not None
+                and e.world >= last.first.epoch.world
+            ),
+            None,
+        )
+        last.caught_up_s = progress.caught_up_s(last.epochs, last.trained)
+    return found
+
+
+def _belongs(last: Outline, one: Break) -> bool:
+    if one.epoch.first_s is None:  # it made no step: what was interrupted before still is
+        return True
+    taken = one.kind in TAKINGS and last.main.kind in TAKINGS
+    at_once = one.begun_s - last.first.begun_s <= SAME_EVENT_S
+    return taken and at_once and (last.caught_up_s is None or one.begun_s < last.caught_up_s)

@@ -1,0 +1,281 @@
+"""What another snapshot interval, or one more node standing by, would have cost.
+
+Pure. These are estimates from what was measured in this run; the assumptions are:
+
+- A world that broke without warning lost, on average, half an interval and the time that a snapshot
+  takes until its commit; never more than it had trained. What is compared with it is what was
+  really lost, so one interruption may look lucky or unlucky; the sum over many says more.
+- A snapshot costs training its stall, and the measured slowdown of the steps beside its upload.
+- Time between losses is what this run saw: trained seconds per world that broke. With few losses
+  that is a guess.
+- Daly's interval (2006), of a snapshot's cost C and the time between losses M, is
+  sqrt(2CM) (1 + sqrt(C/2M)/3 + (C/2M)/9) - C; never shorter than three times a commit, so that
+  uploads do not overlap, as the harness itself keeps it.
+- A node standing by is paid for from the moment training went on after the interruption before. It
+  takes the place of one lost node at once, and another one is there before the next interruption.
+  Where several nodes were all that there was, and all were taken, it would have been taken too.
+  It spares the wait for a launch where only one node was missing, and fills one place while the
+  world was smaller. More work in the same time shortens the run; it is counted in wall-clock
+  seconds, not in dollars.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from harness.core.facts import AgentStarted, SnapshotCommitted
+from harness.views.breaks import NodesOf, Outline
+from harness.views.interruption import HURTS, Alternative, Interruption
+from harness.views.ledger import Ledger
+from harness.views.painting import NANO
+from harness.views.rows import EpochRow
+from harness.views.testimony import Testimony
+
+STANDBY = "one more node standing by"
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """What this run's snapshots and losses were like; seconds. 0: not known."""
+
+    interval_s: float  # between the begins of two snapshots, median
+    cost_s: float  # of training time, for one snapshot
+    commit_s: float  # from its begin to its commit
+    between_losses_s: float  # trained seconds for each world that broke
+
+    @property
+    def best_s(self) -> float:
+        """Daly's interval; 0: too little is known."""
+        if not self.cost_s or not self.between_losses_s:
+            return 0.0
+        return max(daly(self.cost_s, self.between_losses_s), 3 * self.commit_s)
+
+
+def daly(cost_s: float, between_losses_s: float) -> float:
+    """The interval that loses least. Where snapshots cost more than half of the time between
+    losses, no interval helps: then that time itself."""
+    ratio = cost_s / (2 * between_losses_s)
+    if ratio >= 1:
+        return between_losses_s
+    first = math.sqrt(2 * cost_s * between_losses_s)
+    return first * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
+
+
+def measured(ledger: Ledger, told: Testimony, outlines: Sequence[Outline]) -> MeasuredRun:
+    commits = {e.epoch: _commits(told, e) for e in ledger.epochs}
+    every = [c for found in commits.values() for c in found]
+    gaps = [
+        after.t_start - one.t_start
+        for found in commits.values()
+        for one, after in itertools.pairwise(found)
+    ]
+    if not gaps:  # one snapshot in a world: from its first step
+        gaps = [
+            commits[e.epoch][0].t_start - e.first_s
+            for e in ledger.epochs
+            if e.first_s is not None and commits[e.epoch]
+        ]
+    broke = sum(unplanned(one) for one in outlines)
+    trained_s = sum(_trained_s(e) for e in ledger.epochs)
+    return MeasuredRun(
+        interval_s=max(0.0, median(gaps)) if gaps else 0.0,
+        cost_s=median(map(_cost_s, every)) if every else 0.0,
+        commit_s=median(c.commit_s for c in every) if every else 0.0,
+        between_losses_s=trained_s / broke if broke else 0.0,
+    )
+
+
+def unplanned(one: Outline) -> bool:
+    """Did a world that had trained break, so that it lost what was not committed?"""
+    return any(not b.orderly and b.epoch.first_s is not None for b in one.breaks)
+
+
+def _commits(told: Testimony, epoch: EpochRow) -> list[SnapshotCommitted]:
+    found = (c for _, c in told.of_epoch(epoch.epoch, SnapshotCommitted) if c.why == "interval")
+    return sorted(found, key=lambda c: c.t_start)
+
+
+def _cost_s(c: SnapshotCommitted) -> float:
+    return max(0.0, c.stall_s) + max(0.0, c.slowdown) * max(0.0, c.commit_s - c.stall_s)
+
+
+def _trained_s(epoch: EpochRow) -> float:
+    if epoch.first_s is None or epoch.last_s is None:
+        return 0.0
+    return max(0.0, epoch.last_s - epoch.first_s)
+
+
+# ---- another interval ----------------------------------------------------------------------------
+def intervals(found: MeasuredRun) -> list[tuple[str, float]]:
+    """Those that are compared with the run's own."""
+    if not found.interval_s or not found.cost_s:
+        return []
+    named = [
+        ("half the snapshot interval", found.interval_s / 2),
+        ("twice the snapshot interval", found.interval_s * 2),
+    ]
+    return [*named, ("the best interval by Daly", found.best_s)] if found.best_s else named
+
+
+class Alternatives:
+    """Per interruption, and of the run."""
+
+    def __init__(
+        self, ledger: Ledger, told: Testimony, outlines: Sequence[Outline], min_nodes: int
+    ):
+        self.ledger, self.told, self.outlines = ledger, told, outlines
+        self.min_nodes = min_nodes
+        self.nodes, self.measured = NodesOf(ledger), measured(ledger, told, outlines)
+        self.price = {a.name: a.usd_per_h for a in ledger.attempts}
+
+    def of(self, index: int, found: Interruption) -> tuple[Alternative, ...]:
+        """Of one interruption: what another choice would have cost more (or less) from the
+        interruption before until it was over."""
+        one = self.outlines[index]
+        made = [self.interval(name, s, one, found, self.before(index)) for name, s in self.asked()]
+        if spare := self.spare(index, one):
+            made.append(spare)
+        return tuple(made)
+
+    def of_run(self, each: Sequence[Interruption]) -> tuple[Alternative, ...]:
+        """The sums, with what came after the last interruption."""
+        rest = self.before(len(self.outlines))
+        found = []
+        for name, seconds in self.asked():
+            node_s, usd = self.snapshots(seconds, rest)
+            tail = Alternative(name, node_s, usd, node_s / max(1, _most(rest)))
+            found.append(_sum(tail, each))
+        if any(a.name == STANDBY for i in each for a in i.what_if):
+            node_s, usd = self.standing_by(len(self.outlines), self.ended_s())
+            found.append(_sum(Alternative(STANDBY, node_s, usd), each))
+        return tuple(found)
+
+    def asked(self) -> list[tuple[str, float]]:
+        return intervals(self.measured)
+
+    def before(self, index: int) -> list[EpochRow]:
+        """Worlds that trained since the interruption before, up to this one."""
+        after = self.outlines[index - 1].last.epoch.epoch if index else -1
+        until = self.outlines[index].last.epoch.epoch if index < len(self.outlines) else math.inf
+        return [e for e in self.ledger.epochs if after < e.epoch <= until and e.first_s is not None]
+
+    def usd(self, epoch: EpochRow, seconds: float) -> float:
+        return sum(self.price.get(name, 0.0) for name in set(epoch.attempts)) * seconds / 3600
+
+    def snapshots(self, every_s: float, worlds: Iterable[EpochRow]) -> tuple[float, float]:
+        """(node-seconds, dollars) that snapshots at this interval cost more than at the run's
+        own."""
+        node_s = usd = 0.0
+        for epoch in worlds:
+            more = _trained_s(epoch) * (1 / every_s - 1 / self.measured.interval_s)
+            node_s += more * self.measured.cost_s * len(set(epoch.attempts))
+            usd += self.usd(epoch, more * self.measured.cost_s)
+        return node_s, usd
+
+    def interval(
+        self, name: str, every_s: float, one: Outline, found: Interruption, worlds: list[EpochRow]
+    ) -> Alternative:
+        node_s, usd = self.snapshots(every_s, worlds)
+        wall_s = node_s / max(1, _most(worlds))
+        broken = [b.epoch for b in one.breaks if not b.orderly and b.epoch.first_s is not None]
+        for epoch in broken:
+            lost_s = min(_trained_s(epoch), every_s / 2 + self.measured.commit_s)
+            node_s += lost_s * len(set(epoch.attempts))
+            usd += self.usd(epoch, lost_s)
+            wall_s += lost_s
+        if broken:
+            redone = found.losses.ns.get("redone", 0) / NANO
+            node_s -= redone
+            usd -= found.losses.nusd.get("redone", 0) / NANO
+            wall_s -= redone / max(1, len(set(broken[0].attempts)))
+        return Alternative(name, node_s, usd, wall_s, f"every {every_s:.1f} s")
+
+    # -- a node standing by --
+    def ended_s(self) -> float:
+        ends = [a.segments[-1][1] / NANO for a in self.ledger.attempts if a.segments]
+        return max(ends, default=0.0)
+
+    def standing_by(self, index: int, until_s: float) -> tuple[float, float]:
+        """(seconds, dollars) of a node that stands by since training went on after the interruption
+        before."""
+        first = next((e.first_s for e in self.ledger.epochs if e.first_s is not None), None)
+        before = self.outlines[index - 1].trained if index else None
+        since_s = before.first_s if before else first if not index else None
+        if since_s is None:
+            return 0.0, 0.0
+        prices = [a.usd_per_h for a in self.ledger.attempts if a.up_s is not None]
+        seconds = max(0.0, until_s - since_s)
+        return seconds, seconds / 3600 * (median(prices) if prices else 0.0)
+
+    def spare(self, index: int, one: Outline) -> Alternative | None:
+        """Of an interruption that took nodes; also where it would only have stood by."""
+        begun_s = min(b.begun_s for b in one.breaks)
+        node_s, usd = self.standing_by(index, begun_s)
+        gone = [m for m in one.members if (r := self.nodes.row(m)) and r.gone_s is not None]
+        world = one.first.epoch
+        if one.main.kind not in HURTS or not gone or one.trained is None:
+            if not one.trained or not node_s:
+                return None
+            return Alternative(STANDBY, node_s, usd, 0.0, "it would not have been needed")
+        stay = [m for m in world.members if m not in gone]
+        if not stay and len(gone) + len(one.besides) > 1:
+            return Alternative(STANDBY, node_s, usd, 0.0, "it would have been taken too")
+        wait_s = self.waited(one, len(stay), max(begun_s, one.down_s or begun_s))
+        up_s = one.trained.first_s or begun_s
+        until_s = max(up_s, self.smaller_until(index, up_s))
+        filled_s = (until_s - up_s) / max(1, len(world.members))
+        saved_usd = sum(self.price.get(self.nodes.name(m), 0.0) for m in stay) * wait_s / 3600
+        note = f"{wait_s:.1f} s less of waiting, one place filled for {until_s - up_s:.1f} s"
+        return Alternative(
+            STANDBY,
+            node_s - len(stay) * wait_s,
+            usd - saved_usd,
+            -(wait_s + filled_s),
+            note,
+        )
+
+    def waited(self, one: Outline, stay: int, since_s: float) -> float:
+        """Seconds without a step, because one node was missing to the fewest that the run
+        trains on."""
+        trained = one.trained
+        if trained is None or not (stay < self.min_nodes <= stay + 1):
+            return 0.0
+        ready = [
+            t
+            for row in one.launched
+            if row.name in trained.attempts
+            for m in row.members[:1]
+            for t, _ in self.told.of_member(m, AgentStarted)
+        ]
+        return max(0.0, min(ready) - since_s) if ready else 0.0
+
+    def smaller_until(self, index: int, up_s: float) -> float:
+        """When the world had as many nodes as before, or was interrupted again, or ended."""
+        one = self.outlines[index]
+        size, last = len(one.first.epoch.members), one.last.epoch.epoch
+        again = (o for o in self.outlines[index + 1 :] if o.main.kind != "resize")
+        until = next((o.last.epoch.epoch for o in again), math.inf)
+        later = [e for e in self.ledger.epochs if last < e.epoch <= until and e.first_s is not None]
+        whole = [e.first_s for e in later if e.first_s is not None and len(e.members) >= size]
+        ends = [e.last_s for e in later if e.last_s is not None]
+        return min(whole, default=max(ends, default=up_s))
+
+
+def _most(worlds: Iterable[EpochRow]) -> int:
+    """Nodes of the largest."""
+    return max((len(set(e.attempts)) for e in worlds), default=1)
+
+
+def _sum(tail: Alternative, each: Sequence[Interruption]) -> Alternative:
+    same = [a for i in each for a in i.what_if if a.name == tail.name]
+    return replace(
+        tail,
+        node_s=tail.node_s + sum(a.node_s for a in same),
+        usd=tail.usd + sum(a.usd for a in same),
+        wall_s=tail.wall_s + sum(a.wall_s for a in same),
+        note=next((a.note for a in same if a.name != STANDBY), ""),
+    )

@@ -1,0 +1,249 @@
+"""How this world is set up, kept in the bucket and compared with how the run began. Runs in the
+worker.
+
+Rank 0 looks around in a thread, beside the script's own start; before the first step it writes
+what it found, if that has changed. A change is told, or refused, as `--on-change` says
+(docs/REPRODUCE.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.bucket.layout import IDENTITY
+from harness.bucket.setups import (
+    SetupAt,
+    encoded,
+    list_setups,
+    read_setup,
+    with_diff,
+    write_setup,
+)
+from harness.core.facts import SetupChanged
+from harness.core.masking import masked_words
+from harness.core.plain import plain_config
+from harness.core.setups import (
+    HARDWARE,
+    MOST_CHANGES,
+    TRAINING,
+    Difference,
+    GitState,
+    Setup,
+    changes,
+)
+from harness.core.values import BadObject, digest
+from harness.core.world import BadInput
+from harness.node import surroundings
+from harness.worker.environment import environment
+from harness.worker.peers import Peers
+from harness.worker.run import Run
+from storage.errors import NotFound
+
+REFUSE, WARN, ACCEPT = "refuse", "warn", "accept"
+ON_CHANGE = "HARNESS_ON_CHANGE"
+MOST_ARGUMENTS, MOST_LETTERS = 500, 2000
+MOST_TOLD = 12  # changes in one line of output
+
+
+class SetupCheck:
+    """`config`: what `attach` was given; `on_change`: REFUSE, WARN or ACCEPT; None: what the
+    environment says, else WARN."""
+
+    def __init__(
+        self, peers: Peers, run: Run, config: Any, on_change: str | None, environ: dict[str, str]
+    ):
+        """Raises BadInput."""
+        self._peers, self._run = peers, run
+        self._on_change = _known(on_change, environ)
+        self._config, self._left_out = plain_config(config)  # as it is now; it may change later
+        self._environ = environ
+        self._done = run.url is None
+        self._found: tuple[Setup, bytes] | None = None
+        self._why_not = ""
+        self._thread: threading.Thread | None = None
+        if peers.rank == 0 and not self._done:
+            self._thread = threading.Thread(target=self._look, name="setup", daemon=True)
+            self._thread.start()
+
+    def announce(self) -> None:
+        """A new run's setup is there before its run.json: whoever publishes the run begins when
+        that is there. Rank 0 only; the others go on. Raises StoreError."""
+        if self._done or self._peers.rank != 0:
+            return
+        if not list_setups(self._run.store) and not _exists(self._run):
+            self._write()
+
+    def settle(self) -> None:
+        """Compare with how the run began, and keep what has changed. All ranks, at the same point;
+        once. Raises BadInput if a change is refused, StoreError."""
+        if not self._done:
+            self._done = True
+            self._peers.agree(self._compare)
+
+    # ---- looking around --------------------------------------------------------------------------
+    def _look(self) -> None:
+        try:
+            self._found = found(self._environ, self._peers.device, self._config, self._left_out)
+        # whatever an unknown machine does to us here: a run does not fail for its record
+        except Exception as e:
+            self._why_not = f"{type(e).__name__}: {e}"
+
+    def _mine(self) -> tuple[Setup, bytes] | None:
+        if self._thread is not None:
+            self._thread.join()  # bounded by that of each question to git
+        if self._why_not:
+            if self._on_change == REFUSE:
+                raise BadInput(
+                    f"--on-change refuse: how this run is set up could not be found out "
+                    f"({self._why_not}); go on with --on-change warn"
+                )
+            self._run.warn(f"how this run is set up could not be found out: {self._why_not}")
+            self._why_not = ""
+        return self._found
+
+    # ---- keeping and comparing -------------------------------------------------------------------
+    def _write(self) -> None:
+        if (mine := self._mine()) is not None:
+            write_setup(self._run.store, self._run.epoch, *mine)
+
+    def _compare(self) -> None:
+        mine, known = self._mine(), list_setups(self._run.store)
+        if mine is None:
+            return
+        name = digest(encoded(mine[0]))
+        if known and known[-1].digest == name:
+            return
+        first, newest = (self._read(at) for at in (known[:1], known[-1:]))
+        if first is not None:
+            told = changes(first, mine[0])
+            before = changes(first, newest) if newest is not None else ()
+            new = tuple(change for change in told if change not in before)
+            if new:
+                self._heed(name, told, new)
+        write_setup(self._run.store, self._run.epoch, *mine)
+
+    def _read(self, at: list[SetupAt]) -> Setup | None:
+        try:
+            return read_setup(self._run.store, at[0]) if at else None
+        except (BadObject, NotFound) as e:
+            self._run.warn(f"how this run was set up cannot be read: {e}; it is not compared")
+            return None
+
+    def _heed(self, name: str, told: tuple[Difference, ...], new: tuple[Difference, ...]) -> None:
+        """`told`: all that is not as the run began; `new`: of that, what was not so before."""
+        heavy = [change for change in new if change.level != HARDWARE]
+        action = {REFUSE: "refused", ACCEPT: "accepted"}.get(self._on_change, "warned")
+        if action == "refused" and not heavy:
+            action = "warned"  # spot machines differ
+        rows = tuple(dataclasses.asdict(change) for change in told[:MOST_CHANGES])
+        more = max(0, len(told) - MOST_CHANGES)
+        self._run.fact(SetupChanged(self._run.epoch, name, action, rows, more))
+        if action == "refused":
+            self._run.flush()
+            raise BadInput(
+                f"{self._run.url} was begun otherwise, and --on-change is refuse: {words(heavy)}. "
+                "Put back what it began with (`harness rerun URL` says how), name another run "
+                "URL, or take the change on with --on-change accept (HARNESS_ON_CHANGE=accept)"
+            )
+        if action == "warned":
+            training = [change for change in heavy if change.level == TRAINING]
+            software = [change for change in heavy if change.level != TRAINING]
+            if training:
+                self._run.warn(f"this run was begun otherwise: {words(training)}")
+            if software:
+                what = words(software)
+                self._peers.print(f"harness: other software than the run began with: {what}")
+
+
+def words(told: list[Difference]) -> str:
+    more = len(told) - MOST_TOLD
+    return "; ".join(map(str, told[:MOST_TOLD])) + (f"; and {more} more" if more > 0 else "")
+
+
+def _known(asked: str | None, environ: Mapping[str, str]) -> str:
+    """Raises BadInput."""
+    said = asked if asked is not None else environ.get(ON_CHANGE) or WARN
+    if said not in (REFUSE, WARN, ACCEPT):
+        name = ON_CHANGE if asked is None else "attach(on_change=...)"
+        raise BadInput(f"{name}={said!r}: wanted refuse, warn or accept")
+    return said
+
+
+def _exists(run: Run) -> bool:
+    try:
+        return run.store.size(IDENTITY) >= 0
+    except NotFound:
+        return False
+
+
+def found(
+    environ: Mapping[str, str],
+    device: torch.device,
+    config: dict[str, Any],
+    left_out: tuple[str, ...],
+) -> tuple[Setup, bytes]:
+    """How this process is set up, and what is kept of its uncommitted changes."""
+    words, hidden = masked_words(_argv()[:MOST_ARGUMENTS])
+    keep_diff = environ.get("HARNESS_DIFF", "keep") != "hash"
+    git, diff = surroundings.git_state(Path.cwd(), keep_diff)
+    argv = [word[:MOST_LETTERS] for word in words]
+    if git.commit and argv and os.path.isabs(argv[0]):
+        argv[0] = _inside(argv[0], git)
+    about = environment(device)
+    on_gpu = device.type == "cuda"
+    software = {**surroundings.software(environ), "torch": about["torch"], **_cuda(on_gpu)}
+    setup = Setup(
+        argv=tuple(argv),
+        script=surroundings.file_hash(_script()),
+        config=config,
+        git=git,
+        packages=surroundings.packages(),
+        software=software,
+        hardware={**surroundings.hardware(), "device": about["device"]},
+        environment=surroundings.variables(environ),
+        people=surroundings.people(environ),
+        left_out=(*left_out, *(f"{name} (it is called like a secret)" for name in hidden)),
+    )
+    return with_diff(setup, diff), diff
+
+
+def _argv() -> list[str]:
+    """As `harness run --` takes it. `python -m module` has the module's path as its first word."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is not None and spec.name:
+        return ["-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
+    return list(sys.argv)
+
+
+def _script() -> str:
+    return getattr(sys.modules.get("__main__"), "__file__", None) or sys.argv[0]
+
+
+def _inside(script: str, git: GitState) -> str:
+    """A script's path from here, if it lies in this work tree."""
+    top = Path.cwd()
+    for _ in Path(git.folder).parts:
+        top = top.parent
+    here = os.path.relpath(script)
+    return here if Path(script).is_relative_to(top) else script
+
+
+def _cuda(on_gpu: bool) -> dict[str, str]:
+    """Versions that torch was built with, or loads."""
+    if not on_gpu:
+        return {}
+    nccl: Any = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ""  # type: ignore[no-untyped-call]
+    cudnn: Any = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return {
+        "cuda": str(torch.version.cuda or torch.version.hip or ""),
+        "cudnn": str(cudnn or ""),
+        "nccl": ".".join(map(str, nccl)) if isinstance(nccl, tuple) else str(nccl),
+    }
