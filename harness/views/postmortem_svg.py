@@ -14,11 +14,12 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from harness.views.charts import condensed, esc
 from harness.views.interruption import KINDS, MOMENTS, Interruption, Moment
 from harness.views.painting import NANO, LabelledSpan
+from harness.views.plots import esc
 from harness.views.report import MEANING
 from harness.views.rows import AttemptRow
+from harness.views.timeline import condensed
 from harness.views.words import duration, money
 from storage.text import plain
 

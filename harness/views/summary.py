@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.bucket.alerts import Alert, AlertLog
 from harness.bucket.archive import read_past
 from harness.bucket.epochs import epoch_numbers
 from harness.bucket.layout import IDENTITY, SAMPLES, Epoch, Identity, epoch_key
@@ -39,6 +40,7 @@ from harness.core.facts import (
     WorkerHung,
 )
 from harness.core.values import BadObject
+from harness.views.alerts import fired
 from harness.views.ledger import Ledger
 from harness.views.postmortem import Postmortem, postmortem
 from harness.views.report import unread_text
@@ -109,6 +111,7 @@ class Summary:
     facts: tuple[Stamped, ...] = ()  # by time, without the steps
     norms: tuple[tuple[int, float], ...] = ()  # of gradients, by step; of a long run a sample
     tokens_per_step: float = 0.0  # 0: not known
+    alerts: tuple[Alert, ...] = ()  # that were fired, oldest first
 
     @property
     def tokens(self) -> float:
@@ -193,6 +196,7 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
         facts=tuple(facts),
         norms=_norms(store, records.rows),
         tokens_per_step=sum(tokens) / len(tokens) if tokens else 0.0,
+        alerts=tuple(AlertLog(store).read() or fired(facts, until_s)),
         speed=speed_of(facts, steps, records),
     )
 
