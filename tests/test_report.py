@@ -15,7 +15,8 @@ from harness.bucket.layout import Epoch, epoch_key
 from harness.core import facts as f
 from harness.views.painting import BUCKETS
 from harness.views.plots import PlotTrace, fit, nice_ticks
-from harness.views.report import print_report, to_json, write_html
+from harness.views.report import print_report, write_html
+from harness.views.report_json import to_json
 from harness.views.summary import summarize
 from harness.views.timeline import condensed
 from harness.views.words import duration, money, nbytes

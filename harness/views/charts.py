@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 from harness.core.facts import GuardTripped, SessionStarted
@@ -14,6 +15,7 @@ from harness.views.words import plural, spread
 
 LOSS_POINTS = 1500
 MOST_SHADES = 300
+NOTE_LETTERS = 200
 
 
 def loss_chart(s: Summary) -> str:
@@ -27,7 +29,19 @@ def loss_chart(s: Summary) -> str:
         traces.append(PlotTrace(name, steps, values, "val", dots=True, holds=len(s.curve) > 0))
     last = max([p.step for p in (*s.curve, *s.lost)] + [step for step, _ in s.validation] + [1])
     frame = PlotFrame("loss over steps", height=340, top=30, x_range=(0.5, last + 0.5))
-    return plot(frame, traces, shades(s), LOSS_POINTS)
+    return plot(frame, traces, [*shades(s), *_notes(s)], LOSS_POINTS)
+
+
+def _notes(s: Summary) -> Iterator[PlotShade]:
+    """What people wrote, at the step that it is about, or that was done last when they wrote it."""
+    done = sorted((p.t, p.step) for p in s.curve)
+    for entry in s.logbook.entries[-MOST_SHADES:]:
+        step = entry.step
+        if step is None and done:
+            step = done[max(0, bisect_right(done, (entry.t, math.inf)) - 1)][1]
+        if step is not None:
+            words = f"{entry.author or 'logbook'}: {entry.text[:NOTE_LETTERS]}"
+            yield PlotShade(step - 0.5, step + 0.5, words, "note-mark")
 
 
 def _trace(name: str, points: Sequence[Point], tone: str) -> PlotTrace:
@@ -89,6 +103,8 @@ def loss_legend(s: Summary) -> str:
         keys.append(("line", "lost", "lost and redone"))
     if s.validation:
         keys.append(("dot", "val", s.validation_name.replace("_", " ")))
+    if s.logbook.entries:
+        keys.append(("box", "note-mark", "logbook"))
     return legend(*keys, ("box", "world", "stronger shade: more ranks"))
 
 

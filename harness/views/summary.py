@@ -42,9 +42,11 @@ from harness.core.facts import (
 from harness.core.values import BadObject
 from harness.views.alerts import fired
 from harness.views.ledger import Ledger
+from harness.views.logbook import Logbook, read_logbook
 from harness.views.postmortem import Postmortem, postmortem
 from harness.views.report import unread_text
 from harness.views.rows import EpochRow
+from harness.views.setups import SetupSummary, summarize_setups
 from harness.views.speed import SpeedSummary, speed_of
 from storage.errors import NotFound
 from storage.manifest import Manifest, SnapshotCorrupt
@@ -112,6 +114,8 @@ class Summary:
     norms: tuple[tuple[int, float], ...] = ()  # of gradients, by step; of a long run a sample
     tokens_per_step: float = 0.0  # 0: not known
     alerts: tuple[Alert, ...] = ()  # that were fired, oldest first
+    setup: SetupSummary = field(default_factory=SetupSummary)
+    logbook: Logbook = field(default_factory=Logbook)
 
     @property
     def tokens(self) -> float:
@@ -197,6 +201,8 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
         norms=_norms(store, records.rows),
         tokens_per_step=sum(tokens) / len(tokens) if tokens else 0.0,
         alerts=tuple(AlertLog(store).read() or fired(facts, until_s)),
+        setup=summarize_setups(store, facts),
+        logbook=read_logbook(store),
         speed=speed_of(facts, steps, records),
     )
 
