@@ -238,7 +238,7 @@ def test_packages_are_what_is_installed(tmp_path):
             (info / "direct_url.json").write_text(json.dumps(said))
 
     install("Flash_Attn", "2.1")
-    install("mine", "1.0", {"url": "file:///home/x", "dir_info": {}})
+    install("mine", "1.0", {"url": "file:///srv/x", "dir_info": {}})
     vcs = {"vcs": "git", "commit_id": "abc"}
     install("from_git", "3", {"url": "https://u:pw@example.org/g.git", "vcs_info": vcs})
     assert surroundings.packages([str(tmp_path), str(tmp_path / "none")]) == {

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from harness.cli.again import LogbookFlags, RerunFlags, logbook, rerun
+from harness.cli.alerts import AlertsFlags, alerts
 from harness.cli.ask import DownFlags, SnapshotFlags, StopFlags, down, snapshot, stop
 from harness.cli.common import FAILED, INTERRUPTED, WRONG_INPUT
 from harness.cli.init import InitFlags, init
@@ -70,6 +71,7 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "logs": (LogsFlags, logs),
     "snapshot": (SnapshotFlags, snapshot),
     "snapshots": (SnapshotsFlags, snapshots),
+    "alerts": (AlertsFlags, alerts),
     "sync": (SyncFlags, sync),
     "dashboards": (DashboardsFlags, dashboards),
     "simulate": (SimulateFlags, simulate),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import secrets
@@ -9,6 +10,7 @@ import socket
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from harness.bucket.orders import STOP_KEY, stop_order
+from harness.cli.alerts import alerting_beside, alerts_for_nodes, receivers
 from harness.cli.common import (
     DONE,
     ENDED_EARLY,
@@ -127,6 +130,17 @@ class LaunchFlags:
     project: str = flag("", "what it belongs to; default: HARNESS_PROJECT")
     experiment: str = flag("", "and there to which experiment; default: HARNESS_EXPERIMENT")
     purpose: str = flag("", "why; default: HARNESS_PURPOSE")
+    alert: tuple[str, ...] = flag(
+        (),
+        "tell alerts to https://..., slack:https://... or command:'PROGRAM ARGUMENTS'; repeat for "
+        "more; also HARNESS_ALERTS. Nodes get all but commands",
+        metavar="RECEIVER",
+    )
+    alert_rules: str = flag(
+        "",
+        "rules of alerts besides those that ship: files, package.module:function, "
+        "comma-separated; default: HARNESS_ALERT_RULES",
+    )
     on_interrupt: str = flag(
         "ask",
         "what Ctrl-C does: ask, drain, leave or kill; so do SIGTERM and SIGHUP, which drain "
@@ -151,8 +165,9 @@ def launch(flags: LaunchFlags) -> int:
     url = normalize(flags.run or _new_run(flags.task))
     given = tasks.pairs(flags.env, os.environ)
     envs = {**about_launch(flags, os.environ), **given, "RUN": url}
-    hidden = tasks.pairs(flags.secret, os.environ, "--secret")
-    task = with_image(tasks.load(flags.task, envs, hidden))
+    told = receivers(flags.alert, flags.alert_rules)
+    kept = {**alerts_for_nodes(flags.alert), **tasks.pairs(flags.secret, os.environ, "--secret")}
+    task = with_image(tasks.load(flags.task, envs, kept))
     policy = policies.resolve(_policy_name(flags))
     if flags.cloud == "sky":
         policy = policies.together(policy, saving=flags.move_saving, stay_s=flags.move_stay_s)
@@ -184,8 +199,9 @@ def launch(flags: LaunchFlags) -> int:
     )
     keep_launch(store, flags, task)
     cloud = _cloud(flags, task, url, nodes)
-    beside = publisher_beside(url, task, state_dir(url, "controller") / "publisher.log")
-    ended = _lead(flags, nodes, policy, url, store, cloud, console, beside)
+    log = state_dir(url, "controller") / "publisher.log"
+    publisher, alerting = publisher_beside(url, task, log), alerting_beside(store, *told, console)
+    ended = _lead(flags, nodes, policy, url, store, cloud, console, (publisher, alerting))
     if isinstance(ended, int):
         return ended
     show_report(store, console, flags.html or html_path(url), flags.brief)
@@ -204,7 +220,7 @@ def _lead(
     store: ObjectStore,
     cloud: LocalCloud | SkyPilotCloud,
     console: Console,
-    beside: AbstractContextManager[None],
+    beside: Sequence[AbstractContextManager[object]],
 ) -> RunOutcome | int:
     """Lead the run to its end, through every interruption, with `beside` entered. An exit status
     if it ends before."""
@@ -226,7 +242,9 @@ def _lead(
     view = _View(store, console)
     asked: KeyboardInterrupt | None = None  # an interruption that is not answered yet
     draining = False
-    with heed_signals(state_dir(url, "controller") / "log"), beside:
+    with heed_signals(state_dir(url, "controller") / "log"), contextlib.ExitStack() as stack:
+        for each in beside:
+            stack.enter_context(each)
         while True:
             try:
                 if asked is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import time
 from collections.abc import Mapping
@@ -120,6 +121,17 @@ class RunFlags:
     replica_cap_usd: float | None = flag(
         None,
         "copy nothing that would cost more; default: HARNESS_REPLICA_CAP_USD, else no limit",
+    )
+    alert: tuple[str, ...] = flag(
+        (),
+        "tell alerts to https://..., slack:https://... or command:'PROGRAM ARGUMENTS'; repeat for "
+        "more; also HARNESS_ALERTS",
+        metavar="RECEIVER",
+    )
+    alert_rules: str = flag(
+        "",
+        "rules of alerts besides those that ship: files, package.module:function, "
+        "comma-separated; default: HARNESS_ALERT_RULES",
     )
     stage_gib: float = flag(
         0.0, "host memory for staged snapshots, in GiB; 0: half of what is free"
@@ -252,7 +264,21 @@ def _beside(flags: RunFlags, env: Mapping[str, str]) -> HelperConfig:
     trackers = flags.trackers or env.get("HARNESS_TRACKERS", "")
     if not trackers and env.get("WANDB_API_KEY"):
         trackers = "wandb"  # a key alone is enough
-    return HelperConfig(trackers, replica, cap_usd)
+    return HelperConfig(trackers, replica, cap_usd, *_alerts(flags, env))
+
+
+def _alerts(flags: RunFlags, env: Mapping[str, str]) -> tuple[str, str]:
+    """Who is told of alerts, and the rules besides ours. Raises BadInput if either is wrong."""
+    rules = flags.alert_rules or env.get("HARNESS_ALERT_RULES", "")
+    if not (flags.alert or env.get("HARNESS_ALERTS")):
+        return "", rules
+    from harness.views.alert_own import all_rules
+    from harness.views.sinks import asked_sinks, sinks_of
+
+    asked = asked_sinks(flags.alert, env)
+    sinks_of(asked)
+    all_rules(rules)
+    return shlex.join(asked), rules
 
 
 def _place_finder(env: Mapping[str, str]) -> FindPlace | None:

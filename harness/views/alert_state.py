@@ -71,7 +71,7 @@ class Speeds:
 
 
 @dataclass
-class Losses:
+class LossesSeen:
     """The losses of the last steps. `limit`: what the newest one was measured by; it follows them
     every few steps, so that a million of them cost little."""
 
@@ -110,7 +110,7 @@ class RunSoFar:
     failures: deque[f.WorkerFailed] = field(default_factory=lambda: deque(maxlen=64))
     refused_s: float | None = None  # no node is up, and since when there was no capacity
     speeds: Speeds = field(default_factory=Speeds)
-    losses: Losses = field(default_factory=Losses)
+    losses: LossesSeen = field(default_factory=LossesSeen)
     idle_s: dict[tuple[str, str], float] = field(default_factory=dict)  # (member, GPU) -> since
     last_s: dict[str, float] = field(default_factory=dict)  # kind of fact -> when it was told last
 

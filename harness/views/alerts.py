@@ -21,6 +21,7 @@ from harness.views.alert_state import RunSoFar, Sight
 
 LOOK_S = 10.0  # of the past: between two looks at what holds
 MOST_LOOKS = 2000  # ... and so many at most, however long it is
+SHIPPED = {rule.name for rule in BUILT_IN}
 STILL_S = 600.0  # an alert of a single fact counts as firing for so long
 
 
@@ -110,4 +111,6 @@ class AlertWatch:
         if last_s is not None and abs(t - last_s) < rule.cool_down_s:
             return []
         self._told[key] = t
-        return [Alert.of(rule.name, rule.severity, symptom.title, symptom.text, t, symptom.subject)]
+        where = f"docs/RUNBOOK.md#{rule.name}" if rule.name in SHIPPED else ""
+        said = (symptom.title, symptom.text, t, symptom.subject, where)
+        return [Alert.of(rule.name, rule.severity, *said)]

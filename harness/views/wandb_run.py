@@ -49,7 +49,10 @@ FINISH_S = 30.0  # for the client to send what it has
 CONFIRM_S = 10.0  # to see it arrive when the client says that it is sent
 EXIT_CODES = {"done": 0, "failed": 1, "stopped": 255}  # 255: as after Ctrl-C
 STEP_AXIS = ("train", "val", "best")
-TIME_AXIS = ("cost", "goodput", "spot", "world", "nodes", "ckpt", "restore", "live")
+TIME_AXIS = (
+    *("cost", "goodput", "spot", "world", "nodes", "ckpt", "restore", "live"),
+    *("split", "ranks", "event", "alerts", "hardware", "node"),
+)
 SETTINGS: dict[str, Any] = {
     # Console, code and machine belong to the publisher's process, not to the training.
     "silent": True,
