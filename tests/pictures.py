@@ -49,10 +49,9 @@ def live_store() -> MemoryStore:
     timed = f.StepsTimed(2, 36, 49, split, own, (0, 2), loss, (0, 2), None, 0.31, 64, 8192)
     by_writer.setdefault("worker-e000002-ab", []).append(f.Stamped(T0 + 99, "", timed))
     for writer, facts in by_writer.items():
-        moment = [0.0]
-        journal = Journal(store, writer, lambda: moment[0])
+        moments = iter([s.t for s in facts])
+        journal = Journal(store, writer, moments.__next__)
         for s in facts:
-            moment[0] = s.t
             journal.record(s.fact)
         journal.flush()
     return store
