@@ -35,7 +35,7 @@ def logbook(s: Summary) -> PageSection | None:
 
 def made(s: Summary) -> PageSection | None:
     """The record that the run can be made again from."""
-    found = s.setup
+    found = s.setups
     body = numbers(setup_rows(found))
     setup = found.first
     if setup is not None:

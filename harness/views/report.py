@@ -29,6 +29,7 @@ from harness.core.facts import (
 )
 from harness.views.painting import BUCKETS, NANO
 from harness.views.rows import BAD_ENDS, AttemptRow
+from harness.views.setups import setup_rows, shift_words
 from harness.views.words import (
     cost_text,
     duration,
@@ -150,6 +151,8 @@ def render(s: Summary) -> Group:
         ("Interruptions", _interruptions_table),
         ("Alerts", _alerts_table),
         ("Trouble", _marks_table),
+        ("Setup", _setup_table),
+        ("Logbook", _logbook_lines),
     )
     for title, make in sections:
         table = make(s)
@@ -424,6 +427,18 @@ def _interruptions_table(s: Summary) -> Any:
     from harness.views.postmortem_text import overview  # which renders with this file's words
 
     return overview(s.postmortem, s.started_s) if s.postmortem.interruptions else None
+
+
+def _setup_table(s: Summary) -> Any:
+    rows = setup_rows(s.setups)
+    for shift in s.setups.shifts[-20:]:
+        rows.append((f"epoch {shift.epoch}, {shift.action}", shift_words(shift)))
+    return _grid(rows) if rows else None
+
+
+def _logbook_lines(s: Summary) -> Any:
+    lines = s.logbook.lines() if s.logbook.entries else []
+    return Text("\n".join(lines)) if lines else None
 
 
 def _alerts_table(s: Summary) -> Any:

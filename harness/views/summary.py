@@ -114,7 +114,7 @@ class Summary:
     norms: tuple[tuple[int, float], ...] = ()  # of gradients, by step; of a long run a sample
     tokens_per_step: float = 0.0  # 0: not known
     alerts: tuple[Alert, ...] = ()  # that were fired, oldest first
-    setup: SetupSummary = field(default_factory=SetupSummary)
+    setups: SetupSummary = field(default_factory=SetupSummary)
     logbook: Logbook = field(default_factory=Logbook)
 
     @property
@@ -175,6 +175,7 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
     sessions = [s.fact for s in facts if isinstance(s.fact, SessionStarted)]
     curve, lost = _curves(steps, records.rows, ledger.epochs)
     name, validation = _validation(facts, records, ledger.epochs)
+    setups = summarize_setups(store, facts)
     return Summary(
         url=store.url,
         state=last.outcome if last else "finished" if final else "going on",
@@ -201,9 +202,9 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
         norms=_norms(store, records.rows),
         tokens_per_step=sum(tokens) / len(tokens) if tokens else 0.0,
         alerts=tuple(AlertLog(store).read() or fired(facts, until_s)),
-        setup=summarize_setups(store, facts),
-        logbook=read_logbook(store),
         speed=speed_of(facts, steps, records),
+        setups=setups,
+        logbook=read_logbook(store, setups.people),
     )
 
 
