@@ -11,6 +11,7 @@ from harness.core.facts import (
     AgentStarted,
     AttemptIntended,
     EpochStarted,
+    NodeFound,
     SessionStarted,
     SnapshotCommitted,
     Stamped,
@@ -75,6 +76,21 @@ def test_a_run_that_stays_pays_for_storage_only():
     assert found.month_usd == pytest.approx(30 * 0.023) and found.storage_usd == pytest.approx(
         0.023
     )
+
+
+def test_nodes_that_no_controller_launched_say_themselves_where_they_are():
+    led, alone = facts("aws/us-east-1", "nebius/eu-north1"), []
+    for s in led:
+        if isinstance(s.fact, AttemptIntended):
+            cloud, _, region = s.fact.offer["place"].partition("/")
+            fact = NodeFound(f"m{s.fact.attempt}", cloud, region)
+        else:
+            at = isinstance(s.fact, AgentStarted)
+            fact = dataclasses.replace(s.fact, attempt=0) if at else s.fact
+        alone.append(dataclasses.replace(s, fact=fact))
+    known = estimate("s3://b/x", alone, kept=1, seconds=60.0)
+    assert known == estimate("s3://b/x", led, kept=1, seconds=60.0)
+    assert known.moved
 
 
 def test_a_move_is_paid_by_where_data_comes_from():
