@@ -40,6 +40,7 @@ from harness.cli.prove import (
     verify,
 )
 from harness.cli.run import RunFlags, run
+from harness.cli.serve import ServeFlags, serve
 from harness.cli.shelf import SnapshotsFlags, snapshots
 from harness.cli.track import DashboardsFlags, SyncFlags, dashboards, sync
 from harness.core.config import FlagParser, add_flags, build
@@ -58,6 +59,7 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "run": (RunFlags, run),
     "status": (StatusFlags, status),
     "report": (ReportFlags, report),
+    "serve": (ServeFlags, serve),
     "postmortem": (PostmortemFlags, postmortem),
     "costs": (CostsFlags, costs),
     "prices": (PricesFlags, prices),

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.bucket.alerts import Alert, AlertLog
 from harness.bucket.archive import read_past
 from harness.bucket.epochs import epoch_numbers
 from harness.bucket.layout import IDENTITY, SAMPLES, Epoch, Identity, epoch_key
@@ -40,10 +41,13 @@ from harness.core.facts import (
     WorkerHung,
 )
 from harness.core.values import BadObject
+from harness.views.alerts import fired
 from harness.views.ledger import Ledger
+from harness.views.logbook import Logbook, read_logbook
 from harness.views.postmortem import Postmortem, postmortem
 from harness.views.report import unread_text
 from harness.views.rows import EpochRow
+from harness.views.setups import SetupSummary, summarize_setups
 from harness.views.speed import SpeedSummary, speed_of
 from storage.errors import NotFound
 from storage.manifest import Manifest, SnapshotCorrupt
@@ -110,6 +114,9 @@ class Summary:
     facts: tuple[Stamped, ...] = ()  # by time, without the steps
     norms: tuple[tuple[int, float], ...] = ()  # of gradients, by step; of a long run a sample
     tokens_per_step: float = 0.0  # 0: not known
+    alerts: tuple[Alert, ...] = ()  # that were fired, oldest first
+    setups: SetupSummary = field(default_factory=SetupSummary)
+    logbook: Logbook = field(default_factory=Logbook)
 
     @property
     def tokens(self) -> float:
@@ -175,6 +182,7 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
     sessions = [s.fact for s in facts if isinstance(s.fact, SessionStarted)]
     curve, lost = _curves(steps, records.rows, ledger.epochs)
     name, validation = _validation(facts, records, ledger.epochs)
+    setups = summarize_setups(store, facts)
     return Summary(
         url=store.url,
         state=last.outcome if last else "finished" if final else "going on",
@@ -200,7 +208,10 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
         facts=tuple(facts),
         norms=_norms(store, records.rows),
         tokens_per_step=sum(tokens) / len(tokens) if tokens else 0.0,
+        alerts=tuple(AlertLog(store).read() or fired(facts, until_s)),
         speed=speed_of(facts, steps, records),
+        setups=setups,
+        logbook=read_logbook(store, setups.people),
     )
 
 
