@@ -17,7 +17,7 @@ from harness.core.facts import (
     Stamped,
 )
 from harness.core.prices import estimate, prices, transfer_usd
-from harness.views import report, summary
+from harness.views import report, report_json, summary
 from storage.files import MemoryStore
 
 GB = 10**9
@@ -121,5 +121,5 @@ def test_the_report_tells_it_apart_from_the_bill():
         "estimate" in rows["the bucket's storage meanwhile"][1]
         and "aws/us-east-1 to nebius/eu-north1" in rows["data between places"][1]
     )
-    assert json.loads(json.dumps(report.to_json(s)))["store"]["moved_usd"] == pytest.approx(1.8)
+    assert json.loads(json.dumps(report_json.to_json(s)))["store"]["moved_usd"] == pytest.approx(1.8)
     report.print_report(s, Console(file=open("/dev/null", "w")))  # noqa: SIM115

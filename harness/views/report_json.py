@@ -45,6 +45,7 @@ def to_json(s: Summary) -> dict[str, Any]:
             **dataclasses.asdict(ledger.cost),
             "saved_usd": ledger.cost.saved_usd,
             "saved": ledger.cost.saved,
+            "usd_per_1k_steps": 1000 * ledger.usd / s.step if s.step else None,
         },
         "attempts": [attempt(a) for a in ledger.attempts],
         "epochs": [
