@@ -46,7 +46,7 @@ launch: install bucket doctor  ## TASK on SkyPilot's clouds under our recovery l
 	$(BIN)/harness launch $(TASK) --cloud sky --run $(RUN) --nodes $(NODES) $(if $(BUDGET),--budget-usd $(BUDGET)) $(ARGS)
 
 jobs-launch: install bucket  ## the same TASK as a managed job of SkyPilot (costs money): make jobs-launch RUN=s3://...
-	$(BIN)/sky jobs launch $(TASK) --env RUN=$(RUN) $(ARGS)
+	$(BIN)/sky jobs launch $(TASK) --env RUN=$(RUN) --env HARNESS_PRICES="$$($(BIN)/harness prices $(TASK))" $(ARGS)
 
 down: install bucket  ## stop RUN and end every node of it; proven by asking SkyPilot
 	$(BIN)/harness down $(RUN)
