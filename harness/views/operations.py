@@ -177,8 +177,11 @@ class Operations:
         for alert in list(self._new_alerts):
             self._log.fire(alert, self._alerts.cool_down_s[alert.rule])
             self._new_alerts.remove(alert)
-        known = set(told)
-        return [a for a in self._log.read() if a.id not in known][:100]  # the rest comes later
+        self._log.read()
+        known, fired = set(told), self._log.alerts
+        # they are told in order, and `told` is the newest of them
+        last = max((n for n, a in enumerate(fired) if a is not None and a.id in known), default=-1)
+        return [a for a in fired[last + 1 :] if a is not None][:100]  # the rest comes later
 
     def happened(self, heard: ToldSoFar) -> list[RunEvent]:
         """What was not told yet, by time. Recoveries are known when a row was computed."""

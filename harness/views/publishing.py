@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from harness.core.world import BadInput
+from harness.views.alert_rules import BUILT_IN, AlertRule
 from harness.views.committed import Lineage
 from harness.views.describe import config_of, left_by_node, tags_of
 from harness.views.operations import Operations
@@ -140,8 +141,13 @@ def brief(error: BaseException | None) -> str:
 
 
 # ---- composing -----------------------------------------------------------------------------------
-def writer_of(store: ObjectStore, info: RunInfo, min_batch_s: float = MIN_BATCH_S) -> StreamWriter:
-    operations = Operations(store, Lineage(store, info))
+def writer_of(
+    store: ObjectStore,
+    info: RunInfo,
+    min_batch_s: float = MIN_BATCH_S,
+    rules: Sequence[AlertRule] = BUILT_IN,
+) -> StreamWriter:
+    operations = Operations(store, Lineage(store, info), rules)
     return StreamWriter(store, info, operations, min_batch_s, min_batch_s)
 
 
