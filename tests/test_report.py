@@ -1,6 +1,7 @@
 """The report says what happened: in the terminal, as JSON, and as one page that needs nothing
 else."""
 
+import dataclasses
 import io
 import json
 import re
@@ -12,10 +13,15 @@ from rich.console import Console
 
 from harness.bucket.journal import Journal
 from harness.bucket.layout import Epoch, epoch_key
+from harness.bucket.notes import LogbookEntry, write_note
 from harness.core import facts as f
+from harness.views.charts import windows
+from harness.views.page import content
 from harness.views.painting import BUCKETS
 from harness.views.plots import PlotTrace, fit, nice_ticks
-from harness.views.report import print_report, to_json, write_html
+from harness.views.report import print_report, write_html
+from harness.views.report_json import to_json
+from harness.views.speed import speed_of
 from harness.views.summary import summarize
 from harness.views.timeline import condensed
 from harness.views.words import duration, money, nbytes
@@ -174,6 +180,29 @@ def test_the_page_escapes_what_others_wrote(summary, tmp_path):
     assert len([s for s in page.kept["script"] if not s.startswith("{")]) == 1  # our own
     assert page.tags.count("script") == len(page.kept["script"])
     assert "<script>alert(1)</script>" in " ".join(page.text)
+
+
+def test_what_people_wrote_is_on_the_page_and_beside_the_curve(tmp_path):
+    history = whole_run()
+    for i, (step, text) in enumerate(((40, f"halved the rate {EVIL}"), (None, "looks fine"))):
+        write_note(history.store, LogbookEntry(T0 + 300 + i, text, "ada", step), f"{i:08x}")
+    summary = summarize(history.store, now=lambda: history.t)
+    text, page = parsed(summary, tmp_path / "r.html")
+    assert "<script>alert" not in text and "looks fine" in page.text
+    data = json.loads(next(s for s in page.kept["script"] if s.startswith("{")))
+    notes = {tip.split()[1]: (begin, end) for begin, end, tip in data["shades"] if "ada: " in tip}
+    assert notes["halved"] == (39.5, 40.5) and notes["looks"] == (74.5, 75.5)
+
+
+def test_step_times_of_steps_that_were_redone_are_cut(history):
+    told = [(3, 58, 63), (3, 64, 67), (4, 61, 64)]
+    timed = [
+        f.Stamped(T0 + e, "w", f.StepsTimed(e, a, b, dict.fromkeys(f.PHASES, 0.1))) for e, a, b in told
+    ]
+    summary = summarize(history.store, now=lambda: history.t)
+    summary = dataclasses.replace(summary, speed=speed_of([*summary.facts, *timed]))
+    assert [(w.epoch, w.first, w.last) for w in windows(summary)] == [(3, 58, 60), (4, 61, 64)]
+    assert "step-time" in content(summary)
 
 
 def test_json_is_plain_and_adds_up(summary):

@@ -8,7 +8,12 @@ from pathlib import Path
 
 from worlds import environment
 
-from harness.bucket.setups import first_setup, read_diff
+from harness.bucket.journal import read_facts
+from harness.bucket.orders import stop_order
+from harness.bucket.setups import first_setup, read_diff, write_setup
+from harness.core.facts import SessionStarted, SetupChanged, StepDone
+from harness.core.setups import Setup
+from harness.core.world import STOPPED
 from harness.views.compare import compare
 from storage.opening import open_store
 
@@ -108,3 +113,17 @@ def test_a_run_is_made_again_from_its_bucket(tmp_path):
     assert found.same(rtol=0.0) and found.same_weights
     second = first_setup(open_store(again))
     assert (second.argv, second.config, second.git.commit) == (setup.argv, setup.config, setup.git.commit)
+
+
+def test_a_run_that_was_begun_otherwise_is_refused_before_a_step(tmp_path):
+    work, env = repository(tmp_path), commands(tmp_path)
+    store = open_store(f"file://{tmp_path}/runs/a")
+    write_setup(store, 1, Setup(argv=("train.py", "--total", "9")), b"")
+    words = ["harness", "run", "--run", store.url, "--on-change", "refuse", "--", "train.py"]
+    ended = subprocess.run(words, cwd=work / "jobs", env=env, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == STOPPED, ended.stdout + ended.stderr
+    order = stop_order(store)
+    assert order.failed and "--total was 9, now it is not given" in order.reason
+    facts = [s.fact for s in read_facts(store)]
+    assert [x.action for x in facts if isinstance(x, SetupChanged)] == ["refused"]
+    assert not any(isinstance(x, (SessionStarted, StepDone)) for x in facts)

@@ -6,6 +6,7 @@ import enum
 import json
 import shutil
 import subprocess
+import sys
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from harness.bucket import setups as shelf
+from harness.bucket.journal import read_facts
 from harness.bucket.notes import LONGEST_NOTE, LogbookEntry, read_notes, write_note
 from harness.bucket.setups import SetupAt, list_setups, read_setup, write_launch, write_setup
 from harness.core import facts as f
@@ -36,6 +38,9 @@ from harness.node import surroundings
 from harness.views.logbook import read_logbook
 from harness.views.rerun import find, lock, recipe
 from harness.views.setups import summarize_setups
+from harness.worker.peers import Peers
+from harness.worker.run import Run
+from harness.worker.setup_check import SetupCheck
 from storage.files import MemoryStore
 
 BEGAN = Setup(
@@ -225,7 +230,7 @@ def test_a_work_tree_is_told_without_secrets(tmp_path):
     assert (only.diff, only.kept, nothing) == (state.diff, "hash", b"")
     (tmp_path / "a.py").write_text('password = os.environ["P"]\nlr = 2\n')
     assert surroundings.git_state(tmp_path)[0].masked_before == 1
-    (tmp_path / "a.py").write_text("x\n" * (1 << 20))
+    (tmp_path / "a.py").write_text(("x" * 4000 + "\n") * 300)
     cut, patch = surroundings.git_state(tmp_path)
     assert cut.kept == "cut" and (1 << 19) < len(patch) <= surroundings.DIFF_NBYTES
 
@@ -238,7 +243,7 @@ def test_packages_are_what_is_installed(tmp_path):
             (info / "direct_url.json").write_text(json.dumps(said))
 
     install("Flash_Attn", "2.1")
-    install("mine", "1.0", {"url": "file:///home/x", "dir_info": {}})
+    install("mine", "1.0", {"url": "file:///srv/x", "dir_info": {}})
     vcs = {"vcs": "git", "commit_id": "abc"}
     install("from_git", "3", {"url": "https://u:pw@example.org/g.git", "vcs_info": vcs})
     assert surroundings.packages([str(tmp_path), str(tmp_path / "none")]) == {
@@ -408,3 +413,94 @@ def test_a_run_without_a_record_says_so():
 
 def test_places_are_ordered_by_number():
     assert SetupAt("session", 9, "b") < SetupAt("session", 10, "a")
+
+
+# ---- sessions ------------------------------------------------------------------------------------
+def session(url: str, epoch: int, argv: str, on_change: str | None = None, **environ: str):
+    """A session's check, in this process; and the facts that it told."""
+    environ = {"HARNESS_EPOCH": str(epoch), **environ}
+    peers = Peers(environ)
+    run = Run(peers, url, environ)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", argv.split())
+        patch.setattr(sys.modules["__main__"], "__spec__", None)
+        check = SetupCheck(peers, run, {"lr": 1.0}, on_change, environ)
+        check._thread.join()
+    return check, run
+
+
+def told(run: Run) -> list[f.Fact]:
+    run.flush()
+    return [s.fact for s in read_facts(run.store)]
+
+
+def test_a_change_is_told_once_and_weighed(tmp_path, capfd):
+    url = f"file://{tmp_path}"
+    check, run = session(url, 1, "x.py --lr 1")
+    check.announce()
+    assert [at.number for at in list_setups(run.store)] == [1]  # before run.json
+    check.settle()
+    check, run = session(url, 2, "x.py --lr 1")
+    check.settle()
+    assert [at.number for at in list_setups(run.store)] == [1]
+    assert not told(run)
+    check, run = session(url, 3, "x.py --lr 2", NCCL_ALGO="Ring")
+    check.settle()
+    (changed,) = told(run)
+    assert (changed.action, [row["name"] for row in changed.changes]) == (
+        "warned", ["--lr", "NCCL_ALGO"],
+    )  # fmt: skip
+    loud, quiet = capfd.readouterr().out.splitlines()
+    assert "WARNING" in loud and "--lr was 1, now it is 2" in loud and "NCCL" not in loud
+    assert "NCCL_ALGO was not given, now it is Ring" in quiet
+    check, run = session(url, 4, "x.py --lr 2", NCCL_ALGO="Ring")  # known by now
+    check.settle()
+    check, run = session(url, 5, "x.py --lr 1", HARNESS_OWNER="another")  # as it began
+    check.settle()
+    assert told(run) == [changed]
+    assert [at.number for at in list_setups(run.store)] == [1, 3, 5]
+    assert shelf.people_of(run.store)["owner"] == "another"
+
+
+def test_a_change_is_refused_until_it_is_accepted(tmp_path):
+    url = f"file://{tmp_path}"
+    session(url, 1, "x.py --lr 1")[0].settle()
+    check, run = session(url, 2, "x.py --lr 2", HARNESS_ON_CHANGE="refuse")
+    with pytest.raises(BadInput, match=r"--lr was 1, now it is 2.*--on-change accept"):
+        check.settle()
+    assert [at.number for at in list_setups(run.store)] == [1]
+    assert [fact.action for fact in told(run)] == ["refused"]
+    check, run = session(url, 3, "x.py --lr 2", on_change="accept", HARNESS_ON_CHANGE="refuse")
+    check.settle()
+    run.flush()
+    check, run = session(url, 4, "x.py --lr 2", HARNESS_ON_CHANGE="refuse")
+    check.settle()  # accepted once
+    assert [fact.action for fact in told(run)] == ["refused", "accepted"]
+    with pytest.raises(BadInput, match="--fast"):
+        session(url, 5, "x.py --lr 2 --fast", on_change="refuse")[0].settle()
+
+
+def test_another_machine_is_never_refused(tmp_path):
+    url = f"file://{tmp_path}"
+    check, run = session(url, 1, "x.py")
+    first, _ = check._found
+    write_setup(run.store, 1, dataclasses.replace(first, hardware={"device": "H100"}), b"")
+    check, run = session(url, 2, "x.py", on_change="refuse")
+    check.settle()
+    assert [(fact.kind, fact.action) for fact in told(run)] == [("SetupChanged", "warned")]
+
+
+def test_a_record_that_cannot_be_read_is_not_compared(tmp_path):
+    url = f"file://{tmp_path}"
+    check, run = session(url, 1, "x.py --lr 1")
+    check.settle()
+    run.store.put(list_setups(run.store)[0].key, b"{}")
+    check, run = session(url, 2, "x.py --lr 2", on_change="refuse")
+    check.settle()
+    assert "cannot be read" in told(run)[0].what
+
+
+def test_what_to_do_about_a_change_is_one_of_three(tmp_path):
+    for given in ({"on_change": "no"}, {"HARNESS_ON_CHANGE": "no"}):
+        with pytest.raises(BadInput, match="wanted refuse, warn or accept"):
+            session(f"file://{tmp_path}", 1, "x.py", **given)

@@ -88,26 +88,28 @@ def read_setup(store: ObjectStore, at: SetupAt) -> Setup:
 
 def first_setup(store: ObjectStore, seat: str = SESSION) -> Setup | None:
     """How the run began; None: nobody has said, or it cannot be read. Raises StoreError."""
-    return _readable(store, list_setups(store, seat)[:1])
+    return readable(store, list_setups(store, seat)[:1])
 
 
 def newest_setup(store: ObjectStore, seat: str = SESSION) -> Setup | None:
     """How the run is set up now, or was in the end; None as in `first_setup`."""
-    return _readable(store, list_setups(store, seat)[-1:])
+    return readable(store, list_setups(store, seat)[-1:])
 
 
 def people_of(store: ObjectStore) -> dict[str, str]:
     """Owner, project, experiment and purpose (setups.PEOPLE), as the newest session or launch says
     them. Raises StoreError."""
     keys = store.list(SETUP)
-    for seat in (SESSION, LAUNCH):
-        found = _readable(store, places(keys, seat)[-1:])
-        if found is not None and found.people:
-            return found.people
-    return {}
+    return of_people(readable(store, places(keys, seat)[-1:]) for seat in (SESSION, LAUNCH))
 
 
-def _readable(store: ObjectStore, found: list[SetupAt]) -> Setup | None:
+def of_people(setups: Iterable[Setup | None]) -> dict[str, str]:
+    """What the first one that knows says."""
+    return next((found.people for found in setups if found is not None and found.people), {})
+
+
+def readable(store: ObjectStore, found: list[SetupAt]) -> Setup | None:
+    """The only one of them; None: there is none, or it cannot be read. Raises StoreError."""
     try:
         return read_setup(store, found[0]) if found else None
     except (BadObject, NotFound):

@@ -46,8 +46,8 @@ class _Plain:
         return NOTHING
 
     def of(self, value: Any, name: str, deep: int) -> Any:
-        if self.budget <= 0:
-            return self.omit(name, f"more than {MOST_VALUES} values")
+        if self.budget <= 0 or self.letters <= 0:
+            return self.omit(name, f"more than {MOST_VALUES} values, or {MOST_TEXT} letters")
         self.budget -= 1
         if deep > MOST_DEEP:
             return self.omit(name, f"nested deeper than {MOST_DEEP}")
@@ -160,7 +160,7 @@ def _scalar(value: Any) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
     if isinstance(value, str):
-        return masked_value(str(value[: 10 * MOST_LETTERS]))
+        return masked_value(str(value[: 2 * MOST_LETTERS]))
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, (datetime.date, datetime.time, datetime.timedelta)):

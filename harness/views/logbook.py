@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +44,8 @@ class Logbook:
         return told
 
 
-def read_logbook(store: ObjectStore) -> Logbook:
-    """Raises StoreError."""
+def read_logbook(store: ObjectStore, people: Mapping[str, str] | None = None) -> Logbook:
+    """`people`: as `setups.people_of` reads them, if they are known. Raises StoreError."""
     entries, more = read_notes(store)
-    people = people_of(store)
+    people = people_of(store) if people is None else people
     return Logbook(people.get(PURPOSE, ""), people.get(OWNER, ""), tuple(entries), more)

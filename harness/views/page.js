@@ -30,6 +30,16 @@
   window.addEventListener('harness-content', showTheme);
   matchMedia('(prefers-color-scheme:dark)').addEventListener('change', showTheme);
 
+  // ---- on paper nothing can be opened
+  var opened = [];
+  window.addEventListener('beforeprint', function () {
+    opened = Array.prototype.filter.call(document.querySelectorAll('.breaks details'), function (d) { return !d.open; }).slice(0, 12);
+    opened.forEach(function (d) { d.open = true; });
+  });
+  window.addEventListener('afterprint', function () {
+    opened.forEach(function (d) { d.open = false; });
+  });
+
   // ---- words at the pointer
   var tip = document.getElementById('tip'), shown = null;
   function show(text, e) {
@@ -37,7 +47,9 @@
     tip.hidden = false;
     var w = tip.offsetWidth, h = tip.offsetHeight;
     tip.style.left = Math.max(4, Math.min(e.clientX + 14, innerWidth - w - 6)) + 'px';
-    tip.style.top = (e.clientY + 18 + h > innerHeight ? Math.max(2, e.clientY - h - 10) : e.clientY + 18) + 'px';
+    var above = e.pointerType === 'touch' ? e.clientY - h - 26 : -1; // not under the finger
+    var below = e.clientY + 18 + h > innerHeight ? Math.max(2, e.clientY - h - 10) : e.clientY + 18;
+    tip.style.top = (above >= 0 ? above : below) + 'px';
   }
   function hide() {
     tip.hidden = true;

@@ -12,7 +12,14 @@ import base64
 import hashlib
 from collections.abc import Callable
 
-from harness.views import page_alerts, page_money, page_speed, page_tables, postmortem_page
+from harness.views import (
+    page_alerts,
+    page_money,
+    page_record,
+    page_speed,
+    page_tables,
+    postmortem_page,
+)
 from harness.views.charts import loss_chart, loss_legend, norm_chart
 from harness.views.page_html import PageSection, asset, section
 from harness.views.painting import NANO
@@ -57,11 +64,13 @@ SECTIONS: tuple[Callable[[Summary], PageSection | None], ...] = (
     _norm,
     _interruptions,
     page_alerts.alerts,
+    page_record.logbook,
     page_tables.attempts,
     page_tables.worlds,
     page_tables.notices,
     page_tables.snapshots,
     page_speed.hardware,
+    page_record.made,
     page_tables.trouble,
 )
 

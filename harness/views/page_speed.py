@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from harness.core.facts import NodeMeasured
-from harness.views.charts import shades, windows
+from harness.views.charts import over_steps, shades, step_ends, windows
 from harness.views.page_html import PageSection, html_table, numbers, section, stack
 from harness.views.plots import PlotFrame, PlotTrace, esc, legend, plot
 from harness.views.summary import Summary
@@ -78,10 +78,10 @@ def _rates(s: Summary) -> list[tuple[str, str]]:
 def _over_steps(s: Summary, phases: Sequence[str]) -> str:
     """Phases one above the other."""
     told = windows(s)
-    xs = [(w.first + w.last) / 2 for w in told]
-    below, traces = [0.0] * len(told), list[PlotTrace]()
+    xs = step_ends(told)
+    below, traces = [0.0] * len(xs), list[PlotTrace]()
     for p in phases:
-        own = [w.seconds.get(p, 0.0) for w in told]
+        own = over_steps(told, lambda w, p=p: w.seconds.get(p, 0.0))  # type: ignore[misc]
         above = [b + v for b, v in zip(below, own, strict=True)]
         traces.append(PlotTrace(p, xs, above, f"p-{p}", below, unit="s", shown=own))
         below = above
@@ -92,14 +92,17 @@ def _over_steps(s: Summary, phases: Sequence[str]) -> str:
 
 def _spreads(s: Summary) -> str:
     """A rank's own time in a step: all but waiting for others."""
-    spread = [(w, w.own) for w in windows(s) if w.own]
-    if len(spread) < 2 or all(own.most_rank == own.least_rank for _, own in spread):
+    told = [w for w in windows(s) if w.own]
+    if len(told) < 2 or all(w.own.most_rank == w.own.least_rank for w in told if w.own):
         return ""
-    xs = [(w.first + w.last) / 2 for w, _ in spread]
-    least, most = [own.least for _, own in spread], [own.most for _, own in spread]
+    xs = step_ends(told)
+    least, middle, most = (
+        over_steps(told, lambda w, name=name: getattr(w.own, name))  # type: ignore[misc]
+        for name in ("least", "median", "most")
+    )
     traces = [
         PlotTrace("ranks", xs, most, "t2", least, unit="s"),
-        PlotTrace("median rank", xs, [own.median for _, own in spread], "t2", unit="s"),
+        PlotTrace("median rank", xs, middle, "t2", unit="s"),
     ]
     frame = PlotFrame("own time of ranks", height=190, top=30, zero=True)
     keys = legend(("band", "t2", "least to most"), ("line", "t2", "median"))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from harness.bucket.epochs import read_epoch
 from harness.bucket.layout import IDENTITY, Identity
 from harness.bucket.recorded import read_committed
-from harness.bucket.setups import SetupAt, list_setups, read_setup
+from harness.bucket.setups import SetupAt, list_setups, read_setup, readable
 from harness.core import records as rec
 from harness.core.masking import MASK
 from harness.core.setups import LAUNCH, Setup, changes
@@ -72,7 +72,7 @@ def find(store: ObjectStore, step: int | None) -> SetupFound:
             f"{at.key}: wanted how the run was set up, found something else ({e})"
         ) from e
     launches = list_setups(store, LAUNCH)
-    launch = _readable(store, launches[-1 if step else 0]) if launches else None
+    launch = readable(store, launches[-1:] if step else launches[:1])
     others = tuple(_others(store, places, at, setup))
     ranks = _replica_ranks(store, at.number)
     return SetupFound(store.url, step or 1, epoch, at, setup, launch, ranks, others)
@@ -100,18 +100,11 @@ def _epoch_of(store: ObjectStore, step: int) -> int:
     return int(found[-1]) if len(found) else 0
 
 
-def _readable(store: ObjectStore, at: SetupAt) -> Setup | None:
-    try:
-        return read_setup(store, at)
-    except (BadObject, NotFound):
-        return None
-
-
 def _others(
     store: ObjectStore, places: Sequence[SetupAt], mine: SetupAt, setup: Setup
 ) -> Iterator[str]:
     for at in places:
-        other = _readable(store, at) if at != mine else None
+        other = readable(store, [at]) if at != mine else None
         if other is not None and (told := changes(setup, other)):
             more = f" and {len(told) - 3} more" if len(told) > 3 else ""
             yield f"from epoch {at.number} on: {'; '.join(map(str, told[:3]))}{more}"

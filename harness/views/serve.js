@@ -115,7 +115,9 @@
     if (r.world) cell.setAttribute('data-tip', r.world + ' ranks on ' + r.nodes + ' nodes' + (r.left ? '\n' + r.left + ' left' : ''));
   }
   function alertCell(cell, r) {
-    (r.firing || []).slice(-2).forEach(function (a) {
+    var titles = {};
+    (r.firing || []).forEach(function (a) { titles[a.title] = a; }); // of several the last
+    Object.keys(titles).slice(-2).map(function (t) { return titles[t]; }).forEach(function (a) {
       var pill = make('span', 'alert ' + a.severity, a.title);
       pill.setAttribute('data-tip', a.text);
       cell.append(pill, ' ');

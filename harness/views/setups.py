@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from harness.bucket.setups import first_setup, people_of
+from harness.bucket.layout import SETUP
+from harness.bucket.setups import of_people, places, readable
 from harness.core.facts import SetupChanged, Stamped
-from harness.core.setups import LAUNCH, LEVELS, Difference, Setup
+from harness.core.setups import LAUNCH, LEVELS, PEOPLE, SESSION, Difference, Setup
 from storage.objects import ObjectStore
 
 MOST_TOLD = 20  # changes of one world, in a terminal
@@ -37,13 +38,13 @@ class SetupSummary:
 
     first: Setup | None = None
     asked: Setup | None = None  # of the first `harness launch`
-    people: dict[str, str] | None = None
+    people: dict[str, str] = field(default_factory=dict)  # setups.PEOPLE
     shifts: tuple[SetupShift, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         setup, git = self.first, self.first.git if self.first else None
         return {
-            "people": self.people or {},
+            "people": self.people,
             "argv": list(setup.argv) if setup else [],
             "config": setup.config if setup else {},
             "git": {
@@ -75,9 +76,11 @@ class SetupSummary:
 
 def summarize_setups(store: ObjectStore, facts: Iterable[Stamped]) -> SetupSummary:
     """Raises StoreError."""
-    return SetupSummary(
-        first_setup(store), first_setup(store, LAUNCH), people_of(store), tuple(shifts_of(facts))
-    )
+    keys = store.list(SETUP)
+    sessions, launches = places(keys, SESSION), places(keys, LAUNCH)
+    first, asked = readable(store, sessions[:1]), readable(store, launches[:1])
+    newest = readable(store, sessions[-1:]) if len(sessions) > 1 else first
+    return SetupSummary(first, asked, of_people((newest, asked)), tuple(shifts_of(facts)))
 
 
 def shifts_of(facts: Iterable[Stamped]) -> list[SetupShift]:
@@ -98,12 +101,7 @@ def _differences(fact: SetupChanged) -> tuple[Difference, ...]:
 
 def setup_rows(found: SetupSummary) -> list[tuple[str, str]]:
     """What a person wants to know of it, as rows of a table."""
-    people = found.people or {}
-    rows = [
-        (name, people[name])
-        for name in ("owner", "project", "experiment", "purpose")
-        if people.get(name)
-    ]
+    rows = [(name, found.people[name]) for name in PEOPLE if found.people.get(name)]
     if (setup := found.first) is not None:
         rows.append(("command", " ".join(setup.argv)))
         if git := setup.git.commit:

@@ -26,6 +26,7 @@ from harness.core.facts import (
     GuardTripped,
     HealthSeen,
     LeaseTaken,
+    NodeBilled,
     RunAsked,
     RunEnded,
     SessionStarted,
@@ -42,9 +43,11 @@ from harness.core.facts import (
 from harness.core.values import BadObject
 from harness.views.alerts import fired
 from harness.views.ledger import Ledger
+from harness.views.logbook import Logbook, read_logbook
 from harness.views.postmortem import Postmortem, postmortem
 from harness.views.report import unread_text
 from harness.views.rows import EpochRow
+from harness.views.setups import SetupSummary, summarize_setups
 from harness.views.speed import SpeedSummary, speed_of
 from storage.errors import NotFound
 from storage.manifest import Manifest, SnapshotCorrupt
@@ -112,11 +115,18 @@ class Summary:
     norms: tuple[tuple[int, float], ...] = ()  # of gradients, by step; of a long run a sample
     tokens_per_step: float = 0.0  # 0: not known
     alerts: tuple[Alert, ...] = ()  # that were fired, oldest first
+    setups: SetupSummary = field(default_factory=SetupSummary)
+    logbook: Logbook = field(default_factory=Logbook)
 
     @property
     def tokens(self) -> float:
         """Of the committed steps; 0: not known."""
         return self.step * self.tokens_per_step
+
+    @property
+    def usd_per_1m_tokens(self) -> float | None:
+        """None: not known."""
+        return 1e6 * self.ledger.usd / self.tokens if self.tokens else None
 
     @property
     def wall_s(self) -> float:
@@ -162,7 +172,8 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
     last = ended[-1] if ended and isinstance(ended[-1], RunEnded) else None
     final = bool(manifest and Snapshots(store).ended(manifest))
     over = last is not None or (final and not ended)
-    told_s = [*(s.t for s in facts), *([float(steps["end"].max())] if len(steps) else [])]
+    told_s = [s.t for s in facts if not isinstance(s.fact, NodeBilled)]  # told long after its end
+    told_s += [*([float(steps["end"].max())] if len(steps) else [])]
     until_s = max(told_s, default=now()) if over else now()
     ledger = Ledger.of(facts, records, until_s, steps)
     if over:  # what nodes did after the controller's last word belongs to it
@@ -171,6 +182,7 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
     sessions = [s.fact for s in facts if isinstance(s.fact, SessionStarted)]
     curve, lost = _curves(steps, records.rows, ledger.epochs)
     name, validation = _validation(facts, records, ledger.epochs)
+    setups = summarize_setups(store, facts)
     return Summary(
         url=store.url,
         state=last.outcome if last else "finished" if final else "going on",
@@ -198,6 +210,8 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
         tokens_per_step=sum(tokens) / len(tokens) if tokens else 0.0,
         alerts=tuple(AlertLog(store).read() or fired(facts, until_s)),
         speed=speed_of(facts, steps, records),
+        setups=setups,
+        logbook=read_logbook(store, setups.people),
     )
 
 

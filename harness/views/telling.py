@@ -213,12 +213,13 @@ def split_line(state: LiveState) -> str:
     if not whole:
         return ""
     told = state.timed[1] if state.timed else None
-    parts = [f"{p} {100 * s / whole:.0f} %" for p, s in split.items() if s / whole >= 0.005]
-    line = f"step {duration(whole)}: {'  '.join(parts)}"
+    most = sorted(split.items(), key=lambda item: -item[1])
+    parts = [f"{100 * s / whole:.0f} % {p}" for p, s in most if s / whole >= 0.04]
+    line = f"step {duration(whole)}: {', '.join(parts)}"
     if told and len(told.own_s) == 3 and len(told.own_ranks) == 2 and told.own_s[1] > 0:
         behind = told.own_s[2] / told.own_s[1] - 1
         if told.own_ranks[0] != told.own_ranks[1] and behind >= 0.05:
-            line += f"  slowest rank {told.own_ranks[1]} (+{100 * behind:.0f} %)"
+            line += f"; slowest rank {told.own_ranks[1]} (+{100 * behind:.0f} %)"
     return line
 
 

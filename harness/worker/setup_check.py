@@ -51,6 +51,7 @@ REFUSE, WARN, ACCEPT = "refuse", "warn", "accept"
 ON_CHANGE = "HARNESS_ON_CHANGE"
 MOST_ARGUMENTS, MOST_LETTERS = 500, 2000
 MOST_TOLD = 12  # changes in one line of output
+MOST_READ = 3  # setups that are tried, until one of them can be read
 
 
 class SetupCheck:
@@ -121,8 +122,10 @@ class SetupCheck:
         name = digest(encoded(mine[0]))
         if known and known[-1].digest == name:
             return
-        first, newest = (self._read(at) for at in (known[:1], known[-1:]))
-        if first is not None:
+        began = self._first_readable(known)
+        if began is not None:
+            at, first = began
+            newest = self._read(known[-1]) if known[-1] != at else None
             told = changes(first, mine[0])
             before = changes(first, newest) if newest is not None else ()
             new = tuple(change for change in told if change not in before)
@@ -130,9 +133,15 @@ class SetupCheck:
                 self._heed(name, told, new)
         write_setup(self._run.store, self._run.epoch, *mine)
 
-    def _read(self, at: list[SetupAt]) -> Setup | None:
+    def _first_readable(self, known: list[SetupAt]) -> tuple[SetupAt, Setup] | None:
+        for at in known[:MOST_READ]:
+            if (setup := self._read(at)) is not None:
+                return at, setup
+        return None
+
+    def _read(self, at: SetupAt) -> Setup | None:
         try:
-            return read_setup(self._run.store, at[0]) if at else None
+            return read_setup(self._run.store, at)
         except (BadObject, NotFound) as e:
             self._run.warn(f"how this run was set up cannot be read: {e}; it is not compared")
             return None
@@ -153,14 +162,16 @@ class SetupCheck:
                 "Put back what it began with (`harness rerun URL` says how), name another run "
                 "URL, or take the change on with --on-change accept (HARNESS_ON_CHANGE=accept)"
             )
-        if action == "warned":
-            training = [change for change in heavy if change.level == TRAINING]
-            software = [change for change in heavy if change.level != TRAINING]
-            if training:
-                self._run.warn(f"this run was begun otherwise: {words(training)}")
-            if software:
-                what = words(software)
-                self._peers.print(f"harness: other software than the run began with: {what}")
+        training = [change for change in heavy if change.level == TRAINING]
+        software = [change for change in heavy if change.level != TRAINING]
+        if training and action == "warned":
+            self._peers.print(
+                f"harness: WARNING: this run was begun otherwise: {words(training)}. If it is the "
+                "same training all the same, --on-change accept says so"
+            )
+        if software and action == "warned":
+            what = words(software)
+            self._peers.print(f"harness: other software than the run began with: {what}")
 
 
 def words(told: list[Difference]) -> str:
