@@ -257,8 +257,8 @@ def names(decided: Decided, row: AttemptRow) -> bool:
 
 
 # ---- which belong together -----------------------------------------------------------------------
-class Worlds:
-    """Worlds that made a step, by number."""
+class TrainedWorlds:
+    """TrainedWorlds that made a step, by number."""
 
     def __init__(self, ledger: Ledger):
         self.all = [e for e in ledger.epochs if e.first_s is not None]
@@ -278,7 +278,7 @@ class Progress:
     """Every step that was done, by epoch."""
 
     def __init__(self, ledger: Ledger, told: Columns, committed: Columns):
-        self.worlds = Worlds(ledger)
+        self.worlds = TrainedWorlds(ledger)
         self._parts = (cut_by_epoch(told), cut_by_epoch(newest_told(committed)))
         self._rows: dict[int, Columns] = {}
 

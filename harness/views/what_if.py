@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from harness.core.facts import AgentStarted, SnapshotCommitted
-from harness.views.breaks import NodesOf, Outline, Worlds
+from harness.views.breaks import NodesOf, Outline, TrainedWorlds
 from harness.views.interruption import HURTS, Alternative, Interruption
 from harness.views.ledger import Ledger
 from harness.views.painting import NANO
@@ -129,7 +129,7 @@ class Alternatives:
         ledger: Ledger,
         told: Testimony,
         outlines: Sequence[Outline],
-        worlds: Worlds,
+        worlds: TrainedWorlds,
         min_nodes: int,
     ):
         self.told, self.outlines, self.worlds = told, outlines, worlds
@@ -167,7 +167,7 @@ class Alternatives:
         return intervals(self.measured)
 
     def before(self, index: int) -> list[EpochRow]:
-        """Worlds that trained since the interruption before, up to this one."""
+        """TrainedWorlds that trained since the interruption before, up to this one."""
         after = self.outlines[index - 1].last.epoch.epoch if index else -1
         until = self.outlines[index].last.epoch.epoch if index < len(self.outlines) else math.inf
         return self.worlds.between(after, until)
