@@ -9,6 +9,7 @@ import time
 
 import pytest
 from campaign import Campaign
+from test_postmortem import check as adds_up
 from worlds import history, newest, train
 
 from harness.core.batch import Batching, expected_digest
@@ -20,6 +21,9 @@ from harness.core.facts import (
     SessionEnded,
     SnapshotCommitted,
 )
+from harness.views.postmortem_svg import picture
+from harness.views.summary import summarize
+from storage.opening import open_store
 
 FLAGS = "--total 120 --every 10 --sleep-s 0.04 --reduce exact"
 
@@ -97,6 +101,11 @@ def test_the_demo_market(campaign, tmp_path):
     assert planned and planned <= {(f.epoch, f.step) for f in c.facts(SnapshotCommitted)}
     assert (c.run / "report.html").stat().st_size > 10_000
     assert "goodput" in c.output().lower()
+    summary = summarize(open_store(str(c.run)))
+    adds_up(summary.postmortem, summary.ledger)
+    assert {"notice", "loss"} <= {one.kind for one in summary.postmortem.interruptions}
+    for one in summary.postmortem.interruptions:
+        assert picture(one, summary.ledger.attempts).count("<text") > len(one.moments)
 
 
 @pytest.fixture(scope="module")
