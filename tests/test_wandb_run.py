@@ -302,7 +302,7 @@ def test_what_w_and_b_knows_besides_numbers(server):
     """Configuration, tags, axes, summary, snapshots as artifacts, lineage, alerts."""
     story = Story(MemoryStore("s3://user:secret@bucket/runs/mine?token=x", {}))
     story.node(1)
-    environ = {"HARNESS_X": "1", "HARNESS_KEY": "hidden", "HOME": "/"}
+    environ = {"NCCL_X": "1", "NCCL_KEY": "hidden", "HOME": "/"}
     script = "examples/train.py --lr 3e-4 --layers=12 --fast --hf-token abc --max-tokens 9 --data s3://u:p@b/d?x"
     setup = Setup(
         argv=tuple(masked_words(shlex.split(script))[0]),
@@ -328,7 +328,7 @@ def test_what_w_and_b_knows_besides_numbers(server):
     (run,) = server.runs.values()
     config = run.values()
     assert (config["global_batch"], config["seed"], config["hardware"]) == (8, 7, ["H100"])
-    assert (config["environment"]["HARNESS_X"], "HARNESS_KEY" in config["environment"]) == ("1", 0)
+    assert (config["environment"]["NCCL_X"], "NCCL_KEY" in config["environment"]) == ("1", 0)
     assert config["environment"]["python"] and config["packages"]["numpy"]
     flags = {"lr": 3e-4, "layers": 12, "fast": True, "max-tokens": 9, "data": "s3://b/d"}
     assert (config["script"], config["flags"]) == ("train.py", flags)
