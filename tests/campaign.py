@@ -141,7 +141,7 @@ class Campaign:
         kinds = ["controller", "provider", "agent", "worker"]
         return [f"{kind} {p.pid}" for kind in kinds for p in self.processes(kind)]
 
-    def nothing_left(self, within_s: float = 15.0) -> bool:
+    def nothing_left(self, within_s: float = 60.0) -> bool:
         """Is all of it gone, or about to go? A process that has said that it ends takes a
         moment."""
         deadline_s = time.monotonic() + within_s

@@ -56,13 +56,12 @@ class Tab:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def until(self, script: str) -> Any:
-        """The expression's value as soon as it is true."""
+    def until(self, script: str) -> None:
+        """Wait until an expression is true."""
         end = time.monotonic() + ANSWER_WITHIN_S
-        while not (found := self.run(script)):
+        while not self.run(f"Boolean({script})"):
             assert time.monotonic() < end, f"not true within {ANSWER_WITHIN_S:g} s: {script}"
             time.sleep(0.05)
-        return found
 
     def size(self, width: int, height: int, touch: bool = False) -> None:
         self.call(

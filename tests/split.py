@@ -32,7 +32,7 @@ p.add_argument("--strategy", default="split", help="split, or none: what harness
 p.add_argument("--stray", action="store_true", help="each rank of a replica reads other rows")
 p.add_argument("--apart", action="store_true", help="the second replica has other shards")
 p.add_argument("--clip", type=float, default=0.5)
-p.add_argument("--sleep-s", type=float, default=0.0)
+p.add_argument("--go", default="", help="a file: until it is there the steps are slow")
 p.add_argument("--out", default="")
 a = p.parse_args()
 
@@ -147,7 +147,8 @@ for step in run.steps(data, total=a.total, global_batch=24, micro_batch=4):
     for x, y in step:
         step.backward(nn.functional.cross_entropy(model(x), y))
     step.update(clip_norm=a.clip)
-    time.sleep(a.sleep_s)
+    if a.go and not Path(a.go).exists():
+        time.sleep(0.2 if step.number <= a.total // 2 else 3.0)
 run.log(replicas=run.sum(1.0))
 whole = [v.full_tensor() if isinstance(v, DTensor) else v for v in model.state_dict().values()]
 if a.out and run.rank == 0:

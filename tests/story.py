@@ -76,8 +76,24 @@ class Story(TrueRun):
         super().snapshot(unsaved, world, final)
         self.told(
             facts.SnapshotCommitted(self.step, self.epoch, 800, 0.2, 1.5, "interval", self.t),
+            facts.StepsTimed(
+                *(self.epoch, max(1, self.step - 4), self.step),
+                dict.fromkeys(facts.PHASES, 0.125),
+                *((0.4, 0.5, 0.9), (0, world - 1), (0.9, 1.0, 1.2), (0, world - 1)),
+                *(0.5, 0.4, 8, 80),
+            ),
             writer=f"worker-e{self.epoch}-s{self.step}",
         )
+        self.measure()
+
+    def measure(self):
+        """What the nodes' hardware does."""
+        for attempt in self.up:
+            readings = {"cpu/percent": 10.0 * attempt, "gpu0/percent": 90.0, "gpu0/watts": 500.0}
+            more = {"gpu0/memory_percent": 70.0, "gpu0/celsius": 60.0, "net/sent_bytes_per_s": 1e6}
+            member = f"m{attempt:04d}-aa"
+            said = facts.NodeMeasured(member, 60.0, {**readings, **more})
+            self.told(said, writer=f"agent-measures-{attempt}-{self.epoch}-{self.step}")
 
     def lose(self, steps):
         """Steps that nobody committed, and the world breaks."""

@@ -368,7 +368,7 @@ def test_the_report_of_an_archived_run_is_the_same():
     from histories import whole_run
 
     from harness.uploader.keeper import Keeper
-    from harness.views.report import to_json
+    from harness.views.report_json import to_json
     from harness.views.summary import summarize
 
     h = whole_run()

@@ -39,14 +39,12 @@ def campaign(tmp_path):
 
 
 def harness(*words):
-    began_s = time.monotonic()
-    ended = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "harness.cli", *map(str, words)],
         capture_output=True,
         text=True,
         timeout=120,
     )
-    return ended, time.monotonic() - began_s
 
 
 def drained(c: Campaign) -> bool:
@@ -54,7 +52,7 @@ def drained(c: Campaign) -> bool:
     (end,) = c.facts(RunEnded)
     assert end.outcome == "stopped" and end.committed_step == c.step()
     assert {(a.end, a.exit_code) for a in c.facts(AttemptEnded)} == {("terminated", 35)}
-    until(lambda: c.nothing_left(), c.logs, 15)
+    until(lambda: c.nothing_left(), c.logs, 60)
     return True
 
 
@@ -106,7 +104,7 @@ def test_a_second_signal_kills(campaign):
     c.process.send_signal(signal.SIGTERM)
     assert c.wait(30) == 130, c.logs()
     assert "Killed" in c.output()
-    until(lambda: c.nothing_left(), c.logs, 15)
+    until(lambda: c.nothing_left(), c.logs, 60)
 
 
 def test_trouble_of_the_controller_leaves_the_nodes_training_and_down_ends_them(campaign):
@@ -114,7 +112,7 @@ def test_trouble_of_the_controller_leaves_the_nodes_training_and_down_ends_them(
     c = campaign(flags="--total 100000 --every 1000 --sleep-s 0.04")
     c.launch()
     c.until(lambda: c.processes("worker") and list((c.run / "facts").glob("worker-*")))
-    assert harness("snapshot", c.run)[0].returncode == 0
+    assert harness("snapshot", c.run).returncode == 0
     c.until(lambda: c.step() > 0)
     store, newer = open_store(str(c.run)), "snapshots/manifests/0000900000-e000001.json"
     body = {
@@ -145,19 +143,22 @@ def test_trouble_of_the_controller_leaves_the_nodes_training_and_down_ends_them(
     # it says no goodbye, and nobody writes down that it has ended: stop and down see it all the
     # same
     c.kill("agent", random.Random(0))
-    for words, says in (("stop", "Stopped at step"), ("down", "Nothing of this run is left.")):
-        ended, took_s = harness(words, c.run)
+    for words, says in (
+        (("stop", "--wait-s", 100), "Stopped at step"),  # or it has waited in vain
+        (("down", "--grace-s", 600), "Nothing of this run is left."),  # more than it has here
+    ):
+        ended = harness(*words, c.run)
         assert ended.returncode == 0 and says in ended.stdout, ended.stdout + ended.stderr
-        assert took_s < 30  # of 120 and 60 that they may wait
     assert c.nothing_left()
 
 
 def test_nodes_without_a_leader_train_on_and_then_drain(campaign):
-    c = campaign(agent="--leaderless-hours 0.002")  # 7.2 s
+    # 7.2 s, in which it trains on: quickly
+    c = campaign(agent="--leaderless-hours 0.002", flags=f"{LONG} --sleep-s 0.01")
     c.launch()
     c.until(lambda: c.step() >= 10)
     c.kill("controller", random.Random(0))
-    c.process.wait(10)
+    c.process.wait(60)
     seen = c.step()
     until(lambda: c.step() > seen + 10, c.logs, 30)
     until(lambda: c.facts(AgentEnded), c.logs, 60)

@@ -28,7 +28,8 @@ from harness.views.ledger import Ledger
 from harness.views.monitor import follow, status
 from harness.views.page import page
 from harness.views.plugins import Jsonl, RunInfo
-from harness.views.report import print_report, to_json
+from harness.views.report import print_report
+from harness.views.report_json import to_json
 from harness.views.summary import summarize
 from harness.views.trackers import Publisher
 from harness.views.watching import LeaseWatch

@@ -218,7 +218,7 @@ def test_a_stopped_worker_is_named_and_replaced_and_a_sick_gpu_is_left(nodes, sc
 
     agent = nodes.start(
         *(*SLOW[:1], 100000, *SLOW[2:]),
-        agent=("--hang-after-s", "2", "--gpu-health", str(script), "--measure-s", "1"),
+        agent=("--hang-after-s", "4", "--gpu-health", str(script), "--measure-s", "1"),
     )
     nodes.until(lambda: nodes.step() >= 10)
     next(

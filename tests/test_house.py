@@ -20,6 +20,7 @@ MANY_ATTRIBUTES = {
     "RunSpec": "one field for each setting of a run",
     "AttemptRow": "a row of a table, one field for each column",
     "EpochRow": "a row of a table, one field for each column",
+    "LiveState": "what is known of a run, one field for each kind of fact that counts",
     "LoopbackRun": "what W&B keeps of a run, one field for each part",
     "WandbRun": "one run at W&B: what it is made of, and how far it is",
     "BatchHeader": "a record in the bucket, one field for each key",

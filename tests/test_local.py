@@ -188,15 +188,16 @@ def test_a_notice_is_served_and_the_machine_is_taken_at_its_deadline_with_everyt
     endpoint = environment(cloud, 1)["AWS_EC2_METADATA_SERVICE_ENDPOINT"]
     source = AwsSource(endpoint)
     assert source.poll() == []
-    asked_s = time.time()
-    cloud.event("preempt", grace_s=2.5)
+    asked_s, grace_s = time.time(), 6.0  # for all that is asked while it is there
+    cloud.event("preempt", grace_s=grace_s)
     (notice,) = source.poll()
     assert (notice.kind, notice.source) == ("kill", "aws")
-    assert asked_s + 1.4 <= notice.deadline_s <= time.time() + 2.5  # whole seconds, rounded down
+    # whole seconds, rounded down
+    assert asked_s + grace_s - 1.1 <= notice.deadline_s <= time.time() + grace_s
     assert node(cloud, 1).alive
     end = gone(cloud, 1)
     assert (end.reason, end.exit_code) == ("preempted", None)
-    assert notice.deadline_s <= end.gone_s <= asked_s + 2.5 + WAIT_S
+    assert notice.deadline_s <= end.gone_s <= asked_s + grace_s + WAIT_S
     assert {e["HARNESS_ATTEMPT"] for e in of_nodes(cloud.state_dir).values()} == {"2"}
     port = int(endpoint.rstrip("/").rpartition(":")[2])
     with socket.socket() as s:
@@ -221,7 +222,7 @@ def test_sudden_death_and_total_outage(make):
     cloud.event("kill", victim=-1)
     assert gone(cloud, 3).reason == "killed"
     assert [n.attempt for n in cloud.nodes() if n.alive] == [1, 2]
-    cloud.event("outage", seconds=1.0)
+    cloud.event("outage", seconds=4.0)
     assert {gone(cloud, 1).reason, gone(cloud, 2).reason} == {"killed"}
     assert not of_nodes(cloud.state_dir)
     cloud.launch(4, cloud.offers()[0])

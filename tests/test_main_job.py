@@ -58,7 +58,7 @@ def assert_whole(c: Campaign, total=120):
     )
     verified = harness("verify", c.run)
     assert verified.returncode == 0, verified.stdout + verified.stderr
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while (left := c.left_over()) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left
@@ -103,7 +103,7 @@ def test_the_demo_market(campaign, tmp_path):
 def calm_weights(tmp_path_factory):
     """What the weights are when nothing happens."""
     run = tmp_path_factory.mktemp("calm") / "run"
-    train(run, 1, *FLAGS.split())
+    train(run, 1, *FLAGS.split(), "--sleep-s", 0)
     return newest(run).data["weights"]
 
 
@@ -124,7 +124,7 @@ def test_sigkill_of_anything_at_any_moment(campaign, seed, calm_weights):
             break
         c.kill(kind, rng)
         if kind in ("controller", "all"):
-            c.process.wait(10)
+            c.process.wait(60)
             c.launch()
     assert c.wait() == 0, c.logs()
     assert_whole(c)
@@ -139,7 +139,7 @@ def test_a_controller_killed_after_the_last_step_leaves_nothing_to_the_next(camp
     c.process.send_signal(signal.SIGSTOP)
     c.until(lambda: c.step() == 20)  # nodes go on by themselves
     c.process.kill()
-    c.process.wait(10)
+    c.process.wait(60)
     assert c.left_over()
     c.launch()
     assert c.wait(60) == 0, c.logs()
@@ -148,7 +148,7 @@ def test_a_controller_killed_after_the_last_step_leaves_nothing_to_the_next(camp
 
 def test_a_second_controller_is_refused(campaign):
     # so that it still runs when the second one has started
-    c = campaign(flags="--total 100000 --every 10 --sleep-s 0.04")
+    c = campaign(flags="--total 100000 --every 5 --sleep-s 0.1")
     first = c.launch()
     c.until(lambda: c.step() >= 10)
     second = c.launch()
@@ -162,8 +162,9 @@ def test_a_second_controller_is_refused(campaign):
     assert c.nothing_left()
 
 
-def test_ctrl_c_drains_and_the_same_command_resumes(campaign):
-    c = campaign(flags=FLAGS)
+def test_ctrl_c_drains_and_the_same_command_resumes(campaign, tmp_path):
+    go = tmp_path / "go"
+    c = campaign(flags=f"{FLAGS} --go {go}")
     c.launch()
     c.until(lambda: c.step() >= 20)
     c.process.send_signal(signal.SIGINT)
@@ -172,6 +173,7 @@ def test_ctrl_c_drains_and_the_same_command_resumes(campaign):
     assert "resumes" in c.output() and c.nothing_left()
     assert c.facts(RunEnded)[-1].outcome == "stopped"
     assert not [a for a in c.facts(AttemptEnded) if a.end == "preempted"]
+    go.touch()
     c.launch()
     assert c.wait() == 0, c.logs()
     assert_whole(c)
@@ -194,8 +196,8 @@ def test_a_budget_is_kept(campaign):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--fail-at 12 --every 10", "planned failure at step 12"),
-        ("--nan-at 12 --every 10", "the loss is nan"),
+        ("--fail-at 12 --every 10 --patient", "planned failure at step 12"),
+        ("--nan-at 12 --every 10 --patient", "the loss is nan"),
         ("--global-batch 46", "multiple"),
         ("--no-such-flag", "unrecognized arguments"),
     ],

@@ -204,12 +204,12 @@ def test_one_token_for_many_polls_and_a_new_one_when_it_is_refused(server, clock
 
 
 @pytest.mark.parametrize(
-    "fault", [{"status": 503}, {"drop": True}, {"status": 401}, {"latency_s": 0.5}, {"status": 200}]
+    "fault", [{"status": 503}, {"drop": True}, {"status": 401}, {"latency_s": 3.0}, {"status": 200}]
 )
 def test_an_endpoint_that_fails_neither_kills_the_watcher_nor_cancels_a_notice(
     server, clock, fault
 ):
-    source = AwsSource(server.endpoint, timeout_s=0.15, monotonic=clock)
+    source = AwsSource(server.endpoint, timeout_s=1.0, monotonic=clock)
     server.protocol.announce("terminate", DEADLINE_S)
     before = list(source.poll())
     assert len(before) == 1
@@ -224,8 +224,8 @@ def test_an_endpoint_that_fails_neither_kills_the_watcher_nor_cancels_a_notice(
 def test_goes_on_without_a_token_when_only_the_token_request_times_out(clock):
     with closing(MetadataServer(AwsImds("i-0", tokens_required=False, monotonic=clock))) as server:
         server.protocol.announce("terminate", DEADLINE_S)
-        server.inject(latency_s=1.0, method="PUT")
-        source = AwsSource(server.endpoint, timeout_s=0.2, monotonic=clock)
+        server.inject(latency_s=3.0, method="PUT")
+        source = AwsSource(server.endpoint, timeout_s=1.0, monotonic=clock)
         assert len(source.poll()) == 1
         asked = server.requests
         source.poll()
@@ -322,7 +322,7 @@ def test_watching_calls_back_and_stops(server, tmp_path):
     ]
 
     def wait_for(count, what):
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while len(what) < count:
             assert time.monotonic() < until
             time.sleep(0.01)
@@ -352,7 +352,7 @@ def test_a_callback_that_fails_does_not_end_the_watching(tmp_path):
 
     path.touch()
     watcher = watch([FileSource(path, pace_s=0.02, settle_s=0)], fails_once, calls.append)
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while len(calls) < 2:
         assert time.monotonic() < until
         time.sleep(0.01)

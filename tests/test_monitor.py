@@ -14,7 +14,7 @@ from rich.console import Console
 from harness.bucket.journal import Follower, Journal, read_facts
 from harness.core import facts as f
 from harness.views.monitor import LiveView, follow, render, status
-from harness.views.telling import describe, progress_line
+from harness.views.telling import decision_line, describe, progress_line, split_line
 from harness.views.watching import LeaseWatch, LiveState
 from storage.errors import NotFound, StoreUnavailable
 from storage.files import MemoryStore
@@ -181,6 +181,52 @@ def test_order_does_not_matter(seed, until):
     delay = {w: rng.uniform(0, 2) for w in {s.writer for s in facts}}
     shuffled = sorted(facts, key=lambda s: s.t + delay[s.writer])
     assert seen(folded(shuffled), T0 + until) == seen(folded(facts), T0 + until)
+
+
+def test_the_decision_and_its_reason_are_shown_waiting_included():
+    state = state_at(200)
+    assert decision_line(state, T0 + 200).startswith("wait: every offer is full (")
+    assert "decided wait: every offer is full" in drawn(state, T0 + 200)
+    state.apply(f.Stamped(T0 + 150, "c", f.Decided("launch", "older")))  # comes late
+    assert state.decided[1].decision == "wait"
+    assert decision_line(state_at(1e6), T0 + 1000) == ""  # it is over
+
+
+def test_where_a_steps_time_goes_is_one_line():
+    state = state_at(90)
+    assert split_line(state) == ""  # nobody told
+    split = dict.fromkeys(f.PHASES, 0.1) | {"backward": 0.3, "data": float("nan")}
+    own = (0.5, 0.6, 0.75)
+    state.apply(f.Stamped(T0 + 91, "w", f.StepsTimed(2, 40, 44, split, own, (0, 2))))
+    line = split_line(state)
+    assert line.startswith("step 0.9 s: 33 % backward, 11 % ") and "data" not in line
+    assert line.endswith("; slowest rank 2 (+25 %)") and line in drawn(state, T0 + 92)
+    state.apply(f.Stamped(T0 + 93, "w", f.StepsTimed(1, 60, 64, {"data": 9.0})))  # of an old world
+    assert split_line(state) == line
+
+
+def test_dollars_per_million_tokens_are_of_the_steps_that_count():
+    state, now = state_at(1e6), STORY.t
+    wanted = state.spent(now)[0] / (TOTAL * 64 * 128) * 1e6
+    assert state.usd_per_million_tokens(now) == pytest.approx(wanted)
+    assert f"per M tokens ${wanted:.3f}" in progress_line(state, now)
+    assert LiveState().usd_per_million_tokens(now) is None
+
+
+def test_alerts_that_fire_are_shown_the_worst_last():
+    store, clock = MemoryStore("memory://alerts", {}), Ticker()
+    journal = Journal(store, "agent-m1", clock.now)
+    journal.record(f.HealthSeen("m1", "0", "xid 79", "it has fallen off the bus", "drain"))
+    journal.record(f.NoticeSeen("m1", "aws", "kill", "n-1", T0 + 120.0))
+    journal.flush()
+    out = io.StringIO()
+    view = LiveView(store, Console(file=out, width=160, force_terminal=False), clock.now)
+    view.read()
+    assert [a.rule for a in view.firing()] == ["notice-seen", "gpu-health"]
+    view.console.print(view.screen())
+    assert "xid 79" in out.getvalue() and "info node m1 will be taken" in out.getvalue()
+    clock.t += 10_000
+    assert view.firing() == []
 
 
 def test_every_fact_can_be_described():

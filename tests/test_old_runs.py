@@ -31,7 +31,7 @@ from harness.core.facts import (
 )
 from harness.views.audit import audit
 from harness.views.compare import compare
-from harness.views.report import to_json
+from harness.views.report_json import to_json
 from harness.views.summary import summarize
 from storage.files import FileStore
 from storage.opening import open_store

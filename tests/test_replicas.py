@@ -166,7 +166,8 @@ def test_what_cannot_be_is_refused_by_name(tmp_path, world, env, flags, says):
 def test_agents_form_worlds_of_whole_replicas(whole, nodes):  # noqa: F811
     """Three nodes of one rank each: two train, one waits; it takes the place of one that
     vanishes."""
-    flags, agent = ["--total", 12, "--sleep-s", 0.2], ["--replica-ranks", "2", "--nproc", "1"]
+    # a step takes 0.2 s, and 3 s from the seventh on, until the loss was seen
+    flags, agent = ["--total", 12, "--go", nodes.go], ["--replica-ranks", "2", "--nproc", "1"]
     for _ in range(3):
         nodes.start(*flags, script=SPLIT, agent=agent)
     nodes.until(lambda: nodes.step() >= 3)
@@ -174,6 +175,8 @@ def test_agents_form_worlds_of_whole_replicas(whole, nodes):  # noqa: F811
     assert started.world == 2
     victim = int(started.members[1].split("-")[0].removeprefix("m"))
     os.killpg(nodes.processes[victim - 1].pid, signal.SIGKILL)
+    nodes.until(lambda: len(nodes.facts(EpochStarted)) == 2)
+    nodes.go.touch()
     codes = nodes.codes()
     assert sorted(codes) == [-9, 0, 0], nodes.logs()
     assert [e.world for e in nodes.facts(EpochStarted)] == [2, 2]

@@ -1,6 +1,7 @@
 """The report says what happened: in the terminal, as JSON, and as one page that needs nothing
 else."""
 
+import dataclasses
 import io
 import json
 import re
@@ -12,10 +13,15 @@ from rich.console import Console
 
 from harness.bucket.journal import Journal
 from harness.bucket.layout import Epoch, epoch_key
+from harness.bucket.notes import LogbookEntry, write_note
 from harness.core import facts as f
+from harness.views.charts import windows
+from harness.views.page import content
 from harness.views.painting import BUCKETS
 from harness.views.plots import PlotTrace, fit, nice_ticks
-from harness.views.report import print_report, to_json, write_html
+from harness.views.report import print_report, write_html
+from harness.views.report_json import to_json
+from harness.views.speed import speed_of
 from harness.views.summary import summarize
 from harness.views.timeline import condensed
 from harness.views.words import duration, money, nbytes
@@ -30,7 +36,8 @@ class Page(HTMLParser):
 
     def __init__(self):
         super().__init__(convert_charrefs=True)
-        self.open, self.text, self.scripts, self.tips, self.tags = [], [], [], [], []
+        self.open, self.text, self.tips, self.tags = [], [], [], []
+        self.kept = {"script": [], "style": []}
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
@@ -52,9 +59,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        (self.scripts if self.open and self.open[-1] in ("script", "style") else self.text).append(
-            data
-        )
+        self.kept.get(self.open[-1] if self.open else "", self.text).append(data)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +139,8 @@ def test_a_narrow_terminal_breaks_nothing(summary):
 
 def test_the_page_is_whole_and_alone(summary, tmp_path):
     text, page = parsed(summary, tmp_path / "deep" / "report.html")
-    assert not re.search(r"https?:|//cdn|@import|url\((?!#)", text)
+    alone = text.replace("http://www.w3.org/2000/svg", "")  # a name, and no address
+    assert not re.search(r"https?:|//cdn|@import|url\((?!#)", alone)
     seen = " ".join(page.text)
     for heading in (
         "Loss",
@@ -160,7 +166,7 @@ def test_the_page_is_whole_and_alone(summary, tmp_path):
     )
     assert sum("kill notice from" in tip for tip in page.tips) == 2
     assert page.tags.count("svg") >= 2
-    data = json.loads(next(s for s in page.scripts if s.startswith("{")))
+    data = json.loads(next(s for s in page.kept["script"] if s.startswith("{")))
     traces = {t["n"]: t for t in data["traces"]}
     assert traces["loss"]["x"] == list(range(1, TOTAL + 1))
     assert traces["val loss"]["x"] == [20, 40, 60, 80, 100, 120]
@@ -171,9 +177,32 @@ def test_the_page_escapes_what_others_wrote(summary, tmp_path):
     text, page = parsed(summary, tmp_path / "r.html")
     assert "<script>alert" not in text
     assert "\x1b" not in text
-    ours = [s for s in page.scripts if not s.startswith(("{", ":root"))]
-    assert len(ours) == 1 and page.tags.count("script") == len(page.scripts) - 1  # and a style
+    assert len([s for s in page.kept["script"] if not s.startswith("{")]) == 1  # our own
+    assert page.tags.count("script") == len(page.kept["script"])
     assert "<script>alert(1)</script>" in " ".join(page.text)
+
+
+def test_what_people_wrote_is_on_the_page_and_beside_the_curve(tmp_path):
+    history = whole_run()
+    for i, (step, text) in enumerate(((40, f"halved the rate {EVIL}"), (None, "looks fine"))):
+        write_note(history.store, LogbookEntry(T0 + 300 + i, text, "ada", step), f"{i:08x}")
+    summary = summarize(history.store, now=lambda: history.t)
+    text, page = parsed(summary, tmp_path / "r.html")
+    assert "<script>alert" not in text and "looks fine" in page.text
+    data = json.loads(next(s for s in page.kept["script"] if s.startswith("{")))
+    notes = {tip.split()[1]: (begin, end) for begin, end, tip in data["shades"] if "ada: " in tip}
+    assert notes["halved"] == (39.5, 40.5) and notes["looks"] == (74.5, 75.5)
+
+
+def test_step_times_of_steps_that_were_redone_are_cut(history):
+    told = [(3, 58, 63), (3, 64, 67), (4, 61, 64)]
+    timed = [
+        f.Stamped(T0 + e, "w", f.StepsTimed(e, a, b, dict.fromkeys(f.PHASES, 0.1))) for e, a, b in told
+    ]
+    summary = summarize(history.store, now=lambda: history.t)
+    summary = dataclasses.replace(summary, speed=speed_of([*summary.facts, *timed]))
+    assert [(w.epoch, w.first, w.last) for w in windows(summary)] == [(3, 58, 60), (4, 61, 64)]
+    assert "step-time" in content(summary)
 
 
 def test_json_is_plain_and_adds_up(summary):

@@ -7,18 +7,21 @@ import pytest
 from story import Story
 from truerun import TrueRun
 
+from harness.bucket.alerts import AlertLog
 from harness.bucket.archive import Compactor
 from harness.bucket.journal import read_facts
-from harness.bucket.streamed import OPS, STEP, STREAM, batch_key
+from harness.bucket.streamed import EVENT, OPS, STEP, STREAM, batch_key
 from harness.core import facts
 from harness.core.world import BadInput
 from harness.views import stream as streams
 from harness.views.committed import Lineage, committed
+from harness.views.events import RunEvent, ToldSoFar
 from harness.views.mlflow_run import MlflowRun
 from harness.views.operations import Operations
 from harness.views.plugins import RunInfo, build
 from harness.views.publishing import Telling, sync, writer_of
 from harness.views.stream import newest_header, read, whole
+from harness.views.summary import summarize
 from harness.views.tensorboard import TensorBoard
 from harness.views.trackers import collect
 from storage.errors import StoreUnavailable
@@ -85,6 +88,86 @@ def test_operations_survive_a_rewind_once():
     assert [r.t for r in rows][: len(told)] == told
     assert len({r.t for r in rows}) == len(rows)
     assert any(r.again for r in rows)
+
+
+def test_events_are_told_once_at_their_own_moments():
+    """Whoever publishes, whatever is rewound, and however late a fact comes."""
+    run = Story()
+    w = writer(run)
+    run.first_half()
+    w.round()
+    run.spoiled()
+    writer(run).round()
+    run.second_half()
+    w.round()
+    late = run.t - 5
+    run.finish(), run.closed()
+    w.round(last=True)
+    run.t, now = late, run.t  # its writer could not reach the bucket
+    run.told(facts.NoticeSeen("m0005-aa", "aws", "soft", "late"), writer="agent-late")
+    run.t = now
+    writer(run).round(last=True)
+    exact(run)
+    told = [r for r in whole(run.store) if r.kind == EVENT]
+
+    def all_of(name):
+        return [(r.t, r.values[name]) for r in told if name in r.values]
+
+    known = read_facts(run.store)
+    notices = [s.t for s in known if isinstance(s.fact, facts.NoticeSeen)]
+    assert all_of("event/notice") == [(notices[0], 3), (notices[1], 5)]
+    up = [(s.t, s.fact.attempt) for s in known if isinstance(s.fact, facts.AttemptUp)]
+    assert all_of("event/node_up") == up
+    assert [node for _, node in all_of("event/node_lost")] == [1, 4, 2]
+    assert [node for _, node in all_of("event/node_gone")] == [3, 5]
+    worlds = [s.fact.world for s in known if isinstance(s.fact, facts.EpochStarted)]
+    assert [world for _, world in all_of("event/world")] == worlds
+    gaps = [e.gap_s for e in summarize(run.store).ledger.epochs if e.gap_s is not None]
+    assert [gap for _, gap in all_of("event/recovered_s")] == pytest.approx(gaps)
+    assert [step for _, step in all_of("event/quarantined_step")] == [26]
+    # nodes have the lowest free numbers
+    measured = [s for s in known if isinstance(s.fact, facts.NodeMeasured)]
+    rows = [r for r in told if any(name.startswith("node/") for name in r.values)]
+    assert [r.t for r in rows] == sorted(s.t for s in measured)
+    names = {name for r in rows for name in r.values}
+    assert {n for n in names if n.endswith("/number")} == {f"node/{n}/number" for n in (1, 2, 3)}
+    assert {v for _, v in all_of("node/1/number")} == {1, 3, 5}
+    assert {v for _, v in all_of("node/1/cpu/percent")} == {10.0, 30.0, 50.0}
+
+
+def test_many_writers_are_forgotten_in_the_order_of_what_they_told():
+    heard, t = ToldSoFar({}), 0.0
+    for i in range(1000):
+        t += 1.0
+        one = RunEvent(f"w{i % 300}", t, {}, t)
+        assert heard.misses(one)
+        heard = heard.after([one, RunEvent("recovered", t, {}, i)])
+        assert not heard.misses(one)
+        assert len(heard.by) <= 129
+    assert not heard.misses(RunEvent("w7", 5.0, {}, 5.0))
+    assert heard.misses(RunEvent("recovered", 1.0, {}, 1000))
+
+
+def test_speed_and_hardware_are_operations_too():
+    run = Story()
+    run.first_half()
+    w = writer(run)
+    w.round(last=True)
+    last = [r for r in whole(run.store) if r.kind == OPS][-1].values
+    assert (last["split/backward_s"], last["live/hfu"], last["live/mfu"]) == (0.125, 0.5, 0.4)
+    spread = [last[f"ranks/loss_{which}"] for which in ("least", "median", "most", "most_rank")]
+    assert spread == [0.9, 1.0, 1.2, 0]
+    assert last["hardware/gpu_percent_min"] == 90.0
+    assert last["hardware/gpu_watts"] == 500.0  # of one node: the others are gone
+    assert last["cost/usd_per_1m_tokens"] == pytest.approx(last["cost/usd_per_1m_samples"] / 10)
+    fired = [alert.severity for alert in AlertLog(run.store).read()]
+    severities = ("info", "warning", "critical")
+    assert [last[f"alerts/{name}"] for name in severities] == [fired.count(n) for n in severities]
+    assert last["alerts/firing"] == len(fired) > 0
+    run.t += 600
+    w.round(last=True)
+    silent = [r for r in whole(run.store) if r.kind == OPS][-1].values
+    assert not [name for name in silent if name.startswith(("hardware/", "split/"))]
 
 
 def test_many_writers_at_once():

@@ -235,6 +235,7 @@ def test_an_agent_of_another_version_ends_with_its_own_code(tmp_path: Path, run,
             env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env.get("PYTHONPATH", "")])
         env |= {"HARNESS_NODE_DIR": str(tmp_path / f"node{n}"), "HARNESS_ATTEMPT": str(n)}
         script = [TRAINER, "--total", "150", "--every", "10", "--sleep-s", "0.06"]
+        script += ["--go", str(tmp_path / "go")]
         agents.append(
             subprocess.Popen(
                 [sys.executable, "-m", "harness.cli", "run", "--run", url, "--", *script],
@@ -249,6 +250,8 @@ def test_an_agent_of_another_version_ends_with_its_own_code(tmp_path: Path, run,
         until(lambda: Path(url, "rdzv/epochs/000001.json").exists(), within_s=60)
         second = start(newcomer)
         said = second.communicate(timeout=60)[0]
+        assert first.poll() is None
+        (tmp_path / "go").touch()
         assert second.returncode == REFUSED == 38
         assert "install the version" in said and f"protocol {run}" in said
         assert first.wait(120) == 0, first.communicate()[0]

@@ -61,6 +61,16 @@ def wait_for_snapshot(step):
     until(lambda: getattr(newest(url), "step", 0) >= step, f"the snapshot of step {step}")
 
 
+def pause(number):
+    """Between this step and the next."""
+    if not a.go:
+        time.sleep(a.sleep_s)
+        return
+    go, end_s = Path(a.go), time.monotonic() + (0.3 if number > a.total // 2 else a.sleep_s)
+    while not go.exists() and (left_s := end_s - time.monotonic()) > 0:
+        time.sleep(min(0.05, left_s))
+
+
 class Ema:
     """Averaged weights: any object with state_dict can be registered."""
 
@@ -92,7 +102,13 @@ p.add_argument(
     "--spike-at", type=int, default=0, help="the loss of this step is 10^8 times as large"
 )
 p.add_argument("--workers", type=int, default=0)
-p.add_argument("--sleep-s", type=float, default=0.0)
+p.add_argument("--sleep-s", type=float, default=0.0, help="after each step")
+p.add_argument(
+    "--go",
+    default="",
+    help="a file: until it is there the steps of the second half take 0.3 s each, and then none "
+    "sleeps; so a run lasts until the test has seen what it waits for, and no longer",
+)
 p.add_argument(
     "--patient", action="store_true", help="the step after a snapshot begins when it is durable"
 )
@@ -164,7 +180,7 @@ for step in run.steps(
         ema.update(model)
     if step.number % 10 == 0:
         run.log(half=step.number / 2)
-    time.sleep(a.sleep_s)
+    pause(step.number)
 if a.out:
     whole = [
         v.full_tensor() if hasattr(v, "full_tensor") else v for v in model.state_dict().values()

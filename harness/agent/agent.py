@@ -36,6 +36,7 @@ from harness.core.facts import (
     EpochLeft,
     EpochStarted,
     GraceSpent,
+    HelperEnded,
     NoticeAcknowledged,
 )
 from harness.core.world import (
@@ -149,6 +150,8 @@ class Agent:
         self.rendezvous.leave(end=self._past.end.value if self._past.end else "")
         self._lines.close()
         self.journal.record(AgentEnded(self.name, code, self._past.reason))
+        with contextlib.suppress(StoreError):  # helpers that end now may tell of it
+            self.journal.flush()
         self._helpers.end(wait_s=45.0 if code == FINISHED else 3.0)
         with contextlib.suppress(StoreError):  # our last words; their loss changes nothing
             self.journal.flush()
@@ -185,6 +188,8 @@ class Agent:
                 in_epoch = self._node.life is Life.IN
                 code = self._watch_peers(now) if in_epoch else self._seek_epoch(now)
         if self._due.now("flush", now, timing.flush_s):
+            for died in self._helpers.look(now):
+                self.journal.record(HelperEnded(self.name, *died))
             with contextlib.suppress(StoreUnavailable):
                 self.journal.flush()
         return code

@@ -70,6 +70,9 @@ class HelperConfig:
     trackers: str = ""
     replica: str = ""  # URL of a second bucket that snapshots are copied to
     replica_cap_usd: float | None = None
+    # who is told of alerts, as HARNESS_ALERTS says it: it may hold secrets
+    alerts: str = field(default="", repr=False)
+    alert_rules: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Alerts in a run's bucket: each fired once, and who was told of it.
 
     alerts/fired/{number:06d}.json                  create-only: an alert; numbers have no gaps
-    alerts/told/{sink}/{number:06d}-{n:02d}.claim   create-only: somebody tells it, for the n-th time
+    alerts/told/{sink}/{number:06d}-{n:02d}.claim   create-only: somebody tells it
     alerts/told/{sink}/{number:06d}.json            create-only: it was told, or given up
 
 Any number of evaluators may look at a run at once (the controller, rank 0's node). Whoever creates
@@ -65,13 +65,19 @@ class Alert:
 
     @classmethod
     def of(
-        cls, rule: str, severity: str, title: str, text: str, t: float, subject: str = ""
+        cls,
+        rule: str,
+        severity: str,
+        title: str,
+        text: str,
+        t: float,
+        subject: str = "",
+        help: str = "",
     ) -> Alert:
         """With an id that any evaluator gives it, and words cut to their bounds."""
         name = digest(canonical([rule, subject, t]))[:16]
-        where = f"docs/RUNBOOK.md#{rule}"
         title, text = title[:TITLE_LETTERS], text[:TEXT_LETTERS]
-        return cls(name, title, text, t, severity, rule, subject[:TITLE_LETTERS], where)
+        return cls(name, title, text, t, severity, rule, subject[:TITLE_LETTERS], help)
 
     @classmethod
     def decode(cls, data: bytes) -> Alert:

@@ -34,7 +34,7 @@ STREAM = f"{TRACKERS}stream/"
 MACHINE_KEY = f"{TRACKERS}machine.json"
 BATCH_NBYTES = 256 << 20  # thousands of rows; a line has the bound of all objects, 1 MiB
 MACHINE_NBYTES = 1 << 20
-STEP, OPS, START = "step", "ops", "start"
+STEP, OPS, EVENT, START = "step", "ops", "event", "start"
 WALL = "time/wall_s"  # that every row has: seconds since the run began
 
 _BATCH = re.compile(r"trackers/stream/(\d{8,12})\.jsonl")
@@ -86,6 +86,9 @@ class BatchHeader:
     best_waits: Natural = 0  # step of the lowest validation loss, while no snapshot holds it
     alerts: tuple[str, ...] = ()  # ids of those told so far; the newest thousand
     new_alerts: tuple[dict[str, Any], ...] = ()
+    # until when events are told, by writer (in short); others' are told until `heard_floor_s`
+    heard: dict[str, float] = field(default_factory=dict)
+    heard_floor_s: float = 0.0
     version: Count = 1
 
     @property
@@ -170,6 +173,24 @@ class ToldWandb:
         """`project`, `run_id`: for people."""
         said = {"version": 1, "project": project, "run_id": run_id}
         return canonical({**said, **dataclasses.asdict(self)})
+
+
+@dataclass(frozen=True)
+class ToldNodes:
+    """How far W&B is known to be with runs of nodes: all up to `batch`, so many rows of each.
+    `ended`: exit codes of those that are gone."""
+
+    batch: OrNone = -1
+    rows: dict[str, Natural] = field(default_factory=dict)
+    ended: dict[str, Natural] = field(default_factory=dict)
+
+    @classmethod
+    def decode(cls, data: bytes) -> ToldNodes:
+        """Raises BadObject."""
+        return decoded(cls, data)
+
+    def encode(self) -> bytes:
+        return canonical({"version": 1, **dataclasses.asdict(self)})
 
 
 def mlflow_run_of(data: bytes) -> str:

@@ -15,8 +15,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from harness.cli.again import LogbookFlags, RerunFlags, logbook, rerun
+from harness.cli.alerts import AlertsFlags, alerts
 from harness.cli.ask import DownFlags, SnapshotFlags, StopFlags, down, snapshot, stop
 from harness.cli.common import FAILED, INTERRUPTED, WRONG_INPUT
+from harness.cli.costs import CostsFlags, PricesFlags, costs, prices
 from harness.cli.init import InitFlags, init
 from harness.cli.launch import LaunchFlags, launch
 from harness.cli.look import LogsFlags, ReportFlags, StatusFlags, logs, report, status
@@ -38,6 +40,7 @@ from harness.cli.prove import (
     verify,
 )
 from harness.cli.run import RunFlags, run
+from harness.cli.serve import ServeFlags, serve
 from harness.cli.shelf import SnapshotsFlags, snapshots
 from harness.cli.track import DashboardsFlags, SyncFlags, dashboards, sync
 from harness.core.config import FlagParser, add_flags, build
@@ -56,7 +59,10 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "run": (RunFlags, run),
     "status": (StatusFlags, status),
     "report": (ReportFlags, report),
+    "serve": (ServeFlags, serve),
     "postmortem": (PostmortemFlags, postmortem),
+    "costs": (CostsFlags, costs),
+    "prices": (PricesFlags, prices),
     "verify": (VerifyFlags, verify),
     "compare": (CompareFlags, compare),
     "replay": (ReplayFlags, replay),
@@ -68,6 +74,7 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "logs": (LogsFlags, logs),
     "snapshot": (SnapshotFlags, snapshot),
     "snapshots": (SnapshotsFlags, snapshots),
+    "alerts": (AlertsFlags, alerts),
     "sync": (SyncFlags, sync),
     "dashboards": (DashboardsFlags, dashboards),
     "simulate": (SimulateFlags, simulate),

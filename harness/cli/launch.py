@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import secrets
@@ -9,19 +10,22 @@ import socket
 import threading
 import time
 import traceback
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
 from harness.bucket.orders import STOP_KEY, stop_order
+from harness.cli.alerts import alerting_beside, alerts_for_nodes, receivers
 from harness.cli.common import (
     DONE,
     ENDED_EARLY,
     FAILED,
     LEFT,
+    PROMETHEUS,
     RealClock,
     attempts,
     book_of,
@@ -30,6 +34,7 @@ from harness.cli.common import (
     is_final,
     is_local,
     local_cloud,
+    prometheus_address,
     sky_broker,
     state_dir,
 )
@@ -51,6 +56,7 @@ if TYPE_CHECKING:
     from harness.clouds.tasks import Task
     from harness.controller.recovery import RunOutcome, RunSpec
     from harness.core.world import Policy
+    from harness.views.alert_rules import AlertRule
 
 
 def _nodes(text: str) -> tuple[int, int]:
@@ -127,6 +133,18 @@ class LaunchFlags:
     project: str = flag("", "what it belongs to; default: HARNESS_PROJECT")
     experiment: str = flag("", "and there to which experiment; default: HARNESS_EXPERIMENT")
     purpose: str = flag("", "why; default: HARNESS_PURPOSE")
+    alert: tuple[str, ...] = flag(
+        (),
+        "tell alerts to https://..., slack:https://... or command:'PROGRAM ARGUMENTS'; repeat for "
+        "more; also HARNESS_ALERTS. Nodes get all but commands",
+        metavar="RECEIVER",
+    )
+    alert_rules: str = flag(
+        "",
+        "rules of alerts besides those that ship: files, package.module:function, "
+        "comma-separated; default: HARNESS_ALERT_RULES",
+    )
+    prometheus: str = flag("", PROMETHEUS, check=prometheus_address)
     on_interrupt: str = flag(
         "ask",
         "what Ctrl-C does: ask, drain, leave or kill; so do SIGTERM and SIGHUP, which drain "
@@ -151,8 +169,9 @@ def launch(flags: LaunchFlags) -> int:
     url = normalize(flags.run or _new_run(flags.task))
     given = tasks.pairs(flags.env, os.environ)
     envs = {**about_launch(flags, os.environ), **given, "RUN": url}
-    hidden = tasks.pairs(flags.secret, os.environ, "--secret")
-    task = with_image(tasks.load(flags.task, envs, hidden))
+    told = receivers(flags.alert, flags.alert_rules)
+    kept = {**alerts_for_nodes(flags.alert), **tasks.pairs(flags.secret, os.environ, "--secret")}
+    task = with_image(tasks.load(flags.task, envs, kept))
     policy = policies.resolve(_policy_name(flags))
     if flags.cloud == "sky":
         policy = policies.together(policy, saving=flags.move_saving, stay_s=flags.move_stay_s)
@@ -184,12 +203,31 @@ def launch(flags: LaunchFlags) -> int:
     )
     keep_launch(store, flags, task)
     cloud = _cloud(flags, task, url, nodes)
-    beside = publisher_beside(url, task, state_dir(url, "controller") / "publisher.log")
+    log = state_dir(url, "controller") / "publisher.log"
+    beside: list[AbstractContextManager[Any]] = [
+        publisher_beside(url, task, log),
+        alerting_beside(store, *told, console),
+    ]
+    if flags.prometheus:
+        beside.append(_gauges(flags.prometheus, store, told[1], console))
     ended = _lead(flags, nodes, policy, url, store, cloud, console, beside)
     if isinstance(ended, int):
         return ended
     show_report(store, console, flags.html or html_path(url), flags.brief)
     return _say_how_it_ended(ended, store, console, url)
+
+
+@contextlib.contextmanager
+def _gauges(
+    at: str, store: ObjectStore, rules: Sequence[AlertRule], console: Console
+) -> Iterator[None]:
+    from harness.cli.prometheus import exposing
+    from harness.views.alerts import AlertWatch
+    from harness.views.gauges import RunGauges
+
+    with exposing(at, RunGauges(store, watch=AlertWatch(rules)).text) as url:
+        console.print(f"numbers {url}", highlight=False, soft_wrap=True)
+        yield
 
 
 def _policy_name(flags: LaunchFlags) -> str:
@@ -204,7 +242,7 @@ def _lead(
     store: ObjectStore,
     cloud: LocalCloud | SkyPilotCloud,
     console: Console,
-    beside: AbstractContextManager[None],
+    beside: Sequence[AbstractContextManager[Any]],
 ) -> RunOutcome | int:
     """Lead the run to its end, through every interruption, with `beside` entered. An exit status
     if it ends before."""
@@ -226,7 +264,9 @@ def _lead(
     view = _View(store, console)
     asked: KeyboardInterrupt | None = None  # an interruption that is not answered yet
     draining = False
-    with heed_signals(state_dir(url, "controller") / "log"), beside:
+    with heed_signals(state_dir(url, "controller") / "log"), contextlib.ExitStack() as stack:
+        for each in beside:
+            stack.enter_context(each)
         while True:
             try:
                 if asked is not None:

@@ -47,7 +47,7 @@ def report(flags: ReportFlags) -> int:
     """What happened in a run: attempts, worlds, goodput, money, losses."""
     store = existing_store(flags.url)
     if flags.json:
-        from harness.views.report import to_json
+        from harness.views.report_json import to_json
         from harness.views.summary import summarize
 
         print(json.dumps(to_json(summarize(store)), indent=2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import time
 from collections.abc import Mapping
@@ -11,7 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.cli.common import checked_store, duration_text, replica_ranks, when
+from harness.cli.common import (
+    PROMETHEUS,
+    checked_store,
+    duration_text,
+    prometheus_address,
+    replica_ranks,
+    when,
+)
 from harness.cli.record import said_in_variables
 from harness.core.config import Bounds, flag, positional
 from harness.core.steps_asked import StepsAsked
@@ -121,6 +129,18 @@ class RunFlags:
         None,
         "copy nothing that would cost more; default: HARNESS_REPLICA_CAP_USD, else no limit",
     )
+    alert: tuple[str, ...] = flag(
+        (),
+        "tell alerts to https://..., slack:https://... or command:'PROGRAM ARGUMENTS'; repeat for "
+        "more; also HARNESS_ALERTS",
+        metavar="RECEIVER",
+    )
+    alert_rules: str = flag(
+        "",
+        "rules of alerts besides those that ship: files, package.module:function, "
+        "comma-separated; default: HARNESS_ALERT_RULES",
+    )
+    prometheus: str = flag("", PROMETHEUS, check=prometheus_address)
     stage_gib: float = flag(
         0.0, "host memory for staged snapshots, in GiB; 0: half of what is free"
     )
@@ -206,7 +226,9 @@ class RunFlags:
 def run(flags: RunFlags) -> int:
     """Be this node's agent: join the run, start the script's workers, heed notices."""
     from harness.agent.agent import Agent
+    from harness.agent.gauges import agent_gauges
     from harness.agent.host import RealHost
+    from harness.cli.prometheus import exposing
     from harness.node.processes import die_with_parent
 
     env = os.environ
@@ -233,7 +255,11 @@ def run(flags: RunFlags) -> int:
     os.environ["STORAGE_ANSWERED"] = normalize(url)
     beside, sources = _beside(flags, env), _sources(flags, env)
     config = _config(flags, env, normalize(url), argv, beside)
-    return Agent(config, store, sources, RealHost(_place_finder(env))).execute()
+    agent = Agent(config, store, sources, RealHost(_place_finder(env)))
+    with exposing(flags.prometheus, lambda: agent_gauges(agent)) as at:
+        if at:
+            print(f"harness run: numbers for Prometheus at {at}", flush=True)
+        return agent.execute()
 
 
 def _beside(flags: RunFlags, env: Mapping[str, str]) -> HelperConfig:
@@ -252,7 +278,21 @@ def _beside(flags: RunFlags, env: Mapping[str, str]) -> HelperConfig:
     trackers = flags.trackers or env.get("HARNESS_TRACKERS", "")
     if not trackers and env.get("WANDB_API_KEY"):
         trackers = "wandb"  # a key alone is enough
-    return HelperConfig(trackers, replica, cap_usd)
+    return HelperConfig(trackers, replica, cap_usd, *_alerts(flags, env))
+
+
+def _alerts(flags: RunFlags, env: Mapping[str, str]) -> tuple[str, str]:
+    """Who is told of alerts, and the rules besides ours. Raises BadInput if either is wrong."""
+    rules = flags.alert_rules or env.get("HARNESS_ALERT_RULES", "")
+    if not (flags.alert or env.get("HARNESS_ALERTS")):
+        return "", rules
+    from harness.views.alert_own import all_rules
+    from harness.views.sinks import asked_sinks, sinks_of
+
+    asked = asked_sinks(flags.alert, env)
+    sinks_of(asked)
+    all_rules(rules)
+    return shlex.join(asked), rules
 
 
 def _place_finder(env: Mapping[str, str]) -> FindPlace | None:

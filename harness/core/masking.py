@@ -18,7 +18,7 @@ NAME = re.compile(
     re.IGNORECASE,
 )
 # of variables, which say more in their names
-VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE|INFO|URL|URI|IPS", re.IGNORECASE)
+VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE|INFO|URL|URI|IPS|ALERT", re.I)
 _FORMS = re.compile(
     r"(?:A3T[A-Z0-9]|AKIA|ASIA|AGPA|AROA)[A-Z0-9]{16}"
     r"|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{18,}"

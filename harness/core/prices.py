@@ -36,6 +36,9 @@ CLOUD_OF = {
     "oci": "oci",
 }
 MONTH_S = 30 * 86400.0
+# Requests of one node that trains: its beats, its looks for others and for orders, facts. Measured,
+# at S3's prices (docs/RENDEZVOUS.md, docs/STORES.md); those of other clouds lie near.
+REQUESTS_USD_PER_NODE_H = 0.008
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,11 @@ class Estimate:
     @property
     def moved_nbytes(self) -> int:
         return sum(m.nbytes for m in self.moved)
+
+
+def requests_usd(url: str, node_s: float) -> float:
+    """What nodes ask of the bucket `url` in so many seconds of nodes, about; 0: it is a folder."""
+    return REQUESTS_USD_PER_NODE_H * node_s / 3600 if url.partition("://")[0] in CLOUD_OF else 0.0
 
 
 @functools.cache

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from harness.core.facts import GuardTripped, SessionStarted
 from harness.views.plots import PlotFrame, PlotShade, PlotTrace, legend, plot
@@ -14,6 +16,7 @@ from harness.views.words import plural, spread
 
 LOSS_POINTS = 1500
 MOST_SHADES = 300
+NOTE_LETTERS = 200
 
 
 def loss_chart(s: Summary) -> str:
@@ -27,7 +30,19 @@ def loss_chart(s: Summary) -> str:
         traces.append(PlotTrace(name, steps, values, "val", dots=True, holds=len(s.curve) > 0))
     last = max([p.step for p in (*s.curve, *s.lost)] + [step for step, _ in s.validation] + [1])
     frame = PlotFrame("loss over steps", height=340, top=30, x_range=(0.5, last + 0.5))
-    return plot(frame, traces, shades(s), LOSS_POINTS)
+    return plot(frame, traces, [*shades(s), *_notes(s)], LOSS_POINTS)
+
+
+def _notes(s: Summary) -> Iterator[PlotShade]:
+    """What people wrote, at the step that it is about, or that was done last when they wrote it."""
+    done = sorted((p.t, p.step) for p in s.curve)
+    for entry in s.logbook.entries[-MOST_SHADES:]:
+        step = entry.step
+        if step is None and done:
+            step = done[max(0, bisect_right(done, (entry.t, math.inf)) - 1)][1]
+        if step is not None:
+            words = f"{entry.author or 'logbook'}: {entry.text[:NOTE_LETTERS]}"
+            yield PlotShade(step - 0.5, step + 0.5, words, "note-mark")
 
 
 def _trace(name: str, points: Sequence[Point], tone: str) -> PlotTrace:
@@ -41,11 +56,21 @@ def _lost(s: Summary) -> Iterator[PlotTrace]:
 
 def _rank_band(s: Summary) -> Iterator[PlotTrace]:
     """Least and most of all ranks, means over some steps; of the lineage only."""
-    told = [(w, w.loss) for w in windows(s) if w.loss and w.loss.least < w.loss.most]
-    if told:
-        steps = [(w.first + w.last) / 2 for w, _ in told]
-        low, high = [x.least for _, x in told], [x.most for _, x in told]
-        yield PlotTrace("ranks", steps, high, "accent", low)
+    told = [w for w in windows(s) if w.loss]
+    if any(w.loss.least < w.loss.most for w in told if w.loss):
+        high = over_steps(told, lambda w: w.loss.most if w.loss else math.nan)
+        low = over_steps(told, lambda w: w.loss.least if w.loss else math.nan)
+        yield PlotTrace("ranks", step_ends(told), high, "accent", low)
+
+
+def step_ends(told: Sequence[SpeedWindow]) -> list[float]:
+    """Where windows begin and end: a value of a window counts for all of its steps."""
+    return [float(step) for w in told for step in (w.first, w.last)]
+
+
+def over_steps(told: Sequence[SpeedWindow], value: Callable[[SpeedWindow], float]) -> list[float]:
+    """A value of each window, for `step_ends`."""
+    return [v for w in told for v in (value(w),) * 2]
 
 
 def windows(s: Summary) -> list[SpeedWindow]:
@@ -56,8 +81,9 @@ def windows(s: Summary) -> list[SpeedWindow]:
     for epoch in sorted(resumed, reverse=True):
         until[epoch] = limit
         limit = min(limit, resumed[epoch].resumed_step)
-    kept = (w for w in s.speed.windows if w.first <= until.get(w.epoch, math.inf))
-    return sorted(kept, key=lambda w: (w.first, w.epoch))
+    kept = [w for w in s.speed.windows if w.first <= until.get(w.epoch, math.inf)]
+    cut = (replace(w, last=int(min(w.last, until.get(w.epoch, math.inf)))) for w in kept)
+    return sorted(cut, key=lambda w: (w.first, w.epoch))
 
 
 def shades(s: Summary) -> list[PlotShade]:
@@ -78,7 +104,9 @@ def shades(s: Summary) -> list[PlotShade]:
         first, last = lost[0].step, lost[-1].step
         tip = f"epoch {epoch}: steps {first}–{last} were lost and done again"
         found.append(PlotShade(first - 0.5, last + 0.5, tip, "lostband", 0.16))
-    return found if len(found) <= MOST_SHADES else []
+    if len(found) > MOST_SHADES:  # of very many those that an eye can see
+        found = sorted(found, key=lambda s: s.begin - s.end)[:MOST_SHADES]
+    return sorted(found, key=lambda s: (s.tone != "world", s.begin))
 
 
 def loss_legend(s: Summary) -> str:
@@ -89,6 +117,8 @@ def loss_legend(s: Summary) -> str:
         keys.append(("line", "lost", "lost and redone"))
     if s.validation:
         keys.append(("dot", "val", s.validation_name.replace("_", " ")))
+    if s.logbook.entries:
+        keys.append(("box", "note-mark", "logbook"))
     return legend(*keys, ("box", "world", "stronger shade: more ranks"))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from harness.core.facts import PHASES
 from harness.views.painting import BUCKETS
 from harness.views.wandb_api import Account, WandbSilent, ask
 
@@ -61,6 +62,17 @@ class Bars:
 
 
 Drawn = LineChart | Number | Bars
+SPREAD_LOSS, SPREAD_OWN = (
+    tuple(f"ranks/{name}_{which}" for which in ("least", "median", "most"))
+    for name in ("loss", "own_s")
+)
+
+
+def _gpu(ours: str, theirs: str) -> str:
+    """Of every GPU: as agents measure it, or as W&B's own client does where its stats are on."""
+    return rf"(^(node/[0-9]+/)?gpu[0-9]+/{ours}$|system\.gpu\..*\.{theirs}$)"
+
+
 SECTIONS: tuple[tuple[str, tuple[Drawn, ...]], ...] = (
     (
         "Training",
@@ -68,10 +80,11 @@ SECTIONS: tuple[tuple[str, tuple[Drawn, ...]], ...] = (
             LineChart("Loss", ("train/loss",)),
             LineChart("World (ranks): the same steps, shaded", ("train/world",), stacked=True),
             LineChart("Validation", regex="^val/"),
-            LineChart("Loss of the ranks: least, median, most", regex="^train/rank_loss_"),
+            LineChart("Loss of the ranks: least, median, most", SPREAD_LOSS, x="live/step"),
             LineChart("Gradient norm", ("train/grad_norm",), log=True),
+            LineChart("Guards: steps at which one tripped", regex="^event/guard_step$", x=TIME),
             LineChart("Learning rate", ("train/lr",)),
-            LineChart("Loss over dollars", ("train/loss", "live/loss"), x=USD),
+            LineChart("Loss over dollars", ("live/loss",), x=USD),
             LineChart("Newest step, committed or not", ("live/step", "ckpt/step"), x=TIME),
         ),
     ),
@@ -79,10 +92,16 @@ SECTIONS: tuple[tuple[str, tuple[Drawn, ...]], ...] = (
         "Speed",
         (
             LineChart("Samples per second", ("train/samples_per_s",)),
-            LineChart("Tokens per second", regex="^train/tokens_per_s"),
-            LineChart("MFU and HFU", regex="^(train|live)/(mfu|hfu)$"),
+            LineChart("Tokens per second", regex="^(train|live)/tokens_per_s", x=TIME),
+            LineChart("MFU and HFU", regex="^live/(mfu|hfu)$", x=TIME),
             LineChart("Seconds per step", ("train/step_s",)),
-            LineChart("Step time: where it goes", regex="^train/(time|split)_", stacked=True),
+            LineChart(
+                "Step time: where it goes",
+                tuple(f"split/{phase}_s" for phase in PHASES),
+                x=TIME,
+                stacked=True,
+            ),
+            LineChart("A rank's own seconds: least, median, most", SPREAD_OWN, x=TIME),
             LineChart(
                 "Samples per second and rank",
                 expression="${train/samples_per_s} / ${train/world}",
@@ -109,13 +128,20 @@ SECTIONS: tuple[tuple[str, tuple[Drawn, ...]], ...] = (
     (
         "Spot",
         (
-            LineChart("Nodes: timeline", ("world/nodes", "world/members"), x=TIME),
+            LineChart("Nodes", ("world/nodes", "world/members"), x=TIME),
+            # W&B draws history as lines only: one each for those that come, are noticed, and go
+            LineChart(
+                "Timeline: which node came, was noticed, was lost",
+                ("event/node_up", "event/notice", "event/node_lost", "event/node_gone"),
+                x=TIME,
+            ),
             LineChart("Members by place", x=TIME, regex="^nodes/", stacked=True),
             LineChart(
                 "Notices, losses, interruptions",
                 ("spot/notices", "spot/losses", "spot/interruptions"),
                 x=TIME,
             ),
+            LineChart("Recoveries: seconds without a step", ("event/recovered_s",), x=TIME),
             LineChart(
                 "Seconds to recover",
                 ("spot/recover_last_s", "spot/recover_mean_s", "spot/recover_max_s"),
@@ -123,6 +149,7 @@ SECTIONS: tuple[tuple[str, tuple[Drawn, ...]], ...] = (
             ),
             Number("Resizes", "spot/resizes"),
             Number("Notices that a snapshot was in time for", "spot/notices_in_time"),
+            LineChart("Alerts", x=TIME, regex="^alerts/(info|warning|critical)$"),
         ),
     ),
     (
@@ -132,9 +159,14 @@ SECTIONS: tuple[tuple[str, tuple[Drawn, ...]], ...] = (
             LineChart("Dollars, and the same on demand", (USD, "cost/on_demand_usd"), x=TIME),
             LineChart("Saved", ("cost/saved_usd",), x=TIME),
             LineChart("Dollars per 1000 steps", ("cost/usd_per_1k_steps",), x=TIME),
-            LineChart("Dollars per million samples or tokens", x=TIME, regex="^cost/usd_per_1m_"),
+            LineChart("Dollars per million tokens", x=TIME, regex="^cost/usd_per_1m_tokens$"),
+            LineChart("Dollars per million samples", ("cost/usd_per_1m_samples",), x=TIME),
             LineChart("Dollars by cloud", x=TIME, regex="^cost/usd_by_cloud/", stacked=True),
-            LineChart("Bucket and egress", ("cost/storage_usd", "cost/egress_usd"), x=TIME),
+            LineChart(
+                "Bucket: storage, egress, requests (estimates)",
+                x=TIME,
+                regex="^cost/(storage|egress|requests)_usd$",
+            ),
             Number("Saved, of what on demand costs", "cost/saved_fraction"),
         ),
     ),
@@ -157,12 +189,16 @@ SECTIONS: tuple[tuple[str, tuple[Drawn, ...]], ...] = (
     (
         "Hardware",
         (
-            LineChart(
-                "GPU utilisation", x=TIME, regex=r"(^node/.*gpu_util$|system\.gpu\..*\.gpu$)"
-            ),
-            LineChart("GPU memory", x=TIME, regex=r"(^node/.*gpu_mem|system\.gpu\..*\.memory)"),
-            LineChart("GPU power", x=TIME, regex=r"(^node/.*power|system\.gpu\..*\.powerWatts$)"),
-            LineChart("GPU temperature", x=TIME, regex=r"(^node/.*temp|system\.gpu\..*\.temp$)"),
+            LineChart("GPU utilisation", x=TIME, regex=_gpu("percent", "gpu")),
+            LineChart("Idlest GPU", x=TIME, regex="^hardware/gpu_percent_min$"),
+            LineChart("GPU memory", x=TIME, regex=_gpu("memory_percent", "memoryAllocated")),
+            LineChart("GPU power", x=TIME, regex=_gpu("watts", "powerWatts")),
+            LineChart("GPU temperature", x=TIME, regex=_gpu("celsius", "temp")),
+            LineChart("Power of all GPUs (W)", x=TIME, regex="^hardware/gpu_watts$"),
+            LineChart("CPU", x=TIME, regex="^node/[0-9]+/cpu/percent$"),
+            LineChart("Host memory and disk", x=TIME, regex="^node/[0-9]+/(memory|disk)/percent$"),
+            LineChart("Network (bytes per second)", x=TIME, regex="^node/[0-9]+/net/"),
+            LineChart("Which node has which number", x=TIME, regex="^node/[0-9]+/number$"),
         ),
     ),
 )

@@ -12,7 +12,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +22,19 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from harness.bucket.alerts import SEVERITIES, Alert
 from harness.bucket.journal import Follower
-from harness.core.facts import Stamped
+from harness.core.facts import Stamped, Unreadable
+from harness.views.alerts import AlertWatch
 from harness.views.report import unread_text
-from harness.views.telling import about, describe, number_rows, progress_line
+from harness.views.telling import (
+    about,
+    decision_line,
+    describe,
+    number_rows,
+    progress_line,
+    split_line,
+)
 from harness.views.watching import LeaseWatch, LiveState
 from harness.views.words import clock, percent, plural
 from storage.errors import StoreUnavailable
@@ -34,6 +43,8 @@ from storage.text import Console as Terminal
 from storage.text import plain
 
 EVENTS_SHOWN = 6
+ALERTS_SHOWN = 4
+ALERT_STYLES = {"critical": "red", "warning": "yellow", "info": "cyan"}
 PROGRESS_EVERY_S = 5.0  # of plain output
 MOST_SEGMENTS = 6  # that one poll reads; with what else it asks for, ten requests
 
@@ -44,8 +55,9 @@ def render(
     url: str = "",
     controller: bool | None = None,
     silent_s: float = 0.0,
+    alerts: Sequence[Alert] = (),
 ) -> RenderableType:
-    """The screen."""
+    """The screen. `alerts`: those that are firing."""
     colour = {
         "training": "green",
         "done": "green",
@@ -67,6 +79,13 @@ def render(
         numbers.append(f"{name} ", style="dim")
         numbers.append(f"{value}   ")
     parts += [numbers] if numbers.plain else []
+    for name, line in (("", split_line(state)), ("decided ", decision_line(state, now))):
+        if line:
+            parts.append(_one_line((name, "dim"), (plain(line), "dim" if not name else "")))
+    for alert in alerts[-ALERTS_SHOWN:]:
+        style = ALERT_STYLES.get(alert.severity, "yellow")
+        words = plain(f"{alert.title}: {alert.text}")
+        parts.append(_one_line((f"{alert.severity} ", f"bold {style}"), (words, style)))
     if state.over and state.ended:
         parts.append(Text(plain(state.ended[1].reason), style=colour))
     elif controller is False and state.lease and not state.over:
@@ -86,6 +105,10 @@ def render(
     if state.events:
         parts += [Text(""), *_newest_events(state)]
     return Group(*parts)
+
+
+def _one_line(*words: tuple[str, str]) -> Text:
+    return Text.assemble(*words, overflow="ellipsis", no_wrap=True)
 
 
 def _headline(state: LiveState, now: float, url: str, colour: str) -> Text:
@@ -128,12 +151,7 @@ def _node_table(state: LiveState, now: float) -> Table:
 def _newest_events(state: LiveState) -> Iterator[Text]:
     for event in state.events[-EVENTS_SHOWN:]:
         style, words = describe(event.fact, state) or ("", "")
-        yield Text.assemble(
-            (clock(event.t)[11:] + "  ", "dim"),
-            (plain(words), style),
-            overflow="ellipsis",
-            no_wrap=True,
-        )
+        yield _one_line((clock(event.t)[11:] + "  ", "dim"), (plain(words), style))
 
 
 # ---- following -----------------------------------------------------------------------------------
@@ -149,6 +167,8 @@ class LiveView:
     now: Callable[[], float] = time.time
     state: LiveState = field(default_factory=LiveState)
     controller: bool | None = None
+    watch: AlertWatch = field(default_factory=AlertWatch)
+    _alerts: dict[tuple[str, str], Alert] = field(default_factory=dict)  # by rule and subject
     _follower: Follower = field(init=False)
     _lease: LeaseWatch = field(init=False)
     _live: Live | None = None
@@ -159,6 +179,7 @@ class LiveView:
     _unread_told: bool = False
 
     def __post_init__(self) -> None:
+        self.watch.run.live = self.state  # which it folds
         self._follower = Follower(self.store, most=MOST_SEGMENTS)
         self._lease = LeaseWatch(self.store)
 
@@ -182,15 +203,30 @@ class LiveView:
             self.controller = self._lease.look(now)
             self._answered_s = now
         for stamped in fresh:
-            self.state.apply(stamped)
+            if isinstance(stamped.fact, Unreadable):
+                self.state.apply(stamped)
+        known = [s for s in fresh if not isinstance(s.fact, Unreadable)]
+        for alert in [*self.watch.see(known), *self.watch.look(now)]:
+            self._alerts[alert.rule, alert.subject] = alert
         return fresh
+
+    def firing(self) -> list[Alert]:
+        """What is wrong now, worst last."""
+        if self.state.over:
+            return []
+        found = [self._alerts[key] for key in self.watch.firing(self.now()) if key in self._alerts]
+        return sorted(found, key=lambda a: (SEVERITIES.index(a.severity), a.t))
+
+    @property
+    def silent_s(self) -> float:
+        """For how long the bucket has not answered."""
+        return 0.0 if self._answered_s is None else self.now() - self._answered_s
 
     def screen(self) -> RenderableType:
         now = self.now()
-        silent_s = now - (self._answered_s or now)
-        return render(
-            self.state, now, self.store.url, self.controller, silent_s if silent_s >= 3 else 0.0
-        )
+        silent_s = self.silent_s if self.silent_s >= 3 else 0.0
+        alerts = self.firing()
+        return render(self.state, now, self.store.url, self.controller, silent_s, alerts)
 
     def _draw(self) -> None:
         if self._live is None:

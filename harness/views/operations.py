@@ -9,6 +9,7 @@ Knows facts and the ledger; knows no tracker. Near live: facts arrive when their
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import threading
@@ -17,7 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from harness.bucket.alerts import Alert, AlertLog
+from harness.bucket.alerts import SEVERITIES, Alert, AlertLog
 from harness.bucket.journal import Follower
 from harness.bucket.orders import stop_order
 from harness.core import columns, prices
@@ -27,14 +28,20 @@ from harness.core.facts import Stamped
 from harness.views.alert_rules import BUILT_IN, AlertRule
 from harness.views.alerts import AlertWatch
 from harness.views.committed import Lineage
+from harness.views.events import RunEvent, ToldSoFar, events_of, hardware
 from harness.views.ledger import Ledger
 from harness.views.painting import NANO
-from harness.views.rows import AttemptRow
+from harness.views.rows import AttemptRow, EpochRow
+from harness.views.speed import speed_of
 from storage.manifest import Ref
 from storage.objects import ObjectStore
 
 MOST_LIVE = 1000  # steps that are kept as they were told
 MOST_MOMENTS = 300  # that are filled in after a time without a publisher
+MOST_MEASURED = 5000  # facts of each kind that come at a pace of their own
+MOST_WAITS = 20_000  # told every ten seconds or so: two days
+RECENT_S = 600.0  # what was told of steps, and alerts that were fired, are news so long
+MANY = (f.StepDone, f.NodeMeasured, f.StepsTimed)  # of which a run may have millions
 TURNING_POINTS = (
     f.AttemptUp,
     f.AttemptEnded,
@@ -45,6 +52,29 @@ TURNING_POINTS = (
     f.NoticeSeen,
     f.RunEnded,
 )
+
+
+@dataclass
+class RecentFacts:
+    """The newest of those of which there are many."""
+
+    steps: deque[Stamped] = field(default_factory=lambda: deque(maxlen=MOST_LIVE))
+    measured: deque[Stamped] = field(default_factory=lambda: deque(maxlen=MOST_MEASURED))
+    timed: deque[Stamped] = field(default_factory=lambda: deque(maxlen=MOST_MEASURED))
+    # what a ledger needs of `timed`, of the whole run; of a long one's past a part, evenly
+    waits: list[Stamped] = field(default_factory=list)
+
+    def take(self, new: Sequence[Stamped]) -> None:
+        self.steps.extend(s for s in new if isinstance(s.fact, f.StepDone))
+        self.measured.extend(s for s in new if isinstance(s.fact, f.NodeMeasured))
+        self.timed.extend(s for s in new if isinstance(s.fact, f.StepsTimed))
+        for s in new:
+            if isinstance(s.fact, f.StepsTimed) and s.fact.own_s:
+                brief = dataclasses.replace(s.fact, seconds={}, loss=(), loss_ranks=())
+                self.waits.append(dataclasses.replace(s, fact=brief))
+        if len(self.waits) > MOST_WAITS:
+            half = MOST_WAITS // 2
+            self.waits = self.waits[:half:2] + self.waits[half:]
 
 
 @dataclass
@@ -64,7 +94,8 @@ class Operations:
         self._log = AlertLog(self.store)
         self._lock = threading.Lock()
         self._told: list[Columns] = []  # steps, as they came
-        self._newest: deque[Stamped] = deque(maxlen=MOST_LIVE)
+        self._recent = RecentFacts()
+        self._epochs: tuple[EpochRow, ...] = ()  # of the last row
         self._count = 0
 
     def poll(self) -> None:
@@ -74,8 +105,8 @@ class Operations:
             self._count += len(new)
             self._new_alerts += self._alerts.see(new)
             steps = [s for s in new if isinstance(s.fact, f.StepDone)]
-            self._newest.extend(steps)
-            if others := [s for s in new if not isinstance(s.fact, f.StepDone)]:
+            self._recent.take(new)
+            if others := [s for s in new if not isinstance(s.fact, MANY)]:
                 self.facts = sorted([*self.facts, *others], key=lambda s: s.t)
             told = columns.of_facts(s.fact for s in steps if isinstance(s.fact, f.StepDone))
             self._told += [told] if len(told) else []
@@ -96,7 +127,7 @@ class Operations:
 
     def last_s(self) -> float:
         """When the newest of what is known was told."""
-        newest_s = self._newest[-1].t if self._newest else 0.0
+        newest_s = self._recent.steps[-1].t if self._recent.steps else 0.0
         return max(self.facts[-1].t if self.facts else 0.0, newest_s)
 
     def started_s(self, now_s: float) -> float:
@@ -149,6 +180,27 @@ class Operations:
         known = set(told)
         return [a for a in self._log.read() if a.id not in known][:100]  # the rest comes later
 
+    def happened(self, heard: ToldSoFar) -> list[RunEvent]:
+        """What was not told yet, by time. Recoveries are known when a row was computed."""
+        found = events_of(self.facts, list(self._recent.measured), self._epochs)
+        return [one for one in found if heard.misses(one)]
+
+    def _tokens_per_sample(self) -> float:
+        """As the steps say that were told last; 0: they do not say."""
+        told = (s.fact for s in [*reversed(self._recent.steps), *reversed(self._recent.timed)])
+        kinds = (f.StepDone, f.StepsTimed)
+        known = (one for one in told if isinstance(one, kinds) and one.tokens and one.samples)
+        return next((one.tokens / one.samples for one in known), 0.0)
+
+    def _fired(self, t: float) -> dict[str, float]:
+        """Alerts by `t`; and in the minutes before."""
+        fired = [a for a in self._log.alerts if a is not None and a.t <= t]
+        found: dict[str, float] = {f"alerts/{severity}": 0 for severity in SEVERITIES}
+        found["alerts/firing"] = len([a for a in fired if t - a.t < RECENT_S])
+        for alert in fired:
+            found[f"alerts/{alert.severity}"] += 1
+        return found
+
     def moments(self, since_s: float, now_s: float, gap_s: float, over: bool) -> list[float]:
         """When a row is due after `since_s`: now, or at the end of what is known of a run that is
         `over` (its last words may come from another machine's clock); and at the turning points
@@ -175,20 +227,26 @@ class Operations:
         records, samples = self.lineage.until(t)
         told = self.steps()
         told = told[told["end"] <= t]
-        ledger = Ledger.of(facts, records, t, told)
+        waits = [s for s in self._recent.waits if s.t <= t]
+        ledger = Ledger.of([*facts, *waits], records, t, told)
+        self._epochs = ledger.epochs
         found = {
-            **_money(ledger, len(records.rows), samples),
+            **_money(ledger, len(records.rows), samples, self._tokens_per_sample()),
             **_time_use(ledger),
             **_troubles(ledger),
             **_world(ledger, facts, t),
             **_snapshots(facts, records.rows, told),
             **_restores(facts),
-            **_live([s for s in self._newest if s.t <= t], told),
+            **_live([s for s in self._recent.steps if s.t <= t], told),
+            **hardware(list(self._recent.measured), facts, t),
+            **_speed([s for s in self._recent.timed if t - RECENT_S < s.t <= t]),
+            **self._fired(t),
         }
         span = t - facts[0].t if facts else 0.0
         kept = len({s.fact.step for s in facts if isinstance(s.fact, f.SnapshotCommitted)})
         if bill := prices.estimate(self.store.url, facts, min(kept, 2), span):
             found["cost/egress_usd"], found["cost/storage_usd"] = bill.moved_usd, bill.storage_usd
+            found["cost/requests_usd"] = prices.requests_usd(self.store.url, ledger.billed_s)
         self.cost_s = time.perf_counter() - began_s
         return {k: v for k, v in found.items() if math.isfinite(v)}
 
@@ -202,7 +260,8 @@ def living(ledger: Ledger) -> list[AttemptRow]:
     return [a for a in ledger.attempts if a.up_s is not None and a.gone_s is None and not a.end]
 
 
-def _money(ledger: Ledger, steps: int, samples: int) -> dict[str, float]:
+def _money(ledger: Ledger, steps: int, samples: int, tokens_each: float) -> dict[str, float]:
+    """Of so many committed steps, with so many samples of so many tokens each (0: not known)."""
     cost = ledger.cost
     found = {
         "cost/usd_total": ledger.usd,
@@ -217,6 +276,8 @@ def _money(ledger: Ledger, steps: int, samples: int) -> dict[str, float]:
         found["cost/usd_per_1k_steps"] = ledger.usd / steps * 1000
     if samples:
         found["cost/usd_per_1m_samples"] = ledger.usd / samples * 1e6
+        if tokens_each:
+            found["cost/usd_per_1m_tokens"] = ledger.usd / samples / tokens_each * 1e6
     by_cloud: dict[str, float] = {}
     for a in ledger.attempts:
         cloud = name_of(a.offer.partition("/")[0])
@@ -319,6 +380,29 @@ def _restores(facts: Sequence[Stamped]) -> dict[str, float]:
 def _last_step(rows: Columns) -> int:
     """Of the step that was done last."""
     return int(rows["step"][rows["end"].argmax()]) if len(rows) else 0
+
+
+def _speed(timed: Sequence[Stamped]) -> dict[str, float]:
+    """Of the newest steps that rank 0 told of."""
+    window = speed_of(timed).newest
+    if window is None:
+        return {}
+    found = {f"split/{phase}_s": spent for phase, spent in window.seconds.items()}
+    for name, spread in (("ranks/own_s", window.own), ("ranks/loss", window.loss)):
+        if spread is not None:
+            found |= {
+                f"{name}_least": spread.least,
+                f"{name}_median": spread.median,
+                f"{name}_most": spread.most,
+                f"{name}_most_rank": spread.most_rank,
+            }
+    rates = {
+        "live/samples_per_s": window.samples_per_s,
+        "live/tokens_per_s": window.tokens_per_s,
+        "live/mfu": window.mfu,
+        "live/hfu": window.hfu,
+    }
+    return found | {name: rate for name, rate in rates.items() if rate is not None}
 
 
 def _live(newest: Sequence[Stamped], told: Columns) -> dict[str, float]:

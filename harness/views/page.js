@@ -28,6 +28,17 @@
   });
   showTheme();
   window.addEventListener('harness-content', showTheme);
+  matchMedia('(prefers-color-scheme:dark)').addEventListener('change', showTheme);
+
+  // ---- on paper nothing can be opened
+  var opened = [];
+  window.addEventListener('beforeprint', function () {
+    opened = Array.prototype.filter.call(document.querySelectorAll('.breaks details'), function (d) { return !d.open; }).slice(0, 12);
+    opened.forEach(function (d) { d.open = true; });
+  });
+  window.addEventListener('afterprint', function () {
+    opened.forEach(function (d) { d.open = false; });
+  });
 
   // ---- words at the pointer
   var tip = document.getElementById('tip'), shown = null;
@@ -36,13 +47,26 @@
     tip.hidden = false;
     var w = tip.offsetWidth, h = tip.offsetHeight;
     tip.style.left = Math.max(4, Math.min(e.clientX + 14, innerWidth - w - 6)) + 'px';
-    tip.style.top = (e.clientY + 18 + h > innerHeight ? Math.max(2, e.clientY - h - 10) : e.clientY + 18) + 'px';
+    var above = e.pointerType === 'touch' ? e.clientY - h - 26 : -1; // not under the finger
+    var below = e.clientY + 18 + h > innerHeight ? Math.max(2, e.clientY - h - 10) : e.clientY + 18;
+    tip.style.top = (above >= 0 ? above : below) + 'px';
   }
   function hide() {
     tip.hidden = true;
     if (shown) shown.setAttribute('visibility', 'hidden');
     shown = null;
   }
+
+  // Titles in pictures are for readers without scripts; here they become words at the pointer,
+  // which a finger can reach too.
+  function takeTitles() {
+    document.querySelectorAll('main svg title').forEach(function (t) {
+      if (t.parentNode.tagName !== 'svg') t.parentNode.setAttribute('data-tip', t.textContent);
+      t.remove();
+    });
+  }
+  takeTitles();
+  window.addEventListener('harness-content', takeTitles);
 
   // ---- values of plots
   var known = new WeakMap();
@@ -82,13 +106,17 @@
     if (s < 172800) return Math.floor(s / 3600) + ' h ' + Math.floor(s % 3600 / 60) + ' min';
     return Math.floor(s / 86400) + ' d ' + Math.floor(s % 86400 / 3600) + ' h';
   }
-  function lines(d, x) {
+  function lines(d, pointer) { // [the nearest place where something was measured, what was]
     var span = (d.x1 - d.x0) * 0.02, found = [], at = null;
     d.traces.forEach(function (t) {
-      var i = nearest(t.x, x), far = Math.abs(t.x[i] - x);
-      if (t.h) while (i > 0 && t.x[i] > x) i--;
-      if (t.h ? t.x[i] > x && far > span : far > span && t.x.length > 1) return;
-      if (!t.h && (at === null || far < Math.abs(at - x))) at = t.x[i];
+      var x = t.x[nearest(t.x, pointer)];
+      if (!t.h && (at === null || Math.abs(x - pointer) < Math.abs(at - pointer))) at = x;
+    });
+    if (at === null) at = pointer;
+    d.traces.forEach(function (t) {
+      var i = nearest(t.x, at);
+      if (t.h) while (i > 0 && t.x[i] > at) i--;
+      if (t.h ? t.x[i] > at : Math.abs(t.x[i] - at) > span) return;
       found.push(t.n + '  ' + (t.z ? value(t.z[i], '') + ' – ' : '') + value(t.y[i], t.u));
     });
     return [at, found];
@@ -99,7 +127,7 @@
     var box = svg.getBoundingClientRect(), u = (e.clientX - box.left) / box.width * d.width;
     var x = d.x0 + (u - d.left) / (d.right - d.left) * (d.x1 - d.x0);
     if (x < d.x0 || x > d.x1) { hide(); return; }
-    var both = lines(d, x), at = both[0] === null ? x : both[0], words = both[1];
+    var both = lines(d, x), at = both[0], words = both[1];
     if (!words.length) { hide(); return; }
     words.unshift(d.time ? 'after ' + when(at) : d.name + ' ' + digits(at));
     d.shades.forEach(function (s) { if (s[0] <= at && at <= s[1]) words.push(s[2]); });
@@ -120,6 +148,8 @@
   }
   document.addEventListener('pointermove', over);
   document.addEventListener('pointerdown', over);
-  document.addEventListener('pointerleave', hide);
+  document.addEventListener('pointerleave', function (e) {
+    if (e.pointerType === 'mouse') hide(); // a finger that was lifted leaves the words there
+  });
   document.addEventListener('scroll', hide, { capture: true, passive: true });
 })();

@@ -11,11 +11,17 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Callable
-from importlib import resources
 
-from harness.views import page_money, page_speed, page_tables
+from harness.views import (
+    page_alerts,
+    page_money,
+    page_record,
+    page_speed,
+    page_tables,
+    postmortem_page,
+)
 from harness.views.charts import loss_chart, loss_legend, norm_chart
-from harness.views.page_html import PageSection, section
+from harness.views.page_html import PageSection, asset, section
 from harness.views.painting import NANO
 from harness.views.plots import esc
 from harness.views.summary import Summary
@@ -23,11 +29,6 @@ from harness.views.timeline import MOST_ROWS, shown_rows, timeline, timeline_leg
 from harness.views.words import clock, duration, money, number, percent, plural
 
 TONES = {"done": "good", "finished": "good", "failed": "bad", "stopped": "warn"}
-
-
-def asset(name: str) -> str:
-    """A file that is written into the page, which has to stand alone."""
-    return resources.files("harness.views").joinpath(name).read_text(encoding="utf-8")
 
 
 # ---- sections ------------------------------------------------------------------------------------
@@ -46,6 +47,13 @@ def _nodes(s: Summary) -> PageSection | None:
     return section("Nodes over time", timeline(s), timeline_legend() + words)
 
 
+def _interruptions(s: Summary) -> PageSection | None:
+    attempts = s.ledger.attempts
+    body = postmortem_page.interruptions_html(s.postmortem, attempts, s.started_s)
+    note = "what happened, moment by moment, and what it cost; open one for its picture"
+    return section("Interruptions", f"<div class=breaks>{body}</div>" if body else "", note)
+
+
 SECTIONS: tuple[Callable[[Summary], PageSection | None], ...] = (
     _loss,
     _nodes,
@@ -54,11 +62,15 @@ SECTIONS: tuple[Callable[[Summary], PageSection | None], ...] = (
     page_speed.step_time,
     page_speed.scaling,
     _norm,
+    _interruptions,
+    page_alerts.alerts,
+    page_record.logbook,
     page_tables.attempts,
     page_tables.worlds,
     page_tables.notices,
     page_tables.snapshots,
     page_speed.hardware,
+    page_record.made,
     page_tables.trouble,
 )
 

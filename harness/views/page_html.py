@@ -8,11 +8,17 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from importlib import resources
 
 from harness.views.plots import esc
 from harness.views.words import plural
 
 MOST_ROWS = 400  # of a table; --json has all
+
+
+def asset(name: str) -> str:
+    """A file that is written into the page, which has to stand alone."""
+    return resources.files("harness.views").joinpath(name).read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)

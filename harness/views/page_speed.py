@@ -7,13 +7,13 @@ import re
 from collections.abc import Sequence
 
 from harness.core.facts import NodeMeasured
-from harness.views.charts import shades, windows
+from harness.views.charts import over_steps, shades, step_ends, windows
 from harness.views.page_html import PageSection, html_table, numbers, section, stack
 from harness.views.plots import PlotFrame, PlotTrace, esc, legend, plot
 from harness.views.summary import Summary
-from harness.views.words import duration, nbytes, percent, plural
+from harness.views.words import nbytes, percent, plural
 
-SMALL = 330.0  # width of a small plot
+SMALL = 230.0  # width of a small plot
 NODES_SHOWN = 24
 SMALL_POINTS = 120
 PHASE_MEANING = {
@@ -39,15 +39,20 @@ def step_time(s: Summary) -> PageSection | None:
         [
             f"<u class='p-{p}'></u>{p}<small>{PHASE_MEANING.get(p, '')}</small>",
             percent(v / whole),
-            duration(v),
+            _ms(v),
         ]
         for p, v in split.items()
     ]
-    rows.append(["<b>one step</b>", "100 %", f"<b>{duration(whole)}</b>"])
+    rows.append(["<b>one step</b>", "100 %", f"<b>{_ms(whole)}</b>"])
     table = html_table(["", "share", "mean of a step"], rows, right={1, 2})
     both = f"<div class=two>{table}{numbers(_rates(s))}</div>"
     body = stack(bar) + both + _over_steps(s, list(split)) + _spreads(s)
     return section("Step time", body, "mean over steps and ranks, as the ranks measured it")
+
+
+def _ms(seconds: float) -> str:
+    """As finely as steps are compared."""
+    return f"{1000 * seconds:,.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def _rates(s: Summary) -> list[tuple[str, str]]:
@@ -73,10 +78,10 @@ def _rates(s: Summary) -> list[tuple[str, str]]:
 def _over_steps(s: Summary, phases: Sequence[str]) -> str:
     """Phases one above the other."""
     told = windows(s)
-    xs = [(w.first + w.last) / 2 for w in told]
-    below, traces = [0.0] * len(told), list[PlotTrace]()
+    xs = step_ends(told)
+    below, traces = [0.0] * len(xs), list[PlotTrace]()
     for p in phases:
-        own = [w.seconds.get(p, 0.0) for w in told]
+        own = over_steps(told, lambda w, p=p: w.seconds.get(p, 0.0))  # type: ignore[misc]
         above = [b + v for b, v in zip(below, own, strict=True)]
         traces.append(PlotTrace(p, xs, above, f"p-{p}", below, unit="s", shown=own))
         below = above
@@ -87,16 +92,19 @@ def _over_steps(s: Summary, phases: Sequence[str]) -> str:
 
 def _spreads(s: Summary) -> str:
     """A rank's own time in a step: all but waiting for others."""
-    spread = [(w, w.own) for w in windows(s) if w.own and w.own.most_rank != w.own.least_rank]
-    if len(spread) < 2:
+    told = [w for w in windows(s) if w.own]
+    if len(told) < 2 or all(w.own.most_rank == w.own.least_rank for w in told if w.own):
         return ""
-    xs = [(w.first + w.last) / 2 for w, _ in spread]
-    least, most = [own.least for _, own in spread], [own.most for _, own in spread]
+    xs = step_ends(told)
+    least, middle, most = (
+        over_steps(told, lambda w, name=name: getattr(w.own, name))  # type: ignore[misc]
+        for name in ("least", "median", "most")
+    )
     traces = [
         PlotTrace("ranks", xs, most, "t2", least, unit="s"),
-        PlotTrace("median rank", xs, [own.median for _, own in spread], "t2", unit="s"),
+        PlotTrace("median rank", xs, middle, "t2", unit="s"),
     ]
-    frame = PlotFrame("own time of ranks", height=170, zero=True)
+    frame = PlotFrame("own time of ranks", height=190, top=30, zero=True)
     keys = legend(("band", "t2", "least to most"), ("line", "t2", "median"))
     drawn = plot(frame, traces, shades(s))
     return f"<h3>A rank's own time in a step, without waiting for others {keys}</h3>{drawn}"
@@ -122,7 +130,7 @@ def scaling(s: Summary) -> PageSection | None:
         [
             plural(w.world, "rank"),
             f"{w.steps:,}",
-            duration(w.step_s),
+            _ms(w.step_s),
             f"{w.tokens_per_s:,.0f}" if w.tokens_per_s else "–",
             percent(w.mfu) if w.mfu is not None else "–",
             percent(w.efficiency),
@@ -154,15 +162,17 @@ def hardware(s: Summary) -> PageSection | None:
         shown.append(f"<h3>{name}</h3><div class=smalls>{''.join(plots)}</div>")
     left_out = len(measured) - len(busiest)
     more = f"; {plural(left_out, 'node')} with fewer measurements left out" if left_out else ""
-    return section("Hardware", "".join(shown), f"means between two measurements{more}")
+    return section(
+        "Hardware", "".join(shown), f"between two measurements; beside each name its mean{more}"
+    )
 
 
 GROUPS = (  # title, names, unit, the axis goes so far at least
     ("GPU busy", r"gpu(\d+)/percent", "%", 100.0),
     ("GPU memory", r"gpu(\d+)/memory_percent", "%", 100.0),
-    ("GPU temperature", r"gpu(\d+)/celsius", "°C", 90.0),
+    ("GPU heat", r"gpu(\d+)/celsius", "°C", 90.0),
     ("GPU power", r"gpu(\d+)/watts", "W", None),
-    ("CPU and memory", r"(cpu|memory)/percent", "%", 100.0),
+    ("CPU, memory", r"(cpu|memory)/percent", "%", 100.0),
     ("network", r"net/(\w+)_bytes_per_s", "B/s", None),
 )
 
@@ -198,4 +208,4 @@ def _last_words(traces: Sequence[PlotTrace], unit: str) -> str:
     if not values:
         return ""
     mean = sum(values) / len(values)
-    return esc(f"mean {nbytes(mean)}/s" if unit == "B/s" else f"mean {mean:.0f} {unit}")
+    return esc(f"{nbytes(mean)}/s" if unit == "B/s" else f"{mean:.0f} {unit}")

@@ -245,7 +245,7 @@ def _trace(trace: PlotTrace, plane: PlotPlane) -> str:
         back = plane.path(list(trace.xs)[::-1], list(trace.low)[::-1])
         return f'<path class="band {trace.tone}" d="{there}L{back[1:]}Z"/>'
     line = f'<path class="line {trace.tone}" d="{plane.path(trace.xs, trace.ys)}"/>'
-    if not trace.dots:
+    if not trace.dots and len(trace.xs) > 1:
         return line
     dots = (
         f'<circle class="dot {trace.tone}" cx="{plane.x(x):.1f}" cy="{plane.y(y):.1f}" r="3.6"/>'

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.views.charts import esc
 from harness.views.interruption import KINDS, Alternative, Interruption
-from harness.views.page import asset
+from harness.views.page_html import asset
+from harness.views.plots import esc
 from harness.views.postmortem import Postmortem
 from harness.views.postmortem_svg import picture
 from harness.views.postmortem_text import (
@@ -88,7 +88,7 @@ def _alternatives(found: Sequence[Alternative]) -> str:
         + "</tr>"
         for a in found
     )
-    table = f"<thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody>"
+    table = f"<thead>{head}</thead><tbody>{body}</tbody>"
     return f"<div class=scroll><table>{table}</table></div>"
 
 

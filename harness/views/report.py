@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from harness.views.summary import Summary
 
-import dataclasses
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -26,9 +24,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from harness.core.facts import (
-    Unreadable,
-)
+from harness.core.facts import NodeBilled, NodeFound, Unreadable
 from harness.views.painting import BUCKETS, NANO
 from harness.views.rows import BAD_ENDS, AttemptRow
 from harness.views.setups import setup_rows, shift_words
@@ -150,6 +146,8 @@ def render(s: Summary) -> Group:
         ("Money", _money_table),
         ("Snapshots", _snapshots_table),
         ("Notices", _notices_table),
+        ("Interruptions", _interruptions_table),
+        ("Alerts", _alerts_table),
         ("Trouble", _marks_table),
         ("Setup", _setup_table),
         ("Logbook", _logbook_lines),
@@ -297,13 +295,15 @@ def _buckets_table(s: Summary) -> Any:
 
 def money_rows(s: Summary) -> list[tuple[str, float, str]]:
     cost = s.ledger.cost
-    rows = [
-        (
-            "paid",
-            cost.spot_usd,
-            f"{money(1000 * cost.spot_usd / s.step)} per 1,000 steps" if s.step else "",
-        )
-    ]
+    rates = [f"{money(1000 * cost.spot_usd / s.step)} per 1,000 steps"] if s.step else []
+    rates += [] if (usd := s.usd_per_1m_tokens) is None else [f"{money(usd)} per million tokens"]
+    unpriced = sum(a.billed_s for a in s.ledger.attempts if not a.usd_per_h and not a.billed_nusd)
+    rates += [f"nobody knows the price of {duration(unpriced)} of nodes"] if unpriced else []
+    clusters = {t.fact.member for t in s.facts if isinstance(t.fact, NodeFound) and t.fact.cluster}
+    billed = {t.fact.member for t in s.facts if isinstance(t.fact, NodeBilled)}
+    if any(a.name in clusters - billed for a in s.ledger.attempts):
+        rates.append("without what machines cost after their agents' end (harness costs --ask-sky)")
+    rows = [("paid", cost.spot_usd, ", ".join(rates))]
     if cost.on_demand_usd:
         rows += [
             ("the same node-hours on demand", cost.on_demand_usd, f"saved {percent(cost.saved)}"),
@@ -423,6 +423,12 @@ def _marks_table(s: Summary) -> Any:
     return table
 
 
+def _interruptions_table(s: Summary) -> Any:
+    from harness.views.postmortem_text import overview  # which renders with this file's words
+
+    return overview(s.postmortem, s.started_s) if s.postmortem.interruptions else None
+
+
 def _setup_table(s: Summary) -> Any:
     rows = setup_rows(s.setups)
     for shift in s.setups.shifts[-20:]:
@@ -435,71 +441,20 @@ def _logbook_lines(s: Summary) -> Any:
     return Text("\n".join(lines)) if lines else None
 
 
-# ---- JSON ----------------------------------------------------------------------------------------
-def to_json(s: Summary) -> dict[str, Any]:
-    """The numbers as plain JSON (no NaN). Seconds and dollars, with the exact nanoseconds and
-    nano-dollars of the ledger."""
-    ledger = s.ledger
-
-    def attempt(a: AttemptRow) -> dict[str, Any]:
-        body = {f.name: getattr(a, f.name) for f in dataclasses.fields(a) if f.name != "segments"}
-        return {**body, "billed_s": a.billed_s, "usd": a.usd}
-
-    body = {
-        "url": s.url,
-        "state": s.state,
-        "reason": s.reason,
-        "step": s.step,
-        "total_steps": s.total_steps,
-        "loss": s.losses,
-        "validation": {"name": s.validation_name, "points": s.validation} if s.validation else None,
-        "started_s": s.started_s,
-        "ended_s": s.ended_s,
-        "wall_s": s.wall_s,
-        "away_s": s.away_s,
-        "worlds": s.worlds,
-        "goodput": ledger.goodput,
-        "steps_lost": ledger.steps_lost,
-        "billed_s": ledger.billed_s,
-        "buckets": {
-            b: {"s": ledger.ns[b] / NANO, "ns": ledger.ns[b], "nusd": ledger.nusd[b]}
-            for b in BUCKETS
-        },
-        "cost": {
-            **dataclasses.asdict(ledger.cost),
-            "saved_usd": ledger.cost.saved_usd,
-            "saved": ledger.cost.saved,
-        },
-        "attempts": [attempt(a) for a in ledger.attempts],
-        "epochs": [
-            {**dataclasses.asdict(e), "accumulation": e.accumulation} for e in ledger.epochs
-        ],
-        "notices": [
-            {**dataclasses.asdict(n), "grace_s": n.grace_s, "in_time": n.in_time}
-            for n in ledger.notices
-        ],
-        "snapshots": {"kept": s.kept, "committed": [dataclasses.asdict(x) for x in s.snapshots]},
-        "trouble": [dataclasses.asdict(m) for m in s.marks],
-        "problems": s.problems,
-        "setup": s.setups.to_json(),
-        "logbook": s.logbook.to_json(),
-        "store": {**dataclasses.asdict(s.store), "moved_usd": s.store.moved_usd}
-        if s.store
-        else None,
-    }
-    cleaned: dict[str, Any] = _finite(body)
-    return cleaned
+def _alerts_table(s: Summary) -> Any:
+    if not s.alerts:
+        return None
+    table = _table("at", "", "", right=("at",))
+    for a in s.alerts[-20:]:
+        style = {"critical": "red", "warning": "yellow"}.get(a.severity, "dim")
+        told = Text(plain(f"{a.title}: {a.text}")[:400])
+        at = f"+{duration(max(0.0, a.t - s.started_s))}"
+        table.add_row(at, Text(plain(a.severity), style=style), told)
+    table.show_header = False
+    return table
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity; a loss may be either."""
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
+# ---- the page ----------------------------------------------------------------------------------
 def write_html(summary: Summary, path: str | Path) -> None:
     """One page that needs nothing else: no network, no fonts, no libraries."""
     from harness.views.page import page

@@ -3,14 +3,15 @@ its bucket.
 
     trackers/stream/{number:08d}.jsonl     create-only: one batch; a header line, then its rows
 
-A row is a committed step with the record's values, or a sample of operations (`operations.py`) at
-a moment. The publisher makes batches, whoever creates number n first owns it, and nobody changes
-one later. So the stream exists once, whatever is killed or doubled, and a tracker's server is only
-a copy: it is asked how many rows it has, and is told the ones behind them, now or years later.
+A row is a committed step with the record's values, a sample of operations (`operations.py`) at a
+moment, or something that happened (`events.py`). The publisher makes batches, whoever creates
+number n first owns it, and nobody changes one later. So the stream exists once, whatever is killed
+or doubled, and a tracker's server is only a copy: it is asked how many rows it has, and is told the
+ones behind them, now or years later.
 
 A rewind is a batch that begins at a row which exists already: the rows from there on are void. It
 happens when steps that were published are redone from an older snapshot. The batch holds the
-operations of the void rows again (`again`), since those did happen.
+other rows among the void ones again (`again`), since those did happen.
 
 Knows records, snapshots and facts; knows no tracker.
 """
@@ -26,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from harness.bucket.streamed import (
+    EVENT,
     OPS,
     START,
     STEP,
@@ -43,6 +45,7 @@ from harness.core import records as rec
 from harness.core.values import BadObject, Reading
 from harness.core.world import BadInput
 from harness.views.committed import committed, newest
+from harness.views.events import ToldSoFar
 from harness.views.operations import Operations
 from harness.views.plugins import RunInfo, metrics
 from storage.errors import NotFound
@@ -53,6 +56,7 @@ log = logging.getLogger("harness.views.trackers")
 
 MAX_STEPS = 5_000  # per batch; bounds memory when a publisher comes late
 FILL_S = 60.0  # to compute rows of operations for a time without a publisher
+MOST_EVENTS = 10_000  # of one batch; the rest comes with the next one
 MOST_AGAIN = 10_000  # rows of operations that a rewind tells again: evenly, if there were more
 
 
@@ -155,12 +159,13 @@ class StreamWriter:
         rows = [_step_row(r, started_s) for r in records]
         end = "" if more else self.operations.end(final)
         due = last or bool(records) or end != before.end
-        samples = self._samples(before, due and not more, bool(end))
         alerts = self.operations.alerts(before.alerts)
+        samples = self._samples(before, due and not more, bool(end))
+        events, heard = self._events(before, (due and not more) or bool(samples))
         snapshots = self.operations.snapshots(before.newest)
-        if not (rows or samples or again or alerts or snapshots) and end == before.end:
+        if not (rows or samples or events or again or alerts or snapshots) and end == before.end:
             return False
-        others = sorted([*samples, *again], key=lambda row: row.t)
+        others = sorted([*samples, *events, *again], key=lambda row: row.t)
         # steps stay in their order, also where a node's clock was set back
         rows = list(heapq.merge(rows, others, key=lambda row: row.t))
         tail = records[-1] if records else None
@@ -186,6 +191,8 @@ class StreamWriter:
             newest=snapshots[-1] if snapshots else before.newest,
             alerts=(*before.alerts, *(a.id for a in alerts))[-1000:],
             new_alerts=tuple(dataclasses.asdict(a) for a in alerts),
+            heard=dict(heard.by),
+            heard_floor_s=heard.floor_s,
         )
         self._create(header, rows)
         return more
@@ -259,6 +266,18 @@ class StreamWriter:
                 rows.append(StreamRow(0, OPS, t, values))
                 spent_s += self.operations.cost_s
         return rows
+
+    def _events(self, before: BatchHeader, due: bool) -> tuple[list[StreamRow], ToldSoFar]:
+        """What happened and is not told, each in a row at its own moment."""
+        heard = ToldSoFar(before.heard, before.heard_floor_s)
+        if not due:
+            return [], heard
+        new = self.operations.happened(heard)[:MOST_EVENTS]
+        rows = [
+            StreamRow(0, EVENT, one.t, {**_moment(one.t, before.started_s), **one.values})
+            for one in new
+        ]
+        return rows, heard.after(new)
 
 
 def _moment(t: float, started_s: float) -> dict[str, Reading]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.bucket.alerts import Alert, AlertLog
 from harness.bucket.archive import read_past
 from harness.bucket.epochs import epoch_numbers
 from harness.bucket.layout import IDENTITY, SAMPLES, Epoch, Identity, epoch_key
@@ -25,6 +26,7 @@ from harness.core.facts import (
     GuardTripped,
     HealthSeen,
     LeaseTaken,
+    NodeBilled,
     RunAsked,
     RunEnded,
     SessionStarted,
@@ -39,6 +41,7 @@ from harness.core.facts import (
     WorkerHung,
 )
 from harness.core.values import BadObject
+from harness.views.alerts import fired
 from harness.views.ledger import Ledger
 from harness.views.logbook import Logbook, read_logbook
 from harness.views.postmortem import Postmortem, postmortem
@@ -111,6 +114,7 @@ class Summary:
     facts: tuple[Stamped, ...] = ()  # by time, without the steps
     norms: tuple[tuple[int, float], ...] = ()  # of gradients, by step; of a long run a sample
     tokens_per_step: float = 0.0  # 0: not known
+    alerts: tuple[Alert, ...] = ()  # that were fired, oldest first
     setups: SetupSummary = field(default_factory=SetupSummary)
     logbook: Logbook = field(default_factory=Logbook)
 
@@ -118,6 +122,11 @@ class Summary:
     def tokens(self) -> float:
         """Of the committed steps; 0: not known."""
         return self.step * self.tokens_per_step
+
+    @property
+    def usd_per_1m_tokens(self) -> float | None:
+        """None: not known."""
+        return 1e6 * self.ledger.usd / self.tokens if self.tokens else None
 
     @property
     def wall_s(self) -> float:
@@ -163,7 +172,8 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
     last = ended[-1] if ended and isinstance(ended[-1], RunEnded) else None
     final = bool(manifest and Snapshots(store).ended(manifest))
     over = last is not None or (final and not ended)
-    told_s = [*(s.t for s in facts), *([float(steps["end"].max())] if len(steps) else [])]
+    told_s = [s.t for s in facts if not isinstance(s.fact, NodeBilled)]  # told long after its end
+    told_s += [*([float(steps["end"].max())] if len(steps) else [])]
     until_s = max(told_s, default=now()) if over else now()
     ledger = Ledger.of(facts, records, until_s, steps)
     if over:  # what nodes did after the controller's last word belongs to it
@@ -198,6 +208,7 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
         facts=tuple(facts),
         norms=_norms(store, records.rows),
         tokens_per_step=sum(tokens) / len(tokens) if tokens else 0.0,
+        alerts=tuple(AlertLog(store).read() or fired(facts, until_s)),
         speed=speed_of(facts, steps, records),
         setups=setups,
         logbook=read_logbook(store, setups.people),

@@ -199,6 +199,34 @@ def number_rows(state: LiveState, now: float) -> list[tuple[str, str]]:
                 + (f" ({percent(1 - paid / on_demand)} saved)" if on_demand > paid else ""),
             )
         )
+    if (usd := state.usd_per_million_tokens(now)) is not None:
+        found.append(("per M tokens", money(usd)))
     if rates and state.total > state.step:
         found.append(("left", about((state.total - state.step) / rates["steps_per_s"])))
     return found
+
+
+def split_line(state: LiveState) -> str:
+    """Where a step's time goes, in one line; "" if nobody told."""
+    split = state.step_split()
+    whole = sum(split.values())
+    if not whole:
+        return ""
+    told = state.timed[1] if state.timed else None
+    most = sorted(split.items(), key=lambda item: -item[1])
+    parts = [f"{100 * s / whole:.0f} % {p}" for p, s in most if s / whole >= 0.04]
+    line = f"step {duration(whole)}: {', '.join(parts)}"
+    if told and len(told.own_s) == 3 and len(told.own_ranks) == 2 and told.own_s[1] > 0:
+        behind = told.own_s[2] / told.own_s[1] - 1
+        if told.own_ranks[0] != told.own_ranks[1] and behind >= 0.05:
+            line += f"; slowest rank {told.own_ranks[1]} (+{100 * behind:.0f} %)"
+    return line
+
+
+def decision_line(state: LiveState, now: float) -> str:
+    """What the controller has decided, and why; "" if nothing, or it is over."""
+    if state.decided is None or state.over:
+        return ""
+    t, fact = state.decided
+    reason = f": {fact.reason}" if fact.reason else ""
+    return f"{fact.decision}{reason} ({about(now - t)} ago)"

@@ -15,6 +15,7 @@ from harness.views.words import duration, money, plural, steps_text
 MOST_ROWS = 120  # nodes that are drawn: those that were up longest
 MOST_SEGMENTS = 6000  # of all of them
 MOST_WORLDS = 200
+MOST_POINTS = 2000  # of steps over time; and an end of each world
 Scale = Callable[[float], float]
 
 
@@ -167,19 +168,20 @@ def _progress(s: Summary, x: Scale, top: float, height: float) -> list[str]:
         label(12, top + height / 2 + 4, "steps", "start", "strong"),
     ]
     lost = {(p.epoch, p.step) for p in s.lost}
+    stride = len(points) // MOST_POINTS + 1
     for mine in by_epoch(points).values():
         good = [p for p in mine if (p.epoch, p.step) not in lost]
         if good:
             begin = (x(good[0].t - good[0].seconds), y(good[0].step - 1))
             out.append(
                 f"<path class=curve "
-                f'd="{path([begin, *((x(p.t), y(p.step)) for p in _every(good))])}"/>'
+                f'd="{path([begin, *((x(p.t), y(p.step)) for p in _every(good, stride))])}"/>'
             )
         bad = [p for p in mine if (p.epoch, p.step) in lost]
         if bad:
             out.append(
                 f"<path class=lost "
-                f'd="{path((x(p.t), y(p.step)) for p in [*good[-1:], *_every(bad)])}"/>'
+                f'd="{path((x(p.t), y(p.step)) for p in [*good[-1:], *_every(bad, stride)])}"/>'
             )
     if len(s.snapshots) <= 400:
         for c in s.snapshots:
@@ -194,8 +196,7 @@ def _progress(s: Summary, x: Scale, top: float, height: float) -> list[str]:
     return out
 
 
-def _every(points: list[Point]) -> list[Point]:
-    stride = max(1, len(points) // 400)
+def _every(points: list[Point], stride: int) -> list[Point]:
     return [*points[::stride], points[-1]]
 
 

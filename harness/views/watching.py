@@ -105,6 +105,8 @@ class LiveState:
     ended: tuple[float, f.RunEnded] | None = None
     span_s: tuple[float, float] = (math.inf, -math.inf)  # of what was told
     session_ends: dict[int, str] = field(default_factory=dict)  # epoch -> why
+    decided: tuple[float, f.Decided] | None = None
+    timed: tuple[tuple[int, int], f.StepsTimed] | None = None  # the newest steps
     # what is worth a line, by time; put into words when shown
     events: list[Stamped] = field(default_factory=list)
     unread: list[f.Unreadable] = field(default_factory=list)
@@ -115,7 +117,8 @@ class LiveState:
         if isinstance(fact, f.Unreadable):
             self.unread.append(fact)
             return
-        self.span_s = min(self.started_s, t), max(self.last_s, t)
+        if not isinstance(fact, f.NodeBilled):  # told long after the end
+            self.span_s = min(self.started_s, t), max(self.last_s, t)
         match fact:
             case f.RunAsked():
                 self.asked = _later(self.asked, (t, fact))
@@ -123,6 +126,43 @@ class LiveState:
                 self.lease = _later(self.lease, (t, fact))
             case f.RunEnded():
                 self.ended = _later(self.ended, (t, fact))
+            case f.Decided():
+                self.decided = _later(self.decided, (t, fact))
+            case f.StepsTimed():
+                key = (fact.epoch, fact.last)
+                if self.timed is None or key >= self.timed[0]:
+                    self.timed = key, fact
+            case f.EpochStarted():
+                self.epochs[fact.epoch] = fact
+            case f.EpochLeft(epoch, member, why):
+                self.left.setdefault(epoch, {})[member] = why
+            case f.SessionStarted():
+                self.sessions[fact.epoch] = fact
+            case f.SessionEnded(epoch, _, why):
+                self.session_ends[epoch] = why
+            case f.StepDone():
+                self.steps[fact.epoch, fact.step] = fact
+                if len(self.steps) > 2 * STEPS_KEPT:
+                    self.steps = {key: self.steps[key] for key in sorted(self.steps)[-STEPS_KEPT:]}
+            case f.Validated():
+                key = (fact.epoch, fact.step)
+                if self.validated is None or key >= self.validated[0]:
+                    self.validated = key, fact.metrics
+            case f.SnapshotCommitted():
+                key = (fact.epoch, fact.step)
+                if self.snapshot is None or key >= self.snapshot[0]:
+                    self.snapshot = key, fact
+            case _:
+                self._of_node(t, fact)
+        if describe(fact, self):
+            late = bool(self.events) and t < self.events[-1].t
+            self.events.append(stamped)
+            if late:
+                self.events.sort(key=lambda e: e.t)
+            del self.events[:-EVENTS_KEPT]
+
+    def _of_node(self, t: float, fact: f.Fact) -> None:
+        match fact:
             case f.AttemptIntended(attempt, offer):
                 node = self.node(str(attempt))
                 node.asked_s, node.offer = t, str(offer.get("name", ""))
@@ -153,32 +193,6 @@ class LiveState:
                 self.of_member(member).notices[member, fact.id] = fact
             case f.NoticeCancelled(member, id):
                 self.of_member(member).cancelled.add((member, id))
-            case f.EpochStarted():
-                self.epochs[fact.epoch] = fact
-            case f.EpochLeft(epoch, member, why):
-                self.left.setdefault(epoch, {})[member] = why
-            case f.SessionStarted():
-                self.sessions[fact.epoch] = fact
-            case f.SessionEnded(epoch, _, why):
-                self.session_ends[epoch] = why
-            case f.StepDone():
-                self.steps[fact.epoch, fact.step] = fact
-                if len(self.steps) > 2 * STEPS_KEPT:
-                    self.steps = {key: self.steps[key] for key in sorted(self.steps)[-STEPS_KEPT:]}
-            case f.Validated():
-                key = (fact.epoch, fact.step)
-                if self.validated is None or key >= self.validated[0]:
-                    self.validated = key, fact.metrics
-            case f.SnapshotCommitted():
-                key = (fact.epoch, fact.step)
-                if self.snapshot is None or key >= self.snapshot[0]:
-                    self.snapshot = key, fact
-        if describe(fact, self):
-            late = bool(self.events) and t < self.events[-1].t
-            self.events.append(stamped)
-            if late:
-                self.events.sort(key=lambda e: e.t)
-            del self.events[:-EVENTS_KEPT]
 
     def node(self, name: str) -> NodeView:
         return self.nodes.setdefault(name, NodeView(name))
@@ -340,9 +354,32 @@ class LiveState:
         paid = on_demand = 0.0
         for n in self.nodes.values():
             hours = n.billed_s(now) / 3600
-            paid += n.ended.usd if n.ended else hours * n.usd_per_h
+            paid += n.ended.usd if n.ended and n.ended.usd else hours * n.usd_per_h
             on_demand += hours * (n.on_demand_usd_per_h or n.usd_per_h)
         return paid, on_demand
+
+    def usd_per_h(self) -> float:
+        """Of the nodes that are paid for now."""
+        return sum(n.usd_per_h for n in self.nodes.values() if n.alive and (n.up_s or n.members))
+
+    @property
+    def tokens_per_step(self) -> int:
+        """0: not known."""
+        last = self.last_step
+        return (last.tokens if last else 0) or (self.timed[1].tokens if self.timed else 0)
+
+    def usd_per_million_tokens(self, now: float) -> float | None:
+        """Of the steps that count so far."""
+        tokens, paid = self.step * self.tokens_per_step, self.spent(now)[0]
+        return paid / tokens * 1e6 if tokens and paid else None
+
+    def step_split(self) -> dict[str, float]:
+        """Seconds of one step by phase, of the newest steps of the newest world; empty: not
+        known."""
+        if self.timed is None or self.timed[1].epoch != self.epoch:
+            return {}
+        found = {p: self.timed[1].seconds.get(p, 0.0) for p in f.PHASES}
+        return {p: s for p, s in found.items() if math.isfinite(s) and s > 0}
 
     def shown_nodes(self, now: float) -> list[NodeView]:
         def recent(n: NodeView) -> bool:

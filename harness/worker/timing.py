@@ -65,6 +65,7 @@ class DeviceMarks:
         return event
 
     def between(self, a: torch.cuda.Event, b: torch.cuda.Event) -> float:
+        b.synchronize()  # at once, but for a script that uses several streams
         milliseconds: float = a.elapsed_time(b)
         return max(0.0, milliseconds / 1e3)
 

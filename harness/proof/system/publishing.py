@@ -57,6 +57,9 @@ class SimSidecars:
 
     def release(self) -> None: ...
 
+    def look(self, now: float) -> list[tuple[str, int, str]]:
+        return []
+
     def end(self, wait_s: float) -> None:
         if self._publisher is not None:
             self._publish(last=True)
