@@ -17,6 +17,7 @@ import pytest
 from story import Story
 
 from harness.bucket.journal import read_facts
+from harness.bucket.notes import LogbookEntry, write_note
 from harness.bucket.setups import write_setup
 from harness.cli.track import publisher_beside
 from harness.clouds.tasks import Task
@@ -416,6 +417,7 @@ def test_what_w_and_b_knows_besides_numbers(server):
         people={"owner": "me", "purpose": "to see"},
     )
     write_setup(story.store, 1, setup, b"")
+    write_note(story.store, LogbookEntry(1.7e9, "slower, to look", "me", 3), "0a" * 4)
     story.train(4, metrics={"grad_norm": 0.5, "val_loss": 0.9})
     side = Side(story, server)
     side.until_told()
@@ -438,6 +440,8 @@ def test_what_w_and_b_knows_besides_numbers(server):
     assert config["git"]["commit"] == "ab" * 20
     assert (config["optimizer"], config["note"], config["owner"]) == ({"lr": 3e-4}, "flat", "me")
     assert (config["seed"], config["config"]) == (7, {"seed": 8})
+    assert run.about["notes"].splitlines()[0] == "purpose: to see"
+    assert "me, step 3: slower, to look" in run.about["notes"]
     assert (run.about["jobType"], run.about["displayName"]) == ("train", "mine?token=x")
     assert run.about["tags"] == ["spot", "gcp"]
     assert (run.summary["best/val_loss"], run.summary["best/val_loss_step"]) == (0.3, 5)
