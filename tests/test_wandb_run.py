@@ -17,6 +17,7 @@ import pytest
 from story import Story
 
 from harness.bucket.journal import read_facts
+from harness.bucket.notes import LogbookEntry, write_note
 from harness.bucket.setups import write_setup
 from harness.cli.track import publisher_beside
 from harness.clouds.tasks import Task
@@ -404,7 +405,7 @@ def test_what_w_and_b_knows_besides_numbers(server):
     """Configuration, tags, axes, summary, snapshots as artifacts, lineage, alerts."""
     story = Story(MemoryStore("s3://user:secret@bucket/runs/mine?token=x", {}))
     story.node(1)
-    environ = {"HARNESS_X": "1", "HARNESS_KEY": "hidden", "HOME": "/"}
+    environ = {"NCCL_X": "1", "NCCL_KEY": "hidden", "HOME": "/"}
     script = "examples/train.py --lr 3e-4 --layers=12 --fast --hf-token abc --max-tokens 9 --data s3://u:p@b/d?x"
     setup = Setup(
         argv=tuple(masked_words(shlex.split(script))[0]),
@@ -416,6 +417,7 @@ def test_what_w_and_b_knows_besides_numbers(server):
         people={"owner": "me", "purpose": "to see"},
     )
     write_setup(story.store, 1, setup, b"")
+    write_note(story.store, LogbookEntry(1.7e9, "slower, to look", "me", 3), "0a" * 4)
     story.train(4, metrics={"grad_norm": 0.5, "val_loss": 0.9})
     side = Side(story, server)
     side.until_told()
@@ -430,7 +432,7 @@ def test_what_w_and_b_knows_besides_numbers(server):
     (run,) = server.runs.values()
     config = run.values()
     assert (config["global_batch"], config["seed"], config["hardware"]) == (8, 7, ["H100"])
-    assert (config["environment"]["HARNESS_X"], "HARNESS_KEY" in config["environment"]) == ("1", 0)
+    assert (config["environment"]["NCCL_X"], "NCCL_KEY" in config["environment"]) == ("1", 0)
     assert config["environment"]["python"] and config["packages"]["numpy"]
     flags = {"lr": 3e-4, "layers": 12, "fast": True, "max-tokens": 9, "data": "s3://b/d"}
     assert (config["script"], config["flags"]) == ("train.py", flags)
@@ -438,6 +440,8 @@ def test_what_w_and_b_knows_besides_numbers(server):
     assert config["git"]["commit"] == "ab" * 20
     assert (config["optimizer"], config["note"], config["owner"]) == ({"lr": 3e-4}, "flat", "me")
     assert (config["seed"], config["config"]) == (7, {"seed": 8})
+    assert run.about["notes"].splitlines()[0] == "purpose: to see"
+    assert "me, step 3: slower, to look" in run.about["notes"]
     assert (run.about["jobType"], run.about["displayName"]) == ("train", "mine?token=x")
     assert run.about["tags"] == ["spot", "gcp"]
     assert (run.summary["best/val_loss"], run.summary["best/val_loss_step"]) == (0.3, 5)
