@@ -45,6 +45,8 @@ def to_json(s: Summary) -> dict[str, Any]:
             **dataclasses.asdict(ledger.cost),
             "saved_usd": ledger.cost.saved_usd,
             "saved": ledger.cost.saved,
+            "usd_per_1k_steps": 1000 * ledger.usd / s.step if s.step else None,
+            "usd_per_1m_tokens": s.usd_per_1m_tokens,
         },
         "attempts": [attempt(a) for a in ledger.attempts],
         "epochs": [
