@@ -15,11 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from harness.bucket.setups import people_of
+from harness.core.setups import EXPERIMENT
 from harness.core.world import BadInput
 from harness.views.alert_rules import BUILT_IN, AlertRule
 from harness.views.committed import Lineage
-from harness.views.describe import config_of, left_by_node, tags_of
-from harness.views.logbook import read_logbook
+from harness.views.describe import config_of, left_by_node, notes_of, tags_of
 from harness.views.operations import Operations
 from harness.views.plugins import Account, Place, RunInfo
 from harness.views.stream import StreamWriter
@@ -33,7 +34,6 @@ MIN_BATCH_S = 30.0  # between two batches, so that a run of days makes no millio
 MAX_PAUSE_S = 600.0  # after failures
 SETTLE_S = 10.0  # after a run's last step nodes have last words, and W&B's run shall end once
 HELD_S = 150.0  # `sync` waits for another publisher's claim: wandb_run.CLAIM_S and more
-MOST_NOTES = 200  # lines of the logbook
 FEWEST_PAUSES = 20.0  # a row of operations may cost this part of the time at most: 1/20
 
 
@@ -204,12 +204,15 @@ def about_of(writer: StreamWriter, environ: Mapping[str, str]) -> Callable[[], M
             "config": config_of(writer.info, facts, machine),
             "tags": tags or tags_of(facts),
         }
+        if (notes := notes_of(writer.store)) and not environ.get("WANDB_NOTES"):
+            said["notes"] = notes
+        experiment = people_of(writer.store).get(EXPERIMENT)
+        if experiment and not environ.get("WANDB_RUN_GROUP"):
+            said["group"] = experiment
         if not environ.get("WANDB_NAME"):
             said["name"] = writer.info.name
         if not environ.get("WANDB_JOB_TYPE"):
             said["job_type"] = "train"
-        if not environ.get("WANDB_NOTES") and (lines := read_logbook(writer.store).lines()):
-            said["notes"] = "\n".join(lines[-MOST_NOTES:])
         return said
 
     return about
