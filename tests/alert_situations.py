@@ -83,7 +83,7 @@ def drain() -> Made:
 
 def lost() -> Made:
     """Told by both: the other node at once, the controller later."""
-    made = start().world(2, reason="loss").wait(40)
+    made = start().say(f.EpochLeft(1, "m2", "peer-lost")).world(2, reason="loss").wait(40)
     ended = f.AttemptEnded(1, "preempted", T0, T0, made.t, None, "killed", 60.0, 0.03)
     return made.say(ended)
 
@@ -134,6 +134,13 @@ def quarantined() -> Made:
 
 def warned() -> Made:
     return start().say(*(f.Warned(n, 1, f"torch 2.{n} was 2.13") for n in (11, 12)))
+
+
+def setup() -> Made:
+    changed = {"level": "code", "name": "git.commit", "was": "a1", "now": "b2"}
+    other = {"level": "hardware", "name": "gpu", "was": "H100", "now": "L40S"}
+    facts = f.SetupChanged(2, "ab", "warned", (changed,)), f.SetupChanged(3, "ac", "warned", (other,))
+    return start().say(*facts)
 
 
 def publisher() -> Made:
@@ -227,6 +234,7 @@ SITUATIONS: dict[str, Callable[[], Made]] = {
     "snapshot-failed": snapshot_failed,
     "snapshot-quarantined": quarantined,
     "promise-weakened": warned,
+    "setup-changed": setup,
     "publisher-dead": publisher,
     "helper-dead": helper,
     "run-ended-badly": ended,

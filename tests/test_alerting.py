@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,15 +13,18 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 from alert_situations import MINUTE, SITUATIONS, T0, Made
-from receivers import receiver
+from test_prometheus import parsed, scrape
+from worlds import until
 
 from harness.bucket.alerts import Alert, AlertLog
 from harness.bucket.journal import Journal
 from harness.bucket.lease import Lease
 from harness.cli.command import main
 from harness.core.world import BadInput
+from harness.proof.receiver import AlertReceiver
 from harness.views import alerting, sinks
 from harness.views.alerting import CLAIM_S, STALE_S, Alerting, AlertTeller
 from harness.views.alerts import AlertWatch
@@ -31,7 +35,7 @@ from storage.files import FileStore, MemoryStore
 
 @pytest.fixture
 def hook():
-    with receiver() as made:
+    with AlertReceiver() as made:
         yield made
 
 
@@ -348,3 +352,50 @@ def test_two_processes_beside_rank_0_and_the_command(hook, tmp_path, capsys):
         main(["alerts", url])
     assert "guard: non-finite" in capsys.readouterr().out
     assert alerting.test_alert(now).severity == "info"
+
+
+SCRIPT = """
+import pathlib, sys, time
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.05)
+"""
+
+
+def test_an_agent_s_publisher_dies_and_its_numbers_are_had(hook, tmp_path):
+    """A whole node: its helper tells the alert, its agent starts the publisher again, and Prometheus
+    scrapes it meanwhile."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    run, log = tmp_path / "run", tmp_path / "log"
+    env = {
+        **{k: v for k, v in os.environ.items() if not k.startswith("HARNESS_")},
+        "HARNESS_ALERTS": hook.url, "HARNESS_NODE_DIR": str(tmp_path / "node"),
+        "HARNESS_ATTEMPT": "7",
+    }  # fmt: skip
+    words = [sys.executable, "-m", "harness.cli", "run", "--run", str(run), "--prometheus", "0"]
+    words += ["--trackers", "jsonl", "--notices", "none", "--gpu-health", "off", "--nproc", "1"]
+    with log.open("wb") as out:
+        script = ["--", str(tmp_path / "script.py"), str(tmp_path / "over")]
+        agent = subprocess.Popen([*words, *script], env=env, stdout=out, stderr=out)
+
+    def children(name: str) -> list[psutil.Process]:
+        found = psutil.Process(agent.pid).children()
+        return [p for p in found if name in " ".join(p.cmdline())]
+
+    try:
+        until(lambda: children("views.trackers") and children("views.alerting"), log.read_text, 120)
+        at = re.search(r"Prometheus at (http://127.0.0.1:\d+/metrics)", log.read_text())
+        numbers = parsed(scrape(at[1]))
+        state = [k for k, v in numbers.items() if k.startswith("harness_agent_state") and v]
+        assert len(state) == 1 and 'attempt="7"' in state[0] and 'state="in"' in state[0]
+        (publisher,) = children("views.trackers")
+        publisher.kill()
+        until(lambda: hook.got, log.read_text, 120)
+        assert [(b["rule"], b["subject"]) for b in hook.got] == [("publisher-dead", "trackers")]
+        assert "SIGKILL" in hook.got[0]["text"]
+        until(lambda: children("views.trackers"), log.read_text, 120)  # started again
+        (tmp_path / "over").touch()
+        assert agent.wait(120) == 0, log.read_text()
+    finally:
+        agent.kill()
+    assert hook.rules() == Counter({"publisher-dead": 1})
+    assert b"S3CRET" not in b"".join(p.read_bytes() for p in run.rglob("*") if p.is_file())

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PURE = {  # by file; no torch, sky, sockets, wall clock, global randomness
-    "core": {"batch", "columns", "dotted", "fact_lines", "facts", "masking", "plain", "prices", "records", "setups", "steps_asked", "values", "world"},
+    "core": {"batch", "columns", "dotted", "exposition", "fact_lines", "facts", "masking", "plain", "prices", "records", "setups", "steps_asked", "values", "world"},
     "bucket": {"alerts", "archive", "beats", "layout", "lease", "notes", "orders", "recorded", "setups", "streamed", "tiers", "volumes"},
     "controller": {"book", "policies", "recovery"},
     "clouds": {"market"},

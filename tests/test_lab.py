@@ -1,5 +1,5 @@
 """Real SkyPilot on real Slurm clusters, in short: two nodes on the cheaper cloud, power cuts, the
-move to the dearer one, a bill.
+move to the dearer one, a bill; and plain `sky launch` and a managed job, whose bills are SkyPilot's.
 
 Off unless HARNESS_LAB names a folder for the lab's state (it stays, so that the next time nothing
 is installed): it takes both cores of a small computer for minutes, and needs root and Debian's
@@ -57,6 +57,7 @@ def test_a_run_goes_on_in_the_dearer_cloud_and_nothing_is_left():
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=WITHIN_S
     )
     assert done.returncode == 0 and "Everything holds." in done.stdout, done.stdout[-6000:]
+    assert "The bills agree." in done.stdout, done.stdout[-6000:]
     left = [
         p.name
         for p in Path("/proc").iterdir()

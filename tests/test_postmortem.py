@@ -566,3 +566,14 @@ def test_a_place_is_filled_once():
     found, _ = made.told()
     assert [m.node for m in found.interruptions[0].moments if m.what == "up"] == ["3"]
     assert found.rest.ns["start"] / NANO == 2 * 2.0 + 2.0 + 4.5
+
+
+def test_a_notice_to_a_node_that_had_not_trained_has_cost_its_start():
+    made = Made().ask(1).form(1).train(2).ask(2, boot_s=1.0)
+    made.t += 4.0
+    made.notice(2)
+    made.t += 2.0
+    found, _ = made.gone(2, end="drained").train(2).finish().told()
+    (one,) = found.interruptions
+    assert (one.kind, one.epochs, spent(one)) == ("notice", (), {"start": 6.0})
+    assert [m.what for m in one.moments] == ["asked", "up", "joined", "notice", "gone"]

@@ -355,6 +355,33 @@ def test_what_a_script_slept_is_found_in_its_bucket(tmp_path, world, late, reduc
     assert speed.shares["other"] > 0 and speed.tokens_per_s == pytest.approx(40 / speed.step_s)
 
 
+OFTEN = """
+import torch, harness
+from harness.worker import steptimes
+steptimes.LEAST_EVERY_S = steptimes.MOST_EVERY_S = 0.0  # after every step
+run = harness.attach(snapshot_every_steps=3, votes_late=True)
+model = torch.nn.Linear(8, 1)
+run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+data = torch.utils.data.TensorDataset(torch.randn(64, 8))
+for total in (5, 9):
+    for step in run.steps(data, total=total, global_batch=4, micro_batch=2):
+        for (x,) in step:
+            step.backward(model(x).square().mean())
+        step.update()
+run.finish()
+"""
+
+
+def test_every_step_is_told_once_however_often_ranks_tell(tmp_path):
+    script = tmp_path / "often.py"
+    script.write_text(OFTEN)
+    train(tmp_path / "run", 2, script=script)
+    facts = [s.fact for s in read_facts(open_store(str(tmp_path / "run")))]
+    timed = [f for f in facts if isinstance(f, StepsTimed)]
+    assert [s for f in timed for s in range(f.first, f.last + 1)] == list(range(1, 10))
+    assert len(timed) >= 8 and all(len(f.own_s) == len(f.loss) == 3 for f in timed)
+
+
 NONSENSE = """
 import torch, harness
 run = harness.attach(snapshot_every_steps=5, peak_flops=1e9)

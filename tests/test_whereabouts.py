@@ -4,9 +4,11 @@ import json
 import os
 import shutil
 import sqlite3
+import subprocess
 import sys
 import time
 from contextlib import closing
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -201,3 +203,22 @@ def test_the_price_is_the_one_of_skypilots_own_bill(home):
     env = {**os.environ, "HOME": str(home)}
     asked = Asking().ask(Path(sys.executable), SPOT, env)
     assert asked == catalog.listed(home, SPOT) == HourlyPrice(11.2543, 55.04)
+
+
+def test_prices_that_travel_with_a_task_are_found_on_its_node(home):
+    """From the optimizer's offers on the laptop to the lookup on a node of one of them."""
+    pytest.importorskip("sky", reason="SkyPilot is not installed")
+    task = Path(__file__).parent.parent / "sky_tasks/train.yaml"
+    done = subprocess.run(
+        [sys.executable, "-m", "harness.cli", "prices", str(task), "--clouds", "aws"],
+        env={**os.environ, "HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    table = done.stdout.strip()
+    assert catalog.offered(table, SPOT) == HourlyPrice(11.2543, 55.04)
+    on_demand = replace(SPOT, spot=False)
+    assert catalog.offered(table, on_demand) == HourlyPrice(55.04, 55.04)
+    assert catalog.offered(table, replace(SPOT, region="eu-south-9")) == HourlyPrice()

@@ -18,6 +18,7 @@ from harness.cli.again import LogbookFlags, RerunFlags, logbook, rerun
 from harness.cli.alerts import AlertsFlags, alerts
 from harness.cli.ask import DownFlags, SnapshotFlags, StopFlags, down, snapshot, stop
 from harness.cli.common import FAILED, INTERRUPTED, WRONG_INPUT
+from harness.cli.costs import CostsFlags, PricesFlags, costs, prices
 from harness.cli.init import InitFlags, init
 from harness.cli.launch import LaunchFlags, launch
 from harness.cli.look import LogsFlags, ReportFlags, StatusFlags, logs, report, status
@@ -60,6 +61,8 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "report": (ReportFlags, report),
     "serve": (ServeFlags, serve),
     "postmortem": (PostmortemFlags, postmortem),
+    "costs": (CostsFlags, costs),
+    "prices": (PricesFlags, prices),
     "verify": (VerifyFlags, verify),
     "compare": (CompareFlags, compare),
     "replay": (ReplayFlags, replay),

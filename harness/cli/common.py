@@ -36,6 +36,18 @@ def when(text: str) -> None:
     _of_sources("moment", text)
 
 
+PROMETHEUS = (
+    "expose numbers for Prometheus at http://HOST:PORT/metrics: [HOST:]PORT, on loopback by default"
+)
+
+
+def prometheus_address(text: str) -> None:
+    """Raises ValueError that says what is wanted."""
+    port = text.rpartition(":")[2]
+    if text and not (port.isdecimal() and int(port) <= 65535):
+        raise ValueError(f"wanted [HOST:]PORT, such as 9100; found {text!r}")
+
+
 def duration_text(text: str) -> None:
     _of_sources("duration", text)
 

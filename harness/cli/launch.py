@@ -10,11 +10,11 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
@@ -25,6 +25,7 @@ from harness.cli.common import (
     ENDED_EARLY,
     FAILED,
     LEFT,
+    PROMETHEUS,
     RealClock,
     attempts,
     book_of,
@@ -33,6 +34,7 @@ from harness.cli.common import (
     is_final,
     is_local,
     local_cloud,
+    prometheus_address,
     sky_broker,
     state_dir,
 )
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from harness.clouds.tasks import Task
     from harness.controller.recovery import RunOutcome, RunSpec
     from harness.core.world import Policy
+    from harness.views.alert_rules import AlertRule
 
 
 def _nodes(text: str) -> tuple[int, int]:
@@ -141,6 +144,7 @@ class LaunchFlags:
         "rules of alerts besides those that ship: files, package.module:function, "
         "comma-separated; default: HARNESS_ALERT_RULES",
     )
+    prometheus: str = flag("", PROMETHEUS, check=prometheus_address)
     on_interrupt: str = flag(
         "ask",
         "what Ctrl-C does: ask, drain, leave or kill; so do SIGTERM and SIGHUP, which drain "
@@ -200,12 +204,30 @@ def launch(flags: LaunchFlags) -> int:
     keep_launch(store, flags, task)
     cloud = _cloud(flags, task, url, nodes)
     log = state_dir(url, "controller") / "publisher.log"
-    publisher, alerting = publisher_beside(url, task, log), alerting_beside(store, *told, console)
-    ended = _lead(flags, nodes, policy, url, store, cloud, console, (publisher, alerting))
+    beside: list[AbstractContextManager[Any]] = [
+        publisher_beside(url, task, log),
+        alerting_beside(store, *told, console),
+    ]
+    if flags.prometheus:
+        beside.append(_gauges(flags.prometheus, store, told[1], console))
+    ended = _lead(flags, nodes, policy, url, store, cloud, console, beside)
     if isinstance(ended, int):
         return ended
     show_report(store, console, flags.html or html_path(url), flags.brief)
     return _say_how_it_ended(ended, store, console, url)
+
+
+@contextlib.contextmanager
+def _gauges(
+    at: str, store: ObjectStore, rules: Sequence[AlertRule], console: Console
+) -> Iterator[None]:
+    from harness.cli.prometheus import exposing
+    from harness.views.alerts import AlertWatch
+    from harness.views.gauges import RunGauges
+
+    with exposing(at, RunGauges(store, watch=AlertWatch(rules)).text) as url:
+        console.print(f"numbers {url}", highlight=False, soft_wrap=True)
+        yield
 
 
 def _policy_name(flags: LaunchFlags) -> str:
@@ -220,7 +242,7 @@ def _lead(
     store: ObjectStore,
     cloud: LocalCloud | SkyPilotCloud,
     console: Console,
-    beside: Sequence[AbstractContextManager[object]],
+    beside: Sequence[AbstractContextManager[Any]],
 ) -> RunOutcome | int:
     """Lead the run to its end, through every interruption, with `beside` entered. An exit status
     if it ends before."""

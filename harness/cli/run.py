@@ -12,7 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.cli.common import checked_store, duration_text, replica_ranks, when
+from harness.cli.common import (
+    PROMETHEUS,
+    checked_store,
+    duration_text,
+    prometheus_address,
+    replica_ranks,
+    when,
+)
 from harness.cli.record import said_in_variables
 from harness.core.config import Bounds, flag, positional
 from harness.core.steps_asked import StepsAsked
@@ -133,6 +140,7 @@ class RunFlags:
         "rules of alerts besides those that ship: files, package.module:function, "
         "comma-separated; default: HARNESS_ALERT_RULES",
     )
+    prometheus: str = flag("", PROMETHEUS, check=prometheus_address)
     stage_gib: float = flag(
         0.0, "host memory for staged snapshots, in GiB; 0: half of what is free"
     )
@@ -218,7 +226,9 @@ class RunFlags:
 def run(flags: RunFlags) -> int:
     """Be this node's agent: join the run, start the script's workers, heed notices."""
     from harness.agent.agent import Agent
+    from harness.agent.gauges import agent_gauges
     from harness.agent.host import RealHost
+    from harness.cli.prometheus import exposing
     from harness.node.processes import die_with_parent
 
     env = os.environ
@@ -245,7 +255,11 @@ def run(flags: RunFlags) -> int:
     os.environ["STORAGE_ANSWERED"] = normalize(url)
     beside, sources = _beside(flags, env), _sources(flags, env)
     config = _config(flags, env, normalize(url), argv, beside)
-    return Agent(config, store, sources, RealHost(_place_finder(env))).execute()
+    agent = Agent(config, store, sources, RealHost(_place_finder(env)))
+    with exposing(flags.prometheus, lambda: agent_gauges(agent)) as at:
+        if at:
+            print(f"harness run: numbers for Prometheus at {at}", flush=True)
+        return agent.execute()
 
 
 def _beside(flags: RunFlags, env: Mapping[str, str]) -> HelperConfig:

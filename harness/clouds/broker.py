@@ -232,17 +232,23 @@ class Calls:
 
     def costs(self, prefix: str, days: int = 30) -> list[dict[str, Any]]:
         """SkyPilot's own bill of clusters whose names begin so: running time in seconds, USD."""
+        rows = self._billed(days)
+        return [row for row in rows if str(row["name"] or "").startswith(prefix)]
+
+    def spans(self, names: Sequence[str], days: int) -> list[dict[str, Any]]:
+        """The same of clusters of these names, of all that ever had them; with `usage_intervals`:
+        from when to when each was billed (None: it still is), seconds since 1970."""
+        return [row for row in self._billed(days) if row["name"] in names]
+
+    @staticmethod
+    def _billed(days: int) -> list[dict[str, Any]]:
         sdk = sky("client.sdk")
         rows = [
             r if isinstance(r, dict) else r.model_dump()
             for r in sdk.get(sdk.cost_report(days=days))
         ]
-        wanted = ("name", "duration", "total_cost", "launched_at", "num_nodes")
-        return [
-            {k: row.get(k) for k in wanted}
-            for row in rows
-            if str(row.get("name") or "").startswith(prefix)
-        ]
+        wanted = ("name", "duration", "total_cost", "launched_at", "num_nodes", "usage_intervals")
+        return [{k: row.get(k) for k in wanted} for row in rows]
 
     # -- the server --
     def server(self) -> dict[str, Any]:

@@ -4,7 +4,8 @@ itself with the very same weights.
 A cell of the matrix is one tiny exact training (`exercise.py`) on two nodes. Its processes are held
 where the phase is (`sabotage.py`), the fault happens, and they are let go. Then nobody helps,
 except that a node is launched by the same command when none is left. Passed: the run ends; `harness
-verify` proves it; the weights' hash is the calm run's; no process is left. As root on Linux every
+verify` proves it; the weights' hash is the calm run's; no process is left; the fault's alerts
+reached a webhook, each exactly once. As root on Linux every
 node has a network namespace of its own, and a cut is a link that is down; elsewhere those cells are
 skipped. Knows processes, signals and links; reads the bucket only to judge.
 """
@@ -32,6 +33,7 @@ from rich.text import Text
 from harness.bucket.layout import STOP_KEY
 from harness.bucket.orders import StopOrder, ask_to_stop
 from harness.core.world import DRAINED, STOPPED, BadInput
+from harness.proof.drill_alerts import listening
 from harness.proof.scene import (
     ANYBODY,
     EVERY,
@@ -135,8 +137,10 @@ def drill(ground: Ground, fault: str, phase: str, seed: int) -> Result:
         stack.callback(scene.close)
         try:
             outcome, why = "passed", ""
+            listened = stack.enter_context(listening(scene.run))
             play(ground, scene, fault, phase)
             judge(ground, scene)
+            listened.judge(fault, phase)
         except (
             AssertionError,
             NotReached,

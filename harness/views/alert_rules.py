@@ -20,6 +20,7 @@ from urllib.parse import parse_qsl
 from harness.bucket.alerts import CRITICAL, INFO, WARNING
 from harness.core import facts as f
 from harness.core.facts import Stamped
+from harness.core.setups import HARDWARE
 from harness.core.world import DRAINED, FENCED, STOPPED
 from harness.views.alert_state import SLOWER, RunSoFar
 from harness.views.rows import BAD_ENDS
@@ -40,7 +41,7 @@ class Symptom:
     since_s: float | None = None
 
 
-Says = Callable[[Stamped, RunSoFar], "Symptom | None"]
+Says = Callable[[Stamped, RunSoFar], "Symptom | Iterable[Symptom] | None"]
 Holds = Callable[[RunSoFar, float], Iterable[Symptom]]
 
 
@@ -126,15 +127,22 @@ def _crash_loop(stamped: Stamped, run: RunSoFar) -> Symptom | None:
     return Symptom(f"{len(run.broken)} epochs broke without a new snapshot", text)
 
 
-def _node_lost(stamped: Stamped, run: RunSoFar) -> Symptom | None:
+def _node_lost(stamped: Stamped, run: RunSoFar) -> Iterator[Symptom]:
+    """Its controller says so, or the next world, which is sooner there: the same subject."""
     match stamped.fact:
         case f.AttemptEnded(attempt, end, reason=reason) if end in BAD_ENDS:
             why = f": {reason}" if reason and reason != end else ""
-            return Symptom(f"node {attempt} is lost", f"attempt {attempt} ended: {end}{why}")
-        case f.EpochStarted(epoch, members, world, "loss"):
+            text = f"attempt {attempt} ended: {end}{why}"
+            yield Symptom(f"node {attempt} is lost", text, str(attempt))
+        # "start": all of the last world are gone, and some of them may have said nothing
+        case f.EpochStarted(epoch, members, world, "loss" | "start"):
+            before = max((n for n in run.live.epochs if n < epoch), default=0)
+            old = run.live.epochs[before].members if before else ()
+            left = run.live.left.get(before, {})
             text = f"epoch {epoch} goes on with {len(members)} nodes and {world} ranks"
-            return Symptom("a node is lost", text)
-    return None
+            gone = [m for m in old if m not in members and m not in left]
+            for name in sorted({run.live.attempt_of.get(m, m) for m in gone}):
+                yield Symptom(f"node {name} is lost", text, name)
 
 
 def _agent_ended(stamped: Stamped, run: RunSoFar) -> Symptom | None:
@@ -184,6 +192,15 @@ def _weakened(stamped: Stamped, run: RunSoFar) -> Symptom | None:
     fact: Any = stamped.fact
     subject = re.sub(r"[^A-Za-z]+", " ", fact.what)[:60]  # the same again, with other numbers
     return Symptom("a promise is weakened", f"step {fact.step}: {fact.what}", subject)
+
+
+def _setup(stamped: Stamped, run: RunSoFar) -> Symptom | None:
+    fact: Any = stamped.fact
+    if fact.action == "accepted" or all(c.get("level") == HARDWARE for c in fact.changes):
+        return None
+    said = [f"{c.get('name', '?')}: {c.get('was', '')} -> {c.get('now', '')}" for c in fact.changes]
+    text = "; ".join(said) + (f"; and {fact.more} more" if fact.more else "")
+    return Symptom(f"the run's setup changed ({fact.action})", f"epoch {fact.epoch}: {text}")
 
 
 def _helper(stamped: Stamped, run: RunSoFar) -> Symptom | None:
@@ -277,7 +294,7 @@ def _budget(run: RunSoFar, now_s: float) -> Iterator[Symptom]:
     if not budget or run.live.over:
         return
     spent, _ = run.live.spent(now_s)
-    rate, hours = run.usd_per_h(), run.hours_left(now_s)
+    rate, hours = run.live.usd_per_h(), run.hours_left(now_s)
     said = f"{money(spent)} of {money(budget)} are spent, at {money(rate)} an hour"
     if hours is not None and spent + rate * hours > budget:
         needs = money(spent + rate * hours)
@@ -344,6 +361,7 @@ BUILT_IN: tuple[AlertRule, ...] = (
     AlertRule("snapshot-failed", WARNING, (f.SnapshotFailed,), _snapshot_failed),
     AlertRule("snapshot-quarantined", WARNING, (f.SnapshotQuarantined,), _quarantined),
     AlertRule("promise-weakened", WARNING, (f.Warned,), _weakened, cool_down_s=6 * HOUR),
+    AlertRule("setup-changed", WARNING, (f.SetupChanged,), _setup, cool_down_s=HOUR),
     AlertRule("publisher-dead", WARNING, (f.HelperEnded,), _publisher, cool_down_s=HOUR),
     AlertRule("helper-dead", WARNING, (f.HelperEnded,), _other_helper, cool_down_s=HOUR),
     AlertRule("run-ended-badly", CRITICAL, (f.RunEnded, f.AgentEnded), _run_ended, cool_down_s=60),
@@ -425,6 +443,7 @@ HARMLESS: dict[type[f.Fact], str] = {
     f.NoticeCancelled: "good news",
     f.NoticeAcknowledged: "the cloud was told; a notice has a rule",
     f.NodeFound: "where a node is and what it costs",
+    f.NodeBilled: "what was paid, told later",
     f.SessionStarted: "training begins",
     f.SessionEnded: "rank 0 left on purpose; why has a rule where it hurts",
     f.StepsTimed: "a measurement; slower steps have a rule",

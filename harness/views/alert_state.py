@@ -71,7 +71,7 @@ class Speeds:
 
 
 @dataclass
-class LossesSeen:
+class RecentLosses:
     """The losses of the last steps. `limit`: what the newest one was measured by; it follows them
     every few steps, so that a million of them cost little."""
 
@@ -110,7 +110,7 @@ class RunSoFar:
     failures: deque[f.WorkerFailed] = field(default_factory=lambda: deque(maxlen=64))
     refused_s: float | None = None  # no node is up, and since when there was no capacity
     speeds: Speeds = field(default_factory=Speeds)
-    losses: LossesSeen = field(default_factory=LossesSeen)
+    losses: RecentLosses = field(default_factory=RecentLosses)
     idle_s: dict[tuple[str, str], float] = field(default_factory=dict)  # (member, GPU) -> since
     last_s: dict[str, float] = field(default_factory=dict)  # kind of fact -> when it was told last
 
@@ -164,10 +164,6 @@ class RunSoFar:
         return sum(
             n.alive and (n.up_s is not None or bool(n.members)) for n in self.live.nodes.values()
         )
-
-    def usd_per_h(self) -> float:
-        """Of the nodes that are up."""
-        return sum(n.usd_per_h for n in self.live.nodes.values() if n.alive and n.up_s is not None)
 
     def hours_left(self, now_s: float) -> float | None:
         """Until the last step, at the pace of the newest commits, interruptions included. None: not

@@ -176,7 +176,7 @@ class AlertTeller:
                 state.not_before_s = self.monotonic() + pause_s
                 return None
             return AlertReceipt(GIVEN_UP, self.now(), self.token, str(e))
-        log.info("%s: %s", self.sink.about, alert.rule)
+        log.debug("%s: %s", self.sink.about, alert.rule)
         return AlertReceipt(SENT, self.now(), self.token)
 
 

@@ -21,6 +21,7 @@ from harness.views.alert_state import RunSoFar, Sight
 
 LOOK_S = 10.0  # of the past: between two looks at what holds
 MOST_LOOKS = 2000  # ... and so many at most, however long it is
+MOST_SUBJECTS = 8  # of one rule within its cool-down: a thousand nodes that go are one story
 SHIPPED = {rule.name for rule in BUILT_IN}
 STILL_S = 600.0  # an alert of a single fact counts as firing for so long
 
@@ -65,9 +66,10 @@ class AlertWatch:
                 found += self.look(stamped.t)
             self.run.apply(stamped)
             for rule in self._by_kind.get(type(stamped.fact), ()):
-                symptom = rule.says(stamped, self.run) if rule.says else None
-                if symptom is not None and self._enough(rule, symptom, stamped.t):
-                    found += self._fire(rule, symptom, stamped.t)
+                said = (rule.says(stamped, self.run) if rule.says else None) or ()
+                for symptom in (said,) if isinstance(said, Symptom) else said:
+                    if self._enough(rule, symptom, stamped.t):
+                        found += self._fire(rule, symptom, stamped.t)
         return found
 
     def look(self, now_s: float, sight: Sight | None = None) -> list[Alert]:
@@ -109,6 +111,9 @@ class AlertWatch:
         key = (rule.name, symptom.subject)
         last_s = self._told.get(key)
         if last_s is not None and abs(t - last_s) < rule.cool_down_s:
+            return []
+        others = [s for (name, _), s in self._told.items() if name == rule.name]
+        if sum(abs(t - s) < rule.cool_down_s for s in others) >= MOST_SUBJECTS:
             return []
         self._told[key] = t
         where = f"docs/RUNBOOK.md#{rule.name}" if rule.name in SHIPPED else ""

@@ -24,8 +24,10 @@ from harness.views.testimony import Testimony
 
 
 def of_node(row: AttemptRow, losses: Losses, told: Testimony) -> Interruption:
-    """A node that was up and ended badly before it was in any world."""
-    moments = [Moment("asked", row.asked_s, row.name, row.offer)]
+    """A node that was up, and was taken or ended badly before it was in any world."""
+    noticed = [(t, n) for m in row.members for t, n in told.notices(m)]
+    moments = [Moment("notice", t, row.name, f"{n.notice} from {n.source}") for t, n in noticed]
+    moments.append(Moment("asked", row.asked_s, row.name, row.offer))
     if row.up_s is not None:
         moments.append(Moment("up", row.up_s, row.name))
     started = [t for m in row.members for t, _ in told.of_member(m, AgentStarted)]
@@ -36,12 +38,12 @@ def of_node(row: AttemptRow, losses: Losses, told: Testimony) -> Interruption:
     place = row.offer or row.accelerator
     return Interruption(
         number=0,
-        kind="loss",
+        kind="notice" if noticed else "loss",
         cause=f"node {row.name} ended before it trained: {row.reason or row.end}",
         nodes=(TouchedNode(row.name, member, place, told.gpus(row.attempt), row.end),),
         epochs=(),
         world=(0, 0),
-        begun_s=gone_s,
+        begun_s=min([gone_s, *(t for t, _ in noticed)]),
         stood_s=(None, None),
         caught_up_s=None,
         moments=tuple(sorted(moments, key=lambda m: m.t)),
@@ -50,16 +52,21 @@ def of_node(row: AttemptRow, losses: Losses, told: Testimony) -> Interruption:
 
 
 def of_notices(
-    found: Sequence[Outline], ledger: Ledger, told: Testimony, nodes: NodesOf
+    found: Sequence[Outline], ledger: Ledger, told: Testimony, nodes: NodesOf, alone: set[str]
 ) -> Iterator[Interruption]:
-    """Notices that ended no world: taken back, or to nodes that did not train."""
+    """Notices that ended no world: taken back, or to nodes that did not train. `alone`: members
+    that are told by `of_node`."""
     heeded = {
         (m, b.epoch.epoch) for o in found for b in o.breaks if b.kind in HURTS for m in b.members
     }
     zero = Losses(dict.fromkeys(ledger.ns, 0), dict.fromkeys(ledger.nusd, 0))
     for notice in ledger.notices:
         worlds = {e.epoch for e in ledger.epochs if notice.member in e.members}
-        if notice.kind == "soft" or any((notice.member, n) in heeded for n in worlds):
+        if (
+            notice.kind == "soft"
+            or notice.member in alone
+            or any((notice.member, n) in heeded for n in worlds)
+        ):
             continue
         yield _of_notice(notice, zero, ledger, told, nodes)
 

@@ -36,7 +36,7 @@ MOMENTS = {
     "verdict": "verdict",
     "left": "workers left",
     "gone": "gone",
-    "asked": "relaunch asked",
+    "asked": "launch asked",
     "up": "node up",
     "joined": "agent started",
     "formed": "epoch formed",

@@ -168,8 +168,7 @@ def _cards(s: Summary) -> str:
             f"{percent(cost.saved)} less than on demand" if cost.on_demand_usd else "",
         ),
     ]
-    if s.tokens and cost.spot_usd:
-        usd = cost.spot_usd / s.tokens * 1e6
+    if usd := s.usd_per_1m_tokens:
         cards.append(("per million tokens", money(usd), f"{s.tokens / 1e6:,.1f} million tokens"))
     cards += [
         (

@@ -81,7 +81,8 @@ def postmortem(
     whole_run = others.of_run(made)
     for row, losses in zip(idle, blamed.losses[len(found) :], strict=True):
         made.append(beside.of_node(row, losses, told))
-    made += beside.of_notices(found, ledger, told, nodes)
+    alone = {m for row in idle for m in row.members}
+    made += beside.of_notices(found, ledger, told, nodes, alone)
     made.sort(key=lambda one: one.begun_s)
     numbered = tuple(replace(one, number=i) for i, one in enumerate(made, 1))
     return Postmortem(numbered, blamed.rest, whole_run, others.measured)
@@ -137,12 +138,15 @@ def give_replacements(
 
 
 def _lost_idle(ledger: Ledger) -> list[AttemptRow]:
-    """Nodes that ended badly before they were in any world."""
+    """Nodes that were taken, or ended badly, before they were in any world."""
     known = {name for e in ledger.epochs for name in e.attempts}
+    noticed = {n.member for n in ledger.notices if n.kind != "soft" and not n.cancelled}
     return [
         a
         for a in ledger.attempts
-        if a.end in BAD_ENDS and a.up_s is not None and a.name not in known
+        if a.name not in known
+        and a.up_s is not None
+        and (a.end in BAD_ENDS or (a.end == "drained" and noticed & set(a.members)))
     ]
 
 

@@ -27,6 +27,7 @@ WIDTH, LEFT, RIGHT = 420, 70, 14  # in SVG units; legible on a phone
 BAR, LABEL, LINE = 12, 12, 16  # heights: of a lane's bar, of a row of numbers, of a line of text
 EVEN = 0.45  # share of the axis that is given to the pauses between moments alike
 MOST_LANES, MOST_MOMENTS = 9, 48
+COLUMNS = 120  # of a lane's bar, at most
 MOST_LETTERS = 48  # of a line; the rest is in its title
 COLOURS = {  # where no page says otherwise
     "useful": "#2e9f6b",
@@ -158,6 +159,13 @@ class Axis:
         share = min(1.0, max(0.0, (t - a) / (b - a))) if b > a else 0.0
         return self.at[i] + share * (self.at[i + 1] - self.at[i])
 
+    def time(self, x: float) -> float:
+        """What lies at `x`."""
+        i = min(max(bisect_right(self.at, x) - 1, 0), len(self.at) - 2)
+        a, b = self.at[i], self.at[i + 1]
+        share = min(1.0, max(0.0, (x - a) / (b - a))) if b > a else 0.0
+        return self.times[i] + share * (self.times[i + 1] - self.times[i])
+
     def ticks(self, one: Interruption) -> Iterator[tuple[float, str]]:
         """The turning points, with the time that has passed; where there is room."""
         named = [one.begun_s, *(t for t in (*one.stood_s, one.caught_up_s) if t is not None)]
@@ -255,13 +263,17 @@ def _paint(bucket: str) -> str:
 
 
 def _bar(row: AttemptRow, scale: Axis, y: float) -> Iterator[str]:
-    """What the node's time went into."""
-    for a, b, bucket in condensed(_inside(row, scale), WIDTH):
-        x, width = scale.x(a / NANO), scale.x(b / NANO) - scale.x(a / NANO)
-        text = f"node {row.name}: {bucket} for {duration((b - a) / NANO)}"
+    """What the node's time went into, no finer than the eye sees."""
+    places = [
+        (round(scale.x(a / NANO) * 100), round(scale.x(b / NANO) * 100), bucket)
+        for a, b, bucket in _inside(row, scale)
+    ]
+    for a, b, bucket in condensed([p for p in places if p[1] > p[0]], COLUMNS):
+        seconds = scale.time(b / 100) - scale.time(a / 100)
+        text = f"node {row.name}: {bucket} for {duration(seconds)}"
         meaning = MEANING.get(bucket, "")
         yield (
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(0.4, width):.1f}" height="{BAR}" '
+            f'<rect x="{a / 100:.1f}" y="{y:.1f}" width="{(b - a) / 100:.1f}" height="{BAR}" '
             f'style="fill:{_paint(bucket)}">'
             f"<title>{esc(f'{text} ({meaning})' if meaning else text)}</title></rect>"
         )

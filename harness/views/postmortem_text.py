@@ -72,6 +72,8 @@ def saved_text(one: Interruption) -> str:
 
 def world_text(one: Interruption) -> str:
     before, after = one.world
+    if not one.epochs:
+        return f"{plural(before, 'rank')}, not disturbed" if before else ""
     return f"{plural(before, 'rank')} → " + (plural(after, "rank") if after else "none yet")
 
 

@@ -24,9 +24,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from harness.core.facts import (
-    Unreadable,
-)
+from harness.core.facts import NodeBilled, NodeFound, Unreadable
 from harness.views.painting import BUCKETS, NANO
 from harness.views.rows import BAD_ENDS, AttemptRow
 from harness.views.setups import setup_rows, shift_words
@@ -297,13 +295,15 @@ def _buckets_table(s: Summary) -> Any:
 
 def money_rows(s: Summary) -> list[tuple[str, float, str]]:
     cost = s.ledger.cost
-    rows = [
-        (
-            "paid",
-            cost.spot_usd,
-            f"{money(1000 * cost.spot_usd / s.step)} per 1,000 steps" if s.step else "",
-        )
-    ]
+    rates = [f"{money(1000 * cost.spot_usd / s.step)} per 1,000 steps"] if s.step else []
+    rates += [] if (usd := s.usd_per_1m_tokens) is None else [f"{money(usd)} per million tokens"]
+    unpriced = sum(a.billed_s for a in s.ledger.attempts if not a.usd_per_h and not a.billed_nusd)
+    rates += [f"nobody knows the price of {duration(unpriced)} of nodes"] if unpriced else []
+    clusters = {t.fact.member for t in s.facts if isinstance(t.fact, NodeFound) and t.fact.cluster}
+    billed = {t.fact.member for t in s.facts if isinstance(t.fact, NodeBilled)}
+    if any(a.name in clusters - billed for a in s.ledger.attempts):
+        rates.append("without what machines cost after their agents' end (harness costs --ask-sky)")
+    rows = [("paid", cost.spot_usd, ", ".join(rates))]
     if cost.on_demand_usd:
         rows += [
             ("the same node-hours on demand", cost.on_demand_usd, f"saved {percent(cost.saved)}"),

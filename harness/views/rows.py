@@ -138,6 +138,8 @@ class Cost:
         """`first_nodes`: of the first world that made a step."""
 
         def price(a: AttemptRow) -> float:
+            if not a.usd_per_h and not a.billed_nusd:
+                return 0.0  # what was paid is not known either
             return a.on_demand_usd_per_h or a.usd_per_h
 
         def spent(a: AttemptRow, buckets: Sequence[str]) -> float:

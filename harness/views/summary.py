@@ -26,6 +26,7 @@ from harness.core.facts import (
     GuardTripped,
     HealthSeen,
     LeaseTaken,
+    NodeBilled,
     RunAsked,
     RunEnded,
     SessionStarted,
@@ -123,6 +124,11 @@ class Summary:
         return self.step * self.tokens_per_step
 
     @property
+    def usd_per_1m_tokens(self) -> float | None:
+        """None: not known."""
+        return 1e6 * self.ledger.usd / self.tokens if self.tokens else None
+
+    @property
     def wall_s(self) -> float:
         return max(0.0, self.ended_s - self.started_s - self.away_s)
 
@@ -166,7 +172,8 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
     last = ended[-1] if ended and isinstance(ended[-1], RunEnded) else None
     final = bool(manifest and Snapshots(store).ended(manifest))
     over = last is not None or (final and not ended)
-    told_s = [*(s.t for s in facts), *([float(steps["end"].max())] if len(steps) else [])]
+    told_s = [s.t for s in facts if not isinstance(s.fact, NodeBilled)]  # told long after its end
+    told_s += [*([float(steps["end"].max())] if len(steps) else [])]
     until_s = max(told_s, default=now()) if over else now()
     ledger = Ledger.of(facts, records, until_s, steps)
     if over:  # what nodes did after the controller's last word belongs to it

@@ -117,7 +117,8 @@ class LiveState:
         if isinstance(fact, f.Unreadable):
             self.unread.append(fact)
             return
-        self.span_s = min(self.started_s, t), max(self.last_s, t)
+        if not isinstance(fact, f.NodeBilled):  # told long after the end
+            self.span_s = min(self.started_s, t), max(self.last_s, t)
         match fact:
             case f.RunAsked():
                 self.asked = _later(self.asked, (t, fact))

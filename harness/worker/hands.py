@@ -92,6 +92,7 @@ class Hands:
                 self._mark_end()
                 self._tell_end("finished")
             case Do.TELL_END:
+                self._work.log.conclude()
                 self._tell_end("finished")
             case Do.COMPARE_STEPS:
                 self._compare_steps()
@@ -205,8 +206,8 @@ class Hands:
 
     def _leave(self, why: str) -> None:
         self._peers.life.tell(WorkerPhase.LEAVING)
-        self._tell_end(why)
         self._work.log.conclude()
+        self._tell_end(why)
         self._run.close()
         self._peers.barrier()
         self._hang_up_at_exit()

@@ -27,6 +27,8 @@ LEAST_EVERY_S, MOST_EVERY_S, SHARE = 10.0, 60.0, 1 / 60
 # what a rank says: seconds by phase, then these
 LOSS, WEIGHT, FLOPS = range(len(PHASES), len(PHASES) + 3)
 
+NOTHING = (0.0, 0.0, 0.0)
+
 
 @dataclass
 class Gathering:
@@ -41,7 +43,9 @@ class Gathering:
 class StepTimes:
     def __init__(self, run: Run, rates: Rates, timer: PhaseTimer):
         self._run, self._rates, self._timer = run, rates, timer
-        self._loss = self._weight = self._flops = 0.0  # of this rank, not told yet
+        # sums of loss, weight and FLOP: of this rank, not told yet; and of the newest step, whose
+        # time is known when the next one begins
+        self._done, self._newest = NOTHING, NOTHING
         self._samples = self._peak_gflops = 0
         self._gathering: Gathering | None = None
         self._began_s = self._asked_s = time.monotonic()
@@ -59,17 +63,21 @@ class StepTimes:
         """A step's numbers have arrived. `loss`, `weight`: sums over what this rank has done;
         `micros`: how many micro-batches it did, those again that were done again; the rest: of all
         ranks."""
-        self._loss, self._weight = self._loss + loss, self._weight + weight
-        self._flops += self._rates.flops_per_micro * micros
+        self._add_newest()
+        self._newest = (loss, weight, self._rates.flops_per_micro * micros)
         self._samples, self._peak_gflops = samples, peak_gflops
+
+    def _add_newest(self) -> None:
+        (a, b, c), (loss, weight, flops) = self._done, self._newest
+        self._done, self._newest = (a + loss, b + weight, c + flops), NOTHING
 
     def gather(self) -> None:
         """Begin to. All ranks come here after the same step."""
         if not self._timer.steps:
             return
         seconds, steps, first = self._timer.take_seconds()
-        said = [*seconds, self._loss, self._weight, self._flops]
-        self._loss = self._weight = self._flops = 0.0
+        said = [*seconds, *self._done]
+        self._done = NOTHING
         mine, group = torch.tensor(said, dtype=torch.float64), self._run.peers.control
         found = self._gathering = Gathering(first, steps, [mine])
         if group is not None:
@@ -91,6 +99,7 @@ class StepTimes:
         if self._run.url:
             self.collect()
             self._timer.close()
+            self._add_newest()
             self.gather()
             self.collect()
 

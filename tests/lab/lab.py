@@ -3,8 +3,8 @@ takes for a priced region.
 
     python tests/lab/lab.py provide                     installs the Debian packages that it needs (as root), and says so
     python tests/lab/lab.py fit                         may this computer have a lab? If not, says why and ends with 1
-    python tests/lab/lab.py play DIR                    everything: install, up, scenario.py, jobs.py, down
-    python tests/lab/lab.py short DIR                   install, up, scenario.py --short, down (tests/test_lab.py)
+    python tests/lab/lab.py play DIR                    everything: install, up, scenario.py, jobs.py, bills.py, down
+    python tests/lab/lab.py short DIR                   install, up, scenario.py --short, bills.py, down (tests/test_lab.py)
     python tests/lab/lab.py up|down|status DIR          (root, on Debian with the packages below; ends exactly what it started)
     python tests/lab/lab.py power-off|take|node-up DIR NODE  dies without a word / is taken, and the cloud knows / comes back
     python tests/lab/lab.py drain|resume DIR CLUSTER    there is no more capacity in a region / there is again
@@ -672,9 +672,9 @@ def main() -> None:
     what, lab = sys.argv[1], Lab(sys.argv[2])
     match what:
         case "play":
-            play(lab, "scenario.py", "jobs.py")
+            play(lab, "scenario.py", "jobs.py", "bills.py")
         case "short":
-            play(lab, "scenario.py --short")
+            play(lab, "scenario.py --short", "bills.py")
         case "up" | "down":
             getattr(lab, what)()
         case "status":

@@ -1,0 +1,59 @@
+"""`--prometheus [HOST:]PORT`: an HTTP endpoint for scrapes, on loopback unless told otherwise."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from harness.core.exposition import CONTENT_TYPE
+from harness.core.world import BadInput
+
+TIMEOUT_S = 10.0  # of one request
+
+
+@contextmanager
+def exposing(asked: str, text: Callable[[], str]) -> Iterator[str]:
+    """Answer scrapes with `text()` while entered; gives the URL. `asked`: `9100`, `0.0.0.0:9100`,
+    `[::1]:9100` (`common.prometheus_address`); "": nothing. Raises BadInput if it cannot be had."""
+    if not asked:
+        yield ""
+        return
+    name, _, port = asked.rpartition(":")
+    host = name.removeprefix("[").removesuffix("]") or "127.0.0.1"
+
+    class Scrape(BaseHTTPRequestHandler):
+        timeout = TIMEOUT_S
+
+        def do_GET(self) -> None:
+            if self.path.partition("?")[0] != "/metrics":
+                self.send_error(404, "wanted /metrics")
+                return
+            body = text().encode()
+            self.send_response(200)
+            self.send_header("Content-Type", CONTENT_TYPE)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            """A scrape is no news."""
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+    try:
+        server = Server((host, int(port)), Scrape)
+    except OSError as e:
+        raise BadInput(f"--prometheus {asked}: {e.strerror}; name another address or port") from e
+    threading.Thread(target=server.serve_forever, name="prometheus", daemon=True).start()
+    try:
+        shown = f"[{host}]" if ":" in host else host
+        yield f"http://{shown}:{server.server_address[1]}/metrics"
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,77 @@
+"""SkyPilot's own bill of nodes that it launched without us, written into their run.
+
+A node of plain `sky launch` or of a managed job knows since when it is paid for, but not how long
+it stays after its agent has ended. SkyPilot knows, where it was launched: `sky cost-report`
+multiplies these very seconds. What is found is told as facts (NodeBilled), each once.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from harness.bucket.journal import Journal, read_facts
+from harness.clouds.sky_client import REFRESH_TIMEOUT_S, Sky
+from harness.core.facts import AgentStarted, NodeBilled, NodeFound, Stamped
+from harness.core.values import amount
+from storage.objects import ObjectStore
+
+EARLY_S = 60.0  # two clocks: an agent may seem to have begun so long before its cluster
+MOST_DAYS = 3650  # SkyPilot looks back 30 days when it is not told how far
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A node that SkyPilot launched without us: its member, its cluster, when its agent began."""
+
+    member: str
+    cluster: str
+    began_s: float
+
+
+def settle(sky: Sky, store: ObjectStore, now: Callable[[], float]) -> list[NodeBilled]:
+    """Ask SkyPilot for the bills of a run's nodes that no controller launched, and write down what
+    is new. Raises SkyError, CloudUnavailable, StoreError."""
+    facts = read_facts(store, steps=False)
+    nodes = list(_launched(facts))
+    if not nodes:
+        return []
+    rows = sky("spans", REFRESH_TIMEOUT_S, names=sorted({n.cluster for n in nodes}), days=MOST_DAYS)
+    told = {s.fact.member: s.fact for s in facts if isinstance(s.fact, NodeBilled)}
+    found = [bill for node in nodes if (bill := _bill(node, rows))]
+    new = [b for b in found if told.get(b.member) != b or b.gone_s is None]
+    if new:
+        journal = Journal(store, f"bills-{secrets.token_hex(4)}", now)
+        for bill in new:
+            journal.record(bill)
+        journal.flush()
+    return new
+
+
+def _launched(facts: Iterable[Stamped]) -> Iterable[_Launched]:
+    clusters: dict[str, str] = {}
+    began: dict[str, float] = {}
+    for s in facts:
+        if isinstance(s.fact, NodeFound) and s.fact.cluster:
+            clusters[s.fact.member] = s.fact.cluster
+        elif isinstance(s.fact, AgentStarted) and not s.fact.attempt:
+            began[s.fact.member] = s.t
+    for member in sorted(clusters.keys() & began.keys()):
+        yield _Launched(member, clusters[member], began[member])
+
+
+def _bill(node: _Launched, rows: Iterable[Mapping[str, Any]]) -> NodeBilled | None:
+    """Of the time in which its agent began: a name may be launched again and again."""
+    for row in rows:
+        for begin, end in row.get("usage_intervals") or ():
+            if row.get("name") != node.cluster or begin is None:
+                continue
+            if begin - EARLY_S <= node.began_s and (end is None or node.began_s <= end):
+                nodes, seconds = amount(row.get("num_nodes")), amount(row.get("duration"))
+                usd = amount(row.get("total_cost"))
+                price = usd / seconds * 3600 / nodes if usd and seconds and nodes else None
+                gone_s = None if end is None else float(end)
+                return NodeBilled(node.member, float(begin), gone_s, price, node.cluster)
+    return None
