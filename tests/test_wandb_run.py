@@ -4,9 +4,11 @@ every committed step once, with the record's values, and the state that the run 
 import contextlib
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -26,9 +28,11 @@ from harness.proof.wandb_server import WandbServer
 from harness.views import wandb_run
 from harness.views.committed import committed
 from harness.views.ledger import Ledger
-from harness.views.plugins import RunInfo
+from harness.views.mlflow_run import MlflowRun
+from harness.views.plugins import RunInfo, build
 from harness.views.publishing import renderer_of, sync, writer_of
 from harness.views.stream import newest_header, whole
+from harness.views.trackers import collect
 from harness.views.wandb_api import Account
 from storage.files import FileStore, MemoryStore
 from storage.manifest import Ref
@@ -116,6 +120,11 @@ def ledger_of(story, t):
 def agrees(story, run):
     """The operations rows say what the ledger says."""
     ops = [row for row in run.history if "cost/usd_total" in row]
+    for row in ops:  # every billed second is in one bucket, at every moment
+        spent = [v for name, v in row.items() if re.fullmatch(r"goodput/\w+_s", name)]
+        assert sum(spent) - row["goodput/billed_s"] == pytest.approx(row["goodput/billed_s"])
+        usd = [v for name, v in row.items() if re.fullmatch(r"goodput/\w+_usd", name)]
+        assert sum(usd) == pytest.approx(row["cost/usd_total"])
     last = ops[-1]
     ledger = ledger_of(story, last["time/unix"])
     assert last["cost/usd_total"] == ledger.usd
@@ -154,44 +163,64 @@ def steps_at(server):
     ]
 
 
-def test_interruptions_resizes_quarantine_and_a_killed_publisher(server, tmp_path):
-    """With real processes: the key alone means online; state is right at every moment."""
+@contextlib.contextmanager
+def states_of(server):
+    """What W&B's page shows of the one run, looked at all the time."""
+    seen, over = [], threading.Event()
+
+    def look():
+        while not over.wait(0.01):
+            for run_id in list(server.runs):
+                if seen[-1:] != [state := server.state(run_id)]:
+                    seen.append(state)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_interruptions_resizes_quarantine_and_a_killed_publisher(server, tmp_path, monkeypatch):
+    """With real processes: the key alone means online; state is right at every moment. MLflow,
+    TensorBoard and W&B offline have the same in the end."""
     story = Story(FileStore((tmp_path / "run").as_uri()))
     story.first_half()
     url, stream = story.store.url, lambda: newest_header(story.store)
-    one = publisher(url, server)
-    wait_for(lambda: stream() and stream().last_step == 20 and server.runs, "steps 1-20")
-    one.terminate()  # its node leaves
-    assert one.wait(240) == 0
-    (run_id,) = server.runs
-    check(story, server)
-    assert (server.state(run_id), server.runs[run_id].ends) == ("running", [])
-    story.spoiled()
-    two = publisher(url, server)
-    wait_for(lambda: steps_at(server)[-1:] == [26], "steps 21-26")
-    two.kill()
-    two.communicate()
-    assert server.state(run_id) == "running"
-    story.second_half()
-    (claim,) = [k for k in story.store.list("trackers/wandb/") if k.endswith(".claim")]
-    story.store.put(claim, b'{"by": "dead", "t": 0}')  # minutes later
-    both = [publisher(url, server) for _ in range(2)]
-    wait_for(lambda: stream().last_step == 36 and server.runs[run_id].rewinds, "redone steps")
-    assert server.state(run_id) == "running"
-    story.finish()
-    for process in both:
-        assert process.wait(240) == 0
-    run = check(story, server)
-    assert (run.ends, server.state(run_id)) == ([0], "finished")
-    assert run.rewinds and list(server.runs) == [run_id]
-    # the bill comes later, from the controller
-    story.closed()
-    account = Account(True, server.key, server.url)
-    for _ in range(3):
-        assert sync(story.store, [account], dict(os.environ), 30.0) == []
+    with states_of(server) as states:
+        one = publisher(url, server)
+        wait_for(lambda: stream() and stream().last_step == 20 and server.runs, "steps 1-20")
+        one.terminate()  # its node leaves
+        assert one.wait(240) == 0
+        (run_id,) = server.runs
+        check(story, server)
+        story.spoiled()
+        two = publisher(url, server)
+        wait_for(lambda: steps_at(server)[-1:] == [26], "steps 21-26")
+        two.kill()
+        two.communicate()
+        story.second_half()
+        (claim,) = [k for k in story.store.list("trackers/wandb/") if k.endswith(".claim")]
+        story.store.put(claim, b'{"by": "dead", "t": 0}')  # minutes later
+        both = [publisher(url, server) for _ in range(2)]
+        wait_for(lambda: stream().last_step == 36 and server.runs[run_id].rewinds, "redone steps")
+        assert (states, server.runs[run_id].ends) == (["running"], [])
+        story.finish()
+        for process in both:
+            assert process.wait(240) == 0
+        run = check(story, server)
+        wait_for(lambda: states == ["running", "finished"], "its end")
+        assert run.ends == [0] and run.rewinds and list(server.runs) == [run_id]
+        # the bill comes later, from the controller
+        story.closed()
+        account = Account(True, server.key, server.url)
+        for _ in range(3):
+            assert sync(story.store, [account], dict(os.environ), 60.0) == []
     run = check(story, server)
     last = agrees(story, run)
-    assert (run.ends, server.state(run_id)) == ([0, 0], "finished")  # no third end
+    assert (run.ends, states[2:]) == ([0, 0], ["running", "finished"])  # no third end
     assert last["spot/interruptions"] == 5
     assert last["spot/resizes"] >= 3
     assert last["spot/notices"] == 1
@@ -199,6 +228,79 @@ def test_interruptions_resizes_quarantine_and_a_killed_publisher(server, tmp_pat
     assert last["cost/usd_by_cloud/aws"] + last["cost/usd_by_cloud/gcp"] == pytest.approx(
         last["cost/usd_total"]
     )
+    same_offline(story, run, tmp_path)
+    same_elsewhere(story, run, tmp_path, monkeypatch)
+
+
+def lines(run):
+    """Without what depends on when it was sent."""
+    return [
+        {k: v for k, v in row.items() if k not in ("_runtime", "_wandb")} for row in run.history
+    ]
+
+
+def same_offline(story, run, tmp_path):
+    """`--collect` writes one offline run; W&B's own `wandb sync` uploads it, to another server;
+    `harness sync` finds nothing left to tell there, and doubles nothing."""
+    command = [sys.executable, "-m", "harness.views.trackers", story.store.url]
+    out = subprocess.run(
+        [*command, "--collect", str(tmp_path / "out")], capture_output=True, text=True, timeout=240
+    )
+    assert out.returncode == 0, out.stderr
+    (folder,) = (tmp_path / "out" / "wandb").glob("offline-run-*")
+    with WandbServer() as other:
+        env = {**os.environ, "WANDB_BASE_URL": other.url, "WANDB_API_KEY": other.key}
+        words = [sys.executable, "-m", "wandb", "sync", "--project", "spotharness", str(folder)]
+        done = subprocess.run(
+            words, env=env, capture_output=True, text=True, timeout=240, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
+        for _ in range(2):
+            uploaded = check(story, other)
+            assert (lines(uploaded), uploaded.name) == (lines(run), run.name)
+            assert other.state(run.name) == "finished"
+            assert uploaded.summary["best/val_loss"] == run.summary["best/val_loss"]
+            account = Account(True, other.key, other.url)
+            assert sync(story.store, [account], dict(os.environ), 60.0) == []
+        assert other.misunderstood == []
+
+
+def same_elsewhere(story, run, tmp_path, monkeypatch):
+    """MLflow and TensorBoard, read back, say what W&B says."""
+    pytest.importorskip("mlflow")
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    assert (
+        sync(story.store, build("mlflow,tensorboard", {"MLFLOW_TRACKING_URI": uri}), {}, 60) == []
+    )
+    client = MlflowRun(story.store, RunInfo.of(story.store), uri).client
+    (there,) = client.search_runs(["1"])
+    assert there.info.status == "FINISHED"
+    collect(story.store, tmp_path / "boards")
+    boards = {}
+    for which in ("train", "ops"):
+        folder = str(tmp_path / "boards" / "tensorboard" / which)
+        boards[which] = EventAccumulator(folder, size_guidance={"scalars": 0})
+        boards[which].Reload()
+    for name in (
+        "train/loss",
+        "val/loss",
+        "cost/usd_total",
+        "event/node_lost",
+        "node/1/gpu0/watts",
+    ):
+        rows = [row for row in run.history if name in row]
+        wanted = [(row["_timestamp"], row[name]) for row in rows]
+        assert len(wanted) >= 3, name
+        points = client.get_metric_history(there.info.run_id, name)
+        found = sorted((p.timestamp / 1000, p.value) for p in points)
+        assert found == [(pytest.approx(t, abs=1e-3), v) for t, v in sorted(wanted)], name
+        which = "train" if name.startswith(("train", "val")) else "ops"
+        told = sorted((e.wall_time, e.value) for e in boards[which].Scalars(name))
+        assert told == [(pytest.approx(t), pytest.approx(v)) for t, v in sorted(wanted)], name
 
 
 def test_wandb_that_does_not_rewind_gets_a_new_run(server):
@@ -352,34 +454,6 @@ def test_what_w_and_b_knows_besides_numbers(server):
     assert [a["title"] for a in run.alerts] == ["guard: loss spike"]
 
 
-def test_offline_export_through_wandb_sync(server, tmp_path):
-    """`--collect` writes one offline run; W&B's own `wandb sync` uploads it; `harness sync` finds
-    nothing left to tell, and doubles nothing."""
-    story = Story(FileStore((tmp_path / "run").as_uri()))
-    story.first_half(), story.spoiled()
-    account = Account(True, server.key, server.url)
-    side = Side(story, server)
-    side.writer.round()
-    story.second_half(), story.finish(), story.closed()
-    side.writer.round(last=True)
-    command = [sys.executable, "-m", "harness.views.trackers", story.store.url]
-    out = subprocess.run(
-        [*command, "--collect", str(tmp_path / "out")], capture_output=True, text=True, timeout=240
-    )
-    assert out.returncode == 0, out.stderr
-    folders = list((tmp_path / "out" / "wandb").glob("offline-run-*"))
-    assert len(folders) == 1
-    env = {**os.environ, "WANDB_BASE_URL": server.url, "WANDB_API_KEY": server.key}
-    words = [sys.executable, "-m", "wandb", "sync", "--project", "spotharness", str(folders[0])]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=240, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    run = check(story, server)
-    assert server.state(run.name) == "finished"
-    rows = len(run.history)
-    assert sync(story.store, [account], dict(os.environ), 60.0) == []
-    assert len(check(story, server).history) == rows
-
-
 def test_w_and_bs_stop_button_stops_the_run(server):
     story = Story()
     story.node(1)
@@ -399,6 +473,40 @@ def test_w_and_bs_stop_button_stops_the_run(server):
     side.wandb._asked_to_stop()
     assert "control/stop.json" not in story.store.list("control/")
     side.wandb.close()
+
+
+def test_nodes_may_have_runs_of_their_own(server, monkeypatch):
+    """Whatever is rewound or killed, what a node's hardware did is there once."""
+    monkeypatch.setenv("HARNESS_WANDB_NODES", "grouped")
+    story = Story()
+    story.first_half()
+    side = Side(story, server)
+    side.until_told()
+    story.spoiled()
+    side.until_told()
+    main = side.wandb.run_id
+    side.wandb.close(), side.wandb.release()
+    story.second_half(), story.finish(), story.closed()
+    side = Side(story, server)
+    side.until_told()
+    side.until_told()
+    known = [s for s in read_facts(story.store) if isinstance(s.fact, facts.NodeMeasured)]
+    assert set(server.runs) == {main, *(f"{main}-node-{n}" for n in range(1, 6))}
+    for node in range(1, 6):
+        run = server.runs[f"{main}-node-{node}"]
+        mine = [s for s in known if s.fact.member == f"m{node:04d}-aa"]
+        told = [(row["_timestamp"], row["gpu0/watts"], row["cpu/percent"]) for row in run.history]
+        assert told == [(s.t, 500.0, 10.0 * node) for s in mine] != []
+        assert [row["_step"] for row in run.history] == list(range(len(mine)))
+        assert (run.about["groupName"], run.about["jobType"]) == (main, "node")
+        assert (server.state(run.name), run.problems) == (
+            "failed" if node in (1, 2, 4) else "finished",
+            [],
+        )
+    run = server.runs[main]
+    assert run.about["groupName"] == main
+    assert not [name for row in run.history for name in row if name.startswith("node/")]
+    assert len(run.history) == len(list(whole(story.store)))
 
 
 def test_a_second_publisher_waits_for_the_claim(server):

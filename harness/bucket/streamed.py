@@ -175,6 +175,24 @@ class ToldWandb:
         return canonical({**said, **dataclasses.asdict(self)})
 
 
+@dataclass(frozen=True)
+class ToldNodes:
+    """How far W&B is known to be with runs of nodes: all up to `batch`, so many rows of each.
+    `ended`: exit codes of those that are gone."""
+
+    batch: OrNone = -1
+    rows: dict[str, Natural] = field(default_factory=dict)
+    ended: dict[str, Natural] = field(default_factory=dict)
+
+    @classmethod
+    def decode(cls, data: bytes) -> ToldNodes:
+        """Raises BadObject."""
+        return decoded(cls, data)
+
+    def encode(self) -> bytes:
+        return canonical({"version": 1, **dataclasses.asdict(self)})
+
+
 def mlflow_run_of(data: bytes) -> str:
     """Which MLflow run a generation is. Raises BadObject."""
     found = parsed(data, most_nbytes=SMALL_NBYTES)

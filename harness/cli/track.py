@@ -122,7 +122,7 @@ def publisher_beside(url: str, task: Task, log: Path) -> Iterator[None]:
     if not online or importlib.util.find_spec("wandb") is None:
         yield
         return
-    told = {k: v for k, v in environ.items() if k.startswith("WANDB_") and v}
+    told = {k: v for k, v in environ.items() if "WANDB_" in k and v}  # also HARNESS_WANDB_NODES
     log.parent.mkdir(parents=True, exist_ok=True)
     words = [sys.executable, "-m", "harness.views.trackers", url, "--trackers", "wandb"]
     with open(log, "ab") as out:

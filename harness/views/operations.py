@@ -9,6 +9,7 @@ Knows facts and the ledger; knows no tracker. Near live: facts arrive when their
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import threading
@@ -38,6 +39,7 @@ from storage.objects import ObjectStore
 MOST_LIVE = 1000  # steps that are kept as they were told
 MOST_MOMENTS = 300  # that are filled in after a time without a publisher
 MOST_MEASURED = 5000  # facts of each kind that come at a pace of their own
+MOST_WAITS = 20_000  # told every ten seconds or so: two days
 RECENT_S = 600.0  # what was told of steps, and alerts that were fired, are news so long
 MANY = (f.StepDone, f.NodeMeasured, f.StepsTimed)  # of which a run may have millions
 TURNING_POINTS = (
@@ -59,11 +61,20 @@ class RecentFacts:
     steps: deque[Stamped] = field(default_factory=lambda: deque(maxlen=MOST_LIVE))
     measured: deque[Stamped] = field(default_factory=lambda: deque(maxlen=MOST_MEASURED))
     timed: deque[Stamped] = field(default_factory=lambda: deque(maxlen=MOST_MEASURED))
+    # what a ledger needs of `timed`, of the whole run; of a long one's past a part, evenly
+    waits: list[Stamped] = field(default_factory=list)
 
     def take(self, new: Sequence[Stamped]) -> None:
         self.steps.extend(s for s in new if isinstance(s.fact, f.StepDone))
         self.measured.extend(s for s in new if isinstance(s.fact, f.NodeMeasured))
         self.timed.extend(s for s in new if isinstance(s.fact, f.StepsTimed))
+        for s in new:
+            if isinstance(s.fact, f.StepsTimed) and s.fact.own_s:
+                brief = dataclasses.replace(s.fact, seconds={}, loss=(), loss_ranks=())
+                self.waits.append(dataclasses.replace(s, fact=brief))
+        if len(self.waits) > MOST_WAITS:
+            half = MOST_WAITS // 2
+            self.waits = self.waits[:half:2] + self.waits[half:]
 
 
 @dataclass
@@ -216,7 +227,8 @@ class Operations:
         records, samples = self.lineage.until(t)
         told = self.steps()
         told = told[told["end"] <= t]
-        ledger = Ledger.of(facts, records, t, told)
+        waits = [s for s in self._recent.waits if s.t <= t]
+        ledger = Ledger.of([*facts, *waits], records, t, told)
         self._epochs = ledger.epochs
         found = {
             **_money(ledger, len(records.rows), samples, self._tokens_per_sample()),

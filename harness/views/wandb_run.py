@@ -37,6 +37,7 @@ from harness.views.artifacts import acts_of
 from harness.views.plugins import RunInfo
 from harness.views.stream import newest_header, read, rows_from
 from harness.views.wandb_api import Account, WandbSilent
+from harness.views.wandb_nodes import GROUPED, ONE, WandbNodes, mode_of, without_nodes
 from storage.errors import NotFound
 from storage.objects import ObjectStore
 
@@ -110,6 +111,8 @@ class WandbRun:
     name = "wandb"
 
     def __post_init__(self) -> None:
+        self._nodes_are = mode_of(self.environ)
+        self._nodes: WandbNodes | None = None
         self._place = f"{TRACKERS}wandb/{self.account.id}"
         self._run: Any = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -248,14 +251,9 @@ class WandbRun:
             self._folder = tempfile.TemporaryDirectory(
                 prefix="harness-wandb-", ignore_cleanup_errors=True
             )
-        settings = self.api.Settings(
-            **settings_of(self.environ),
-            base_url=self.account.base_url,
-            api_key=self.account.key,
-            x_update_finish_state=final,
-            stop_fn=self._asked_to_stop,
-        )
         about = dict(self.about())
+        if self._nodes_are == GROUPED and not self.environ.get("WANDB_RUN_GROUP"):
+            about["group"] = self.run_id
         about["tags"] = [*about.get("tags", ()), *how.pop("tags", ())]
         if self._told.again:
             about["tags"].append(f"takes-over-{self._told.again}")
@@ -265,12 +263,21 @@ class WandbRun:
             project=self.account.project,
             entity=self.account.entity,
             dir=self._folder.name,
-            settings=settings,
+            settings=self._settings(final, stop_fn=self._asked_to_stop),
             **about,
             **how,
         )
         define_axes(run)
         return run
+
+    def _settings(self, final: bool, **more: Any) -> Any:
+        return self.api.Settings(
+            **settings_of(self.environ),
+            base_url=self.account.base_url,
+            api_key=self.account.key,
+            x_update_finish_state=final,
+            **more,
+        )
 
     def _asked_to_stop(self) -> None:
         """W&B's Stop button: once in a run's life, as W&B says it again for ever, and a run that
@@ -292,6 +299,7 @@ class WandbRun:
                 self._run = self._run or self._init(resume="allow")
         for row in rows_from(self.store, newest.number, self._next):
             self._log(row)
+        self._tell_nodes(newest)
         for number in range(known + 1, newest.number + 1):
             self._act(read(self.store, number)[0])
         # not by define_metric(summary="min"): a client that resumes begins to count anew
@@ -301,8 +309,24 @@ class WandbRun:
 
     def _log(self, row: StreamRow) -> None:
         assert row.number == self._next, "rows have no gaps"
-        self._run.log({**row.values, "_timestamp": row.t}, step=row.number, commit=True)
+        values = row.values if self._nodes_are == ONE else without_nodes(row.values)
+        self._run.log({**values, "_timestamp": row.t}, step=row.number, commit=True)
         self._next = row.number + 1
+
+    def _tell_nodes(self, newest: BatchHeader) -> None:
+        """Runs of nodes, if they are wanted: no row of the training waits for them."""
+        if self._nodes_are != GROUPED:
+            return
+        if self._nodes is None:
+            run_id = self.environ.get("WANDB_RUN_ID") or self.run_id
+            group = self.environ.get("WANDB_RUN_GROUP", "")
+            where = (self.store, self.info, self.account, self.api)
+            self._nodes = WandbNodes(*where, run_id, self._settings, group)
+        try:
+            self._nodes.round(newest.number, over=bool(newest.end))
+        except Exception as e:  # W&B and its client fail in many ways; the next round tries again
+            log.warning("wandb: nodes are not told (%s: %s)", type(e).__name__, e)
+            self._nodes.forget()
 
     def _act(self, header: BatchHeader) -> None:
         """Alerts and artifacts of one batch: at most once."""
@@ -337,6 +361,10 @@ class WandbRun:
         """End the client. With an exit code the run ends as well."""
         run, self._run = self._run, None
         self._batch = -1
+        if self._nodes is not None:
+            with contextlib.suppress(Exception):  # what has not arrived is told again
+                self._nodes.close()
+            self._nodes.forget()
         if run is not None:
             run.finish()
         if exit_code is not None:
