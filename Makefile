@@ -20,6 +20,9 @@ LAB ?= /var/tmp/harness-lab
 
 DASHBOARDS ?= dashboards.json
 
+# processes that test at once (tests/conftest.py says which gets what)
+WORKERS ?= auto
+
 .PHONY: install train launch jobs-launch plan down doctor dashboards wandb lab lab-short test check lint types pythons sim simsystem walk longrun drill manynodes campaign soak clean
 install: $(STAMP)
 $(STAMP): requirements.txt requirements-apart.txt pyproject.toml
@@ -71,7 +74,7 @@ lab-short: install  ## its first minutes as a test: two nodes, power cuts, the m
 	HARNESS_LAB=$(LAB) $(BIN)/python -m pytest $(if $(CI),-p no:cacheprovider) tests/test_lab.py
 
 test: install
-	$(BIN)/python -m pytest -n auto --dist worksteal $(if $(CI),-p no:cacheprovider) tests
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(if $(CI),-p no:cacheprovider) tests
 
 check: lint types test
 lint: install
