@@ -170,6 +170,7 @@ def launch(flags: LaunchFlags) -> int:
     given = tasks.pairs(flags.env, os.environ)
     envs = {**about_launch(flags, os.environ), **given, "RUN": url}
     told = receivers(flags.alert, flags.alert_rules)
+    _check_prometheus(flags)
     kept = {**alerts_for_nodes(flags.alert), **tasks.pairs(flags.secret, os.environ, "--secret")}
     task = with_image(tasks.load(flags.task, envs, kept))
     policy = policies.resolve(_policy_name(flags))
@@ -215,6 +216,14 @@ def launch(flags: LaunchFlags) -> int:
         return ended
     show_report(store, console, flags.html or html_path(url), flags.brief)
     return _say_how_it_ended(ended, store, console, url)
+
+
+def _check_prometheus(flags: LaunchFlags) -> None:
+    """Raises BadInput."""
+    if flags.prometheus:
+        from harness.cli.prometheus import check_address
+
+        check_address(flags.prometheus)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,12 @@ from harness.core.world import BadInput
 TIMEOUT_S = 10.0  # of one request
 
 
+def check_address(asked: str) -> None:
+    """Before anything is launched. Raises BadInput if the address cannot be had now."""
+    with exposing(asked, str):
+        pass
+
+
 @contextmanager
 def exposing(asked: str, text: Callable[[], str]) -> Iterator[str]:
     """Answer scrapes with `text()` while entered; gives the URL. `asked`: `9100`, `0.0.0.0:9100`,
