@@ -116,12 +116,8 @@ def report(taken: Taken, run: Any, flags: argparse.Namespace) -> None:
         times.gather()
         times.collect()
 
-    if flags.ranks == 1:
-        tell_s = each(tell, 20)
-    else:
-        tell_s = float("nan")  # the other ranks have gone
-    telling = 0.0 if tell_s != tell_s else tell_s / 10.0  # per second of training
-    direct_x = 1 + marks_s / step_s + telling
+    tell_s = each(tell, 20) if flags.ranks == 1 else 0.0  # else the other ranks have gone
+    direct_x = 1 + marks_s / step_s + tell_s / 10.0
     print(
         f"{flags.size} on {flags.ranks} {run.device.type}, {flags.micros} micro-batches, "
         f"{'late' if flags.late else 'prompt'}: step {step_s * 1e3:.2f} ms   wall_x {wall_x:.4f}   "

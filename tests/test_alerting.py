@@ -22,6 +22,7 @@ from worlds import until
 from harness.bucket.alerts import Alert, AlertLog
 from harness.bucket.journal import Journal
 from harness.bucket.lease import Lease
+from harness.cli.alerts import alerts_for_nodes
 from harness.cli.command import main
 from harness.core.world import BadInput
 from harness.proof.receiver import AlertReceiver
@@ -247,6 +248,13 @@ def test_what_is_no_receiver_is_refused_without_its_secret(text):
     with pytest.raises(BadInput, match="wanted https") as e:
         sink_of(text)
     assert "S3CRET" not in str(e.value)
+
+
+def test_commands_stay_on_the_machine_that_leads(monkeypatch):
+    monkeypatch.setenv("HARNESS_ALERTS", "'command:notify-send run' https://b/S3CRET")
+    told = alerts_for_nodes(["https://a/S3CRET", "command:touch x"])
+    assert told == {"HARNESS_ALERTS": "https://a/S3CRET https://b/S3CRET"}
+    assert alerts_for_nodes([])["HARNESS_ALERTS"] == "https://b/S3CRET"
 
 
 RULES = """

@@ -99,10 +99,10 @@ def test_the_device_is_timed_not_the_host_that_asks_it():
     device = Device()
     timer = PhaseTimer(device)
     assert run_steps(device, timer, 10) == [3.0] * 9  # the host needs no time at all
-    seconds, steps, first = timer.take_seconds()
-    assert (steps, first, sum(seconds)) == (10, 1, 30.0)
+    seconds, steps, last = timer.take_seconds()
+    assert (steps, last, sum(seconds)) == (10, 10, 30.0)
     assert seconds[FORWARD] == 10 and seconds[BACKWARD] == 20
-    assert timer.take_seconds() == ([0.0] * len(PHASES), 0, 11)
+    assert timer.take_seconds() == ([0.0] * len(PHASES), 0, 10)
     assert device.out <= 2  # the same few marks, again and again
 
 
@@ -135,7 +135,7 @@ def test_what_did_not_come_to_its_end_does_not_count():
     device.ask(5.0)
     timer.rest()  # a break
     timer.close()
-    assert timer.take_seconds() == ([0.0] * len(PHASES), 0, 1)
+    assert timer.take_seconds() == ([0.0] * len(PHASES), 0, 0)
     run_steps(device, timer, 2)
     device.sleep(100.0)  # nobody trains
     assert timer.take_seconds()[:2] == (timer_seconds(forward=2.0, backward=4.0), 2)
@@ -224,18 +224,34 @@ def test_torch_counts_one_micro_batch(again, extra):
     """2 * 4 * 8 * 8 FLOP for each product: four forward, seven backward (nobody wants the input's
     gradient), and what is computed again (the last product's result is not needed)."""
     rates, model, product = Rates(CPU, 1e12), Block(again), 2 * 4 * 8 * 8
-    model(torch.randn(4, 8))  # before anything is given out
+    x = torch.randn(4, 8)
+    model(x)  # before anything is given out
     rates.watch(model, 0, "counted")
     for _ in range(2):
-        rates.count and rates.count.arm()
-        loss = model(torch.randn(4, 8)).square().mean()
-        with rates.around_backward():
-            loss.backward()
+        rates.arm()
+        model(x).square().mean().backward()
         rates.counted(4)
-    assert rates.count is None and not model._forward_hooks and not model._forward_pre_hooks
+    assert rates.count is None and not model._forward_pre_hooks and rates.doubts == []
     # of what a step needs, eight products at most are the backward's
     assert rates.flops_per_sample == product * min(11 + extra, 12) / 4
     assert rates.flops_per_micro == product * (11 + extra)
+
+
+def test_to_be_counted_changes_nothing():
+    """Neither gradients nor buffers, nor what is drawn, nor the model's memory of its inputs."""
+    found = []
+    for how in ("counted", 0.0):
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(Block(), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5))
+        rates, x = Rates(CPU), torch.randn(4, 8)
+        rates.watch(model, 0, how)
+        for _ in range(2):
+            rates.arm()
+            model(x).square().mean().backward()
+            rates.counted(4)
+        found.append([*(p.grad for p in model.parameters()), *model.buffers(), torch.randn(3)])
+        assert (rates.flops_per_sample > 0) == (how == "counted")
+    assert all(map(torch.equal, *found))
 
 
 def test_six_times_parameters_times_tokens():
@@ -252,11 +268,22 @@ def test_what_torch_cannot_count_is_told_once():
     assert rates.count is None and len(rates.doubts) == 1 and "compiled" in rates.doubts[0]
     rates, model = Rates(CPU), Block()
     rates.watch(model, 0, "counted")
-    rates.count.arm()
-    with rates.around_backward():
-        model.rest(torch.randn(4, 8)).sum().backward()  # not the model: a part of it
+    rates.arm()
+    model.rest(torch.randn(4, 8)).sum().backward()  # not the model: a part of it
     rates.counted(4)
     assert "no arithmetic was seen" in rates.doubts[0] and rates.flops_per_sample == 0
+
+    class Looks(Block):
+        def forward(self, x):
+            return super().forward(x) * float(x.sum())
+
+    rates, model = Rates(CPU), Looks()
+    rates.watch(model, 0, "counted")
+    rates.arm()
+    model(torch.randn(4, 8)).sum().backward()
+    rates.counted(4)
+    assert "without data the model raises RuntimeError" in rates.doubts[0]
+    assert rates.flops_per_sample == 0
 
 
 # ---- real sessions -------------------------------------------------------------------------------
@@ -279,7 +306,8 @@ class Model(torch.nn.Module):
         super().__init__()
         self.layer = torch.nn.Linear(8, 1)
     def forward(self, x):
-        sleep("forward", 0.01 * (1 + 2 * rank))
+        if x.device.type != "meta":  # where it is only counted
+            sleep("forward", 0.01 * (1 + 2 * rank))
         return self.layer(x)
 class SGD(torch.optim.SGD):
     def step(self, *a):

@@ -54,8 +54,10 @@ class Helpers:
     def _spawn(self, name: str) -> subprocess.Popen[bytes]:
         c = self._config
         env = {**os.environ}
+        if c.beside.alert_rules:
+            env["HARNESS_ALERT_RULES"] = c.beside.alert_rules
         if name == "alerts":  # not among the words, which anybody on this machine can read
-            env |= {"HARNESS_ALERTS": c.beside.alerts, "HARNESS_ALERT_RULES": c.beside.alert_rules}
+            env["HARNESS_ALERTS"] = c.beside.alerts
         with open(c.node_dir / f"{name}.log", "ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", MODULES[name], *self._commands()[name]],
@@ -109,7 +111,7 @@ class Helpers:
         commands = {"keeper": [c.run]}
         if beside.trackers:
             commands["trackers"] = [c.run, "--trackers", beside.trackers]
-        if beside.alerts:
+        if beside.alerts or beside.trackers:  # trackers tell what it fires
             commands["alerts"] = [c.run]
         if beside.replica:
             cap = beside.replica_cap_usd

@@ -205,7 +205,7 @@ def launch(flags: LaunchFlags) -> int:
     cloud = _cloud(flags, task, url, nodes)
     log = state_dir(url, "controller") / "publisher.log"
     beside: list[AbstractContextManager[Any]] = [
-        publisher_beside(url, task, log),
+        publisher_beside(url, task, log, flags.alert_rules),
         alerting_beside(store, *told, console),
     ]
     if flags.prometheus:

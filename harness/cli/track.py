@@ -107,7 +107,7 @@ def dashboards(flags: DashboardsFlags) -> int:
 
 
 @contextmanager
-def publisher_beside(url: str, task: Task, log: Path) -> Iterator[None]:
+def publisher_beside(url: str, task: Task, log: Path, alert_rules: str = "") -> Iterator[None]:
     """W&B's publisher beside a controller, for a run whose nodes have a key: it goes on while no
     node is up, and tells how the run ended. While another one publishes it waits. Without the
     package wandb here, nodes alone publish."""
@@ -128,7 +128,12 @@ def publisher_beside(url: str, task: Task, log: Path) -> Iterator[None]:
     with open(log, "ab") as out:
         publisher = subprocess.Popen(
             words,
-            env={**os.environ, **told, "HARNESS_BESIDE_CONTROLLER": "1"},
+            env={
+                **os.environ,
+                **told,
+                **({"HARNESS_ALERT_RULES": alert_rules} if alert_rules else {}),
+                "HARNESS_BESIDE_CONTROLLER": "1",
+            },
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Json = dict[str, Any]
+AlertBody = dict[str, Any]
 
 
 @dataclass
@@ -18,7 +18,7 @@ class AlertReceiver:
     secret. `answers`: statuses of the next requests; 200 after them."""
 
     url: str = ""
-    got: list[Json] = field(default_factory=list)  # bodies that were answered with 2xx
+    got: list[AlertBody] = field(default_factory=list)  # bodies that were answered with 2xx
     asked: list[dict[str, str]] = field(default_factory=list)  # headers of all
     answers: list[int] = field(default_factory=list)
 
@@ -38,7 +38,7 @@ class AlertReceiver:
     def __enter__(self) -> AlertReceiver:
         receiver, self._lock = self, threading.Lock()
 
-        class Handler(BaseHTTPRequestHandler):
+        class ReceiverHandler(BaseHTTPRequestHandler):
             timeout = 10.0
 
             def do_POST(self) -> None:
@@ -52,7 +52,7 @@ class AlertReceiver:
             def log_message(self, *_: Any) -> None:
                 """What came is in `got`."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), ReceiverHandler)
         port = self._server.server_address[1]
         self.url = f"http://127.0.0.1:{port}/hook/T0KEN-of-mine?key=S3CRET"
         serve = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.views.costs import CostRow, Costs, Spending, unpriced
-from harness.views.page import asset, document
-from harness.views.page_html import html_table, section, stack
+from harness.views.page import document
+from harness.views.page_html import asset, html_table, section, stack
 from harness.views.painting import BUCKETS, NANO
 from harness.views.plots import esc
 from harness.views.report import MEANING

@@ -45,6 +45,8 @@ def to_json(s: Summary) -> dict[str, Any]:
             **dataclasses.asdict(ledger.cost),
             "saved_usd": ledger.cost.saved_usd,
             "saved": ledger.cost.saved,
+            "usd_per_1k_steps": 1000 * ledger.usd / s.step if s.step else None,
+            "usd_per_1m_tokens": s.usd_per_1m_tokens,
         },
         "attempts": [attempt(a) for a in ledger.attempts],
         "epochs": [
@@ -65,7 +67,6 @@ def to_json(s: Summary) -> dict[str, Any]:
             "shares": s.speed.shares,
         },
         "tokens": s.tokens or None,
-        "usd_per_million_tokens": ledger.usd / s.tokens * 1e6 if s.tokens else None,
         "setup": s.setups.to_json(),
         "logbook": s.logbook.to_json(),
         "store": {**dataclasses.asdict(s.store), "moved_usd": s.store.moved_usd}

@@ -61,6 +61,7 @@ from harness.bucket.layout import TRACKERS, Claim, Published, claim_key, publish
 from harness.core import records as rec
 from harness.core.values import BadObject, digest
 from harness.core.world import BadInput
+from harness.views.alert_own import all_rules
 from harness.views.committed import MAX_BATCH_STEPS, committed
 from harness.views.plugins import KNOWN, Account, Place, RunInfo, build
 from harness.views.publishing import (
@@ -389,6 +390,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
                 print(path)
             return 0
         trackers = build(flags.trackers, environ)
+        rules = all_rules(environ.get("HARNESS_ALERT_RULES", ""))
     except BadInput as e:
         print(f"harness: {e}", file=sys.stderr)
         return 2
@@ -428,7 +430,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     if places:
         # beside a controller: the bill comes after the run's end
         beside = bool(environ.get("HARNESS_BESIDE_CONTROLLER"))
-        writer = writer_of(store, info, flags.min_batch_s)
+        writer = writer_of(store, info, flags.min_batch_s, rules)
         found = (renderer_of(place, writer, environ) for place in places)
         threads += Telling(writer, [r for r in found if r], stop, beside).threads()
     for thread in threads:

@@ -7,62 +7,81 @@ with activations that are computed again, micro-batches that are done again, and
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import functools
 import math
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.core.hardware import peak_flops
 from harness.core.world import BadInput
 from harness.worker.guards import Precision
+from harness.worker.sharding import is_sharded
 
 UNKNOWN_GFLOPS = -(1 << 50)  # one rank's makes the sum of all negative
 LEAST_PEAK, MOST_PEAK = 1e9, 1e17  # FLOP/s of one device; beyond these it is a mistake
 MOST_FLOPS = 1e30  # of one sample
 SIX_PT, COUNTED = "6PT", "counted"
-NOTHING = contextlib.nullcontext()
+MOST_FORWARDS = 16  # of one micro-batch
 
 
 class FlopCount:
-    """Counts one micro-batch's forward and backward, through torch's own counter, which knows
-    matrix products, convolutions and attention. `forward`, `backward`: FLOP so far."""
+    """What one micro-batch's forward and backward cost, counted by torch's own counter, which knows
+    matrix products, convolutions and attention.
+
+    The counter is not put around the training: under it torch takes other kernels for some
+    gradients, so their last bits change. What the model is given is noted, and then a copy of the
+    model without any data (on the meta device) does the same, beside everything else.
+    """
 
     def __init__(self, model: nn.Module):
-        self.forward = self.backward = 0
         self.armed = False
-        self._counter: FlopCounterMode | None = None
-        self._hooks = [
-            model.register_forward_pre_hook(self._enter),
-            model.register_forward_hook(self._leave, always_call=True),
-        ]
+        self._model = model
+        self._given: list[Any] = []
+        self._hook = model.register_forward_pre_hook(self._see, with_kwargs=True)
 
-    def arm(self) -> None:
-        """The forward to come is the micro-batch's."""
-        self.armed = True
+    def _see(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.armed and len(self._given) < MOST_FORWARDS:
+            self._given.append(tree_map(_without_data, (args, kwargs)))
 
-    def _enter(self, *_: object) -> None:
-        if self.armed and self._counter is None:
-            self._counter = FlopCounterMode(display=False)
-            self._counter.__enter__()  # type: ignore[no-untyped-call]
+    def count(self) -> tuple[int, int]:
+        """FLOP of the forwards that were seen since `armed`, and of their backward. Raises what
+        the model raises without data."""
+        self._hook.remove()
+        forward = backward = 0
+        model = _hollow(self._model)
+        for args, kwargs in self._given:
+            with FlopCounterMode(display=False) as counter:
+                found = model(*args, **kwargs)
+            forward += counter.get_total_flops()
+            leaves = [t for t in tree_leaves(found) if getattr(t, "requires_grad", False)]
+            if leaves:
+                with FlopCounterMode(display=False) as counter:
+                    torch.autograd.backward(leaves, [torch.ones_like(t) for t in leaves])
+                backward += counter.get_total_flops()
+        return forward, backward
 
-    def _leave(self, *_: object) -> None:
-        if (counter := self._counter) is not None:
-            self._counter = None
-            counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self.forward += counter.get_total_flops()
 
-    @contextlib.contextmanager
-    def of_backward(self) -> Iterator[None]:
-        """Around the micro-batch's backward; afterwards all is known."""
-        with FlopCounterMode(display=False) as counter:
-            yield
-        self.backward = counter.get_total_flops()
-        for hook in self._hooks:
-            hook.remove()
+def _without_data(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_like(value, device="meta").requires_grad_(value.requires_grad)
+
+
+def _hollow(model: nn.Module) -> nn.Module:
+    """A copy whose tensors hold nothing. No tensor is copied on the way."""
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+    for module in model.modules():
+        for value in (*module.buffers(recurse=False), *vars(module).values()):
+            if isinstance(value, torch.Tensor):
+                memo[id(value)] = torch.empty_like(value, device="meta")
+    return copy.deepcopy(model, memo)
 
 
 class Rates:
@@ -112,44 +131,44 @@ class Rates:
         if self.flops_per_micro or self.count is not None:
             return  # an earlier loop has
         if any(_is_compiled(m) for m in model.modules()):
-            self._doubt(
-                "compiled",
-                "flops_per_sample='counted': the model is compiled, and torch's counter would not "
-                "see its kernels; give a number, or '6PT' with tokens_per_sample. MFU and HFU "
-                "are not told",
-            )
-            return
-        self.count = FlopCount(model)
+            self._not_counted("the model is compiled, and torch's counter sees no kernels")
+        elif is_sharded(model):
+            self._not_counted("the model is sharded, and no copy of it can be made")
+        else:
+            self.count = FlopCount(model)
 
     def arm(self) -> None:
         """A micro-batch is given out that counts."""
         if self.count is not None:
-            self.count.arm()
-
-    def around_backward(self) -> contextlib.AbstractContextManager[None]:
-        """Counts, if that was asked for and not done."""
-        if self.count is None or not self.count.armed:
-            return NOTHING
-        return self.count.of_backward()
+            self.count.armed = True
 
     def counted(self, samples: int) -> None:
-        """After the backward of a micro-batch of so many samples."""
+        """After the backward of a micro-batch of so many samples: count it, if that was asked for
+        and not done."""
         count = self.count
         if count is None or not count.armed:
             return
         self.count = None
-        if not count.forward:
-            self._doubt(
-                "counted",
-                "flops_per_sample='counted': no arithmetic was seen in the model's forward (does "
-                "the script call its parts instead of the model?); give a number. MFU and HFU "
-                "are not told",
-            )
+        try:
+            forward, backward = count.count()
+        except Exception as e:  # whatever a model does that is given no data
+            self._not_counted(f"without data the model raises {type(e).__name__}: {e}"[:300])
             return
+        if not forward:
+            self._not_counted(
+                "no arithmetic was seen in the model's forward (does the script call its parts "
+                "instead of the model?)"
+            )
         # A backward is at most two forwards; what is above that was computed again.
-        model = count.forward + min(count.backward, 2 * count.forward)
-        self.flops_per_sample = model / samples
-        self.flops_per_micro = float(count.forward + count.backward)
+        self.flops_per_sample = (forward + min(backward, 2 * forward)) / samples
+        self.flops_per_micro = float(forward + backward)
+
+    def _not_counted(self, why: str) -> None:
+        self._doubt(
+            "counted",
+            f"flops_per_sample='counted': {why}; give a number, or '6PT' with tokens_per_sample. "
+            "MFU and HFU are not told",
+        )
 
     # ---- shares of a peak ------------------------------------------------------------------------
     @functools.cached_property

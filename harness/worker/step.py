@@ -88,8 +88,8 @@ class Step:
                 before = self._backwards
                 assert self._current is not None
                 data = to_device(self._current.data, w.peers.device)
-                if w.rates.count is not None and not self._filler:
-                    w.rates.count.arm()
+                if not self._filler:
+                    w.rates.arm()
                 timer.enter(FORWARD)
                 yield data
                 if (times := self._backwards - before) != 1:
@@ -144,7 +144,7 @@ class Step:
         much the mean stands for; by default its samples; the number of valid tokens when those
         differ."""
         assert self._current is not None
-        training, rates = self._work.training, self._work.rates
+        training = self._work.training
         self._work.timer.enter(BACKWARD)
         amount = float(len(self._current.samples)) if weight is None else float(weight)
         if self._filler:
@@ -152,14 +152,14 @@ class Step:
         scaled = loss * amount
         if training.scaler is not None:
             scaled = training.scaler.scale(scaled)
-        with rates.around_backward():
-            scaled.backward()  # type: ignore[no-untyped-call]
+        scaled.backward()  # type: ignore[no-untyped-call]
         training.strategy.micro_done()
-        rates.counted(len(self._current.samples))
         if not self._filler:
             self._sums.add(self._micro, loss, amount)
         self._sums.tokens_weighted |= weight is not None
         self._backwards += 1
+        self._work.timer.enter(HARNESS)
+        self._work.rates.counted(len(self._current.samples))
         self._work.timer.enter(OTHER)
 
     def update(self, clip_norm: float | None = None) -> None:

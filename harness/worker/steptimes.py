@@ -32,9 +32,9 @@ NOTHING = (0.0, 0.0, 0.0)
 
 @dataclass
 class Gathering:
-    """What ranks say of the steps `first` to `first + steps - 1`; there when `work` has ended."""
+    """What ranks say of so many steps; there when `work` has ended."""
 
-    first: int
+    last: int
     steps: int
     every: list[torch.Tensor]  # by rank
     work: Any = None
@@ -75,11 +75,11 @@ class StepTimes:
         """Begin to. All ranks come here after the same step."""
         if not self._timer.steps:
             return
-        seconds, steps, first = self._timer.take_seconds()
+        seconds, steps, last = self._timer.take_seconds()
         said = [*seconds, *self._done]
         self._done = NOTHING
         mine, group = torch.tensor(said, dtype=torch.float64), self._run.peers.control
-        found = self._gathering = Gathering(first, steps, [mine])
+        found = self._gathering = Gathering(last, steps, [mine])
         if group is not None:
             found.every = [torch.empty_like(mine) for _ in range(self._run.peers.world)]
             found.work = dist.all_gather(found.every, mine, group=group, async_op=True)
@@ -114,8 +114,8 @@ class StepTimes:
         flops = float(table[:, FLOPS].sum()) / found.steps
         return StepsTimed(
             epoch=self._run.epoch,
-            first=found.first,
-            last=found.first + found.steps - 1,
+            first=found.last - found.steps + 1,
+            last=found.last,
             seconds=dict(zip(PHASES, spent.mean(0).tolist(), strict=True)),
             own_s=own_s,
             own_ranks=own_ranks,

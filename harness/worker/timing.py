@@ -84,32 +84,35 @@ class PhaseTimer:
     """`begin`, `enter` and `end` are called on the way and only take a mark. `settle` adds up what
     is known to have passed.
 
-    `seconds`: by phase, of the `steps` that are over since they were last taken; `first`: of these.
+    `seconds`: by phase, of the `steps` that are over since they were last taken; `last`: of these.
     """
 
     def __init__(self, marks: Marks):
-        self._marks, self._take = marks, marks.take
+        self._marks = marks
         self._taken: list[Any] = []
         self._codes: list[int] = []  # what begins at each
         self._on = self._paused = False
         self._last: Any = None  # the newest mark that was looked at, and what began there
         self._code = REST
-        self._begun: Any = None  # of the step that is looked at
-        self._ended = False
+        self._numbers: list[int] = []  # of the steps that begin in `_codes`
+        # of the step that is looked at; and the mark at which it began
+        self._number, self._ended = 0, False
+        self._begun: Any = None
         self._open = [0.0] * len(PHASES)
-        self.seconds, self.steps, self.first = [0.0] * len(PHASES), 0, 0
+        self.seconds, self.steps, self.last = [0.0] * len(PHASES), 0, 0
 
     # ---- on the way ------------------------------------------------------------------------------
     def begin(self, step: int) -> None:
         """A step begins; what was since the last one's `end` was between the two."""
         self._on = not self._paused
-        self.first = self.first or step
+        if self._on:
+            self._numbers.append(step)
         self.enter(BEGIN)
 
     def enter(self, phase: int) -> None:
         if self._on:
             self._codes.append(phase)
-            self._taken.append(self._take())
+            self._taken.append(self._marks.take())
 
     def end(self) -> None:
         """The step's update is over."""
@@ -142,9 +145,9 @@ class PhaseTimer:
             self._look(len(self._taken))
 
     def take_seconds(self) -> tuple[list[float], int, int]:
-        """By phase, added up over how many steps, and the first of them; then it is forgotten."""
-        told = self.seconds, self.steps, self.first
-        self.seconds, self.first, self.steps = [0.0] * len(PHASES), self.first + self.steps, 0
+        """By phase, added up over how many steps, and the last of them; then it is forgotten."""
+        told = self.seconds, self.steps, self.last
+        self.seconds, self.steps = [0.0] * len(PHASES), 0
         return told
 
     def _look(self, count: int) -> None:
@@ -160,7 +163,7 @@ class PhaseTimer:
                 self._over()
             if code == BEGIN:
                 done += [] if self._begun is None else [self._begun]
-                self._begun = mark
+                self._number, self._begun = self._numbers.pop(0), mark
             self._ended |= code == END
             self._code, self._last = code, mark
         del self._codes[:count], self._taken[:count]
@@ -170,5 +173,5 @@ class PhaseTimer:
         """The next step begins, or none. One that did not come to its end does not count."""
         if self._ended:
             self.seconds = [a + b for a, b in zip(self.seconds, self._open, strict=True)]
-            self.steps += 1
+            self.steps, self.last = self.steps + 1, self._number
         self._open, self._ended = [0.0] * len(PHASES), False
