@@ -650,3 +650,16 @@ def test_what_was_over_long_before_is_no_part_of_it():
     assert {m.what for m in loss.moments} == {
         "gone", "left", "formed", "restored", "first step", "caught up",
     }  # fmt: skip
+
+
+def test_a_notice_that_is_taken_back_too_late_has_cost_a_world():
+    made = Made().ask(1, 2).form(1, 2).train(4).notice(2).train(1)
+    made.drain("resize")
+    made.say(f.NoticeCancelled(made.member(2), "n2"), made.t - 0.5)
+    found, _ = made.form(1, 2, reason="restart").train(3).finish().told()
+    (one,) = found.interruptions
+    assert one.kind == "notice"
+    assert one.cause == "kill notice from aws to node 2, which stayed after all"
+    assert one.losses.ns["reform"] == 2 * 4 * NANO
+    assert one.saved is None  # nothing would have been lost
+    assert {"notice", "cancelled", "committed"} <= {m.what for m in one.moments}

@@ -196,6 +196,11 @@ class _Judge:
             return self.made("move", what + more, begun_s, [*back, *joined])
         if self.bad_snapshots():
             return self.made("quarantine", "a snapshot could not be used", begun_s, [])
+        if not joined and not self.leaving and (found := self.heeded()):
+            member, t, notice = found
+            who = self.nodes.names([member])
+            cause = f"{notice.notice} notice from {notice.source} to {who}, which stayed after all"
+            return self.made("notice", cause, t, [member])
         parts = [f"{self.nodes.names(joined)} joined"] if joined else []
         parts += [f"{self.nodes.names(self.leaving)} left"] if self.leaving else []
         cause = ", ".join(parts) or "the world was formed anew"
@@ -218,6 +223,18 @@ class _Judge:
                 if t <= until_s and (cancelled_s is None or cancelled_s > self.end_s):
                     found.append((member, t, notice))
         return found
+
+    def heeded(self) -> tuple[str, float, NoticeSeen] | None:
+        """A notice while this world trained. Its node drained and stayed: it was taken back too
+        late to go on."""
+        found = [
+            (t, member, notice)
+            for member in self.row.members
+            for t, notice in self.told.notices(member)
+            if self.row.started_s <= t <= self.end_s
+        ]
+        t, member, notice = max(found, key=lambda n: n[0], default=(0.0, "", None))
+        return None if notice is None else (member, t, notice)
 
     def gone_s(self, member: str) -> float:
         row = self.nodes.row(member)

@@ -246,6 +246,9 @@ def _saved(one: Outline, told: Testimony, nodes: NodesOf, progress: Progress) ->
     rows = progress.rows(world.epoch)
     if one.main.kind != "notice" or trained is None:
         return None
+    after = one.main.after
+    if after is not None and all(m in after.members for m in one.main.members):
+        return None  # they stayed after all
     commits = [c for _, c in told.of_epoch(world.epoch, SnapshotCommitted)]
     drained = any(c.step == trained.resumed_step and c.why in DRAINS for c in commits)
     safe = [c.step for c in commits if c.t_start + c.commit_s <= one.main.begun_s]
