@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from truerun import TrueRun
 
 from harness.bucket import setups as shelf
 from harness.bucket.journal import read_facts
@@ -37,9 +38,10 @@ from harness.core.setups import (
     changes,
     flags_of,
 )
-from harness.core.values import BadObject
+from harness.core.values import BadObject, digest
 from harness.core.world import BadInput
 from harness.node import surroundings
+from harness.views.audit import audit
 from harness.views.logbook import read_logbook
 from harness.views.rerun import find, lock, recipe
 from harness.views.setups import summarize_setups
@@ -373,6 +375,21 @@ def test_reports_tell_what_changed():
     assert body["changes"][0]["changes"][0]["now"] == "b"
 
 
+def test_verify_finds_a_changed_record():
+    run = TrueRun().train(4)
+    assert "setup" not in [check.name for check in audit(run.store).checks]
+    at = write_setup(run.store, 1, shelf.with_diff(BEGAN, b"patch"), b"patch")
+    assert [(c.ok, c.n) for c in audit(run.store).checks if c.name == "setup"] == [(True, 2)]
+    patch = f"setup/diff-{digest(b'patch')}.patch"
+    for key in (at.key, patch):
+        kept = run.store.get(key)
+        run.store.put(key, kept[:-1] + b"?")
+        assert key in audit(run.store).first_violation
+        run.store.put(key, kept)
+    run.store.delete(patch)
+    assert "names a patch" in audit(run.store).first_violation
+
+
 # ---- the logbook ---------------------------------------------------------------------------------
 def test_notes_are_kept_and_shown_as_they_are():
     store = MemoryStore("memory://", {})
@@ -433,6 +450,21 @@ def test_nothing_of_a_bucket_is_a_command():
         )  # fmt: skip
         assert "not found" not in shown.stderr
     assert not Path("/tmp/pwned").exists()
+
+
+def test_each_step_as_the_run_was_set_up_then():
+    run = TrueRun().train(4).train(8)
+    write_setup(run.store, 1, BEGAN, b"")
+    other = dataclasses.replace(BEGAN, argv=("train.py", "--lr", "0.2", "data", "--fast"))
+    write_setup(run.store, 2, other, b"")
+    began, early, late = (find(run.store, step) for step in (None, 3, 6))
+    assert [found.at.number for found in (began, early, late)] == [1, 1, 2]
+    assert (late.step, late.epoch, late.setup) == (6, 2, other)
+    assert began.others == ("from epoch 2 on: --lr was 0.1, now it is 0.2",)
+    text = recipe(late, "file:///x", here=True)
+    assert "--lr 0.2 data --fast" in text and "# It was set up otherwise from epoch 1 on" in text
+    with pytest.raises(BadInput, match="committed step 9"):
+        find(run.store, 9)
 
 
 def test_a_run_without_a_record_says_so():
