@@ -48,6 +48,7 @@ FILE_S = {
     "test_examples.py": 18,
     "test_package.py": 15,
     "test_main_job.py": 15,
+    "test_whereabouts.py": 14,
     "test_controller.py": 10,
     "test_torchrun.py": 10,
     "test_sharding.py": 10,
