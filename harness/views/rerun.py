@@ -290,5 +290,8 @@ def _quoted(word: str) -> str:
         if letter.isprintable() and letter not in "\\'":
             told.append(letter)
         else:
-            told += [f"\\x{byte:02x}" for byte in letter.encode(errors="surrogateescape")]
+            # a byte of a command line that was no UTF-8, or what no command line has
+            was_byte = "\udc80" <= letter <= "\udcff"
+            data = letter.encode(errors="surrogateescape" if was_byte else "replace")
+            told += [f"\\x{byte:02x}" for byte in data]
     return f"$'{''.join(told)}'"
