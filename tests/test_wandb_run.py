@@ -136,7 +136,7 @@ def publisher(url, server, *flags):
     )
 
 
-def wait_for(what, why, within_s=90.0):
+def wait_for(what, why, within_s=240.0):
     until_s = time.monotonic() + within_s
     while not what():
         assert time.monotonic() < until_s, why
