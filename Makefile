@@ -20,7 +20,10 @@ LAB ?= /var/tmp/harness-lab
 
 DASHBOARDS ?= dashboards.json
 
-.PHONY: install train launch jobs-launch plan down doctor dashboards lab lab-short test check lint types pythons sim simsystem walk longrun drill manynodes campaign soak clean
+# processes that test at once (tests/conftest.py says which gets what)
+WORKERS ?= auto
+
+.PHONY: install train launch jobs-launch plan down doctor dashboards wandb lab lab-short test check lint types pythons sim simsystem walk longrun drill manynodes campaign soak clean
 install: $(STAMP)
 $(STAMP): requirements.txt requirements-apart.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned environment wants Python 3.11 or newer, this is " + sys.version + "; make PYTHON=python3.11 ...")'
@@ -46,7 +49,7 @@ launch: install bucket doctor  ## TASK on SkyPilot's clouds under our recovery l
 	$(BIN)/harness launch $(TASK) --cloud sky --run $(RUN) --nodes $(NODES) $(if $(BUDGET),--budget-usd $(BUDGET)) $(ARGS)
 
 jobs-launch: install bucket  ## the same TASK as a managed job of SkyPilot (costs money): make jobs-launch RUN=s3://...
-	$(BIN)/sky jobs launch $(TASK) --env RUN=$(RUN) $(ARGS)
+	$(BIN)/sky jobs launch $(TASK) --env RUN=$(RUN) --env HARNESS_PRICES="$$($(BIN)/harness prices $(TASK))" $(ARGS)
 
 down: install bucket  ## stop RUN and end every node of it; proven by asking SkyPilot
 	$(BIN)/harness down $(RUN)
@@ -61,6 +64,9 @@ dashboards: install  ## W&B's workspace and report for a project, from code (WAN
 bucket:
 	@case "$(RUN)" in *://*) ;; *) echo 'name the run: make $(MAKECMDGOALS) RUN=s3://my-bucket/runs/x'; exit 2;; esac
 
+wandb: install  ## a real training with losses of nodes, workers and publishers, told to W&B on loopback, and read back (some minutes)
+	HARNESS_HEAVY=1 $(BIN)/python -m pytest $(if $(CI),-p no:cacheprovider) tests/test_wandb_training.py
+
 lab: install  ## real SkyPilot on loopback Slurm clusters: everything that can happen to a run (root on Debian 12; half an hour and more)
 	$(BIN)/python tests/lab/lab.py play $(LAB)
 
@@ -68,7 +74,7 @@ lab-short: install  ## its first minutes as a test: two nodes, power cuts, the m
 	HARNESS_LAB=$(LAB) $(BIN)/python -m pytest $(if $(CI),-p no:cacheprovider) tests/test_lab.py
 
 test: install
-	$(BIN)/python -m pytest -n auto --dist worksteal $(if $(CI),-p no:cacheprovider) tests
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(if $(CI),-p no:cacheprovider) tests
 
 check: lint types test
 lint: install

@@ -383,6 +383,7 @@ def _export(args: Any, store: ObjectStore, console: Console, tell: FindNotes) ->
         console.print(
             f"{name} is tied to {first} and stored once (--keep-tied: twice)", highlight=False
         )
+    tell(store).exported(manifest.ref, made, args.dtype or "")
     return DONE
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from rich.table import Table
 
 from storage.errors import NotFound
+from storage.export import Exported
 from storage.manifest import Manifest, Ref, SnapshotCorrupt, SnapshotTooNew
 from storage.objects import ObjectStore
 from storage.snapshots import Snapshots
@@ -28,8 +29,8 @@ class Note:
 class Notes:
     """By snapshot; and what else of the run a copy needs before its manifests (keys, create-only).
 
-    `pardoned` is told of marks that were taken back. `near`: tiers of this node that have bytes of
-    a snapshot, and which share of them, nearest first.
+    `pardoned` is told of marks that were taken back, `exported` of exports. `near`: tiers of this
+    node that have bytes of a snapshot, and which share of them, nearest first.
     """
 
     of: dict[Ref, Note] = field(default_factory=dict)
@@ -37,6 +38,8 @@ class Notes:
     near: Callable[[Manifest], dict[str, float]] = lambda manifest: {}
     # for the record: a mark was taken back
     pardoned: Callable[[Ref, str], None] = lambda ref, what: None
+    # ... and weights were exported, with which type of floats ("": as they were)
+    exported: Callable[[Ref, Exported, str], None] = lambda ref, made, dtype: None
 
 
 FindNotes = Callable[[ObjectStore], Notes]

@@ -78,7 +78,7 @@ class Nodes:
     def facts(self, kind):
         return [s.fact for s in read_facts(open_store(self.url)) if isinstance(s.fact, kind)]
 
-    def until(self, condition, timeout_s=90):
+    def until(self, condition, timeout_s=240):
         until(condition, self.logs, timeout_s, every_s=0.1)
 
     def step(self):
@@ -88,7 +88,7 @@ class Nodes:
     def logs(self):
         return "\n".join(p.read_text() for p in sorted(self.run.parent.glob("node*.log")))
 
-    def codes(self, timeout_s=120):
+    def codes(self, timeout_s=240):
         return [p.wait(timeout_s) for p in self.processes]
 
 
@@ -117,7 +117,7 @@ def test_join_notice_and_loss(nodes):
         lambda: any(e.world == 2 for e in nodes.facts(SessionStarted)) and nodes.step() >= 30
     )
     second.send_signal(signal.SIGTERM)
-    assert second.wait(60) == 33
+    assert second.wait(200) == 33
     nodes.until(lambda: any(e.epoch == 3 for e in nodes.facts(EpochStarted)))
     third = nodes.start(*flags)
     nodes.until(
@@ -129,7 +129,7 @@ def test_join_notice_and_loss(nodes):
     os.killpg(third.pid, signal.SIGKILL)
     nodes.until(lambda: any(e.epoch == 5 for e in nodes.facts(EpochStarted)))
     nodes.go.touch()
-    assert first.wait(150) == 0, nodes.logs()
+    assert first.wait(200) == 0, nodes.logs()
     reasons = [e.reason for e in nodes.facts(EpochStarted)]
     assert reasons == ["start", "grow", "shrink", "grow", "loss"]
     assert nodes.facts(NoticeSeen)[0].source == "signal"
@@ -153,11 +153,12 @@ def test_a_member_that_goes_before_its_workers_begin_is_not_waited_for(nodes):
     # who looks is heard
     nodes.until(lambda: second.look() and any(e.world == 2 for e in nodes.facts(EpochStarted)))
     second.leave(end="")
-    # not the half minute that a planned end may take
-    nodes.until(lambda: len(nodes.facts(EpochStarted)) == 3, timeout_s=25)
+    nodes.until(lambda: len(nodes.facts(EpochStarted)) == 3)
+    # for this reason, and not after the half minute that a planned end may take
+    assert "epoch 2 is over: m0002 went before its workers began" in nodes.logs()
     nodes.go.touch()
     lines.close()
-    assert first.wait(90) == 0, nodes.logs()
+    assert first.wait(200) == 0, nodes.logs()
     assert [e.why for e in nodes.facts(EpochLeft)] == ["resize", "resize", "finished"]
     assert [e.reason for e in nodes.facts(EpochStarted)] == ["start", "grow", "shrink"]
     assert [r.step for r in history(nodes.run)] == list(range(1, LONG + 1))
@@ -185,7 +186,7 @@ def test_a_spell_of_refusals_does_not_end_a_run(nodes, monkeypatch):
         refuses.clear()
         assert agent.poll() is None, nodes.logs()
         nodes.go.touch()
-        assert agent.wait(90) == 0, nodes.logs()
+        assert agent.wait(200) == 0, nodes.logs()
         assert [r.step for r in history(nodes.url)] == list(range(1, 101))
         assert [e.why for e in nodes.facts(EpochLeft)] == ["finished"]
 
@@ -221,7 +222,7 @@ def test_words_of_a_lost_peer_prove_nothing_where_nobody_is_lost(
         "Connection closed by peer')\n"
     )
     nodes.start(script=script)
-    assert nodes.codes(60) == [35], nodes.logs()
+    assert nodes.codes() == [35], nodes.logs()
     assert [(f.rank, f.error) for f in nodes.facts(WorkerFailed)] == [(0, "RuntimeError")] * times
     stop = json.loads(open_store(str(nodes.run)).get("control/stop.json"))
     assert stop["failed"] is True and says in stop["reason"] and "Read error" in stop["reason"]
@@ -237,7 +238,7 @@ def test_of_two_ranks_only_the_one_that_failed_first_is_to_blame(nodes, tmp_path
         "torn')\ndist.all_reduce(x)\n"
     )
     nodes.start(script=script, agent=("--nproc", "2"))
-    assert nodes.codes(60) == [35], nodes.logs()
+    assert nodes.codes() == [35], nodes.logs()
     failed = nodes.facts(WorkerFailed)
     assert {(f.rank, f.error) for f in failed} == {(0, "PeerLost"), (1, "RuntimeError")} and len(
         failed
@@ -355,7 +356,7 @@ def test_an_empty_stop_order_is_one(nodes):
     agent = nodes.start("--total", 100_000, "--every", 20, "--sleep-s", 0.02)
     nodes.until(lambda: nodes.step() >= 20)
     open_store(str(nodes.run)).create("control/stop.json", b"")
-    assert agent.wait(60) == 35, nodes.logs()
+    assert agent.wait(200) == 35, nodes.logs()
     assert [e.why for e in nodes.facts(EpochLeft)] == ["stopped"] and nodes.facts(
         SnapshotCommitted
     )[-1].why == "stop"
@@ -378,7 +379,7 @@ def test_an_unchanged_script_hears_of_notices(nodes, tmp_path, how):
     )
     nodes.until((tmp_path / "up").exists)
     agent.send_signal(signal.SIGTERM)
-    assert agent.wait(60) == 33, nodes.logs()
+    assert agent.wait(200) == 33, nodes.logs()
     assert (tmp_path / "saved").read_text() == "yes"
 
 
@@ -441,10 +442,10 @@ def test_a_run_ends_with_its_script_and_nobody_starts_after_that(nodes, tmp_path
     waiting = nodes.start(tmp_path, script=script, agent=("--min-nodes", "2"))
     nodes.until(lambda: len(nodes.facts(AgentStarted)) == 2)
     (tmp_path / "go4").touch()
-    assert agent.wait(60) == 0, nodes.logs()
+    assert agent.wait(200) == 0, nodes.logs()
     assert snapshots.ended(newest(nodes.run)) == "step 4 of 4 is the last"
-    assert waiting.wait(60) == 0, nodes.logs()
-    assert nodes.start(tmp_path, script=script).wait(60) == 0, nodes.logs()
+    assert waiting.wait(200) == 0, nodes.logs()
+    assert nodes.start(tmp_path, script=script).wait(200) == 0, nodes.logs()
     assert [e.epoch for e in nodes.facts(EpochStarted)] == [1]
     report = audit(open_store(nodes.url))
     assert report.ok, report.first_violation
@@ -516,7 +517,7 @@ def test_a_machine_that_azure_takes(nodes):
         assert agent.poll() is None
         before = nodes.step()
         kill = vm.notice("kill", time.time() + 30)
-        assert agent.wait(60) == 33, nodes.logs()
+        assert agent.wait(200) == 33, nodes.logs()
         # another node is looked for at the notice, not at the end
         assert store.list("control/doubt")
     assert vm.acknowledged == [kill]
@@ -534,7 +535,7 @@ def test_a_signal_to_every_process_of_a_node_is_for_the_agent(nodes):
     nodes.until(lambda: nodes.step() >= 20)
     for process in [*children(agent, "harness."), *workers(agent), agent]:
         process.send_signal(signal.SIGTERM)
-    assert agent.wait(60) == 33, nodes.logs()
+    assert agent.wait(200) == 33, nodes.logs()
     assert [e.why for e in nodes.facts(EpochLeft)] == ["drained"]
     assert nodes.facts(SnapshotCommitted)[-1].why == "notice"
 
@@ -543,7 +544,7 @@ def test_a_controller_may_release_a_node(nodes):
     agent = nodes.start("--total", 100_000, "--every", 20, "--sleep-s", 0.02)
     nodes.until(lambda: nodes.step() >= 20)
     open_store(str(nodes.run)).create("control/leave-000001.json", b"{}")
-    assert agent.wait(60) == 33, nodes.logs()
+    assert agent.wait(200) == 33, nodes.logs()
     assert [e.why for e in nodes.facts(EpochLeft)] == ["drained"]
 
 
@@ -587,7 +588,7 @@ def test_a_node_that_comes_back_reads_its_disk(nodes, tmp_path):
     chunks = chunks_of([newest(nodes.run)])
     nodes.until(lambda: chunks <= {path.name for path in (tmp_path / "nvme").glob("*/chunks/*")})
     os.killpg(nodes.processes[0].pid, signal.SIGKILL)
-    nodes.processes[0].wait(30)
+    nodes.processes[0].wait(200)
     nodes.go.touch()
     nodes.start(*flags, agent=disk)
     assert nodes.codes()[1] == 0, nodes.logs()
@@ -599,5 +600,5 @@ def test_a_node_that_comes_back_reads_its_disk(nodes, tmp_path):
 )
 def test_tiers_that_make_no_sense_are_refused(nodes, flags):
     agent = nodes.start(*SLOW, agent=flags)
-    assert agent.wait(60) not in (0, 33)
+    assert agent.wait(200) not in (0, 33)
     assert "peer-tier" in nodes.logs() or "GiB" in nodes.logs()

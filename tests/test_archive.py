@@ -70,7 +70,7 @@ class Turns:
         with self.changed:
             self.waiting[name] = True
             self.changed.notify_all()
-        assert self.go[name].acquire(timeout=30)
+        assert self.go[name].acquire(timeout=120)
 
 
 class Seat:

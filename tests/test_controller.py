@@ -43,7 +43,7 @@ def harness(*words):
         [sys.executable, "-m", "harness.cli", *map(str, words)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
 
 
@@ -52,7 +52,7 @@ def drained(c: Campaign) -> bool:
     (end,) = c.facts(RunEnded)
     assert end.outcome == "stopped" and end.committed_step == c.step()
     assert {(a.end, a.exit_code) for a in c.facts(AttemptEnded)} == {("terminated", 35)}
-    until(lambda: c.nothing_left(), c.logs, 60)
+    until(lambda: c.nothing_left(), c.logs, 120)
     return True
 
 
@@ -85,7 +85,7 @@ def test_a_closed_terminal_drains(campaign):
 
     c.until(shown)
     os.close(master)
-    assert c.wait(60) == 3, c.logs()
+    assert c.wait(200) == 3, c.logs()
     assert drained(c)
     said = (c.run / "controller" / "log").read_text()
     assert "SIGHUP" in said and "Draining" in said and "resumes it from there" in said
@@ -102,9 +102,9 @@ def test_a_second_signal_kills(campaign):
     time.sleep(3.2)  # what comes within three seconds is one
     c.until(lambda: c.processes("worker"))
     c.process.send_signal(signal.SIGTERM)
-    assert c.wait(30) == 130, c.logs()
+    assert c.wait(200) == 130, c.logs()
     assert "Killed" in c.output()
-    until(lambda: c.nothing_left(), c.logs, 60)
+    until(lambda: c.nothing_left(), c.logs, 120)
 
 
 def test_trouble_of_the_controller_leaves_the_nodes_training_and_down_ends_them(campaign):
@@ -122,7 +122,7 @@ def test_trouble_of_the_controller_leaves_the_nodes_training_and_down_ends_them(
     }
     body |= {"version": 999, "ref": "0000900000-e000001"}
     store.put(newer, canonical({**body, "hash": digest(canonical(body))}))
-    assert c.wait(60) == 4, c.logs()
+    assert c.wait(200) == 4, c.logs()
     assert (
         "go on training" in c.output()
         and "update the package" in c.output()
@@ -137,14 +137,14 @@ def test_trouble_of_the_controller_leaves_the_nodes_training_and_down_ends_them(
         30,
     )
     again = c.launch()
-    assert again.wait(60) == 4, c.output()  # the same for one that cannot even begin
+    assert again.wait(200) == 4, c.output()  # the same for one that cannot even begin
     assert c.processes("worker") == worker
     store.delete(newer)
     # it says no goodbye, and nobody writes down that it has ended: stop and down see it all the
     # same
     c.kill("agent", random.Random(0))
     for words, says in (
-        (("stop", "--wait-s", 100), "Stopped at step"),  # or it has waited in vain
+        (("stop", "--wait-s", 200), "Stopped at step"),  # or it has waited in vain
         (("down", "--grace-s", 600), "Nothing of this run is left."),  # more than it has here
     ):
         ended = harness(*words, c.run)
@@ -160,8 +160,8 @@ def test_nodes_without_a_leader_train_on_and_then_drain(campaign):
     c.kill("controller", random.Random(0))
     c.process.wait(60)
     seen = c.step()
-    until(lambda: c.step() > seen + 10, c.logs, 30)
-    until(lambda: c.facts(AgentEnded), c.logs, 60)
+    until(lambda: c.step() > seen + 10, c.logs, 120)
+    until(lambda: c.facts(AgentEnded), c.logs, 120)
     (end,), (notice,) = c.facts(AgentEnded), c.facts(NoticeSeen)
     assert end.exit_code == 33 and notice.source == "lease"
     assert "nobody leads the run" in notice.id and "has stood still for 0.002 h" in notice.id

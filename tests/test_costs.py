@@ -267,10 +267,10 @@ def test_skypilots_bill_is_written_into_the_run_once():
         report("c", (begin, begin + 10_000), usd=20.0),
         report("other", (begin, begin + 10_000)),
     )
-    (bill,) = settle(sky, store, lambda: NEW_YEAR_S + DAY_S)
+    (bill,) = settle(sky, [store], lambda: NEW_YEAR_S + DAY_S)
     assert (bill.launched_s, bill.gone_s) == (begin, begin + 10_000)
     assert bill.usd_per_h == pytest.approx(3.6)
-    assert settle(sky, store, lambda: NEW_YEAR_S + 2 * DAY_S) == []
+    assert settle(sky, [store], lambda: NEW_YEAR_S + 2 * DAY_S) == []
     s = summarize(store, lambda: NEW_YEAR_S + DAY_S)
     assert s.ledger.billed_s == 10_000
     assert s.ledger.usd == pytest.approx(10.0)
@@ -280,8 +280,8 @@ def test_skypilots_bill_is_written_into_the_run_once():
 def test_a_cluster_that_is_still_there_goes_on_to_cost():
     store = self_launched(MemoryStore("memory://x", {}), NEW_YEAR_S, cluster="c")
     sky = Reports(report("c", (int(NEW_YEAR_S), None)))
-    assert len(settle(sky, store, lambda: NEW_YEAR_S + DAY_S)) == 1
-    assert len(settle(sky, store, lambda: NEW_YEAR_S + 2 * DAY_S)) == 1
+    assert len(settle(sky, [store], lambda: NEW_YEAR_S + DAY_S)) == 1
+    assert len(settle(sky, [store], lambda: NEW_YEAR_S + 2 * DAY_S)) == 1
     s = summarize(store, lambda: NEW_YEAR_S + 3 * DAY_S)
     assert s.ledger.billed_s == 2 * DAY_S  # as far as that was seen
 
@@ -293,4 +293,4 @@ def test_a_run_that_a_controller_led_needs_no_bill():
     journal.record(f.AgentStarted("m0001-a", 1, "h", 1, "", 1))
     journal.record(f.NodeFound("m0001-a", cluster="c"))
     journal.flush()
-    assert settle(Reports(report("c", (int(T0), None))), store, lambda: T0) == []
+    assert settle(Reports(report("c", (int(T0), None))), [store], lambda: T0) == []

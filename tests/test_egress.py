@@ -11,12 +11,13 @@ from harness.core.facts import (
     AgentStarted,
     AttemptIntended,
     EpochStarted,
+    NodeFound,
     SessionStarted,
     SnapshotCommitted,
     Stamped,
 )
 from harness.core.prices import estimate, prices, transfer_usd
-from harness.views import report, summary
+from harness.views import report, report_json, summary
 from storage.files import MemoryStore
 
 GB = 10**9
@@ -77,6 +78,21 @@ def test_a_run_that_stays_pays_for_storage_only():
     )
 
 
+def test_nodes_that_no_controller_launched_say_themselves_where_they_are():
+    led, alone = facts("aws/us-east-1", "nebius/eu-north1"), []
+    for s in led:
+        if isinstance(s.fact, AttemptIntended):
+            cloud, _, region = s.fact.offer["place"].partition("/")
+            fact = NodeFound(f"m{s.fact.attempt}", cloud, region)
+        else:
+            at = isinstance(s.fact, AgentStarted)
+            fact = dataclasses.replace(s.fact, attempt=0) if at else s.fact
+        alone.append(dataclasses.replace(s, fact=fact))
+    known = estimate("s3://b/x", alone, kept=1, seconds=60.0)
+    assert known == estimate("s3://b/x", led, kept=1, seconds=60.0)
+    assert known.moved
+
+
 def test_a_move_is_paid_by_where_data_comes_from():
     """The bucket is where the run began: both nodes of the second world read 10 GB from it, and
     write 10 GB to it for nothing."""
@@ -105,5 +121,5 @@ def test_the_report_tells_it_apart_from_the_bill():
         "estimate" in rows["the bucket's storage meanwhile"][1]
         and "aws/us-east-1 to nebius/eu-north1" in rows["data between places"][1]
     )
-    assert json.loads(json.dumps(report.to_json(s)))["store"]["moved_usd"] == pytest.approx(1.8)
+    assert json.loads(json.dumps(report_json.to_json(s)))["store"]["moved_usd"] == pytest.approx(1.8)
     report.print_report(s, Console(file=open("/dev/null", "w")))  # noqa: SIM115

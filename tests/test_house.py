@@ -2,6 +2,7 @@
 meaning for the name of a type, lines that fit a page."""
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -52,8 +53,12 @@ def named(path: Path) -> str:
 
 
 CODE = sources("harness", "storage")
-TREES = {path: ast.parse(path.read_text()) for path in CODE}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 @pytest.mark.parametrize("path", CODE, ids=named)
@@ -77,7 +82,7 @@ def length(function: Function) -> int:
 def test_no_function_is_too_long(path):
     found = {
         node.name: length(node)
-        for node in ast.walk(TREES[path])
+        for node in ast.walk(tree_of(path))
         if isinstance(node, Function) and length(node) > MAX_FUNCTION
     }
     assert not found, f"{named(path)}: {found} lines: split it into steps that have names"
@@ -110,7 +115,7 @@ def attributes(one: ast.ClassDef) -> set[str]:
 def test_no_class_has_too_many_attributes(path):
     found = {
         node.name: len(attributes(node))
-        for node in ast.walk(TREES[path])
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.ClassDef)
         and node.name not in MANY_ATTRIBUTES
         and len(attributes(node)) > MAX_ATTRIBUTES
@@ -136,8 +141,8 @@ def types(tree: ast.Module) -> Iterator[str]:
 
 def test_the_name_of_a_type_has_one_meaning():
     where: defaultdict[str, set[str]] = defaultdict(set)
-    for path, tree in TREES.items():
-        for name in types(tree):
+    for path in CODE:
+        for name in types(tree_of(path)):
             where[name].add(named(path))
     twice = {n: sorted(w) for n, w in where.items() if len(w) > 1 and n not in TWO_MEANINGS}
     assert not twice, f"a name for each: {twice} (docs/ARCHITECTURE.md has a glossary)"
@@ -151,7 +156,7 @@ def test_the_glossary_says_where_a_name_is_defined():
     wrong = []
     for name, _, where in rows:
         path = ROOT / where if where.startswith("storage/") else ROOT / "harness" / where
-        if path not in TREES or name not in types(TREES[path]):
+        if path not in CODE or name not in types(tree_of(path)):
             wrong.append(f"{name} is not defined in {where}")
     assert not wrong, "\n".join(wrong)
 

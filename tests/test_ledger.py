@@ -313,6 +313,14 @@ def test_skypilot_knows_how_long_a_node_lived_after_its_agent():
     assert there.ns["drained"] == (900 - 30) * NANO  # until that was told
 
 
+def test_a_node_that_trains_is_there_until_it_is_silent():
+    facts = self_launched()[:4]
+    now = Ledger.of(facts, STEP, 100.0).attempts[0]
+    assert (now.gone_s, now.billed_s) == (None, 160.0)
+    later = Ledger.of(facts, STEP, 1000.0).attempts[0]
+    assert (later.gone_s, later.billed_s) == (20.0, 80.0)
+
+
 def test_agents_that_followed_each_other_on_one_machine_share_its_bill():
     first = self_launched()[1].fact
     facts = self_launched(

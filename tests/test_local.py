@@ -28,7 +28,7 @@ from harness.core.facts import SessionStarted, StepDone
 from harness.core.world import BadInput, CloudUnavailable, NodeState, Offer
 from storage.opening import open_store
 
-WAIT_S = 30.0  # for anything that takes some 0.1 s when the machine is not busy
+WAIT_S = 120.0  # for anything that takes some 0.1 s when the machine is not busy
 SLEEP = "sleep 300"
 # Four processes: the node's command with a child, and another child with a session, and a child, of
 # its own.

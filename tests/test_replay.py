@@ -31,7 +31,7 @@ def test_an_exact_window_is_the_same_on_any_world(runs, tmp_path):
         8,
         3,
         [TRAINER, *flags("exact")],
-        timeout_s=120,
+        timeout_s=240,
     )
     assert found.identical and (found.first, found.last) == (9, 16)
     assert found.weights == "identical"
@@ -39,7 +39,7 @@ def test_an_exact_window_is_the_same_on_any_world(runs, tmp_path):
 
 def test_a_fast_window_differs_on_another_world_and_the_step_is_named(runs, tmp_path):
     found = replay(
-        open_store(str(runs / "fast")), tmp_path, 8, 8, 3, [TRAINER, *flags("fast")], timeout_s=120
+        open_store(str(runs / "fast")), tmp_path, 8, 8, 3, [TRAINER, *flags("fast")], timeout_s=240
     )
     assert not found.identical
     assert found.first_difference.startswith("step ") and found.weights.startswith("different: ")
@@ -60,7 +60,7 @@ def test_the_command(runs):
         "1",
     ]
     ended = subprocess.run(
-        [*command, "--", TRAINER, *flags("exact")], capture_output=True, text=True, timeout=120
+        [*command, "--", TRAINER, *flags("exact")], capture_output=True, text=True, timeout=240
     )
     assert ended.returncode == 0, ended.stderr
     assert "steps 17-24 on 1 worker: identical" in ended.stdout

@@ -96,7 +96,7 @@ def test_a_part_of_a_split_run_is_replayed_in_replicas_of_the_same_size(tmp_path
     split(tmp_path / "run", 4)
     store = open_store(str(tmp_path / "run"))
     (tmp_path / "again").mkdir()
-    found = replay(store, tmp_path / "again", 6, 3, 4, [str(SPLIT)], timeout_s=120)
+    found = replay(store, tmp_path / "again", 6, 3, 4, [str(SPLIT)], timeout_s=240)
     assert found.identical and (found.first, found.last) == (7, 9)
     with pytest.raises(BadInput, match="3 ranks make no whole number of replicas of 2 ranks"):
         replay(store, tmp_path / "odd", 6, 3, 3, [str(SPLIT)])

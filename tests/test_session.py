@@ -521,7 +521,7 @@ def steps_reached(run):
     )
 
 
-def wait_for(condition, timeout_s=60):
+def wait_for(condition, timeout_s=240):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

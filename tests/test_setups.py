@@ -4,6 +4,8 @@ import argparse
 import dataclasses
 import enum
 import json
+import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,11 +16,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from truerun import TrueRun
 
 from harness.bucket import setups as shelf
 from harness.bucket.journal import read_facts
 from harness.bucket.notes import LONGEST_NOTE, LogbookEntry, read_notes, write_note
 from harness.bucket.setups import SetupAt, list_setups, read_setup, write_launch, write_setup
+from harness.cli.launch import LaunchFlags
+from harness.cli.record import about_launch, keep_launch, with_image
+from harness.clouds import tasks
 from harness.core import facts as f
 from harness.core.masking import masked_line, masked_patch, masked_words, url_without_secrets
 from harness.core.plain import MOST_VALUES, plain_config
@@ -32,9 +38,10 @@ from harness.core.setups import (
     changes,
     flags_of,
 )
-from harness.core.values import BadObject
+from harness.core.values import BadObject, digest
 from harness.core.world import BadInput
 from harness.node import surroundings
+from harness.views.audit import audit
 from harness.views.logbook import read_logbook
 from harness.views.rerun import find, lock, recipe
 from harness.views.setups import summarize_setups
@@ -235,6 +242,30 @@ def test_a_work_tree_is_told_without_secrets(tmp_path):
     assert cut.kept == "cut" and (1 << 19) < len(patch) <= surroundings.DIFF_NBYTES
 
 
+def test_a_script_that_git_does_not_know_is_kept(tmp_path):
+    script = tmp_path / "jobs" / "train.py"
+    script.parent.mkdir()
+    script.write_text('lr = 1\npassword = "swordfish"\nlast = 2')
+    alone, patch = surroundings.git_state(tmp_path, script=script)
+    assert (alone.commit, alone.kept, alone.masked) == ("", "whole", 1)
+    git(tmp_path, "init", "--initial-branch=main")
+    (tmp_path / "a.txt").write_text("1\n")
+    (tmp_path / ".gitignore").write_text("jobs\n")
+    git(tmp_path, "add", "a.txt")
+    git(tmp_path, "commit", "-m", "x")
+    (tmp_path / "a.txt").write_text("2\n")
+    state, both = surroundings.git_state(script.parent, script=script)
+    assert (state.folder, state.kept, both.endswith(patch)) == ("jobs/", "whole", True)
+    clone = tmp_path / "clone"
+    git(tmp_path, "clone", ".", "clone")
+    (clone / "p").write_bytes(both)
+    git(clone, "apply", "p")
+    assert (clone / "a.txt").read_text() == "2\n"
+    assert (clone / "jobs" / "train.py").read_text() == script.read_text().replace("swordfish", "***")
+    git(tmp_path, "add", "-f", "jobs")
+    assert b"train.py" in surroundings.git_state(tmp_path, script=script)[1]  # as git tells it
+
+
 def test_packages_are_what_is_installed(tmp_path):
     def install(name, version, said=None):
         info = tmp_path / f"{name}-{version}.dist-info"
@@ -257,10 +288,10 @@ def test_variables_that_steer_libraries_and_nothing_else():
     told = surroundings.variables(
         {
             "NCCL_ALGO": "Ring", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "0", "HF_TOKEN": "x",
-            "HARNESS_EPOCH": "3", "HARNESS_LOOK_AGAIN_S": "0", "HOME": "/", "SKYPILOT_NODE_RANK": "0",
+            "HARNESS_EPOCH": "3", "NCCL_SOCKET_IFNAME": "lo", "HOME": "/", "SKYPILOT_NODE_RANK": "0",
         }
     )  # fmt: skip
-    assert told == {"HARNESS_LOOK_AGAIN_S": "0", "NCCL_ALGO": "Ring", "OMP_NUM_THREADS": "1"}
+    assert told == {"NCCL_ALGO": "Ring", "OMP_NUM_THREADS": "1"}
 
 
 # ---- comparing -----------------------------------------------------------------------------------
@@ -344,6 +375,21 @@ def test_reports_tell_what_changed():
     assert body["changes"][0]["changes"][0]["now"] == "b"
 
 
+def test_verify_finds_a_changed_record():
+    run = TrueRun().train(4)
+    assert "setup" not in [check.name for check in audit(run.store).checks]
+    at = write_setup(run.store, 1, shelf.with_diff(BEGAN, b"patch"), b"patch")
+    assert [(c.ok, c.n) for c in audit(run.store).checks if c.name == "setup"] == [(True, 2)]
+    patch = f"setup/diff-{digest(b'patch')}.patch"
+    for key in (at.key, patch):
+        kept = run.store.get(key)
+        run.store.put(key, kept[:-1] + b"?")
+        assert key in audit(run.store).first_violation
+        run.store.put(key, kept)
+    run.store.delete(patch)
+    assert "names a patch" in audit(run.store).first_violation
+
+
 # ---- the logbook ---------------------------------------------------------------------------------
 def test_notes_are_kept_and_shown_as_they_are():
     store = MemoryStore("memory://", {})
@@ -404,6 +450,21 @@ def test_nothing_of_a_bucket_is_a_command():
         )  # fmt: skip
         assert "not found" not in shown.stderr
     assert not Path("/tmp/pwned").exists()
+
+
+def test_each_step_as_the_run_was_set_up_then():
+    run = TrueRun().train(4).train(8)
+    write_setup(run.store, 1, BEGAN, b"")
+    other = dataclasses.replace(BEGAN, argv=("train.py", "--lr", "0.2", "data", "--fast"))
+    write_setup(run.store, 2, other, b"")
+    began, early, late = (find(run.store, step) for step in (None, 3, 6))
+    assert [found.at.number for found in (began, early, late)] == [1, 1, 2]
+    assert (late.step, late.epoch, late.setup) == (6, 2, other)
+    assert began.others == ("from epoch 2 on: --lr was 0.1, now it is 0.2",)
+    text = recipe(late, "file:///x", here=True)
+    assert "--lr 0.2 data --fast" in text and "# It was set up otherwise from epoch 1 on" in text
+    with pytest.raises(BadInput, match="committed step 9"):
+        find(run.store, 9)
 
 
 def test_a_run_without_a_record_says_so():
@@ -504,3 +565,56 @@ def test_what_to_do_about_a_change_is_one_of_three(tmp_path):
     for given in ({"on_change": "no"}, {"HARNESS_ON_CHANGE": "no"}):
         with pytest.raises(BadInput, match="wanted refuse, warn or accept"):
             session(f"file://{tmp_path}", 1, "x.py", **given)
+
+
+# ---- launches ------------------------------------------------------------------------------------
+TASK = """\
+name: t
+resources: {image_id: docker:me/x:1}
+envs: {RUN: "", STEPS: "3"}
+secrets: {WANDB_API_KEY: inthefile123}
+run: |
+  exec harness run --run "$RUN" -- train.py --steps $STEPS  # [bold]
+"""
+
+
+def test_a_launch_is_kept_without_secrets(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("USER", "me")
+    for name in ("HARNESS_OWNER", "HARNESS_PURPOSE", "HARNESS_ON_CHANGE"):
+        monkeypatch.delenv(name, raising=False)
+    Path("t.yaml").write_text(TASK)
+    flags = LaunchFlags(
+        "t.yaml", run="s3://b/x", nodes="1:2", purpose="to see", on_change="refuse",
+        env=("STEPS=5", "MY_TOKEN=abc", "URL=s3://u:p@b/x"), secret=("HF_TOKEN=given123",),
+    )  # fmt: skip
+    envs = about_launch(flags, os.environ)
+    assert envs == {
+        "HARNESS_OWNER": "me", "HARNESS_PURPOSE": "to see", "HARNESS_ON_CHANGE": "refuse",
+    }  # fmt: skip
+    secrets = tasks.pairs(flags.secret, os.environ, "--secret")
+    task = with_image(tasks.load("t.yaml", envs, secrets, use_skypilot=False))
+    assert task.envs["HARNESS_IMAGE"] == "docker:me/x:1"
+    store = MemoryStore("memory://", {})
+    keep_launch(store, flags, task)
+    keep_launch(store, flags, task)  # the same command, to resume: nothing new
+    (at,) = list_setups(store, LAUNCH)
+    kept = store.get(at.key).decode()
+    assert not any(word in kept for word in ("inthefile", "given123", "abc", "u:p"))
+    setup = read_setup(store, at)
+    assert setup.people == {"owner": "me", "purpose": "to see"}
+    assert setup.argv[:2] == ("launch", "t.yaml")
+    assert setup.task == TASK.replace("inthefile123", "***")
+    assert "HF_TOKEN (a secret)" in setup.left_out
+    write_setup(store, 1, BEGAN, b"")
+    found = find(store, None)
+    text = recipe(found, "s3://b/again")
+    assert "export WANDB_API_KEY" not in text
+    (line,) = [line for line in text.splitlines() if line.startswith("harness launch")]
+    words = shlex.split(line)
+    assert words[:3] == ["harness", "launch", "task.yaml"]
+    assert words[-2:] == ["--run", "$RUN"]
+    assert line.count("--run") == 1 and "--env MY_TOKEN --env" in line
+    parsed = [words[i + 1] for i, word in enumerate(words) if word == "--secret"]
+    assert parsed == ["HF_TOKEN"]
+    assert "harness run" in recipe(found, "x", by_run=True)

@@ -15,7 +15,13 @@ from torch import nn
 
 from harness.bucket.journal import Journal, read_facts
 from harness.cli import command as cli
-from harness.core.facts import SessionStarted, SnapshotCommitted, SnapshotReplicated, Warned
+from harness.core.facts import (
+    SessionStarted,
+    SnapshotCommitted,
+    SnapshotExported,
+    SnapshotReplicated,
+    Warned,
+)
 from storage import Keep, MemoryStore, Ref, SnapshotCorrupt, Snapshots, StoreError, dcp, open_store
 from storage.command import main
 from storage.export import export
@@ -485,6 +491,11 @@ def test_export_and_copy_by_command(run, tmp_path, capsys):
     assert found.dtype == torch.bfloat16
     assert found.shape == (100, 3)
     assert main(["export", run, str(tmp_path / "out")]) == 2
+    with pytest.raises(SystemExit) as e:  # as `harness` does it, it is in the record
+        cli.main(["snapshots", "export", run, str(tmp_path / "again"), "--step", "20"])
+    assert e.value.code == 0
+    (said,) = (s.fact for s in read_facts(open_store(run)) if isinstance(s.fact, SnapshotExported))
+    assert (said.step, said.files, said.tensors) == (20, ("model.safetensors",), 1)
     assert main(["list", str(tmp_path / "nothing")]) == 0
     assert main(["copy", str(tmp_path / "nothing"), run]) == 1
 

@@ -378,7 +378,10 @@ def test_mlflow_reads_back_what_was_committed(mlflow_uri):
     w = writer(run)
     w.round()
     info = RunInfo.of(run.store)
-    config = {"config": {"lr": 0.1, "deep": {"er": 1}}, "tags": ["spot"]}
+    names = {"a/../b": 1, "x=y": "", "": 2, "..": 3} | {f"n{i}": i for i in range(150)}
+    config = {
+        "config": {"lr": 0.1, "deep": {"er": 1}, "odd": names}, "tags": ["spot"], "notes": "why",
+    }  # fmt: skip
     tracker = MlflowRun(run.store, info, mlflow_uri, about=lambda: config)
     assert not tracker.round()
     (place,) = run.store.list("trackers/mlflow/")
@@ -394,7 +397,10 @@ def test_mlflow_reads_back_what_was_committed(mlflow_uri):
     assert place.endswith("0000.json")
     assert old.data.tags["spotharness.superseded"] == "true"
     assert (old.info.status, new.info.status) == ("KILLED", "FINISHED")
-    assert new.data.params == {"lr": "0.1", "deep.er": "1"}
+    params = new.data.params
+    assert (params["lr"], params["deep.er"], params["odd.a_.._b"]) == ("0.1", "1", "1")
+    assert (params["odd"], params["odd.n149"], len(params)) == ("2", "149", 155)
+    assert new.data.tags["mlflow.note.content"] == "why"
     records, _ = committed(run.store, info, 1, 10**6)
     assert points(tracker.client, new.info.run_id, "train/loss") == [
         (r.step, r.loss, int(r.t * 1000)) for r in records

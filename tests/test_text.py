@@ -15,10 +15,13 @@ from histories import whole_run
 from rich.live import Live
 
 from harness.bucket.journal import Journal
+from harness.bucket.notes import LogbookEntry, write_note
+from harness.bucket.setups import write_setup
 from harness.cli import command as cli
 from harness.cli import common
 from harness.controller import doctor, plan
 from harness.core import facts as f
+from harness.core.setups import GitState, Setup
 from harness.core.world import Offer, Stop, View
 from harness.views.page import page
 from harness.views.report import print_report
@@ -112,12 +115,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
     history.say("agent-x", f.NoticeSeen(f"m0091-{EVIL}", EVIL, EVIL, EVIL, history.t))
     history.say("agent-x", f.WorkerFailed(f"m0091-{EVIL}", 1, 0, 1, EVIL, EVIL, EVIL))
     history.say("agent-x", f.Validated(20, 1, {f"val_loss {EVIL}": 1.0}))
+    git = GitState("0a" * 20, EVIL, EVIL, EVIL, untracked=(EVIL,))
+    said = {"owner": EVIL, "purpose": EVIL}
+    setup = Setup(argv=(EVIL,), config={EVIL: EVIL}, git=git, software=said, hardware=said, people=said)
+    write_setup(history.store, 1, setup, b"")
+    row = {"level": "training", "name": EVIL, "was": EVIL, "now": EVIL}
+    history.say("worker-x", f.SetupChanged(2, EVIL, EVIL, (row,)))
+    write_note(history.store, LogbookEntry(history.t, EVIL, EVIL, 3), "0a" * 4)
     return str(folder)
 
 
 @pytest.mark.parametrize(
     "words",
     [
+        ("logbook",),
+        ("rerun",),
         ("status", "--once"),
         ("report",),
         ("verify",),

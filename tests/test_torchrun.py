@@ -30,7 +30,7 @@ rank, world, folder = dist.get_rank(), dist.get_world_size(), pathlib.Path(sys.a
 at = torch.tensor([int((folder / "step").read_text()) if (folder / "step").exists() else 0])
 dist.broadcast(at, 0)
 step = int(at)
-while not (folder / "end").exists() or step < 5:
+while True:
     one = torch.ones(1)
     dist.all_reduce(one)
     assert int(one) == world
@@ -42,7 +42,7 @@ while not (folder / "end").exists() or step < 5:
         os.replace(folder / "new", folder / "step")  # whole or not at all: we are killed at any moment
         with open(folder / "steps", "a") as f:
             f.write(json.dumps([step, world, os.environ["HARNESS_EPOCH"], os.environ["HARNESS_RUN"]]) + "\\n")
-    if int(end) and step >= 5:
+    if int(end) and step >= 5:  # all of them after the same step
         break
     time.sleep(0.05)
 """
@@ -124,17 +124,17 @@ def test_nodes_join_the_one_with_rank_0_is_killed_and_the_run_finishes(torchruns
         )
 
     first = torchruns()
-    until(lambda: len(steps()) > 3, logs, 150)
+    until(lambda: len(steps()) > 3, logs, 240)
     second = torchruns()
-    until(lambda: steps()[-1][1] == 2, logs, 150)  # it has joined, and nothing has failed for it
+    until(lambda: steps()[-1][1] == 2, logs, 240)  # it has joined, and nothing has failed for it
     assert first.poll() is None
     kill_node(first)  # it hosted the store and the master port
     alone = len(steps())
-    until(lambda: len(steps()) > alone + 3 and steps()[-1][1] == 1, logs, 150)
+    until(lambda: len(steps()) > alone + 3 and steps()[-1][1] == 1, logs, 240)
     third = torchruns()
-    until(lambda: steps()[-1][1] == 2, logs, 150)
+    until(lambda: steps()[-1][1] == 2, logs, 240)
     (tmp_path / "end").touch()
-    assert second.wait(120) == 0 and third.wait(120) == 0, logs()
+    assert second.wait(240) == 0 and third.wait(240) == 0, logs()
     numbers = [s[0] for s in steps()]
     # no step was lost; one may be done again
     assert all(b - a in (0, 1) for a, b in itertools.pairwise(numbers))

@@ -26,7 +26,7 @@ from storage.tiers import blocks
 from storage.upload import Uploader, UploadJob, UploadOutcome, forecast
 
 R1, R2, R3 = Ref(1, 10), Ref(1, 20), Ref(1, 30)
-WAIT_S = 60
+WAIT_S = 120
 until = functools.partial(worlds.until, within_s=WAIT_S)
 
 

@@ -247,14 +247,14 @@ def test_an_agent_of_another_version_ends_with_its_own_code(tmp_path: Path, run,
 
     try:
         first = start(run)
-        until(lambda: Path(url, "rdzv/epochs/000001.json").exists(), within_s=60)
+        until(lambda: Path(url, "rdzv/epochs/000001.json").exists(), within_s=200)
         second = start(newcomer)
-        said = second.communicate(timeout=60)[0]
+        said = second.communicate(timeout=200)[0]
         assert first.poll() is None
         (tmp_path / "go").touch()
         assert second.returncode == REFUSED == 38
         assert "install the version" in said and f"protocol {run}" in said
-        assert first.wait(120) == 0, first.communicate()[0]
+        assert first.wait(200) == 0, first.communicate()[0]
     finally:
         for agent in agents:
             agent.kill()

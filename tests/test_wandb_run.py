@@ -17,7 +17,8 @@ import pytest
 from story import Story
 
 from harness.bucket.journal import read_facts
-from harness.bucket.setups import write_setup
+from harness.bucket.notes import LogbookEntry, write_note
+from harness.bucket.setups import with_diff, write_setup
 from harness.cli.track import publisher_beside
 from harness.clouds.tasks import Task
 from harness.core import facts
@@ -404,7 +405,7 @@ def test_what_w_and_b_knows_besides_numbers(server):
     """Configuration, tags, axes, summary, snapshots as artifacts, lineage, alerts."""
     story = Story(MemoryStore("s3://user:secret@bucket/runs/mine?token=x", {}))
     story.node(1)
-    environ = {"HARNESS_X": "1", "HARNESS_KEY": "hidden", "HOME": "/"}
+    environ = {"NCCL_X": "1", "NCCL_KEY": "hidden", "HOME": "/"}
     script = "examples/train.py --lr 3e-4 --layers=12 --fast --hf-token abc --max-tokens 9 --data s3://u:p@b/d?x"
     setup = Setup(
         argv=tuple(masked_words(shlex.split(script))[0]),
@@ -415,7 +416,8 @@ def test_what_w_and_b_knows_besides_numbers(server):
         environment=surroundings.variables(environ),
         people={"owner": "me", "purpose": "to see"},
     )
-    write_setup(story.store, 1, setup, b"")
+    diff = b"+lr = 3e-4\n"
+    write_setup(story.store, 1, with_diff(setup, diff), diff)
     story.train(4, metrics={"grad_norm": 0.5, "val_loss": 0.9})
     side = Side(story, server)
     side.until_told()
@@ -425,12 +427,14 @@ def test_what_w_and_b_knows_besides_numbers(server):
     story.train(10, new_epoch=False, metrics={"grad_norm": 0.5, "val_loss": 0.7})
     side.until_told()
     story.train(12, new_epoch=False, final=True)
+    write_note(story.store, LogbookEntry(story.t, "lr was too high", "me", 8), "0" * 8)
+    story.told(facts.SnapshotExported(8, 1, ("model.safetensors",), 1, 800, "bf16"), writer="me")
     assert side.round(last=True)
     side.wandb.close()
-    (run,) = server.runs.values()
+    run, export = server.runs.values()
     config = run.values()
     assert (config["global_batch"], config["seed"], config["hardware"]) == (8, 7, ["H100"])
-    assert (config["environment"]["HARNESS_X"], "HARNESS_KEY" in config["environment"]) == ("1", 0)
+    assert (config["environment"]["NCCL_X"], "NCCL_KEY" in config["environment"]) == ("1", 0)
     assert config["environment"]["python"] and config["packages"]["numpy"]
     flags = {"lr": 3e-4, "layers": 12, "fast": True, "max-tokens": 9, "data": "s3://b/d"}
     assert (config["script"], config["flags"]) == ("train.py", flags)
@@ -438,6 +442,7 @@ def test_what_w_and_b_knows_besides_numbers(server):
     assert config["git"]["commit"] == "ab" * 20
     assert (config["optimizer"], config["note"], config["owner"]) == ({"lr": 3e-4}, "flat", "me")
     assert (config["seed"], config["config"]) == (7, {"seed": 8})
+    assert run.about["notes"].splitlines()[0] == "purpose: to see"
     assert (run.about["jobType"], run.about["displayName"]) == ("train", "mine?token=x")
     assert run.about["tags"] == ["spot", "gcp"]
     assert (run.summary["best/val_loss"], run.summary["best/val_loss_step"]) == (0.3, 5)
@@ -451,6 +456,20 @@ def test_what_w_and_b_knows_besides_numbers(server):
     assert b"s3://bucket/runs/mine/snapshots/manifests/" in manifests
     assert b"secret" not in manifests and b"token" not in manifests
     assert [a.kind for a in server.artifacts if a.id in run.used] == ["dataset"]
+    # what was validated, and what came of a snapshot
+    found = {a.id: a for a in server.artifacts}
+    told = [a.metadata for a in server.artifacts if a.kind == "evaluation"]
+    assert [(e["step"], e["validated_step"], e["val/loss"]) for e in told] == [
+        *((4, 4, 0.9), (5, 5, 0.3), (8, 8, 0.3), (10, 10, 0.7))
+    ]
+    assert told[1]["snapshot"] == f"snapshot-{side.info.id}:step-5"
+    (used,), (made,) = [found[i] for i in export.used], [found[i] for i in export.logged]
+    assert (used.kind, used.metadata["step"], used.by) == ("model", 8, run.name)
+    assert (made.collection, made.metadata["dtype"]) == (f"export-{side.info.id}", "bf16")
+    assert (export.about["jobType"], server.state(export.name)) == ("export", "finished")
+    assert run.files["diff.patch"] == diff
+    assert run.about["notes"].startswith("purpose: to see\n")
+    assert run.about["notes"].endswith("me, step 8: lr was too high")
     assert [a["title"] for a in run.alerts] == ["guard: loss spike"]
 
 

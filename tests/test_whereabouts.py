@@ -23,6 +23,9 @@ from harness.clouds.aws_imds import AwsImds
 from harness.clouds.azure_events import AzureScheduledEvents
 from harness.clouds.gcp_metadata import GcpMetadata
 from harness.clouds.metadata import MetadataServer, environment_of
+from harness.views.audit import audit
+from harness.views.summary import summarize
+from storage.files import FileStore
 
 CATALOG = Path(__file__).parent / "data/catalog"
 LAUNCHED_S = 1_795_333_861.0
@@ -102,6 +105,23 @@ def test_a_later_job_of_a_cluster_does_not_pay_for_what_was_before_it(home):
     assert one.launched_s is None
     (first,) = found({**env, "SKYPILOT_INTERNAL_JOB_ID": "1"}, home)
     assert first.launched_s == LAUNCHED_S  # when the machine booted
+
+
+def test_a_machine_that_somebody_keeps_is_not_paid_for_since_it_was_bought(home):
+    machine = AwsImds("i-1", zone="us-east-2a", launched_s=LAUNCHED_S)
+    with closing(MetadataServer(machine)) as server:
+        (one,) = found(environment_of("aws", server.endpoint), home)
+        assert (one.cloud, one.launched_s) == ("aws", None)
+
+
+def test_a_pod_is_paid_for_since_its_first_process(home):
+    (home / "proc/1").mkdir(parents=True)
+    (home / "proc/stat").write_text(f"btime {LAUNCHED_S - 9000:.0f}\n")
+    ticks = 9000 * os.sysconf("SC_CLK_TCK")
+    (home / "proc/1/stat").write_text(f"1 (a b) S {' '.join(['0'] * 18)} {ticks} 0 0")
+    env = {**cluster_info("Kubernetes", "gke", None), "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    (one,) = found(env, home)
+    assert one.launched_s == LAUNCHED_S
 
 
 def test_nodes_on_gcp_and_azure(tmp_path):
@@ -222,3 +242,28 @@ def test_prices_that_travel_with_a_task_are_found_on_its_node(home):
     on_demand = replace(SPOT, spot=False)
     assert catalog.offered(table, on_demand) == HourlyPrice(55.04, 55.04)
     assert catalog.offered(table, replace(SPOT, region="eu-south-9")) == HourlyPrice()
+
+
+def test_a_run_that_nobody_led_has_a_bill(home):
+    """The real agent, with a script of somebody's; then report and audit."""
+    script = home / "script.py"
+    script.write_text("print('trained')\n")
+    url = f"file://{home}/runs/x"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("HARNESS_")}
+    env |= {"HOME": str(home), "HARNESS_USD_PER_H": "3600", "HARNESS_ON_DEMAND_USD_PER_H": "7200"}
+    env["SKYPILOT_INTERNAL_JOB_ID"] = "2"  # so it is paid for since its agent's begin
+    words = ["run", "--run", url, "--nproc", "1", "--notices", "none", "--gpu-health", "off"]
+    done = subprocess.run(
+        [sys.executable, "-m", "harness.cli", *words, "--", str(script)],
+        env={**env, **cluster_info("slurm", "east", "east-1a")},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    s = summarize(FileStore(url))
+    (row,) = s.ledger.attempts
+    assert (row.offer, row.usd_per_h) == ("slurm/east/east-1a", 3600.0)
+    assert row.usd == pytest.approx(row.billed_s)  # a dollar a second
+    assert s.ledger.cost.saved == pytest.approx(0.5)
+    assert audit(FileStore(url)).ok

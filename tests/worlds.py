@@ -29,7 +29,7 @@ class Ended:
     output: str
 
 
-def until(condition, what="a condition", within_s=30.0, every_s=0.01):
+def until(condition, what="a condition", within_s=120.0, every_s=0.01):
     """What `condition` says, when that is true. `what`: for whoever reads why it failed; text,
     or what makes it."""
     deadline_s = time.monotonic() + within_s
@@ -81,7 +81,7 @@ def start(run, world=1, *flags, env=None, script=TRAINER):
     return processes
 
 
-def finish(processes, timeout_s=120) -> Ended:
+def finish(processes, timeout_s=240) -> Ended:
     outputs = [p.communicate(timeout=timeout_s)[0] for p in processes]
     return Ended([p.returncode for p in processes], "\n".join(outputs))
 
@@ -102,7 +102,7 @@ class Nursery:
         codes=(0,),
         script=TRAINER,
         kill_after_s=None,
-        timeout_s=120,
+        timeout_s=240,
     ) -> Ended:
         """Run to the end; every exit code must be one of `codes`. `kill_after_s`: SIGKILL to
         every rank then."""

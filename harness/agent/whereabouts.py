@@ -74,7 +74,9 @@ def find(machine: MachineInfo, took: Callable[[NodeFound], None], asking: Asking
     if any(getattr(first, f.name) not in ("", None) for f in fields(first) if f.name != "member"):
         took(first)
     python = catalog.runtime(machine.env)
-    if priced and not price.whole and python is not None:
+    # the controller that launched it knows its price
+    ours = machine.env.get("HARNESS_ATTEMPT", "0") != "0"
+    if priced and not price.whole and python is not None and not ours:
         more = price.filled(asking.ask(python, shape, machine.env))
         if more != price:
             took(_with_price(found, more, source or "skypilot"))
@@ -137,9 +139,7 @@ def _look(machine: MachineInfo) -> tuple[NodeFound, tuple[str, ...]]:
         if gaps:
             found = replace(found, **gaps, source=f"{found.source} {one.found.source}".strip())
         zones += one.zones
-    if found.launched_s is None:
-        found = replace(found, launched_s=_begun(machine))
-    return _with_lead(machine, found), tuple(zones)
+    return replace(found, launched_s=_paid_since(machine, found)), tuple(zones)
 
 
 def _sources(machine: MachineInfo) -> Iterator[_Known]:
@@ -213,10 +213,10 @@ def _from_jobs(machine: MachineInfo) -> NodeFound:
     )
 
 
-def _job(machine: MachineInfo, number: int | None = None) -> Mapping[str, Any] | None:
-    """A job of this cluster by its number; default: ours. None: there is no such table."""
+def _job(machine: MachineInfo) -> Mapping[str, Any] | None:
+    """Our row in SkyPilot's table of this cluster's jobs. None: there is none."""
     own = machine.env.get("SKYPILOT_INTERNAL_JOB_ID", "")
-    if number is None and not own.isdecimal():
+    if not own.isdecimal():
         return None
     for base in dict.fromkeys((machine.env.get("SKY_RUNTIME_DIR"), machine.env.get("HOME"))):
         path = Path(base or "/nowhere") / ".sky/jobs.db"
@@ -227,7 +227,7 @@ def _job(machine: MachineInfo, number: int | None = None) -> Mapping[str, Any] |
             with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_WITHIN_S)) as db:
                 db.row_factory = sqlite3.Row
                 text = "SELECT submitted_at, run_timestamp, resources FROM jobs WHERE job_id = ?"
-                row = db.execute(text, (number or int(own),)).fetchone()
+                row = db.execute(text, (int(own),)).fetchone()
                 return dict(row) if row else None
         except sqlite3.Error as e:  # another version's
             log.warning("whereabouts: %s: %s", path, e)
@@ -279,14 +279,30 @@ def _first(tree: Any, names: tuple[str, ...], depth: int = 6) -> Any:
 
 
 # ---- since when it is paid for -------------------------------------------------------------------
+# what somebody makes for one job, and pays for as long as it is there
+FOR_ONE_JOB = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "RUNPOD_POD_ID")
+
+
+def _paid_since(machine: MachineInfo, found: NodeFound) -> float | None:
+    """None: from its agent's begin on, since what was before is not this run's: on a machine that
+    somebody keeps, and for a job that is not its cluster's first."""
+    own = machine.env.get("SKYPILOT_INTERNAL_JOB_ID", "")
+    if not found.cluster and not any(machine.env.get(name) for name in FOR_ONE_JOB):
+        return None
+    if own.isdecimal() and int(own) > 1:
+        return None
+    began_s = found.launched_s or _begun(machine)
+    if began_s is None or not found.cluster:
+        return began_s
+    lead_s = _lead_s(machine, began_s)
+    return began_s - lead_s * (lead_s <= LEAD_WITHIN_S)
+
+
 def _begun(machine: MachineInfo) -> float | None:
-    """When this machine, or this container of one, began; only where somebody bills it."""
+    """When this machine, or this container of one, began."""
     env = machine.env
     if env.get("SLURM_JOB_ID"):  # an allocation of a machine that has long been up
         return _written(home(machine) / ".sky_sbatch_ready")
-    rented = env.get("SKYPILOT_CLUSTER_INFO") or places(env, machine.root)
-    if not rented:
-        return None
     booted_s = _stat(machine.root / "proc/stat", "btime")
     if booted_s is None or not (env.get("KUBERNETES_SERVICE_HOST") or env.get("RUNPOD_POD_ID")):
         return booted_s
@@ -297,26 +313,18 @@ def _begun(machine: MachineInfo) -> float | None:
         return None
 
 
-def _with_lead(machine: MachineInfo, found: NodeFound) -> NodeFound:
+def _lead_s(machine: MachineInfo, began_s: float) -> float:
     """SkyPilot's bill begins when it asks for the machine, some seconds before that exists. When
-    it asked stands in the name of the cluster's first job, by the clock on the wall of whoever
-    launched it, in a time zone that nobody says; the seconds are told by what is left beyond whole
-    quarters. A job that is not the cluster's first pays from its own begin only."""
-    if not found.cluster or found.launched_s is None:
-        return found
-    own = machine.env.get("SKYPILOT_INTERNAL_JOB_ID", "")
-    if own.isdecimal() and int(own) > 1:
-        return replace(found, launched_s=None)
+    it asked stands in the name of the cluster's job, by the clock on the wall of whoever launched
+    it, in a time zone that nobody says; the seconds are told by what is left beyond whole
+    quarters of an hour. 0: not known."""
     row = _job(machine)
     stamp = re.search(r"\d{4}(?:-\d\d){5}", _word(row["run_timestamp"]) if row else "")
-    if stamp is None:
-        return found
     try:
-        asked = datetime.strptime(stamp[0], "%Y-%m-%d-%H-%M-%S").replace(tzinfo=timezone.utc)
+        asked = datetime.strptime(stamp[0] if stamp else "", "%Y-%m-%d-%H-%M-%S")
     except ValueError:
-        return found
-    lead_s = (found.launched_s - asked.timestamp()) % QUARTER_S
-    return replace(found, launched_s=found.launched_s - lead_s * (lead_s <= LEAD_WITHIN_S))
+        return 0.0
+    return (began_s - asked.replace(tzinfo=timezone.utc).timestamp()) % QUARTER_S
 
 
 def _written(path: Path) -> float | None:

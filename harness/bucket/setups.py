@@ -28,6 +28,7 @@ DIFF_NBYTES = 1 << 20
 _LARGE = (("task", "the task file"), ("config", "the configuration"), ("packages", "the packages"))
 
 _KEY = re.compile(r"setup/(session|launch)-(\d{6,12})-([0-9a-f]{32})\.json")
+_PATCH = re.compile(r"setup/diff-([0-9a-f]{32})\.patch")
 _HEX = re.compile(r"[0-9a-f]*")
 
 
@@ -48,6 +49,14 @@ def places(keys: Iterable[str], seat: str = SESSION) -> list[SetupAt]:
     """Of what lies under `setup/`, in order of numbers."""
     found = (_KEY.fullmatch(key) for key in keys)
     return sorted(SetupAt(f[1], int(f[2]), f[3]) for f in found if f and f[1] == seat)
+
+
+def kept_digest(key: str) -> str:
+    """Of what lies there; "": it is another key."""
+    if patch := _PATCH.fullmatch(key):
+        return patch[1]
+    found = _KEY.fullmatch(key)
+    return found[3] if found else ""
 
 
 def encoded(setup: Setup) -> bytes:

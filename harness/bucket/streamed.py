@@ -65,6 +65,19 @@ class StreamRow:
 
 
 @dataclass(frozen=True)
+class ExportTold:
+    """Weights of a snapshot that somebody exported, as `facts.SnapshotExported` says."""
+
+    id: str
+    step: Natural
+    epoch: Natural
+    files: tuple[str, ...] = ()
+    tensors: Natural = 0
+    nbytes: Natural = 0
+    dtype: str = ""
+
+
+@dataclass(frozen=True)
 class BatchHeader:
     """A batch, and how far the stream is with it: the newest header is all that a publisher must
     know. `best`: metric -> (value, step), of losses the lowest."""
@@ -86,6 +99,8 @@ class BatchHeader:
     best_waits: Natural = 0  # step of the lowest validation loss, while no snapshot holds it
     alerts: tuple[str, ...] = ()  # ids of those told so far; the newest thousand
     new_alerts: tuple[dict[str, Any], ...] = ()
+    exported: tuple[str, ...] = ()  # ids of exports that were told so far; the newest thousand
+    new_exports: tuple[dict[str, Any], ...] = ()
     # until when events are told, by writer (in short); others' are told until `heard_floor_s`
     heard: dict[str, float] = field(default_factory=dict)
     heard_floor_s: float = 0.0
@@ -100,6 +115,10 @@ class BatchHeader:
         """`new_alerts`. Raises BadObject, but not for a header that was decoded."""
         return [built(Alert, body) for body in self.new_alerts]
 
+    def told_exports(self) -> list[ExportTold]:
+        """`new_exports`, as `told_alerts`."""
+        return [built(ExportTold, body) for body in self.new_exports]
+
     @classmethod
     def decode(cls, line: bytes, number: int) -> BatchHeader:
         """Of batch `number`. Raises BadObject."""
@@ -108,7 +127,7 @@ class BatchHeader:
             raise BadObject(f"wanted batch {number}, found batch {found.number}")
         if any(len(pair) != 2 for pair in found.best.values()):
             raise BadObject("best: wanted a value and a step each")
-        found.told_alerts()
+        found.told_alerts(), found.told_exports()
         try:
             for name in (*found.snapshots, found.newest, found.best_snapshot):
                 if name:

@@ -93,8 +93,7 @@ def ask_sky(url: str) -> None:
 
     sky = _sky(url)
     try:
-        for _, store in find_runs(url, open_store):
-            settle(sky, store, time.time)
+        settle(sky, (store for _, store in find_runs(url, open_store)), time.time)
     except (SkyError, CloudUnavailable) as e:
         raise BadInput(
             f"--ask-sky: SkyPilot does not answer on this computer ({e}); ask where the runs were "

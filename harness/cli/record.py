@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.core.masking import MASK, is_secret, masked_line, masked_value, masked_words
+from harness.core.masking import MASK, is_secret, masked_line, masked_value
 from harness.core.setups import LAUNCH, PEOPLE, Setup
 
 if TYPE_CHECKING:
@@ -59,18 +59,17 @@ def keep_launch(store: ObjectStore, flags: Any, task: Task) -> None:
         for name, value in pairs(flags.env, os.environ).items()
     )
     asked = dataclasses.replace(flags, secret=secrets, env=env)
-    argv, hidden = masked_words(words_of(asked))
     folder = task.workdir or Path.cwd()
     keep_diff = task.envs.get("HARNESS_DIFF", "keep") != "hash"
     git, diff = surroundings.git_state(folder, keep_diff)
     text, cut = _text_of(task)
     left_out = (
-        *(f"{name} (a secret)" for name in (*secrets, *task.secrets, *hidden)),
+        *(f"{name} (a secret)" for name in (*secrets, *task.secrets)),
         *([f"the task file (cut off after {TASK_NBYTES} letters)"] if cut else []),
     )
     setup = Setup(
         seat=LAUNCH,
-        argv=("launch", *argv),
+        argv=("launch", *map(masked_value, words_of(asked))),
         git=git,
         software=surroundings.software(os.environ),
         people=surroundings.people(task.envs),

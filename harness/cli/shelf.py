@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 
 from harness.bucket.layout import IDENTITY, SAMPLES
 from harness.core.config import positional
+from storage.errors import StoreError
 from storage.objects import ObjectStore
 
 if TYPE_CHECKING:
+    from harness.core.facts import Fact
+    from storage.export import Exported
     from storage.listing import Notes
 
 
@@ -33,8 +36,14 @@ def snapshots(flags: SnapshotsFlags) -> int:
 def _notes(store: ObjectStore) -> Notes:
     """What the record knows of snapshots, and what a copy of them needs to be resumed and
     audited."""
-    from harness.bucket.journal import Journal, read_facts
-    from harness.core.facts import SessionStarted, SnapshotCommitted, SnapshotReplicated, Warned
+    from harness.bucket.journal import read_facts
+    from harness.core.facts import (
+        SessionStarted,
+        SnapshotCommitted,
+        SnapshotExported,
+        SnapshotReplicated,
+        Warned,
+    )
     from harness.uploader.client import seen_here
     from storage.listing import Note, Notes
     from storage.manifest import Ref
@@ -53,8 +62,23 @@ def _notes(store: ObjectStore) -> Notes:
                 of[ref] = replace(of[ref], restored=f.tier)
 
     def pardoned(ref: Ref, what: str) -> None:
-        journal = Journal(store, f"person-{secrets.token_hex(6)}", time.time)
-        journal.record(Warned(ref.step, ref.epoch, f"snapshot {ref}: {what}"))
-        journal.flush()
+        _say(store, Warned(ref.step, ref.epoch, f"snapshot {ref}: {what}"))
 
-    return Notes(of, [*store.list(IDENTITY), *store.list(SAMPLES)], seen_here(), pardoned)
+    def exported(ref: Ref, made: Exported, dtype: str) -> None:
+        said = (made.files, made.tensors, made.nbytes, dtype)
+        try:
+            _say(store, SnapshotExported(ref.step, ref.epoch, *said))
+        except StoreError as e:
+            print(f"harness: the export is whole, and not in the run's record ({e})")
+
+    extra = [*store.list(IDENTITY), *store.list(SAMPLES)]
+    return Notes(of, extra, seen_here(), pardoned, exported)
+
+
+def _say(store: ObjectStore, fact: Fact) -> None:
+    """Into the record, in a person's name."""
+    from harness.bucket.journal import Journal
+
+    journal = Journal(store, f"person-{secrets.token_hex(6)}", time.time)
+    journal.record(fact)
+    journal.flush()

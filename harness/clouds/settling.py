@@ -31,23 +31,38 @@ class _Launched:
     began_s: float
 
 
-def settle(sky: Sky, store: ObjectStore, now: Callable[[], float]) -> list[NodeBilled]:
-    """Ask SkyPilot for the bills of a run's nodes that no controller launched, and write down what
-    is new. Raises SkyError, CloudUnavailable, StoreError."""
-    facts = read_facts(store, steps=False)
-    nodes = list(_launched(facts))
-    if not nodes:
-        return []
-    rows = sky("spans", REFRESH_TIMEOUT_S, names=sorted({n.cluster for n in nodes}), days=MOST_DAYS)
-    told = {s.fact.member: s.fact for s in facts if isinstance(s.fact, NodeBilled)}
-    found = [bill for node in nodes if (bill := _bill(node, rows))]
-    new = [b for b in found if told.get(b.member) != b or b.gone_s is None]
-    if new:
-        journal = Journal(store, f"bills-{secrets.token_hex(4)}", now)
-        for bill in new:
-            journal.record(bill)
-        journal.flush()
+@dataclass(frozen=True)
+class _Unsettled:
+    """A run with such nodes, and the bills of them that it has."""
+
+    store: ObjectStore
+    nodes: list[_Launched]
+    told: dict[str, NodeBilled]
+
+
+def settle(sky: Sky, stores: Iterable[ObjectStore], now: Callable[[], float]) -> list[NodeBilled]:
+    """Ask SkyPilot, once, for the bills of runs' nodes that no controller launched, and write down
+    what is new. Raises SkyError, CloudUnavailable, StoreError."""
+    runs = [run for store in stores if (run := _unsettled(store)).nodes]
+    names = sorted({node.cluster for run in runs for node in run.nodes})
+    rows = sky("spans", REFRESH_TIMEOUT_S, names=names, days=MOST_DAYS) if names else []
+    new: list[NodeBilled] = []
+    for run in runs:
+        found = [bill for node in run.nodes if (bill := _bill(node, rows))]
+        fresh = [b for b in found if run.told.get(b.member) != b or b.gone_s is None]
+        if fresh:
+            journal = Journal(run.store, f"bills-{secrets.token_hex(4)}", now)
+            for bill in fresh:
+                journal.record(bill)
+            journal.flush()
+        new += fresh
     return new
+
+
+def _unsettled(store: ObjectStore) -> _Unsettled:
+    facts = read_facts(store, steps=False)
+    told = {s.fact.member: s.fact for s in facts if isinstance(s.fact, NodeBilled)}
+    return _Unsettled(store, list(_launched(facts)), told)
 
 
 def _launched(facts: Iterable[Stamped]) -> Iterable[_Launched]:

@@ -430,6 +430,19 @@ class SnapshotReplicated(Fact):
 
 
 @dataclass(frozen=True)
+class SnapshotExported(Fact):
+    """A person wrote its weights as safetensors, somewhere. `files`: their names. `dtype`: what
+    floats became; "": they stayed."""
+
+    step: int
+    epoch: int
+    files: tuple[str, ...] = ()
+    tensors: int = 0
+    nbytes: int = 0
+    dtype: str = ""
+
+
+@dataclass(frozen=True)
 class SnapshotFailed(Fact):
     step: int
     epoch: int

@@ -20,6 +20,7 @@ from harness.core.facts import (
     AgentStarted,
     AttemptIntended,
     EpochStarted,
+    NodeFound,
     SessionStarted,
     SnapshotCommitted,
     Stamped,
@@ -115,12 +116,19 @@ def _moved(cloud: str, said: Sequence[object], committed: Mapping[int, int]) -> 
         f.attempt: str(f.offer.get("place", "")) for f in said if isinstance(f, AttemptIntended)
     }
     attempt_of = {f.member: f.attempt for f in said if isinstance(f, AgentStarted)}
+    found = {
+        f.member: "/".join(p for p in (f.cloud, f.region) if p)
+        for f in said
+        if isinstance(f, NodeFound)
+    }
     worlds = {f.epoch: f.members for f in said if isinstance(f, EpochStarted)}
 
     def place(epoch: int) -> str:
-        return next(
-            (p for m in worlds.get(epoch, ()) if (p := place_of.get(attempt_of.get(m, 0), ""))), ""
+        known = (
+            place_of.get(attempt_of.get(m, 0), "") or found.get(m, "")
+            for m in worlds.get(epoch, ())
         )
+        return next((p for p in known if p), "")
 
     trained = [place(e) for e in sorted(worlds)]
     home = next((p for p in trained if p.partition("/")[0] == cloud), cloud)

@@ -22,7 +22,7 @@ from harness.core.masking import VARIABLE, masked_patch, url_without_secrets
 from harness.core.setups import OWNER, PEOPLE, GitState
 from storage.text import plain
 
-GIT_S = 10.0  # for each question to git; a work tree may be huge, or on a slow disk
+GIT_S = 5.0  # for each question to git; a work tree may be huge, or on a slow disk
 DIFF_NBYTES = 1 << 20  # that are kept of what is not committed
 HASHED_NBYTES = 256 << 20  # that are read of it
 SCRIPT_NBYTES = 16 << 20
@@ -32,15 +32,12 @@ MOST_VARIABLES = 200
 MOST_LETTERS = 300
 # variables that steer libraries; a script's own come in its flags and its configuration
 STEERS = re.compile(
-    r"(CUBLAS|CUDA|CUDNN|FI|GLOO|HARNESS|HF|KMP|MKL|NCCL|NVIDIA|NVTE|OMP|PYTHONHASHSEED|PYTORCH"
-    r"|TORCH|TORCHINDUCTOR|TRANSFORMERS|TRITON|XFORMERS)_?[A-Z0-9_]*"
+    r"(CUBLAS|CUDA|CUDNN|FI|GLOO|HF|KMP|MKL|NCCL|NVIDIA|NVTE|OMP|PYTHONHASHSEED|PYTORCH|TORCH"
+    r"|TORCHINDUCTOR|TRANSFORMERS|TRITON|XFORMERS)_?[A-Z0-9_]*"
 )
 # ... but for those that say which node this is, or which epoch
 PLACES = re.compile(
     r"(CUDA|NVIDIA)_VISIBLE_DEVICES|TORCHELASTIC_.*|.*_(DIR|HOME|PATH|CACHE|FILE|ROOT|IFNAME)"
-    r"|HARNESS_(ATTEMPT|BESIDE_CONTROLLER|DIFF|EPOCH|EPOCH_REASON|EXPERIMENT|HOST|MARK"
-    r"|NODE_DIR|OFFER|ON_CHANGE|OWNER|PROGRESS|PROJECT|PROVIDER|PURPOSE|RUN|SPEEDS|STAGE|TRACKERS"
-    r"|ALLOW_REWIND|UNTIL_STEP|IMAGE|REPLICA|REPLICA_RANKS|REPLICA_CAP_USD)"
 )
 _INSTALLED = re.compile(r"(?P<name>.+?)-(?P<version>[^-]+?)(?:-py\d.*)?\.(?:dist|egg)-info")
 _IMAGES = ("HARNESS_IMAGE", "SKYPILOT_DOCKER_IMAGE", "CONTAINER_IMAGE", "SLURM_CONTAINER_IMAGE")
@@ -48,13 +45,17 @@ _VERSIONS = ("NVIDIA_PYTORCH_VERSION", "NVIDIA_BUILD_ID", "PYTORCH_VERSION", "CU
 
 
 # ---- git -----------------------------------------------------------------------------------------
-def git_state(folder: Path, keep_diff: bool = True) -> tuple[GitState, bytes]:
+def git_state(
+    folder: Path, keep_diff: bool = True, script: Path | None = None
+) -> tuple[GitState, bytes]:
     """The work tree that holds `folder`, and what is kept of its uncommitted changes, as a patch
-    without secrets. `keep_diff`: else nothing is kept of them but a hash."""
+    without secrets. `keep_diff`: else nothing is kept of them but a hash. `script`: if git does not
+    know it, the patch makes it anew; also where there is no work tree."""
     said = _git(folder, "rev-parse", "HEAD", "--show-prefix", "--abbrev-ref", "HEAD").split("\n")
     commit, prefix, branch = [*said, "", "", ""][:3]
     if not re.fullmatch(r"[0-9a-f]{40,64}", commit):
-        return GitState(), b""
+        patch, signs = _new_file(folder, script) if script and keep_diff else (b"", "")
+        return GitState(kept="whole" if patch else "", masked=len(signs)), patch
     found = _git(folder, "ls-files", "--others", "--exclude-standard", "--full-name", "-z", ":/")
     names = [name for name in found.split("\0") if name]
     holding = _git(folder, "for-each-ref", "--count=1", f"--contains={commit}", "refs/remotes")
@@ -72,10 +73,21 @@ def git_state(folder: Path, keep_diff: bool = True) -> tuple[GitState, bytes]:
         untracked=tuple(plain(name)[:MOST_LETTERS] for name in names[:MOST_UNTRACKED]),
         untracked_count=len(names),
     )
-    if not diff or not keep_diff:
+    if not keep_diff:
         return state, b""
+    state, patch = _kept(folder, state, beginning) if diff else (state, b"")
+    if script is not None and state.kept != "cut" and not _known(folder, script):
+        new, signs = _new_file(_top(folder, prefix), script)
+        if new and len(patch) + len(new) <= DIFF_NBYTES:
+            state = dataclasses.replace(state, kept="whole", masked=state.masked + len(signs))
+            patch += new
+    return state, patch
+
+
+def _kept(folder: Path, state: GitState, beginning: bytes) -> tuple[GitState, bytes]:
+    """What is kept of changes that begin so."""
+    nbytes, context = state.diff_nbytes, 3
     patch, signs = _without_secrets(beginning)
-    context = 3
     if " " in signs:  # secrets of the commit beside a change: a masked line would not apply
         context = 0
         _, nbytes, beginning = _diff(folder, context)
@@ -89,6 +101,37 @@ def git_state(folder: Path, keep_diff: bool = True) -> tuple[GitState, bytes]:
         context=context,
     )
     return state, patch[:DIFF_NBYTES]
+
+
+def _top(folder: Path, prefix: str) -> Path:
+    for _ in Path(prefix).parts:
+        folder = folder.parent
+    return folder
+
+
+def _known(folder: Path, script: Path) -> bool:
+    """Is it committed, or at least added?"""
+    return bool(_git(folder, "ls-files", "--error-unmatch", "--", str(script)))
+
+
+def _new_file(top: Path, script: Path) -> tuple[bytes, str]:
+    """A patch that makes a script which lies below `top`, and the signs of its masked lines."""
+    try:
+        path = script.resolve().relative_to(top.resolve()).as_posix()
+        text = script.read_bytes()[: DIFF_NBYTES + 1]
+    except (OSError, ValueError):  # it lies elsewhere: an installed program
+        return b"", ""
+    plain_path = path.isascii() and path.isprintable() and not re.search(r'[\s"\\]', path)
+    if not text or len(text) > DIFF_NBYTES or b"\0" in text or not plain_path:
+        return b"", ""
+    lines = text.split(b"\n")
+    ends = text.endswith(b"\n")
+    lines = lines[:-1] if ends else lines
+    head = f"diff --git a/{path} b/{path}\nnew file mode 100644\n--- /dev/null\n+++ b/{path}\n"
+    body = b"".join(b"+" + line + b"\n" for line in lines)
+    tail = b"" if ends else b"\\ No newline at end of file\n"
+    hunk = f"@@ -0,0 +1,{len(lines)} @@\n".encode()
+    return _without_secrets(head.encode() + hunk + body + tail)
 
 
 def _remote(folder: Path, branch: str) -> str:

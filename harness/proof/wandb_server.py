@@ -387,7 +387,7 @@ class WandbServer:
         return {"project": {"artifact": found}}
 
     def _on_UseArtifact(self, v: Json) -> Json:
-        given = v["input"]
+        given = v.get("input") or v  # from the core process, or from Python
         self.runs[given["runName"]].used.append(given["artifactID"])
         return {"useArtifact": {"artifact": {"id": given["artifactID"]}}}
 
@@ -426,6 +426,18 @@ class WandbServer:
                 **dict.fromkeys(("description", "historyStep", "commitHash", "updatedAt")),
             }
         }
+
+    def _on_ArtifactMembershipByName(self, v: Json) -> Json:
+        """By "collection:alias"."""
+        collection, _, alias = str(v["name"]).partition(":")
+        mine = [a for a in self.artifacts if a.collection == collection and alias in a.aliases]
+        if not mine:
+            return {"project": {"artifactCollectionMembership": None}}
+        artifact = self._on_ArtifactByID({"id": mine[-1].id})["artifact"]
+        kept = ("id", "versionIndex", "createdAt", "aliases")
+        found = {k: artifact[k] for k in kept} | {"__typename": "ArtifactCollectionMembership"}
+        found |= {"artifact": artifact, "artifactCollection": artifact["artifactSequence"]}
+        return {"project": {"artifactCollectionMembership": found}}
 
     # ---- workspaces and reports ------------------------------------------------------------------
     def _on_UpsertView2(self, v: Json) -> Json:

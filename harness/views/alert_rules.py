@@ -438,6 +438,7 @@ BUILT_IN: tuple[AlertRule, ...] = (
 HARMLESS: dict[type[f.Fact], str] = {
     f.AttemptIntended: "a node is asked for",
     f.AttemptUp: "a node is there",
+    f.SnapshotExported: "a person did it",
     f.AttemptDoubted: "follows from a notice, which has a rule",
     f.AgentStarted: "a node is there",
     f.NoticeCancelled: "good news",

@@ -6,9 +6,9 @@ bill is added up again. Objects are compared to the byte with the one spelling t
 a single changed bit is found wherever it lies.
 
 Pure but for the store it is given: no torch, no clock, no environment. Not looked at, because they
-are ephemeral and prove nothing: `lease/`, `control/`, `rdzv/members/`; and `trackers/`, which is a
-rendering. What cannot be seen: facts that a writer lost because it died before flushing them, and
-snapshots that were pruned or quarantined.
+are ephemeral and prove nothing: `lease/`, `control/`, `rdzv/members/`; `trackers/`, which is a
+rendering; and `logbook/`, which is people's. What cannot be seen: facts that a writer lost because
+it died before flushing them, and snapshots that were pruned or quarantined.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from harness.bucket.layout import (
     IDENTITY,
     SAMPLES,
     SEGMENT,
+    SETUP,
     Epoch,
     epoch_key,
     epoch_of,
@@ -54,6 +55,7 @@ from harness.views.audit_records import (
 )
 from harness.views.audit_report import AuditReport, Check
 from harness.views.audit_rules import RuleBroken, identity_of, json_of
+from harness.views.audit_setups import check_setups
 from harness.views.proving import Prover
 from storage.errors import NotFound
 from storage.manifest import PARTS, Manifest, PartList, Ref, SnapshotCorrupt, SnapshotTooNew
@@ -106,6 +108,8 @@ class _Audit:
             self._check("ledger", self._ledger),
             self._check("run end", self._end),
         ]
+        if setups := self.store.list(SETUP):  # older versions wrote none
+            checks.append(self._check("setup", lambda: check_setups(self.store, setups)))
         bad = next((c for c in checks if not c.ok), None)
         return AuditReport(bad is None, checks, bad.detail if bad else None, self.notes)
 

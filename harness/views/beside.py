@@ -56,19 +56,11 @@ def of_notices(
 ) -> Iterator[Interruption]:
     """Notices that ended no world: taken back, or to nodes that did not train. `alone`: members
     that are told by `of_node`."""
-    heeded = {
-        (m, b.epoch.epoch) for o in found for b in o.breaks if b.kind in HURTS for m in b.members
-    }
+    told_of = {m for o in found for b in o.breaks if b.kind in HURTS for m in b.members} | alone
     zero = Losses(dict.fromkeys(ledger.ns, 0), dict.fromkeys(ledger.nusd, 0))
     for notice in ledger.notices:
-        worlds = {e.epoch for e in ledger.epochs if notice.member in e.members}
-        if (
-            notice.kind == "soft"
-            or notice.member in alone
-            or any((notice.member, n) in heeded for n in worlds)
-        ):
-            continue
-        yield _of_notice(notice, zero, ledger, told, nodes)
+        if notice.kind != "soft" and notice.member not in told_of:
+            yield _of_notice(notice, zero, ledger, told, nodes)
 
 
 def _of_notice(

@@ -31,7 +31,7 @@ from harness.core.facts import SnapshotCommitted
 from harness.views.breaks import DRAINS, Outline, Progress
 from harness.views.interruption import Losses
 from harness.views.ledger import Ledger
-from harness.views.painting import apportion, ns
+from harness.views.painting import Span, apportion, ns
 from harness.views.rows import AttemptRow, EpochRow
 from harness.views.testimony import Testimony
 
@@ -56,6 +56,7 @@ class _Worked:
     first: int
     last: int
     broke: int  # index of the interruption that ended it, or NOBODY
+    drains: list[Span]  # training stood still for the snapshot that it ended with
 
 
 @dataclass
@@ -110,13 +111,19 @@ class _Blamer:
         broke = {e.epoch: i for i, o in enumerate(outlines) for e in o.epochs}
         self.replaces = {a.name: i for i, o in enumerate(outlines) for a in o.besides}
         self.replaces |= {a.name: i for i, o in enumerate(outlines) for a in o.launched}
-        trained = [e for e in ledger.epochs if e.first_s is not None]
         self.windows = [
-            _Worked(e, self.at(e.first_s), self.at(e.last_s), broke.get(e.epoch, NOBODY))
-            for e in trained
+            _Worked(
+                e, self.at(e.first_s), self.at(e.last_s), broke.get(e.epoch, NOBODY), self.drains(e)
+            )
+            for e in progress.worlds.all
         ]
         for one, after in zip(self.windows, self.windows[1:], strict=False):
             one.last = min(one.last, after.first)  # an old world may not know that it was replaced
+        self.window_of = {w.epoch.epoch: w for w in self.windows}
+        self.windows_of: dict[str, list[_Worked]] = defaultdict(list)
+        for window in self.windows:
+            for name in dict.fromkeys(window.epoch.attempts):
+                self.windows_of[name].append(window)
         self.firsts = [w.first for w in self.windows]
         self.redone = {w.epoch.epoch: self.causes(w) for w in self.windows}
         self.cuts = sorted(
@@ -130,6 +137,13 @@ class _Blamer:
         i = bisect_left(self.bounds, exact - SNAP_NS)
         near = [b for b in self.bounds[i : i + 2] if abs(b - exact) <= SNAP_NS]
         return min(near, key=lambda b: abs(b - exact), default=exact)
+
+    def drains(self, epoch: EpochRow) -> list[Span]:
+        return [
+            (self.at(c.t_start), self.at(c.t_start + max(0.0, c.stall_s)))
+            for _, c in self.told.of_epoch(epoch.epoch, SnapshotCommitted)
+            if c.why in DRAINS
+        ]
 
     def causes(self, window: _Worked) -> list[tuple[int, int]]:
         """From when on the steps of a world were lost to which interruption, the earliest
@@ -188,11 +202,8 @@ class _Blamer:
     def own(self, row: AttemptRow) -> list[_Worked]:
         """Worlds whose steps this node lived to see."""
         begin, end = row.segments[0][0], row.segments[-1][1]
-        return [
-            w
-            for w in self.windows
-            if row.name in w.epoch.attempts and w.first < end and w.last > begin
-        ]
+        mine = self.windows_of.get(row.name, ())
+        return [w for w in mine if w.first < end and w.last > begin]
 
     def cause(
         self, row: AttemptRow, own: list[_Worked], t: int, bucket: str, window: _Worked | None
@@ -201,7 +212,7 @@ class _Blamer:
             return NOBODY
         if not own or t < own[0].first:
             return self.replaces.get(row.name, NOBODY)
-        mine = own[bisect_right([w.first for w in own], t) - 1]
+        mine = own[bisect_right(own, t, key=lambda w: w.first) - 1]
         if bucket == "redone":
             return self.cause_of_redone(mine, t)
         if t >= own[-1].last:
@@ -217,14 +228,9 @@ class _Blamer:
         for window in own:
             if window.broke == NOBODY:
                 continue
-            stalls = [
-                (self.at(c.t_start), self.at(c.t_start + max(0.0, c.stall_s)))
-                for _, c in self.told.of_epoch(window.epoch.epoch, SnapshotCommitted)
-                if c.why in DRAINS
-            ]
             inside = sum(
                 max(0, min(b, window.last, row.segments[-1][1]) - max(a, window.first))
-                for a, b in stalls
+                for a, b in window.drains
             )
             moved = min(inside, spent[NOBODY, "snapshot"])
             spent[NOBODY, "snapshot"] -= moved
@@ -232,7 +238,7 @@ class _Blamer:
 
     # -- steps --
     def add_steps(self, epoch: EpochRow, committed: Columns) -> None:
-        window = next((w for w in self.windows if w.epoch is epoch), None)
+        window = self.window_of.get(epoch.epoch)
         rows = self.progress.rows(epoch.epoch)
         if window is None:
             self.totals.steps[NOBODY] += epoch.steps_lost

@@ -7,11 +7,14 @@ nodes that are taken within SAME_EVENT_S of one another before the run has caugh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from harness.core.columns import Columns, joined, newest_told
 from harness.core.facts import (
+    Decided,
     EpochLeft,
     HealthSeen,
     NoticeSeen,
@@ -84,10 +87,13 @@ class Outline:
 
 
 class NodesOf:
-    """Which attempt a member belongs to."""
+    """Which attempt a member belongs to, and what that saw of the run."""
 
     def __init__(self, ledger: Ledger):
         self._of = {m: a for a in ledger.attempts for m in a.members}
+        # the last world that each was in, by name; and those that were in one that made a step
+        self.last_epoch = {name: e.epoch for e in ledger.epochs for name in e.attempts}
+        self.trained = {n for e in ledger.epochs if e.first_s is not None for n in e.attempts}
 
     def row(self, member: str) -> AttemptRow | None:
         return self._of.get(member)
@@ -95,6 +101,13 @@ class NodesOf:
     def name(self, member: str) -> str:
         row = self._of.get(member)
         return row.name if row else member
+
+    def gone_since(self, member: str, epoch: int) -> AttemptRow | None:
+        """Its node, if that is gone and was in no world after this one."""
+        row = self._of.get(member)
+        if row is None or row.gone_s is None or self.last_epoch.get(row.name, 0) > epoch:
+            return None
+        return row
 
     def names(self, members: Sequence[str]) -> str:
         found = list(dict.fromkeys(map(self.name, members)))
@@ -183,6 +196,11 @@ class _Judge:
             return self.made("move", what + more, begun_s, [*back, *joined])
         if self.bad_snapshots():
             return self.made("quarantine", "a snapshot could not be used", begun_s, [])
+        if not joined and not self.leaving and (found := self.heeded()):
+            member, t, notice = found
+            who = self.nodes.names([member])
+            cause = f"{notice.notice} notice from {notice.source} to {who}, which stayed after all"
+            return self.made("notice", cause, t, [member])
         parts = [f"{self.nodes.names(joined)} joined"] if joined else []
         parts += [f"{self.nodes.names(self.leaving)} left"] if self.leaving else []
         cause = ", ".join(parts) or "the world was formed anew"
@@ -206,6 +224,18 @@ class _Judge:
                     found.append((member, t, notice))
         return found
 
+    def heeded(self) -> tuple[str, float, NoticeSeen] | None:
+        """A notice while this world trained. Its node drained and stayed: it was taken back too
+        late to go on."""
+        found = [
+            (t, member, notice)
+            for member in self.row.members
+            for t, notice in self.told.notices(member)
+            if self.row.started_s <= t <= self.end_s
+        ]
+        t, member, notice = max(found, key=lambda n: n[0], default=(0.0, "", None))
+        return None if notice is None else (member, t, notice)
+
     def gone_s(self, member: str) -> float:
         row = self.nodes.row(member)
         return self.end_s if row is None or row.gone_s is None else row.gone_s
@@ -227,13 +257,8 @@ class _Judge:
     def given_back(self, row: AttemptRow) -> bool:
         if row.end == "terminated":
             return True
-        named = [
-            t
-            for t, d in self.told.decided
-            if d.decision in ("release", "terminate")
-            and d.reason.partition(":")[0] == f"attempt {row.attempt}"
-        ]
-        return any(t <= self.end_s for t in named)
+        asked = (t for t, d in self.told.dismissed if names(d, row))
+        return any(t <= self.end_s for t in asked)
 
     def bad_snapshots(self) -> bool:
         """Found when the next world restored."""
@@ -243,14 +268,36 @@ class _Judge:
         return any(self.end_s <= t <= until_s for t, _ in self.told.quarantined)
 
 
+def names(decided: Decided, row: AttemptRow) -> bool:
+    """Is it about this node?"""
+    return decided.reason.partition(":")[0] == f"attempt {row.attempt}"
+
+
 # ---- which belong together -----------------------------------------------------------------------
+class TrainedWorlds:
+    """TrainedWorlds that made a step, by number."""
+
+    def __init__(self, ledger: Ledger):
+        self.all = [e for e in ledger.epochs if e.first_s is not None]
+        self._numbers = [e.epoch for e in self.all]
+
+    def after(self, epoch: int) -> Iterator[EpochRow]:
+        """In order."""
+        return itertools.islice(self.all, bisect_right(self._numbers, epoch), None)
+
+    def between(self, after: float, until: float) -> list[EpochRow]:
+        """With numbers above `after`, up to `until`."""
+        low, high = bisect_right(self._numbers, after), bisect_right(self._numbers, until)
+        return self.all[low:high]
+
+
 class Progress:
     """Every step that was done, by epoch."""
 
     def __init__(self, ledger: Ledger, told: Columns, committed: Columns):
+        self.worlds = TrainedWorlds(ledger)
         self._parts = (cut_by_epoch(told), cut_by_epoch(newest_told(committed)))
         self._rows: dict[int, Columns] = {}
-        self.epochs = ledger.epochs
 
     def rows(self, epoch: int) -> Columns:
         """Of one world, each step once."""
@@ -267,8 +314,8 @@ class Progress:
             return None
         if trained.resumed_step >= last:
             return trained.first_s
-        for later in self.epochs:
-            if later.epoch >= trained.epoch and (later.last_step or 0) >= last:
+        for later in self.worlds.after(trained.epoch - 1):
+            if (later.last_step or 0) >= last:
                 rows = self.rows(later.epoch)
                 return float(rows["end"][rows["step"] >= last].min())
         return None
@@ -282,19 +329,10 @@ def outlines(ledger: Ledger, told: Testimony, progress: Progress) -> list[Outlin
         if last is None or not _belongs(last, one):
             found.append(last := Outline([]))
         last.breaks.append(one)
-        last.trained = next(
-            (e for e in ledger.epochs if e.epoch > one.epoch.epoch and e.first_s is not None), None
-        )
-        last.whole_s = next(
-            (
-                e.first_s
-                for e in ledger.epochs
-                if e.epoch > one.epoch.epoch
-                and e.first_s is not None
-                and e.world >= last.first.epoch.world
-            ),
-            None,
-        )
+        last.trained = next(progress.worlds.after(one.epoch.epoch), None)
+        following = progress.worlds.after(one.epoch.epoch)
+        whole = (e.first_s for e in following if e.world >= last.first.epoch.world)
+        last.whole_s = next(whole, None)
         last.caught_up_s = progress.caught_up_s(last.epochs, last.trained)
     return found
 

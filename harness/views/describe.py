@@ -18,9 +18,12 @@ from harness.core.facts import Stamped
 from harness.core.masking import MASK
 from harness.core.setups import PACKAGES, Setup, flags_of, script_of
 from harness.core.values import BadObject
+from harness.views.logbook import read_logbook
 from harness.views.plugins import RunInfo
 from storage.errors import NotFound
 from storage.objects import ObjectStore
+
+MOST_NOTES = 8000  # letters
 
 
 def about_setup(setup: Setup) -> dict[str, Any]:
@@ -56,6 +59,13 @@ def _value(text: str) -> int | float | str | bool:
         except ValueError:
             continue
     return (place_of(text)[:200] if "://" in text else text[:200]) or True
+
+
+def notes_of(store: ObjectStore) -> str:
+    """The run's purpose and its logbook, as a tracker's notes; the end of them, if there is much.
+    Raises StoreError."""
+    text = "\n".join(read_logbook(store).lines())
+    return text if len(text) <= MOST_NOTES else f"...{text[-MOST_NOTES:]}"
 
 
 def place_of(url: str) -> str:

@@ -75,6 +75,7 @@ from harness.views.painting import BUCKETS, NANO, apportion, ns, paint, totals
 from harness.views.rows import AttemptRow, Billed, Cost, EpochRow, NoticeRow
 from harness.views.spans import LEVEL, Ints, Overlaps, share
 
+SILENT_S = 120.0  # after so long a node that nobody watches is not believed to be there
 SAME_EVENT_S = 60.0  # a node may be known to be gone only this long after its world was replaced
 
 
@@ -258,7 +259,8 @@ class _Maker:
                 epoch.end = max(since, ns(min(ends))) if ends else since
 
     def end_strangers(self) -> None:
-        """A node that no controller watches is counted until its last sign of life."""
+        """A node that no controller watches is counted until its last sign of life; one whose
+        world trains on is there."""
         for node in self.nodes.values():
             for member in node.members if node.stranger else ():
                 signs = [self.seen.get(member, node.asked_s)]
@@ -267,9 +269,11 @@ class _Maker:
                     for e in self.epochs.values()
                     if member in e.members and e.window
                 ]
-                node.gone_s = (
-                    max(signs) if member in self.agent_ended else min(self.now_s, max(signs))
-                )
+                lives = any(not e.over for e in self.epochs_of(node))
+                silent = self.now_s - max(signs) > SILENT_S
+                if member in self.agent_ended or silent or not lives:
+                    ended = member in self.agent_ended
+                    node.gone_s = max(signs) if ended else min(self.now_s, max(signs))
                 if member in self.bills:
                     told_s, bill = self.bills[member]
                     node.gone_s = max(told_s, *signs) if bill.gone_s is None else bill.gone_s

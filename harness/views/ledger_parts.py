@@ -221,7 +221,8 @@ class EpochSoFar:
                 np.concatenate([starts, *(a for a, _, _ in parts)]),
                 np.concatenate([ends, *(b for _, b, _ in parts)]),
                 np.concatenate([levels, *(np.full(len(a), level) for a, _, level in parts)]),
-            )
+            ),
+            cut_at=self.window[1] if self.window else None,
         )
 
     @property

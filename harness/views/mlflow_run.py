@@ -13,6 +13,7 @@ Knows mlflow (mlflow-skinny is enough) and the stream.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,8 @@ from harness.views.plugins import RunInfo
 from harness.views.stream import newest_header, read, rows_from
 from storage.objects import ObjectStore
 
-MOST_METRICS = 1000  # of one request, MLflow's own bound
+# MLflow's own bounds: of one request, and of a tag
+MOST_METRICS, MOST_PARAMS, NOTE_LETTERS = 1000, 100, 4000
 STATUS = {"done": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
 
@@ -97,14 +99,22 @@ class MlflowRun:
         about = self.about()
         tags = {"spotharness.id": self.info.id, "spotharness.generation": str(generation)}
         tags |= {f"spotharness.tag.{tag}": "true" for tag in about.get("tags", ())}
+        if notes := about.get("notes"):
+            tags["mlflow.note.content"] = notes[:NOTE_LETTERS]
         run = client.create_run(experiment, tags=tags, run_name=self.info.name)
         key = f"{self._place}{generation:04d}.json"
         if not self.store.create(key, canonical({"run_id": run.info.run_id})):
             client.delete_run(run.info.run_id)  # another publisher made it meanwhile
             return client.get_run(self._run_id(key))
-        for name, value in _flat(about.get("config", {})):
-            client.log_param(run.info.run_id, name, value)
+        self._tell_config(run.info.run_id, about.get("config", {}))
         return run
+
+    def _tell_config(self, run_id: str, config: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        params = [Param(name, value) for name, value in _params(config).items()]
+        for i in range(0, len(params), MOST_PARAMS):
+            self.client.log_batch(run_id, params=params[i : i + MOST_PARAMS])
 
     def _next_generation(self, run: Any) -> Any:
         self.client.set_tag(run.info.run_id, "spotharness.superseded", "true")
@@ -136,6 +146,14 @@ class MlflowRun:
         elif run.info.status != "RUNNING":
             self.client.update_run(run_id, status="RUNNING")
         self.client.set_tag(run_id, "spotharness.batch", str(newest.number))
+
+
+def _params(config: Mapping[str, Any]) -> dict[str, str]:
+    """By names that MLflow takes; of those that become the same the first one counts."""
+    found: dict[str, str] = {}
+    for name, value in _flat(config):
+        found.setdefault(re.sub(r"[^\w .:-]", "_", name)[:250].strip(".") or "_", value)
+    return found
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:

@@ -23,32 +23,28 @@ from harness.core.facts import (
     WorkerFailed,
     WorkerHung,
 )
-from harness.views.breaks import DRAINS, Break, NodesOf, Outline
+from harness.views.breaks import DRAINS, Break, NodesOf, Outline, names
 from harness.views.interruption import HURTS, MOMENTS, Moment
-from harness.views.ledger import SAME_EVENT_S, Ledger
+from harness.views.ledger import SAME_EVENT_S
 from harness.views.rows import EpochRow
 from harness.views.testimony import Testimony
 
 SMALL_WORLD = 16  # of so many nodes everyone's leaving is told; else of those that it is about
+OMENS_S = 600.0  # what a GPU or a guard reported so long before may belong to it
 ORDER = {what: i for i, what in enumerate(MOMENTS)}
 
 
-def moments(
-    one: Outline, begun_s: float, told: Testimony, nodes: NodesOf, ledger: Ledger
-) -> tuple[Moment, ...]:
+def moments(one: Outline, begun_s: float, told: Testimony, nodes: NodesOf) -> tuple[Moment, ...]:
     """In the order of time; of the same time in the order of MOMENTS."""
-    teller = _Teller(one, begun_s, told, nodes, ledger)
+    teller = _Teller(one, begun_s, told, nodes)
     found = dict.fromkeys(teller.all())
     return tuple(sorted(found, key=lambda m: (m.t, ORDER[m.what], m.node)))
 
 
 class _Teller:
-    def __init__(
-        self, one: Outline, begun_s: float, told: Testimony, nodes: NodesOf, ledger: Ledger
-    ):
-        self.one, self.told, self.nodes, self.ledger = one, told, nodes, ledger
-        self.begun_s = begun_s
-        self.trained = {n for e in ledger.epochs if e.first_s is not None for n in e.attempts}
+    def __init__(self, one: Outline, begun_s: float, told: Testimony, nodes: NodesOf):
+        self.one, self.told, self.nodes = one, told, nodes
+        self.begun_s, self.since_s = begun_s, begun_s - OMENS_S
         self.last = one.last.epoch.epoch
         ends = [one.caught_up_s, one.trained.first_s if one.trained else None]
         known = [t for t in ends if t is not None]
@@ -75,7 +71,8 @@ class _Teller:
         for member in b.members:
             node = self.nodes.name(member)
             for t, notice in self.told.notices(member):
-                if t > self.over_s:
+                cancelled_s = self.told.cancelled_s(member, notice)
+                if t > self.over_s or (cancelled_s is not None and cancelled_s < self.begun_s):
                     continue
                 grace = (
                     ""
@@ -83,7 +80,6 @@ class _Teller:
                     else f", {max(0.0, notice.deadline_s - t):.1f} s of grace"
                 )
                 yield Moment("notice", t, node, f"{notice.notice} from {notice.source}{grace}")
-                cancelled_s = self.told.cancelled_s(member, notice)
                 if cancelled_s is not None and cancelled_s <= self.over_s:
                     yield Moment("cancelled", cancelled_s, node)
 
@@ -97,10 +93,11 @@ class _Teller:
             node = self.nodes.name(failed.member)
             yield Moment("trouble", t, node, f"rank {failed.rank}: {failed.error} {failed.message}")
         for t, guard in self.told.of_epoch(epoch, GuardTripped):
-            yield Moment("trouble", t, "", f"step {guard.step}: {guard.what}")
+            if t >= self.since_s:
+                yield Moment("trouble", t, "", f"step {guard.step}: {guard.what}")
         for member in b.members:
             for t, seen in self.told.of_member(member, HealthSeen):
-                if seen.action != "ignore" and b.epoch.started_s <= t <= self.over_s:
+                if seen.action != "ignore" and self.since_s <= t <= self.over_s:
                     text = f"GPU {seen.gpu}: {seen.what} {seen.message}: {seen.action}"
                     yield Moment("trouble", t, self.nodes.name(member), text)
         for epoch in (b.epoch.epoch, b.after.epoch if b.after else b.epoch.epoch):
@@ -145,23 +142,21 @@ class _Teller:
                 yield Moment("left", t, self.nodes.name(left.member), left.why)
 
     def of_nodes(self) -> Iterator[Moment]:
-        later = {n for e in self.ledger.epochs if e.epoch > self.last for n in e.attempts}
         for member in self.one.members:
+            if (gone := self.nodes.gone_since(member, self.last)) and gone.gone_s is not None:
+                yield Moment("gone", gone.gone_s, gone.name, gone.end)
             row = self.nodes.row(member)
-            if row is not None and row.gone_s is not None and row.name not in later:
-                yield Moment("gone", row.gone_s, row.name, row.end)
             doubted_s = None if row is None else self.told.doubted_s(row.attempt)
             if row is not None and doubted_s is not None and doubted_s <= self.over_s:
                 yield Moment("decided", doubted_s, row.name, "another node is looked for")
         for row in self.one.besides:
             if row.gone_s is not None:
                 yield Moment("gone", row.gone_s, row.name, row.end)
-        touched = [row.attempt for m in self.one.members if (row := self.nodes.row(m))]
-        for t, d in self.told.decided:
-            named = any(d.reason.partition(":")[0] == f"attempt {a}" for a in touched)
+        touched = [row for m in self.one.members if (row := self.nodes.row(m))]
+        for t, decided in self.told.dismissed:
             near = self.begun_s - SAME_EVENT_S <= t <= self.over_s
-            if named and near and d.decision in ("release", "terminate"):
-                yield Moment("decided", t, "", f"{d.decision} {d.reason}")
+            if near and any(names(decided, row) for row in touched):
+                yield Moment("decided", t, "", f"{decided.decision} {decided.reason}")
 
     def of_launches(self) -> Iterator[Moment]:
         if refused := self.one.refused:
@@ -176,7 +171,7 @@ class _Teller:
             started = [t for m in row.members for t, _ in self.told.of_member(m, AgentStarted)]
             if started:
                 yield Moment("joined", min(started), row.name)
-            if row.gone_s is not None and row.name not in self.trained:  # in vain
+            if row.gone_s is not None and row.name not in self.nodes.trained:  # in vain
                 yield Moment("gone", row.gone_s, row.name, row.end)
 
     # -- training again --

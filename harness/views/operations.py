@@ -21,10 +21,12 @@ from dataclasses import dataclass, field
 from harness.bucket.alerts import SEVERITIES, Alert, AlertLog
 from harness.bucket.journal import Follower
 from harness.bucket.orders import stop_order
+from harness.bucket.streamed import ExportTold
 from harness.core import columns, prices
 from harness.core import facts as f
 from harness.core.columns import NONE, Columns
 from harness.core.facts import Stamped
+from harness.core.values import canonical, digest
 from harness.views.alert_rules import BUILT_IN, AlertRule
 from harness.views.alerts import AlertWatch
 from harness.views.committed import Lineage
@@ -182,6 +184,16 @@ class Operations:
         # they are told in order, and `told` is the newest of them
         last = max((n for n, a in enumerate(fired) if a is not None and a.id in known), default=-1)
         return [a for a in fired[last + 1 :] if a is not None][:100]  # the rest comes later
+
+    def exports(self, told: Sequence[str]) -> list[ExportTold]:
+        """That are not told yet, oldest first."""
+        known, found = set(told), list[ExportTold]()
+        for s in self.facts:
+            if isinstance(s.fact, f.SnapshotExported) and s.fact.step >= 0 <= s.fact.epoch:
+                said = dataclasses.asdict(s.fact)
+                name = digest(canonical([s.writer, s.t, said]))[:16]
+                found += [ExportTold(name, **said)] if name not in known else []
+        return found
 
     def happened(self, heard: ToldSoFar) -> list[RunEvent]:
         """What was not told yet, by time. Recoveries are known when a row was computed."""

@@ -28,6 +28,7 @@ from harness.views.summary import Summary
 from harness.views.timeline import MOST_ROWS, shown_rows, timeline, timeline_legend
 from harness.views.words import clock, duration, money, number, percent, plural
 
+BREAKS = 40  # interruptions that are drawn; harness postmortem has all
 TONES = {"done": "good", "finished": "good", "failed": "bad", "stopped": "warn"}
 
 
@@ -49,7 +50,7 @@ def _nodes(s: Summary) -> PageSection | None:
 
 def _interruptions(s: Summary) -> PageSection | None:
     attempts = s.ledger.attempts
-    body = postmortem_page.interruptions_html(s.postmortem, attempts, s.started_s)
+    body = postmortem_page.interruptions_html(s.postmortem, attempts, s.started_s, most=BREAKS)
     note = "what happened, moment by moment, and what it cost; open one for its picture"
     return section("Interruptions", f"<div class=breaks>{body}</div>" if body else "", note)
 
@@ -168,8 +169,7 @@ def _cards(s: Summary) -> str:
             f"{percent(cost.saved)} less than on demand" if cost.on_demand_usd else "",
         ),
     ]
-    if s.tokens and cost.spot_usd:
-        usd = cost.spot_usd / s.tokens * 1e6
+    if usd := s.usd_per_1m_tokens:
         cards.append(("per million tokens", money(usd), f"{s.tokens / 1e6:,.1f} million tokens"))
     cards += [
         (

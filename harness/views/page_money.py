@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from harness.core.facts import NodeFound
-from harness.views.page_html import PageSection, html_table, numbers, section
+from harness.views.page_html import PageSection, html_table, section
 from harness.views.painting import BUCKETS, NANO
 from harness.views.plots import PlotFrame, PlotTrace, esc, legend, plot
 from harness.views.report import MEANING, money_rows
@@ -69,15 +69,8 @@ def spent(s: Summary) -> PageSection | None:
     )
     known = "some on-demand prices are unknown; the paid price stands for them"
     note = "" if s.ledger.cost.known else known
-    body = f"<div class=money>{bars}</div>{numbers(_rates(s))}{_over_time(s)}{_places(s)}"
+    body = f"<div class=money>{bars}</div>{_over_time(s)}{_places(s)}"
     return section("Money", body, note)
-
-
-def _rates(s: Summary) -> list[tuple[str, str]]:
-    if not s.tokens or not s.ledger.usd:
-        return []
-    usd = s.ledger.usd / s.tokens * 1e6
-    return [("per million tokens", f"{money(usd)}; {s.tokens / 1e6:,.1f} million are committed")]
 
 
 def spend_at(attempts: Iterable[AttemptRow], moments: np.ndarray, end_s: float) -> np.ndarray:

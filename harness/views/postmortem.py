@@ -67,7 +67,7 @@ def postmortem(
     launched = {row.name for one in found for row in one.launched}
     idle = [
         row
-        for row in _lost_idle(ledger)
+        for row in _lost_idle(ledger, nodes)
         if not _taken_along(row, found, nodes) and row.name not in launched
     ]
     blamed = blame(ledger, told, found, progress, records, [row.name for row in idle])
@@ -76,7 +76,7 @@ def postmortem(
         for one, losses in zip(found, blamed.losses, strict=False)
     ]
     asked = [s.fact.min_nodes for s in known if isinstance(s.fact, RunAsked)]
-    others = Alternatives(ledger, told, found, asked[-1] if asked else 1)
+    others = Alternatives(ledger, told, found, progress.worlds, asked[-1] if asked else 1)
     made = [replace(one, what_if=others.of(i, one)) for i, one in enumerate(made)]
     whole_run = others.of_run(made)
     for row, losses in zip(idle, blamed.losses[len(found) :], strict=True):
@@ -108,13 +108,12 @@ def give_replacements(
     its place open."""
     open_places: list[tuple[float, Outline]] = []  # (since when, whose)
     for one in found:
-        for row in _gone(one, ledger, nodes):
+        for row in _gone(one, nodes):
             doubted_s = told.doubted_s(row.attempt)
             since_s = one.first.begun_s if doubted_s is None else min(doubted_s, one.first.begun_s)
             open_places.append((since_s, one))
     open_places.sort(key=lambda p: p[0])
-    taken = {row.name for one in found for row in _gone(one, ledger, nodes)}
-    trained = {name for e in ledger.epochs if e.first_s is not None for name in e.attempts}
+    taken = {row.name for one in found for row in _gone(one, nodes)}
     for row in sorted(ledger.attempts, key=lambda a: a.asked_s):
         since = [
             (t, one)
@@ -128,7 +127,7 @@ def give_replacements(
             place[1].refused.append(row)
             continue
         place[1].launched.append(row)
-        if row.name in trained or row.name in taken or not row.end:
+        if row.name in nodes.trained or row.name in taken or not row.end:
             open_places.remove(place)
     for one in found:
         for b in one.breaks:
@@ -137,14 +136,13 @@ def give_replacements(
                 one.launched += [r for r in joined if r and r not in one.launched]
 
 
-def _lost_idle(ledger: Ledger) -> list[AttemptRow]:
+def _lost_idle(ledger: Ledger, nodes: NodesOf) -> list[AttemptRow]:
     """Nodes that were taken, or ended badly, before they were in any world."""
-    known = {name for e in ledger.epochs for name in e.attempts}
     noticed = {n.member for n in ledger.notices if n.kind != "soft" and not n.cancelled}
     return [
         a
         for a in ledger.attempts
-        if a.name not in known
+        if a.name not in nodes.last_epoch
         and a.up_s is not None
         and (a.end in BAD_ENDS or (a.end == "drained" and noticed & set(a.members)))
     ]
@@ -169,14 +167,13 @@ def _stands(one: Outline, t: float) -> bool:
     return (one.down_s is None or one.down_s <= t) and (up_s is None or t < up_s)
 
 
-def _gone(one: Outline, ledger: Ledger, nodes: NodesOf) -> list[AttemptRow]:
+def _gone(one: Outline, nodes: NodesOf) -> list[AttemptRow]:
     """Nodes that it took for good."""
     if one.main.kind not in HURTS:
         return []
-    rows = {row.name: row for m in one.members if (row := nodes.row(m)) is not None}
     last = one.last.epoch.epoch
-    later = {n for e in ledger.epochs if e.epoch > last for n in e.attempts}
-    return [row for name, row in rows.items() if row.gone_s is not None and name not in later]
+    rows = (nodes.gone_since(m, last) for m in one.members)
+    return list({row.name: row for row in rows if row}.values())
 
 
 # ---- one interruption ----------------------------------------------------------------------------
@@ -200,7 +197,7 @@ def _interruption(
         begun_s=begun_s,
         stood_s=(one.down_s, trained.first_s if trained else None),
         caught_up_s=one.caught_up_s,
-        moments=moments(one, begun_s, told, nodes, ledger),
+        moments=moments(one, begun_s, told, nodes),
         losses=losses,
         saved=_saved(one, told, nodes, progress),
     )
@@ -249,6 +246,9 @@ def _saved(one: Outline, told: Testimony, nodes: NodesOf, progress: Progress) ->
     rows = progress.rows(world.epoch)
     if one.main.kind != "notice" or trained is None:
         return None
+    after = one.main.after
+    if after is not None and all(m in after.members for m in one.main.members):
+        return None  # they stayed after all
     commits = [c for _, c in told.of_epoch(world.epoch, SnapshotCommitted)]
     drained = any(c.step == trained.resumed_step and c.why in DRAINS for c in commits)
     safe = [c.step for c in commits if c.t_start + c.commit_s <= one.main.begun_s]

@@ -24,22 +24,22 @@ MOST_DRAWN = 100  # interruptions with a picture; the newest
 
 
 def interruptions_html(
-    pm: Postmortem, attempts: Sequence[AttemptRow], started_s: float, shown_open: bool = False
+    pm: Postmortem,
+    attempts: Sequence[AttemptRow],
+    started_s: float,
+    shown_open: bool = False,
+    most: int = MOST_DRAWN,
 ) -> str:
     """The body of a section: what it cost in sum, then each interruption, its picture folded away
     unless `shown_open`. "" where there was none."""
     if not pm.interruptions:
         return ""
-    left = len(pm.interruptions) - MOST_DRAWN
-    note = (
-        f"<p class=note>the newest {MOST_DRAWN} of {len(pm.interruptions):,}</p>"
-        if left > 0
-        else ""
-    )
+    left = len(pm.interruptions) - most
+    note = f"<p class=note>the newest {most} of {len(pm.interruptions):,}</p>" if left > 0 else ""
     each = "".join(
         f"<details{' open' if shown_open else ''}><summary>{_summary(one, started_s)}</summary>"
         f"{interruption_html(one, attempts)}</details>"
-        for one in pm.interruptions[-MOST_DRAWN:]
+        for one in pm.interruptions[-most:]
     )
     whole = _alternatives(pm.what_if)
     what_if = f"<p class=note>{_NOTE} Over the whole run:</p>{whole}" if whole else ""

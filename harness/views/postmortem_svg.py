@@ -29,15 +29,19 @@ EVEN = 0.45  # share of the axis that is given to the pauses between moments ali
 MOST_LANES, MOST_MOMENTS = 9, 48
 COLUMNS = 120  # of a lane's bar, at most
 MOST_LETTERS = 48  # of a line; the rest is in its title
-COLOURS = {  # where no page says otherwise
-    "useful": "#2e9f6b",
-    "redone": "#e5484d",
-    "snapshot": "#2f7de1",
-    "start": "#a78bfa",
-    "reform": "#f0a429",
-    "drain": "#22b8c8",
-    "idle": "#c3cad6",
-    "other": "#8a94a6",
+COLOURS = {  # a page's variable, and what stands where there is none, by bucket
+    "useful": ("useful", "#2e9f6b"),
+    "straggle": ("brown", "#a3734c"),
+    "redone": ("redone", "#e5484d"),
+    "snapshot": ("snapshot", "#2f7de1"),
+    "provision": ("pink", "#db5f9f"),
+    "setup": ("val", "#9333ea"),
+    "start": ("start", "#a78bfa"),
+    "reform": ("reform", "#f0a429"),
+    "drain": ("drain", "#22b8c8"),
+    "drained": ("olive", "#84952b"),
+    "idle": ("idle", "#c3cad6"),
+    "other": ("other", "#8a94a6"),
 }
 MARKS = {  # variables of moments; others have the text's colour
     "notice": "warn",
@@ -259,7 +263,8 @@ def _legend(lanes: Sequence[Lane], scale: Axis, y: float) -> tuple[list[str], fl
 
 
 def _paint(bucket: str) -> str:
-    return f"var(--{bucket},{COLOURS.get(bucket, '#8a94a6')})"
+    name, colour = COLOURS.get(bucket, COLOURS["other"])
+    return f"var(--{name},{colour})"
 
 
 def _bar(row: AttemptRow, scale: Axis, y: float) -> Iterator[str]:

@@ -30,6 +30,7 @@ from harness.views.words import clock, duration, money, plural
 from storage.text import plain
 
 COLUMNS = 60  # of a lane
+SMALLEST_USD = 5e-5  # that is told with a sign
 STYLES = {
     "notice": "yellow",
     "trouble": "red",
@@ -88,7 +89,8 @@ def node_text(n: TouchedNode) -> str:
 
 def signed(a: Alternative) -> tuple[str, str, str]:
     """Node time, dollars and wall time, each with its sign."""
-    return _signed(a.node_s, duration), _signed(a.usd, money), _signed(a.wall_s, duration)
+    usd = a.usd if abs(a.usd) >= SMALLEST_USD else 0.0
+    return _signed(a.node_s, duration), _signed(usd, money), _signed(a.wall_s, duration)
 
 
 def _signed(value: float, words: Any) -> str:

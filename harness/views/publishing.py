@@ -15,10 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from harness.bucket.setups import people_of
+from harness.core.setups import EXPERIMENT
 from harness.core.world import BadInput
 from harness.views.alert_rules import BUILT_IN, AlertRule
 from harness.views.committed import Lineage
-from harness.views.describe import config_of, left_by_node, tags_of
+from harness.views.describe import config_of, left_by_node, notes_of, tags_of
 from harness.views.operations import Operations
 from harness.views.plugins import Account, Place, RunInfo
 from harness.views.stream import StreamWriter
@@ -202,6 +204,11 @@ def about_of(writer: StreamWriter, environ: Mapping[str, str]) -> Callable[[], M
             "config": config_of(writer.info, facts, machine),
             "tags": tags or tags_of(facts),
         }
+        if (notes := notes_of(writer.store)) and not environ.get("WANDB_NOTES"):
+            said["notes"] = notes
+        experiment = people_of(writer.store).get(EXPERIMENT)
+        if experiment and not environ.get("WANDB_RUN_GROUP"):
+            said["group"] = experiment
         if not environ.get("WANDB_NAME"):
             said["name"] = writer.info.name
         if not environ.get("WANDB_JOB_TYPE"):

@@ -194,6 +194,8 @@ def _headline_table(s: Summary) -> Padding:
 
 
 def attempt_end(a: AttemptRow) -> str:
+    if not a.end and a.gone_s is not None:
+        return "not heard of any more"
     if not a.end:
         return "still there" if a.up_s is not None else "not up yet"
     return a.end + (f" ({a.reason})" if a.reason and a.reason != a.end else "")

@@ -67,7 +67,6 @@ def to_json(s: Summary) -> dict[str, Any]:
             "shares": s.speed.shares,
         },
         "tokens": s.tokens or None,
-        "usd_per_million_tokens": ledger.usd / s.tokens * 1e6 if s.tokens else None,
         "setup": s.setups.to_json(),
         "logbook": s.logbook.to_json(),
         "store": {**dataclasses.asdict(s.store), "moved_usd": s.store.moved_usd}

@@ -170,9 +170,10 @@ def lost(found: SetupFound) -> list[str]:
     setup, git = found.setup, found.setup.git
     told = []
     if not git.commit:
+        kept = "only the script is kept" if git.diff_key else "nothing of it is kept"
         told.append(
-            "The code was in no git work tree: put it where this is executed; sha256 of the "
-            f"script: {setup.script or 'not known'}."
+            f"The code was in no git work tree: {kept}. Put the rest where this is executed; "
+            f"sha256 of the script: {setup.script or 'not known'}."
         )
     elif git.pushed is False:
         told.append(
@@ -202,13 +203,15 @@ def lost(found: SetupFound) -> list[str]:
 def _code(found: SetupFound) -> Iterator[str]:
     git = found.setup.git
     yield "# the code"
-    if not git.commit:
-        return
-    source = _quoted(git.remote) if git.remote else '"${CODE:?the repository, a URL or a folder}"'
-    yield f"git clone --no-checkout -- {source} code"
-    yield "cd code"
-    yield f"git checkout --detach {git.commit}"
-    if git.kept == "whole" and not git.masked_before:
+    if git.commit:
+        source = _quoted(git.remote) if git.remote else '"${CODE:?the repository, URL or folder}"'
+        yield f"git clone --no-checkout -- {source} code"
+        yield "cd code"
+        yield f"git checkout --detach {git.commit}"
+    elif git.diff_key:
+        yield "mkdir code"
+        yield "cd code"
+    if git.diff_key and git.kept == "whole" and not git.masked_before:
         yield f"harness rerun {_quoted(found.url)}{_step(found)} --diff {PATCH}"
         yield f"git apply {'--unidiff-zero ' if not git.context else ''}{PATCH}"
     elif git.diff:
@@ -287,5 +290,8 @@ def _quoted(word: str) -> str:
         if letter.isprintable() and letter not in "\\'":
             told.append(letter)
         else:
-            told += [f"\\x{byte:02x}" for byte in letter.encode(errors="surrogateescape")]
+            # a byte of a command line that was no UTF-8, or what no command line has
+            was_byte = "\udc80" <= letter <= "\udcff"
+            data = letter.encode(errors="surrogateescape" if was_byte else "replace")
+            told += [f"\\x{byte:02x}" for byte in data]
     return f"$'{''.join(told)}'"

@@ -108,7 +108,7 @@ def _digest_row(s: Summary) -> dict[str, Any]:
         "goodput": s.ledger.goodput if s.ledger.billed_ns else None,
         "spent_usd": s.ledger.usd,
         "on_demand_usd": s.ledger.cost.on_demand_usd,
-        "usd_per_million_tokens": s.ledger.usd / s.tokens * 1e6 if s.tokens else None,
+        "usd_per_million_tokens": s.usd_per_1m_tokens,
         "tokens_per_s": s.speed.tokens_per_s,
         "mfu": s.speed.mfu,
         "steps_lost": s.ledger.steps_lost,

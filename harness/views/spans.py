@@ -41,6 +41,14 @@ class Spans:
         starts, ends = self.starts[a:b].clip(min=start), self.ends[a:b].clip(max=end)
         return Spans(starts, ends, self.levels[a:b])
 
+    def cut(self, at: int) -> Spans:
+        """The span that lies across `at`, if any, in two."""
+        i = int(np.searchsorted(self.ends, at, "right"))
+        if i == len(self.ends) or self.starts[i] >= at:
+            return self
+        starts, ends = np.insert(self.starts, i + 1, at), np.insert(self.ends, i, at)
+        return Spans(starts, ends, np.insert(self.levels, i, self.levels[i]))
+
     def totals(self) -> Ints:
         """Nanoseconds by level."""
         # by integer sums: those of floats, which bincount makes, are not exact
@@ -74,12 +82,17 @@ def painted(starts: Ints, ends: Ints, levels: Ints) -> Spans:
 class PaintedEpoch:
     """The painted time of one epoch, ready to be shared out."""
 
-    def __init__(self, spans: Spans):
-        self.spans = spans
+    def __init__(self, spans: Spans, cut_at: int | None = None):
+        """No piece lies across `cut_at` (nanoseconds)."""
+        spans = spans if cut_at is None else spans.cut(cut_at)
+        self.spans, self._cut_at = spans, cut_at
         count, lengths = len(spans.starts), spans.ends - spans.starts
         gaps = np.flatnonzero(spans.starts[1:] != spans.ends[:-1]) + 1
+        if cut_at is not None:
+            gaps = np.append(gaps, np.searchsorted(spans.starts, cut_at))
         # where a piece begins: none has a gap inside
-        cuts: Ints = np.union1d(np.arange(0, count, PIECE), gaps).astype(np.int64)
+        begins = np.union1d(np.arange(0, count, PIECE), gaps)
+        cuts: Ints = begins[begins < count].astype(np.int64)
         sums: Ints = np.zeros((len(cuts), NOTHING + 1), np.int64)
         for level in range(NOTHING if count else 0):
             of_level = np.where(spans.levels == level, lengths, 0)
@@ -88,6 +101,12 @@ class PaintedEpoch:
         self._begun: list[int] = spans.starts[cuts].tolist()
         self._over: list[int] = spans.ends[np.append(cuts, count)[1:] - 1].tolist()
         self._sums: list[LevelSums] = sums.tolist()
+
+    @property
+    def bounds(self) -> list[int]:
+        """Of an epoch that has spans: its begin, its end, and where no piece lies across."""
+        cut = [] if self._cut_at is None else [self._cut_at]
+        return [int(self.spans.starts[0]), *cut, int(self.spans.ends[-1])]
 
     def pieces(self, start: int, end: int) -> list[Piece]:
         """Of [start, end)."""
@@ -126,7 +145,10 @@ def share(
         while at < len(pieces) and pieces[at][1] <= b:  # neighbours were joined
             found += _told(pieces[at][0], pieces[at][2])
             at += 1
-    return _coarse(found) if len(found) > MOST_SEGMENTS else found
+    if len(found) <= MOST_SEGMENTS:
+        return found
+    bounds = {t for world in worlds if len(world.spans.starts) for t in world.bounds}
+    return _coarse(found, bounds)
 
 
 def _apart(worlds: Sequence[PaintedEpoch], start: int, end: int, known: Overlaps) -> list[Piece]:
@@ -170,13 +192,22 @@ def _told(start: int, sums: LevelSums) -> list[LabelledSpan]:
     return found
 
 
-def _coarse(segments: list[LabelledSpan]) -> list[LabelledSpan]:
-    """The same sums in fewer segments."""
+def _coarse(segments: list[LabelledSpan], bounds: set[int]) -> list[LabelledSpan]:
+    """The same sums in fewer segments; none of them across the begin or end of a world, so that
+    what each of them lost stays with it."""
     found: list[LabelledSpan] = []
     size = -(-len(segments) // GROUPS)
-    for i in range(0, len(segments), size):
-        sums = [0] * (NOTHING + 1)
-        for a, b, bucket in segments[i : i + size]:
-            sums[LEVEL[bucket]] += b - a
-        found += _told(segments[i][0], sums)
-    return found
+    group: list[LabelledSpan] = []
+    for segment in segments:
+        if group and (len(group) == size or segment[0] in bounds):
+            found += _summed(group)
+            group = []
+        group.append(segment)
+    return found + _summed(group)
+
+
+def _summed(group: list[LabelledSpan]) -> list[LabelledSpan]:
+    sums = [0] * (NOTHING + 1)
+    for a, b, bucket in group:
+        sums[LEVEL[bucket]] += b - a
+    return _told(group[0][0], sums) if group else []

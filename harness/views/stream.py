@@ -163,7 +163,9 @@ class StreamWriter:
         samples = self._samples(before, due and not more, bool(end))
         events, heard = self._events(before, (due and not more) or bool(samples))
         snapshots = self.operations.snapshots(before.newest)
-        if not (rows or samples or events or again or alerts or snapshots) and end == before.end:
+        exports = self.operations.exports(before.exported)
+        new = (rows, samples, events, again, alerts, snapshots, exports)
+        if not any(new) and end == before.end:
             return False
         others = sorted([*samples, *events, *again], key=lambda row: row.t)
         # steps stay in their order, also where a node's clock was set back
@@ -191,6 +193,8 @@ class StreamWriter:
             newest=snapshots[-1] if snapshots else before.newest,
             alerts=(*before.alerts, *(a.id for a in alerts))[-1000:],
             new_alerts=tuple(dataclasses.asdict(a) for a in alerts),
+            exported=(*before.exported, *(e.id for e in exports))[-1000:],
+            new_exports=tuple(dataclasses.asdict(e) for e in exports),
             heard=dict(heard.by),
             heard_floor_s=heard.floor_s,
         )

@@ -55,6 +55,7 @@ from storage.objects import ObjectStore, get_each
 from storage.snapshots import Snapshots
 
 MOST_POINTS = 20_000  # of a curve
+MOST_JUDGED = 30_000  # facts that are gone through for alerts that nobody fired
 MOST_SAMPLED = 40  # objects of step records that are read for gradients' norms
 NO_RECORDS = Committed(NONE, {}, {})
 
@@ -208,7 +209,7 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
         facts=tuple(facts),
         norms=_norms(store, records.rows),
         tokens_per_step=sum(tokens) / len(tokens) if tokens else 0.0,
-        alerts=tuple(AlertLog(store).read() or fired(facts, until_s)),
+        alerts=_alerts(store, facts, until_s),
         speed=speed_of(facts, steps, records),
         setups=setups,
         logbook=read_logbook(store, setups.people),
@@ -280,6 +281,13 @@ def _norms(store: ObjectStore, committed: Columns) -> tuple[tuple[int, float], .
                 if counts and "grad_norm" in r.metrics:
                     found[r.step] = r.metrics["grad_norm"]
     return tuple(sorted(found.items()))
+
+
+def _alerts(store: ObjectStore, facts: list[Stamped], until_s: float) -> tuple[Alert, ...]:
+    """What was fired; of a run that nobody watched for alerts what would have been, unless it is
+    too long to be gone through once more."""
+    told = AlertLog(store).read()
+    return tuple(told or (fired(facts, until_s) if len(facts) <= MOST_JUDGED else ()))
 
 
 def _away(facts: list[Stamped]) -> float:

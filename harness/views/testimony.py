@@ -36,7 +36,7 @@ class Testimony:
         self._of_epoch: dict[int, list[Stamped]] = defaultdict(list)
         self._of_member: dict[str, list[Stamped]] = defaultdict(list)
         self._of_attempt: dict[int, list[Stamped]] = defaultdict(list)
-        self.decided: list[tuple[float, Decided]] = []
+        self.dismissed: list[tuple[float, Decided]] = []  # nodes, by the controller
         # by whom they were found bad is not told, only which world had made them
         self.quarantined: list[tuple[float, SnapshotQuarantined]] = []
         live: list[StepDone] = []
@@ -44,8 +44,8 @@ class Testimony:
             fact = stamped.fact
             if isinstance(fact, StepDone):
                 live.append(fact)
-            elif isinstance(fact, Decided):
-                self.decided.append((stamped.t, fact))
+            elif isinstance(fact, Decided) and fact.decision in ("release", "terminate"):
+                self.dismissed.append((stamped.t, fact))
             elif isinstance(fact, SnapshotQuarantined):
                 self.quarantined.append((stamped.t, fact))
             if isinstance(fact, MANY):
@@ -77,9 +77,11 @@ class Testimony:
         return min(found, default=None)
 
     def doubted_s(self, attempt: int) -> float | None:
-        """Since when another node was looked for in its place."""
-        found = [t for t, d in self.of_attempt(attempt, AttemptDoubted) if d.doubted]
-        return min(found, default=None)
+        """Since when another node was looked for in its place; None: it was to stay."""
+        since_s = None
+        for t, fact in self.of_attempt(attempt, AttemptDoubted):
+            since_s = (since_s or t) if fact.doubted else None
+        return since_s
 
     def session(self, epoch: int) -> tuple[float, SessionStarted] | None:
         """The first of an epoch: its scripts may loop again and say so again."""

@@ -26,14 +26,17 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from harness.bucket.layout import TRACKERS, Claim, StopOrder
 from harness.bucket.orders import ask_to_stop
-from harness.bucket.streamed import BatchHeader, StreamRow, ToldWandb
+from harness.bucket.setups import newest_setup, read_diff
+from harness.bucket.streamed import Batch, BatchHeader, StreamRow, ToldWandb
 from harness.core.values import BadObject, canonical, digest
 from harness.core.world import HarnessError
 from harness.views.artifacts import acts_of
+from harness.views.describe import notes_of
 from harness.views.plugins import RunInfo
 from harness.views.stream import newest_header, read, rows_from
 from harness.views.wandb_api import Account, WandbSilent
@@ -49,6 +52,7 @@ STALL_S = 300.0  # without a new row at W&B, while rows are on their way: begin 
 FINISH_S = 30.0  # for the client to send what it has
 CONFIRM_S = 10.0  # to see it arrive when the client says that it is sent
 EXIT_CODES = {"done": 0, "failed": 1, "stopped": 255}  # 255: as after Ctrl-C
+NOTE_EVERY_S = 60.0  # between two looks at the logbook
 STEP_AXIS = ("train", "val", "best")
 TIME_AXIS = (
     *("cost", "goodput", "spot", "world", "nodes", "ckpt", "restore", "live"),
@@ -121,7 +125,7 @@ class WandbRun:
         self._batch = -1  # of which all rows are sent
         self.held_elsewhere = False  # another publisher writes
         self._seen = 0  # rows that W&B was seen to have
-        self._claimed_s = self._moved_s = -1e18
+        self._claimed_s = self._moved_s = self._noted_s = -1e18
 
     # ---- rounds ----------------------------------------------------------------------------------
     def round(self, last: bool = False) -> bool:
@@ -207,6 +211,7 @@ class WandbRun:
             rows = self._rewound(keep, newest.number)
         if self._run is None:
             self._run = self._init(resume="allow")
+            self._keep_diff()
         if int(self._run.starting_step) != rows:
             found, self._next = int(self._run.starting_step), rows
             self.close()
@@ -252,8 +257,8 @@ class WandbRun:
                 prefix="harness-wandb-", ignore_cleanup_errors=True
             )
         about = dict(self.about())
-        if self._nodes_are == GROUPED and not self.environ.get("WANDB_RUN_GROUP"):
-            about["group"] = self.run_id
+        if self._nodes_are == GROUPED:
+            about["group"] = self._group()
         about["tags"] = [*about.get("tags", ()), *how.pop("tags", ())]
         if self._told.again:
             about["tags"].append(f"takes-over-{self._told.again}")
@@ -301,11 +306,29 @@ class WandbRun:
             self._log(row)
         self._tell_nodes(newest)
         for number in range(known + 1, newest.number + 1):
-            self._act(read(self.store, number)[0])
+            self._act(read(self.store, number))
         # not by define_metric(summary="min"): a client that resumes begins to count anew
         for name, (value, step) in newest.best.items():
             self._run.summary.update({f"best/{name}": value, f"best/{name}_step": step})
+        self._note()
         self._batch = newest.number
+
+    def _keep_diff(self) -> None:
+        """What was not committed to git, as far as the run's record has it: W&B's diff.patch."""
+        with contextlib.suppress(BadObject, OSError):
+            setup = newest_setup(self.store)
+            if setup and (diff := read_diff(self.store, setup)) and self._folder is not None:
+                path = Path(self._folder.name) / "diff.patch"
+                path.write_bytes(diff)
+                self._run.save(str(path), base_path=self._folder.name, policy="now")
+
+    def _note(self) -> None:
+        """The logbook grows while the run goes on."""
+        if self.environ.get("WANDB_NOTES") or self.now() - self._noted_s < NOTE_EVERY_S:
+            return
+        self._noted_s = self.now()
+        if (notes := notes_of(self.store)) and notes != self._run.notes:
+            self._run.notes = notes
 
     def _log(self, row: StreamRow) -> None:
         assert row.number == self._next, "rows have no gaps"
@@ -319,25 +342,48 @@ class WandbRun:
             return
         if self._nodes is None:
             run_id = self.environ.get("WANDB_RUN_ID") or self.run_id
-            group = self.environ.get("WANDB_RUN_GROUP", "")
             where = (self.store, self.info, self.account, self.api)
-            self._nodes = WandbNodes(*where, run_id, self._settings, group)
+            self._nodes = WandbNodes(*where, run_id, self._settings, self._group())
         try:
             self._nodes.round(newest.number, over=bool(newest.end))
         except Exception as e:  # W&B and its client fail in many ways; the next round tries again
             log.warning("wandb: nodes are not told (%s: %s)", type(e).__name__, e)
             self._nodes.forget()
 
-    def _act(self, header: BatchHeader) -> None:
+    def _act(self, batch: Batch) -> None:
         """Alerts and artifacts of one batch: at most once."""
-        acts = acts_of(self.store, self.info, header)
-        if acts and self.store.create(f"{self._place}/acts/{header.number:08d}", b"{}"):
+        acts = acts_of(self.store, self.info, batch, self._companion)
+        if acts and self.store.create(f"{self._place}/acts/{batch[0].number:08d}", b"{}"):
             for act in acts:
                 try:
                     act(self.api, self._run)
                 # W&B and its client fail in many ways, and no row must wait for an artifact
                 except Exception as e:
                     log.warning("wandb: %s is not told (%s)", act.__name__, type(e).__name__)
+
+    def _group(self) -> str:
+        """Of all runs that belong to this one."""
+        said = self.environ.get("WANDB_RUN_GROUP") or self.about().get("group")
+        return str(said or self.run_id)
+
+    def _companion(self, job_type: str, name: str) -> Any:
+        """A run of the same group."""
+        assert self._folder is not None
+        return self.api.init(
+            mode="online",
+            id=f"{self.run_id}-{name}",
+            project=self.account.project,
+            entity=self.account.entity,
+            name=f"{self.info.name} {name}",
+            group=self._group(),
+            config={"run": self.run_id},
+            job_type=job_type,
+            tags=[job_type],
+            dir=self._folder.name,
+            resume="allow",
+            reinit="create_new",
+            settings=self._settings(True),
+        )
 
     def _confirm(self, wait_s: float) -> bool:
         """Has W&B every row that was sent?"""

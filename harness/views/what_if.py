@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from harness.core.facts import AgentStarted, SnapshotCommitted
-from harness.views.breaks import NodesOf, Outline
+from harness.views.breaks import NodesOf, Outline, TrainedWorlds
 from harness.views.interruption import HURTS, Alternative, Interruption
 from harness.views.ledger import Ledger
 from harness.views.painting import NANO
@@ -125,12 +125,21 @@ class Alternatives:
     """Per interruption, and of the run."""
 
     def __init__(
-        self, ledger: Ledger, told: Testimony, outlines: Sequence[Outline], min_nodes: int
+        self,
+        ledger: Ledger,
+        told: Testimony,
+        outlines: Sequence[Outline],
+        worlds: TrainedWorlds,
+        min_nodes: int,
     ):
-        self.ledger, self.told, self.outlines = ledger, told, outlines
+        self.told, self.outlines, self.worlds = told, outlines, worlds
         self.min_nodes = min_nodes
         self.nodes, self.measured = NodesOf(ledger), measured(ledger, told, outlines)
         self.price = {a.name: a.usd_per_h for a in ledger.attempts}
+        up = [a.usd_per_h for a in ledger.attempts if a.up_s is not None]
+        self.typical_price = median(up) if up else 0.0
+        ends = [a.segments[-1][1] / NANO for a in ledger.attempts if a.segments]
+        self.ended_s = max(ends, default=0.0)
 
     def of(self, index: int, found: Interruption) -> tuple[Alternative, ...]:
         """Of one interruption: what another choice would have cost more (or less) from the
@@ -150,7 +159,7 @@ class Alternatives:
             tail = Alternative(name, node_s, usd, node_s / max(1, _most(rest)))
             found.append(_sum(tail, each))
         if any(a.name == STANDBY for i in each for a in i.what_if):
-            node_s, usd = self.standing_by(len(self.outlines), self.ended_s())
+            node_s, usd = self.standing_by(len(self.outlines), self.ended_s)
             found.append(_sum(Alternative(STANDBY, node_s, usd), each))
         return tuple(found)
 
@@ -158,10 +167,10 @@ class Alternatives:
         return intervals(self.measured)
 
     def before(self, index: int) -> list[EpochRow]:
-        """Worlds that trained since the interruption before, up to this one."""
+        """TrainedWorlds that trained since the interruption before, up to this one."""
         after = self.outlines[index - 1].last.epoch.epoch if index else -1
         until = self.outlines[index].last.epoch.epoch if index < len(self.outlines) else math.inf
-        return [e for e in self.ledger.epochs if after < e.epoch <= until and e.first_s is not None]
+        return self.worlds.between(after, until)
 
     def usd(self, epoch: EpochRow, seconds: float) -> float:
         return sum(self.price.get(name, 0.0) for name in set(epoch.attempts)) * seconds / 3600
@@ -195,21 +204,16 @@ class Alternatives:
         return Alternative(name, node_s, usd, wall_s, f"every {every_s:.1f} s")
 
     # -- a node standing by --
-    def ended_s(self) -> float:
-        ends = [a.segments[-1][1] / NANO for a in self.ledger.attempts if a.segments]
-        return max(ends, default=0.0)
-
     def standing_by(self, index: int, until_s: float) -> tuple[float, float]:
         """(seconds, dollars) of a node that stands by since training went on after the interruption
         before."""
-        first = next((e.first_s for e in self.ledger.epochs if e.first_s is not None), None)
+        first = next((e.first_s for e in self.worlds.all), None)
         before = self.outlines[index - 1].trained if index else None
         since_s = before.first_s if before else first if not index else None
         if since_s is None:
             return 0.0, 0.0
-        prices = [a.usd_per_h for a in self.ledger.attempts if a.up_s is not None]
         seconds = max(0.0, until_s - since_s)
-        return seconds, seconds / 3600 * (median(prices) if prices else 0.0)
+        return seconds, seconds / 3600 * self.typical_price
 
     def spare(self, index: int, one: Outline) -> Alternative | None:
         """Of an interruption that took nodes; also where it would only have stood by."""
@@ -259,7 +263,7 @@ class Alternatives:
         size, last = len(one.first.epoch.members), one.last.epoch.epoch
         again = (o for o in self.outlines[index + 1 :] if o.main.kind != "resize")
         until = next((o.last.epoch.epoch for o in again), math.inf)
-        later = [e for e in self.ledger.epochs if last < e.epoch <= until and e.first_s is not None]
+        later = self.worlds.between(last, until)
         whole = [e.first_s for e in later if e.first_s is not None and len(e.members) >= size]
         ends = [e.last_s for e in later if e.last_s is not None]
         return min(whole, default=max(ends, default=up_s))

@@ -204,7 +204,8 @@ def found(
     """How this process is set up, and what is kept of its uncommitted changes."""
     words, hidden = masked_words(_argv()[:MOST_ARGUMENTS])
     keep_diff = environ.get("HARNESS_DIFF", "keep") != "hash"
-    git, diff = surroundings.git_state(Path.cwd(), keep_diff)
+    script = None if words[:1] == ["-m"] else Path(_script())
+    git, diff = surroundings.git_state(Path.cwd(), keep_diff, script)
     argv = [word[:MOST_LETTERS] for word in words]
     if git.commit and argv and os.path.isabs(argv[0]):
         argv[0] = _inside(argv[0], git)
