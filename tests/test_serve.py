@@ -2,9 +2,7 @@
 
 import http.client
 import json
-import shutil
 import threading
-from pathlib import Path
 from urllib.parse import quote
 
 import pytest
@@ -16,7 +14,7 @@ from harness.core.world import BadInput
 from harness.views.serve import RunsServer, checked_host, is_our_name
 from harness.views.serve_runs import MOST_RUNS, FollowedRun, RunsFolder
 from storage.errors import StoreUnavailable
-from storage.files import FileStore, MemoryStore
+from storage.files import MemoryStore
 from storage.objects import ObjectStore
 
 EVIL = "x<img src=x onerror=alert(1)>"
@@ -255,14 +253,13 @@ def test_a_bucket_that_is_silent_is_told_and_the_others_are_shown(objects, count
     assert {r["id"] for r in folder.rows() if r["problem"]} == {"b"}
 
 
-def test_a_run_that_goes_on_again_is_followed_again(tmp_path):
-    shutil.copytree(_written(tmp_path / "first"), tmp_path / "runs" / "one")
-    now = [T0 + 500]
-    url = f"file://{tmp_path}/runs"
-    folder = RunsFolder(url, FileStore, lambda: now[0])
+def test_a_run_that_goes_on_again_is_followed_again():
+    run, now = whole_run(MemoryStore("memory://runs/one", {})).store, [T0 + 500]
+    top = MemoryStore("memory://runs", {"one/run.json": b"{}"})
+    folder = RunsFolder(top.url, lambda url: top if url == top.url else run, lambda: now[0])
     folder.look()
     assert folder.runs["one"].over
-    journal = Journal(FileStore(f"{url}/one"), "controller-2", lambda: now[0])
+    journal = Journal(run, "controller-2", lambda: now[0])
     journal.record(f.RunAsked("t.yaml", 1, 1, "cheapest"))
     journal.flush()
     folder.look()
@@ -270,11 +267,6 @@ def test_a_run_that_goes_on_again_is_followed_again(tmp_path):
     now[0] += 1000
     folder.look()
     assert not folder.runs["one"].over and folder.rows()[0]["state"] == "waiting for capacity"
-
-
-def _written(path: Path) -> Path:
-    whole_run(FileStore(f"file://{path}"))
-    return path
 
 
 def test_one_run_can_be_served_alone(objects, count):
