@@ -1,5 +1,7 @@
 # make train | test | check are all that a newcomer needs; the rest wraps the harness command.
 PYTHON ?= python3
+# processes that test at once (tests/conftest.py says which gets what)
+WORKERS ?= auto
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell cat requirements.txt requirements-apart.txt pyproject.toml | cksum | cut -d' ' -f1)
@@ -19,9 +21,6 @@ TASK ?= sky_tasks/train.yaml
 LAB ?= /var/tmp/harness-lab
 
 DASHBOARDS ?= dashboards.json
-
-# processes that test at once (tests/conftest.py says which gets what)
-WORKERS ?= auto
 
 .PHONY: install train launch jobs-launch plan down doctor dashboards lab lab-short test check lint types pythons sim simsystem walk longrun drill manynodes campaign soak clean
 install: $(STAMP)
