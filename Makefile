@@ -1,7 +1,5 @@
 # make train | test | check are all that a newcomer needs; the rest wraps the harness command.
 PYTHON ?= python3
-# processes that test at once (tests/conftest.py says which gets what)
-WORKERS ?= auto
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell cat requirements.txt requirements-apart.txt pyproject.toml | cksum | cut -d' ' -f1)
@@ -11,6 +9,8 @@ STEPS ?= 150
 MARKET ?= demo
 SEEDS ?= 1000
 KILLS ?= 1000
+# processes that test at once (tests/conftest.py says which gets what)
+WORKERS ?= auto
 REDUCE ?= exact
 ifndef RUN
 RUN := runs/$(shell date +%Y%m%d-%H%M%S)
