@@ -24,7 +24,9 @@ from harness.bucket.journal import Journal
 from harness.bucket.lease import Lease
 from harness.cli.alerts import alerts_for_nodes
 from harness.cli.command import main
+from harness.core.masking import masked_words
 from harness.core.world import BadInput
+from harness.node.surroundings import variables
 from harness.proof.receiver import AlertReceiver
 from harness.views import alerting, sinks
 from harness.views.alerting import CLAIM_S, STALE_S, Alerting, AlertTeller
@@ -255,6 +257,13 @@ def test_commands_stay_on_the_machine_that_leads(monkeypatch):
     told = alerts_for_nodes(["https://a/S3CRET", "command:touch x"])
     assert told == {"HARNESS_ALERTS": "https://a/S3CRET https://b/S3CRET"}
     assert alerts_for_nodes([])["HARNESS_ALERTS"] == "https://b/S3CRET"
+
+
+def test_a_launch_s_record_holds_no_receiver():
+    words = ["--alert", "https://hooks.slack.com/S3CRET", "--alert=command:x S3CRET", "--brief"]
+    told, hidden = masked_words(words)
+    assert told == ["--alert", "***", "--alert=***", "--brief"] and set(hidden) == {"--alert"}
+    assert variables({"HARNESS_ALERTS": "https://x/S3CRET", "NCCL_DEBUG": "1"}) == {"NCCL_DEBUG": "1"}
 
 
 RULES = """

@@ -38,6 +38,7 @@ from harness.bucket.setups import decode_setup, encoded
 from harness.bucket.streamed import (
     BatchHeader,
     StreamRow,
+    ToldNodes,
     ToldWandb,
     decode_batch,
     encode_batch,
@@ -110,6 +111,8 @@ ALERT = dataclasses.asdict(Alert("a1", "rank 1 hangs", "silent", 1.7e9, "critica
 HEADER = BatchHeader(
     3, 9, 2, last_step=4, head="ab", best={"val_loss": (0.5, 4)}, snapshots=("0000000004-e000001",),
     newest="0000000004-e000001", alerts=("a1",), new_alerts=(ALERT,),
+    exported=("e1",), new_exports=({"id": "e1", "step": 4, "epoch": 1, "files": ["a"]},),
+    heard={"0a": 1.7e9}, heard_floor_s=1.6e9,
 )  # fmt: skip
 ROWS = [
     StreamRow(9, "step", 1.7e9, {"time/wall_s": 5.0, "train/loss": float("nan")}, step=4),
@@ -141,6 +144,10 @@ DECODERS = [
     Decoder("alert receipt", AlertReceipt.decode, (), (AlertReceipt("sent", 1.7e9, "a").encode(),)),
     Decoder("batch of the stream", lambda d: decode_batch(d, 3), BAD, (BATCH,)),
     Decoder("how far W&B is", ToldWandb.decode, BAD, (TOLD,)),
+    Decoder(
+        "how far W&B is with nodes", ToldNodes.decode, BAD,
+        (ToldNodes(3, {"1": 7}, {"1": 0}).encode(),),
+    ),
     Decoder("generation at MLflow", mlflow_run_of, BAD, (b'{"run_id":"0a1b"}',)),
     Decoder("rank 0's machine", machine_said, BAD, (b'{"git":{"commit":"ab"},"flags":{"lr":1}}',)),
     Decoder("setup", decode_setup, BAD, (SETUP,)),
@@ -280,10 +287,13 @@ def use(found: Any) -> None:
             found.encode()
         case ToldWandb():
             found.encode("p", "r")
+        case ToldNodes():
+            found.encode()
         case (BatchHeader() as header, list() as rows):
             assert [row.number for row in rows] == list(range(header.first_row, header.end_row))
             assert all(int(row.values["time/wall_s"]) < 2**60 for row in rows)
             assert all(len(alert.title) >= 0 for alert in header.told_alerts())
+            assert all(export.step >= 0 for export in header.told_exports())
             encode_batch(header, rows)
         case StopOrder():
             assert StopOrder.from_json(found.to_json()) == found

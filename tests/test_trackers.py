@@ -385,5 +385,7 @@ def test_key_is_checked_before_anything_starts(tmp_path):
 def test_online_needs_a_key(tmp_path):
     with pytest.raises(BadInput, match="WANDB_MODE is online, but there is no key"):
         build("wandb", {"HOME": str(tmp_path), "WANDB_MODE": "online"})
+    with pytest.raises(BadInput, match="wanted one of one, grouped, off, found 'both'"):
+        build("wandb", {"HOME": str(tmp_path), "HARNESS_WANDB_NODES": "both"})
     (tracker,) = build("wandb", {"HOME": str(tmp_path), "WANDB_MODE": "", "WANDB_API_KEY": ""})
     assert not tracker.online

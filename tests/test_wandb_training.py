@@ -78,7 +78,11 @@ def test_a_training_that_goes_through_much(tmp_path, monkeypatch):
         told = Told(str(c.run))
         (run,) = server.runs.values()
         records = history(c.run)
-        rows = [(r["train/step"], r["train/loss"], r["_timestamp"]) for r in lines(run) if "train/step" in r]
+        rows = [
+            (r["train/step"], r["train/loss"], r["_timestamp"])
+            for r in lines(run)
+            if "train/step" in r
+        ]
         assert rows == [(r.step, r.loss, r.t) for r in records]
         assert [r.step for r in records] == list(range(1, 601))
         assert len(run.history) == len(list(whole(told.store)))

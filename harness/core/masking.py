@@ -14,7 +14,8 @@ MASK = "***"
 # of flags and of keys of a configuration
 NAME = re.compile(
     r"(^|[-_.]|api|access|secret|auth|private)"
-    r"(key|token|secret|passw\w*|passphrase|credentials?|auth|cookie)$|api[-_]?keys$",
+    r"(key|token|secret|passw\w*|passphrase|credentials?|auth|cookie)$|api[-_]?keys$"
+    r"|^alerts?$",  # URLs of webhooks, whose paths are secrets
     re.IGNORECASE,
 )
 # of variables, which say more in their names

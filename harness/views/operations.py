@@ -252,9 +252,9 @@ class Operations:
             **_world(ledger, facts, t),
             **_snapshots(facts, records.rows, told),
             **_restores(facts),
-            **_live([s for s in self._recent.steps if s.t <= t], told),
+            **_live([s for s in list(self._recent.steps) if s.t <= t], told),
             **hardware(list(self._recent.measured), facts, t),
-            **_speed([s for s in self._recent.timed if t - RECENT_S < s.t <= t]),
+            **_speed([s for s in list(self._recent.timed) if t - RECENT_S < s.t <= t]),
             **self._fired(t),
         }
         span = t - facts[0].t if facts else 0.0

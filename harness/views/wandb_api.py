@@ -25,6 +25,7 @@ from harness.core.world import BadInput, HarnessError
 
 WANDB_TIMEOUT_S = 20.0  # to reach W&B
 WANDB_URL = "https://api.wandb.ai"
+ONE, GROUPED, OFF = NODES = ("one", "grouped", "off")  # HARNESS_WANDB_NODES
 RUN = """query HarnessRun($project: String, $entity: String, $name: String!) {
   model(name: $project, entityName: $entity) {
     bucket(name: $name, missingOk: true) { id state historyLineCount historyTail }
@@ -123,6 +124,18 @@ def wandb_online(key: str, mode: str) -> bool:
     return bool(key) and mode not in ("offline", "disabled", "dryrun")
 
 
+def nodes_are(environ: Mapping[str, str]) -> str:
+    """Where nodes' hardware is told: in the run that trains, in runs of their own, nowhere. Raises
+    BadInput."""
+    said = environ.get("HARNESS_WANDB_NODES") or ONE
+    if said not in NODES:
+        raise BadInput(
+            f"HARNESS_WANDB_NODES: wanted one of {', '.join(NODES)}, found {said!r}; one: in the "
+            "run that trains; grouped: in a W&B run for each node; off: not at all"
+        )
+    return said
+
+
 def wandb_account(environ: Mapping[str, str]) -> Account:
     """Where the environment says. Online means known to work. Raises BadInput."""
     if importlib.util.find_spec("wandb") is None:
@@ -136,6 +149,7 @@ def wandb_account(environ: Mapping[str, str]) -> Account:
             "tracker wandb: WANDB_MODE is online, but there is no key; set WANDB_API_KEY, or leave "
             "WANDB_MODE out"
         )
+    nodes_are(environ)
     account = Account(
         wandb_online(key, mode),
         key,

@@ -13,6 +13,7 @@ Knows wandb and the stream. Who calls holds the claim of `wandb_run.py`.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import tempfile
 import time
@@ -29,16 +30,9 @@ from harness.views.wandb_api import Account
 from storage.errors import NotFound
 from storage.objects import ObjectStore
 
-ONE, GROUPED, OFF = MODES = ("one", "grouped", "off")  # HARNESS_WANDB_NODES
 CONFIRM_EVERY_S = 60.0  # between two looks at what has arrived
 IN_PLACE = re.compile(r"node/(\d+)/(.+)")
 GONE, LOST = "event/node_gone", "event/node_lost"
-
-
-def mode_of(environ: Mapping[str, str]) -> str:
-    """Where nodes' hardware is told: in the run that trains, in runs of their own, nowhere."""
-    said = environ.get("HARNESS_WANDB_NODES", "").lower()
-    return said if said in MODES else ONE
 
 
 def without_nodes(values: Mapping[str, float]) -> dict[str, float]:
@@ -117,7 +111,7 @@ class WandbNodes:
                 run.log({**values, **shared}, step=at, commit=True)
             self._rows[node] = at + 1
         for name, code in ((GONE, 0), (LOST, 1)):
-            if name in row.values and (node := str(int(row.values[name]))) in self._rows:
+            if (node := str(_number(row.values, name))) in self._rows:
                 self._ended[node] = code
                 self._end(node)
 
@@ -175,6 +169,12 @@ class WandbNodes:
             return ToldNodes()  # all is told again, and what W&B has is skipped
 
 
+def _number(values: Mapping[str, float], name: str) -> int:
+    """0: it is not said, or cannot be."""
+    value = values.get(name, 0)
+    return int(value) if math.isfinite(value) else 0
+
+
 def _by_node(values: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Readings by node: by its number, or by its place if nobody of ours launched it."""
     places: dict[str, dict[str, float]] = {}
@@ -183,9 +183,7 @@ def _by_node(values: Mapping[str, float]) -> dict[str, dict[str, float]]:
             places.setdefault(found[1], {})[found[2]] = value
     found_nodes: dict[str, dict[str, float]] = {}
     for place, readings in places.items():
-        number = int(readings.pop("number", 0))
+        number = _number(readings, "number")
+        readings.pop("number", None)
         found_nodes[str(number) if number else f"place-{place}"] = readings
     return found_nodes
-
-
-__all__ = ["GROUPED", "OFF", "ONE", "WandbNodes", "mode_of", "without_nodes"]

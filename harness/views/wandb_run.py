@@ -39,8 +39,8 @@ from harness.views.artifacts import acts_of
 from harness.views.describe import notes_of
 from harness.views.plugins import RunInfo
 from harness.views.stream import newest_header, read, rows_from
-from harness.views.wandb_api import Account, WandbSilent
-from harness.views.wandb_nodes import GROUPED, ONE, WandbNodes, mode_of, without_nodes
+from harness.views.wandb_api import GROUPED, ONE, Account, WandbSilent, nodes_are
+from harness.views.wandb_nodes import WandbNodes, without_nodes
 from storage.errors import NotFound
 from storage.objects import ObjectStore
 
@@ -115,7 +115,7 @@ class WandbRun:
     name = "wandb"
 
     def __post_init__(self) -> None:
-        self._nodes_are = mode_of(self.environ)
+        self._nodes_are = nodes_are(self.environ)
         self._nodes: WandbNodes | None = None
         self._place = f"{TRACKERS}wandb/{self.account.id}"
         self._run: Any = None
