@@ -42,7 +42,7 @@ def _notes(s: Summary) -> Iterator[PlotShade]:
             step = done[max(0, bisect_right(done, (entry.t, math.inf)) - 1)][1]
         if step is not None:
             words = f"{entry.author or 'logbook'}: {entry.text[:NOTE_LETTERS]}"
-            yield PlotShade(step - 0.5, step + 0.5, words, "note-mark")
+            yield PlotShade(step - 0.5, step + 0.5, words, "note-mark", 0.45)
 
 
 def _trace(name: str, points: Sequence[Point], tone: str) -> PlotTrace:
