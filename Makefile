@@ -9,6 +9,8 @@ STEPS ?= 150
 MARKET ?= demo
 SEEDS ?= 1000
 KILLS ?= 1000
+# processes that test at once (tests/conftest.py says which gets what)
+WORKERS ?= auto
 REDUCE ?= exact
 ifndef RUN
 RUN := runs/$(shell date +%Y%m%d-%H%M%S)
@@ -19,9 +21,6 @@ TASK ?= sky_tasks/train.yaml
 LAB ?= /var/tmp/harness-lab
 
 DASHBOARDS ?= dashboards.json
-
-# processes that test at once (tests/conftest.py says which gets what)
-WORKERS ?= auto
 
 .PHONY: install train launch jobs-launch plan down doctor dashboards wandb lab lab-short test check lint types pythons sim simsystem walk longrun drill manynodes campaign soak clean
 install: $(STAMP)

@@ -109,8 +109,7 @@ def test_averages_are_copied_beside_the_training_and_who_breaks_the_promise_is_t
 ):
     script = tmp_path / "script.py"
     script.write_text(AVERAGES)
-    ended = finish(start(tmp_path / "run", 1, *early, script=script))
-    assert ended.codes == [0], ended.output
+    ended = train(tmp_path / "run", 1, *early, script=script)
     told = "was changed in place between two optimizer steps"
     assert ended.output.count(told) == len(early) and ("'other/" in ended.output) == bool(early)
     store = open_store(str(tmp_path / "run"))
@@ -549,7 +548,8 @@ def test_a_mark_is_heeded_by_all_ranks_at_the_same_step(tmp_path):
 
 
 def test_sigterm_without_an_agent_drains(tmp_path):
-    ended = finish(start(tmp_path / "run", 2, "--signal-at", 4, "--every", 5000))
+    flags = ("--signal-at", 4, "--every", 5000)
+    ended = train(tmp_path / "run", 2, *flags, codes=(33,))
     assert ended.codes == [33, 33], ended.output
     assert newest(tmp_path / "run").step == 4
 
