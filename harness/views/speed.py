@@ -281,10 +281,10 @@ def _worlds(
 ) -> Iterable[WorldSpeed]:
     taken: dict[int, list[Columns]] = defaultdict(list)
     rows = rows[rows["seconds"] > 0]  # by epoch, as `newest_told` leaves them
-    for mine in np.split(rows, np.flatnonzero(np.diff(rows["epoch"])) + 1):
-        epoch = int(mine["epoch"][0]) if len(mine) else 0
+    for part in np.split(rows, np.flatnonzero(np.diff(rows["epoch"])) + 1):
+        epoch = int(part["epoch"][0]) if len(part) else 0
         if worlds.get(epoch):
-            taken[worlds[epoch]].append(mine["seconds"])
+            taken[worlds[epoch]].append(part["seconds"])
     alone_s = 0.0  # seconds of one rank for a step, in the smallest world
     for world in sorted(taken):
         seconds = np.concatenate(taken[world])
