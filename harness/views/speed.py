@@ -280,10 +280,11 @@ def _worlds(
     windows: Sequence[SpeedWindow],
 ) -> Iterable[WorldSpeed]:
     taken: dict[int, list[Columns]] = defaultdict(list)
-    for epoch in np.unique(rows["epoch"]).tolist():
-        mine = rows[(rows["epoch"] == epoch) & (rows["seconds"] > 0)]
-        if worlds.get(epoch) and len(mine):
-            taken[worlds[epoch]].append(mine["seconds"])
+    rows = rows[rows["seconds"] > 0]  # by epoch, as `newest_told` leaves them
+    for part in np.split(rows, np.flatnonzero(np.diff(rows["epoch"])) + 1):
+        epoch = int(part["epoch"][0]) if len(part) else 0
+        if worlds.get(epoch):
+            taken[worlds[epoch]].append(part["seconds"])
     alone_s = 0.0  # seconds of one rank for a step, in the smallest world
     for world in sorted(taken):
         seconds = np.concatenate(taken[world])
