@@ -12,8 +12,11 @@ from truerun import IDENTITY, TrueRun
 from harness.bucket.layout import epoch_key
 from harness.core import facts
 from harness.core.values import canonical
+from harness.views import audit_records
 from harness.views.audit import audit
+from harness.views.audit_records import read_part
 from harness.views.audit_report import print_audit
+from harness.views.proving import Prover
 from storage.files import MemoryStore
 from storage.manifest import Ref
 
@@ -200,6 +203,76 @@ def test_two_histories_in_one_epoch_are_a_violation():
     run.loss = lambda step: 1.0 / step
     run.train(14, every=14, world=2, new_epoch=False)
     assert "another history" in violation(run.store)
+
+
+def train_unanswered(run, to, silent):
+    """Commits of the steps `silent` land, but nobody answers: each later snapshot carries their
+    records once more."""
+    run.begin_epoch(2)
+    unsaved = []
+    while run.step < to:
+        run.step += 1
+        unsaved.append(run.record(run.step, 2).chained(run.head))
+        run.head = unsaved[-1].h
+        run.t += 1
+        if run.step in (*silent, to):
+            run.snapshot(unsaved, 2)
+    return run
+
+
+def test_commit_that_was_not_answered_is_on_the_line(tmp_path):
+    run = train_unanswered(TrueRun(), 40, silent=(10, 20))
+    train_unanswered(run, 50, silent=(45,))
+    assert [key[len("samples/") :][:21] for key in run.store.list("samples/")] == [
+        "0000000001-0000000010",
+        "0000000001-0000000020",
+        "0000000001-0000000040",
+        "0000000041-0000000045",
+        "0000000041-0000000050",
+    ]
+    prover = Prover(memory=tmp_path / "proofs")
+    for remembered in (False, True):
+        report = audit(run.store, prover=prover)
+        assert report.ok, report.first_violation
+        by_name = {c.name: c for c in report.checks}
+        assert by_name["lineage"].detail == "5 on one line"
+        assert bool(prover.remembered) == remembered
+
+
+def test_head_that_no_record_of_the_chain_has_is_a_violation():
+    """Its records are whole, of the same steps and epoch, but the newest snapshot's are others."""
+    run = TrueRun(loss=lambda step: 1.0 / step)
+    run.begin_epoch(2)
+    forged = [run.record(1, 2).chained(run.head)]
+    run.step, run.epoch = 1, 2
+    run.snapshot(forged, 2)
+    run.step, run.epoch, run.loss = 0, 1, lambda step: 2.0 / step
+    train_unanswered(run, 9, silent=(4,))
+    found = violation(run.store)
+    assert "wanted the record of step 1" in found
+    assert "another history" in found
+
+
+@pytest.mark.parametrize("other", [10, 20])
+def test_head_of_another_step_is_a_violation(other):
+    """The record is one of the chain, but not that of the snapshot's step."""
+    run = train_unanswered(TrueRun(), 40, silent=(10, 20))
+    named = run.snapshots.load(Ref(epoch=1, step=other)).data["samples"]
+    run.step, run.parent, run.named = 15, None, {**named, "last": 15}
+    run.snapshot([], 2)
+    found = violation(run.store)
+    assert "wanted the record of step 15" in found
+    assert "another history" in found
+
+
+def test_record_inside_an_object_is_read_only_where_it_is_wanted(monkeypatch):
+    read = []
+    monkeypatch.setattr(audit_records, "read_part", lambda *a: read.append(a[1]) or read_part(*a))
+    assert audit(TrueRun().train(20, every=5).store).ok
+    assert read == []
+    run = train_unanswered(TrueRun().train(20, every=5), 60, silent=(30, 40))
+    assert audit(run.store).ok
+    assert [key[len("samples/") :][:21] for key in read] == ["0000000021-0000000060"]
 
 
 def test_snapshot_at_step_0_and_snapshot_without_new_steps():

@@ -50,6 +50,7 @@ from harness.views.audit_records import (
     batching_of,
     chain,
     compare_archive,
+    heads_at,
     prove,
     read_part,
 )
@@ -309,14 +310,13 @@ class _Audit:
                 "of the identity"
             )
         batching = batching_of(self.identity)
-        wanted_at = {m.step for m in self.manifests}
+        wanted_at = sorted({m.step for m in self.manifests})
         self._prove_records(canonical(self.identity).decode())
         n, genesis = 0, rec.genesis(self.identity)
         for key, part in chain(self.proofs, named, genesis, self.worlds, newest.epoch):
             self.ends[key] = part.head
             self.records.append(part)
-            if (last := int(part.rows["step"][-1])) in wanted_at:
-                self.heads[last] = part.head
+            self.heads |= heads_at(self.store, key, part, wanted_at)
             n += len(part.rows)
         if n != newest.step:
             raise RuleBroken(
@@ -364,7 +364,7 @@ class _Audit:
         if others:
             self.notes.append(
                 f"{len(others)} records objects are not on the run's line: steps that were redone, "
-                "or not committed yet"
+                "carried once more by a later snapshot, or not committed yet"
             )
         return len(others), "redone or uncommitted, each whole" if others else "none"
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,6 +195,26 @@ def chain(
             break
         key = _before(by_head, want, step)
     _check_begin(key, want, step, genesis)
+
+
+def heads_at(
+    store: ObjectStore, key: str, part: RecordsPart, steps: Sequence[int]
+) -> dict[int, str]:
+    """Hashes of the chain's records at those of `steps` (ascending) that lie in this object. Raises
+    BrokenRecords.
+
+    A snapshot's record may lie before the end of an object: when its commit was not answered, or
+    another snapshot overtook it, a later one carries its records again. Proofs do not remember the
+    hash of every record, so only then is the object read once more; its end, which the chain has
+    fixed, fixes all of it.
+    """
+    first, last = int(part.rows["step"][0]), int(part.rows["step"][-1])
+    wanted = steps[bisect_left(steps, first) : bisect_right(steps, last)]
+    if all(step == last for step in wanted):
+        return dict.fromkeys(wanted, part.head)
+    records = read_part(store, key)
+    _check_end(key, records[-1].step, records[-1].h, last, part.head)
+    return {step: records[step - first].h for step in wanted}
 
 
 def _obeyed(
