@@ -9,8 +9,9 @@ STEPS ?= 150
 MARKET ?= demo
 SEEDS ?= 1000
 KILLS ?= 1000
-# processes that test at once (tests/conftest.py says which gets what)
-WORKERS ?= auto
+# processes that test at once (tests/conftest.py says which gets what): one more than there are
+# cores, since most of them wait most of the time
+WORKERS ?= $(shell expr $$(nproc) + 1)
 REDUCE ?= exact
 ifndef RUN
 RUN := runs/$(shell date +%Y%m%d-%H%M%S)
