@@ -179,7 +179,8 @@ class RunSoFar:
     def snapshot_limit_s(self) -> float:
         """An age of the newest snapshot that is not usual any more: three times the usual time
         between two of them, at least five minutes; two hours while that is not known."""
-        same = [t for t, c in self.commits if c.epoch == self.live.epoch]
+        epoch = self.live.epoch
+        same = [t for t, c in self.commits if c.epoch == epoch]
         gaps = [b - a for a, b in itertools.pairwise(same) if b > a]
         return max(300.0, 3 * median(gaps[-10:])) if gaps else 7200.0
 

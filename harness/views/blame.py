@@ -89,9 +89,13 @@ def blame(
     maker.replaces |= {name: len(outlines) + i for i, name in enumerate(besides)}
     for row in ledger.attempts:
         maker.add(row)
+    # by epoch, once: a long run has a million of them and a thousand epochs
+    order = np.argsort(committed.rows["epoch"], kind="stable")
+    epochs = committed.rows["epoch"][order]
     for epoch in ledger.epochs:
         if epoch.steps_lost:
-            maker.add_steps(epoch, committed.rows)
+            begin, end = np.searchsorted(epochs, [epoch.epoch, epoch.epoch + 1])
+            maker.add_steps(epoch, committed.rows[order[begin:end]])
     buckets = list(ledger.ns)
     return Blame(
         tuple(maker.totals.losses(i, buckets) for i in range(len(outlines) + len(besides))),
@@ -238,6 +242,7 @@ class _Blamer:
 
     # -- steps --
     def add_steps(self, epoch: EpochRow, committed: Columns) -> None:
+        """`committed`: of this epoch."""
         window = self.window_of.get(epoch.epoch)
         rows = self.progress.rows(epoch.epoch)
         if window is None:
