@@ -41,7 +41,7 @@ from harness.cli.common import (
 from harness.cli.dry_run import show_plan
 from harness.cli.interrupts import act_on, answer, by, heed_signals
 from harness.cli.look import show_report
-from harness.cli.record import about_launch, keep_launch, with_image
+from harness.cli.record import RecordFlags, about_launch, keep_launch, with_image
 from harness.cli.track import publisher_beside
 from harness.core.config import flag, positional
 from harness.core.world import BadInput, Fenced, HarnessError
@@ -70,7 +70,7 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class LaunchFlags:
+class LaunchFlags(RecordFlags):
     task: str = positional("the SkyPilot task YAML")
     run: str = flag(
         "",
@@ -117,22 +117,6 @@ class LaunchFlags:
     secret: tuple[str, ...] = flag(
         (), "NAME or NAME=value, kept out of logs; repeat for more", metavar="NAME=value"
     )
-    on_change: str = flag(
-        "",
-        "what nodes do when the run was begun with another script, configuration, commit or "
-        "software: warn, refuse, or accept it from now on; default: HARNESS_ON_CHANGE, else warn",
-        choices=["refuse", "warn", "accept"],
-    )
-    diff: str = flag(
-        "",
-        "what the run's bucket keeps of changes that are not committed to git: keep (all, without "
-        "secrets), or hash; default: HARNESS_DIFF, else keep",
-        choices=["keep", "hash"],
-    )
-    owner: str = flag("", "who trains this; default: HARNESS_OWNER, else who is logged in")
-    project: str = flag("", "what it belongs to; default: HARNESS_PROJECT")
-    experiment: str = flag("", "and there to which experiment; default: HARNESS_EXPERIMENT")
-    purpose: str = flag("", "why; default: HARNESS_PURPOSE")
     alert: tuple[str, ...] = flag(
         (),
         "tell alerts to https://..., slack:https://... or command:'PROGRAM ARGUMENTS'; repeat for "

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.core.config import flag
 from harness.core.masking import MASK, is_secret, masked_line, masked_value
 from harness.core.setups import LAUNCH, PEOPLE, Setup
 
@@ -21,13 +23,35 @@ IMAGE = "HARNESS_IMAGE"
 TASK_NBYTES = 64 << 10
 
 
-def said_in_variables(flags: Any) -> dict[str, str]:
+@dataclass(frozen=True, kw_only=True)
+class RecordFlags:
+    """Flags of `harness launch`, which hands them on to its nodes, and of `harness run`."""
+
+    on_change: str = flag(
+        "",
+        "what nodes do when the run was begun with another script, configuration, commit or "
+        "software: warn, refuse, or accept it from now on; default: HARNESS_ON_CHANGE, else warn",
+        choices=["refuse", "warn", "accept"],
+    )
+    diff: str = flag(
+        "",
+        "what the run's bucket keeps of changes that are not committed to git: keep (all, without "
+        "secrets), or hash; default: HARNESS_DIFF, else keep",
+        choices=["keep", "hash"],
+    )
+    owner: str = flag("", "who trains this; default: HARNESS_OWNER, else who is logged in")
+    project: str = flag("", "what it belongs to; default: HARNESS_PROJECT")
+    experiment: str = flag("", "and there to which experiment; default: HARNESS_EXPERIMENT")
+    purpose: str = flag("", "why; default: HARNESS_PURPOSE")
+
+
+def said_in_variables(flags: RecordFlags) -> dict[str, str]:
     """Of the flags that were given."""
     told = {variable: getattr(flags, name) for name, variable in VARIABLES.items()}
     return {variable: value for variable, value in told.items() if value}
 
 
-def about_launch(flags: Any, environ: Mapping[str, str]) -> dict[str, str]:
+def about_launch(flags: RecordFlags, environ: Mapping[str, str]) -> dict[str, str]:
     """Variables for the nodes of a launch: what flags say, else what is set here. The owner is who
     launches, not who is logged in on a node."""
     from harness.node.surroundings import people

@@ -20,7 +20,7 @@ from harness.cli.common import (
     replica_ranks,
     when,
 )
-from harness.cli.record import said_in_variables
+from harness.cli.record import RecordFlags, said_in_variables
 from harness.core.config import Bounds, flag, positional
 from harness.core.steps_asked import StepsAsked
 from harness.core.world import BadInput
@@ -66,7 +66,7 @@ USUAL = Limits()
 
 
 @dataclass(frozen=True)
-class RunFlags:
+class RunFlags(RecordFlags):
     script: tuple[str, ...] = positional(
         "-- script.py and its arguments, or -- -m module", nargs="*"
     )
@@ -202,22 +202,6 @@ class RunFlags:
     leaderless_hours: float = flag(
         24.0, "a controller that led this run has been silent for so long: drain; 0: train on"
     )
-    on_change: str = flag(
-        "",
-        "what is done when the run was begun with another script, configuration, commit or "
-        "software: warn, refuse, or accept it from now on; default: HARNESS_ON_CHANGE, else warn",
-        choices=["refuse", "warn", "accept"],
-    )
-    diff: str = flag(
-        "",
-        "what the run's bucket keeps of changes that are not committed to git: keep (all, without "
-        "secrets), or hash; default: HARNESS_DIFF, else keep",
-        choices=["keep", "hash"],
-    )
-    owner: str = flag("", "who trains this; default: HARNESS_OWNER, else who is logged in")
-    project: str = flag("", "what it belongs to; default: HARNESS_PROJECT")
-    experiment: str = flag("", "and there to which experiment; default: HARNESS_EXPERIMENT")
-    purpose: str = flag("", "why; default: HARNESS_PURPOSE")
     addr: str = flag(
         "", "this node's address as the other nodes see it; default: from SkyPilot, else loopback"
     )

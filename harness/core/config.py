@@ -121,7 +121,8 @@ class FlagParser(argparse.ArgumentParser):
 def add_flags(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
     """Add one argument per field of `cls`."""
     hints = typing.get_type_hints(cls)
-    for f in dataclasses.fields(cls):
+    # what a class inherits as keywords comes after its own
+    for f in sorted(dataclasses.fields(cls), key=lambda f: f.kw_only is True):
         kind, settings = hints[f.name], dict(f.metadata)
         is_positional = settings.pop("positional", False)
         check, short = settings.pop("check", None), settings.pop("short", None)
