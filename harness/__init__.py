@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         World,
     )
     from harness.views.plugins import RunInfo
+    from harness.watch.watched import Watched, watched
     from harness.worker.session import Session, Step, attach, fsdp2
 
 __version__ = "0.1.0"
@@ -68,11 +69,13 @@ __all__ = [
     "Terminate",
     "View",
     "Wait",
+    "Watched",
     "World",
     "attach",
     "fsdp2",
     "policies",
     "recover",
+    "watched",
 ]
 _HOMES = {  # of what does not live in harness.core.world
     "Journal": "harness.bucket.journal",
@@ -85,9 +88,11 @@ _HOMES = {  # of what does not live in harness.core.world
     "Session": "harness.worker.session",
     "Step": "harness.worker.session",
     "StepRecord": "harness.core.records",
+    "Watched": "harness.watch.watched",
     "attach": "harness.worker.session",
     "fsdp2": "harness.worker.session",
     "recover": "harness.controller.recovery",
+    "watched": "harness.watch.watched",
 }
 
 
