@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.cli.adapt import adapting
 from harness.cli.common import (
     PROMETHEUS,
     checked_store,
@@ -205,6 +206,31 @@ class RunFlags(RecordFlags):
         "GPUs one of their memory; default: HARNESS_PROFILE",
         check=_steps,
     )
+    adapt: str = flag(
+        "auto",
+        "whose training loop the script uses: transformers, accelerate, lightning, fabric, "
+        "torchtitan; auto: found out when the script uses it; none: it is left alone. A script "
+        "that calls harness.attach() is left alone in any case",
+        choices=["auto", "none", "transformers", "accelerate", "lightning", "fabric", "torchtitan"],
+    )
+    attach: tuple[str, ...] = flag(
+        (),
+        "an option of harness.attach() for a script that does not call it, such as "
+        "snapshot_every_s=60 or reduce=exact; repeat for more",
+        metavar="NAME=VALUE",
+    )
+    script_world: int = flag(
+        0,
+        "how many workers an unchanged script's batch is meant for: its batch x accumulation x "
+        "this is the global batch of the whole run; 0: HARNESS_SCRIPT_WORLD, else the first world "
+        "of the run",
+        at_least=0,
+    )
+    preload: str = flag(
+        "auto",
+        "modules that the node imports once for all its workers, comma-separated; auto: what the "
+        "script imports of the known frameworks; none",
+    )
     allow_rewind: bool = flag(
         False, "go on though committed steps must be done again (HARNESS_ALLOW_REWIND)"
     )
@@ -240,6 +266,7 @@ def run(flags: RunFlags) -> int:
     if flags.profile:
         env["HARNESS_PROFILE"] = flags.profile
     env.update(said_in_variables(flags))  # for its workers as well
+    env.update(adapting(flags, argv, env))
     if env.get("HARNESS_NODE_DIR"):  # a node of the local cloud dies as a whole, like a machine
         die_with_parent()
     # an agent must hear notices while the bucket is silent
