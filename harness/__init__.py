@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     )
     from harness.views.plugins import RunInfo
     from harness.watch.watched import Watched, watched
-    from harness.worker.session import Session, Step, attach, fsdp2
+    from harness.worker.fsdp import fsdp2
+    from harness.worker.session import Session, Step, attach
 
 __version__ = "0.1.0"
 __all__ = [
@@ -90,7 +91,7 @@ _HOMES = {  # of what does not live in harness.core.world
     "StepRecord": "harness.core.records",
     "Watched": "harness.watch.watched",
     "attach": "harness.worker.session",
-    "fsdp2": "harness.worker.session",
+    "fsdp2": "harness.worker.fsdp",
     "recover": "harness.controller.recovery",
     "watched": "harness.watch.watched",
 }
