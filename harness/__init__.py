@@ -37,7 +37,8 @@ if TYPE_CHECKING:
         World,
     )
     from harness.views.plugins import RunInfo
-    from harness.worker.session import Session, Step, attach, fsdp2
+    from harness.worker.fsdp import fsdp2
+    from harness.worker.session import Session, Step, attach
 
 __version__ = "0.1.0"
 __all__ = [
@@ -86,7 +87,7 @@ _HOMES = {  # of what does not live in harness.core.world
     "Step": "harness.worker.session",
     "StepRecord": "harness.core.records",
     "attach": "harness.worker.session",
-    "fsdp2": "harness.worker.session",
+    "fsdp2": "harness.worker.fsdp",
     "recover": "harness.controller.recovery",
 }
 

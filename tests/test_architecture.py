@@ -44,6 +44,7 @@ BELOW: dict[str, set[str]] = {  # which packages a package may import; so there 
     "uploader": {"core", "bucket", "node"},
     "agent": {"core", "bucket", "node", "uploader"},
     "worker": {"core", "bucket", "node", "uploader"},
+    "adapters": {"core", "bucket", "node", "uploader", "worker"},
     "views": {"core", "bucket", "uploader"},
     "controller": {"core", "bucket", "clouds", "views"},
     "proof": {
@@ -145,6 +146,7 @@ def test_there_is_no_circle_between_packages_and_every_folder_is_one():
 
 def test_only_composers_read_the_environment():
     allowed = {
+        "adapters",
         "agent",
         "cli",
         "session.py",

@@ -27,6 +27,7 @@ MANY_ATTRIBUTES = {
     "BatchHeader": "a record in the bucket, one field for each key",
     "Member": "a record in the bucket, one field for each key",
     "Summary": "what a report tells, one field for each section",
+    "StepRecord": "a record in the bucket, one field for each key",
     "SnapshotRow": "a row of a table, one field for each column",
     "Row": "a row of a table, one field for each column",
     # harness/proof/system: each plays the hands of one seat, which are many small things

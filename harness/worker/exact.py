@@ -217,11 +217,15 @@ class ExactReplicated(Replicated):
 
 
 def exact_strategy_for(
-    model: nn.Module, reduce: str, optimizers: Sequence[torch.optim.Optimizer] = ()
+    model: nn.Module,
+    reduce: str,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    group: dist.ProcessGroup | None = None,
 ) -> ExactReplicated | ExactSharded:
-    """`reduce`: "exact" (64 bits) or "exact32". Raises BadInput for what cannot be made exact."""
+    """`reduce`: "exact" (64 bits) or "exact32". `group`: the ranks that sum; None: all. Raises
+    BadInput for what cannot be made exact."""
     if not is_sharded(model):
-        return ExactReplicated(model, WORDS[reduce])
+        return ExactReplicated(model, WORDS[reduce], group=group)
     if any(
         group.get("fused") and p.device.type == "cpu"
         for o in optimizers

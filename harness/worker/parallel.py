@@ -167,6 +167,8 @@ class Replicated:
         self._armed = False
 
     def divide(self, weight: float | torch.Tensor) -> None:
+        if isinstance(weight, float) and weight == 1.0:
+            return
         for flat in self._flats:
             flat.div_(weight)
 
@@ -292,5 +294,6 @@ def _ranks(count: int) -> str:
     return f"{count} rank{'s' * (count != 1)}"
 
 
-def strategy_for(model: nn.Module) -> Strategy:
-    return Sharded(model) if is_sharded(model) else Replicated(model.parameters())
+def strategy_for(model: nn.Module, group: dist.ProcessGroup | None = None) -> Strategy:
+    """`group`: the ranks that sum; None: all."""
+    return Sharded(model) if is_sharded(model) else Replicated(model.parameters(), group=group)

@@ -22,8 +22,8 @@ import torch
 
 from harness.core.world import BadInput
 from harness.worker import chance
-from harness.worker.own_reading import Readers, Walk, batched
-from harness.worker.own_streams import StreamMark, OwnStream, Read, is_mapped
+from harness.worker.shared_reading import Readers, Walk, batched
+from harness.worker.shared_streams import OwnStream, Read, StreamMark, is_mapped
 
 Array = np.ndarray[Any, Any]
 T = TypeVar("T")
@@ -110,7 +110,7 @@ class SharedLoader:
     `len`, `dataset`, `sampler`, ...) is the DataLoader's.
 
     Of a map-style dataset only own batches are read. An iterable one is read whole by every rank
-    (see own_streams.py), and so is a loader with an `__iter__` of its own.
+    (see shared_streams.py), and so is a loader with an `__iter__` of its own.
     """
 
     def __init__(

@@ -187,6 +187,8 @@ class Sums:
         self.losses = torch.zeros(batching.micro_batches, dtype=torch.float64, device=device)
         self.weights = [0.0] * batching.micro_batches
         self.tokens_weighted = False
+        # of a step that has fewer micro-batches than the others; (): as the plan says
+        self.shares: tuple[int, ...] = ()
 
     def note(self, batch: MicroBatch) -> None:
         """It was read."""
@@ -194,6 +196,13 @@ class Sums:
         if batch.contents is not None:
             self._contents_sum += digest(sample_hash(batch.positions, batch.contents))
         self.samples += len(batch.samples)
+
+    def note_foreign(self, positions: Any, said: Any) -> None:
+        """As `note`, of what a trainer that is not ours has read: what is at a position is only
+        said."""
+        self._hash_sum += digest(sample_hash(positions, positions))
+        self._contents_sum += digest(sample_hash(positions, said))
+        self.samples += len(positions)
 
     def add(self, micro: int, loss: torch.Tensor, amount: float) -> None:
         """A micro-batch was done. `loss`: mean over it; `amount`: how much that stands for."""
@@ -257,11 +266,28 @@ class Work:
         self.peers.life.tell(WorkerPhase.REDUCE)
         floats = self._reduce(sums, clip_norm)
         lr = float(self.training.optimizers[0].param_groups[0]["lr"])
+        self.finish_staging()
+        self._optimize()
+        self.done(sums, began, micros, floats, lr)
+
+    def finish_staging(self) -> None:
+        """The state may change from here on."""
         if self.snapshotter.copies:
             self.timer.enter(SNAPSHOT)
             self.snapshotter.finish_staging()
             self.timer.enter(OPTIMIZER)
-        self._optimize()
+
+    def done(
+        self,
+        sums: Sums,
+        began: tuple[float, float],
+        micros: int,
+        floats: torch.Tensor,
+        lr: float,
+        begins: int = -1,
+    ) -> None:
+        """The optimizers have stepped: what this step was is on its way to all ranks. `floats`: as
+        `Pending.floats`; `begins`: see `StepRecord.begins`."""
         self.timer.enter(COMMUNICATION)
         self.training.share_buffers()
         self.timer.enter(HARNESS)
@@ -280,7 +306,7 @@ class Work:
             step=self.run.step,
             epoch=self.run.epoch,
             world=self.peers.world,
-            shares=self.feed.plan.shares,
+            shares=sums.shares or self.feed.plan.shares,
             samples=0,
             digest="",
             weight=0.0,
@@ -288,9 +314,11 @@ class Work:
             lr=lr,
             t=0.0,
             dt=0.0,
+            begins=begins,
         )
         assert self.run.identity is not None
-        with_contents = self.feed.stream is not None and bool(self.run.identity.get("contents"))
+        stream = self.feed.stream is not None or begins >= 0
+        with_contents = stream and bool(self.run.identity.get("contents"))
         scaled = self.training.scaler is not None
         self.rhythm.note_step(calm=self.snapshotter.quiet)
         self.peers.life.tell(WorkerPhase.COMPUTE, self.run.step)
@@ -302,11 +330,12 @@ class Work:
             *(with_contents, scaled),
         )
 
-    def _reduce(self, sums: Sums, clip_norm: float | None) -> torch.Tensor:
-        """Gradients over all ranks, divided and clipped; `Pending.floats`."""
-        device, strategy, scaler = self.peers.device, self.training.strategy, self.training.scaler
+    def summed(self, sums: Sums) -> tuple[torch.Tensor, float | torch.Tensor]:
+        """Gradients and numbers over all ranks: `Pending.floats` without the norm, and the global
+        weight."""
+        device = self.peers.device
         self.timer.enter(COMMUNICATION)
-        strategy.reduce()
+        self.training.strategy.reduce()
         totals = torch.stack([sums.losses, to_device(sums.weights_tensor(), device)])
         own = sums.losses.sum().view(1)
         if self.peers.control is not None:
@@ -317,6 +346,12 @@ class Work:
         weight: float | torch.Tensor = (
             floats[1] if sums.tokens_weighted else float(self.batching.global_batch)
         )
+        return floats, weight
+
+    def _reduce(self, sums: Sums, clip_norm: float | None) -> torch.Tensor:
+        """Gradients over all ranks, divided and clipped; `Pending.floats`."""
+        strategy, scaler = self.training.strategy, self.training.scaler
+        floats, weight = self.summed(sums)
         strategy.divide(weight)
         if scaler is not None:
             for optimizer in self.training.optimizers:

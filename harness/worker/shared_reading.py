@@ -29,7 +29,7 @@ AT_ONCE = 32  # batches that a sampler is asked for at a time, after the first
 
 
 @dataclass(frozen=True)
-class Asking:
+class AskedBatch:
     """A batch as its sampler spells it: `keys` of the dataset, `start`: samples of the epoch before
     it, `digest` of all keys up to and with it. `plain`: the keys are whole numbers."""
 
@@ -61,8 +61,8 @@ class Walk:
         gives lists of keys. `memory`: of the samplers; `left`: what they were behind the last
         answer."""
         self._asked, self._batched, self._is_mine, self._memory = asked, batched, is_mine, memory
-        self.all: collections.deque[Asking] = collections.deque()
-        self.own: collections.deque[Asking] = collections.deque()
+        self.all: collections.deque[AskedBatch] = collections.deque()
+        self.own: collections.deque[AskedBatch] = collections.deque()
         self.walked = self.samples = self.digest = 0
         self.ended = False
         for first in itertools.islice(asked, 1):
@@ -71,7 +71,7 @@ class Walk:
         self._apart = chance.Apart(chance.taken())
         self.left = memory.taken()
 
-    def skip(self, batches: int) -> Iterator[Asking]:
+    def skip(self, batches: int) -> Iterator[AskedBatch]:
         """Pass over the first ones, which nobody reads."""
         while (self.all or self.advance()) and self.all[0].index < batches:
             yield self.all.popleft()
@@ -99,7 +99,7 @@ class Walk:
             else np.array(numbers, np.int64).tobytes()
         )
         self.digest = xxhash.xxh3_64_intdigest(self.digest.to_bytes(8, "little") + spelled)
-        entry = Asking(
+        entry = AskedBatch(
             self.walked, numbers or keys, asked, self.samples, self.digest, numbers is not None
         )
         self.walked, self.samples = self.walked + 1, self.samples + len(keys)
