@@ -122,9 +122,9 @@ class RunFlags(RecordFlags):
     )
     notify_signal: str = flag(
         "",
-        "for scripts without harness.attach(): send them this signal (USR1, TERM...), on all nodes, "
-        "when one gets a notice, when one joins, and on `harness stop`; who has not ended --grace-s "
-        "later is ended, and the script starts again in the new world",
+        "for scripts without harness.attach(): send them this signal (USR1, TERM...), on all "
+        "nodes, when one gets a notice, when one joins, and on `harness stop`; who has not ended "
+        "--grace-s later is ended, and the script starts again in the new world",
         check=_signal,
     )
     trackers: str = flag(

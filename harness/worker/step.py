@@ -40,8 +40,9 @@ from harness.worker.training import Training
 from harness.worker.votes import Votes
 
 DONE_AGAIN = (
-    "a gradient was far greater than those before it, so this step's micro-batches are done once "
-    "more: buffers are put back, and step.attempt is 1 (this is told once)"
+    "a gradient was far greater than those before it, or came in parts for the first time, so this "
+    "step's micro-batches are done once more: buffers are put back, and step.attempt is 1 (this is "
+    "told once)"
 )
 
 
