@@ -33,35 +33,38 @@ class Claims:
 _claims = Claims()
 
 
-def enter() -> Session | None:
+def enter(hide: bool = True) -> Session | None:
     """The script begins to use a framework, whichever it will be: join the world, and hide it from
-    the script. None: the script has attached by itself, or is not to be adapted. Raises BadInput.
-    """
+    the script. None: the script has attached by itself, or is not to be adapted. `hide`: see
+    `join`. Raises BadInput."""
     if _claims.run is not None:
         return _claims.run
     if os.environ.get(ADAPT, "none") == "none" or sessions.is_attached():
         return None
-    return join()
+    return join(hide)
 
 
-def join() -> Session:
-    """As `enter`, for who asks for it by name: a script that makes an elastic trainer."""
+def join(hide: bool = True) -> Session:
+    """As `enter`, for who asks for it by name: a script that makes an elastic trainer. `hide`: the
+    world, from the script; not from one that shards its model over it."""
     if _claims.run is None:
         if sessions.is_attached():
             raise BadInput(
                 "wanted to attach for this script's trainer, found that it has called "
                 "harness.attach() itself; leave that to the trainer, or use run.steps(...)"
             )
-        hidden.show_one_gpu(os.environ)
+        if hide:
+            hidden.show_one_gpu(os.environ)
         _claims.run = attach(**attach_options(os.environ.get(ATTACH, "")))
-        hidden.world.hide(os.environ)
+        if hide:
+            hidden.world.hide(os.environ)
     return _claims.run
 
 
-def claim(framework: str, by_name: bool = False) -> Session | None:
+def claim(framework: str, by_name: bool = False, hide: bool = True) -> Session | None:
     """`framework` is what drives the training from here on. None: another one does, the script has
-    attached by itself, or --adapt says otherwise. `by_name`: the script asks for it itself. Raises
-    BadInput."""
+    attached by itself, or --adapt says otherwise. `by_name`: the script asks for it itself; `hide`:
+    see `join`. Raises BadInput."""
     if framework not in FRAMEWORKS:
         raise ValueError(f"wanted one of {', '.join(FRAMEWORKS)}, found {framework!r}")
     if not by_name:
@@ -70,7 +73,7 @@ def claim(framework: str, by_name: bool = False) -> Session | None:
             return None
         if _claims.framework not in ("", framework):
             return None
-    run = join() if by_name else enter()
+    run = join(hide) if by_name else enter(hide)
     if run is not None and not _claims.framework:
         _claims.framework = framework
         run.print(f"harness: this script's steps are made by {framework}; docs/trainers/ says how")
