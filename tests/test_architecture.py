@@ -45,8 +45,8 @@ BELOW: dict[str, set[str]] = {  # which packages a package may import; so there 
     "uploader": {"core", "bucket", "node"},
     "agent": {"core", "bucket", "node", "uploader"},
     "worker": {"core", "bucket", "node", "uploader"},
-    "watch": {"core", "bucket", "node"},
     "adapters": {"core", "bucket", "node", "uploader", "worker"},
+    "watch": {"core", "bucket", "node"},
     "views": {"core", "bucket", "uploader"},
     "controller": {"core", "bucket", "clouds", "views"},
     "proof": {

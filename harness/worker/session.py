@@ -48,8 +48,9 @@ from harness.worker.run import Run
 from harness.worker.setup_check import SetupCheck
 from harness.worker.sharding import check_unwrapped
 from harness.worker.snapshotter import Snapshotter
-from harness.worker.step import Step, Work
+from harness.worker.step import Work
 from harness.worker.steplog import StepLog
+from harness.worker.steps import Step
 from harness.worker.timing import PhaseTimer, marks_of
 from harness.worker.training import Training
 from harness.worker.votes import Votes
