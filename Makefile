@@ -23,7 +23,7 @@ LAB ?= /var/tmp/harness-lab
 
 DASHBOARDS ?= dashboards.json
 
-.PHONY: install train launch jobs-launch plan down doctor dashboards wandb lab lab-short test check lint types pythons sim simsystem walk longrun drill manynodes campaign soak clean
+.PHONY: install train launch jobs-launch plan down doctor dashboards wandb lab lab-short test adapters check lint types pythons sim simsystem walk longrun drill manynodes campaign soak clean
 install: $(STAMP)
 $(STAMP): requirements.txt requirements-apart.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned environment wants Python 3.11 or newer, this is " + sys.version + "; make PYTHON=python3.11 ...")'
@@ -76,6 +76,17 @@ lab-short: install  ## its first minutes as a test: two nodes, power cuts, the m
 test: install
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(if $(CI),-p no:cacheprovider) tests
 
+ADAPTERS := .venv-adapters
+ADAPTERS_STAMP := $(ADAPTERS)/.installed-$(shell cat requirements-adapters.txt pyproject.toml | cksum | cut -d' ' -f1)
+adapters: $(ADAPTERS_STAMP)  ## Hugging Face, Accelerate, Lightning and torchtitan scripts, unchanged, on machines that are taken away (minutes)
+	$(ADAPTERS)/bin/python -m pytest -n $(WORKERS) --dist loadscope $(if $(CI),-p no:cacheprovider) tests/adapters
+$(ADAPTERS_STAMP): requirements-adapters.txt pyproject.toml
+	$(PYTHON) -m venv $(ADAPTERS)
+	$(ADAPTERS)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(ADAPTERS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-adapters.txt
+	$(ADAPTERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@rm -f $(ADAPTERS)/.installed-* && touch $@
+
 check: lint types test
 lint: install
 	$(BIN)/ruff check .
@@ -110,4 +121,4 @@ soak: install  ## one long run with KILLS=1000 seeded kills; not in CI
 	$(BIN)/harness drill --soak $(KILLS) --seed $(or $(SEED),0)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info
+	rm -rf $(VENV) $(ADAPTERS) .pytest_cache .mypy_cache .ruff_cache build *.egg-info

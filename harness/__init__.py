@@ -37,7 +37,9 @@ if TYPE_CHECKING:
         World,
     )
     from harness.views.plugins import RunInfo
-    from harness.worker.session import Session, Step, attach, fsdp2
+    from harness.watch.watched import Watched, watched
+    from harness.worker.fsdp import fsdp2
+    from harness.worker.session import Session, Step, attach
 
 __version__ = "0.1.0"
 __all__ = [
@@ -68,11 +70,13 @@ __all__ = [
     "Terminate",
     "View",
     "Wait",
+    "Watched",
     "World",
     "attach",
     "fsdp2",
     "policies",
     "recover",
+    "watched",
 ]
 _HOMES = {  # of what does not live in harness.core.world
     "Journal": "harness.bucket.journal",
@@ -85,9 +89,11 @@ _HOMES = {  # of what does not live in harness.core.world
     "Session": "harness.worker.session",
     "Step": "harness.worker.session",
     "StepRecord": "harness.core.records",
+    "Watched": "harness.watch.watched",
     "attach": "harness.worker.session",
-    "fsdp2": "harness.worker.session",
+    "fsdp2": "harness.worker.fsdp",
     "recover": "harness.controller.recovery",
+    "watched": "harness.watch.watched",
 }
 
 

@@ -21,17 +21,26 @@ workdir: {workdir}
 resources: {{use_spot: true, accelerators: L4:1, job_recovery: {{recover_on_exit_codes: [33]}}}}
 envs: {{RUN: null, FLAGS: ""}}
 run: |
-  exec harness run --run "$RUN" -- {trainer} $FLAGS
+  exec harness run --run "$RUN" {run_flags} -- {trainer} $FLAGS
 """
 
 
 class Campaign:
     """One run, launched as often as it takes."""
 
-    def __init__(self, folder: Path, market="calm", nodes="1:2", flags="", extra=()):
+    def __init__(
+        self,
+        folder: Path,
+        market="calm",
+        nodes="1:2",
+        flags="",
+        extra=(),
+        trainer=TRAINER,
+        run_flags="",
+    ):
         self.folder, self.run = folder, folder / "run"
         self.task = folder / "task.yaml"
-        self.task.write_text(TASK.format(workdir=folder, trainer=TRAINER))
+        self.task.write_text(TASK.format(workdir=folder, trainer=trainer, run_flags=run_flags))
         self.command = [
             *(
                 sys.executable,

@@ -383,6 +383,39 @@ def test_an_unchanged_script_hears_of_notices(nodes, tmp_path, how):
     assert (tmp_path / "saved").read_text() == "yes"
 
 
+def test_every_node_of_an_unchanged_script_hears_of_every_change(nodes, tmp_path):
+    """Of a node that comes, of one that goes; and who does not end is ended."""
+    script = tmp_path / "plain.py"
+    script.write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "here, me = pathlib.Path(__file__).parent, os.environ['GROUP_RANK']\n"
+        "world = os.environ['WORLD_SIZE']\n"
+        "def save(*_):\n"
+        "    (here / f'saved-{world}-{me}').touch()\n"
+        "    if world == '2' and me == '0': return\n"  # deaf, from here on
+        "    sys.exit(int(me))\n"
+        "signal.signal(signal.SIGUSR1, save)\n"
+        "(here / f'up-{world}-{me}').touch()\n"
+        "while not (here / 'done').exists(): time.sleep(0.05)\n"
+    )
+    agent = ("--notify-signal", "USR1", "--grace-s", "3")
+    nodes.start(script=script, agent=agent)
+    nodes.until((tmp_path / "up-1-0").exists)
+    second = nodes.start(script=script, agent=agent)
+    nodes.until((tmp_path / "up-2-0").exists)
+    nodes.until((tmp_path / "up-2-1").exists)
+    assert (tmp_path / "saved-1-0").exists()
+    (tmp_path / "up-1-0").unlink()
+    second.send_signal(signal.SIGTERM)
+    nodes.until((tmp_path / "up-1-0").exists)  # the other has made a world of its own
+    assert (tmp_path / "saved-2-0").exists() and (tmp_path / "saved-2-1").exists()
+    (tmp_path / "done").touch()
+    assert nodes.codes() == [0, 33], nodes.logs()
+    why = [f.why for f in nodes.facts(EpochLeft)]
+    assert sorted(why) == ["drained", "finished", "resize", "resize"], why
+    assert "was told 3 s ago" in nodes.logs()
+
+
 def test_an_unchanged_script_that_ends_well_finishes_the_run(nodes, tmp_path):
     script = tmp_path / "plain.py"
     script.write_text("print('hello from', __import__('os').environ['RANK'])\n")

@@ -37,6 +37,7 @@ from harness.agent.machine import (
     Noticed,
     NotifyWorkers,
     Now,
+    PeersChange,
     Ready,
     Record,
     Released,
@@ -154,7 +155,7 @@ def test_the_greatest_want_reigns_and_of_equal_ones_the_first():
     node, _ = after(Signalled("SIGTERM"), notice("kill", 1010.0), SnapshotAsked("a"))
     assert node.reigning() == ("signal:SIGTERM", (Want.RESIZE, 1030.0))
     node, acts = after(StopOrdered(), node=node)
-    assert acts == (WriteMark(Want.STOP, "stop", None),)
+    assert acts == (WriteMark(Want.STOP, "stop", None), NotifyWorkers())
 
 
 def test_the_same_want_is_one_request_but_each_snapshot_is_its_own():
@@ -296,30 +297,33 @@ CASES = [  # evidence, end, row of TABLE
     (codes(1, leaving=True, attached=False), End.DRAINED, 1),
     (codes(0, leaving=True, attached=False), End.DRAINED, 1),
     (codes(STOPPED, leaving=True, attached=False, unfit=True), End.DRAINED, 1),
-    (codes(0, 0, run_over=False), End.UNFINISHED, 2),
-    (codes(0, 0), End.FINISHED, 3),
-    (codes(0, 0, leaving=True), End.FINISHED, 3),  # it was done before it was gone
-    (codes(STOPPED, STOPPED), End.STOPPED, 4),
-    (codes(DRAINED, STOPPED, 1), End.STOPPED, 4),
-    (codes(DRAINED, DRAINED), End.DRAINED, 5),
-    (codes(1, DRAINED, FENCED), End.DRAINED, 5),
-    (codes(FENCED, RESIZE), End.FENCED, 6),
-    (codes(FENCED, 1), End.FENCED, 6),
-    (codes(RESIZE, RESIZE, leaving=True), End.DRAINED, 7),
-    (codes(RESIZE, RESIZE), End.RESIZE, 8),
-    (codes(0, RESIZE), End.RESIZE, 8),
-    (seen(OURS), End.PEER_LOST, 9),  # nothing failed here
-    (seen(lost(), lost(rank=1), lost="m2"), End.PEER_LOST, 9),
-    (seen(worker(-9, hung="silent", guilty=False)), End.PEER_LOST, 9),  # it waited for others
-    (seen(worker(-9, error="Hung", hung="silent", guilty=True, ended_by_us=True)), End.HUNG, 10),
-    (seen(lost(), worker(-9, 1, "Hung", hung="x", guilty=True)), End.HUNG, 10),
-    (seen(worker(-9, error="SIGKILL")), End.KILLED, 11),
-    (seen(lost(), worker(-11, 1, "SIGSEGV")), End.KILLED, 11),
-    (seen(worker(1), OURS), End.FAILED, 12),
-    (seen(lost(), worker(1, 1)), End.FAILED, 12),
-    (seen(lost(failed_s=2.0), lost(rank=1, failed_s=1.0)), End.FAILED, 12),
-    (seen(lost(), OURS), End.FAILED, 12),  # its words prove nothing where nobody is lost
-    (codes(RESIZE, 1, leaving=True), End.FAILED, 12),
+    (codes(0, 1, told=Want.STOP, attached=False), End.STOPPED, 2),
+    (codes(0, -10, told=Want.RESIZE, attached=False), End.RESIZE, 3),  # in whatever way it ended
+    (codes(0, 0, told=Want.RESIZE), End.FINISHED, 5),  # a session says itself how it ends
+    (codes(0, 0, run_over=False), End.UNFINISHED, 4),
+    (codes(0, 0), End.FINISHED, 5),
+    (codes(0, 0, leaving=True), End.FINISHED, 5),  # it was done before it was gone
+    (codes(STOPPED, STOPPED), End.STOPPED, 6),
+    (codes(DRAINED, STOPPED, 1), End.STOPPED, 6),
+    (codes(DRAINED, DRAINED), End.DRAINED, 7),
+    (codes(1, DRAINED, FENCED), End.DRAINED, 7),
+    (codes(FENCED, RESIZE), End.FENCED, 8),
+    (codes(FENCED, 1), End.FENCED, 8),
+    (codes(RESIZE, RESIZE, leaving=True), End.DRAINED, 9),
+    (codes(RESIZE, RESIZE), End.RESIZE, 10),
+    (codes(0, RESIZE), End.RESIZE, 10),
+    (seen(OURS), End.PEER_LOST, 11),  # nothing failed here
+    (seen(lost(), lost(rank=1), lost="m2"), End.PEER_LOST, 11),
+    (seen(worker(-9, hung="silent", guilty=False)), End.PEER_LOST, 11),  # it waited for others
+    (seen(worker(-9, error="Hung", hung="silent", guilty=True, ended_by_us=True)), End.HUNG, 12),
+    (seen(lost(), worker(-9, 1, "Hung", hung="x", guilty=True)), End.HUNG, 12),
+    (seen(worker(-9, error="SIGKILL")), End.KILLED, 13),
+    (seen(lost(), worker(-11, 1, "SIGSEGV")), End.KILLED, 13),
+    (seen(worker(1), OURS), End.FAILED, 14),
+    (seen(lost(), worker(1, 1)), End.FAILED, 14),
+    (seen(lost(failed_s=2.0), lost(rank=1, failed_s=1.0)), End.FAILED, 14),
+    (seen(lost(), OURS), End.FAILED, 14),  # its words prove nothing where nobody is lost
+    (codes(RESIZE, 1, leaving=True), End.FAILED, 14),
 ]
 
 
@@ -391,6 +395,7 @@ def test_when_the_others_are_asked_whether_one_of_them_was_lost(evidence, asks):
     ],
 )
 def test_how_long_the_others_are_waited_for(workers, alone, others_s, evidence_s, to_blame):
+    assert patience(workers, alone, 12.0, told=True) == ends.EndWait(ends.SAVING_S)
     found = patience(workers, alone, silence_s=12.0)
     assert (found.others_s, found.evidence_s, found.to_blame) == (others_s, evidence_s, to_blame)
 
@@ -437,6 +442,19 @@ def test_when_peers_end_our_epoch(peer, now, why, planned):
     since_s = hear_peers(3, [peer], None, 10.0).since_s
     said = hear_peers(3, [peer], since_s, now)
     assert said.why.startswith(why) and bool(said.why) is bool(why) and said.planned is planned
+
+
+def test_peers_say_that_the_world_changes():
+    for peer, changing in [
+        (member(), False),
+        (member(end=ends.CHANGING), True),
+        (member(epoch=2, end=ends.CHANGING), False),  # of another epoch
+        (member(state="ready", end="drained"), True),
+        (member(state="ready", end="failed"), False),
+    ]:
+        assert hear_peers(3, [peer], None, 10.0).changing is changing
+    assert after(PeersChange(), PeersChange())[1] == ()
+    assert after(PeersChange())[1] == (WriteMark(Want.RESIZE, "peers", None), NotifyWorkers())
 
 
 def test_who_warms_up_in_our_place_joins_together_with_who_waits():

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PURE = {  # by file; no torch, sky, sockets, wall clock, global randomness
     "core": {"batch", "columns", "dotted", "exposition", "fact_lines", "facts", "masking", "plain", "prices", "records", "setups", "steps_asked", "values", "world"},
-    "bucket": {"alerts", "archive", "beats", "layout", "lease", "notes", "orders", "recorded", "setups", "streamed", "tiers", "volumes"},
+    "bucket": {"alerts", "archive", "beats", "layout", "lease", "notes", "orders", "recorded", "setups", "side_jobs", "streamed", "tiers", "volumes"},
     "controller": {"book", "policies", "recovery"},
     "clouds": {"market"},
     "agent": {"ends", "gossip", "leaderless", "lines_protocol", "machine"},
@@ -20,6 +20,7 @@ PURE = {  # by file; no torch, sky, sockets, wall clock, global randomness
     "views": {"alert_rules", "alert_state", "alerts", "beside", "blame", "breaks", "events", "interruption", "ledger", "ledger_parts", "moments", "painting", "postmortem", "rows", "spans", "speed", "testimony", "what_if"},
     "proof": {"check_case", "check_evidence", "check_rules", "check_script", "check_state", "check_worlds", "invariants", "sim", "sim_members", "sim_world"},
     "testing": {"situations"},
+    "watch": {"due"},
 }
 ROOMS = [f"{package}/{name}" for package, names in PURE.items() for name in sorted(names)]
 # ... and what runs any seat's real code, so it may import them all, under a clock of its own
@@ -44,6 +45,8 @@ BELOW: dict[str, set[str]] = {  # which packages a package may import; so there 
     "uploader": {"core", "bucket", "node"},
     "agent": {"core", "bucket", "node", "uploader"},
     "worker": {"core", "bucket", "node", "uploader"},
+    "adapters": {"core", "bucket", "node", "uploader", "worker"},
+    "watch": {"core", "bucket", "node"},
     "views": {"core", "bucket", "uploader"},
     "controller": {"core", "bucket", "clouds", "views"},
     "proof": {
@@ -145,6 +148,7 @@ def test_there_is_no_circle_between_packages_and_every_folder_is_one():
 
 def test_only_composers_read_the_environment():
     allowed = {
+        "adapters",
         "agent",
         "cli",
         "session.py",
@@ -162,6 +166,7 @@ def test_only_composers_read_the_environment():
         "server.py",
         "client.py",
         "alerting.py",
+        "watched.py",
     }
     for path in (ROOT / "harness").glob("**/*.py"):
         if "os.environ" in path.read_text():

@@ -186,6 +186,27 @@ def test_who_waits_where_replicas_do_not_come_out_even(
 
 
 @given(
+    st.lists(st.integers(1, 6), max_size=7),
+    st.integers(1, 3),
+    st.none() | st.integers(0, 20),
+    st.sets(st.integers(1, 20), min_size=1),
+)
+def test_a_world_has_the_greatest_number_of_ranks_that_is_allowed(
+    sizes: list[int], replica_ranks: int, most: int | None, worlds: set[int]
+) -> None:
+    chosen = whole_replicas(sizes, replica_ranks, most, worlds)
+    assert chosen == sorted(set(chosen))
+    sums = {
+        sum(s for s, take in zip(sizes, some, strict=True) if take)
+        for some in product((0, 1), repeat=len(sizes))
+    }
+    fit = {w for w in worlds & sums if not w % replica_ranks and (most is None or w <= most)}
+    assert sum(sizes[i] for i in chosen) == max(fit, default=0)
+    if len(set(sizes)) == 1:
+        assert chosen == list(range(len(chosen)))  # who was there stays
+
+
+@given(
     st.lists(st.integers(1, 20).map(float) | st.floats(0.1, 10), min_size=1, max_size=4),
     st.integers(0, 8),
 )

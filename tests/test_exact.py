@@ -16,6 +16,7 @@ from worlds import PRETRAIN, Nursery, history, newest
 from harness.core.world import BadInput, HarnessError
 from harness.worker import exact, rounding
 from harness.worker.environment import differences
+from harness.worker.parallel import Replicated
 from harness.worker.rounding import (
     HEADROOM,
     INTEGERS,
@@ -407,9 +408,82 @@ def test_unusual_steps_are_told_apart():
         strategy.reduce()
     strategy.micro(last=True)
     model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
-    more = model[2](torch.zeros(1, 32)).sum()
-    with pytest.raises(BadInput, match=r"gradient of 2\.bias came in two parts"):
-        more.backward()
+
+
+def chunks(model, m):
+    """A loss that is gone backward from in two halves."""
+    x = torch.randint(50, (4, 4), generator=torch.Generator().manual_seed(m))
+    for half in (x[:2], x[2:]):
+        yield model(half).float().square().sum()
+
+
+@pytest.mark.parametrize("word", [32, 64])
+def test_gradients_may_come_in_parts(word):
+    """The first step is done again, for nobody knew; then each micro-batch is added up whole."""
+    results = []
+    for order in (range(6), [5, 3, 1, 0, 2, 4]):
+        model, strategy = make(word)
+        state = None
+        for _ in range(2):
+            times = 0
+            while True:
+                times += 1
+                for i, m in enumerate(order):
+                    strategy.micro(last=i == 5)
+                    for loss in chunks(model, m):
+                        loss.backward()
+                        strategy.micro_done()
+                if not strategy.again():
+                    break
+            assert times == (2 if state is None else 1)
+            strategy.reduce(), strategy.divide(24.0)
+            results.append([p.grad.clone() for p in model.parameters()])
+            strategy.zero()
+            state = strategy.state_dict()
+        assert state["in_parts"] == list(range(4)) and json.loads(json.dumps(state)) == state
+        other = make(word)[1]
+        other.load_state_dict(state)
+        assert other.counting.in_parts == set(range(4))
+    first, second, *others = results
+    for a, b, c, d in zip(first, second, *others, strict=True):
+        assert torch.equal(a, c) and torch.equal(b, d)
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    model, strategy = make()
+    run_step(model, strategy, range(6))
+    strategy.reduce(), strategy.divide(24.0)
+    for p, g in zip(model.parameters(), second, strict=True):
+        torch.testing.assert_close(p.grad, g, rtol=1e-5, atol=1e-6)
+
+
+def test_float_sums_in_parts_are_not_sent_too_early():
+    model, whole = net(), net()
+    strategy = Replicated(model.parameters(), bucket_bytes=1000)
+    sent = []
+    strategy._sum_over_group = sent.append
+    for step in range(2):
+        for m in range(3):
+            strategy.micro(last=m == 2)
+            for loss in chunks(model, m):
+                loss.backward()
+                assert not sent
+            strategy.micro_done()
+            if step == 0:
+                sum(chunks(whole, m)).backward()
+        strategy.reduce()
+        assert len(sent) == len(strategy._flats)
+        sent.clear()
+        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+        strategy.zero()
+    model = net()
+    strategy = Replicated(model.parameters())
+    strategy.micro(last=False)
+    sum(chunks(model, 0)).backward()
+    strategy.micro(last=True)
+    first, second = chunks(model, 1)
+    first.backward()
+    with pytest.raises(BadInput, match="came in two parts in the last micro-batch"):
+        second.backward()
 
 
 def test_a_backward_that_gives_other_numbers_each_time_ends_with_a_reason():

@@ -1,10 +1,15 @@
 """What `attach` and `prepare` take, what they do to the process, and what they refuse by name.
 Each case is a script of its own, in one process."""
 
+import collections
+import dataclasses
 import datetime
+import types
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from worlds import train
 
 from harness.worker.loader import MicroBatch, map_style, to_device
@@ -136,6 +141,65 @@ def test_what_the_loader_pinned_goes_to_the_device_as_it_is():
     given = [moved["a"], moved["b"][0], moved["b"][1][0]]
     assert all(a is b for a, b in zip(given, batches, strict=True))
     assert all(b.moved == ((device, {"non_blocking": True}),) for b in batches)
+
+
+Pair = collections.namedtuple("Pair", "x y")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Any
+    more: Any = "a word"
+
+
+class Plain:
+    def __init__(self, x):
+        self.x, self.inner = x, self  # a circle is no harm
+
+
+class Encoding(collections.UserDict):
+    """As tokenizers give it: a mapping that moves itself, and knows nothing of blocking."""
+
+    def to(self, device):
+        self.data = {k: v.to(device) for k, v in self.data.items()}
+
+
+def held(batch):
+    """The tensors in it."""
+    return {
+        Pair: lambda: list(batch),
+        Frozen: lambda: [batch.x],
+        Plain: lambda: [batch.x],
+        types.SimpleNamespace: lambda: [batch.x, batch.list[0]],
+    }.get(type(batch), lambda: list(batch.values()))()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: Pair(x, x),
+        lambda x: Frozen(x),
+        lambda x: Frozen(x=x, more=Frozen(x)),
+        lambda x: Plain(x),
+        lambda x: types.SimpleNamespace(x=x, list=[x], name="b"),
+        lambda x: Encoding(a=x),
+        lambda x: collections.UserDict(a=x),
+        lambda x: collections.OrderedDict(a=x, b=x),
+        lambda x: collections.defaultdict(list, a=x),
+        lambda x: types.MappingProxyType({"a": x}),
+    ],
+)
+def test_batches_of_any_type_reach_the_device(make):
+    batch = make(torch.ones(2))
+    kind = dict if isinstance(batch, types.MappingProxyType) else type(batch)
+    moved = to_device(batch, torch.device("meta"))
+    assert type(moved) is kind and all(t.is_meta for t in held(moved))
+    if not isinstance(batch, Encoding):  # which moves itself
+        assert not any(t.is_meta for t in held(batch))
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2, 1)])
+    assert to_device([packed], torch.device("meta"))[0].data.is_meta
+    for other in ("word", 1, None, range(3), {1}, object(), nn.ReLU, held):
+        assert to_device(other, torch.device("meta")) is other
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a GPU")

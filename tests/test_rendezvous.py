@@ -48,13 +48,14 @@ class Place:
     def __init__(self):
         self.store, self.clock, self.lines = MemoryStore("memory://rdzv", {}), Ticks(), {}
 
-    def member(self, name, nproc=1, attempt=0, replica_ranks=1) -> Rendezvous:
+    def member(self, name, nproc=1, attempt=0, replica_ranks=1, worlds=()) -> Rendezvous:
         lines = self.lines[name] = Lines(name, "127.0.0.1", pulse_s=0.2)
         me = Member(name, "ready", 0, "127.0.0.1", lines.port, 29500, nproc=nproc, attempt=attempt)
         r = Rendezvous(
             *(self.store, me, lines),
             **{"beat_s": 1.0, "dead_s": 5.0, "join_window_s": 1.0, "monotonic": self.clock},
             replica_ranks=replica_ranks,
+            worlds=worlds,
         )
         r.say()
         return r
@@ -247,6 +248,13 @@ def test_worlds_are_of_whole_replicas_and_who_is_left_over_waits(place):
     waiting = a.waiting(epoch, a.members())
     assert len(waiting) == 2 and a.would_grow(epoch, waiting, None)
     assert not a.would_grow(epoch, waiting, 2)  # there is only work for one replica
+
+
+def test_worlds_are_of_the_numbers_of_ranks_that_are_allowed(place):
+    a, b, c, d = (place.member(n, attempt=i, worlds=(1, 2, 4)) for i, n in enumerate("abcd"))
+    epoch = place.form(a, b, c, d, max_world=3)
+    assert (epoch.members, epoch.world) == (("a", "b"), 2) and c.try_form(3) is None
+    assert not a.would_grow(epoch, [c.me], None) and a.would_grow(epoch, [c.me, d.me], None)
 
 
 def test_a_spare_takes_the_place_of_who_is_lost(place):

@@ -28,6 +28,7 @@ from harness.agent.memory import Due, EpochMemory, Stay
 from harness.agent.notices import NoticeSource
 from harness.agent.rendezvous import Rendezvous
 from harness.agent.run_state import RunState
+from harness.agent.telling import tell_script, why_overdue
 from harness.bucket.journal import Journal
 from harness.bucket.layout import Epoch, Member
 from harness.core.facts import (
@@ -57,10 +58,6 @@ FENCE_S = 2.0  # between two looks for a newer epoch while all our peers are hea
 PAUSE_S = 0.02  # between two turns
 ANSWER_AGAIN_S = 1.0  # between two tries to commit the run's end while the bucket is silent
 KILLED = -signal.SIGKILL  # what the end of workers that we end counts as
-WHY_UNFINISHED = (
-    "the script exited 0 before the run's last step was committed as such: let it end by itself "
-    "(no os._exit), or call run.finish() after its last step"
-)
 
 
 class Agent:
@@ -124,6 +121,7 @@ class Agent:
             dead_s=c.timing.dead_s,
             min_members=c.worlds.min_members,
             replica_ranks=c.worlds.replica_ranks,
+            worlds=c.worlds.ranks,
             over=self._run.is_over,
             monotonic=host.monotonic,
         )
@@ -214,9 +212,11 @@ class Agent:
             case machine.DrainUploads(deadline_s):
                 self._uploads.drain(deadline_s)
             case machine.NotifyWorkers():
-                name = self.config.leaving.notify_signal
-                if name and self._node.life is Life.IN and not self._workers.attached():
-                    self._workers.signal(name)
+                if self._node.life is Life.IN:
+                    said = self._node.reigning()[1][0], self.config.leaving.notify_signal
+                    tell_script(
+                        self._workers, self.rendezvous, self._stay, *said, self._due.round_s
+                    )
             case machine.LookNow():
                 self._due.at_once("tick")
             case machine.SayLastWords(who, deadline_s):
@@ -341,12 +341,15 @@ class Agent:
         if hung := self._workers.find_hung(now):
             self._feed(machine.WorkersHung(any(w.guilty for w in hung)))
             return self._leave(self._end_workers())
+        if not self._node.leaving and (late := why_overdue(stay, self.config.leaving.grace_s, now)):
+            return self._abandon(late, RESIZE)
         at_work = self._workers.at_work()
         if at_work == len(self._workers.all):
             return None
         stay.first_end_s = stay.first_end_s or now
         waited_s, alone = now - stay.first_end_s, len(stay.epoch.members) == 1
-        given = ends.patience(self._workers.seen(), alone, timing.dead_s + timing.beat_s)
+        silence_s, told = timing.dead_s + timing.beat_s, stay.told_s is not None
+        given = ends.patience(self._workers.seen(), alone, silence_s, told)
         if given.to_blame and self.rendezvous.me.end != ends.FAILING:
             self.rendezvous.mention(end=ends.FAILING)
         if at_work and waited_s < given.others_s:
@@ -379,6 +382,8 @@ class Agent:
         stay.peer_left_s = said.since_s
         if said.why:
             return self._abandon(said.why, RESIZE if said.planned else KILLED)
+        if said.changing and not self._workers.attached():
+            self._feed(machine.PeersChange())
         self._invite(now, list(everybody.values()))
         return None
 
@@ -472,6 +477,7 @@ class Agent:
             leaving=bool(self._node.leaving),
             unfit=bool(self._node.unfit),
             attached=self._workers.attached(),
+            told=self._stay.told,
         )
         end = ends.classify(evidence)
         # the node of rank 0 answers for the run
@@ -505,7 +511,7 @@ class Agent:
                 if not self._workers.attached():
                     self._run.finish_for_script(epoch)
                 elif not self._run.is_over():
-                    self._give_up(WHY_UNFINISHED)
+                    self._give_up(ends.WHY_UNFINISHED)
                     return False
                 return True
             except StoreUnavailable:  # all is done but to say so

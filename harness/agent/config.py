@@ -81,6 +81,7 @@ class Worlds:
 
     min_members: int = 1
     replica_ranks: int = 1  # that hold one copy of the model; only whole replicas train
+    ranks: tuple[int, ...] = ()  # only so many train; (): any number
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,16 @@ from functools import cached_property
 from harness.bucket.layout import Epoch, Member
 from harness.core.facts import WorkerFailed
 from harness.core.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED, UNFIT
+from harness.node.marks import Want
 
 ORDERLY = (FINISHED, DRAINED, RESIZE, STOPPED)  # codes of workers that end as they should
 # said of ourselves at once when a worker of ours has failed by itself, for those whose workers feel
 # it
 FAILING = "failing"
+
+# said of ourselves when the world is about to change and our script has no session, for those whose
+# scripts have none either
+CHANGING = "changing"
 
 # the same failure of the script at the same committed step: stop, it will not get better
 SAME_FAILURE_LIMIT = 3
@@ -70,6 +75,10 @@ LOST_WORDS = (
     "Socket closed",
     "EADDRINUSE",
     "Application timeout",
+)
+WHY_UNFINISHED = (
+    "the script exited 0 before the run's last step was committed as such: let it end by itself "
+    "(no os._exit), or call run.finish() after its last step"
 )
 
 
@@ -132,6 +141,7 @@ class Evidence:
     leaving: bool = False
     unfit: bool = False
     attached: bool = True  # the script has a session
+    told: Want = Want.NOTHING  # what a script without one was told by a signal
     run_over: bool = True  # False: we answer for the run, and its end is not committed
     lost: str = ""  # another member that is dead, gone, or has failed, or whose line fell
 
@@ -201,6 +211,8 @@ TABLE = (
     EndRule(End.UNFIT, lambda e: e.unfit and not e.all_in(ORDERLY)),
     # it heard the notice in its own way; whether it is done only it knows
     EndRule(End.DRAINED, lambda e: e.leaving and not e.attached),
+    EndRule(End.STOPPED, lambda e: e.told is Want.STOP and not e.attached),
+    EndRule(End.RESIZE, lambda e: e.told is Want.RESIZE and not e.attached),
     EndRule(End.UNFINISHED, lambda e: e.all_in((FINISHED,)) and not e.run_over),
     EndRule(End.FINISHED, lambda e: e.all_in((FINISHED,))),
     EndRule(End.STOPPED, lambda e: STOPPED in e.codes),
@@ -253,10 +265,13 @@ class EndWait:
     to_blame: bool = False
 
 
-def patience(workers: Iterable[WorkerEnd], alone: bool, silence_s: float) -> EndWait:
-    """`alone`: no other member is in the epoch; `silence_s`: after it, who is dead is known."""
+def patience(
+    workers: Iterable[WorkerEnd], alone: bool, silence_s: float, told: bool = False
+) -> EndWait:
+    """`alone`: no other member is in the epoch; `silence_s`: after it, who is dead is known;
+    `told`: they were asked to end, and do it in their own ways."""
     workers = list(workers)
-    if not any(w.has_failed for w in workers):
+    if told or not any(w.has_failed for w in workers):
         return EndWait(SAVING_S)
     if any(w.to_blame for w in workers):
         return EndWait(LINGER_S, to_blame=True)
@@ -283,6 +298,7 @@ class PeersSaid:
     why: str = ""
     since_s: float | None = None
     planned: bool = False
+    changing: bool = False  # one of them leaves the world, or makes room in it
 
 
 def hear_peers(epoch: int, peers: Sequence[Member], since_s: float | None, now: float) -> PeersSaid:
@@ -297,14 +313,15 @@ def hear_peers(epoch: int, peers: Sequence[Member], since_s: float | None, now: 
         for p in peers
         if p.epoch > epoch or (p.state in ("ready", "gone") and p.end != End.FINISHED.value)
     ]
+    changing = any(p.end == CHANGING and p.epoch == epoch for p in peers)
     if not left:
-        return PeersSaid(since_s=since_s)
+        return PeersSaid(since_s=since_s, changing=changing)
     since_s = since_s or now
     planned = all(p.end in ("resize", "drained", "stopped", "") for p in left)
     if now - since_s > (PLANNED_S if planned else PEER_LEFT_S):
         who = left[0].member
         return PeersSaid(f"{who} has left this epoch and our workers did not notice", since_s)
-    return PeersSaid(since_s=since_s)
+    return PeersSaid(since_s=since_s, changing=changing or planned)
 
 
 def make_room(alive: Iterable[Member], place: str, waited_s: float) -> bool:

@@ -115,6 +115,11 @@ class NewcomersWait:
 
 
 @dataclass(frozen=True)
+class PeersChange:
+    """Another node of our epoch leaves it, or makes room, and our script has no session."""
+
+
+@dataclass(frozen=True)
 class PlaceFound:
     """Where this machine stands and what it costs, as far as is known now."""
 
@@ -161,6 +166,7 @@ AgentEvent: TypeAlias = (
     | Unled
     | StopOrdered
     | NewcomersWait
+    | PeersChange
     | PlaceFound
     | WorkersHung
     | FoundUnfit
@@ -288,9 +294,11 @@ def step(node: AgentState, event: AgentEvent, now: Now) -> AgentTurn:
         case SnapshotAsked(by):
             return _want(node, by, Want.SNAPSHOT)
         case StopOrdered():
-            return _want(node, "stop", Want.STOP)
+            return _notified(_want(node, "stop", Want.STOP))
         case NewcomersWait():
-            return _want(node, "grow", Want.RESIZE)
+            return _notified(_want(node, "grow", Want.RESIZE))
+        case PeersChange():
+            return _notified(_want(node, "peers", Want.RESIZE))
         case Released():
             return _must_leave(node, "released", "leave", None)
         case Signalled() | Noticed() | Cancelled() | GpuJudged() | Unled():
@@ -463,6 +471,12 @@ def _want(node: AgentState, who: str, want: Want, deadline_s: float | None = Non
         return node, ()
     node = replace(node, wanted={**node.wanted, who: (want, deadline_s)})
     return node, (_mark(node),)
+
+
+def _notified(turn: AgentTurn) -> AgentTurn:
+    """What is new is told to workers without a session as well."""
+    node, acts = turn
+    return node, (*acts, NotifyWorkers()) if acts else ()
 
 
 def _mark(node: AgentState) -> WriteMark:

@@ -7,6 +7,7 @@ from typing import Any
 
 from harness.agent.ends import End, Fruitless
 from harness.bucket.layout import NO_EPOCH, Epoch
+from harness.node.marks import Want
 
 # the loop stood still for so long: nobody else's silence is judged by that time
 FROZEN_S = 3.0
@@ -45,6 +46,9 @@ class Stay:
     first_end_s: float | None = None  # of a worker of ours
     peer_left_s: float | None = None
     waiting_since_s: float | None = None  # somebody who wants in
+    # a script without a session was told of this by a signal, and when
+    told: Want = Want.NOTHING
+    told_s: float | None = None
 
 
 @dataclass

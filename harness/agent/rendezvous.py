@@ -70,7 +70,8 @@ class _Moments:
 class Rendezvous:
     """One member's view. `beat_s`: how often it says that it lives; `dead_s`: silence that means
     death; `calm_s` takes the place of `beat_s` while we train and hear everybody over lines.
-    `replica_ranks`: a world is made of whole replicas of so many ranks; who is left over waits.
+    `replica_ranks`: a world is made of whole replicas of so many ranks; `worlds`: the only numbers
+    of ranks that it may have, if any are given; who is left over waits.
     `over`: is the run finished? Then no epoch is begun any more."""
 
     def __init__(
@@ -85,6 +86,7 @@ class Rendezvous:
         join_window_s: float = 1.0,
         min_members: int = 1,
         replica_ranks: int = 1,
+        worlds: tuple[int, ...] = (),
         over: Callable[[], bool] = lambda: False,
         monotonic: Callable[[], float] = time.monotonic,
     ):
@@ -92,7 +94,7 @@ class Rendezvous:
         self._beats = BeatTimes(beat_s, dead_s, max(calm_s, beat_s))
         self.others = Membership(store, lines, self._beats, monotonic)
         self._join_window_s, self.min_members = join_window_s, min_members
-        self._replica_ranks = replica_ranks
+        self._replica_ranks, self._worlds = replica_ranks, worlds
         self._monotonic, self._over = monotonic, over
         self._last = _Moments()
         self.is_over = False  # it was, when the next epoch's time had come: there is none
@@ -256,8 +258,11 @@ class Rendezvous:
     def would_grow(self, current: Epoch, waiting: list[Member], max_world: int | None) -> bool:
         """Would the world have more ranks if `waiting` got in? Who makes no whole replica waits."""
         sizes = [*current.nproc, *(m.nproc for m in waiting)]
-        found = whole_replicas(sizes, self._replica_ranks, max_world)
+        found = self._choose(sizes, max_world)
         return sum(sizes[i] for i in found) > current.world
+
+    def _choose(self, sizes: list[int], max_world: int | None) -> list[int]:
+        return whole_replicas(sizes, self._replica_ranks, max_world, self._worlds)
 
     def try_form(self, max_world: int | None) -> Epoch | None:
         """The newest epoch if we are in it and have not taken part yet; else create the next
@@ -289,7 +294,7 @@ class Rendezvous:
         ready = [m for m in ready if m.place == where]
         sizes = [m.nproc for m in ready]
         # what does not fit (more replicas than micro-batches, less than a replica) stays as a spare
-        chosen = [ready[i] for i in whole_replicas(sizes, self._replica_ranks, max_world)]
+        chosen = [ready[i] for i in self._choose(sizes, max_world)]
         if self.me.place != where or len(ready) < self.min_members or not chosen:
             self._last.settled_s = None
             if fresh_start and self._time_to_ask():

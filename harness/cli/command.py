@@ -44,6 +44,7 @@ from harness.cli.run import RunFlags, run
 from harness.cli.serve import ServeFlags, serve
 from harness.cli.shelf import SnapshotsFlags, snapshots
 from harness.cli.track import DashboardsFlags, SyncFlags, dashboards, sync
+from harness.cli.watch import WatchFlags, watch
 from harness.core.config import FlagParser, add_flags, build
 from harness.core.world import BadInput, HarnessError
 from storage.errors import StoreError
@@ -58,6 +59,7 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "init": (InitFlags, init),
     "launch": (LaunchFlags, launch),
     "run": (RunFlags, run),
+    "watch": (WatchFlags, watch),
     "status": (StatusFlags, status),
     "report": (ReportFlags, report),
     "serve": (ServeFlags, serve),
@@ -104,11 +106,8 @@ def main(argv: list[str] | None = None) -> None:
     """Entry point of the `harness` command."""
     given = list(sys.argv[1:] if argv is None else argv)
     after: list[str] = []
-    if "--" in given and given[0] in (
-        "run",
-        "replay",
-        "check",
-    ):  # everything behind it is the script's own
+    # everything behind it is the script's own
+    if "--" in given and given[0] in ("run", "replay", "check", "watch"):
         at = given.index("--")
         given, after = given[:at], given[at + 1 :]
     root, subs = parser()

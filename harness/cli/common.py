@@ -72,6 +72,15 @@ def replica_ranks(env: Mapping[str, str]) -> int:
     return int(text)
 
 
+def worlds(text: str) -> tuple[int, ...]:
+    """Numbers of ranks that may train, as people write them: "1,2,4"; (): any. Raises ValueError
+    that says what is wanted."""
+    words = [word.strip() for word in text.split(",")] if text.strip() else []
+    if not all(word.isdecimal() and int(word) >= 1 for word in words):
+        raise ValueError(f"wanted numbers of ranks, such as 1,2,4; found {text!r}")
+    return tuple(sorted({int(word) for word in words}))
+
+
 def attempts(numbers: Collection[int]) -> str:
     return f"attempt{'s' if len(numbers) > 1 else ''} {', '.join(map(str, sorted(numbers)))}"
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.cli.adapt import adapting
 from harness.cli.common import (
     PROMETHEUS,
     checked_store,
@@ -19,6 +20,7 @@ from harness.cli.common import (
     prometheus_address,
     replica_ranks,
     when,
+    worlds,
 )
 from harness.cli.record import RecordFlags, said_in_variables
 from harness.core.config import Bounds, flag, positional
@@ -28,7 +30,7 @@ from harness.node.progress import FACTOR, Limits
 from storage.opening import normalize
 
 if TYPE_CHECKING:
-    from harness.agent.config import AgentConfig, HelperConfig
+    from harness.agent.config import AgentConfig, HelperConfig, Worlds
     from harness.agent.host import FindPlace
     from harness.agent.notices import NoticeSource
 
@@ -84,6 +86,12 @@ class RunFlags(RecordFlags):
         "left over wait; 0: HARNESS_REPLICA_RANKS, else 1",
         at_least=0,
     )
+    worlds: str = flag(
+        "",
+        "only these numbers of ranks train, such as 1,2,4: the greatest that the nodes at hand "
+        "make, and the rest waits; default: HARNESS_WORLDS, else any number",
+        check=worlds,
+    )
     grace_s: float = flag(
         0.0,
         "how long a SIGTERM leaves us before the end; 0: what this cloud promises, 30 s where it "
@@ -114,7 +122,9 @@ class RunFlags(RecordFlags):
     )
     notify_signal: str = flag(
         "",
-        "for scripts without harness.attach(): send them this signal (USR1, TERM...) on a notice",
+        "for scripts without harness.attach(): send them this signal (USR1, TERM...), on all "
+        "nodes, when one gets a notice, when one joins, and on `harness stop`; who has not ended "
+        "--grace-s later is ended, and the script starts again in the new world",
         check=_signal,
     )
     trackers: str = flag(
@@ -196,6 +206,31 @@ class RunFlags(RecordFlags):
         "GPUs one of their memory; default: HARNESS_PROFILE",
         check=_steps,
     )
+    adapt: str = flag(
+        "auto",
+        "whose training loop the script uses: transformers, accelerate, lightning, fabric, "
+        "torchtitan; auto: found out when the script uses it; none: it is left alone. A script "
+        "that calls harness.attach() is left alone in any case",
+        choices=["auto", "none", "transformers", "accelerate", "lightning", "fabric", "torchtitan"],
+    )
+    attach: tuple[str, ...] = flag(
+        (),
+        "an option of harness.attach() for a script that does not call it, such as "
+        "snapshot_every_s=60 or reduce=exact; repeat for more",
+        metavar="NAME=VALUE",
+    )
+    script_world: int = flag(
+        0,
+        "how many workers an unchanged script's batch is meant for: its batch x accumulation x "
+        "this is the global batch of the whole run; 0: HARNESS_SCRIPT_WORLD, else the first world "
+        "of the run",
+        at_least=0,
+    )
+    preload: str = flag(
+        "auto",
+        "modules that the node imports once for all its workers, comma-separated; auto: what the "
+        "script imports of the known frameworks; none",
+    )
     allow_rewind: bool = flag(
         False, "go on though committed steps must be done again (HARNESS_ALLOW_REWIND)"
     )
@@ -231,6 +266,7 @@ def run(flags: RunFlags) -> int:
     if flags.profile:
         env["HARNESS_PROFILE"] = flags.profile
     env.update(said_in_variables(flags))  # for its workers as well
+    env.update(adapting(flags, argv, env))
     if env.get("HARNESS_NODE_DIR"):  # a node of the local cloud dies as a whole, like a machine
         die_with_parent()
     # an agent must hear notices while the bucket is silent
@@ -306,7 +342,7 @@ def _sources(flags: RunFlags, env: Mapping[str, str]) -> list[NoticeSource]:
 def _config(
     flags: RunFlags, env: Mapping[str, str], url: str, argv: list[str], beside: HelperConfig
 ) -> AgentConfig:
-    from harness.agent.config import AgentConfig, Fitness, Leaving, Timing, Uploads, Worlds
+    from harness.agent.config import AgentConfig, Fitness, Leaving, Timing, Uploads
     from harness.agent.flight import on_gpus
     from harness.agent.leaderless import LOOK_EVERY_S
     from harness.agent.sources import sigterm_s
@@ -324,7 +360,7 @@ def _config(
         accelerator=env.get("HARNESS_OFFER", ""),
         speed=flags.speed,
         place=_place(env),
-        worlds=Worlds(flags.min_nodes, flags.replica_ranks or replica_ranks(env)),
+        worlds=_worlds(flags, env),
         timing=Timing(
             beat_s=flags.beat_s or pace.beat_s,
             dead_s=flags.dead_s or pace.dead_s,
@@ -356,6 +392,25 @@ def _config(
         ),
         beside=beside,
     )
+
+
+def _worlds(flags: RunFlags, env: Mapping[str, str]) -> Worlds:
+    """What a world is made of. Raises BadInput if none can be."""
+    from harness.agent.config import Worlds
+
+    size = flags.replica_ranks or replica_ranks(env)
+    try:
+        ranks = worlds(flags.worlds or env.get("HARNESS_WORLDS", ""))
+    except ValueError as e:
+        raise BadInput(f"HARNESS_WORLDS: {e}") from None
+    nproc = _nproc(flags.nproc, env)
+    if ranks and not any(n >= nproc and not n % size for n in ranks):
+        raise BadInput(
+            f"--worlds {','.join(map(str, ranks))}: wanted a number of ranks that this node's "
+            f"{nproc} can be part of, in whole replicas of {size}; found none: all would wait for "
+            "ever"
+        )
+    return Worlds(flags.min_nodes, size, ranks)
 
 
 def _hang_limits(hang_after_s: float, stuck_after_s: float) -> Limits:

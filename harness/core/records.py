@@ -45,6 +45,9 @@ class StepRecord:
     # like `digest`, of (position, hash of what was read there); only of streams, whose contents
     # nobody can compute
     contents: str = ""
+    # The position of its first sample, where steps are not all alike (a trainer that is not ours,
+    # whose epochs end with a shorter step); -1: as the batching says
+    begins: int = -1
 
     @property
     def replica_ranks(self) -> int:
@@ -69,6 +72,8 @@ class StepRecord:
         body = dataclasses.asdict(self)
         if not self.contents:
             del body["contents"]
+        if self.begins < 0:
+            del body["begins"]
         return body
 
 
@@ -94,6 +99,12 @@ def what_digests_prove(identity: Mapping[str, Any]) -> str:
     if identity.get("samples"):
         return "samples"
     return "contents" if identity.get("contents") else "positions"
+
+
+def is_foreign(identity: Mapping[str, Any]) -> bool:
+    """The steps of this run are made by a trainer that is not ours (worker/own_loop.py): each
+    record says where in the data it begins, and some have fewer samples than others."""
+    return "adapter" in identity
 
 
 def genesis(identity: Mapping[str, Any]) -> str:

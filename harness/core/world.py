@@ -15,7 +15,7 @@ Errors:
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypeAlias
@@ -174,16 +174,24 @@ def meeting_place(found: Sequence[tuple[str, int, bool]]) -> str:
 
 
 def whole_replicas(
-    sizes: Sequence[int], replica_ranks: int = 1, max_ranks: int | None = None
+    sizes: Sequence[int],
+    replica_ranks: int = 1,
+    max_ranks: int | None = None,
+    worlds: Collection[int] = (),
 ) -> list[int]:
     """Which members form the next world: only whole replicas can train, and a member takes part
     with all of its ranks or not at all.
 
     `sizes`: ranks of each member, in the order in which they are wanted. A member that does not fit
     below `max_ranks` is left out; then, until the ranks that remain are a multiple of
-    `replica_ranks`, as few ranks as possible, of the last members if there is a choice. Returns
-    places in `sizes`, ascending; empty: no whole replica can be made.
+    `replica_ranks`, as few ranks as possible, of the last members if there is a choice.
+    `worlds`: the only numbers of ranks that may train; then the greatest of them that can be made.
+    Returns places in `sizes`, ascending; empty: no world can be made.
     """
+    if worlds:
+        most = sum(sizes) if max_ranks is None else min(max_ranks, sum(sizes))
+        fit = {w for w in worlds if 0 < w <= most and not w % replica_ranks}
+        return _members_of(sizes, sorted(fit, reverse=True))
     chosen: list[int] = []
     total = 0
     for i, size in enumerate(sizes):
@@ -202,6 +210,28 @@ def whole_replicas(
                 without[more % replica_ranks] = (more, (*who, i))
     _, out = without[total % replica_ranks]
     return [i for i in chosen if i not in out]
+
+
+def _members_of(sizes: Sequence[int], totals: Sequence[int]) -> list[int]:
+    """Places in `sizes` that add up to the first of `totals` that can be made (they fall), the
+    first places if there is a choice."""
+    if len(set(sizes)) <= 1:
+        total = next((t for t in totals if not t % sizes[0]), 0)
+        return list(range(total // sizes[0])) if total else []
+    # sum -> the last member in it, and the sum without it; the first found wins
+    made: dict[int, tuple[int, int]] = {0: (-1, 0)}
+    for i, size in enumerate(sizes):
+        for before in sorted(made, reverse=True):
+            if before + size not in made and totals and before + size <= totals[0]:
+                made[before + size] = (i, before)
+        if totals and totals[0] in made:
+            break
+    total = next((t for t in totals if t in made), 0)
+    places = []
+    while total:
+        i, total = made[total]
+        places.append(i)
+    return places[::-1]
 
 
 @dataclass(frozen=True)

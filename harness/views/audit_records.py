@@ -6,6 +6,7 @@ process and remembered (`proving.py`); the chain is followed from proof to proof
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from bisect import bisect_left, bisect_right
@@ -13,12 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from harness.bucket import recorded
 from harness.bucket.layout import SAMPLES, Epoch, epoch_key
 from harness.bucket.recorded import RecordsPart
 from harness.bucket.volumes import sealed, unsealed
 from harness.core import records as rec
-from harness.core.batch import MAX_SAMPLES, Batching, expected_digests
+from harness.core.batch import MAX_SAMPLES, Batching, digest, expected_digests, sample_hash
 from harness.views.audit_rules import RuleBroken
 from storage.errors import NotFound
 from storage.objects import ObjectStore
@@ -47,9 +50,18 @@ class Proof:
     violation: str
     worlds: tuple[tuple[int, int, int, int], ...]
     part: RecordsPart | None
+    # of steps that a trainer which is not ours has made: the position of its first sample, and of
+    # the one behind its last; -1: they are ours
+    begins: int = -1
+    ends: int = -1
 
     def encode(self) -> bytes:
-        head = {"broken": self.broken, "violation": self.violation, "worlds": self.worlds}
+        head = {
+            "broken": self.broken,
+            "violation": self.violation,
+            "worlds": self.worlds,
+            "range": [self.begins, self.ends],
+        }
         return sealed(head, (), recorded.encode([self.part] if self.part else []))
 
     @classmethod
@@ -57,7 +69,8 @@ class Proof:
         head, _, body = unsealed(data, "a proof")
         parts = recorded.decode(body, "a proof")
         worlds = tuple((e, ranks, size, step) for e, ranks, size, step in head["worlds"])
-        return cls(head["broken"], head["violation"], worlds, parts[0] if parts else None)
+        part = parts[0] if parts else None
+        return cls(head["broken"], head["violation"], worlds, part, *head.get("range", (-1, -1)))
 
 
 def prove(key: str, data: bytes, context: str) -> bytes:
@@ -77,16 +90,24 @@ def prove(key: str, data: bytes, context: str) -> bytes:
         world = (r.epoch, r.world, r.replica_ranks)
         if not worlds or worlds[-1][:3] != world:
             worlds.append((*world, r.step))
-    return Proof("", violation, tuple(worlds), RecordsPart.of(key, part)).encode()
+    begins, ends = part[0].begins, part[-1].begins + part[-1].samples
+    if begins < 0:
+        ends = -1
+    proof = Proof("", violation, tuple(worlds), RecordsPart.of(key, part), begins, ends)
+    return proof.encode()
 
 
 def _obey(key: str, part: list[rec.StepRecord], identity: dict[str, Any]) -> None:
     """The rules that each record must obey by itself. Raises RuleBroken, the newest first."""
     batching, proof = batching_of(identity), rec.what_digests_prove(identity)
-    wanted = expected_digests(batching, part[0].step, len(part))
+    if foreign := rec.is_foreign(identity):
+        wanted = np.array([_digest_of(r, batching.global_batch) for r in part], np.uint64)
+        _follow_on(key, part)
+    else:
+        wanted = expected_digests(batching, part[0].step, len(part))
     later_epoch = part[-1].epoch
-    for r, digest in zip(reversed(part), reversed(wanted.tolist()), strict=True):
-        _rules(f"{key}, step {r.step}", r, batching, f"{digest:016x}", proof)
+    for r, right in zip(reversed(part), reversed(wanted.tolist()), strict=True):
+        _rules(f"{key}, step {r.step}", r, batching, f"{right:016x}", proof, foreign)
         if r.epoch > later_epoch:
             raise RuleBroken(_went_back(key, r.step, r.epoch, later_epoch))
         later_epoch = r.epoch
@@ -99,14 +120,43 @@ def _went_back(key: str, step: int, epoch: int, later: int) -> str:
     )
 
 
-def _rules(where: str, r: rec.StepRecord, batching: Batching, wanted: str, proof: str) -> None:
-    if r.samples != batching.global_batch:
+def _digest_of(r: rec.StepRecord, most: int) -> int:
+    """What the digest of a trainer's step must be, from where it says that it began."""
+    if r.begins < 0 or not 0 <= r.samples <= most:
+        return 0  # another rule refuses it
+    where = np.arange(r.begins, r.begins + r.samples, dtype=np.int64)
+    return digest(sample_hash(where, where))
+
+
+def _follow_on(key: str, part: list[rec.StepRecord]) -> None:
+    """Each step of a trainer that is not ours begins where the one before it has ended."""
+    for before, r in itertools.pairwise(part):
+        wanted = before.begins + before.samples
+        if r.begins != wanted:
+            raise RuleBroken(
+                f"{key}, step {r.step}: wanted samples from position {wanted} on, where step "
+                f"{before.step} has ended; found {r.begins}"
+            )
+
+
+def _rules(
+    where: str, r: rec.StepRecord, batching: Batching, wanted: str, proof: str, foreign: bool
+) -> None:
+    if foreign:
+        if not 0 < r.samples <= batching.global_batch or r.begins < 0:
+            raise RuleBroken(
+                f"{where}: wanted 1 to {batching.global_batch} samples from a position on, found "
+                f"{r.samples} from {r.begins}"
+            )
+    elif r.samples != batching.global_batch:
         raise RuleBroken(
             f"{where}: wanted a global batch of {batching.global_batch} samples, found {r.samples}"
         )
     size = r.replica_ranks
     whole = len(r.shares) * size == r.world
-    if sum(r.shares) != batching.micro_batches or min(r.shares) < 0 or not whole:
+    done, wanted_micros = sum(r.shares), batching.micro_batches
+    fewer = foreign and 0 < done < wanted_micros  # at the end of an epoch
+    if not (done == wanted_micros or fewer) or min(r.shares) < 0 or not whole:
         raise RuleBroken(
             f"{where}: wanted {batching.micro_batches} micro-batches over {r.world} ranks"
             f"{f' in replicas of {size}' * (size > 1)}, found shares {list(r.shares)}"
@@ -184,9 +234,10 @@ def chain(
     """As `walk`, over proofs; every rule is obeyed. `epoch`: that of the manifest. Raises
     BrokenRecords, RuleBroken."""
     by_head = rec.heads(proofs)
-    key, want, step = named.key, named.head, named.last
+    key, want, step, ended = named.key, named.head, named.last, -1
     while True:
         part = _obeyed(proofs, key, worlds, epoch)
+        ended = _joins(key, proofs[key], ended)
         first, last = int(part.rows["step"][0]), int(part.rows["step"][-1])
         _check_end(key, last, part.head, step, want)
         yield key, part
@@ -195,6 +246,20 @@ def chain(
             break
         key = _before(by_head, want, step)
     _check_begin(key, want, step, genesis)
+
+
+def _joins(key: str, proof: Proof, ended: int) -> int:
+    """Of steps that a trainer which is not ours has made. `ended`: where the object behind this
+    one begins, -1: nowhere. Where this one begins."""
+    if ended >= 0 and proof.ends != ended:
+        raise RuleBroken(
+            f"{key}: wanted its samples to end at position {ended}, where the next step begins; "
+            f"found {proof.ends}"
+        )
+    assert proof.part is not None
+    if int(proof.part.rows["step"][0]) == 1 and proof.begins > 0:
+        raise RuleBroken(f"{key}: wanted step 1 to begin at position 0, found {proof.begins}")
+    return proof.begins
 
 
 def heads_at(

@@ -47,6 +47,10 @@ class Counting:
         self._peaks = torch.zeros(len(parameters), dtype=torch.float64, device=self.device)
         self._found: list[float] = []  # the peaks over all ranks, once they are agreed
         self._seen: set[int] = set()  # in this micro-batch
+        # parameters whose gradients come in several parts for one micro-batch: of all ranks, and
+        # those that were found in this step
+        self.in_parts: set[int] = set()
+        self._new_parts: set[int] = set()
         self._repeats = 0
         self.verdict: RoundingVerdict | None = None  # None: micro-batches are still to come
 
@@ -77,6 +81,7 @@ class Counting:
         """A step begins, or begins again."""
         self._peaks.zero_()
         self._seen.clear()
+        self._new_parts.clear()
         self.verdict = None
 
     def micro(self) -> None:
@@ -96,16 +101,17 @@ class Counting:
             size += numel
         return units
 
-    def see(self, i: int) -> None:
-        """The gradient of parameter i has come, all of it."""
+    def see(self, i: int) -> bool:
+        """The gradient of parameter i has come. False: so did another part of it, which nobody
+        knew before; the step must be done again."""
         if i in self._seen:
-            name = self._names.get(id(self.parameters[i]), "a parameter")
-            raise BadInput(
-                f"the gradient of {name} came in two parts in one backward; exact sums need it "
-                "whole: with activation checkpointing use use_reentrant=False, with fsdp2 call "
-                "each sharded block once in a forward"
-            )
+            self._new_parts.add(i)
+            return False
         self._seen.add(i)
+        return True
+
+    def name_of(self, i: int) -> str:
+        return self._names.get(id(self.parameters[i]), "a parameter")
 
     def add(self, members: list[int], grads: list[torch.Tensor], total: torch.Tensor) -> None:
         """Add one micro-batch's gradients of the parameters `members`, which lie in `total`
@@ -137,10 +143,18 @@ class Counting:
     def agree(self) -> bool:
         """After the last micro-batch: True if all must be done again. All ranks say the same."""
         bits = torch.nan_to_num(self._peaks, nan=math.inf, posinf=math.inf).view(torch.int64)
+        parts = torch.zeros_like(bits)
+        parts[sorted(self._new_parts)] = 1
+        both = torch.cat([bits, parts])
         if self.world > 1:
-            dist.all_reduce(bits, op=dist.ReduceOp.MAX)
+            dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        bits, parts = both[: len(bits)], both[len(bits) :]
         self._found = bits.view(torch.float64).tolist()
-        self.verdict = self.scales.judge(self._found)
+        if bool(parts.any()):
+            self.in_parts |= set(parts.nonzero().view(-1).tolist())
+            self.verdict = RoundingVerdict.AGAIN  # of half a gradient no unit is made
+        else:
+            self.verdict = self.scales.judge(self._found)
         if self.verdict is not RoundingVerdict.AGAIN:
             self._repeats = 0
             return False
@@ -176,7 +190,8 @@ class Counting:
             self.scales.advance(self._found)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"word": self.word, "exponents": list(self.scales.exponents)}
+        parts = {"in_parts": sorted(self.in_parts)} if self.in_parts else {}
+        return {"word": self.word, "exponents": list(self.scales.exponents), **parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["word"] != self.word or len(state["exponents"]) != len(self.scales.exponents):
@@ -186,3 +201,4 @@ class Counting:
                 f"{len(self.scales.exponents)}; resume with the same model and the same reduce="
             )
         self.scales.exponents = list(state["exponents"])
+        self.in_parts = set(state.get("in_parts", ()))

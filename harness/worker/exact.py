@@ -64,7 +64,8 @@ class _Unit:
 
     members: list[int]
     total: torch.Tensor  # (n,) integers, a piece of a bucket
-    here: int = 0  # members whose gradients of this micro-batch have come
+    awaited: int  # members whose gradients come whole
+    here: int = 0  # of these, whose gradients of this micro-batch have come
 
 
 class ExactReplicated(Replicated):
@@ -72,7 +73,8 @@ class ExactReplicated(Replicated):
     has made it, and is then let go.
 
     Costs `word` / 8 bytes of memory per parameter above `Replicated`. Between a backward and
-    `divide`, `p.grad` is None.
+    `divide`, `p.grad` is None. Where a gradient comes in several parts for one micro-batch, floats
+    add up in `p.grad`, in the order of the backwards, until the micro-batch is over.
     """
 
     may_repeat = True
@@ -91,6 +93,7 @@ class ExactReplicated(Replicated):
         self._index = {p: i for i, p in enumerate(parameters)}
         super().__init__(parameters, bucket_bytes, group)
         self.sums = NAMES[word]
+        self._last = False  # the last micro-batch of a step has begun
 
     def _build(self, bucket_bytes: int) -> None:
         super()._build(bucket_bytes)
@@ -117,46 +120,67 @@ class ExactReplicated(Replicated):
             offset = 0
             for members in self.counting.units(inside):
                 size = sum(self.parameters[i].numel() for i in members)
-                self._units.append(_Unit(members, self._sums[bucket][offset : offset + size]))
+                total = self._sums[bucket][offset : offset + size]
+                self._units.append(_Unit(members, total, len(members)))
                 offset += size
         by_index = {i: unit for unit in self._units for i in unit.members}
         self._unit_of = [by_index[i] for i in range(len(self.parameters))]
+        self._learn_parts()
+
+    def _learn_parts(self) -> None:
+        for unit in self._units:
+            unit.awaited = sum(i not in self.counting.in_parts for i in unit.members)
 
     def start(self, micro_batches: int) -> None:
         self.counting.start(micro_batches)
 
     def micro(self, last: bool, filler: bool = False) -> None:
+        self._close()
         super().micro(last)
+        self._armed = self._last = last
         self.counting.micro()
         for p in self.parameters:
             p.grad = None  # so that backward leaves this micro-batch's gradient alone there
 
     def _ready(self, p: nn.Parameter) -> None:
         index = self._index[p]
-        self.counting.see(index)
+        if index in self.counting.in_parts:
+            return  # autograd adds them up
+        if not self.counting.see(index):
+            p.grad = None  # all is done again
+            return
         unit = self._unit_of[index]
         unit.here += 1
-        if unit.here < len(unit.members):
+        if unit.here < unit.awaited:
             return
         self._take(unit)
         if self._armed:
-            self._missing[self._bucket_of[p]] -= len(unit.members)
+            self._missing[self._bucket_of[p]] -= unit.awaited
             while len(self._sent) < len(self._flats) and self._missing[len(self._sent)] <= 0:
                 self._send(len(self._sent))
 
     def _take(self, unit: _Unit) -> None:
-        """Its gradients of this micro-batch become integers and are let go."""
+        """Its gradients of this micro-batch that come whole become integers and are let go."""
         unit.here = 0
-        grads = [self.parameters[i].grad for i in unit.members]
+        members = [i for i in unit.members if i not in self.counting.in_parts]
+        grads = [self.parameters[i].grad for i in members]
         whole = [g for g in grads if g is not None]
-        if len(whole) == len(grads):
+        if len(whole) == len(unit.members):
             self.counting.add(unit.members, whole, unit.total)
         else:  # some had no part in the forward
-            for i, g in zip(unit.members, grads, strict=True):
+            for i, g in zip(members, grads, strict=True):
                 if g is not None:
                     self.counting.add([i], [g], self._totals[i])
-        for i in unit.members:
+        for i in members:
             self.parameters[i].grad = None
+
+    def _close(self) -> None:
+        """A micro-batch is over: what came in parts is whole now."""
+        for i in sorted(self.counting.in_parts):
+            p = self.parameters[i]
+            if p.grad is not None:
+                self.counting.add([i], [p.grad], self._totals[i])
+                p.grad = None
 
     def micro_done(self) -> None:
         for unit in self._units:
@@ -167,16 +191,18 @@ class ExactReplicated(Replicated):
         self._sent.append(self._sum_over_group(self._sums[bucket]))
 
     def again(self) -> bool:
-        self.counting.must_be_done(self._armed)
+        self.counting.must_be_done(self._last)
         self.micro_done()
+        self._close()
         while len(self._sent) < len(self._flats):  # parameters that took no part in the forward
             self._send(len(self._sent))
         repeat = self.counting.agree()
         for work in self._sent:
             if work is not None:
                 work.wait()
-        self._armed = False
+        self._armed = self._last = False
         if repeat:
+            self._learn_parts()
             self._clear()
         return repeat
 
@@ -213,15 +239,20 @@ class ExactReplicated(Replicated):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.counting.load_state_dict(state)
+        self._learn_parts()
         self._clear()
 
 
 def exact_strategy_for(
-    model: nn.Module, reduce: str, optimizers: Sequence[torch.optim.Optimizer] = ()
+    model: nn.Module,
+    reduce: str,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    group: dist.ProcessGroup | None = None,
 ) -> ExactReplicated | ExactSharded:
-    """`reduce`: "exact" (64 bits) or "exact32". Raises BadInput for what cannot be made exact."""
+    """`reduce`: "exact" (64 bits) or "exact32". `group`: the ranks that sum; None: all. Raises
+    BadInput for what cannot be made exact."""
     if not is_sharded(model):
-        return ExactReplicated(model, WORDS[reduce])
+        return ExactReplicated(model, WORDS[reduce], group=group)
     if any(
         group.get("fused") and p.device.type == "cpu"
         for o in optimizers

@@ -114,7 +114,13 @@ class ExactSharded(Sharded):
             whole = getattr(handle, "_unsharded_param", None)
             if whole is not None and whole.grad is not None:
                 grads[i], whole.grad = whole.grad, None
-                self.counting.see(i)
+                if not self.counting.see(i):
+                    raise BadInput(
+                        f"the gradient of {self.counting.name_of(i)} came in two parts for one "
+                        "micro-batch; exact sums of an fsdp2 model need it whole: call each "
+                        "sharded block once in a forward and step.backward once for each "
+                        "micro-batch, and with activation checkpointing use use_reentrant=False"
+                    )
         if grads and not self._filler:
             assert group.totals is not None, "gradients came after the last backward of this block"
             offset = 0

@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 from torch import Tensor, nn
 
-from harness.core.batch import Batching, Plan, plan
+from harness.core.batch import MAX_SAMPLES, Batching, Plan, plan
 from harness.worker.loader import (
     MicroBatch,
     Stream,
@@ -40,6 +40,8 @@ class Feed:
         self.read_again: Callable[[int, int], Any] | None = None
         self._dataset: Any = None
         self._collate: Collate | None = None
+        # what run.json says of a loop that is not ours; None: the steps are ours
+        self._foreign: dict[str, Any] | None = None
 
     def open(
         self,
@@ -63,10 +65,20 @@ class Feed:
         self.stream = Stream(dataset, self.batching, self.plan, self._peers.rank, collate)
         return self.stream
 
+    def open_foreign(
+        self, micro_batches: int, micro_batch: int, seed: int, foreign: dict[str, Any]
+    ) -> None:
+        """The data is read by somebody else, in that order of its own which `foreign` names.
+        Raises TooManyRanks."""
+        self._dataset, self._foreign, self.seed = None, foreign, seed
+        self.batching = Batching(MAX_SAMPLES, micro_batches * micro_batch, micro_batch, seed, False)
+        peers = self._peers
+        self.plan = plan(micro_batches, peers.world, self._speeds, peers.replica_ranks)
+
     def identity(self, model: nn.Module, reduce: str) -> dict[str, Any]:
         """What must stay the same for the whole run."""
         assert self.batching is not None
-        mapped = is_map_style(self._dataset)
+        mapped = self._foreign is None and is_map_style(self._dataset)
         identity = {
             "version": 1,
             "seed": self.seed,
@@ -74,14 +86,16 @@ class Feed:
             "global_batch": self.batching.global_batch,
             "micro_batch": self.batching.micro_batch,
             "shuffle": self.batching.shuffle,
-            "data": fingerprint(self._dataset),
+            "data": self._foreign["data"] if self._foreign else fingerprint(self._dataset),
             "model": _model_fingerprint(model),
             "reduce": reduce,
         }
-        return identity if mapped else {**identity, "contents": True}
+        return identity if mapped else {**identity, "contents": True, **(self._foreign or {})}
 
     def first_version(self) -> str:
         """The data's fingerprint as the first version of that made it."""
+        if self._foreign:
+            return str(self._foreign["data"])
         return fingerprint(self._dataset, by_repr=True)
 
     def drawn_anew(self) -> str:

@@ -13,7 +13,7 @@ from harness.core.facts import SessionEnded, SessionStarted
 from harness.core.world import BadInput
 from harness.node.marks import Want
 from harness.node.progress import WorkerPhase
-from harness.worker import machine
+from harness.worker import hidden, machine
 from harness.worker.hold import Hold
 from harness.worker.machine import Do
 from harness.worker.resume import Resume, UnfitHosts
@@ -44,6 +44,10 @@ class Hands:
 
     def turn(self, event: machine.SessionEvent) -> None:
         """Do what the event leads to. Raises BadInput, SystemExit, and what the acts do."""
+        with hidden.world.inside():
+            self._turn(event)
+
+    def _turn(self, event: machine.SessionEvent) -> None:
         turn = machine.turn(self._state, event, self._seen())
         for act in turn.first:
             self._do(act)
@@ -218,5 +222,6 @@ class Hands:
 
     def _hang_up(self) -> None:
         self._run.close()  # what the script logged after its last step
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        with hidden.world.inside():
+            if dist.is_initialized():
+                dist.destroy_process_group()

@@ -13,11 +13,12 @@ the sum over a step goes into its record.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import enum
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -405,17 +406,60 @@ def _name(thing: Any) -> str:
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """Tensors inside tuples, lists and dicts, moved without blocking."""
-    if isinstance(data, torch.Tensor):
-        return data.to(device, non_blocking=True)
-    if isinstance(data, dict):
-        return {k: to_device(v, device) for k, v in data.items()}
+    """Tensors, and whatever has a method `to`, moved without blocking; also inside tuples, lists,
+    mappings, dataclasses and ordinary objects that hold them as attributes. What holds them is
+    copied, not changed, unless it has a `to` of its own."""
+    if isinstance(data, (str, bytes, int, float, type(None), *CODE)):
+        return data
+    if callable(move := getattr(data, "to", None)):
+        return _moved(move, data, device)
+    if isinstance(data, Mapping):
+        return _moved_mapping(data, device)
     if isinstance(data, tuple):
-        return (
-            type(data)(*(to_device(v, device) for v in data))
-            if hasattr(data, "_fields")
-            else tuple(to_device(v, device) for v in data)
-        )
+        moved = [to_device(v, device) for v in data]
+        return type(data)._make(moved) if hasattr(data, "_make") else tuple(moved)
     if isinstance(data, list):
         return [to_device(v, device) for v in data]
-    return data
+    return _moved_object(data, device)
+
+
+CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+
+
+def _moved(move: Callable[..., Any], data: Any, device: torch.device) -> Any:
+    try:
+        moved = move(device, non_blocking=True)
+    except TypeError:  # it takes a device only
+        moved = move(device)
+    return data if moved is None else moved
+
+
+def _moved_mapping(data: Mapping[Any, Any], device: torch.device) -> Any:
+    moved = {k: to_device(v, device) for k, v in data.items()}
+    if type(data) is dict or not isinstance(data, MutableMapping):
+        return moved
+    same_kind = copy.copy(data)  # a defaultdict, a UserDict, ...
+    for key, value in moved.items():
+        same_kind[key] = value
+    return same_kind
+
+
+def _moved_object(data: Any, device: torch.device) -> Any:
+    """A dataclass, or any object with attributes; only what they hold themselves is looked at."""
+    if dataclasses.is_dataclass(data):
+        names = [field.name for field in dataclasses.fields(data)]
+    else:
+        names = list(getattr(data, "__dict__", ()))
+    changed = {}
+    for name in names:
+        value = getattr(data, name, None)
+        if isinstance(value, (torch.Tensor, Mapping, tuple, list)) or dataclasses.is_dataclass(
+            value
+        ):
+            changed[name] = to_device(value, device)
+    if not changed:
+        return data
+    twin = copy.copy(data)
+    for name, value in changed.items():
+        object.__setattr__(twin, name, value)  # frozen ones as well
+    return twin

@@ -75,7 +75,9 @@ class Replicated:
     `group`: the ranks over which they are summed, which hold the same; None: all ranks.
 
     Buckets are filled in reverse order of the parameters and sent in that fixed order, so the order
-    of summation is a function of model and world only.
+    of summation is a function of model and world only. They are sent during the last backward where
+    each gradient comes whole, which the first micro-batch shows; where some come in several parts
+    (several backwards for one micro-batch, reentrant checkpointing) behind it.
     """
 
     name, equal_rounds, may_repeat = "ddp", False, False
@@ -94,7 +96,9 @@ class Replicated:
         self._views: dict[nn.Parameter, torch.Tensor] = {}
         self._bucket_of: dict[nn.Parameter, int] = {}
         self._build(bucket_bytes)
-        self._armed = False
+        self._armed = False  # gradients are sent as they come
+        self._whole: bool | None = None  # they came whole so far; None: none have come
+        self._came: set[nn.Parameter] = set()  # whose gradients did, in this micro-batch
         self._missing: list[int] = []
         self._sent: list[Any] = []
         for p in self.parameters:
@@ -131,7 +135,10 @@ class Replicated:
     def start(self, micro_batches: int) -> None: ...
 
     def micro(self, last: bool, filler: bool = False) -> None:
-        self._armed = last
+        if self._came and self._whole is None:
+            self._whole = True
+        self._came.clear()
+        self._armed = last and bool(self._whole)
         if last:
             self._missing, self._sent = list(self._sizes), []
 
@@ -146,11 +153,25 @@ class Replicated:
         if p.grad is not view and p.grad is not None:
             view.copy_(p.grad)
             p.grad = view
+        if p in self._came:
+            self._came_again()
+        self._came.add(p)
         if not self._armed:
             return
         self._missing[self._bucket_of[p]] -= 1
         while len(self._sent) < len(self._flats) and self._missing[len(self._sent)] <= 0:
             self._send(len(self._sent))
+
+    def _came_again(self) -> None:
+        """A gradient of this micro-batch comes in several parts. Raises BadInput if the first may
+        be on its way."""
+        self._whole = False
+        if self._armed:
+            raise BadInput(
+                "a gradient came in two parts in the last micro-batch of a step (two backwards, or "
+                "reentrant checkpointing), and whole in all those before it; call step.backward as "
+                "often for each micro-batch"
+            )
 
     def _send(self, bucket: int) -> None:
         self._sent.append(self._sum_over_group(self._flats[bucket]))
@@ -167,6 +188,8 @@ class Replicated:
         self._armed = False
 
     def divide(self, weight: float | torch.Tensor) -> None:
+        if isinstance(weight, float) and weight == 1.0:
+            return
         for flat in self._flats:
             flat.div_(weight)
 
@@ -292,5 +315,6 @@ def _ranks(count: int) -> str:
     return f"{count} rank{'s' * (count != 1)}"
 
 
-def strategy_for(model: nn.Module) -> Strategy:
-    return Sharded(model) if is_sharded(model) else Replicated(model.parameters())
+def strategy_for(model: nn.Module, group: dist.ProcessGroup | None = None) -> Strategy:
+    """`group`: the ranks that sum; None: all."""
+    return Sharded(model) if is_sharded(model) else Replicated(model.parameters(), group=group)

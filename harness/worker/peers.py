@@ -20,6 +20,7 @@ import torch.distributed as dist
 from harness.core.batch import replicas_of
 from harness.core.world import BadInput, HarnessError
 from harness.node.progress import ProgressFile, WorkerPhase
+from harness.worker.hidden import ONE_GPU
 from storage.errors import StoreError
 from storage.ranks import gathered
 from storage.restore import this_machine
@@ -51,11 +52,13 @@ class Peers:
         self.leads_replica = self.rank % self.replica_ranks == 0
         self.host = environ.get("HARNESS_HOST") or this_machine()
         self.device = (
-            torch.device("cuda", self.local_rank)
+            torch.device("cuda", 0 if environ.get(ONE_GPU) else self.local_rank)
             if torch.cuda.is_available()
             else torch.device("cpu")
         )
         self.control: dist.ProcessGroup | None = None
+        # of all ranks, on the device; named, so that it works while the world is hidden
+        self.everyone: dist.ProcessGroup | None = None
 
     def meet(
         self, environ: dict[str, str], backend: str | None = None, timeout_s: float | None = None
@@ -77,6 +80,7 @@ class Peers:
             dist.init_process_group(backend or usual, timeout=timeout)
         if dist.is_initialized() and self.world > 1:
             self.control = dist.new_group(backend="gloo", timeout=timeout)
+            self.everyone = dist.group.WORLD
 
     @functools.cached_property
     def mesh(self) -> DeviceMesh:

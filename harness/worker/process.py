@@ -54,6 +54,9 @@ def run(order: dict[str, Any]) -> None:
     os.environ.update(order["env"])
     argv: list[str] = order["argv"]
     try:
+        if os.environ.get("HARNESS_ADAPT", "none") != "none":
+            # by name: the script may need no adapter, and this room knows of none
+            importlib.import_module("harness.adapters.hook").install()
         if argv[0] == "-m":
             sys.argv = argv[1:]
             sys.path.insert(0, os.getcwd())
@@ -91,6 +94,11 @@ def serve(fd: int) -> None:
     ):
         with contextlib.suppress(ImportError):  # the script may need none of them
             importlib.import_module(module)
+    for module in filter(None, os.environ.get("HARNESS_PRELOAD", "").split(",")):
+        try:
+            importlib.import_module(module)
+        except Exception as e:  # the script will say so in its own words, if it needs it
+            print(f"harness: --preload {module}: {type(e).__name__}: {e}", flush=True)
     gc.collect()
     gc.freeze()  # what is there for good is neither looked at by collections nor copied by them
     gc.enable()

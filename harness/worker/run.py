@@ -52,6 +52,7 @@ class Run:
                 int(environ["HARNESS_EPOCH"]) if "HARNESS_EPOCH" in environ else self._own_epoch()
             )
         )
+        self._worlds = tuple(map(int, filter(None, environ.get("HARNESS_WORLDS", "").split(","))))
         self.token = secrets.token_hex(4)
         writer = f"worker-e{self.epoch:06d}-{self.token}"
         # every rank has a token of its own; only rank 0 tells of what all ranks do
@@ -161,7 +162,7 @@ class Run:
                 sizes = read_epoch(self.store, self.epoch).nproc
             except (NotFound, BadObject):
                 return False  # it was not formed in the bucket
-            return bool(whole_replicas(sizes, self.peers.replica_ranks, room))
+            return bool(whole_replicas(sizes, self.peers.replica_ranks, room, self._worlds))
 
         return bool(self.peers.agree(look))
 

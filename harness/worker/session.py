@@ -36,6 +36,7 @@ from harness.worker.feed import Feed
 from harness.worker.hands import Hands
 from harness.worker.hold import Hold
 from harness.worker.loader import MicroBatch, Stream, seed_everything
+from harness.worker.own_loop import SCRIPT_WORLD, OwnLoops
 from harness.worker.parallel import Strategy
 from harness.worker.peers import Peers
 from harness.worker.profiling import Profile
@@ -45,10 +46,11 @@ from harness.worker.rhythm import Rhythm
 from harness.worker.rounding import WORDS
 from harness.worker.run import Run
 from harness.worker.setup_check import SetupCheck
-from harness.worker.sharding import check_unwrapped, shard
+from harness.worker.sharding import check_unwrapped
 from harness.worker.snapshotter import Snapshotter
-from harness.worker.step import Step, Work
+from harness.worker.step import Work
 from harness.worker.steplog import StepLog
+from harness.worker.steps import Step
 from harness.worker.timing import PhaseTimer, marks_of
 from harness.worker.training import Training
 from harness.worker.votes import Votes
@@ -79,7 +81,7 @@ class Options:
     on_change: str | None
 
 
-class Session:
+class Session(OwnLoops):
     """See the module's docstring. Made by `attach`."""
 
     def __init__(self, environ: dict[str, str], options: Options):
@@ -88,6 +90,7 @@ class Session:
             raise BadInput(f"reduce={reduce!r} is not known; wanted 'fast', 'exact' or 'exact32'")
         self.seed, self.reduce = o.seed, reduce
         peers = self._peers = Peers(environ, o.replica_ranks)
+        self._said_world = environ.get(SCRIPT_WORLD, "")
         # `harness replay` re-executes a part of a run
         until = int(environ.get("HARNESS_UNTIL_STEP", 1 << 62))
         _determine(peers.device, reduce, o.deterministic)
@@ -312,8 +315,7 @@ class Session:
         try:
             stream = feed.open(dataset, global_batch, micro_batch, shuffle, collate_fn)
         except TooManyRanks as e:
-            self._setup.announce()
-            self._run.identify(feed.identity(training.model, self.reduce), feed.first_version)
+            self._announce(feed.identity(training.model, self.reduce))
             self._shrink(e)
             raise
         if stream is not None:
@@ -323,8 +325,7 @@ class Session:
             self._run.warn(what, 0)
         self._hands.total = total
         total = min(total, self._hands.until)
-        self._setup.announce()
-        self._run.identify(identity, feed.first_version)
+        self._announce(identity)
         self._setup.settle()
         seed_everything(self.seed)
         self._hands.turn(machine.Looped())
@@ -354,6 +355,10 @@ class Session:
                 )
             self._hands.boundary()
             self._profile.after(step.number)
+
+    def _announce(self, identity: dict[str, Any]) -> None:
+        self._setup.announce()
+        self._run.identify(identity, self._work.feed.first_version)
 
     def _shrink(self, why: TooManyRanks) -> None:
         """Leave, so that a smaller world is formed, if one can be: from run.json, which is there
@@ -490,26 +495,15 @@ def _determine(device: torch.device, reduce: str, asked: bool | None) -> None:
 _attached: list[Session] = []  # of this process, the newest: for who sees its script end
 
 
+def is_attached() -> bool:
+    """Has this process a session?"""
+    return bool(_attached)
+
+
 def conclude() -> None:
     """The script has ended with status 0: `Session.conclude`. For who runs it (`worker.py`)."""
     for session in _attached:
         session.conclude()
 
 
-def fsdp2(model: nn.Module, run: Session, blocks: list[nn.Module] | None = None) -> nn.Module:
-    """Shard the model over all ranks (FSDP2). Call before the optimizer is made: it replaces the
-    parameters.
-
-    `blocks` (default: the members of every ModuleList) are sharded one after the other, so no
-    device ever holds the whole model. A model on the meta device (`with torch.device("meta")`) gets
-    its values by each module's `reset_parameters()`, from `attach`'s seed and the module's name:
-    the same on any number of ranks. Raises BadInput for a module there that has none.
-    """
-    if not dist.is_initialized():
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    shard(model, run.device, blocks, run.seed)
-    return model
-
-
-__all__ = ["Session", "Step", "attach", "fsdp2"]
+__all__ = ["Session", "Step", "attach"]

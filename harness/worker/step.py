@@ -1,12 +1,12 @@
-"""One optimizer update as the script sees it: its micro-batches, backward, update. Runs in the
-worker."""
+"""What an optimizer update adds up to on this rank, what becomes of it over all ranks, and what is
+told of it. Runs in the worker."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from harness.core import records as rec
 from harness.core.batch import Batching, digest, sample_hash, seed_for
-from harness.core.world import BadInput
 from harness.node.marks import Want
 from harness.node.progress import WorkerPhase
 from harness.worker.feed import Feed
@@ -25,154 +24,9 @@ from harness.worker.rhythm import Rhythm
 from harness.worker.run import Run
 from harness.worker.snapshotter import Snapshotter
 from harness.worker.steplog import VOTES, Pending, StepLog, halves
-from harness.worker.timing import (
-    BACKWARD,
-    COMMUNICATION,
-    DATA,
-    FORWARD,
-    HARNESS,
-    OPTIMIZER,
-    OTHER,
-    SNAPSHOT,
-    PhaseTimer,
-)
+from harness.worker.timing import COMMUNICATION, HARNESS, OPTIMIZER, SNAPSHOT, PhaseTimer
 from harness.worker.training import Training
 from harness.worker.votes import Votes
-
-DONE_AGAIN = (
-    "a gradient was far greater than those before it, so this step's micro-batches are done once "
-    "more: buffers are put back, and step.attempt is 1 (this is told once)"
-)
-
-
-class Step:
-    """One optimizer update. Iterate it for this rank's micro-batches, call `backward` for each,
-    then `update`.
-
-    `number`: 1, 2, ... `attempt`: 0; with exact sums 1, 2, ... while the same micro-batches come
-    again because a gradient did not fit: count and log what the body does only at 0 (see `attach`).
-    """
-
-    def __init__(self, work: Work, number: int, batches: Iterator[MicroBatch]):
-        self.number, self._work, self._batches = number, work, batches
-        self._sums = Sums(work.batching, work.peers.device, work.peers.leads_replica)
-        self._current: MicroBatch | None = None
-        self._filler = False
-        self._backwards = 0
-        self.attempt = 0
-        self.updated = False
-        work.timer.begin(number)
-        self._began = time.time(), time.perf_counter()
-
-    def __iter__(self) -> Iterator[Any]:
-        w, timer = self._work, self._work.timer
-        timer.enter(HARNESS)
-        micros = list(w.feed.plan.micros(w.peers.rank))
-        rounds = w.feed.plan.rounds if w.training.strategy.equal_rounds else len(micros)
-        if w.feed.stream is not None:
-            self._batches = w.feed.stream.step(self.number)
-        read: list[MicroBatch] = []  # of a stream, which cannot be read again
-        buffers = w.training.buffers if w.training.strategy.may_repeat else None
-        if buffers is not None:
-            buffers.note()
-        repeat = True
-        while repeat:
-            for i in range(rounds):
-                timer.enter(DATA)
-                self._filler = i >= len(micros)
-                self._micro = micros[min(i, len(micros) - 1)]
-                w.training.strategy.micro(last=i == rounds - 1, filler=self._filler)
-                if not self._filler:
-                    self._current = self._next(i, read)
-                seed_everything(seed_for(w.feed.seed, self.number, self._micro))
-                before = self._backwards
-                assert self._current is not None
-                data = to_device(self._current.data, w.peers.device)
-                if not self._filler:
-                    w.rates.arm()
-                timer.enter(FORWARD)
-                yield data
-                if (times := self._backwards - before) != 1:
-                    raise BadInput(
-                        f"step {self.number}: step.backward(loss) was called {times} times for one "
-                        "micro-batch, wanted once"
-                    )
-            timer.enter(COMMUNICATION)
-            repeat = w.training.strategy.again()
-            timer.enter(HARNESS)
-            if repeat:
-                self.attempt += 1
-                if not w.training.repeated:
-                    w.training.repeated = True
-                    w.run.warn(DONE_AGAIN, self.number)
-                if buffers is not None and (lost := buffers.restore()):
-                    w.run.warn(lost, self.number)
-        if buffers is not None:
-            buffers.learn()
-        if w.feed.stream is not None:
-            timer.enter(DATA)
-            for _ in self._batches:  # read on to the end of the global batch
-                raise AssertionError("a micro-batch of ours came after our last one")
-        timer.enter(OTHER)
-
-    def _next(self, i: int, read: list[MicroBatch]) -> MicroBatch:
-        """The i-th micro-batch of this rank. `read`: what a stream gave before."""
-        if self.attempt:
-            return self._again(read[i] if read else None)
-        batch = next(self._batches)
-        self._sums.note(batch)
-        if self._work.feed.stream is not None and self._work.training.strategy.may_repeat:
-            read.append(batch)
-        return batch
-
-    def _again(self, read: MicroBatch | None) -> MicroBatch:
-        """What `_micro` was given before, from the dataset or from the items that the stream
-        gave: the script may have changed the rest."""
-        feed = self._work.feed
-        if read is not None:
-            assert feed.stream is not None
-            return replace(read, data=feed.stream.collated_again(read))
-        assert feed.read_again is not None and self._current is not None
-        return replace(
-            self._current,
-            data=feed.read_again(self.number, self._micro),
-            samples=self._current.samples,
-        )
-
-    def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
-        """Add this micro-batch's gradients. `loss`: mean over the micro-batch, 0-d. `weight`: how
-        much the mean stands for; by default its samples; the number of valid tokens when those
-        differ."""
-        assert self._current is not None
-        training = self._work.training
-        self._work.timer.enter(BACKWARD)
-        amount = float(len(self._current.samples)) if weight is None else float(weight)
-        if self._filler:
-            amount = 0.0
-        scaled = loss * amount
-        if training.scaler is not None:
-            scaled = training.scaler.scale(scaled)
-        scaled.backward()  # type: ignore[no-untyped-call]
-        training.strategy.micro_done()
-        if not self._filler:
-            self._sums.add(self._micro, loss, amount)
-        self._sums.tokens_weighted |= weight is not None
-        self._backwards += 1
-        self._work.timer.enter(HARNESS)
-        self._work.rates.counted(len(self._current.samples))
-        self._work.timer.enter(OTHER)
-
-    def update(self, clip_norm: float | None = None) -> None:
-        """Sum over all replicas, divide by the global weight, clip, and let optimizers and
-        schedulers step."""
-        self._work.update(self._sums, self._began, self._backwards, clip_norm)
-        self.updated = True
-
-    @property
-    def loss(self) -> float:
-        """The loss over the global batch; waits for the other ranks (and the GPU), so ask only
-        when you need it."""
-        return self._work.log.loss_of(self.number)
 
 
 class Sums:
@@ -187,6 +41,8 @@ class Sums:
         self.losses = torch.zeros(batching.micro_batches, dtype=torch.float64, device=device)
         self.weights = [0.0] * batching.micro_batches
         self.tokens_weighted = False
+        # of a step that has fewer micro-batches than the others; (): as the plan says
+        self.shares: tuple[int, ...] = ()
 
     def note(self, batch: MicroBatch) -> None:
         """It was read."""
@@ -195,11 +51,25 @@ class Sums:
             self._contents_sum += digest(sample_hash(batch.positions, batch.contents))
         self.samples += len(batch.samples)
 
-    def add(self, micro: int, loss: torch.Tensor, amount: float) -> None:
-        """A micro-batch was done. `loss`: mean over it; `amount`: how much that stands for."""
+    def note_foreign(self, positions: Any, said: Any) -> None:
+        """As `note`, of what a trainer that is not ours has read: what is at a position is only
+        said."""
+        self._hash_sum += digest(sample_hash(positions, positions))
+        self._contents_sum += digest(sample_hash(positions, said))
+        self.samples += len(positions)
+
+    def add(
+        self, micro: int, loss: torch.Tensor, amount: float, more: bool = False, parts: bool = True
+    ) -> None:
+        """A micro-batch was done. `loss`: mean over it; `amount`: how much that stands for.
+        `more`: it is another loss of the same one; `parts`: of another part of it, not of all."""
         if self._leads:
-            self.losses[micro] = loss.detach().double() * amount
-            self.weights[micro] = amount
+            value = loss.detach().double() * amount
+            self.losses[micro] = self.losses[micro] + value if more else value
+            if not more:
+                self.weights[micro] = amount
+            elif parts:
+                self.weights[micro] += amount
 
     def weights_tensor(self) -> torch.Tensor:
         """On the host, from where a GPU can fetch them without being waited for."""
@@ -249,19 +119,24 @@ class Work:
         assert self.feed.batching is not None
         return self.feed.batching
 
-    def update(
-        self, sums: Sums, began: tuple[float, float], micros: int, clip_norm: float | None
-    ) -> None:
-        """All ranks come here, with what each has summed over `micros` micro-batches. `began`: by
-        the wall clock and by one that is never set."""
-        self.peers.life.tell(WorkerPhase.REDUCE)
-        floats = self._reduce(sums, clip_norm)
-        lr = float(self.training.optimizers[0].param_groups[0]["lr"])
+    def finish_staging(self) -> None:
+        """The state may change from here on."""
         if self.snapshotter.copies:
             self.timer.enter(SNAPSHOT)
             self.snapshotter.finish_staging()
             self.timer.enter(OPTIMIZER)
-        self._optimize()
+
+    def done(
+        self,
+        sums: Sums,
+        began: tuple[float, float],
+        micros: int,
+        floats: torch.Tensor,
+        lr: float,
+        begins: int = -1,
+    ) -> None:
+        """The optimizers have stepped: what this step was is on its way to all ranks. `floats`: as
+        `Pending.floats`; `begins`: see `StepRecord.begins`."""
         self.timer.enter(COMMUNICATION)
         self.training.share_buffers()
         self.timer.enter(HARNESS)
@@ -280,7 +155,7 @@ class Work:
             step=self.run.step,
             epoch=self.run.epoch,
             world=self.peers.world,
-            shares=self.feed.plan.shares,
+            shares=sums.shares or self.feed.plan.shares,
             samples=0,
             digest="",
             weight=0.0,
@@ -288,9 +163,11 @@ class Work:
             lr=lr,
             t=0.0,
             dt=0.0,
+            begins=begins,
         )
         assert self.run.identity is not None
-        with_contents = self.feed.stream is not None and bool(self.run.identity.get("contents"))
+        stream = self.feed.stream is not None or begins >= 0
+        with_contents = stream and bool(self.run.identity.get("contents"))
         scaled = self.training.scaler is not None
         self.rhythm.note_step(calm=self.snapshotter.quiet)
         self.peers.life.tell(WorkerPhase.COMPUTE, self.run.step)
@@ -302,11 +179,12 @@ class Work:
             *(with_contents, scaled),
         )
 
-    def _reduce(self, sums: Sums, clip_norm: float | None) -> torch.Tensor:
-        """Gradients over all ranks, divided and clipped; `Pending.floats`."""
-        device, strategy, scaler = self.peers.device, self.training.strategy, self.training.scaler
+    def summed(self, sums: Sums) -> tuple[torch.Tensor, float | torch.Tensor]:
+        """Gradients and numbers over all ranks: `Pending.floats` without the norm, and the global
+        weight."""
+        device = self.peers.device
         self.timer.enter(COMMUNICATION)
-        strategy.reduce()
+        self.training.strategy.reduce()
         totals = torch.stack([sums.losses, to_device(sums.weights_tensor(), device)])
         own = sums.losses.sum().view(1)
         if self.peers.control is not None:
@@ -317,9 +195,20 @@ class Work:
         weight: float | torch.Tensor = (
             floats[1] if sums.tokens_weighted else float(self.batching.global_batch)
         )
+        return floats, weight
+
+    def reduce(
+        self, sums: Sums, clip_norm: float | None, of: Sequence[torch.optim.Optimizer] = ()
+    ) -> torch.Tensor:
+        """Gradients over all ranks, divided and clipped; `Pending.floats`. `of`: only of what these
+        optimizers hold, the others are zero; (): of all."""
+        strategy, scaler = self.training.strategy, self.training.scaler
+        floats, weight = self.summed(sums)
         strategy.divide(weight)
+        if of:
+            self._forget_others(of)
         if scaler is not None:
-            for optimizer in self.training.optimizers:
+            for optimizer in of or self.training.optimizers:
                 scaler.unscale_(optimizer)
                 strategy.share_found_inf(scaler, optimizer)
         norm = strategy.norm()
@@ -328,7 +217,14 @@ class Work:
             strategy.clip((clip_norm / (norm + 1e-6)).clamp(max=1.0))
         return floats
 
-    def _optimize(self) -> None:
+    def _forget_others(self, of: Sequence[torch.optim.Optimizer]) -> None:
+        assert self.training.model is not None
+        held = {id(p) for o in of for group in o.param_groups for p in group["params"]}
+        for p in self.training.model.parameters():
+            if p.grad is not None and id(p) not in held:
+                p.grad.zero_()
+
+    def optimize(self) -> None:
         """Optimizers and schedulers step."""
         scaler, scheduler = self.training.scaler, self.training.scheduler
         for optimizer in self.training.optimizers:
@@ -340,4 +236,7 @@ class Work:
             scaler.update()
         if scheduler is not None:
             scheduler.step()
-        self.training.strategy.zero()
+
+    def seed_between(self) -> None:
+        """What runs between two steps (an evaluation) draws the same on any world."""
+        seed_everything(seed_for(self.feed.seed, self.run.step, self.batching.micro_batches))

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from harness.core.world import BadInput
+from harness.worker import hidden
 from harness.worker.broadcast import same_everywhere, share
 from harness.worker.buffers import Buffers
 from harness.worker.exact import exact_strategy_for
@@ -25,7 +27,7 @@ from storage.snapshots import Snapshots
 
 RANK_MARK = "@r"  # between a name and a rank
 # names under which snapshots hold what is not in `state`
-TAKEN = ("model", "optimizer", "scheduler", "scaler", "reduce", "dataset")
+TAKEN = ("model", "optimizer", "scheduler", "scaler", "reduce", "dataset", "place")
 
 
 @dataclass
@@ -57,6 +59,7 @@ class Training:
         self.buffers: Buffers | None = None
         self.after_update: set[str] = set()
         self.repeated = False  # a step was done again
+        self.phases = False  # steps give their micro-batches more than once
         self._saved: dict[str, Any] = {}  # name -> object with state_dict
         # names of those whose state is each rank's own
         self._per_rank: frozenset[str] = frozenset()
@@ -76,6 +79,22 @@ class Training:
         strategy: Strategy | None,
     ) -> None:
         """See `Session.prepare`. Raises BadInput."""
+        with hidden.world.inside():
+            self._prepare(
+                model, optimizers, scheduler, scaler, state, per_rank, after_update, strategy
+            )
+
+    def _prepare(
+        self,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        scheduler: Any,
+        scaler: Any,
+        state: Mapping[str, Any],
+        per_rank: Collection[str],
+        after_update: Collection[str],
+        strategy: Strategy | None,
+    ) -> None:
         check_names(state, per_rank=per_rank, after_update=after_update)
         self._per_rank = frozenset(per_rank)
         check_real(model)
@@ -109,11 +128,15 @@ class Training:
         if asked is not None:
             chosen = asked
         elif self.reduce == "fast":
-            chosen = strategy_for(self.model)
+            chosen = strategy_for(self.model, self._named())
         else:
-            chosen = exact_strategy_for(self.model, self.reduce, self.optimizers)
+            chosen = exact_strategy_for(self.model, self.reduce, self.optimizers, self._named())
         check_fits(chosen, self.reduce, self._peers.replica_ranks)
         return chosen
+
+    def _named(self) -> dist.ProcessGroup | None:
+        """The ranks that sum, by name where the default group is hidden (`hidden.py`)."""
+        return self._peers.everyone if hidden.is_hidden() else None
 
     def _check_optimizers(self) -> None:
         assert self.model is not None
@@ -152,6 +175,11 @@ class Training:
     def reads(self, stream: Stream) -> None:
         """Where the stream is, is part of the state."""
         self._saved["dataset"] = stream
+
+    def keep_place(self, place: Any) -> Any:
+        """Where in the data the next step begins is part of the state, if somebody else reads it.
+        The one that is kept: the first."""
+        return self._saved.setdefault("place", place)
 
     # ---- buffers ---------------------------------------------------------------------------------
     def share_buffers(self, look: bool = False) -> None:

@@ -1,0 +1,97 @@
+"""Scripts of other people's trainers, unchanged, under `harness launch`: one to three nodes, a
+market that takes them away, and two kills. Compared with the same script that nothing disturbs."""
+
+import importlib.util
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from campaign import Campaign
+from worlds import history
+
+from storage.opening import open_store
+from storage.snapshots import Snapshots
+
+SCRIPTS = Path(__file__).parent / "scripts"
+# script, what it needs, its flags, what `harness run` is told
+CASES = {
+    "alone": (
+        Path(__file__).parents[1] / "alone_trainer.py",
+        ("torch",),
+        "--epochs 20 --sleep-s 0.1",
+        "",
+    ),
+}
+EXACT = "--attach reduce=exact --attach snapshot_every_steps=8 --script-world 2"
+
+
+def harness(*words, env=None, timeout_s=240):
+    return subprocess.run(
+        [sys.executable, "-m", "harness.cli", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+def fired(folder):
+    """What the script says that it did: (what, step), and how often."""
+    path = folder / "events"
+    return Counter(path.read_text().splitlines()) if path.exists() else Counter()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_unchanged_under_a_disturbed_market(name, tmp_path):
+    script, needs, flags, run_flags = CASES[name]
+    if missing := [n for n in needs if importlib.util.find_spec(n) is None]:
+        pytest.skip(f"needs {', '.join(missing)}")
+    run_flags = f"{EXACT} {run_flags}"
+    calm = Campaign(
+        _folder(tmp_path / "calm"), flags=flags, nodes="1", trainer=script, run_flags=run_flags
+    )
+    calm.launch()
+    rough = Campaign(
+        _folder(tmp_path / "rough"),
+        market="demo",
+        nodes="1:3",
+        flags=flags,
+        trainer=script,
+        run_flags=run_flags,
+    )
+    try:
+        assert calm.wait() == 0, calm.logs()
+        rough.launch()
+        rng = random.Random(1)
+        for step, kind in ((10, "worker"), (25, "agent")):
+            rough.until(lambda step=step: rough.step() >= step)
+            rough.kill(kind, rng)
+        assert rough.wait() == 0, rough.logs()
+    finally:
+        calm.close()
+        rough.close()
+    compare(rough, calm)
+
+
+def _folder(path):
+    path.mkdir()
+    return path
+
+
+def compare(rough, calm):
+    """The same training, and the script's own doings fired as often."""
+    verified = harness("verify", rough.run)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    one, other = history(rough.run), history(calm.run)
+    assert [r.step for r in one] == [r.step for r in other]
+    assert [r.samples for r in one] == [r.samples for r in other]
+    assert [r.contents for r in one] == [r.contents for r in other]
+    assert [r.loss for r in one] == pytest.approx([r.loss for r in other], rel=1e-4)
+    snapshots = Snapshots(open_store(str(rough.run)))
+    assert snapshots.ended(snapshots.latest())
+    assert len({r.world for r in one}) >= 2
+    # What a kill undid was done again; so an event may have fired twice, but none is missing, and
+    # there are no others.
+    assert set(fired(rough.folder)) == set(fired(calm.folder))
