@@ -10,6 +10,7 @@ samplers) is remembered, so an epoch that is begun again goes on at any batch, o
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import itertools
@@ -359,7 +360,10 @@ class SharedLoader:
         return {
             "place": {**asdict(self._place), "digest": f"{self._place.digest:016x}"},
             "begin": begin,
-            "after": self._memory.taken() if self._place.ended else begin["samplers"],
+            # its own tensors: a snapshot is loaded into those that are there
+            "after": copy.deepcopy(
+                self._memory.taken() if self._place.ended else begin["samplers"]
+            ),
             "marks": self._stream.marks() if self._stream else [],
         }
 
