@@ -18,6 +18,7 @@ from harness.worker.broadcast import same_everywhere, share
 from harness.worker.buffers import Buffers
 from harness.worker.exact import exact_strategy_for
 from harness.worker.loader import Stream
+from harness.worker.norms import Norms, has_sync_norm
 from harness.worker.parallel import Strategy, check_fits, strategy_for
 from harness.worker.peers import Peers
 from harness.worker.sharding import check_real
@@ -49,6 +50,7 @@ class Training:
     update and the end of the loop's body."""
 
     strategy: Strategy
+    norms: Norms
 
     def __init__(self, peers: Peers, reduce: str):
         self._peers, self.reduce = peers, reduce
@@ -118,6 +120,7 @@ class Training:
             *after_update,
             *(name for name, thing in state.items() if isinstance(thing, AveragedModel)),
         }
+        self.norms = Norms(model, self._peers)
         self.buffers = Buffers(model)
         self.buffers.note()
         self._check_norms()
@@ -158,19 +161,18 @@ class Training:
             )
 
     def _check_norms(self) -> None:
-        """BatchNorm's statistics depend on the world: refused with exact sums, told with others."""
+        """What SyncBatchNorm computes depends on the world: refused with exact sums, told with
+        others."""
         assert self.model is not None
-        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules()):
+        if has_sync_norm(self.model):
+            what = "the model has SyncBatchNorm, whose forward averages over the ranks that are "
             if self.reduce != "fast":
                 raise BadInput(
                     f"reduce={self.reduce!r} promises the same result on any number of ranks, but "
-                    "the model has BatchNorm, whose running statistics depend on which rank saw "
-                    "what; use GroupNorm or LayerNorm, or reduce='fast'"
+                    f"{what}there; use BatchNorm, whose averages are gathered by micro-batch, "
+                    "GroupNorm or LayerNorm, or reduce='fast'"
                 )
-            self._peers.print(
-                "harness: the model has BatchNorm: its statistics are of rank 0's micro-batches, "
-                "so results will depend on the world"
-            )
+            self._peers.print(f"harness: {what}there, so results will depend on the world")
 
     def reads(self, stream: Stream) -> None:
         """Where the stream is, is part of the state."""
@@ -180,6 +182,10 @@ class Training:
         """Where in the data the next step begins is part of the state, if somebody else reads it.
         The one that is kept: the first."""
         return self._saved.setdefault("place", place)
+
+    def settle_norms(self, micro_batches: int, some_idle: bool = False) -> None:
+        """The running averages of BatchNorm: see `Norms.settle`. Raises BadInput."""
+        self.norms.settle(micro_batches, self.reduce != "fast", some_idle)
 
     # ---- buffers ---------------------------------------------------------------------------------
     def share_buffers(self, look: bool = False) -> None:
