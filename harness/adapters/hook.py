@@ -19,6 +19,8 @@ from typing import Any
 # module of a framework -> who adapts it, as "module:function"
 PATCHES: dict[str, str] = {
     "torchtitan.trainer": "harness.adapters.titan:patch",
+    "transformers.trainer": "harness.adapters.hf_trainer:patch",
+    "transformers.training_args": "harness.adapters.hf_trainer:patch_arguments",
 }
 
 
