@@ -20,6 +20,8 @@ from typing import Any
 PATCHES: dict[str, str] = {
     "accelerate.accelerator": "harness.adapters.accelerate_patch:patch",
     "torchtitan.trainer": "harness.adapters.titan:patch",
+    "transformers.trainer": "harness.adapters.hf_trainer:patch",
+    "transformers.training_args": "harness.adapters.hf_trainer:patch_arguments",
 }
 
 
