@@ -19,6 +19,8 @@ from typing import Any
 # module of a framework -> who adapts it, as "module:function"
 PATCHES: dict[str, str] = {
     "torchtitan.trainer": "harness.adapters.titan:patch",
+    "lightning.pytorch": "harness.adapters.lightning_trainer:patch",
+    "pytorch_lightning": "harness.adapters.lightning_trainer:patch",
 }
 
 
