@@ -30,6 +30,12 @@ CASES = {
         "--training.steps 40",
         "--attach reduce=fast",
     ),
+    "lightning": (
+        SCRIPTS / "lightning_plain.py",
+        ("lightning",),
+        "--epochs 14 --sleep-s 0.08 --accumulate 3 --samples 52",
+        "",
+    ),
 }
 EXACT = "--attach reduce=exact --attach snapshot_every_steps=8 --script-world 2"
 
