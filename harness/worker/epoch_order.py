@@ -15,7 +15,7 @@ from harness.core.world import BadInput
 from harness.worker.loader import MicroBatch, _Collate, _Keyed, seed_everything
 from harness.worker.own_loop import DataPlace
 
-Keys = list[tuple[int, int]]  # (position, index) of each sample
+SampleKeys = list[tuple[int, int]]  # (position, index) of each sample
 
 
 class LoaderPlace(DataPlace):
@@ -52,7 +52,7 @@ class Cut:
     samples: int
     ends_epoch: bool
     shares: tuple[int, ...]
-    given: list[tuple[int, Keys]]  # number of the micro-batch, and what it consists of
+    given: list[tuple[int, SampleKeys]]  # number of the micro-batch, and what it consists of
     own: int
 
 
@@ -63,7 +63,7 @@ class Reader:
     def __init__(self, dataset: Any, seed: int, collate_fn: Any):
         self.dataset, self.collate = _Keyed(dataset, seed), _Collate(collate_fn)
 
-    def read(self, keys: Keys) -> MicroBatch:
+    def read(self, keys: SampleKeys) -> MicroBatch:
         return self.collate([self.dataset[key] for key in keys])
 
 

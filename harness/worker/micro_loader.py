@@ -31,7 +31,7 @@ from harness.core.batch import Batching, digest, sample_hash
 from harness.core.world import BadInput
 from harness.node.progress import WorkerPhase
 from harness.worker import machine
-from harness.worker.epoch_order import Cut, EpochOrder, Keys, LoaderPlace, Reader
+from harness.worker.epoch_order import Cut, EpochOrder, LoaderPlace, Reader, SampleKeys
 from harness.worker.hands import Hands
 from harness.worker.loader import MicroBatch, fingerprint, is_map_style, to_device
 from harness.worker.own_loop import OwnLoop
@@ -403,7 +403,7 @@ class _Asking:
     def __init__(self, loader: MicroLoader):
         self._loader = loader
 
-    def __iter__(self) -> Iterator[Keys]:
+    def __iter__(self) -> Iterator[SampleKeys]:
         for cut in self._loader.cuts():
             self._loader._cuts.append(cut)
             for _, keys in cut.given:

@@ -79,6 +79,7 @@ class OpenStep:
         """Before the forward of a micro-batch."""
         self._hand = AtHand(micro, samples, filler)
         self._work.training.strategy.micro(last=last, filler=filler)
+        self._work.training.norms.take_up(micro, counts=not filler)
         seed_everything(seed_for(self._work.feed.seed, self.number, micro))
 
     def backward(
@@ -131,6 +132,7 @@ class OpenStep:
             raise BadInput(f"step {self.number}: step.sync() came twice; step.again() is between")
         optimizers = () if of is None else (of,) if isinstance(of, torch.optim.Optimizer) else of
         w.peers.life.tell(WorkerPhase.REDUCE)
+        w.training.settle_norms(sum(self._sums.shares) or w.batching.micro_batches)
         found = self._newest = w.reduce(self._phase, clip_norm, tuple(optimizers))
         if self._floats is None:
             self._floats = found
