@@ -22,6 +22,8 @@ PATCHES: dict[str, str] = {
     "torchtitan.trainer": "harness.adapters.titan:patch",
     "transformers.trainer": "harness.adapters.hf_trainer:patch",
     "transformers.training_args": "harness.adapters.hf_trainer:patch_arguments",
+    "lightning.pytorch": "harness.adapters.lightning_trainer:patch",
+    "pytorch_lightning": "harness.adapters.lightning_trainer:patch",
 }
 
 
