@@ -247,11 +247,10 @@ class Driver:
 
     def _begin_micro(self, now: StepNow, share: Share) -> None:
         now.step.micro(share.micro)
-        strategy = self.run.strategy
         # Sums that begin within a backward must begin at the same point of the script on all ranks,
         # between the same of its own exchanges, and after the last of an iteration's backwards
-        if strategy.name == "ddp" and not (now.together and self._one_loss):
-            strategy.micro(last=False)
+        if not (now.together and self._one_loss) and hasattr(self.run.strategy, "_armed"):
+            self.run.strategy._armed = False
 
     def _place(self, data: Any) -> Any:
         """On the device, as the training loader puts it there."""

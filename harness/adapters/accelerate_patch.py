@@ -19,6 +19,7 @@ import torch
 from harness.adapters import claims
 from harness.adapters.accelerate_feed import family
 from harness.adapters.accelerate_loop import Driver
+from harness.adapters.accelerate_rounds import whole_batches
 from harness.core.world import BadInput
 
 # parameters that each function must have, `self` apart
@@ -189,9 +190,12 @@ def _prepare_data_loader(original: Any, self: Any, data_loader: Any, *args: Any,
     if drives is None or getattr(data_loader, "_is_accelerate_prepared", False):
         return original(self, data_loader, *args, **kw)
     _give_generator(data_loader, self.use_seedable_sampler)
+    given = data_loader
+    if drives.run.world == 1 < drives.ranks and self.even_batches and not self.split_batches:
+        given = whole_batches(data_loader)
     ranks, drives.ranks = drives.ranks, drives.run.world  # evaluation is shared over real ranks
     try:
-        prepared = original(self, data_loader, *args, **kw)
+        prepared = original(self, given, *args, **kw)
     finally:
         drives.ranks = ranks
     prepared.harness_raw = data_loader
