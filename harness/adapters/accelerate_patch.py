@@ -143,7 +143,7 @@ def _init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
             f"wanted Accelerate to see {drives.run.world} ranks, found {self.state.num_processes}; "
             "let no accelerate config or variable (ACCELERATE_*) say how many there are"
         )
-    drives.accelerators.append(self)
+    drives.prepared.accelerators.append(self)
 
 
 def _num_processes(self: Any) -> int:
@@ -241,7 +241,8 @@ def _save(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _clear_leftover(self: Any, drives: Driver) -> None:
     """A numbered folder of steps that were lost, and done again since."""
-    if not (drives.resumed and self.project_configuration.automatic_checkpoint_naming):
+    resumed = drives.feed is not None and drives.feed.resumed
+    if not (resumed and self.project_configuration.automatic_checkpoint_naming):
         return
     folder = os.path.join(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
     if self.is_local_main_process and os.path.isdir(folder):

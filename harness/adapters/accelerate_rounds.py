@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from harness.adapters.accelerate_first import FirstStep
 from harness.worker.own_loop import OwnStep
 from harness.worker.shares import Share
 
@@ -55,7 +56,7 @@ class StepNow:
     micro-batch in the last round; `synced`: gradients are sums; `rate`: the learning rate;
     `backwards`: most in one iteration; `stepped`: optimizers that have."""
 
-    step: OwnStep
+    step: OwnStep | FirstStep
     scale: float
     together: bool
     synced: bool = False

@@ -41,12 +41,15 @@ def plain(nursery, tmp_path_factory):
     return out
 
 
-def go(nursery, out, world, *flags, script=SCRIPT, env=None, **kwargs):
-    said = {
-        "HARNESS_ADAPT": "auto",
-        "HARNESS_SCRIPT_WORLD": "2",
-        "HARNESS_ATTACH": '{"seed": 1, "snapshot_every_steps": 3}',
-    }
+@pytest.fixture(scope="module")
+def exact():
+    """What exact sums gave on the first world that was tried."""
+    return {}
+
+
+def go(nursery, out, world, *flags, script=SCRIPT, reduce="fast", env=None, **kwargs):
+    attach = f'{{"seed": 1, "snapshot_every_steps": 3, "reduce": "{reduce}"}}'
+    said = {"HARNESS_ADAPT": "auto", "HARNESS_SCRIPT_WORLD": "2", "HARNESS_ATTACH": attach}
     return nursery.train(
         *(out / "run", world, "--out", out, *flags), script=script, env=said | (env or {}), **kwargs
     )
@@ -70,10 +73,13 @@ def check(out, plain):
 
 # two ranks do one micro-batch in each iteration, three have idle ones, one does two at once
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_any_world_trains_as_plain_accelerate_on_two(nursery, plain, tmp_path, world):
-    go(nursery, tmp_path, world)
+def test_any_world_trains_as_plain_accelerate_on_two(nursery, plain, exact, tmp_path, world):
+    go(nursery, tmp_path, world, reduce="exact")
     assert events(tmp_path) == events(plain)  # counters, rates, evaluations: all of it
     check(tmp_path, plain)
+    # with exact sums, to the bit
+    before = exact.setdefault("losses", [r.loss for r in history(tmp_path / "run")])
+    assert before == [r.loss for r in history(tmp_path / "run")]
 
 
 def test_killed_on_three_ranks_it_goes_on_on_one(nursery, plain, tmp_path):
@@ -123,14 +129,18 @@ def test_one_changed_line(nursery, plain, tmp_path):
     check(tmp_path, plain)
 
 
-def test_a_script_that_accumulates_by_itself(nursery, plain, tmp_path):
-    ended = go(nursery, tmp_path, 1, "--own-hands", codes=(1,))
-    assert "HARNESS_ACCUMULATION=N" in ended.output
-    out = tmp_path / "again"
-    out.mkdir()
-    go(nursery, out, 3, "--own-hands", env={"HARNESS_ACCUMULATION": "2"})
-    assert events(out) == events(plain)
-    check(out, plain)
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_script_that_accumulates_by_itself(nursery, plain, tmp_path, world):
+    """Nobody tells how many iterations make a step; the first one shows it."""
+    go(nursery, tmp_path, world, "--own-hands")
+    assert events(tmp_path) == events(plain)
+    check(tmp_path, plain)
+
+
+def test_a_wrong_word_about_accumulation_is_refused(nursery, tmp_path):
+    env = {"HARNESS_ACCUMULATION": "3"}
+    ended = go(nursery, tmp_path, 1, "--own-hands", env=env, codes=(1,))
+    assert "in the last of 3 iterations, found it earlier" in ended.output
 
 
 # ---- parts ---------------------------------------------------------------------------------------
