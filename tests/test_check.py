@@ -355,6 +355,12 @@ def test_two_workers_that_fail_or_never_meet(source):
     ]
 
 
+def test_what_two_workers_on_one_gpu_do_not_stand_is_not_tried(source):
+    b = Outcome("two", "failed", failures=(ScriptFailure(1, "OutOfMemoryError", "no", "x:7"),))
+    found = [r for r in judged(source, b=b, shared=True) if r.promise == "runs on two workers"]
+    assert [r.state for r in found] == [UNTRIED]
+
+
 def test_a_notice_that_is_not_heeded(source):
     assert "heeds a notice" in failed(judged(source, b=pair(left=0)))
 
@@ -390,6 +396,7 @@ def test_a_loss_that_does_not_fall(source):
     ("outcome", "state", "says"),
     [
         (Outcome("one", "finished"), FAILS, "it has no session"),
+        (Outcome("one", "stopped", left=2, tail="x\nharness run: no\n"), UNTRIED, "run: no"),
         (Outcome("one", "late", stands="a:1", lives=(RankLife(),)), UNTRIED, "no step was made"),
         (Outcome("one", "finished", lives=(RankLife(),)), FAILS, "without a step"),
         (

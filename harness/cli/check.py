@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.cli.common import INTERRUPTED
+from harness.cli.run import RunFlags, _nproc
 from harness.core.config import flag, positional
 from harness.core.world import BadInput
 from storage.text import Console
@@ -27,10 +28,20 @@ class CheckFlags:
         (), "a variable that may begin anew after a resume; repeat for more", metavar="NAME"
     )
     must_fall: bool = flag(False, "a loss that does not fall is a fault")
+    adapt: str = flag(
+        "auto",
+        "whose training loop the script uses, as `harness run --adapt` takes it",
+        choices=list(RunFlags.__dataclass_fields__["adapt"].metadata["choices"]),
+    )
+    attach: tuple[str, ...] = flag(
+        (),
+        "an option of harness.attach(), as `harness run --attach` takes it",
+        metavar="NAME=VALUE",
+    )
     script_world: int = flag(
         3,
-        "of a script that is adapted unchanged: for how many workers it was written; its batch is "
-        "that of so many",
+        "how many workers an unchanged script's batch is meant for, as `harness run "
+        "--script-world` takes it; 3 is shared out as 2 and 1",
         at_least=2,
     )
     cpu: bool = flag(False, "leave this machine's GPUs alone")
@@ -51,11 +62,11 @@ def check(flags: CheckFlags) -> int:
         raise BadInput(f"{argv[0]}: no such file (working directory: {Path.cwd()})")
     if flags.keep and Path(flags.keep).exists() and any(Path(flags.keep).iterdir()):
         raise BadInput(f"--keep {flags.keep}: wanted an empty folder")
-    env = {"HARNESS_SCRIPT_WORLD": str(flags.script_world)}
-    if flags.cpu:
-        env["CUDA_VISIBLE_DEVICES"] = ""
+    told = ["--adapt", flags.adapt, "--script-world", str(flags.script_world)]
+    told += [word for option in flags.attach for word in ("--attach", option)]
+    env = {"CUDA_VISIBLE_DEVICES": ""} if flags.cpu else {}
     gpus = 0 if flags.cpu else _gpus()
-    asked = ScriptAsked(argv, env=env, steps=flags.steps, gpus=gpus)
+    asked = ScriptAsked(argv, tuple(told), env, steps=flags.steps, gpus=gpus)
     keep = str(Path(flags.keep).resolve()) if flags.keep else ""
     # who is told to end must clean up as well
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(INTERRUPTED))
@@ -69,8 +80,6 @@ def check(flags: CheckFlags) -> int:
 
 def _gpus() -> int:
     """How many this process sees."""
-    from harness.cli.run import _nproc
-
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return 0
     found = [p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()]

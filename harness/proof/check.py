@@ -62,7 +62,8 @@ def check(
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
-    case = Case(alone, pair, SourceText.read(asked.path), ignored, must_fall)
+    source = SourceText.read(asked.path)
+    case = Case(alone, pair, source, ignored, must_fall, shared=asked.gpus == 1)
     said = dict.fromkeys((*alone.warnings, *(pair.warnings if pair else ())))
     return CheckReport(tuple(rulings(case)), time.monotonic() - began_s, tuple(said), alone.tail)
 

@@ -29,13 +29,14 @@ class Ruling:
 @dataclass(frozen=True)
 class Case:
     """What is judged. `two`: None: not tried; `ignored`: names that may be lost; `must_fall`: the
-    loss has to."""
+    loss has to; `shared`: both of two workers were on one GPU, which not everything stands."""
 
     one: Outcome
     two: Outcome | None
     source: SourceText
     ignored: frozenset[str] = frozenset()
     must_fall: bool = False
+    shared: bool = False
 
     @property
     def before(self) -> RankLife:

@@ -134,7 +134,8 @@ class Outcome:
     """What came of a run. `ended`: "finished", "stopped" (by us, after the steps asked for),
     "failed", "late"; `struck`: the kill or the notice took place; `committed`: the newest step;
     `total`: the last step that the script asked for, 0: it did not say; `stands`: where it stood
-    when its time was over; `left`: exit status of the node that got the notice."""
+    when its time was over; `left`: exit status of the first node, which got the notice in the
+    second run."""
 
     name: str
     ended: str

@@ -268,7 +268,7 @@ def links(cwd: Path, work: Path) -> None:
 # ---- the runs ------------------------------------------------------------------------------------
 def one(course: Course) -> Outcome:
     """See the module."""
-    struck, stands, ended = False, "", "late"
+    struck, stands, ended, left = False, "", "late", None
     try:
         course.order(pictures=True, snapshot_at=SNAPSHOT_AT, hold_at=KILL_AT)
         node = course.launch(gpu=_gpu(course.asked, 0))
@@ -280,12 +280,12 @@ def one(course: Course) -> Outcome:
             send_signal(node.workers(), signal.SIGKILL)
             struck = True
         course.go()
-        ended = course.finish()
+        ended, left = course.finish(), node.process.poll()
     except Late:
         stands = course.stacks()
     finally:
         course.close()
-    return course.outcome("one", ended, struck=struck, stands=stands)
+    return course.outcome("one", ended, struck=struck, stands=stands, left=left)
 
 
 def two(course: Course) -> Outcome:

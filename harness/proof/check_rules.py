@@ -28,6 +28,8 @@ from harness.proof.check_evidence import RankLife, StepSeen
 from harness.proof.check_state import drawing_line, forgotten
 from harness.proof.check_worlds import drawn_alike, met, shared_out, statistics, summed
 
+WRONG_INPUT = 2  # exit status of a command
+
 
 def rulings(case: Case) -> list[Ruling]:
     """All of them, in the order of a run's life."""
@@ -54,6 +56,9 @@ def impossible(case: Case) -> Ruling | None:
     if one.ended == "late":
         what = f"no step was made within {one.seconds:.0f} s"
         return Ruling("trains", UNTRIED, what, one.stands, "give it arguments that make it small")
+    if not one.lives and one.left == WRONG_INPUT:
+        said = one.tail.strip().rpartition("\n")[2]
+        return Ruling("trains", UNTRIED, f"it was refused: {said}")
     if not one.lives:
         what = "nothing of it is saved or resumed: it has no session, and nothing has adapted it"
         remedy = "harness.attach, or a framework that harness run adapts (docs/trainers)"

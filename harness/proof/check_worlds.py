@@ -42,8 +42,9 @@ def met(case: Case) -> Iterator[Ruling]:
         yield Ruling(promise, HOLDS, f"steps 1 to {max(r.last for r in ranks)}{told}")
         return
     if two.failures:
-        f = two.failures[0]
-        yield Ruling(promise, FAILS, f"it fails there: {f.error}: {f.text}", f.where)
+        f, state = two.failures[0], UNTRIED if case.shared else FAILS
+        where = "on one GPU together" if case.shared else "there"
+        yield Ruling(promise, state, f"it fails {where}: {f.error}: {f.text}", f.where)
     elif world == 2 and two.ended == "late":
         what = f"two workers made no step within {two.seconds:.0f} s"
         yield Ruling(promise, FAILS, what, two.stands)
