@@ -186,8 +186,8 @@ class OpenStep:
         """All ranks do this phase once more: a gradient did not fit."""
         w = self._work
         self.attempt += 1
-        if not w.training.repeated:
-            w.training.repeated = True
+        if not w.log.repeated:
+            w.log.repeated = True
             w.run.warn(DONE_AGAIN, self.number)
         if w.training.buffers is not None and (lost := w.training.buffers.restore()):
             w.run.warn(lost, self.number)

@@ -61,7 +61,6 @@ class Training:
         self.scaler: Any = None
         self.buffers: Buffers | None = None
         self.after_update: set[str] = set()
-        self.repeated = False  # a step was done again
         self.phases = False  # steps give their micro-batches more than once
         self._saved: dict[str, Any] = {}  # name -> object with state_dict
         # names of those whose state is each rank's own

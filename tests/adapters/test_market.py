@@ -31,6 +31,12 @@ CASES = {
         "--training.steps 40",
         "--attach reduce=fast --preload torchtitan.trainer",
     ),
+    "lightning": (
+        SCRIPTS / "lightning_plain.py",
+        ("lightning",),
+        "--epochs 14 --sleep-s 0.08 --accumulate 3 --samples 52",
+        "",
+    ),
 }
 TITAN_CPU = Path(__file__).parent / "titan_cpu"  # what torchtitan needs without an accelerator
 EXACT = "--attach reduce=exact --attach snapshot_every_steps=8 --script-world 2"
