@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from harness.core.world import BadInput
 from harness.worker.micro_loader import MicroLoader
+from harness.worker.own_files import OwnFiles
 from harness.worker.own_loop import OwnLoops
 from harness.worker.profiling import Profile
 
@@ -51,6 +53,12 @@ class PlainLoops(OwnLoops):
             flops_per_sample=flops_per_sample,
             **options,
         )
+
+    @functools.cached_property
+    def files(self) -> OwnFiles:
+        """Checkpoints that the script writes by itself, instead of `prepare`: see
+        `own_files.py`."""
+        return OwnFiles(self._work, self._hands, self._run, self._setup)
 
     def stop(self, reason: str) -> None:
         """End the run, on all ranks together: no more steps are given, and the final snapshot says
