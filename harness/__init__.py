@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         World,
     )
     from harness.views.plugins import RunInfo
+    from harness.watch.watched import Watched, watched
     from harness.worker.fsdp import fsdp2
     from harness.worker.session import Session, Step, attach
 
@@ -69,11 +70,13 @@ __all__ = [
     "Terminate",
     "View",
     "Wait",
+    "Watched",
     "World",
     "attach",
     "fsdp2",
     "policies",
     "recover",
+    "watched",
 ]
 _HOMES = {  # of what does not live in harness.core.world
     "Journal": "harness.bucket.journal",
@@ -86,9 +89,11 @@ _HOMES = {  # of what does not live in harness.core.world
     "Session": "harness.worker.session",
     "Step": "harness.worker.session",
     "StepRecord": "harness.core.records",
+    "Watched": "harness.watch.watched",
     "attach": "harness.worker.session",
     "fsdp2": "harness.worker.fsdp",
     "recover": "harness.controller.recovery",
+    "watched": "harness.watch.watched",
 }
 
 

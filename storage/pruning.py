@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from storage.errors import NotFound
 from storage.manifest import PARTS, PartList, Ref, SnapshotCorrupt
+from storage.measured import forget, measured
 from storage.retention import Keep
 from storage.snapshot_keys import MANIFESTS, doom_key, doubts_of, manifest_key, ref_in
 
@@ -63,6 +64,11 @@ class Pruner:
             for ref in sorted(committed | set(objects), reverse=True)
             if ref < newest.ref and ref not in stay and (ref not in marked or ref < oldest)
         ]
+        # Who reads is asked before, so that what is read is not doomed: it may yet turn out to be
+        # the best. And after, since somebody may have begun in between.
+        if gone:
+            read = self._snapshots.being_read(expired)
+            gone = [ref for ref in gone if ref in doomed or ref not in read]
         for ref in gone:
             if ref not in doomed:
                 self._store.create(doom_key(ref), b"{}")
@@ -80,6 +86,8 @@ class Pruner:
         for ref in marked.intersection(deleted):
             for key in self._store.list(doubts_of(ref)):
                 self._store.delete(key)
+        if deleted:
+            forget(self._store, doomed.union(deleted))
         for ref in sorted(doomed - committed - set(objects), reverse=True)[DOOMED_KEPT:]:
             self._store.delete(doom_key(ref))
         return deleted
@@ -91,6 +99,10 @@ class Pruner:
         for ref in candidates:
             with contextlib.suppress(NotFound, SnapshotCorrupt):  # then it is the best at nothing
                 data[ref] = self._snapshots.load(ref).data
+        for ref, told in measured(self._store, candidates).items():
+            own = data.get(ref, {}).get("metrics")
+            metrics = {**(own if isinstance(own, Mapping) else {}), **told}
+            data[ref] = {**data.get(ref, {}), "metrics": metrics}
         return keep(candidates, data)
 
     def _objects(self) -> defaultdict[Ref, list[str]]:

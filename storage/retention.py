@@ -22,8 +22,8 @@ class Keep:
 
     last: int = 3
     every: int = 0  # steps; 0: none beyond `last`
-    # "loss:min", "accuracy:max": a number in the manifest's data["metrics"] or data; "": none for
-    # its metric
+    # "loss:min", "accuracy:max", "eval/loss:min": a number that was told of it later
+    # (storage/measured.py), or in the manifest's data["metrics"] or data; "": none for its metric
     best: str = ""
 
     def __post_init__(self) -> None:

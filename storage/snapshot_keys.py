@@ -11,6 +11,8 @@ MANIFESTS, QUARANTINE = "snapshots/manifests/", "snapshots/quarantine/"
 READING = "snapshots/reading/"
 # {ref}/{host}.json: what a host could not read whole, however often it looked
 DOUBTS = "snapshots/doubts/"
+# {ref}/{teller}.json: numbers that were told of it after its commit
+MEASURED = "snapshots/measured/"
 DOOM = ".doomed"  # beside the manifests, so that one listing tells of both at one moment
 # beside the manifest of the snapshot that a run ended with, where that was not known when it was
 # committed
@@ -40,6 +42,10 @@ def quarantine_key(ref: Ref) -> str:
 def doubts_of(ref: Ref) -> str:
     """What the keys of all hosts' doubts of it begin with."""
     return f"{DOUBTS}{ref.name}/"
+
+
+def measured_key(ref: Ref, by: str) -> str:
+    return f"{MEASURED}{ref.name}/{by}.json"
 
 
 def lease_key(ref: Ref, token: str) -> str:

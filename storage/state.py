@@ -176,6 +176,7 @@ def load(
     url: str | os.PathLike[str] | ObjectStore,
     *,
     step: int | None = None,
+    epoch: int | None = None,
     into: Any = None,
     only: Collection[str] | None = None,
     allow_rewind: bool = False,
@@ -184,6 +185,7 @@ def load(
 ) -> Any:
     """The newest snapshot that is whole, or that of `step`; every byte is verified.
 
+    epoch:         of `step`, if several epochs have committed it; None: the newest.
     into:          what to load in place: tensors, objects with `load_state_dict`, and dicts and
                    lists of them. All that was saved is loaded; what `into` lacks is made new and
                    put in its dicts. It is returned. None: a new state, its tensors on the CPU.
@@ -203,7 +205,7 @@ def load(
         Looks(reopen, time.sleep, tuple(look_again_s)),
         ranks.each(lambda: _Into(into, only)),
     )
-    state = one.newest(allow_rewind) if step is None else one.at(step)
+    state = one.newest(allow_rewind) if step is None else one.at(step, epoch)
     if into is None:
         return state
     return ranks.each(lambda: _put(into, state))
@@ -230,10 +232,10 @@ class _Load:
             if not again:
                 return state
 
-    def at(self, step: int) -> Any:
+    def at(self, step: int, epoch: int | None) -> Any:
         restore = self._restore(False)
         with contextlib.ExitStack() as lease:
-            ref = self._ranks.first(lambda: self._of_step(step, lease))
+            ref = self._ranks.first(lambda: self._of_step(step, epoch, lease))
             state, again = self._read(restore, ref, judge=False)
         assert not again
         return state
@@ -260,9 +262,9 @@ class _Load:
         except Rewind as e:
             raise Rewind(f"{e}; here: storage.load(url, allow_rewind=True)") from e
 
-    def _of_step(self, step: int, lease: contextlib.ExitStack) -> Ref:
+    def _of_step(self, step: int, epoch: int | None, lease: contextlib.ExitStack) -> Ref:
         committed, doomed = self._snapshots.manifests()
-        have = committed - doomed
+        have = {ref for ref in committed - doomed if epoch is None or ref.epoch == epoch}
         found = max((ref for ref in have if ref.step == step), default=None)
         if found is None:
             steps = sorted({ref.step for ref in have})

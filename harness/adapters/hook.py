@@ -17,7 +17,10 @@ from types import ModuleType
 from typing import Any
 
 # module of a framework -> who adapts it, as "module:function"
-PATCHES: dict[str, str] = {}
+PATCHES: dict[str, str] = {
+    "accelerate.accelerator": "harness.adapters.accelerate_patch:patch",
+    "torchtitan.trainer": "harness.adapters.titan:patch",
+}
 
 
 class AdaptingLoader(importlib.abc.Loader):

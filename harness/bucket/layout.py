@@ -60,6 +60,7 @@ TRACKERS = "trackers/"
 PROFILES = "profiles/"  # + epoch, rank, steps: traces, which nothing here reads
 SETUP = "setup/"  # create-only: how the run was set up (setups.py)
 LOGBOOK = "logbook/"  # create-only: what people write about the run (notes.py)
+WATCH = "watch/"  # + name: what side jobs have done (side_jobs.py)
 
 # ---- bounds --------------------------------------------------------------------------------------
 SMALL_NBYTES = 64 << 10  # of what one member or controller says of itself

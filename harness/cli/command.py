@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from harness.cli.again import LogbookFlags, RerunFlags, logbook, rerun
 from harness.cli.alerts import AlertsFlags, alerts
 from harness.cli.ask import DownFlags, SnapshotFlags, StopFlags, down, snapshot, stop
+from harness.cli.check import CheckFlags, check
 from harness.cli.common import FAILED, INTERRUPTED, WRONG_INPUT
 from harness.cli.costs import CostsFlags, PricesFlags, costs, prices
 from harness.cli.init import InitFlags, init
@@ -43,6 +44,7 @@ from harness.cli.run import RunFlags, run
 from harness.cli.serve import ServeFlags, serve
 from harness.cli.shelf import SnapshotsFlags, snapshots
 from harness.cli.track import DashboardsFlags, SyncFlags, dashboards, sync
+from harness.cli.watch import WatchFlags, watch
 from harness.core.config import FlagParser, add_flags, build
 from harness.core.world import BadInput, HarnessError
 from storage.errors import StoreError
@@ -57,6 +59,7 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "init": (InitFlags, init),
     "launch": (LaunchFlags, launch),
     "run": (RunFlags, run),
+    "watch": (WatchFlags, watch),
     "status": (StatusFlags, status),
     "report": (ReportFlags, report),
     "serve": (ServeFlags, serve),
@@ -65,6 +68,7 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "prices": (PricesFlags, prices),
     "verify": (VerifyFlags, verify),
     "compare": (CompareFlags, compare),
+    "check": (CheckFlags, check),
     "replay": (ReplayFlags, replay),
     "rerun": (RerunFlags, rerun),
     "logbook": (LogbookFlags, logbook),
@@ -102,7 +106,8 @@ def main(argv: list[str] | None = None) -> None:
     """Entry point of the `harness` command."""
     given = list(sys.argv[1:] if argv is None else argv)
     after: list[str] = []
-    if "--" in given and given[0] in ("run", "replay"):  # everything behind it is the script's own
+    # everything behind it is the script's own
+    if "--" in given and given[0] in ("run", "replay", "check", "watch"):
         at = given.index("--")
         given, after = given[:at], given[at + 1 :]
     root, subs = parser()

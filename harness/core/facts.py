@@ -394,9 +394,15 @@ class ProfileTaken(Fact):
 
 @dataclass(frozen=True)
 class Validated(Fact):
+    """Numbers of a step besides the loss. `by`: the watch whose side job made them of the step's
+    snapshot, as "eval"; "": the training itself. One that is told again (a watcher died before it
+    could say that it was done) counts once: the first of its watch, epoch and step."""
+
     step: int
     epoch: int
     metrics: dict[str, Reading]
+    by: str = ""
+    seconds: float = 0.0  # that the side job took
 
 
 @dataclass(frozen=True)

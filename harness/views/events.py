@@ -27,12 +27,14 @@ RECOVERED = "recovered"  # in the place of a writer: the ledger tells it
 
 @dataclass(frozen=True)
 class RunEvent:
-    """`by`: the writer, in short. `place`: among what it tells; it grows."""
+    """`by`: the writer, in short. `place`: among what it tells; it grows. `step`: that a side job
+    measured; 0: it is of no step."""
 
     by: str
     t: float
     values: dict[str, float]
     place: float
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,16 @@ def events_of(
     """All that is known of, by time. `measured`: facts of that kind."""
     nodes, slots = nodes_of(facts), slots_of(facts)
     found: list[RunEvent] = []
+    side_jobs = set[tuple[str, int, int]]()
     for s in facts:
         if values := _event(s.fact, nodes):
             found.append(RunEvent(_short(s.writer), s.t, values, s.t))
+        elif isinstance(s.fact, f.Validated) and s.fact.by and s.fact.step > 0:
+            one = (s.fact.by, s.fact.epoch, s.fact.step)
+            if one not in side_jobs:
+                values = {"train/step": s.fact.step, **s.fact.metrics}
+                found.append(RunEvent(_short(s.writer), s.t, values, s.t, s.fact.step))
+            side_jobs.add(one)
     for s in measured:
         if values := _readings(s.fact, nodes, slots):
             found.append(RunEvent(_short(s.writer), s.t, values, s.t))

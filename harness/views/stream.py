@@ -23,7 +23,7 @@ import heapq
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from harness.bucket.streamed import (
@@ -171,9 +171,10 @@ class StreamWriter:
         # steps stay in their order, also where a node's clock was set back
         rows = list(heapq.merge(rows, others, key=lambda row: row.t))
         tail = records[-1] if records else None
-        best, waits = _best(known.best, records), known.best_waits
+        best, waits = _best(known.best, ((r.step, r.metrics) for r in records)), known.best_waits
         if best != known.best:
-            waits = max(int(step) for _, step in best.values())
+            waits = max(int(pair[1]) for name, pair in best.items() if pair != known.best.get(name))
+        best = _best(best, ((row.step, row.values) for row in (*again, *events) if row.step))
         best_snapshot = next((n for n in snapshots if 0 < waits <= Ref.parse(n).step), "")
         header = BatchHeader(
             number=before.number + 1,
@@ -278,7 +279,7 @@ class StreamWriter:
             return [], heard
         new = self.operations.happened(heard)[:MOST_EVENTS]
         rows = [
-            StreamRow(0, EVENT, one.t, {**_moment(one.t, before.started_s), **one.values})
+            StreamRow(0, EVENT, one.t, {**_moment(one.t, before.started_s), **one.values}, one.step)
             for one in new
         ]
         return rows, heard.after(new)
@@ -303,12 +304,12 @@ def _in_section(name: str) -> str:
 
 
 def _best(
-    known: dict[str, tuple[float, ...]], records: list[rec.StepRecord]
+    known: dict[str, tuple[float, ...]], told: Iterable[tuple[int, Mapping[str, float]]]
 ) -> dict[str, tuple[float, ...]]:
-    """The lowest of every validation loss, and at which step it was."""
+    """The lowest of every validation loss, and at which step it was. `told`: by step."""
     best = dict(known)
-    for r in records:
-        for name, value in r.metrics.items():
+    for step, values in told:
+        for name, value in values.items():
             if "loss" in name and math.isfinite(value) and value < best.get(name, (math.inf,))[0]:
-                best[name] = (value, r.step)
+                best[name] = (value, step)
     return best

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from harness.bucket.streamed import EVENT
 from harness.core.values import canonical, digest
 from harness.views.plugins import RunInfo
 from harness.views.stream import newest_header, whole
-from harness.views.wandb_run import EXIT_CODES, SETTINGS, define_axes
+from harness.views.wandb_run import EXIT_CODES, SETTINGS, define_axes, define_side_job
 from storage.objects import ObjectStore
 
 
@@ -40,6 +41,8 @@ def write_offline(
         )
         define_axes(run)
         for row in whole(store):
+            if row.kind == EVENT:
+                define_side_job(run, row)
             run.log({**row.values, "_timestamp": row.t}, step=row.number, commit=True)
         for name, (value, step) in newest.best.items():
             run.summary.update({f"best/{name}": value, f"best/{name}_step": step})

@@ -32,7 +32,7 @@ from typing import Any
 from harness.bucket.layout import TRACKERS, Claim, StopOrder
 from harness.bucket.orders import ask_to_stop
 from harness.bucket.setups import newest_setup, read_diff
-from harness.bucket.streamed import Batch, BatchHeader, StreamRow, ToldWandb
+from harness.bucket.streamed import EVENT, Batch, BatchHeader, StreamRow, ToldWandb
 from harness.core.values import BadObject, canonical, digest
 from harness.core.world import HarnessError
 from harness.views.artifacts import acts_of
@@ -80,6 +80,13 @@ def define_axes(run: Any) -> None:
         run.define_metric(axis, hidden=True)
         for prefix in prefixes:
             run.define_metric(f"{prefix}/*", step_metric=axis, step_sync=False)
+
+
+def define_side_job(run: Any, row: StreamRow) -> None:
+    """Numbers of a side job over the step that they are of, which is not the newest."""
+    sections = {name.partition("/")[0] for name in row.values} if row.step else set()
+    for section in sorted(sections - {"train", "time"}):
+        run.define_metric(f"{section}/*", step_metric="train/step", step_sync=False)
 
 
 def settings_of(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -333,6 +340,8 @@ class WandbRun:
     def _log(self, row: StreamRow) -> None:
         assert row.number == self._next, "rows have no gaps"
         values = row.values if self._nodes_are == ONE else without_nodes(row.values)
+        if row.kind == EVENT:
+            define_side_job(self._run, row)
         self._run.log({**values, "_timestamp": row.t}, step=row.number, commit=True)
         self._next = row.number + 1
 

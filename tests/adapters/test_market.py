@@ -24,6 +24,12 @@ CASES = {
         "--epochs 20 --sleep-s 0.1",
         "",
     ),
+    "torchtitan": (  # its FSDP2 sums gradients itself
+        SCRIPTS / "titan_debug.py",
+        ("torchtitan",),
+        "--training.steps 40",
+        "--attach reduce=fast",
+    ),
 }
 EXACT = "--attach reduce=exact --attach snapshot_every_steps=8 --script-world 2"
 

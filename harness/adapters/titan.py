@@ -1,0 +1,130 @@
+"""Adapts torchtitan's Trainer, unchanged: gives it the overrides of `harness.adapters.torchtitan`,
+and parallelism and batch that fit any world. Runs in the worker.
+
+Knows torchtitan by its module only; docs/trainers/torchtitan.md says what holds.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from harness.adapters import claims
+from harness.core.world import BadInput
+
+if TYPE_CHECKING:
+    from harness.worker.session import Session
+
+PATCHES = {"torchtitan.trainer": "harness.adapters.titan:patch"}
+OVERRIDES = "harness.adapters.torchtitan"
+KNOWN = {  # methods of Trainer that we take hold of, and what they take
+    "init_distributed": ("self",),
+    "train_step": ("self", "data_iterator"),
+    "forward_backward_step": ("self", "input_dict", "labels", "global_valid_tokens"),
+    "should_continue_training": ("self",),
+}
+
+
+def patch(module: ModuleType) -> None:
+    """Of torchtitan.trainer."""
+    trainer: Any = module.Trainer
+    plain = trainer.init_distributed
+
+    def init_distributed(self: Any) -> Any:
+        if may_adapt(self.config) and (run := claims.claim("torchtitan", hide=False)) is not None:
+            for name, parameters in KNOWN.items():
+                method = getattr(trainer, name)
+                known = plain if name == "init_distributed" else method
+                claims.refuse_unlike(f"Trainer.{name}", known, parameters, version())
+            # what torchtitan does when it joins the process group, which stands already
+            torch.autograd.set_multithreading_enabled(False)
+            adopt(self.config, run)
+        return plain(self)
+
+    trainer.init_distributed = init_distributed
+
+
+def version() -> str:
+    from importlib.metadata import version
+
+    return f"torchtitan {version('torchtitan')}"
+
+
+def joined() -> Session:
+    """The run, for an override that may have been asked for by name. Raises BadInput."""
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(gpus):  # attaching seeds; torchtitan has done so already
+        run = claims.claim("torchtitan", by_name=True, hide=False)
+    assert run is not None
+    return run
+
+
+def may_adapt(config: Any) -> bool:
+    """Not what only prepares a training, or plays one."""
+    return not config.checkpoint.create_seed_checkpoint and config.comm.mode == "default"
+
+
+def adopt(config: Any, run: Session) -> None:
+    """Make a Trainer.Config fit this world, and ask for our overrides. Raises BadInput."""
+    check_parallelism(config.parallelism)
+    if told := fit_degrees(config.parallelism, run.world):
+        run.print(f"harness: {told}")
+    micro_batches = fit_batch(config.training)
+    asked = {target if isinstance(target, str) else target[0] for target in config.override.imports}
+    for name in ("snapshots", "data", "validation"):
+        if f"{OVERRIDES}.{name}" not in asked:
+            options = {"micro_batches": micro_batches} if name == "snapshots" else {}
+            config.override.imports.append((f"{OVERRIDES}.{name}", options))
+
+
+def check_parallelism(parallelism: Any) -> None:
+    """Raises BadInput for what splits a model otherwise than FSDP2 does."""
+    for name in ("tensor", "context", "pipeline", "expert"):
+        degree = getattr(parallelism, f"{name}_parallel_degree")
+        if degree > 1:
+            raise BadInput(
+                f"parallelism.{name}_parallel_degree={degree}: wanted 1, elastic runs are "
+                "data-parallel (replicated, FSDP2 or both) so far; or run it with --adapt none, "
+                "and it keeps its own checkpoints"
+            )
+
+
+def fit_degrees(parallelism: Any, world: int) -> str:
+    """Data parallelism over `world` ranks, as near as can be to what was asked for: the results
+    are the same. What was changed, in words; "": nothing."""
+    replicate = parallelism.data_parallel_replicate_degree
+    shard = parallelism.data_parallel_shard_degree
+    if shard == 1:
+        fitted = (world, 1)
+    elif replicate == 1:
+        fitted = (1, -1)
+    elif shard > 1 and world % shard == 0:
+        fitted = (world // shard, shard)
+    elif shard == -1:
+        fitted = (max(n for n in range(1, replicate + 1) if world % n == 0), -1)
+    else:
+        fitted = (1, -1)
+    parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree = fitted
+    if fitted == (replicate, shard) or world == replicate * shard:
+        return ""
+    return (
+        f"data_parallel_replicate_degree={fitted[0]} and data_parallel_shard_degree={fitted[1]} on "
+        f"{world} ranks, in the place of {replicate} and {shard}"
+    )
+
+
+def fit_batch(training: Any) -> int:
+    """Micro-batches of a step; 0: one for each rank of the run's first world. torchtitan itself
+    wants a global batch that this world divides, so it is told of none. Raises BadInput."""
+    asked, micro = training.global_batch_size, training.local_batch_size
+    if asked < 0:
+        return 0
+    if asked == 0 or asked % micro:
+        raise BadInput(
+            f"training.global_batch_size={asked}: wanted a multiple of training.local_batch_size "
+            f"({micro})"
+        )
+    training.global_batch_size = -1
+    return int(asked) // int(micro)

@@ -1,0 +1,292 @@
+"""torchtitan's training steps, on the seam of `worker/own_loop.py`; and our snapshots as its
+checkpoint manager. Runs in the worker.
+
+torchtitan stays in the real world: its FSDP2 shards over all ranks and sums gradients during each
+backward. Its loss is a sum over labels divided by the number of labels in the global batch, so
+ranks may have different numbers of micro-batches that count; they do equally many, since FSDP2
+communicates in each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.checkpointer.base import BaseCheckpointManager
+from torchtitan.components.dataloader import DataloaderExhaustedError
+
+from harness.adapters.titan import joined
+from harness.adapters.titan_data import TitanLoader, fingerprint
+from harness.core.world import BadInput
+
+if TYPE_CHECKING:
+    from harness.worker.own_loop import OwnLoop, OwnStep
+    from harness.worker.session import Session
+
+
+class TitanSums:
+    """FSDP2 as torchtitan has set it up: by the end of the last backward it has summed gradients
+    over all ranks."""
+
+    name, equal_rounds, may_repeat = "torchtitan", True, False
+    sums, replica_ranks = "fast", 1
+
+    def __init__(self, model: nn.Module):
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        if dist.is_initialized() and dist.get_backend() == "gloo":
+            for module in model.modules():
+                if isinstance(module, FSDPModule):  # gloo has no pre-multiplied sum
+                    module.set_force_sum_reduction_for_comms(True)
+
+    def start(self, micro_batches: int) -> None:
+        """Nothing to build."""
+
+    def micro(self, last: bool, filler: bool = False) -> None:
+        """Every backward communicates."""
+
+    def micro_done(self) -> None:
+        """Nothing is held back."""
+
+    def again(self) -> bool:
+        return False
+
+    def reduce(self) -> None:
+        """Done, in the backward."""
+
+    def divide(self, weight: float | torch.Tensor) -> None:
+        """torchtitan has divided each loss by the labels of the global batch."""
+
+    def norm(self) -> torch.Tensor:
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads, foreach=True)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def clip(self, coefficient: torch.Tensor) -> None:
+        """torchtitan clips."""
+
+    def zero(self) -> None:
+        """torchtitan sets gradients to zero, or to None."""
+
+    def share_found_inf(self, scaler: Any, optimizer: Any) -> None:
+        """torchtitan has no GradScaler."""
+
+
+class TitanState:
+    """What each rank keeps of the data: tokens that it has seen, and where its streams stand."""
+
+    def __init__(self, trainer: Any, loader: TitanLoader):
+        self._trainer, self._loader = trainer, loader
+        self.tokens, self.places = 0, dict[int, Any]()  # as they were loaded
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tokens": self._trainer.ntokens_seen, "places": self._loader.places()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.load_state_dicts([state])
+
+    def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
+        """Of another number of ranks. Only the sum of the tokens is ever shown."""
+        self.tokens, self.places = 0, {}
+        for state in states:
+            self.tokens += state["tokens"]
+            self.places.update(state["places"])
+
+    def settle(self, rank: int) -> None:
+        """On all ranks at once, after loading: each takes what it needs from whoever has it."""
+        every: list[Any] = [(self.tokens, self.places)]
+        if dist.is_initialized():
+            every = every * dist.get_world_size()
+            dist.all_gather_object(every, (self.tokens, self.places))
+        self._loader.go_to({n: at for _, places in every for n, at in places.items()})
+
+
+class TitanLoop:
+    """Takes the place of some of a Trainer's methods. `run`: attached; `micro_batches`: of a step,
+    on all ranks together."""
+
+    def __init__(self, trainer: Any, run: Session, loader: TitanLoader, micro_batches: int):
+        self._trainer, self._run, self._loader = trainer, run, loader
+        self._micro_batches = micro_batches
+        self._loop: OwnLoop | None = None
+        self._step: OwnStep | None = None
+        self._calls, self._lr, self._stepped = 0, 0.0, False
+        self._train_step = trainer.train_step
+        self._forward_backward_step = trainer.forward_backward_step
+        self._should_continue = trainer.should_continue_training
+
+    def begin(self, model: nn.Module, optimizers: Any, schedulers: Any) -> int:
+        """Resume, and take hold of the trainer. Returns the steps done. Raises BadInput,
+        StoreError, SystemExit."""
+        trainer, run, loader = self._trainer, self._run, self._loader
+        state = TitanState(trainer, loader)
+        run.prepare(
+            model,
+            list(optimizers),
+            schedulers,
+            state={"torchtitan": state},
+            per_rank=["torchtitan"],
+            strategy=TitanSums(model),
+        )
+        training, data = trainer.config.training, loader.config
+        self._loop = run.own_loop(
+            micro_batches=self._micro_batches,
+            micro_batch=loader.micro_batch,
+            data=fingerprint(data.inner, training.seq_len, data.streams),
+            seed=trainer.config.debug.seed or 0,
+            total=training.steps,
+            adapter="torchtitan",
+        )
+        rounds = run.plan.rounds
+        loader.share(self._micro_batches, self._loop.share, rounds)
+        if run.step:
+            state.settle(run.rank)
+        trainer.step, trainer.gradient_accumulation_steps = run.step, rounds
+        trainer.train_step = self.train_step
+        trainer.forward_backward_step = self.forward_backward_step
+        trainer.should_continue_training = self.should_continue_training
+        run.print(
+            f"harness: {self._micro_batches} micro-batches of {loader.micro_batch} samples a step "
+            f"on {run.world} ranks, {rounds} on each"
+        )
+        return run.step
+
+    # ---- in the place of the trainer's -----------------------------------------------------------
+    def train_step(self, data_iterator: Any) -> None:
+        """One optimizer update."""
+        assert self._loop is not None
+        self._step, self._calls = self._loop.begin(), 0
+        try:
+            self._train_step(data_iterator)
+        except DataloaderExhaustedError:
+            self._loop.finished()
+            raise
+        self._step.end(self._lr)
+        self._stepped = True
+
+    def forward_backward_step(
+        self, *, input_dict: Any, labels: Any, global_valid_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """One micro-batch; after the last one gradients are those of the global batch."""
+        step, current = self._step, self._loader.current
+        assert step is not None
+        batch = current[self._calls] if self._calls < len(current) else None
+        self._calls += 1
+        if batch is not None:
+            step.micro(batch.micro)
+            step.read(batch.micro, contents=batch.contents)
+        seen = self._trainer.ntokens_seen
+        loss: torch.Tensor = self._forward_backward_step(
+            input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
+        )
+        if batch is not None:
+            mean = local(loss.detach()) * (global_valid_tokens / max(1, batch.valid))
+            step.done(batch.micro, mean, batch.valid)
+        else:
+            self._trainer.ntokens_seen = seen
+            self._trainer.metrics_processor.ntokens_since_last_log -= labels.numel()
+        if self._calls == self._loader.rounds:
+            self._lr = float(self._trainer.optimizers.optimizers[0].param_groups[0]["lr"])
+            step.sync()
+        return loss
+
+    def should_continue_training(self) -> bool:
+        """Asked between two steps: after the step's log, checkpoint and validation."""
+        assert self._loop is not None
+        if self._stepped:
+            self._stepped = False
+            self._loop.boundary()
+        if self._should_continue():
+            return True
+        self._loop.finished()
+        return False
+
+
+def local(tensor: Any) -> Any:
+    """This rank's part of what may be a DTensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@dataclass(kw_only=True, slots=True)
+class TitanSnapshotsConfig(BaseCheckpointManager.Config):  # type: ignore[misc]
+    """`inner`: of the manager that the script asked for; `micro_batches`: of a step, 0: one for
+    each rank of the run's first world."""
+
+    inner: Any = field(default_factory=BaseCheckpointManager.Config)
+    micro_batches: int = 0
+
+
+class TitanSnapshots(BaseCheckpointManager):  # type: ignore[misc]
+    """Our snapshots as torchtitan's checkpoint manager. What the script asked for itself goes on
+    beside them: an initial checkpoint to begin with, checkpoints of its own, an export at the
+    end."""
+
+    Config = TitanSnapshotsConfig
+
+    def __init__(
+        self,
+        config: TitanSnapshotsConfig,
+        *,
+        dataloader: Any,
+        model_parts: list[nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
+        **others: Any,
+    ):
+        self.enable, self.save_future = True, None
+        self._run = joined()
+        self._trainer = states["train_state"]
+        self._parts, self._optimizers, self._schedulers = model_parts, optimizers, lr_schedulers
+        if not isinstance(dataloader, TitanLoader):
+            raise BadInput(
+                "harness.adapters.torchtitan.snapshots: wanted harness.adapters.torchtitan.data "
+                f"among --override.imports too, found the loader {type(dataloader).__name__}"
+            )
+        if len(model_parts) != 1:
+            raise BadInput("wanted a model of one part, found pipeline stages; docs/trainers/")
+        self._loader = dataloader
+        self._micro_batches = config.micro_batches or dataloader.config.streams
+        self._inner = config.inner.build(
+            dataloader=dataloader,
+            model_parts=model_parts,
+            optimizers=optimizers,
+            lr_schedulers=lr_schedulers,
+            states=states,
+            **others,
+        )
+
+    def _load(self, step: int = -1) -> bool:
+        loop = TitanLoop(self._trainer, self._run, self._loader, self._micro_batches)
+        done = loop.begin(self._parts[0], self._optimizers, self._schedulers)
+        if done:
+            self._run.print(f"harness: torchtitan goes on after step {done}")
+            return True
+        found = bool(self._inner.load(step))
+        if self._trainer.step:
+            raise BadInput(
+                f"the run has no snapshot, but torchtitan's own checkpoint folder has step "
+                f"{self._trainer.step}; to begin with its weights give --checkpoint."
+                "initial_load_path, and another --dump_folder or --checkpoint.folder"
+            )
+        return found
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        return bool(self._inner.save(curr_step, last_step))
+
+    def _maybe_wait_for_staging(self) -> None:
+        self._inner.maybe_wait_for_staging()
+
+    def _wait_for_saving(self) -> None:
+        self._inner.maybe_wait_for_saving()
+
+    def maybe_wait_for_saving(self) -> None:
+        """See BaseCheckpointManager: what saves beside training is the script's own manager."""
+        self._inner.maybe_wait_for_saving()
+
+    def _close(self) -> None:
+        if hasattr(self, "_inner"):
+            self._inner.close()

@@ -1,0 +1,163 @@
+"""Generators of random numbers as state: what they would give next, taken, put back, and kept
+apart. Runs in the worker.
+
+The global ones are Python's, numpy's and torch's of the CPU. Devices' generators are not touched:
+data is read on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from storage import dcp
+
+State = dict[str, Any]
+
+
+def taken() -> State:
+    """What the global generators would give next."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": torch.from_numpy(np.array(numbers, np.uint32).view(np.uint8)),
+        "python_more": [version, gauss],
+        "numpy": torch.from_numpy(np.array(keys, np.uint32).view(np.uint8)),
+        "numpy_more": [str(kind), int(position), int(has_gauss), float(cached)],
+        "torch": torch.default_generator.get_state(),
+    }
+
+
+def put(state: State) -> None:
+    """Let the global generators go on from what was taken."""
+    version, gauss = state["python_more"]
+    numbers = state["python"].numpy().view(np.uint32).tolist()
+    random.setstate((version, tuple(numbers), gauss))
+    kind, position, has_gauss, cached = state["numpy_more"]
+    keys = state["numpy"].numpy().view(np.uint32)
+    np.random.set_state((kind, keys, position, has_gauss, cached))
+    torch.default_generator.set_state(state["torch"])
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Whatever is drawn or seeded within, the global generators go on afterwards as if it had not
+    been."""
+    python, numbers = random.getstate(), np.random.get_state(legacy=True)
+    cpu = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)
+        torch.default_generator.set_state(cpu)
+
+
+class Apart:
+    """A second set of global generators, which go on where they were left.
+
+    with apart: ...     # the ordinary ones are as before afterwards
+    """
+
+    def __init__(self, state: State):
+        self.state = state
+        self._kept: contextlib.AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> Apart:
+        self._kept = kept()
+        self._kept.__enter__()
+        put(self.state)
+        return self
+
+    def __exit__(self, *why: Any) -> None:
+        self.state = taken()
+        assert self._kept is not None
+        self._kept.__exit__(*why)
+
+
+class SamplerMemory:
+    """What a loader's samplers draw from and count with: generators and whole numbers in their
+    attributes, and in those of the samplers that they hold; their `state_dict` where they have
+    one."""
+
+    def __init__(self, loader: Any):
+        self._things: dict[str, Any] = {}
+        self._add("loader", loader)
+
+    def _add(self, name: str, thing: Any) -> None:
+        if any(thing is known for known in self._things.values()) or not hasattr(thing, "__dict__"):
+            return
+        self._things[name] = thing
+        for key, value in vars(thing).items():
+            if isinstance(value, Sampler) or key in ("sampler", "batch_sampler", "base_sampler"):
+                self._add(f"{name}.{key}", value)
+
+    def samplers(self) -> dict[str, Any]:
+        """By name."""
+        return {name: s for name, s in self._things.items() if not isinstance(s, DataLoader)}
+
+    def taken(self) -> State:
+        """By name of sampler and attribute, as a snapshot can hold it. Raises TypeError."""
+        state: State = {}
+        samplers = self.samplers()
+        for name, thing in self._things.items():
+            for key, value in vars(thing).items():
+                found = _spelled(value)
+                if found is not None and (name in samplers or type(value) is not int):
+                    state[f"{name}.{key}"] = found
+        for name, sampler in samplers.items():
+            if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict"):
+                own = copy.deepcopy(sampler.state_dict())
+                dcp.split(own)  # at once, not when a snapshot is due
+                state[f"{name}()"] = own
+        return state
+
+    def put(self, state: State) -> None:
+        """What is not there any more is passed over."""
+        for name, thing in self._things.items():
+            if f"{name}()" in state:
+                thing.load_state_dict(copy.deepcopy(state[f"{name}()"]))
+            for key, value in list(vars(thing).items()):
+                if f"{name}.{key}" in state:
+                    _restore(thing, key, value, state[f"{name}.{key}"])
+
+
+def same(one: Any, two: Any) -> bool:
+    """Of two entries of a `SamplerMemory`."""
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        return torch.equal(one, two)
+    return type(one) is type(two) and repr(one) == repr(two)
+
+
+def _spelled(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, np.random.Generator):
+        return json.dumps(value.bit_generator.state, default=lambda array: array.tolist())
+    if isinstance(value, np.random.RandomState):
+        return json.dumps(value.get_state(legacy=False), default=lambda array: array.tolist())
+    if isinstance(value, random.Random):
+        return json.dumps(value.getstate())
+    return value if type(value) is int else None
+
+
+def _restore(thing: Any, key: str, value: Any, found: Any) -> None:
+    if isinstance(value, torch.Generator):
+        value.set_state(found)
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = json.loads(found)
+    elif isinstance(value, np.random.RandomState):
+        value.set_state(json.loads(found))
+    elif isinstance(value, random.Random):
+        version, numbers, gauss = json.loads(found)
+        value.setstate((version, tuple(numbers), gauss))
+    elif type(value) is int and value != found:
+        setattr(thing, key, found)
