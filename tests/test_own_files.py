@@ -1,19 +1,15 @@
 """`run.files`: a script that keeps checkpoints of its own, in any world."""
 
-import signal
-from pathlib import Path
-
 import pytest
-import test_agent
 from worlds import newest, train
 
-from harness.core.facts import EpochLeft, SessionStarted, SnapshotCommitted
+from harness.bucket.journal import read_facts
+from harness.core.facts import SnapshotCommitted
 from harness.views.audit import audit
 from storage.opening import open_store
 
-nodes = test_agent.nodes
 SCRIPT = """
-import json, os, pathlib, sys, time
+import json, os, pathlib, signal, sys, time
 import harness
 
 total, every, sleep_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
@@ -35,6 +31,8 @@ for step in range(begin + 1, total + 1):
         run.files.save(folder, step)
     if leaving:
         run.files.leave()
+    if step == int(os.environ.get("TOLD_AT", 0)) and run.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
     if step == int(os.environ.get("DIE_AT", 0)):
         os._exit(9)
     time.sleep(sleep_s)
@@ -106,19 +104,13 @@ def test_names_that_lead_out_of_the_folder_are_refused(tmp_path, script):
     assert _names_in(Made("a/b.bin")) == {"a/b.bin": "files@r0/bytes/0"}
 
 
-def test_all_nodes_save_and_leave_together(nodes, script):
-    flags = (4000, 4000, 0.02)
-    first = nodes.start(*flags, script=script)
-    nodes.until(lambda: nodes.facts(SessionStarted))
-    second = nodes.start(*flags, script=script)
-    nodes.until(lambda: any(f.why == "resize" for f in nodes.facts(EpochLeft)))
-    nodes.until(lambda: nodes.logs().count("resumed from step") >= 1)  # the bigger world
-    second.send_signal(signal.SIGTERM)
-    assert second.wait(200) == 33, nodes.logs()
-    grown = nodes.step()
-    nodes.until(lambda: nodes.logs().count("resumed from step") >= 2)
-    first.send_signal(signal.SIGTERM)
-    assert first.wait(200) == 33, nodes.logs()
-    assert nodes.step() > grown > 0
-    assert {f.why for f in nodes.facts(SnapshotCommitted)} == {"own"}
-    assert Path(nodes.run.parent / "node1" / "out" / "rank0").exists()
+def test_all_ranks_save_and_leave_together(tmp_path, script):
+    """One of them is told."""
+    env = {"OUT": str(tmp_path / "node"), "TOLD_AT": "3"}
+    train(tmp_path / "run", 2, 100, 100, 0, script=script, env=env, codes=(33,))
+    manifest = newest(tmp_path / "run")
+    assert manifest.step == 4 and not manifest.data["final"]
+    ended = train(tmp_path / "run", 1, 5, 100, 0, script=script, env=env | {"TOLD_AT": "0"})
+    assert f"began 4 ended {{\"sum\": {sum(range(6))}}}" in ended.output
+    facts = [s.fact for s in read_facts(open_store(str(tmp_path / "run")))]
+    assert {f.why for f in facts if isinstance(f, SnapshotCommitted)} == {"own"}

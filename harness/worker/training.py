@@ -263,7 +263,8 @@ class Training:
     def left_alone(self, tensors: dict[str, torch.Tensor]) -> set[str]:
         """Names of the model's tensors that training probably leaves as they are: what a snapshot
         holds already need not be copied, hashed or sent again, if it is found to be the same."""
-        assert self.model is not None
+        if self.model is None:
+            return set()
         seen = {
             f"model/{name}": (buffer.data_ptr(), version_of(buffer))
             for name, buffer in self.model.named_buffers()
