@@ -186,7 +186,7 @@ class Hands:
                 micro_batch=batching.micro_batch if batching else 0,
                 shares=feed.plan.shares if batching else (),
                 reduce=self._work.training.reduce,
-                parallel=self._work.training.strategy.name,
+                parallel=self._work.training.parallel,
                 device=torch.cuda.get_device_name(self._peers.device) if on_gpu else "cpu",
                 restore_s=restore_s,
                 tier=self._resume.tier,

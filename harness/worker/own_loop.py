@@ -191,8 +191,8 @@ class OwnStep:
                 redo()
                 if not self.mine:
                     strategy.micro(last=True)
-            work.training.settle_norms(self.count, self.count < self._loop.micro_batches)
             self._floats, _ = work.summed(self._sums)
+            work.training.settle_norms(self.count, self.count < self._loop.micro_batches)
             strategy.divide(1.0)
             self._floats[2] = strategy.norm()
         work.finish_staging()
