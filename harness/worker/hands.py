@@ -123,7 +123,9 @@ class Hands:
             self.count(self._counted)
         self._counted = pending.ints[VOTES] if pending is not None else None
         self._work.timer.enter(SNAPSHOT)
-        self._hold.prepare(self._work.training.state, self._work.training.left_alone)
+        training = self._work.training
+        assert training.frozen is not None
+        self._hold.prepare(training.state, training.frozen.left_alone)
 
     def count(self, votes: torch.Tensor) -> None:
         """Act on what the ranks want, once all votes are in."""
