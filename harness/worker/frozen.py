@@ -1,8 +1,8 @@
 """What training leaves alone of a model: weights under adapters, quantised bases.
 
-Runs in the worker.
-What is named here need not be copied, hashed or sent again for each snapshot, if it is found to be
-as it was: that is looked at each time (storage/fingerprints.py), never taken for granted.
+Runs in the worker. What is named here need not be copied, hashed or sent again for each snapshot,
+if it is found to be as it was: that is looked at each time (storage/fingerprints.py), never taken
+for granted.
 """
 
 from __future__ import annotations
