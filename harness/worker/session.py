@@ -335,9 +335,8 @@ class Session(PlainLoops):
         self._setup.settle()
         seed_everything(self.seed)
         self._hands.turn(machine.Looped())
-        if stream is not None and not self.step and self.run_url:
-            self._run.warn_of(self._peers.agree(lambda: rehearse(dataset)))
-            seed_everything(self.seed)
+        if stream is not None:
+            self._rehearse(dataset)
         batches = feed.batches(self.step + 1, total, num_workers)
         training.strategy.start(self.batching.micro_batches)
         training.strategy.zero()
@@ -351,6 +350,12 @@ class Session(PlainLoops):
             self._profile.stop()
         self._hands.turn(machine.Reached())
         self._profile.wait()
+
+    def _rehearse(self, dataset: Any) -> None:
+        """Try a stream before its first sample is trained on."""
+        if not self.step and self.run_url:
+            self._run.warn_of(self._peers.agree(lambda: rehearse(dataset)))
+            seed_everything(self.seed)
 
     def _loop(self, batches: Iterator[MicroBatch], total: int) -> Iterator[Step]:
         while self.step < total and not self._hands.enough:
