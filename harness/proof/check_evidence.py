@@ -133,9 +133,9 @@ class ScriptFailure:
 class Outcome:
     """What came of a run. `ended`: "finished", "stopped" (by us, after the steps asked for),
     "failed", "late"; `struck`: the kill or the notice took place; `committed`: the newest step;
-    `total`: the last step that the script asked for, 0: it did not say; `stands`: where it stood
-    when its time was over; `left`: exit status of the first node, which got the notice in the
-    second run."""
+    `total`: the last step that the script asked for, 0: it did not say; `stands`: the lines at
+    which its ranks stood when its time was over; `left`: exit status of the first node, which got
+    the notice in the second run."""
 
     name: str
     ended: str
@@ -146,7 +146,7 @@ class Outcome:
     total: int = 0
     failures: tuple[ScriptFailure, ...] = ()
     warnings: tuple[str, ...] = ()
-    stands: str = ""
+    stands: tuple[str, ...] = ()
     left: int | None = None
     seconds: float = 0.0
     tail: str = ""

@@ -183,19 +183,21 @@ class Course:
         return "stopped"
 
     # ---- the end ---------------------------------------------------------------------------------
-    def stacks(self) -> str:
-        """Where the script stands, FILE:LINE of its own code; "": not known."""
+    def stacks(self) -> tuple[str, ...]:
+        """Where the ranks stand, each FILE:LINE of the script's own code, as far as it is
+        known."""
         before = {node.number: len(self.log(node)) for node in self.nodes}
         for node in self.nodes:
             send_signal(node.workers(), DUMP_SIGNAL)
         time.sleep(DUMP_S)
         own = self._own()
+        found: dict[int, str] = {}
         for node in self.nodes:
             said = self.log(node)[before[node.number] :]
-            for file, line in re.findall(r'File "([^"]+)", line (\d+) in', said):
+            for rank, file, line in re.findall(r'\[(\d+)\]\s+File "([^"]+)", line (\d+) in', said):
                 if own.file(file):
-                    return f"{file}:{line}"
-        return ""
+                    found.setdefault(int(rank), f"{file}:{line}")
+        return tuple(dict.fromkeys(found[rank] for rank in sorted(found)))
 
     def log(self, node: Drilled) -> str:
         return (self.folder / f"node{node.number}.log").read_text(errors="replace")
@@ -268,7 +270,8 @@ def links(cwd: Path, work: Path) -> None:
 # ---- the runs ------------------------------------------------------------------------------------
 def one(course: Course) -> Outcome:
     """See the module."""
-    struck, stands, ended, left = False, "", "late", None
+    struck, ended, left = False, "late", None
+    stands: tuple[str, ...] = ()
     try:
         course.order(pictures=True, snapshot_at=SNAPSHOT_AT, hold_at=KILL_AT)
         node = course.launch(gpu=_gpu(course.asked, 0))
@@ -290,7 +293,8 @@ def one(course: Course) -> Outcome:
 
 def two(course: Course) -> Outcome:
     """See the module."""
-    struck, stands, ended, left = False, "", "late", None
+    struck, ended, left = False, "late", None
+    stands: tuple[str, ...] = ()
     shared = course.asked.gpus == 1
     try:
         course.order(hold_at=NOTICE_AT, gloo=shared)

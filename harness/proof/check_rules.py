@@ -55,7 +55,9 @@ def impossible(case: Case) -> Ruling | None:
         return Ruling("trains", UNTRIED, what, f.where)
     if one.ended == "late":
         what = f"no step was made within {one.seconds:.0f} s"
-        return Ruling("trains", UNTRIED, what, one.stands, "give it arguments that make it small")
+        return Ruling(
+            "trains", UNTRIED, what, line_of(one.stands), "give it arguments that make it small"
+        )
     if not one.lives and one.left == WRONG_INPUT:
         said = one.tail.strip().rpartition("\n")[2]
         return Ruling("trains", UNTRIED, f"it was refused: {said}")
@@ -66,6 +68,10 @@ def impossible(case: Case) -> Ruling | None:
     what = "it ended without a step that we saw"
     remedy = "run.steps, or run.safe_point after each step of a loop of its own"
     return Ruling("trains", FAILS, what, case.prepare_line, remedy)
+
+
+def line_of(stands: tuple[str, ...]) -> str:
+    return stands[0] if stands else ""
 
 
 def resumes(case: Case) -> Iterator[Ruling]:
@@ -90,7 +96,7 @@ def resumes(case: Case) -> Iterator[Ruling]:
         else:
             where = after.resumed if after else None
             what = "the resumed script made no step" + (f" after {where}" if where else "")
-            yield Ruling(promise, FAILS, what, one.stands or case.prepare_line)
+            yield Ruling(promise, FAILS, what, line_of(one.stands) or case.prepare_line)
         return
     if after.resumed == 0:
         what = "it began anew: no snapshot was committed before the kill"
@@ -196,7 +202,7 @@ def files(case: Case) -> Iterator[Ruling]:
 def noticed(case: Case) -> Iterator[Ruling]:
     """A notice is acted upon at the next step boundary, and the others go on."""
     two, promise = case.two, "heeds a notice"
-    if two is None or not two.struck:
+    if two is None or not two.struck or two.ended == "late":
         return
     asked = max((r.last for r in two.world_of(0)), default=0)
     later = two.world_of(1)
@@ -209,10 +215,10 @@ def noticed(case: Case) -> Iterator[Ruling]:
         yield Ruling(promise, FAILS, f"it fails after one: {f.error}: {f.text}", f.where)
     elif two.left != DRAINED:
         what = f"the node that was told to leave after step {asked} did not drain"
-        yield Ruling(promise, FAILS, what, two.stands)
+        yield Ruling(promise, FAILS, what)
     else:
         what = f"told at step {asked}, the rest went on from step {resumed}"
-        yield Ruling(promise, FAILS, what, two.stands)
+        yield Ruling(promise, FAILS, what)
 
 
 def ends(case: Case) -> Iterator[Ruling]:
@@ -224,12 +230,16 @@ def ends(case: Case) -> Iterator[Ruling]:
             continue
         last = max((life.last for life in run.lives), default=0)
         who = "one worker" if run.name == "one" else "two workers"
-        if run.total and last >= run.total:
+        made = bool(run.total) and last >= run.total
+        if made:
             what = f"{who}: its last step ({run.total}) was made, and the script never ended"
         else:
             what = f"{who}: nothing came after step {last} within {run.seconds:.0f} s"
+        if len(run.stands) > 1:
+            what += f"; its ranks stand at {', '.join(PurePath(s).name for s in run.stands)}"
         remedy = "if it is only slow: --within-s, or arguments that make it small"
-        yield Ruling(promise, FAILS if run.stands else UNTRIED, what, run.stands, remedy)
+        state = FAILS if made or run.stands else UNTRIED
+        yield Ruling(promise, state, what, line_of(run.stands), remedy)
         return
     over = [run for run in runs if run.ended == "finished"]
     steps = {run.committed for run in over}

@@ -47,7 +47,7 @@ def met(case: Case) -> Iterator[Ruling]:
         yield Ruling(promise, state, f"it fails {where}: {f.error}: {f.text}", f.where)
     elif world == 2 and two.ended == "late":
         what = f"two workers made no step within {two.seconds:.0f} s"
-        yield Ruling(promise, FAILS, what, two.stands)
+        yield Ruling(promise, FAILS, what, "".join(two.stands[:1]))
     else:
         what = "two workers never trained together: a step has work for one only, most likely"
         remedy = "at least two micro-batches in a global batch"
