@@ -18,6 +18,7 @@ from typing import Any
 
 # module of a framework -> who adapts it, as "module:function"
 PATCHES: dict[str, str] = {
+    "accelerate.accelerator": "harness.adapters.accelerate_patch:patch",
     "torchtitan.trainer": "harness.adapters.titan:patch",
 }
 

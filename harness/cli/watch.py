@@ -65,7 +65,10 @@ class WatchFlags:
     )
     pause_s: float = flag(5.0, "before the second try; then four times as long", at_least=0)
     lease_s: float = flag(
-        60.0, "silence after which another watcher takes a snapshot over", at_least=1
+        60.0,
+        "silence after which another watcher takes a snapshot over",
+        at_least=1,
+        at_most=3600,
     )
 
 

@@ -79,6 +79,7 @@ class OpenStep:
         """Before the forward of a micro-batch."""
         self._hand = AtHand(micro, samples, filler)
         self._work.training.strategy.micro(last=last, filler=filler)
+        self._work.training.norms.take_up(micro, counts=not filler)
         seed_everything(seed_for(self._work.feed.seed, self.number, micro))
 
     def backward(
@@ -131,6 +132,7 @@ class OpenStep:
             raise BadInput(f"step {self.number}: step.sync() came twice; step.again() is between")
         optimizers = () if of is None else (of,) if isinstance(of, torch.optim.Optimizer) else of
         w.peers.life.tell(WorkerPhase.REDUCE)
+        w.training.settle_norms(sum(self._sums.shares) or w.batching.micro_batches)
         found = self._newest = w.reduce(self._phase, clip_norm, tuple(optimizers))
         if self._floats is None:
             self._floats = found
@@ -184,8 +186,8 @@ class OpenStep:
         """All ranks do this phase once more: a gradient did not fit."""
         w = self._work
         self.attempt += 1
-        if not w.training.repeated:
-            w.training.repeated = True
+        if not w.log.repeated:
+            w.log.repeated = True
             w.run.warn(DONE_AGAIN, self.number)
         if w.training.buffers is not None and (lost := w.training.buffers.restore()):
             w.run.warn(lost, self.number)
