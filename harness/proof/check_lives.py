@@ -29,7 +29,7 @@ import psutil
 from harness.bucket.journal import read_facts, read_records
 from harness.bucket.layout import IDENTITY, MEMBERS, Identity
 from harness.core import records as rec
-from harness.core.facts import SessionStarted, Warned
+from harness.core.facts import SessionStarted, Warned, WorkerFailed
 from harness.node.processes import DUMP_SIGNAL
 from harness.proof.check_evidence import Outcome, ScriptFailure, lives_in
 from harness.proof.check_probe import Orders, Ownership
@@ -44,6 +44,7 @@ AGENT += ("--gpu-health", "off", "--measure-s", "0", "--notices", "none", "--sta
 WORDS_S = 3.0  # for the others to write their errors after the first has failed
 DUMP_S = 1.0  # for stacks to be written
 KILL_S = 20.0  # for what was killed to be gone
+NEWLINE = "\n"
 COMMIT_S = 60.0  # for the snapshot before the kill
 
 
@@ -255,7 +256,18 @@ class Course:
                 where = lines[-1] if lines else ""
                 when = int(said["extraInfo"]["timestamp"])
                 found.append((when, ScriptFailure(0, said["type"], said["text"], where)))
+        if not found:
+            return self._exits()
         return [failure for _, failure in sorted(found, key=lambda pair: pair[0])]
+
+    def _exits(self) -> list[ScriptFailure]:
+        """Of scripts that ended with a status of their own, and left no exception."""
+        told = [s.fact for s in read_facts(open_store(str(self.run)), "agent-", steps=False)]
+        return [
+            ScriptFailure(f.rank, f.error, f"{f.message}: {f.log_tail.rpartition(NEWLINE)[2]}")
+            for f in told
+            if isinstance(f, WorkerFailed) and f.exit_code > 0
+        ][:1]
 
 
 def links(cwd: Path, work: Path) -> None:

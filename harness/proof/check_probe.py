@@ -234,6 +234,7 @@ def attend(module: ModuleType, folder: Path) -> None:
     """Wrap what a session comes along. `module`: harness.worker.session."""
     from harness.worker import feed as feeds
     from harness.worker import hands, votes
+    from harness.worker import step as steps
 
     session: Any = module.Session
     feed: Any = feeds
@@ -296,6 +297,15 @@ def attend(module: ModuleType, folder: Path) -> None:
             at.say("life", {"data": found})
         return found
 
+    note_foreign = steps.Sums.note_foreign
+
+    @functools.wraps(note_foreign)
+    def noted(self: Any, positions: Any, said: Any) -> None:
+        note_foreign(self, positions, said)
+        if at := probe():
+            at.senses.note_read(positions, said)
+
+    steps.Sums.note_foreign = noted  # type: ignore[method-assign]
     session.__init__, session.prepare, session.safe_point = made, prepared, pointed
     hands.Hands.resume, hands.Hands.boundary = resumed, bounded  # type: ignore[method-assign]
     votes.Votes.cast, feed.Feed.open = voted, looked  # type: ignore[method-assign]

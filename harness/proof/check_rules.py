@@ -107,7 +107,9 @@ def resumes(case: Case) -> Iterator[Ruling]:
         yield Ruling(promise, FAILS, unlike, case.prepare_line)
         return
     what = f"killed after step {case.before.last}, it went on from step {after.resumed}"
-    if any(known.count and known.rows == step.rows for known, step in twice(case.before, after)):
+    if any(
+        known.amount and known.samples == step.samples for known, step in twice(case.before, after)
+    ):
         what += " and came to the same losses and gradients"
     yield Ruling(promise, HOLDS, what)
 
@@ -116,7 +118,7 @@ def first_unlike(before: RankLife, after: RankLife) -> str:
     """Where a step that was made twice differs, given the same samples; "": nowhere."""
     for step in after.steps:
         known = before.at(step.number)
-        if known is None or known.rows != step.rows:
+        if known is None or known.samples != step.samples:
             continue
         if (apart := differ(known.losses, step.losses)) > SAME:
             return (
@@ -147,10 +149,10 @@ def read_again(case: Case) -> Iterator[Ruling]:
         return
     if after is None or not (pairs := twice(before, after)):
         return
-    if not any(known.count for known, _ in pairs):
+    if not any(known.amount for known, _ in pairs):
         yield Ruling(promise, NOTE, "not seen: no forward of what was prepared was given a tensor")
         return
-    wrong = [(known, step) for known, step in pairs if known.rows != step.rows]
+    wrong = [(known, step) for known, step in pairs if known.samples != step.samples]
     if not wrong:
         what = f"{len(pairs)} step{'s' * (len(pairs) > 1)} read twice, row for row"
         yield Ruling(promise, HOLDS, what)
@@ -158,7 +160,7 @@ def read_again(case: Case) -> Iterator[Ruling]:
     step = wrong[0][1]
     where = step.backward or case.prepare_line
     what = f"step {step.number} was given other rows after the resume than before"
-    older = next((s for s in before.steps if s.rows == step.rows), None)
+    older = next((s for s in before.steps if s.samples == step.samples), None)
     remedy = "go on from run.step: the data's place must follow from it, or be saved in state="
     if older is not None and older.number != step.number:
         what += f": those of step {older.number}, so the data begin anew"
@@ -196,7 +198,11 @@ def files(case: Case) -> Iterator[Ruling]:
         )
         yield Ruling(promise, FAILS, what, where, remedy)
     if not shared:
-        yield Ruling(promise, HOLDS, f"{len(by_path)} files" if by_path else "it writes none")
+        yield Ruling(
+            promise,
+            HOLDS,
+            f"{len(by_path)} file{'s' * (len(by_path) > 1)}" if by_path else "it writes none",
+        )
 
 
 def noticed(case: Case) -> Iterator[Ruling]:
