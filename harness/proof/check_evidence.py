@@ -59,7 +59,8 @@ class StepSeen:
     """One step of one rank, between two boundaries. `rows`: sum of hashes of what the model was
     given, `count` of them; `read`: of what a loop that is not ours said that it read, `reads` of
     them, which counts more: it need not forward each by itself; `losses`: on which backward was
-    called, and `backward` where; `norms`: running statistics of normalisation layers, by name; `t`: when it ended (s)."""
+    called, and `backward` where; `norms`: running statistics of normalisation layers, by name;
+    `t`: when it ended (s)."""
 
     number: int
     rows: int = 0
