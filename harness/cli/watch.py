@@ -79,6 +79,10 @@ class WatchFlags:
         at_most=3600,
     )
 
+    progress: str = flag(
+        "",
+        "URL of a run of its own that `harness launch` leads: what is done is committed there",
+    )
     trackers: str = flag(
         "",
         "tell these in the end what came after the run's own publisher was gone: wandb, mlflow, "
@@ -89,8 +93,10 @@ class WatchFlags:
 
 def watch(flags: WatchFlags) -> int:
     """Run a command for each committed snapshot (evaluate, export), and record its numbers."""
+    from harness.node.processes import die_with_parent
     from harness.watch.command import words_of
     from harness.watch.due import DueRule
+    from harness.watch.progress import WatchProgress
     from harness.watch.watcher import DONE, SnapshotWatcher, WatchConfig
 
     argv = words_of(flags.script)
@@ -117,7 +123,12 @@ def watch(flags: WatchFlags) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, go)
     holder = f"{name}-{secrets.token_hex(4)}"
-    watcher = SnapshotWatcher(config, store, holder, os.environ, leave, _say)
+    if os.environ.get("HARNESS_NODE_DIR"):  # of the local cloud: it dies as a whole
+        die_with_parent()
+    progress = (
+        WatchProgress(checked_store(normalize(flags.progress)), url) if flags.progress else None
+    )
+    watcher = SnapshotWatcher(config, store, holder, os.environ, leave, _say, progress)
     code = watcher.run()
     if code != DRAINED:
         _tell_trackers(store, places)
