@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
+from storage.fingerprints import fingerprint
 from storage.staging import ErrandThread
 
 if TYPE_CHECKING:
@@ -36,6 +39,26 @@ class Layout:
     def nbytes(self) -> int:
         return max((end for _, end in self.files.values()), default=0)
 
+    def ranges(self, places: Collection[int]) -> dict[str, list[tuple[int, int]]]:
+        """File -> the (start, end) in it that these items lie in, by where each begins in the
+        buffer, with the gaps between neighbours."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for name, (first, last) in self.files.items():
+            runs: list[tuple[int, int]] = []
+            open_at: int | None = None
+            items = [place for place in self.places if first <= place[0] < last]
+            for i, (start, end) in enumerate(items):
+                if start not in places:
+                    open_at = None
+                    continue
+                if open_at is None:
+                    open_at = start if i else first
+                    runs.append((0, 0))
+                runs[-1] = (open_at - first, end - first)
+            if runs:
+                found[name] = runs
+        return found
+
     def clear_gaps(self, buffer: torch.Tensor) -> None:
         """What lies between the tensors is stored too, and must not differ between attempts."""
         at = 0
@@ -43,6 +66,15 @@ class Layout:
             if at < start:
                 buffer[at:start] = 0
             at = end
+
+
+@dataclass
+class Filled:
+    """What a buffer holds of tensors that training leaves alone: where each begins -> fingerprint.
+    Of one layout; kept with the buffer."""
+
+    layout: Layout | None = None
+    prints: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -75,6 +107,11 @@ class Staged:
         before `wait` has returned."""
         return self.copy.touched()
 
+    def still(self) -> dict[int, str]:
+        """Of tensors that training leaves alone: where each begins in the buffer -> fingerprint.
+        Known when all has arrived."""
+        return self.copy.prints
+
     def files(self) -> dict[str, memoryview]:
         """File name -> its bytes, without a copy. Raises RuntimeError after `release`."""
         if self.buffer is None:
@@ -97,23 +134,34 @@ class Move:
     source: torch.Tensor
     target: torch.Tensor  # a view of the buffer
     version: int
+    place: int = 0  # where it begins in the buffer
 
 
 class Copying:
-    """Copies tensors to host memory: `now` in the call, `later` beside the training.
+    """Copies tensors to host memory: `now` in the call, `later` beside the training. `still` as
+    well, but only what `filled` says is not there: they are looked at where they lie.
 
     CPU: a thread, which holds no lock of Python while it copies. GPU: a stream of its own, which
     begins after what is queued.
     """
 
-    def __init__(self, now: list[Move], later: list[Move], beside: ErrandThread):
-        self._promised = later  # not to be changed before `wait`
+    def __init__(
+        self,
+        now: list[Move],
+        later: list[Move],
+        beside: ErrandThread,
+        still: Sequence[Move] = (),
+        filled: Filled | None = None,
+    ):
+        self._promised = [*later, *still]  # not to be changed before `wait`
+        self._still, self._filled = still, filled or Filled()
+        self.prints: dict[int, str] = {}  # of `still`, when all is done
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._events: list[torch.cuda.Event] = []
         on_gpu = [m for m in now + later if m.source.is_cuda]
         with torch.no_grad():
-            if on_gpu:
+            if on_gpu or any(m.source.is_cuda for m in still):
                 self._copy_on_gpu(
                     [m for m in now if m.source.is_cuda], [m for m in later if m.source.is_cuda]
                 )
@@ -121,7 +169,7 @@ class Copying:
                 if not move.source.is_cuda:
                     _copy_bytes(move)
         self._later = [m for m in later if not m.source.is_cuda]
-        if self._later:
+        if self._later or still:
             beside.run(self._copy_later)
         else:
             self._done.set()
@@ -143,9 +191,20 @@ class Copying:
             with torch.no_grad():
                 for move in self._later:
                     _copy_bytes(move)
+                for move in self._still:
+                    self._copy_if_changed(move)
         except BaseException as e:  # for who waits
             self._error = e
         self._done.set()
+
+    def _copy_if_changed(self, move: Move) -> None:
+        with _beside_training(move.source.device, self._events):
+            found = fingerprint(move.source)
+            if self._filled.prints.get(move.place) != found:
+                self._filled.prints.pop(move.place, None)  # half of it, for now
+                _copy_bytes(move)
+                self._filled.prints[move.place] = found
+        self.prints[move.place] = found
 
     def wait(self) -> float:
         t0 = time.perf_counter()
@@ -188,6 +247,20 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return _streams[device]
+
+
+@contextlib.contextmanager
+def _beside_training(device: torch.device, after: list[torch.cuda.Event]) -> Iterator[None]:
+    """On a GPU: on a stream of its own, which begins after what was queued, and is done when this
+    ends."""
+    if device.type != "cuda":
+        yield
+        return
+    side = _side_stream(device)
+    side.wait_event(after[0])
+    with torch.cuda.device(device), torch.cuda.stream(side):
+        yield
+        side.synchronize()
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -1,6 +1,6 @@
 """Tensors <-> parts of a snapshot, through the planners of torch.distributed.checkpoint. Torch is
-imported here and in `loading.py`, `copying.py`, `trees.py`, `ranks.py` and `state.py`, and nowhere
-else in `storage`.
+imported here and in `loading.py`, `copying.py`, `fingerprints.py`, `trees.py`, `ranks.py` and
+`state.py`, and nowhere else in `storage`.
 
 DCP's planners decide who writes what and who reads what, so FSDP2, TP, HSDP and DDP state is saved
 on one world and loaded on another. The layout beneath is ours: raw little-endian tensor bytes in
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
-from storage.copying import ALIGN, Copying, Layout, Move, Staged, pin, version_of
+from storage.copying import ALIGN, Copying, Filled, Layout, Move, Staged, pin, version_of
 from storage.loading import destinations, like_parameters, load
 from storage.manifest import Manifest, Ref
 from storage.ranks import gathered
@@ -50,6 +50,7 @@ __all__ = [
 
 # a rank's bytes are cut into files of about this size: what one failed request repeats
 FILE_NBYTES = 256 << 20
+ALONE_NBYTES = 4 << 20  # of a tensor that training leaves alone: it gets a file of its own
 
 if sys.byteorder != "little":  # the index has no byte order, so it must have only one
     raise ImportError("storage.dcp stores tensors little-endian; this machine is not")
@@ -76,9 +77,10 @@ class Saver:
         self._free: list[torch.Tensor] = []  # two at most: one being written, one being filled
         self._base: Manifest | None = None  # the last that we committed
 
-    def plan(self, tensors: dict[str, torch.Tensor]) -> None:
+    def plan(self, tensors: dict[str, torch.Tensor], still: Collection[str] = ()) -> None:
         """Agree who writes what. Collective: all ranks call it together. Quick when no rank's
-        structure has changed.
+        structure has changed. `still`: names of what training leaves alone, which gets files of its
+        own.
 
         Raises ValueError on all ranks alike if they disagree about a tensor or leave a hole.
         """
@@ -108,7 +110,7 @@ class Saver:
                     )
         # the same on all ranks, as their input is
         mine = planner.create_global_plan(plans)[0][self.rank]
-        self._layout = _lay_out(structure, tensors, mine.items)
+        self._layout = _lay_out(structure, tensors, mine.items, still)
         self._free = [_buffer(self._layout)] if self._own_memory else []
 
     @property
@@ -140,11 +142,15 @@ class Saver:
         tensors: dict[str, torch.Tensor],
         later: Collection[str] = (),
         buffer: torch.Tensor | None = None,
+        still: Collection[str] = (),
+        filled: Filled | None = None,
     ) -> Staged:
         """Like `stage`, but those named in `later` are copied beside the caller, who must `wait`
         before anything changes them.
 
         `buffer`: uint8, of `nbytes` at least, for who has shared memory; by default one of ours.
+        `still`: those of `later` that are copied only if they are not what `filled` says is in the
+        buffer already; that is brought up to date.
         """
         layout = self._planned()
         if layout.structure != _structure(tensors):
@@ -160,13 +166,22 @@ class Saver:
         planner = _save_planner(tensors)
         now: list[Move] = []
         then: list[Move] = []
+        alone: list[Move] = []
+        if filled is not None and filled.layout is not layout:
+            filled.layout, filled.prints = layout, {}
         for item, (start, end) in zip(layout.items, layout.places, strict=True):
             source = planner.resolve_data(item).detach()
             target = buffer[start:end].view(source.dtype).view(source.shape)
-            (then if item.index.fqn in later else now).append(
-                Move(item.index.fqn, source, target, version_of(source))
-            )
-        return Staged(layout, buffer, self, Copying(now, then, self._beside), own)
+            move = Move(item.index.fqn, source, target, version_of(source), start)
+            if filled is not None and not (move.name in later and move.name in still):
+                filled.prints.pop(start, None)
+            if move.name not in later:
+                now.append(move)
+            elif filled is not None and move.name in still:
+                alone.append(move)
+            else:
+                then.append(move)
+        return Staged(layout, buffer, self, Copying(now, then, self._beside, alone, filled), own)
 
     def _planned(self) -> Layout:
         if self._layout is None:
@@ -217,16 +232,21 @@ def _save_planner(tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _lay_out(
-    structure: tuple[Any, ...], tensors: dict[str, torch.Tensor], items: Iterable[WriteItem]
+    structure: tuple[Any, ...],
+    tensors: dict[str, torch.Tensor],
+    items: Iterable[WriteItem],
+    still: Collection[str],
 ) -> Layout:
-    # Large ones first, of the model, then of what comes after it: so adapters lie together behind
-    # the frozen weights, whose chunks stay the same from snapshot to snapshot, and who wants the
-    # model alone reads neighbours.
+    # What training leaves alone first, in files of its own, whose chunks stay the same from
+    # snapshot to snapshot; large tensors of it one by one, whose chunks are the same on any world.
+    # Then large ones first, of the model, then of what comes after it: so who
+    # wants the model alone reads neighbours.
     top = {name.partition("/")[0]: None for name in tensors}
     rank = {name: i for i, name in enumerate(top)}
     by_size = sorted(
         tensors,
         key=lambda name: (
+            name not in still,
             rank[name.partition("/")[0]],
             -tensors[name].numel() * tensors[name].element_size(),
         ),
@@ -236,7 +256,7 @@ def _lay_out(
     places: list[tuple[int, int]] = []
     index: dict[str, Any] = {}
     files: dict[str, tuple[int, int]] = {}
-    at, name, first = 0, "0000.bin", 0
+    at, name, first, kind = 0, "0000.bin", 0, ""
     for item in sorted(items, key=lambda i: order[i.index.fqn]):
         assert item.tensor_data is not None
         dtype, sizes = item.tensor_data.properties.dtype, list(item.tensor_data.chunk.sizes)
@@ -249,7 +269,9 @@ def _lay_out(
         if nbytes == 0:
             continue
         at = -(-at // ALIGN) * ALIGN
-        if at > first and at + nbytes - first > FILE_NBYTES:
+        before, kind = kind, _kind(item.index.fqn in still, nbytes)
+        ends = kind != before or kind == "alone" or at + nbytes - first > FILE_NBYTES
+        if at > first and ends:
             name, first = f"{len(files):04d}.bin", at
         files[name] = (first, at + nbytes)
         kept.append(item)
@@ -266,6 +288,11 @@ def _lay_out(
         at += nbytes
     pinned = any(t.is_cuda for t in tensors.values())
     return Layout(structure, tuple(kept), tuple(places), files, index, pinned)
+
+
+def _kind(still: bool, nbytes: int) -> str:
+    """Tensors of one kind share files."""
+    return ("alone" if nbytes >= ALONE_NBYTES else "still") if still else "trained"
 
 
 def _buffer(layout: Layout) -> torch.Tensor:

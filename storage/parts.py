@@ -93,14 +93,24 @@ class Part:
     places: tuple[StoredRange, ...] = ()
 
     @classmethod
-    def of(cls, key: str, data: bytes | memoryview, chunk_nbytes: int = CHUNK_NBYTES) -> Part:
-        view = memoryview(data).cast("B")
+    def of(
+        cls,
+        key: str,
+        data: bytes | memoryview,
+        chunk_nbytes: int = CHUNK_NBYTES,
+        hashed: Mapping[int, str] | None = None,
+    ) -> Part:
+        """`hashed`: hashes that are known already, by chunk."""
+        view, hashed = memoryview(data).cast("B"), hashed or {}
         starts = range(0, len(view), chunk_nbytes)
         return cls(
             key,
             len(view),
             chunk_nbytes,
-            tuple(chunk_hash(view[i : i + chunk_nbytes]) for i in starts),
+            tuple(
+                hashed.get(i) or chunk_hash(view[start : start + chunk_nbytes])
+                for i, start in enumerate(starts)
+            ),
         )
 
     def stored(self) -> tuple[StoredRange, ...]:

@@ -89,6 +89,7 @@ class Snapshots:
         data: dict[str, Any] | Callable[[], dict[str, Any]],
         token: str,
         base: Manifest | None = None,
+        hashed: Mapping[str, Mapping[int, str]] | None = None,
     ) -> PartList:
         """Store what one rank has of a snapshot, and return the part list that stands for that
         rank.
@@ -100,6 +101,7 @@ class Snapshots:
                  which is safe).
         base:    the newest committed snapshot that the caller knows of; chunks that it has are not
                  stored again. If it is pruned before the commit, nothing is committed.
+        hashed:  file name -> chunk -> its hash, of chunks that the caller has hashed before.
         The list returned is an earlier attempt's if that one was first; then our parts are garbage
         that `prune` collects.
         """
@@ -113,7 +115,8 @@ class Snapshots:
         keys = {name: f"{PARTS}{ref.name}/r{rank:05d}-{token}-{name}" for name in files}
         base = base if base is not None and base.ref < ref else None
         parts = tuple(
-            Part.of(keys[name], content, self.chunk_nbytes) for name, content in files.items()
+            Part.of(keys[name], content, self.chunk_nbytes, (hashed or {}).get(name))
+            for name, content in files.items()
         )
         if base is not None:
             known = _worth(base.known, parts)

@@ -25,6 +25,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -47,6 +48,7 @@ class Segment:
     def __init__(self, memory: mmap.mmap, path: Path | None = None):
         self.path, self.nbytes = path, len(memory)
         self.view = memoryview(memory)
+        self.filled: Any = None  # what whoever writes to it knows of its content
 
     @classmethod
     def anonymous(cls, nbytes: int) -> Segment:

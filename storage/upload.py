@@ -15,8 +15,8 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from storage.errors import StoreError
@@ -25,6 +25,7 @@ from storage.leases import Watch
 from storage.manifest import Manifest, Ref
 from storage.objects import ObjectStore
 from storage.pacing import Pacer, TrainingWatch
+from storage.parts import chunk_hash
 from storage.retention import Keep
 from storage.snapshots import Snapshots
 from storage.throttle import Throttle
@@ -74,7 +75,7 @@ class Uploader:
         self._lanes = Lanes(lanes, nice)
         self._pacer = Pacer(store, self._lanes, self._sending, watch)
         self._deadline_s: float | None = None  # monotonic
-        self._base = _Base(self.snapshots)
+        self._base, self._hashes = _Base(self.snapshots), _Hashes(self.snapshots.chunk_nbytes)
         self._leases = Watch()
 
     def submit(
@@ -177,21 +178,22 @@ class Uploader:
         self._check(job.ref)
         files = {name: one.view[start:end] for name, (start, end) in job.files.items()}
 
+        known = self._hashes.of(job, files)
+
         def data() -> dict[str, Any]:  # made while the lanes send
             if not job.weights:
                 return job.data
-            return {
-                **job.data,
-                "weights": combined([f"{weights_sum(job.tensors, files, job.weights):x}"]),
-            }
+            total = weights_sum(job.tensors, files, job.weights, known.sums, known.made)
+            return {**job.data, "weights": combined([f"{total:x}"])}
 
         snapshots = Snapshots(
             Ahead(self.store, self._lanes, one, self._left_s), self.snapshots.chunk_nbytes
         )
         base = self._base.newest()
         mine = snapshots.write(
-            job.ref, job.rank, job.world, files, job.tensors, data, job.token, base
+            job.ref, job.rank, job.world, files, job.tensors, data, job.token, base, known.chunks
         )
+        self._hashes.keep(job, known)
         one.requests = self._pacer.requests
         self._check(job.ref)  # sending may have taken long
         manifest = self.snapshots.commit(job.ref, job.world, job.rank)
@@ -264,6 +266,51 @@ class Uploader:
         found = forecast(remaining, self.nbytes_per_s, left_s)
         self._lanes.order = {ref: i for i, ref in enumerate(found.order)}
         return found
+
+
+@dataclass
+class _Hashed:
+    """`chunks`: hashes of a job's chunks, by file and number; `sums`: of its weights, that are
+    known; `made`: those that were made."""
+
+    since: str = ""
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    chunks: dict[str, dict[int, str]] = field(default_factory=dict)
+    sums: dict[tuple[str, int], int] = field(default_factory=dict)
+    made: dict[tuple[str, int], int] = field(default_factory=dict)
+
+
+class _Hashes:
+    """What was hashed of each rank's last share, for what the next one says is the same."""
+
+    def __init__(self, chunk_nbytes: int):
+        self._chunk_nbytes, self._last = chunk_nbytes, dict[int, _Hashed]()
+
+    def of(self, job: UploadJob, files: Mapping[str, memoryview]) -> _Hashed:
+        """Hash what is not the same."""
+        last = self._last.get(job.rank, _Hashed())
+        since = job.unchanged.since
+        if not since or last.since != since or last.files != job.files:
+            last = _Hashed()
+        found, size = _Hashed(f"{job.token} {job.ref.name}", dict(job.files)), self._chunk_nbytes
+        for name, view in files.items():
+            before = last.chunks.get(name, {})
+            found.chunks[name] = {
+                i: before[i]
+                if i in before and job.unchanged.covers(name, start, min(start + size, len(view)))
+                else chunk_hash(view[start : start + size])
+                for i, start in enumerate(range(0, len(view), size))
+            }
+        for (name, i), total in last.made.items():
+            chunks = job.tensors[name]["chunks"] if name in job.tensors else []
+            if i < len(chunks) and job.unchanged.covers(
+                chunks[i]["part"], chunks[i]["start"], chunks[i]["end"]
+            ):
+                found.sums[name, i] = total
+        return found
+
+    def keep(self, job: UploadJob, found: _Hashed) -> None:
+        self._last[job.rank] = found
 
 
 class _Base:

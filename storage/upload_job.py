@@ -20,6 +20,27 @@ MARGIN = 0.8  # of a drain's time that is planned with; bandwidth varies
 
 
 @dataclass(frozen=True)
+class Unchanged:
+    """What of a share is as it was in the one that the same rank handed over as `since` ("": who
+    knows): file -> (start, end) in it."""
+
+    since: str = ""
+    files: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+
+    def covers(self, name: str, start: int, end: int) -> bool:
+        """These bytes of a file?"""
+        return any(low <= start and end <= high for low, high in self.files.get(name, ()))
+
+    @classmethod
+    def from_dict(cls, body: dict[str, Any]) -> Unchanged:
+        files = {
+            name: [(int(start), int(end)) for start, end in ranges]
+            for name, ranges in body["files"].items()
+        }
+        return cls(str(body["since"]), files)
+
+
+@dataclass(frozen=True)
 class UploadJob:
     """One rank's share of a snapshot. Plain data: `to_dict` goes through JSON."""
 
@@ -31,6 +52,7 @@ class UploadJob:
     tensors: dict[str, Any]  # index, as `Snapshots.write` takes it
     data: dict[str, Any]
     weights: str = ""  # prefix of the tensors that data["weights"] is the hash of; "": none is made
+    unchanged: Unchanged = field(default_factory=lambda: Unchanged())
     # objects to create before all else: key -> text
     before: dict[str, str] = field(default_factory=dict)
     # fields of retention.Keep: prune after the commit; None: another rank does
@@ -46,12 +68,15 @@ class UploadJob:
         return sum(end - start for start, end in self.files.values())
 
     def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "ref": self.ref.name}
+        return {**vars(self), "ref": self.ref.name, "unchanged": vars(self.unchanged)}
 
     @classmethod
     def from_dict(cls, body: dict[str, Any]) -> UploadJob:
         files = {name: (int(start), int(end)) for name, (start, end) in body["files"].items()}
-        return cls(**{**body, "ref": Ref.parse(body["ref"]), "files": files})
+        unchanged = Unchanged.from_dict(body["unchanged"])
+        return cls(
+            **{**body, "ref": Ref.parse(body["ref"]), "files": files, "unchanged": unchanged}
+        )
 
 
 @dataclass(frozen=True)

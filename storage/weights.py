@@ -23,16 +23,29 @@ AT_ONCE = 8  # blocks: few calls, and in a processor's cache as 64-bit numbers
 MASK = (1 << 64) - 1
 
 
-def weights_sum(tensors: Mapping[str, Any], files: Mapping[str, memoryview], prefix: str) -> int:
+def weights_sum(
+    tensors: Mapping[str, Any],
+    files: Mapping[str, memoryview],
+    prefix: str,
+    known: Mapping[tuple[str, int], int] | None = None,
+    made: dict[tuple[str, int], int] | None = None,
+) -> int:
     """Of all chunks of `tensors` (an index as in `Manifest.tensors`, whose chunks name a file of
     `files`) whose name begins with `prefix`; that is left out of what is hashed. Add the sums of
-    all ranks with `combined`."""
-    total = 0
+    all ranks with `combined`.
+
+    `known`: sums of chunks that are not to be made again, by tensor and number; `made` gets all.
+    """
+    total, made = 0, {} if made is None else made
     for name, entry in tensors.items():
         if name.startswith(prefix):
-            for chunk in entry["chunks"]:
-                data = files[chunk["part"]][chunk["start"] : chunk["end"]]
-                total += _chunk_sum(name.removeprefix(prefix), entry, chunk, data)
+            for i, chunk in enumerate(entry["chunks"]):
+                found = (known or {}).get((name, i))
+                if found is None:
+                    data = files[chunk["part"]][chunk["start"] : chunk["end"]]
+                    found = _chunk_sum(name.removeprefix(prefix), entry, chunk, data)
+                made[name, i] = found
+                total += found
     return total & MASK
 
 

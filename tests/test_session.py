@@ -26,6 +26,7 @@ from harness.views.compare import compare
 from harness.worker import replicas
 from storage import dcp
 from storage.faults import corrupt
+from storage.fingerprints import weighted
 from storage.opening import open_store
 from storage.snapshots import Snapshots
 
@@ -438,12 +439,12 @@ def test_any_changed_byte_is_another_state():
     one = replicas.held(tensors, plain)
     assert one.total() == replicas.held(tensors, plain).total() < 2**62
     raw = torch.arange(1003, dtype=torch.int64).to(torch.uint8)
-    hashes = {int(replicas.weighted(raw))}
+    hashes = {int(weighted(raw))}
     for i in range(len(raw)):
         raw[i] ^= 1
-        hashes.add(int(replicas.weighted(raw)))
+        hashes.add(int(weighted(raw)))
         raw[i] ^= 1
-    assert len(hashes) == len(raw) + 1 and int(replicas.weighted(raw)) in hashes
+    assert len(hashes) == len(raw) + 1 and int(weighted(raw)) in hashes
     tensors["b"][1] = True
     other = replicas.held(tensors, {**plain, "c": [1, {"d": "y"}]})
     assert [path for path, _ in replicas.differing([one.leaves(), other.leaves()])] == [
@@ -716,8 +717,14 @@ def test_without_a_run_it_is_an_ordinary_script(tmp_path):
 def test_what_cannot_be_exact_is_named(tmp_path):
     ended = train(tmp_path / "unseeded", 1, "--unseeded", "--reduce", "exact", "--total", 3)
     assert "Numbers[i] is another sample when it is read again" in ended.output
-    ended = train(tmp_path / "norm", 1, "--norm", "--reduce", "exact", "--total", 3, codes=(1,))
-    assert "the model has BatchNorm" in ended.output and newest(tmp_path / "norm") is None
+    script = tmp_path / "sync.py"
+    script.write_text(
+        "import harness, torch\nrun = harness.attach(reduce='exact')\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))\n"
+        "run.prepare(model, torch.optim.SGD(model.parameters()))\n"
+    )
+    ended = train(tmp_path / "norm", 1, script=script, codes=(1,))
+    assert "the model has SyncBatchNorm" in ended.output and newest(tmp_path / "norm") is None
     assert (
         "another sample"
         not in train(tmp_path / "augment", 1, "--augment", "--reduce", "exact", "--total", 3).output

@@ -24,6 +24,7 @@ from storage.folder_tiers import FolderTier
 from storage.staging import Segment, Stage, StageFull
 from storage.tiers import blocks
 from storage.upload import Uploader, UploadJob, UploadOutcome, forecast
+from storage.upload_job import Unchanged
 
 R1, R2, R3 = Ref(1, 10), Ref(1, 20), Ref(1, 30)
 WAIT_S = 120
@@ -99,7 +100,8 @@ VIEW = memoryview(bytearray(os.urandom(8000)))
 
 
 def test_jobs_and_outcomes_go_through_json():
-    one = job(before={"samples/x": "text"}, keep={"last": 2})
+    same = Unchanged("t0 before", {"0001.bin": [(0, 500), (600, 1000)]})
+    one = job(before={"samples/x": "text"}, keep={"last": 2}, unchanged=same)
     assert UploadJob.from_dict(json.loads(json.dumps(one.to_dict()))) == one
     outcome = UploadOutcome(R1, 0, "committed", 5, "ab", 0.1, parts={"k": "f"}, note={"why": "x"})
     assert UploadOutcome.from_dict(json.loads(json.dumps(outcome.to_dict()))) == outcome

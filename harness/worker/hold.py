@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,12 @@ from harness.worker.peers import Peers
 from harness.worker.run import Run
 from harness.worker.training import common
 from storage import dcp
+from storage.copying import Filled, Layout
 from storage.staging import ErrandThread, Segment, StageFull
+from storage.upload_job import Unchanged
+
+# tensors by name -> which of them training leaves alone
+LeftAlone = Callable[[dict[str, torch.Tensor]], set[str]]
 
 
 class Hold:
@@ -29,6 +35,7 @@ class Hold:
     def __init__(self, peers: Peers, run: Run, courier_at: str | None):
         self._peers, self._run, self._courier_at = peers, run, courier_at
         self._preparing: threading.Thread | None = None
+        self._sent: _Sent | None = None
 
     @functools.cached_property
     def saver(self) -> dcp.Saver:
@@ -49,21 +56,24 @@ class Hold:
             else local
         )
 
-    def prepare(self, state: Callable[[], dict[str, Any]]) -> None:
+    def prepare(self, state: Callable[[], dict[str, Any]], left_alone: LeftAlone) -> None:
         """Once, after the first step, when the optimizer has its state: plan, and take the memory
         before the first snapshot needs it."""
         if self._run.url and self._preparing is None:
             tensors, plain = dcp.split(state())
             if not self.saver.planned:
-                self.plan(tensors, plain)
+                self.plan(tensors, plain, left_alone(tensors))
             self.sender  # noqa: B018 - starts it
             self._preparing = threading.Thread(
                 target=self._take_memory, args=(self.saver.nbytes,), name="stage", daemon=True
             )
             self._preparing.start()
 
-    def plan(self, tensors: dict[str, torch.Tensor], plain: dict[str, Any]) -> None:
-        """Agree who writes what. Raises BadInput on all ranks if they do not hold the same."""
+    def plan(
+        self, tensors: dict[str, torch.Tensor], plain: dict[str, Any], still: Collection[str]
+    ) -> None:
+        """Agree who writes what; `still` in files of its own. Raises BadInput on all ranks if they
+        do not hold the same."""
         if self._peers.control is not None:
             size = self._peers.replica_ranks
             mine = replicas.held(common(tensors), common(plain), within_replicas=size > 1)
@@ -72,7 +82,7 @@ class Hold:
             apart = any(len(set(shards[place::size])) > 1 for place in range(size))
             if len(set(totals)) > 1 or apart:
                 self.refuse_differences(mine, alike=all(kind == kinds[0] for kind in kinds))
-        self.saver.plan(tensors)
+        self.saver.plan(tensors, still)
 
     def refuse_differences(self, mine: replicas.Held, alike: bool = True) -> None:
         """All ranks come here. `alike`: they are of one kind; else their arithmetic may differ,
@@ -98,6 +108,15 @@ class Hold:
             return
         raise BadInput(replicas.explain(found))
 
+    def since_last(self, staged: dcp.Staged, name: str) -> Unchanged:
+        """What of it is as it was in the last one that was handed over. `name`: its own."""
+        last, now = self._sent, _Sent(staged.layout, dict(staged.still()), name)
+        self._sent = now
+        if last is None or last.layout is not now.layout:
+            return Unchanged()
+        same = {place for place, found in now.prints.items() if last.prints.get(place) == found}
+        return Unchanged(last.name, now.layout.ranges(same))
+
     def _take_memory(self, nbytes: int) -> None:
         with contextlib.suppress(StageFull):  # said when a snapshot needs it
             segment = self.courier.segment(nbytes)
@@ -116,6 +135,23 @@ class Hold:
             segment = self.courier.segment(self.saver.nbytes)
         dcp.pin(tensor_of(segment))
         return segment
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A snapshot that was handed over: its layout, fingerprints of what training leaves alone."""
+
+    layout: Layout
+    prints: dict[int, str]
+    name: str
+
+
+def filled_of(segment: Segment) -> Filled:
+    """What it holds already."""
+    if segment.filled is None:
+        segment.filled = Filled()
+    found: Filled = segment.filled
+    return found
 
 
 def tensor_of(segment: Segment) -> torch.Tensor:

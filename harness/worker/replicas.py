@@ -17,9 +17,10 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
+from storage.fingerprints import fingerprint
+
 # tensors up to this are looked at for every snapshot, if anything but an optimizer changes them
 SMALL_NBYTES = 1 << 20
-CHUNK = 1 << 20  # elements of a GPU's tensor that are hashed at a time
 SHOWN = 3  # differences that a message names
 
 
@@ -56,9 +57,9 @@ def held(tensors: Mapping[str, torch.Tensor], plain: Any, within_replicas: bool 
         if isinstance(t, DTensor):
             hashes[name] = f"sharded {kind}"
             if within_replicas:
-                shards[name] = f"{kind} {_hash(t.to_local().detach())}"
+                shards[name] = f"{kind} {fingerprint(t.to_local().detach())}"
         else:
-            hashes[name] = f"{kind} {_hash(t.detach())}"
+            hashes[name] = f"{kind} {fingerprint(t.detach())}"
     return Held(hashes, plain, shards)
 
 
@@ -148,37 +149,6 @@ def _leaves(plain: Any, path: str) -> Iterator[tuple[str, str]]:
             yield from _leaves(value, f"{path}/{i}")
     elif not (isinstance(plain, dict) and plain.get("$") == "tensor"):
         yield path, json.dumps(plain, sort_keys=True)
-
-
-def _hash(tensor: torch.Tensor) -> str:
-    if tensor.numel() == 0:
-        return "empty"
-    raw = tensor.contiguous().reshape(-1).view(torch.uint8)
-    if not raw.is_cuda:
-        return xxhash.xxh3_64_hexdigest(raw.cpu().numpy().data)
-    # where it lies: a copy of gigabytes to the host would stop the training
-    return f"{int(weighted(raw)) & (1 << 64) - 1:016x}"
-
-
-def weighted(raw: torch.Tensor) -> torch.Tensor:
-    """A 64-bit sum of bytes (n,), each times an odd number that is its place's own; 0-d int64,
-    on the same device."""
-    words = (
-        raw[: len(raw) // 4 * 4].view(torch.int32)
-        if raw.storage_offset() % 4 == 0
-        else raw[:0].view(torch.int32)
-    )
-    rest = raw[len(words) * 4 :]
-    total = torch.zeros((), dtype=torch.int64, device=raw.device)
-    for numbers, first in ((words, 0), (rest, len(words))):
-        for start in range(0, len(numbers), CHUNK):
-            piece = numbers[start : start + CHUNK]
-            place = torch.arange(
-                first + start, first + start + len(piece), dtype=torch.int64, device=raw.device
-            )
-            place = (place + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15
-            total += ((place ^ (place >> 29)) | 1).mul_(piece).sum()
-    return total
 
 
 def _short(value: str) -> str:

@@ -58,7 +58,7 @@ class StreamMark:
         return StreamMark(**{**spelled, "digest": int(spelled["digest"], 16)})
 
 
-class _Hashed:
+class _HashingCollate:
     """A collate function that also says what it was given."""
 
     def __init__(self, collate: Callable[[Any], Any], batched: bool):
@@ -83,7 +83,9 @@ class OwnStream:
         self._loader = copy.copy(loader) if self._hashed else loader
         if self._hashed:
             self._loader._iterator = None
-            self._loader.collate_fn = _Hashed(loader.collate_fn, loader.batch_size is not None)
+            self._loader.collate_fn = _HashingCollate(
+                loader.collate_fn, loader.batch_size is not None
+            )
         self._here = getattr(loader, "num_workers", 0) == 0
         dataset = getattr(loader, "dataset", None)
         # a dataset in this process that can be told where to go on; the state in which it came

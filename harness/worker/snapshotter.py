@@ -22,7 +22,7 @@ from harness.core.world import Fenced, HarnessError
 from harness.node.progress import WorkerPhase
 from harness.worker import replicas
 from harness.worker.environment import environment
-from harness.worker.hold import Hold, tensor_of
+from harness.worker.hold import Hold, filled_of, tensor_of
 from harness.worker.peers import Peers
 from harness.worker.resume import LastSeen
 from harness.worker.rhythm import Rhythm
@@ -216,10 +216,11 @@ class Snapshotter:
     def _begin_copy(self, flight: Flight) -> None:
         tensors, saver, control = flight.tensors, self._hold.saver, self._peers.control
         changed = not saver.fits(tensors)
-        between = self._training.between_updates(tensors)
+        still = self._training.left_alone(tensors)
+        between = self._training.between_updates(tensors) | still
         if not saver.planned or control is None:
             if changed:
-                self._hold.plan(tensors, flight.plain)
+                self._hold.plan(tensors, flight.plain, still)
         else:
             # Whether it has changed on any rank, or differs between ranks, is known when it is
             # needed: before the optimizer steps.
@@ -231,7 +232,8 @@ class Snapshotter:
         if flight.agreement is None or not changed:
             flight.segment = self._hold.segment(self._wait_for_older)
             later = between if self._beside else set()
-            flight.staged = saver.begin(tensors, later, tensor_of(flight.segment))
+            buffer, filled = tensor_of(flight.segment), filled_of(flight.segment)
+            flight.staged = saver.begin(tensors, later, buffer, still, filled)
 
     def _wait_for_older(self) -> None:
         for flight in self._older:
@@ -278,7 +280,8 @@ class Snapshotter:
             self._hold.refuse_differences(agreement.held)
         # plan anew; nothing has changed the state so far
         if agreement.changed:
-            self._hold.plan(flight.tensors, flight.plain)
+            still = self._training.left_alone(flight.tensors)
+            self._hold.plan(flight.tensors, flight.plain, still)
             if flight.staged is not None:
                 flight.staged.arrive()
             if flight.segment is not None:
@@ -326,15 +329,18 @@ class Snapshotter:
             if flight.records and leads
             else {}
         )
+        token = f"{self._run.token}{self._peers.rank}"
+        unchanged = self._hold.since_last(staged, f"{token} {flight.ref.name}")
         return UploadJob(
             flight.ref,
             self._peers.rank,
             self._peers.world,
-            f"{self._run.token}{self._peers.rank}",
+            token,
             dict(staged.layout.files),
             staged.layout.index,
             flight.data,
             weights="model/",
+            unchanged=unchanged,
             before=before,
             keep=asdict(self._keep) if leads else None,
             step_s=self._rhythm.calm_step_s,

@@ -18,10 +18,12 @@ from harness.worker.broadcast import same_everywhere, share
 from harness.worker.buffers import Buffers
 from harness.worker.exact import exact_strategy_for
 from harness.worker.loader import Stream
+from harness.worker.norms import Norms, has_sync_norm
 from harness.worker.parallel import Strategy, check_fits, strategy_for
 from harness.worker.peers import Peers
 from harness.worker.sharding import check_real
 from storage import dcp
+from storage.copying import version_of
 from storage.manifest import Manifest
 from storage.snapshots import Snapshots
 
@@ -49,6 +51,7 @@ class Training:
     update and the end of the loop's body."""
 
     strategy: Strategy
+    norms: Norms
 
     def __init__(self, peers: Peers, reduce: str):
         self._peers, self.reduce = peers, reduce
@@ -58,11 +61,12 @@ class Training:
         self.scaler: Any = None
         self.buffers: Buffers | None = None
         self.after_update: set[str] = set()
-        self.repeated = False  # a step was done again
         self.phases = False  # steps give their micro-batches more than once
         self._saved: dict[str, Any] = {}  # name -> object with state_dict
         # names of those whose state is each rank's own
         self._per_rank: frozenset[str] = frozenset()
+        # buffers of whole numbers, as the last snapshot saw them: address, version
+        self._seen: dict[str, tuple[int, int]] = {}
         # buffers that every rank takes from rank 0 after each step; None: not looked yet
         self._living: list[str] | None = None
 
@@ -118,6 +122,7 @@ class Training:
             *after_update,
             *(name for name, thing in state.items() if isinstance(thing, AveragedModel)),
         }
+        self.norms = Norms(model, self._peers)
         self.buffers = Buffers(model)
         self.buffers.note()
         self._check_norms()
@@ -158,19 +163,18 @@ class Training:
             )
 
     def _check_norms(self) -> None:
-        """BatchNorm's statistics depend on the world: refused with exact sums, told with others."""
+        """What SyncBatchNorm computes depends on the world: refused with exact sums, told with
+        others."""
         assert self.model is not None
-        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules()):
+        if has_sync_norm(self.model):
+            what = "the model has SyncBatchNorm, whose forward averages over the ranks that are "
             if self.reduce != "fast":
                 raise BadInput(
                     f"reduce={self.reduce!r} promises the same result on any number of ranks, but "
-                    "the model has BatchNorm, whose running statistics depend on which rank saw "
-                    "what; use GroupNorm or LayerNorm, or reduce='fast'"
+                    f"{what}there; use BatchNorm, whose averages are gathered by micro-batch, "
+                    "GroupNorm or LayerNorm, or reduce='fast'"
                 )
-            self._peers.print(
-                "harness: the model has BatchNorm: its statistics are of rank 0's micro-batches, "
-                "so results will depend on the world"
-            )
+            self._peers.print(f"harness: {what}there, so results will depend on the world")
 
     def reads(self, stream: Stream) -> None:
         """Where the stream is, is part of the state."""
@@ -180,6 +184,10 @@ class Training:
         """Where in the data the next step begins is part of the state, if somebody else reads it.
         The one that is kept: the first."""
         return self._saved.setdefault("place", place)
+
+    def settle_norms(self, micro_batches: int, some_idle: bool = False) -> None:
+        """The running averages of BatchNorm: see `Norms.settle`. Raises BadInput."""
+        self.norms.settle(micro_batches, self.reduce != "fast", some_idle)
 
     # ---- buffers ---------------------------------------------------------------------------------
     def share_buffers(self, look: bool = False) -> None:
@@ -222,6 +230,19 @@ class Training:
         assert self.model is not None
         later = {self._stored(name) for name in self.after_update}
         return between_updates(self.model, tensors, later)
+
+    def left_alone(self, tensors: dict[str, torch.Tensor]) -> set[str]:
+        """Names of the model's tensors that training probably leaves as they are: what a snapshot
+        holds already need not be copied, hashed or sent again, if it is found to be the same."""
+        assert self.model is not None
+        seen = {
+            f"model/{name}": (buffer.data_ptr(), version_of(buffer))
+            for name, buffer in self.model.named_buffers()
+            if not buffer.is_floating_point()
+        }
+        before, self._seen = self._seen, seen
+        unchanged = {name for name, now in seen.items() if before.get(name) == now}
+        return left_alone(self.model, self.optimizers, tensors) | unchanged & tensors.keys()
 
     def load(self, manifest: Manifest, snapshots: Snapshots) -> None:
         """Take over the state of a snapshot. Raises BadInput, StoreError."""
@@ -327,6 +348,24 @@ def between_updates(
         if name in later
         or (name.startswith("optimizer/") and name.split("/")[2] == "state")
         or name.partition("/")[0] in tops
+    }
+
+
+def left_alone(
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], tensors: dict[str, torch.Tensor]
+) -> set[str]:
+    """Of a model's tensors: parameters that no gradient and no optimizer changes, and what is
+    stored beside one (`layer.weight.absmax` of a quantised weight)."""
+    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    frozen = {
+        f"model/{name}"
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if not p.requires_grad and id(p) not in held
+    }
+    return {
+        name
+        for name in tensors
+        if name in frozen or any(name[:at] in frozen for at in range(len(name)) if name[at] == ".")
     }
 
 
