@@ -8,6 +8,7 @@ import secrets
 import signal
 import threading
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from harness.views.plugins import Account, Place
     from storage.objects import ObjectStore
 
-TELL_S = 120.0  # for trackers, when all is done
+TELL_S = 300.0  # for trackers, when all is done
 
 
 def _name(text: str) -> None:
@@ -149,6 +150,10 @@ def _places(said: str) -> list[Account | Place]:
     if not wanted and os.environ.get("WANDB_API_KEY"):
         wanted = "wandb"
     found = build(wanted, os.environ) if wanted else []
+    if any(isinstance(one, Account) for one in found) and find_spec("wandb") is None:
+        if said:
+            raise BadInput("--trackers: package wandb is not installed here; `pip install wandb`")
+        found = []
     online = [one for one in found if isinstance(one, Account) and one.online]
     places = [one for one in found if isinstance(one, Place)]
     return [*online, *(one for one in places if one.name == "tensorboard" or one.where)]
