@@ -327,17 +327,15 @@ class Session(PlainLoops):
         if stream is not None:
             training.reads(stream)
         identity = feed.identity(training.model, self.reduce)
-        if self.reduce != "fast" and (what := feed.drawn_anew()):
-            self._run.warn(what, 0)
+        self._run.warn_of(feed.drawn_anew() if self.reduce != "fast" else "")
         self._hands.total = total = feed.steps_in(epochs or 0) if total is None else total
         total = min(total, self._hands.until)
         self._announce(identity)
         self._setup.settle()
         seed_everything(self.seed)
         self._hands.turn(machine.Looped())
-        if stream is not None and not self.step and self.run_url:
-            self._run.warn_of(self._peers.agree(lambda: rehearse(dataset)))
-            seed_everything(self.seed)
+        if stream is not None and not self.step:
+            self._try_out(dataset)
         batches = feed.batches(self.step + 1, total, num_workers)
         training.strategy.start(self.batching.micro_batches)
         training.strategy.zero()
@@ -351,6 +349,12 @@ class Session(PlainLoops):
             self._profile.stop()
         self._hands.turn(machine.Reached())
         self._profile.wait()
+
+    def _try_out(self, stream: Any) -> None:
+        """Before the first step. Raises BadInput."""
+        if self._run.url:
+            self._run.warn_of(self._peers.agree(lambda: rehearse(stream)))
+            seed_everything(self.seed)
 
     def _loop(self, batches: Iterator[MicroBatch], total: int) -> Iterator[Step]:
         while self.step < total and not self._hands.enough:

@@ -32,6 +32,14 @@ RANK_MARK = "@r"  # between a name and a rank
 TAKEN = ("model", "optimizer", "scheduler", "scaler", "reduce", "dataset", "place")
 
 
+@dataclass
+class Habits:
+    """What the script's steps have done so far."""
+
+    repeated: bool = False  # a step was done again
+    phases: bool = False  # they give their micro-batches more than once
+
+
 class KeptFiles(Protocol):
     """Files in a folder (`own_files.py`)."""
 
@@ -69,9 +77,7 @@ class Training:
         self.scaler: Any = None
         self.buffers: Buffers | None = None
         self.after_update: set[str] = set()
-        self.repeated = False  # a step was done again
-        self.files: KeptFiles | None = None  # of a script that keeps checkpoints by itself
-        self.phases = False  # steps give their micro-batches more than once
+        self.habits = Habits()
         self._saved: dict[str, Any] = {}  # name -> object with state_dict
         # names of those whose state is each rank's own
         self._per_rank: frozenset[str] = frozenset()
@@ -201,7 +207,12 @@ class Training:
                 "run.files is for a script that keeps its whole state by itself; with "
                 "run.prepare(...) give what else there is as state={'name': object}"
             )
-        self.files, self._saved, self._per_rank = files, {name: files}, frozenset({name})
+        self._saved, self._per_rank = {name: files}, frozenset({name})
+
+    @property
+    def files(self) -> KeptFiles | None:
+        """Of a script that keeps checkpoints by itself."""
+        return next(iter(self._saved.values()), None) if self.model is None else None
 
     def keep_place(self, place: Any) -> Any:
         """Where in the data the next step begins is part of the state, if somebody else reads it.
