@@ -315,9 +315,7 @@ class Session(PlainLoops):
             raise BadInput("call run.prepare(model, optimizer) before run.steps(...)")
         check_unwrapped(training.model)
         if (total is None) is (epochs is None):
-            raise BadInput(
-                "run.steps(...): wanted total= (optimizer steps) or epochs=, one of them"
-            )
+            raise BadInput("run.steps(...): wanted either total= (optimizer steps) or epochs=")
         try:
             stream = feed.open(dataset, global_batch, micro_batch, shuffle, collate_fn)
         except TooManyRanks as e:
