@@ -20,6 +20,10 @@ from typing import Any
 PATCHES: dict[str, str] = {
     "accelerate.accelerator": "harness.adapters.accelerate_patch:patch",
     "torchtitan.trainer": "harness.adapters.titan:patch",
+    "transformers.trainer": "harness.adapters.hf_trainer:patch",
+    "transformers.training_args": "harness.adapters.hf_trainer:patch_arguments",
+    "lightning.pytorch": "harness.adapters.lightning_trainer:patch",
+    "pytorch_lightning": "harness.adapters.lightning_trainer:patch",
 }
 
 

@@ -112,6 +112,7 @@ class StepLog:
         self.pending: Pending | None = None
         self.head = ""
         self.unsaved: list[rec.StepRecord] = []
+        self.repeated = False  # a step was done again, and that was told
         self.last: rec.StepRecord | None = None
         self._metrics: dict[str, float] = {}
         self.last_metrics: dict[str, float] = {}  # of all names, for the manifest

@@ -187,8 +187,8 @@ class OpenStep:
         """All ranks do this phase once more: a gradient did not fit."""
         w = self._work
         self.attempt += 1
-        if not w.training.habits.repeated:
-            w.training.habits.repeated = True
+        if not w.log.repeated:
+            w.log.repeated = True
             w.run.warn(DONE_AGAIN, self.number)
         if w.training.buffers is not None and (lost := w.training.buffers.restore()):
             w.run.warn(lost, self.number)
@@ -236,7 +236,7 @@ class Step(OpenStep):
         their forwards is what was drawn before. The first time in a step it is the same as
         iterating it; later it comes behind `sync`. Raises BadInput."""
         if self._current is not None:
-            self._work.training.habits.phases = True
+            self._work.training.phases = True
             self._next_phase()
         return self._round()
 
@@ -303,7 +303,7 @@ class Step(OpenStep):
         batch = next(self._batches)
         self._sums.note(batch)
         w = self._work
-        if w.feed.stream is not None or (w.training.habits.phases and w.peers.device.type != "cpu"):
+        if w.feed.stream is not None or (w.training.phases and w.peers.device.type != "cpu"):
             self._read.append(batch)
         return batch
 

@@ -32,14 +32,6 @@ RANK_MARK = "@r"  # between a name and a rank
 TAKEN = ("model", "optimizer", "scheduler", "scaler", "reduce", "dataset", "place")
 
 
-@dataclass
-class Habits:
-    """What the script's steps have done so far."""
-
-    repeated: bool = False  # a step was done again
-    phases: bool = False  # they give their micro-batches more than once
-
-
 class KeptFiles(Protocol):
     """Files in a folder (`own_files.py`)."""
 
@@ -77,14 +69,12 @@ class Training:
         self.scaler: Any = None
         self.buffers: Buffers | None = None
         self.after_update: set[str] = set()
-        self.habits = Habits()
+        self.phases = False  # steps give their micro-batches more than once
         self._saved: dict[str, Any] = {}  # name -> object with state_dict
         # names of those whose state is each rank's own
         self._per_rank: frozenset[str] = frozenset()
         # buffers of whole numbers, as the last snapshot saw them: address, version
         self._seen: dict[str, tuple[int, int]] = {}
-        # buffers that every rank takes from rank 0 after each step; None: not looked yet
-        self._living: list[str] | None = None
 
     # ---- what `prepare` is given -----------------------------------------------------------------
     def prepare(
@@ -236,15 +226,15 @@ class Training:
             return
         if self.reduce != "fast":  # exact sums promise more: what differs is refused
             return
-        if look or self._living is None:
+        shared = self.buffers.shared
+        if look or shared is None:
             every = self._peers.gather(self.buffers.changed())
-            self._living = sorted(
-                {*(self._living or ()), *(name for names in every for name in names)}
-            )
-        if self._living:
+            shared = sorted({*(shared or ()), *(name for names in every for name in names)})
+            self.buffers.shared = shared
+        if shared:
             now = dict(self.model.named_buffers())
             with torch.no_grad():
-                share([now[name] for name in self._living], self._peers.across)
+                share([now[name] for name in shared], self._peers.across)
 
     # ---- state -----------------------------------------------------------------------------------
     def state(self) -> dict[str, Any]:

@@ -6,11 +6,16 @@ import re
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from worlds import environment, history, newest, until
+
+from harness.core.world import DRAINED, BadInput
+from storage.opening import open_store
+from storage.snapshots import Snapshots
 
 pytest.importorskip("torchtitan")
 
@@ -22,15 +27,12 @@ import titan_stubs
 
 titan_stubs.when_needed()  # before anything here imports torchtitan
 
-from harness.core.world import DRAINED, BadInput
-from storage.opening import open_store
-from storage.snapshots import Snapshots
-
 STEPS = ["--training.steps", "10"]
-VALIDATION = (
-    "--validator.enable --validator.freq 5 --validator.steps 2 --validator.dataloader.dataset "
-    "c4_test --validator.dataloader.dataset_path assets/documents"
-).split()
+VALIDATION = [
+    *("--validator.enable", "--validator.freq", "5", "--validator.steps", "2"),
+    *("--validator.dataloader.dataset", "c4_test"),
+    *("--validator.dataloader.dataset_path", "assets/documents"),
+]
 HARNESS = [sys.executable, "-m", "harness.cli"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 
@@ -44,7 +46,7 @@ def environ(folder, *, plain=False):
 
 def agent(folder, run, nproc, *flags, options=()):
     """`harness run` of torchtitan.train, as it is."""
-    asked = ["--attach", "snapshot_every_steps=2", "--preload", "torchtitan.trainer", *options]
+    asked = ["--attach", "snapshot_every_steps=2", *options]
     log = open(folder / f"{nproc}.log", "w")  # noqa: SIM115
     return subprocess.Popen(
         [
@@ -109,7 +111,7 @@ def test_killed_and_drained_on_other_worlds_it_trains_as_torchtitan_alone(folder
         started = agent(folder, run, nproc, *VALIDATION)
         try:
             if how is not None:
-                until(lambda n=until_step: step_of(run) >= n or started.poll() is not None)
+                until(lambda n=until_step, p=started: step_of(run) >= n or p.poll() is not None)
                 started.send_signal(how)
             code = started.wait(240)
         finally:
@@ -148,6 +150,13 @@ def test_by_its_own_overrides_without_an_agent(folder, plain):
     assert snapshots.latest().step == len(steps) and snapshots.ended(snapshots.latest())
 
 
+def test_a_node_imports_it_once():
+    from harness.cli.adapt import to_preload
+
+    assert to_preload(["-m", "torchtitan.train", "--module", "llama3"]) == ["torchtitan.trainer"]
+    assert to_preload(["-m", "timeit"]) == []
+
+
 # ---- the parts -----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("asked", "world", "fitted"),
@@ -182,7 +191,7 @@ def test_what_does_not_fit_is_refused_by_name():
     with pytest.raises(BadInput, match="expert_parallel_degree=2"):
         check_parallelism(SimpleNamespace(**degrees, expert_parallel_degree=2))
     training = SimpleNamespace(global_batch_size=10, local_batch_size=4)
-    with pytest.raises(BadInput, match="multiple of training.local_batch_size"):
+    with pytest.raises(BadInput, match=r"multiple of training\.local_batch_size"):
         fit_batch(training)
     training.local_batch_size = 2
     assert (fit_batch(training), training.global_batch_size) == (5, -1)
@@ -213,7 +222,7 @@ def test_any_world_reads_the_same_streams(micro_batches):
     def read(bounds, places=None):
         """One step on that many ranks, and where the streams are after it."""
         at, found = {}, []
-        for first, last in zip(bounds, bounds[1:], strict=False):
+        for first, last in pairwise(bounds):
             streams = TitanStreams(Numbers, 3, micro_batches, range(first, last))
             if places is not None:
                 streams.load(places)

@@ -7,13 +7,14 @@ import tempfile
 from pathlib import Path
 
 WORDS = [f"w{i}" for i in range(1000)]
-FLAGS = (
-    "--module titan_tiny --config debugmodel --hf_assets_path assets/tokenizer "
-    "--dataloader.dataset_path assets/documents --training.seq_len 32 "
-    "--training.local_batch_size 1 --training.global_batch_size 4 --debug.seed 7 "
-    "--training.disable_cuda_graphs --parallelism.spmd_backend partial_dtensor "
-    "--training.mixed_precision_param float32"
-).split()
+FLAGS = [
+    *("--module", "titan_tiny", "--config", "debugmodel"),
+    *("--hf_assets_path", "assets/tokenizer", "--dataloader.dataset_path", "assets/documents"),
+    *("--training.seq_len", "32", "--training.local_batch_size", "1"),
+    *("--training.global_batch_size", "4", "--debug.seed", "7", "--training.disable_cuda_graphs"),
+    *("--parallelism.spmd_backend", "partial_dtensor"),
+    *("--training.mixed_precision_param", "float32"),
+]
 
 
 def make(folder=Path()):
