@@ -35,6 +35,7 @@ from harness.bucket.layout import (
 )
 from harness.bucket.notes import LogbookEntry
 from harness.bucket.setups import decode_setup, encoded
+from harness.bucket.side_jobs import SideClaim, SideOutcome
 from harness.bucket.streamed import (
     BatchHeader,
     StreamRow,
@@ -55,6 +56,7 @@ from storage import probe
 from storage.json_text import canonical, digest
 from storage.manifest import Manifest, PartList, SnapshotCorrupt, SnapshotTooNew
 from storage.marks import mark, why_of
+from storage.measured import metrics_of
 from storage.parts import Part, Ref
 
 QUICK = settings(
@@ -128,6 +130,7 @@ SETUP = encoded(
     )
 )  # fmt: skip
 NOTE = canonical(dataclasses.asdict(LogbookEntry(1.7e9, "why", "me", 3)))
+DONE = SideOutcome("done", {"eval/loss": 2.5}, 2, 3.5, "me")
 BAD = (BadObject,)
 DECODERS = [
     Decoder("run.json", Identity.decode, BAD, of("run.json")),
@@ -152,6 +155,9 @@ DECODERS = [
     Decoder("rank 0's machine", machine_said, BAD, (b'{"git":{"commit":"ab"},"flags":{"lr":1}}',)),
     Decoder("setup", decode_setup, BAD, (SETUP,)),
     Decoder("note", LogbookEntry.decode, BAD, (NOTE,)),
+    Decoder("outcome of a side job", SideOutcome.of, (), (DONE.encode(),)),
+    Decoder("claim of a side job", SideClaim.of, (), (SideClaim("me", 60.0).encode(),)),
+    Decoder("numbers told later", metrics_of, (), (b'{"metrics":{"eval/loss":2.5},"ref":"x"}',)),
     Decoder("facts", chain, (), FACTS, "h"),
     Decoder("records", lambda d: rec.decode(d, "k"), (rec.BrokenRecords,), (OLD[SAMPLES],), "h"),
     Decoder(
@@ -287,8 +293,10 @@ def use(found: Any) -> None:
             found.encode()
         case ToldWandb():
             found.encode("p", "r")
-        case ToldNodes():
+        case ToldNodes() | SideOutcome():
             found.encode()
+        case SideClaim():
+            assert 0 < found.lease_s <= 3600
         case (BatchHeader() as header, list() as rows):
             assert [row.number for row in rows] == list(range(header.first_row, header.end_row))
             assert all(int(row.values["time/wall_s"]) < 2**60 for row in rows)

@@ -717,8 +717,14 @@ def test_without_a_run_it_is_an_ordinary_script(tmp_path):
 def test_what_cannot_be_exact_is_named(tmp_path):
     ended = train(tmp_path / "unseeded", 1, "--unseeded", "--reduce", "exact", "--total", 3)
     assert "Numbers[i] is another sample when it is read again" in ended.output
-    ended = train(tmp_path / "norm", 1, "--norm", "--reduce", "exact", "--total", 3, codes=(1,))
-    assert "the model has BatchNorm" in ended.output and newest(tmp_path / "norm") is None
+    script = tmp_path / "sync.py"
+    script.write_text(
+        "import harness, torch\nrun = harness.attach(reduce='exact')\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))\n"
+        "run.prepare(model, torch.optim.SGD(model.parameters()))\n"
+    )
+    ended = train(tmp_path / "norm", 1, script=script, codes=(1,))
+    assert "the model has SyncBatchNorm" in ended.output and newest(tmp_path / "norm") is None
     assert (
         "another sample"
         not in train(tmp_path / "augment", 1, "--augment", "--reduce", "exact", "--total", 3).output

@@ -1,9 +1,11 @@
 """Side jobs of committed snapshots: which are due, who does them, what their numbers reach."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from truerun import TrueRun
 
 import harness
@@ -13,11 +15,15 @@ from harness.bucket.side_jobs import SideJobs, SideOutcome
 from harness.bucket.streamed import EVENT
 from harness.cli.command import main
 from harness.cli.watch import default_name
-from harness.core.facts import Validated
+from harness.core.facts import RunEnded, SnapshotCommitted, Stamped, Validated
 from harness.core.world import BadInput
 from harness.views.committed import Lineage
 from harness.views.operations import Operations
+from harness.views.page import page
 from harness.views.plugins import RunInfo
+from harness.views.report import print_report
+from harness.views.report_json import to_json
+from harness.views.side_jobs import side_jobs
 from harness.views.stream import StreamWriter, newest_header, whole
 from harness.views.summary import summarize
 from harness.views.wandb_run import define_side_job
@@ -288,6 +294,45 @@ def test_numbers_reach_the_report():
         "eval/loss",
         ((5, 3.0), (10, 2.0), (15, 2.5)),
     )
+
+
+def test_the_report_has_a_table_of_each_watch_and_knows_the_lowest_loss():
+    run = TrueRun().train(20, final=True)
+    run.controller.record(RunEnded("done", "", 20))
+    run.controller.flush()
+    ended_s = summarize(run.store).ended_s
+    run.t += 3600  # long after the run's end
+    for step, loss in ((10, 2.0), (5, 3.0), (15, float("nan"))):
+        tell(run, step, loss, writer=f"watch-eval-{step}")
+    tell(run, 20, 7.0, by="<b>", writer="watch-b-1")
+    tell(run, 10, 9.0, writer="watch-eval-again")  # told before: the first counts
+    s = summarize(run.store)
+    assert s.ended_s == ended_s
+    assert [(one.name, [step for step, _ in one.rows]) for one in s.side_jobs] == [
+        ("<b>", [20]),
+        ("eval", [5, 10, 15]),
+    ]
+    one = s.side_jobs[1]
+    assert one.metrics == ["loss", "n"] and one.lowest("loss") == 10 and one.lowest("n") == 0
+    assert one.rows[1] == (10, {"loss": 2.0, "n": 3}) and one.seconds == 1.5
+    html = page(s)
+    assert "Side jobs" in html and "<span class=good>2.0000</span>" in html and "<h3><b>" not in html
+    out = io.StringIO()
+    print_report(s, Console(file=out, width=120))
+    assert "lowest loss at step 10" in out.getvalue() and "<b>" in out.getvalue()
+    assert to_json(s)["side_jobs"]["eval"][2] == {"step": 15, "metrics": {"loss": None, "n": 3}}
+
+
+def test_what_side_jobs_measured_of_work_that_was_done_again_is_left_out():
+    refs_of = [Ref(1, 10), Ref(1, 20), Ref(2, 15), Ref(2, 20)]
+    told = [
+        Stamped(float(i), "watch-eval-1", Validated(ref.step, ref.epoch, {"eval/loss": i}, "eval"))
+        for i, ref in enumerate([*refs_of, Ref(2, 17)])
+    ]
+    made = [SnapshotCommitted(ref.step, ref.epoch, 1, 0.0, 0.0, "interval", 0.0) for ref in refs_of]
+    (one,) = side_jobs(told, made)
+    # of step 17 nobody told that it was committed: its fact was lost with its writer
+    assert [(step, metrics["loss"]) for step, metrics in one.rows] == [(10, 0), (15, 2), (17, 4), (20, 3)]
 
 
 def test_an_older_fact_without_a_watch_is_the_trainings_own():

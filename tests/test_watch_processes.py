@@ -13,7 +13,12 @@ from worlds import environment, train, until
 
 from harness.bucket.journal import read_facts
 from harness.bucket.orders import STOP_KEY
+from harness.bucket.streamed import EVENT
 from harness.core.facts import Validated, Warned
+from harness.views.committed import Lineage
+from harness.views.operations import Operations
+from harness.views.plugins import RunInfo
+from harness.views.stream import StreamWriter, whole
 from storage.files import FileStore
 from storage.manifest import Ref
 from storage.measured import measured
@@ -103,7 +108,10 @@ def test_a_real_training_is_evaluated_exported_and_the_best_is_known(tmp_path):
 
 def test_a_watcher_that_is_killed_takes_its_command_along_and_another_goes_on(tmp_path):
     run, log, go = tmp_path / "run", tmp_path / "seen", tmp_path / "go"
-    true_run(run, 15, final=True)
+    training = true_run(run, 15, final=True)
+    store, info = training.store, RunInfo.of(training.store)
+    operations = Operations(store, Lineage(store, info))
+    assert StreamWriter(store, info, operations, now=lambda: training.t).round(last=True)
     env = {"SEEN": str(log), "GO": str(go)}
     first = Watching(run, env=env)
     until(lambda: seen(log), "the first command")
@@ -118,6 +126,7 @@ def test_a_watcher_that_is_killed_takes_its_command_along_and_another_goes_on(tm
     begun = [one for one, _ in seen(log)]
     assert step == 5 and sorted(begun) == [5, 5, 10, 15]  # and the killed one's again
     assert told(run) == [(s, {"eval/loss": s}) for s in (5, 10, 15)]
+    assert sorted(row.step for row in whole(store) if row.kind == EVENT and row.step) == [5, 10, 15]
     assert len(open_store(str(run)).list("watch/eval/done/")) == 3
 
 

@@ -18,7 +18,12 @@ from typing import Any
 
 # module of a framework -> who adapts it, as "module:function"
 PATCHES: dict[str, str] = {
+    "accelerate.accelerator": "harness.adapters.accelerate_patch:patch",
     "torchtitan.trainer": "harness.adapters.titan:patch",
+    "transformers.trainer": "harness.adapters.hf_trainer:patch",
+    "transformers.training_args": "harness.adapters.hf_trainer:patch_arguments",
+    "lightning.pytorch": "harness.adapters.lightning_trainer:patch",
+    "pytorch_lightning": "harness.adapters.lightning_trainer:patch",
 }
 
 

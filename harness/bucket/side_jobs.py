@@ -28,6 +28,7 @@ from storage.manifest import Ref
 from storage.objects import ObjectStore, get_each
 
 LEASE_S = 60.0  # a watcher whose claim stands still for so long is taken for dead
+MOST_LEASE_S = 3600.0  # nobody is believed to need longer between two beats
 GIVEN_BACK = b"given back"  # a beat: the next one need not wait
 NO_BEAT = b"-"  # it was claimed a moment ago
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,40}")  # of a watch
@@ -47,9 +48,13 @@ class SideClaim:
     def of(cls, data: bytes) -> SideClaim:
         """Never fails: whoever holds a claim holds it, whatever is in there."""
         try:
-            return decoded(cls, data, most_nbytes=SMALL_NBYTES)
+            found = decoded(cls, data, most_nbytes=SMALL_NBYTES)
         except BadObject:
             return cls()
+        return found if 0 < found.lease_s <= MOST_LEASE_S else cls(found.by)
+
+    def encode(self) -> bytes:
+        return canonical(dataclasses.asdict(self))
 
 
 @dataclass(frozen=True)
@@ -126,8 +131,8 @@ class SideJobs:
         newest = max(before, default=0)
         if newest and not self._is_over(ref, newest):
             return 0
-        body = canonical({"by": self._holder, "lease_s": self._lease_s})
-        if not self._store.create(self._claim_key(ref, newest + 1), body):
+        body = SideClaim(self._holder, self._lease_s)
+        if not self._store.create(self._claim_key(ref, newest + 1), body.encode()):
             return 0
         self.beat(ref, newest + 1, 0)
         if self.outcome(ref) is not None:  # settled since we looked, and its claims deleted

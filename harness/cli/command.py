@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from harness.cli.again import LogbookFlags, RerunFlags, logbook, rerun
 from harness.cli.alerts import AlertsFlags, alerts
 from harness.cli.ask import DownFlags, SnapshotFlags, StopFlags, down, snapshot, stop
+from harness.cli.check import CheckFlags, check
 from harness.cli.common import FAILED, INTERRUPTED, WRONG_INPUT
 from harness.cli.costs import CostsFlags, PricesFlags, costs, prices
 from harness.cli.init import InitFlags, init
@@ -67,6 +68,7 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "prices": (PricesFlags, prices),
     "verify": (VerifyFlags, verify),
     "compare": (CompareFlags, compare),
+    "check": (CheckFlags, check),
     "replay": (ReplayFlags, replay),
     "rerun": (RerunFlags, rerun),
     "logbook": (LogbookFlags, logbook),
@@ -105,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
     given = list(sys.argv[1:] if argv is None else argv)
     after: list[str] = []
     # everything behind it is the script's own
-    if "--" in given and given[0] in ("run", "replay", "watch"):
+    if "--" in given and given[0] in ("run", "replay", "check", "watch"):
         at = given.index("--")
         given, after = given[:at], given[at + 1 :]
     root, subs = parser()

@@ -10,11 +10,19 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from harness.cli.common import INTERRUPTED, checked_store
 from harness.core.config import flag, positional
-from harness.core.world import BadInput
+from harness.core.world import DRAINED, BadInput, HarnessError
+from storage.errors import StoreError
 from storage.opening import normalize
+
+if TYPE_CHECKING:
+    from harness.views.plugins import Account, Place
+    from storage.objects import ObjectStore
+
+TELL_S = 120.0  # for trackers, when all is done
 
 
 def _name(text: str) -> None:
@@ -65,7 +73,17 @@ class WatchFlags:
     )
     pause_s: float = flag(5.0, "before the second try; then four times as long", at_least=0)
     lease_s: float = flag(
-        60.0, "silence after which another watcher takes a snapshot over", at_least=1
+        60.0,
+        "silence after which another watcher takes a snapshot over",
+        at_least=1,
+        at_most=3600,
+    )
+
+    trackers: str = flag(
+        "",
+        "tell these in the end what came after the run's own publisher was gone: wandb, mlflow, "
+        "tensorboard, comma-separated; default: HARNESS_TRACKERS, else wandb if WANDB_API_KEY is "
+        "set",
     )
 
 
@@ -82,7 +100,7 @@ def watch(flags: WatchFlags) -> int:
     except ValueError as e:
         raise BadInput(f"the name of this watch: {e}: --name eval") from None
     rule = DueRule(flags.every, flags.every_steps, flags.newest)
-    url = normalize(flags.url)
+    url, places = normalize(flags.url), _places(flags.trackers)
     store = checked_store(url)
     poll_s = flags.poll_s or (1.0 if url.startswith("file://") else 10.0)
     config = WatchConfig(
@@ -101,6 +119,8 @@ def watch(flags: WatchFlags) -> int:
     holder = f"{name}-{secrets.token_hex(4)}"
     watcher = SnapshotWatcher(config, store, holder, os.environ, leave, _say)
     code = watcher.run()
+    if code != DRAINED:
+        _tell_trackers(store, places)
     return INTERRUPTED if signal.SIGINT in heard and code != DONE else code
 
 
@@ -108,6 +128,33 @@ def default_name(script: tuple[str, ...]) -> str:
     """The script's, the module's or the program's."""
     word = script[1].rpartition(".")[2] if script[0] == "-m" else Path(script[0]).stem
     return re.sub(r"[^A-Za-z0-9_.\-]+", "-", word)[:40] or "watch"
+
+
+def _places(said: str) -> list[Account | Place]:
+    """Trackers that are told of the stream. Raises BadInput for what is not known here."""
+    from harness.views.plugins import Account, Place, build
+
+    wanted = said or os.environ.get("HARNESS_TRACKERS", "")
+    if not wanted and os.environ.get("WANDB_API_KEY"):
+        wanted = "wandb"
+    found = build(wanted, os.environ) if wanted else []
+    online = [one for one in found if isinstance(one, Account) and one.online]
+    places = [one for one in found if isinstance(one, Place)]
+    return [*online, *(one for one in places if one.name == "tensorboard" or one.where)]
+
+
+def _tell_trackers(store: ObjectStore, places: list[Account | Place]) -> None:
+    """The run's own publisher ends with the run, and side jobs may end later."""
+    from harness.views.publishing import sync
+    from harness.views.stream import newest_header
+
+    try:
+        if places or newest_header(store) is not None:
+            left = sync(store, places, os.environ, TELL_S)
+            for name in left:
+                _say(f"harness watch: not all is told to {name}; later: harness sync {store.url}")
+    except (StoreError, HarnessError) as e:  # what was done is done
+        _say(f"harness watch: trackers are not told ({e}); later: harness sync {store.url}")
 
 
 def _say(words: str) -> None:

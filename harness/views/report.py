@@ -145,6 +145,7 @@ def render(s: Summary) -> Group:
         ("Where billed time went", _buckets_table),
         ("Money", _money_table),
         ("Snapshots", _snapshots_table),
+        ("Side jobs", _side_jobs_table),
         ("Notices", _notices_table),
         ("Interruptions", _interruptions_table),
         ("Alerts", _alerts_table),
@@ -429,6 +430,23 @@ def _interruptions_table(s: Summary) -> Any:
     from harness.views.postmortem_text import overview  # which renders with this file's words
 
     return overview(s.postmortem, s.started_s) if s.postmortem.interruptions else None
+
+
+def _side_jobs_table(s: Summary) -> Any:
+    if not s.side_jobs:
+        return None
+    table = _table("watch", "snapshots", "newest", "", right=("snapshots",))
+    for one in s.side_jobs:
+        step, metrics = one.rows[-1]
+        said = [f"{name} {number(metrics[name])}" for name in one.metrics[:4] if name in metrics]
+        said += [
+            f"lowest {name} at step {one.lowest(name):,}"
+            for name in one.metrics[:1]
+            if one.lowest(name)
+        ]
+        words = Text(plain("; ".join(said)))
+        table.add_row(Text(plain(one.name)), f"{len(one.rows):,}", f"step {step:,}", words)
+    return table
 
 
 def _setup_table(s: Summary) -> Any:

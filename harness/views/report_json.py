@@ -69,6 +69,10 @@ def to_json(s: Summary) -> dict[str, Any]:
         "tokens": s.tokens or None,
         "setup": s.setups.to_json(),
         "logbook": s.logbook.to_json(),
+        "side_jobs": {
+            one.name: [{"step": step, "metrics": metrics} for step, metrics in one.rows]
+            for one in s.side_jobs
+        },
         "store": {**dataclasses.asdict(s.store), "moved_usd": s.store.moved_usd}
         if s.store
         else None,

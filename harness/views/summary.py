@@ -48,6 +48,7 @@ from harness.views.postmortem import Postmortem, postmortem
 from harness.views.report import unread_text
 from harness.views.rows import EpochRow
 from harness.views.setups import SetupSummary, summarize_setups
+from harness.views.side_jobs import SideJobRows, side_jobs, told_by_watchers
 from harness.views.speed import SpeedSummary, speed_of
 from storage.errors import NotFound
 from storage.manifest import Manifest, SnapshotCorrupt
@@ -118,6 +119,7 @@ class Summary:
     alerts: tuple[Alert, ...] = ()  # that were fired, oldest first
     setups: SetupSummary = field(default_factory=SetupSummary)
     logbook: Logbook = field(default_factory=Logbook)
+    side_jobs: tuple[SideJobRows, ...] = ()  # by watch
 
     @property
     def tokens(self) -> float:
@@ -173,7 +175,8 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
     last = ended[-1] if ended and isinstance(ended[-1], RunEnded) else None
     final = bool(manifest and Snapshots(store).ended(manifest))
     over = last is not None or (final and not ended)
-    told_s = [s.t for s in facts if not isinstance(s.fact, NodeBilled)]  # told long after its end
+    # bills and side jobs are told long after its end
+    told_s = [s.t for s in facts if not isinstance(s.fact, NodeBilled) and not told_by_watchers(s)]
     told_s += [*([float(steps["end"].max())] if len(steps) else [])]
     until_s = max(told_s, default=now()) if over else now()
     ledger = Ledger.of(facts, records, until_s, steps)
@@ -184,6 +187,7 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
     curve, lost = _curves(steps, records.rows, ledger.epochs)
     name, validation = _validation(facts, records, ledger.epochs)
     setups = summarize_setups(store, facts)
+    committed = tuple(s.fact for s in facts if isinstance(s.fact, SnapshotCommitted))
     return Summary(
         url=store.url,
         state=last.outcome if last else "finished" if final else "going on",
@@ -198,7 +202,7 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
         lost=lost,
         validation_name=name,
         validation=validation,
-        snapshots=tuple(s.fact for s in facts if isinstance(s.fact, SnapshotCommitted)),
+        snapshots=committed,
         kept=kept,
         marks=_marks(facts),
         session=sessions[-1] if sessions else None,
@@ -213,6 +217,7 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
         speed=speed_of(facts, steps, records),
         setups=setups,
         logbook=read_logbook(store, setups.people),
+        side_jobs=tuple(side_jobs(facts, committed)),
     )
 
 

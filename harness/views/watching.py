@@ -13,6 +13,7 @@ from harness.core.facts import Stamped
 from harness.core.values import amount
 from harness.views.ledger_parts import offer_of
 from harness.views.rows import BAD_ENDS
+from harness.views.side_jobs import told_by_watchers
 from harness.views.telling import describe
 from storage.objects import ObjectStore
 
@@ -117,7 +118,8 @@ class LiveState:
         if isinstance(fact, f.Unreadable):
             self.unread.append(fact)
             return
-        if not isinstance(fact, f.NodeBilled):  # told long after the end
+        # bills and side jobs are told long after the end
+        if not isinstance(fact, f.NodeBilled) and not told_by_watchers(stamped):
             self.span_s = min(self.started_s, t), max(self.last_s, t)
         match fact:
             case f.RunAsked():

@@ -12,6 +12,7 @@ import xxhash
 from torch import Tensor, nn
 
 from harness.core.batch import MAX_SAMPLES, Batching, Plan, plan
+from harness.core.world import BadInput
 from harness.worker.loader import (
     MicroBatch,
     Stream,
@@ -91,6 +92,17 @@ class Feed:
             "reduce": reduce,
         }
         return identity if mapped else {**identity, "contents": True, **(self._foreign or {})}
+
+    def steps_in(self, epochs: int) -> int:
+        """Whole steps in so many passes over the data; what is left of the last pass is less than
+        a global batch. Raises BadInput."""
+        assert self.batching is not None
+        if not is_map_style(self._dataset):
+            raise BadInput(
+                f"run.steps(epochs={epochs}): {type(self._dataset).__name__} has no length; say "
+                "total= (optimizer steps) instead"
+            )
+        return epochs * self.batching.samples // self.batching.global_batch
 
     def first_version(self) -> str:
         """The data's fingerprint as the first version of that made it."""

@@ -18,7 +18,7 @@ from harness.worker.hold import Hold
 from harness.worker.machine import Do
 from harness.worker.resume import Resume, UnfitHosts
 from harness.worker.step import Work
-from harness.worker.steplog import VOTES
+from harness.worker.steplog import ENOUGH, VOTES
 from harness.worker.timing import HARNESS, SNAPSHOT
 
 
@@ -39,7 +39,8 @@ class Hands:
         self._peers, self._run = work.peers, work.run
         self._state = state
         self.total, self.until, self.votes_late = 0, until, late
-        # votes that have arrived but were not acted upon yet (`votes_late`)
+        self.enough = ""  # why the script ends the run here, as all ranks have agreed
+        # `Pending.ints` that have arrived but were not acted upon yet (`votes_late`)
         self._counted: torch.Tensor | None = None
 
     def turn(self, event: machine.SessionEvent) -> None:
@@ -65,6 +66,7 @@ class Hands:
             flight_step=snapshotter.flight_step,
             pending=log.pending is not None,
             unsaved=bool(log.unsaved),
+            enough=self.enough,
             leads=self._peers.rank == 0,
         )
 
@@ -118,23 +120,32 @@ class Hands:
         self._peers.life.tell(WorkerPhase.REDUCE)
         if not self.votes_late and pending is not None:
             self._work.log.settle()
-            self.count(pending.ints[VOTES])
+            self.count(pending.ints[VOTES], int(pending.ints[ENOUGH]))
         elif self._counted is not None:
-            self.count(self._counted)
-        self._counted = pending.ints[VOTES] if pending is not None else None
+            self.count(self._counted[VOTES], int(self._counted[ENOUGH]))
+        self._counted = pending.ints if pending is not None else None
         self._work.timer.enter(SNAPSHOT)
         training = self._work.training
         assert training.frozen is not None
         self._hold.prepare(training.state, training.frozen.left_alone)
 
-    def count(self, votes: torch.Tensor) -> None:
-        """Act on what the ranks want, once all votes are in."""
+    def count(self, votes: torch.Tensor, enough: int = 0) -> None:
+        """Act on what the ranks want, once all votes are in. `enough`: so many ranks want the run
+        to end."""
+        if enough:
+            self.hear_enough()
         want = machine.winner(votes.tolist())
         if want is not Want.NOTHING:
             self._work.log.settle()
             if want is not Want.SNAPSHOT:  # no step follows
                 self._work.timer.rest()
             self.turn(self._work.votes.asked(want))
+
+    def hear_enough(self) -> None:
+        """All ranks ask here, at the same point, whether the script on any wants the run to end."""
+        if not self.enough:
+            said = self._peers.gather(self._work.votes.enough)
+            self.enough = next((why for why in said if why), "")
 
     def resume(self) -> None:
         """Load the newest snapshot, if there is one, and tell that the session has started."""

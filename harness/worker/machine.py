@@ -68,6 +68,7 @@ class Seen:
     pending: bool = False  # the last step's numbers are still on their way
     unsaved: bool = False  # there are step records that no snapshot carries
     leads: bool = True  # this is rank 0
+    enough: str = ""  # why the script ends the run here
 
 
 # ---- events --------------------------------------------------------------------------------------
@@ -190,12 +191,13 @@ def turn(state: SessionState, event: SessionEvent, seen: Seen) -> Turn:
 
 
 def asked(state: SessionState, event: Asked, seen: Seen) -> Turn:
-    """The ranks agree on a want. A run at its last step finishes instead of leaving."""
+    """The ranks agree on a want. A run at its last step, or that its script ends there, finishes
+    instead of leaving."""
     want = event.want
     if want is Want.NOTHING:
         return Turn(state)
     why = why_of(event)
-    done = seen.step >= seen.total > 0
+    done = seen.step >= seen.total > 0 or bool(seen.enough)
     first: tuple[SessionAct, ...] = (Do.ANSWER,) if why == "request" else ()
     if not done and seen.flight_step != seen.step:
         first += (Snapshot(why),)
@@ -332,6 +334,8 @@ def where(seen: Seen) -> str:
 
 def end_words(seen: Seen) -> str:
     """How the run ended, for people; a manifest keeps it."""
+    if seen.enough:
+        return f"ended early at {where(seen)}: {seen.enough}"
     early = seen.step < min(seen.total, seen.until)
     return f"ended early at {where(seen)}" if early else f"{where(seen)} is the last"
 

@@ -138,6 +138,7 @@ class OwnStep:
             raise ValueError(f"wanted one of this rank's micro-batches {self.mine}, found {m}")
         self._work.training.strategy.micro(last=m == self.mine[-1])
         self._work.timer.enter(FORWARD)
+        self._work.training.norms.take_up(m, counts=True)
         seed_everything(seed_for(self._work.feed.seed, self.number, m))
 
     def read(
@@ -185,6 +186,7 @@ class OwnStep:
                 redo()
                 if not self.mine:
                     strategy.micro(last=True)
+            work.training.settle_norms(self.count, self.count < self._loop.micro_batches)
             self._floats, _ = work.summed(self._sums)
             strategy.divide(1.0)
             self._floats[2] = strategy.norm()

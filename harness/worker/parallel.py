@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.core.world import BadInput
+from harness.worker.norms import has_sync_norm
 from harness.worker.sharding import check_sharding, is_sharded, needs
 
 BUCKET_BYTES = 25 << 20
@@ -317,4 +318,8 @@ def _ranks(count: int) -> str:
 
 def strategy_for(model: nn.Module, group: dist.ProcessGroup | None = None) -> Strategy:
     """`group`: the ranks that sum; None: all."""
-    return Sharded(model) if is_sharded(model) else Replicated(model.parameters(), group=group)
+    if is_sharded(model):
+        return Sharded(model)
+    strategy = Replicated(model.parameters(), group=group)
+    strategy.equal_rounds = has_sync_norm(model)  # its forward talks to the other ranks
+    return strategy

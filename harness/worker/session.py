@@ -36,9 +36,10 @@ from harness.worker.feed import Feed
 from harness.worker.hands import Hands
 from harness.worker.hold import Hold
 from harness.worker.loader import MicroBatch, Stream, seed_everything
-from harness.worker.own_loop import SCRIPT_WORLD, OwnLoops
+from harness.worker.own_loop import SCRIPT_WORLD
 from harness.worker.parallel import Strategy
 from harness.worker.peers import Peers
+from harness.worker.plain_loops import PlainLoops
 from harness.worker.profiling import Profile
 from harness.worker.rates import Rates
 from harness.worker.resume import LastSeen, Resume, look_again_s
@@ -81,7 +82,7 @@ class Options:
     on_change: str | None
 
 
-class Session(OwnLoops):
+class Session(PlainLoops):
     """See the module's docstring. Made by `attach`."""
 
     def __init__(self, environ: dict[str, str], options: Options):
@@ -282,7 +283,8 @@ class Session(OwnLoops):
         self,
         dataset: Any,
         *,
-        total: int,
+        total: int | None = None,
+        epochs: int | None = None,
         global_batch: int,
         micro_batch: int,
         shuffle: bool = True,
@@ -299,7 +301,8 @@ class Session(OwnLoops):
         of a number: "6PT" (six times parameters times tokens), or "counted": torch counts the
         first micro-batch, and with it what activation checkpointing computes again (HFU).
 
-        `total` counts from the run's first step. The step that reaches it is committed at once, so
+        `total` counts from the run's first step; or `epochs`: so many passes over the data
+        (`step.epoch`, `step.ends_epoch`). The step that reaches it is committed at once, so
         that what the script does afterwards (a validation, an export) can lose nothing. It may be
         called again with a greater total, once per epoch for example, and goes on. The run ends
         when the script ends with status 0: also after a `break` or `return` out of the loop, which
@@ -312,6 +315,10 @@ class Session(OwnLoops):
         if training.model is None:
             raise BadInput("call run.prepare(model, optimizer) before run.steps(...)")
         check_unwrapped(training.model)
+        if (total is None) is (epochs is None):
+            raise BadInput(
+                "run.steps(...): wanted total= (optimizer steps) or epochs=, one of them"
+            )
         try:
             stream = feed.open(dataset, global_batch, micro_batch, shuffle, collate_fn)
         except TooManyRanks as e:
@@ -323,7 +330,7 @@ class Session(OwnLoops):
         identity = feed.identity(training.model, self.reduce)
         if self.reduce != "fast" and (what := feed.drawn_anew()):
             self._run.warn(what, 0)
-        self._hands.total = total
+        self._hands.total = total = feed.steps_in(epochs or 0) if total is None else total
         total = min(total, self._hands.until)
         self._announce(identity)
         self._setup.settle()
@@ -344,7 +351,7 @@ class Session(OwnLoops):
         self._profile.wait()
 
     def _loop(self, batches: Iterator[MicroBatch], total: int) -> Iterator[Step]:
-        while self.step < total:
+        while self.step < total and not self._hands.enough:
             self._profile.before(self.step + 1)
             step = Step(self._work, self.step + 1, batches)
             self._peers.life.tell(WorkerPhase.COMPUTE, self.step)
@@ -383,12 +390,13 @@ class Session(OwnLoops):
         self._run.step = step
         self._hands.turn(machine.Begun())
         self._peers.life.tell(WorkerPhase.REDUCE, step)
-        wants = torch.zeros(len(Want), dtype=torch.int64)
-        self._work.votes.cast(wants, self._work.snapshotter.due)
+        wants = torch.zeros(len(Want) + 1, dtype=torch.int64)
+        self._work.votes.cast(wants[:-1], self._work.snapshotter.due)
+        wants[-1] = bool(self._work.votes.enough)
         if self._peers.control is not None:
             dist.all_reduce(wants, group=self._peers.control)
         self._peers.life.tell(WorkerPhase.COMPUTE, step)
-        self._hands.count(wants)
+        self._hands.count(wants[:-1], int(wants[-1]))
         # what a loop of your own does next we cannot know
         self._work.snapshotter.finish_staging()
 

@@ -10,6 +10,7 @@ samplers) is remembered, so an epoch that is begun again goes on at any batch, o
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import itertools
@@ -356,10 +357,13 @@ class SharedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Where the epoch began, and how much of it was given out: the same on all ranks."""
         begin = self._begin or self._state_now()
+        # of their own: a snapshot is loaded in place, and two names of one tensor would be one
+        ended = self._place.ended
+        after = self._memory.taken() if ended else copy.deepcopy(begin["samplers"])
         return {
             "place": {**asdict(self._place), "digest": f"{self._place.digest:016x}"},
             "begin": begin,
-            "after": self._memory.taken() if self._place.ended else begin["samplers"],
+            "after": after,
             "marks": self._stream.marks() if self._stream else [],
         }
 

@@ -23,7 +23,7 @@ from harness.worker.rates import Rates
 from harness.worker.rhythm import Rhythm
 from harness.worker.run import Run
 from harness.worker.snapshotter import Snapshotter
-from harness.worker.steplog import VOTES, Pending, StepLog, halves
+from harness.worker.steplog import ENOUGH, VOTES, Pending, StepLog, halves
 from harness.worker.timing import COMMUNICATION, HARNESS, OPTIMIZER, SNAPSHOT, PhaseTimer
 from harness.worker.training import Training
 from harness.worker.votes import Votes
@@ -85,7 +85,7 @@ class Sums:
             said = (0, 0, both)
         samples = self.samples if self._leads else 0
         digest, contents, twins = (halves(total % 2**64) for total in said)
-        mine = [*digest, samples, *[0] * len(Want), *contents, *twins, tell, gflops]
+        mine = [*digest, samples, *[0] * len(Want), *contents, *twins, tell, gflops, 0]
         return torch.tensor(mine, dtype=torch.int64)
 
 
@@ -146,6 +146,7 @@ class Work:
         tell = self.peers.rank == 0 and self.log.times.due()
         ints = sums.ints(tell, self.rates.peak_gflops)
         self.votes.cast(ints[VOTES], self.snapshotter.due)
+        ints[ENOUGH] = bool(self.votes.enough)
         work = (
             dist.all_reduce(ints, group=self.peers.control, async_op=True)
             if self.peers.control is not None

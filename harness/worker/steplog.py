@@ -23,7 +23,7 @@ from harness.worker.timing import COMMUNICATION, HARNESS, PhaseTimer
 # of `Pending.ints`; what has 64 bits is there as two halves, so that no sum overflows
 DIGEST, SAMPLES, VOTES = slice(0, 2), 2, slice(3, 3 + len(Want))
 CONTENTS, TWINS = slice(VOTES.stop, VOTES.stop + 2), slice(VOTES.stop + 2, VOTES.stop + 4)
-TELL, GFLOPS = TWINS.stop, TWINS.stop + 1
+TELL, GFLOPS, ENOUGH = range(TWINS.stop, TWINS.stop + 3)
 
 
 CLOCK_S = 1.0  # by so much clocks may disagree
@@ -42,8 +42,9 @@ class Pending:
     # (4,) float64, host (there when `copied` has passed): loss sum, weight, grad norm; and this
     # rank's own loss sum
     floats: torch.Tensor
-    # (9 + wants,) int64, host: digest halves, samples, `VOTES`, contents halves, halves of the same
-    # digests of replicas' other ranks, is it time to tell where time goes, GFLOP/s
+    # (10 + wants,) int64, host: digest halves, samples, `VOTES`, contents halves, halves of the
+    # same digests of replicas' other ranks, is it time to tell where time goes, GFLOP/s, has the
+    # script asked to end the run
     ints: torch.Tensor
     own_weight: float = 0.0
     micros: int = 0  # micro-batches that this rank did
@@ -111,6 +112,7 @@ class StepLog:
         self.pending: Pending | None = None
         self.head = ""
         self.unsaved: list[rec.StepRecord] = []
+        self.repeated = False  # a step was done again, and that was told
         self.last: rec.StepRecord | None = None
         self._metrics: dict[str, float] = {}
         self.last_metrics: dict[str, float] = {}  # of all names, for the manifest

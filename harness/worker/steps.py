@@ -53,7 +53,8 @@ class OpenStep:
 
     begins = -1  # see `StepRecord.begins`
 
-    def __init__(self, work: Work, number: int):
+    def __init__(self, work: Work, number: int, began: tuple[float, float] | None = None):
+        """`began`: it has, then; by the wall clock, and by one that is never set."""
         self.number, self._work = number, work
         self.attempt = 0
         self.updated = False
@@ -66,8 +67,9 @@ class OpenStep:
         self._floats: torch.Tensor | None = None
         self._newest: torch.Tensor | None = None
         self._lr = 0.0
-        work.timer.begin(number)
-        self._began = time.time(), time.perf_counter()
+        if began is None:
+            work.timer.begin(number)
+        self._began = began or (time.time(), time.perf_counter())
 
     def _new_sums(self) -> Sums:
         work = self._work
@@ -77,6 +79,7 @@ class OpenStep:
         """Before the forward of a micro-batch."""
         self._hand = AtHand(micro, samples, filler)
         self._work.training.strategy.micro(last=last, filler=filler)
+        self._work.training.norms.take_up(micro, counts=not filler)
         seed_everything(seed_for(self._work.feed.seed, self.number, micro))
 
     def backward(
@@ -119,7 +122,7 @@ class OpenStep:
         another phase of it. `of`: one optimizer, or several: the gradients of what others hold are
         zero. With a GradScaler they are unscaled. Raises BadInput."""
         w = self._work
-        if self._left:
+        if not self.complete:
             raise BadInput(
                 f"step {self.number}: step.sync() or update() came before all micro-batches of the "
                 "step were done; let `for batch in step` run to its end, with a step.backward for "
@@ -129,6 +132,7 @@ class OpenStep:
             raise BadInput(f"step {self.number}: step.sync() came twice; step.again() is between")
         optimizers = () if of is None else (of,) if isinstance(of, torch.optim.Optimizer) else of
         w.peers.life.tell(WorkerPhase.REDUCE)
+        w.training.settle_norms(sum(self._sums.shares) or w.batching.micro_batches)
         found = self._newest = w.reduce(self._phase, clip_norm, tuple(optimizers))
         if self._floats is None:
             self._floats = found
@@ -167,6 +171,26 @@ class OpenStep:
             return self._work.log.loss_of(self.number)
         total, weight = self._newest[:2].tolist()
         return total / weight if weight else math.nan
+
+    @property
+    def complete(self) -> bool:
+        """Each micro-batch of this phase has had its backward."""
+        return self._left == 0
+
+    @property
+    def went_backward(self) -> bool:
+        """The micro-batch that the script has now has had its backward."""
+        return self._hand.backwards > 0
+
+    def _repeat(self) -> None:
+        """All ranks do this phase once more: a gradient did not fit."""
+        w = self._work
+        self.attempt += 1
+        if not w.log.repeated:
+            w.log.repeated = True
+            w.run.warn(DONE_AGAIN, self.number)
+        if w.training.buffers is not None and (lost := w.training.buffers.restore()):
+            w.run.warn(lost, self.number)
 
     def _next_phase(self) -> None:
         """The same micro-batches are about to come again. Raises BadInput."""
@@ -208,6 +232,18 @@ class Step(OpenStep):
             self._next_phase()
         return self._round()
 
+    @property
+    def epoch(self) -> int:
+        """The pass over the data in which its first sample lies: 0, 1, ..."""
+        b = self._work.batching
+        return (self.number - 1) * b.global_batch // b.samples
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Is the last sample of a pass over the data among its own?"""
+        b = self._work.batching
+        return self.number * b.global_batch // b.samples > self.epoch
+
     def _round(self) -> Iterator[Any]:
         w, timer = self._work, self._work.timer
         timer.enter(HARNESS)
@@ -234,7 +270,7 @@ class Step(OpenStep):
                     w.rates.arm()
                 timer.enter(FORWARD)
                 yield data
-                if not self._hand.backwards:
+                if not self.went_backward:
                     raise BadInput(
                         f"step {self.number}: step.backward(loss) was called 0 times for one "
                         "micro-batch, wanted once at least"
@@ -251,16 +287,6 @@ class Step(OpenStep):
             for _ in self._batches:  # read on to the end of the global batch
                 raise AssertionError("a micro-batch of ours came after our last one")
         timer.enter(OTHER)
-
-    def _repeat(self) -> None:
-        """All ranks do this phase once more: a gradient did not fit."""
-        w = self._work
-        self.attempt += 1
-        if not w.training.repeated:
-            w.training.repeated = True
-            w.run.warn(DONE_AGAIN, self.number)
-        if w.training.buffers is not None and (lost := w.training.buffers.restore()):
-            w.run.warn(lost, self.number)
 
     def _next(self, i: int, micro: int, fresh: bool) -> MicroBatch:
         """The i-th micro-batch of this rank. `fresh`: nobody has seen it."""

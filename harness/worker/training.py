@@ -19,6 +19,7 @@ from harness.worker.buffers import Buffers
 from harness.worker.exact import exact_strategy_for
 from harness.worker.frozen import Frozen
 from harness.worker.loader import Stream
+from harness.worker.norms import Norms, has_sync_norm
 from harness.worker.parallel import Strategy, check_fits, strategy_for
 from harness.worker.peers import Peers
 from harness.worker.sharding import check_real
@@ -50,6 +51,7 @@ class Training:
     update and the end of the loop's body."""
 
     strategy: Strategy
+    norms: Norms
 
     def __init__(self, peers: Peers, reduce: str):
         self._peers, self.reduce = peers, reduce
@@ -60,7 +62,6 @@ class Training:
         self.buffers: Buffers | None = None
         self.frozen: Frozen | None = None
         self.after_update: set[str] = set()
-        self.repeated = False  # a step was done again
         self.phases = False  # steps give their micro-batches more than once
         self._saved: dict[str, Any] = {}  # name -> object with state_dict
         # names of those whose state is each rank's own
@@ -120,6 +121,7 @@ class Training:
             *after_update,
             *(name for name, thing in state.items() if isinstance(thing, AveragedModel)),
         }
+        self.norms = Norms(model, self._peers)
         self.buffers, self.frozen = Buffers(model), Frozen(model, optimizers)
         self.buffers.note()
         self._check_norms()
@@ -160,19 +162,18 @@ class Training:
             )
 
     def _check_norms(self) -> None:
-        """BatchNorm's statistics depend on the world: refused with exact sums, told with others."""
+        """What SyncBatchNorm computes depends on the world: refused with exact sums, told with
+        others."""
         assert self.model is not None
-        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules()):
+        if has_sync_norm(self.model):
+            what = "the model has SyncBatchNorm, whose forward averages over the ranks that are "
             if self.reduce != "fast":
                 raise BadInput(
                     f"reduce={self.reduce!r} promises the same result on any number of ranks, but "
-                    "the model has BatchNorm, whose running statistics depend on which rank saw "
-                    "what; use GroupNorm or LayerNorm, or reduce='fast'"
+                    f"{what}there; use BatchNorm, whose averages are gathered by micro-batch, "
+                    "GroupNorm or LayerNorm, or reduce='fast'"
                 )
-            self._peers.print(
-                "harness: the model has BatchNorm: its statistics are of rank 0's micro-batches, "
-                "so results will depend on the world"
-            )
+            self._peers.print(f"harness: {what}there, so results will depend on the world")
 
     def reads(self, stream: Stream) -> None:
         """Where the stream is, is part of the state."""
@@ -182,6 +183,10 @@ class Training:
         """Where in the data the next step begins is part of the state, if somebody else reads it.
         The one that is kept: the first."""
         return self._saved.setdefault("place", place)
+
+    def settle_norms(self, micro_batches: int, some_idle: bool = False) -> None:
+        """The running averages of BatchNorm: see `Norms.settle`. Raises BadInput."""
+        self.norms.settle(micro_batches, self.reduce != "fast", some_idle)
 
     # ---- buffers ---------------------------------------------------------------------------------
     def share_buffers(self, look: bool = False) -> None:

@@ -20,6 +20,7 @@ class Votes:
         self._mark, self._leads = mark, leads
         self._reader = MarkReader(mark)
         self._signalled = Want.NOTHING
+        self.enough = ""  # why the script on this rank wants the run to end; "": it does not
 
     def listen(self) -> None:
         """To signals, and tell the agent that this rank looks at its mark."""

@@ -2,6 +2,7 @@
 market that takes them away, and two kills. Compared with the same script that nothing disturbs."""
 
 import importlib.util
+import os
 import random
 import subprocess
 import sys
@@ -24,7 +25,20 @@ CASES = {
         "--epochs 20 --sleep-s 0.1",
         "",
     ),
+    "torchtitan": (  # its FSDP2 sums gradients itself
+        SCRIPTS / "titan_debug.py",
+        ("torchtitan",),
+        "--training.steps 40",
+        "--attach reduce=fast --preload torchtitan.trainer",
+    ),
+    "lightning": (
+        SCRIPTS / "lightning_plain.py",
+        ("lightning",),
+        "--epochs 14 --sleep-s 0.08 --accumulate 3 --samples 52",
+        "",
+    ),
 }
+TITAN_CPU = Path(__file__).parent / "titan_cpu"  # what torchtitan needs without an accelerator
 EXACT = "--attach reduce=exact --attach snapshot_every_steps=8 --script-world 2"
 
 
@@ -44,11 +58,15 @@ def fired(folder):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_unchanged_under_a_disturbed_market(name, tmp_path):
+def test_unchanged_under_a_disturbed_market(name, tmp_path, monkeypatch):
     script, needs, flags, run_flags = CASES[name]
     if missing := [n for n in needs if importlib.util.find_spec(n) is None]:
         pytest.skip(f"needs {', '.join(missing)}")
     run_flags = f"{EXACT} {run_flags}"
+    paths = (str(TITAN_CPU), os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     calm = Campaign(
         _folder(tmp_path / "calm"), flags=flags, nodes="1", trainer=script, run_flags=run_flags
     )

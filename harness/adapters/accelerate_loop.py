@@ -1,0 +1,502 @@
+"""Steps of an Accelerate script's own training loop, on any world. Runs in the worker.
+
+Accelerate itself stays as it is, one process for each rank: who is the main process, trackers,
+barriers, gathered metrics and evaluation shared over ranks work as they always do. Only training is
+ours: the loader gives one item for each iteration of the first world (accelerate_rounds.py), nobody
+wraps the model in DistributedDataParallel, and gradients are summed when the script clips them or
+lets its optimizer step. `accelerator.num_processes` says the first world, W0.
+
+A resumed script runs through what it has done without work: loaders give one batch again and again,
+models say what they said, nothing steps, nothing is saved or logged. What it keeps in variables of
+its own is put back at the end (script_variables.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.adapters import accelerate_feed as feeds
+from harness.adapters.accelerate_again import Answers, Tape
+from harness.adapters.accelerate_quiet import Quiet
+from harness.adapters.accelerate_rounds import (
+    Body,
+    GoingThrough,
+    Round,
+    StepNow,
+    Window,
+    deal,
+    rounds_of,
+)
+from harness.adapters.script_variables import ScriptVariables
+from harness.core.world import BadInput
+from harness.worker.loader import content_hash
+from harness.worker.own_loop import OwnLoop
+from harness.worker.session import Session
+from harness.worker.shares import Share
+
+ONE_LOSS = (
+    "wanted one accelerator.backward(loss) in each iteration, found two; add the losses up, or "
+    "start the run with --script-world 1 and as many times the gradient accumulation"
+)
+
+
+class Driver:
+    """Of this process. `ranks`: W0."""
+
+    def __init__(self, run: Session):
+        self.run, self.ranks = run, run.script_world()
+        self.accelerators: list[Any] = []
+        self.feed: feeds.TrainingFeed | None = None
+        self.loop: OwnLoop | None = None
+        self.resumed = False
+        self._open: StepNow | None = None
+        self._body: Body | None = None
+        self._replay: GoingThrough | None = None
+        self._evaluating = 0
+        self._one_loss: bool | None = None  # None: no step has shown it yet
+        self._answers, self._tape = Answers(), Tape(run.device.type)
+        self._variables, self._quiet = ScriptVariables(), Quiet()
+
+    def _all(self, name: str) -> list[Any]:
+        return [one for accelerator in self.accelerators for one in getattr(accelerator, name)]
+
+    @property
+    def replaying(self) -> bool:
+        return self._replay is not None
+
+    @property
+    def training(self) -> bool:
+        """Does the loop's body run?"""
+        return self._body is not None and not self._evaluating
+
+    def first(self, value: Any) -> Any:
+        """Rank 0's, on all ranks."""
+        return self.run._peers.agree(lambda: value)
+
+    def has_snapshot(self) -> bool:
+        """Will training go on from one?"""
+        return self.loop is None and bool(
+            self.first(bool(self.run.run_url and self.run.snapshots.refs()))
+        )
+
+    # ---- which loader trains ---------------------------------------------------------------------
+    def trains(self, loader: Any) -> bool:
+        """Is it the training loader? The first prepared one that shuffles; where none does, the
+        first."""
+        own = feeds.family(loader)
+        if own is None:
+            return False
+        if self.feed is not None:
+            return own is feeds.family(self.feed.loader)
+        known = [feeds.family(one) for one in self._all("_dataloaders")]
+        known = [one for one in known if one is not None]
+        chosen = next((one for one in known if feeds.shuffles(one)), known[0] if known else None)
+        return own is chosen
+
+    def rounds(self, loader: Any) -> int:
+        """`len` of the training loader. Raises TypeError where nobody knows."""
+        if self.feed is not None:
+            every = self.feed.shared.loader
+        else:
+            every = feeds.every_of(loader, self.accelerators[0], self.ranks)
+        return rounds_of(len(every), self.ranks) - int(getattr(loader, "harness_skip", 0))
+
+    # ---- the beginning ---------------------------------------------------------------------------
+    def _begin(self, loader: Any, frame: FrameType | None) -> feeds.TrainingFeed:
+        """Training begins: resume. Raises BadInput, SystemExit."""
+        if self.feed is not None:
+            return self.feed
+        models, optimizers = list(dict.fromkeys(self._all("_models"))), self._all("_optimizers")
+        if not (models and optimizers):
+            raise BadInput(
+                "wanted a model and an optimizer that accelerator.prepare(...) was given before "
+                f"the training loop, found {len(models)} models and {len(optimizers)} optimizers"
+            )
+        feed = feeds.make_feed(
+            *(loader, self.accelerators[0], self.ranks, self.run.seed, self.first, self.run.print)
+        )
+        raw = [one.optimizer for one in optimizers]
+        prepared = [one.scheduler for one in self._all("_schedulers")]
+        schedulers = feeds.schedulers_of(raw, prepared)
+        custom = self._all("_custom_objects")
+        self._variables.begin(frame)
+        own = {"batches": feed.shared, "epochs": feed.lengths, "script": self._variables}
+        self.run.prepare(
+            models[0] if len(models) == 1 else nn.ModuleList(models),
+            raw,
+            feeds.Schedules(schedulers) if schedulers else None,
+            self.accelerators[0].scaler,
+            state={**{f"custom{i}": one for i, one in enumerate(custom)}, **own},
+            per_rank=["script"],
+        )
+        self.loop = self.run.own_loop(
+            micro_batches=feed.most,
+            micro_batch=feed.size,
+            data=feed.data(),
+            seed=self.run.seed,
+            adapter="accelerate",
+        )
+        feed.shared.mine = self.loop.share
+        self.feed = feed
+        if self.run.step:
+            self._go_through([*schedulers, *custom], raw, custom, frame)
+        return feed
+
+    # ---- iterations ------------------------------------------------------------------------------
+    def iterate(self, loader: Any) -> Iterator[Any]:
+        """The training loader's items."""
+        feed = self._begin(loader, sys._getframe(1))
+        at = int(getattr(loader, "harness_skip", 0))  # rounds of the epoch so far
+        if at % feed.accumulation:
+            raise BadInput(
+                f"skip_first_batches(loader, {at}): wanted a multiple of the gradient "
+                f"accumulation, {feed.accumulation}, so that steps begin where they began"
+            )
+        loader.begin()
+        loader.set_epoch(loader.iteration)
+        epoch, feed.epochs = feed.epochs, feed.epochs + 1
+        window: Window | None = None
+        left: list[tuple[int, ...]] = []  # what this rank does in the step's rounds to come
+        ends = False
+        while not ends:
+            self._fetch(sys._getframe(1))
+            if self._replay is not None:
+                left = left or [()] * self._rounds_at(feed, epoch, at)
+                if not left:
+                    break
+                left.pop()
+                item = feed.template
+                self._body = Body(Round((), last=not left))
+                ends = not left and not self._rounds_at(feed, epoch, at + 1)
+            else:
+                window = window or self._read_from(feed, epoch, at)
+                left = left or self._begin_step(feed, window)
+                if not left:
+                    break
+                item = self._next(feed, window, left.pop(), last=not left)
+                ends = not left and window.ends
+            at += 1
+            loader.end_of_dataloader = ends
+            yield item
+        self._leave_body()
+        if feed.batches is None:
+            feed.lengths.rounds[epoch:] = [at]
+        loader.iteration += 1
+        loader.end()
+
+    def _rounds_at(self, feed: feeds.TrainingFeed, epoch: int, at: int) -> int:
+        """Of a step that was done: its rounds; 0: the epoch was over."""
+        if feed.batches is not None:
+            total = rounds_of(feed.batches, self.ranks)
+        elif epoch < len(feed.lengths.rounds):
+            total = feed.lengths.rounds[epoch]
+        else:
+            total = sys.maxsize
+        return max(0, min(feed.accumulation, total - at))
+
+    def _read_from(self, feed: feeds.TrainingFeed, epoch: int, at: int) -> Window:
+        if at or self.resumed:
+            feed.shared.resume_at(epoch, at * self.ranks)
+        self.resumed = False
+        return Window(iter(feed.shared), feed.batches, at * self.ranks)
+
+    def _begin_step(self, feed: feeds.TrainingFeed, window: Window) -> list[tuple[int, ...]]:
+        """What this rank does in its rounds, the last one first; []: the epoch is over."""
+        assert self.loop is not None
+        count = window.step(feed.most)
+        if not count:
+            return []
+        samples = None if feed.varies or not window.ends else window.samples()
+        step, rounds = self.loop.begin(count, samples), rounds_of(count, self.ranks)
+        together = count == feed.most and min(self.run.plan.shares) >= feed.accumulation
+        self._open = StepNow(step, rounds / count, together)
+        return deal(step.mine, rounds)[::-1]
+
+    def _next(
+        self, feed: feeds.TrainingFeed, window: Window, own: tuple[int, ...], last: bool
+    ) -> Any:
+        """The item of a round, and what this rank does in it."""
+        body = self._body = Body(Round(own, last), window.take(own))
+        if last:
+            window.rest()
+        if body.idle:
+            if feed.template is None:
+                feed.template = self._place(feeds.sample_batch(feed.shared.loader))
+            return feed.template
+        assert self._open is not None
+        for share in body.shares:
+            if feed.varies:
+                said = [content_hash(share.keys.tolist())]
+                self._open.step.read(share.micro, contents=said)
+            elif share.contents is not None:
+                self._open.step.read(share.micro, contents=share.contents.tolist())
+            else:
+                self._open.step.read(share.micro, share.keys.tolist())
+        feed.template = self._place(body.shares[0].data)
+        self._begin_micro(self._open, body.shares[0])
+        if len(body.shares) > 1:
+            self._tape.begin(feed.template)
+        return feed.template
+
+    def _begin_micro(self, now: StepNow, share: Share) -> None:
+        now.step.micro(share.micro)
+        strategy = self.run.strategy
+        # Sums that begin within a backward must begin at the same point of the script on all ranks,
+        # between the same of its own exchanges, and after the last of an iteration's backwards
+        if strategy.name == "ddp" and not (now.together and self._one_loss):
+            strategy.micro(last=False)
+
+    def _place(self, data: Any) -> Any:
+        """On the device, as the training loader puts it there."""
+        from accelerate.utils import send_to_device
+
+        assert self.feed is not None
+        device = getattr(self.feed.loader, "device", self.run.device)
+        if device is None:
+            return data
+        return send_to_device(data, device, non_blocking=self.feed.loader._non_blocking)
+
+    def _leave_body(self) -> None:
+        self._tape.end()
+        if self._body is not None:
+            self._body.pending = False
+
+    def _fetch(self, frame: FrameType | None) -> None:
+        """The script asks for the next item: the body is over, and perhaps a step."""
+        self._leave_body()
+        body = self._body
+        if body is None:
+            return
+        if self._replay is not None:
+            if self._replay.done == self._replay.target:
+                self._arrive(self._replay, frame)
+            return
+        if not body.round.last:
+            self._finish_micros(body)
+            return
+        if self._open is not None:
+            if not self._open.synced:
+                raise BadInput(self._own_hands("none", self._open.step.number))
+            self._end_step(self._open)
+        assert self.loop is not None
+        self._body = None
+        self._variables.look(frame)
+        try:
+            self.loop.boundary()
+        finally:
+            self._variables.leave()
+
+    def _own_hands(self, found: str, step: int) -> str:
+        rounds = self.feed.accumulation if self.feed is not None else 1
+        return (
+            f"step {step}: wanted optimizer.step() once, in the last of {rounds} iterations, found "
+            f"{found}; where the script accumulates gradients by itself, say how many iterations "
+            f"make a step: {feeds.ACCUMULATION}=N, or "
+            "Accelerator(gradient_accumulation_steps=N) with accumulate(model)"
+        )
+
+    def evaluate(self, loader: Any, go: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Another loader's items. `go`: Accelerate's own."""
+        self._evaluating += 1
+        try:
+            if self._replay is None:
+                yield from go()
+            else:
+                yield from self._evaluated(loader)
+        finally:
+            self._evaluating -= 1
+
+    def _evaluated(self, loader: Any) -> Iterator[Any]:
+        """As many items as there were, without reading."""
+        own = feeds.family(loader)
+        item = self._place(feeds.sample_batch(own)) if own is not None else None
+        try:
+            count = len(loader)
+        except TypeError:
+            count = 1
+        loader.begin()
+        for number in range(count):
+            loader.end_of_dataloader = number == count - 1
+            yield item
+        loader.iteration += 1
+        loader.end()
+
+    # ---- what the script calls -------------------------------------------------------------------
+    def forward(self, model: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A prepared model is called."""
+        if self._replay is not None:
+            return self._answers.any(model, function, args, kwargs)
+        body = self._body
+        if body is None or not body.pending or self._evaluating:
+            return function(*args, **kwargs)
+        if body.idle and model.training and torch.is_grad_enabled():
+            return self._answers.last(model, function, args, kwargs)
+        result = self._tape.model(function, args, kwargs)
+        now = self._open
+        if (
+            now is not None
+            and not now.together
+            and body.round.own[-1:] == tuple(now.step.mine[-1:])
+        ):
+            self._answers.remember(model, result)  # the step's other rounds may be idle
+        return result
+
+    def backward(self, loss: torch.Tensor, go: Callable[[torch.Tensor], None]) -> None:
+        """`accelerator.backward(loss)`. `go`: Accelerate's own."""
+        body, now = self._body, self._open
+        if body is None or self._evaluating:
+            raise BadInput(
+                "wanted accelerator.backward(loss) in a loop over the training loader, found it "
+                "outside; the training loader is the first prepared one that shuffles"
+            )
+        self._tape.end()
+        if self._replay is not None or body.idle:
+            return
+        assert now is not None and self.feed is not None
+        body.backwards += 1
+        now.backwards = max(now.backwards, body.backwards)
+        if body.backwards > 1 and (len(body.shares) > 1 or (self._one_loss and now.together)):
+            raise BadInput(ONE_LOSS)
+        self._back(body, now, loss, go)
+        for share in body.shares[1:]:
+            self._finish_micro(body, now)
+            self._begin_micro(now, share)
+            self._back(body, now, self._tape.again(self._place(share.data), loss), go)
+        self._tape.clear()
+
+    def _back(
+        self, body: Body, now: StepNow, loss: torch.Tensor, go: Callable[[torch.Tensor], None]
+    ) -> None:
+        now.step.backward_begins()
+        go(loss if now.scale == 1.0 else loss * now.scale)
+        body.loss = loss.detach() if body.loss is None else body.loss + loss.detach()
+
+    def _finish_micro(self, body: Body, now: StepNow) -> None:
+        if body.loss is not None:
+            share = body.shares[body.done]
+            weight = 1 if self.feed is not None and self.feed.varies else share.count
+            now.step.done(share.micro, body.loss, weight)
+            body.loss, body.done = None, body.done + 1
+
+    def _finish_micros(self, body: Body) -> None:
+        if body.idle or self._open is None:
+            return
+        self._finish_micro(body, self._open)
+        if body.done < len(body.shares):
+            raise BadInput(
+                "wanted accelerator.backward(loss) in each iteration, found one without: what "
+                "trains only sometimes cannot be shared out; give such iterations a loss of 0"
+            )
+
+    def sync(self) -> bool:
+        """Gradients are needed: sum them. False: this is not the place."""
+        body, now = self._body, self._open
+        if not self.training or body is None or now is None or self._replay is not None:
+            return False
+        if not now.synced:
+            if not body.round.last:
+                return False
+            self._finish_micros(body)
+            self._answers.forget()
+            now.step.sync()
+            for parameter, view in getattr(self.run.strategy, "_views", {}).items():
+                parameter.grad = view  # the script may have set it to None
+            now.synced = True
+        return True
+
+    def optimize(self, optimizer: Any, go: Callable[[], Any]) -> Any:
+        """A prepared optimizer shall step. `go`: Accelerate's own."""
+        body, now = self._body, self._open
+        if not self.training or body is None:
+            return go()
+        if not body.round.last:
+            raise BadInput(self._own_hands("it earlier", self.run.step + 1))
+        if self._replay is not None:
+            self._replay.done += not body.stepped
+            body.stepped = True
+            return None
+        if now is None:
+            raise BadInput(self._own_hands("it twice", self.run.step))
+        self.sync()
+        rate = float(optimizer.param_groups[0]["lr"])
+        result = go()
+        now.rate = now.rate if now.stepped else rate
+        now.stepped.add(id(optimizer))
+        if len(now.stepped) == len(self._all("_optimizers")):
+            self._end_step(now)
+        return result
+
+    def _end_step(self, now: StepNow) -> None:
+        self._open = None
+        self._one_loss = now.backwards <= 1 and self._one_loss is not False
+        now.step.end(now.rate)
+
+    def zero(self, go: Callable[[], None]) -> None:
+        """Gradients shall be zero. `go`: Accelerate's own."""
+        body, now = self._body, self._open
+        if not self.training or body is None or (now is not None and now.synced):
+            go()
+        elif now is not None and self._replay is None and now.backwards:
+            raise BadInput(
+                "wanted optimizer.zero_grad() after optimizer.step(), found it between a backward "
+                "and the step, which would lose gradients"
+            )
+
+    def ended(self) -> None:
+        """The script ends, or says that training does. Raises BadInput."""
+        if self._replay is not None:
+            if self._replay.done < self._replay.target:
+                raise BadInput(
+                    f"the script, resumed at step {self._replay.target}, left its loop at step "
+                    f"{self._replay.done} while it went through what it had done: it stops by a "
+                    "value that is not there while nothing is computed (a metric, a time); let it "
+                    "stop by a number of steps or epochs"
+                )
+            self._arrive(self._replay, None)
+        if self._open is not None and self._open.synced:
+            self._end_step(self._open)
+
+    # ---- resuming --------------------------------------------------------------------------------
+    def _go_through(
+        self,
+        things: list[Any],
+        optimizers: list[Any],
+        custom: list[Any],
+        frame: FrameType | None,
+    ) -> None:
+        """The script's way to where it was begins."""
+        assert self.feed is not None
+        replay = self._replay = GoingThrough(self.run.step)
+        self.resumed = True
+        for thing in things:
+            replay.kept.append((thing.load_state_dict, copy.deepcopy(thing.state_dict())))
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                plain = {key: value for key, value in group.items() if key != "params"}
+                replay.kept.append((group.update, copy.deepcopy(plain)))
+        missed = self._variables.missed(frame)
+        self.run.print(
+            f"harness: the script goes through {self.run.step} steps that are done, without work; "
+            "what it writes by itself meanwhile it writes again"
+            + (f". Not restored: parts of {', '.join(missed)}" if missed else "")
+        )
+        self.feed.template = self._place(feeds.sample_batch(self.feed.shared.loader))
+        self._quiet.begin(self.accelerators, custom)
+
+    def _arrive(self, replay: GoingThrough, frame: FrameType | None) -> None:
+        """The script is where it was."""
+        assert self.loop is not None
+        self._replay = self._body = None
+        self._quiet.end()
+        for put, value in replay.kept:
+            put(value)
+        self._variables.restore(frame)
+        self._answers = Answers()
+        self.loop._seed_between()

@@ -1,0 +1,83 @@
+"""What of Lightning cannot be promised, said before the first step and by name. Runs in the
+worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import LBFGS
+
+from harness.core.world import BadInput
+
+# Lightning's strategies that are data parallel, and so may be replaced by sums of our own
+REPLACED = ("auto", "ddp", "single_device")
+REPLACED_CLASSES = ("DDPStrategy", "SingleDeviceStrategy")
+LIMITS = (
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+    "overfit_batches",
+    "val_check_interval",
+)
+CALLBACKS = {
+    "GradientAccumulationScheduler": "the batch of a run is the same in all of its steps",
+    "BatchSizeFinder": "the batch of a run is the same in all of its steps",
+    "LearningRateFinder": "its steps are not the run's; find the rate in a script of its own",
+}
+
+
+def check_strategy(strategy: Any) -> None:
+    """Raises BadInput for what is not plain data parallelism."""
+    if isinstance(strategy, str):
+        fits = strategy.startswith(REPLACED)
+    else:
+        fits = strategy is None or type(strategy).__name__ in REPLACED_CLASSES
+    if not fits:
+        name = strategy if isinstance(strategy, str) else type(strategy).__name__
+        raise BadInput(
+            f"Trainer(strategy={name!r}) splits the model, and communicates in every micro-batch: "
+            "only data parallelism ('auto', 'ddp') can be made elastic without a change; use that, "
+            "or harness.attach() with harness.fsdp2, or --adapt none"
+        )
+
+
+def check_callbacks(trainer: Any) -> None:
+    """Raises BadInput."""
+    for callback in trainer.callbacks:
+        for kind in type(callback).__mro__:
+            if kind.__name__ in CALLBACKS and "lightning" in kind.__module__:
+                raise BadInput(
+                    f"callback {kind.__name__}: {CALLBACKS[kind.__name__]}; leave it out"
+                )
+
+
+def check_fit(trainer: Any) -> None:
+    """Once data and optimizers are there. Raises BadInput."""
+    loop, module = trainer.fit_loop, trainer.lightning_module
+    loaders = loop._combined_loader.flattened
+    if len(loaders) != 1:
+        raise BadInput(
+            f"wanted one train dataloader, found {len(loaders)}: which rank reads what is known "
+            "for one only; put the datasets into one (torch's ConcatDataset or StackDataset)"
+        )
+    if type(loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
+        raise BadInput(
+            f"{type(module).__name__}.training_step(dataloader_iter) reads batches by itself, so "
+            "nobody can share them out; take `batch` instead"
+        )
+    for optimizer in trainer.optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise BadInput(
+                "LBFGS calls its closure as often as this rank's loss asks for, which differs "
+                "between ranks; use another optimizer, or run.steps with harness.attach()"
+            )
+
+
+def scale_limits(trainer: Any, world: int) -> None:
+    """Numbers of batches are of each rank of the script's first world; here all its batches come
+    one after the other. Fractions stay what they are."""
+    for name in LIMITS:
+        limit = getattr(trainer, name, None)
+        if type(limit) is int and limit > 0:
+            setattr(trainer, name, limit * world)

@@ -1,0 +1,270 @@
+"""What `harness check` concludes from what its workers saw: what holds, what does not, and which
+line to change. Pure: evidence in, rulings out.
+
+Each rule judges one promise. It says nothing where another has found the cause already: gradients
+of other samples are compared with nobody's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import PurePath
+
+from harness.core.world import DRAINED
+from harness.proof.check_case import (
+    FAILS,
+    HOLDS,
+    NOTE,
+    SAME,
+    UNTRIED,
+    Case,
+    Ruling,
+    differ,
+    distance,
+    median,
+)
+from harness.proof.check_evidence import RankLife, StepSeen
+from harness.proof.check_state import drawing_line, forgotten
+from harness.proof.check_worlds import drawn_alike, met, shared_out, statistics, summed
+
+WRONG_INPUT = 2  # exit status of a command
+
+
+def rulings(case: Case) -> list[Ruling]:
+    """All of them, in the order of a run's life."""
+    if cannot := impossible(case):
+        return [cannot]
+    rules: tuple[Callable[[Case], Iterator[Ruling]], ...] = (
+        *(resumes, forgotten, read_again),
+        *(met, shared_out, drawn_alike, statistics, summed),
+        *(files, noticed, ends, falls),
+    )
+    return [ruling for rule in rules for ruling in rule(case)]
+
+
+# ---- one worker ----------------------------------------------------------------------------------
+def impossible(case: Case) -> Ruling | None:
+    """Why nothing else can be said."""
+    one, life = case.one, case.before
+    if life.steps:
+        return None
+    if one.failures:
+        f = one.failures[0]
+        what = f"the script fails by itself, before its first step: {f.error}: {f.text}"
+        return Ruling("trains", UNTRIED, what, f.where)
+    if one.ended == "late":
+        what = f"no step was made within {one.seconds:.0f} s"
+        return Ruling("trains", UNTRIED, what, one.stands, "give it arguments that make it small")
+    if not one.lives and one.left == WRONG_INPUT:
+        said = one.tail.strip().rpartition("\n")[2]
+        return Ruling("trains", UNTRIED, f"it was refused: {said}")
+    if not one.lives:
+        what = "nothing of it is saved or resumed: it has no session, and nothing has adapted it"
+        remedy = "harness.attach, or a framework that harness run adapts (docs/trainers)"
+        return Ruling("trains", FAILS, what, case.at(1 if case.source.path else 0), remedy)
+    what = "it ended without a step that we saw"
+    remedy = "run.steps, or run.safe_point after each step of a loop of its own"
+    return Ruling("trains", FAILS, what, case.prepare_line, remedy)
+
+
+def resumes(case: Case) -> Iterator[Ruling]:
+    """After a kill the run goes on where it was, and comes to the same."""
+    one, after = case.one, case.after
+    promise = "resumes after a kill"
+    if not one.struck:
+        steps = max(case.before.last, 0)
+        if one.failures:
+            f = one.failures[0]
+            what = f"the script fails by itself after step {steps}: {f.error}: {f.text}"
+            yield Ruling(promise, UNTRIED, what, f.where)
+        else:
+            what = f"it ended after step {steps}, before it could be killed"
+            yield Ruling(promise, UNTRIED, what, "", "give it arguments for at least 8 steps")
+        return
+    if after is None or after.resumed is None or not after.steps:
+        if one.failures:
+            f = one.failures[0]
+            what = f"the resumed script fails: {f.error}: {f.text}"
+            yield Ruling(promise, FAILS, what, f.where)
+        else:
+            where = after.resumed if after else None
+            what = "the resumed script made no step" + (f" after {where}" if where else "")
+            yield Ruling(promise, FAILS, what, one.stands or case.prepare_line)
+        return
+    if after.resumed == 0:
+        what = "it began anew: no snapshot was committed before the kill"
+        remedy = "prepare what is trained, and call run.safe_point after each step"
+        yield Ruling(promise, FAILS, what, case.prepare_line, remedy)
+        return
+    if unlike := first_unlike(case.before, after):
+        yield Ruling(promise, FAILS, unlike, case.prepare_line)
+        return
+    what = f"killed after step {case.before.last}, it went on from step {after.resumed}"
+    if any(known.count and known.rows == step.rows for known, step in twice(case.before, after)):
+        what += " and came to the same losses and gradients"
+    yield Ruling(promise, HOLDS, what)
+
+
+def first_unlike(before: RankLife, after: RankLife) -> str:
+    """Where a step that was made twice differs, given the same samples; "": nowhere."""
+    for step in after.steps:
+        known = before.at(step.number)
+        if known is None or known.rows != step.rows:
+            continue
+        if (apart := differ(known.losses, step.losses)) > SAME:
+            return (
+                f"step {step.number} was made again, of the same samples, with another loss "
+                f"({apart:.1e} apart)"
+            )
+        for a, b in zip(known.gradients, step.gradients, strict=False):
+            if (apart := distance(a, b)) > SAME:
+                return (
+                    f"step {step.number} was made again, of the same samples, with other "
+                    f"gradients ({apart:.1e} apart)"
+                )
+    return ""
+
+
+def read_again(case: Case) -> Iterator[Ruling]:
+    """The resumed run reads what it would have read."""
+    promise, before, after = "reads the same data again", case.before, case.after
+    if before.unlike:
+        remedy = "draw from torch's, numpy's or Python's global generator: they are seeded here"
+        yield Ruling(
+            promise,
+            FAILS,
+            before.unlike,
+            case.at(case.source.reads(before.unlike.partition("[")[0])),
+            remedy,
+        )
+        return
+    if after is None or not (pairs := twice(before, after)):
+        return
+    if not any(known.count for known, _ in pairs):
+        yield Ruling(promise, NOTE, "not seen: no forward of what was prepared was given a tensor")
+        return
+    wrong = [(known, step) for known, step in pairs if known.rows != step.rows]
+    if not wrong:
+        what = f"{len(pairs)} step{'s' * (len(pairs) > 1)} read twice, row for row"
+        yield Ruling(promise, HOLDS, what)
+        return
+    step = wrong[0][1]
+    where = step.backward or case.prepare_line
+    what = f"step {step.number} was given other rows after the resume than before"
+    older = next((s for s in before.steps if s.rows == step.rows), None)
+    remedy = "go on from run.step: the data's place must follow from it, or be saved in state="
+    if older is not None and older.number != step.number:
+        what += f": those of step {older.number}, so the data begin anew"
+    elif case.same_samples:
+        what += ", of the same samples: something is drawn between the data and the model"
+        remedy = "draw from the global generators, which are seeded for each micro-batch"
+        where = drawing_line(case) or where
+    yield Ruling(promise, FAILS, what, where, remedy)
+
+
+def twice(before: RankLife, after: RankLife) -> list[tuple[StepSeen, StepSeen]]:
+    """Steps that were made, lost in the kill, and made again."""
+    pairs = [(before.at(step.number), step) for step in after.steps]
+    return [(known, step) for known, step in pairs if known is not None]
+
+
+# ---- files, notices, the end ---------------------------------------------------------------------
+def files(case: Case) -> Iterator[Ruling]:
+    """What the script writes itself is written by one rank."""
+    promise = "one rank writes the script's files"
+    ranks = case.two.world_of(0) if case.two else []
+    if len(ranks) < 2:
+        return
+    by_path: dict[str, dict[int, str]] = {}
+    for rank in ranks:
+        for written in rank.written:
+            by_path.setdefault(written.path, {})[rank.rank] = written.where
+    shared = {path: who for path, who in by_path.items() if len(who) > 1}
+    for where in sorted({next(iter(who.values())) for who in shared.values()}):
+        paths = [path for path, who in shared.items() if next(iter(who.values())) == where]
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        what = f"{PurePath(paths[0]).name}{more} is written by every rank at once"
+        remedy = (
+            "if run.rank == 0: ...; what training needs to go on belongs into run.prepare(state=)"
+        )
+        yield Ruling(promise, FAILS, what, where, remedy)
+    if not shared:
+        yield Ruling(promise, HOLDS, f"{len(by_path)} files" if by_path else "it writes none")
+
+
+def noticed(case: Case) -> Iterator[Ruling]:
+    """A notice is acted upon at the next step boundary, and the others go on."""
+    two, promise = case.two, "heeds a notice"
+    if two is None or not two.struck:
+        return
+    asked = max((r.last for r in two.world_of(0)), default=0)
+    later = two.world_of(1)
+    resumed = later[0].resumed if later else None
+    if two.left == DRAINED and resumed is not None and resumed >= asked:
+        what = f"one of two nodes left after step {resumed}, the other went on from there alone"
+        yield Ruling(promise, HOLDS, what)
+    elif two.failures:
+        f = two.failures[0]
+        yield Ruling(promise, FAILS, f"it fails after one: {f.error}: {f.text}", f.where)
+    elif two.left != DRAINED:
+        what = f"the node that was told to leave after step {asked} did not drain"
+        yield Ruling(promise, FAILS, what, two.stands)
+    else:
+        what = f"told at step {asked}, the rest went on from step {resumed}"
+        yield Ruling(promise, FAILS, what, two.stands)
+
+
+def ends(case: Case) -> Iterator[Ruling]:
+    """It ends, after the same step whatever happened to it."""
+    promise = "ends as it would have"
+    runs = [run for run in (case.one, case.two) if run is not None]
+    for run in runs:
+        if run.ended != "late":
+            continue
+        last = max((life.last for life in run.lives), default=0)
+        who = "one worker" if run.name == "one" else "two workers"
+        if run.total and last >= run.total:
+            what = f"{who}: its last step ({run.total}) was made, and the script never ended"
+        else:
+            what = f"{who}: nothing came after step {last} within {run.seconds:.0f} s"
+        remedy = "if it is only slow: --within-s, or arguments that make it small"
+        yield Ruling(promise, FAILS if run.stands else UNTRIED, what, run.stands, remedy)
+        return
+    over = [run for run in runs if run.ended == "finished"]
+    steps = {run.committed for run in over}
+    if len(steps) > 1:
+        what = (
+            f"killed, it ended after step {case.one.committed}; noticed, after step "
+            f"{case.two.committed if case.two else 0}: how many steps it makes depends on where "
+            "it was interrupted"
+        )
+        where = case.at(case.source.called("safe_point")) or case.prepare_line
+        yield Ruling(promise, FAILS, what, where, "let the loop end at a step: run.step < total")
+    elif over and len(over) == len(runs):
+        early = over[0].total > over[0].committed
+        told = f" of {over[0].total}, by its own choice" if early else ""
+        yield Ruling(promise, HOLDS, f"after step {over[0].committed}{told}")
+    elif any(run.ended == "stopped" for run in runs):
+        last = max(run.committed for run in runs)
+        what = f"not tried: it goes on after step {last}, where it was stopped"
+        yield Ruling(promise, NOTE, what, "", "arguments with which it ends sooner, or --steps")
+
+
+def falls(case: Case) -> Iterator[Ruling]:
+    """The loss does."""
+    losses = [r.loss for r in case.one.records]
+    if not losses:
+        done = {s.number: s for life in case.one.lives for s in life.steps if s.losses}
+        losses = [sum(s.losses) / len(s.losses) for _, s in sorted(done.items())]
+    if len(losses) < 4:
+        return
+    third = max(1, len(losses) // 3)
+    first, last = median(losses[:third]), median(losses[-third:])
+    what = f"{first:.4g} at first, {last:.4g} after {len(losses)} steps"
+    if last < first:
+        yield Ruling("the loss falls", HOLDS, what)
+    else:
+        state = FAILS if case.must_fall or not math.isfinite(last) else NOTE
+        remedy = "look at the learning rate, the labels and the data before many nodes are paid for"
+        yield Ruling("the loss falls", state, f"it does not: {what}", "", remedy)

@@ -1,0 +1,190 @@
+"""BatchNorm whose running statistics do not depend on the world. Runs in the worker.
+
+A training forward normalises by the statistics of its own micro-batch, so it is the same whoever
+does it; what depends on the world is the running average, which each rank makes of the
+micro-batches that it happens to do. Here each micro-batch's statistics are kept apart, gathered
+over all ranks behind the step's last backward, and averaged in the order of the micro-batches, on
+every rank alike, as one rank that did them all would have done.
+
+SyncBatchNorm is something else: its forward averages over the ranks that are there, so what it
+computes depends on the world.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness.core.world import BadInput
+from harness.worker.peers import Peers
+
+KEPT = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def has_sync_norm(model: nn.Module) -> bool:
+    """Does a forward of it talk to the other ranks?"""
+    return any(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
+
+
+class Unwatched:
+    """Stands for `Norms` in a model that was pickled as a whole."""
+
+    def _begin(self, *_: Any) -> None: ...
+
+    def _end(self, *_: Any) -> None: ...
+
+
+@dataclass
+class _Held:
+    """What a layer has while its forward writes to buffers that stand in for its own."""
+
+    buffers: dict[str, torch.Tensor | None]
+    momentum: float | None
+
+
+class Norms:
+    """Those of a model. `watches`: there are any. Every micro-batch of a step must call its layers
+    in the same sequence, on all ranks."""
+
+    def __init__(self, model: nn.Module, peers: Peers):
+        self._peers = peers
+        self._layers: list[Any] = [
+            m
+            for m in model.modules()
+            if isinstance(m, nn.modules.batchnorm._BatchNorm)
+            and not isinstance(m, nn.SyncBatchNorm)
+            and m.track_running_stats
+            and m.running_mean is not None
+        ]
+        self.watches = bool(self._layers)
+        self._number = {id(m): i for i, m in enumerate(self._layers)}
+        self._micro: int | None = None  # whose forward runs; None: of none
+        self._counts = False
+        # by micro-batch: numbers of the layers as they were called; and mean and variance of each
+        # call, of those that count
+        self._calls: dict[int, list[int]] = {}
+        self._found: dict[int, list[torch.Tensor]] = {}
+        self._held: dict[int, _Held] = {}
+        self._agreed: set[tuple[int, ...]] = set()  # sequences that all ranks have
+        for layer in self._layers:
+            layer.register_forward_pre_hook(self._begin)
+            layer.register_forward_hook(self._end, always_call=True)
+
+    def take_up(self, micro: int, counts: bool) -> None:
+        """The next forwards are of this micro-batch. `counts`: it is no filler."""
+        self._micro, self._counts = micro, counts
+        self._calls[micro] = []
+        if counts:
+            self._found[micro] = []
+
+    # ---- copies of the model, and what is pickled of it, are not watched -------------------------
+    def __deepcopy__(self, memo: Any) -> Norms:
+        return self
+
+    def __reduce__(self) -> Any:
+        return Unwatched, ()
+
+    # ---- a forward -------------------------------------------------------------------------------
+    def _begin(self, layer: Any, _: Any) -> None:
+        if (
+            self._micro is None
+            or not layer.training
+            or id(layer) not in self._number  # a copy of one
+            or torch.compiler.is_compiling()
+        ):
+            return
+        buffers = {name: layer._buffers.get(name) for name in KEPT}
+        self._held[id(layer)] = _Held(buffers, layer.momentum)
+        for name, buffer in buffers.items():
+            if buffer is not None:
+                layer._buffers[name] = torch.zeros_like(buffer)
+        layer.momentum = 1.0  # so that the statistics of this batch alone are written
+
+    def _end(self, layer: Any, _: Any, __: Any) -> None:
+        held = self._held.pop(id(layer), None)
+        if held is None:
+            return
+        assert self._micro is not None
+        if self._counts:
+            found = [layer._buffers[name].detach().double() for name in KEPT[:2]]
+            self._found[self._micro].append(torch.cat(found))
+        for name, buffer in held.buffers.items():
+            layer._buffers[name] = buffer
+        layer.momentum = held.momentum
+        self._calls[self._micro].append(self._number[id(layer)])
+
+    # ---- a step ----------------------------------------------------------------------------------
+    def settle(self, micro_batches: int, exact: bool, some_idle: bool = False) -> None:
+        """Behind the last micro-batch of a step that has so many, on all ranks: average.
+        `some_idle`: of a step that may have none for some ranks. Raises BadInput for what cannot be
+        averaged, or was not seen although `exact` sums were promised."""
+        self._micro = None
+        if not self.watches:
+            return
+        calls = self._sequence(exact, some_idle)
+        columns = [2 * self._layers[number].num_features for number in calls]
+        device = self._layers[0].running_mean.device
+        table = torch.zeros(micro_batches, sum(columns), dtype=torch.float64, device=device)
+        if self._peers.leads_replica:
+            for micro, found in self._found.items():
+                if found:
+                    table[micro] = torch.cat(found)
+        if self._peers.control is not None and columns:
+            dist.all_reduce(table)
+        pieces: dict[int, list[torch.Tensor]] = {}
+        column = 0
+        for number, width in zip(calls, columns, strict=True):
+            pieces.setdefault(number, []).append(table[:, column : column + width])
+            column += width
+        with torch.no_grad():
+            for number, several in pieces.items():
+                rows = torch.stack(several, 1).flatten(0, 1)  # as the calls came
+                _average(self._layers[number], rows)
+        self._calls.clear()
+        self._found.clear()
+
+    def _sequence(self, exact: bool, some_idle: bool) -> tuple[int, ...]:
+        """In which layers are called for each micro-batch. Raises BadInput."""
+        found = {tuple(calls) for calls in self._calls.values()}
+        if len(found) > 1:
+            raise BadInput(
+                "wanted the model's BatchNorm layers to be called alike for every micro-batch of a "
+                "step, found that some are called for some of them only; use GroupNorm or LayerNorm"
+            )
+        calls = found.pop() if found else ()
+        if some_idle:
+            calls = max(self._peers.gather(calls), key=len)
+        if exact and not calls and any(layer.training for layer in self._layers):
+            raise BadInput(
+                "exact sums gather the statistics of each micro-batch from the model's BatchNorm "
+                "layers, found that their forwards were not seen: does torch.compile run them? "
+                "Leave it out, use GroupNorm or LayerNorm, or reduce='fast'"
+            )
+        if calls not in self._agreed:
+            if len(set(self._peers.gather(calls))) > 1:
+                raise BadInput(
+                    "wanted the model's BatchNorm layers to be called alike on every rank, found "
+                    "that they are not; use GroupNorm or LayerNorm"
+                )
+            self._agreed.add(calls)
+        return calls
+
+
+def _average(layer: Any, rows: torch.Tensor) -> None:
+    """`rows` (n, 2 * features): mean and variance of one micro-batch after the other."""
+    n, before = len(rows), int(layer.num_batches_tracked or 0)
+    if layer.momentum is None:  # of all that there ever were
+        old, shares = before / (before + n), [1 / (before + n)] * n
+    else:
+        kept = 1.0 - layer.momentum
+        old, shares = kept**n, [layer.momentum * kept ** (n - 1 - k) for k in range(n)]
+    weights = torch.tensor(shares, dtype=rows.dtype, device=rows.device)
+    mean, variance = (weights[:, None] * rows).sum(0).view(2, -1)
+    layer.running_mean.copy_(layer.running_mean.double() * old + mean)
+    layer.running_var.copy_(layer.running_var.double() * old + variance)
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(n)

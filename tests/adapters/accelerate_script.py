@@ -1,0 +1,169 @@
+"""A training script as Accelerate's documentation writes it; nothing in it knows of the harness."""
+
+import argparse
+import json
+import math
+import os
+import signal
+import time
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+p = argparse.ArgumentParser()
+p.add_argument("--out", required=True)
+p.add_argument("--epochs", type=int, default=3)
+p.add_argument("--accumulation", type=int, default=2)
+p.add_argument("--samples", type=int, default=88)
+p.add_argument("--max-train-steps", type=int, default=None)
+p.add_argument("--sleep-s", type=float, default=0.0)
+p.add_argument("--die-at", type=int, default=-1, help="kill this process in that step, once")
+p.add_argument("--save-each-epoch", action="store_true")
+p.add_argument("--own-hands", action="store_true", help="accumulates without accumulate()")
+a = p.parse_args()
+
+
+class Counts:
+    """What the script counts for itself."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+class Patience:
+    """Early stopping, as scripts write it for themselves."""
+
+    def __init__(self):
+        self.best, self.bad = math.inf, 0
+
+    def update(self, value):
+        self.bad = 0 if value < self.best else self.bad + 1
+        self.best = min(self.best, value)
+        return self.bad > 5
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def data(samples, seed):
+    x = torch.randn(samples, 16, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def write(event, **values):
+    with open(os.path.join(a.out, "events.jsonl"), "a") as f:
+        f.write(json.dumps({"event": event, **values}) + "\n")
+
+
+def main():
+    steps = 1 if a.own_hands else a.accumulation
+    accelerator = Accelerator(gradient_accumulation_steps=steps)
+    set_seed(5)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train = DataLoader(data(a.samples, 1), batch_size=4, shuffle=True)
+    test = DataLoader(data(30, 2), batch_size=4)
+    per_epoch = math.ceil(len(train) / a.accumulation)
+    total = a.max_train_steps or a.epochs * per_epoch
+    scheduler = torch.optim.lr_scheduler.LinearLR(
+        optimizer,
+        1.0,
+        0.1,
+        total if a.max_train_steps is None else total * accelerator.num_processes,
+    )
+    model, optimizer, train, test, scheduler = accelerator.prepare(
+        model, optimizer, train, test, scheduler
+    )
+    counts, patience = Counts(), Patience()
+    accelerator.register_for_checkpointing(counts)
+    loss_of = nn.CrossEntropyLoss()
+    completed, best = 0, 0.0
+    per_epoch = math.ceil(len(train) / a.accumulation)
+    if a.max_train_steps is None:
+        total = a.epochs * per_epoch
+    for epoch in range(math.ceil(total / per_epoch)):
+        model.train()
+        total_loss = 0
+        for step, (x, y) in enumerate(train):
+            if a.own_hands:
+                loss = loss_of(model(x), y)
+                total_loss += loss.detach().float()
+                accelerator.backward(loss / a.accumulation)
+                stepped = (step + 1) % a.accumulation == 0 or step == len(train) - 1
+                if stepped:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+            else:
+                with accelerator.accumulate(model):
+                    loss = loss_of(model(x), y)
+                    total_loss += loss.detach().float()
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                stepped = accelerator.sync_gradients
+            counts.seen += 1
+            if stepped:
+                completed += 1
+                if accelerator.is_main_process:
+                    write("step", step=completed, lr=scheduler.get_last_lr()[0], seen=counts.seen)
+                died = os.path.join(a.out, "died")
+                if (
+                    completed == a.die_at
+                    and accelerator.is_main_process
+                    and not os.path.exists(died)
+                ):
+                    open(died, "w").close()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(a.sleep_s)
+            if completed >= total:
+                break
+        model.eval()
+        right, losses = 0, []
+        for x, y in test:
+            with torch.no_grad():
+                logits = model(x)
+            logits, y = accelerator.gather_for_metrics((logits, y))
+            losses.append(loss_of(logits, y) * len(y))
+            right += (logits.argmax(1) == y).sum().item()
+        value = (torch.stack(losses).sum() / 30).item()
+        best = max(best, right / 30)
+        stop = patience.update(value)
+        if accelerator.is_main_process:
+            mean = total_loss.item() / len(train)
+            write(
+                "epoch", epoch=epoch, loss=value, right=right, best=best, mean=mean,
+                iterations=step + 1, length=len(train), bad=patience.bad, completed=completed,
+            )  # fmt: skip
+        if a.save_each_epoch:
+            accelerator.save_state(os.path.join(a.out, f"epoch{epoch}"))
+        if stop:
+            break
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        weights = accelerator.unwrap_model(model).state_dict()
+        torch.save(weights, os.path.join(a.out, "weights.pt"))
+        write("end", processes=accelerator.num_processes)
+    accelerator.end_training()
+
+
+main()

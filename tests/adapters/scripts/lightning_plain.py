@@ -1,0 +1,159 @@
+"""A Lightning script as its documentation writes them: it knows nothing of the harness."""
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+p = argparse.ArgumentParser()
+p.add_argument("--package", default="lightning.pytorch")
+p.add_argument("--epochs", type=int, default=3)
+p.add_argument("--max-steps", type=int, default=-1)
+p.add_argument("--samples", type=int, default=52)
+p.add_argument("--batch", type=int, default=4)
+p.add_argument("--accumulate", type=int, default=3)
+p.add_argument("--val-every", type=float, default=0.5)
+p.add_argument("--patience", type=int, default=100)
+p.add_argument("--dropout", type=float, default=0.0)
+p.add_argument("--sleep-s", type=float, default=0.0)
+p.add_argument("--shuffle", action="store_true")
+p.add_argument("--strategy", default="auto")
+p.add_argument("--rate", type=float, default=1e-2)
+p.add_argument("--odd", default="", help="something that cannot be made elastic")
+p.add_argument("--folder", default=os.environ.get("EVENTS", "."))
+a = p.parse_args()
+L = importlib.import_module(a.package)
+Path(a.folder).mkdir(exist_ok=True)
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.save_hyperparameters({"width": 32})
+        self.net = nn.Sequential(
+            nn.Linear(8, 32), nn.ReLU(), nn.Dropout(a.dropout), nn.Linear(32, 1)
+        )
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        time.sleep(a.sleep_s)
+        loss = nn.functional.mse_loss(self.net(x), y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val_loss", nn.functional.mse_loss(self.net(x), y))
+
+    def configure_optimizers(self):
+        if a.odd == "lbfgs":
+            return torch.optim.LBFGS(self.parameters())
+        optimizer = torch.optim.AdamW(self.parameters(), lr=a.rate)
+        total = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+
+class Greedy(Net):
+    def training_step(self, dataloader_iter):
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
+def die():
+    """For tests: once the snapshot of that step is there."""
+    from worlds import newest, until
+
+    step = int(os.environ["DIE_AT"].partition(":")[2])
+    until(lambda: getattr(newest(os.environ["HARNESS_RUN"]), "step", 0) >= step)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Events(L.Callback):
+    """What happened, a line for each: on the process that may write."""
+
+    def say(self, trainer, what):
+        if trainer.is_global_zero:
+            with Path(a.folder, "events").open("a") as file:
+                file.write(f"{what} {trainer.global_step}\n")
+
+    def on_train_epoch_start(self, trainer, module):
+        self.say(trainer, "epoch_start")
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if os.environ.get("DIE_AT", "").startswith(f"{trainer.global_step}:"):
+            die()
+        assert len(batch[0]) == len(batch[1]) and outputs["loss"].ndim == 0
+        self.say(trainer, f"batch_end_{batch_idx}")
+        if not trainer.fit_loop._should_accumulate():
+            loss = float(trainer.callback_metrics["train_loss"])
+            rate = trainer.optimizers[0].param_groups[0]["lr"]
+            self.say(trainer, f"step_{loss:.5f}_{rate:.7f}")
+
+    def on_validation_end(self, trainer, module):
+        if not trainer.sanity_checking:
+            self.say(trainer, f"validated_{float(trainer.callback_metrics['val_loss']):.5f}")
+
+    def on_train_epoch_end(self, trainer, module):
+        self.say(trainer, f"epoch_end_{float(trainer.callback_metrics['train_loss_epoch']):.5f}")
+
+    def on_train_end(self, trainer, module):
+        self.say(trainer, "train_end")
+
+    def on_exception(self, trainer, module, exception):
+        self.say(trainer, f"exception_{type(exception).__name__}")
+
+
+L.seed_everything(7)
+made = torch.Generator().manual_seed(1)
+x = torch.randn(a.samples, 8, generator=made)
+y = x.sum(1, keepdim=True) + 0.1 * torch.randn(a.samples, 1, generator=made)
+train = DataLoader(TensorDataset(x, y), batch_size=a.batch, shuffle=a.shuffle)
+val = DataLoader(TensorDataset(x[:16], y[:16]), batch_size=8)
+callbacks = importlib.import_module(f"{a.package}.callbacks")
+loggers = importlib.import_module(f"{a.package}.loggers")
+model = Greedy() if a.odd == "iterator" else Net()
+if a.odd == "loaders":
+    train = [train, train]
+trainer = L.Trainer(
+    accelerator="cpu",
+    devices="auto",
+    strategy=a.strategy,
+    max_epochs=a.epochs,
+    max_steps=a.max_steps,
+    accumulate_grad_batches=1 if a.odd == "scheduler" else a.accumulate,
+    gradient_clip_val=1.0,
+    val_check_interval=a.val_every,
+    log_every_n_steps=1,
+    default_root_dir=a.folder,
+    logger=loggers.CSVLogger(a.folder),
+    enable_progress_bar=False,
+    enable_model_summary=False,
+    callbacks=[
+        Events(),
+        callbacks.EarlyStopping("val_loss", patience=a.patience),
+        callbacks.ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True),
+        *([callbacks.GradientAccumulationScheduler({0: 2})] if a.odd == "scheduler" else []),
+    ],
+)
+trainer.fit(model, train, val)
+ended = {
+    "weights": [float(p.detach().double().sum()) for p in model.parameters()],
+    "steps": trainer.global_step,
+    "best": float(trainer.checkpoint_callback.best_model_score),
+    "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+}
+if trainer.is_global_zero:
+    Path(a.folder, "ended").write_text(json.dumps(ended))
+    assert Path(trainer.checkpoint_callback.best_model_path).exists()
+sys.stdout.flush()

@@ -1,0 +1,193 @@
+"""Lightning's Trainer, unchanged: on any world, killed and resumed, as if it had been alone."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lightning")
+
+from worlds import Nursery, environment, history, newest
+
+from harness.agent import nursery
+from harness.views.audit import audit
+from storage.opening import open_store
+
+SCRIPTS = Path(__file__).parent / "scripts"
+PLAIN = SCRIPTS / "lightning_plain.py"
+
+
+class Warm(Nursery):
+    """Forks of a process that has imported Lightning."""
+
+    def __init__(self):
+        self._warm = nursery.Nursery(environment() | {"HARNESS_PRELOAD": "lightning.pytorch"})
+
+
+@pytest.fixture(scope="module")
+def warm():
+    nursery = Warm()
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture
+def go(warm, tmp_path):
+    """Run a script under the harness; `die_at`: in which step every rank is killed, once the
+    snapshot of which step is there."""
+
+    def run(world, *flags, script=PLAIN, first_world=1, die_at=(-1, 0), reduce="fast", codes=(0,)):
+        attach = {"seed": 1, "snapshot_every_steps": 3, "reduce": reduce}
+        env = {
+            "HARNESS_ADAPT": "auto",
+            "HARNESS_ATTACH": json.dumps(attach),
+            "HARNESS_SCRIPT_WORLD": first_world,
+            "HARNESS_ON_CHANGE": "accept",
+            "DIE_AT": "{}:{}".format(*die_at),
+        }
+        folder = tmp_path / "files"
+        return warm.train(
+            tmp_path / "run", world, "--folder", folder, *flags, script=script, env=env, codes=codes
+        )
+
+    run.folder, run.url = tmp_path / "files", tmp_path / "run"
+    return run
+
+
+def plain(folder, *flags, script=PLAIN):
+    """The script as everybody runs it."""
+    ended = subprocess.run(
+        [sys.executable, str(script), "--folder", str(folder), *map(str, flags)],
+        env=environment() | {"HARNESS_ADAPT": "none"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return plain(tmp_path_factory.mktemp("plain"))
+
+
+def events(folder):
+    return (folder / "events").read_text().splitlines()
+
+
+def numbers(lines):
+    """Every event as its words and its numbers."""
+    return [
+        (re.sub(r"[\d.]+", "#", line), [float(n) for n in re.findall(r"\d+\.?\d*", line)])
+        for line in lines
+    ]
+
+
+def same(one, other, rel=1e-4):
+    """The same events in the same order, with the same numbers but for rounding."""
+    assert [what for what, _ in numbers(one)] == [what for what, _ in numbers(other)]
+    for (_, mine), (what, theirs) in zip(numbers(one), numbers(other), strict=True):
+        assert mine == pytest.approx(theirs, rel=rel, abs=2e-5), what
+
+
+def ended(folder):
+    said = json.loads((folder / "ended").read_text())
+    return [*said["weights"], said["steps"], said["best"], said["metrics"]["train_loss_epoch"]]
+
+
+def sound(run):
+    assert not [check for check in audit(open_store(str(run))).checks if not check.ok]
+    assert newest(run).data["final"]
+
+
+def test_alone_it_is_lightning_to_the_bit(alone, go):
+    go(1)
+    assert events(go.folder) == events(alone)
+    assert (go.folder / "ended").read_text() == (alone / "ended").read_text()
+    sound(go.url)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_uneven_worlds_train_the_same(alone, go, world):
+    go(world)
+    same(events(go.folder), events(alone))
+    assert ended(go.folder) == pytest.approx(ended(alone), rel=1e-5)
+    assert {r.world for r in history(go.url)} == {world}
+    sound(go.url)
+
+
+@pytest.mark.parametrize(("die_at", "resumed"), [(5, 3), (7, 6), (12, 9)])
+def test_it_goes_on_where_it_was_killed_in_another_world(alone, go, die_at, resumed):
+    go(3, die_at=(die_at, resumed), codes=(-9,))
+    before = events(go.folder)
+    (go.folder / "events").unlink()
+    said = go(2)
+    assert f"resumed from step {resumed}" in said.output
+    after = events(go.folder)
+    # what was done after the snapshot is done again, and nothing else
+    done = len(events(alone)) - len(after)
+    same(after, events(alone)[done:])
+    same(before, events(alone)[: len(before)])
+    assert ended(go.folder) == pytest.approx(ended(alone), rel=1e-4)
+    sound(go.url)
+
+
+def test_at_an_epochs_end_nothing_is_repeated(tmp_path, go):
+    flags = ("--max-steps", 13, "--accumulate", 5, "--epochs", 5)
+    expected = events(plain(tmp_path / "plain", *flags))  # 3 steps an epoch, snapshots at 3, 6, ...
+    go(2, *flags, die_at=(7, 6), codes=(-9,))
+    (go.folder / "events").unlink()
+    assert "resumed from step 6" in go(1, *flags).output
+    assert events(go.folder)[0] == "epoch_start 6"
+    same(events(go.folder), expected[-len(events(go.folder)) :])
+    assert not any("exception" in line for line in events(go.folder))
+
+
+def test_exact_sums_and_dropout_are_the_same_on_any_world(go, tmp_path_factory):
+    flags = ("--dropout", 0.3, "--shuffle", "--epochs", 2)
+    go(3, *flags, reduce="exact")
+    first = history(go.url)
+    weights = newest(go.url).data["weights"]
+    os.rename(go.url, go.url.with_name("first"))
+    go(1, *flags, reduce="exact")
+    assert [r.loss for r in history(go.url)] == [r.loss for r in first]
+    assert [r.contents for r in history(go.url)] == [r.contents for r in first]
+    assert newest(go.url).data["weights"] == weights
+
+
+def test_the_other_copy_of_lightning_and_early_stopping(tmp_path, go):
+    flags = ("--package", "pytorch_lightning", "--patience", 1, "--epochs", 30, "--val-every", 1.0)
+    expected = plain(tmp_path / "plain", *flags, "--rate", 0.3)
+    go(2, *flags, "--rate", 0.3)
+    same(events(go.folder), events(expected), rel=1e-3)
+    assert ended(go.folder)[4] < 150
+    sound(go.url)
+
+
+def test_the_first_world_decides_the_batch(go):
+    go(2, "--strategy", "ddp", "--accumulate", 2, first_world=2, die_at=(5, 3), codes=(-9,))
+    assert [r.samples for r in history(go.url)] == [16, 16, 16]
+    go(1, "--strategy", "ddp", "--accumulate", 2, first_world="")
+    assert [r.samples for r in history(go.url)][:8] == [16, 16, 16, 4] * 2
+    assert {r.world for r in history(go.url)} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--strategy", "fsdp"), "strategy='fsdp'"),
+        (("--odd", "scheduler"), "GradientAccumulationScheduler"),
+        (("--odd", "loaders"), "wanted one train dataloader, found 2"),
+        (("--odd", "iterator"), "training_step(dataloader_iter)"),
+        (("--odd", "lbfgs"), "LBFGS"),
+    ],
+)
+def test_what_cannot_be_promised_is_said_before_the_first_step(go, flags, said):
+    output = go(1, *flags, codes=(1,)).output
+    assert said in output and "BadInput" in output
+    assert not (go.folder / "events").exists() or events(go.folder) == ["exception_BadInput 0"]

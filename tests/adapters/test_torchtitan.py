@@ -1,0 +1,249 @@
+"""torchtitan's debug model under real agents: killed, drained, and resumed on other worlds; by the
+import hook, and by torchtitan's own overrides."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from worlds import environment, history, newest, until
+
+from harness.core.world import DRAINED, BadInput
+from storage.opening import open_store
+from storage.snapshots import Snapshots
+
+pytest.importorskip("torchtitan")
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "titan_cpu"))
+
+import titan_assets
+import titan_stubs
+
+titan_stubs.when_needed()  # before anything here imports torchtitan
+
+STEPS = ["--training.steps", "10"]
+VALIDATION = [
+    *("--validator.enable", "--validator.freq", "5", "--validator.steps", "2"),
+    *("--validator.dataloader.dataset", "c4_test"),
+    *("--validator.dataloader.dataset_path", "assets/documents"),
+]
+HARNESS = [sys.executable, "-m", "harness.cli"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+
+
+def environ(folder, *, plain=False):
+    path = [str(HERE / "titan_cpu"), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+    own = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf"), "NO_COLOR": "1"}
+    own |= {"TITAN_PLAIN": "1"} if plain else {}
+    return environment() | own | {"PYTHONPATH": os.pathsep.join(path)}
+
+
+def agent(folder, run, nproc, *flags, options=()):
+    """`harness run` of torchtitan.train, as it is."""
+    asked = ["--attach", "snapshot_every_steps=2", "--preload", "torchtitan.trainer", *options]
+    log = open(folder / f"{nproc}.log", "w")  # noqa: SIM115
+    return subprocess.Popen(
+        [
+            *(*HARNESS, "run", "--run", str(run), "--nproc", str(nproc), *asked, "--"),
+            *("-m", "torchtitan.train", *titan_assets.FLAGS, *STEPS, *flags),
+        ],
+        cwd=folder,
+        env=environ(folder),
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def torchrun(folder, *flags, plain=False, run=""):
+    """Two ranks without an agent; what they said."""
+    env = environ(folder, plain=plain) | ({"HARNESS_RUN": str(run)} if run else {})
+    ended = subprocess.run(
+        [*TORCHRUN, "2", "-m", "torchtitan.train", *titan_assets.FLAGS, *STEPS, *flags],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return clean(ended.stdout + ended.stderr)
+
+
+def clean(text):
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def logged(text, what="step"):
+    """Step -> loss, as torchtitan logs them."""
+    found = re.findall(rf"INFO - {what}: *(\d+) *loss: *([0-9.]+)", text)
+    return {int(step): float(loss) for step, loss in found}
+
+
+def step_of(run):
+    try:
+        return newest(run).step
+    except (AttributeError, OSError):
+        return 0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("titan")
+    titan_assets.make(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    """What torchtitan alone logs."""
+    return torchrun(folder, *VALIDATION, "--dump_folder", "plain", plain=True)
+
+
+def test_killed_and_drained_on_other_worlds_it_trains_as_torchtitan_alone(folder, plain):
+    run, said = folder / "run", ""
+    for nproc, until_step, how in ((2, 2, signal.SIGKILL), (3, 6, signal.SIGTERM), (1, 0, None)):
+        started = agent(folder, run, nproc, *VALIDATION)
+        try:
+            if how is not None:
+                until(lambda n=until_step, p=started: step_of(run) >= n or p.poll() is not None)
+                started.send_signal(how)
+            code = started.wait(240)
+        finally:
+            started.kill()
+        said = clean((folder / f"{nproc}.log").read_text())
+        wanted = {signal.SIGKILL: -9, signal.SIGTERM: DRAINED, None: 0}[how]
+        assert code == wanted, said
+    mine = {r.step: r for r in history(run)}
+    assert sorted(mine) == list(range(1, 11))
+    assert {r.world for r in mine.values()} == {1, 2, 3}
+    assert {r.samples for r in mine.values()} == {4}
+    alone = logged(plain)
+    assert [r.loss for r in mine.values()] == pytest.approx(list(alone.values()), rel=1e-4)
+    last = logged(said, "validate step")
+    assert last and last.items() <= logged(plain, "validate step").items()
+    verified = subprocess.run([*HARNESS, "verify", str(run)], capture_output=True, text=True)
+    assert verified.returncode == 0, verified.stdout
+    snapshots = Snapshots(open_store(str(run)))
+    assert snapshots.ended(snapshots.latest())
+
+
+def test_by_its_own_overrides_without_an_agent(folder, plain):
+    """The same, from torchrun; and data that end are the end of the training."""
+    run, ours = folder / "own", "harness.adapters.torchtitan"
+    said = torchrun(
+        folder,
+        *("--training.global_batch_size", "-1", "--dump_folder", "own_outputs"),
+        *("--override.imports", f"{ours}.data", f'{ours}.snapshots={{"micro_batches": 4}}'),
+        *("--dataloader.no-infinite", "--dataloader.dataset_path", "assets/few"),
+        run=run,
+    )
+    steps = history(run)
+    assert "Ran out of data" in said and 1 <= len(steps) < 10
+    assert [r.loss for r in steps] == pytest.approx(list(logged(said).values()), rel=1e-5)
+    snapshots = Snapshots(open_store(str(run)))
+    assert snapshots.latest().step == len(steps) and snapshots.ended(snapshots.latest())
+
+
+# ---- the parts -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("asked", "world", "fitted"),
+    [
+        ((1, -1), 3, (1, -1)),
+        ((1, 8), 3, (1, -1)),
+        ((2, 1), 3, (3, 1)),
+        ((1, 1), 4, (4, 1)),
+        ((2, 4), 12, (3, 4)),
+        ((2, 4), 6, (1, -1)),
+        ((4, -1), 6, (3, -1)),
+    ],
+)
+def test_degrees_fit_any_world(asked, world, fitted):
+    from harness.adapters.titan import fit_degrees
+
+    parallelism = SimpleNamespace(
+        data_parallel_replicate_degree=asked[0], data_parallel_shard_degree=asked[1]
+    )
+    told = fit_degrees(parallelism, world)
+    assert fitted == (
+        parallelism.data_parallel_replicate_degree,
+        parallelism.data_parallel_shard_degree,
+    )
+    assert bool(told) == (asked != fitted)
+
+
+def test_what_does_not_fit_is_refused_by_name():
+    from harness.adapters.titan import check_parallelism, fit_batch
+
+    degrees = dict.fromkeys((f"{n}_parallel_degree" for n in ("tensor", "context", "pipeline")), 1)
+    with pytest.raises(BadInput, match="expert_parallel_degree=2"):
+        check_parallelism(SimpleNamespace(**degrees, expert_parallel_degree=2))
+    training = SimpleNamespace(global_batch_size=10, local_batch_size=4)
+    with pytest.raises(BadInput, match=r"multiple of training\.local_batch_size"):
+        fit_batch(training)
+    training.local_batch_size = 2
+    assert (fit_batch(training), training.global_batch_size) == (5, -1)
+
+
+class Numbers:
+    """A loader of stream s: (s, 0), (s, 1), ..."""
+
+    def __init__(self, stream):
+        self.stream, self.next = stream, 0
+
+    def __iter__(self):
+        while self.next < 6:
+            self.next += 1
+            yield self.stream, self.next - 1
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4, 5, 7])
+def test_any_world_reads_the_same_streams(micro_batches):
+    from harness.adapters.titan_data import TitanStreams
+
+    def read(bounds, places=None):
+        """One step on that many ranks, and where the streams are after it."""
+        at, found = {}, []
+        for first, last in pairwise(bounds):
+            streams = TitanStreams(Numbers, 3, micro_batches, range(first, last))
+            if places is not None:
+                streams.load(places)
+            found += list(streams.step())
+            at |= streams.state()
+        return found, at
+
+    alone, at = read([0, micro_batches])
+    assert [m for m, _ in alone] == list(range(micro_batches))
+    assert len({batch for _, batch in alone}) == micro_batches
+    for bounds in ([0, 1, micro_batches], range(micro_batches + 1)):
+        assert read(bounds) == (alone, at)
+        assert read(bounds, at) == read([0, micro_batches], at)
+
+
+def test_a_place_that_nobody_knows_is_refused():
+    from harness.adapters.titan_data import TitanStreams
+
+    with pytest.raises(BadInput, match="stream 1 of the data stands, found only 0"):
+        TitanStreams(Numbers, 2, 2, range(2)).load({0: {"next": 1}})
+
+
+def test_a_stream_that_ends_cancels_the_step():
+    from torchtitan.components.dataloader import DataloaderExhaustedError
+
+    from harness.adapters.titan_data import TitanStreams
+
+    streams = TitanStreams(Numbers, 1, 4, range(4))
+    assert len(list(streams.step())) == 4
+    with pytest.raises(DataloaderExhaustedError):
+        list(streams.step())

@@ -1,0 +1,262 @@
+"""Scripts with transformers' Trainer and TRL's, unchanged, by real agents: against plain
+transformers, and against themselves on other worlds, killed, drained and resumed."""
+
+import ast
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from worlds import environment, history, newest, train, until
+
+pytest.importorskip("transformers")
+
+from harness.core.world import BadInput
+from harness.views.audit import audit
+from storage.opening import open_store
+
+HERE = Path(__file__).parent
+TRAINER, TRL = HERE / "scripts/hf_trainer.py", HERE / "scripts/trl_trainer.py"
+ENV = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CI": "1"}
+EXACT = ("--attach", "reduce=exact")
+EVERY_3 = ("--attach", "snapshot_every_steps=3")
+
+
+class Script:
+    """A script in a folder of its own."""
+
+    def __init__(self, folder, script, *flags):
+        self.folder, self.words = folder, [str(script), *map(str, flags)]
+        folder.mkdir(exist_ok=True)
+
+    def plain(self):
+        self._ended(subprocess.run([sys.executable, *self.words], **self._how("plain")), 0)
+        return self
+
+    def agent(self, ranks, *options):
+        """A node's agent, running."""
+        words = ["-m", "harness.cli", "run", "--run", self.run, "--nproc", str(ranks), *options]
+        command = [sys.executable, *words, "--", *self.words]
+        return subprocess.Popen(command, **self._how("agent"))
+
+    def under(self, ranks, *options, code=0):
+        """An agent with so many ranks, to its end."""
+        agent = self.agent(ranks, "--script-world", "1", *options)
+        agent.wait(240)
+        self._ended(agent, code)
+        return self
+
+    def disturbed(self, ranks, *options, at, how, code=0):
+        """As `under`; `how(agent)` when step `at` has been logged."""
+        agent = self.agent(ranks, "--script-world", "1", *options)
+        until(
+            lambda: agent.poll() is not None or any(step >= at for step, _ in self.logs()),
+            f"step {at}",
+        )
+        how(agent)
+        agent.wait(240)
+        self._ended(agent, code)
+        return self
+
+    def _how(self, name):
+        output = open(self.folder / f"{name}.out", "a")  # noqa: SIM115 - of a process
+        env = environment() | ENV
+        return {"cwd": self.folder, "stdout": output, "stderr": output, "env": env}
+
+    def _ended(self, process, code):
+        assert process.returncode == code, self.output()
+
+    @property
+    def run(self):
+        return str(self.folder / "run")
+
+    def output(self):
+        return "".join(path.read_text() for path in self.folder.glob("*.out"))
+
+    def logs(self):
+        """[(step, what the Trainer logged)]"""
+        path = self.folder / "events.logs"
+        lines = path.read_text().splitlines() if path.exists() else []
+        with contextlib.suppress(ValueError, SyntaxError):  # a line that is being written
+            return [(int(n), ast.literal_eval(x)) for n, _, x in (s.partition(" ") for s in lines)]
+        return []
+
+    def logged(self):
+        """{step: what was logged there}; steps that a kill undid were logged twice."""
+        found = {}
+        for step, logs in self.logs():
+            found.setdefault((step, *sorted(logs)), []).append(logs)
+        return {key: logs[-1] for key, logs in found.items()}
+
+    def events(self):
+        return (self.folder / "events").read_text().splitlines()
+
+    def end(self):
+        return (self.folder / "events.end").read_text().splitlines()
+
+
+def kill_a_worker(agent):
+    """The last rank of it."""
+    children = subprocess.run(
+        ["ps", "-eo", "pid,ppid,comm"], capture_output=True, text=True, check=True
+    )
+    rows = [line.split(None, 2) for line in children.stdout.splitlines()[1:]]
+    parents = {int(pid): int(parent) for pid, parent, _ in rows}
+
+    def below(pid):
+        while pid in parents:
+            if (pid := parents[pid]) == agent.pid:
+                return True
+        return False
+
+    ranks = {
+        name: int(pid) for pid, _, name in rows if name.startswith("rank-") and below(int(pid))
+    }
+    os.kill(ranks[max(ranks)], signal.SIGKILL)
+
+
+def notice(agent):
+    agent.send_signal(signal.SIGTERM)
+
+
+def close(logged, others, rel=1e-4):
+    assert logged.keys() == others.keys()
+    for key, logs in logged.items():
+        assert logs == pytest.approx(others[key], rel=rel, abs=1e-4), key
+
+
+def proven(script):
+    assert not [c for c in audit(open_store(script.run)).checks if not c.ok]
+
+
+FLAGS = ("--epochs", 3, "--best", "--logging-steps", 2, "--workers", 1)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return Script(tmp_path_factory.mktemp("plain"), TRAINER, *FLAGS).plain()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """One rank, exact sums, never stopped."""
+    return Script(tmp_path_factory.mktemp("alone"), TRAINER, *FLAGS).under(1, *EXACT)
+
+
+def test_one_rank_does_what_plain_transformers_does(plain, alone, tmp_path):
+    fast = Script(tmp_path / "fast", TRAINER, *FLAGS).under(1)
+    assert fast.logs() == plain.logs() and fast.end() == plain.end()  # to the bit
+    assert fast.events() == plain.events() == alone.events()
+    close(alone.logged(), plain.logged())
+
+
+def test_three_uneven_ranks_and_a_kill_give_the_same_to_the_bit(alone, tmp_path):
+    """5 micro-batches on 3 ranks, and 3 at an epoch's end: one rank has none."""
+    script = Script(tmp_path / "rough", TRAINER, *FLAGS, "--sleep-s", 0.1)
+    script.disturbed(3, *EXACT, *EVERY_3, at=8, how=kill_a_worker)
+    assert script.logged() == alone.logged() and script.end() == alone.end()
+    assert script.events() == alone.events()
+    assert "resumed from step" in script.output()
+    proven(script)
+    # every rank evaluates, and rank 0 says so
+    assert script.output().count("evaluates the whole") == 2
+
+
+def test_a_notice_and_another_world_repeat_nothing(plain, tmp_path):
+    """Not even what was logged; and the best checkpoint is there though the disk was lost."""
+    script = Script(tmp_path / "moved", TRAINER, *FLAGS, "--sleep-s", 0.2)
+    script.disturbed(2, at=6, how=notice, code=33)
+    saved = newest(script.run).step
+    assert 6 <= saved < 15 and len(script.logs()) < len(plain.logs())
+    for path in script.folder.glob("out/checkpoint-*/*"):
+        path.unlink()
+    for path in script.folder.glob("out/checkpoint-*"):
+        path.rmdir()
+    script.under(3, *EVERY_3)
+    assert script.events() == plain.events()
+    assert [step for step, _ in script.logs()] == [step for step, _ in plain.logs()]
+    close(script.logged(), plain.logged())
+    assert script.end()[1] == plain.end()[1] == "5 out/checkpoint-5"
+    assert (script.folder / "out/checkpoint-5/model.safetensors").exists()
+    records = history(script.run)
+    assert [r.samples for r in records[:5]] == [20, 20, 20, 20, 12]
+    assert {r.world for r in records} == {2, 3}
+    proven(script)
+
+
+def test_an_early_stop_holds_after_a_resume(tmp_path):
+    flags = ("--epochs", 6, "--best", "--patience", 1)
+    calm = Script(tmp_path / "calm", TRAINER, *flags).plain()
+    script = Script(tmp_path / "rough", TRAINER, *flags, "--sleep-s", 0.1)
+    script.disturbed(2, *EVERY_3, at=7, how=kill_a_worker)
+    assert script.events() == calm.events() and script.events()[-1] == "epoch_end 10"
+    close(script.logged(), calm.logged())
+    proven(script)
+
+
+def test_a_stream_goes_on_where_it_was(tmp_path):
+    flags = ("--max-steps", 11, "--stream", "--dropout", 0.1)
+    calm = Script(tmp_path / "calm", TRAINER, *flags).under(1, *EXACT)
+    script = Script(tmp_path / "rough", TRAINER, *flags, "--sleep-s", 0.1)
+    script.disturbed(2, *EXACT, *EVERY_3, at=7, how=kill_a_worker)
+    assert script.logged() == calm.logged() and script.end() == calm.end()
+    assert "too few for a step, are not used" in script.output()
+    proven(script)
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_trl_logs_what_one_process_would(kind, tmp_path):
+    pytest.importorskip("trl")
+    calm = Script(tmp_path / "calm", TRL, "--kind", kind).plain()
+    script = Script(tmp_path / "rough", TRL, "--kind", kind, "--sleep-s", 0.1)
+    script.disturbed(2, *EVERY_3, at=4, how=kill_a_worker)
+    close(script.logged(), calm.logged())
+    assert script.events() == calm.events()
+    proven(script)
+
+
+def refuse(tmp_path, *lines):
+    script = tmp_path / "script.py"
+    script.write_text("\n".join(["import torch", "import transformers", *lines]))
+    env = {**ENV, "HARNESS_ADAPT": "auto", "HARNESS_ATTACH": json.dumps({"seed": 1})}
+    return train(tmp_path / "run", 1, script=script, env=env, codes=(1,)).output
+
+
+MAKE = (
+    "class Net(torch.nn.Linear):",
+    "    def forward(self, x, labels): return {'loss': super().forward(x).sum()}",
+    "args = transformers.TrainingArguments('out', use_cpu=True, report_to=[], OPTIONS)",
+    "rows = [{'x': torch.ones(2), 'labels': torch.ones(1)}] * 8",
+    "trainer = transformers.Trainer(Net(2, 1), args, train_dataset=rows)",
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "call", "named"),
+    [
+        ("auto_find_batch_size=True", "train()", "auto_find_batch_size=True would change"),
+        ("optim='adalomo'", "train()", "steps inside backward"),
+        ("seed=1", "train('/elsewhere/checkpoint-5')", "is not this run's"),
+        ("train_sampling_strategy='batch_rebalance'", "train()", "batch_rebalance"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_by_name(options, call, named, tmp_path):
+    lines = [line.replace("OPTIONS", options) for line in MAKE]
+    assert named in refuse(tmp_path, *lines, f"trainer.{call}")
+
+
+def test_another_trainer_is_refused_by_version():
+    from transformers import Trainer
+
+    from harness.adapters import hf_trainer
+
+    class Other(Trainer):
+        def training_step(self, model, inputs, scale): ...
+
+    setattr(Other, hf_trainer.PATCHED, True)
+    with pytest.raises(BadInput, match=r"has no Trainer.train, .*--adapt none"):
+        hf_trainer.check_version(Other)

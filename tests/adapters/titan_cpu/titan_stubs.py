@@ -1,0 +1,59 @@
+"""Lets torchtitan start on a computer without an accelerator: what it asks of one is stubbed as
+soon as it is imported. For tests only."""
+
+import importlib.abc
+import os
+import sys
+import types
+
+
+class AtImport(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "torchtitan":
+            sys.meta_path.remove(self)
+            stub()
+
+
+def when_needed():
+    sys.meta_path.insert(0, AtImport())
+
+
+def stub():
+    import torch
+    import torch._utils
+    import torch.distributed as dist
+    import torch.nn.attention.flex_attention as flex
+
+    # its kernels want triton; only expert parallelism uses them
+    kernels = types.ModuleType("torchtitan.distributed.minimal_async_ep.kernels")
+    kernels.__getattr__ = lambda name: None
+    sys.modules[kernels.__name__] = kernels
+    torch._utils._get_available_device_type = lambda: "cpu"
+    cpu = torch.cpu
+    cpu.current_device = lambda: 0
+    cpu.get_device_name = lambda device=None: "cpu"
+    cpu.get_device_properties = lambda device=None: types.SimpleNamespace(total_memory=1 << 34)
+    cpu.reset_peak_memory_stats = lambda device=None: None
+    cpu.empty_cache = lambda: None
+    cpu.memory_stats = lambda device=None: {}
+    if not hasattr(dist, "set_timeout"):  # not in torch 2.13.0
+        dist.set_timeout = lambda timeout, group=None: None
+    # FlexAttention has no compiled backward on a CPU
+    torch.compile = lambda model=None, **options: model
+    flex._validate_device = lambda *tensors: None
+    if os.environ.get("TITAN_PLAIN"):
+        stub_sums()
+
+
+def stub_sums():
+    """gloo cannot multiply before it adds, which FSDP2 asks of it. Our adapter sees to that; plain
+    torchtitan needs this."""
+    from torch.distributed.fsdp import FSDPModule
+
+    plain = FSDPModule.set_gradient_divide_factor
+
+    def divide(self, factor):
+        plain(self, factor)
+        self.set_force_sum_reduction_for_comms(True)
+
+    FSDPModule.set_gradient_divide_factor = divide
