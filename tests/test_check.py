@@ -378,9 +378,10 @@ def test_ends_that_depend_on_interruptions(source):
 
 
 def test_a_run_that_never_ends(source):
-    b = pair(ended="late", stands="train.py:40")
+    b = pair(ended="late", stands=("train.py:40", "train.py:9"))
     found = failed(judged(source, b=b))["ends as it would have"]
     assert found.where == "train.py:40" and "never ended" in found.what
+    assert "train.py:40, train.py:9" in found.what
 
 
 def test_a_loss_that_does_not_fall(source):
@@ -397,7 +398,7 @@ def test_a_loss_that_does_not_fall(source):
     [
         (Outcome("one", "finished"), FAILS, "it has no session"),
         (Outcome("one", "stopped", left=2, tail="x\nharness run: no\n"), UNTRIED, "run: no"),
-        (Outcome("one", "late", stands="a:1", lives=(RankLife(),)), UNTRIED, "no step was made"),
+        (Outcome("one", "late", stands=("a:1",), lives=(RankLife(),)), UNTRIED, "no step was made"),
         (Outcome("one", "finished", lives=(RankLife(),)), FAILS, "without a step"),
         (
             Outcome("one", "failed", failures=(ScriptFailure(0, "OSError", "no data", "a:5"),)),

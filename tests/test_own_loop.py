@@ -7,6 +7,7 @@ from worlds import history, newest, train
 
 from harness.core.batch import digest, sample_hash
 from harness.core.records import StepRecord
+from harness.proof.replay import replay
 from harness.views import audit_records
 from harness.views.audit import audit
 from harness.views.audit_rules import RuleBroken
@@ -96,6 +97,11 @@ def test_the_first_world_decides_the_batch(tmp_path):
     ended = go(tmp_path / "run", 1, "--accumulation", 3, "--epochs", 2, env=env)
     assert "begins at 5" in ended.output
     assert [r.samples for r in history(tmp_path / "run")][5:] == [24, 24, 24, 24, 4]
+
+
+def test_a_part_of_it_is_replayed(alone, tmp_path):
+    found = replay(open_store(str(alone)), tmp_path, 15, 4, 3, [SCRIPT], timeout_s=120)
+    assert found.identical and (found.first, found.last) == (16, 19), found
 
 
 @pytest.mark.parametrize(

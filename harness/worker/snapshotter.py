@@ -134,7 +134,6 @@ class Snapshotter:
 
     @property
     def _frozen(self) -> Frozen:
-        assert self._training.frozen is not None  # nothing is saved before `prepare`
         return self._training.frozen
 
     @property

@@ -25,6 +25,18 @@ CASES = {
         "--epochs 20 --sleep-s 0.1",
         "",
     ),
+    "transformers": (
+        SCRIPTS / "hf_trainer.py",
+        ("transformers",),
+        "--epochs 8 --accumulation 3 --best --sleep-s 0.1",
+        "",
+    ),
+    "trl": (
+        SCRIPTS / "trl_trainer.py",
+        ("trl",),
+        "--kind sft --lora --epochs 8 --sleep-s 0.1",
+        "",
+    ),
     "torchtitan": (  # its FSDP2 sums gradients itself
         SCRIPTS / "titan_debug.py",
         ("torchtitan",),
