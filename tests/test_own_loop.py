@@ -7,11 +7,13 @@ from worlds import history, newest, train
 
 from harness.core.batch import digest, sample_hash
 from harness.core.records import StepRecord
+from harness.proof.replay import replay
 from harness.views import audit_records
 from harness.views.audit import audit
 from harness.views.audit_rules import RuleBroken
 from harness.views.compare import compare
 from storage.opening import open_store
+from storage.snapshots import Snapshots
 
 SCRIPT = str(Path(__file__).parent / "alone_trainer.py")
 ENV = {"HARNESS_ADAPT": "auto", "HARNESS_SCRIPT_WORLD": 1}
@@ -96,6 +98,13 @@ def test_the_first_world_decides_the_batch(tmp_path):
     ended = go(tmp_path / "run", 1, "--accumulation", 3, "--epochs", 2, env=env)
     assert "begins at 5" in ended.output
     assert [r.samples for r in history(tmp_path / "run")][5:] == [24, 24, 24, 24, 4]
+
+
+def test_a_part_of_it_is_replayed(alone, tmp_path):
+    store = open_store(str(alone))
+    start = sorted(ref.step for ref in Snapshots(store).refs())[-2]  # the last one is the end's
+    found = replay(store, tmp_path, start, 4, 3, [SCRIPT], timeout_s=120)
+    assert found.identical and found.first == start + 1 and found.last > start, found
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,18 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from harness.adapters.accelerate_rounds import every_batch, length
+from harness.adapters.accelerate_rounds import Window, every_batch, length, rounds_of
 from harness.core.world import BadInput
 from harness.worker import chance
-from harness.worker.loader import fingerprint
-from harness.worker.shares import SharedLoader
+from harness.worker.loader import content_hash, fingerprint
+from harness.worker.shares import Share, SharedLoader
 
 ACCUMULATION = "HARNESS_ACCUMULATION"  # iterations of the script for each optimizer step
 
@@ -52,7 +53,9 @@ class Schedules:
 class TrainingFeed:
     """Where training batches come from. `loader`: the prepared one; `most`: micro-batches of a
     step, in `accumulation` rounds; `batches`: of an epoch, None: not known; `size`: samples of a
-    batch; `varies`: batches have no fixed size, and each counts as one sample."""
+    batch; `varies`: batches have no fixed size, and each counts as one sample; `known`: that a step
+    has so many rounds; `seek`: where reading goes on must be said, because the run was "resumed" or
+    other batches are "own" ones now."""
 
     loader: Any
     shared: SharedLoader
@@ -61,9 +64,12 @@ class TrainingFeed:
     most: int
     size: int
     varies: bool
+    known: bool
     template: Any = None
     lengths: Lengths = field(default_factory=Lengths)
     epochs: int = 0
+    seek: str = ""
+    resumed: bool = False
 
     def data(self) -> str:
         """What is read, and in which order."""
@@ -73,20 +79,92 @@ class TrainingFeed:
             f"{self.batches} {self.accumulation}"
         )
 
+    def rounds_at(self, epoch: int, at: int, ranks: int) -> int:
+        """Of a step that was done: its rounds; 0: the epoch was over. `at`: rounds before it."""
+        if self.batches is not None:
+            total = rounds_of(self.batches, ranks)
+        elif epoch < len(self.lengths.rounds):
+            total = self.lengths.rounds[epoch]
+        else:
+            total = sys.maxsize
+        return max(0, min(self.accumulation, total - at))
+
+    def read_from(self, epoch: int, at: int, ranks: int) -> Window:
+        """Shares of an epoch from a round on."""
+        if self.seek == "own":
+            self.shared.load_state_dict(copy.deepcopy(self.shared.state_dict()))
+        if at or self.seek:
+            self.shared.resume_at(epoch, at * ranks)
+        self.seek = ""
+        return Window(iter(self.shared), self.batches, at * ranks)
+
+    def said_of(self, share: Share) -> tuple[list[int] | None, list[int] | None]:
+        """Keys and contents, as a step's record wants them."""
+        if self.varies:
+            return None, [content_hash(share.keys.tolist())]
+        if share.contents is not None:
+            return None, share.contents.tolist()
+        return share.keys.tolist(), None
+
+    def place(self, data: Any) -> Any:
+        """On the device, as the training loader puts it there."""
+        from accelerate.utils import send_to_device
+
+        device = getattr(self.loader, "device", None)
+        if device is None:
+            return data
+        return send_to_device(data, device, non_blocking=bool(self.loader._non_blocking))
+
+
+class PreparedThings:
+    """What the script's accelerators were given."""
+
+    def __init__(self) -> None:
+        self.accelerators: list[Any] = []
+
+    def all(self, name: str) -> list[Any]:
+        """Of an attribute that each of them has."""
+        return [one for accelerator in self.accelerators for one in getattr(accelerator, name)]
+
+    def trains(self, loader: Any, feed: TrainingFeed | None) -> bool:
+        """Is it the training loader? The first prepared one that shuffles; where none does, the
+        first."""
+        own = family(loader)
+        if own is None:
+            return False
+        if feed is not None:
+            return own is family(feed.loader)
+        known = [raw for one in self.all("_dataloaders") if (raw := family(one)) is not None]
+        chosen = next((raw for raw in known if shuffles(raw)), known[0] if known else None)
+        return own is chosen
+
+    def rounds(self, loader: Any, ranks: int, feed: TrainingFeed | None) -> int:
+        """`len` of the training loader. Raises TypeError where nobody knows."""
+        if feed is not None:
+            every = feed.shared.loader
+        else:
+            every = every_of(loader, self.accelerators[0], ranks)
+        return rounds_of(len(every), ranks) - int(getattr(loader, "harness_skip", 0))
+
 
 def make_feed(
     loader: Any,
     accelerator: Any,
     ranks: int,
+    begun: int,
     seed: int,
     agree: Callable[[Any], Any],
     tell: Callable[[str], None],
 ) -> TrainingFeed:
-    """`ranks`: of the first world. Raises BadInput."""
+    """`ranks`: of the first world; `begun`: rounds of a step, as the run was begun, 0: it was not.
+    Raises BadInput."""
     said = os.environ.get(ACCUMULATION, "")
     if said and not (said.isdecimal() and int(said)):
         raise BadInput(f"{ACCUMULATION}={said!r}: wanted a number of iterations, at least 1")
     accumulation = int(said) if said else int(accelerator.gradient_accumulation_steps)
+    known = bool(said) or accumulation > 1 or begun > 0
+    if accumulation == 1 and not said:
+        accumulation = begun or 1  # the script may accumulate by itself
     every = every_of(loader, accelerator, ranks)
     sampler = getattr(every, "batch_sampler", None)
     varies = sampler is not None and getattr(sampler, "batch_size", None) is None
@@ -95,7 +173,7 @@ def make_feed(
         every, micro_batches=most, mine=range(0, 1), seed=seed, agree=agree, tell=tell
     )
     size = 1 if varies else _size(every)
-    return TrainingFeed(loader, shared, length(every), accumulation, most, size, varies)
+    return TrainingFeed(loader, shared, length(every), accumulation, most, size, varies, known)
 
 
 def every_of(loader: Any, accelerator: Any, ranks: int) -> Any:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import nn
 
 from harness.adapters import accelerate_feed as feeds
 from harness.adapters.accelerate_again import Answers, Tape
+from harness.adapters.accelerate_first import FirstStep, accumulation_of, share_of_round
 from harness.adapters.accelerate_quiet import Quiet
 from harness.adapters.accelerate_rounds import (
     Body,
@@ -36,7 +38,6 @@ from harness.adapters.accelerate_rounds import (
 )
 from harness.adapters.script_variables import ScriptVariables
 from harness.core.world import BadInput
-from harness.worker.loader import content_hash
 from harness.worker.own_loop import OwnLoop
 from harness.worker.session import Session
 from harness.worker.shares import Share
@@ -52,10 +53,9 @@ class Driver:
 
     def __init__(self, run: Session):
         self.run, self.ranks = run, run.script_world()
-        self.accelerators: list[Any] = []
+        self.prepared = feeds.PreparedThings()
         self.feed: feeds.TrainingFeed | None = None
         self.loop: OwnLoop | None = None
-        self.resumed = False
         self._open: StepNow | None = None
         self._body: Body | None = None
         self._replay: GoingThrough | None = None
@@ -63,9 +63,6 @@ class Driver:
         self._one_loss: bool | None = None  # None: no step has shown it yet
         self._answers, self._tape = Answers(), Tape(run.device.type)
         self._variables, self._quiet = ScriptVariables(), Quiet()
-
-    def _all(self, name: str) -> list[Any]:
-        return [one for accelerator in self.accelerators for one in getattr(accelerator, name)]
 
     @property
     def replaying(self) -> bool:
@@ -86,56 +83,62 @@ class Driver:
             self.first(bool(self.run.run_url and self.run.snapshots.refs()))
         )
 
-    # ---- which loader trains ---------------------------------------------------------------------
     def trains(self, loader: Any) -> bool:
-        """Is it the training loader? The first prepared one that shuffles; where none does, the
-        first."""
-        own = feeds.family(loader)
-        if own is None:
-            return False
-        if self.feed is not None:
-            return own is feeds.family(self.feed.loader)
-        known = [feeds.family(one) for one in self._all("_dataloaders")]
-        known = [one for one in known if one is not None]
-        chosen = next((one for one in known if feeds.shuffles(one)), known[0] if known else None)
-        return own is chosen
+        """Is it the training loader?"""
+        return self.prepared.trains(loader, self.feed)
 
     def rounds(self, loader: Any) -> int:
         """`len` of the training loader. Raises TypeError where nobody knows."""
-        if self.feed is not None:
-            every = self.feed.shared.loader
-        else:
-            every = feeds.every_of(loader, self.accelerators[0], self.ranks)
-        return rounds_of(len(every), self.ranks) - int(getattr(loader, "harness_skip", 0))
+        return self.prepared.rounds(loader, self.ranks, self.feed)
 
     # ---- the beginning ---------------------------------------------------------------------------
     def _begin(self, loader: Any, frame: FrameType | None) -> feeds.TrainingFeed:
         """Training begins: resume. Raises BadInput, SystemExit."""
         if self.feed is not None:
             return self.feed
-        models, optimizers = list(dict.fromkeys(self._all("_models"))), self._all("_optimizers")
+        models, optimizers = (
+            list(dict.fromkeys(self.prepared.all("_models"))),
+            self.prepared.all("_optimizers"),
+        )
         if not (models and optimizers):
             raise BadInput(
                 "wanted a model and an optimizer that accelerator.prepare(...) was given before "
                 f"the training loop, found {len(models)} models and {len(optimizers)} optimizers"
             )
         feed = feeds.make_feed(
-            *(loader, self.accelerators[0], self.ranks, self.run.seed, self.first, self.run.print)
+            *(
+                loader,
+                self.prepared.accelerators[0],
+                self.ranks,
+                accumulation_of(self.run, self.ranks),
+            ),
+            *(self.run.seed, self.first, self.run.print),
         )
         raw = [one.optimizer for one in optimizers]
-        prepared = [one.scheduler for one in self._all("_schedulers")]
+        prepared = [one.scheduler for one in self.prepared.all("_schedulers")]
         schedulers = feeds.schedulers_of(raw, prepared)
-        custom = self._all("_custom_objects")
+        custom = self.prepared.all("_custom_objects")
         self._variables.begin(frame)
         own = {"batches": feed.shared, "epochs": feed.lengths, "script": self._variables}
         self.run.prepare(
             models[0] if len(models) == 1 else nn.ModuleList(models),
             raw,
             feeds.Schedules(schedulers) if schedulers else None,
-            self.accelerators[0].scaler,
+            self.prepared.accelerators[0].scaler,
             state={**{f"custom{i}": one for i, one in enumerate(custom)}, **own},
             per_rank=["script"],
         )
+        self.feed = feed
+        if feed.known or self.run.reduce != "fast":
+            self._join(feed)
+        else:
+            feed.shared.mine = share_of_round(self.ranks, self.run.world, self.run.rank)
+        if self.run.step:
+            self._go_through([*schedulers, *custom], raw, custom, frame)
+        return feed
+
+    def _join(self, feed: feeds.TrainingFeed) -> OwnLoop:
+        """The run's steps begin, as many rounds each as are known."""
         self.loop = self.run.own_loop(
             micro_batches=feed.most,
             micro_batch=feed.size,
@@ -143,11 +146,8 @@ class Driver:
             seed=self.run.seed,
             adapter="accelerate",
         )
-        feed.shared.mine = self.loop.share
-        self.feed = feed
-        if self.run.step:
-            self._go_through([*schedulers, *custom], raw, custom, frame)
-        return feed
+        feed.shared.micro_batches, feed.shared.mine = feed.most, self.loop.share
+        return self.loop
 
     # ---- iterations ------------------------------------------------------------------------------
     def iterate(self, loader: Any) -> Iterator[Any]:
@@ -168,15 +168,16 @@ class Driver:
         while not ends:
             self._fetch(sys._getframe(1))
             if self._replay is not None:
-                left = left or [()] * self._rounds_at(feed, epoch, at)
+                left = left or [()] * feed.rounds_at(epoch, at, self.ranks)
                 if not left:
                     break
                 left.pop()
                 item = feed.template
                 self._body = Body(Round((), last=not left))
-                ends = not left and not self._rounds_at(feed, epoch, at + 1)
+                ends = not left and not feed.rounds_at(epoch, at + 1, self.ranks)
             else:
-                window = window or self._read_from(feed, epoch, at)
+                if window is None or feed.seek == "own":
+                    window = feed.read_from(epoch, at, self.ranks)
                 left = left or self._begin_step(feed, window)
                 if not left:
                     break
@@ -191,25 +192,10 @@ class Driver:
         loader.iteration += 1
         loader.end()
 
-    def _rounds_at(self, feed: feeds.TrainingFeed, epoch: int, at: int) -> int:
-        """Of a step that was done: its rounds; 0: the epoch was over."""
-        if feed.batches is not None:
-            total = rounds_of(feed.batches, self.ranks)
-        elif epoch < len(feed.lengths.rounds):
-            total = feed.lengths.rounds[epoch]
-        else:
-            total = sys.maxsize
-        return max(0, min(feed.accumulation, total - at))
-
-    def _read_from(self, feed: feeds.TrainingFeed, epoch: int, at: int) -> Window:
-        if at or self.resumed:
-            feed.shared.resume_at(epoch, at * self.ranks)
-        self.resumed = False
-        return Window(iter(feed.shared), feed.batches, at * self.ranks)
-
     def _begin_step(self, feed: feeds.TrainingFeed, window: Window) -> list[tuple[int, ...]]:
         """What this rank does in its rounds, the last one first; []: the epoch is over."""
-        assert self.loop is not None
+        if self.loop is None:
+            return self._begin_round(feed, window)
         count = window.step(feed.most)
         if not count:
             return []
@@ -219,27 +205,51 @@ class Driver:
         self._open = StepNow(step, rounds / count, together)
         return deal(step.mine, rounds)[::-1]
 
+    def _begin_round(self, feed: feeds.TrainingFeed, window: Window) -> list[tuple[int, ...]]:
+        """As `_begin_step`, of the first step while its length is not known."""
+        count = window.step(self.ranks)
+        if not count:
+            return []
+        if self._open is None:
+            self._open = StepNow(FirstStep(self.run.seed), 1 / self.ranks, together=False)
+        assert isinstance(self._open.step, FirstStep)
+        self._open.step.rounds += 1
+        own = feed.shared.mine
+        return [tuple(range(own.start, min(own.stop, count)))]
+
+    def _learn(self, now: StepNow) -> None:
+        """The first step's length is known: begin the real one, with what was done."""
+        feed, first = self.feed, now.step
+        assert feed is not None and isinstance(first, FirstStep)
+        feed.accumulation, feed.most, feed.known = first.rounds, first.rounds * self.ranks, True
+        if feed.batches is not None and feed.most > feed.batches:
+            raise BadInput(self._own_hands("an epoch that is shorter than a step", 1))
+        flats = [flat.clone() for flat in getattr(self.run.strategy, "_flats", [])]
+        loop = self._join(feed)
+        now.step = loop.begin()
+        for flat, found in zip(getattr(self.run.strategy, "_flats", []), flats, strict=True):
+            flat.copy_(found)
+        first.tell(now.step)
+        feed.seek = "own"
+
     def _next(
         self, feed: feeds.TrainingFeed, window: Window, own: tuple[int, ...], last: bool
     ) -> Any:
         """The item of a round, and what this rank does in it."""
+        assert self._open is not None
         body = self._body = Body(Round(own, last), window.take(own))
         if last:
             window.rest()
+        if isinstance(self._open.step, FirstStep):
+            before = (self._open.step.rounds - 1) * self.ranks
+            body.shares = [replace(share, micro=before + share.micro) for share in body.shares]
         if body.idle:
             if feed.template is None:
-                feed.template = self._place(feeds.sample_batch(feed.shared.loader))
+                feed.template = feed.place(feeds.sample_batch(feed.shared.loader))
             return feed.template
-        assert self._open is not None
         for share in body.shares:
-            if feed.varies:
-                said = [content_hash(share.keys.tolist())]
-                self._open.step.read(share.micro, contents=said)
-            elif share.contents is not None:
-                self._open.step.read(share.micro, contents=share.contents.tolist())
-            else:
-                self._open.step.read(share.micro, share.keys.tolist())
-        feed.template = self._place(body.shares[0].data)
+            self._open.step.read(share.micro, *feed.said_of(share))
+        feed.template = feed.place(body.shares[0].data)
         self._begin_micro(self._open, body.shares[0])
         if len(body.shares) > 1:
             self._tape.begin(feed.template)
@@ -247,21 +257,10 @@ class Driver:
 
     def _begin_micro(self, now: StepNow, share: Share) -> None:
         now.step.micro(share.micro)
-        strategy = self.run.strategy
         # Sums that begin within a backward must begin at the same point of the script on all ranks,
         # between the same of its own exchanges, and after the last of an iteration's backwards
-        if strategy.name == "ddp" and not (now.together and self._one_loss):
-            strategy.micro(last=False)
-
-    def _place(self, data: Any) -> Any:
-        """On the device, as the training loader puts it there."""
-        from accelerate.utils import send_to_device
-
-        assert self.feed is not None
-        device = getattr(self.feed.loader, "device", self.run.device)
-        if device is None:
-            return data
-        return send_to_device(data, device, non_blocking=self.feed.loader._non_blocking)
+        if not (now.together and self._one_loss) and hasattr(self.run.strategy, "_armed"):
+            self.run.strategy._armed = False
 
     def _leave_body(self) -> None:
         self._tape.end()
@@ -279,6 +278,9 @@ class Driver:
                 self._arrive(self._replay, frame)
             return
         if not body.round.last:
+            self._finish_micros(body)
+            return
+        if self._open is not None and isinstance(self._open.step, FirstStep):
             self._finish_micros(body)
             return
         if self._open is not None:
@@ -316,7 +318,8 @@ class Driver:
     def _evaluated(self, loader: Any) -> Iterator[Any]:
         """As many items as there were, without reading."""
         own = feeds.family(loader)
-        item = self._place(feeds.sample_batch(own)) if own is not None else None
+        assert self.feed is not None
+        item = self.feed.place(feeds.sample_batch(own)) if own is not None else None
         try:
             count = len(loader)
         except TypeError:
@@ -368,7 +371,7 @@ class Driver:
         for share in body.shares[1:]:
             self._finish_micro(body, now)
             self._begin_micro(now, share)
-            self._back(body, now, self._tape.again(self._place(share.data), loss), go)
+            self._back(body, now, self._tape.again(self.feed.place(share.data), loss), go)
         self._tape.clear()
 
     def _back(
@@ -405,6 +408,9 @@ class Driver:
                 return False
             self._finish_micros(body)
             self._answers.forget()
+            if isinstance(now.step, FirstStep):
+                self._learn(now)
+            assert not isinstance(now.step, FirstStep)
             now.step.sync()
             for parameter, view in getattr(self.run.strategy, "_views", {}).items():
                 parameter.grad = view  # the script may have set it to None
@@ -429,13 +435,14 @@ class Driver:
         result = go()
         now.rate = now.rate if now.stepped else rate
         now.stepped.add(id(optimizer))
-        if len(now.stepped) == len(self._all("_optimizers")):
+        if len(now.stepped) == len(self.prepared.all("_optimizers")):
             self._end_step(now)
         return result
 
     def _end_step(self, now: StepNow) -> None:
         self._open = None
         self._one_loss = now.backwards <= 1 and self._one_loss is not False
+        assert not isinstance(now.step, FirstStep)
         now.step.end(now.rate)
 
     def zero(self, go: Callable[[], None]) -> None:
@@ -474,7 +481,7 @@ class Driver:
         """The script's way to where it was begins."""
         assert self.feed is not None
         replay = self._replay = GoingThrough(self.run.step)
-        self.resumed = True
+        self.feed.seek, self.feed.resumed = "resumed", True
         for thing in things:
             replay.kept.append((thing.load_state_dict, copy.deepcopy(thing.state_dict())))
         for optimizer in optimizers:
@@ -487,8 +494,8 @@ class Driver:
             "what it writes by itself meanwhile it writes again"
             + (f". Not restored: parts of {', '.join(missed)}" if missed else "")
         )
-        self.feed.template = self._place(feeds.sample_batch(self.feed.shared.loader))
-        self._quiet.begin(self.accelerators, custom)
+        self.feed.template = self.feed.place(feeds.sample_batch(self.feed.shared.loader))
+        self._quiet.begin(self.prepared.accelerators, custom)
 
     def _arrive(self, replay: GoingThrough, frame: FrameType | None) -> None:
         """The script is where it was."""

@@ -19,6 +19,7 @@ import torch
 from harness.adapters import claims
 from harness.adapters.accelerate_feed import family
 from harness.adapters.accelerate_loop import Driver
+from harness.adapters.accelerate_rounds import whole_batches
 from harness.core.world import BadInput
 
 # parameters that each function must have, `self` apart
@@ -142,7 +143,7 @@ def _init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
             f"wanted Accelerate to see {drives.run.world} ranks, found {self.state.num_processes}; "
             "let no accelerate config or variable (ACCELERATE_*) say how many there are"
         )
-    drives.accelerators.append(self)
+    drives.prepared.accelerators.append(self)
 
 
 def _num_processes(self: Any) -> int:
@@ -189,9 +190,12 @@ def _prepare_data_loader(original: Any, self: Any, data_loader: Any, *args: Any,
     if drives is None or getattr(data_loader, "_is_accelerate_prepared", False):
         return original(self, data_loader, *args, **kw)
     _give_generator(data_loader, self.use_seedable_sampler)
+    given = data_loader
+    if drives.run.world == 1 < drives.ranks and self.even_batches and not self.split_batches:
+        given = whole_batches(data_loader)
     ranks, drives.ranks = drives.ranks, drives.run.world  # evaluation is shared over real ranks
     try:
-        prepared = original(self, data_loader, *args, **kw)
+        prepared = original(self, given, *args, **kw)
     finally:
         drives.ranks = ranks
     prepared.harness_raw = data_loader
@@ -237,7 +241,8 @@ def _save(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _clear_leftover(self: Any, drives: Driver) -> None:
     """A numbered folder of steps that were lost, and done again since."""
-    if not (drives.resumed and self.project_configuration.automatic_checkpoint_naming):
+    resumed = drives.feed is not None and drives.feed.resumed
+    if not (resumed and self.project_configuration.automatic_checkpoint_naming):
         return
     folder = os.path.join(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
     if self.is_local_main_process and os.path.isdir(folder):

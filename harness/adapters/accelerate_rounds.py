@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from harness.adapters.accelerate_first import FirstStep
 from harness.worker.own_loop import OwnStep
 from harness.worker.shares import Share
 
@@ -55,7 +56,7 @@ class StepNow:
     micro-batch in the last round; `synced`: gradients are sums; `rate`: the learning rate;
     `backwards`: most in one iteration; `stepped`: optimizers that have."""
 
-    step: OwnStep
+    step: OwnStep | FirstStep
     scale: float
     together: bool
     synced: bool = False
@@ -132,13 +133,35 @@ class _Branch:
 
 def every_batch(loader: Any, ranks: int, split: bool, even: bool) -> Any:
     """A DataLoader of the batches of all ranks of the first world. `loader`: the script's own."""
-    from torch.utils.data import DataLoader, IterableDataset
-
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None or ranks == 1:
+    if not batched(loader) or ranks == 1:
         return loader
+    return _again(loader, Interleaved(loader.batch_sampler, ranks, split, even))
+
+
+def whole_batches(loader: Any) -> Any:
+    """As Accelerate evaluates on several ranks, for one alone: an epoch's last batch is filled up,
+    and `gather_for_metrics` drops what was added. Else means over batches were others."""
+    from accelerate.data_loader import BatchSamplerShard
+
+    if not batched(loader) or getattr(loader.batch_sampler, "batch_size", None) is None:
+        return loader
+    return _again(loader, BatchSamplerShard(loader.batch_sampler, 1, 0))
+
+
+def batched(loader: Any) -> bool:
+    """Does a sampler say which samples make a batch?"""
+    from torch.utils.data import IterableDataset
+
+    return not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
+
+
+def _again(loader: Any, batch_sampler: Any) -> Any:
+    """The DataLoader once more, over other batches."""
+    from torch.utils.data import DataLoader
+
     return DataLoader(
         loader.dataset,
-        batch_sampler=Interleaved(loader.batch_sampler, ranks, split, even),
+        batch_sampler=batch_sampler,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,

@@ -19,6 +19,7 @@ FRAMEWORKS = {
     "pytorch_lightning": "pytorch_lightning",
     "datasets": "datasets",
     "peft": "peft",
+    "torchtitan": "torchtitan.trainer",
 }
 
 
@@ -61,8 +62,11 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def to_preload(argv: Sequence[str]) -> list[str]:
-    """The frameworks that a script imports at its top, as modules."""
-    if argv[0] == "-m" or not argv[0].endswith(".py"):
+    """The frameworks that a script imports at its top, or that it is a module of, as modules."""
+    if argv[0] == "-m":
+        top = argv[1].partition(".")[0] if len(argv) > 1 else ""
+        return [FRAMEWORKS[top]] if top in FRAMEWORKS else []
+    if not argv[0].endswith(".py"):
         return []
     try:
         tree = ast.parse(Path(argv[0]).read_bytes())

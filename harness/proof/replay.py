@@ -9,6 +9,7 @@ folder. With reduce="exact" the replayed window must be identical to the bit on 
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
@@ -78,7 +79,8 @@ def replay(
     newest = source.latest()
     assert newest is not None
     named = newest.data["samples"]
-    genesis = rec.genesis(Identity.decode(store.get(IDENTITY)).body)
+    identity = Identity.decode(store.get(IDENTITY)).body
+    genesis = rec.genesis(identity)
     original = {r.step: r for r in read_records(store, named["key"], named["head"], genesis)}
     last = min(start + steps, newest.step)
     if last <= start:
@@ -93,6 +95,9 @@ def replay(
         "HARNESS_UNTIL_STEP": str(last),
         "HARNESS_REPLICA_RANKS": str(replica_ranks),
     }
+    if rec.is_foreign(identity):  # a trainer that is not ours made the steps, and shall again
+        extra["HARNESS_ADAPT"] = str(identity["adapter"])
+        extra["HARNESS_ATTACH"] = json.dumps({"reduce": identity["reduce"]})
     _execute(scratch, extra, world, argv, timeout_s)
     again = Snapshots(copy).latest()
     replayed = [r for key in copy.list(SAMPLES) for r in rec.decode(copy.get(key), key)]
@@ -140,12 +145,23 @@ def _execute(
             }
             env.setdefault("OMP_NUM_THREADS", "1")
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            command, order = [sys.executable, *argv], None
+            if "HARNESS_ADAPT" in extra:  # by who knows adapters
+                command = [sys.executable, "-m", "harness.worker.process", "-"]
+                order = json.dumps({"env": {}, "argv": list(argv)}).encode() + b"\n"
             with open(logs[rank], "wb") as log:
                 processes.append(
                     subprocess.Popen(
-                        [sys.executable, *argv], env=env, stdout=log, stderr=subprocess.STDOUT
+                        command,
+                        env=env,
+                        stdin=subprocess.PIPE if order else None,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
                     )
                 )
+            if order and (words := processes[-1].stdin) is not None:
+                with words:
+                    words.write(order)
         deadline_s = time.monotonic() + timeout_s
         while any(p.poll() is None for p in processes):
             failed = next((i for i, p in enumerate(processes) if p.poll() not in (None, 0)), None)

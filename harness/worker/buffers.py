@@ -16,6 +16,8 @@ class Buffers:
     def __init__(self, model: nn.Module):
         self._model = model
         self._living: set[str] | None = None  # None: not known yet
+        # those that every rank takes from rank 0 after each step; None: not looked yet
+        self.shared: list[str] | None = None
         self._versions: dict[str, tuple[torch.Tensor, int]] = {}
         self._copies: dict[str, torch.Tensor] = {}
 

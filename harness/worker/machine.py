@@ -10,6 +10,7 @@ same state, event and `Seen` (of `Seen.leads` only rank 0 knows), so all do the 
     any        Looped     resume; if there was a loop before: go on                 LOOPING
     OVER       Looped     if there was a loop before: refuse                        OVER
     any        Asked      see `asked`: answer, snapshot, land; leave with a code    OVER if it left
+    any        Gone       land; leave with a code                                   OVER
     any        HostsUnfit leave: this host for good, the others to form a world without it   OVER
     any        Overfull   leave, for a smaller world; refuse if there is none, or no agent  OVER
     any        Reached    save the end, tell that it ended if no agent waits        COMPLETE
@@ -107,6 +108,13 @@ class Ended:
 
 
 @dataclass(frozen=True)
+class Gone:
+    """The script has saved in its own way, and leaves as it was asked to."""
+
+    want: Want
+
+
+@dataclass(frozen=True)
 class HostsUnfit:
     """Some hosts cannot read what others can. `mine`: this is one of them."""
 
@@ -122,7 +130,7 @@ class Overfull:
     what: str
 
 
-SessionEvent = Begun | Looped | Asked | Reached | Finished | Ended | HostsUnfit | Overfull
+SessionEvent = Begun | Looped | Asked | Reached | Finished | Ended | Gone | HostsUnfit | Overfull
 
 
 # ---- acts ----------------------------------------------------------------------------------------
@@ -186,6 +194,9 @@ def turn(state: SessionState, event: SessionEvent, seen: Seen) -> Turn:
         if not (event.smaller and state.by_script):
             return Turn(state, (Refuse(event.what),))
         return Turn(enter(state, Phase.OVER), after=(Leave("resize", RESIZE),))
+    if isinstance(event, Gone):
+        leave = Leave(LEFT[event.want], EXIT_CODE[event.want])
+        return Turn(enter(state, Phase.OVER), (Do.LAND,), (leave,))
     rows = TABLE[type(event)]
     return rows.get(state.phase, rows[None])(state, seen)
 

@@ -6,7 +6,7 @@
         for x, y in loader:                          # this rank's micro-batches
             loader.step.backward(loss_fn(model(x), y))
             if loader.ends_step:
-                loader.step.update(clip_norm=1.0)
+                loader.step.update(clip_norm=1.0)    # or all three: loader.update(loss, clip_norm=)
         validate(model)                              # at the end of every epoch
 
 An epoch is a pass over the sampler's order, cut into global batches, these into micro-batches; the
@@ -224,6 +224,18 @@ class MicroLoader:
         if epoch > place.epoch:
             place.go_on(epoch)
         self._asked = epoch
+
+    def update(
+        self, loss: torch.Tensor, weight: float | None = None, clip_norm: float | None = None
+    ) -> bool:
+        """For this micro-batch `step.backward(loss, weight)`, and behind the last one of a step
+        `step.update(clip_norm)`. Is the step over?"""
+        if self.step is None:
+            raise BadInput("loader.update(loss): wanted a loop over the loader around it")
+        self.step.backward(loss, weight)
+        if ends := self.ends_step:
+            self.step.update(clip_norm)
+        return ends
 
     def epochs(self, total: int) -> Iterator[int]:
         """The epochs that are still to do, of so many: the first is that in which the run is. Comes

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -91,10 +92,14 @@ class OwnLoop:
 
     def boundary(self) -> None:
         """Between two steps: agree on what to do and do it, all ranks at the same boundary. Raises
-        SystemExit when the node is asked to leave: the snapshot is committed then."""
+        SystemExit when the node is asked to leave, or a replay is at its last step: the snapshot is
+        committed then."""
         with hidden_world.inside():
             self._hands.boundary()
         self._work.timer.rest()
+        if self._work.run.step >= self._hands.until:
+            self._hands.turn(machine.Finished())
+            sys.exit(0)
 
     def finished(self) -> None:
         """The training is done, what follows is the script's own: commit the final snapshot."""
@@ -186,8 +191,8 @@ class OwnStep:
                 redo()
                 if not self.mine:
                     strategy.micro(last=True)
-            work.training.settle_norms(self.count, self.count < self._loop.micro_batches)
             self._floats, _ = work.summed(self._sums)
+            work.training.settle_norms(self.count, self.count < self._loop.micro_batches)
             strategy.divide(1.0)
             self._floats[2] = strategy.norm()
         work.finish_staging()

@@ -77,8 +77,10 @@ class Replicated:
 
     Buckets are filled in reverse order of the parameters and sent in that fixed order, so the order
     of summation is a function of model and world only. They are sent during the last backward where
-    each gradient comes whole, which the first micro-batch shows; where some come in several parts
-    (several backwards for one micro-batch, reentrant checkpointing) behind it.
+    each gradient comes whole, as a first step shows, of all ranks; where some come in several parts
+    (several backwards for one micro-batch, reentrant checkpointing), behind it.
+
+    `phase`: which of a step's phases goes on; each shows by itself how its gradients come.
     """
 
     name, equal_rounds, may_repeat = "ddp", False, False
@@ -98,7 +100,9 @@ class Replicated:
         self._bucket_of: dict[nn.Parameter, int] = {}
         self._build(bucket_bytes)
         self._armed = False  # gradients are sent as they come
-        self._whole: bool | None = None  # they came whole so far; None: none have come
+        self.phase = 0
+        self._whole: dict[int, bool] = {}  # by phase: do they come whole, on all ranks?
+        self._in_parts = False  # some did not, on this one
         self._came: set[nn.Parameter] = set()  # whose gradients did, in this micro-batch
         self._missing: list[int] = []
         self._sent: list[Any] = []
@@ -136,10 +140,8 @@ class Replicated:
     def start(self, micro_batches: int) -> None: ...
 
     def micro(self, last: bool, filler: bool = False) -> None:
-        if self._came and self._whole is None:
-            self._whole = True
         self._came.clear()
-        self._armed = last and bool(self._whole)
+        self._armed = last and self._whole.get(self.phase, False)
         if last:
             self._missing, self._sent = list(self._sizes), []
 
@@ -166,13 +168,23 @@ class Replicated:
     def _came_again(self) -> None:
         """A gradient of this micro-batch comes in several parts. Raises BadInput if the first may
         be on its way."""
-        self._whole = False
+        self._in_parts = True
         if self._armed:
             raise BadInput(
-                "a gradient came in two parts in the last micro-batch of a step (two backwards, or "
-                "reentrant checkpointing), and whole in all those before it; call step.backward as "
-                "often for each micro-batch"
+                "a gradient came in two parts in one micro-batch (two backwards, or reentrant "
+                "checkpointing), and whole in the first step; call step.backward as often for each "
+                "micro-batch, from the first step on"
             )
+
+    def _agree_on_parts(self) -> None:
+        """Behind the first step: all ranks send at the same points."""
+        self._armed = False
+        if self.phase not in self._whole:
+            parts = torch.tensor([int(self._in_parts)], device=self._flats[0].device)
+            if self._world > 1:
+                dist.all_reduce(parts, op=dist.ReduceOp.MAX, group=self._group)
+            self._whole[self.phase] = not int(parts)
+        self._in_parts = False
 
     def _send(self, bucket: int) -> None:
         self._sent.append(self._sum_over_group(self._flats[bucket]))
@@ -186,7 +198,7 @@ class Replicated:
         for work in self._sent:
             if work is not None:
                 work.wait()
-        self._armed = False
+        self._agree_on_parts()
 
     def divide(self, weight: float | torch.Tensor) -> None:
         if isinstance(weight, float) and weight == 1.0:

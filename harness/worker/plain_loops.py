@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import time
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from harness.core.facts import StepDone
 from harness.core.world import BadInput
+from harness.node.marks import Want
+from harness.node.progress import WorkerPhase
+from harness.worker import machine
 from harness.worker.micro_loader import MicroLoader
+from harness.worker.own_files import OwnFiles
 from harness.worker.own_loop import OwnLoops
 from harness.worker.profiling import Profile
+
+MOST_STEPS = 1000  # between two safe points; of more nothing is told
 
 
 class PlainLoops(OwnLoops):
@@ -15,6 +28,56 @@ class PlainLoops(OwnLoops):
 
     seed: int
     _profile: Profile
+    _safe: tuple[int, float] | None = None  # the step of the last safe point, and when it was over
+
+    def resume(self) -> int:
+        """Load the newest valid snapshot into what `prepare` was given. Returns the step it is of
+        (0: a fresh start).
+
+        `steps` and `loader` call it; call it yourself only with a loop of your own, then
+        `safe_point` after each step and `finish` after the last.
+        """
+        self._setup.settle()
+        self._hands.resume()
+        self._safe = self._run.step, time.perf_counter()
+        return self._run.step
+
+    def safe_point(self, step: int, loss: float | None = None, samples: int = 0) -> None:
+        """For a training loop of your own that sums its gradients by itself (torch's
+        DistributedDataParallel): `step` optimizer steps are done, on every rank. Snapshots when
+        due; leaves when asked to, on all ranks together (SystemExit). Every rank calls it, at the
+        same steps; what draws at random between two of them is the script's own affair.
+
+        `loss` (rank 0's), `samples` (of all ranks, since the last safe point) are for reports. What
+        was read nobody proves: `loader` or `steps` do.
+        """
+        self._tell_steps(step, math.nan if loss is None else float(loss), samples)
+        self._run.step = step
+        self._hands.turn(machine.Begun())
+        self._peers.life.tell(WorkerPhase.REDUCE, step)
+        wants = torch.zeros(len(Want) + 1, dtype=torch.int64)
+        self._work.votes.cast(wants[:-1], self._work.snapshotter.due)
+        wants[-1] = bool(self._work.votes.enough)
+        if self._peers.control is not None:
+            dist.all_reduce(wants, group=self._peers.control)
+        self._peers.life.tell(WorkerPhase.COMPUTE, step)
+        self._hands.count(wants[:-1], int(wants[-1]))
+        # what a loop of your own does next we cannot know
+        self._work.snapshotter.finish_staging()
+        self._safe = step, time.perf_counter()
+
+    def _tell_steps(self, step: int, loss: float, samples: int) -> None:
+        """Those since the last safe point: each took as long as the others."""
+        now = time.time()
+        if self._safe is None or not 0 < (steps := step - self._safe[0]) <= MOST_STEPS:
+            return
+        each_s = (time.perf_counter() - self._safe[1]) / steps
+        optimizers = self._work.training.optimizers
+        lr = float(optimizers[0].param_groups[0]["lr"]) if optimizers else 0.0
+        for i in range(steps):
+            begin_s = now - (steps - i) * each_s
+            number, few = self._safe[0] + i + 1, samples // steps
+            self._run.fact(StepDone(number, self._run.epoch, loss, begin_s, each_s, few, lr=lr))
 
     def loader(
         self,
@@ -51,6 +114,12 @@ class PlainLoops(OwnLoops):
             flops_per_sample=flops_per_sample,
             **options,
         )
+
+    @functools.cached_property
+    def files(self) -> OwnFiles:
+        """Checkpoints that the script writes by itself, instead of `prepare`: see
+        `own_files.py`."""
+        return OwnFiles(self._work, self._hands, self._run, self._setup)
 
     def stop(self, reason: str) -> None:
         """End the run, on all ranks together: no more steps are given, and the final snapshot says

@@ -99,6 +99,11 @@ class Run:
         self.fact(Warned(self.step if step is None else step, self.epoch, what))
         self.peers.print(f"harness: {what}")
 
+    def warn_of(self, what: str) -> None:
+        """As `warn`, if there is anything to say."""
+        if what:
+            self.warn(what)
+
     def warn_here(self, what: str, step: int | None = None) -> None:
         """A fact, and a line of this rank's, whichever it is."""
         self.fact(Warned(self.step if step is None else step, self.epoch, what))

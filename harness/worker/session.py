@@ -23,13 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from harness.bucket.journal import Journal
 from harness.core.batch import Batching, Plan, TooManyRanks
 from harness.core.world import BadInput
-from harness.node.marks import Want
 from harness.node.progress import WorkerPhase
 from harness.worker import machine
 from harness.worker.feed import Feed
@@ -42,6 +40,7 @@ from harness.worker.peers import Peers
 from harness.worker.plain_loops import PlainLoops
 from harness.worker.profiling import Profile
 from harness.worker.rates import Rates
+from harness.worker.rehearsal import rehearse
 from harness.worker.resume import LastSeen, Resume, look_again_s
 from harness.worker.rhythm import Rhythm
 from harness.worker.rounding import WORDS
@@ -316,9 +315,7 @@ class Session(PlainLoops):
             raise BadInput("call run.prepare(model, optimizer) before run.steps(...)")
         check_unwrapped(training.model)
         if (total is None) is (epochs is None):
-            raise BadInput(
-                "run.steps(...): wanted total= (optimizer steps) or epochs=, one of them"
-            )
+            raise BadInput("run.steps(...): wanted either total= (optimizer steps) or epochs=")
         try:
             stream = feed.open(dataset, global_batch, micro_batch, shuffle, collate_fn)
         except TooManyRanks as e:
@@ -328,14 +325,15 @@ class Session(PlainLoops):
         if stream is not None:
             training.reads(stream)
         identity = feed.identity(training.model, self.reduce)
-        if self.reduce != "fast" and (what := feed.drawn_anew()):
-            self._run.warn(what, 0)
+        self._run.warn_of(feed.drawn_anew() if self.reduce != "fast" else "")
         self._hands.total = total = feed.steps_in(epochs or 0) if total is None else total
         total = min(total, self._hands.until)
         self._announce(identity)
         self._setup.settle()
         seed_everything(self.seed)
         self._hands.turn(machine.Looped())
+        if stream is not None and not self.step:
+            self._try_out(dataset)
         batches = feed.batches(self.step + 1, total, num_workers)
         training.strategy.start(self.batching.micro_batches)
         training.strategy.zero()
@@ -349,6 +347,12 @@ class Session(PlainLoops):
             self._profile.stop()
         self._hands.turn(machine.Reached())
         self._profile.wait()
+
+    def _try_out(self, stream: Any) -> None:
+        """Before the first step. Raises BadInput."""
+        if self._run.url:
+            self._run.warn_of(self._peers.agree(lambda: rehearse(stream)))
+            seed_everything(self.seed)
 
     def _loop(self, batches: Iterator[MicroBatch], total: int) -> Iterator[Step]:
         while self.step < total and not self._hands.enough:
@@ -372,33 +376,6 @@ class Session(PlainLoops):
         now, all nodes know how many ranks a step has work for. Raises SystemExit, BadInput."""
         self._peers.print(f"harness: {why}")
         self._hands.turn(machine.Overfull(self._run.fits_in(why.room), str(why)))
-
-    def resume(self) -> int:
-        """Load the newest valid snapshot into what `prepare` was given. Returns the step it is of
-        (0: a fresh start).
-
-        `steps` calls it; call it yourself only with a loop of your own, then `safe_point` after
-        each step and `finish` after the last.
-        """
-        self._setup.settle()
-        self._hands.resume()
-        return self.step
-
-    def safe_point(self, step: int) -> None:
-        """For a training loop of your own: `step` optimizer steps are done. Snapshots when due;
-        leaves when asked to."""
-        self._run.step = step
-        self._hands.turn(machine.Begun())
-        self._peers.life.tell(WorkerPhase.REDUCE, step)
-        wants = torch.zeros(len(Want) + 1, dtype=torch.int64)
-        self._work.votes.cast(wants[:-1], self._work.snapshotter.due)
-        wants[-1] = bool(self._work.votes.enough)
-        if self._peers.control is not None:
-            dist.all_reduce(wants, group=self._peers.control)
-        self._peers.life.tell(WorkerPhase.COMPUTE, step)
-        self._hands.count(wants[:-1], int(wants[-1]))
-        # what a loop of your own does next we cannot know
-        self._work.snapshotter.finish_staging()
 
     def finish(self) -> None:
         """End the run here: commit the final snapshot and wait until it is there. Every rank must
@@ -444,7 +421,7 @@ def attach(
     `run`: the run's URL, by default what the agent says. Snapshot interval: every
     `snapshot_every_steps` steps, or every `snapshot_every_s` seconds, or (neither) derived from
     what a snapshot costs. `keep_best`: keep also the best one by a metric that the script logs,
-    "accuracy:max", or "loss:min".
+    "accuracy:max", or "loss:min", or that a side job measures later, "eval/loss:min".
 
     `reduce`: "fast", or "exact" or "exact32" (sums that do not depend on the world; 64 or 32 bits
     on the wire). With these a step's micro-batches come a second time when a gradient is far

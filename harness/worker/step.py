@@ -205,6 +205,7 @@ class Work:
         optimizers hold, the others are zero; (): of all."""
         strategy, scaler = self.training.strategy, self.training.scaler
         floats, weight = self.summed(sums)
+        self.training.settle_norms(sum(sums.shares) or self.batching.micro_batches)
         strategy.divide(weight)
         if of:
             self._forget_others(of)

@@ -23,6 +23,7 @@ from harness.core.batch import seed_for
 from harness.core.world import BadInput
 from harness.node.progress import WorkerPhase
 from harness.worker.loader import MicroBatch, seed_everything, to_device
+from harness.worker.parallel import Replicated
 from harness.worker.step import Sums, Work
 from harness.worker.timing import BACKWARD, COMMUNICATION, DATA, FORWARD, HARNESS, OTHER
 
@@ -67,6 +68,7 @@ class OpenStep:
         self._floats: torch.Tensor | None = None
         self._newest: torch.Tensor | None = None
         self._lr = 0.0
+        self._tell_phase(0)
         if began is None:
             work.timer.begin(number)
         self._began = began or (time.time(), time.perf_counter())
@@ -132,7 +134,6 @@ class OpenStep:
             raise BadInput(f"step {self.number}: step.sync() came twice; step.again() is between")
         optimizers = () if of is None else (of,) if isinstance(of, torch.optim.Optimizer) else of
         w.peers.life.tell(WorkerPhase.REDUCE)
-        w.training.settle_norms(sum(self._sums.shares) or w.batching.micro_batches)
         found = self._newest = w.reduce(self._phase, clip_norm, tuple(optimizers))
         if self._floats is None:
             self._floats = found
@@ -201,6 +202,13 @@ class OpenStep:
             )
         self._work.training.strategy.zero()
         self._phase, self._newest, self.attempt = self._new_sums(), None, 0
+        self._phase.shares = self._sums.shares
+        self._tell_phase(self._phase_number + 1)
+
+    def _tell_phase(self, number: int) -> None:
+        self._phase_number = number
+        if isinstance(strategy := self._work.training.strategy, Replicated):
+            strategy.phase = number
 
 
 class Step(OpenStep):

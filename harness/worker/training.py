@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,19 +17,27 @@ from harness.worker import hidden
 from harness.worker.broadcast import same_everywhere, share
 from harness.worker.buffers import Buffers
 from harness.worker.exact import exact_strategy_for
+from harness.worker.frozen import Frozen
 from harness.worker.loader import Stream
 from harness.worker.norms import Norms, has_sync_norm
 from harness.worker.parallel import Strategy, check_fits, strategy_for
 from harness.worker.peers import Peers
 from harness.worker.sharding import check_real
 from storage import dcp
-from storage.copying import version_of
 from storage.manifest import Manifest
 from storage.snapshots import Snapshots
 
 RANK_MARK = "@r"  # between a name and a rank
 # names under which snapshots hold what is not in `state`
 TAKEN = ("model", "optimizer", "scheduler", "scaler", "reduce", "dataset", "place")
+
+
+class KeptFiles(Protocol):
+    """Files in a folder (`own_files.py`)."""
+
+    def state_dict(self) -> Any: ...
+
+    def load(self, manifest: Manifest, snapshots: Snapshots) -> None: ...
 
 
 @dataclass
@@ -60,15 +68,12 @@ class Training:
         self.scheduler: Any = None
         self.scaler: Any = None
         self.buffers: Buffers | None = None
+        self.frozen = Frozen(nn.Module(), [])
         self.after_update: set[str] = set()
         self.phases = False  # steps give their micro-batches more than once
         self._saved: dict[str, Any] = {}  # name -> object with state_dict
         # names of those whose state is each rank's own
         self._per_rank: frozenset[str] = frozenset()
-        # buffers of whole numbers, as the last snapshot saw them: address, version
-        self._seen: dict[str, tuple[int, int]] = {}
-        # buffers that every rank takes from rank 0 after each step; None: not looked yet
-        self._living: list[str] | None = None
 
     # ---- what `prepare` is given -----------------------------------------------------------------
     def prepare(
@@ -99,6 +104,10 @@ class Training:
         after_update: Collection[str],
         strategy: Strategy | None,
     ) -> None:
+        if self.files is not None:
+            raise BadInput(
+                "run.prepare(...) behind run.files: wanted one of them for all the state"
+            )
         check_names(state, per_rank=per_rank, after_update=after_update)
         self._per_rank = frozenset(per_rank)
         check_real(model)
@@ -123,7 +132,7 @@ class Training:
             *(name for name, thing in state.items() if isinstance(thing, AveragedModel)),
         }
         self.norms = Norms(model, self._peers)
-        self.buffers = Buffers(model)
+        self.buffers, self.frozen = Buffers(model), Frozen(model, optimizers)
         self.buffers.note()
         self._check_norms()
 
@@ -180,6 +189,20 @@ class Training:
         """Where the stream is, is part of the state."""
         self._saved["dataset"] = stream
 
+    def keep_files(self, name: str, files: KeptFiles) -> None:
+        """Files in a folder are all the state that there is. Raises BadInput."""
+        if self.model is not None:
+            raise BadInput(
+                "run.files is for a script that keeps its whole state by itself; with "
+                "run.prepare(...) give what else there is as state={'name': object}"
+            )
+        self._saved, self._per_rank = {name: files}, frozenset({name})
+
+    @property
+    def files(self) -> KeptFiles | None:
+        """Of a script that keeps checkpoints by itself."""
+        return next(iter(self._saved.values()), None) if self.model is None else None
+
     def keep_place(self, place: Any) -> Any:
         """Where in the data the next step begins is part of the state, if somebody else reads it.
         The one that is kept: the first."""
@@ -189,6 +212,11 @@ class Training:
         """The running averages of BatchNorm: see `Norms.settle`. Raises BadInput."""
         self.norms.settle(micro_batches, self.reduce != "fast", some_idle)
 
+    @property
+    def parallel(self) -> str:
+        """What the model's parallelism is called; "files": it is the script's own."""
+        return self.strategy.name if self.model is not None else "files"
+
     # ---- buffers ---------------------------------------------------------------------------------
     def share_buffers(self, look: bool = False) -> None:
         """What forwards have changed in the model beside its parameters is the first replica's
@@ -197,15 +225,15 @@ class Training:
             return
         if self.reduce != "fast":  # exact sums promise more: what differs is refused
             return
-        if look or self._living is None:
+        shared = self.buffers.shared
+        if look or shared is None:
             every = self._peers.gather(self.buffers.changed())
-            self._living = sorted(
-                {*(self._living or ()), *(name for names in every for name in names)}
-            )
-        if self._living:
+            shared = sorted({*(shared or ()), *(name for names in every for name in names)})
+            self.buffers.shared = shared
+        if shared:
             now = dict(self.model.named_buffers())
             with torch.no_grad():
-                share([now[name] for name in self._living], self._peers.across)
+                share([now[name] for name in shared], self._peers.across)
 
     # ---- state -----------------------------------------------------------------------------------
     def state(self) -> dict[str, Any]:
@@ -227,25 +255,16 @@ class Training:
 
     def between_updates(self, tensors: dict[str, torch.Tensor]) -> set[str]:
         """Names of the tensors that nothing changes between two updates."""
-        assert self.model is not None
+        if self.model is None:
+            return set()
         later = {self._stored(name) for name in self.after_update}
         return between_updates(self.model, tensors, later)
 
-    def left_alone(self, tensors: dict[str, torch.Tensor]) -> set[str]:
-        """Names of the model's tensors that training probably leaves as they are: what a snapshot
-        holds already need not be copied, hashed or sent again, if it is found to be the same."""
-        assert self.model is not None
-        seen = {
-            f"model/{name}": (buffer.data_ptr(), version_of(buffer))
-            for name, buffer in self.model.named_buffers()
-            if not buffer.is_floating_point()
-        }
-        before, self._seen = self._seen, seen
-        unchanged = {name for name, now in seen.items() if before.get(name) == now}
-        return left_alone(self.model, self.optimizers, tensors) | unchanged & tensors.keys()
-
     def load(self, manifest: Manifest, snapshots: Snapshots) -> None:
         """Take over the state of a snapshot. Raises BadInput, StoreError."""
+        if self.files is not None:
+            self.files.load(manifest, snapshots)
+            return
         assert self.model is not None
         have, _ = dcp.split(self.state())
         own = self._own_of(manifest)
@@ -348,24 +367,6 @@ def between_updates(
         if name in later
         or (name.startswith("optimizer/") and name.split("/")[2] == "state")
         or name.partition("/")[0] in tops
-    }
-
-
-def left_alone(
-    model: nn.Module, optimizers: list[torch.optim.Optimizer], tensors: dict[str, torch.Tensor]
-) -> set[str]:
-    """Of a model's tensors: parameters that no gradient and no optimizer changes, and what is
-    stored beside one (`layer.weight.absmax` of a quantised weight)."""
-    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
-    frozen = {
-        f"model/{name}"
-        for name, p in model.named_parameters(remove_duplicate=False)
-        if not p.requires_grad and id(p) not in held
-    }
-    return {
-        name
-        for name in tensors
-        if name in frozen or any(name[:at] in frozen for at in range(len(name)) if name[at] == ".")
     }
 
 

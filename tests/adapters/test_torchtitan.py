@@ -46,7 +46,7 @@ def environ(folder, *, plain=False):
 
 def agent(folder, run, nproc, *flags, options=()):
     """`harness run` of torchtitan.train, as it is."""
-    asked = ["--attach", "snapshot_every_steps=2", "--preload", "torchtitan.trainer", *options]
+    asked = ["--attach", "snapshot_every_steps=2", *options]
     log = open(folder / f"{nproc}.log", "w")  # noqa: SIM115
     return subprocess.Popen(
         [
@@ -148,6 +148,13 @@ def test_by_its_own_overrides_without_an_agent(folder, plain):
     assert [r.loss for r in steps] == pytest.approx(list(logged(said).values()), rel=1e-5)
     snapshots = Snapshots(open_store(str(run)))
     assert snapshots.latest().step == len(steps) and snapshots.ended(snapshots.latest())
+
+
+def test_a_node_imports_it_once():
+    from harness.cli.adapt import to_preload
+
+    assert to_preload(["-m", "torchtitan.train", "--module", "llama3"]) == ["torchtitan.trainer"]
+    assert to_preload(["-m", "timeit"]) == []
 
 
 # ---- the parts -----------------------------------------------------------------------------------

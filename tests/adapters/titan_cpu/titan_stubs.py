@@ -41,8 +41,28 @@ def stub():
     # FlexAttention has no compiled backward on a CPU
     torch.compile = lambda model=None, **options: model
     flex._validate_device = lambda *tensors: None
+    for name in ("normal_", "trunc_normal_"):
+        setattr(torch.nn.init, name, drawn_whole(getattr(torch.nn.init, name)))
     if os.environ.get("TITAN_PLAIN"):
         stub_sums()
+
+
+def drawn_whole(plain):
+    """DTensor's own generator, which gives a sharded tensor the same values on any number of
+    ranks, is for accelerators only."""
+    import torch
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    def draw(tensor, *args, **options):
+        if not isinstance(tensor, DTensor):
+            return plain(tensor, *args, **options)
+        whole = plain(torch.empty(tensor.shape, dtype=tensor.dtype), *args, **options)
+        shard = distribute_tensor(whole, tensor.device_mesh, tensor.placements).to_local()
+        with torch.no_grad():
+            tensor.to_local().copy_(shard)
+        return tensor
+
+    return draw
 
 
 def stub_sums():

@@ -1,7 +1,6 @@
 """A training script as Accelerate's documentation writes it; nothing in it knows of the harness."""
 
 import argparse
-import json
 import math
 import os
 import signal
@@ -14,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 p = argparse.ArgumentParser()
-p.add_argument("--out", required=True)
+p.add_argument("--out", default=".", help="where events and weights go")
 p.add_argument("--epochs", type=int, default=3)
 p.add_argument("--accumulation", type=int, default=2)
 p.add_argument("--samples", type=int, default=88)
@@ -65,9 +64,9 @@ def data(samples, seed):
     return TensorDataset(x, (x.sum(1) > 0).long())
 
 
-def write(event, **values):
-    with open(os.path.join(a.out, "events.jsonl"), "a") as f:
-        f.write(json.dumps({"event": event, **values}) + "\n")
+def write(*words):
+    with open(os.path.join(a.out, "events"), "a") as f:
+        f.write(" ".join(map(str, words)) + "\n")
 
 
 def main():
@@ -125,7 +124,7 @@ def main():
             if stepped:
                 completed += 1
                 if accelerator.is_main_process:
-                    write("step", step=completed, lr=scheduler.get_last_lr()[0], seen=counts.seen)
+                    write("step", completed, f"{scheduler.get_last_lr()[0]:.6f}", counts.seen)
                 died = os.path.join(a.out, "died")
                 if (
                     completed == a.die_at
@@ -149,11 +148,8 @@ def main():
         best = max(best, right / 30)
         stop = patience.update(value)
         if accelerator.is_main_process:
-            mean = total_loss.item() / len(train)
-            write(
-                "epoch", epoch=epoch, loss=value, right=right, best=best, mean=mean,
-                iterations=step + 1, length=len(train), bad=patience.bad, completed=completed,
-            )  # fmt: skip
+            said = f"loss {value:.4f} right {right} best {best:.4f} bad {patience.bad}"
+            write("epoch", epoch, said, "iterations", step + 1, len(train), completed)
         if a.save_each_epoch:
             accelerator.save_state(os.path.join(a.out, f"epoch{epoch}"))
         if stop:
@@ -162,7 +158,7 @@ def main():
     if accelerator.is_main_process:
         weights = accelerator.unwrap_model(model).state_dict()
         torch.save(weights, os.path.join(a.out, "weights.pt"))
-        write("end", processes=accelerator.num_processes)
+        write("end", accelerator.num_processes)
     accelerator.end_training()
 
 

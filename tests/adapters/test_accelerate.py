@@ -1,0 +1,254 @@
+"""Scripts of Accelerate, unchanged or with one line changed: on any world, killed and resumed, they
+train as plain Accelerate does on the world that they were written for."""
+
+import difflib
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("accelerate")
+
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, SequentialSampler
+from worlds import Nursery, environment, history, newest
+
+from harness.adapters.accelerate_again import Tape
+from harness.adapters.accelerate_rounds import Interleaved, deal
+from harness.adapters.script_variables import ScriptVariables
+from harness.core.world import BadInput
+from harness.views.audit import audit
+from storage.opening import open_store
+
+SCRIPT = Path(__file__).parent / "scripts" / "accelerate_loop.py"
+STEPS, EPOCHS = 18, 3
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    return Nursery()
+
+
+@pytest.fixture(scope="module")
+def plain(nursery, tmp_path_factory):
+    """Accelerate itself, on two processes."""
+    out = tmp_path_factory.mktemp("plain")
+    env = {"HARNESS_ADAPT": "none", "ACCELERATE_USE_CPU": "true"}
+    nursery.train(out / "run", 2, "--out", out, script=SCRIPT, env=env)
+    return out
+
+
+@pytest.fixture(scope="module")
+def exact():
+    """What exact sums gave on the first world that was tried."""
+    return {}
+
+
+def go(nursery, out, world, *flags, script=SCRIPT, reduce="fast", env=None, **kwargs):
+    attach = f'{{"seed": 1, "snapshot_every_steps": 3, "reduce": "{reduce}"}}'
+    said = {"HARNESS_ADAPT": "auto", "HARNESS_SCRIPT_WORLD": "2", "HARNESS_ATTACH": attach}
+    return nursery.train(
+        *(out / "run", world, "--out", out, *flags), script=script, env=said | (env or {}), **kwargs
+    )
+
+
+def events(out):
+    return (out / "events").read_text().splitlines()
+
+
+def apart(one, other):
+    """The greatest difference of two runs' weights."""
+    a, b = torch.load(one / "weights.pt"), torch.load(other / "weights.pt")
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def check(out, plain):
+    assert apart(out, plain) < 1e-6
+    assert not [c for c in audit(open_store(str(out / "run"))).checks if not c.ok]
+    assert len(history(out / "run")) == STEPS
+
+
+# two ranks do one micro-batch in each iteration, three have idle ones, one does two at once
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_any_world_trains_as_plain_accelerate_on_two(nursery, plain, exact, tmp_path, world):
+    go(nursery, tmp_path, world, reduce="exact")
+    assert events(tmp_path) == events(plain)  # counters, rates, evaluations: all of it
+    check(tmp_path, plain)
+    # with exact sums, to the bit
+    before = exact.setdefault("losses", [r.loss for r in history(tmp_path / "run")])
+    assert before == [r.loss for r in history(tmp_path / "run")]
+
+
+def test_killed_on_three_ranks_it_goes_on_on_one(nursery, plain, tmp_path):
+    go(nursery, tmp_path, 3, "--die-at", 8, "--sleep-s", 0.05, codes=(-9, 1))
+    began = newest(tmp_path / "run").step
+    assert began in (3, 6)
+    before = len(events(tmp_path))
+    ended = go(nursery, tmp_path, 1, "--die-at", 8)
+    assert f"goes through {began} steps" in ended.output
+    # what was done is not done again, and nothing is left out
+    first = next(i for i, line in enumerate(events(plain)) if line.startswith(f"step {began} "))
+    first += 2 if began == 6 else 1  # the epoch's evaluation belongs to its last step
+    assert events(tmp_path)[before:] == events(plain)[first:]
+    check(tmp_path, plain)
+
+
+def harness_run(out, nproc, *flags, timeout_s=240):
+    words = [
+        *(sys.executable, "-m", "harness.cli", "run", "--run", out / "run", "--nproc", nproc),
+        *("--script-world", 2, "--attach", "snapshot_every_steps=3", "--", SCRIPT),
+        *("--out", out, *flags),
+    ]
+    return subprocess.run(
+        list(map(str, words)), env=environment(), capture_output=True, text=True, timeout=timeout_s
+    )
+
+
+def test_an_agent_brings_it_back(plain, tmp_path):
+    ended = harness_run(tmp_path, 3, "--die-at", 10, "--sleep-s", 0.05)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert set(events(tmp_path)) == set(events(plain))
+    assert "the run ends with it" in ended.stdout
+    check(tmp_path, plain)
+
+
+def test_one_changed_line(nursery, plain, tmp_path):
+    lines = SCRIPT.read_text().splitlines()
+    changed = [
+        line.replace("from accelerate import", "from harness.adapters.accelerate import")
+        for line in lines
+    ]
+    diff = [d for d in difflib.ndiff(lines, changed) if d.startswith("+ ")]
+    assert len(diff) == 1
+    script = tmp_path / "script.py"
+    script.write_text("\n".join(changed))
+    go(nursery, tmp_path, 1, script=script, env={"HARNESS_ADAPT": "none"})
+    check(tmp_path, plain)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_script_that_accumulates_by_itself(nursery, plain, tmp_path, world):
+    """Nobody tells how many iterations make a step; the first one shows it."""
+    go(nursery, tmp_path, world, "--own-hands")
+    assert events(tmp_path) == events(plain)
+    check(tmp_path, plain)
+
+
+def test_a_wrong_word_about_accumulation_is_refused(nursery, tmp_path):
+    env = {"HARNESS_ACCUMULATION": "3"}
+    ended = go(nursery, tmp_path, 1, "--own-hands", env=env, codes=(1,))
+    assert "in the last of 3 iterations, found it earlier" in ended.output
+
+
+# ---- parts ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("samples", [40, 41, 46, 6])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_batches_are_those_that_accelerate_deals_out(samples, ranks):
+    from accelerate.data_loader import BatchSamplerShard
+
+    def batches():
+        return BatchSampler(SequentialSampler(range(samples)), 4, drop_last=False)
+
+    shards = [list(BatchSamplerShard(batches(), ranks, rank)) for rank in range(ranks)]
+    ours = Interleaved(batches(), ranks, split=False, even=True)
+    assert list(ours) == [batch for turn in zip(*shards, strict=True) for batch in turn]
+    assert len(ours) == len(list(ours))
+
+
+def test_micro_batches_over_rounds():
+    assert deal(range(4, 9), 2) == [(4, 5, 6), (7, 8)]
+    assert deal(range(2), 3) == [(0,), (1,), ()]
+    assert deal(range(0), 2) == [(), ()]
+
+
+def taped(body, *batches):
+    """What `body` makes of the batches: of the first by itself, of the others by the tape."""
+    tape, model = Tape("cpu"), nn.Linear(4, 2)
+
+    def call(x):
+        return tape.model(model, (x,), {})
+
+    tape.begin(batches[0])
+    loss = body(call, batches[0])
+    tape.end()
+    again = [tape.again(batch, loss) for batch in batches[1:]]
+    return [loss, *again], [body(model, batch) for batch in batches]
+
+
+def pairs(*seeds):
+    made = []
+    for seed in seeds:
+        g = torch.Generator().manual_seed(seed)
+        made.append({"x": torch.randn(8, 4, generator=g), "y": torch.randint(2, (8,), generator=g)})
+    return made
+
+
+def test_the_body_is_done_again_for_another_batch():
+    kept = torch.zeros(())
+
+    def body(model, batch):
+        x = batch["x"] * 2
+        x[batch["y"] == 0] = 1.0
+        out = model(x.view(-1, x.shape[-1]))
+        loss = nn.functional.cross_entropy(out, batch["y"])
+        kept.add_(loss.detach())  # a sum of the script's own
+        assert isinstance(loss.item(), float)
+        return loss / 3
+
+    batches = pairs(1, 2, 3)
+    found, wanted = taped(body, *batches)
+    assert [f.item() for f in found] == [w.item() for w in wanted]
+    # once by itself, three times by hand
+    assert kept.item() == pytest.approx(3 * (wanted[0] * 2 + wanted[1] + wanted[2]).item())
+    found[1].backward()
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (lambda m, b: m(b["x"]).sum() / b["y"].sum().item(), "takes a number"),
+        (lambda m, b: m(b["x"]).sum() * random.random(), "draws from Python"),
+        (lambda m, b: (b["x"] ** 2).sum(), "prepared model"),
+        (lambda m, b: m(b["x"]).sum() * len(b["name"]), "more than tensors"),
+    ],
+)
+def test_what_cannot_be_done_again_is_refused(body, why):
+    one, two = pairs(1, 2)
+    with pytest.raises(BadInput, match=why) as refused:
+        taped(body, {**one, "name": "one"}, {**two, "name": "other" if "tensors" in why else "one"})
+    assert "--script-world 1" in str(refused.value)
+
+
+def test_a_script_s_variables_are_put_back():
+    class Stopper:
+        def __init__(self):
+            self.best, self.seen = 9.0, []
+
+    def loop(variables, steps, then):
+        best, count, history, rank = 0.5, 0, [], len(steps)
+        stopper, total = Stopper(), torch.zeros(())
+        variables.begin(sys._getframe())
+        for step in steps:
+            count, total = count + 1, total + step
+            history.append((step, best))
+            best = min(best, 1 / (1 + step))
+            stopper.best = best
+            stopper.seen.append(step)
+        then(sys._getframe())
+        return best, count, history, rank, stopper.best, stopper.seen, total.item()
+
+    first, second = ScriptVariables(), ScriptVariables()
+    held = {}
+
+    def take(frame):
+        first.look(frame)
+        held.update(first.state_dict())
+
+    wanted = loop(first, range(5), take)
+    second.load_state_dicts([held])
+    found = loop(second, [7, 7], second.restore)
+    assert found[:3] == wanted[:3] and found[4:] == wanted[4:]
+    assert found[3] == 2  # the loop does not change it: it is this process'
