@@ -315,9 +315,7 @@ class Session(PlainLoops):
             raise BadInput("call run.prepare(model, optimizer) before run.steps(...)")
         check_unwrapped(training.model)
         if (total is None) is (epochs is None):
-            raise BadInput(
-                "run.steps(...): wanted total= (optimizer steps) or epochs=, one of them"
-            )
+            raise BadInput("run.steps(...): wanted either total= (optimizer steps) or epochs=")
         try:
             stream = feed.open(dataset, global_batch, micro_batch, shuffle, collate_fn)
         except TooManyRanks as e:
@@ -327,17 +325,15 @@ class Session(PlainLoops):
         if stream is not None:
             training.reads(stream)
         identity = feed.identity(training.model, self.reduce)
-        if self.reduce != "fast" and (what := feed.drawn_anew()):
-            self._run.warn(what, 0)
+        self._run.warn_of(feed.drawn_anew() if self.reduce != "fast" else "")
         self._hands.total = total = feed.steps_in(epochs or 0) if total is None else total
         total = min(total, self._hands.until)
         self._announce(identity)
         self._setup.settle()
         seed_everything(self.seed)
         self._hands.turn(machine.Looped())
-        if stream is not None and not self.step and self.run_url:
-            self._run.warn_of(self._peers.agree(lambda: rehearse(dataset)))
-            seed_everything(self.seed)
+        if stream is not None and not self.step:
+            self._try_out(dataset)
         batches = feed.batches(self.step + 1, total, num_workers)
         training.strategy.start(self.batching.micro_batches)
         training.strategy.zero()
@@ -351,6 +347,12 @@ class Session(PlainLoops):
             self._profile.stop()
         self._hands.turn(machine.Reached())
         self._profile.wait()
+
+    def _try_out(self, stream: Any) -> None:
+        """Before the first step. Raises BadInput."""
+        if self._run.url:
+            self._run.warn_of(self._peers.agree(lambda: rehearse(stream)))
+            seed_everything(self.seed)
 
     def _loop(self, batches: Iterator[MicroBatch], total: int) -> Iterator[Step]:
         while self.step < total and not self._hands.enough:
@@ -419,7 +421,7 @@ def attach(
     `run`: the run's URL, by default what the agent says. Snapshot interval: every
     `snapshot_every_steps` steps, or every `snapshot_every_s` seconds, or (neither) derived from
     what a snapshot costs. `keep_best`: keep also the best one by a metric that the script logs,
-    "accuracy:max", or "loss:min".
+    "accuracy:max", or "loss:min", or that a side job measures later, "eval/loss:min".
 
     `reduce`: "fast", or "exact" or "exact32" (sums that do not depend on the world; 64 or 32 bits
     on the wire). With these a step's micro-batches come a second time when a gradient is far
