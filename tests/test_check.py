@@ -378,6 +378,14 @@ def test_ends_that_depend_on_interruptions(source):
     assert next(r for r in stopped if r.promise == "ends as it would have").state == NOTE
 
 
+def test_a_run_that_fails_on_its_way(source):
+    why = (ScriptFailure(0, "KeyError", "k", "x:3"),)
+    late = judged(source, one(ended="failed", failures=why))
+    assert failed(late)["ends as it would have"].what == "after step 9 it fails: KeyError: k"
+    pairs = judged(source, b=pair(ended="failed", struck=False, failures=why))
+    assert "after step 3: KeyError" in failed(pairs)["runs on two workers"].what
+
+
 def test_a_run_that_never_ends(source):
     b = pair(ended="late", stands=("train.py:40", "train.py:9"))
     found = failed(judged(source, b=b))["ends as it would have"]
