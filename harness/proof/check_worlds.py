@@ -164,6 +164,11 @@ def drawing(pairs: list[tuple[StepSeen, list[StepSeen]]]) -> bool | None:
 def statistics(case: Case) -> Iterator[Ruling]:
     """Running statistics (BatchNorm) do not depend on the world."""
     promise, pairs = "the same statistics on any world", pair_up(case)
+    if pairs and (synced := [n for n in pairs[0][0].norms if "(Sync" in n]):
+        what = f"{synced[0]}: its forward averages over the ranks that are there"
+        line = case.at(case.source.called("convert_sync_batchnorm")) or case.prepare_line
+        yield Ruling(promise, FAILS, what, line, "BatchNorm: run.steps gathers its statistics")
+        return
     if pairs and pairs[0][0].norms and not same_rows(case):
         yield Ruling(promise, NOTE, "not seen, since the rows differ")
     for alone, both in pairs[:1] if same_rows(case) else []:
@@ -174,7 +179,7 @@ def statistics(case: Case) -> Iterator[Ruling]:
                     f"{name}: its running statistics are of one rank's micro-batches, so they "
                     "depend on the world"
                 )
-                remedy = "GroupNorm or LayerNorm; or SyncBatchNorm, which costs an exchange each"
+                remedy = "run.steps gathers them by micro-batch; else GroupNorm or LayerNorm"
                 yield Ruling(
                     promise,
                     FAILS,
