@@ -96,10 +96,12 @@ class FileWritten:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare` was given. `where`: the script's line, "" from an adapter; `draws`: layers
-    that draw random numbers, with their types."""
+    """What `prepare` was given. `where`: the script's line that led there; `driver`: the framework
+    that makes the steps, "" the script itself; `draws`: layers that draw random numbers, with their
+    types."""
 
     where: str = ""
+    driver: str = ""
     names: tuple[str, ...] = ()
     draws: tuple[str, ...] = ()
 

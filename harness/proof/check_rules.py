@@ -28,6 +28,12 @@ from harness.proof.check_evidence import RankLife, StepSeen
 from harness.proof.check_state import drawing_line, forgotten
 from harness.proof.check_worlds import drawn_alike, met, shared_out, statistics, summed
 
+LEADS = {  # how a script of each framework asks whether it may write
+    "transformers": "if trainer.is_world_process_zero(): ... (in callbacks: state.)",
+    "accelerate": "if accelerator.is_main_process: ...",
+    "lightning": "if trainer.is_global_zero: ...",
+    "fabric": "if fabric.is_global_zero: ...",
+}
 WRONG_INPUT = 2  # exit status of a command
 
 
@@ -193,8 +199,8 @@ def files(case: Case) -> Iterator[Ruling]:
         paths = [path for path, who in shared.items() if next(iter(who.values())) == where]
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         what = f"{PurePath(paths[0]).name}{more} is written by every rank at once"
-        remedy = (
-            "if run.rank == 0: ...; what training needs to go on belongs into run.prepare(state=)"
+        remedy = LEADS.get(case.driver, "if run.rank == 0: ...") + (
+            "; what training needs to go on is in its snapshots"
         )
         yield Ruling(promise, FAILS, what, where, remedy)
     if not shared:

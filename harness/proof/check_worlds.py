@@ -131,7 +131,9 @@ def drawn_alike(case: Case) -> Iterator[Ruling]:
     layers = ", ".join((case.before.prepared.draws if case.before.prepared else ())[:4])
     alike = drawing(pairs)
     remedy = "seed by (seed, step, micro-batch) before each forward, as run.steps does"
-    if alike is None:
+    if not any(alone.calls for alone, _ in pairs):
+        yield Ruling(promise, NOTE, "not seen: no forward of what was prepared")
+    elif alike is None:
         yield Ruling(promise, HOLDS, "no forward draws")
     elif alike:
         yield Ruling(promise, HOLDS, f"what forwards draw begins alike ({layers or 'no layer'})")

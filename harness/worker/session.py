@@ -315,9 +315,7 @@ class Session(PlainLoops):
             raise BadInput("call run.prepare(model, optimizer) before run.steps(...)")
         check_unwrapped(training.model)
         if (total is None) is (epochs is None):
-            raise BadInput(
-                "run.steps(...): wanted total= (optimizer steps) or epochs=, one of them"
-            )
+            raise BadInput("run.steps(...): wanted either total= (optimizer steps) or epochs=")
         try:
             stream = feed.open(dataset, global_batch, micro_batch, shuffle, collate_fn)
         except TooManyRanks as e:
@@ -327,16 +325,15 @@ class Session(PlainLoops):
         if stream is not None:
             training.reads(stream)
         identity = feed.identity(training.model, self.reduce)
-        if self.reduce != "fast" and (what := feed.drawn_anew()):
-            self._run.warn(what, 0)
+        self._run.warn_of(feed.drawn_anew() if self.reduce != "fast" else "")
         self._hands.total = total = feed.steps_in(epochs or 0) if total is None else total
         total = min(total, self._hands.until)
         self._announce(identity)
         self._setup.settle()
         seed_everything(self.seed)
         self._hands.turn(machine.Looped())
-        if stream is not None:
-            self._rehearse(dataset)
+        if stream is not None and not self.step:
+            self._try_out(dataset)
         batches = feed.batches(self.step + 1, total, num_workers)
         training.strategy.start(self.batching.micro_batches)
         training.strategy.zero()
@@ -351,10 +348,10 @@ class Session(PlainLoops):
         self._hands.turn(machine.Reached())
         self._profile.wait()
 
-    def _rehearse(self, dataset: Any) -> None:
-        """Try a stream before its first sample is trained on."""
-        if not self.step and self.run_url:
-            self._run.warn_of(self._peers.agree(lambda: rehearse(dataset)))
+    def _try_out(self, stream: Any) -> None:
+        """Before the first step. Raises BadInput."""
+        if self._run.url:
+            self._run.warn_of(self._peers.agree(lambda: rehearse(stream)))
             seed_everything(self.seed)
 
     def _loop(self, batches: Iterator[MicroBatch], total: int) -> Iterator[Step]:
