@@ -27,7 +27,7 @@ from rich.progress import (
 from rich.table import Table
 
 from storage.errors import StoreError, StoreUnavailable
-from storage.export import FLOATS, PREFIX, SHARD_NBYTES, export
+from storage.export import FLOATS, PREFIX, SHARD_NBYTES, export, export_adapter
 from storage.leases import reading
 from storage.listing import FindNotes, Notes, rows, size, table
 from storage.manifest import Manifest, Ref
@@ -152,6 +152,13 @@ def _add_export_options(one: argparse.ArgumentParser) -> None:
     )
     one.add_argument(
         "--keep-tied", action="store_true", help="store tied weights as often as they have names"
+    )
+    one.add_argument(
+        "--adapter",
+        nargs="?",
+        const="default",
+        metavar="NAME",
+        help="this adapter alone, as PEFT reads it (without a name: default)",
     )
     one.add_argument("--config", default="", help="a config.json to put beside them")
 
@@ -363,16 +370,24 @@ def _export(args: Any, store: ObjectStore, console: Console, tell: FindNotes) ->
         raise ValueError(f"--config {config}: there is no such file")
     with _bar(console) as bar, reading(snapshots, manifest.ref):
         task = bar.add_task(f"step {manifest.step}")
-        made = export(
-            snapshots,
-            manifest,
-            Path(args.out),
-            dtype=args.dtype,
-            prefix=args.prefix,
-            shard_nbytes=int(args.shard_gb * 1e9),
-            keep_tied=args.keep_tied,
-            config=config,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        made = (
+            export_adapter(snapshots, manifest, Path(args.out), args.adapter, progress)
+            if args.adapter
+            else export(
+                snapshots,
+                manifest,
+                Path(args.out),
+                dtype=args.dtype,
+                prefix=args.prefix,
+                shard_nbytes=int(args.shard_gb * 1e9),
+                keep_tied=args.keep_tied,
+                config=config,
+                progress=progress,
+            )
         )
     console.print(
         f"step {manifest.step}: {made.tensors} tensors, {size(made.nbytes)} in {len(made.files)} "

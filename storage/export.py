@@ -27,6 +27,7 @@ from storage.manifest import Manifest
 from storage.snapshots import Snapshots
 
 PREFIX = "model/"
+ADAPTER = "adapter_model.safetensors"
 SHARD_NBYTES = 5 * 10**9  # of one file
 READ_NBYTES = 32 << 20  # of one read
 SAMPLE_NBYTES = 4096  # by which tensors that may be tied are told from others
@@ -80,8 +81,7 @@ def export(
     """
     if dtype and dtype not in FLOATS:
         raise ValueError(f"wanted one of {', '.join(FLOATS)} as dtype, found {dtype!r}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out}: wanted a new or an empty folder")
+    _check_empty(out)
     found = {
         _plain(name.removeprefix(prefix)): name
         for name in manifest.tensors
@@ -125,6 +125,52 @@ def export(
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     return Exported(tuple(names), len(wanted), total, tied)
+
+
+def export_adapter(
+    snapshots: Snapshots,
+    manifest: Manifest,
+    out: Path,
+    adapter: str = "default",
+    progress: Callable[[int, int], None] | None = None,
+) -> Exported:
+    """Write one of the adapters that PEFT put into the model, and nothing of the model, into the
+    folder `out` (new or empty), as `PeftModel.from_pretrained` reads it.
+
+    Raises ValueError (input), SnapshotCorrupt, StoreError.
+    """
+    _check_empty(out)
+    told = manifest.data.get("adapters")
+    found = told.get(adapter) if isinstance(told, dict) else None
+    if not found:
+        names = ", ".join(map(repr, told)) if isinstance(told, dict) and told else "none"
+        raise ValueError(
+            f"snapshot {manifest.ref} names no adapter {adapter!r}, it names {names}; adapters are "
+            "those of a PEFT model that was prepared (run.prepare, or an adapter of a trainer)"
+        )
+    missing = [key for key in found["tensors"].values() if key not in manifest.tensors]
+    if missing:
+        raise ValueError(f"snapshot {manifest.ref} has no tensor {missing[0]!r} of {adapter!r}")
+    tensors = [
+        _Tensor(name, key, manifest.tensors[key], "")
+        for name, key in sorted(found["tensors"].items())
+    ]
+    out.mkdir(parents=True, exist_ok=True)
+    total, done, temporary = sum(t.nbytes for t in tensors), 0, out / f".{ADAPTER}.tmp"
+    with _create(temporary, tensors, {}) as views:
+        for nbytes in _fill(_Reader(snapshots, manifest), tensors, views):
+            done += nbytes
+            if progress is not None:
+                progress(done, total)
+    temporary.rename(out / ADAPTER)
+    text = json.dumps(found["config"], indent=2, sort_keys=True)
+    (out / "adapter_config.json").write_text(text + "\n")
+    return Exported((ADAPTER, "adapter_config.json"), len(tensors), total, {})
+
+
+def _check_empty(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out}: wanted a new or an empty folder")
 
 
 def _plain(name: str) -> str:

@@ -75,7 +75,7 @@ class Uploader:
         self._lanes = Lanes(lanes, nice)
         self._pacer = Pacer(store, self._lanes, self._sending, watch)
         self._deadline_s: float | None = None  # monotonic
-        self._base, self._hashes = _Base(self.snapshots), _Hashes(self.snapshots.chunk_nbytes)
+        self._base, self._hashes = _Base(self.snapshots), _Hashes(self.snapshots)
         self._leases = Watch()
 
     def submit(
@@ -283,8 +283,8 @@ class _Hashed:
 class _Hashes:
     """What was hashed of each rank's last share, for what the next one says is the same."""
 
-    def __init__(self, chunk_nbytes: int):
-        self._chunk_nbytes, self._last = chunk_nbytes, dict[int, _Hashed]()
+    def __init__(self, snapshots: Snapshots):
+        self._snapshots, self._last = snapshots, dict[int, _Hashed]()
 
     def of(self, job: UploadJob, files: Mapping[str, memoryview]) -> _Hashed:
         """Hash what is not the same."""
@@ -292,7 +292,8 @@ class _Hashes:
         since = job.unchanged.since
         if not since or last.since != since or last.files != job.files:
             last = _Hashed()
-        found, size = _Hashed(f"{job.token} {job.ref.name}", dict(job.files)), self._chunk_nbytes
+        size = self._snapshots.chunk_nbytes
+        found = _Hashed(f"{job.token} {job.ref.name}", dict(job.files))
         for name, view in files.items():
             before = last.chunks.get(name, {})
             found.chunks[name] = {

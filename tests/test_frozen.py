@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from worlds import newest, train
 
+from harness.worker.frozen import Frozen
 from harness.worker.hold import Hold
-from harness.worker.training import left_alone
 from storage import MemoryStore, Ref, Snapshots, dcp, open_store
 from storage.copying import Filled
 from storage.retention import Keep
@@ -176,6 +176,7 @@ class Quantised(nn.Module):
         codes = torch.randint(0, 255, (64, 32), dtype=torch.uint8)
         self.weight = nn.Parameter(codes, requires_grad=False)
         self.register_buffer("scales", torch.ones(64))
+        self.register_buffer("zeros", torch.zeros(64, dtype=torch.int32))
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -188,12 +189,12 @@ def test_what_is_left_alone():
     model["a"].bias.requires_grad_(False)  # but an optimizer holds it
     optimizer = torch.optim.SGD(model["a"].parameters(), 0.1)
     tensors, _ = dcp.split({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    assert left_alone(model, [optimizer], tensors) == {
-        "model/f.weight",
-        "model/f.bias",
-        "model/q.weight",
-        "model/q.weight.absmax",
-    }
+    frozen = Frozen(model, [optimizer])
+    parameters = {"model/f.weight", "model/f.bias", "model/q.weight", "model/q.weight.absmax"}
+    assert frozen.left_alone(tensors) == parameters  # of buffers nobody knows yet
+    assert frozen.left_alone(tensors) == parameters | {"model/q.zeros"}
+    model["q"].zeros.add_(1)
+    assert frozen.left_alone(tensors) == parameters
 
 
 LORA = """

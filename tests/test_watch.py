@@ -30,8 +30,9 @@ from harness.views.wandb_run import define_side_job
 from harness.watch.command import metrics_in, words_of
 from harness.watch.due import DueRule, due
 from harness.watch.holds import HeldSnapshots
+from harness.watch.watched import Watched
 from storage.explore import explore
-from storage.files import MemoryStore
+from storage.files import FileStore, MemoryStore
 from storage.leases import reading
 from storage.manifest import Ref
 from storage.measured import MOST_NBYTES, measure, measured
@@ -389,6 +390,20 @@ def test_what_a_command_is_told(monkeypatch, tmp_path):
     ]
     with pytest.raises(BadInput, match="wanted numbers by name"):
         one.log(loss="low")
+
+
+def test_a_command_that_lives_long_finds_newer_snapshots(tmp_path):
+    run = TrueRun(FileStore(f"file://{tmp_path}/run")).train(10)
+    url, folder = f"{tmp_path}/run", tmp_path
+    first = Watched(url, "actor", 5, 1, folder, None, False, 1, tmp_path / "metrics")
+    newer = first.newer()
+    assert (newer.step, newer.epoch, newer.final, newer.newer()) == (10, 1, False, None)
+    with pytest.raises(BadInput, match="wanted the snapshot that this command was started for"):
+        newer.log(reward=1)
+    run.train(12, final=True)
+    last = newer.newer()
+    assert (last.step, last.epoch, last.final) == (12, 2, True)
+    assert last.manifest.step == 12
 
 
 @pytest.mark.parametrize(

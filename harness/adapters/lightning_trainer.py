@@ -321,8 +321,8 @@ def _interrupt(original: Any) -> Any:
     def interrupt(trainer: Any, exception: BaseException) -> None:
         """To leave at a boundary is no error, and neither is it that another rank was taken away:
         the script does not hear of it."""
-        steps = fitting(trainer)
-        if steps is None or not (isinstance(exception, SystemExit) or steps.cut_off):
+        steps = steps_of(trainer)
+        if steps is None or not steps.cut_off:
             original(trainer, exception)
 
     return interrupt

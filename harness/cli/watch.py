@@ -8,6 +8,7 @@ import secrets
 import signal
 import threading
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from harness.views.plugins import Account, Place
     from storage.objects import ObjectStore
 
-TELL_S = 120.0  # for trackers, when all is done
+TELL_S = 300.0  # for trackers, when all is done
 
 
 def _name(text: str) -> None:
@@ -79,6 +80,10 @@ class WatchFlags:
         at_most=3600,
     )
 
+    progress: str = flag(
+        "",
+        "URL of a run of its own that `harness launch` leads: what is done is committed there",
+    )
     trackers: str = flag(
         "",
         "tell these in the end what came after the run's own publisher was gone: wandb, mlflow, "
@@ -89,8 +94,10 @@ class WatchFlags:
 
 def watch(flags: WatchFlags) -> int:
     """Run a command for each committed snapshot (evaluate, export), and record its numbers."""
+    from harness.node.processes import die_with_parent
     from harness.watch.command import words_of
     from harness.watch.due import DueRule
+    from harness.watch.progress import WatchProgress
     from harness.watch.watcher import DONE, SnapshotWatcher, WatchConfig
 
     argv = words_of(flags.script)
@@ -117,7 +124,12 @@ def watch(flags: WatchFlags) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, go)
     holder = f"{name}-{secrets.token_hex(4)}"
-    watcher = SnapshotWatcher(config, store, holder, os.environ, leave, _say)
+    if os.environ.get("HARNESS_NODE_DIR"):  # of the local cloud: it dies as a whole
+        die_with_parent()
+    progress = (
+        WatchProgress(checked_store(normalize(flags.progress)), url) if flags.progress else None
+    )
+    watcher = SnapshotWatcher(config, store, holder, os.environ, leave, _say, progress)
     code = watcher.run()
     if code != DRAINED:
         _tell_trackers(store, places)
@@ -138,6 +150,10 @@ def _places(said: str) -> list[Account | Place]:
     if not wanted and os.environ.get("WANDB_API_KEY"):
         wanted = "wandb"
     found = build(wanted, os.environ) if wanted else []
+    if any(isinstance(one, Account) for one in found) and find_spec("wandb") is None:
+        if said:
+            raise BadInput("--trackers: package wandb is not installed here; `pip install wandb`")
+        found = []
     online = [one for one in found if isinstance(one, Account) and one.online]
     places = [one for one in found if isinstance(one, Place)]
     return [*online, *(one for one in places if one.name == "tensorboard" or one.where)]

@@ -54,6 +54,12 @@ class Case:
         return said.where if said else ""
 
     @property
+    def driver(self) -> str:
+        """The framework that makes the steps; "": the script itself."""
+        said = self.before.prepared
+        return said.driver if said else ""
+
+    @property
     def same_samples(self) -> bool:
         """Are the samples of a step known to be the same, however often it is made and wherever:
         are there records of them?"""

@@ -56,13 +56,17 @@ class ForwardCall:
 
 @dataclass(frozen=True)
 class StepSeen:
-    """One step of one rank, between two boundaries. `rows`: sum of hashes of the samples that the
-    model was trained on, `count` of them; `losses`: on which backward was called, and `backward`
-    where; `norms`: running statistics of normalisation layers, by name; `t`: when it ended (s)."""
+    """One step of one rank, between two boundaries. `rows`: sum of hashes of what the model was
+    given, `count` of them; `read`: of what a loop that is not ours said that it read, `reads` of
+    them, which counts more: it need not forward each by itself; `losses`: on which backward was
+    called, and `backward` where; `norms`: running statistics of normalisation layers, by name;
+    `t`: when it ended (s)."""
 
     number: int
     rows: int = 0
     count: int = 0
+    read: int = 0
+    reads: int = 0
     calls: tuple[ForwardCall, ...] = ()
     gradients: tuple[Gradient, ...] = ()
     losses: tuple[float, ...] = ()
@@ -70,6 +74,16 @@ class StepSeen:
     norms: Mapping[str, float] = field(default_factory=dict)
     t: float = 0.0
     picture: Picture = field(default_factory=dict)
+
+    @property
+    def samples(self) -> int:
+        """A sum of hashes of what was trained on; of all ranks together it is that of one."""
+        return self.read if self.reads else self.rows
+
+    @property
+    def amount(self) -> int:
+        """How many they were."""
+        return self.reads or self.count
 
 
 @dataclass(frozen=True)
@@ -82,10 +96,12 @@ class FileWritten:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare` was given. `where`: the script's line, "" from an adapter; `draws`: layers
-    that draw random numbers, with their types."""
+    """What `prepare` was given. `where`: the script's line that led there; `driver`: the framework
+    that makes the steps, "" the script itself; `draws`: layers that draw random numbers, with their
+    types."""
 
     where: str = ""
+    driver: str = ""
     names: tuple[str, ...] = ()
     draws: tuple[str, ...] = ()
 
@@ -133,9 +149,9 @@ class ScriptFailure:
 class Outcome:
     """What came of a run. `ended`: "finished", "stopped" (by us, after the steps asked for),
     "failed", "late"; `struck`: the kill or the notice took place; `committed`: the newest step;
-    `total`: the last step that the script asked for, 0: it did not say; `stands`: where it stood
-    when its time was over; `left`: exit status of the first node, which got the notice in the
-    second run."""
+    `total`: the last step that the script asked for, 0: it did not say; `stands`: the lines at
+    which its ranks stood when its time was over; `left`: exit status of the first node, which got
+    the notice in the second run."""
 
     name: str
     ended: str
@@ -146,7 +162,7 @@ class Outcome:
     total: int = 0
     failures: tuple[ScriptFailure, ...] = ()
     warnings: tuple[str, ...] = ()
-    stands: str = ""
+    stands: tuple[str, ...] = ()
     left: int | None = None
     seconds: float = 0.0
     tail: str = ""

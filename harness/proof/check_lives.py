@@ -29,7 +29,7 @@ import psutil
 from harness.bucket.journal import read_facts, read_records
 from harness.bucket.layout import IDENTITY, MEMBERS, Identity
 from harness.core import records as rec
-from harness.core.facts import SessionStarted, Warned
+from harness.core.facts import SessionStarted, Warned, WorkerFailed
 from harness.node.processes import DUMP_SIGNAL
 from harness.proof.check_evidence import Outcome, ScriptFailure, lives_in
 from harness.proof.check_probe import Orders, Ownership
@@ -44,6 +44,7 @@ AGENT += ("--gpu-health", "off", "--measure-s", "0", "--notices", "none", "--sta
 WORDS_S = 3.0  # for the others to write their errors after the first has failed
 DUMP_S = 1.0  # for stacks to be written
 KILL_S = 20.0  # for what was killed to be gone
+NEWLINE = "\n"
 COMMIT_S = 60.0  # for the snapshot before the kill
 
 
@@ -183,19 +184,21 @@ class Course:
         return "stopped"
 
     # ---- the end ---------------------------------------------------------------------------------
-    def stacks(self) -> str:
-        """Where the script stands, FILE:LINE of its own code; "": not known."""
+    def stacks(self) -> tuple[str, ...]:
+        """Where the ranks stand, each FILE:LINE of the script's own code, as far as it is
+        known."""
         before = {node.number: len(self.log(node)) for node in self.nodes}
         for node in self.nodes:
             send_signal(node.workers(), DUMP_SIGNAL)
         time.sleep(DUMP_S)
         own = self._own()
+        found: dict[int, str] = {}
         for node in self.nodes:
             said = self.log(node)[before[node.number] :]
-            for file, line in re.findall(r'File "([^"]+)", line (\d+) in', said):
+            for rank, file, line in re.findall(r'\[(\d+)\]\s+File "([^"]+)", line (\d+) in', said):
                 if own.file(file):
-                    return f"{file}:{line}"
-        return ""
+                    found.setdefault(int(rank), f"{file}:{line}")
+        return tuple(dict.fromkeys(found[rank] for rank in sorted(found)))
 
     def log(self, node: Drilled) -> str:
         return (self.folder / f"node{node.number}.log").read_text(errors="replace")
@@ -253,7 +256,18 @@ class Course:
                 where = lines[-1] if lines else ""
                 when = int(said["extraInfo"]["timestamp"])
                 found.append((when, ScriptFailure(0, said["type"], said["text"], where)))
+        if not found:
+            return self._exits()
         return [failure for _, failure in sorted(found, key=lambda pair: pair[0])]
+
+    def _exits(self) -> list[ScriptFailure]:
+        """Of scripts that ended with a status of their own, and left no exception."""
+        told = [s.fact for s in read_facts(open_store(str(self.run)), "agent-", steps=False)]
+        return [
+            ScriptFailure(f.rank, f.error, f"{f.message}: {f.log_tail.rpartition(NEWLINE)[2]}")
+            for f in told
+            if isinstance(f, WorkerFailed) and f.exit_code > 0
+        ][:1]
 
 
 def links(cwd: Path, work: Path) -> None:
@@ -268,7 +282,8 @@ def links(cwd: Path, work: Path) -> None:
 # ---- the runs ------------------------------------------------------------------------------------
 def one(course: Course) -> Outcome:
     """See the module."""
-    struck, stands, ended, left = False, "", "late", None
+    struck, ended, left = False, "late", None
+    stands: tuple[str, ...] = ()
     try:
         course.order(pictures=True, snapshot_at=SNAPSHOT_AT, hold_at=KILL_AT)
         node = course.launch(gpu=_gpu(course.asked, 0))
@@ -290,7 +305,8 @@ def one(course: Course) -> Outcome:
 
 def two(course: Course) -> Outcome:
     """See the module."""
-    struck, stands, ended, left = False, "", "late", None
+    struck, ended, left = False, "late", None
+    stands: tuple[str, ...] = ()
     shared = course.asked.gpus == 1
     try:
         course.order(hold_at=NOTICE_AT, gloo=shared)

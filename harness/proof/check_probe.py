@@ -164,7 +164,10 @@ class WorkerProbe:
 
         training = self.session._work.training
         self.senses.watch(model, training)
-        self.say("prepared", Prepared(where, tuple(training._saved), tuple(drawing_layers(model))))
+        claims = sys.modules.get("harness.adapters.claims")
+        driver = claims.claimed() if claims is not None else ""
+        names, draws = tuple(training._saved), tuple(drawing_layers(model))
+        self.say("prepared", Prepared(where, driver, names, draws))
 
     def began(self) -> None:
         """The session has resumed, or begun: what there is now was made anew or loaded."""
@@ -232,14 +235,8 @@ def _start(folder: Path, session: Any) -> None:
 
 def attend(module: ModuleType, folder: Path) -> None:
     """Wrap what a session comes along. `module`: harness.worker.session."""
-    from harness.worker import feed as feeds
-    from harness.worker import hands, votes
-
     session: Any = module.Session
-    feed: Any = feeds
     init, prepare, safe_point = session.__init__, session.prepare, session.safe_point
-    resume, boundary = hands.Hands.resume, hands.Hands.boundary
-    cast, opened, fingerprint = votes.Votes.cast, feed.Feed.open, feed.fingerprint
 
     @functools.wraps(init)
     def made(self: Any, *args: Any, **more: Any) -> None:
@@ -262,6 +259,17 @@ def attend(module: ModuleType, folder: Path) -> None:
             at.boundary(step)
         return safe_point(self, step, *args, **more)
 
+    session.__init__, session.prepare, session.safe_point = made, prepared, pointed
+    _attend_boundaries()
+    _attend_reading()
+
+
+def _attend_boundaries() -> None:
+    """Where a session resumes, ends a step, and votes."""
+    from harness.worker import hands, votes
+
+    resume, boundary, cast = hands.Hands.resume, hands.Hands.boundary, votes.Votes.cast
+
     @functools.wraps(resume)
     def resumed(self: Any) -> None:
         resume(self)
@@ -282,6 +290,18 @@ def attend(module: ModuleType, folder: Path) -> None:
         if at:
             at.wants(wants)
 
+    hands.Hands.resume, hands.Hands.boundary = resumed, bounded  # type: ignore[method-assign]
+    votes.Votes.cast = voted  # type: ignore[method-assign]
+
+
+def _attend_reading() -> None:
+    """Where data are looked at and read."""
+    from harness.worker import feed as feeds
+    from harness.worker import step as steps
+
+    feed: Any = feeds
+    opened, fingerprint, note_foreign = feed.Feed.open, feed.fingerprint, steps.Sums.note_foreign
+
     @functools.wraps(opened)
     def looked(self: Any, *args: Any, **more: Any) -> Any:
         found = opened(self, *args, **more)
@@ -296,10 +316,14 @@ def attend(module: ModuleType, folder: Path) -> None:
             at.say("life", {"data": found})
         return found
 
-    session.__init__, session.prepare, session.safe_point = made, prepared, pointed
-    hands.Hands.resume, hands.Hands.boundary = resumed, bounded  # type: ignore[method-assign]
-    votes.Votes.cast, feed.Feed.open = voted, looked  # type: ignore[method-assign]
-    feed.fingerprint = printed
+    @functools.wraps(note_foreign)
+    def noted(self: Any, positions: Any, said: Any) -> None:
+        note_foreign(self, positions, said)
+        if at := probe():
+            at.senses.note_read(positions, said)
+
+    feed.Feed.open, feed.fingerprint = looked, printed
+    steps.Sums.note_foreign = noted  # type: ignore[method-assign]
 
 
 def _through_the_host(folder: Path) -> None:

@@ -28,6 +28,12 @@ from harness.proof.check_evidence import RankLife, StepSeen
 from harness.proof.check_state import drawing_line, forgotten
 from harness.proof.check_worlds import drawn_alike, met, shared_out, statistics, summed
 
+LEADS = {  # how a script of each framework asks whether it may write
+    "transformers": "if trainer.is_world_process_zero(): ... (in callbacks: state.)",
+    "accelerate": "if accelerator.is_main_process: ...",
+    "lightning": "if trainer.is_global_zero: ...",
+    "fabric": "if fabric.is_global_zero: ...",
+}
 WRONG_INPUT = 2  # exit status of a command
 
 
@@ -55,7 +61,9 @@ def impossible(case: Case) -> Ruling | None:
         return Ruling("trains", UNTRIED, what, f.where)
     if one.ended == "late":
         what = f"no step was made within {one.seconds:.0f} s"
-        return Ruling("trains", UNTRIED, what, one.stands, "give it arguments that make it small")
+        return Ruling(
+            "trains", UNTRIED, what, line_of(one.stands), "give it arguments that make it small"
+        )
     if not one.lives and one.left == WRONG_INPUT:
         said = one.tail.strip().rpartition("\n")[2]
         return Ruling("trains", UNTRIED, f"it was refused: {said}")
@@ -66,6 +74,10 @@ def impossible(case: Case) -> Ruling | None:
     what = "it ended without a step that we saw"
     remedy = "run.steps, or run.safe_point after each step of a loop of its own"
     return Ruling("trains", FAILS, what, case.prepare_line, remedy)
+
+
+def line_of(stands: tuple[str, ...]) -> str:
+    return stands[0] if stands else ""
 
 
 def resumes(case: Case) -> Iterator[Ruling]:
@@ -90,7 +102,7 @@ def resumes(case: Case) -> Iterator[Ruling]:
         else:
             where = after.resumed if after else None
             what = "the resumed script made no step" + (f" after {where}" if where else "")
-            yield Ruling(promise, FAILS, what, one.stands or case.prepare_line)
+            yield Ruling(promise, FAILS, what, line_of(one.stands) or case.prepare_line)
         return
     if after.resumed == 0:
         what = "it began anew: no snapshot was committed before the kill"
@@ -101,7 +113,9 @@ def resumes(case: Case) -> Iterator[Ruling]:
         yield Ruling(promise, FAILS, unlike, case.prepare_line)
         return
     what = f"killed after step {case.before.last}, it went on from step {after.resumed}"
-    if any(known.count and known.rows == step.rows for known, step in twice(case.before, after)):
+    if any(
+        known.amount and known.samples == step.samples for known, step in twice(case.before, after)
+    ):
         what += " and came to the same losses and gradients"
     yield Ruling(promise, HOLDS, what)
 
@@ -110,7 +124,7 @@ def first_unlike(before: RankLife, after: RankLife) -> str:
     """Where a step that was made twice differs, given the same samples; "": nowhere."""
     for step in after.steps:
         known = before.at(step.number)
-        if known is None or known.rows != step.rows:
+        if known is None or known.samples != step.samples:
             continue
         if (apart := differ(known.losses, step.losses)) > SAME:
             return (
@@ -141,10 +155,10 @@ def read_again(case: Case) -> Iterator[Ruling]:
         return
     if after is None or not (pairs := twice(before, after)):
         return
-    if not any(known.count for known, _ in pairs):
+    if not any(known.amount for known, _ in pairs):
         yield Ruling(promise, NOTE, "not seen: no forward of what was prepared was given a tensor")
         return
-    wrong = [(known, step) for known, step in pairs if known.rows != step.rows]
+    wrong = [(known, step) for known, step in pairs if known.samples != step.samples]
     if not wrong:
         what = f"{len(pairs)} step{'s' * (len(pairs) > 1)} read twice, row for row"
         yield Ruling(promise, HOLDS, what)
@@ -152,7 +166,7 @@ def read_again(case: Case) -> Iterator[Ruling]:
     step = wrong[0][1]
     where = step.backward or case.prepare_line
     what = f"step {step.number} was given other rows after the resume than before"
-    older = next((s for s in before.steps if s.rows == step.rows), None)
+    older = next((s for s in before.steps if s.samples == step.samples), None)
     remedy = "go on from run.step: the data's place must follow from it, or be saved in state="
     if older is not None and older.number != step.number:
         what += f": those of step {older.number}, so the data begin anew"
@@ -185,18 +199,22 @@ def files(case: Case) -> Iterator[Ruling]:
         paths = [path for path, who in shared.items() if next(iter(who.values())) == where]
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         what = f"{PurePath(paths[0]).name}{more} is written by every rank at once"
-        remedy = (
-            "if run.rank == 0: ...; what training needs to go on belongs into run.prepare(state=)"
+        remedy = LEADS.get(case.driver, "if run.rank == 0: ...") + (
+            "; what training needs to go on is in its snapshots"
         )
         yield Ruling(promise, FAILS, what, where, remedy)
     if not shared:
-        yield Ruling(promise, HOLDS, f"{len(by_path)} files" if by_path else "it writes none")
+        yield Ruling(
+            promise,
+            HOLDS,
+            f"{len(by_path)} file{'s' * (len(by_path) > 1)}" if by_path else "it writes none",
+        )
 
 
 def noticed(case: Case) -> Iterator[Ruling]:
     """A notice is acted upon at the next step boundary, and the others go on."""
     two, promise = case.two, "heeds a notice"
-    if two is None or not two.struck:
+    if two is None or not two.struck or two.ended == "late":
         return
     asked = max((r.last for r in two.world_of(0)), default=0)
     later = two.world_of(1)
@@ -209,10 +227,10 @@ def noticed(case: Case) -> Iterator[Ruling]:
         yield Ruling(promise, FAILS, f"it fails after one: {f.error}: {f.text}", f.where)
     elif two.left != DRAINED:
         what = f"the node that was told to leave after step {asked} did not drain"
-        yield Ruling(promise, FAILS, what, two.stands)
+        yield Ruling(promise, FAILS, what)
     else:
         what = f"told at step {asked}, the rest went on from step {resumed}"
-        yield Ruling(promise, FAILS, what, two.stands)
+        yield Ruling(promise, FAILS, what)
 
 
 def ends(case: Case) -> Iterator[Ruling]:
@@ -224,12 +242,16 @@ def ends(case: Case) -> Iterator[Ruling]:
             continue
         last = max((life.last for life in run.lives), default=0)
         who = "one worker" if run.name == "one" else "two workers"
-        if run.total and last >= run.total:
+        made = bool(run.total) and last >= run.total
+        if made:
             what = f"{who}: its last step ({run.total}) was made, and the script never ended"
         else:
             what = f"{who}: nothing came after step {last} within {run.seconds:.0f} s"
+        if len(run.stands) > 1:
+            what += f"; its ranks stand at {', '.join(PurePath(s).name for s in run.stands)}"
         remedy = "if it is only slow: --within-s, or arguments that make it small"
-        yield Ruling(promise, FAILS if run.stands else UNTRIED, what, run.stands, remedy)
+        state = FAILS if made or run.stands else UNTRIED
+        yield Ruling(promise, state, what, line_of(run.stands), remedy)
         return
     over = [run for run in runs if run.ended == "finished"]
     steps = {run.committed for run in over}

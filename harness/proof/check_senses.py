@@ -9,19 +9,21 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
 import xxhash
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from harness.proof.check_evidence import ForwardCall, Gradient, Picture, StepSeen, packed
 from harness.proof.check_picture import Album
 
 if TYPE_CHECKING:
     from harness.proof.check_probe import Ownership
+
+T = TypeVar("T")
 
 BINS = 64  # of a gradient's sketch
 MOST_CALLS = 512  # of one step, that are told
@@ -38,7 +40,16 @@ def drawing_layers(model: nn.Module) -> Iterator[str]:
             yield f"{name or 'model'} ({type(module).__name__})"
 
 
-unseen: Callable[[Any], Any] = torch.compiler.disable  # hooks are not compiled with the model
+def unseen(look: Callable[..., T]) -> Callable[..., T]:
+    """What we look at is neither compiled with the model nor seen by modes that watch what the
+    script does with its tensors."""
+
+    @functools.wraps(look)
+    def looked(*args: Any, **more: Any) -> T:
+        with torch._C.DisableTorchFunction():
+            return look(*args, **more)
+
+    return cast(Callable[..., T], torch.compiler.disable(looked))  # type: ignore[no-untyped-call]
 
 
 class Senses:
@@ -53,21 +64,24 @@ class Senses:
 
     def _clear(self) -> None:
         self._rows: set[int] = set()
+        self._read, self._reads = 0, 0
         self._calls: list[ForwardCall] = []
         self._gradients: list[Gradient] = []
         self._losses: list[float] = []
         self._backward = ""
         self._before: tuple[int, str] | None = None
+        self._depth = 0  # forwards within forwards
 
     # ---- hooks -----------------------------------------------------------------------------------
     def listen(self) -> None:
-        """To every optimizer's step, and every backward."""
-        register_optimizer_step_pre_hook(self._optimizing)
-        backward = torch.Tensor.backward
+        """To every optimizer's step, behind which gradients are still there (before it, those of a
+        closure are not yet), and every backward."""
+        register_optimizer_step_post_hook(unseen(self._optimized))
+        backward, note = torch.Tensor.backward, unseen(self._note_loss)
 
         @functools.wraps(backward)
         def noted(tensor: torch.Tensor, *args: Any, **more: Any) -> Any:
-            self._note_loss(tensor)
+            note(tensor)
             return backward(tensor, *args, **more)  # type: ignore[no-untyped-call]
 
         torch.Tensor.backward = noted  # type: ignore[method-assign, assignment]
@@ -78,10 +92,18 @@ class Senses:
         self._saved = lambda: {
             id(thing) for thing in (*training._saved.values(), *training.optimizers)
         }
-        whole = type(model).forward is not nn.Module.forward
-        for module in [model] if whole else list(model.children()):
+        watched = [model] if type(model).forward is not nn.Module.forward else []
+        if not watched or hasattr(model, "training_step"):  # which need not call its own forward
+            watched += list(model.children())
+        for module in watched:
             module.register_forward_pre_hook(unseen(self._entered), with_kwargs=True)
             module.register_forward_hook(unseen(self._left))
+
+    def note_read(self, positions: Any, said: Any) -> None:
+        """A loop that is not ours says so."""
+        pairs = zip(positions.tolist(), said.tolist(), strict=True)
+        self._read += sum(xxhash.xxh3_64_intdigest(f"{p} {s}".encode()) % 2**62 for p, s in pairs)
+        self._reads += len(positions)
 
     def _note_loss(self, tensor: torch.Tensor) -> None:
         if tensor.numel() == 1:
@@ -89,24 +111,27 @@ class Senses:
         self._backward = self._backward or self._own.line()
 
     def _entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module.training and torch.is_grad_enabled():
+        self._depth += 1
+        if self._depth == 1 and module.training and torch.is_grad_enabled():
             rows = rows_of((args, kwargs))
             self._rows |= set(rows)
             self._before = sum(rows) % 2**63, drawn()
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._before is not None:
+        self._depth -= 1
+        if self._before is not None and self._depth == 0:
             rows, before = self._before
             self._before = None
             if len(self._calls) < MOST_CALLS:
                 self._calls.append(ForwardCall(rows, before, drawn() != before))
 
-    def _optimizing(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _optimized(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         if grads:
             self._gradients.append(sketched(grads))
 
     # ---- what is told ----------------------------------------------------------------------------
+    @unseen
     def step_body(self, number: int, pictures: bool) -> dict[str, Any]:
         """`StepSeen` as a line has it."""
         picture = self.picture() if pictures else {}
@@ -114,6 +139,8 @@ class Senses:
             number,
             sum(self._rows) % 2**63,
             len(self._rows),
+            self._read % 2**63,
+            self._reads,
             losses=tuple(self._losses),
             backward=self._backward,
             norms=statistics_of(self._model),
@@ -128,6 +155,7 @@ class Senses:
         self._clear()
         return body
 
+    @unseen
     def picture(self) -> Picture:
         """Of all that the script's names lead to now."""
         return self._album.picture(roots(self._own))

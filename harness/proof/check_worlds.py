@@ -47,7 +47,7 @@ def met(case: Case) -> Iterator[Ruling]:
         yield Ruling(promise, state, f"it fails {where}: {f.error}: {f.text}", f.where)
     elif world == 2 and two.ended == "late":
         what = f"two workers made no step within {two.seconds:.0f} s"
-        yield Ruling(promise, FAILS, what, two.stands)
+        yield Ruling(promise, FAILS, what, "".join(two.stands[:1]))
     else:
         what = "two workers never trained together: a step has work for one only, most likely"
         remedy = "at least two micro-batches in a global batch"
@@ -76,20 +76,20 @@ def shared_out(case: Case) -> Iterator[Ruling]:
         remedy = "build the dataset from what all ranks share: not from the rank, time or hash()"
         yield Ruling(promise, FAILS, what, case.prepare_line, remedy)
         return
-    if not pairs or not any(alone.count for alone, _ in pairs):
+    if not pairs or not any(alone.amount for alone, _ in pairs):
         return
-    wrong = next((p for p in pairs if p[0].rows != sum(b.rows for b in p[1]) % 2**63), None)
+    wrong = next((p for p in pairs if not together(*p)), None)
     if wrong is None:
         yield Ruling(promise, HOLDS, f"{len(pairs)} steps, row for row")
         return
     alone, both = wrong
-    counts = sum(b.count for b in both)
+    counts = sum(b.amount for b in both)
     where = alone.backward
-    if both[0].rows == both[1].rows:
-        what = f"step {alone.number}: both ranks were given the same {both[0].count} rows"
+    if both[0].samples == both[1].samples:
+        what = f"step {alone.number}: both ranks were given the same {both[0].amount} rows"
         remedy = "share the data out by run.rank and run.world, or let run.steps do it"
-    elif counts != alone.count:
-        what = f"step {alone.number}: {counts} rows on two workers, {alone.count} on one"
+    elif counts != alone.amount:
+        what = f"step {alone.number}: {counts} rows on two workers, {alone.amount} on one"
         remedy = "keep the global batch: run.steps, run.loader, or an accumulation that follows"
     elif case.same_samples:
         return  # `drawn_alike` tells
@@ -99,9 +99,14 @@ def shared_out(case: Case) -> Iterator[Ruling]:
     yield Ruling(promise, FAILS, what, where, remedy)
 
 
+def together(alone: StepSeen, both: list[StepSeen]) -> bool:
+    """Have two ranks been given what one was?"""
+    return alone.samples == sum(b.samples for b in both) % 2**63
+
+
 def same_rows(case: Case) -> bool:
     pairs = pair_up(case)
-    return bool(pairs) and all(a.rows == sum(b.rows for b in both) % 2**63 for a, both in pairs)
+    return bool(pairs) and all(together(a, both) for a, both in pairs)
 
 
 def drawn_alike(case: Case) -> Iterator[Ruling]:
@@ -126,7 +131,9 @@ def drawn_alike(case: Case) -> Iterator[Ruling]:
     layers = ", ".join((case.before.prepared.draws if case.before.prepared else ())[:4])
     alike = drawing(pairs)
     remedy = "seed by (seed, step, micro-batch) before each forward, as run.steps does"
-    if alike is None:
+    if not any(alone.calls for alone, _ in pairs):
+        yield Ruling(promise, NOTE, "not seen: no forward of what was prepared")
+    elif alike is None:
         yield Ruling(promise, HOLDS, "no forward draws")
     elif alike:
         yield Ruling(promise, HOLDS, f"what forwards draw begins alike ({layers or 'no layer'})")
@@ -144,6 +151,8 @@ def drawing(pairs: list[tuple[StepSeen, list[StepSeen]]]) -> bool | None:
         known = {call.rows: call.before for call in alone.calls if call.drew}
         drew = drew or bool(known)
         for call in (c for b in both for c in b.calls if c.drew):
+            if call.rows not in known and alone.reads:
+                continue  # the loop need not forward each micro-batch by itself
             if known.get(call.rows) != call.before:
                 return False
     return True if drew else None

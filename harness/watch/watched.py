@@ -13,12 +13,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.core.world import BadInput
-from storage.manifest import Manifest, Ref
+from storage.errors import NotFound
+from storage.manifest import Manifest, Ref, SnapshotCorrupt
 from storage.opening import open_store
 from storage.snapshots import Snapshots
 
@@ -40,7 +41,7 @@ class Watched:
     weights: Path | None
     final: bool
     tried: int
-    metrics: Path
+    metrics: Path | None  # where `log` writes; None: of a snapshot that `newer` gave
 
     @property
     def manifest(self) -> Manifest:
@@ -68,9 +69,30 @@ class Watched:
         export(Snapshots(open_store(self.run_url)), self.manifest, target, dtype=dtype)
         return target
 
+    def newer(self) -> Watched | None:
+        """The run's newest snapshot, if it is newer than this one: for a command that lives long
+        and wants the newest weights now and then. Nobody holds it, so restore it soon; what was
+        pruned meanwhile raises NoSnapshot there. Raises StoreError."""
+        snapshots = Snapshots(open_store(self.run_url))
+        newest = max(snapshots.refs(), default=Ref(0, 0))
+        if newest <= Ref(self.epoch, self.step):
+            return None
+        try:
+            final = bool(snapshots.ended(snapshots.load(newest)))
+        except (NotFound, SnapshotCorrupt):  # pruned a moment ago, or bad
+            return None
+        return replace(
+            self, step=newest.step, epoch=newest.epoch, final=final, weights=None, metrics=None
+        )
+
     def log(self, **metrics: float) -> None:
         """Numbers of this step; `loss` of the watch `eval` is told as `eval/loss`. Of a name that
         is told again the last counts. Raises BadInput."""
+        if self.metrics is None:
+            raise BadInput(
+                f"log: wanted the snapshot that this command was started for, found step "
+                f"{self.step}, which `newer` gave; log to what harness.watched() returns"
+            )
         try:
             told = {name: float(value) for name, value in metrics.items()}
         except (TypeError, ValueError) as e:

@@ -32,6 +32,7 @@ from harness.watch.command import SideCommand, metrics_in
 from harness.watch.due import DueRule
 from harness.watch.holds import beating
 from harness.watch.lookout import Lookout, RunSeen
+from harness.watch.progress import WatchProgress
 from storage import measured
 from storage.errors import NotFound, StoreError, StoreUnavailable
 from storage.export import export
@@ -79,6 +80,7 @@ class SnapshotWatcher:
     environ: Mapping[str, str]
     leave: threading.Event
     say: Callable[[str], None] = print
+    progress: WatchProgress | None = None  # of a run of its own, which a controller leads
 
     def __post_init__(self) -> None:
         c = self.config
@@ -154,6 +156,8 @@ class SnapshotWatcher:
                 "--hold or attach(keep_snapshots=) keeps them, --every does fewer"
             )
         self.say(f"harness watch {self.config.name}: {said}")
+        if self.progress is not None and code == DONE:
+            self.progress.ended(len(outcomes))
         return FAILED if code == DONE and failed else code
 
     # ---- doing -----------------------------------------------------------------------------------
@@ -187,6 +191,8 @@ class SnapshotWatcher:
         if outcome is not None and ours:
             self.jobs.settle(ref, outcome)
             self._lookout.settled.add(ref)
+            if self.progress is not None:
+                self.progress.settled(len(self.jobs.settled()))
         elif outcome is not None or lost.is_set():
             self.say(f"harness watch: another watcher has taken over step {ref.step}")
         else:

@@ -125,7 +125,8 @@ class Hands:
             self.count(self._counted[VOTES], int(self._counted[ENOUGH]))
         self._counted = pending.ints if pending is not None else None
         self._work.timer.enter(SNAPSHOT)
-        self._hold.prepare(self._work.training.state, self._work.training.left_alone)
+        training = self._work.training
+        self._hold.prepare(training.state, training.frozen.left_alone)
 
     def count(self, votes: torch.Tensor, enough: int = 0) -> None:
         """Act on what the ranks want, once all votes are in. `enough`: so many ranks want the run

@@ -26,7 +26,7 @@ from storage.staging import ErrandThread, Segment, StageFull
 from storage.upload_job import Unchanged
 
 # tensors by name -> which of them training leaves alone
-LeftAlone = Callable[[dict[str, torch.Tensor]], set[str]]
+LeftAlone = Callable[[Collection[str]], set[str]]
 
 
 class Hold:

@@ -421,7 +421,7 @@ def attach(
     `run`: the run's URL, by default what the agent says. Snapshot interval: every
     `snapshot_every_steps` steps, or every `snapshot_every_s` seconds, or (neither) derived from
     what a snapshot costs. `keep_best`: keep also the best one by a metric that the script logs,
-    "accuracy:max", or "loss:min".
+    "accuracy:max", or "loss:min", or that a side job measures later, "eval/loss:min".
 
     `reduce`: "fast", or "exact" or "exact32" (sums that do not depend on the world; 64 or 32 bits
     on the wire). With these a step's micro-batches come a second time when a gradient is far

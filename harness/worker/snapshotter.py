@@ -22,6 +22,7 @@ from harness.core.world import Fenced, HarnessError
 from harness.node.progress import WorkerPhase
 from harness.worker import replicas
 from harness.worker.environment import environment
+from harness.worker.frozen import Frozen
 from harness.worker.hold import Hold, filled_of, tensor_of
 from harness.worker.peers import Peers
 from harness.worker.resume import LastSeen
@@ -132,6 +133,10 @@ class Snapshotter:
         self._log.head = head
 
     @property
+    def _frozen(self) -> Frozen:
+        return self._training.frozen
+
+    @property
     def resumed_step(self) -> int:
         """Of the snapshot that this epoch went on from; 0: it began."""
         return Ref.parse(self._resumed_ref).step if self._resumed_ref else 0
@@ -198,6 +203,7 @@ class Snapshotter:
                 "samples": self._last_samples,
                 "metrics": dict(self._log.last_metrics),
                 "environment": environment(self._peers.device),
+                **({"adapters": adapters} if (adapters := self._frozen.adapters()) else {}),
                 # its line was begun under the guard of storage/restore.py
                 "resumed": self._resumed_ref,
             }
@@ -216,7 +222,7 @@ class Snapshotter:
     def _begin_copy(self, flight: Flight) -> None:
         tensors, saver, control = flight.tensors, self._hold.saver, self._peers.control
         changed = not saver.fits(tensors)
-        still = self._training.left_alone(tensors)
+        still = self._frozen.left_alone(tensors)
         between = self._training.between_updates(tensors) | still
         if not saver.planned or control is None:
             if changed:
@@ -280,7 +286,7 @@ class Snapshotter:
             self._hold.refuse_differences(agreement.held)
         # plan anew; nothing has changed the state so far
         if agreement.changed:
-            still = self._training.left_alone(flight.tensors)
+            still = self._frozen.left_alone(flight.tensors)
             self._hold.plan(flight.tensors, flight.plain, still)
             if flight.staged is not None:
                 flight.staged.arrive()

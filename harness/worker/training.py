@@ -17,13 +17,13 @@ from harness.worker import hidden
 from harness.worker.broadcast import same_everywhere, share
 from harness.worker.buffers import Buffers
 from harness.worker.exact import exact_strategy_for
+from harness.worker.frozen import Frozen
 from harness.worker.loader import Stream
 from harness.worker.norms import Norms, has_sync_norm
 from harness.worker.parallel import Strategy, check_fits, strategy_for
 from harness.worker.peers import Peers
 from harness.worker.sharding import check_real
 from storage import dcp
-from storage.copying import version_of
 from storage.manifest import Manifest
 from storage.snapshots import Snapshots
 
@@ -68,13 +68,12 @@ class Training:
         self.scheduler: Any = None
         self.scaler: Any = None
         self.buffers: Buffers | None = None
+        self.frozen = Frozen(nn.Module(), [])
         self.after_update: set[str] = set()
         self.phases = False  # steps give their micro-batches more than once
         self._saved: dict[str, Any] = {}  # name -> object with state_dict
         # names of those whose state is each rank's own
         self._per_rank: frozenset[str] = frozenset()
-        # buffers of whole numbers, as the last snapshot saw them: address, version
-        self._seen: dict[str, tuple[int, int]] = {}
 
     # ---- what `prepare` is given -----------------------------------------------------------------
     def prepare(
@@ -133,7 +132,7 @@ class Training:
             *(name for name, thing in state.items() if isinstance(thing, AveragedModel)),
         }
         self.norms = Norms(model, self._peers)
-        self.buffers = Buffers(model)
+        self.buffers, self.frozen = Buffers(model), Frozen(model, optimizers)
         self.buffers.note()
         self._check_norms()
 
@@ -261,20 +260,6 @@ class Training:
         later = {self._stored(name) for name in self.after_update}
         return between_updates(self.model, tensors, later)
 
-    def left_alone(self, tensors: dict[str, torch.Tensor]) -> set[str]:
-        """Names of the model's tensors that training probably leaves as they are: what a snapshot
-        holds already need not be copied, hashed or sent again, if it is found to be the same."""
-        if self.model is None:
-            return set()
-        seen = {
-            f"model/{name}": (buffer.data_ptr(), version_of(buffer))
-            for name, buffer in self.model.named_buffers()
-            if not buffer.is_floating_point()
-        }
-        before, self._seen = self._seen, seen
-        unchanged = {name for name, now in seen.items() if before.get(name) == now}
-        return left_alone(self.model, self.optimizers, tensors) | unchanged & tensors.keys()
-
     def load(self, manifest: Manifest, snapshots: Snapshots) -> None:
         """Take over the state of a snapshot. Raises BadInput, StoreError."""
         if self.files is not None:
@@ -382,24 +367,6 @@ def between_updates(
         if name in later
         or (name.startswith("optimizer/") and name.split("/")[2] == "state")
         or name.partition("/")[0] in tops
-    }
-
-
-def left_alone(
-    model: nn.Module, optimizers: list[torch.optim.Optimizer], tensors: dict[str, torch.Tensor]
-) -> set[str]:
-    """Of a model's tensors: parameters that no gradient and no optimizer changes, and what is
-    stored beside one (`layer.weight.absmax` of a quantised weight)."""
-    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
-    frozen = {
-        f"model/{name}"
-        for name, p in model.named_parameters(remove_duplicate=False)
-        if not p.requires_grad and id(p) not in held
-    }
-    return {
-        name
-        for name in tensors
-        if name in frozen or any(name[:at] in frozen for at in range(len(name)) if name[at] == ".")
     }
 
 

@@ -19,6 +19,12 @@ from storage.snapshots import Snapshots
 SCRIPTS = Path(__file__).parent / "scripts"
 # script, what it needs, its flags, what `harness run` is told
 CASES = {
+    "accelerate": (
+        SCRIPTS / "accelerate_loop.py",
+        ("accelerate",),
+        "--epochs 8 --sleep-s 0.1",
+        "--preload accelerate",
+    ),
     "alone": (
         Path(__file__).parents[1] / "alone_trainer.py",
         ("torch",),
