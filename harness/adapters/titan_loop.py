@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
 from torchtitan.components.dataloader import DataloaderExhaustedError
@@ -215,6 +216,14 @@ def local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def name_set_timeout() -> None:
+    """torchtitan 0.3.0 calls torch.distributed.set_timeout after the first step. torch 2.13 has
+    it under its older name only."""
+    older = getattr(c10d, "_set_pg_timeout", None)
+    if older is not None and not hasattr(dist, "set_timeout"):
+        dist.set_timeout = older  # type: ignore[attr-defined]
+
+
 @dataclass(kw_only=True, slots=True)
 class TitanSnapshotsConfig(BaseCheckpointManager.Config):  # type: ignore[misc]
     """`inner`: of the manager that the script asked for; `micro_batches`: of a step, 0: one for
@@ -244,6 +253,7 @@ class TitanSnapshots(BaseCheckpointManager):  # type: ignore[misc]
     ):
         self.enable, self.save_future = True, None
         self._run = joined()
+        name_set_timeout()
         self._trainer = states["train_state"]
         self._parts, self._optimizers, self._schedulers = model_parts, optimizers, lr_schedulers
         if not isinstance(dataloader, TitanLoader):
