@@ -265,8 +265,9 @@ class Session(PlainLoops):
         unless `per_rank` names it: then each rank's is stored, and given back to the same rank in a
         world of the same size. In a world of another size the object's `load_state_dicts(states)`
         gets those of all ranks, in order; without such a method resuming there is refused. Buffers
-        of the model that forwards change (BatchNorm's statistics) every rank takes from rank 0
-        after each step, as DistributedDataParallel does; with exact sums they must be the same.
+        of the model that forwards change every rank takes from rank 0 after each step, as
+        DistributedDataParallel does; with exact sums they must be the same. BatchNorm's averages
+        are made of all micro-batches of a step, in their order, on any world.
 
         `strategy`: how gradients are summed, for a model that is split between the ranks of a
         replica (`harness.worker.parallel.Strategy`); None: as the model's parameters ask for, plain
