@@ -168,8 +168,16 @@ class Uploader:
             keep = Keep(**job.keep)
             if self.busy():  # whose base may be the one before this
                 keep = replace(keep, last=max(2, keep.last))
-            with contextlib.suppress(StoreError):  # the next commit prunes what this one did not
-                self.snapshots.prune(keep, expired=self._leases)
+            self._prune(keep)
+
+    def _prune(self, keep: Keep) -> None:
+        try:
+            self.snapshots.prune(keep, expired=self._leases)
+        except StoreError:  # the next commit prunes what this one did not
+            pass
+        except RuntimeError:  # so does Python say that it ends, to who starts a thread
+            if threading.main_thread().is_alive():
+                raise
 
     def _send(self, one: Running) -> tuple[Manifest | None, dict[str, str]]:
         job = one.job
