@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 import xxhash
 
-CHUNK = 1 << 20  # elements of a GPU's tensor that are hashed at a time
+CHUNK = 1 << 22  # elements of a GPU's tensor that are hashed at a time
 
 
 def fingerprint(tensor: torch.Tensor) -> str:

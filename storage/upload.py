@@ -75,7 +75,7 @@ class Uploader:
         self._lanes = Lanes(lanes, nice)
         self._pacer = Pacer(store, self._lanes, self._sending, watch)
         self._deadline_s: float | None = None  # monotonic
-        self._base, self._hashes = _Base(self.snapshots), _Hashes(self.snapshots.chunk_nbytes)
+        self._base, self._hashes = _Base(self.snapshots), _Hashes(self.snapshots)
         self._leases = Watch()
 
     def submit(
@@ -168,8 +168,16 @@ class Uploader:
             keep = Keep(**job.keep)
             if self.busy():  # whose base may be the one before this
                 keep = replace(keep, last=max(2, keep.last))
-            with contextlib.suppress(StoreError):  # the next commit prunes what this one did not
-                self.snapshots.prune(keep, expired=self._leases)
+            self._prune(keep)
+
+    def _prune(self, keep: Keep) -> None:
+        try:
+            self.snapshots.prune(keep, expired=self._leases)
+        except StoreError:  # the next commit prunes what this one did not
+            pass
+        except RuntimeError:  # so does Python say that it ends, to who starts a thread
+            if threading.main_thread().is_alive():
+                raise
 
     def _send(self, one: Running) -> tuple[Manifest | None, dict[str, str]]:
         job = one.job
@@ -283,8 +291,8 @@ class _Hashed:
 class _Hashes:
     """What was hashed of each rank's last share, for what the next one says is the same."""
 
-    def __init__(self, chunk_nbytes: int):
-        self._chunk_nbytes, self._last = chunk_nbytes, dict[int, _Hashed]()
+    def __init__(self, snapshots: Snapshots):
+        self._snapshots, self._last = snapshots, dict[int, _Hashed]()
 
     def of(self, job: UploadJob, files: Mapping[str, memoryview]) -> _Hashed:
         """Hash what is not the same."""
@@ -292,7 +300,8 @@ class _Hashes:
         since = job.unchanged.since
         if not since or last.since != since or last.files != job.files:
             last = _Hashed()
-        found, size = _Hashed(f"{job.token} {job.ref.name}", dict(job.files)), self._chunk_nbytes
+        size = self._snapshots.chunk_nbytes
+        found = _Hashed(f"{job.token} {job.ref.name}", dict(job.files))
         for name, view in files.items():
             before = last.chunks.get(name, {})
             found.chunks[name] = {

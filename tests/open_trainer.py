@@ -77,9 +77,26 @@ def chunked(step):
         for part in (slice(0, 3), slice(3, None)):
             loss = cross_entropy(model["d"](x[part]), y[part])
             step.backward(loss, weight=len(y[part]), via=lambda scaled: scaled.backward())
+    torch.distributed.all_reduce(loss.detach())  # a call of the script's own
     step.update(clip_norm=0.5)
     ema.update_parameters(model["d"])
     losses.append(step.loss)
+
+
+def scaled(step):
+    """In half precision, two phases with an optimizer each."""
+    norms = []
+    for optimizer, batches in ((optimizers[0], step), (optimizers[1], step.again)):
+        for x, y in batches if batches is step else batches():
+            with torch.autocast("cpu", dtype=torch.float16):
+                said = model["d"](model["g"](x[:, :4]))
+            step.backward(cross_entropy(said.float(), y))
+        norms.append(float(step.sync(clip_norm=1.0, of=optimizer)))
+        losses.append(step.loss)
+        scaler.step(optimizer)
+        scaler.update()
+    assert all(norm < 100 for norm in norms)  # they are unscaled
+    step.done()
 
 
 d = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 2))
@@ -91,14 +108,15 @@ ema = torch.optim.swa_utils.AveragedModel(model["d"])
 if kind == "lbfgs":
     d[2] = nn.Identity()
     optimizers = [torch.optim.LBFGS(d.parameters(), lr=0.1, max_iter=3)]
-elif kind == "gan":
+elif kind in ("gan", "scaled"):
     optimizers = [torch.optim.Adam(part.parameters(), lr=1e-2) for part in (d, g)]
 else:
     optimizers = [torch.optim.SGD(d.parameters(), lr=0.1)]
 schedulers = [torch.optim.lr_scheduler.StepLR(o, 2) for o in optimizers]
 state = {"first": schedulers[0], "second": schedulers[-1], "ema": ema}
-run.prepare(model, optimizers, state=state)
-body = {"gan": gan, "lbfgs": closure_loop, "chunks": chunked}[kind]
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if kind == "scaled" else None
+run.prepare(model, optimizers, scaler=scaler, state=state)
+body = {"gan": gan, "lbfgs": closure_loop, "chunks": chunked, "scaled": scaled}[kind]
 between = []
 for step in run.steps(Points(), total=TOTAL, global_batch=20, micro_batch=5):
     body(step)

@@ -503,6 +503,11 @@ def test_a_script_that_leaves_without_a_word_is_not_started_for_ever(nodes, tmp_
         (["run", "--", "train.py"], "no run URL"),
         (["run", "--run", "x", "--", "nothere.py"], "no such file"),
         (["run", "--run", "x", "--nproc", "many", "--", TRAINER], "wanted a number or auto"),
+        (["run", "--run", "x", "--worlds", "1,two", "--", TRAINER], "numbers of ranks, such as"),
+        (
+            ["run", "--run", "x", "--nproc", "4", "--worlds", "1,2", "--", TRAINER],
+            "all would wait for ever",
+        ),
         (["run", "--run", "/proc/nothing/here", "--", TRAINER], "check the path"),
         (["status", "nowhere"], "there is no run here"),
     ],

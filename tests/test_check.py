@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -132,7 +133,8 @@ def failed(found):
 # ---- the rules -----------------------------------------------------------------------------------
 def test_what_holds_is_told_to_hold(source):
     found = judged(source)
-    assert {r.state for r in found} == {HOLDS}
+    assert {r.state for r in found if "randomness" not in r.promise} == {HOLDS}
+    assert next(r.what for r in found if "randomness" in r.promise).startswith("not seen")
     assert [r.promise for r in found] == [
         "resumes after a kill",
         "saves all state",
@@ -320,6 +322,15 @@ def test_statistics_of_one_rank_are_shown_where_the_layer_is_made(source):
     assert found.where == f"{source.path}:7" and "1 (BatchNorm1d)" in found.what
     same = pair(lambda r, s: dataclasses.replace(s, norms=norms))
     assert not failed(judged(source, a, same))
+    synced = tuple(dataclasses.replace(s, norms={"1 (SyncBatchNorm)": 1.0}) for s in first.steps)
+    a = one(dataclasses.replace(first, steps=synced))
+    assert "the ranks that are there" in failed(judged(source, a))["the same statistics on any world"].what
+
+
+def test_the_page_shows_the_forgetful_script():
+    tests = Path(__file__).parent
+    page = (tests.parent / "docs/CHECK.md").read_text()
+    assert (tests / "forgetful.py").read_text() in page
 
 
 def test_a_loss_that_is_told_otherwise(source):
@@ -375,6 +386,14 @@ def test_ends_that_depend_on_interruptions(source):
     )
     stopped = judged(source, one(ended="stopped"), pair(ended="stopped"))
     assert next(r for r in stopped if r.promise == "ends as it would have").state == NOTE
+
+
+def test_a_run_that_fails_on_its_way(source):
+    why = (ScriptFailure(0, "KeyError", "k", "x:3"),)
+    late = judged(source, one(ended="failed", failures=why))
+    assert failed(late)["ends as it would have"].what == "after step 9 it fails: KeyError: k"
+    pairs = judged(source, b=pair(ended="failed", struck=False, failures=why))
+    assert "after step 3: KeyError" in failed(pairs)["runs on two workers"].what
 
 
 def test_a_run_that_never_ends(source):
@@ -443,7 +462,7 @@ def test_what_a_killed_process_has_written_is_read():
     body |= {"gradients": [[1.0, [1.0, 0.0]]], "picture": packed({"x": leaf(3)})}
     lines = [
         line_of("life", {"rank": 1, "world": 2, "epoch": 3}),
-        line_of("prepared", Prepared("a:1", ("model",), ("drop",))),
+        line_of("prepared", Prepared("a:1", "", ("model",), ("drop",))),
         line_of("begin", {"step": 3, "picture": packed({"x": leaf(2)})}),
         line_of("wrote", FileWritten("m.pt", "a:9")),
         line_of("life", {"data": "d"}),

@@ -22,6 +22,12 @@ def told(folder, kind, reduce, world, leave=False):
     return json.loads(out.read_text()), run
 
 
+def test_half_precision_has_phases_as_well(tmp_path):
+    told_by = [told(tmp_path, "scaled", "exact", world)[0] for world in (1, 3)]
+    assert told_by[0]["weights"] == told_by[1]["weights"]
+    assert told_by[0]["losses"][-1] < told_by[0]["losses"][0]
+
+
 def close(a, b, kind):
     # LBFGS divides by differences of gradients
     most = {"rtol": 1e-2, "atol": 1e-3} if kind == "lbfgs" else {"rtol": 1e-4, "atol": 1e-5}

@@ -24,6 +24,8 @@ PATCHES: dict[str, str] = {
     "transformers.training_args": "harness.adapters.hf_trainer:patch_arguments",
     "lightning.pytorch": "harness.adapters.lightning_trainer:patch",
     "pytorch_lightning": "harness.adapters.lightning_trainer:patch",
+    "lightning.fabric": "harness.adapters.fabric:patch",
+    "lightning_fabric": "harness.adapters.fabric:patch",
 }
 
 

@@ -63,7 +63,8 @@ class TrainLoader:
             return
         self.dealt.clear()
         place, self.begins = self.begins, 0
-        shares = self._after_a_sample(self._drawn(iter(self.shared)))
+        shares = self._after_a_sample(drawn_from(self.drawn, iter(self.shared)))
+        self.drawn = None
         while (left := self._batches() - place) > 0:
             group: Iterator[Share] | list[Share]
             count = min(self.micro_batches, left)
@@ -79,17 +80,6 @@ class TrainLoader:
             place += began
             if not began:
                 return
-
-    def _drawn(self, shares: Iterator[Share]) -> Iterator[Share]:
-        """The same; what the first epoch draws at its beginning is drawn of the script's."""
-        with chance.kept():
-            if self.drawn is not None:
-                chance.put(self.drawn)
-            self.drawn = None
-            first = next(shares, None)
-        if first is not None:
-            yield first
-            yield from shares
 
     def _after_a_sample(self, shares: Iterator[Share]) -> Iterator[Share]:
         """The same; the first own one is read ahead if others' come before it."""
@@ -116,3 +106,15 @@ class TrainLoader:
                 items = list(itertools.islice(copy.deepcopy(dataset), share.count))
         whole = getattr(loader, "batch_sampler", None) is None and loader.batch_size is None
         return loader.collate_fn(items[0] if whole else items)
+
+
+def drawn_from(state: chance.State | None, shares: Iterator[Share]) -> Iterator[Share]:
+    """The same; what is drawn when they begin is drawn of generators in this state, or of those
+    that are there (None)."""
+    with chance.kept():
+        if state is not None:
+            chance.put(state)
+        first = next(shares, None)
+    if first is not None:
+        yield first
+        yield from shares

@@ -27,7 +27,7 @@ CALLBACKS = {
 }
 
 
-def check_strategy(strategy: Any) -> None:
+def check_strategy(strategy: Any, of: str = "Trainer") -> None:
     """Raises BadInput for what is not plain data parallelism."""
     if isinstance(strategy, str):
         fits = strategy.startswith(REPLACED)
@@ -36,7 +36,7 @@ def check_strategy(strategy: Any) -> None:
     if not fits:
         name = strategy if isinstance(strategy, str) else type(strategy).__name__
         raise BadInput(
-            f"Trainer(strategy={name!r}) splits the model, and communicates in every micro-batch: "
+            f"{of}(strategy={name!r}) splits the model, and communicates in every micro-batch: "
             "only data parallelism ('auto', 'ddp') can be made elastic without a change; use that, "
             "or harness.attach() with harness.fsdp2, or --adapt none"
         )
@@ -52,9 +52,16 @@ def check_callbacks(trainer: Any) -> None:
                 )
 
 
-def check_fit(trainer: Any) -> None:
-    """Once data and optimizers are there. Raises BadInput."""
+def check_fit(trainer: Any, micro_batches: int) -> None:
+    """Once data and optimizers are there. `micro_batches`: of a step. Raises BadInput."""
     loop, module = trainer.fit_loop, trainer.lightning_module
+    if not module.automatic_optimization and micro_batches > 1:
+        raise BadInput(
+            f"{type(module).__name__} optimizes by itself (automatic_optimization = False), and "
+            f"the run's first world has {micro_batches} ranks: what follows an optimizer's step in "
+            "training_step depends on it, so micro-batches cannot be done one after the other; "
+            "begin a run with --script-world 1, or use run.steps(...) of harness.attach()"
+        )
     loaders = loop._combined_loader.flattened
     if len(loaders) != 1:
         raise BadInput(

@@ -3,9 +3,11 @@ checkpoints hold, and what they forget. Runs in the worker."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
+import xxhash
 
 from harness.adapters.lightning_data import TrainLoader
 from harness.worker.session import Session
@@ -45,6 +47,31 @@ class LightningState:
             if getattr(callback, "dirpath", "") is None
         }
 
+    def go_on_logging(self) -> None:
+        """Before loggers open anything: the folder, or the run, of this run's first attempt."""
+        for logger, version in zip(self._loggers(), self._logged_as(), strict=False):
+            if logger._version is None:
+                logger._version = version
+        named = any(type(one).__name__ == "WandbLogger" for one in self._trainer.loggers)
+        if named and self._run.run_url:
+            name = f"harness-{xxhash.xxh3_64_hexdigest(self._run.run_url.encode())}"
+            os.environ.setdefault("WANDB_RUN_ID", name)
+
+    def _loggers(self) -> list[Any]:
+        """Those that number their folders, and write several files into one."""
+        return [one for one in self._trainer.loggers if type(one).__name__ == "TensorBoardLogger"]
+
+    def _logged_as(self) -> list[Any]:
+        """Versions of loggers, in the newest snapshot."""
+
+        def look() -> list[Any]:
+            newest = self._run.snapshots.latest() if self._run.run_url else None
+            if newest is None:
+                return []
+            return list(newest.data["state"].get("lightning", {}).get("versions", []))
+
+        return list(self._run._peers.agree(look))
+
     def state_dict(self) -> dict[str, Any]:
         """All ranks ask at the same point: what is small, or no tensor, is rank 0's."""
         trainer = self._trainer
@@ -63,6 +90,7 @@ class LightningState:
             "weights": weights,
             "data": self._place(),
             "more": self._more(),
+            "versions": [logger.version for logger in self._loggers()],
         }
         tensors, plain = dcp.split(whole)
         small = {name: t.detach().cpu() for name, t in tensors.items() if t.numel() <= SMALL}

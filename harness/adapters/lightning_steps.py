@@ -12,7 +12,7 @@ backward are left out.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from harness.worker.shares import SharedLoader
 class LightningSteps:
     """`loop`: None before the fit has begun; `step`: the one that is being made; `current`: the
     micro-batch that Lightning is at; `batch`, `outputs` (a ClosureResult): what hooks are shown of
-    others'; `cut_off`: another rank has gone."""
+    others'; `cut_off`: this rank leaves, or another one has gone."""
 
     def __init__(self, run: Session, copy: LightningCopy):
         self.run, self.copy = run, copy
@@ -45,6 +45,8 @@ class LightningSteps:
         self.batch: Any = None
         self.outputs: Any = None
         self.cut_off = False
+        # own micro-batches of this step, should it have to be done again (exact sums)
+        self._repeat: list[tuple[Dealt, Callable[[], None]]] = []
         self.state: LightningState | None = None
         self.logs: StepLogs | None = None
 
@@ -60,6 +62,8 @@ class LightningSteps:
         check_callbacks(trainer)
         scale_limits(trainer, self.first_world)
         self.state = LightningState(trainer, self.run)
+        if trainer.state.fn == "fit":
+            self.state.go_on_logging()
 
     def accumulate(self) -> None:
         """Of the fit that begins."""
@@ -92,7 +96,7 @@ class LightningSteps:
         fit_loop.setup_data()
         if fit_loop._combined_loader is None or not fit_loop.max_batches:
             return  # nothing will be trained
-        check_fit(trainer)
+        check_fit(trainer, self.micro_batches)
         assert self.loader is not None and self.state is not None
         module = trainer.lightning_module
         self.logs = StepLogs(trainer, self.run, self.accumulation, self.first_world)
@@ -103,14 +107,15 @@ class LightningSteps:
             state={"lightning": self.state, "metrics": self.logs},
             per_rank={"metrics"},
         )
-        self.loop = self.run.own_loop(
-            micro_batches=self.micro_batches,
-            micro_batch=batch_size(self.loader),
-            data=fingerprint(self.loader.dataset),
-            seed=self.run.seed,
-            total=max(0, trainer.max_steps),
-            adapter="lightning",
-        )
+        with self.together():
+            self.loop = self.run.own_loop(
+                micro_batches=self.micro_batches,
+                micro_batch=batch_size(self.loader),
+                data=fingerprint(self.loader.dataset),
+                seed=self.run.seed,
+                total=max(0, trainer.max_steps),
+                adapter="lightning",
+            )
         begins = self.state.take_up()
         self.logs.take_up()
         shared = self._shared()
@@ -159,6 +164,7 @@ class LightningSteps:
         self.current = now = self.loader.dealt.popleft()
         if now.m == 0:
             self.step = self.loop.begin(micro_batches=now.count)
+            self._repeat.clear()
         if self.step is None:
             raise BadInput(
                 f"micro-batch {now.m} came before the first of its step: the epoch was entered at "
@@ -226,7 +232,23 @@ class LightningSteps:
             assert self.current is not None
             self.step.samples = self.current.samples
             with self.together():
-                self.step.sync()
+                self.step.sync(redo=self._again)
+
+    def remember(self, again: Callable[[], None]) -> None:
+        """What does this own micro-batch's forward and backward once more."""
+        if self.current is not None and self.run.reduce != "fast":
+            self._repeat.append((self.current, again))
+
+    def _again(self) -> None:
+        """All own micro-batches of this step; what the script logs meanwhile it has logged."""
+        assert self.step is not None and self.logs is not None
+        now = self.current
+        with self.logs.set_aside():
+            for dealt, again in self._repeat:
+                self.current = dealt
+                self.step.micro(dealt.m)
+                again()
+        self.current = now
 
     def stepped(self) -> None:
         """The optimizer has stepped."""
@@ -252,10 +274,15 @@ class LightningSteps:
         if now is None or now.m + 1 < now.count:
             return
         if self.step is not None:
+            module = self.trainer.lightning_module
+            which = (
+                "optimizer_step(...) did not call optimizer.step(closure=optimizer_closure)"
+                if module.automatic_optimization
+                else "training_step(...), which optimizes by itself, called no optimizer's step()"
+            )
             raise BadInput(
-                f"step {self.step.number} ended without an optimizer step: optimizer_step(...) of "
-                f"{type(self.trainer.lightning_module).__name__} did not call "
-                "optimizer.step(closure=optimizer_closure); it must, in every step"
+                f"step {self.step.number} ended without an optimizer step: {which} of "
+                f"{type(module).__name__}; it must, each time"
             )
         self.current = None
         if not epoch_loop.done:  # else the epoch's end follows, which belongs to this step
@@ -269,10 +296,11 @@ class LightningSteps:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Ranks talk with each other within. That one of them is gone is no error of the script."""
+        """Ranks talk with each other within. That one of them is gone, or that all leave, is no
+        error of the script."""
         try:
             yield
-        except RuntimeError:  # of torch.distributed
+        except (RuntimeError, SystemExit):  # the first is torch.distributed's
             self.cut_off = True
             raise
 

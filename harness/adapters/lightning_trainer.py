@@ -252,7 +252,16 @@ def _training_step(original: Any) -> Any:
             return result
         if result.closure_loss is None:
             steps.done(None)
+        else:
+            steps.remember(functools.partial(again, self, kwargs, steps))
         return steps.scaled(result)
+
+    def again(self: Any, kwargs: Any, steps: LightningSteps) -> None:
+        loss = steps.scaled(original(self, kwargs)).closure_loss
+        if loss is None:
+            steps.done(None)
+        else:
+            self.trainer.strategy.backward(loss, self.trainer.optimizers[0])
 
     return _training_step
 
@@ -321,8 +330,8 @@ def _interrupt(original: Any) -> Any:
     def interrupt(trainer: Any, exception: BaseException) -> None:
         """To leave at a boundary is no error, and neither is it that another rank was taken away:
         the script does not hear of it."""
-        steps = fitting(trainer)
-        if steps is None or not (isinstance(exception, SystemExit) or steps.cut_off):
+        steps = steps_of(trainer)
+        if steps is None or not steps.cut_off:
             original(trainer, exception)
 
     return interrupt

@@ -54,6 +54,12 @@ class Case:
         return said.where if said else ""
 
     @property
+    def driver(self) -> str:
+        """The framework that makes the steps; "": the script itself."""
+        said = self.before.prepared
+        return said.driver if said else ""
+
+    @property
     def same_samples(self) -> bool:
         """Are the samples of a step known to be the same, however often it is made and wherever:
         are there records of them?"""
@@ -63,7 +69,11 @@ class Case:
         return f"{self.source.path}:{line}" if line else ""
 
 
-# ---- numbers -------------------------------------------------------------------------------------
+# ---- words and numbers ---------------------------------------------------------------------------
+def many(count: int, thing: str) -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
 def median(values: list[float]) -> float:
     if not all(map(math.isfinite, values)):
         return math.nan

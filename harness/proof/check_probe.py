@@ -164,7 +164,10 @@ class WorkerProbe:
 
         training = self.session._work.training
         self.senses.watch(model, training)
-        self.say("prepared", Prepared(where, tuple(training._saved), tuple(drawing_layers(model))))
+        claims = sys.modules.get("harness.adapters.claims")
+        driver = claims.claimed() if claims is not None else ""
+        names, draws = tuple(training._saved), tuple(drawing_layers(model))
+        self.say("prepared", Prepared(where, driver, names, draws))
 
     def began(self) -> None:
         """The session has resumed, or begun: what there is now was made anew or loaded."""

@@ -22,12 +22,19 @@ from harness.proof.check_case import (
     Ruling,
     differ,
     distance,
+    many,
     median,
 )
 from harness.proof.check_evidence import RankLife, StepSeen
 from harness.proof.check_state import drawing_line, forgotten
 from harness.proof.check_worlds import drawn_alike, met, shared_out, statistics, summed
 
+LEADS = {  # how a script of each framework asks whether it may write
+    "transformers": "if trainer.is_world_process_zero(): ... (in callbacks: state.)",
+    "accelerate": "if accelerator.is_main_process: ...",
+    "lightning": "if trainer.is_global_zero: ...",
+    "fabric": "if fabric.is_global_zero: ...",
+}
 WRONG_INPUT = 2  # exit status of a command
 
 
@@ -154,7 +161,7 @@ def read_again(case: Case) -> Iterator[Ruling]:
         return
     wrong = [(known, step) for known, step in pairs if known.samples != step.samples]
     if not wrong:
-        what = f"{len(pairs)} step{'s' * (len(pairs) > 1)} read twice, row for row"
+        what = f"{many(len(pairs), 'step')} read twice, row for row"
         yield Ruling(promise, HOLDS, what)
         return
     step = wrong[0][1]
@@ -181,7 +188,7 @@ def twice(before: RankLife, after: RankLife) -> list[tuple[StepSeen, StepSeen]]:
 def files(case: Case) -> Iterator[Ruling]:
     """What the script writes itself is written by one rank."""
     promise = "one rank writes the script's files"
-    ranks = case.two.world_of(0) if case.two else []
+    ranks = case.two.together() if case.two else []
     if len(ranks) < 2:
         return
     by_path: dict[str, dict[int, str]] = {}
@@ -193,15 +200,15 @@ def files(case: Case) -> Iterator[Ruling]:
         paths = [path for path, who in shared.items() if next(iter(who.values())) == where]
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         what = f"{PurePath(paths[0]).name}{more} is written by every rank at once"
-        remedy = (
-            "if run.rank == 0: ...; what training needs to go on belongs into run.prepare(state=)"
+        remedy = LEADS.get(case.driver, "if run.rank == 0: ...") + (
+            "; what training needs to go on is in its snapshots"
         )
         yield Ruling(promise, FAILS, what, where, remedy)
     if not shared:
         yield Ruling(
             promise,
             HOLDS,
-            f"{len(by_path)} file{'s' * (len(by_path) > 1)}" if by_path else "it writes none",
+            many(len(by_path), "file") if by_path else "it writes none",
         )
 
 
@@ -210,8 +217,8 @@ def noticed(case: Case) -> Iterator[Ruling]:
     two, promise = case.two, "heeds a notice"
     if two is None or not two.struck or two.ended == "late":
         return
-    asked = max((r.last for r in two.world_of(0)), default=0)
-    later = two.world_of(1)
+    asked = max((r.last for r in two.together()), default=0)
+    later = two.later()
     resumed = later[0].resumed if later else None
     if two.left == DRAINED and resumed is not None and resumed >= asked:
         what = f"one of two nodes left after step {resumed}, the other went on from there alone"
@@ -232,6 +239,12 @@ def ends(case: Case) -> Iterator[Ruling]:
     promise = "ends as it would have"
     runs = [run for run in (case.one, case.two) if run is not None]
     for run in runs:
+        newest = run.lives[-1] if run.lives else RankLife()
+        if run.ended == "failed" and run.struck and run.failures and newest.steps:
+            f = run.failures[0]
+            what = f"after step {newest.last} it fails: {f.error}: {f.text}"
+            yield Ruling(promise, FAILS, what, f.where)
+            return
         if run.ended != "late":
             continue
         last = max((life.last for life in run.lives), default=0)

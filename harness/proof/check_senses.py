@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import xxhash
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from harness.proof.check_evidence import ForwardCall, Gradient, Picture, StepSeen, packed
 from harness.proof.check_picture import Album
@@ -70,11 +70,13 @@ class Senses:
         self._losses: list[float] = []
         self._backward = ""
         self._before: tuple[int, str] | None = None
+        self._depth = 0  # forwards within forwards
 
     # ---- hooks -----------------------------------------------------------------------------------
     def listen(self) -> None:
-        """To every optimizer's step, and every backward."""
-        register_optimizer_step_pre_hook(unseen(self._optimizing))
+        """To every optimizer's step, behind which gradients are still there (before it, those of a
+        closure are not yet), and every backward."""
+        register_optimizer_step_post_hook(unseen(self._optimized))
         backward, note = torch.Tensor.backward, unseen(self._note_loss)
 
         @functools.wraps(backward)
@@ -90,8 +92,10 @@ class Senses:
         self._saved = lambda: {
             id(thing) for thing in (*training._saved.values(), *training.optimizers)
         }
-        whole = type(model).forward is not nn.Module.forward
-        for module in [model] if whole else list(model.children()):
+        watched = [model] if type(model).forward is not nn.Module.forward else []
+        if not watched or hasattr(model, "training_step"):  # which need not call its own forward
+            watched += list(model.children())
+        for module in watched:
             module.register_forward_pre_hook(unseen(self._entered), with_kwargs=True)
             module.register_forward_hook(unseen(self._left))
 
@@ -107,19 +111,21 @@ class Senses:
         self._backward = self._backward or self._own.line()
 
     def _entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module.training and torch.is_grad_enabled():
+        self._depth += 1
+        if self._depth == 1 and module.training and torch.is_grad_enabled():
             rows = rows_of((args, kwargs))
             self._rows |= set(rows)
             self._before = sum(rows) % 2**63, drawn()
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._before is not None:
+        self._depth -= 1
+        if self._before is not None and self._depth == 0:
             rows, before = self._before
             self._before = None
             if len(self._calls) < MOST_CALLS:
                 self._calls.append(ForwardCall(rows, before, drawn() != before))
 
-    def _optimizing(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _optimized(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         if grads:
             self._gradients.append(sketched(grads))

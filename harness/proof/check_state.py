@@ -144,7 +144,7 @@ def ruling_of(case: Case, name: str, parts: list[Forgotten]) -> Ruling:
     if part.anew or not (part.was.keeps or part.was.kind in ("tensor", "generator")):
         where = case.at(made) or where
     state = FAILS if matters else NOTE
-    return Ruling("saves all state", state, what, where, remedy_of(name, parts))
+    return Ruling("saves all state", state, what, where, remedy_of(case, name, parts))
 
 
 def spoken(name: str) -> str:
@@ -176,8 +176,11 @@ def described(name: str, parts: list[Forgotten]) -> str:
     return f"{found.shown} where it was {was.shown}"
 
 
-def remedy_of(name: str, parts: list[Forgotten]) -> str:
+def remedy_of(case: Case, name: str, parts: list[Forgotten]) -> str:
     part, short = parts[0], spoken(name)
+    if case.driver:
+        hold = "keep it in something that the framework saves, with state_dict and load_state_dict"
+        return f"{hold} (docs/trainers/{case.driver}.md); or --ignore {root_of(name)[1]}"
     key = root_of(name)[1]
     if name in GLOBAL:
         return "seed by (seed, step) at each step, as run.steps does, or save its state"

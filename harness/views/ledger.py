@@ -70,6 +70,7 @@ from harness.views.ledger_parts import (
     cut_by_epoch,
     names_of,
     part_machines,
+    told_in_snapshots,
 )
 from harness.views.painting import BUCKETS, NANO, apportion, ns, paint, totals
 from harness.views.rows import AttemptRow, Billed, Cost, EpochRow, NoticeRow
@@ -140,6 +141,9 @@ class _Maker:
             epoch = self.epoch(number, float(rows["start"].min()))
             epoch.committed = rows
             epoch.world, epoch.shares = records.worlds[number]
+        if not len(committed):
+            for number, rows in told_in_snapshots(told, self.snapshots_of).items():
+                self.epoch(number, float(rows["start"].min())).committed = rows
         self.place_members()
         self.end_epochs()
         self.end_strangers()

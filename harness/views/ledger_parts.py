@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,7 @@ from harness.core.facts import (
     NodeBilled,
     NodeFound,
     SessionEnded,
+    SnapshotCommitted,
     StepsTimed,
     WorkerFailed,
 )
@@ -254,3 +255,20 @@ def names_of(names: Iterable[str]) -> str:
     """`node 1` or `nodes 1, 2`."""
     found = list(names)
     return f"node{'s' if len(found) > 1 else ''} {', '.join(found)}"
+
+
+def told_in_snapshots(
+    told: Columns, snapshots_of: Mapping[int, Sequence[SnapshotCommitted]]
+) -> dict[int, Columns]:
+    """By epoch, of a run without records (a loop that only has safe points): a step that was told
+    counts if a snapshot of its epoch holds it, and no later epoch has done it again."""
+    found: dict[int, Columns] = {}
+    counted = np.empty(0, told["step"].dtype)
+    for number in sorted(snapshots_of, reverse=True):
+        last = max((f.step for f in snapshots_of[number]), default=0)
+        rows = told[(told["epoch"] == number) & (told["step"] <= last)]
+        rows = rows[~np.isin(rows["step"], counted)]
+        counted = np.concatenate([counted, rows["step"]])
+        if len(rows):
+            found[number] = rows
+    return found

@@ -8,6 +8,7 @@ made in the same way.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def headline(s: Summary) -> list[tuple[str, str]]:
             else f"{s.step:,} committed",
         ),
     ]
-    if s.losses:
+    if s.losses and not all(map(math.isnan, s.losses)):  # of a loop that tells none
         rows.append(("loss", f"{number(s.losses[0])} → {number(s.losses[1])}"))
     if s.validations:
         rows.append(

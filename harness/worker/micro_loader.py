@@ -250,7 +250,7 @@ class MicroLoader:
                 place.go_on(before + 1)
             self._boundary()
             hands.hear_enough()
-        if place.epoch >= total or hands.enough:
+        if place.epoch >= total or self._over():
             hands.turn(machine.Reached())
 
     def __iter__(self) -> Iterator[Any]:

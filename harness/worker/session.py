@@ -265,8 +265,9 @@ class Session(PlainLoops):
         unless `per_rank` names it: then each rank's is stored, and given back to the same rank in a
         world of the same size. In a world of another size the object's `load_state_dicts(states)`
         gets those of all ranks, in order; without such a method resuming there is refused. Buffers
-        of the model that forwards change (BatchNorm's statistics) every rank takes from rank 0
-        after each step, as DistributedDataParallel does; with exact sums they must be the same.
+        of the model that forwards change every rank takes from rank 0 after each step, as
+        DistributedDataParallel does; with exact sums they must be the same. BatchNorm's averages
+        are made of all micro-batches of a step, in their order, on any world.
 
         `strategy`: how gradients are summed, for a model that is split between the ranks of a
         replica (`harness.worker.parallel.Strategy`); None: as the model's parameters ask for, plain
@@ -315,9 +316,7 @@ class Session(PlainLoops):
             raise BadInput("call run.prepare(model, optimizer) before run.steps(...)")
         check_unwrapped(training.model)
         if (total is None) is (epochs is None):
-            raise BadInput(
-                "run.steps(...): wanted total= (optimizer steps) or epochs=, one of them"
-            )
+            raise BadInput("run.steps(...): wanted either total= (optimizer steps) or epochs=")
         try:
             stream = feed.open(dataset, global_batch, micro_batch, shuffle, collate_fn)
         except TooManyRanks as e:
@@ -327,16 +326,15 @@ class Session(PlainLoops):
         if stream is not None:
             training.reads(stream)
         identity = feed.identity(training.model, self.reduce)
-        if self.reduce != "fast" and (what := feed.drawn_anew()):
-            self._run.warn(what, 0)
+        self._run.warn_of(feed.drawn_anew() if self.reduce != "fast" else "")
         self._hands.total = total = feed.steps_in(epochs or 0) if total is None else total
         total = min(total, self._hands.until)
         self._announce(identity)
         self._setup.settle()
         seed_everything(self.seed)
         self._hands.turn(machine.Looped())
-        if stream is not None:
-            self._rehearse(dataset)
+        if stream is not None and not self.step:
+            self._try_out(dataset)
         batches = feed.batches(self.step + 1, total, num_workers)
         training.strategy.start(self.batching.micro_batches)
         training.strategy.zero()
@@ -351,10 +349,10 @@ class Session(PlainLoops):
         self._hands.turn(machine.Reached())
         self._profile.wait()
 
-    def _rehearse(self, dataset: Any) -> None:
-        """Try a stream before its first sample is trained on."""
-        if not self.step and self.run_url:
-            self._run.warn_of(self._peers.agree(lambda: rehearse(dataset)))
+    def _try_out(self, stream: Any) -> None:
+        """Before the first step. Raises BadInput."""
+        if self._run.url:
+            self._run.warn_of(self._peers.agree(lambda: rehearse(stream)))
             seed_everything(self.seed)
 
     def _loop(self, batches: Iterator[MicroBatch], total: int) -> Iterator[Step]:

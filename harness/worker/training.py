@@ -70,7 +70,6 @@ class Training:
         self.buffers: Buffers | None = None
         self.frozen = Frozen(nn.Module(), [])
         self.after_update: set[str] = set()
-        self.files: KeptFiles | None = None  # of a script that keeps checkpoints by itself
         self.phases = False  # steps give their micro-batches more than once
         self._saved: dict[str, Any] = {}  # name -> object with state_dict
         # names of those whose state is each rank's own
@@ -197,7 +196,12 @@ class Training:
                 "run.files is for a script that keeps its whole state by itself; with "
                 "run.prepare(...) give what else there is as state={'name': object}"
             )
-        self.files, self._saved, self._per_rank = files, {name: files}, frozenset({name})
+        self._saved, self._per_rank = {name: files}, frozenset({name})
+
+    @property
+    def files(self) -> KeptFiles | None:
+        """Of a script that keeps checkpoints by itself."""
+        return next(iter(self._saved.values()), None) if self.model is None else None
 
     def keep_place(self, place: Any) -> Any:
         """Where in the data the next step begins is part of the state, if somebody else reads it.

@@ -11,57 +11,19 @@ import pytest
 
 pytest.importorskip("lightning")
 
-from worlds import Nursery, environment, history, newest
+from worlds import environment, history, newest
 
-from harness.agent import nursery
 from harness.views.audit import audit
 from storage.opening import open_store
 
-SCRIPTS = Path(__file__).parent / "scripts"
-PLAIN = SCRIPTS / "lightning_plain.py"
+SCRIPT = Path(__file__).parent / "scripts" / "lightning_plain.py"
+PRELOAD = "lightning.pytorch"
 
 
-class Warm(Nursery):
-    """Forks of a process that has imported Lightning."""
-
-    def __init__(self):
-        self._warm = nursery.Nursery(environment() | {"HARNESS_PRELOAD": "lightning.pytorch"})
-
-
-@pytest.fixture(scope="module")
-def warm():
-    nursery = Warm()
-    yield nursery
-    nursery.close()
-
-
-@pytest.fixture
-def go(warm, tmp_path):
-    """Run a script under the harness; `die_at`: in which step every rank is killed, once the
-    snapshot of which step is there."""
-
-    def run(world, *flags, script=PLAIN, first_world=1, die_at=(-1, 0), reduce="fast", codes=(0,)):
-        attach = {"seed": 1, "snapshot_every_steps": 3, "reduce": reduce}
-        env = {
-            "HARNESS_ADAPT": "auto",
-            "HARNESS_ATTACH": json.dumps(attach),
-            "HARNESS_SCRIPT_WORLD": first_world,
-            "HARNESS_ON_CHANGE": "accept",
-            "DIE_AT": "{}:{}".format(*die_at),
-        }
-        folder = tmp_path / "files"
-        return warm.train(
-            tmp_path / "run", world, "--folder", folder, *flags, script=script, env=env, codes=codes
-        )
-
-    run.folder, run.url = tmp_path / "files", tmp_path / "run"
-    return run
-
-
-def plain(folder, *flags, script=PLAIN):
+def plain(folder, *flags):
     """The script as everybody runs it."""
     ended = subprocess.run(
-        [sys.executable, str(script), "--folder", str(folder), *map(str, flags)],
+        [sys.executable, str(SCRIPT), "--folder", str(folder), *map(str, flags)],
         env=environment() | {"HARNESS_ADAPT": "none"},
         capture_output=True,
         text=True,
@@ -134,6 +96,7 @@ def test_it_goes_on_where_it_was_killed_in_another_world(alone, go, die_at, resu
     same(after, events(alone)[done:])
     same(before, events(alone)[: len(before)])
     assert ended(go.folder) == pytest.approx(ended(alone), rel=1e-4)
+    assert [path.name for path in (go.folder / "board").iterdir()] == ["version_0"]
     sound(go.url)
 
 
@@ -160,6 +123,16 @@ def test_exact_sums_and_dropout_are_the_same_on_any_world(go, tmp_path_factory):
     assert newest(go.url).data["weights"] == weights
 
 
+def test_a_step_that_is_done_again_is_logged_once(tmp_path, go):
+    flags = ("--spike", 4, "--epochs", 2)
+    expected = plain(tmp_path / "plain", *flags)
+    said = go(2, *flags, reduce="exact")
+    assert "is done again" in said.output
+    same(events(go.folder), events(expected))
+    assert ended(go.folder) == pytest.approx(ended(expected), rel=1e-5)
+    sound(go.url)
+
+
 def test_the_other_copy_of_lightning_and_early_stopping(tmp_path, go):
     flags = ("--package", "pytorch_lightning", "--patience", 1, "--epochs", 30, "--val-every", 1.0)
     expected = plain(tmp_path / "plain", *flags, "--rate", 0.3)
@@ -177,6 +150,18 @@ def test_the_first_world_decides_the_batch(go):
     assert {r.world for r in history(go.url)} == {1, 2}
 
 
+def test_several_optimizers_by_hand_go_on_where_they_were(tmp_path, go):
+    flags = ("--odd", "manual", "--epochs", 2, "--samples", 24)
+    expected = plain(tmp_path / "plain", *flags)
+    go(1, *flags, die_at=(16, 6), codes=(-9,))
+    (go.folder / "events").unlink()
+    assert "resumed from step 6" in go(1, *flags).output
+    same(events(go.folder), events(expected)[-len(events(go.folder)) :])
+    assert ended(go.folder) == pytest.approx(ended(expected), rel=1e-6)
+    assert [r.samples for r in history(go.url)] == [4] * 12
+    sound(go.url)
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -185,9 +170,10 @@ def test_the_first_world_decides_the_batch(go):
         (("--odd", "loaders"), "wanted one train dataloader, found 2"),
         (("--odd", "iterator"), "training_step(dataloader_iter)"),
         (("--odd", "lbfgs"), "LBFGS"),
+        (("--odd", "manual"), "Two optimizes by itself"),
     ],
 )
 def test_what_cannot_be_promised_is_said_before_the_first_step(go, flags, said):
-    output = go(1, *flags, codes=(1,)).output
+    output = go(1, *flags, first_world=2, codes=(1,)).output
     assert said in output and "BadInput" in output
     assert not (go.folder / "events").exists() or events(go.folder) == ["exception_BadInput 0"]

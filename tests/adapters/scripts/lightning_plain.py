@@ -4,12 +4,12 @@ import argparse
 import importlib
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
 
 import torch
+import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,6 +22,7 @@ p.add_argument("--batch", type=int, default=4)
 p.add_argument("--accumulate", type=int, default=3)
 p.add_argument("--val-every", type=float, default=0.5)
 p.add_argument("--patience", type=int, default=100)
+p.add_argument("--spike", type=int, default=-1, help="a step with a far greater loss")
 p.add_argument("--dropout", type=float, default=0.0)
 p.add_argument("--sleep-s", type=float, default=0.0)
 p.add_argument("--shuffle", action="store_true")
@@ -41,12 +42,17 @@ class Net(L.LightningModule):
         self.net = nn.Sequential(
             nn.Linear(8, 32), nn.ReLU(), nn.Dropout(a.dropout), nn.Linear(32, 1)
         )
+        self.mean_of_losses = torchmetrics.MeanMetric()
 
     def training_step(self, batch, batch_idx):
         x, y = batch
         time.sleep(a.sleep_s)
         loss = nn.functional.mse_loss(self.net(x), y)
+        if self.trainer.global_step == a.spike:
+            loss = loss * 1e5
         self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.mean_of_losses(loss)
+        self.log("mean", self.mean_of_losses, on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch, batch_idx):
@@ -70,13 +76,30 @@ class Greedy(Net):
         return super().training_step(next(dataloader_iter)[0], 0)
 
 
-def die():
-    """For tests: once the snapshot of that step is there."""
-    from worlds import newest, until
+class Two(Net):
+    """Optimizes by itself: two optimizers, one after the other."""
 
-    step = int(os.environ["DIE_AT"].partition(":")[2])
-    until(lambda: getattr(newest(os.environ["HARNESS_RUN"]), "step", 0) >= step)
-    os.kill(os.getpid(), signal.SIGKILL)
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        body, gain = self.optimizers()
+        for optimizer in (body, gain):
+            loss = nn.functional.mse_loss(self.net(x) * self.gain, y)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        self.lr_schedulers().step()
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log("mean", loss, on_step=False, on_epoch=True)
+
+    def configure_optimizers(self):
+        body = torch.optim.AdamW(self.net.parameters(), lr=a.rate)
+        gain = torch.optim.SGD([self.gain], lr=1e-3)
+        return [body, gain], [torch.optim.lr_scheduler.StepLR(body, 5, 0.9)]
 
 
 class Events(L.Callback):
@@ -91,9 +114,10 @@ class Events(L.Callback):
         self.say(trainer, "epoch_start")
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if os.environ.get("DIE_AT", "").startswith(f"{trainer.global_step}:"):
-            die()
-        assert len(batch[0]) == len(batch[1]) and outputs["loss"].ndim == 0
+        if "DIE_AT" in os.environ:  # the tests' own
+            importlib.import_module("dying").die_at(str(trainer.global_step))
+        assert len(batch[0]) == len(batch[1])
+        assert a.odd == "manual" or outputs["loss"].ndim == 0
         self.say(trainer, f"batch_end_{batch_idx}")
         if not trainer.fit_loop._should_accumulate():
             loss = float(trainer.callback_metrics["train_loss"])
@@ -105,7 +129,8 @@ class Events(L.Callback):
             self.say(trainer, f"validated_{float(trainer.callback_metrics['val_loss']):.5f}")
 
     def on_train_epoch_end(self, trainer, module):
-        self.say(trainer, f"epoch_end_{float(trainer.callback_metrics['train_loss_epoch']):.5f}")
+        said = [float(trainer.callback_metrics[name]) for name in ("train_loss_epoch", "mean")]
+        self.say(trainer, f"epoch_end_{said[0]:.5f}_{said[1]:.5f}")
 
     def on_train_end(self, trainer, module):
         self.say(trainer, "train_end")
@@ -122,7 +147,7 @@ train = DataLoader(TensorDataset(x, y), batch_size=a.batch, shuffle=a.shuffle)
 val = DataLoader(TensorDataset(x[:16], y[:16]), batch_size=8)
 callbacks = importlib.import_module(f"{a.package}.callbacks")
 loggers = importlib.import_module(f"{a.package}.loggers")
-model = Greedy() if a.odd == "iterator" else Net()
+model = {"iterator": Greedy, "manual": Two}.get(a.odd, Net)()
 if a.odd == "loaders":
     train = [train, train]
 trainer = L.Trainer(
@@ -131,12 +156,12 @@ trainer = L.Trainer(
     strategy=a.strategy,
     max_epochs=a.epochs,
     max_steps=a.max_steps,
-    accumulate_grad_batches=1 if a.odd == "scheduler" else a.accumulate,
-    gradient_clip_val=1.0,
+    accumulate_grad_batches=1 if a.odd in ("scheduler", "manual") else a.accumulate,
+    gradient_clip_val=None if a.odd == "manual" else 1.0,
     val_check_interval=a.val_every,
     log_every_n_steps=1,
     default_root_dir=a.folder,
-    logger=loggers.CSVLogger(a.folder),
+    logger=[loggers.CSVLogger(a.folder), loggers.TensorBoardLogger(a.folder, "board")],
     enable_progress_bar=False,
     enable_model_summary=False,
     callbacks=[

@@ -21,7 +21,6 @@ def when_needed():
 def stub():
     import torch
     import torch._utils
-    import torch.distributed as dist
     import torch.nn.attention.flex_attention as flex
 
     # its kernels want triton; only expert parallelism uses them
@@ -36,8 +35,6 @@ def stub():
     cpu.reset_peak_memory_stats = lambda device=None: None
     cpu.empty_cache = lambda: None
     cpu.memory_stats = lambda device=None: {}
-    if not hasattr(dist, "set_timeout"):  # not in torch 2.13.0
-        dist.set_timeout = lambda timeout, group=None: None
     # FlexAttention has no compiled backward on a CPU
     torch.compile = lambda model=None, **options: model
     flex._validate_device = lambda *tensors: None
@@ -66,8 +63,9 @@ def drawn_whole(plain):
 
 
 def stub_sums():
-    """gloo cannot multiply before it adds, which FSDP2 asks of it. Our adapter sees to that; plain
-    torchtitan needs this."""
+    """gloo cannot multiply before it adds, which FSDP2 asks of it, and torch 2.13.0 has no
+    set_timeout. Our adapter sees to both; plain torchtitan needs this."""
+    import torch.distributed as dist
     from torch.distributed.fsdp import FSDPModule
 
     plain = FSDPModule.set_gradient_divide_factor
@@ -77,3 +75,4 @@ def stub_sums():
         self.set_force_sum_reduction_for_comms(True)
 
     FSDPModule.set_gradient_divide_factor = divide
+    dist.set_timeout = lambda timeout, group=None: None

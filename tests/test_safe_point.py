@@ -1,0 +1,94 @@
+"""Loops that sum their gradients by themselves: `resume`, `safe_point`, `finish`."""
+
+import math
+
+import pytest
+from worlds import newest, train
+
+from harness.bucket.journal import read_facts
+from harness.core.facts import StepDone
+from harness.views.audit import audit
+from harness.views.summary import summarize
+from storage.opening import open_store
+
+SCRIPT = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import harness
+
+total, die_at, stop_at, every = map(int, sys.argv[1:])
+run = harness.attach(snapshot_every_steps=2)
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(8, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+by_step = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+run.prepare(model, optimizer, by_step)
+begin = run.resume()
+print("begins", begin, flush=True)
+for step in range(begin + 1, total + 1):
+    whole = torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+    mine = whole[run.rank :: run.world]
+    loss = model(mine).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    by_step.step()
+    shown = loss.detach().clone()
+    dist.all_reduce(shown)  # a call of the script's own
+    if step == die_at:
+        os._exit(9)
+    if step == stop_at and run.rank == run.world - 1:
+        run.stop("it is enough")
+    if step % every == 0:
+        run.safe_point(step, loss=float(shown) / run.world, samples=12 * every)
+    if run.stopped:
+        break
+if run.rank == 0:
+    print("weights", [round(v, 5) for v in model.module.weight.flatten().tolist()])
+run.finish()
+"""
+
+
+@pytest.fixture
+def loop(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+
+    def start(run, world, *flags, codes=(0,)):
+        return train(tmp_path / run, world, *flags, script=script, codes=codes).output
+
+    return start
+
+
+def weights(output):
+    return next(line for line in output.splitlines() if "weights" in line)
+
+
+def test_it_goes_on_where_it_was_and_is_told_of(loop, tmp_path):
+    alone = loop("alone", 2, 9, 0, 0, 1)
+    loop("run", 3, 9, 6, 0, 1, codes=(9, 1, -9))
+    assert newest(tmp_path / "run").step == 4
+    resumed = loop("run", 2, 9, 0, 0, 1)
+    assert "begins 4" in resumed and weights(resumed) == weights(alone)
+    store = open_store(str(tmp_path / "run"))
+    told = [s.fact for s in read_facts(store) if isinstance(s.fact, StepDone)]
+    assert [f.step for f in told if f.epoch == 2] == list(range(5, 10))
+    assert all(f.samples == 12 and f.seconds > 0 and math.isfinite(f.loss) for f in told)
+    assert told[0].lr == 0.01 and told[-1].lr < 1e-4
+    report = audit(store)
+    assert report.ok, report.first_violation
+    found = summarize(store)
+    assert found.step == 9
+    # what a world that was killed told last may be lost
+    assert [row.committed for row in found.ledger.epochs][-1] == 5
+
+
+def test_one_rank_may_end_it_and_several_steps_lie_between_two_points(loop, tmp_path):
+    loop("run", 2, 20, 0, 4, 2)
+    manifest = newest(tmp_path / "run")
+    assert manifest.step == 4 and "it is enough" in manifest.data["ended"]
+    store = open_store(str(tmp_path / "run"))
+    told = [s.fact for s in read_facts(store) if isinstance(s.fact, StepDone)]
+    assert [f.step for f in told] == [1, 2, 3, 4] and {f.samples for f in told} == {12}
