@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -321,6 +322,15 @@ def test_statistics_of_one_rank_are_shown_where_the_layer_is_made(source):
     assert found.where == f"{source.path}:7" and "1 (BatchNorm1d)" in found.what
     same = pair(lambda r, s: dataclasses.replace(s, norms=norms))
     assert not failed(judged(source, a, same))
+    synced = tuple(dataclasses.replace(s, norms={"1 (SyncBatchNorm)": 1.0}) for s in first.steps)
+    a = one(dataclasses.replace(first, steps=synced))
+    assert "the ranks that are there" in failed(judged(source, a))["the same statistics on any world"].what
+
+
+def test_the_page_shows_the_forgetful_script():
+    tests = Path(__file__).parent
+    page = (tests.parent / "docs/CHECK.md").read_text()
+    assert (tests / "forgetful.py").read_text() in page
 
 
 def test_a_loss_that_is_told_otherwise(source):
@@ -376,6 +386,14 @@ def test_ends_that_depend_on_interruptions(source):
     )
     stopped = judged(source, one(ended="stopped"), pair(ended="stopped"))
     assert next(r for r in stopped if r.promise == "ends as it would have").state == NOTE
+
+
+def test_a_run_that_fails_on_its_way(source):
+    why = (ScriptFailure(0, "KeyError", "k", "x:3"),)
+    late = judged(source, one(ended="failed", failures=why))
+    assert failed(late)["ends as it would have"].what == "after step 9 it fails: KeyError: k"
+    pairs = judged(source, b=pair(ended="failed", struck=False, failures=why))
+    assert "after step 3: KeyError" in failed(pairs)["runs on two workers"].what
 
 
 def test_a_run_that_never_ends(source):

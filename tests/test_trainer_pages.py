@@ -13,9 +13,7 @@ DIFF = re.compile(r"^```diff *([^\n]*)\n(.*?)^```$", re.M | re.S)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_diff_changes_as_many_lines_as_it_says(page):
     for said, body in DIFF.findall(page.read_text()):
-        gone, come = (
-            sum(line.startswith(sign) for line in body.splitlines()) for sign in "-+"
-        )
+        gone, come = (sum(line.startswith(sign) for line in body.splitlines()) for sign in "-+")
         assert said.endswith(f"-{gone} +{come}"), (
             f"{page.name}: a block that begins with ```diff {said}: wanted -{gone} +{come}"
         )

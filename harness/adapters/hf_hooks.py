@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 _NOTHING = object()
+Original = Callable[..., Any]  # what stood in the place of a hook
 
 
 class Hooks:

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from harness.adapters.hf_state import is_counter, is_theirs
+from harness.adapters.hf_evaluation import shares_losses
+from harness.adapters.hf_state import is_counter
 from harness.core.world import BadInput
 from harness.worker.session import Session
 
@@ -31,9 +32,9 @@ ONE_RUN = {"wandb", "tensorboard"}
 HELD = (nn.Module, type(None), str, bytes, type)  # attributes that are kept, or need not be
 
 
-def check(trainer: Any) -> None:
+def check(trainer: Any, run: Session) -> None:
     """Raises BadInput for the first thing that would train something else."""
-    for what, do in _refusals(trainer):
+    for what, do in _refusals(trainer, run.device.type):
         raise BadInput(f"transformers: {what}; {do}")
 
 
@@ -43,8 +44,13 @@ def tell(trainer: Any, run: Session) -> None:
         run.print(f"harness: {line}")
 
 
-def _refusals(trainer: Any) -> Iterator[tuple[str, str]]:
+def _refusals(trainer: Any, device: str) -> Iterator[tuple[str, str]]:
     args, kind = trainer.args, type(trainer)
+    if args.device.type != device:
+        yield (
+            f"the Trainer trains on {args.device}, this worker on its {device}",
+            "leave out use_cpu, or hide the GPUs: CUDA_VISIBLE_DEVICES=''",
+        )
     if args.auto_find_batch_size:
         yield (
             "auto_find_batch_size=True would change the batch of a step in the middle of the run",
@@ -91,8 +97,12 @@ def _refusals(trainer: Any) -> Iterator[tuple[str, str]]:
 
 def _cautions(trainer: Any, world: int) -> Iterator[str]:
     args = trainer.args
-    if world > 1 and str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no":
-        yield "every rank evaluates the whole evaluation set; the numbers of rank 0 hold"
+    evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
+    if world > 1 and evaluates and not shares_losses(trainer):
+        yield (
+            "every rank evaluates the whole evaluation set, since more than its losses is wanted; "
+            "the numbers of rank 0 hold"
+        )
     if args.enable_jit_checkpoint:
         yield "enable_jit_checkpoint is off: a notice is answered by a snapshot at the next step"
     if args.ignore_data_skip:
@@ -114,14 +124,16 @@ def _cautions(trainer: Any, world: int) -> Iterator[str]:
 def _forgotten(trainer: Any) -> Iterator[str]:
     """What callbacks of the script hold that a resumed run does not have."""
     for callback in trainer.callback_handler.callbacks:
-        if is_theirs(callback) or hasattr(callback, "state_dict") or hasattr(callback, "state"):
+        module = type(callback).__module__.partition(".")[0]
+        if module in ("transformers", "trl") or hasattr(callback, "state_dict"):
             continue
         lost = [
             f"{name} ({type(value).__name__})"
             for name, value in vars(callback).items()
             if not is_counter(value)
             and not isinstance(value, HELD)
-            and value not in (trainer, trainer.args)
+            and value is not trainer
+            and value is not trainer.args
             and not callable(value)
             and not hasattr(value, "shape")
         ]

@@ -15,9 +15,10 @@ from typing import Any
 from harness.adapters import hf_limits
 from harness.adapters.hf_company import Company
 from harness.adapters.hf_data import TrainerFeed, spelled
-from harness.adapters.hf_hooks import Hooks
+from harness.adapters.hf_evaluation import SharedEvaluation, shares_losses
+from harness.adapters.hf_hooks import Hooks, Original
 from harness.adapters.hf_state import TrainerKept
-from harness.adapters.hf_step import Original, TrainerSteps
+from harness.adapters.hf_step import TrainerSteps
 from harness.core.batch import seed_for
 from harness.worker.loader import seed_everything
 from harness.worker.own_loop import OwnLoop
@@ -81,7 +82,7 @@ class HostedTrainer:
 
     def __enter__(self) -> HostedTrainer:
         """Raises BadInput."""
-        hf_limits.check(self._trainer)
+        hf_limits.check(self._trainer, self._run)
         hf_limits.tell(self._trainer, self._run)
         hf_limits.without_jit(self._trainer)
         accumulate(self._trainer.args, self._run.script_world())
@@ -96,6 +97,7 @@ class HostedTrainer:
         put(trainer, "_save_checkpoint", self._save_checkpoint)
         put(trainer, "_load_best_model", self._load_best_model)
         put(trainer, "_finalize_training", self._finalize_training)
+        put(handler, "on_prediction_step", self._on_prediction_step)
         put(handler, "on_train_begin", self._on_train_begin)
         put(handler, "on_epoch_begin", self._on_epoch_begin)
         put(handler, "on_optimizer_step", self._on_optimizer_step)
@@ -302,12 +304,30 @@ class HostedTrainer:
         trainer.save_model(folder, _internal_call=True)
 
     # ---- evaluation and files --------------------------------------------------------------------
-    def _evaluation_loop(self, original: Original, *args: Any, **how: Any) -> Any:
+    def _evaluation_loop(
+        self,
+        original: Original,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        *args: Any,
+        **how: Any,
+    ) -> Any:
         """All ranks go on with the numbers of rank 0, on which callbacks decide."""
-        output = original(*args, **how)
-        if self._company.alone:
-            return output
-        return output._replace(metrics=self._company.value_of_first(output.metrics))
+        trainer, company, losses = self._trainer, self._company, prediction_loss_only
+        if company.alone:
+            return original(dataloader, description, losses, *args, **how)
+        wanted = trainer.args.prediction_loss_only if losses is None else losses
+        if wanted and shares_losses(trainer):
+            with SharedEvaluation(trainer, company).over(dataloader) as rounds:
+                output = original(rounds, description, losses, *args, **how)
+        else:
+            output = original(dataloader, description, losses, *args, **how)
+        return output._replace(metrics=company.value_of_first(output.metrics))
+
+    def _on_prediction_step(self, original: Original, *args: Any, **more: Any) -> Any:
+        self._run.alive()  # an evaluation may take far longer than a step
+        return original(*args, **more)
 
     def _save_checkpoint(self, original: Original, model: Any, trial: Any) -> None:
         """Rank 0 writes; all know what is the best."""

@@ -17,21 +17,22 @@ TOTAL = "num_tokens"  # not appended to: the newest total replaces what is there
 
 
 class Meters:
-    """`trainer`: of TRL; `kept`: its lists by name; it may count `_total_train_tokens` too."""
+    """`trainer`: of TRL; `kept`: its lists by mode and name; it may count `_total_train_tokens`
+    too. `mode`: "train" or "eval"."""
 
-    def __init__(self, trainer: Any, kept: dict[str, dict[str, list[Any]]]):
-        self._trainer, self._kept = trainer, kept
+    def __init__(self, trainer: Any, kept: dict[str, dict[str, list[Any]]], mode: str):
+        self._trainer, self._kept, self._mode = trainer, kept, mode
         self._lengths: dict[str, int] = {}
         self._tokens = 0
         self._added: dict[int, tuple[dict[str, list[float]], int]] = {}
 
     @staticmethod
-    def of(trainer: Any) -> Meters | None:
+    def of(trainer: Any, mode: str = "train") -> Meters | None:
         """None: it keeps none."""
         for name in ("_metrics", "_stored_metrics"):
             kept = getattr(trainer, name, None)
             if isinstance(kept, dict):
-                return Meters(trainer, kept)
+                return Meters(trainer, kept, mode)
         return None
 
     def begin(self) -> None:
@@ -85,4 +86,4 @@ class Meters:
             self._trainer._total_train_tokens = state["tokens"]
 
     def _lists(self) -> dict[str, list[Any]]:
-        return self._kept.setdefault("train", defaultdict(list))
+        return self._kept.setdefault(self._mode, defaultdict(list))

@@ -149,7 +149,7 @@ def counters(callback: Any) -> dict[str, Any]:
     state_dict, else numbers, and lists and dicts of numbers and words."""
     if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
         return {"state_dict": _only_plain(callback.state_dict())}
-    if hasattr(callback, "state") and callable(callback.state):
+    if any(kind.__name__ == "ExportableState" for kind in type(callback).__mro__):
         return {"attributes": _only_plain(callback.state().get("attributes", {}))}
     if is_theirs(callback):
         return {}

@@ -8,19 +8,18 @@ training_step of the last one ends with gradients, losses and counts of all rank
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from harness.adapters.hf_company import Company
+from harness.adapters.hf_hooks import Original
 from harness.adapters.hf_meters import Meters
 from harness.core.world import BadInput
 from harness.worker.own_loop import OwnLoop, OwnStep
 from harness.worker.shares import Share
-
-Original = Callable[..., Any]
 
 
 @dataclass

@@ -17,10 +17,11 @@ from typing import Any
 import xxhash
 
 from harness.adapters import claims
-from harness.adapters.hf_company import Company
+from harness.adapters.hf_company import Company, OwnWork
 from harness.adapters.hf_data import TrainerFeed
 from harness.adapters.hf_loop import HostedTrainer
 from harness.core.world import BadInput
+from harness.worker import hidden
 from harness.worker.chance import kept
 from harness.worker.session import Session
 
@@ -79,7 +80,7 @@ def patch_arguments(module: Any) -> None:
     for name in ("should_save", "should_log"):
         theirs = vars(arguments)[name].fget
         setattr(arguments, name, property(functools.partial(_if_leading, theirs)))
-    arguments.main_process_first = _main_process_first(arguments.main_process_first)
+    arguments.main_process_first = _in_turns(arguments.main_process_first)
     setattr(arguments, PATCHED, True)
 
 
@@ -98,11 +99,12 @@ def _driven() -> Session | None:
     return claims.enter() if claims.claimed() == "transformers" else None
 
 
-class ByName:
-    """Has the script asked for an elastic trainer itself? Then no hook, and no --adapt, need be
-    there."""
+class ThisScript:
+    """Of this process. `asked`: it has asked for an elastic trainer itself, so no hook and no
+    --adapt need be there. `trained`: it has called train(). `work`: what it does besides."""
 
-    asked = False
+    asked = trained = False
+    work: OwnWork | None = None
 
     @classmethod
     def enter(cls) -> Session | None:
@@ -118,7 +120,12 @@ class ByName:
 # ---- arguments -----------------------------------------------------------------------------------
 def _post_init(theirs: Callable[..., Any], arguments: Any) -> None:
     with kept():  # attaching seeds generators that are the script's here
-        ByName.enter()
+        run = ThisScript.enter()
+    if run is not None:
+        patch_turns()
+        if ThisScript.work is None:
+            ThisScript.work = OwnWork(run)
+            ThisScript.work.begin()
     theirs(arguments)
 
 
@@ -128,28 +135,39 @@ def _if_leading(theirs: Callable[..., bool], self: Any) -> bool:
     return theirs(self) and (run is None or run.rank == 0)
 
 
-def _main_process_first(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """The first rank of each node (or of all) prepares data, and the others find it in the
-    cache."""
+def patch_turns() -> None:
+    """TRL prepares its data within these."""
+    from accelerate.state import PartialState
+
+    if not vars(PartialState).get(PATCHED):
+        PartialState.main_process_first = _in_turns(PartialState.main_process_first, False)
+        PartialState.local_main_process_first = _in_turns(PartialState.local_main_process_first)
+        setattr(PartialState, PATCHED, True)
+
+
+def _in_turns(theirs: Callable[..., Any], local: bool = True) -> Callable[..., Any]:
+    """The first rank of each node (`local`), or of all, prepares data, and the others find it in
+    the cache."""
 
     @functools.wraps(theirs)
     @contextlib.contextmanager
-    def main_process_first(self: Any, local: bool = True, desc: str = "work") -> Iterator[None]:
-        run = ByName.enter()
+    def first(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        run = ThisScript.enter() if hidden.world.hidden else None
         if run is None or run.world == 1:
-            with theirs(self, local, desc):
+            with theirs(self, *args, **kwargs):
                 yield
         else:
-            with Company(run).leader_first(of_each_node=local):
+            of_each_node = kwargs.get("local", args[0] if args else local)
+            with Company(run).leader_first(of_each_node):
                 yield
 
-    return main_process_first
+    return first
 
 
 # ---- trainers ------------------------------------------------------------------------------------
 def _init(theirs: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     with kept():
-        run = ByName.claim()
+        run = ThisScript.claim()
     if run is not None:
         check_version(type(self))
     theirs(self, *args, **kwargs)
@@ -187,11 +205,22 @@ def _train(
             "transformers: hyperparameter_search makes many trainings in one script; one run is "
             "one training: launch one for each trial, or run with --adapt none"
         )
+    if ThisScript.trained:
+        raise BadInput(
+            "transformers: this script calls train() a second time; one run is one training: make "
+            "the second a script and a run of its own, which begins with the weights of the first"
+        )
     _refuse_foreign_checkpoint(resume_from_checkpoint, self.args.output_dir, run)
     _one_wandb_run(self.args, run)
     extra = self.elastic_state() if hasattr(self, "elastic_state") else {}
+    work = ThisScript.work or OwnWork(run)
     with HostedTrainer(run, self, extra):
-        return theirs(self, None, None, ignore_keys_for_eval)
+        ThisScript.trained = True
+        work.end()
+        try:
+            return theirs(self, None, None, ignore_keys_for_eval)
+        finally:
+            work.begin()
 
 
 def _refuse_foreign_checkpoint(asked: Any, output_dir: str, run: Session) -> None:

@@ -10,6 +10,8 @@ training step updates are put together in the same way, by the reductions that t
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -65,6 +67,25 @@ class StepLogs:
         for name, metric in self._metrics().items():
             if metric._update_count != self._counts.get(name, 0):
                 self._trained.add(name)
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """What is logged within is forgotten."""
+        epoch_loop, metrics = self._trainer.fit_loop.epoch_loop, self._metrics()
+        results = epoch_loop._results
+        parts = ("_update_count", "_computed", "_forward_cache")
+        kept = {
+            name: {part: _kept(getattr(one, part)) for part in (*parts, *one._defaults)}
+            for name, one in metrics.items()
+        }
+        epoch_loop._results = type(results)(training=True)
+        try:
+            yield
+        finally:
+            epoch_loop._results = results
+            for name, metric in metrics.items():
+                for part, value in kept[name].items():
+                    setattr(metric, part, value)
 
     def agree_on_step(self) -> None:
         """All ranks come here after the last micro-batch of a step."""
@@ -293,6 +314,13 @@ def _nothing(whole: dict[str, Any]) -> dict[str, Any]:
         for key, said in whole["logged"].items()
     }
     return {"logged": logged, "metrics": {}}
+
+
+def _kept(value: Any) -> Any:
+    """That what is changed in place is not."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return list(value) if isinstance(value, list) else value
 
 
 def _to(value: Any, device: Any) -> Any:

@@ -12,7 +12,7 @@ backward are left out.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,6 +45,8 @@ class LightningSteps:
         self.batch: Any = None
         self.outputs: Any = None
         self.cut_off = False
+        # own micro-batches of this step, should it have to be done again (exact sums)
+        self._repeat: list[tuple[Dealt, Callable[[], None]]] = []
         self.state: LightningState | None = None
         self.logs: StepLogs | None = None
 
@@ -162,6 +164,7 @@ class LightningSteps:
         self.current = now = self.loader.dealt.popleft()
         if now.m == 0:
             self.step = self.loop.begin(micro_batches=now.count)
+            self._repeat.clear()
         if self.step is None:
             raise BadInput(
                 f"micro-batch {now.m} came before the first of its step: the epoch was entered at "
@@ -229,7 +232,23 @@ class LightningSteps:
             assert self.current is not None
             self.step.samples = self.current.samples
             with self.together():
-                self.step.sync()
+                self.step.sync(redo=self._again)
+
+    def remember(self, again: Callable[[], None]) -> None:
+        """What does this own micro-batch's forward and backward once more."""
+        if self.current is not None and self.run.reduce != "fast":
+            self._repeat.append((self.current, again))
+
+    def _again(self) -> None:
+        """All own micro-batches of this step; what the script logs meanwhile it has logged."""
+        assert self.step is not None and self.logs is not None
+        now = self.current
+        with self.logs.set_aside():
+            for dealt, again in self._repeat:
+                self.current = dealt
+                self.step.micro(dealt.m)
+                again()
+        self.current = now
 
     def stepped(self) -> None:
         """The optimizer has stepped."""

@@ -252,7 +252,16 @@ def _training_step(original: Any) -> Any:
             return result
         if result.closure_loss is None:
             steps.done(None)
+        else:
+            steps.remember(functools.partial(again, self, kwargs, steps))
         return steps.scaled(result)
+
+    def again(self: Any, kwargs: Any, steps: LightningSteps) -> None:
+        loss = steps.scaled(original(self, kwargs)).closure_loss
+        if loss is None:
+            steps.done(None)
+        else:
+            self.trainer.strategy.backward(loss, self.trainer.optimizers[0])
 
     return _training_step
 

@@ -63,11 +63,17 @@ def joined() -> Session:
 
 def may_adapt(config: Any) -> bool:
     """Not what only prepares a training, or plays one."""
-    return not config.checkpoint.create_seed_checkpoint and config.comm.mode == "default"
+    playing = config.comm.mode in ("fake_backend", "local_tensor")
+    return not (config.checkpoint.create_seed_checkpoint or playing)
 
 
 def adopt(config: Any, run: Session) -> None:
     """Make a Trainer.Config fit this world, and ask for our overrides. Raises BadInput."""
+    if config.comm.mode != "default":
+        raise BadInput(
+            f"comm.mode={config.comm.mode!r}: wanted 'default', the process group is the run's; or "
+            "run it with --adapt none, and it keeps its own checkpoints"
+        )
     check_parallelism(config.parallelism)
     if told := fit_degrees(config.parallelism, run.world):
         run.print(f"harness: {told}")

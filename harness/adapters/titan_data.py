@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhaustedError
 
+from harness.adapters.titan import joined
 from harness.core.world import BadInput
 from harness.worker.loader import content_hash
 
@@ -178,8 +179,9 @@ class TitanLoader(BaseDataLoader):  # type: ignore[misc]
                 yield filler(like.inputs, like.labels)
 
     def _validation(self, streams: TitanStreams) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-        done, last = 0, None
+        done, last, run = 0, None, joined()
         for _, last in streams.step():
+            run.alive()  # many batches may take longer than a step does
             yield last
             done += 1
         for _ in range(self.rounds - done):

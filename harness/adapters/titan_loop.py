@@ -80,28 +80,33 @@ class TitanState:
 
     def __init__(self, trainer: Any, loader: TitanLoader):
         self._trainer, self._loader = trainer, loader
-        self.tokens, self.places = 0, dict[int, Any]()  # as they were loaded
+        self._tokens, self._places = 0, dict[int, Any]()  # as they were loaded
+        self._of_all = False  # the tokens are those of all ranks
 
     def state_dict(self) -> dict[str, Any]:
         return {"tokens": self._trainer.ntokens_seen, "places": self._loader.places()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.load_state_dicts([state])
+        self._of_all = False
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
-        """Of another number of ranks. Only the sum of the tokens is ever shown."""
-        self.tokens, self.places = 0, {}
+        """Of another number of ranks."""
+        self._tokens, self._places = 0, {}
         for state in states:
-            self.tokens += state["tokens"]
-            self.places.update(state["places"])
+            self._tokens += state["tokens"]
+            self._places.update(state["places"])
+        self._of_all = True
 
     def settle(self, rank: int) -> None:
-        """On all ranks at once, after loading: each takes what it needs from whoever has it."""
-        every: list[Any] = [(self.tokens, self.places)]
+        """On all ranks at once, after loading: the streams go on where they were, whichever rank
+        knows. Of tokens only the sum is ever shown. Raises BadInput."""
+        every: list[Any] = [self._places]
         if dist.is_initialized():
             every = every * dist.get_world_size()
-            dist.all_gather_object(every, (self.tokens, self.places))
-        self._loader.go_to({n: at for _, places in every for n, at in places.items()})
+            dist.all_gather_object(every, self._places)
+        self._loader.go_to({n: at for places in every for n, at in places.items()})
+        self._trainer.ntokens_seen = self._tokens if rank == 0 or not self._of_all else 0
 
 
 class TitanLoop:
@@ -275,7 +280,10 @@ class TitanSnapshots(BaseCheckpointManager):  # type: ignore[misc]
         return found
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        return bool(self._inner.save(curr_step, last_step))
+        self._run.alive()
+        saved = bool(self._inner.save(curr_step, last_step))
+        self._run.alive()  # that may have taken longer than steps do
+        return saved
 
     def _maybe_wait_for_staging(self) -> None:
         self._inner.maybe_wait_for_staging()

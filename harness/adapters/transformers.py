@@ -47,6 +47,6 @@ def elastic(**options: Any) -> None:
 
 hf_trainer.patch(sys.modules["transformers.trainer"])
 hf_trainer.patch_arguments(sys.modules["transformers.training_args"])
-hf_trainer.ByName.asked = True
+hf_trainer.ThisScript.asked = True
 
 __all__ = ["ElasticMixin", "ElasticTrainer", "elastic"]

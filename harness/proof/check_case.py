@@ -69,7 +69,11 @@ class Case:
         return f"{self.source.path}:{line}" if line else ""
 
 
-# ---- numbers -------------------------------------------------------------------------------------
+# ---- words and numbers ---------------------------------------------------------------------------
+def many(count: int, thing: str) -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
 def median(values: list[float]) -> float:
     if not all(map(math.isfinite, values)):
         return math.nan

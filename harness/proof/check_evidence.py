@@ -175,10 +175,18 @@ class Outcome:
         mine = [e for e in self.lives if e.epoch == epochs[life] and e.rank == rank]
         return mine[-1] if mine else None
 
-    def world_of(self, life: int) -> list[RankLife]:
-        """All ranks of the life with that number."""
-        epochs = sorted({each.epoch for each in self.lives})
-        return [e for e in self.lives if life < len(epochs) and e.epoch == epochs[life]]
+    def together(self) -> list[RankLife]:
+        """All ranks of the epoch in which two workers came furthest; none, if there is none."""
+        pairs = [each for each in self.lives if each.world == 2]
+        if not pairs:
+            return []
+        epoch = max(pairs, key=lambda each: (each.last, -each.epoch)).epoch
+        return [each for each in pairs if each.epoch == epoch]
+
+    def later(self) -> list[RankLife]:
+        """Those that attached after it."""
+        epoch = max((each.epoch for each in self.together()), default=0)
+        return [each for each in self.lives if each.epoch > epoch]
 
 
 # ---- lines ---------------------------------------------------------------------------------------

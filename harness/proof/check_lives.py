@@ -39,7 +39,7 @@ from storage.opening import open_store
 from storage.snapshots import Snapshots
 
 SNAPSHOT_AT, KILL_AT, NOTICE_AT = 3, 6, 4  # steps
-AGENT: tuple[str, ...] = ("--nproc", "1", "--beat-s", "0.3", "--dead-s", "6", "--grace-s", "60")
+AGENT: tuple[str, ...] = ("--nproc", "1", "--beat-s", "0.3", "--dead-s", "20", "--grace-s", "60")
 AGENT += ("--gpu-health", "off", "--measure-s", "0", "--notices", "none", "--stage-gib", "2")
 WORDS_S = 3.0  # for the others to write their errors after the first has failed
 DUMP_S = 1.0  # for stacks to be written

@@ -22,6 +22,7 @@ from harness.proof.check_case import (
     Ruling,
     differ,
     distance,
+    many,
     median,
 )
 from harness.proof.check_evidence import RankLife, StepSeen
@@ -160,7 +161,7 @@ def read_again(case: Case) -> Iterator[Ruling]:
         return
     wrong = [(known, step) for known, step in pairs if known.samples != step.samples]
     if not wrong:
-        what = f"{len(pairs)} step{'s' * (len(pairs) > 1)} read twice, row for row"
+        what = f"{many(len(pairs), 'step')} read twice, row for row"
         yield Ruling(promise, HOLDS, what)
         return
     step = wrong[0][1]
@@ -187,7 +188,7 @@ def twice(before: RankLife, after: RankLife) -> list[tuple[StepSeen, StepSeen]]:
 def files(case: Case) -> Iterator[Ruling]:
     """What the script writes itself is written by one rank."""
     promise = "one rank writes the script's files"
-    ranks = case.two.world_of(0) if case.two else []
+    ranks = case.two.together() if case.two else []
     if len(ranks) < 2:
         return
     by_path: dict[str, dict[int, str]] = {}
@@ -207,7 +208,7 @@ def files(case: Case) -> Iterator[Ruling]:
         yield Ruling(
             promise,
             HOLDS,
-            f"{len(by_path)} file{'s' * (len(by_path) > 1)}" if by_path else "it writes none",
+            many(len(by_path), "file") if by_path else "it writes none",
         )
 
 
@@ -216,8 +217,8 @@ def noticed(case: Case) -> Iterator[Ruling]:
     two, promise = case.two, "heeds a notice"
     if two is None or not two.struck or two.ended == "late":
         return
-    asked = max((r.last for r in two.world_of(0)), default=0)
-    later = two.world_of(1)
+    asked = max((r.last for r in two.together()), default=0)
+    later = two.later()
     resumed = later[0].resumed if later else None
     if two.left == DRAINED and resumed is not None and resumed >= asked:
         what = f"one of two nodes left after step {resumed}, the other went on from there alone"
@@ -238,6 +239,12 @@ def ends(case: Case) -> Iterator[Ruling]:
     promise = "ends as it would have"
     runs = [run for run in (case.one, case.two) if run is not None]
     for run in runs:
+        newest = run.lives[-1] if run.lives else RankLife()
+        if run.ended == "failed" and run.struck and run.failures and newest.steps:
+            f = run.failures[0]
+            what = f"after step {newest.last} it fails: {f.error}: {f.text}"
+            yield Ruling(promise, FAILS, what, f.where)
+            return
         if run.ended != "late":
             continue
         last = max((life.last for life in run.lives), default=0)

@@ -19,6 +19,7 @@ from harness.proof.check_case import (
     cosine,
     differ,
     distance,
+    many,
     median,
     usable,
 )
@@ -34,9 +35,9 @@ def met(case: Case) -> Iterator[Ruling]:
     if two is None:
         yield Ruling(promise, UNTRIED, "not tried")
         return
-    ranks = two.world_of(0)
+    ranks = two.together()
     world = max((r.world for r in ranks), default=0)
-    if world == 2 and any(r.steps for r in ranks):
+    if world == 2 and any(r.steps for r in ranks) and (two.struck or not two.failures):
         shares = next((r.shares for r in two.records if r.world == 2), ())
         told = f" with shares {'/'.join(map(str, shares))}" if shares else ""
         yield Ruling(promise, HOLDS, f"steps 1 to {max(r.last for r in ranks)}{told}")
@@ -44,7 +45,9 @@ def met(case: Case) -> Iterator[Ruling]:
     if two.failures:
         f, state = two.failures[0], UNTRIED if case.shared else FAILS
         where = "on one GPU together" if case.shared else "there"
-        yield Ruling(promise, state, f"it fails {where}: {f.error}: {f.text}", f.where)
+        step = max((r.last for r in ranks if r.steps), default=0)
+        what = f"it fails {where} after step {step}: {f.error}: {f.text}"
+        yield Ruling(promise, state, what, f.where)
     elif world == 2 and two.ended == "late":
         what = f"two workers made no step within {two.seconds:.0f} s"
         yield Ruling(promise, FAILS, what, "".join(two.stands[:1]))
@@ -56,7 +59,7 @@ def met(case: Case) -> Iterator[Ruling]:
 
 def pair_up(case: Case) -> list[tuple[StepSeen, list[StepSeen]]]:
     """Steps of one worker, and of both of two. None: they never trained together."""
-    ranks = case.two.world_of(0) if case.two else []
+    ranks = case.two.together() if case.two else []
     if len(ranks) != 2:
         return []
     found = []
@@ -70,7 +73,7 @@ def pair_up(case: Case) -> list[tuple[StepSeen, list[StepSeen]]]:
 def shared_out(case: Case) -> Iterator[Ruling]:
     """Both read together what one reads alone."""
     promise, pairs = "the same samples on any world", pair_up(case)
-    ranks = case.two.world_of(0) if case.two else []
+    ranks = case.two.together() if case.two else []
     if len({r.data for r in ranks if r.data}) > 1:
         what = "the data are not the same on all ranks (their fingerprints differ)"
         remedy = "build the dataset from what all ranks share: not from the rank, time or hash()"
@@ -80,7 +83,7 @@ def shared_out(case: Case) -> Iterator[Ruling]:
         return
     wrong = next((p for p in pairs if not together(*p)), None)
     if wrong is None:
-        yield Ruling(promise, HOLDS, f"{len(pairs)} steps, row for row")
+        yield Ruling(promise, HOLDS, f"{many(len(pairs), 'step')}, row for row")
         return
     alone, both = wrong
     counts = sum(b.amount for b in both)
@@ -161,6 +164,11 @@ def drawing(pairs: list[tuple[StepSeen, list[StepSeen]]]) -> bool | None:
 def statistics(case: Case) -> Iterator[Ruling]:
     """Running statistics (BatchNorm) do not depend on the world."""
     promise, pairs = "the same statistics on any world", pair_up(case)
+    if pairs and (synced := [n for n in pairs[0][0].norms if "(Sync" in n]):
+        what = f"{synced[0]}: its forward averages over the ranks that are there"
+        line = case.at(case.source.called("convert_sync_batchnorm")) or case.prepare_line
+        yield Ruling(promise, FAILS, what, line, "BatchNorm: run.steps gathers its statistics")
+        return
     if pairs and pairs[0][0].norms and not same_rows(case):
         yield Ruling(promise, NOTE, "not seen, since the rows differ")
     for alone, both in pairs[:1] if same_rows(case) else []:
@@ -171,7 +179,7 @@ def statistics(case: Case) -> Iterator[Ruling]:
                     f"{name}: its running statistics are of one rank's micro-batches, so they "
                     "depend on the world"
                 )
-                remedy = "GroupNorm or LayerNorm; or SyncBatchNorm, which costs an exchange each"
+                remedy = "run.steps gathers them by micro-batch; else GroupNorm or LayerNorm"
                 yield Ruling(
                     promise,
                     FAILS,

@@ -26,6 +26,7 @@ from harness.worker import chance
 from harness.worker.loader import content_hash, contents_of
 
 AT_ONCE = 32  # batches that a sampler is asked for at a time, after the first
+MOST_AT_ONCE = 4096  # ... when they are passed over
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,9 @@ class Walk:
 
     def skip(self, batches: int) -> Iterator[AskedBatch]:
         """Pass over the first ones, which nobody reads."""
-        while (self.all or self.advance()) and self.all[0].index < batches:
+        while self.all or self.advance(max(AT_ONCE, min(batches - self.walked, MOST_AT_ONCE))):
+            if self.all[0].index >= batches:
+                break
             yield self.all.popleft()
         while self.own and self.own[0].index < batches:
             self.own.popleft()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -77,7 +78,9 @@ class OwnStream:
         micro_batches: int,
         agree: Callable[[Any], Any],
         tell: Callable[[str], None],
+        lossy: bool = False,
     ):
+        self.lossy = lossy  # is a state that leaves something out gone on with?
         self._every, self._agree, self._tell = micro_batches, agree, tell
         self._hashed = has_plain_iter(loader)
         self._loader = copy.copy(loader) if self._hashed else loader
@@ -88,10 +91,10 @@ class OwnStream:
             )
         self._here = getattr(loader, "num_workers", 0) == 0
         dataset = getattr(loader, "dataset", None)
-        # a dataset in this process that can be told where to go on; the state in which it came
-        self._dataset = dataset if self._here and has_state(dataset) else None
-        self._fresh = None if self._dataset is None else copy.deepcopy(self._dataset.state_dict())
-        self._holder = self._loader if has_state(self._loader) else self._dataset
+        # a dataset in this process that can be told to begin anew; the state in which it came
+        self._source = dataset if self._here and has_state(dataset) else None
+        self._holder = self._loader if has_state(self._loader) else self._source
+        self._fresh = None if self._source is None else copy.deepcopy(self._source.state_dict())
         self._marks: collections.deque[StreamMark] = collections.deque(maxlen=2)
         self._apart = chance.Apart(chance.taken())
         # digest of the first batch after a state was loaded; None: no pass since began otherwise
@@ -114,6 +117,13 @@ class OwnStream:
         self._apart = chance.Apart(chance.taken() if mark is None else mark.random)
         return items
 
+    def open_again(self) -> Iterator[Any]:
+        """Begin at the beginning of the epoch in which the run was interrupted, whatever state was
+        loaded since."""
+        if self._source is not None:
+            self._source.load_state_dict(copy.deepcopy(self._fresh))
+        return self.open(None)
+
     def open_fresh(self) -> Iterator[Any]:
         """Begin a pass at the beginning, also where the dataset begins each pass at the state that
         was loaded last (Hugging Face's do)."""
@@ -122,11 +132,10 @@ class OwnStream:
             return items
         passed, self._passed_first = self._passed_first, None
         first = self._next(items)
-        if self._dataset is not None and (
+        if self._source is not None and (
             first is _END or _digest(0, self._split(first)[0]) == passed
         ):
-            self._dataset.load_state_dict(copy.deepcopy(self._fresh))
-            return self.open(None)
+            return self.open_again()
         return iter(()) if first is _END else _chained(first, items)
 
     def read(self, items: Iterator[Any], mark: StreamMark | None, offset: int) -> Iterator[Read]:
@@ -198,7 +207,12 @@ def _chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
 
 
 def has_state(thing: Any) -> bool:
-    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+    """Can it be asked for its state without saying where it is (MosaicML's dataset wants that)?"""
+    if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+        return False
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    wanted = inspect.signature(thing.state_dict).parameters.values()
+    return all(p.default is not p.empty or p.kind in optional for p in wanted)
 
 
 def has_plain_iter(loader: Any) -> bool:

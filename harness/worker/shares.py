@@ -124,13 +124,17 @@ class SharedLoader:
         agree: Callable[[Any], Any] = alone,
         tell: Callable[[str], None] = print_line,
         across_epochs: bool = False,
+        lossy_streams: bool = False,
     ):
         """`agree`: gives rank 0's value on all ranks, which call it together; `across_epochs`: a
-        step that an epoch's end leaves open is filled by the next epoch. Raises BadInput."""
+        step that an epoch's end leaves open is filled by the next epoch; `lossy_streams`: a stream
+        whose state leaves something out goes on from it all the same, instead of reading its epoch
+        again. Raises BadInput."""
         if micro_batches < 1 or not set(mine) <= set(range(micro_batches)):
             raise BadInput(f"wanted shares within range({micro_batches}), found {mine}")
         self.loader, self.micro_batches, self.mine, self._seed = loader, micro_batches, mine, seed
-        self._agree, self._tell, self._across_epochs = agree, tell, across_epochs
+        self._agree, self._tell = agree, tell
+        self._across_epochs = across_epochs
         self._memory = chance.SamplerMemory(loader)
         _check_samplers(self._memory)
         self._place = _Place()
@@ -141,7 +145,7 @@ class SharedLoader:
         self._readers: Readers | None = None
         self._stream: OwnStream | None = None
         if not is_mapped(loader):
-            self._stream = OwnStream(loader, micro_batches, agree, tell)
+            self._stream = OwnStream(loader, micro_batches, agree, tell, lossy_streams)
             _tell_of_stream(self._stream, len(mine) < micro_batches, tell)
 
     # ---- as a DataLoader -------------------------------------------------------------------------
@@ -214,7 +218,10 @@ class SharedLoader:
         loader = self.loader
         if not (loader.persistent_workers and self._place.epoch):  # as torch's, for its processes
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        asked = iter(loader.batch_sampler if batched(loader) else loader.sampler)
+        sampler = loader.batch_sampler if batched(loader) else loader.sampler
+        if loader.num_workers and not (loader.persistent_workers and self._place.epoch):
+            iter(sampler)  # torch's asks twice then, and torchdata's samplers draw at once
+        asked = iter(sampler)
         # no method of ours: a circle of references would keep reading processes for too long
         is_mine = functools.partial(_is_among, self.mine, self.micro_batches, self._offset())
         return Walk(asked, batched(loader), is_mine, self._memory)
@@ -280,13 +287,11 @@ class SharedLoader:
         """The epoch's batches, from the last state of it that gives the same samples again."""
         offset, begin = self._offset(), resume.begin
         usable = [m for m in resume.marks if m.batch <= resume.skip and stream.has_state]
-        if begin is None or not usable:
-            if resume.skip:
-                self._tell(f"harness: reads {resume.skip} batches again, which were trained on")
-            open_it = stream.open_fresh if begin is None else functools.partial(stream.open, None)
-            for read in stream.read(self._opened(begin, open_it), None, offset):
-                self._check(resume.check, read.index + 1, read.digest)
-                yield read
+        if begin is None:
+            yield from stream.read(self._opened(None, stream.open_fresh), None, offset)
+            return
+        if not usable:
+            yield from self._read_all_again(stream, resume)
             return
         before, last = usable[0], usable[-1]
         items = self._opened(begin, functools.partial(stream.open, before))
@@ -298,13 +303,29 @@ class SharedLoader:
                 self._check(resume.check, read.index + 1, read.digest)
                 yield read
             return
+        said = "harness: the stream, set to its state of a step ago, gave other samples than before"
+        if not stream.lossy:
+            self._tell(f"{said}: that state leaves something out, so it is not gone on with")
+            yield from self._read_all_again(stream, resume)
+            return
         self._tell(
-            "harness: the stream, set to its state of a step ago, gave other samples than it had "
-            f"given. It goes on from its state at batch {last.batch} of epoch {self.epoch}: what "
-            "that leaves out (a shuffle buffer's content, draws of generators) is lost or repeated"
+            f"{said}; it goes on from its state at batch {last.batch} of epoch {self.epoch}, and "
+            "what that leaves out (a shuffle buffer's content, the rest of a block of rows, draws "
+            "of generators) is lost or repeated"
         )
         items = self._opened(begin, functools.partial(stream.open, last))
         yield from stream.read(items, last, offset)
+
+    def _read_all_again(self, stream: OwnStream, resume: _Resume) -> Iterator[Read]:
+        if resume.skip:
+            self._tell(
+                f"harness: reads the {resume.skip} batches of epoch {self.epoch} again that were "
+                "trained on, and trains on those after them"
+            )
+        items = self._opened(resume.begin, stream.open_again)
+        for read in stream.read(items, None, self._offset()):
+            self._check(resume.check, read.index + 1, read.digest)
+            yield read
 
     # ---- both ------------------------------------------------------------------------------------
     def _opened(self, begin: Mapping[str, Any] | None, open_it: Callable[[], T]) -> T:

@@ -143,6 +143,25 @@ def test_a_wrong_word_about_accumulation_is_refused(nursery, tmp_path):
     assert "in the last of 3 iterations, found it earlier" in ended.output
 
 
+def test_a_language_model_killed_on_three_ranks(nursery, tmp_path):
+    pytest.importorskip("transformers")
+    script = SCRIPT.with_name("accelerate_clm.py")
+    out, alone = tmp_path / "out", tmp_path / "alone"
+    for folder in (out, alone):
+        folder.mkdir()
+    env = {"HARNESS_ADAPT": "none", "ACCELERATE_USE_CPU": "true"}
+    go(nursery, alone, 2, script=script, env=env)
+    go(nursery, out, 3, "--die_at", 5, script=script, codes=(9, 1))
+    go(nursery, out, 1, "--die_at", 5, script=script)
+    # evaluations, rates; the tracker is not told again of what was done
+    assert set(events(out)) == set(events(alone))
+    assert [line for line in events(out) if line.startswith("2 ")] == ["2 {'lr': 0.005}"]
+    assert apart(out, alone) < 1e-6
+    # numbered checkpoints of lost steps are in nobody's way
+    saved = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert saved == ["checkpoint_1", "checkpoint_2"]
+
+
 # ---- parts ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("samples", [40, 41, 46, 6])
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -123,6 +123,16 @@ def test_exact_sums_and_dropout_are_the_same_on_any_world(go, tmp_path_factory):
     assert newest(go.url).data["weights"] == weights
 
 
+def test_a_step_that_is_done_again_is_logged_once(tmp_path, go):
+    flags = ("--spike", 4, "--epochs", 2)
+    expected = plain(tmp_path / "plain", *flags)
+    said = go(2, *flags, reduce="exact")
+    assert "is done again" in said.output
+    same(events(go.folder), events(expected))
+    assert ended(go.folder) == pytest.approx(ended(expected), rel=1e-5)
+    sound(go.url)
+
+
 def test_the_other_copy_of_lightning_and_early_stopping(tmp_path, go):
     flags = ("--package", "pytorch_lightning", "--patience", 1, "--epochs", 30, "--val-every", 1.0)
     expected = plain(tmp_path / "plain", *flags, "--rate", 0.3)

@@ -40,7 +40,7 @@ CASES = {
     "trl": (
         SCRIPTS / "trl_trainer.py",
         ("trl",),
-        "--kind sft --lora --epochs 8 --sleep-s 0.1",
+        "--kind sft --lora --epochs 14 --sleep-s 0.1",
         "",
     ),
     "torchtitan": (  # its FSDP2 sums gradients itself

@@ -185,8 +185,10 @@ def test_degrees_fit_any_world(asked, world, fitted):
 
 
 def test_what_does_not_fit_is_refused_by_name():
-    from harness.adapters.titan import check_parallelism, fit_batch
+    from harness.adapters.titan import adopt, check_parallelism, fit_batch
 
+    with pytest.raises(BadInput, match=r"comm\.mode='torchcomms'"):
+        adopt(SimpleNamespace(comm=SimpleNamespace(mode="torchcomms")), None)
     degrees = dict.fromkeys((f"{n}_parallel_degree" for n in ("tensor", "context", "pipeline")), 1)
     with pytest.raises(BadInput, match="expert_parallel_degree=2"):
         check_parallelism(SimpleNamespace(**degrees, expert_parallel_degree=2))
@@ -243,6 +245,38 @@ def test_a_place_that_nobody_knows_is_refused():
 
     with pytest.raises(BadInput, match="stream 1 of the data stands, found only 0"):
         TitanStreams(Numbers, 2, 2, range(2)).load({0: {"next": 1}})
+
+
+class Loader:
+    """Where one rank's streams stand."""
+
+    def __init__(self, places=()):
+        self.at = dict(places)
+
+    def places(self):
+        return self.at
+
+    def go_to(self, places):
+        self.at = places
+
+
+def test_tokens_and_places_on_as_many_ranks_and_on_others():
+    from harness.adapters.titan_loop import TitanState
+
+    def state(tokens=0, places=()):
+        return TitanState(SimpleNamespace(ntokens_seen=tokens), Loader(places))
+
+    saved = [state(100, {0: "a"}).state_dict(), state(60, {1: "b"}).state_dict()]
+    same, others = state(), [state(), state()]
+    same.load_state_dict(saved[1])
+    same.settle(rank=1)
+    assert same.state_dict() == saved[1]
+    for rank, other in enumerate(others):
+        other.load_state_dicts(saved)
+        other.settle(rank)
+    places = {0: "a", 1: "b"}
+    assert others[0].state_dict() == {"tokens": 160, "places": places}
+    assert others[1].state_dict() == {"tokens": 0, "places": places}
 
 
 def test_a_stream_that_ends_cancels_the_step():

@@ -162,8 +162,6 @@ def test_three_uneven_ranks_and_a_kill_give_the_same_to_the_bit(alone, tmp_path)
     assert script.events() == alone.events()
     assert "resumed from step" in script.output()
     proven(script)
-    # every rank evaluates, and rank 0 says so
-    assert script.output().count("evaluates the whole") == 2
 
 
 def test_a_notice_and_another_world_repeat_nothing(plain, tmp_path):
@@ -189,11 +187,14 @@ def test_a_notice_and_another_world_repeat_nothing(plain, tmp_path):
 
 
 def test_an_early_stop_holds_after_a_resume(tmp_path):
-    flags = ("--epochs", 6, "--best", "--patience", 1)
+    """... and metrics that need more than losses are of the whole evaluation set."""
+    flags = ("--epochs", 6, "--best", "--patience", 1, "--metrics")
     calm = Script(tmp_path / "calm", TRAINER, *flags).plain()
     script = Script(tmp_path / "rough", TRAINER, *flags, "--sleep-s", 0.1)
     script.disturbed(2, *EVERY_3, at=7, how=kill_a_worker)
     assert script.events() == calm.events() and script.events()[-1] == "epoch_end 10"
+    assert any("eval_accuracy" in logs for _, logs in script.logs())
+    assert script.output().count("evaluates the whole") == 2  # processes, and rank 0 of each
     close(script.logged(), calm.logged())
     proven(script)
 
@@ -219,44 +220,98 @@ def test_trl_logs_what_one_process_would(kind, tmp_path):
     proven(script)
 
 
-def refuse(tmp_path, *lines):
+BY_NAME = """
+import os, sys
+sys.argv = ["script.py", "--epochs", "2", "--events", "events"]
+from harness.adapters.transformers import ElasticMixin, ElasticTrainer, elastic
+import transformers
+
+class Counted:
+    number = 0
+    def state_dict(self): return {"number": self.number}
+    def load_state_dict(self, state): self.number = state["number"]
+
+class Mine(ElasticMixin, transformers.Trainer):
+    counted = Counted()
+    def elastic_state(self): return {"counted": self.counted}
+    def training_step(self, *args, **kwargs):
+        self.counted.number = self.state.global_step + 1
+        if self.state.global_step == int(os.environ.get("DIE_AT", -1)): os._exit(9)
+        return super().training_step(*args, **kwargs)
+
+assert issubclass(ElasticTrainer, transformers.Trainer)
+elastic(snapshot_every_steps=2, reduce="exact")
+transformers.Trainer = Mine
+exec(compile(open(SCRIPT).read(), SCRIPT, "exec"))
+print("counted", Mine.counted.number, "of", trainer.state.global_step)
+"""
+
+
+def test_by_name_without_an_agent(tmp_path, monkeypatch):
+    """Under plain torchrun: state of the script's own comes back too."""
+    monkeypatch.chdir(tmp_path)
     script = tmp_path / "script.py"
-    script.write_text("\n".join(["import torch", "import transformers", *lines]))
+    script.write_text(f"SCRIPT = {str(TRAINER)!r}\n{BY_NAME}")
+    run, env = tmp_path / "run", {**ENV, "HARNESS_SCRIPT_WORLD": "1"}
+    train(run, 2, script=script, env={**env, "DIE_AT": "7"}, codes=(9, 1))
+    ended = train(run, 1, script=script, env=env)
+    assert newest(run).step == 10 and "resumed from step" in ended.output
+    assert "counted 10 of 10" in ended.output
+    assert [r.step for r in history(run)] == list(range(1, 11))
+
+
+REFUSED = """
+import torch, transformers
+from harness.core.world import BadInput
+
+class Net(torch.nn.Linear):
+    def forward(self, x, labels): return {"loss": super().forward(x).sum()}
+
+rows = [{"x": torch.ones(2), "labels": torch.ones(1)}] * 8
+for options, asked in (
+    ({"auto_find_batch_size": True}, None),
+    ({"optim": "adalomo"}, None),
+    ({"train_sampling_strategy": "batch_rebalance"}, None),
+    ({}, "/elsewhere/checkpoint-5"),
+    ({"max_steps": 1}, None),
+    ({"max_steps": 1}, None),
+):
+    args = transformers.TrainingArguments("out", use_cpu=True, report_to=[], **options)
+    try:
+        transformers.Trainer(Net(2, 1), args, train_dataset=rows).train(asked)
+        print("trained")
+    except BadInput as e:
+        print("refused:", e)
+"""
+
+
+def test_what_cannot_be_kept_is_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "script.py"
+    script.write_text(REFUSED)
     env = {**ENV, "HARNESS_ADAPT": "auto", "HARNESS_ATTACH": json.dumps({"seed": 1})}
-    return train(tmp_path / "run", 1, script=script, env=env, codes=(1,)).output
-
-
-MAKE = (
-    "class Net(torch.nn.Linear):",
-    "    def forward(self, x, labels): return {'loss': super().forward(x).sum()}",
-    "args = transformers.TrainingArguments('out', use_cpu=True, report_to=[], OPTIONS)",
-    "rows = [{'x': torch.ones(2), 'labels': torch.ones(1)}] * 8",
-    "trainer = transformers.Trainer(Net(2, 1), args, train_dataset=rows)",
-)
-
-
-@pytest.mark.parametrize(
-    ("options", "call", "named"),
-    [
-        ("auto_find_batch_size=True", "train()", "auto_find_batch_size=True would change"),
-        ("optim='adalomo'", "train()", "steps inside backward"),
-        ("seed=1", "train('/elsewhere/checkpoint-5')", "is not this run's"),
-        ("train_sampling_strategy='batch_rebalance'", "train()", "batch_rebalance"),
-    ],
-)
-def test_what_cannot_be_kept_is_refused_by_name(options, call, named, tmp_path):
-    lines = [line.replace("OPTIONS", options) for line in MAKE]
-    assert named in refuse(tmp_path, *lines, f"trainer.{call}")
+    ended = train(tmp_path / "run", 1, script=script, env=env)
+    said = [x for x in ended.output.splitlines() if x.startswith(("refused", "trained"))]
+    named = [
+        "auto_find_batch_size=True would change",
+        "steps inside backward",
+        "batch_rebalance",
+        "is not this run's",
+        "trained",
+        "a second time",
+    ]
+    assert len(said) == len(named)
+    assert all(name in line for name, line in zip(named, said, strict=True)), said
 
 
 def test_another_trainer_is_refused_by_version():
-    from transformers import Trainer
-
     from harness.adapters import hf_trainer
 
-    class Other(Trainer):
-        def training_step(self, model, inputs, scale): ...
+    class Other:
+        def train(self, resume): ...
 
     setattr(Other, hf_trainer.PATCHED, True)
-    with pytest.raises(BadInput, match=r"has no Trainer.train, .*--adapt none"):
+    with pytest.raises(
+        BadInput, match=r"Trainer.train of transformers .* takes .self, resume.*--adapt none"
+    ):
         hf_trainer.check_version(Other)

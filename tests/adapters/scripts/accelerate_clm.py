@@ -88,7 +88,9 @@ def main():
     groups = [
         {
             "params": [
-                p for n, p in model.named_parameters() if decays is not any(d in n for d in no_decay)
+                p
+                for n, p in model.named_parameters()
+                if decays is not any(d in n for d in no_decay)
             ],
             "weight_decay": 0.1 if decays else 0.0,
         }

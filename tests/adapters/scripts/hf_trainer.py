@@ -22,6 +22,7 @@ p.add_argument("--samples", type=int, default=92)
 p.add_argument("--dropout", type=float, default=0.0)
 p.add_argument("--sleep-s", type=float, default=0.0, help="after each step")
 p.add_argument("--output-dir", default="out")
+p.add_argument("--metrics", action="store_true")
 p.add_argument("--best", action="store_true")
 p.add_argument("--patience", type=int, default=0)
 p.add_argument("--events", default="events")
@@ -52,6 +53,10 @@ class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         rows = Rows(0, a.samples)
         return (rows[i] for i in range(len(rows)))
+
+
+def accuracy(found):
+    return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())}
 
 
 class Events(TrainerCallback):
@@ -92,6 +97,7 @@ class Events(TrainerCallback):
 args = TrainingArguments(
     output_dir=a.output_dir,
     per_device_train_batch_size=4,
+    per_device_eval_batch_size=4,
     gradient_accumulation_steps=a.accumulation,
     num_train_epochs=a.epochs,
     max_steps=a.max_steps,
@@ -133,7 +139,8 @@ trainer = Trainer(
     model=model,
     args=args,
     train_dataset=Stream() if a.stream else Rows(0, a.samples),
-    eval_dataset=Rows(10_000, 16),
+    eval_dataset=Rows(10_000, 18),
+    compute_metrics=accuracy if a.metrics else None,
     callbacks=callbacks,
 )
 output = trainer.train()

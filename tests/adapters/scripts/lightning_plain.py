@@ -22,6 +22,7 @@ p.add_argument("--batch", type=int, default=4)
 p.add_argument("--accumulate", type=int, default=3)
 p.add_argument("--val-every", type=float, default=0.5)
 p.add_argument("--patience", type=int, default=100)
+p.add_argument("--spike", type=int, default=-1, help="a step with a far greater loss")
 p.add_argument("--dropout", type=float, default=0.0)
 p.add_argument("--sleep-s", type=float, default=0.0)
 p.add_argument("--shuffle", action="store_true")
@@ -47,6 +48,8 @@ class Net(L.LightningModule):
         x, y = batch
         time.sleep(a.sleep_s)
         loss = nn.functional.mse_loss(self.net(x), y)
+        if self.trainer.global_step == a.spike:
+            loss = loss * 1e5
         self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         self.mean_of_losses(loss)
         self.log("mean", self.mean_of_losses, on_step=False, on_epoch=True)

@@ -58,6 +58,7 @@ class Events(TrainerCallback):
 same = {
     "output_dir": "out",
     "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 2,
     "gradient_accumulation_steps": 5,
     "num_train_epochs": a.epochs,
     "learning_rate": 3e-3,
@@ -98,7 +99,7 @@ if a.kind == "sft":
         model=model,
         args=SFTConfig(**same),
         train_dataset=Dataset.from_list(rows),
-        eval_dataset=Dataset.from_list(rows[:6]),
+        eval_dataset=Dataset.from_list(rows[:7]),
         **more,
     )
 else:
@@ -111,7 +112,7 @@ else:
         ref_model=None if a.lora else copy.deepcopy(model),
         args=DPOConfig(**same),
         train_dataset=Dataset.from_list(rows),
-        eval_dataset=Dataset.from_list(rows[:6]),
+        eval_dataset=Dataset.from_list(rows[:7]),
         **more,
     )
 output = trainer.train()
