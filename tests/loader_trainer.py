@@ -72,6 +72,7 @@ loader = run.loader(
 )
 model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+assert loader.accumulation and len(loader) and loader.steps  # schedulers ask before `prepare`
 by_epoch = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
 

@@ -176,7 +176,8 @@ class Quantised(nn.Module):
         codes = torch.randint(0, 255, (64, 32), dtype=torch.uint8)
         self.weight = nn.Parameter(codes, requires_grad=False)
         self.register_buffer("scales", torch.ones(64))
-        self.register_buffer("zeros", torch.zeros(64, dtype=torch.int32))
+        self.register_buffer("zeros", torch.zeros(64, 256, dtype=torch.int32))
+        self.register_buffer("counter", torch.zeros((), dtype=torch.int64))
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from harness.adapters.accelerate_rounds import Window, every_batch, length, rounds_of
+from harness.adapters.accelerate_rounds import Window, batched, every_batch, length, rounds_of
 from harness.core.world import BadInput
 from harness.worker import chance
 from harness.worker.loader import content_hash, fingerprint
@@ -201,7 +201,7 @@ def shuffles(loader: Any) -> bool:
 def sample_batch(loader: Any) -> Any:
     """Any batch of it, read without a trace, on the host."""
     with chance.kept():
-        if hasattr(loader.dataset, "__getitem__") and loader.batch_sampler is not None:
+        if batched(loader):
             count = min(_size(loader), len(loader.dataset))
             return loader.collate_fn([loader.dataset[i] for i in range(count)])
         state = getattr(loader.dataset, "state_dict", None)

@@ -57,10 +57,7 @@ class Feed:
         samples = len(dataset) if mapped else 1 << 62
         self._dataset, self._collate = dataset, collate
         self.batching = Batching(samples, global_batch, micro_batch, self.seed, shuffle and mapped)
-        peers = self._peers
-        self.plan = plan(
-            self.batching.micro_batches, peers.world, self._speeds, peers.replica_ranks
-        )
+        self.plan = self.shared_out(self.batching.micro_batches)
         if mapped or (self.stream is not None and self.stream.dataset is dataset):
             return None
         self.stream = Stream(dataset, self.batching, self.plan, self._peers.rank, collate)
@@ -73,8 +70,12 @@ class Feed:
         Raises TooManyRanks."""
         self._dataset, self._foreign, self.seed = None, foreign, seed
         self.batching = Batching(MAX_SAMPLES, micro_batches * micro_batch, micro_batch, seed, False)
+        self.plan = self.shared_out(micro_batches)
+
+    def shared_out(self, micro_batches: int) -> Plan:
+        """Which rank of this world does which of so many. Raises TooManyRanks."""
         peers = self._peers
-        self.plan = plan(micro_batches, peers.world, self._speeds, peers.replica_ranks)
+        return plan(micro_batches, peers.world, self._speeds, peers.replica_ranks)
 
     def identity(self, model: nn.Module, reduce: str) -> dict[str, Any]:
         """What must stay the same for the whole run."""

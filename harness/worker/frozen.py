@@ -15,6 +15,9 @@ from torch import nn, optim
 from harness.worker.peft_adapters import COMPILED, adapters_of
 from storage.copying import version_of
 
+# a buffer of whole numbers: codes of quantised weights, not counters, which may change at any time
+LARGE_NBYTES = 64 << 10
+
 
 class Frozen:
     """Of one model and its optimizers."""
@@ -36,7 +39,7 @@ class Frozen:
     def left_alone(self, tensors: Collection[str]) -> set[str]:
         """Those of the state's tensors that are probably as they were: parameters that no gradient
         and no optimizer changes, what is stored beside one (`layer.weight.absmax` of a quantised
-        weight), and buffers of whole numbers that nobody has written to since the last call."""
+        weight), and large buffers of whole numbers that nobody has written to since the last call."""
         held = {
             id(p) for o in self._optimizers for group in o.param_groups for p in group["params"]
         }
@@ -48,7 +51,7 @@ class Frozen:
         seen = {
             f"model/{name}": (buffer.data_ptr(), version_of(buffer))
             for name, buffer in self._model.named_buffers()
-            if not buffer.is_floating_point()
+            if not buffer.is_floating_point() and buffer.nbytes >= LARGE_NBYTES
         }
         before, self._seen = self._seen, seen
         return {

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from harness.core.batch import Batching, digest, sample_hash
+from harness.core.batch import Batching, Plan, digest, sample_hash
 from harness.core.world import BadInput
 from harness.node.progress import WorkerPhase
 from harness.worker import machine
@@ -191,7 +191,6 @@ class MicroLoader:
 
     def __len__(self) -> int:
         """Micro-batches that this rank does in an epoch."""
-        self._opened()
         whole, rest = divmod(len(self._order), self.global_batch)
         last = [] if self.drop_last or not rest else [self._given(-(-rest // self.micro_batch))]
         return whole * self.accumulation + sum(len(micros) for micros in last)
@@ -199,7 +198,6 @@ class MicroLoader:
     @property
     def accumulation(self) -> int:
         """Micro-batches that this rank does in a full step."""
-        self._opened()
         return len(self._given(self.global_batch // self.micro_batch))
 
     @property
@@ -315,19 +313,22 @@ class MicroLoader:
         own, and fillers behind them, so that each has one, or as many as the others where a
         forward talks to them."""
         w = self._front._work
-        plan, rank = w.feed.plan, w.peers.rank
-        own = [m for m in plan.micros(rank) if m < micro_batches]
+        own = [m for m in self._plan.micros(w.peers.rank) if m < micro_batches]
         rounds = 1
-        if w.training.strategy.equal_rounds:
+        if w.training.model is not None and w.training.strategy.equal_rounds:
             rounds = max(self._shares(micro_batches))
         return own + [(own or [micro_batches - 1])[-1]] * max(0, rounds - len(own))
 
     def _shares(self, micro_batches: int) -> tuple[int, ...]:
-        plan = self._front._work.feed.plan
+        plan = self._plan
         return tuple(
             max(0, min(start + share, micro_batches) - start)
             for start, share in zip(plan.starts, plan.shares, strict=True)
         )
+
+    @property
+    def _plan(self) -> Plan:
+        return self._front._work.feed.shared_out(self.global_batch // self.micro_batch)
 
     def cuts(self) -> Iterator[Cut]:
         """The steps of this epoch that are still to do."""
@@ -345,8 +346,8 @@ class MicroLoader:
             for m in self._given(micro_batches):
                 here = range(start + m * b, min(start + (m + 1) * b, end))
                 given.append((m, [(begins + i, order[i]) for i in here]))
-            plan = self._front._work.feed.plan
-            own = sum(m < micro_batches for m in plan.micros(self._front._work.peers.rank))
+            mine = self._plan.micros(self._front._work.peers.rank)
+            own = sum(m < micro_batches for m in mine)
             yield Cut(end - start, end == most, self._shares(micro_batches), given, own)
 
     def _check_alike(self, order: Sequence[int]) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from harness.core.world import BadInput
 from harness.node.marks import Want
@@ -163,7 +164,8 @@ class OwnFiles:
         not. Costs an exchange of a few bytes."""
         wants = torch.zeros(len(Want), dtype=torch.int64)
         self._work.votes.cast(wants, self._work.snapshotter.due)
-        wants = sum(self._peers.gather(wants), torch.zeros_like(wants))
+        if self._peers.control is not None:
+            dist.all_reduce(wants, group=self._peers.control)
         want = machine.winner(wants.tolist())
         self.due = want is Want.SNAPSHOT
         if self.due:

@@ -162,6 +162,21 @@ def test_a_language_model_killed_on_three_ranks(nursery, tmp_path):
     assert saved == ["checkpoint_1", "checkpoint_2"]
 
 
+def test_a_stream_and_two_optimizers_killed_on_three_ranks(nursery, tmp_path):
+    script = SCRIPT.with_name("accelerate_stream.py")
+    out, alone = tmp_path / "out", tmp_path / "alone"
+    for folder in (out, alone):
+        folder.mkdir()
+    env = {"HARNESS_ADAPT": "none", "ACCELERATE_USE_CPU": "true"}
+    go(nursery, alone, 2, script=script, env=env)
+    go(nursery, out, 3, "--die-at", 6, script=script, codes=(9, 1))
+    ended = go(nursery, out, 1, "--die-at", 6, script=script)
+    assert "goes through" in ended.output
+    assert set(events(out)) == set(events(alone))
+    assert apart(out, alone) < 1e-6
+    assert not [c for c in audit(open_store(str(out / "run"))).checks if not c.ok]
+
+
 # ---- parts ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("samples", [40, 41, 46, 6])
 @pytest.mark.parametrize("ranks", [2, 3])
