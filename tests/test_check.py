@@ -14,7 +14,7 @@ from torch import nn
 
 from harness.core.records import StepRecord
 from harness.proof import check as checks
-from harness.proof.check_case import FAILS, HOLDS, NOTE, UNTRIED, Case
+from harness.proof.check_case import FAILS, HOLDS, NOTE, UNTRIED, Case, falling
 from harness.proof.check_evidence import (
     FileWritten,
     ForwardCall,
@@ -145,6 +145,7 @@ def test_what_holds_is_told_to_hold(source):
         "the same loss and gradients on any world",
         "one rank writes the script's files",
         "heeds a notice",
+        "the same training however interrupted",
         "ends as it would have",
         "the loss falls",
     ]
@@ -401,6 +402,35 @@ def test_a_run_that_never_ends(source):
     found = failed(judged(source, b=b))["ends as it would have"]
     assert found.where == "train.py:40" and "never ended" in found.what
     assert "train.py:40, train.py:9" in found.what
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"lr": 0.05}, "the learning rate is 0.1 in one run and 0.05 in the other"),
+        ({"digest": "x"}, "other samples"),
+        ({"loss": 0.4}, "the loss is 0.1111 in one run and 0.4"),
+    ],
+)
+def test_two_interrupted_runs_that_are_not_the_same_training(source, change, says):
+    later = (*map(record, range(4, 9)), dataclasses.replace(record(9), **change))
+    b = pair()
+    found = failed(judged(source, b=dataclasses.replace(b, records=b.records + later)))
+    assert says in found["the same training however interrupted"].what
+
+
+@pytest.mark.parametrize(
+    ("losses", "falls"),
+    [
+        ([5.2, 5.15, 5.21, 5.14, 5.2, 5.17, 5.16, 5.19, 5.15, 5.18, 5.2, 5.14], False),
+        ([2.10, 2.09, 2.09, 2.07, 2.06, 2.07, 2.04, 2.03, 2.04, 2.01, 2.0, 1.99], True),
+        ([7.0, 2.8, 2.9, 2.7, 2.8, 2.7], True),
+        ([1.0, 2.0, 3.0, 4.0], False),
+        ([1.0, float("nan"), 0.5, 0.1], False),
+    ],
+)
+def test_a_loss_falls_if_it_does_so_by_more_than_it_scatters(losses, falls):
+    assert falling(losses) is falls
 
 
 def test_a_loss_that_does_not_fall(source):

@@ -12,6 +12,7 @@ from harness.proof.check_script import SourceText
 HOLDS, FAILS, UNTRIED, NOTE = "holds", "fails", "untried", "note"
 SAME = 1e-5  # relative, of what one worker computes twice
 ALIKE = 2e-3  # relative, of sums that two workers made: room for half precision
+CLEARLY = 0.95  # a loss that falls so far in a few steps does not by chance
 PARALLEL = 1 - 1e-6  # cosine of gradients that differ by a factor only
 
 
@@ -72,6 +73,22 @@ class Case:
 # ---- words and numbers ---------------------------------------------------------------------------
 def many(count: int, thing: str) -> str:
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
+def falling(losses: list[float]) -> bool:
+    """Do they, by more than they scatter? The slope of the line through them is below zero by twice
+    its standard error, or the last third lies clearly below the first."""
+    count = len(losses)
+    if not all(map(math.isfinite, losses)) or count < 4:
+        return False
+    third = max(1, count // 3)
+    if median(losses[-third:]) < CLEARLY * median(losses[:third]):
+        return True
+    steps, mean = [i - (count - 1) / 2 for i in range(count)], sum(losses) / count
+    square = sum(x * x for x in steps)
+    slope = sum(x * y for x, y in zip(steps, losses, strict=True)) / square
+    rest = sum((y - mean - slope * x) ** 2 for x, y in zip(steps, losses, strict=True))
+    return slope < -2 * math.sqrt(rest / (count - 2) / square)
 
 
 def median(values: list[float]) -> float:

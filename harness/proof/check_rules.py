@@ -22,12 +22,20 @@ from harness.proof.check_case import (
     Ruling,
     differ,
     distance,
+    falling,
     many,
     median,
 )
 from harness.proof.check_evidence import RankLife, StepSeen
 from harness.proof.check_state import drawing_line, forgotten
-from harness.proof.check_worlds import drawn_alike, met, shared_out, statistics, summed
+from harness.proof.check_worlds import (
+    drawn_alike,
+    met,
+    same_rows,
+    shared_out,
+    statistics,
+    summed,
+)
 
 LEADS = {  # how a script of each framework asks whether it may write
     "transformers": "if trainer.is_world_process_zero(): ... (in callbacks: state.)",
@@ -35,6 +43,7 @@ LEADS = {  # how a script of each framework asks whether it may write
     "lightning": "if trainer.is_global_zero: ...",
     "fabric": "if fabric.is_global_zero: ...",
 }
+APART = 0.02  # relative, of losses after some steps whose sums were rounded in another order
 WRONG_INPUT = 2  # exit status of a command
 
 
@@ -45,7 +54,7 @@ def rulings(case: Case) -> list[Ruling]:
     rules: tuple[Callable[[Case], Iterator[Ruling]], ...] = (
         *(resumes, forgotten, read_again),
         *(met, shared_out, drawn_alike, statistics, summed),
-        *(files, noticed, ends, falls),
+        *(files, noticed, agree, ends, falls),
     )
     return [ruling for rule in rules for ruling in rule(case)]
 
@@ -280,6 +289,33 @@ def ends(case: Case) -> Iterator[Ruling]:
         yield Ruling(promise, NOTE, what, "", "arguments with which it ends sooner, or --steps")
 
 
+def agree(case: Case) -> Iterator[Ruling]:
+    """One run was killed and the other noticed, elsewhere: they are the same training all the
+    same."""
+    promise = "the same training however interrupted"
+    if case.two is None or not (case.one.struck and case.two.struck and same_rows(case)):
+        return
+    asked = min(case.after.resumed or 0 if case.after else 0, case.two.together()[0].last)
+    other = {record.step: record for record in case.two.records}
+    pairs = [(a, other[a.step]) for a in case.one.records if a.step in other]
+    for a, b in pairs:
+        how = ""
+        if differ((a.lr,), (b.lr,)) > SAME:
+            how = f"the learning rate is {a.lr:.4g} in one run and {b.lr:.4g} in the other"
+        elif (a.digest, a.contents) != (b.digest, b.contents):
+            how = "the two runs consumed other samples"
+        elif differ((a.loss,), (b.loss,)) > APART:
+            how = f"the loss is {a.loss:.4g} in one run and {b.loss:.4g} in the other"
+        if how and a.step <= asked:
+            return  # it was so before anybody was interrupted: others tell
+        if how:
+            what = f"step {a.step}: {how}; something that it follows from is not saved"
+            yield Ruling(promise, FAILS, what, case.prepare_line, "run.prepare(..., state=)")
+            return
+    if pairs:
+        yield Ruling(promise, HOLDS, f"{many(len(pairs), 'step')}: samples, loss, learning rate")
+
+
 def falls(case: Case) -> Iterator[Ruling]:
     """The loss does."""
     losses = [r.loss for r in case.one.records]
@@ -291,9 +327,9 @@ def falls(case: Case) -> Iterator[Ruling]:
     third = max(1, len(losses) // 3)
     first, last = median(losses[:third]), median(losses[-third:])
     what = f"{first:.4g} at first, {last:.4g} after {len(losses)} steps"
-    if last < first:
+    if falling(losses):
         yield Ruling("the loss falls", HOLDS, what)
     else:
         state = FAILS if case.must_fall or not math.isfinite(last) else NOTE
         remedy = "look at the learning rate, the labels and the data before many nodes are paid for"
-        yield Ruling("the loss falls", state, f"it does not: {what}", "", remedy)
+        yield Ruling("the loss falls", state, f"not that it showed: {what}", "", remedy)
