@@ -382,7 +382,7 @@ class Agent:
         stay.peer_left_s = said.since_s
         if said.why:
             return self._abandon(said.why, RESIZE if said.planned else KILLED)
-        if said.changing and not self._workers.attached():
+        if said.changing and self.config.leaving.notify_signal and not self._workers.attached():
             self._feed(machine.PeersChange())
         self._invite(now, list(everybody.values()))
         return None

@@ -19,14 +19,14 @@ from harness.node.marks import Want
 def tell_script(
     workers: WorkerPool, rendezvous: Rendezvous, stay: Stay, want: Want, signal: str, now: float
 ) -> None:
-    """Once in an epoch. `want`: RESIZE or STOP; `signal`: its name; "": none is agreed upon."""
-    if workers.attached() or stay.told_s is not None:
+    """Once in an epoch. `want`: RESIZE or STOP; `signal`: its name; "": none is agreed upon, and
+    nobody is told (a session may be on its way)."""
+    if not signal or workers.attached() or stay.told_s is not None:
         return
     if rendezvous.me.end != CHANGING:
         rendezvous.mention(end=CHANGING)
-    if signal:
-        workers.signal(signal)
-        stay.told, stay.told_s = want, now
+    workers.signal(signal)
+    stay.told, stay.told_s = want, now
 
 
 def why_overdue(stay: Stay, bound_s: float, now: float) -> str:
