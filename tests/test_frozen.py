@@ -42,9 +42,7 @@ class Rank:
         self.uploader._hashes._chunk_nbytes = CHUNK
 
     def stage(self):
-        staged = self.saver.begin(
-            self.tensors, set(self.tensors), self.buffer, STILL, self.filled
-        )
+        staged = self.saver.begin(self.tensors, set(self.tensors), self.buffer, STILL, self.filled)
         staged.arrive()
         return staged
 

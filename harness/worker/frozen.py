@@ -39,7 +39,8 @@ class Frozen:
     def left_alone(self, tensors: Collection[str]) -> set[str]:
         """Those of the state's tensors that are probably as they were: parameters that no gradient
         and no optimizer changes, what is stored beside one (`layer.weight.absmax` of a quantised
-        weight), and large buffers of whole numbers that nobody has written to since the last call."""
+        weight), and large buffers of whole numbers that nobody has written to since the last
+        call."""
         held = {
             id(p) for o in self._optimizers for group in o.param_groups for p in group["params"]
         }

@@ -1,7 +1,7 @@
 """This rank's batches of a script's own DataLoader over a map-style dataset: its sampler is asked
 for all of them, and only the own ones are read. Runs in the worker.
 
-Whatever `dataset[i]` and the collate function draw is seeded by the epoch and the sample's place in
+Whatever `dataset[i]` and the collate function draw is seeded by the epoch and the batch's place in
 it, so it is the same whichever rank, and whichever of its processes, reads it.
 """
 
@@ -145,8 +145,8 @@ class _Own:
 
 
 class _Placed(Dataset[Any]):
-    """Reads a batch as a DataLoader does, each sample with generators seeded by its place, and
-    collates it: that may draw, too (masks of tokens)."""
+    """Reads a batch as a DataLoader does, with generators seeded by its place, and collates it:
+    that may draw, too (masks of tokens)."""
 
     def __init__(
         self, dataset: Any, batched: bool, collate: Callable[[Any], Any], with_trainer: bool
@@ -165,16 +165,14 @@ class _Placed(Dataset[Any]):
             return contents, self.collate(items)
 
     def _items(self, asked: _Asked) -> Any:
-        if not self.batched or getattr(self.dataset, "__getitems__", None):
-            seed_by(sample_seed(asked.seed, asked.start))
-            if not self.batched:
-                return self.dataset[asked.keys]
+        # Once for the batch, which is never divided: seeding takes as long as reading a small
+        # sample does.
+        seed_by(sample_seed(asked.seed, asked.start))
+        if not self.batched:
+            return self.dataset[asked.keys]
+        if getattr(self.dataset, "__getitems__", None):
             return self.dataset.__getitems__(list(asked.keys))
-        items = []
-        for place, key in enumerate(asked.keys, asked.start):
-            seed_by(sample_seed(asked.seed, place))
-            items.append(self.dataset[key])
-        return items
+        return [self.dataset[key] for key in asked.keys]
 
 
 class _Begin:

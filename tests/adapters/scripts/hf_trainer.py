@@ -42,6 +42,8 @@ class Rows(torch.utils.data.Dataset):
         return self.n
 
     def __getitem__(self, i):
+        if i >= self.n:
+            raise IndexError(i)
         g = torch.Generator().manual_seed(self.first + i)
         ids = torch.randint(0, 64, (12,), generator=g)
         labels = ids.clone()
@@ -112,6 +114,7 @@ args = TrainingArguments(
     load_best_model_at_end=a.best,
     metric_for_best_model="loss" if a.best or a.patience else None,
     dataloader_num_workers=a.workers,
+    include_num_input_tokens_seen="all",
     report_to=[],
     use_cpu=True,
     disable_tqdm=True,
