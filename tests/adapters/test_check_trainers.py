@@ -46,7 +46,7 @@ def states(found):
 
 
 LIGHTNING = ("scripts/lightning_plain.py", "--dropout", "0.1")
-ACCELERATE = ("accelerate_script.py", "--out", ".")
+ACCELERATE = ("scripts/accelerate_loop.py", "--out", ".")
 
 
 @pytest.mark.parametrize("words", [LIGHTNING, ACCELERATE], ids=lambda words: words[0])
