@@ -19,6 +19,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from harness.adapters.lightning_data import drawn_from
+from harness.adapters.unused import UnusedParameters
 from harness.core.world import BadInput
 from harness.worker import chance
 from harness.worker.loader import fingerprint
@@ -62,6 +63,7 @@ class FabricParts:
     optimizers: list[Any] = field(default_factory=list)
     loaders: list[Any] = field(default_factory=list)
     kept: dict[str, Any] = field(default_factory=dict)
+    unused: UnusedParameters | None = None
 
 
 class FabricSteps:
@@ -253,6 +255,8 @@ class FabricSteps:
             return True
         if self._last and not self._synced:
             self.step.sync()
+            if self.parts.unused is not None:
+                self.parts.unused.drop()
             self._synced = True
         return self._last
 

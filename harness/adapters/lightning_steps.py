@@ -12,6 +12,7 @@ backward are left out.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from harness.adapters.lightning_data import Dealt, TrainLoader
 from harness.adapters.lightning_limits import check_callbacks, check_fit, scale_limits
 from harness.adapters.lightning_logs import StepLogs
 from harness.adapters.lightning_state import LightningState
+from harness.adapters.unused import UnusedParameters
 from harness.core.world import BadInput
 from harness.worker.loader import fingerprint
 from harness.worker.own_loop import OwnLoop, OwnStep
@@ -37,7 +39,7 @@ class LightningSteps:
     def __init__(self, run: Session, copy: LightningCopy):
         self.run, self.copy = run, copy
         self.trainer: Any = None
-        self.first_world = self.accumulation = 1
+        self.accumulation = 1
         self.loader: TrainLoader | None = None
         self.loop: OwnLoop | None = None
         self.step: OwnStep | None = None
@@ -45,6 +47,7 @@ class LightningSteps:
         self.batch: Any = None
         self.outputs: Any = None
         self.cut_off = False
+        self._unused: UnusedParameters | None = None
         # own micro-batches of this step, should it have to be done again (exact sums)
         self._repeat: list[tuple[Dealt, Callable[[], None]]] = []
         self.state: LightningState | None = None
@@ -57,7 +60,6 @@ class LightningSteps:
         if self.trainer is trainer:
             return
         self.trainer = trainer
-        self.first_world = self.run.script_world()
         self.accumulation = trainer.accumulate_grad_batches
         check_callbacks(trainer)
         scale_limits(trainer, self.first_world)
@@ -74,6 +76,11 @@ class LightningSteps:
             )
         if self.trainer.lightning_module.automatic_optimization:
             self.trainer.accumulate_grad_batches = self.micro_batches
+
+    @functools.cached_property
+    def first_world(self) -> int:
+        """Whose batch is kept."""
+        return self.run.script_world()
 
     @property
     def micro_batches(self) -> int:
@@ -99,6 +106,7 @@ class LightningSteps:
         check_fit(trainer, self.micro_batches)
         assert self.loader is not None and self.state is not None
         module = trainer.lightning_module
+        self._unused = UnusedParameters(self.run, module)
         self.logs = StepLogs(trainer, self.run, self.accumulation, self.first_world)
         self.run.prepare(
             module,
@@ -233,6 +241,8 @@ class LightningSteps:
             self.step.samples = self.current.samples
             with self.together():
                 self.step.sync(redo=self._again)
+                if self._unused is not None:
+                    self._unused.drop()
 
     def remember(self, again: Callable[[], None]) -> None:
         """What does this own micro-batch's forward and backward once more."""

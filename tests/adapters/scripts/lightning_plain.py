@@ -42,6 +42,7 @@ class Net(L.LightningModule):
         self.net = nn.Sequential(
             nn.Linear(8, 32), nn.ReLU(), nn.Dropout(a.dropout), nn.Linear(32, 1)
         )
+        self.unused = nn.Linear(3, 3)  # has no gradient, so it must not decay
         self.mean_of_losses = torchmetrics.MeanMetric()
 
     def training_step(self, batch, batch_idx):
