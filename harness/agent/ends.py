@@ -28,8 +28,7 @@ CHANGING = "changing"
 
 # the same failure of the script at the same committed step: stop, it will not get better
 SAME_FAILURE_LIMIT = 3
-# signals from outside (out of memory, an operator), hangs and a silent bucket may be bad luck for
-# longer
+# signals from outside (out of memory, an operator) and hangs may be bad luck for longer
 SAME_KILL_LIMIT = 10
 # epochs that ended by some failure, of whomever, one after the other without a new snapshot: stop
 # as well
@@ -354,8 +353,9 @@ def why_no_more(me: Member, last: Epoch, fruitless: Fruitless, end: End | None) 
     if failure.startswith("BadInput"):
         return failure.removeprefix("BadInput: ")
     again = failure and (failure, me.failure_step) == (last.failure, last.failure_step)
-    not_its_fault = failure.startswith(("SIG", "Hung")) or "StoreUnavailable" in failure
-    limit = SAME_KILL_LIMIT if not_its_fault else SAME_FAILURE_LIMIT
+    limit = SAME_KILL_LIMIT if failure.startswith(("SIG", "Hung")) else SAME_FAILURE_LIMIT
+    if "StoreUnavailable" in failure:
+        limit = FRUITLESS_LIMIT  # a silent bucket is nobody's fault: for as long as anything is
     # whoever made an epoch after it has counted it already
     times = last.streak + (last.epoch <= me.epoch)
     if again and times >= limit:
