@@ -51,7 +51,6 @@ FILE_S = {
     "test_check_run.py": 20,
     "test_micro_loader.py": 30,
     "test_own_loop.py": 25,
-    "test_watch_processes.py": 20,
     "test_open_steps.py": 20,
     "test_own_files.py": 15,
     "test_loops_page.py": 15,

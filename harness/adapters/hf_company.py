@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,9 +10,6 @@ import torch
 import torch.distributed as dist
 
 from harness.worker.session import Session
-
-BEAT_S = 30.0
-OWN_MOST_S = 6 * 3600.0  # what a script may take before and after its training, each
 
 
 class Company:
@@ -56,26 +51,3 @@ class Company:
         finally:
             if first:
                 self._peers.barrier()
-
-
-class OwnWork:
-    """Signs of life while a script prepares its data, or evaluates, merges and pushes what it has
-    trained: hours without a step, which an agent would take for a hang."""
-
-    def __init__(self, run: Session):
-        self._run, self._over = run, threading.Event()
-
-    def begin(self) -> None:
-        """For `OWN_MOST_S` at most."""
-        self._over = threading.Event()
-        threading.Thread(
-            target=self._beat, args=(self._over,), name="own-work", daemon=True
-        ).start()
-
-    def end(self) -> None:
-        self._over.set()
-
-    def _beat(self, over: threading.Event) -> None:
-        until_s = time.monotonic() + OWN_MOST_S
-        while not over.wait(BEAT_S) and time.monotonic() < until_s:
-            self._run.alive()

@@ -17,12 +17,13 @@ from typing import Any
 import xxhash
 
 from harness.adapters import claims
-from harness.adapters.hf_company import Company, OwnWork
+from harness.adapters.hf_company import Company
 from harness.adapters.hf_data import TrainerFeed
 from harness.adapters.hf_loop import HostedTrainer
 from harness.core.world import BadInput
 from harness.worker import hidden
 from harness.worker.chance import kept
+from harness.worker.own_work import OwnWork
 from harness.worker.session import Session
 
 PATCHED = "_harness_patched"
@@ -124,7 +125,7 @@ def _post_init(theirs: Callable[..., Any], arguments: Any) -> None:
     if run is not None:
         patch_turns()
         if ThisScript.work is None:
-            ThisScript.work = OwnWork(run)
+            ThisScript.work = OwnWork(run.alive)
             ThisScript.work.begin()
     theirs(arguments)
 
@@ -213,7 +214,7 @@ def _train(
     _refuse_foreign_checkpoint(resume_from_checkpoint, self.args.output_dir, run)
     _one_wandb_run(self.args, run)
     extra = self.elastic_state() if hasattr(self, "elastic_state") else {}
-    work = ThisScript.work or OwnWork(run)
+    work = ThisScript.work or OwnWork(run.alive)
     with HostedTrainer(run, self, extra):
         ThisScript.trained = True
         work.end()

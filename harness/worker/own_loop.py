@@ -41,6 +41,7 @@ from harness.worker import machine
 from harness.worker.hands import Hands
 from harness.worker.hidden import world as hidden_world
 from harness.worker.loader import seed_everything
+from harness.worker.own_work import OwnWork
 from harness.worker.peers import Peers
 from harness.worker.run import Run
 from harness.worker.setup_check import SetupCheck
@@ -75,6 +76,7 @@ class OwnLoop:
         self.micro_batches, self.micro_batch = batching.micro_batches, batching.micro_batch
         self.share = work.feed.plan.micros(work.peers.rank)
         self.leads = work.peers.rank == 0
+        self._own_work = OwnWork(work.peers.life.tell)
         self._seed_between()
 
     def begin(self, micro_batches: int | None = None, samples: int | None = None) -> OwnStep:
@@ -87,6 +89,7 @@ class OwnLoop:
         full = count * self.micro_batch
         if samples is not None and not 0 < samples <= full:
             raise ValueError(f"wanted 1 to {full} samples, found {samples}")
+        self._own_work.end()
         self._work.peers.life.tell(WorkerPhase.COMPUTE, self._work.run.step)
         return OwnStep(self, self._work, count, full if samples is None else samples, self._place)
 
@@ -94,16 +97,20 @@ class OwnLoop:
         """Between two steps: agree on what to do and do it, all ranks at the same boundary. Raises
         SystemExit when the node is asked to leave, or a replay is at its last step: the snapshot is
         committed then."""
+        self._own_work.end()
         with hidden_world.inside():
             self._hands.boundary()
         self._work.timer.rest()
+        self._own_work.begin()
         if self._work.run.step >= self._hands.until:
             self._hands.turn(machine.Finished())
             sys.exit(0)
 
     def finished(self) -> None:
         """The training is done, what follows is the script's own: commit the final snapshot."""
+        self._own_work.end()
         self._hands.turn(machine.Reached())
+        self._own_work.begin()
 
     def _seed_between(self) -> None:
         """What runs between two steps draws the same on any world."""
