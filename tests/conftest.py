@@ -1,7 +1,16 @@
 """How `make test` is spread over worker processes: the longest first, and what shares a fixture
 together."""
 
+import os
+
 import pytest
+
+# Plain loops, `harness check` and `harness watch` with real processes: minutes, so `make adapters`
+# tries them with the other trainers.
+LOOPS = ("check_run", "loops_page", "micro_loader", "open_steps", "own_files", "watch_processes")
+collect_ignore = (
+    [] if os.environ.get("HARNESS_TRAINERS") else ["adapters", *(f"test_{n}.py" for n in LOOPS)]
+)
 
 # Seconds, roughly, on two cores. A test that is named here goes to whichever worker is free, each
 # of its parameters apart; the others of a file stay together, so that the fixtures of the file are

@@ -3,6 +3,7 @@ kept once; and never believed to be the same where it is not."""
 
 import threading
 
+import pytest
 import torch
 from torch import nn
 from worlds import newest, train
@@ -237,4 +238,5 @@ def test_a_run_with_adapters_sends_them_alone(tmp_path):
     assert last.step == 6 and 4 << 20 < last.own_nbytes < (4 << 20) + trained
     tensors = {"model/base.weight": torch.empty(2000, 2000)}
     dcp.load(snapshots, last, tensors)
-    assert f"base {tensors['model/base.weight'].double().sum().item()}" in ended.output
+    said = float(ended.output.partition("base ")[2].split()[0])
+    assert said == pytest.approx(tensors["model/base.weight"].double().sum().item(), rel=1e-12)

@@ -49,7 +49,7 @@ class SimSidecars:
         self._publisher: Publisher | None = None
         self._writer: StreamWriter | None = None
         self._actor = f"publisher-{node.number}"
-        self._ended = False
+        self._ended = self._busy = False
 
     def start(self) -> None:
         if self._node.sim.setting.publishes and self._publisher is None:
@@ -71,6 +71,11 @@ class SimSidecars:
             self._node.sim.kernel.after(ROUND_S, self._round, self._actor)
 
     def _publish(self, last: bool) -> None:
+        if (
+            self._busy
+        ):  # the agent ends while a round waits for the bucket; both are one thread here
+            return
+        self._busy = True
         try:
             if self._publisher is None:
                 self._publisher, self._writer = self._new()
@@ -79,6 +84,8 @@ class SimSidecars:
                 self._writer.round(last)
         except (StoreError, Crash):
             pass  # the next round, or the next publisher
+        finally:
+            self._busy = False
 
     def _new(self) -> tuple[Publisher, StreamWriter]:
         sim, store = self._node.sim, self._node.access(self._actor)
