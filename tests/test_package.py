@@ -92,7 +92,8 @@ def test_the_wheel_works_alone(installed, tmp_path):
         f"{sys.executable} -c '{IMPORT_ALL}' {' '.join(modules)}", installed, tmp_path
     ).split()
     doors = {"harness.cli.command", "harness.testing", "harness.testing.situations", "storage"}
-    assert doors <= set(imported) and len(imported) > len(modules) * 0.8
+    light = [name for name in modules if not name.startswith("harness.adapters.")]
+    assert doors <= set(imported) and len(set(imported) & set(light)) > len(light) * 0.8
     assert "init" in shell("harness --help", installed, tmp_path)
     assert "doctor" in shell("harness doctor --help", installed, tmp_path)
     assert "3 worlds, every rule held" in shell("harness simulate --seeds 3", installed, tmp_path)
