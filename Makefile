@@ -80,7 +80,7 @@ ADAPTERS := .venv-adapters
 LOOPS := $(addprefix tests/test_,$(addsuffix .py,check_run loops_page micro_loader open_steps own_files watch_processes))
 ADAPTERS_STAMP := $(ADAPTERS)/.installed-$(shell cat requirements-adapters.txt pyproject.toml | cksum | cut -d' ' -f1)
 adapters: $(ADAPTERS_STAMP)  ## Hugging Face, Accelerate, Lightning and torchtitan scripts, unchanged, on machines that are taken away (minutes)
-	HARNESS_TRAINERS=1 $(ADAPTERS)/bin/python -m pytest -n $(WORKERS) --dist loadscope $(if $(CI),-p no:cacheprovider) tests/adapters $(LOOPS)
+	HARNESS_TRAINERS=1 PYTHONPATH=$(CURDIR)/tests $(ADAPTERS)/bin/python -m pytest -n $(WORKERS) --dist loadscope $(if $(CI),-p no:cacheprovider) tests/adapters $(LOOPS)
 $(ADAPTERS_STAMP): requirements-adapters.txt pyproject.toml
 	$(PYTHON) -m venv $(ADAPTERS)
 	$(ADAPTERS)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
