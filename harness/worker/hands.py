@@ -43,12 +43,9 @@ class Hands:
         # `Pending.ints` that have arrived but were not acted upon yet (`votes_late`)
         self._counted: torch.Tensor | None = None
 
+    @hidden.world.inside()
     def turn(self, event: machine.SessionEvent) -> None:
         """Do what the event leads to. Raises BadInput, SystemExit, and what the acts do."""
-        with hidden.world.inside():
-            self._turn(event)
-
-    def _turn(self, event: machine.SessionEvent) -> None:
         turn = machine.turn(self._state, event, self._seen())
         for act in turn.first:
             self._do(act)

@@ -81,7 +81,7 @@ class HiddenWorld:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Our own code runs: the world is there."""
+        """Our own code runs: the world is there. For a block, or as a decorator."""
         if not self.hidden or self._depth:
             yield
             return

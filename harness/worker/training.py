@@ -76,6 +76,7 @@ class Training:
         self._per_rank: frozenset[str] = frozenset()
 
     # ---- what `prepare` is given -----------------------------------------------------------------
+    @hidden.world.inside()
     def prepare(
         self,
         model: nn.Module,
@@ -88,22 +89,6 @@ class Training:
         strategy: Strategy | None,
     ) -> None:
         """See `Session.prepare`. Raises BadInput."""
-        with hidden.world.inside():
-            self._prepare(
-                model, optimizers, scheduler, scaler, state, per_rank, after_update, strategy
-            )
-
-    def _prepare(
-        self,
-        model: nn.Module,
-        optimizers: list[torch.optim.Optimizer],
-        scheduler: Any,
-        scaler: Any,
-        state: Mapping[str, Any],
-        per_rank: Collection[str],
-        after_update: Collection[str],
-        strategy: Strategy | None,
-    ) -> None:
         if self.files is not None:
             raise BadInput(
                 "run.prepare(...) behind run.files: wanted one of them for all the state"
