@@ -69,12 +69,13 @@ def weights(output):
 def test_it_goes_on_where_it_was_and_is_told_of(loop, tmp_path):
     alone = loop("alone", 2, 9, 0, 0, 1)
     loop("run", 3, 9, 6, 0, 1, codes=(9, 1, -9))
-    assert newest(tmp_path / "run").step == 4
+    begun = newest(tmp_path / "run").step
+    assert begun in (2, 4), "step 4 was taken, and may not have been durable yet"
     resumed = loop("run", 2, 9, 0, 0, 1)
-    assert "begins 4" in resumed and weights(resumed) == weights(alone)
+    assert f"begins {begun}" in resumed and weights(resumed) == weights(alone)
     store = open_store(str(tmp_path / "run"))
     told = [s.fact for s in read_facts(store) if isinstance(s.fact, StepDone)]
-    assert [f.step for f in told if f.epoch == 2] == list(range(5, 10))
+    assert [f.step for f in told if f.epoch == 2] == list(range(begun + 1, 10))
     assert all(f.samples == 12 and f.seconds > 0 and math.isfinite(f.loss) for f in told)
     assert told[0].lr == 0.01 and told[-1].lr < 1e-4
     report = audit(store)
@@ -82,7 +83,7 @@ def test_it_goes_on_where_it_was_and_is_told_of(loop, tmp_path):
     found = summarize(store)
     assert found.step == 9
     # what a world that was killed told last may be lost
-    assert [row.committed for row in found.ledger.epochs][-1] == 5
+    assert [row.committed for row in found.ledger.epochs][-1] == 9 - begun
 
 
 def test_one_rank_may_end_it_and_several_steps_lie_between_two_points(loop, tmp_path):
