@@ -26,6 +26,8 @@ from harness.core.facts import (
     Stamped,
     Unreadable,
 )
+from harness.controller.capacity import CapacityBook
+from harness.core.known import Capacity
 from harness.core.values import BadObject, built, number
 from harness.core.world import (
     DRAINED,
@@ -143,6 +145,7 @@ class Book:
     offers: dict[int, Offer] = field(default_factory=dict)  # of every attempt
     doubted: set[int] = field(default_factory=set)  # open ones that may not stay
     full: FullOffers = field(init=False)
+    seen: CapacityBook = field(default_factory=CapacityBook)
     step: int = 0  # greatest committed step ever seen
     progress_s: float = 0.0  # when that was
     streaks: Streaks = field(default_factory=Streaks)
@@ -186,6 +189,7 @@ class Book:
                     self.open[attempt], state=NodeState.UP, up_s=up_s
                 )
                 self.full.gave(node.offer.name)
+                self.seen.up(node.offer.name, up_s)
             case AttemptDoubted(attempt, doubted):
                 (self.doubted.add if doubted and attempt in self.open else self.doubted.discard)(
                     attempt
@@ -218,6 +222,11 @@ class Book:
         node = self.open.pop(fact.attempt, None)
         self.doubted.discard(fact.attempt)
         again, self.ended[fact.attempt] = fact.attempt in self.ended, fact
+        if node and not again:
+            self.seen.end(node.offer.name, fact, any(
+                other.offer.name == node.offer.name and other.up_s is not None
+                for other in self.open.values()
+            ))
         self.progress(fact.gone_s, fact.committed_step)
         if fact.end == "no-capacity" and node:
             self.full.refused(node.offer.name, fact.gone_s)
@@ -255,6 +264,11 @@ class Book:
                 n for n, e in self.ended.items() if e.end == "lost" and e.reason.startswith(UNSHOWN)
             )
         )
+
+    @property
+    def capacity(self) -> dict[str, Capacity]:
+        """What was seen of each offer's capacity."""
+        return self.seen.capacity
 
     @property
     def losses(self) -> int:

@@ -38,6 +38,7 @@ from harness.core.facts import (
     RunEnded,
     Stamped,
 )
+from harness.core.known import Known
 from harness.core.world import (
     BadInput,
     CloudUnavailable,
@@ -120,8 +121,26 @@ class FactWriter(Protocol):
     def read(self) -> list[Stamped]: ...
 
 
+class Learner(Protocol):
+    """Tells what forecasts need (`View.known`); asked in every round, so it must be quick."""
+
+    def known(self, now_s: float, book: Book) -> Known: ...
+
+
+class KnowsNothing:
+    """For policies that look at nothing but what is offered."""
+
+    def known(self, now_s: float, book: Book) -> Known:
+        return Known(capacity=book.capacity)
+
+
 def recover(
-    run: RunSpec, policy: Policy, world: World, journal: FactWriter, lease: Lease
+    run: RunSpec,
+    policy: Policy,
+    world: World,
+    journal: FactWriter,
+    lease: Lease,
+    learner: Learner | None = None,
 ) -> RunOutcome:
     """Lead `run` until it is done, stopped or failed; returns only when no node of it is left.
 
@@ -136,7 +155,13 @@ def recover(
         policy = policies.within_hours(policy, hours=run.max_hours)
     term = lease.acquire()
     loop = Loop(
-        run, policy, world, journal, lease, Book.of(journal.read(), world.rng, run.block_limit_s)
+        run,
+        policy,
+        world,
+        journal,
+        lease,
+        Book.of(journal.read(), world.rng, run.block_limit_s),
+        learner or KnowsNothing(),
     )
     loop.note(LeaseTaken(term, lease.holder))
     if unread := loop.book.unread:
@@ -205,6 +230,7 @@ class Loop:
     journal: FactWriter
     lease: Lease
     book: Book
+    learner: Learner = field(default_factory=KnowsNothing)
     since: _Since = field(default_factory=_Since)
     strays: list[Node] = field(default_factory=list)  # alive, but not in the book
     shown: set[int] = field(default_factory=set)  # attempts that the cloud knows
@@ -371,6 +397,7 @@ class Loop:
             doubted=tuple(sorted(book.doubted)),
             launch_s=book.launch_s(self.run.launch_s),
             leave_s=book.leave_s(self.run.exit_grace_s, self.run.terminate_s) + 2 * self.run.poll_s,
+            known=self.learner.known(now, book),
         )
 
     def broken(self, view: View) -> str | None:
@@ -422,7 +449,7 @@ class Loop:
             case Launch() if self.book.streaks.refused and self.book.open:
                 why = "a new node was refused: the others speak another protocol; waiting for them"
                 self.wait(self.run.poll_s, why)
-            case Launch(offer, reason) if self.room(offer):
+            case Launch(offer, reason, instead_of) if self.room(offer, instead_of):
                 attempt = self.book.next_attempt
                 self.note(AttemptIntended(attempt, dataclasses.asdict(offer), reason))
                 self.journal.flush()
@@ -441,10 +468,11 @@ class Loop:
             case Stop(reason):
                 self.ask_to_stop(reason, failed=False)
 
-    def room(self, offer: Offer) -> bool:
-        """Limits that hold whatever the policy says: `max_nodes` in a place, and never in more
-        than two places, which a move takes."""
-        places = [node.offer.place for node in self.book.open.values()]
+    def room(self, offer: Offer, instead_of: int | None = None) -> bool:
+        """Limits that hold whatever the policy says: `max_nodes` in a place besides the one that
+        is replaced, and never in more than two places, which a move takes."""
+        others = [node for node in self.book.open.values() if node.attempt != instead_of]
+        places = [node.offer.place for node in others]
         limit = self.run.max_nodes + len(self.book.doubted)
         return places.count(offer.place) < limit and len({*places, offer.place}) <= 2
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypeAlias
 
+from harness.core.known import Known
 from storage.objects import ObjectStore
 
 # exit codes; docs/ARCHITECTURE.md says who acts on which
@@ -157,6 +158,8 @@ class View:
     launch_s: float = 0.0
     # for so long a node is billed after it was asked to leave: it drains, and is terminated
     leave_s: float = 60.0
+    # what forecasts need: speed, capacity, prices, deadline; empty where nobody knows
+    known: Known = field(default_factory=Known)
 
 
 def meeting_place(found: Sequence[tuple[str, int, bool]]) -> str:
@@ -238,6 +241,9 @@ def _members_of(sizes: Sequence[int], totals: Sequence[int]) -> list[int]:
 class Launch:
     offer: Offer
     reason: str = ""
+    # beside that one, which is released when this one is at work: there may be one more than
+    # `max_nodes` meanwhile
+    instead_of: int | None = None
 
 
 @dataclass(frozen=True)

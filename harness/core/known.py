@@ -1,0 +1,98 @@
+"""What a run has learned about its own speed, about capacity and prices, and what it must keep to:
+the part of a `View` that policies forecast by.
+
+Pure values. `controller/learning.py` makes them of facts and records for a real run, a replay of a
+market makes them of what its simulated run has seen so far. Neither knows the future.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MOST_SPELLS = 256  # kept of each offer, the newest
+
+
+@dataclass(frozen=True)
+class Spell:
+    """For so long an offer had a machine for us (`open`), or had none. `ended`: it then became the
+    other; otherwise nobody looked any longer, and it may have gone on."""
+
+    open: bool
+    seconds: float
+    ended: bool
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What was seen of one offer's capacity. `open`: as last seen; None: never looked. It was so
+    from `since_s`, and was last seen to be so at `seen_s` (the run's clock). `node_s` and
+    `losses`: seconds that nodes were up there, added up, and how many of them were taken;
+    `unnoticed`: of those, without a notice that left time for a snapshot."""
+
+    open: bool | None = None
+    since_s: float = 0.0
+    seen_s: float = 0.0
+    spells: tuple[Spell, ...] = ()  # before this one, the oldest first
+    node_s: float = 0.0
+    losses: int = 0
+    unnoticed: int = 0
+
+    def age_s(self, now_s: float) -> float:
+        """For how long it has been as it is."""
+        return max(0.0, now_s - self.since_s)
+
+    def then(self, spell: Spell, **changes: object) -> Capacity:
+        """After that spell."""
+        spells = (*self.spells, spell)[-MOST_SPELLS:]
+        return dataclasses.replace(self, spells=spells, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast steps were in one kind of world: the median of `step_s` seconds over `steps` steps
+    of `ranks` workers, each on one `accelerator`."""
+
+    accelerator: str
+    ranks: int
+    step_s: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class Known:
+    """Zeros and empty: not known. Work is counted in worker-seconds: what one worker of speed 1
+    (`Offer.speed`) does in a second when the batch divides evenly."""
+
+    total_steps: int = 0
+    work: float = 0.0  # of the whole run, worker-seconds: measured, or as the user said
+    # steps that are done and not yet committed, as far as the nodes have told
+    uncommitted_steps: int = 0
+    micro_batches: int = 0  # of a step: a world of more workers leaves some of them idle
+    paces: tuple[Pace, ...] = ()
+    # seconds from asking for a node until it trains: launch, set-up, restore
+    changeover_s: float = 300.0
+    # training that is lost when a node is taken without notice: half a snapshot interval or so
+    lost_s: float = 0.0
+    snapshot_bytes: int = 0
+    move_usd: float = 0.0  # for the snapshot to leave the region, once
+    deadline_s: float | None = None  # the run's clock
+    budget_usd: float | None = None
+    capacity: Mapping[str, Capacity] = field(default_factory=dict)  # by offer
+    # by offer: (when, USD per hour) of each change that was seen, the oldest first
+    prices: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+
+    def efficiency(self, ranks: int) -> float:
+        """Share of a world's workers that is at work: shares of a step are uneven where the
+        micro-batches are no multiple of the workers."""
+        if not self.micro_batches or ranks <= 0:
+            return 1.0
+        return self.micro_batches / (ranks * -(-self.micro_batches // ranks))
+
+    def left(self, committed_step: int) -> float | None:
+        """Worker-seconds of work that is still to be done; None: nobody knows."""
+        if not self.work or not self.total_steps:
+            return None
+        done = min(self.total_steps, committed_step + self.uncommitted_steps)
+        return self.work * (1.0 - done / self.total_steps)
