@@ -11,14 +11,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PURE = {  # by file; no torch, sky, sockets, wall clock, global randomness
-    "core": {"batch", "columns", "dotted", "exposition", "fact_lines", "facts", "masking", "plain", "prices", "records", "setups", "steps_asked", "values", "world"},
+    "core": {"batch", "columns", "dotted", "exposition", "fact_lines", "facts", "masking", "plain", "prices", "records", "setups", "steps_asked", "known", "values", "world"},
     "bucket": {"alerts", "archive", "beats", "layout", "lease", "notes", "orders", "recorded", "setups", "side_jobs", "streamed", "tiers", "volumes"},
-    "controller": {"book", "policies", "recovery"},
+    "controller": {"book", "capacity", "learning", "listening", "policies", "recovery"},
+    "market": {"optimum", "rates", "traces"},
     "clouds": {"market"},
     "agent": {"ends", "gossip", "leaderless", "lines_protocol", "machine"},
     "worker": {"machine"},
     "views": {"alert_rules", "alert_state", "alerts", "beside", "blame", "breaks", "events", "interruption", "ledger", "ledger_parts", "moments", "painting", "postmortem", "rows", "side_jobs", "spans", "speed", "testimony", "what_if"},
-    "proof": {"check_case", "check_evidence", "check_rules", "check_script", "check_state", "check_worlds", "invariants", "sim", "sim_members", "sim_world"},
+    "proof": {"check_case", "check_evidence", "check_rules", "check_script", "check_state", "check_worlds", "invariants", "market_replay", "sim", "sim_members", "sim_world"},
     "testing": {"situations"},
     "watch": {"due"},
 }
@@ -48,7 +49,8 @@ BELOW: dict[str, set[str]] = {  # which packages a package may import; so there 
     "adapters": {"core", "bucket", "node", "uploader", "worker"},
     "watch": {"core", "bucket", "node"},
     "views": {"core", "bucket", "uploader"},
-    "controller": {"core", "bucket", "clouds", "views"},
+    "market": {"core"},
+    "controller": {"core", "bucket", "clouds", "market", "views"},
     "proof": {
         "core",
         "bucket",
@@ -58,6 +60,7 @@ BELOW: dict[str, set[str]] = {  # which packages a package may import; so there 
         "agent",
         "worker",
         "views",
+        "market",
         "controller",
     },
     "testing": {"core", "clouds", "agent", "controller", "proof"},

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
+from harness.controller.capacity import CapacityBook
 from harness.core.facts import (
     AttemptDoubted,
     AttemptEnded,
@@ -26,8 +27,7 @@ from harness.core.facts import (
     Stamped,
     Unreadable,
 )
-from harness.controller.capacity import CapacityBook
-from harness.core.known import Capacity
+from harness.core.known import CapacitySeen
 from harness.core.values import BadObject, built, number
 from harness.core.world import (
     DRAINED,
@@ -223,10 +223,14 @@ class Book:
         self.doubted.discard(fact.attempt)
         again, self.ended[fact.attempt] = fact.attempt in self.ended, fact
         if node and not again:
-            self.seen.end(node.offer.name, fact, any(
-                other.offer.name == node.offer.name and other.up_s is not None
-                for other in self.open.values()
-            ))
+            self.seen.end(
+                node.offer.name,
+                fact,
+                any(
+                    other.offer.name == node.offer.name and other.up_s is not None
+                    for other in self.open.values()
+                ),
+            )
         self.progress(fact.gone_s, fact.committed_step)
         if fact.end == "no-capacity" and node:
             self.full.refused(node.offer.name, fact.gone_s)
@@ -266,7 +270,7 @@ class Book:
         )
 
     @property
-    def capacity(self) -> dict[str, Capacity]:
+    def capacity(self) -> dict[str, CapacitySeen]:
         """What was seen of each offer's capacity."""
         return self.seen.capacity
 

@@ -10,14 +10,14 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from harness.core.facts import AttemptEnded
-from harness.core.known import Capacity, Spell
+from harness.core.known import CapacitySeen, Spell
 
 
 @dataclass
 class CapacityBook:
     """By offer. A fold of attempts: each is asked, and refused or given, lost or let go."""
 
-    capacity: dict[str, Capacity] = field(default_factory=dict)
+    capacity: dict[str, CapacitySeen] = field(default_factory=dict)
 
     def up(self, name: str, t: float) -> None:
         """A machine was given."""
@@ -31,7 +31,7 @@ class CapacityBook:
             return
         if fact.up_s is None:
             return
-        before = self.capacity.get(name, Capacity())
+        before = self.capacity.get(name, CapacitySeen())
         taken = fact.end == "preempted"
         self.capacity[name] = dataclasses.replace(
             before,
@@ -42,7 +42,7 @@ class CapacityBook:
 
     def _look(self, name: str, is_open: bool, t: float) -> None:
         """It was seen to be open, or not."""
-        before = self.capacity.get(name, Capacity())
+        before = self.capacity.get(name, CapacitySeen())
         if before.open is is_open:
             self.capacity[name] = dataclasses.replace(before, seen_s=max(t, before.seen_s))
         elif before.open is None:

@@ -16,17 +16,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from harness.bucket.beats import Beat, Beats
+from harness.bucket.beats import Beats
 from harness.bucket.layout import DOUBT, LEAVE, STOP_KEY, StopOrder, order_by, order_key
 from harness.bucket.lease import Lease
 from harness.bucket.orders import ask_to_stop, stop_order
 from harness.controller import policies
 from harness.controller.book import UNSHOWN, Book, bill, how_it_ended
+from harness.controller.learning import KnowsNothing, Learner
+from harness.controller.listening import BeatListener, Since
 from harness.core.facts import (
     AttemptDoubted,
     AttemptEnded,
@@ -38,7 +38,6 @@ from harness.core.facts import (
     RunEnded,
     Stamped,
 )
-from harness.core.known import Known
 from harness.core.world import (
     BadInput,
     CloudUnavailable,
@@ -63,7 +62,6 @@ ENDED_UNSHOWN = (
     f"{UNSHOWN}, and its agent has ended: look for its machine where it was launched from"
 )
 REPEAT_S = 30.0  # a node that does not go is told again after this
-LISTEN_S = 5.0  # between two looks at who beats, while the cloud does not show everybody
 # an attempt that was given up may still come up until then: nobody's launch takes longer
 LOST_S = 7200.0
 
@@ -119,19 +117,6 @@ class FactWriter(Protocol):
     def record(self, fact: Fact) -> None: ...
     def flush(self) -> None: ...
     def read(self) -> list[Stamped]: ...
-
-
-class Learner(Protocol):
-    """Tells what forecasts need (`View.known`); asked in every round, so it must be quick."""
-
-    def known(self, now_s: float, book: Book) -> Known: ...
-
-
-class KnowsNothing:
-    """For policies that look at nothing but what is offered."""
-
-    def known(self, now_s: float, book: Book) -> Known:
-        return Known(capacity=book.capacity)
 
 
 def recover(
@@ -196,30 +181,6 @@ def forget_stop(store: ObjectStore) -> None:
 
 
 @dataclass
-class _Since:
-    """When something began, by attempt."""
-
-    unseen_s: dict[int, float] = field(default_factory=dict)  # intended, not shown by the cloud
-    told_s: dict[int, float] = field(default_factory=dict)  # told to go
-    asked_s: dict[int, float] = field(default_factory=dict)  # asked to leave
-
-
-@dataclass
-class _Listener:
-    """Who beats in the bucket, as of the last look."""
-
-    beats: Beats
-    heard: list[Beat] = field(default_factory=list)
-    heard_s: float = -math.inf
-
-    def listen(self, attempts: Collection[int], now: float) -> list[Beat]:
-        """What is heard of these; the last answer, if that was a moment ago."""
-        if attempts and now - self.heard_s >= LISTEN_S:
-            self.heard, self.heard_s = self.beats.look(attempts), now
-        return self.heard
-
-
-@dataclass
 class Loop:
     """One controller's turn at the wheel. What it holds besides the book may be forgotten
     without harm."""
@@ -231,19 +192,19 @@ class Loop:
     lease: Lease
     book: Book
     learner: Learner = field(default_factory=KnowsNothing)
-    since: _Since = field(default_factory=_Since)
+    since: Since = field(default_factory=Since)
     strays: list[Node] = field(default_factory=list)  # alive, but not in the book
     shown: set[int] = field(default_factory=set)  # attempts that the cloud knows
     # attempts that it does not, and that beat in the bucket
     beating: set[int] = field(default_factory=set)
     late: dict[int, Node] = field(default_factory=dict)  # given up as lost, and seen to beat since
-    listener: _Listener = field(init=False)
+    listener: BeatListener = field(init=False)
     newest: Manifest | None = None
     ending_s: float | None = None
     waiting: str | None = None  # the reason written down last
 
     def __post_init__(self) -> None:
-        self.listener = _Listener(Beats(self.world.store, self.world.clock.now))
+        self.listener = BeatListener(Beats(self.world.store, self.world.clock.now))
 
     def note(self, fact: Fact) -> None:
         self.journal.record(fact)

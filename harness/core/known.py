@@ -25,7 +25,7 @@ class Spell:
 
 
 @dataclass(frozen=True)
-class Capacity:
+class CapacitySeen:
     """What was seen of one offer's capacity. `open`: as last seen; None: never looked. It was so
     from `since_s`, and was last seen to be so at `seen_s` (the run's clock). `node_s` and
     `losses`: seconds that nodes were up there, added up, and how many of them were taken;
@@ -43,14 +43,14 @@ class Capacity:
         """For how long it has been as it is."""
         return max(0.0, now_s - self.since_s)
 
-    def then(self, spell: Spell, **changes: object) -> Capacity:
+    def then(self, spell: Spell, **changes: object) -> CapacitySeen:
         """After that spell."""
         spells = (*self.spells, spell)[-MOST_SPELLS:]
         return dataclasses.replace(self, spells=spells, **changes)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
-class Pace:
+class StepPace:
     """How fast steps were in one kind of world: the median of `step_s` seconds over `steps` steps
     of `ranks` workers, each on one `accelerator`."""
 
@@ -61,7 +61,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Known:
+class Knowledge:
     """Zeros and empty: not known. Work is counted in worker-seconds: what one worker of speed 1
     (`Offer.speed`) does in a second when the batch divides evenly."""
 
@@ -70,7 +70,7 @@ class Known:
     # steps that are done and not yet committed, as far as the nodes have told
     uncommitted_steps: int = 0
     micro_batches: int = 0  # of a step: a world of more workers leaves some of them idle
-    paces: tuple[Pace, ...] = ()
+    paces: tuple[StepPace, ...] = ()
     # seconds from asking for a node until it trains: launch, set-up, restore
     changeover_s: float = 300.0
     # training that is lost when a node is taken without notice: half a snapshot interval or so
@@ -79,7 +79,7 @@ class Known:
     move_usd: float = 0.0  # for the snapshot to leave the region, once
     deadline_s: float | None = None  # the run's clock
     budget_usd: float | None = None
-    capacity: Mapping[str, Capacity] = field(default_factory=dict)  # by offer
+    capacity: Mapping[str, CapacitySeen] = field(default_factory=dict)  # by offer
     # by offer: (when, USD per hour) of each change that was seen, the oldest first
     prices: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypeAlias
 
-from harness.core.known import Known
+from harness.core.known import Knowledge
 from storage.objects import ObjectStore
 
 # exit codes; docs/ARCHITECTURE.md says who acts on which
@@ -159,7 +159,7 @@ class View:
     # for so long a node is billed after it was asked to leave: it drains, and is terminated
     leave_s: float = 60.0
     # what forecasts need: speed, capacity, prices, deadline; empty where nobody knows
-    known: Known = field(default_factory=Known)
+    known: Knowledge = field(default_factory=Knowledge)
 
 
 def meeting_place(found: Sequence[tuple[str, int, bool]]) -> str:

@@ -1,1 +1,1 @@
-"""Markets: what was recorded of them, what is learned, what will come, and what a plan would pay."""
+"""Markets: what was recorded of them, what is learned, what will come, what a plan would pay."""

@@ -4,8 +4,8 @@ on one node at a time, when the whole market is known in advance. The yardstick 
 In each tick the node is on spot in a zone that has one, on demand, or nowhere. Whoever begins
 somewhere pays from then on, and makes no progress for `changeover_s` (a launch, a restore); a begin
 in another zone than the last one also costs `move_usd`. A spot node is lost at the end of a tick
-whose successor has none. Exact for decisions at ticks: dynamic programming backwards over time, with
-the work that is left as a vector of whole parts of a tick.
+whose successor has none. Exact for decisions at ticks: dynamic programming backwards over time,
+with the work that is left as a vector of whole parts of a tick.
 
 Pure.
 """
@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 from harness.core.world import BadInput
 from harness.market.traces import ZoneTrace
 
-Costs: TypeAlias = NDArray[np.float64]
+CostVector: TypeAlias = NDArray[np.float64]
 
 NOWHERE, ON_DEMAND = -1, -2
 MOST_PARTS = 60  # of a tick
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkToDo:
     """What is to be done. Hours of one node without interruption; USD per hour of spot where a
     trace has no prices, and on demand."""
 
@@ -60,7 +60,7 @@ def parts_of(tick_s: float, changeover_s: float) -> int:
     return max(1, ratio.denominator)
 
 
-def optimum(zones: Sequence[ZoneTrace], first: int, work: Work) -> Optimum:
+def optimum(zones: Sequence[ZoneTrace], first: int, work: WorkToDo) -> Optimum:
     """From tick `first` of aligned `zones` on. Ticks beyond the trace have no spot. Raises BadInput
     if the deadline cannot be met even on demand."""
     tick_s = zones[0].tick_s
@@ -86,7 +86,7 @@ class _Table:
         self,
         zones: Sequence[ZoneTrace],
         first: int,
-        work: Work,
+        work: WorkToDo,
         parts: int,
         left: int,
         ahead: int,
@@ -120,19 +120,19 @@ class _Table:
         done = np.full(self.left + 1, math.inf)
         done[0] = 0.0
         last = len(self.stages) - 1
-        cost: dict[tuple[int, int], Costs] = {}
+        cost: dict[tuple[int, int], CostVector] = {}
         for place in range(self.places):
             for stage in range(-1, last + 1):
                 cost[place, stage] = done
         for tick in range(self.ticks - 1, -1, -1):
-            run: dict[tuple[int, int], Costs] = {}
+            run: dict[tuple[int, int], CostVector] = {}
             for place in range(self.places):
                 if self.open[tick, place]:
                     for stage, progress in enumerate(self.stages):
                         run[place, stage] = self._run(
                             cost[place, min(stage + 1, last)], progress, self.usd[tick, place]
                         )
-            now: dict[tuple[int, int], Costs] = {}
+            now: dict[tuple[int, int], CostVector] = {}
             chosen: dict[tuple[int, int], NDArray[np.int16]] = {}
             for place in range(self.places):
                 idle, pick = cost[place, -1].copy(), np.full(self.left + 1, NOWHERE, np.int16)
@@ -160,7 +160,7 @@ class _Table:
         self.best = min(range(self.places), key=lambda place: float(cost[place, -1][self.left]))
         self.least = float(cost[self.best, -1][self.left])
 
-    def _run(self, after: Costs, progress: int, usd: float) -> Costs:
+    def _run(self, after: CostVector, progress: int, usd: float) -> CostVector:
         found = np.empty_like(after)
         if progress:
             found[progress:] = after[:-progress]

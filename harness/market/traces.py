@@ -177,7 +177,9 @@ def _of_changes(
     last_s = -math.inf
     for at_s, what, node in changes:
         if at_s < last_s:
-            raise BadInput(f"{name}: wanted times that never go back, found {at_s:g} s after {last_s:g} s")
+            raise BadInput(
+                f"{name}: wanted times that never go back, found {at_s:g} s after {last_s:g} s"
+            )
         last_s = at_s
         if (what == "add") == (node in there):
             raise BadInput(
@@ -285,8 +287,8 @@ def _second(first: str) -> str:
     return first.split(",")[1].strip() if first.count(",") else ""
 
 
-Reader: TypeAlias = Callable[[str, str, str, TraceAsked], list[ZoneTrace]]
-READERS: Sequence[tuple[Callable[[str], bool], Reader]] = (
+TraceReader: TypeAlias = Callable[[str, str, str, TraceAsked], list[ZoneTrace]]
+READERS: Sequence[tuple[Callable[[str], bool], TraceReader]] = (
     (lambda first: first.startswith("{"), _counts),
     (lambda first: first.startswith("["), _json_lines),
     (_is_header, _table),
@@ -318,7 +320,7 @@ def _numbers(values: Any, name: str, what: str) -> Prices:
 
 
 def _whole(nodes: NDArray[Any], name: str) -> Counts:
-    whole = np.rint(nodes).astype(np.int64)
+    whole: Counts = np.rint(nodes).astype(np.int64)
     if len(whole) and (np.abs(nodes - whole).max() > 1e-9):
         raise BadInput(
             f"{name}: wanted whole numbers of nodes, found {nodes[np.abs(nodes - whole) > 1e-9][0]}"

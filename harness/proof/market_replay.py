@@ -1,12 +1,12 @@
 """A recorded market, replayed through the real recovery loop: what would a policy have cost there?
 
-Real: `recovery.recover`, book, lease, journal, orders, the commit of snapshots, and the policy. Played:
-the cloud, whose zones have as many machines in each tick as the trace says, and the nodes, which train.
-Time jumps from tick to tick: everybody who sleeps wakes at the next one. So a policy decides once in a
-tick, as often as it likes; what is refused in a tick is refused until the next.
+Real: `recovery.recover`, book, lease, journal, orders, the commit of snapshots, and the policy.
+Played: the cloud, whose zones have as many machines in each tick as the trace says, and the nodes,
+which train. Time jumps from tick to tick: everybody who sleeps wakes at the next one. So a policy
+decides once in a tick, as often as it likes; what is refused is refused until the next.
 
-A node is billed from when it was given, at the trace's price, and trains `changeover_s` later. Those
-that a zone has no room for any more are taken at the tick's beginning, the newest first; with
+A node is billed from when it was given, at the trace's price, and trains `changeover_s` later.
+Those that a zone has no room for any more are taken at the tick's beginning, the newest first; with
 `lost_s`, each of them takes that much of the run's newest work along. Everybody else trains on.
 
 Pure: no torch, sockets, wall clock or global randomness.
@@ -25,7 +25,7 @@ from harness.bucket.layout import LEAVE, order_key
 from harness.bucket.lease import Lease
 from harness.controller.book import Book
 from harness.controller.recovery import RunOutcome, RunSpec, recover
-from harness.core.known import Known
+from harness.core.known import Knowledge
 from harness.core.world import DRAINED, FINISHED, STOPPED, Node, NodeState, Offer, Policy, World
 from harness.market.traces import ZoneTrace
 from harness.proof.sim_world import SortedStore
@@ -200,8 +200,8 @@ class MarketReplay:
         self._end(attempt, self.clock.now(), STOPPED, "terminated")
 
     # ---- Learner ---------------------------------------------------------------------------------
-    def known(self, now_s: float, book: Book) -> Known:
-        return Known(
+    def known(self, now_s: float, book: Book) -> Knowledge:
+        return Knowledge(
             total_steps=self.total_steps,
             work=self.work,
             changeover_s=self.job.changeover_s,
@@ -242,7 +242,9 @@ class MarketReplay:
             there = [n for n in self.fleet.up if n.offer.name == zone]
             for node in sorted(there, key=lambda n: -n.attempt)[: len(there) - self._room(zone)]:
                 lost = self.job.lost_s * len(self.fleet.up)
-                self.fleet.work = max(self.committed * self.work / self.total_steps, self.fleet.work - lost)
+                self.fleet.work = max(
+                    self.committed * self.work / self.total_steps, self.fleet.work - lost
+                )
                 self._end(node.attempt, self.clock.now(), None, "preempted")
         self._commit()
 
@@ -280,7 +282,9 @@ class MarketReplay:
         """When the work is done, within the tick that began then; else its end."""
         until_s, left = since_s + self.tick_s, self.work - self.fleet.work
         starts = sorted(max(since_s, n.at_work_s or 0.0) for n in up)
-        for workers, (start_s, next_s) in enumerate(zip(starts, [*starts[1:], math.inf], strict=False), 1):
+        for workers, (start_s, next_s) in enumerate(
+            zip(starts, [*starts[1:], math.inf], strict=False), 1
+        ):
             if start_s + left / workers <= min(next_s, until_s):
                 return start_s + left / workers
             left -= workers * (next_s - start_s)

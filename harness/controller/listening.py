@@ -1,0 +1,38 @@
+"""Who beats in the bucket, and since when things are as they are: the recovery loop's short memory.
+
+Pure. What lies here may be forgotten without harm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from harness.bucket.beats import Beat, Beats
+
+LISTEN_S = 5.0  # between two looks at who beats, while the cloud does not show everybody
+
+
+@dataclass
+class Since:
+    """When something began, by attempt."""
+
+    unseen_s: dict[int, float] = field(default_factory=dict)  # intended, not shown by the cloud
+    told_s: dict[int, float] = field(default_factory=dict)  # told to go
+    asked_s: dict[int, float] = field(default_factory=dict)  # asked to leave
+
+
+@dataclass
+class BeatListener:
+    """Who beats in the bucket, as of the last look."""
+
+    beats: Beats
+    heard: list[Beat] = field(default_factory=list)
+    heard_s: float = -math.inf
+
+    def listen(self, attempts: Collection[int], now: float) -> list[Beat]:
+        """What is heard of these; the last answer, if that was a moment ago."""
+        if attempts and now - self.heard_s >= LISTEN_S:
+            self.heard, self.heard_s = self.beats.look(attempts), now
+        return self.heard
