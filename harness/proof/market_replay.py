@@ -198,7 +198,7 @@ class MarketReplay:
         self._end(attempt, self.clock.now(), STOPPED, "terminated")
 
     # ---- Learner ---------------------------------------------------------------------------------
-    def known(self, now_s: float, book: Book) -> Knowledge:
+    def known(self, now_s: float, book: Book, offers: Sequence[Offer]) -> Knowledge:
         return Knowledge(
             total_steps=self.total_steps,
             work=self.work,
