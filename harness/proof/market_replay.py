@@ -240,7 +240,8 @@ class MarketReplay:
         self._work(self.clock.now() - self.tick_s)
         for zone in self.zones:
             there = [n for n in self.fleet.up if n.offer.name == zone]
-            for node in sorted(there, key=lambda n: -n.attempt)[: len(there) - self._room(zone)]:
+            taken = max(0, len(there) - self._room(zone))
+            for node in sorted(there, key=lambda n: -n.attempt)[:taken]:
                 lost = self.job.lost_s * len(self.fleet.up)
                 self.fleet.work = max(
                     self.committed * self.work / self.total_steps, self.fleet.work - lost
