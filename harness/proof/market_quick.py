@@ -43,11 +43,14 @@ def play(
     *,
     seed: int = 0,
     seen: Mapping[str, CapacitySeen] | None = None,
+    places: Mapping[str, str] | None = None,
     budget_usd: float | None = None,
 ) -> ReplayResult:
     """From tick `first` of aligned zones on, as `market_replay.replay` does. `seen`: what is known
-    of their capacity before, on a clock that is 0 at the beginning."""
-    return _QuickMarket(zones, first, job, seed, seen).play(policy, budget_usd)
+    of their capacity before, on a clock that is 0 at the beginning. `places`: of zones, where nodes
+    reach each other; by default each zone is a place of its own."""
+    market = _QuickMarket(zones, first, job, seed, seen, places or {})
+    return market.play(policy, budget_usd)
 
 
 @dataclass
@@ -79,6 +82,7 @@ class _QuickMarket:
         job: ReplayJob,
         seed: int,
         seen: Mapping[str, CapacitySeen] | None,
+        places: Mapping[str, str],
     ):
         self.job, self.tick_s, self.tick = job, zones[0].tick_s, 0
         self.limit_h = 4 * job.deadline_h + 4 * job.work_h + 24
@@ -90,6 +94,7 @@ class _QuickMarket:
         }
         self.total_steps = max(1, round(job.work_h * 3600 / STEP_S))
         self.work = job.work_h * 3600 * job.nodes[1]
+        self.places = {z.zone: places.get(z.zone, z.zone) for z in zones}
         self.full = FullOffers(random.Random(seed), 0.5 * self.tick_s)
         self.seen = CapacityBook(dict(seen or {}))
         self.fleet, self.spans = _QuickFleet(), list[tuple[str, float, float, bool]]()
@@ -157,8 +162,9 @@ class _QuickMarket:
         if prices != self._offers[0]:
             dear, found = self.job.on_demand_usd_per_h, list[Offer]()
             for name, usd in zip(self.rooms, prices, strict=True):
-                found.append(Offer(usd, name, on_demand_usd_per_h=dear, place=name))
-                found.append(Offer(dear, name + ON_DEMAND, False, place=name))
+                place = self.places[name]
+                found.append(Offer(usd, name, on_demand_usd_per_h=dear, place=place))
+                found.append(Offer(dear, name + ON_DEMAND, False, place=place))
             self._offers = prices, tuple(sorted(found))
         return self._offers[1]
 
