@@ -37,6 +37,7 @@ KEPT = 6  # candidates that are played in all markets
 LOW, HIGH = 0.1, 0.9
 
 ON_DEMAND_ONLY = "on_demand"
+SPOT_ONLY = ("cheapest", "best_value", "patient")  # as `harness launch` offers nodes
 ASSUMED = (
     "a step is as fast as peak arithmetic and the shares of its batch allow, at every number of "
     "nodes (--step-time, --scaling)",
@@ -185,6 +186,11 @@ def on_demand_only(view: View) -> Decision:
     return policies.fill(view, [o for o in view.offers if not o.spot], "on demand")
 
 
+def buys_on_demand(policy: str) -> bool:
+    """Does it use offers on demand? The others are not shown any, as `harness launch` does."""
+    return policy.partition("?")[0] not in SPOT_ONLY
+
+
 def policy_of(candidate: PlanCandidate, run: PlannedRun) -> Policy:
     """As `harness launch` would build it, told of deadline and work where it asks for them."""
     name = candidate.policy
@@ -274,6 +280,7 @@ def forecast(
             seed=at,
             seen={name: seen[name] for name in places if name in seen},
             places=places,
+            on_demand=buys_on_demand(candidate.policy),
             budget_usd=run.budget_usd,
         )
         for at in range(markets)
