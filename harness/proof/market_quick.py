@@ -28,7 +28,6 @@ from harness.core.world import (
     Stop,
     Terminate,
     View,
-    meeting_place,
 )
 from harness.market.traces import ZoneTrace
 from harness.proof.market_replay import ON_DEMAND, STEP_S, ReplayJob, ReplayResult
@@ -44,17 +43,11 @@ def play(
     *,
     seed: int = 0,
     seen: Mapping[str, CapacitySeen] | None = None,
-    places: Mapping[str, str] | None = None,
     budget_usd: float | None = None,
-    on_demand: bool = True,
 ) -> ReplayResult:
     """From tick `first` of aligned zones on, as `market_replay.replay` does. `seen`: what is known
-    of their capacity before, on a clock that is 0 at the beginning. `places`: of zones; nodes train
-    together within one. By default each zone is a place of its own, and all train together.
-    `on_demand`: is it offered?"""
-    market = _QuickMarket(zones, first, job, seed, seen, places or {})
-    market.on_demand = on_demand
-    return market.play(policy, budget_usd)
+    of their capacity before, on a clock that is 0 at the beginning."""
+    return _QuickMarket(zones, first, job, seed, seen).play(policy, budget_usd)
 
 
 @dataclass
@@ -68,8 +61,7 @@ class _QuickFleet:
     on_demand_s: float = 0.0
     work: float = 0.0
     done_s: float | None = None
-    place: str = ""  # of the node that was given last
-    home: str = ""  # where the world is that trains
+    place: str = ""
     moves: int = 0
     losses: int = 0
     attempts: int = 0
@@ -87,7 +79,6 @@ class _QuickMarket:
         job: ReplayJob,
         seed: int,
         seen: Mapping[str, CapacitySeen] | None,
-        places: Mapping[str, str],
     ):
         self.job, self.tick_s, self.tick = job, zones[0].tick_s, 0
         self.limit_h = 4 * job.deadline_h + 4 * job.work_h + 24
@@ -99,8 +90,6 @@ class _QuickMarket:
         }
         self.total_steps = max(1, round(job.work_h * 3600 / STEP_S))
         self.work = job.work_h * 3600 * job.nodes[1]
-        self.places, self.apart = {z.zone: places.get(z.zone, z.zone) for z in zones}, bool(places)
-        self.on_demand = True
         self.full = FullOffers(random.Random(seed), 0.5 * self.tick_s)
         self.seen = CapacityBook(dict(seen or {}))
         self.fleet, self.spans = _QuickFleet(), list[tuple[str, float, float, bool]]()
@@ -168,10 +157,8 @@ class _QuickMarket:
         if prices != self._offers[0]:
             dear, found = self.job.on_demand_usd_per_h, list[Offer]()
             for name, usd in zip(self.rooms, prices, strict=True):
-                place = self.places[name]
-                found.append(Offer(usd, name, on_demand_usd_per_h=dear, place=place))
-                if self.on_demand:
-                    found.append(Offer(dear, name + ON_DEMAND, False, place=place))
+                found.append(Offer(usd, name, on_demand_usd_per_h=dear, place=name))
+                found.append(Offer(dear, name + ON_DEMAND, False, place=name))
             self._offers = prices, tuple(sorted(found))
         return self._offers[1]
 
@@ -251,11 +238,10 @@ class _QuickMarket:
         fleet = self.fleet
         if not fleet.nodes:
             return
-        at_work_s = self._at_work(since_s)
-        end_s = self._done_at(since_s, at_work_s)
+        end_s = self._done_at(since_s)
         seconds = end_s - since_s
-        fleet.work += sum(max(0.0, end_s - start_s) for start_s in at_work_s)
         for node in fleet.nodes.values():
+            fleet.work += max(0.0, end_s - max(since_s, node.at_work_s or 0.0))
             spot = node.offer.spot
             usd_per_h = self._price(node.offer.name) if spot else self.job.on_demand_usd_per_h
             fleet.usd += usd_per_h * seconds / 3600
@@ -266,21 +252,10 @@ class _QuickMarket:
             for attempt in list(fleet.nodes):
                 self._end(attempt, end_s, "finished")
 
-    def _at_work(self, since_s: float) -> list[float]:
-        """From when each node trains in the tick that began then, the earliest first. Those in
-        another place than the others train with nobody."""
-        until_s = since_s + self.tick_s
-        ready = [n for n in self.fleet.nodes.values() if (n.at_work_s or 0.0) < until_s]
-        if self.apart:
-            by_place = [(n.offer.place, 1, n.offer.place == self.fleet.home) for n in ready]
-            home = self.fleet.home = meeting_place(by_place)
-            ready = [n for n in ready if n.offer.place == home]
-        starts = sorted(max(since_s, n.at_work_s or 0.0) for n in ready)
-        return starts[: self.job.nodes[1]] if self.apart else starts
-
-    def _done_at(self, since_s: float, starts: Sequence[float]) -> float:
+    def _done_at(self, since_s: float) -> float:
         """When the work is done, within the tick that began then; else its end."""
         until_s, left = since_s + self.tick_s, self.work - self.fleet.work
+        starts = sorted(max(since_s, n.at_work_s or 0.0) for n in self.fleet.nodes.values())
         for workers, start_s in enumerate(starts, 1):
             next_s = starts[workers] if workers < len(starts) else math.inf
             if start_s + left / workers <= min(next_s, until_s):
