@@ -130,7 +130,7 @@ def test_a_node_beside_another_is_no_crowd_and_takes_its_place() -> None:
     policy = replacing(cheapest)
     there = up(1, A), up(2, A), up(3, OD)
     standing_in = {3: 1}
-    fresh = dict(now_s=30.0, standing_in=standing_in)
+    fresh = {"now_s": 30.0, "standing_in": standing_in}
     assert isinstance(policy(view(*there, **fresh)), Wait)  # it has hardly come
     gone = policy(view(*there, standing_in=standing_in))
     assert gone == Terminate(1, "its replacement is there", 300.0)
