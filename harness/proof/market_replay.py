@@ -2,8 +2,8 @@
 
 Real: `recovery.recover`, book, lease, journal, orders, and the policy. Played: the cloud, whose
 zones have as many machines in each tick as the trace says, and the nodes, which train, and commit
-snapshots without content. Time jumps from tick to tick: everybody who sleeps wakes at the next one. So a policy
-decides once in a tick, as often as it likes; what is refused is refused until the next.
+snapshots without content. Time jumps from tick to tick: everybody who sleeps wakes at the next one.
+So a policy decides once in a tick, as often as it likes; what is refused is refused until the next.
 
 A node is billed from when it was given, at the trace's price, and trains `changeover_s` later.
 Those that a zone has no room for any more are taken at the tick's beginning, the newest first; with
