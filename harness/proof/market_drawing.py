@@ -1,4 +1,4 @@
-"""Pictures of a table of policies on recorded markets: `harness simulate --trace ... --plot FILE`.
+"""Pictures of a table of policies on recorded markets: `harness simulate --trace FILE --plot FILE`.
 
 Turns windows, nodes and plans into plain numbers for `views/market_pictures.py`, and writes them.
 """
