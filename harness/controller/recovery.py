@@ -342,13 +342,14 @@ class Loop:
 
     def view(self, step: int) -> View:
         now, book = self.world.clock.now(), self.book
+        offers = tuple(sorted(self.world.cloud.offers()))
         return View(
             now_s=now,
             started_s=now if book.started_s is None else book.started_s,
             min_nodes=self.run.min_nodes,
             max_nodes=self.run.max_nodes,
             alive=tuple(book.open.values()),
-            offers=tuple(sorted(self.world.cloud.offers())),
+            offers=offers,
             blocked=dict(book.full.until_s),
             committed_step=step,
             last_progress_s=book.progress_s,
@@ -358,7 +359,7 @@ class Loop:
             doubted=tuple(sorted(book.doubted)),
             launch_s=book.launch_s(self.run.launch_s),
             leave_s=book.leave_s(self.run.exit_grace_s, self.run.terminate_s) + 2 * self.run.poll_s,
-            known=self.learner.known(now, book),
+            known=self.learner.known(now, book, offers),
         )
 
     def broken(self, view: View) -> str | None:

@@ -43,6 +43,17 @@ class CapacitySeen:
         """For how long it has been as it is."""
         return max(0.0, now_s - self.since_s)
 
+    def after(self, prior: CapacitySeen) -> CapacitySeen:
+        """The same with what was known of the offer before this run began; how it is now only
+        this run knows."""
+        return dataclasses.replace(
+            self,
+            spells=(*prior.spells, *self.spells)[-MOST_SPELLS:],
+            node_s=prior.node_s + self.node_s,
+            losses=prior.losses + self.losses,
+            unnoticed=prior.unnoticed + self.unnoticed,
+        )
+
     def then(self, spell: Spell, **changes: object) -> CapacitySeen:
         """After that spell."""
         spells = (*self.spells, spell)[-MOST_SPELLS:]
@@ -92,7 +103,9 @@ class Knowledge:
 
     def left(self, committed_step: int) -> float | None:
         """Worker-seconds of work that is still to be done; None: nobody knows."""
-        if not self.work or not self.total_steps:
+        if not self.work:
             return None
+        if not self.total_steps:  # the script says how many when it begins
+            return None if committed_step or self.uncommitted_steps else self.work
         done = min(self.total_steps, committed_step + self.uncommitted_steps)
         return self.work * (1.0 - done / self.total_steps)

@@ -1,9 +1,9 @@
 """A recorded market, replayed through the real recovery loop: what would a policy have cost there?
 
-Real: `recovery.recover`, book, lease, journal, orders, the commit of snapshots, and the policy.
-Played: the cloud, whose zones have as many machines in each tick as the trace says, and the nodes,
-which train. Time jumps from tick to tick: everybody who sleeps wakes at the next one. So a policy
-decides once in a tick, as often as it likes; what is refused is refused until the next.
+Real: `recovery.recover`, book, lease, journal, orders, and the policy. Played: the cloud, whose
+zones have as many machines in each tick as the trace says, and the nodes, which train, and commit
+snapshots without content. Time jumps from tick to tick: everybody who sleeps wakes at the next one.
+So a policy decides once in a tick, as often as it likes; what is refused is refused until the next.
 
 A node is billed from when it was given, at the trace's price, and trains `changeover_s` later.
 Those that a zone has no room for any more are taken at the tick's beginning, the newest first; with
@@ -29,9 +29,8 @@ from harness.core.known import Knowledge
 from harness.core.world import DRAINED, FINISHED, STOPPED, Node, NodeState, Offer, Policy, World
 from harness.market.traces import ZoneTrace
 from harness.proof.sim_world import SortedStore
-from storage.manifest import Ref
-from storage.retention import Keep
-from storage.snapshots import Snapshots
+from storage.manifest import Manifest, PartList, Ref
+from storage.snapshot_keys import MANIFESTS, manifest_key
 
 STEP_S = 60.0  # of a world of all nodes; finer steps only cost time
 ON_DEMAND = "/on-demand"  # ends the names of on-demand offers
@@ -135,7 +134,6 @@ class MarketReplay:
         self.tick_s = zones[0].tick_s
         self.clock = TickClock(self.tick_s, self._tick)
         self.store = SortedStore()
-        self.snapshots = Snapshots(self.store)
         self.rng = random.Random(seed)
         self.fleet, self.spans = Fleet(), list[tuple[str, float, float, bool]]()
         self.total_steps = max(1, round(job.work_h * 3600 / STEP_S))
@@ -200,7 +198,7 @@ class MarketReplay:
         self._end(attempt, self.clock.now(), STOPPED, "terminated")
 
     # ---- Learner ---------------------------------------------------------------------------------
-    def known(self, now_s: float, book: Book) -> Knowledge:
+    def known(self, now_s: float, book: Book, offers: Sequence[Offer]) -> Knowledge:
         return Knowledge(
             total_steps=self.total_steps,
             work=self.work,
@@ -296,11 +294,11 @@ class MarketReplay:
         step = self.total_steps if done else int(self.total_steps * self.fleet.work / self.work)
         if step <= self.committed:
             return
-        self.committed, ref = step, Ref(1, step)
-        data = {"step": step, "final": done}
-        self.snapshots.write(ref, 0, 1, {"s.bin": b"-"}, {}, data, "replay")
-        self.snapshots.commit(ref, 1)
-        self.snapshots.prune(Keep(last=2))
+        ref, self.committed = Ref(1, step), step
+        share = PartList(ref, 0, 1, "replay", (), {}, {"step": step, "final": done})
+        self.store.create(manifest_key(ref), Manifest.merge([share]).to_json().encode())
+        for old in self.store.list(MANIFESTS)[:-2]:
+            self.store.delete(old)
 
     def _result(self, outcome: RunOutcome) -> ReplayResult:
         for node in self.fleet.up:
