@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from harness.controller.choosing import fill, open_offers, until_next, usd_per_work
 from harness.controller.combinators import replacing, within_budget, within_hours
+from harness.controller.deadline import deadline
 from harness.controller.together import together
 from harness.core import dotted
 from harness.core.world import BadInput, Decision, Policy, Terminate, View, Wait
@@ -105,6 +106,7 @@ POLICIES: dict[str, Callable[..., Decision]] = {
     "patient": patient,
     "on_demand_fallback": on_demand_fallback,
     "uniform_progress": uniform_progress,
+    "deadline": deadline,
 }
 
 
@@ -126,6 +128,7 @@ def resolve(name: str) -> Policy:
 __all__ = [
     "POLICIES",
     "best_value",
+    "deadline",
     "cheapest",
     "fill",
     "on_demand_fallback",

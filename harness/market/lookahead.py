@@ -27,6 +27,7 @@ CLASSES = len(AGES_H)
 # what an hour of work costs that is not done at the deadline, in hours of on demand
 LATE = 8.0
 MOST_TABLES, MOST_MOVES = 96, 4096  # that are kept
+SHORT_H = 0.1  # in which a spell changes once at most, nearly
 OPEN = 0  # of a market's states; 1 + class: it is closed, for so long
 
 
@@ -58,14 +59,18 @@ class Moves:
 @functools.lru_cache(maxsize=MOST_MOVES)
 def moves(rates: SpellRates, hours: float) -> Moves:
     """Of markets with these rates."""
-    kept, lost = _aging(rates.close_per_h, hours)
-    still, opened = _aging(rates.open_per_h, hours)
+    halves = max(0, math.ceil(math.log2(hours / SHORT_H))) if hours > 0 else 0
+    short_h = hours / 2**halves
+    kept, lost = _aging(rates.close_per_h, short_h)
+    still, opened = _aging(rates.open_per_h, short_h)
     market = np.zeros((1 + CLASSES, 1 + CLASSES))
     # While no node of ours is there, nobody sees how old an open spell gets.
     closed = lost[0] * (1 - rates.another)
     market[OPEN, OPEN], market[OPEN, 1] = 1 - closed, closed
     market[1:, 1:], market[1:, OPEN] = still, opened
-    return Moves(market, kept, lost)
+    for _ in range(halves):
+        market, kept = market @ market, kept @ kept
+    return Moves(market, kept, 1 - kept.sum(axis=1))
 
 
 def _aging(per_h: tuple[float, ...], hours: float) -> tuple[Costs, Costs]:
