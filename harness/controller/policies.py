@@ -11,26 +11,44 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from harness.controller.choosing import fill, open_offers, until_next, usd_per_work
+from harness.controller.choosing import (
+    LOOK_AGAIN_S,
+    fill,
+    open_offers,
+    until_next,
+    usd_per_work,
+)
 from harness.controller.combinators import replacing, within_budget, within_hours
 from harness.controller.deadline import deadline
 from harness.controller.together import together
+from harness.controller.value import Worth
 from harness.core import dotted
-from harness.core.world import BadInput, Decision, Policy, Terminate, View, Wait
+from harness.core.world import BadInput, Decision, Launch, Policy, Terminate, View, Wait
 
 
 # ---- strategies ----------------------------------------------------------------------------------
 def cheapest(view: View) -> Decision:
-    """Keep `max_nodes` alive, each on the cheapest offer that has capacity."""
-    return fill(view, view.offers, "cheapest offer with capacity")
+    """Keep `max_nodes` alive, each on the cheapest offer that has capacity. When steps were timed,
+    losses were seen or a move costs egress: on the one where a useful step is expected to cost
+    least."""
+    return _by_worth(view, Worth(view, per_work=False), "cheapest offer with capacity")
 
 
 def best_value(view: View) -> Decision:
-    """Like `cheapest`, but by the price of the work done rather than of the hour: a node with
-    eight fast GPUs may be the cheapest."""
-    return fill(
-        view, sorted(view.offers, key=usd_per_work), "the cheapest work on an offer with capacity"
-    )
+    """Like `cheapest`, but by the price of the work done from the beginning, by what is said of the
+    speed of offers: a node with eight fast GPUs may be the cheapest."""
+    return _by_worth(view, Worth(view), "the cheapest work on an offer with capacity")
+
+
+def _by_worth(view: View, worth: Worth, why: str) -> Decision:
+    if len(view.alive) >= view.max_nodes:
+        return Wait(LOOK_AGAIN_S, "all nodes are there")
+    offers = open_offers(view)
+    if not offers:
+        return Wait(until_next(view), "no capacity on the offers in question")
+    if (offer := worth.best(offers)) is None:
+        return Wait(LOOK_AGAIN_S, "the micro-batches are shared out: more nodes would be idle")
+    return Launch(offer, why if worth.nothing_known else "a useful step is expected to cost least")
 
 
 def patient(view: View, *, premium: float = 1.25, patience_s: float = 1800.0) -> Decision:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from harness.controller.choosing import LOOK_AGAIN_S, open_offers, usd_per_work
+from harness.controller.choosing import LOOK_AGAIN_S, open_offers
+from harness.controller.value import Worth
 from harness.core.world import Decision, Launch, Node, Offer, Policy, Terminate, View, Wait
 
 
@@ -84,11 +85,9 @@ class _Together:
             or any(n.up_s is None or view.now_s - n.up_s < self.stay_s for n in nodes)
         ):
             return None
-        better = tuple(
-            o
-            for o in view.offers
-            if o.place != home and usd_per_work(o) <= (1 - self.saving) * _cost(nodes)
-        )
+        worth = Worth(view)
+        at_most = (1 - self.saving) * worth.cost(*(n.offer for n in nodes))
+        better = tuple(o for o in view.offers if o.place != home and worth.cost(o) <= at_most)
         wanted = self.policy(
             dataclasses.replace(view, alive=(), offers=tuple(open_offers(view, better)))
         )
@@ -97,7 +96,9 @@ class _Together:
     def _moving(self, view: View, nodes: list[Node], away: list[Node]) -> Decision:
         """Some nodes are elsewhere already, beside the world that trains."""
         there, odd = _split(away, min(away, key=lambda n: (n.up_s is None, n.attempt)).offer.place)
-        if odd or self.saving <= 0 or _cost(there) >= _cost(nodes):
+        worth = Worth(view)
+        here_costs, there_costs = (worth.cost(*(n.offer for n in some)) for some in (nodes, there))
+        if odd or self.saving <= 0 or there_costs >= here_costs:
             return Terminate((odd or away)[-1].attempt, "the others cannot reach it")
         settled = sum(n.been_up_s(view.now_s) >= self.settle_s for n in there)
         if settled >= len(nodes):
@@ -107,10 +108,10 @@ class _Together:
             room = tuple(
                 o
                 for o in view.offers
-                if o.place == there[0].offer.place and usd_per_work(o) < _cost(nodes)
+                if o.place == there[0].offer.place and worth.cost(o) < here_costs
             )
             if offers := open_offers(view, room):
-                return Launch(min(offers, key=usd_per_work), "the whole run will be cheaper there")
+                return Launch(min(offers, key=worth.cost), "the whole run will be cheaper there")
             if all(n.up_s is not None for n in there):
                 return Terminate(there[-1].attempt, "there is no room for the whole run")
         return Wait(LOOK_AGAIN_S, "a cheaper place is made ready")
@@ -122,11 +123,3 @@ def _split(nodes: Iterable[Node], place: str) -> tuple[list[Node], list[Node]]:
     return [n for n in found if n.offer.place == place], [
         n for n in found if n.offer.place != place
     ]
-
-
-def _cost(nodes: Iterable[Node]) -> float:
-    """`usd_per_work` of a world."""
-    found = list(nodes)
-    return sum(n.offer.usd_per_h for n in found) / sum(
-        n.offer.speed * max(1, n.offer.gpus) for n in found
-    )
