@@ -62,7 +62,7 @@ def deadline(
         return _unmeasured(view)
     if view.max_nodes - len(view.doubted) > 1:
         return fleet(view, left)
-    return _Case.of(view, left).decide()
+    return NodeCase.of(view, left).decide()
 
 
 def _told(view: View, deadline_h: float | None, work_h: float | None, steps: int | None) -> View:
@@ -85,7 +85,7 @@ def _unmeasured(view: View) -> Decision:
 
 
 @dataclass(frozen=True)
-class _Hours:
+class HoursLeft:
     """`work`: what one node on demand needs for the rest; `time`: until the deadline; `begin`: from
     asking for a node until it trains; `look`: until the next decision; `lost`: work that goes with
     a node that is taken."""
@@ -103,25 +103,25 @@ class _Hours:
 
 
 @dataclass(frozen=True)
-class _Case:
+class NodeCase:
     """One decision about one node. `spot`: the offers worth a thought, the best first; `dear`: what
     can be had on demand, likewise."""
 
     view: View
-    hours: _Hours
+    hours: HoursLeft
     spot: tuple[Offer, ...]
     dear: tuple[Offer, ...]
     nodes: tuple[Node, ...]  # that will stay
 
     @classmethod
-    def of(cls, view: View, left: float) -> _Case:
+    def of(cls, view: View, left: float) -> NodeCase:
         known = view.known
         nodes = tuple(n for n in view.alive if n.attempt not in view.doubted)
         dear = sorted((o for o in view.offers if not o.spot), key=usd_per_work)
         spot = heapq.nsmallest(PLACES, (o for o in view.offers if o.spot), key=usd_per_work)
         one = (dear or spot or [Offer(1.0, "none")])[0]
         per_h = 3600 * one.speed * max(1, one.gpus) * known.efficiency(max(1, one.gpus))
-        hours = _Hours(
+        hours = HoursLeft(
             left / per_h,
             ((known.deadline_s or 0.0) - view.now_s) / 3600,
             max(known.changeover_s, view.launch_s) / 3600,
@@ -171,13 +171,17 @@ class _Case:
 
     def _on_demand(self, bought: Node) -> Decision:
         hours, rooms = self.hours, self._rooms()
-        if rooms and hours.spare >= 0:
-            begins = max(0.0, hours.begin - (self.view.now_s - bought.asked_s) / 3600)
-            work, time = hours.work, hours.time - begins
-            after = self.outlook()
-            stay = after.stay(OPEN, work, time, hours.look)
-            if after.change(work, time) < stay:
-                return self._ask(rooms[0], "spot costs less than on demand from now on", bought)
+        if not self.dear or hours.spare < 0:
+            return Wait(until_next(self.view), "on demand keeps the deadline")
+        work = hours.work
+        time = hours.time - max(0.0, hours.begin - (self.view.now_s - bought.asked_s) / 3600)
+        after, state = self.outlook(), self._state(rooms)
+        stay = after.stay(state, work, time, hours.look)
+        drop = after.wait(state, work, hours.time, hours.look)
+        if rooms and min(drop, after.change(work, time)) < stay:
+            return self._ask(rooms[0], "spot costs less than on demand from now on", bought)
+        if not rooms and drop < stay - 0.1 * hours.begin and hours.spare >= hours.begin:
+            return Terminate(bought.attempt, "spot will be back in time: waiting costs less")
         return Wait(until_next(self.view), "on demand keeps the deadline")
 
     def _on_spot(self, rented: Node) -> Decision:

@@ -86,7 +86,8 @@ def drift(terms: FleetTerms) -> NDArray[np.float32]:
     found = np.eye(LEVELS) + rate * (terms.cell_h / 2**halves)
     for _ in range(halves):
         found = found @ found
-    return found.astype(np.float32)
+    chances: NDArray[np.float32] = found.astype(np.float32)
+    return chances
 
 
 @functools.lru_cache(maxsize=MOST_FLEETS)

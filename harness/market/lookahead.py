@@ -6,7 +6,7 @@ changeover; from on demand to spot it is made beside the node that trains on, an
 only. Spells of capacity end at rates that depend on their age (`SpellRates`): of most markets, what
 has lasted for long goes on for long, and much of what has just begun is over soon.
 
-Costs are in hours of on demand: multiply by its price. Pure.
+CostVector are in hours of on demand: multiply by its price. Pure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-Costs: TypeAlias = NDArray[np.float64]
+CostVector: TypeAlias = NDArray[np.float64]
 
 # ages in hours at which the next class of age begins
 AGES_H = (0.0, 0.34, 1.0, 3.0, 9.0)
@@ -51,9 +51,9 @@ class Moves:
     """How capacity changes within some time: chances. `market`: from state to state. Of a node of
     ours, by class of age, `kept`: from class to class; `lost`: that it is taken."""
 
-    market: Costs
-    kept: Costs
-    lost: Costs
+    market: CostVector
+    kept: CostVector
+    lost: CostVector
 
 
 @functools.lru_cache(maxsize=MOST_MOVES)
@@ -73,7 +73,7 @@ def moves(rates: SpellRates, hours: float) -> Moves:
     return Moves(market, kept, 1 - kept.sum(axis=1))
 
 
-def _aging(per_h: tuple[float, ...], hours: float) -> tuple[Costs, Costs]:
+def _aging(per_h: tuple[float, ...], hours: float) -> tuple[CostVector, CostVector]:
     """From class to class of those spells that go on, and the chance that one ends."""
     ends = 1.0 - np.exp(-np.array(per_h) * hours)
     older = np.append(np.minimum(1.0, hours / np.diff(np.array(AGES_H))), 0.0)
@@ -147,7 +147,7 @@ class Outlook:
         """Go on, on spot that has been there for so long."""
         return float(self._at(self.rented, work_h, time_h)[class_of(age_h)])
 
-    def _at(self, table: NDArray[np.float32], work_h: float, time_h: float) -> Costs:
+    def _at(self, table: NDArray[np.float32], work_h: float, time_h: float) -> CostVector:
         """Of all states, between the cells."""
         cell_h = self.terms.cell_h
         i, f = _place(time_h / cell_h, self.terms.time_cells)
@@ -156,7 +156,7 @@ class Outlook:
         low, high = corner[0], corner[1]
         sooner = low[:, 0] * (1 - g) + low[:, 1] * g
         later = high[:, 0] * (1 - g) + high[:, 1] * g
-        found: Costs = sooner * (1 - f) + later * f
+        found: CostVector = sooner * (1 - f) + later * f
         return found
 
 
@@ -237,5 +237,5 @@ class _Stage:
         return found
 
 
-def _single(*arrays: Costs) -> tuple[NDArray[np.float32], ...]:
+def _single(*arrays: CostVector) -> tuple[NDArray[np.float32], ...]:
     return tuple(a.astype(np.float32) for a in arrays)

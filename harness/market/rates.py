@@ -6,6 +6,7 @@ Pure.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -152,7 +153,7 @@ def shut_spells(seen: Sequence[CapacitySeen], now_s: float) -> list[Spell]:
     times = _open_times(known)
     gaps = [
         Spell(False, begin_s - end_s, True)
-        for (_, end_s), (begin_s, _) in zip(times, times[1:], strict=False)
+        for (_, end_s), (begin_s, _) in itertools.pairwise(times)
     ]
     if times[-1][1] < now_s:
         gaps.append(Spell(False, now_s - times[-1][1], False))
