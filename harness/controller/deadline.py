@@ -162,9 +162,9 @@ class NodeCase:
         wait = after.wait(state, hours.work, hours.time, hours.look)
         buy = after.buy(state, hours.work, hours.time)
         # after a loss there must be time for the last call
-        if rooms and hours.spare >= hours.begin + hours.look:
-            if after.rent(hours.work, hours.time) <= min(wait, buy):
-                return self._ask(rooms[0], "spot is the least that the rest can cost")
+        may_rent = rooms and hours.spare >= hours.begin + hours.look
+        if may_rent and after.rent(hours.work, hours.time) <= min(wait, buy):
+            return self._ask(rooms[0], "spot is the least that the rest can cost")
         if buy < wait and dear:
             return self._ask(dear[0], "no spot, and waiting for it would cost more than on demand")
         return Wait(until_next(self.view), "spot will be back in time: waiting costs less")

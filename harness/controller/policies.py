@@ -146,8 +146,8 @@ def resolve(name: str) -> Policy:
 __all__ = [
     "POLICIES",
     "best_value",
-    "deadline",
     "cheapest",
+    "deadline",
     "fill",
     "on_demand_fallback",
     "open_offers",
