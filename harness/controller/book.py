@@ -177,6 +177,8 @@ class Book:
     ended: dict[int, AttemptEnded] = field(default_factory=dict)
     offers: dict[int, Offer] = field(default_factory=dict)  # of every attempt
     doubted: set[int] = field(default_factory=set)  # open ones that may not stay
+    # open ones -> the attempt that each was launched instead of
+    instead_of: dict[int, int] = field(default_factory=dict)
     full: FullOffers = field(init=False)
     tally: Tally = field(default_factory=Tally)
     seen: CapacityBook = field(default_factory=CapacityBook)
@@ -212,8 +214,10 @@ class Book:
                 # nobody led the run (a laptop that was closed): that time is not held against it
                 if silent_s > UNLED_S:
                     self.progress_s = max(self.progress_s, t)
-            case AttemptIntended(attempt, offer) if attempt not in self.ended:
+            case AttemptIntended(attempt, offer, _, instead_of) if attempt not in self.ended:
                 self.tally.intended(attempt)
+                if instead_of is not None:
+                    self.instead_of[attempt] = instead_of
                 self.offers[attempt] = _offer(attempt, offer)
                 self.open[attempt] = Node(
                     attempt, self.offers[attempt], NodeState.PENDING, asked_s=t
@@ -256,6 +260,7 @@ class Book:
     def _end(self, fact: AttemptEnded) -> None:
         node = self.open.pop(fact.attempt, None)
         self.doubted.discard(fact.attempt)
+        self.instead_of.pop(fact.attempt, None)
         again = fact.attempt in self.ended
         self.tally.end(fact, self.ended.get(fact.attempt))
         self.ended[fact.attempt] = fact
@@ -306,6 +311,11 @@ class Book:
     def capacity(self) -> dict[str, CapacitySeen]:
         """What was seen of each offer's capacity."""
         return self.seen.capacity
+
+    @property
+    def standing_in(self) -> dict[int, int]:
+        """Open attempts -> the open attempt that each was launched instead of."""
+        return {new: old for new, old in self.instead_of.items() if old in self.open}
 
     @property
     def losses(self) -> int:

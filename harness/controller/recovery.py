@@ -357,6 +357,7 @@ class Loop:
             attempts=len(book.open) + len(book.ended),
             losses=book.losses,
             doubted=tuple(sorted(book.doubted)),
+            standing_in=book.standing_in,
             launch_s=book.launch_s(self.run.launch_s),
             leave_s=book.leave_s(self.run.exit_grace_s, self.run.terminate_s) + 2 * self.run.poll_s,
             known=self.learner.known(now, book, offers),
@@ -413,7 +414,7 @@ class Loop:
                 self.wait(self.run.poll_s, why)
             case Launch(offer, reason, instead_of) if self.room(offer, instead_of):
                 attempt = self.book.next_attempt
-                self.note(AttemptIntended(attempt, dataclasses.asdict(offer), reason))
+                self.note(AttemptIntended(attempt, dataclasses.asdict(offer), reason, instead_of))
                 self.journal.flush()
                 self.lease.check()
                 self.world.cloud.launch(attempt, offer)
