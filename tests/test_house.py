@@ -17,6 +17,7 @@ MAX_FILE, MAX_FUNCTION, MAX_ATTRIBUTES, MAX_COLUMNS = 520, 70, 15, 100  # lines,
 # nobody
 MANY_ATTRIBUTES = {
     "LaunchFlags": "one field for each flag of `harness launch`",
+    "SimulateFlags": "one field for each flag of `harness simulate`",
     "WatchFlags": "one field for each flag of `harness watch`",
     "RunFlags": "one field for each flag of `harness run`",
     "RunSpec": "one field for each setting of a run",

@@ -30,19 +30,18 @@ from harness.cli.prove import (
     DrillFlags,
     FakeMetadataFlags,
     ReplayFlags,
-    SimulateFlags,
     VerifyFlags,
     compare,
     doctor,
     drill,
     fake_metadata,
     replay,
-    simulate,
     verify,
 )
 from harness.cli.run import RunFlags, run
 from harness.cli.serve import ServeFlags, serve
 from harness.cli.shelf import SnapshotsFlags, snapshots
+from harness.cli.simulate import SimulateFlags, simulate
 from harness.cli.track import DashboardsFlags, SyncFlags, dashboards, sync
 from harness.cli.watch import WatchFlags, watch
 from harness.core.config import FlagParser, add_flags, build
