@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PURE = {  # by file; no torch, sky, sockets, wall clock, global randomness
     "core": {"batch", "columns", "dotted", "exposition", "fact_lines", "facts", "masking", "plain", "prices", "records", "setups", "steps_asked", "known", "values", "world"},
     "bucket": {"alerts", "archive", "beats", "layout", "lease", "notes", "orders", "recorded", "setups", "side_jobs", "streamed", "tiers", "volumes"},
-    "controller": {"book", "capacity", "learning", "listening", "policies", "recovery"},
+    "controller": {"book", "capacity", "learned", "learning", "listening", "policies", "recovery"},
     "market": {"optimum", "rates", "traces"},
     "clouds": {"market"},
     "agent": {"ends", "gossip", "leaderless", "lines_protocol", "machine"},

@@ -69,6 +69,15 @@ class RunAsked(Fact):
     market: str = ""
     budget_usd: float | None = None
     max_hours: float | None = None
+    deadline_s: float | None = None  # wall clock
+    work_h: float | None = None  # that all of it takes on max_nodes nodes, undisturbed
+
+
+@dataclass(frozen=True)
+class PricesSeen(Fact):
+    """USD an hour, by offer: of those that are new, or cost something else than was told."""
+
+    usd_per_h: dict[str, Reading]
 
 
 @dataclass(frozen=True)
@@ -118,10 +127,13 @@ class AttemptDoubted(Fact):
 
 @dataclass(frozen=True)
 class Decided(Fact):
-    """A decision that changed something (waits are written once per change of reason)."""
+    """A decision that changed something (waits are written when what they say changes)."""
 
     decision: str  # "launch" | "release" | "terminate" | "wait" | "stop" | "skip"
     reason: str = ""
+    # of a wait that was chosen: when it is probably over (wall clock), what it should save
+    expected_s: Reading | None = None
+    saving_usd: Reading | None = None
 
 
 @dataclass(frozen=True)
@@ -420,6 +432,9 @@ class SnapshotCommitted(Fact):
     slowdown: float = 0.0
     # that rank 0's node had on their way at once in the end (storage/throttle.py); 0: not known
     requests: int = 0
+    # until the next one is due, and the time between losses that this follows from; 0: not derived
+    interval_s: float = 0.0
+    between_losses_s: float = 0.0
 
 
 @dataclass(frozen=True)
