@@ -38,6 +38,7 @@ MANY_ATTRIBUTES = {
     "SystemBuild": "one field for each part that a test may break",
     "View": "what a policy may know, one field for each thing",
     "Loop": "a controller's turn: what it was given, and what it has seen",
+    "_QuickMarket": "a world: one field for each thing in it",
     "MarketReplay": "a world: one field for each thing in it",
     "WholeSystem": "a world: one field for each thing in it",
     "Weather": "one field for each thing that a simulated world may do",

@@ -13,7 +13,7 @@ from harness.cli import deadline
 from harness.controller import learning
 from harness.controller.book import Book
 from harness.controller.learned import LearnedRun, StepTiming, typical
-from harness.controller.learning import LOOK_S, PriceBook, RunLearner, RunGoals
+from harness.controller.learning import LOOK_S, PriceBook, RunGoals, RunLearner
 from harness.core import facts as f
 from harness.core.known import CapacitySeen, Knowledge, Spell, StepPace
 from harness.core.prices import leave_usd

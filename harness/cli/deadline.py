@@ -82,7 +82,9 @@ def wanted(flags: WithDeadline, nodes: tuple[int, int], book: Book, now_s: float
                 f"takes longer on {nodes[1]} nodes, even undisturbed: allow more time, or more "
                 "--nodes"
             )
-    return RunGoals(deadline_s, flags.budget_usd, work_h * 3600, nodes[1], CHANGEOVER_S[flags.cloud])
+    return RunGoals(
+        deadline_s, flags.budget_usd, work_h * 3600, nodes[1], CHANGEOVER_S[flags.cloud]
+    )
 
 
 def _hours(text: str) -> float | None:

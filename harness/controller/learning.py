@@ -126,10 +126,12 @@ class RunLearner:
             total_steps=session.total_steps if session else 0,
             work=self._said_work,
             micro_batches=batch[0] // batch[1] if batch[1] else 0,
+            replica_ranks=session.world // len(session.shares) if session and session.shares else 1,
             paces=paces(timings),
             changeover_s=median(learned.changeovers_s, wanted.changeover_s),
             lost_s=interval_s / 2 + median(learned.commits_s, 0.0),
             snapshot_bytes=nbytes,
+            home=prices.beside(self._store.url, _places(book)),
             move_usd=prices.leave_usd(
                 self._store.url, _places(book), {offer.place for offer in offers}, nbytes
             ),

@@ -87,6 +87,7 @@ class AttemptIntended(Fact):
     attempt: int
     offer: dict[str, Any]  # world.Offer as a dict
     reason: str = ""
+    instead_of: int | None = None  # the attempt that is released when this one is at work
 
 
 @dataclass(frozen=True)
@@ -131,9 +132,8 @@ class Decided(Fact):
 
     decision: str  # "launch" | "release" | "terminate" | "wait" | "stop" | "skip"
     reason: str = ""
-    # of a wait that was chosen: when it is probably over (wall clock), what it should save
-    expected_s: Reading | None = None
-    saving_usd: Reading | None = None
+    expected_s: Reading | None = None  # of a wait that was chosen: when it is probably over
+    saving_usd: Reading | None = None  # ... and what it should save
 
 
 @dataclass(frozen=True)
@@ -427,11 +427,9 @@ class SnapshotCommitted(Fact):
     why: str  # "interval" | "notice" | "resize" | "request" | "final"
     t_start: float  # safe point, wall clock
     weights: str = ""  # hash of the model's weights, where it was made
-    # of the steps beside rank 0's sending: 0.1 is a tenth longer; 0 also if it was too short to
-    # tell
+    # of steps beside rank 0's sending: 0.1 is a tenth longer; 0 also if it was too short to tell
     slowdown: float = 0.0
-    # that rank 0's node had on their way at once in the end (storage/throttle.py); 0: not known
-    requests: int = 0
+    requests: int = 0  # at once from rank 0's node in the end (storage/throttle.py); 0: not known
     # until the next one is due, and the time between losses that this follows from; 0: not derived
     interval_s: float = 0.0
     between_losses_s: float = 0.0
