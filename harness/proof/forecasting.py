@@ -330,17 +330,33 @@ def _tick_s(job: ReplayJob) -> float:
     return min(MOST_TICK_S, max(LEAST_TICK_S, wanted_s))
 
 
-def ranked(
-    found: Iterable[PlanForecast], run: PlannedRun, most_risk: float
-) -> list[PlanForecast]:
-    """The best first: those that take no more risk, of the deadline and of the budget, by their
-    median cost; then the others by their risk."""
+def risk(one: PlanForecast, run: PlannedRun) -> float:
+    """Share of the markets in which it misses the deadline or costs more than the budget."""
+    over = 0.0 if run.budget_usd is None else one.over(run.budget_usd)
+    return max(one.missed, over)
 
-    def key(one: PlanForecast) -> tuple[bool, float, float, float]:
-        risk = one.missed
-        if run.budget_usd is not None:
-            risk = max(risk, one.over(run.budget_usd))
-        takes = risk > most_risk + 1e-9
-        return (takes, risk if takes else 0.0, one.usd_at(0.5), one.hours_at(0.5))
+
+def ranked(found: Iterable[PlanForecast], run: PlannedRun, most_risk: float) -> list[PlanForecast]:
+    """The best first: those that take no more risk, by their median cost; then the others by their
+    risk."""
+
+    def key(one: PlanForecast) -> tuple[float, float, float]:
+        takes = risk(one, run)
+        return (
+            takes if takes > most_risk + 1e-9 else 0.0,
+            one.usd_at(0.5),
+            one.hours_at(0.5),
+        )
 
     return sorted(found, key=key)
+
+
+def worth_more(
+    few: Sequence[PlanForecast], run: PlannedRun, most_risk: float
+) -> list[PlanForecast]:
+    """Of what was played in a few markets, what is worth to be played in all: the best, and the
+    best on demand, which is the measure of the others."""
+    order = ranked(few, run, most_risk)
+    sure = [one for one in order if one.candidate.policy == ON_DEMAND_ONLY][:1]
+    kept = order[:KEPT]
+    return kept if not sure or sure[0] in kept else [*kept[:-1], *sure]

@@ -1,0 +1,146 @@
+"""A plan as people read it: a table with a picture of the spread in it, JSON, and a page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from harness.proof.forecasting import ASSUMED, HIGH, LOW, PlanForecast, PlannedRun
+from harness.views.words import percent
+from storage.text import plain
+
+STRIP = 24  # letters of a row's picture
+
+
+@dataclass(frozen=True)
+class ShownPlan:
+    """`best`: None if no candidate takes so little risk. `sources`: of prices, speed and history, in
+    words. `launch`: the command that does as the best one."""
+
+    run: PlannedRun
+    rows: tuple[PlanForecast, ...]  # the best first
+    best: PlanForecast | None
+    most_risk: float
+    sources: tuple[str, ...]
+    launch: tuple[str, ...] = ()
+    dropped: int = 0
+    assumed: tuple[str, ...] = field(default=ASSUMED)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "best": self.best.to_json() if self.best else None,
+            "candidates": [row.to_json() for row in self.rows],
+            "dropped": self.dropped,
+            "deadline_hours": self.run.deadline_h,
+            "budget_usd": self.run.budget_usd,
+            "most_risk": self.most_risk,
+            "launch": list(self.launch),
+            "sources": list(self.sources),
+            "assumed": list(self.assumed),
+        }
+
+
+def hours_text(hours: float) -> str:
+    """Short."""
+    if not math.isfinite(hours):
+        return "never"
+    return f"{hours:.3g} h" if hours < 1000 else f"{hours:,.0f} h"
+
+
+def usd_text(usd: float) -> str:
+    """Short, to three digits."""
+    if not math.isfinite(usd):
+        return "-"
+    if usd >= 1000:
+        rounded = round(usd, 2 - math.floor(math.log10(usd)))
+        return f"{rounded:,.0f}"
+    return f"{usd:.3g}"
+
+
+def strip(low: float, middle: float, high: float, least: float, most: float) -> str:
+    """From p10 to p90, with the median, on a line from `least` to `most`."""
+    span = max(1e-9, most - least)
+
+    def at(value: float) -> int:
+        share = (min(value, most) - least) / span if math.isfinite(value) else 1.0
+        return min(STRIP - 1, max(0, round(share * (STRIP - 1))))
+
+    letters = [" "] * STRIP
+    for place in range(at(low), at(high) + 1):
+        letters[place] = "─"
+    letters[at(middle)] = "●"
+    return "".join(letters)
+
+
+def show(plan: ShownPlan, console: Console) -> None:
+    """The table, what is best, and what it rests on."""
+    table = Table(title=f"{len(plan.rows)} ways to run it, the best first", title_justify="left")
+    for name in ("nodes", "each", "policy", "done after", "USD", "", "risk", "lost", "on demand"):
+        right = name in ("nodes", "risk", "lost", "on demand")
+        table.add_column(name, justify="right" if right else "left", no_wrap=name == "")
+    ends = [row.usd_at(share) for row in plan.rows for share in (LOW, HIGH)]
+    least, most = min(ends), max(ends)
+    for row in plan.rows:
+        usd = [row.usd_at(share) for share in (LOW, 0.5, HIGH)]
+        style = "bold" if row is plan.best else "dim" if row.missed > plan.most_risk else ""
+        table.add_row(
+            str(row.candidate.nodes),
+            Text(plain(row.candidate.shape.name)),
+            Text(plain(row.candidate.policy.partition("?")[0])),
+            _three(row.hours_at, hours_text),
+            _three(row.usd_at, usd_text),
+            strip(*usd, least, most),
+            "-" if plan.run.deadline_h is None else percent(row.missed),
+            f"{row.losses:.2g}",
+            usd_text(row.on_demand_usd),
+            style=style,
+        )
+    console.print(table)
+    words = "median (p10 - p90). risk: of the deadline; lost: nodes taken away; on demand: the "
+    console.print(words + "same nodes without spot, USD.", highlight=False, style="dim")
+    for line in sentences(plan):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def sentences(plan: ShownPlan) -> list[str]:
+    """What is best and why, what it rests on, and how to do it."""
+    found: list[str] = []
+    if plan.best is None:
+        found.append(
+            f"None of them keeps the risk below {percent(plan.most_risk)}: allow more time or "
+            "money, more --nodes, or more --risk."
+        )
+    else:
+        best = plan.best
+        spared = 1 - best.usd_at(0.5) / best.on_demand_usd if best.on_demand_usd else 0.0
+        found.append(
+            f"best    {best.candidate.name}: {usd_text(best.usd_at(0.5))} USD, done after "
+            f"{hours_text(best.hours_at(0.5))}"
+            + (f"; {percent(spared)} below on demand" if 0 < spared < 1 else "")
+        )
+        if plan.launch:
+            found.append("launch  " + " ".join(plan.launch))
+    if plan.dropped:
+        found.append(f"        {plan.dropped} more were tried in fewer markets, and were worse")
+    found += [f"from    {source}" for source in plan.sources]
+    found += [f"assumed {words}" for words in plan.assumed]
+    return found
+
+
+def _three(at: Callable[[float], float], text: Callable[[float], str]) -> str:
+    low, middle, high = at(LOW), at(0.5), at(HIGH)
+    if text(low) == text(high):
+        return text(middle)
+    return f"{text(middle)} ({text(low).removesuffix(' h')} - {text(high).removesuffix(' h')})"
+
+
+def cumulated(values: Sequence[float]) -> list[tuple[float, float]]:
+    """(value, share of the markets with at most that), of those that are finite."""
+    ordered = sorted(values)
+    return [(v, (at + 1) / len(ordered)) for at, v in enumerate(ordered) if math.isfinite(v)]
