@@ -126,6 +126,16 @@ def test_a_node_that_may_not_stay_is_replaced_then_released() -> None:
     )
 
 
+def test_a_node_beside_another_is_no_crowd_and_takes_its_place() -> None:
+    policy = replacing(cheapest)
+    there = up(1, A), up(2, A), up(3, OD)
+    standing_in = {3: 1}
+    fresh = {"now_s": 30.0, "standing_in": standing_in}
+    assert isinstance(policy(view(*there, **fresh)), Wait)  # it has hardly come
+    gone = policy(view(*there, standing_in=standing_in))
+    assert gone == Terminate(1, "its replacement is there", 300.0)
+
+
 def test_a_budget_stops_just_before_it_is_spent() -> None:
     policy = within_budget(cheapest, usd=10.0)
     assert launched(policy(view(spent_usd=5.0))) == A

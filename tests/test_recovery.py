@@ -32,6 +32,7 @@ from harness.core.world import (
     REFUSED,
     BadInput,
     CloudUnavailable,
+    Decision,
     Fenced,
     Launch,
     Node,
@@ -295,6 +296,22 @@ def test_limits_count_anew_after_a_run_was_ended(stage: Stage) -> None:
 def test_a_policy_cannot_have_more_than_max_nodes(stage: Stage) -> None:
     stage.lead(RunSpec(1, 2, exit_grace_s=5.0), policy=lambda view: Launch(SPOT, "more"))
     assert len(stage.cloud.all) == 2
+
+
+def test_a_node_instead_of_another_is_beside_it_until_it_is_at_work(stage: Stage) -> None:
+    def dear(view: View) -> Decision:
+        if not view.alive:
+            return Launch(SPOT)
+        if view.alive[-1].offer == SPOT and view.alive[-1].up_s is not None:
+            return Launch(DEAR, "surer", instead_of=view.alive[-1].attempt)
+        return Wait(1.0)
+
+    stage.cloud.script = trains(lambda: stage, seconds=500.0)
+    assert stage.lead(policy=dear).outcome == "done"
+    spot, instead = stage.facts(AttemptEnded)
+    assert (spot.attempt, instead.attempt) == (1, 2) and spot.end == "terminated"
+    assert instead.up_s is not None and 60 <= spot.gone_s - instead.up_s < 400
+    assert [f.instead_of for f in stage.facts(AttemptIntended)] == [None, 1]
 
 
 def test_a_node_that_may_not_stay_gets_another_one_beside_it_and_is_released(stage: Stage) -> None:

@@ -284,12 +284,12 @@ class Loop:
         bucket when it must go; it is lost only when it beats no more."""
         now, book = self.world.clock.now(), self.book
         unshown = {n: node for n, node in book.open.items() if n not in self.shown}
-        given_up = (
-            e
-            for e in book.ended.values()
-            if e.end == "lost" and e.attempt in book.offers and now - e.gone_s < LOST_S
-        )
-        lost = ({e.attempt for e in given_up} | self.late.keys()) - self.shown
+        given_up = {
+            attempt
+            for attempt in book.tally.lost
+            if attempt in book.offers and now - book.ended[attempt].gone_s < LOST_S
+        }
+        lost = (given_up | self.late.keys()) - self.shown
         heard = self.listener.listen({*unshown, *lost}, now)
         alive = {beat.attempt for beat in heard if not beat.silent(self.run.lost_after_s)}
         moved = {beat.attempt for beat in heard if beat.moved}
@@ -357,6 +357,7 @@ class Loop:
             attempts=len(book.open) + len(book.ended),
             losses=book.losses,
             doubted=tuple(sorted(book.doubted)),
+            standing_in=book.standing_in,
             launch_s=book.launch_s(self.run.launch_s),
             leave_s=book.leave_s(self.run.exit_grace_s, self.run.terminate_s) + 2 * self.run.poll_s,
             known=self.learner.known(now, book, offers),
@@ -413,7 +414,7 @@ class Loop:
                 self.wait(self.run.poll_s, why)
             case Launch(offer, reason, instead_of) if self.room(offer, instead_of):
                 attempt = self.book.next_attempt
-                self.note(AttemptIntended(attempt, dataclasses.asdict(offer), reason))
+                self.note(AttemptIntended(attempt, dataclasses.asdict(offer), reason, instead_of))
                 self.journal.flush()
                 self.lease.check()
                 self.world.cloud.launch(attempt, offer)

@@ -78,6 +78,7 @@ class AttemptIntended(Fact):
     attempt: int
     offer: dict[str, Any]  # world.Offer as a dict
     reason: str = ""
+    instead_of: int | None = None  # the attempt that is released when this one is at work
 
 
 @dataclass(frozen=True)

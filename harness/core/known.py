@@ -80,7 +80,8 @@ class Knowledge:
     work: float = 0.0  # of the whole run, worker-seconds: measured, or as the user said
     # steps that are done and not yet committed, as far as the nodes have told
     uncommitted_steps: int = 0
-    micro_batches: int = 0  # of a step: a world of more workers leaves some of them idle
+    micro_batches: int = 0  # of a step: a world of more replicas leaves some of them idle
+    replica_ranks: int = 1  # workers that do one micro-batch together
     paces: tuple[StepPace, ...] = ()
     # seconds from asking for a node until it trains: launch, set-up, restore
     changeover_s: float = 300.0
@@ -88,6 +89,7 @@ class Knowledge:
     lost_s: float = 0.0
     snapshot_bytes: int = 0
     move_usd: float = 0.0  # for the snapshot to leave the region, once
+    home: str = ""  # the place (`Offer.place`) where snapshots are read for nothing
     deadline_s: float | None = None  # the run's clock
     budget_usd: float | None = None
     capacity: Mapping[str, CapacitySeen] = field(default_factory=dict)  # by offer
@@ -96,10 +98,17 @@ class Knowledge:
 
     def efficiency(self, ranks: int) -> float:
         """Share of a world's workers that is at work: shares of a step are uneven where the
-        micro-batches are no multiple of the workers."""
+        micro-batches are no multiple of the replicas, and workers that make no whole replica have
+        none."""
         if not self.micro_batches or ranks <= 0:
             return 1.0
-        return self.micro_batches / (ranks * -(-self.micro_batches // ranks))
+        busy = self.micro_batches * self.replica_ranks / self.rounds(ranks)
+        return min(1.0, busy / ranks)
+
+    def rounds(self, ranks: int) -> int:
+        """Micro-batches that the busiest replica does in a step: how long it takes. Fewer workers
+        than a replica needs count as one."""
+        return -(-self.micro_batches // max(1, ranks // self.replica_ranks))
 
     def left(self, committed_step: int) -> float | None:
         """Worker-seconds of work that is still to be done; None: nobody knows."""

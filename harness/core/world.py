@@ -154,6 +154,8 @@ class View:
     losses: int = 0  # attempts that ended without being asked to
     # of those alive: attempts that may not stay (facts.AttemptDoubted)
     doubted: tuple[int, ...] = ()
+    # of those alive: attempts -> the one, alive too, that each was launched instead of
+    standing_in: dict[int, int] = field(default_factory=dict)
     # from asking for a node until it is up; clouds may bill it from when it was asked for
     launch_s: float = 0.0
     # for so long a node is billed after it was asked to leave: it drains, and is terminated

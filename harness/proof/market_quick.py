@@ -9,28 +9,19 @@ Pure: no torch, sockets, wall clock or global randomness.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from harness.controller import policies
 from harness.controller.book import FullOffers
 from harness.controller.capacity import CapacityBook
 from harness.core.facts import AttemptEnded
 from harness.core.known import CapacitySeen, Knowledge
-from harness.core.world import (
-    Launch,
-    Node,
-    NodeState,
-    Offer,
-    Policy,
-    Stop,
-    Terminate,
-    View,
-)
+from harness.core.world import Launch, Node, Policy, Stop, Terminate, View
 from harness.market.traces import ZoneTrace
-from harness.proof.market_replay import ON_DEMAND, STEP_S, ReplayJob, ReplayResult
+from harness.proof.market_fleet import MarketFleet, ReplayJob
+from harness.proof.market_replay import ReplayResult, result_of
 
 MOST_ROUNDS = 10_000  # decisions in one tick; a policy that asks more often waits
 
@@ -51,18 +42,11 @@ def play(
 
 
 @dataclass
-class _QuickFleet:
-    """The nodes that are there, what they have done and cost."""
+class _QuickTally:
+    """What the book of a real run counts. `ended_usd`: of nodes that are gone, at the prices that
+    they were launched for."""
 
-    nodes: dict[int, Node] = field(default_factory=dict)
-    usd: float = 0.0
-    ended_usd: float = 0.0  # of those that are gone, at the prices that they were launched for
-    paid_s: float = 0.0
-    on_demand_s: float = 0.0
-    work: float = 0.0
-    done_s: float | None = None
-    place: str = ""
-    moves: int = 0
+    ended_usd: float = 0.0
     losses: int = 0
     attempts: int = 0
     committed: int = 0
@@ -70,7 +54,7 @@ class _QuickFleet:
 
 
 class _QuickMarket:
-    """Zones by name, as plain lists from the first tick on."""
+    """What the recovery loop, its book and its bucket do, in few words."""
 
     def __init__(
         self,
@@ -80,59 +64,49 @@ class _QuickMarket:
         seed: int,
         seen: Mapping[str, CapacitySeen] | None,
     ):
-        self.job, self.tick_s, self.tick = job, zones[0].tick_s, 0
-        self.limit_h = 4 * job.deadline_h + 4 * job.work_h + 24
-        until = first + math.ceil(self.limit_h * 3600 / self.tick_s) + 1
-        self.rooms = {z.zone: z.nodes[first:until].tolist() for z in zones}
-        self.usd_per_h: dict[str, list[float] | None] = {
-            z.zone: None if z.usd_per_h is None else z.usd_per_h[first:until].tolist()
-            for z in zones
-        }
-        self.total_steps = max(1, round(job.work_h * 3600 / STEP_S))
-        self.work = job.work_h * 3600 * job.nodes[1]
-        self.full = FullOffers(random.Random(seed), 0.5 * self.tick_s)
-        self.seen = CapacityBook(dict(seen or {}))
-        self.fleet, self.spans = _QuickFleet(), list[tuple[str, float, float, bool]]()
+        self.job, self.fleet = job, MarketFleet(zones, first, job)
+        self.full = FullOffers(random.Random(seed), 0.5 * self.fleet.tick_s)
+        self.seen, self.tally = CapacityBook(dict(seen or {})), _QuickTally()
         self.knows = Knowledge(
-            total_steps=self.total_steps,
-            work=self.work,
+            total_steps=job.total_steps,
+            work=job.work,
             changeover_s=job.changeover_s,
             lost_s=job.lost_s,
             move_usd=job.move_usd,
             deadline_s=job.deadline_h * 3600,
             capacity=self.seen.capacity,
         )
-        self._offers: tuple[list[float], tuple[Offer, ...]] = [], ()
 
     def play(self, policy: Policy, budget_usd: float | None) -> ReplayResult:
         if budget_usd is not None:
             policy = policies.within_budget(policy, usd=budget_usd)
-        policy = policies.within_hours(policy, hours=self.limit_h)
+        policy = policies.within_hours(policy, hours=self.job.limit_h)
         reason = ""
-        while self.fleet.done_s is None and not reason:
+        while self.fleet.bill.done_s is None and not reason:
             reason = self._decide(policy)
             if not reason:
                 self._pass()
-        return self._result(reason)
+        for attempt in list(self.fleet.nodes):
+            self._end(self.fleet.end(attempt, self.fleet.now_s), self.fleet.now_s, "terminated")
+        return result_of(self.fleet, "stopped" if reason else "done", reason)
 
     # ---- decisions -------------------------------------------------------------------------------
     def _decide(self, policy: Policy) -> str:
         """Until the policy waits. Why it stops, if it does."""
-        offers, now = self._offered(), self.tick * self.tick_s
+        now = self.fleet.now_s
         for _ in range(MOST_ROUNDS):
-            decision = policy(self._view(offers, now))
+            decision = policy(self._view(now))
             if isinstance(decision, Launch) and self._has_place(decision):
-                self._launch(decision.offer, now)
+                self._launch(decision, now)
                 continue
             if isinstance(decision, Terminate):
                 for attempt in (decision.attempt, *decision.also):
-                    self._end(attempt, now, "terminated")
+                    self._end(self.fleet.end(attempt, now), now, "terminated")
             return decision.reason if isinstance(decision, Stop) else ""
         return ""
 
-    def _view(self, offers: tuple[Offer, ...], now: float) -> View:
-        fleet = self.fleet
-        alive = tuple(fleet.nodes.values())
+    def _view(self, now: float) -> View:
+        tally, alive = self.tally, tuple(self.fleet.nodes.values())
         spent = sum((now - (n.up_s or 0.0)) / 3600 * n.offer.usd_per_h for n in alive)
         return View(
             now_s=now,
@@ -140,27 +114,16 @@ class _QuickMarket:
             min_nodes=self.job.nodes[0],
             max_nodes=self.job.nodes[1],
             alive=alive,
-            offers=offers,
+            offers=self.fleet.offers(),
             blocked=dict(self.full.until_s),
-            committed_step=fleet.committed,
-            last_progress_s=fleet.progress_s,
-            spent_usd=fleet.ended_usd + spent,
-            attempts=fleet.attempts,
-            losses=fleet.losses,
-            leave_s=2 * self.tick_s,
+            committed_step=tally.committed,
+            last_progress_s=tally.progress_s,
+            spent_usd=tally.ended_usd + spent,
+            attempts=tally.attempts,
+            losses=tally.losses,
+            leave_s=2 * self.fleet.tick_s,
             known=self.knows,
         )
-
-    def _offered(self) -> tuple[Offer, ...]:
-        """Cheapest first; the same ones for as long as prices are."""
-        prices = [self._price(name) for name in self.rooms]
-        if prices != self._offers[0]:
-            dear, found = self.job.on_demand_usd_per_h, list[Offer]()
-            for name, usd in zip(self.rooms, prices, strict=True):
-                found.append(Offer(usd, name, on_demand_usd_per_h=dear, place=name))
-                found.append(Offer(dear, name + ON_DEMAND, False, place=name))
-            self._offers = prices, tuple(sorted(found))
-        return self._offers[1]
 
     def _has_place(self, decision: Launch) -> bool:
         """As the recovery loop says."""
@@ -170,129 +133,43 @@ class _QuickMarket:
         place = decision.offer.place
         return places.count(place) < self.job.nodes[1] and len({*places, place}) <= 2
 
-    def _launch(self, offer: Offer, now: float) -> None:
-        fleet, name = self.fleet, offer.name
-        fleet.attempts += 1
-        there = sum(n.offer.name == name for n in fleet.nodes.values())
-        if offer.spot and there >= self._room(name):
-            fact = AttemptEnded(
-                fleet.attempts, "no-capacity", now, None, now, None, "", 0.0, 0.0, fleet.committed
-            )
-            self.seen.end(name, fact, False)
-            self.full.refused(name, now)
+    def _launch(self, decision: Launch, now: float) -> None:
+        self.tally.attempts += 1
+        attempt, name = self.tally.attempts, decision.offer.name
+        if self.fleet.launch(attempt, decision.offer).alive:
+            self.full.gave(name)
+            self.seen.up(name, now)
             return
-        fleet.nodes[fleet.attempts] = Node(
-            fleet.attempts,
-            offer,
-            NodeState.UP,
-            now,
-            now,
-            at_work_s=now + self.job.changeover_s,
-        )
-        if fleet.place not in ("", offer.place):
-            fleet.usd += self.job.move_usd
-            fleet.moves += 1
-        fleet.place = offer.place
-        self.full.gave(name)
-        self.seen.up(name, now)
+        committed = self.tally.committed
+        fact = AttemptEnded(attempt, "no-capacity", now, None, now, None, "", 0.0, 0.0, committed)
+        self.seen.end(name, fact, False)
+        self.full.refused(name, now)
 
-    def _end(self, attempt: int, at_s: float, end: str) -> None:
-        node = self.fleet.nodes.pop(attempt, None)
+    def _end(self, node: Node | None, at_s: float, end: str) -> None:
+        """Count a node that is gone."""
         if node is None:
             return
-        up_s = node.up_s or 0.0
+        up_s, name = node.up_s or 0.0, node.offer.name
         usd = (at_s - up_s) / 3600 * node.offer.usd_per_h
-        self.fleet.ended_usd += usd
-        self.fleet.losses += end == "preempted"
-        self.spans.append((node.offer.name, up_s / 3600, at_s / 3600, end == "preempted"))
-        others_up = any(n.offer.name == node.offer.name for n in self.fleet.nodes.values())
+        self.tally.ended_usd += usd
+        self.tally.losses += end == "preempted"
+        others_up = any(n.offer.name == name for n in self.fleet.nodes.values())
+        committed = self.tally.committed
         fact = AttemptEnded(
-            attempt, end, up_s, up_s, at_s, None, end, at_s - up_s, usd, self.fleet.committed
+            node.attempt, end, up_s, up_s, at_s, None, end, at_s - up_s, usd, committed
         )
-        self.seen.end(node.offer.name, fact, others_up)
+        self.seen.end(name, fact, others_up)
 
     # ---- time ------------------------------------------------------------------------------------
-    def _room(self, name: str) -> int:
-        rooms = self.rooms[name]
-        return rooms[self.tick] if self.tick < len(rooms) else 0
-
-    def _price(self, name: str) -> float:
-        prices = self.usd_per_h[name]
-        if prices is None:
-            return self.job.spot_usd_per_h
-        return prices[min(self.tick, len(prices) - 1)]
-
     def _pass(self) -> None:
         """The tick is worked off and paid; then the market moves on."""
-        since_s = self.tick * self.tick_s
-        self._work(since_s)
-        self.tick += 1
-        if self.fleet.done_s is None:
-            self._take()
-        fleet = self.fleet
-        step = int(self.total_steps * fleet.work / self.work)
-        if step > fleet.committed:
-            fleet.committed, fleet.progress_s = step, since_s + self.tick_s
-
-    def _work(self, since_s: float) -> None:
-        fleet = self.fleet
-        if not fleet.nodes:
-            return
-        end_s = self._done_at(since_s)
-        seconds = end_s - since_s
-        for node in fleet.nodes.values():
-            fleet.work += max(0.0, end_s - max(since_s, node.at_work_s or 0.0))
-            spot = node.offer.spot
-            usd_per_h = self._price(node.offer.name) if spot else self.job.on_demand_usd_per_h
-            fleet.usd += usd_per_h * seconds / 3600
-            fleet.paid_s += seconds
-            fleet.on_demand_s += 0.0 if spot else seconds
-        if fleet.work >= self.work - 1e-6:
-            fleet.done_s = end_s
+        fleet, tally = self.fleet, self.tally
+        fleet.work()
+        done_s = fleet.bill.done_s
+        if done_s is not None:
             for attempt in list(fleet.nodes):
-                self._end(attempt, end_s, "finished")
-
-    def _done_at(self, since_s: float) -> float:
-        """When the work is done, within the tick that began then; else its end."""
-        until_s, left = since_s + self.tick_s, self.work - self.fleet.work
-        starts = sorted(max(since_s, n.at_work_s or 0.0) for n in self.fleet.nodes.values())
-        for workers, start_s in enumerate(starts, 1):
-            next_s = starts[workers] if workers < len(starts) else math.inf
-            if start_s + left / workers <= min(next_s, until_s):
-                return start_s + left / workers
-            left -= workers * (next_s - start_s)
-        return until_s
-
-    def _take(self) -> None:
-        """Those that a zone has no room for any more are taken, the newest first."""
-        by_name: dict[str, list[int]] = {}
-        for node in self.fleet.nodes.values():
-            if node.offer.spot:
-                by_name.setdefault(node.offer.name, []).append(node.attempt)
-        for name in self.rooms:
-            attempts = sorted(by_name.get(name, ()), reverse=True)
-            for attempt in attempts[: max(0, len(attempts) - self._room(name))]:
-                lost = self.job.lost_s * len(self.fleet.nodes)
-                kept = self.fleet.committed * self.work / self.total_steps
-                self.fleet.work = max(kept, self.fleet.work - lost)
-                self._end(attempt, self.tick * self.tick_s, "preempted")
-
-    def _result(self, reason: str) -> ReplayResult:
-        fleet = self.fleet
-        for attempt in list(fleet.nodes):
-            self._end(attempt, self.tick * self.tick_s, "terminated")
-        finish_h = math.inf if fleet.done_s is None else fleet.done_s / 3600
-        return ReplayResult(
-            usd=fleet.usd,
-            finish_h=finish_h,
-            missed=finish_h > self.job.deadline_h + 1e-6,
-            launches=len(self.spans),
-            moves=fleet.moves,
-            losses=fleet.losses,
-            on_demand_h=fleet.on_demand_s / 3600,
-            spot_h=(fleet.paid_s - fleet.on_demand_s) / 3600,
-            goodput=fleet.work / fleet.paid_s if fleet.paid_s else 0.0,
-            outcome="stopped" if reason else "done",
-            reason=reason,
-            spans=tuple(sorted(self.spans, key=lambda span: span[1:])),
-        )
+                self._end(fleet.end(attempt, done_s), done_s, "finished")
+        for attempt in fleet.too_many():
+            self._end(fleet.take(attempt, tally.committed), fleet.now_s, "preempted")
+        if (step := fleet.steps()) > tally.committed:
+            tally.committed, tally.progress_s = step, fleet.now_s

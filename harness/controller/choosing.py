@@ -1,0 +1,47 @@
+"""What policies ask of a view: which offers may have a machine, what work costs there, whom to
+launch next. Used by every policy.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from harness.core.world import Decision, Launch, Offer, View, Wait
+
+# upper limit of every wait here: prices, capacity and nodes are looked at again after it
+LOOK_AGAIN_S = 10.0
+
+
+def open_offers(view: View, among: Iterable[Offer] | None = None) -> list[Offer]:
+    """Offers that may have a machine, cheapest first. One that was full gets a single probe at
+    a time."""
+    pending = {node.offer.name for node in view.alive if node.up_s is None}
+    return [
+        offer
+        for offer in (view.offers if among is None else among)
+        if view.blocked.get(offer.name, 0.0) <= view.now_s
+        and not (offer.name in view.blocked and offer.name in pending)
+    ]
+
+
+def until_next(view: View) -> float:
+    """Seconds until a blocked offer may be asked again."""
+    waits = [until - view.now_s for until in view.blocked.values() if until > view.now_s]
+    return min([*waits, LOOK_AGAIN_S])
+
+
+def usd_per_work(offer: Offer) -> float:
+    """USD for what one worker of speed 1 does in an hour: what a step costs, up to a factor
+    that all offers share."""
+    return offer.usd_per_h / (offer.speed * max(1, offer.gpus))
+
+
+def fill(view: View, among: Iterable[Offer], why: str) -> Decision:
+    """Launch on the first open one of these offers until `max_nodes` are alive."""
+    if len(view.alive) >= view.max_nodes:
+        return Wait(LOOK_AGAIN_S, "all nodes are there")
+    if offers := open_offers(view, among):
+        return Launch(offers[0], why)
+    return Wait(until_next(view), "no capacity on the offers in question")
