@@ -18,6 +18,7 @@ MAX_FILE, MAX_FUNCTION, MAX_ATTRIBUTES, MAX_COLUMNS = 520, 70, 15, 100  # lines,
 MANY_ATTRIBUTES = {
     "LaunchFlags": "one field for each flag of `harness launch`",
     "WatchFlags": "one field for each flag of `harness watch`",
+    "PlanFlags": "one field for each flag of `harness plan`",
     "RunFlags": "one field for each flag of `harness run`",
     "RunSpec": "one field for each setting of a run",
     "AttemptRow": "a row of a table, one field for each column",

@@ -7,6 +7,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -246,25 +247,29 @@ def _recorded(flags: PlanFlags, task: Task) -> tuple[float, Mapping[str, Any] | 
 
 
 def _deadline_h(text: str) -> float | None:
-    from harness.cli.deadline import deadline_at, deadline_text
+    """Hours from now. Raises BadInput."""
+    from harness.agent.polling import utc
 
-    try:
-        deadline_text(text)
-    except ValueError as e:
-        raise BadInput(f"--deadline: {e}") from None
-    now_s = RealClock().now()
-    at_s = deadline_at(text, now_s)
-    if at_s is None:
+    if not text:
         return None
-    if at_s <= now_s:
+    if re.fullmatch(r"[\d.]+[smhd]", text):
+        return _duration_h("--deadline", text)
+    try:
+        hours = (utc(text) - RealClock().now()) / 3600
+    except ValueError:
+        raise BadInput(
+            f"--deadline {text}: wanted a time from now on, such as 36h, or a date, such as "
+            "2026-11-25 or 2026-11-25T18:00Z"
+        ) from None
+    if hours <= 0:
         raise BadInput(f"--deadline {text}: wanted a time to come, found one that is over")
-    return (at_s - now_s) / 3600
+    return hours
 
 
 def _duration_h(name: str, text: str) -> float:
     from harness.agent import sources
 
-    hours = sources.duration(text) / 3600
+    hours: float = sources.duration(text) / 3600
     if hours <= 0:
         raise BadInput(f"{name} {text}: wanted a time above 0")
     return hours

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -16,12 +17,13 @@ from harness.views.words import percent
 from storage.text import plain
 
 STRIP = 24  # letters of a row's picture
+WIDE = 110  # columns of a terminal that has room for it
 
 
 @dataclass(frozen=True)
 class ShownPlan:
-    """`best`: None if no candidate takes so little risk. `sources`: of prices, speed and history, in
-    words. `launch`: the command that does as the best one."""
+    """`best`: None if no candidate takes so little risk. `sources`: of prices, speed and history,
+    in words. `launch`: the command that does as the best one."""
 
     run: PlannedRun
     rows: tuple[PlanForecast, ...]  # the best first
@@ -50,7 +52,7 @@ def hours_text(hours: float) -> str:
     """Short."""
     if not math.isfinite(hours):
         return "never"
-    return f"{hours:.3g} h" if hours < 1000 else f"{hours:,.0f} h"
+    return f"{hours:.3g}" if hours < 1000 else f"{hours:,.0f}"
 
 
 def usd_text(usd: float) -> str:
@@ -63,8 +65,9 @@ def usd_text(usd: float) -> str:
     return f"{usd:.3g}"
 
 
-def strip(low: float, middle: float, high: float, least: float, most: float) -> str:
+def strip(three: Sequence[float], least: float, most: float) -> str:
     """From p10 to p90, with the median, on a line from `least` to `most`."""
+    low, middle, high = three
     span = max(1e-9, most - least)
 
     def at(value: float) -> int:
@@ -80,30 +83,33 @@ def strip(low: float, middle: float, high: float, least: float, most: float) -> 
 
 def show(plan: ShownPlan, console: Console) -> None:
     """The table, what is best, and what it rests on."""
-    table = Table(title=f"{len(plan.rows)} ways to run it, the best first", title_justify="left")
-    for name in ("nodes", "each", "policy", "done after", "USD", "", "risk", "lost", "on demand"):
-        right = name in ("nodes", "risk", "lost", "on demand")
-        table.add_column(name, justify="right" if right else "left", no_wrap=name == "")
+    with_strip = console.width >= WIDE
+    title = f"{len(plan.rows)} ways to run it, the best first"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("nodes", "policy", "hours", "USD", "risk", "lost", "on demand"):
+        right = name not in ("nodes", "policy")
+        table.add_column(name, justify="right" if right else "left")
+    if with_strip:
+        table.add_column("USD, p10 to p90", no_wrap=True)
     ends = [row.usd_at(share) for row in plan.rows for share in (LOW, HIGH)]
-    least, most = min(ends), max(ends)
     for row in plan.rows:
-        usd = [row.usd_at(share) for share in (LOW, 0.5, HIGH)]
         style = "bold" if row is plan.best else "dim" if row.missed > plan.most_risk else ""
-        table.add_row(
-            str(row.candidate.nodes),
-            Text(plain(row.candidate.shape.name)),
+        usd = [row.usd_at(share) for share in (LOW, 0.5, HIGH)]
+        cells: list[Text | str] = [
+            Text(plain(f"{row.candidate.nodes} x {row.candidate.shape.name}")),
             Text(plain(row.candidate.policy.partition("?")[0])),
             _three(row.hours_at, hours_text),
             _three(row.usd_at, usd_text),
-            strip(*usd, least, most),
             "-" if plan.run.deadline_h is None else percent(row.missed),
             f"{row.losses:.2g}",
             usd_text(row.on_demand_usd),
-            style=style,
-        )
+        ]
+        if with_strip:
+            cells.append(strip(usd, min(ends), max(ends)))
+        table.add_row(*cells, style=style)
     console.print(table)
-    words = "median (p10 - p90). risk: of the deadline; lost: nodes taken away; on demand: the "
-    console.print(words + "same nodes without spot, USD.", highlight=False, style="dim")
+    words = "median (p10 .. p90); risk: of missing the deadline; lost: nodes that are taken away"
+    console.print(f"{words}; on demand: USD without spot", highlight=False, style="dim")
     for line in sentences(plan):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -121,7 +127,7 @@ def sentences(plan: ShownPlan) -> list[str]:
         spared = 1 - best.usd_at(0.5) / best.on_demand_usd if best.on_demand_usd else 0.0
         found.append(
             f"best    {best.candidate.name}: {usd_text(best.usd_at(0.5))} USD, done after "
-            f"{hours_text(best.hours_at(0.5))}"
+            f"{hours_text(best.hours_at(0.5))} h"
             + (f"; {percent(spared)} below on demand" if 0 < spared < 1 else "")
         )
         if plan.launch:
@@ -134,10 +140,8 @@ def sentences(plan: ShownPlan) -> list[str]:
 
 
 def _three(at: Callable[[float], float], text: Callable[[float], str]) -> str:
-    low, middle, high = at(LOW), at(0.5), at(HIGH)
-    if text(low) == text(high):
-        return text(middle)
-    return f"{text(middle)} ({text(low).removesuffix(' h')} - {text(high).removesuffix(' h')})"
+    low, middle, high = text(at(LOW)), text(at(0.5)), text(at(HIGH))
+    return middle if low == high else f"{middle} ({low} .. {high})"
 
 
 def cumulated(values: Sequence[float]) -> list[tuple[float, float]]:

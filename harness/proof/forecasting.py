@@ -68,7 +68,8 @@ class PlannedRun:
         """That it takes on so many nodes, undisturbed."""
         ranks = nodes * max(1, shape.gpus)
         even = Knowledge(micro_batches=self.micro_batches).efficiency(ranks)
-        return self.work / (ranks * shape.speed * even * self.scaling ** math.log2(nodes)) / 3600
+        speed: float = ranks * shape.speed * even * self.scaling ** math.log2(nodes)
+        return self.work / speed / 3600
 
 
 @dataclass(frozen=True)
