@@ -32,7 +32,7 @@ PRICE_SWING = 0.08  # standard deviation of a spot price's logarithm, over days
 BLOCK_SHARE = 0.25  # of a zone's nodes, which come and go together
 LEAST_TICK_S, MOST_TICK_S, TICKS = 60.0, 1800.0, 150  # of the undisturbed run
 OPEN_END = 6.0  # without a deadline: so many times the undisturbed run are played
-SCREENED = 19  # markets for each candidate before most are dropped
+SCREENED = 9  # markets for each candidate before most are dropped
 KEPT = 6  # candidates that are played in all markets
 LOW, HIGH = 0.1, 0.9
 
@@ -197,17 +197,17 @@ def policy_of(candidate: PlanCandidate, run: PlannedRun) -> Policy:
     name = candidate.policy
     if name == ON_DEMAND_ONLY:
         return on_demand_only
-    if name == "uniform_progress":
-        hours = run.hours(candidate.shape, candidate.nodes)
-        return functools.partial(
-            policies.uniform_progress,
-            deadline_h=run.deadline_h or OPEN_END * hours,
-            work_h=hours,
-            total_steps=max(1, round(hours * 3600 / STEP_S)),
-            changeover_s=run.changeover_s,
-        )
-    policy = policies.resolve(name)
-    return policies.together(policy) if candidate.nodes > 1 else policy
+    if name != "uniform_progress":
+        return policies.together(policies.resolve(name))
+    hours = run.hours(candidate.shape, candidate.nodes)
+    by_deadline = functools.partial(
+        policies.uniform_progress,
+        deadline_h=run.deadline_h or OPEN_END * hours,
+        work_h=hours,
+        total_steps=max(1, round(hours * 3600 / STEP_S)),
+        changeover_s=run.changeover_s,
+    )
+    return policies.together(by_deadline)
 
 
 def candidates(
@@ -272,6 +272,8 @@ def forecast(
     )
     policy, seen = policy_of(candidate, run), dict(history or {})
     places = {offer.name: offer.place for offer in shape.spot}
+    # on demand one market is as the other
+    different = 1 if candidate.policy == ON_DEMAND_ONLY else markets
     played = [
         play(
             market(shape, job, np.random.default_rng((seed, at)), seen),
@@ -284,8 +286,8 @@ def forecast(
             on_demand=buys_on_demand(candidate.policy),
             budget_usd=run.budget_usd,
         )
-        for at in range(markets)
-    ]
+        for at in range(different)
+    ] * (markets // different)
     paid_h = sum(one.spot_h + one.on_demand_h for one in played)
     billed_h = nodes * (undisturbed_h + run.changeover_s / 3600)
     return PlanForecast(
