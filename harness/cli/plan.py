@@ -98,9 +98,11 @@ def plan(flags: PlanFlags) -> int:
     """What a run will take and cost, on how many nodes of what, by which policy, at what risk: from
     a catalog of prices, without account or network. Exit status 1 if the risk cannot be kept."""
     from harness.clouds import tasks
-    from harness.proof import forecast_shown, forecasting
+    from harness.proof import forecast_drawing, forecast_shown, forecasting, market_drawing
 
     counts = _node_counts(flags)
+    if flags.plot:
+        market_drawing.plot_paths(flags.plot)  # what cannot be written is said at once
     given = tasks.pairs(flags.env, os.environ)
     task = tasks.load(flags.task, {"RUN": "none", **given})
     offers, prices = _offers(flags, task)
@@ -117,6 +119,9 @@ def plan(flags: PlanFlags) -> int:
         print(json.dumps(shown.to_json(), indent=2))
     else:
         forecast_shown.show(shown, Console())
+    written = forecast_drawing.write(shown, flags.plot) if flags.plot else ()
+    if written and not flags.json:
+        print(f"drawn   {', '.join(map(str, written))}")
     return DONE if best else FAILED
 
 
