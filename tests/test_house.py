@@ -19,6 +19,7 @@ MANY_ATTRIBUTES = {
     "LaunchFlags": "one field for each flag of `harness launch`",
     "SimulateFlags": "one field for each flag of `harness simulate`",
     "WatchFlags": "one field for each flag of `harness watch`",
+    "PlanFlags": "one field for each flag of `harness plan`",
     "RunFlags": "one field for each flag of `harness run`",
     "RunSpec": "one field for each setting of a run",
     "AttemptRow": "a row of a table, one field for each column",
