@@ -44,10 +44,10 @@ class CapacitySeen:
         return max(0.0, now_s - self.since_s)
 
     def after(self, prior: CapacitySeen) -> CapacitySeen:
-        """The same with what was known of the offer before this run began; how it is now only
-        this run knows."""
+        """The same with what was known of the offer before this run began. How it is now this run
+        knows best, once it has looked."""
         return dataclasses.replace(
-            self,
+            prior if self.open is None else self,
             spells=(*prior.spells, *self.spells)[-MOST_SPELLS:],
             node_s=prior.node_s + self.node_s,
             losses=prior.losses + self.losses,
