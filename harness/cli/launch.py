@@ -89,7 +89,10 @@ class LaunchFlags(RecordFlags):
         choices=["aws", "gcp", "azure"],
     )
     policy: str = flag(
-        "", "how to choose: a name, or package.module:function; default: cheapest (sky: best_value)"
+        "",
+        "how to choose: a name, package.module:function, or one around another, "
+        "'at_most(best_value, usd_per_h=2)' (docs/POLICIES.md); default: cheapest (sky: "
+        "best_value)",
     )
     dry_run: bool = flag(
         False, "print the plan (ranked offers, world, first choice and why), and launch nothing"
@@ -396,6 +399,7 @@ def _cloud(
             state_dir(url), task, flags.market, url, wanted=nodes, notices=flags.local_notices
         )
     from harness.clouds.skypilot import SkyPilotCloud
+    from harness.controller.policies import uses_on_demand
 
     clouds = [c.strip() for c in flags.clouds.split(",") if c.strip()] or None
     if clouds and not flags.dry_run:
@@ -403,10 +407,7 @@ def _cloud(
             "--clouds is for --dry-run; to launch, SkyPilot must have the clouds enabled (`sky "
             "check`)"
         )
-    on_demand = flags.on_demand or flags.policy.partition("?")[0] in (
-        "on_demand_fallback",
-        "uniform_progress",
-    )
+    on_demand = flags.on_demand or uses_on_demand(_policy_name(flags))
     return SkyPilotCloud(
         task,
         url,
