@@ -134,6 +134,39 @@ class Durations:
 
 
 @dataclass
+class Tally:
+    """Of attempts, kept up to date, since a run of months has many. `usd`: what those that have
+    ended cost. `losses`: those that ended without being asked to. `lost`: those that ended as
+    "lost". `highest`: the greatest number."""
+
+    usd: float = 0.0
+    losses: int = 0
+    lost: set[int] = field(default_factory=set)
+    highest: int = 0
+
+    def intended(self, attempt: int) -> None:
+        self.highest = max(self.highest, attempt)
+
+    def end(self, fact: AttemptEnded, before: AttemptEnded | None) -> None:
+        """`before`: what was known of its end until now."""
+        if before is not None:
+            self.usd -= before.usd
+            self.losses -= _unasked(before)
+            self.lost.discard(fact.attempt)
+        self.usd += fact.usd
+        self.losses += _unasked(fact)
+        if fact.end == "lost":
+            self.lost.add(fact.attempt)
+        self.highest = max(self.highest, fact.attempt)
+
+
+def _unasked(end: AttemptEnded) -> bool:
+    return end.end in ("preempted", "failed", "unfit", "refused") or (
+        end.end == "lost" and end.up_s is not None
+    )
+
+
+@dataclass
 class Book:
     """What happened so far, as far as the next decision depends on it."""
 
@@ -147,6 +180,7 @@ class Book:
     # open ones -> the attempt that each was launched instead of
     instead_of: dict[int, int] = field(default_factory=dict)
     full: FullOffers = field(init=False)
+    tally: Tally = field(default_factory=Tally)
     seen: CapacityBook = field(default_factory=CapacityBook)
     step: int = 0  # greatest committed step ever seen
     progress_s: float = 0.0  # when that was
@@ -181,6 +215,7 @@ class Book:
                 if silent_s > UNLED_S:
                     self.progress_s = max(self.progress_s, t)
             case AttemptIntended(attempt, offer, _, instead_of) if attempt not in self.ended:
+                self.tally.intended(attempt)
                 if instead_of is not None:
                     self.instead_of[attempt] = instead_of
                 self.offers[attempt] = _offer(attempt, offer)
@@ -226,7 +261,9 @@ class Book:
         node = self.open.pop(fact.attempt, None)
         self.doubted.discard(fact.attempt)
         self.instead_of.pop(fact.attempt, None)
-        again, self.ended[fact.attempt] = fact.attempt in self.ended, fact
+        again = fact.attempt in self.ended
+        self.tally.end(fact, self.ended.get(fact.attempt))
+        self.ended[fact.attempt] = fact
         if node and not again:
             self.seen.end(
                 node.offer.name,
@@ -258,7 +295,7 @@ class Book:
     @property
     def next_attempt(self) -> int:
         """A number that no attempt has, nor one whose intent could not be read."""
-        return max([*self.open, *self.ended, self.first_free - 1]) + 1
+        return max(self.tally.highest, self.first_free - 1) + 1
 
     def hidden(self, attempt: int) -> bool:
         """May it be one of ours, whose intent could not be read?"""
@@ -268,11 +305,7 @@ class Book:
     def unproven(self) -> tuple[int, ...]:
         """Attempts that have ended as far as the bucket tells, and whose machines no cloud has
         proven to be gone."""
-        return tuple(
-            sorted(
-                n for n, e in self.ended.items() if e.end == "lost" and e.reason.startswith(UNSHOWN)
-            )
-        )
+        return tuple(sorted(n for n in self.tally.lost if self.ended[n].reason.startswith(UNSHOWN)))
 
     @property
     def capacity(self) -> dict[str, CapacitySeen]:
@@ -287,11 +320,7 @@ class Book:
     @property
     def losses(self) -> int:
         """Attempts that ended without being asked to."""
-        return sum(
-            e.end in ("preempted", "failed", "unfit", "refused")
-            or (e.end == "lost" and e.up_s is not None)
-            for e in self.ended.values()
-        )
+        return self.tally.losses
 
     def launch_s(self, assumed_s: float) -> float:
         """How long a launch takes: the longest that was seen, or what is assumed while too few
@@ -304,9 +333,7 @@ class Book:
         return _longest(self.durations.leaves_s, drain_s + _longest(self.durations.ends_s, end_s))
 
     def spent_usd(self, now_s: float) -> float:
-        return sum(e.usd for e in self.ended.values()) + sum(
-            bill(node, now_s)[1] for node in self.open.values()
-        )
+        return self.tally.usd + sum(bill(node, now_s)[1] for node in self.open.values())
 
 
 def _longest(seen_s: list[float], assumed_s: float) -> float:

@@ -284,12 +284,12 @@ class Loop:
         bucket when it must go; it is lost only when it beats no more."""
         now, book = self.world.clock.now(), self.book
         unshown = {n: node for n, node in book.open.items() if n not in self.shown}
-        given_up = (
-            e
-            for e in book.ended.values()
-            if e.end == "lost" and e.attempt in book.offers and now - e.gone_s < LOST_S
-        )
-        lost = ({e.attempt for e in given_up} | self.late.keys()) - self.shown
+        given_up = {
+            attempt
+            for attempt in book.tally.lost
+            if attempt in book.offers and now - book.ended[attempt].gone_s < LOST_S
+        }
+        lost = (given_up | self.late.keys()) - self.shown
         heard = self.listener.listen({*unshown, *lost}, now)
         alive = {beat.attempt for beat in heard if not beat.silent(self.run.lost_after_s)}
         moved = {beat.attempt for beat in heard if beat.moved}

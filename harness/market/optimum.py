@@ -1,11 +1,13 @@
 """What an omniscient planner would have paid: the least cost of finishing some work by a deadline,
 on one node at a time, when the whole market is known in advance. The yardstick of policies.
 
-In each tick the node is on spot in a zone that has one, on demand, or nowhere. Whoever begins
-somewhere pays from then on, and makes no progress for `changeover_s` (a launch, a restore); a begin
-in another zone than the last one also costs `move_usd`. A spot node is lost at the end of a tick
-whose successor has none. Exact for decisions at ticks: dynamic programming backwards over time,
-with the work that is left as a vector of whole parts of a tick.
+In each tick the node is on spot in a zone that has one, on demand in any zone, or nowhere. Whoever
+begins somewhere pays from then on, by whole ticks, and makes no progress for `changeover_s` (a
+launch, a restore); a begin in another zone than the last one also costs `move_usd`. A spot node is
+lost at the end of a tick whose successor has none; who knows that loses no work. Exact for
+decisions at ticks: dynamic programming backwards over time, with the work that is left as a vector
+of whole parts of a tick. Nobody who knows the market begins what comes to nothing, so a begin is
+one jump over its changeover.
 
 Pure.
 """
@@ -16,7 +18,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +25,11 @@ from numpy.typing import NDArray
 from harness.core.world import BadInput
 from harness.market.traces import ZoneTrace
 
-CostVector: TypeAlias = NDArray[np.float64]
-
 NOWHERE, ON_DEMAND = -1, -2
 MOST_PARTS = 60  # of a tick
+MOST_CELLS = 2e9  # ticks x parts of work x places: about half a minute
+AS_GOOD_USD = 1e-9  # of what is as good, that which ends sooner
+CHOICES_KEPT = 6e7  # of them at once; the others are worked out again
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,35 @@ def optimum(zones: Sequence[ZoneTrace], first: int, work: WorkToDo) -> Optimum:
             f"deadline of {work.deadline_hours:g} h, even on demand"
         )
     table = _Table(zones, first, work, k, left, ahead, ticks)
-    table.solve()
-    return table.follow()
+    if ticks * left * len(table.zone_of) > MOST_CELLS:
+        raise BadInput(
+            f"{ticks} ticks of {tick_s:g} s and {left} parts of work are too many for the exact "
+            "optimum; give a longer tick"
+        )
+    return table.solve()
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Least costs from a tick on, by the work that is left. `idle`: being nowhere, by the zone of
+    the last node; `running`: of each of the next ticks, being at each place at full speed."""
+
+    idle: NDArray[np.float64]
+    running: tuple[NDArray[np.float64], ...]
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """What costs the least in one tick. `begin`: from nowhere, the place to begin at, or NOWHERE;
+    `leave`: being at a place, is it better to be nowhere?"""
+
+    begin: NDArray[np.int16]
+    leave: NDArray[np.bool_]
 
 
 class _Table:
-    """Places: each zone, then on demand. Stages: how much of a changeover is still ahead, from all
-    of it (0) to nothing (the last)."""
+    """Places: spot in each zone, then on demand: in each zone if moves cost something, else
+    anywhere."""
 
     def __init__(
         self,
@@ -92,97 +116,111 @@ class _Table:
         ahead: int,
         ticks: int,
     ):
-        self.parts, self.left, self.ticks = parts, left, ticks
-        self.tick_h = zones[0].tick_s / 3600
-        self.places = len(zones) + 1
-        self.move_usd = work.move_usd
-        # progress made in each stage, in parts of a tick
-        stages, rest = list[int](), ahead
-        while rest > 0:
-            stages.append(max(0, parts - rest))
-            rest -= parts
-        self.stages = [*stages, parts]
-        self.open = np.zeros((ticks, self.places), dtype=bool)
-        self.usd = np.full((ticks, self.places), work.on_demand_usd_per_h * self.tick_h)
+        self.parts, self.left, self.ticks, self.move_usd = parts, left, ticks, work.move_usd
+        self.tick_h, self.zones = zones[0].tick_s / 3600, len(zones)
+        # a begin: so many ticks, the last of which makes some progress (or all make none)
+        self.begin_ticks, self.begin_parts = -(-ahead // parts), -ahead % parts
+        moves = range(len(zones) if work.move_usd else 1)
+        self.zone_of = [*(z if work.move_usd else 0 for z in range(len(zones))), *moves]
+        places = len(self.zone_of)
+        self.open = np.zeros((ticks, places), dtype=bool)
+        self.usd = np.full((ticks, places), work.on_demand_usd_per_h * self.tick_h)
+        self.open[:, len(zones) :] = True
         for z, zone in enumerate(zones):
             nodes = zone.nodes[first : first + ticks]
             self.open[: len(nodes), z] = nodes > 0
             prices = None if zone.usd_per_h is None else zone.usd_per_h[first : first + ticks]
             each = work.spot_usd_per_h if prices is None else prices
             self.usd[: len(nodes), z] = each * self.tick_h
-        self.open[:, -1] = True
-        # [tick][last place or nowhere-ever][...]: costs of being nowhere; chosen next place
-        self.choices: list[dict[tuple[int, int], NDArray[np.int16]]] = []
 
-    def solve(self) -> None:
-        """Backwards. A state is where the node was last (which a move's cost asks for), and how
-        far its changeover is; (place, -1): it is nowhere."""
+    def solve(self) -> Optimum:
+        """Backwards over all ticks, then forwards along the choices; those of early ticks are kept
+        only as far as there is room for, and the rest is made again from costs on the way."""
+        kept = max(1, int(CHOICES_KEPT // (2 * len(self.zone_of) * (self.left + 1))))
+        costs, after = self._end(), dict[int, _Costs]()
+        choices: list[_Choices] = []
+        for tick in range(self.ticks - 1, -1, -1):
+            if (tick + 1) % kept == 0 or tick == self.ticks - 1:
+                after[tick], choices = costs, []
+            costs, chosen = self._step(tick, costs)
+            choices.append(chosen)
+        # nothing was anywhere: the first begin is no move
+        zone = int(np.argmin(costs.idle[:, self.left]))
+        return self._follow(zone, float(costs.idle[zone, self.left]), choices[::-1], after)
+
+    def _end(self) -> _Costs:
         done = np.full(self.left + 1, math.inf)
         done[0] = 0.0
-        last = len(self.stages) - 1
-        cost: dict[tuple[int, int], CostVector] = {}
-        for place in range(self.places):
-            for stage in range(-1, last + 1):
-                cost[place, stage] = done
-        for tick in range(self.ticks - 1, -1, -1):
-            run: dict[tuple[int, int], CostVector] = {}
-            for place in range(self.places):
-                if self.open[tick, place]:
-                    for stage, progress in enumerate(self.stages):
-                        run[place, stage] = self._run(
-                            cost[place, min(stage + 1, last)], progress, self.usd[tick, place]
-                        )
-            now: dict[tuple[int, int], CostVector] = {}
-            chosen: dict[tuple[int, int], NDArray[np.int16]] = {}
-            for place in range(self.places):
-                idle, pick = cost[place, -1].copy(), np.full(self.left + 1, NOWHERE, np.int16)
-                for there in range(self.places):
-                    if (there, 0) not in run:
-                        continue
-                    begun = run[there, 0] + (self.move_usd if there != place else 0.0)
-                    begun[0] = 0.0
-                    better = begun < idle
-                    idle[better], pick[better] = begun[better], there
-                now[place, -1], chosen[place, -1] = idle, pick
-                for stage in range(last + 1):
-                    stay = run.get((place, stage))
-                    if stay is None:
-                        now[place, stage], chosen[place, stage] = idle, pick
-                        continue
-                    better = stay <= idle
-                    now[place, stage] = np.where(better, stay, idle)
-                    # a place of its own number +1000: it stays where it is
-                    chosen[place, stage] = np.where(better, place + 1000, pick).astype(np.int16)
-            cost = now
-            self.choices.append(chosen)
-        self.choices.reverse()
-        # nothing was anywhere: the first begin is no move
-        self.best = min(range(self.places), key=lambda place: float(cost[place, -1][self.left]))
-        self.least = float(cost[self.best, -1][self.left])
+        running = np.tile(done, (len(self.zone_of), 1))
+        return _Costs(
+            np.tile(done, (max(self.zone_of) + 1, 1)), (running,) * max(1, self.begin_ticks)
+        )
 
-    def _run(self, after: CostVector, progress: int, usd: float) -> CostVector:
-        found = np.empty_like(after)
-        if progress:
-            found[progress:] = after[:-progress]
-            found[:progress] = 0.0
-        else:
-            found[:] = after
-        found += usd
-        found[0] = 0.0
+    def _step(self, tick: int, after: _Costs) -> tuple[_Costs, _Choices]:
+        stay = self._then(after.running[0], self.parts, tick, 1)
+        begun = stay
+        if self.begin_ticks:
+            begun = self._then(after.running[-1], self.begin_parts, tick, self.begin_ticks)
+        idle = after.idle.copy()
+        begin = np.full(idle.shape, NOWHERE, np.int16)
+        cheapest = begun.argmin(axis=0)
+        everywhere = np.take_along_axis(begun, cheapest[None], axis=0)[0] + self.move_usd
+        for zone in range(len(idle)):
+            better = everywhere <= idle[zone] + AS_GOOD_USD
+            idle[zone][better], begin[zone][better] = everywhere[better], cheapest[better]
+            for place in np.flatnonzero(self.open[tick]) if self.move_usd else ():
+                if self.zone_of[place] == zone:
+                    better = begun[place] <= idle[zone] + AS_GOOD_USD
+                    idle[zone][better], begin[zone][better] = begun[place][better], place
+        nowhere = idle[self.zone_of]
+        leave = nowhere < stay - AS_GOOD_USD
+        running = np.where(leave, nowhere, stay)
+        kept = (running, *after.running)[: max(1, self.begin_ticks)]
+        return _Costs(idle, kept), _Choices(begin, leave)
+
+    def _then(
+        self, after: NDArray[np.float64], progress: int, tick: int, ticks: int
+    ) -> NDArray[np.float64]:
+        """Being at each place for some ticks that make some progress together."""
+        found = np.full_like(after, math.inf)
+        usd = self.usd[tick : tick + ticks].sum(axis=0)
+        open_ = self.open[tick : tick + ticks].all(axis=0)
+        if tick + ticks <= self.ticks:
+            found[open_, progress:] = after[open_, : self.left + 1 - progress]
+            found[open_, :progress] = 0.0
+            found += usd[:, None]
+        found[:, 0] = 0.0  # nothing is left to do
         return found
 
-    def follow(self) -> Optimum:
+    def _follow(
+        self, zone: int, usd: float, choices: list[_Choices], after: dict[int, _Costs]
+    ) -> Optimum:
         plan: list[int] = []
-        place, stage, left = self.best, -1, self.left
+        left, place, begun = self.left, NOWHERE, 0
         while left > 0 and len(plan) < self.ticks:
-            choice = int(self.choices[len(plan)][place, stage][left])
-            if choice == NOWHERE:
-                stage = -1
+            if not choices:
+                choices = self._again(len(plan), after)
+            chosen, choices = choices[0], choices[1:]
+            if begun > 0:  # on its way
+                begun -= 1
+                left -= 0 if begun else self.begin_parts
+            elif place != NOWHERE and not chosen.leave[place, left]:
+                left -= self.parts
             else:
-                stage = stage if choice >= 1000 else 0
-                place = choice % 1000
-                left -= self.stages[stage]
-                stage = min(stage + 1, len(self.stages) - 1)
-            at = ON_DEMAND if place == self.places - 1 else place
-            plan.append(NOWHERE if choice == NOWHERE else at)
-        return Optimum(self.least, tuple(plan), len(plan) * self.tick_h)
+                place = int(chosen.begin[zone, left])
+                if place != NOWHERE:
+                    zone = self.zone_of[place]
+                    begun = self.begin_ticks - 1
+                    left -= self.parts if begun < 0 else 0 if begun else self.begin_parts
+            at = ON_DEMAND if place >= self.zones else place
+            plan.append(at)
+        return Optimum(usd, tuple(plan), len(plan) * self.tick_h)
+
+    def _again(self, first: int, after: dict[int, _Costs]) -> list[_Choices]:
+        """Choices from a tick on that were not kept."""
+        last = min(tick for tick in after if tick >= first)
+        costs, found = after[last], list[_Choices]()
+        for tick in range(last, first - 1, -1):
+            costs, chosen = self._step(tick, costs)
+            found.append(chosen)
+        return found[::-1]

@@ -1,0 +1,344 @@
+"""What a run may take and cost before it is launched: many markets that may come, played.
+
+A candidate is a shape of node, a number of nodes and a policy. For each, markets are made up that
+fit to what is known of its zones (`market/made_up.py`), and the policy is played in them
+(`market_quick.py`). So the spread of the answers holds what is not known of the zones as well as
+what chance does. What it takes for granted is said by `ASSUMED`.
+
+Pure: the same seed gives the same answers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from harness.controller import policies
+from harness.core.known import CapacitySeen, Knowledge
+from harness.core.world import BadInput, Decision, Offer, Policy, View
+from harness.market.made_up import ROUGH, drawn, make_up
+from harness.market.traces import ZoneTrace
+from harness.proof.market_quick import play
+from harness.proof.market_replay import STEP_S, ReplayJob
+
+MOST_ZONES = 6  # of a shape, the cheapest
+PRICE_SWING = 0.08  # standard deviation of a spot price's logarithm, over days
+BLOCK_SHARE = 0.25  # of a zone's nodes, which come and go together
+LEAST_TICK_S, MOST_TICK_S, TICKS = 60.0, 1800.0, 150  # of the undisturbed run
+OPEN_END = 6.0  # without a deadline: so many times the undisturbed run are played
+SCREENED = 19  # markets for each candidate before most are dropped
+KEPT = 6  # candidates that are played in all markets
+LOW, HIGH = 0.1, 0.9
+
+ON_DEMAND_ONLY = "on_demand"
+SPOT_ONLY = ("cheapest", "best_value", "patient")  # as `harness launch` offers nodes
+ASSUMED = (
+    "a step is as fast as peak arithmetic and the shares of its batch allow, at every number of "
+    "nodes (--step-time, --scaling)",
+    "zones of which nothing is known are like zones usually are; spot capacity lasts 3 h and is "
+    "away for 3 h, each give or take a factor of 2",
+    "on demand there is always a node",
+)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What is to be done. `work`: of the whole run, worker-seconds of speed 1 (`Offer.speed`).
+    `scaling`: of the speed that twice the workers would add, the share that they do.
+    `changeover_s`: from asking for a node until it trains; `lost_s`: training that is lost with a
+    node. None: no deadline, no budget."""
+
+    work: float
+    micro_batches: int = 0
+    scaling: float = 1.0
+    changeover_s: float = 300.0
+    lost_s: float = 120.0
+    move_usd: float = 0.0
+    deadline_h: float | None = None
+    budget_usd: float | None = None
+    min_nodes: int = 1
+
+    def hours(self, shape: NodeShape, nodes: int) -> float:
+        """That it takes on so many nodes, undisturbed."""
+        ranks = nodes * max(1, shape.gpus)
+        even = Knowledge(micro_batches=self.micro_batches).efficiency(ranks)
+        return self.work / (ranks * shape.speed * even * self.scaling ** math.log2(nodes)) / 3600
+
+
+@dataclass(frozen=True)
+class NodeShape:
+    """A kind of node and where there is one: spot offers, the cheapest first; on demand, the
+    cheapest (None: not offered)."""
+
+    accelerator: str
+    gpus: int
+    speed: float
+    spot: tuple[Offer, ...]
+    on_demand: Offer | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.accelerator}:{self.gpus}" if self.gpus else self.accelerator
+
+    @property
+    def usd_per_work(self) -> float:
+        """At the cheapest offer."""
+        offers = (*self.spot[:1], *([self.on_demand] if self.on_demand else []))
+        return min(policies.usd_per_work(offer) for offer in offers)
+
+    @property
+    def on_demand_usd_per_h(self) -> float:
+        """Of a node, where one is surely to be had; infinite: nowhere."""
+        known = [offer.on_demand_usd_per_h for offer in self.spot if offer.on_demand_usd_per_h]
+        return self.on_demand.usd_per_h if self.on_demand else min(known, default=math.inf)
+
+
+def shapes(offers: Iterable[Offer]) -> list[NodeShape]:
+    """Kinds of nodes among these offers, the cheapest work first."""
+    kinds: dict[tuple[str, int], list[Offer]] = {}
+    for offer in sorted(offers):
+        kinds.setdefault((offer.accelerator, offer.gpus), []).append(offer)
+    found = [
+        NodeShape(
+            accelerator,
+            gpus,
+            some[0].speed,
+            tuple(o for o in some if o.spot)[:MOST_ZONES],
+            next((o for o in some if not o.spot), None),
+        )
+        for (accelerator, gpus), some in kinds.items()
+    ]
+    return sorted(found, key=lambda shape: shape.usd_per_work)
+
+
+@dataclass(frozen=True)
+class PlanCandidate:
+    shape: NodeShape
+    nodes: int  # at most
+    policy: str  # a name, with its options
+
+    @property
+    def name(self) -> str:
+        return f"{self.nodes} x {self.shape.name}, {self.policy.partition('?')[0]}"
+
+
+@dataclass(frozen=True)
+class PlanForecast:
+    """Of one candidate, over all markets: each run's hours until its end (infinite: never) and
+    bill, in the order of the markets. `on_demand_usd`: what it would cost on demand alone."""
+
+    candidate: PlanCandidate
+    hours: tuple[float, ...] = field(repr=False)
+    usd: tuple[float, ...] = field(repr=False)
+    missed: float  # share of the markets in which it is not done by the deadline
+    undisturbed_h: float
+    on_demand_usd: float
+    losses: float  # of nodes, mean
+    spot_share: float  # of the hours that are paid for, mean
+
+    def hours_at(self, share: float) -> float:
+        return quantile(self.hours, share)
+
+    def usd_at(self, share: float) -> float:
+        return quantile(self.usd, share)
+
+    def over(self, budget_usd: float) -> float:
+        """Share of the markets in which it costs more."""
+        return sum(usd > budget_usd for usd in self.usd) / len(self.usd)
+
+    def to_json(self) -> dict[str, Any]:
+        def at(values: Callable[[float], float]) -> dict[str, float | None]:
+            found = {"p10": values(LOW), "median": values(0.5), "p90": values(HIGH)}
+            return {name: v if math.isfinite(v) else None for name, v in found.items()}
+
+        shape = self.candidate.shape
+        return {
+            "nodes": self.candidate.nodes,
+            "accelerator": shape.accelerator,
+            "gpus": shape.gpus,
+            "policy": self.candidate.policy,
+            "hours": at(self.hours_at),
+            "usd": at(self.usd_at),
+            "risk": self.missed,
+            "undisturbed_hours": self.undisturbed_h,
+            "on_demand_usd": self.on_demand_usd if math.isfinite(self.on_demand_usd) else None,
+            "losses": self.losses,
+            "spot_share": self.spot_share,
+            "markets": len(self.hours),
+        }
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Of n values, the one that a further one of their kind is below with that chance: with 19 or
+    99 values exactly so for 0.1 and 0.9. Infinite values are allowed."""
+    rank = round(share * (len(values) + 1))
+    return sorted(values)[min(len(values), max(1, rank)) - 1]
+
+
+def on_demand_only(view: View) -> Decision:
+    """Nodes that are never taken away."""
+    return policies.fill(view, [o for o in view.offers if not o.spot], "on demand")
+
+
+def buys_on_demand(policy: str) -> bool:
+    """Does it use offers on demand? The others are not shown any, as `harness launch` does."""
+    return policy.partition("?")[0] not in SPOT_ONLY
+
+
+def policy_of(candidate: PlanCandidate, run: PlannedRun) -> Policy:
+    """As `harness launch` would build it, told of deadline and work where it asks for them."""
+    name = candidate.policy
+    if name == ON_DEMAND_ONLY:
+        return on_demand_only
+    if name == "uniform_progress":
+        hours = run.hours(candidate.shape, candidate.nodes)
+        return functools.partial(
+            policies.uniform_progress,
+            deadline_h=run.deadline_h or OPEN_END * hours,
+            work_h=hours,
+            total_steps=max(1, round(hours * 3600 / STEP_S)),
+            changeover_s=run.changeover_s,
+        )
+    policy = policies.resolve(name)
+    return policies.together(policy) if candidate.nodes > 1 else policy
+
+
+def candidates(
+    found: Sequence[NodeShape],
+    node_counts: Sequence[int],
+    names: Sequence[str],
+    run: PlannedRun,
+    most_shapes: int = 4,
+) -> list[PlanCandidate]:
+    """What is worth playing: the shapes whose work is cheapest, at every number of nodes that has
+    a share of the batch for each, and could keep the deadline undisturbed. Raises BadInput."""
+    made, slow = list[PlanCandidate](), list[str]()
+    for shape in found[:most_shapes]:
+        for nodes in node_counts:
+            ranks = nodes * max(1, shape.gpus)
+            if run.micro_batches and ranks > run.micro_batches:
+                continue
+            least_h = run.hours(shape, nodes) + run.changeover_s / 3600
+            if run.deadline_h is not None and least_h > run.deadline_h:
+                slow.append(f"{nodes} x {shape.name} {least_h:.3g} h")
+                continue
+            made += [
+                PlanCandidate(shape, nodes, name)
+                for name in names
+                if (shape.spot if name != ON_DEMAND_ONLY else _has_on_demand(shape))
+            ]
+    if not made:
+        why = f"; undisturbed they take {', '.join(slow[:6])}" if slow else ""
+        raise BadInput(
+            f"wanted nodes that can do the work by the deadline, found none{why}: more --nodes, a "
+            "later --deadline, or other accelerators in the task's resources"
+        )
+    return made
+
+
+def _has_on_demand(shape: NodeShape) -> bool:
+    return math.isfinite(shape.on_demand_usd_per_h)
+
+
+# ---- playing -------------------------------------------------------------------------------------
+def forecast(
+    candidate: PlanCandidate,
+    run: PlannedRun,
+    markets: int,
+    seed: int = 0,
+    history: Mapping[str, CapacitySeen] | None = None,
+) -> PlanForecast:
+    """Play so many markets, each from a seed of its own. `history`: by offer, on a clock that is 0
+    when the run begins."""
+    shape, nodes = candidate.shape, candidate.nodes
+    undisturbed_h = run.hours(shape, nodes)
+    open_h = OPEN_END * (undisturbed_h + run.changeover_s / 3600) + 24
+    on_demand = shape.on_demand_usd_per_h
+    job = ReplayJob(
+        undisturbed_h,
+        open_h if run.deadline_h is None else run.deadline_h,
+        (min(run.min_nodes, nodes), nodes),
+        changeover_s=run.changeover_s,
+        lost_s=run.lost_s,
+        move_usd=run.move_usd,
+        on_demand_usd_per_h=on_demand if math.isfinite(on_demand) else 1e6,
+    )
+    policy, seen = policy_of(candidate, run), dict(history or {})
+    places = {offer.name: offer.place for offer in shape.spot}
+    played = [
+        play(
+            market(shape, job, np.random.default_rng((seed, at)), seen),
+            0,
+            job,
+            policy,
+            seed=at,
+            seen={name: seen[name] for name in places if name in seen},
+            places=places,
+            on_demand=buys_on_demand(candidate.policy),
+            budget_usd=run.budget_usd,
+        )
+        for at in range(markets)
+    ]
+    paid_h = sum(one.spot_h + one.on_demand_h for one in played)
+    billed_h = nodes * (undisturbed_h + run.changeover_s / 3600)
+    return PlanForecast(
+        candidate,
+        tuple(one.finish_h for one in played),
+        tuple(one.usd for one in played),
+        sum(one.missed for one in played) / markets,
+        undisturbed_h,
+        on_demand * billed_h,
+        sum(one.losses for one in played) / markets,
+        sum(one.spot_h for one in played) / paid_h if paid_h else 0.0,
+    )
+
+
+def market(
+    shape: NodeShape,
+    job: ReplayJob,
+    rng: np.random.Generator,
+    seen: Mapping[str, CapacitySeen],
+) -> list[ZoneTrace]:
+    """One that may come, of the zones of a shape, for as long as the run may take."""
+    nodes, tick_s = job.nodes[1], _tick_s(job)
+    zones = [
+        dataclasses.replace(
+            drawn(offer.name, seen.get(offer.name), rng, nodes=nodes, now_s=0.0),
+            block=max(1.0, BLOCK_SHARE * nodes),
+            usd_per_h=offer.usd_per_h,
+            price_swing=PRICE_SWING,
+            most_usd_per_h=offer.on_demand_usd_per_h or math.inf,
+        )
+        for offer in shape.spot
+    ]
+    if not zones:  # a market of on-demand nodes
+        assert shape.on_demand is not None
+        ticks = math.ceil(2 * job.deadline_h * 3600 / tick_s)
+        return [ZoneTrace(shape.on_demand.name, tick_s, np.zeros(ticks, dtype=np.int64))]
+    return make_up(zones, 1.2 * job.deadline_h + 12, rng, tick_s=tick_s, weather=ROUGH)
+
+
+def _tick_s(job: ReplayJob) -> float:
+    """Whole minutes; short enough to see what becomes of a short run."""
+    wanted_s = 60.0 * round(job.work_h * 60 / TICKS)
+    return min(MOST_TICK_S, max(LEAST_TICK_S, wanted_s))
+
+
+def ranked(found: Iterable[PlanForecast], run: PlannedRun, most_risk: float) -> list[PlanForecast]:
+    """The best first: those that take no more risk, of the deadline and of the budget, by their
+    median cost; then the others by their risk."""
+
+    def key(one: PlanForecast) -> tuple[bool, float, float, float]:
+        risk = one.missed
+        if run.budget_usd is not None:
+            risk = max(risk, one.over(run.budget_usd))
+        takes = risk > most_risk + 1e-9
+        return (takes, risk if takes else 0.0, one.usd_at(0.5), one.hours_at(0.5))
+
+    return sorted(found, key=key)

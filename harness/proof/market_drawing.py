@@ -1,0 +1,332 @@
+"""Pictures of a table of policies on recorded markets: `harness simulate --trace FILE --plot FILE`.
+
+Turns windows, nodes and plans into plain numbers for `views/market_pictures.py`, and writes them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from harness.core.world import BadInput
+from harness.market.optimum import NOWHERE, ON_DEMAND, Optimum
+from harness.market.traces import ZoneTrace
+from harness.proof import market_replay
+from harness.proof.market_replay import ReplayJob, ReplayResult
+from harness.proof.market_table import MarketRow, MarketTable, MarketWindow
+from harness.views.drawing import check_png
+from harness.views.market_page import MarketStory, market_page, market_png
+from harness.views.market_pictures import (
+    CostChart,
+    CostCurve,
+    CostPoint,
+    LaneTake,
+    Levels,
+    MarketLane,
+    MarketTimeline,
+    RunDrawn,
+)
+
+WRITTEN = (".html", ".png")
+ALL = "all markets"
+
+
+# ---- files ---------------------------------------------------------------------------------------
+def plot_paths(path: str) -> tuple[Path, ...]:
+    """The files that `draw` will write: a page for x.html, a PNG for x.png, both for any other
+    name. To be asked before long work: raises BadInput where they cannot be written."""
+    asked = Path(path)
+    if asked.suffix.lower() in WRITTEN:
+        found: tuple[Path, ...] = (asked,)
+    else:
+        found = tuple(asked.with_name(asked.name + suffix) for suffix in WRITTEN)
+    if any(one.suffix.lower() == ".png" for one in found):
+        check_png()
+    for one in found:
+        if one.is_dir():
+            raise BadInput(f"--plot {path}: wanted a file, found the folder {one}")
+        there = next(p for p in (one.parent, *one.parent.parents) if p.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise BadInput(f"--plot {path}: cannot write into {there}; name another place")
+    return found
+
+
+def draw(table: MarketTable, path: str, policy: str = "") -> tuple[Path, ...]:
+    """Write the pictures of a table; returns the files. `policy`: whose runs are drawn hour by
+    hour; "": the table's first. Raises BadInput."""
+    return write(story_of(table, policy), path)
+
+
+def write(story: MarketStory, path: str) -> tuple[Path, ...]:
+    """Write pictures to files named as `plot_paths` says. Raises BadInput."""
+    found = plot_paths(path)
+    for one in found:
+        one.parent.mkdir(parents=True, exist_ok=True)
+        if one.suffix.lower() == ".png":
+            one.write_bytes(market_png(story))
+        else:
+            one.write_text(market_page(story), encoding="utf-8")
+    return found
+
+
+# ---- what is drawn -------------------------------------------------------------------------------
+def story_of(table: MarketTable, policy: str = "") -> MarketStory:
+    """Cost over deadline in each market, and hour by hour, for each deadline, the window that is
+    typical of a policy. Raises BadInput if the policy is not in the table."""
+    if not table.rows:
+        raise BadInput("a picture of nothing: no policy was tried on any market")
+    policies = list(dict.fromkeys(row.policy for row in table.rows))
+    shown = policy or policies[0]
+    if shown not in policies:
+        raise BadInput(f"no policy {shown!r} was tried; found {', '.join(policies)}")
+    names = list(dict.fromkeys(row.market for row in table.rows))
+    charts = [_chart(name, [row for row in table.rows if row.market == name]) for name in names]
+    if len(charts) > 1 and (together := _together(charts)):
+        charts.insert(0, together)
+    timelines = [
+        timeline(table.markets[row.market], row, _typical(row))
+        for row in table.rows
+        if row.policy == shown and row.windows and row.market in table.markets
+    ]
+    jobs = {row.job.work_h for row in table.rows}
+    work = f"{min(jobs):g} h" if len(jobs) == 1 else f"{min(jobs):g} – {max(jobs):g} h"
+    windows = max(len(row.windows) for row in table.rows)
+    note = (
+        f"{work} of work, from {windows} beginnings in each market; every policy through the real "
+        "recovery loop. The optimum knows the whole market in advance."
+    )
+    return MarketStory("Policies on markets", tuple(charts), tuple(timelines), (note,))
+
+
+def _chart(name: str, rows: Sequence[MarketRow]) -> CostChart:
+    by_policy = dict[str, list[MarketRow]]()
+    for row in sorted(rows, key=lambda row: row.job.deadline_h):
+        if row.windows:
+            by_policy.setdefault(row.policy, []).append(row)
+    first = {row.job.deadline_h: row for row in reversed(rows) if row.windows}
+    return CostChart(
+        name,
+        tuple(
+            CostCurve(policy, tuple(_point(row) for row in mine))
+            for policy, mine in by_policy.items()
+        ),
+        tuple((h, usd) for h, row in sorted(first.items()) if (usd := row.optimum_usd) is not None),
+        tuple((h, row.on_demand_usd) for h, row in sorted(first.items())),
+        rows[0].job.work_h,
+    )
+
+
+def _point(row: MarketRow) -> CostPoint:
+    costs = [w.result.usd for w in row.windows]
+    low, high = (float(q) for q in np.quantile(costs, (0.1, 0.9)))
+    return CostPoint(row.job.deadline_h, row.usd, low, high, row.missed, len(row.windows))
+
+
+def _together(charts: Sequence[CostChart]) -> CostChart | None:
+    """The mean of all markets, of the deadlines and policies that all of them have."""
+
+    def mean(lines: Iterable[Sequence[tuple[float, float]]]) -> tuple[tuple[float, float], ...]:
+        each = [dict(line) for line in lines]
+        common = sorted(set.intersection(*map(set, each)))
+        return tuple((h, sum(one[h] for one in each) / len(each)) for h in common)
+
+    curves = []
+    for curve in charts[0].curves:
+        same = [next((c for c in chart.curves if c.name == curve.name), None) for chart in charts]
+        each = [{p.deadline_h: p for p in c.points} for c in same if c is not None]
+        common = sorted(set.intersection(*map(set, each)))
+        if len(each) == len(charts) and common:
+            points = tuple(_mean_point([one[h] for one in each]) for h in common)
+            curves.append(CostCurve(curve.name, points))
+    if not curves:
+        return None
+    title = f"{ALL} ({len(charts)})"
+    optimum, dear = mean(c.optimum for c in charts), mean(c.on_demand for c in charts)
+    return CostChart(title, tuple(curves), optimum, dear, charts[0].work_h)
+
+
+def _mean_point(points: Sequence[CostPoint]) -> CostPoint:
+    """Of several markets, each counted once."""
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(values) / len(points)
+
+    return CostPoint(
+        points[0].deadline_h,
+        mean(p.usd for p in points),
+        mean(p.low for p in points),
+        mean(p.high for p in points),
+        sum(p.missed for p in points),
+        sum(p.windows for p in points),
+    )
+
+
+def _typical(row: MarketRow) -> MarketWindow:
+    """The window whose cost beside the optimum's is the median."""
+
+    def share(w: MarketWindow) -> float:
+        return w.result.usd / w.optimum.usd if w.optimum and w.optimum.usd else w.result.usd
+
+    return sorted(row.windows, key=share)[len(row.windows) // 2]
+
+
+# ---- hour by hour --------------------------------------------------------------------------------
+def timeline(zones: Sequence[ZoneTrace], row: MarketRow, window: MarketWindow) -> MarketTimeline:
+    """One replay beside the optimum of the same window."""
+    job, result, best = row.job, window.result, window.optimum
+    tick_h = zones[0].tick_s / 3600
+    ends = [job.deadline_h, *(end for _, _, end, _ in result.spans)]
+    ticks = math.ceil(max(h for h in ends if math.isfinite(h)) / tick_h)
+    lanes = [
+        _lane(
+            *(zone.zone, _room(zone, window.first, ticks), result, zone.zone),
+            *(best, place, tick_h),
+            _note(zone, window.first, ticks, job),
+        )
+        for place, zone in enumerate(zones)
+    ]
+    dear = [
+        _lane("on demand", (), result, name, best, ON_DEMAND, tick_h)
+        for name in {name for name, *_ in result.spans if name.endswith(market_replay.ON_DEMAND)}
+    ]
+    note = f"${job.on_demand_usd_per_h:g} an hour"
+    runs = _sum_levels([lane.run for lane in dear])
+    planned = dear[0].optimum if dear else _plan_levels(best, ON_DEMAND, tick_h)
+    lanes.append(MarketLane("on demand", (), runs, planned, note))
+    start_h = window.first * tick_h
+    return MarketTimeline(
+        f"{row.market}: {row.policy}, deadline {job.deadline_h:g} h, from hour {start_h:.4g} on",
+        tuple(lanes),
+        RunDrawn(row.policy, _bill(zones, window, job, ticks), result.finish_h),
+        None
+        if best is None
+        else RunDrawn("optimum", _optimum_bill(zones, window, job), best.finish_h),
+        job.deadline_h,
+    )
+
+
+def _lane(
+    name: str,
+    room: Levels,
+    result: ReplayResult,
+    offer: str,
+    best: Optimum | None,
+    place: int,
+    tick_h: float,
+    note: str = "",
+) -> MarketLane:
+    mine = [span for span in result.spans if span[0] == offer]
+    taken = tuple(LaneTake(begin, end) for _, begin, end, was_taken in mine if was_taken)
+    run = span_levels((begin, end) for _, begin, end, _ in mine)
+    return MarketLane(name, room, run, _plan_levels(best, place, tick_h), note, taken)
+
+
+def _note(zone: ZoneTrace, first: int, ticks: int, job: ReplayJob) -> str:
+    nodes = zone.nodes[first : first + ticks]
+    if zone.usd_per_h is None:
+        usd = job.spot_usd_per_h
+    else:
+        prices = zone.usd_per_h[first : first + ticks]
+        usd = float(prices.mean()) if len(prices) else job.spot_usd_per_h
+    there = 100 * float((nodes > 0).mean()) if len(nodes) else 0.0
+    return f"{there:.0f} % of the time, ${usd:.3g} an hour"
+
+
+def _room(zone: ZoneTrace, first: int, ticks: int) -> Levels:
+    tick_h, nodes = zone.tick_s / 3600, zone.nodes[first : first + ticks]
+    changes = [0, *(np.flatnonzero(np.diff(nodes)) + 1).tolist()] if len(nodes) else []
+    levels = [(i * tick_h, float(nodes[i])) for i in changes]
+    return (*levels, (len(nodes) * tick_h, 0.0))
+
+
+def span_levels(spans: Iterable[tuple[float, float]]) -> Levels:
+    """How many of these (begin, end) there were at once."""
+    changes = sorted((h, by) for begin, end in spans for h, by in ((begin, 1), (end, -1)))
+    levels, there = list[tuple[float, float]](), 0
+    for hours, group in itertools.groupby(changes, key=lambda change: change[0]):
+        there += sum(by for _, by in group)
+        levels.append((hours, float(there)))
+    return tuple(levels)
+
+
+def _sum_levels(several: Sequence[Levels]) -> Levels:
+    changes = list[tuple[float, float]]()
+    for levels in several:
+        before = 0.0
+        for hours, count in levels:
+            changes.append((hours, count - before))
+            before = count
+    there, found = 0.0, list[tuple[float, float]]()
+    for hours, by in sorted(changes):
+        there += by
+        found.append((hours, there))
+    return tuple(found)
+
+
+def _plan_levels(best: Optimum | None, place: int, tick_h: float) -> Levels:
+    spans = (
+        (i * tick_h, (i + count) * tick_h)
+        for at, i, count in (_stays(best.plan) if best else ())
+        if at == place
+    )
+    return span_levels(spans)
+
+
+def _stays(plan: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(place, first tick, ticks) of each stay."""
+    i = 0
+    for at, group in itertools.groupby(plan):
+        count = len(list(group))
+        yield at, i, count
+        i += count
+
+
+# ---- bills ---------------------------------------------------------------------------------------
+def _bill(zones: Sequence[ZoneTrace], window: MarketWindow, job: ReplayJob, ticks: int) -> Levels:
+    """USD so far, tick by tick. Ends at the bill that was measured: what a move cost is spread
+    over all of it."""
+    tick_h = zones[0].tick_s / 3600
+    paid = np.zeros(ticks + 1)
+    prices = {zone.zone: _prices(zone, window.first, ticks, job) for zone in zones}
+    dear = np.full(ticks, job.on_demand_usd_per_h)
+    for name, begin, end, _ in window.result.spans:
+        usd_per_h = prices.get(name, dear)
+        for tick in range(int(begin / tick_h + 1e-9), min(ticks, math.ceil(end / tick_h - 1e-9))):
+            hours = min(end, (tick + 1) * tick_h) - max(begin, tick * tick_h)
+            paid[tick + 1] += usd_per_h[tick] * hours
+    so_far = np.cumsum(paid)
+    if so_far[-1] > 0:
+        so_far *= window.result.usd / so_far[-1]
+    last = max((end for _, _, end, _ in window.result.spans), default=0.0)
+    until = min(ticks, math.ceil(last / tick_h - 1e-9))
+    return tuple((min(i * tick_h, last), float(so_far[i])) for i in range(until + 1))
+
+
+def _optimum_bill(zones: Sequence[ZoneTrace], window: MarketWindow, job: ReplayJob) -> Levels:
+    best, tick_h = window.optimum, zones[0].tick_s / 3600
+    if best is None:
+        return ()
+    plan = best.plan
+    each = [_prices(zone, window.first, len(plan), job) for zone in zones]
+    paid = [
+        0.0
+        if at == NOWHERE
+        else tick_h * (job.on_demand_usd_per_h if at == ON_DEMAND else float(each[at][tick]))
+        for tick, at in enumerate(plan)
+    ]
+    so_far = [0.0, *itertools.accumulate(paid)]
+    scale = best.usd / so_far[-1] if so_far[-1] > 0 else 1.0
+    return tuple((i * tick_h, usd * scale) for i, usd in enumerate(so_far))
+
+
+def _prices(zone: ZoneTrace, first: int, ticks: int, job: ReplayJob) -> np.ndarray:
+    """USD per hour of one node in each tick; beyond the trace the last."""
+    if zone.usd_per_h is None:
+        return np.full(ticks, job.spot_usd_per_h)
+    places = np.minimum(first + np.arange(ticks), len(zone.usd_per_h) - 1)
+    return zone.usd_per_h[places]

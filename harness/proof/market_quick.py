@@ -1,0 +1,175 @@
+"""A market, played without the paperwork of the recovery loop: hundreds of markets in seconds.
+
+The same market, nodes, bill and views as in `market_replay.py`, with neither bucket nor facts: a
+decision costs microseconds besides what the policy takes. A test holds it to that replay. For
+forecasts, which need hundreds of markets; what a policy is judged by is the real replay.
+
+Pure: no torch, sockets, wall clock or global randomness.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from harness.controller import policies
+from harness.controller.book import FullOffers
+from harness.controller.capacity import CapacityBook
+from harness.core.facts import AttemptEnded
+from harness.core.known import CapacitySeen, Knowledge
+from harness.core.world import Launch, Node, Policy, Stop, Terminate, View
+from harness.market.traces import ZoneTrace
+from harness.proof.market_fleet import MarketFleet, ReplayJob
+from harness.proof.market_replay import ReplayResult, result_of
+
+MOST_ROUNDS = 10_000  # decisions in one tick; a policy that asks more often waits
+
+
+def play(
+    zones: Sequence[ZoneTrace],
+    first: int,
+    job: ReplayJob,
+    policy: Policy,
+    *,
+    seed: int = 0,
+    seen: Mapping[str, CapacitySeen] | None = None,
+    budget_usd: float | None = None,
+) -> ReplayResult:
+    """From tick `first` of aligned zones on, as `market_replay.replay` does. `seen`: what is known
+    of their capacity before, on a clock that is 0 at the beginning."""
+    return _QuickMarket(zones, first, job, seed, seen).play(policy, budget_usd)
+
+
+@dataclass
+class _QuickTally:
+    """What the book of a real run counts. `ended_usd`: of nodes that are gone, at the prices that
+    they were launched for."""
+
+    ended_usd: float = 0.0
+    losses: int = 0
+    attempts: int = 0
+    committed: int = 0
+    progress_s: float = 0.0
+
+
+class _QuickMarket:
+    """What the recovery loop, its book and its bucket do, in few words."""
+
+    def __init__(
+        self,
+        zones: Sequence[ZoneTrace],
+        first: int,
+        job: ReplayJob,
+        seed: int,
+        seen: Mapping[str, CapacitySeen] | None,
+    ):
+        self.job, self.fleet = job, MarketFleet(zones, first, job)
+        self.full = FullOffers(random.Random(seed), 0.5 * self.fleet.tick_s)
+        self.seen, self.tally = CapacityBook(dict(seen or {})), _QuickTally()
+        self.knows = Knowledge(
+            total_steps=job.total_steps,
+            work=job.work,
+            changeover_s=job.changeover_s,
+            lost_s=job.lost_s,
+            move_usd=job.move_usd,
+            deadline_s=job.deadline_h * 3600,
+            capacity=self.seen.capacity,
+        )
+
+    def play(self, policy: Policy, budget_usd: float | None) -> ReplayResult:
+        if budget_usd is not None:
+            policy = policies.within_budget(policy, usd=budget_usd)
+        policy = policies.within_hours(policy, hours=self.job.limit_h)
+        reason = ""
+        while self.fleet.bill.done_s is None and not reason:
+            reason = self._decide(policy)
+            if not reason:
+                self._pass()
+        for attempt in list(self.fleet.nodes):
+            self._end(self.fleet.end(attempt, self.fleet.now_s), self.fleet.now_s, "terminated")
+        return result_of(self.fleet, "stopped" if reason else "done", reason)
+
+    # ---- decisions -------------------------------------------------------------------------------
+    def _decide(self, policy: Policy) -> str:
+        """Until the policy waits. Why it stops, if it does."""
+        now = self.fleet.now_s
+        for _ in range(MOST_ROUNDS):
+            decision = policy(self._view(now))
+            if isinstance(decision, Launch) and self._has_place(decision):
+                self._launch(decision, now)
+                continue
+            if isinstance(decision, Terminate):
+                for attempt in (decision.attempt, *decision.also):
+                    self._end(self.fleet.end(attempt, now), now, "terminated")
+            return decision.reason if isinstance(decision, Stop) else ""
+        return ""
+
+    def _view(self, now: float) -> View:
+        tally, alive = self.tally, tuple(self.fleet.nodes.values())
+        spent = sum((now - (n.up_s or 0.0)) / 3600 * n.offer.usd_per_h for n in alive)
+        return View(
+            now_s=now,
+            started_s=0.0,
+            min_nodes=self.job.nodes[0],
+            max_nodes=self.job.nodes[1],
+            alive=alive,
+            offers=self.fleet.offers(),
+            blocked=dict(self.full.until_s),
+            committed_step=tally.committed,
+            last_progress_s=tally.progress_s,
+            spent_usd=tally.ended_usd + spent,
+            attempts=tally.attempts,
+            losses=tally.losses,
+            leave_s=2 * self.fleet.tick_s,
+            known=self.knows,
+        )
+
+    def _has_place(self, decision: Launch) -> bool:
+        """As the recovery loop says."""
+        places = [
+            n.offer.place for n in self.fleet.nodes.values() if n.attempt != decision.instead_of
+        ]
+        place = decision.offer.place
+        return places.count(place) < self.job.nodes[1] and len({*places, place}) <= 2
+
+    def _launch(self, decision: Launch, now: float) -> None:
+        self.tally.attempts += 1
+        attempt, name = self.tally.attempts, decision.offer.name
+        if self.fleet.launch(attempt, decision.offer).alive:
+            self.full.gave(name)
+            self.seen.up(name, now)
+            return
+        committed = self.tally.committed
+        fact = AttemptEnded(attempt, "no-capacity", now, None, now, None, "", 0.0, 0.0, committed)
+        self.seen.end(name, fact, False)
+        self.full.refused(name, now)
+
+    def _end(self, node: Node | None, at_s: float, end: str) -> None:
+        """Count a node that is gone."""
+        if node is None:
+            return
+        up_s, name = node.up_s or 0.0, node.offer.name
+        usd = (at_s - up_s) / 3600 * node.offer.usd_per_h
+        self.tally.ended_usd += usd
+        self.tally.losses += end == "preempted"
+        others_up = any(n.offer.name == name for n in self.fleet.nodes.values())
+        committed = self.tally.committed
+        fact = AttemptEnded(
+            node.attempt, end, up_s, up_s, at_s, None, end, at_s - up_s, usd, committed
+        )
+        self.seen.end(name, fact, others_up)
+
+    # ---- time ------------------------------------------------------------------------------------
+    def _pass(self) -> None:
+        """The tick is worked off and paid; then the market moves on."""
+        fleet, tally = self.fleet, self.tally
+        fleet.work()
+        done_s = fleet.bill.done_s
+        if done_s is not None:
+            for attempt in list(fleet.nodes):
+                self._end(fleet.end(attempt, done_s), done_s, "finished")
+        for attempt in fleet.too_many():
+            self._end(fleet.take(attempt, tally.committed), fleet.now_s, "preempted")
+        if (step := fleet.steps()) > tally.committed:
+            tally.committed, tally.progress_s = step, fleet.now_s

@@ -1,0 +1,111 @@
+"""Policies on markets as one page that stands alone, and as a PNG: charts, numbers, and runs hour
+by hour."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from harness.core.world import BadInput
+from harness.views.drawing import Drawing, png, svg
+from harness.views.market_pictures import (
+    CostChart,
+    CostPoint,
+    MarketTimeline,
+    cost_drawing,
+    over_optimum,
+    timeline_drawing,
+)
+from harness.views.page import THEME_BUTTON, TIP, document, script_hash
+from harness.views.page_html import asset, html_table, section
+from harness.views.plots import esc
+from harness.views.words import money, percent
+
+MOST_CHARTS, MOST_TIMELINES = 24, 24  # of a page
+PNG_CHARTS, PNG_TIMELINES = 4, 4  # of a PNG, which is to be looked at as a whole
+
+
+@dataclass(frozen=True)
+class MarketStory:
+    """All that is told. `notes`: sentences, shown above everything else."""
+
+    title: str
+    charts: tuple[CostChart, ...]
+    timelines: tuple[MarketTimeline, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def market_page(story: MarketStory) -> str:
+    """The whole document; it needs nothing else."""
+    script = asset("page.js")
+    policy = (
+        f"default-src 'none'; script-src '{script_hash(script)}'; style-src 'unsafe-inline'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    head = (
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f"<style>{asset('page.css')}</style>"
+    )
+    charts = "".join(
+        f"{_figure(cost_drawing(chart))}{_numbers(chart)}" for chart in story.charts[:MOST_CHARTS]
+    )
+    timelines = "".join(_figure(timeline_drawing(one)) for one in story.timelines[:MOST_TIMELINES])
+    parts = [
+        section("Cost", charts, _left_out(story.charts, MOST_CHARTS)),
+        section("Hour by hour", timelines, _left_out(story.timelines, MOST_TIMELINES)),
+    ]
+    notes = "".join(f"<p class=note>{esc(note)}</p>" for note in story.notes)
+    body = (
+        f"<main><header><h1>{esc(story.title)}</h1>{THEME_BUTTON}{notes}</header>"
+        f"{''.join(part.html() for part in parts if part)}"
+        f"<footer>made by spotharness</footer></main>{TIP}<script>{script}</script>"
+    )
+    return document(f"{story.title} – spotharness", head, body)
+
+
+def market_png(story: MarketStory) -> bytes:
+    """The first charts and timelines. Raises BadInput without Pillow."""
+    drawings = [cost_drawing(chart) for chart in story.charts[:PNG_CHARTS]]
+    drawings += [timeline_drawing(one) for one in story.timelines[:PNG_TIMELINES]]
+    if not drawings:
+        raise BadInput("a picture of nothing: no policy was tried")
+    return png(drawings)
+
+
+def _figure(drawing: Drawing) -> str:
+    return f'<div class=scroll style="margin-top:22px">{svg(drawing)}</div>'
+
+
+def _left_out(found: Sequence[object], most: int) -> str:
+    return f"the first {most} of {len(found)}" if len(found) > most else ""
+
+
+def _numbers(chart: CostChart) -> str:
+    """A chart as a table, for who wants the numbers."""
+    deadlines = chart.deadlines
+    head = ["policy", *(f"{h:g} h" for h in deadlines), "over the optimum", "missed"]
+    rows = [
+        [name, *(money(dict(line)[h]) if h in dict(line) else "–" for h in deadlines), "", ""]
+        for name, line in (("optimum", chart.optimum), ("on demand", chart.on_demand))
+        if line
+    ]
+    for curve in chart.curves:
+        at = {p.deadline_h: p for p in curve.points}
+        over = over_optimum(chart, curve)
+        rows.append(
+            [
+                esc(curve.name),
+                *(money(at[h].usd) if h in at else "–" for h in deadlines),
+                "–" if over is None else percent(over),
+                _missed(curve.points),
+            ]
+        )
+    right = range(1, len(head))
+    table = html_table(head, rows, right)
+    return f"<details><summary>{esc(chart.title)}: the numbers</summary>{table}</details>"
+
+
+def _missed(points: Sequence[CostPoint]) -> str:
+    missed, windows = sum(p.missed for p in points), sum(p.windows for p in points)
+    words = f"{missed} of {windows}"
+    return f"<span class=bad>{words}</span>" if missed else words

@@ -1,0 +1,196 @@
+"""Pictures of policies on markets: what they say, where they are written, and what they refuse."""
+
+import io
+import math
+import re
+import sys
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from harness.core.world import BadInput
+from harness.market.optimum import NOWHERE, ON_DEMAND, Optimum
+from harness.market.traces import ZoneTrace
+from harness.proof import market_drawing
+from harness.proof.market_replay import ReplayJob, ReplayResult
+from harness.proof.market_table import MarketRow, MarketTable, MarketWindow
+from harness.views import drawing, market_pictures
+from harness.views.market_page import market_page, market_png
+
+WORK_H, TICK_H = 4.0, 0.5
+NASTY = 'east<script>"'
+
+
+def result(usd: float, spans: tuple, finish_h: float = 5.0, deadline_h: float = 5.0) -> ReplayResult:
+    missed = finish_h > deadline_h
+    return ReplayResult(usd, finish_h, missed, len(spans), 0, 0, 1.0, 4.0, 0.9, "done", "", spans)
+
+
+def zones(*names: str) -> tuple[ZoneTrace, ...]:
+    nodes = np.array([1, 1, 0, 0, 1, 1, 1, 1, 1, 0] * 2)
+    return tuple(ZoneTrace(name, 1800.0, nodes, np.linspace(0.8, 1.2, len(nodes))) for name in names)
+
+
+def row(policy: str, deadline_h: float, *usd: float, market: str = "one zone", finish_h=5.0):
+    spans = ((NASTY, 0.0, 1.0, True), (NASTY + "/on-demand", 1.0, 2.5, False), (NASTY, 2.5, 5.0, False))
+    best = Optimum(4.0, (0, 0, NOWHERE, ON_DEMAND, 0, 0, 0, 0, 0), 4.5)
+    windows = tuple(
+        MarketWindow(i, result(each, spans, finish_h, deadline_h), best, 12.0)
+        for i, each in enumerate(usd)
+    )
+    return MarketRow(market, policy, ReplayJob(WORK_H, deadline_h), windows)
+
+
+def table(*rows: MarketRow) -> MarketTable:
+    names = dict.fromkeys(one.market for one in rows)
+    return MarketTable(rows, {name: zones(NASTY, "west") for name in names})
+
+
+def two_deadlines() -> MarketTable:
+    return table(
+        row("deadline", 5.0, 5.0, 4.4, 4.1), row("deadline", 6.0, 4.4, 4.2, 4.0),
+        row("greedy", 5.0, 8.0, 7.0, 6.0, finish_h=5.5), row("greedy", 6.0, 6.0, 5.0, 4.0),
+    )  # fmt: skip
+
+
+def texts(page: str) -> str:
+    body = page.partition("<main>")[2].partition("</main>")[0]
+    return " ".join(re.sub(r"<[^>]*>", "\n", body).split())
+
+
+# ---- what it says --------------------------------------------------------------------------------
+def test_a_chart_has_a_point_for_each_deadline_and_the_means_of_the_table():
+    story = market_drawing.story_of(two_deadlines())
+    [chart] = story.charts
+    assert chart.deadlines == [5.0, 6.0] and chart.work_h == WORK_H
+    assert chart.optimum == ((5.0, 4.0), (6.0, 4.0)) and chart.on_demand == ((5.0, 12.0), (6.0, 12.0))
+    deadline, greedy = chart.curves
+    assert [p.usd for p in deadline.points] == pytest.approx([4.5, 4.2])
+    assert [p.missed for p in greedy.points] == [3, 0]
+    assert greedy.points[0].low == pytest.approx(6.2) and greedy.points[0].high == pytest.approx(7.8)
+    assert market_pictures.over_optimum(chart, deadline) == pytest.approx((0.125 + 0.05) / 2)
+    shown = texts(market_page(story))
+    assert "deadline +8.8 %" in shown and "3 missed" in shown and "6 h = 1.5 × work" in shown
+
+
+def test_several_markets_have_a_mean_of_their_own():
+    far = [row("deadline", 5.0, 9.0, market="far"), row("deadline", 6.0, 8.0, market="far")]
+    story = market_drawing.story_of(table(*two_deadlines().rows, *far))
+    together, *each = story.charts
+    assert [chart.title for chart in each] == ["one zone", "far"]
+    [curve] = together.curves  # greedy was not tried on both
+    assert [p.usd for p in curve.points] == pytest.approx([(4.5 + 9) / 2, (4.2 + 8) / 2])
+    assert "all markets (2)" in texts(market_page(story))
+
+
+def test_a_single_deadline_has_bars_the_cheapest_first():
+    shown = table(row("greedy", 5.0, 8.0, 7.0), row("deadline", 5.0, 4.5, 4.1))
+    picture = market_pictures.cost_drawing(market_drawing.story_of(shown).charts[0])
+    words = [s.text for s in picture.shapes if isinstance(s, drawing.DrawnText)]
+    assert words.index("deadline") < words.index("greedy")
+    assert "$7.500  +87.5 %" in words
+
+
+def test_a_run_stands_beside_the_optimum_hour_by_hour():
+    shown = two_deadlines()
+    typical = shown.rows[0].windows[1]
+    one = market_drawing.timeline(shown.markets["one zone"], shown.rows[0], typical)
+    east, west, dear = one.lanes
+    assert (east.name, west.name, dear.name) == (NASTY, "west", "on demand")
+    assert east.run == ((0.0, 1.0), (1.0, 0.0), (2.5, 1.0), (5.0, 0.0))
+    assert east.optimum == ((0.0, 1.0), (1.0, 0.0), (2.0, 1.0), (4.5, 0.0))
+    assert [(n.begin_h, n.end_h) for n in east.taken] == [(0.0, 1.0)]
+    assert dear.run == ((1.0, 1.0), (2.5, 0.0)) and dear.optimum == ((1.5, 1.0), (2.0, 0.0))
+    assert east.room[:2] == ((0.0, 1.0), (0.5, 0.0)), "the window begins at its own tick"
+    assert not west.run and dear.room == ()
+    hours, bill = zip(*one.run.bill, strict=True)
+    assert hours[-1] == 5.0 and bill[-1] == pytest.approx(4.4) and list(bill) == sorted(bill)
+    assert one.optimum and one.optimum.bill[-1] == pytest.approx((4.5, 4.0))
+    # 1.5 h on demand at $3 are dearer than the rest
+    at = dict(one.run.bill)
+    assert at[2.5] - at[1.0] > at[5.0] - at[2.5] > 0
+
+
+def test_many_nodes_and_a_run_that_was_never_done_are_drawn():
+    spans = tuple((NASTY, 0.1 * i, 4.0 + 0.1 * i, i % 2 == 0) for i in range(6))
+    lost = MarketWindow(0, result(40.0, spans, math.inf), None, 90.0)
+    shown = table(MarketRow("fleet", "cheapest", ReplayJob(8.0, 5.0, nodes=(1, 16)), (lost,)))
+    story = market_drawing.story_of(shown)
+    assert story.charts[0].optimum == () and story.timelines[0].optimum is None
+    assert max(n for _, n in story.timelines[0].lanes[0].run) == 6
+    words = texts(market_page(story))
+    assert "cheapest: $40.00, never done" in words and "1 missed" in words and "inf" not in words
+    assert market_png(story).startswith(b"\x89PNG")
+
+
+def test_nobody_elses_words_become_markup_and_the_page_needs_nothing_else():
+    page = market_page(market_drawing.story_of(two_deadlines()))
+    assert "<script>\"" not in page and "east&lt;script&gt;" in page
+    assert not re.search(r"(?:src|href)=|@import|url\(", page.replace('href="#', ""))
+    for picture in re.findall(r"<svg.*?</svg>", page):
+        ElementTree.fromstring(picture)
+
+
+# ---- lines ---------------------------------------------------------------------------------------
+def test_spells_are_joined_and_few_enough_to_be_seen():
+    levels = ((0.0, 1.0), (1.0, 1.0), (2.0, 0.0), (3.0, 2.0))
+    assert list(market_pictures.spells(levels, 5.0)) == [((0.0, 1.0), 2.0), ((3.0, 2.0), 5.0)]
+    flicker = tuple((i / 100, float(i % 2)) for i in range(20_000))
+    found = list(market_pictures.spells(flicker, 200.0))
+    assert 0 < len(found) <= market_pictures.MOST_STEPS
+
+
+def test_dashes_follow_the_line():
+    assert drawing.dashes([(0, 0), (10, 0)], 0) == [[(0, 0), (10, 0)]]
+    found = drawing.dashes([(0, 0), (3, 0), (3, 4)], 2)
+    assert found == [[(0, 0), (2.0, 0.0)], [(3.0, 1.0), (3.0, 3.0)]]
+
+
+def test_every_tone_is_a_colour_of_the_page():
+    story = market_drawing.story_of(two_deadlines())
+    pictures = [market_pictures.cost_drawing(c) for c in story.charts]
+    pictures += [market_pictures.timeline_drawing(t) for t in story.timelines]
+    tones = {shape.tone for picture in pictures for shape in picture.shapes}
+    wanted = {*tones, *market_pictures.TONES, "card"}
+    assert wanted <= set(drawing.light_colours())
+
+
+# ---- files ---------------------------------------------------------------------------------------
+def test_one_name_gives_a_page_and_a_png(tmp_path):
+    from PIL import Image
+
+    found = market_drawing.draw(two_deadlines(), str(tmp_path / "new" / "plot"))
+    assert [one.name for one in found] == ["plot.html", "plot.png"]
+    assert found[0].read_text(encoding="utf-8").startswith("<!doctype html>")
+    image = Image.open(io.BytesIO(found[1].read_bytes()))
+    assert image.width == (market_pictures.WIDTH + 2 * drawing.MARGIN) * drawing.PIXELS
+    assert len(image.convert("RGB").resize((200, 200)).getcolors(40_000)) > 5
+    only = market_drawing.draw(two_deadlines(), str(tmp_path / "only.html"), policy="greedy")
+    assert [one.name for one in only] == ["only.html"] and "greedy, deadline" in texts(only[0].read_text())
+
+
+def test_what_cannot_be_written_is_said_before_the_work(tmp_path, monkeypatch):
+    (tmp_path / "x.html").mkdir()
+    with pytest.raises(BadInput, match="found the folder"):
+        market_drawing.plot_paths(str(tmp_path / "x.html"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="cannot write into"):
+        market_drawing.plot_paths(str(tmp_path / "file" / "x.html"))
+    with pytest.raises(BadInput, match="no policy 'best' was tried; found deadline, greedy"):
+        market_drawing.story_of(two_deadlines(), "best")
+    with pytest.raises(BadInput, match="nothing"):
+        market_drawing.story_of(MarketTable((), {}))
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(BadInput, match="pip install pillow"):
+        market_drawing.plot_paths(str(tmp_path / "plot"))
+    assert market_drawing.plot_paths(str(tmp_path / "plot.html")) == (tmp_path / "plot.html",)
+
+
+def test_a_png_has_a_bound(monkeypatch):
+    from PIL import Image
+
+    tall = [drawing.Drawing(f"{i}", 100.0, 300.0) for i in range(50)]
+    monkeypatch.setattr(drawing, "MOST_PIXELS", 1_000_000)
+    image = Image.open(io.BytesIO(drawing.png(tall)))
+    assert image.height > 300 * drawing.PIXELS and image.width * image.height <= 1_000_000
