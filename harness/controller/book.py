@@ -332,8 +332,15 @@ class Book:
         it. Assumed as for `launch_s`."""
         return _longest(self.durations.leaves_s, drain_s + _longest(self.durations.ends_s, end_s))
 
-    def spent_usd(self, now_s: float) -> float:
-        return self.tally.usd + sum(bill(node, now_s)[1] for node in self.open.values())
+    def spent_usd(self, now_s: float, strays: Iterable[Node] = ()) -> float:
+        """What all nodes cost until now. `strays`: nodes that are there, and that the book does not
+        hold to be open: they cost more than it says."""
+        of_open = sum(bill(node, now_s)[1] for node in self.open.values())
+        return self.tally.usd + of_open + sum(self._unbooked_usd(n, now_s) for n in strays)
+
+    def _unbooked_usd(self, node: Node, now_s: float) -> float:
+        booked = self.ended.get(node.attempt)
+        return max(0.0, bill(node, now_s)[1] - (booked.usd if booked else 0.0))
 
 
 def _longest(seen_s: list[float], assumed_s: float) -> float:

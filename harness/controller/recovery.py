@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -167,6 +168,8 @@ def recover(
             silent = isinstance(e, (CloudUnavailable, StoreUnavailable))
             if world.clock.now() - answered_s > (run.max_outage_s if silent else run.max_refused_s):
                 raise
+            with contextlib.suppress(StoreError):
+                loop.stop_if_spent()
             world.clock.sleep(run.poll_s)
             continue
         if outcome:
@@ -340,9 +343,21 @@ class Loop:
             )
         )
 
-    def view(self, step: int) -> View:
+    def stop_if_spent(self) -> None:
+        """A cloud that does not answer goes on billing, and the policy is not asked meanwhile: the
+        budget is kept through the bucket, where the nodes hear it."""
+        usd = self.run.budget_usd
+        if usd is not None and not stop_order(self.world.store):
+            found = policies.within_budget(lambda view: Wait(1.0), usd=usd)(
+                self.view(self.book.step, ())
+            )
+            if isinstance(found, Stop):
+                self.ask_to_stop(found.reason, failed=False)
+
+    def view(self, step: int, offers: Sequence[Offer] | None = None) -> View:
+        """The situation. `offers`: instead of the cloud's."""
         now, book = self.world.clock.now(), self.book
-        offers = tuple(sorted(self.world.cloud.offers()))
+        offers = tuple(sorted(self.world.cloud.offers() if offers is None else offers))
         return View(
             now_s=now,
             started_s=now if book.started_s is None else book.started_s,
@@ -353,7 +368,7 @@ class Loop:
             blocked=dict(book.full.until_s),
             committed_step=step,
             last_progress_s=book.progress_s,
-            spent_usd=book.spent_usd(now),
+            spent_usd=book.spent_usd(now, self.strays),
             attempts=len(book.open) + len(book.ended),
             losses=book.losses,
             doubted=tuple(sorted(book.doubted)),
