@@ -29,6 +29,7 @@ from harness.controller.combinators import (
     within_budget,
     within_hours,
 )
+from harness.controller.deadline import deadline
 from harness.controller.last_call import by_deadline
 from harness.controller.together import together
 from harness.controller.value import Worth
@@ -135,6 +136,7 @@ POLICIES: dict[str, Callable[..., Decision]] = {
     "patient": patient,
     "on_demand_fallback": on_demand_fallback,
     "uniform_progress": uniform_progress,
+    "deadline": deadline,
 }
 
 
@@ -226,6 +228,7 @@ __all__ = [
     "best_value",
     "by_deadline",
     "cheapest",
+    "deadline",
     "fill",
     "on_demand_fallback",
     "open_offers",
