@@ -265,14 +265,11 @@ class Loop:
             self.dismiss(node.attempt)
         for node in shown.values():
             self.since.unseen_s.pop(node.attempt, None)
-            ended = book.ended.get(node.attempt)
             if node.attempt in book.open and node.alive:
                 if node.up_s is not None and book.open[node.attempt].up_s is None:
                     self.note(AttemptUp(node.attempt, node.up_s))
                 book.open[node.attempt] = node
-            elif not node.alive and (
-                ended is None or (ended.end == "lost" and node.up_s is not None)
-            ):
+            elif not node.alive and not book.knows_end(node):
                 self.close(node, how_it_ended(node), step)
         self.reconcile_unshown(step)
         said = set(self.world.store.list(DOUBT))
