@@ -23,6 +23,8 @@ from harness.cli.costs import CostsFlags, PricesFlags, costs, prices
 from harness.cli.init import InitFlags, init
 from harness.cli.launch import LaunchFlags, launch
 from harness.cli.look import LogsFlags, ReportFlags, StatusFlags, logs, report, status
+from harness.cli.market import MarketFlags, market
+from harness.cli.plan import PlanFlags, plan
 from harness.cli.postmortem import PostmortemFlags, postmortem
 from harness.cli.prove import (
     CompareFlags,
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
 # ---- main ----------------------------------------------------------------------------------------
 COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "init": (InitFlags, init),
+    "plan": (PlanFlags, plan),
     "launch": (LaunchFlags, launch),
     "run": (RunFlags, run),
     "watch": (WatchFlags, watch),
@@ -65,6 +68,7 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "postmortem": (PostmortemFlags, postmortem),
     "costs": (CostsFlags, costs),
     "prices": (PricesFlags, prices),
+    "market": (MarketFlags, market),
     "verify": (VerifyFlags, verify),
     "compare": (CompareFlags, compare),
     "check": (CheckFlags, check),

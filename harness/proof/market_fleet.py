@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -102,9 +102,17 @@ class _Training:
 
 class MarketFleet:
     """The nodes that are there (`nodes`), from tick `first` of aligned zones on. Beyond their end
-    there is no spot. Ticks are counted from there."""
+    there is no spot. Ticks are counted from there. `places`: of zones that are no place of their
+    own. `on_demand`: is it offered?"""
 
-    def __init__(self, zones: Sequence[ZoneTrace], first: int, job: ReplayJob):
+    def __init__(
+        self,
+        zones: Sequence[ZoneTrace],
+        first: int,
+        job: ReplayJob,
+        places: Mapping[str, str] | None = None,
+        on_demand: bool = True,
+    ):
         self.job, self.tick_s, self.tick = job, zones[0].tick_s, 0
         until = first + math.ceil(job.limit_h * 3600 / self.tick_s) + 1
         self._rooms = {z.zone: z.nodes[first:until].tolist() for z in zones}
@@ -112,6 +120,10 @@ class MarketFleet:
             z.zone: None if z.usd_per_h is None else z.usd_per_h[first:until].tolist()
             for z in zones
         }
+        self._places = {
+            z.zone: "" if job.one_place else (places or {}).get(z.zone, z.zone) for z in zones
+        }
+        self._on_demand = on_demand
         self.nodes: dict[int, Node] = {}
         self._by_offer: dict[str, dict[int, Node]] = {}
         self.bill, self.spans = FleetBill(), list[NodeSpan]()
@@ -128,9 +140,10 @@ class MarketFleet:
         if prices != self._offers[0]:
             dear, found = self.job.on_demand_usd_per_h, list[Offer]()
             for name, usd in zip(self._rooms, prices, strict=True):
-                place = "" if self.job.one_place else name
+                place = self._places[name]
                 found.append(Offer(usd, name, on_demand_usd_per_h=dear, place=place))
-                found.append(Offer(dear, name + ON_DEMAND, False, place=place))
+                if self._on_demand:
+                    found.append(Offer(dear, name + ON_DEMAND, False, place=place))
             self._offers = prices, tuple(sorted(found))
         return self._offers[1]
 
@@ -145,11 +158,10 @@ class MarketFleet:
         node = Node(attempt, offer, NodeState.UP, now, now, at_work_s=at_work_s)
         self.nodes[attempt] = there[attempt] = node
         self._training.begins_s[attempt] = at_work_s
-        zone = offer.name.removesuffix(ON_DEMAND)
-        if self._place not in ("", zone) and not self.job.one_place:
+        if self._place not in ("", offer.place) and not self.job.one_place:
             self.bill.usd += self.job.move_usd
             self.bill.moves += 1
-        self._place = zone
+        self._place = offer.place
         return node
 
     def end(self, attempt: int, at_s: float, taken: bool = False) -> Node | None:
