@@ -33,10 +33,11 @@ NodeSpan: TypeAlias = tuple[str, float, float, bool]
 
 @dataclass(frozen=True)
 class ReplayJob:
-    """What is to be done. `work_h`: hours that it takes on `nodes[1]` nodes, undisturbed;
-    `deadline_h`: hours from the window's beginning. Prices are of one node, where the trace has
-    none. `move_usd`: of a begin in another place than the node before. `one_place`: nodes in
-    different zones train together, and a move costs nothing (zones of one region)."""
+    """What is to be done. `nodes`: the fewest that can train, and the most. `work_h`: hours that it
+    takes on the most, undisturbed; `deadline_h`: hours from the window's beginning. Prices are of
+    one node, where the trace has none. `move_usd`: of a begin in another place than the node
+    before. `one_place`: nodes in different zones train together, and a move costs nothing (zones of
+    one region)."""
 
     work_h: float
     deadline_h: float
@@ -215,7 +216,8 @@ class MarketFleet:
         """That are done."""
         job, bill = self.job, self.bill
         done = bill.done_s is not None
-        return job.total_steps if done else int(job.total_steps * bill.work / job.work)
+        # sums of seconds, so a step that is done may lack a billionth
+        return job.total_steps if done else int(job.total_steps * bill.work / job.work + 1e-9)
 
     # ---- one tick --------------------------------------------------------------------------------
     def _room(self, zone: str) -> int:
@@ -244,13 +246,20 @@ class MarketFleet:
                 training.home = soon[0][1]
         starts = [since_s] * min(most, training.at_work[training.home])
         starts += [max(since_s, at_s) for at_s, place, _ in soon if place == training.home]
-        starts = starts[:most]
+        starts = self._world(starts[:most])
         for _, place, attempt in soon:
             del training.begins_s[attempt]
             training.at_work[place] += 1
         end_s = self._done_at(starts, until_s)
         self.bill.work += sum(max(0.0, end_s - start_s) for start_s in starts)
         return end_s
+
+    def _world(self, starts: list[float]) -> list[float]:
+        """Nobody trains before the job's least number of nodes is at work."""
+        least = self.job.nodes[0]
+        if len(starts) < least:
+            return []
+        return [max(start_s, starts[least - 1]) for start_s in starts]
 
     def _done_at(self, starts: list[float], until_s: float) -> float:
         """When the work is done by those that begin then (ascending); at latest `until_s`."""

@@ -75,6 +75,7 @@ class _QuickMarket:
             total_steps=job.total_steps,
             work=job.work,
             changeover_s=job.changeover_s,
+            look_s=self.fleet.tick_s,
             lost_s=job.lost_s,
             move_usd=job.move_usd,
             deadline_s=job.deadline_h * 3600,
