@@ -42,8 +42,9 @@ class MadeUpZone:
     """`open_h`, `closed_h`: mean lengths of spells with and without capacity, in hours;
     `open_shape`, `closed_shape`: 1 is memoryless, less has heavier tails. `nodes`: at most at once,
     in so many `blocks` of about one size (0: each is one); spells are a block's. `usd_per_h`: mean
-    price of one; None: no prices. `price_swing`: standard deviation of the price's logarithm; it never exceeds `most_usd_per_h`.
-    `is_open`: as it is when the market begins, and for `age_h` so far; None: not known."""
+    price of one; None: no prices. `price_swing`: standard deviation of the price's logarithm; it
+    never exceeds `most_usd_per_h`. `is_open`: as it is when the market begins, and for `age_h` so
+    far; None: not known."""
 
     zone: str
     open_h: float = USUAL_OPEN_H

@@ -37,7 +37,6 @@ KEPT = 6  # candidates that are played in all markets
 LOW, HIGH = 0.1, 0.9
 
 ON_DEMAND_ONLY = "on_demand"
-SPOT_ONLY = ("cheapest", "best_value", "patient")  # as `harness launch` offers nodes
 ASSUMED = (
     "a step is as fast as peak arithmetic and the shares of its batch allow, at every number of "
     "nodes (--step-time, --scaling)",
@@ -189,7 +188,7 @@ def on_demand_only(view: View) -> Decision:
 
 def buys_on_demand(policy: str) -> bool:
     """Does it use offers on demand? The others are not shown any, as `harness launch` does."""
-    return policy.partition("?")[0] not in SPOT_ONLY
+    return policy == ON_DEMAND_ONLY or policies.uses_on_demand(policy)
 
 
 def policy_of(candidate: PlanCandidate, run: PlannedRun) -> Policy:
@@ -245,6 +244,11 @@ def candidates(
 
 def _has_on_demand(shape: NodeShape) -> bool:
     return math.isfinite(shape.on_demand_usd_per_h)
+
+
+def as_of(seen: CapacitySeen, now_s: float) -> CapacitySeen:
+    """The same on a clock that is 0 at that moment."""
+    return dataclasses.replace(seen, since_s=seen.since_s - now_s, seen_s=seen.seen_s - now_s)
 
 
 # ---- playing -------------------------------------------------------------------------------------
