@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PURE = {  # by file; no torch, sky, sockets, wall clock, global randomness
-    "core": {"batch", "columns", "dotted", "exposition", "fact_lines", "facts", "masking", "plain", "prices", "records", "setups", "steps_asked", "known", "values", "world"},
+    "core": {"batch", "columns", "dotted", "exposition", "fact_lines", "facts", "losses", "masking", "plain", "prices", "records", "setups", "steps_asked", "known", "values", "world"},
     "bucket": {"alerts", "archive", "beats", "layout", "lease", "notes", "orders", "recorded", "setups", "side_jobs", "streamed", "tiers", "volumes"},
     "controller": {"book", "capacity", "choosing", "combinators", "learned", "learning", "listening", "policies", "recovery", "together", "value"},
     "market": {"made_up", "optimum", "rates", "trace_formats", "traces"},

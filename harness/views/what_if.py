@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from harness.core.facts import AgentStarted, SnapshotCommitted
+from harness.core.losses import daly
 from harness.views.breaks import NodesOf, Outline, TrainedWorlds
 from harness.views.interruption import HURTS, Alternative, Interruption
 from harness.views.ledger import Ledger
@@ -53,16 +54,6 @@ class MeasuredRun:
         if not self.cost_s or not self.between_losses_s:
             return 0.0
         return max(daly(self.cost_s, self.between_losses_s), 3 * self.commit_s)
-
-
-def daly(cost_s: float, between_losses_s: float) -> float:
-    """The interval that loses least. Where snapshots cost more than half of the time between
-    losses, no interval helps: then that time itself."""
-    ratio = cost_s / (2 * between_losses_s)
-    if ratio >= 1:
-        return between_losses_s
-    first = math.sqrt(2 * cost_s * between_losses_s)
-    return first * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
 
 
 def measured(ledger: Ledger, told: Testimony, outlines: Sequence[Outline]) -> MeasuredRun:
