@@ -34,6 +34,7 @@ from harness.cli.common import (
     is_final,
     is_local,
     local_cloud,
+    node_range,
     prometheus_address,
     sky_broker,
     state_dir,
@@ -61,16 +62,6 @@ if TYPE_CHECKING:
     from harness.views.alert_rules import AlertRule
 
 
-def _nodes(text: str) -> tuple[int, int]:
-    """LOW:HIGH or N. Raises ValueError that says what is wanted."""
-    low, _, high = text.partition(":")
-    if not (low.isdecimal() and (high or low).isdecimal()) or not 1 <= int(low) <= int(high or low):
-        raise ValueError(
-            f"wanted LOW:HIGH or N with 1 <= LOW <= HIGH, for example 1:4; found {text!r}"
-        )
-    return int(low), int(high or low)
-
-
 @dataclass(frozen=True)
 class LaunchFlags(RecordFlags):
     task: str = positional("the SkyPilot task YAML")
@@ -83,7 +74,7 @@ class LaunchFlags(RecordFlags):
         "where nodes come from: local (this computer), sky (SkyPilot: costs money)",
         choices=["local", "sky"],
     )
-    nodes: str = flag("1:1", "how many nodes, LOW:HIGH or N", check=_nodes)
+    nodes: str = flag("1:1", "how many nodes, LOW:HIGH or N", check=node_range)
     market: str = flag("demo", "local cloud only: demo, calm, seed:N, or the path of a trace")
     local_notices: str = flag(
         "aws",
@@ -165,7 +156,7 @@ def launch(flags: LaunchFlags) -> int:
     from harness.controller import policies
 
     console = Console()
-    nodes = _nodes(flags.nodes)
+    nodes = node_range(flags.nodes)
     url = normalize(flags.run or _new_run(flags.task))
     given = tasks.pairs(flags.env, os.environ)
     envs = {**about_launch(flags, os.environ), **given, "RUN": url}

@@ -432,9 +432,13 @@ class Loop:
                 self.ask_to_stop(reason, failed=False)
 
     def room(self, offer: Offer, instead_of: int | None = None) -> bool:
-        """Limits that hold whatever the policy says: `max_nodes` in a place besides the one that
-        is replaced, and never in more than two places, which a move takes."""
-        others = [node for node in self.book.open.values() if node.attempt != instead_of]
+        """Limits that hold whatever the policy says: `max_nodes` in a place besides those that
+        are replaced, each by one, and never in more than two places, which a move takes."""
+        replaced = set(self.book.standing_in.values())
+        if instead_of in replaced:
+            return False
+        replaced |= {instead_of} if instead_of is not None else set()
+        others = [node for node in self.book.open.values() if node.attempt not in replaced]
         places = [node.offer.place for node in others]
         limit = self.run.max_nodes + len(self.book.doubted)
         return places.count(offer.place) < limit and len({*places, offer.place}) <= 2
