@@ -33,6 +33,13 @@ def daly(cost_s: float, between_losses_s: float) -> float:
     return first * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
 
 
+def cost_s(stall_s: float, slowdown: float, commit_s: float) -> float:
+    """Of training, for one snapshot: it stands still, then steps beside the sending are slower.
+    `commit_s`: from its begin to its commit."""
+    stall_s = max(0.0, stall_s)
+    return stall_s + max(0.0, slowdown) * max(0.0, commit_s - stall_s)
+
+
 @dataclass(frozen=True)
 class LossesSeen:
     """In one place: `losses` of worlds, in `node_s` seconds of nodes that trained there. Both

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from harness.core.facts import AgentStarted, SnapshotCommitted
-from harness.core.losses import daly
+from harness.core.losses import cost_s, daly
 from harness.views.breaks import NodesOf, Outline, TrainedWorlds
 from harness.views.interruption import HURTS, Alternative, Interruption
 from harness.views.ledger import Ledger
@@ -74,7 +74,7 @@ def measured(ledger: Ledger, told: Testimony, outlines: Sequence[Outline]) -> Me
     trained_s = sum(_trained_s(e) for e in ledger.epochs)
     return MeasuredRun(
         interval_s=max(0.0, median(gaps)) if gaps else 0.0,
-        cost_s=median(map(_cost_s, every)) if every else 0.0,
+        cost_s=median(cost_s(c.stall_s, c.slowdown, c.commit_s) for c in every) if every else 0.0,
         commit_s=median(c.commit_s for c in every) if every else 0.0,
         between_losses_s=trained_s / broke if broke else 0.0,
     )
@@ -88,10 +88,6 @@ def unplanned(one: Outline) -> bool:
 def _commits(told: Testimony, epoch: EpochRow) -> list[SnapshotCommitted]:
     found = (c for _, c in told.of_epoch(epoch.epoch, SnapshotCommitted) if c.why == "interval")
     return sorted(found, key=lambda c: c.t_start)
-
-
-def _cost_s(c: SnapshotCommitted) -> float:
-    return max(0.0, c.stall_s) + max(0.0, c.slowdown) * max(0.0, c.commit_s - c.stall_s)
 
 
 def _trained_s(epoch: EpochRow) -> float:

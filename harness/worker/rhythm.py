@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from harness.core.losses import RunLosses
+from harness.core.losses import RunLosses, cost_s
 from harness.worker.machine import Interval
 
 CALM_STEPS = 5  # that say how long a step takes
@@ -50,7 +50,7 @@ class Rhythm:
     def landed(self, commit_s: float, slowdown: float) -> None:
         """A snapshot was committed. `slowdown`: of the steps beside its sending."""
         self.commit_s = commit_s
-        self._slowed_s.append(max(0.0, slowdown) * max(0.0, commit_s - self.stall_s))
+        self._slowed_s.append(cost_s(self.stall_s, slowdown, commit_s) - self.stall_s)
 
     def due(self, step: int) -> bool:
         return self._interval.due(step, self._now() - self._last_s, self.interval_s())
@@ -64,9 +64,9 @@ class Rhythm:
         """
         if not self._interval.derived:
             return self._interval.seconds(self.calm_step_s, 0.0, 0.0)
-        cost_s = self.cost_s
-        learned_s = self._interval.seconds(0.0, cost_s, self.commit_s, self.between_losses_s)
-        usual_s = self._interval.seconds(0.0, cost_s, self.commit_s)
+        costs = 0.0, self.cost_s, self.commit_s
+        learned_s = self._interval.seconds(*costs, self.between_losses_s)
+        usual_s = self._interval.seconds(*costs)
         return min(learned_s, max(usual_s, self._now() - self._began_s))
 
     @property
