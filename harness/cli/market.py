@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.cli.common import DONE, FAILED, cache_dir, existing_store
+from harness.cli.common import DONE, FAILED, cache_dir, existing_store, task_resources
 from harness.core.config import flag, positional
 from harness.core.world import BadInput
 from storage.errors import StoreError
@@ -27,11 +27,13 @@ from storage.text import Console
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from harness.clouds.live_market import LiveOffer
     from harness.core.known import CapacitySeen
     from harness.market.history import MarketHistory, OfferSeen, OfferSummary
     from harness.market.history_shelf import HistoryShelf
 
 SHARED = "HARNESS_MARKET"  # URL of the history that a team shares
+ADVISOR = "HARNESS_SPOT_ADVISOR"  # URL of a copy of AWS's Spot Instance Advisor
 SHARED_WITHIN_S = 5.0  # no launch waits longer for it
 REMEMBER_EVERY_S = 600.0
 END_WITHIN_S = 20.0  # for the last writing, when a launch ends
@@ -41,16 +43,18 @@ END_WITHIN_S = 20.0  # for the last writing, when a launch ends
 class MarketFlags:
     what: str = positional(
         "show: what is known of offers; learn: add runs, by URL, or exported files; export: write "
-        "all of it to a file",
-        choices=["show", "learn", "export"],
+        "all of it to a file; live: what clouds say of a task's offers now",
+        choices=["show", "learn", "export", "live"],
     )
     names: tuple[str, ...] = positional(
-        "learn: URLs of runs, or files; export: the file, .jsonl or .csv (-: the terminal)",
+        "learn: URLs of runs, or files; export: the file, .jsonl or .csv (-: the terminal); live: "
+        "the SkyPilot task YAML",
         nargs="*",
     )
     shared: str = flag("", f"URL of a history that a team shares; default: {SHARED}")
     offer: str = flag("", "show and export only offers whose names contain this")
-    json: bool = flag(False, "show: print JSON in place of the table")
+    clouds: str = flag("", "live: only these clouds, such as aws,gcp, instead of those enabled")
+    json: bool = flag(False, "show and live: print JSON in place of the table")
 
 
 def market(flags: MarketFlags) -> int:
@@ -60,6 +64,8 @@ def market(flags: MarketFlags) -> int:
         raise BadInput(f"show takes no names, found {' '.join(flags.names)}; use --offer")
     if flags.what == "learn":
         return _learn(flags, histories)
+    if flags.what == "live":
+        return _live(flags, histories)
     history, warnings = histories.read(time.time())
     if flags.offer:
         history = history.only(flags.offer)
@@ -236,6 +242,83 @@ def _as_csv(summaries: list[OfferSummary]) -> str:
     for one in summaries:
         rows.writerow([*(getattr(one, name) for name in names), *one.usd_per_h])
     return out.getvalue()
+
+
+# ---- live ----------------------------------------------------------------------------------------
+def _live(flags: MarketFlags, histories: Histories) -> int:
+    from harness.clouds.live_market import ask_clouds
+    from harness.clouds.sky_client import OFFERS_TIMEOUT_S, Broker, SkyError
+    from harness.clouds.sky_offers import has_spot_market, to_offer
+    from harness.core.world import CloudUnavailable
+
+    if len(flags.names) != 1:
+        raise BadInput("live: wanted one SkyPilot task YAML")
+    (task,) = flags.names
+    config, clouds = (
+        task_resources(task),
+        [name.strip() for name in flags.clouds.split(",") if name.strip()],
+    )
+    sky = Broker(os.environ, histories.folder / "sky-logs" / "broker.log")
+    now_s, console = time.time(), Console()
+    try:
+        answers = sky("offers", OFFERS_TIMEOUT_S, config=config, clouds=clouds)
+        offers = [to_offer(a) for a in answers if flags.offer in a["name"] and has_spot_market(a)]
+        nodes, advisor = int(config.get("num_nodes") or 1), os.environ.get(ADVISOR, "")
+        found, notes = ask_clouds(sky, offers, nodes, now_s, advisor)
+    except (SkyError, CloudUnavailable) as e:
+        raise BadInput(f"{task}: SkyPilot has no offer: {e}") from e
+    finally:
+        sky.close()
+    notes += histories.write(_told(found, now_s), now_s)
+    if flags.json:
+        print(json.dumps([dataclasses.asdict(one) for one in found], indent=2))
+        return DONE
+    for words in notes:
+        console.print(words, style="yellow", highlight=False, soft_wrap=True)
+    console.print(_live_table(found))
+    return DONE
+
+
+def _told(found: list[LiveOffer], now_s: float) -> list[OfferSeen]:
+    """As records of the day: prices, and nothing of capacity, which nobody has tried."""
+    from harness.market.history import OfferSeen
+
+    day = time.strftime("%Y-%m-%d", time.gmtime(now_s))
+    return [
+        OfferSeen(
+            run=f"live-{day}",
+            offer=one.offer.name,
+            until_s=now_s,
+            usd_per_h=one.changes,
+            place=one.offer.place,
+            accelerator=one.offer.accelerator,
+            gpus=one.offer.gpus,
+            on_demand_usd_per_h=one.offer.on_demand_usd_per_h,
+        )
+        for one in found
+        if one.changes
+    ]
+
+
+def _live_table(found: list[LiveOffer]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("offer", overflow="fold", min_width=16)
+    for head in ("USD/h now", "in a week", "catalog", "on demand", "interrupted"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for one in found:
+        week = [usd for _, usd in one.changes]
+        table.add_row(
+            one.offer.name,
+            f"{one.offer.usd_per_h:.3f}" if week else "–",
+            f"{min(week):.3f}–{max(week):.3f}" if week else "–",
+            f"{one.catalog_usd_per_h:.3f}",
+            f"{one.offer.on_demand_usd_per_h:.3f}",
+            f"{one.interrupted}/month" if one.interrupted else "–",
+        )
+    return table
 
 
 # ---- show ----------------------------------------------------------------------------------------
