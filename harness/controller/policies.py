@@ -19,6 +19,7 @@ from harness.controller.choosing import (
     usd_per_work,
 )
 from harness.controller.combinators import replacing, within_budget, within_hours
+from harness.controller.deadline import deadline
 from harness.controller.together import together
 from harness.controller.value import Worth
 from harness.core import dotted
@@ -123,6 +124,7 @@ POLICIES: dict[str, Callable[..., Decision]] = {
     "patient": patient,
     "on_demand_fallback": on_demand_fallback,
     "uniform_progress": uniform_progress,
+    "deadline": deadline,
 }
 
 
@@ -145,6 +147,7 @@ __all__ = [
     "POLICIES",
     "best_value",
     "cheapest",
+    "deadline",
     "fill",
     "on_demand_fallback",
     "open_offers",

@@ -85,6 +85,7 @@ class Knowledge:
     paces: tuple[StepPace, ...] = ()
     # seconds from asking for a node until it trains: launch, set-up, restore
     changeover_s: float = 300.0
+    look_s: float = 10.0  # from one decision to the next, at most
     # training that is lost when a node is taken without notice: half a snapshot interval or so
     lost_s: float = 0.0
     snapshot_bytes: int = 0
