@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from harness.cli.common import DONE, FAILED, cache_dir, existing_store, task_resources
 from harness.core.config import flag, positional
 from harness.core.world import BadInput
-from storage.errors import StoreError
+from storage.errors import StoreError, StoreUnavailable
 from storage.json_text import digest
 from storage.objects import ObjectStore
 from storage.opening import normalize, open_store
@@ -85,10 +85,14 @@ class Histories:
         self.folder = folder or cache_dir("", "market").parent
         self.shared = normalize(shared) if shared else ""
 
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Histories:
+        return cls(environ.get(SHARED, ""))
+
     def own(self) -> HistoryShelf:
         from harness.market.history_shelf import HistoryShelf
 
-        return HistoryShelf(open_store(normalize(str(self.folder / "own"))))
+        return HistoryShelf(open_store(normalize(str(self.folder / "own")), retry_within_s=1.0))
 
     def team(self) -> HistoryShelf:
         from harness.market.history_shelf import HistoryShelf
@@ -106,22 +110,30 @@ class Histories:
             warnings.append(f"{self.folder}: cannot be read ({e})")
         if not self.shared:
             return found, warnings
-        copy = self.folder / "shared" / f"{digest(self.shared.encode())}.jsonl"
         try:
-            team = self.team().read(now_s)
-            with contextlib.suppress(OSError):  # a full disk is no reason to know nothing
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                temporary = copy.with_suffix(f".{os.getpid()}")
-                temporary.write_text(team.text(), encoding="utf-8")
-                temporary.replace(copy)
+            team = _within(SHARED_WITHIN_S, lambda: self._ask_team(now_s))
         except StoreError as e:
             try:
-                team = MarketHistory.read(copy.read_text(encoding="utf-8", errors="replace"))
-                words = "what it said the last time is taken"
+                text = self._copy().read_text(encoding="utf-8", errors="replace")
+                team, words = MarketHistory.read(text), "what it said the last time is taken"
             except OSError:
                 team, words = MarketHistory(), "it is left out"
             warnings.append(f"{self.shared}: does not answer ({e}); {words}")
         return found.merged(team).current(now_s), warnings
+
+    def _copy(self) -> Path:
+        """Of what the team's store said the last time."""
+        return self.folder / "shared" / f"{digest(self.shared.encode())}.jsonl"
+
+    def _ask_team(self, now_s: float) -> MarketHistory:
+        """Raises StoreError."""
+        team, copy = self.team().read(now_s), self._copy()
+        with contextlib.suppress(OSError):  # a full disk is no reason to know nothing
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            temporary = copy.with_suffix(f".{os.getpid()}")
+            temporary.write_text(team.text(), encoding="utf-8")
+            temporary.replace(copy)
+        return team
 
     def write(self, records: list[OfferSeen], now_s: float) -> list[str]:
         """Here and at the team's; what could not be written. Never fails."""
@@ -137,18 +149,38 @@ class Histories:
         return warnings
 
 
+def _within(seconds: float, ask: Callable[[], MarketHistory]) -> MarketHistory:
+    """An answer that comes later is still kept as a copy, for the next time. Raises StoreError."""
+    said: list[MarketHistory | StoreError] = []
+
+    def one() -> None:
+        try:
+            said.append(ask())
+        except StoreError as e:
+            said.append(e)
+
+    thread = threading.Thread(target=one, name="market history", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not said:
+        raise StoreUnavailable(f"no answer within {seconds:g} s")
+    if isinstance(said[0], StoreError):
+        raise said[0]
+    return said[0]
+
+
 # ---- beside a launch -----------------------------------------------------------------------------
 @contextlib.contextmanager
 def remembering(url: str, store: ObjectStore, histories: Histories) -> Iterator[None]:
     """While a run is led, and once more in the end, keep what it has seen. Whatever fails of that
     is no reason for a launch to fail."""
-    from harness.controller.remembered import records_of_run
+    from harness.controller.remembered import RunMemory
 
-    over = threading.Event()
+    over, memory = threading.Event(), RunMemory(url, store)
 
     def keep() -> None:
         with contextlib.suppress(StoreError):
-            histories.write(records_of_run(url, store), time.time())
+            histories.write(memory.records(), time.time())
 
     def from_time_to_time() -> None:
         while not over.wait(REMEMBER_EVERY_S):
@@ -197,7 +229,7 @@ def _learn(flags: MarketFlags, histories: Histories) -> int:
 
 def _records(name: str) -> list[OfferSeen]:
     """Of a run, or of a file that was exported. Raises BadInput."""
-    from harness.controller.remembered import records_of_run
+    from harness.controller.remembered import RunMemory
     from harness.market.history import MarketHistory
 
     if "://" not in name and Path(name).is_file():
@@ -208,7 +240,7 @@ def _records(name: str) -> list[OfferSeen]:
                 f"{found.unread} lines that are no records"
             )
         return list(found.records.values())
-    return records_of_run(normalize(name), existing_store(name))
+    return RunMemory(normalize(name), existing_store(name)).records()
 
 
 # ---- export --------------------------------------------------------------------------------------
