@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from harness.controller.learning import RunGoals
 
 # policies that buy on-demand nodes: these are offered to them without `--on-demand`
-BUY_ON_DEMAND = ("deadline", "on_demand_fallback", "uniform_progress")
 # seconds from asking for a node until it trains, while none was seen
 CHANGEOVER_S = {"local": 15.0, "sky": 300.0}
 

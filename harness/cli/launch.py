@@ -39,7 +39,7 @@ from harness.cli.common import (
     sky_broker,
     state_dir,
 )
-from harness.cli.deadline import BUY_ON_DEMAND, deadline_text, wanted, work_text
+from harness.cli.deadline import deadline_text, wanted, work_text
 from harness.cli.dry_run import show_plan
 from harness.cli.interrupts import act_on, answer, by, heed_signals
 from harness.cli.look import show_report
@@ -84,8 +84,9 @@ class LaunchFlags(RecordFlags):
     )
     policy: str = flag(
         "",
-        "how to choose: a name, or package.module:function; default: cheapest (sky: best_value; "
-        "with --deadline: deadline)",
+        "how to choose: a name, package.module:function, or one around another, "
+        "'at_most(best_value, usd_per_h=2)' (docs/POLICIES.md); default: cheapest (sky: "
+        "best_value; with --deadline: deadline)",
     )
     dry_run: bool = flag(
         False, "print the plan (ranked offers, world, first choice and why), and launch nothing"
@@ -414,6 +415,7 @@ def _cloud(
             state_dir(url), task, flags.market, url, wanted=nodes, notices=flags.local_notices
         )
     from harness.clouds.skypilot import SkyPilotCloud
+    from harness.controller.policies import uses_on_demand
 
     clouds = [c.strip() for c in flags.clouds.split(",") if c.strip()] or None
     if clouds and not flags.dry_run:
@@ -421,7 +423,7 @@ def _cloud(
             "--clouds is for --dry-run; to launch, SkyPilot must have the clouds enabled (`sky "
             "check`)"
         )
-    on_demand = flags.on_demand or _policy_name(flags).partition("?")[0] in BUY_ON_DEMAND
+    on_demand = flags.on_demand or uses_on_demand(_policy_name(flags))
     return SkyPilotCloud(
         task,
         url,
