@@ -330,9 +330,7 @@ def _tick_s(job: ReplayJob) -> float:
     return min(MOST_TICK_S, max(LEAST_TICK_S, wanted_s))
 
 
-def ranked(
-    found: Iterable[PlanForecast], run: PlannedRun, most_risk: float
-) -> list[PlanForecast]:
+def ranked(found: Iterable[PlanForecast], run: PlannedRun, most_risk: float) -> list[PlanForecast]:
     """The best first: those that take no more risk, of the deadline and of the budget, by their
     median cost; then the others by their risk."""
 

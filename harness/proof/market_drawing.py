@@ -184,7 +184,7 @@ def timeline(zones: Sequence[ZoneTrace], row: MarketRow, window: MarketWindow) -
     ticks = math.ceil(max(h for h in ends if math.isfinite(h)) / tick_h)
     lanes = [
         _lane(
-            *(zone.zone, _room(zone, window.first, ticks), result, zone.zone),
+            *(zone.zone, room_levels(zone, window.first, ticks), result, zone.zone),
             *(best, place, tick_h),
             _note(zone, window.first, ticks, job),
         )
@@ -195,14 +195,14 @@ def timeline(zones: Sequence[ZoneTrace], row: MarketRow, window: MarketWindow) -
         for name in {name for name, *_ in result.spans if name.endswith(market_replay.ON_DEMAND)}
     ]
     note = f"${job.on_demand_usd_per_h:g} an hour"
-    runs = _sum_levels([lane.run for lane in dear])
+    runs = sum_levels([lane.run for lane in dear])
     planned = dear[0].optimum if dear else _plan_levels(best, ON_DEMAND, tick_h)
     lanes.append(MarketLane("on demand", (), runs, planned, note))
     start_h = window.first * tick_h
     return MarketTimeline(
         f"{row.market}: {row.policy}, deadline {job.deadline_h:g} h, from hour {start_h:.4g} on",
         tuple(lanes),
-        RunDrawn(row.policy, _bill(zones, window, job, ticks), result.finish_h),
+        RunDrawn(row.policy, bill_of(zones, window.first, result, job), result.finish_h),
         None
         if best is None
         else RunDrawn("optimum", _optimum_bill(zones, window, job), best.finish_h),
@@ -237,7 +237,8 @@ def _note(zone: ZoneTrace, first: int, ticks: int, job: ReplayJob) -> str:
     return f"{there:.0f} % of the time, ${usd:.3g} an hour"
 
 
-def _room(zone: ZoneTrace, first: int, ticks: int) -> Levels:
+def room_levels(zone: ZoneTrace, first: int, ticks: int) -> Levels:
+    """How many nodes it had, in hours from tick `first` on."""
     tick_h, nodes = zone.tick_s / 3600, zone.nodes[first : first + ticks]
     changes = [0, *(np.flatnonzero(np.diff(nodes)) + 1).tolist()] if len(nodes) else []
     levels = [(i * tick_h, float(nodes[i])) for i in changes]
@@ -254,7 +255,8 @@ def span_levels(spans: Iterable[tuple[float, float]]) -> Levels:
     return tuple(levels)
 
 
-def _sum_levels(several: Sequence[Levels]) -> Levels:
+def sum_levels(several: Sequence[Levels]) -> Levels:
+    """All of them at once."""
     changes = list[tuple[float, float]]()
     for levels in several:
         before = 0.0
@@ -287,24 +289,24 @@ def _stays(plan: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 # ---- bills ---------------------------------------------------------------------------------------
-def _bill(zones: Sequence[ZoneTrace], window: MarketWindow, job: ReplayJob, ticks: int) -> Levels:
+def bill_of(zones: Sequence[ZoneTrace], first: int, result: ReplayResult, job: ReplayJob) -> Levels:
     """USD so far, tick by tick. Ends at the bill that was measured: what a move cost is spread
     over all of it."""
     tick_h = zones[0].tick_s / 3600
+    last = max((end for _, _, end, _ in result.spans), default=0.0)
+    ticks = math.ceil(last / tick_h - 1e-9)
     paid = np.zeros(ticks + 1)
-    prices = {zone.zone: _prices(zone, window.first, ticks, job) for zone in zones}
+    prices = {zone.zone: _prices(zone, first, ticks, job) for zone in zones}
     dear = np.full(ticks, job.on_demand_usd_per_h)
-    for name, begin, end, _ in window.result.spans:
+    for name, begin, end, _ in result.spans:
         usd_per_h = prices.get(name, dear)
-        for tick in range(int(begin / tick_h + 1e-9), min(ticks, math.ceil(end / tick_h - 1e-9))):
+        for tick in range(int(begin / tick_h + 1e-9), math.ceil(end / tick_h - 1e-9)):
             hours = min(end, (tick + 1) * tick_h) - max(begin, tick * tick_h)
             paid[tick + 1] += usd_per_h[tick] * hours
     so_far = np.cumsum(paid)
     if so_far[-1] > 0:
-        so_far *= window.result.usd / so_far[-1]
-    last = max((end for _, _, end, _ in window.result.spans), default=0.0)
-    until = min(ticks, math.ceil(last / tick_h - 1e-9))
-    return tuple((min(i * tick_h, last), float(so_far[i])) for i in range(until + 1))
+        so_far *= result.usd / so_far[-1]
+    return tuple((min(i * tick_h, last), float(usd)) for i, usd in enumerate(so_far))
 
 
 def _optimum_bill(zones: Sequence[ZoneTrace], window: MarketWindow, job: ReplayJob) -> Levels:

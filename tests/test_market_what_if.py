@@ -1,0 +1,190 @@
+"""A finished run's own market, as its facts tell it, under other policies, nodes and intervals."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+from histories import EAST, TOTAL, WEST, History, whole_run
+
+from harness.core import facts as f
+from harness.core.world import BadInput
+from harness.proof import market_what_if_shown as shown
+from harness.proof.market_fleet import MarketFleet, ReplayJob
+from harness.proof.market_what_if import WhatIfAsked, as_json, what_if
+from harness.proof.own_market import own_market
+from harness.views.market_page import market_page
+from harness.views.summary import Summary, summarize
+from storage.text import Console
+
+
+@pytest.fixture(scope="module")
+def story() -> Summary:
+    return summarize(whole_run().store)
+
+
+@pytest.fixture(scope="module")
+def answers(story):
+    asked = WhatIfAsked(policies=("on_demand_fallback",), nodes=(1,), intervals_s=(5.0,))
+    return what_if(story, asked)
+
+
+# ---- what was seen -------------------------------------------------------------------------------
+def at(zone, seconds: float) -> int:
+    return int(zone.nodes[int(seconds / zone.tick_s)])
+
+
+def test_places_had_what_the_run_had_there_or_more_until_they_refused(story):
+    market = own_market(story, most_nodes=6)
+    east, west = (zone.zone for zone in market.held)
+    assert (east, west) == (EAST.name, WEST.name) and market.tick_s == 1.0
+    held, hoped = ({zone.zone: zone for zone in zones} for zones in (market.held, market.hoped))
+    times = {row.name: (row.asked_s - story.started_s, row.gone_s - story.started_s) for row in story.ledger.attempts}
+    refused_s = times["3"][0]
+    assert at(held[east], refused_s - 2) == 2 and at(hoped[east], refused_s - 2) == 6
+    assert at(held[east], refused_s + 2) == at(hoped[east], refused_s + 2) == 2
+    taken_s = times["2"][1]  # in time, after a notice: the place is one smaller
+    assert at(hoped[east], taken_s + 2) == 1
+    closed_s = times["6"][0] + 5  # everything was refused
+    assert [at(hoped[name], closed_s) for name in (east, west)] == [0, 0]
+    assert at(hoped[west], 1.0) == 6, "before the first look it is as that look says"
+    ticks = len(held[east].nodes) // 4
+    assert (held[east].nodes[:ticks] == held[east].nodes[ticks : 2 * ticks]).all(), "repeated"
+    assert [(h.count("given"), h.count("refused"), h.count("taken")) for h in market.offers] == [(4, 2, 2), (1, 1, 1)]
+
+
+def test_work_and_what_disturbed_it_are_the_ledgers(story):
+    work, ns = own_market(story, 3).work, story.ledger.ns
+    assert work.node_s == pytest.approx((ns["useful"] + ns["straggle"] + ns["other"]) / 1e9)
+    assert work.unnoticed == pytest.approx(1 / 3), "two of three were seen to come"
+    assert work.interval_s == pytest.approx(story.postmortem.measured.interval_s)
+    assert set(work.paces) == {1, 2, 3} and 10 < work.changeover_s < 40 and 2 < work.pause_s < 10
+    slow = dataclasses.replace(work, paces={1: 1.0, 4: 2.0})
+    assert slow.of_nodes(4, 1) == pytest.approx(2 * work.node_s), "measured"
+    assert slow.of_nodes(16, 4) == pytest.approx(work.node_s), "as the nearest that was measured"
+
+
+def test_prices_are_those_of_its_launches():
+    h = History()
+    h.controller(f.RunAsked("t.yaml", 1, 2, "cheapest"))
+    h.controller(f.LeaseTaken(1, "me"))
+    h.ask(1, EAST)
+    h.form([1], "start")
+    h.train(TOTAL // 2)
+    h.snapshot("resize")
+    h.leave([1], "resize")
+    h.wait(60.0)
+    h.ask(2, dataclasses.replace(EAST, usd_per_h=2.2))
+    h.form([1, 2], "grow")
+    h.train(TOTAL)
+    h.snapshot("final", final=True)
+    h.leave([1, 2], "finished")
+    for attempt in (1, 2):
+        h.gone(attempt, "finished", "exited", 0)
+    h.controller(f.RunEnded("done", "", TOTAL))
+    [zone] = own_market(summarize(h.store), 2).held
+    assert zone.usd_per_h is not None and (zone.usd_per_h[0], zone.usd_per_h[len(zone.nodes) // 4 - 1]) == (1.1, 2.2)
+
+
+def test_a_run_without_spot_nodes_has_no_market_to_tell_of():
+    h = History()
+    h.controller(f.RunAsked("t.yaml", 1, 1, "cheapest"))
+    h.ask(1, EAST, capacity=False)
+    with pytest.raises(BadInput, match=r"wanted a run that trained on spot nodes .* found 1 node"):
+        what_if(summarize(h.store))
+
+
+# ---- the mechanics that it asks for --------------------------------------------------------------
+def fleet_of(**changes) -> MarketFleet:
+    import numpy as np
+
+    from harness.market.traces import ZoneTrace
+
+    job = ReplayJob(10.0, 20.0, nodes=(1, 2), changeover_s=0.0, spot_usd_per_h=1.0, **changes)
+    fleet = MarketFleet([ZoneTrace("a", 600.0, np.full(200, 2))], 0, job)
+    for attempt in (1, 2):
+        fleet.launch(attempt, fleet.offers()[0])
+    return fleet
+
+
+def after(fleet: MarketFleet, ticks: int) -> float:
+    """Node-hours that are done; `steps` is asked in every tick, as replays do."""
+    for _ in range(ticks):
+        fleet.work()
+        fleet.steps()
+    return fleet.bill.work / 3600
+
+
+def test_a_loss_without_notice_takes_all_since_the_newest_snapshot():
+    fleet = fleet_of(snapshot_s=3600.0, unnoticed=1.0)
+    assert after(fleet, 9) == pytest.approx(3.0)  # a snapshot after an hour, and half an hour more
+    fleet.take(1, committed=0)
+    assert fleet.bill.work / 3600 == pytest.approx(2.0)
+    fleet = fleet_of(snapshot_s=3600.0, unnoticed=0.5)
+    after(fleet, 9)
+    fleet.take(1, committed=0)  # this one without, the next one with a notice
+    assert after(fleet, 1) == pytest.approx(2.0 + 1 / 6)
+    fleet.take(2, committed=0)
+    assert fleet.bill.work / 3600 == pytest.approx(2.0 + 1 / 6)
+
+
+def test_the_others_stand_still_when_one_is_taken():
+    still, going = fleet_of(pause_s=300.0), fleet_of()
+    for fleet in (still, going):
+        after(fleet, 3)
+        fleet.take(1, committed=0)
+    assert after(going, 1) - after(still, 1) == pytest.approx(300 / 3600)
+    assert after(going, 1) - after(still, 1) == pytest.approx(300 / 3600), "once"
+
+
+# ---- answers -------------------------------------------------------------------------------------
+def test_the_own_policy_replayed_is_near_to_what_happened(answers):
+    own = answers.rows[0]
+    assert own.own and own.name == "cheapest"
+    assert own.held.usd == pytest.approx(answers.actual.usd, rel=0.1)
+    assert own.held.finish_h == pytest.approx(answers.actual.hours, rel=0.1)
+    assert own.held.losses == answers.actual.taken == 3 and not own.held.on_demand_h
+    assert [(row.group, row.name) for row in answers.rows[1:]] == [
+        ("policy", "on_demand_fallback"), ("nodes", "at most 1"), ("interval", "every 5.0 s"),
+    ]  # fmt: skip
+    assert answers.rows[1].held.on_demand_h > 0
+    assert answers.rows[2].held.missed, "one node cannot keep the pace of three"
+
+
+def test_it_says_what_cannot_be_known(answers):
+    said = "\n".join(shown.notes(answers))
+    for words in ("capacity is known only where the run asked", "2 refused", "repeats them",
+                  "never bought on demand", "offers that it never tried", "(measured: 1, 2, 3)"):  # fmt: skip
+        assert words in said
+    assert "its own policy costs +" in said or "its own policy costs -" in said
+
+
+def test_for_people_and_for_programs(answers):
+    out = io.StringIO()
+    shown.print_what_if(answers, Console(file=out, width=100))
+    text = out.getvalue()
+    for words in ("the run itself: cheapest, 1 to 3 nodes", "cheapest (its own, replayed)",
+                  "if more could be had", "other snapshot intervals", "late: "):  # fmt: skip
+        assert words in text
+    body = json.loads(json.dumps(as_json(answers), allow_nan=False))
+    assert body["rows"][0]["own"] and body["rows"][0]["held"]["usd"] > 0
+    assert body["actual"]["policy"] == "cheapest" and body["unknown"]
+
+
+def test_pictures(answers):
+    story = shown.what_if_story(answers)
+    assert [chart.title for chart in story.charts] == ["other policies", "other numbers of nodes", "other snapshot intervals"]
+    page = market_page(story)
+    assert "2 of 2 late" in page and "on_demand_fallback on the same market" in page
+    one = story.timelines[0]
+    assert one.run.bill[-1][1] == pytest.approx(answers.actual.usd)
+    assert len([node for lane in one.lanes for node in lane.taken]) == 3
+
+
+def test_a_policy_that_nobody_knows_is_said(story):
+    with pytest.raises(BadInput, match="there is no policy 'best'"):
+        what_if(story, WhatIfAsked(policies=("best",)))
+    strange = dataclasses.replace(story, asked=dataclasses.replace(story.asked, policy="gone.away:policy"))
+    found = what_if(strange, WhatIfAsked(policies=("cheapest",), nodes=(3,), intervals_s=(10.0,)))
+    assert not any(row.own for row in found.rows)
+    assert any(one.startswith("what its own policy would do") for one in found.unknown)
