@@ -166,9 +166,19 @@ def test_for_people_and_for_programs(answers):
     for words in ("the run itself: cheapest, 1 to 3 nodes", "cheapest (its own, replayed)",
                   "if more could be had", "other snapshot intervals", "late: "):  # fmt: skip
         assert words in text
-    body = json.loads(json.dumps(as_json(answers), allow_nan=False))
-    assert body["rows"][0]["own"] and body["rows"][0]["held"]["usd"] > 0
-    assert body["actual"]["policy"] == "cheapest" and body["unknown"]
+    itself, own, *others = json.loads(json.dumps(list(as_json(answers)), allow_nan=False))
+    assert itself["policy"] == "cheapest" and itself["group"] == "itself" and itself["unknown"]
+    assert own["own"] and own["held"]["usd"] > 0 and len(others) == len(answers.rows) - 1
+
+
+def test_the_command_prints_and_draws(story, tmp_path, capsys):
+    asked = WhatIfAsked(policies=("patient",), nodes=(3,), intervals_s=(10.0,))
+    shown.command(story, asked, True, str(tmp_path / "plot.html"), Console(file=io.StringIO()))
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["group"] for line in lines] == ["itself", "policy", "policy", "interval"]
+    assert "patient" in (tmp_path / "plot.html").read_text(encoding="utf-8")
+    with pytest.raises(BadInput, match="cannot write into"):
+        shown.command(story, asked, True, str(tmp_path / "plot.html" / "x.html"), Console())
 
 
 def test_pictures(answers):

@@ -242,26 +242,27 @@ def _actual(s: Summary, policy: str, nodes: tuple[int, int]) -> ActualRun:
 
 
 # ---- numbers -------------------------------------------------------------------------------------
-def as_json(found: WhatIf) -> dict[str, Any]:
-    """All of it as plain values; what never ends has no `finish_h`."""
-    return {
+def as_json(found: WhatIf) -> Iterator[dict[str, Any]]:
+    """A line for the run itself and for each choice, as plain values. What is never done has no
+    `finish_h`."""
+    yield {
         "url": found.url,
-        "actual": dataclasses.asdict(found.actual),
+        "group": "itself",
+        **dataclasses.asdict(found.actual),
         "deadline_h": found.deadline_h,
-        "rows": [
-            {
-                "group": row.group,
-                "name": row.name,
-                "nodes": row.job.nodes[1],
-                "interval_s": row.job.snapshot_s,
-                "own": row.own,
-                "held": _numbers(row.held),
-                "hoped": _numbers(row.hoped),
-            }
-            for row in found.rows
-        ],
         "unknown": list(found.unknown),
     }
+    for row in found.rows:
+        yield {
+            "url": found.url,
+            "group": row.group,
+            "name": row.name,
+            "own": row.own,
+            "nodes": row.job.nodes,
+            "interval_s": row.job.snapshot_s,
+            "held": _numbers(row.held),
+            "hoped": _numbers(row.hoped),
+        }
 
 
 def _numbers(result: ReplayResult) -> dict[str, Any]:

@@ -3,6 +3,7 @@ pictures."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 
@@ -11,10 +12,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.proof.market_drawing import bill_of, room_levels, span_levels, sum_levels
+from harness.proof.market_drawing import (
+    bill_of,
+    plot_paths,
+    room_levels,
+    span_levels,
+    sum_levels,
+    write,
+)
 from harness.proof.market_fleet import ON_DEMAND
 from harness.proof.market_replay import ReplayResult
-from harness.proof.market_what_if import WhatIf, WhatIfRow
+from harness.proof.market_what_if import WhatIf, WhatIfAsked, WhatIfRow, as_json, what_if
 from harness.proof.own_market import OfferHistory
 from harness.views.market_page import MarketStory
 from harness.views.market_pictures import (
@@ -27,6 +35,7 @@ from harness.views.market_pictures import (
     MarketTimeline,
     RunDrawn,
 )
+from harness.views.summary import Summary
 from harness.views.words import duration, money, percent
 from storage.text import plain
 
@@ -42,6 +51,21 @@ READINGS = (
     "A choice is replayed where places had only the nodes that the run had there; and, "
     f"{IF_MORE}, where they had as many as were asked for until they refused one or took one away."
 )
+
+
+def command(s: Summary, asked: WhatIfAsked, as_lines: bool, plot: str, console: Console) -> None:
+    """`harness simulate --what-if URL`. `as_lines`: one line of JSON for each choice; `plot`: where
+    pictures are written, "" nowhere. Raises BadInput."""
+    if plot:
+        plot_paths(plot)
+    found = what_if(s, asked)
+    if as_lines:
+        for line in as_json(found):
+            print(json.dumps(line, allow_nan=False))
+    else:
+        print_what_if(found, console)
+    for path in write(what_if_story(found), plot) if plot else ():
+        console.print(f"picture  {path}", highlight=False, soft_wrap=True, markup=False)
 
 
 # ---- terminal ------------------------------------------------------------------------------------
