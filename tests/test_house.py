@@ -36,6 +36,7 @@ MANY_ATTRIBUTES = {
     "Sending": "a share of a snapshot on its way, with all that can befall it",
     "Ensemble": "the workers of an epoch",
     "SystemBuild": "one field for each part that a test may break",
+    "Book": "what the facts say of a run, one field for each thing",
     "View": "what a policy may know, one field for each thing",
     "Loop": "a controller's turn: what it was given, and what it has seen",
     "_QuickMarket": "a world: one field for each thing in it",
