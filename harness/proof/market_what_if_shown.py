@@ -49,7 +49,8 @@ NOTE = "thin: from one reading of what the run saw of its market to the other"
 IF_MORE = "if more could be had"
 READINGS = (
     "A choice is replayed where places had only the nodes that the run had there; and, "
-    f"{IF_MORE}, where they had as many as were asked for until they refused one or took one away."
+    f"{IF_MORE}, where they also had room whenever the run was not refused or robbed of a node "
+    "there."
 )
 
 
@@ -114,16 +115,19 @@ def notes(found: WhatIf) -> list[str]:
         usd = own.held.usd / found.actual.usd - 1
         hours = own.held.finish_h / found.actual.hours - 1
         said.append(
-            f"The replay of its own policy costs {_signed(usd)} and takes {_signed(hours)} beside "
-            "what really happened: so far are the other rows off as well."
+            f"The replay of its own policy costs {_beside(usd, 'less', 'more')} and takes "
+            f"{_beside(hours, 'shorter', 'longer')} than what really happened: so far are the "
+            "other rows off as well."
         )
     if found.actual.state != "done":
         said.append(f"The run is {found.actual.state}: the work is what it committed.")
     return [*said, "What nobody can know:", *(f"- {one}" for one in found.unknown)]
 
 
-def _signed(share: float) -> str:
-    return f"{share:+.1%}".replace("%", " %") if math.isfinite(share) else "endlessly"
+def _beside(share: float, less: str, more: str) -> str:
+    if not math.isfinite(share):
+        return f"endlessly {more}"
+    return f"{percent(abs(share))} {less if share < 0 else more}"
 
 
 # ---- pictures ------------------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 lost them, at what prices, and what its work was.
 
 A run sees its market only where it asks. So there are two readings of what it saw. `held`: a place
-had as many nodes as the run had there, and no more: what is certain. `hoped`: a place that gave the
-last node that was asked for had room for more until it refused one or took one away; and one that
-refused had none until it gave one. The truth lies between them, or nearly.
+had as many nodes as the run had there, and no more: what is certain. `hoped`: it had room for more
+at all other times as well, but for those at which it is known to have had none: when it refused a
+node or took one away, and from then until it did so again, if it gave none meanwhile. A run that
+keeps asking leaves little room between the two; one that has bought its nodes on demand, and looks
+for spot no more, leaves much.
 
 Work is counted in node-seconds of useful steps. A world of another size is taken to do as much for
 each node as the nearest one that was measured.
@@ -12,7 +14,6 @@ each node as the nearest one that was measured.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 from collections import defaultdict
@@ -30,7 +31,7 @@ from harness.market.traces import Counts, Prices, ZoneTrace
 from harness.views.painting import NANO
 from harness.views.rows import AttemptRow, EpochRow
 from harness.views.summary import Summary
-from harness.views.words import plural
+from harness.views.words import duration, plural
 
 TICKS = 480  # about, of a run
 LENGTHS_S = (1, 2, 5, 10, 15, 20, 30, 60, 120, 300, 600, 900, 1800, 3600)  # of a tick
@@ -121,19 +122,13 @@ def own_market(s: Summary, most_nodes: int) -> OwnMarket:
     until_s = max(1.0, s.ended_s - s.started_s)
     tick_s = float(next((t for t in LENGTHS_S if until_s / t <= TICKS), LENGTHS_S[-1]))
     ticks = max(1, math.ceil(until_s / tick_s))
-    held, hoped = list[ZoneTrace](), list[ZoneTrace]()
-    for one in kept:
-        there = _held(one, ticks, tick_s)
-        prices = np.tile(_prices(one, ticks, tick_s), REPEATS)
-        room = _hoped(one, there, tick_s, most_nodes)
-        held.append(ZoneTrace(one.offer.name, tick_s, np.tile(there, REPEATS), prices))
-        hoped.append(ZoneTrace(one.offer.name, tick_s, np.tile(room, REPEATS), prices))
+    held, hoped = readings(kept, ticks, tick_s, most_nodes)
     dear = [one.offer.on_demand_usd_per_h for one in kept if one.offer.on_demand_usd_per_h > 0]
     hours = ticks * tick_s / 3600
     return OwnMarket(
         tuple(kept),
-        tuple(held),
-        tuple(hoped),
+        held,
+        hoped,
         hours,
         tick_s,
         min(dear, default=0.0),
@@ -207,6 +202,20 @@ def _shape(offer: Offer) -> tuple[str, int, float]:
 
 
 # ---- two readings --------------------------------------------------------------------------------
+def readings(
+    offers: Sequence[OfferHistory], ticks: int, tick_s: float, most_nodes: int
+) -> tuple[tuple[ZoneTrace, ...], tuple[ZoneTrace, ...]]:
+    """(held, hoped): a market of so many ticks, and REPEATS times the same."""
+    held, hoped = list[ZoneTrace](), list[ZoneTrace]()
+    for one in offers:
+        there = _held(one, ticks, tick_s)
+        room = _hoped(one, there, tick_s, most_nodes)
+        prices = np.tile(_prices(one, ticks, tick_s), REPEATS)
+        held.append(ZoneTrace(one.offer.name, tick_s, np.tile(there, REPEATS), prices))
+        hoped.append(ZoneTrace(one.offer.name, tick_s, np.tile(room, REPEATS), prices))
+    return tuple(held), tuple(hoped)
+
+
 def _held(one: OfferHistory, ticks: int, tick_s: float) -> Counts:
     """Nodes that the run had there, in each tick."""
     there = np.zeros(ticks, np.int64)
@@ -217,15 +226,14 @@ def _held(one: OfferHistory, ticks: int, tick_s: float) -> Counts:
 
 
 def _hoped(one: OfferHistory, held: Counts, tick_s: float, most: int) -> Counts:
-    """Open from a node that was given until one that was refused or taken; before the first look as
-    it says."""
-    if not one.looks:
-        return held
-    times = [look.s for look in one.looks]
-    seen = np.array([look.what == GIVEN for look in one.looks])
-    at = [bisect.bisect_right(times, (tick + 1) * tick_s - 1e-6) - 1 for tick in range(len(held))]
-    is_open = seen[np.maximum(at, 0)]
-    return np.maximum(held, np.where(is_open, most, 0))
+    """Room for `most`, but where it is known that there was none."""
+    full = np.zeros(len(held), dtype=bool)
+    closed = [(look.s, look.what != GIVEN) for look in one.looks]
+    for (at_s, is_closed), (next_s, stays) in itertools.pairwise([*closed, (0.0, False)]):
+        if is_closed:
+            until_s = next_s if stays else at_s
+            full[min(len(held) - 1, int(at_s / tick_s)) : int(until_s / tick_s) + 1] = True
+    return np.where(full, held, np.maximum(held, most))
 
 
 def _prices(one: OfferHistory, ticks: int, tick_s: float) -> Prices:
@@ -308,7 +316,7 @@ def _unknown(
     found = [
         "capacity is known only where the run asked (" + "; ".join(known) + ")",
         "offers that it never tried are not there, and prices are those of its launches",
-        f"what lies beyond its own {hours:.3g} h repeats them from the beginning",
+        f"what lies beyond its own {duration(hours * 3600)} repeats them from the beginning",
         "worlds of a size that was never measured are taken to do as much for each node as the "
         f"nearest that was (measured: {', '.join(f'{n}' for n in _paces(s)) or 'none'})",
     ]
