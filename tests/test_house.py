@@ -17,7 +17,9 @@ MAX_FILE, MAX_FUNCTION, MAX_ATTRIBUTES, MAX_COLUMNS = 520, 70, 15, 100  # lines,
 # nobody
 MANY_ATTRIBUTES = {
     "LaunchFlags": "one field for each flag of `harness launch`",
+    "SimulateFlags": "one field for each flag of `harness simulate`",
     "WatchFlags": "one field for each flag of `harness watch`",
+    "PlanFlags": "one field for each flag of `harness plan`",
     "RunFlags": "one field for each flag of `harness run`",
     "RunSpec": "one field for each setting of a run",
     "AttemptRow": "a row of a table, one field for each column",
@@ -36,6 +38,7 @@ MANY_ATTRIBUTES = {
     "Sending": "a share of a snapshot on its way, with all that can befall it",
     "Ensemble": "the workers of an epoch",
     "SystemBuild": "one field for each part that a test may break",
+    "Knowledge": "what a policy may forecast by, one field for each thing",
     "Book": "what the facts say of a run, one field for each thing",
     "View": "what a policy may know, one field for each thing",
     "Loop": "a controller's turn: what it was given, and what it has seen",

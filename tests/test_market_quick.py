@@ -95,3 +95,31 @@ def test_a_budget_is_kept():
     made = market(6, 1, 1)
     ended = play(made, 0, ReplayJob(20, 40), policies.cheapest, budget_usd=3.0)
     assert ended.outcome == "stopped" and "budget" in ended.reason and ended.usd <= 3.0
+
+
+def test_a_node_instead_of_another_is_the_same_in_both():
+    """A policy that has a node on demand beside its spot node now and then, and goes back."""
+
+    def restless(view: View):
+        spot = [n for n in view.alive if n.offer.spot]
+        if len(view.alive) == 1 and not view.standing_in and int(view.now_s / 3600) % 2:
+            others = [o for o in view.offers if o.spot is not view.alive[0].offer.spot]
+            if opened := policies.open_offers(view, others):
+                return Launch(opened[0], "the other kind", instead_of=view.alive[0].attempt)
+        return policies.cheapest(view) if not spot and not view.alive else Wait(60.0, "at work")
+
+    made, job = market(11, 2, 1), ReplayJob(6, 12, changeover_s=300.0, move_usd=0.3)
+    quick, real = play(made, 0, job, restless), replay(made, 0, job, restless)
+    assert quick.spans == real.spans and len(quick.spans) > 3 and quick.on_demand_h > 0
+    assert quick.usd == pytest.approx(real.usd, rel=1e-9) and quick.moves == real.moves
+
+
+def test_zones_of_one_place_train_together_and_a_move_between_them_is_none():
+    made = market(9, 3, 2)
+    job = ReplayJob(5, 9, (1, 2), move_usd=1.0)
+    places = {trace.zone: "east" for trace in made}
+    apart = play(made, 0, job, policies.cheapest)
+    near = play(made, 0, job, policies.cheapest, places=places)
+    assert near.moves == 0 and near.finish_h <= apart.finish_h
+    alone = play(made, 0, job, policies.cheapest, places=places, on_demand=False)
+    assert alone.on_demand_h == 0

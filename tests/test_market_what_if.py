@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from histories import EAST, TOTAL, WEST, History, whole_run
 
+from harness.cli.simulate import SimulateFlags, simulate
 from harness.controller import policies
 from harness.core import facts as f
 from harness.core.world import BadInput, Node, NodeState
@@ -23,6 +24,7 @@ from harness.proof.market_what_if import WhatIfAsked, as_json, what_if
 from harness.proof.own_market import MarketLook, OfferHistory, own_market, readings
 from harness.views.market_page import market_page
 from harness.views.summary import Summary, summarize
+from storage.opening import open_store
 from storage.text import Console
 
 
@@ -224,14 +226,25 @@ def test_for_people_and_for_programs(answers):
     assert own["own"] and own["held"]["usd"] > 0 and len(others) == len(answers.rows) - 1
 
 
-def test_the_command_prints_and_draws(story, tmp_path, capsys):
-    asked = WhatIfAsked(policies=("patient",), nodes=(3,), intervals_s=(10.0,))
-    shown.command(story, asked, True, str(tmp_path / "plot.html"), Console(file=io.StringIO()))
+def test_the_command_prints_and_draws(tmp_path, capsys):
+    whole_run(open_store(str(tmp_path / "run")))
+    flags = SimulateFlags(
+        what_if=str(tmp_path / "run"), policy=("patient,greedy",), nodes="3", interval=("10s",), json=True,
+        plot=str(tmp_path / "plot.html"),
+    )  # fmt: skip
+    assert simulate(flags) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["group"] for line in lines] == ["itself", "policy", "policy", "interval"]
+    assert [line["group"] for line in lines] == ["itself", "policy", "policy", "policy", "interval"]
+    assert [line.get("name") for line in lines] == [None, "cheapest", "patient", "greedy", "every 10.0 s"]
     assert "patient" in (tmp_path / "plot.html").read_text(encoding="utf-8")
-    with pytest.raises(BadInput, match="cannot write into"):
-        shown.command(story, asked, True, str(tmp_path / "plot.html" / "x.html"), Console())
+    for wrong, said in (
+        ({"plot": str(tmp_path / "plot.html" / "x.html")}, "cannot write into"),
+        ({"trace": ("x.json",)}, "leave --trace out"),
+        ({"deadline": ("1.5x",)}, "wanted one --deadline as a time"),
+        ({"interval": ("0s",)}, "wanted a time above 0"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            simulate(dataclasses.replace(flags, **wrong))
 
 
 def test_pictures(answers):

@@ -23,6 +23,8 @@ from harness.cli.costs import CostsFlags, PricesFlags, costs, prices
 from harness.cli.init import InitFlags, init
 from harness.cli.launch import LaunchFlags, launch
 from harness.cli.look import LogsFlags, ReportFlags, StatusFlags, logs, report, status
+from harness.cli.market import MarketFlags, market
+from harness.cli.plan import PlanFlags, plan
 from harness.cli.postmortem import PostmortemFlags, postmortem
 from harness.cli.prove import (
     CompareFlags,
@@ -30,19 +32,18 @@ from harness.cli.prove import (
     DrillFlags,
     FakeMetadataFlags,
     ReplayFlags,
-    SimulateFlags,
     VerifyFlags,
     compare,
     doctor,
     drill,
     fake_metadata,
     replay,
-    simulate,
     verify,
 )
 from harness.cli.run import RunFlags, run
 from harness.cli.serve import ServeFlags, serve
 from harness.cli.shelf import SnapshotsFlags, snapshots
+from harness.cli.simulate import SimulateFlags, simulate
 from harness.cli.track import DashboardsFlags, SyncFlags, dashboards, sync
 from harness.cli.watch import WatchFlags, watch
 from harness.core.config import FlagParser, add_flags, build
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 # ---- main ----------------------------------------------------------------------------------------
 COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "init": (InitFlags, init),
+    "plan": (PlanFlags, plan),
     "launch": (LaunchFlags, launch),
     "run": (RunFlags, run),
     "watch": (WatchFlags, watch),
@@ -66,6 +68,7 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "postmortem": (PostmortemFlags, postmortem),
     "costs": (CostsFlags, costs),
     "prices": (PricesFlags, prices),
+    "market": (MarketFlags, market),
     "verify": (VerifyFlags, verify),
     "compare": (CompareFlags, compare),
     "check": (CheckFlags, check),

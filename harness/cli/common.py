@@ -48,6 +48,16 @@ def prometheus_address(text: str) -> None:
         raise ValueError(f"wanted [HOST:]PORT, such as 9100; found {text!r}")
 
 
+def node_range(text: str) -> tuple[int, int]:
+    """LOW:HIGH or N. Raises ValueError that says what is wanted."""
+    low, _, high = text.partition(":")
+    if not (low.isdecimal() and (high or low).isdecimal()) or not 1 <= int(low) <= int(high or low):
+        raise ValueError(
+            f"wanted LOW:HIGH or N with 1 <= LOW <= HIGH, for example 1:4; found {text!r}"
+        )
+    return int(low), int(high or low)
+
+
 def duration_text(text: str) -> None:
     _of_sources("duration", text)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.cli.common import DONE, replica_ranks
 from harness.core.world import BadInput
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from harness.clouds.local import LocalCloud
     from harness.clouds.skypilot import SkyPilotCloud
     from harness.clouds.tasks import Task
+    from harness.controller.plan import Measured
     from harness.core.world import Policy
 
 
@@ -32,25 +33,9 @@ def show_plan(
     console: Console,
 ) -> int:
     """What would be launched. Touches neither bucket nor cloud, beyond reading."""
-    from harness.bucket.journal import read_facts
-    from harness.bucket.layout import IDENTITY, Identity
     from harness.controller import plan as plans
-    from harness.core.facts import AttemptIntended
-    from harness.core.values import BadObject, amount
 
-    identity, timed = None, None
-    store = open_store(url)
-    with contextlib.suppress(NotFound):
-        try:
-            identity = Identity.decode(store.get(IDENTITY)).body
-        except BadObject as e:
-            raise BadInput(
-                f"{url}/run.json: wanted the run's identity as JSON, found something else ({e})"
-            ) from e
-        made = _newest_steps(store)
-        facts = read_facts(store, "controller-", steps=False)
-        offers = [s.fact.offer for s in facts if isinstance(s.fact, AttemptIntended)]
-        timed = plans.measured(made, amount(offers[-1].get("speed", 1.0)) if offers else 1.0)
+    identity, timed = timed_of(open_store(url), url)
     cloud = open_cloud()
     try:
         found = plans.make(
@@ -70,6 +55,29 @@ def show_plan(
     else:
         plans.show(found, console)
     return DONE
+
+
+def timed_of(store: ObjectStore, url: str) -> tuple[dict[str, Any] | None, Measured | None]:
+    """A run's identity, and how fast its newest steps were; None: it has none yet. Raises
+    BadInput."""
+    from harness.bucket.journal import read_facts
+    from harness.bucket.layout import IDENTITY, Identity
+    from harness.controller import plan as plans
+    from harness.core.facts import AttemptIntended
+    from harness.core.values import BadObject, amount
+
+    try:
+        identity = Identity.decode(store.get(IDENTITY)).body
+    except NotFound:
+        return None, None
+    except BadObject as e:
+        raise BadInput(
+            f"{url}/run.json: wanted the run's identity as JSON, found something else ({e})"
+        ) from e
+    facts = read_facts(store, "controller-", steps=False)
+    offers = [s.fact.offer for s in facts if isinstance(s.fact, AttemptIntended)]
+    speed = amount(offers[-1].get("speed", 1.0)) if offers else 1.0
+    return identity, plans.measured(_newest_steps(store), speed)
 
 
 def _newest_steps(store: ObjectStore) -> list[tuple[float, int]]:

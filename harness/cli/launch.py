@@ -34,10 +34,12 @@ from harness.cli.common import (
     is_final,
     is_local,
     local_cloud,
+    node_range,
     prometheus_address,
     sky_broker,
     state_dir,
 )
+from harness.cli.deadline import deadline_text, wanted, work_text
 from harness.cli.dry_run import show_plan
 from harness.cli.interrupts import act_on, answer, by, heed_signals
 from harness.cli.look import show_report
@@ -54,19 +56,10 @@ if TYPE_CHECKING:
     from harness.clouds.local import LocalCloud
     from harness.clouds.skypilot import SkyPilotCloud
     from harness.clouds.tasks import Task
+    from harness.controller.learning import RunGoals
     from harness.controller.recovery import RunOutcome, RunSpec
     from harness.core.world import Policy
     from harness.views.alert_rules import AlertRule
-
-
-def _nodes(text: str) -> tuple[int, int]:
-    """LOW:HIGH or N. Raises ValueError that says what is wanted."""
-    low, _, high = text.partition(":")
-    if not (low.isdecimal() and (high or low).isdecimal()) or not 1 <= int(low) <= int(high or low):
-        raise ValueError(
-            f"wanted LOW:HIGH or N with 1 <= LOW <= HIGH, for example 1:4; found {text!r}"
-        )
-    return int(low), int(high or low)
 
 
 @dataclass(frozen=True)
@@ -81,7 +74,7 @@ class LaunchFlags(RecordFlags):
         "where nodes come from: local (this computer), sky (SkyPilot: costs money)",
         choices=["local", "sky"],
     )
-    nodes: str = flag("1:1", "how many nodes, LOW:HIGH or N", check=_nodes)
+    nodes: str = flag("1:1", "how many nodes, LOW:HIGH or N", check=node_range)
     market: str = flag("demo", "local cloud only: demo, calm, seed:N, or the path of a trace")
     local_notices: str = flag(
         "aws",
@@ -89,7 +82,10 @@ class LaunchFlags(RecordFlags):
         choices=["aws", "gcp", "azure"],
     )
     policy: str = flag(
-        "", "how to choose: a name, or package.module:function; default: cheapest (sky: best_value)"
+        "",
+        "how to choose: a name, package.module:function, or one around another, "
+        "'at_most(best_value, usd_per_h=2)' (docs/POLICIES.md); default: cheapest (sky: "
+        "best_value; with --deadline: deadline)",
     )
     dry_run: bool = flag(
         False, "print the plan (ranked offers, world, first choice and why), and launch nothing"
@@ -111,6 +107,18 @@ class LaunchFlags(RecordFlags):
     json: bool = flag(False, "with --dry-run: the plan as JSON")
     budget_usd: float | None = flag(None, "stop before more than this is spent", above=0)
     max_hours: float | None = flag(None, "stop after this many hours", above=0)
+    deadline: str = flag(
+        "",
+        "when the run must be done: a time from its launch on, such as 36h, or a date (UTC), such "
+        "as 2026-11-25T18:00; the policy is `deadline` then, unless --policy names another",
+        check=deadline_text,
+    )
+    work: str = flag(
+        "",
+        "how long all of it takes, undisturbed, on the most --nodes of the fastest offer, such as "
+        "48h; needed until steps were timed only",
+        check=work_text,
+    )
     env: tuple[str, ...] = flag(
         (), "NAME=value for the task; repeat for more", metavar="NAME=value"
     )
@@ -149,7 +157,7 @@ def launch(flags: LaunchFlags) -> int:
     from harness.controller import policies
 
     console = Console()
-    nodes = _nodes(flags.nodes)
+    nodes = node_range(flags.nodes)
     url = normalize(flags.run or _new_run(flags.task))
     given = tasks.pairs(flags.env, os.environ)
     envs = {**about_launch(flags, os.environ), **given, "RUN": url}
@@ -167,7 +175,8 @@ def launch(flags: LaunchFlags) -> int:
     store = checked_store(url)
     try:
         # A controller killed after the last step may have left nodes: those are ended first.
-        over = is_final(store) and not book_of(store).open
+        book = book_of(store)
+        over = is_final(store) and not book.open
     except StoreError as e:
         return _give_up(e, store, None, console, url)
     if over:
@@ -178,6 +187,7 @@ def launch(flags: LaunchFlags) -> int:
             "another run URL."
         )
         return show_report(store, console, flags.html or html_path(url))
+    asked_for = wanted(flags, nodes, book, time.time())
     if before := stop_order(store):
         console.print(f"This run was stopped earlier ({before.reason}); going on.")
         store.delete(STOP_KEY)
@@ -195,7 +205,7 @@ def launch(flags: LaunchFlags) -> int:
     ]
     if flags.prometheus:
         beside.append(_gauges(flags.prometheus, store, told[1], console))
-    ended = _lead(flags, nodes, policy, url, store, cloud, console, beside)
+    ended = _lead(flags, nodes, policy, asked_for, url, store, cloud, console, beside)
     if isinstance(ended, int):
         return ended
     show_report(store, console, flags.html or html_path(url), flags.brief)
@@ -224,13 +234,15 @@ def _gauges(
 
 
 def _policy_name(flags: LaunchFlags) -> str:
-    return flags.policy or ("best_value" if flags.cloud == "sky" else "cheapest")
+    usual = "best_value" if flags.cloud == "sky" else "cheapest"
+    return flags.policy or ("deadline" if flags.deadline else usual)
 
 
 def _lead(
     flags: LaunchFlags,
     nodes: tuple[int, int],
     policy: Policy,
+    asked_for: RunGoals,
     url: str,
     store: ObjectStore,
     cloud: LocalCloud | SkyPilotCloud,
@@ -241,6 +253,7 @@ def _lead(
     if it ends before."""
     from harness.bucket.journal import Journal
     from harness.bucket.lease import Lease
+    from harness.controller.learning import RunLearner
     from harness.controller.recovery import recover
     from harness.core.facts import RunAsked
     from harness.core.world import World
@@ -252,7 +265,9 @@ def _lead(
     world = World(clock, cloud, store, random.Random())
     market = "" if sky else flags.market
     limits = (flags.budget_usd, flags.max_hours)
-    journal.record(RunAsked(flags.task, *nodes, _policy_name(flags), market, *limits))
+    wants = (asked_for.deadline_s, asked_for.work_s / 3600 or None)
+    journal.record(RunAsked(flags.task, *nodes, _policy_name(flags), market, *limits, *wants))
+    learner = RunLearner(store, asked_for, journal.record)
     lease = Lease(store, clock, holder, ttl_s=20.0 if sky else 5.0)
     view = _View(store, console)
     asked: KeyboardInterrupt | None = None  # an interruption that is not answered yet
@@ -270,7 +285,7 @@ def _lead(
                         return code
                     asked = None
                 view.show()
-                outcome = recover(run, policy, world, journal, lease)
+                outcome = recover(run, policy, world, journal, lease, learner)
                 view.end()
                 break
             except KeyboardInterrupt as e:
@@ -396,6 +411,7 @@ def _cloud(
             state_dir(url), task, flags.market, url, wanted=nodes, notices=flags.local_notices
         )
     from harness.clouds.skypilot import SkyPilotCloud
+    from harness.controller.policies import uses_on_demand
 
     clouds = [c.strip() for c in flags.clouds.split(",") if c.strip()] or None
     if clouds and not flags.dry_run:
@@ -403,10 +419,7 @@ def _cloud(
             "--clouds is for --dry-run; to launch, SkyPilot must have the clouds enabled (`sky "
             "check`)"
         )
-    on_demand = flags.on_demand or flags.policy.partition("?")[0] in (
-        "on_demand_fallback",
-        "uniform_progress",
-    )
+    on_demand = flags.on_demand or uses_on_demand(_policy_name(flags))
     return SkyPilotCloud(
         task,
         url,

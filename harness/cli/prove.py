@@ -1,5 +1,5 @@
-"""`harness verify`, `compare`, `replay`, `simulate`, `drill`, `doctor`, `fake-metadata`: what
-proves that all is well."""
+"""`harness verify`, `compare`, `replay`, `drill`, `doctor`, `fake-metadata`: what proves that all
+is well."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def replay(flags: ReplayFlags) -> int:
         )
 
 
-# ---- simulation ----------------------------------------------------------------------------------
+# ---- a cloud ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class FakeMetadataFlags:
     cloud: str = flag(
@@ -153,28 +153,6 @@ def fake_metadata(flags: FakeMetadataFlags) -> int:
     finally:
         server.close()
     return DONE
-
-
-@dataclass(frozen=True)
-class SimulateFlags:
-    seeds: int = flag(200, "how many seeded worlds", at_least=1)
-    seed: int | None = flag(None, "one world only, with the log of its facts")
-    first: int = flag(0, "the first seed")
-    policy: str = flag("cheapest", "a name, or package.module:function")
-    system: bool = flag(False, "the whole system: real agents, lines, sessions' machines as well")
-    jobs: int = flag(1, "with --system: worlds at the same time; about one per core", at_least=1)
-
-
-def simulate(flags: SimulateFlags) -> int:
-    """The very recovery loop and commit protocol, on a virtual clock in a hostile world, with
-    invariants checked all along. With --system every other seat's code as well."""
-    if flags.system:
-        from harness.proof.system import command
-
-        return command.command(flags.seeds, flags.seed, flags.first, flags.jobs)
-    from harness.proof import sim
-
-    return sim.command(flags.seeds, flags.seed, flags.first, flags.policy)
 
 
 # ---- drill ---------------------------------------------------------------------------------------

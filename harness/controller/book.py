@@ -137,7 +137,7 @@ class Durations:
 class Tally:
     """Of attempts, kept up to date, since a run of months has many. `usd`: what those that have
     ended cost. `losses`: those that ended without being asked to. `lost`: those that ended as
-    "lost". `highest`: the greatest number."""
+    "lost". `highest`: no number above it is taken, known or not."""
 
     usd: float = 0.0
     losses: int = 0
@@ -188,7 +188,6 @@ class Book:
     durations: Durations = field(default_factory=Durations)
     last_s: float = 0.0  # of the last fact
     unread: list[Unreadable] = field(default_factory=list)  # each may hide the intent of an attempt
-    first_free: int = 1  # numbers below it may be taken, known or not
 
     def __post_init__(self, rng: random.Random, block_limit_s: float) -> None:
         self.full = FullOffers(rng, block_limit_s)
@@ -199,7 +198,7 @@ class Book:
         for stamped in facts:
             book.add(stamped.t, stamped.fact)
         if book.unread:
-            book.first_free = book.next_attempt + HIDDEN_PER_GAP * len(book.unread)
+            book.tally.highest += HIDDEN_PER_GAP * len(book.unread)
         return book
 
     def add(self, t: float, fact: Fact) -> None:
@@ -295,7 +294,7 @@ class Book:
     @property
     def next_attempt(self) -> int:
         """A number that no attempt has, nor one whose intent could not be read."""
-        return max(self.tally.highest, self.first_free - 1) + 1
+        return self.tally.highest + 1
 
     def hidden(self, attempt: int) -> bool:
         """May it be one of ours, whose intent could not be read?"""

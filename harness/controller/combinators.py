@@ -1,14 +1,143 @@
 """Wrappers: policies made of other policies, `within_budget(cheapest, usd=200)`.
 
-Pure: what a wrapper returns is a policy, which knows its view and nothing else.
+Pure: what a wrapper returns is a policy, which knows its view and nothing else. All raise BadInput
+for options that cannot work. docs/POLICIES.md says when to use which.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import fnmatch
+import math
+import re
+from collections.abc import Callable
 
-from harness.controller.choosing import LOOK_AGAIN_S
-from harness.core.world import Decision, Launch, Policy, Stop, Terminate, View, Wait
+from harness.controller.choosing import LOOK_AGAIN_S, open_offers
+from harness.controller.value import staying, workers
+from harness.core.world import (
+    BadInput,
+    Decision,
+    Launch,
+    Offer,
+    Policy,
+    Stop,
+    Terminate,
+    View,
+    Wait,
+)
+
+
+# ---- which offers --------------------------------------------------------------------------------
+def at_most(
+    policy: Policy, *, usd_per_h: float = math.inf, usd_per_gpu_h: float = math.inf
+) -> Policy:
+    """Only offers whose node costs no more than `usd_per_h`, and no more than `usd_per_gpu_h` for
+    each of its GPUs. A node that is there stays, whatever its price becomes."""
+    for name, usd in (("usd_per_h", usd_per_h), ("usd_per_gpu_h", usd_per_gpu_h)):
+        if not usd > 0:
+            raise BadInput(f"at_most: wanted {name} above 0, found {usd:g}")
+    if math.inf == usd_per_h == usd_per_gpu_h:
+        raise BadInput("at_most: wanted usd_per_h or usd_per_gpu_h, found neither")
+
+    def cheap(offer: Offer) -> bool:
+        return offer.usd_per_h <= usd_per_h and offer.usd_per_h <= usd_per_gpu_h * workers(offer)
+
+    return _only(policy, cheap, "every offer costs more than it may")
+
+
+def avoid(policy: Policy, *what: str) -> Policy:
+    """No offers whose name, place or accelerator is one of these: "aws", "aws/us-east-1" (and all
+    that is in it), "*/p4d.*", "T4". A node that is there stays."""
+    if not what or not all(isinstance(each, str) and each for each in what):
+        raise BadInput(f"avoid: wanted names of places, offers or accelerators, found {what!r}")
+    patterns = (p for each in what for p in (each, each.rstrip("/") + "/*"))
+    pattern = re.compile("|".join(map(fnmatch.translate, patterns)))
+
+    def wanted(offer: Offer) -> bool:
+        names = offer.name, offer.place, offer.accelerator
+        return not any(pattern.match(name) for name in names)
+
+    return _only(policy, wanted, "every offer is one to be avoided")
+
+
+def _only(policy: Policy, keep: Callable[[Offer], bool], why_none: str) -> Policy:
+    """`policy`, which sees no other offers than those."""
+
+    def decide(view: View) -> Decision:
+        offers = tuple(offer for offer in view.offers if keep(offer))
+        decision = policy(dataclasses.replace(view, offers=offers))
+        short = len(view.alive) < view.max_nodes and view.offers and not offers
+        return (
+            Wait(decision.seconds, why_none) if short and isinstance(decision, Wait) else decision
+        )
+
+    return decide
+
+
+def zone_of(offer: Offer) -> str:
+    """Where it fails together with others: "aws/us-east-1/use1-az1" of
+    "aws/us-east-1/use1-az1/p5.48xlarge"; its place where no zone is named."""
+    head = offer.name.rpartition("/")[0]
+    inside = offer.place and head.startswith(offer.place + "/")
+    return head if inside else offer.place or offer.name
+
+
+def spread(policy: Policy, *, zones: float = 2) -> Policy:
+    """No zone has more than its share of `max_nodes` in so many zones: who loses one goes on in the
+    others. Fewer nodes than `max_nodes` rather than too many in one zone; but `min_nodes` wherever
+    they can be had."""
+    wanted = _whole("spread", "zones", zones, least=2)
+
+    def decide(view: View) -> Decision:
+        there = collections.Counter(zone_of(node.offer) for node in staying(view))
+        offered = {zone_of(offer) for offer in view.offers}
+        share = -(-view.max_nodes // max(1, min(wanted, len(offered | there.keys()))))
+        full = {zone for zone, nodes in there.items() if nodes >= share}
+        offers = tuple(o for o in view.offers if zone_of(o) not in full) if full else view.offers
+        if len(view.alive) < view.min_nodes and not open_offers(view, offers):
+            return policy(view)
+        decision = policy(dataclasses.replace(view, offers=offers))
+        if full and isinstance(decision, Wait) and len(view.alive) < view.max_nodes:
+            return Wait(decision.seconds, "zones that have their share are left alone")
+        return decision
+
+    return decide
+
+
+# ---- how many nodes, and until when --------------------------------------------------------------
+def warm_spare(policy: Policy, *, n: float = 1) -> Policy:
+    """`n` of `max_nodes` are spares: nodes besides those that `policy` wants, in other zones if it
+    can be. They train with the others where shares allow it; a world that may have certain sizes
+    only lets them wait, and takes them in the moment that it loses one."""
+    wanted = _whole("warm_spare", "n", n, least=1)
+
+    def decide(view: View) -> Decision:
+        most = max(1, view.max_nodes - wanted)
+        least = min(view.min_nodes, most)
+        decision = policy(dataclasses.replace(view, max_nodes=most, min_nodes=least))
+        if not isinstance(decision, Wait) or not most <= len(view.alive) < view.max_nodes:
+            return decision
+        used = {zone_of(node.offer) for node in view.alive}
+        others = tuple(offer for offer in view.offers if zone_of(offer) not in used)
+        for offers in (others, view.offers):
+            # as it would choose if it had none
+            alone = dataclasses.replace(
+                view, alive=(), doubted=(), standing_in={}, offers=tuple(open_offers(view, offers))
+            )
+            chosen = policy(alone)
+            if isinstance(chosen, Launch):
+                return Launch(chosen.offer, "a warm spare")
+        return decision
+
+    return decide
+
+
+def _whole(who: str, name: str, value: float, least: int) -> int:
+    """Options of a command line are floats. Raises BadInput."""
+    if not isinstance(value, (int, float)) or value != int(value) or value < least:
+        raise BadInput(f"{who}: wanted {name}={least} or more, a whole number; found {value!r}")
+    return int(value)
 
 
 def replacing(policy: Policy, *, settle_s: float = 60.0, grace_s: float = 300.0) -> Policy:

@@ -9,7 +9,9 @@ calls. Reasons never contain changing numbers, so that a wait is recorded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from harness.controller.choosing import (
     LOOK_AGAIN_S,
@@ -18,10 +20,21 @@ from harness.controller.choosing import (
     until_next,
     usd_per_work,
 )
-from harness.controller.combinators import replacing, within_budget, within_hours
+from harness.controller.combinators import (
+    at_most,
+    avoid,
+    replacing,
+    spread,
+    warm_spare,
+    within_budget,
+    within_hours,
+)
+from harness.controller.deadline import deadline
+from harness.controller.last_call import by_deadline
 from harness.controller.together import together
 from harness.controller.value import Worth
-from harness.core import dotted
+from harness.core import calls, dotted
+from harness.core.calls import WrittenCall
 from harness.core.world import BadInput, Decision, Launch, Policy, Terminate, View, Wait
 
 
@@ -123,38 +136,112 @@ POLICIES: dict[str, Callable[..., Decision]] = {
     "patient": patient,
     "on_demand_fallback": on_demand_fallback,
     "uniform_progress": uniform_progress,
+    "deadline": deadline,
 }
 
 
+COMBINATORS: dict[str, Callable[..., Policy]] = {
+    "at_most": at_most,
+    "avoid": avoid,
+    "by_deadline": by_deadline,
+    "spread": spread,
+    "warm_spare": warm_spare,
+    "within_budget": within_budget,
+    "within_hours": within_hours,
+}
+# what may launch on-demand nodes, so that they must be offered
+_ON_DEMAND = {"by_deadline", "deadline", "on_demand_fallback", "uniform_progress"}
+
+
 def resolve(name: str) -> Policy:
-    """`cheapest`, `patient?premium=1.5`, `my_pkg.policies:mine?x=3` -> a policy. Raises
-    BadInput that says what is known."""
-    path, _, query = name.partition("?")
-    function = POLICIES.get(path)
+    """`cheapest`, `patient?premium=1.5`, `patient(premium=1.5)`, `my_pkg.policies:mine?x=3`,
+    `at_most(best_value, usd_per_h=2)` -> a policy. Raises BadInput that says what is known."""
+    return _made(_call_of(name), name)
+
+
+def uses_on_demand(name: str) -> bool:
+    """May a policy of that name launch on-demand nodes? Raises BadInput if it cannot be read."""
+    return any(each.partition("?")[0] in _ON_DEMAND for each in _call_of(name).names())
+
+
+def _call_of(name: str) -> WrittenCall:
+    plain = "(" not in name.partition("?")[0]
+    return WrittenCall(name) if plain else calls.parse("policy", name)
+
+
+def _made(call: WrittenCall, name: str) -> Policy:
+    """The policy that one call within `name` is."""
+    path, _, query = call.name.partition("?")
+    function: Any = COMBINATORS.get(path) or POLICIES.get(path)
     if function is None and ":" in path:
         function = dotted.imported("policy", path)
     if not callable(function):
         raise BadInput(
-            f"there is no policy {path!r}; known: {', '.join(POLICIES)}; or name your own as "
-            "pkg.module:function"
+            f"there is no policy {path!r}; known: {', '.join(POLICIES)}; around another one: "
+            f"{', '.join(COMBINATORS)}; or name your own as pkg.module:function"
         )
-    return dotted.with_options("policy", path, function, query, arguments=1)
+    if not call.called and path not in COMBINATORS:
+        return dotted.with_options("policy", path, function, query, arguments=1)
+    given = {key: dotted.value_of("policy", value) for key, value in call.options.items()}
+    options = {**dotted.options_of("policy", query), **given}
+    where, written = f"policy {name!r}", f"options are written {path}(..., name=value)"
+    if path in COMBINATORS or call.arguments:
+        return _wrapped(call, name, function, options, (where, path, written))
+    dotted.check_call(where, path, function, [None], options, written)
+    return functools.partial(function, **options) if options else function
+
+
+def _wrapped(
+    call: WrittenCall,
+    name: str,
+    function: Callable[..., Any],
+    options: Mapping[str, float | str],
+    said: tuple[str, str, str],
+) -> Policy:
+    """A policy around the one that is the first argument of the call."""
+    where, path, written = said
+    if path in POLICIES or not call.arguments:
+        raise BadInput(
+            f"{where}: {path} "
+            + (
+                "takes options, and no policy"
+                if path in POLICIES
+                else f"goes around a policy; write for example {path}(best_value, ...)"
+            )
+        )
+    inner, *words = call.arguments
+    if any(word.called for word in words):
+        raise BadInput(f"{where}: {path} goes around one policy, the first; found more")
+    arguments = [_made(inner, name), *(word.name for word in words)]
+    dotted.check_call(where, path, function, arguments, options, written)
+    made = function(*arguments, **options)
+    if not callable(made):
+        raise BadInput(f"{where}: {path} returned {made!r}; wanted a policy, a function of a View")
+    return made  # type: ignore[no-any-return]
 
 
 __all__ = [
+    "COMBINATORS",
     "POLICIES",
+    "at_most",
+    "avoid",
     "best_value",
+    "by_deadline",
     "cheapest",
+    "deadline",
     "fill",
     "on_demand_fallback",
     "open_offers",
     "patient",
     "replacing",
     "resolve",
+    "spread",
     "together",
     "uniform_progress",
     "until_next",
     "usd_per_work",
+    "uses_on_demand",
+    "warm_spare",
     "within_budget",
     "within_hours",
 ]

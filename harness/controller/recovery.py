@@ -201,7 +201,7 @@ class Loop:
     listener: BeatListener = field(init=False)
     newest: Manifest | None = None
     ending_s: float | None = None
-    waiting: str | None = None  # the reason written down last
+    waiting: Wait | None = None  # what was written down last
 
     def __post_init__(self) -> None:
         self.listener = BeatListener(Beats(self.world.store, self.world.clock.now))
@@ -411,7 +411,7 @@ class Loop:
         match decision:
             case Launch() if self.book.streaks.refused and self.book.open:
                 why = "a new node was refused: the others speak another protocol; waiting for them"
-                self.wait(self.run.poll_s, why)
+                self.wait(Wait(self.run.poll_s, why))
             case Launch(offer, reason, instead_of) if self.room(offer, instead_of):
                 attempt = self.book.next_attempt
                 self.note(AttemptIntended(attempt, dataclasses.asdict(offer), reason, instead_of))
@@ -420,31 +420,35 @@ class Loop:
                 self.world.cloud.launch(attempt, offer)
                 self.waiting = None
             case Launch():
-                self.wait(self.run.poll_s, "the policy asked for more than max_nodes")
+                self.wait(Wait(self.run.poll_s, "the policy asked for more than max_nodes"))
             case Terminate(attempt, reason, grace_s, also):
                 for each in (attempt, *also):
                     if not self.still_leaving(each, reason, grace_s):
                         self.dismiss(each)
-                self.wait(self.run.poll_s, reason)
-            case Wait(seconds, reason):
-                self.wait(seconds, reason)
+                self.wait(Wait(self.run.poll_s, reason))
+            case Wait():
+                self.wait(decision)
             case Stop(reason):
                 self.ask_to_stop(reason, failed=False)
 
     def room(self, offer: Offer, instead_of: int | None = None) -> bool:
-        """Limits that hold whatever the policy says: `max_nodes` in a place besides the one that
-        is replaced, and never in more than two places, which a move takes."""
-        others = [node for node in self.book.open.values() if node.attempt != instead_of]
+        """Limits that hold whatever the policy says: `max_nodes` in a place besides those that
+        are replaced, each by one, and never in more than two places, which a move takes."""
+        replaced = set(self.book.standing_in.values())
+        if instead_of in replaced:
+            return False
+        replaced |= {instead_of} if instead_of is not None else set()
+        others = [node for node in self.book.open.values() if node.attempt not in replaced]
         places = [node.offer.place for node in others]
         limit = self.run.max_nodes + len(self.book.doubted)
         return places.count(offer.place) < limit and len({*places, offer.place}) <= 2
 
-    def wait(self, seconds: float, reason: str) -> None:
-        if reason != self.waiting:
-            self.note(Decided("wait", reason))
+    def wait(self, wait: Wait) -> None:
+        if wait.is_news(self.waiting):
+            self.note(Decided("wait", wait.reason, wait.expected_s, wait.saving_usd))
             self.journal.flush()
-            self.waiting = reason
-        self.world.clock.sleep(min(max(seconds, 0.1), self.run.poll_s))
+            self.waiting = wait
+        self.world.clock.sleep(min(max(wait.seconds, 0.1), self.run.poll_s))
 
     def still_leaving(self, attempt: int, reason: str, grace_s: float) -> bool:
         """Ask a node to snapshot and leave; is its time for that not over yet?"""
@@ -488,7 +492,7 @@ class Loop:
             for node in left:
                 if node.up_s is None or waited_s >= self.run.exit_grace_s:
                     self.dismiss(node.attempt)
-            self.wait(self.run.poll_s, f"{outcome}: nodes are leaving")
+            self.wait(Wait(self.run.poll_s, f"{outcome}: nodes are leaving"))
             return None
         if left:
             names = ", ".join(f"{n.attempt} on {n.offer.name}" for n in left)

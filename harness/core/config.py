@@ -150,7 +150,8 @@ def add_flags(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
         if kind is bool:
             parser.add_argument(*names, action="store_true", default=default, **options)
         elif typing.get_origin(kind) is tuple or kind is tuple:
-            parser.add_argument(*names, action="append", default=None, **options)
+            options.setdefault("action", "append")  # or "extend", with nargs
+            parser.add_argument(*names, default=None, **options)
         else:
             options.setdefault("type", kind)
             if default not in (None, ""):

@@ -69,6 +69,15 @@ class RunAsked(Fact):
     market: str = ""
     budget_usd: float | None = None
     max_hours: float | None = None
+    deadline_s: float | None = None  # wall clock
+    work_h: float | None = None  # that all of it takes on max_nodes nodes, undisturbed
+
+
+@dataclass(frozen=True)
+class PricesSeen(Fact):
+    """USD an hour, by offer: of those that are new, or cost something else than was told."""
+
+    usd_per_h: dict[str, Reading]
 
 
 @dataclass(frozen=True)
@@ -119,10 +128,12 @@ class AttemptDoubted(Fact):
 
 @dataclass(frozen=True)
 class Decided(Fact):
-    """A decision that changed something (waits are written once per change of reason)."""
+    """A decision that changed something (waits are written when what they say changes)."""
 
     decision: str  # "launch" | "release" | "terminate" | "wait" | "stop" | "skip"
     reason: str = ""
+    expected_s: Reading | None = None  # of a wait that was chosen: when it is probably over
+    saving_usd: Reading | None = None  # ... and what it should save
 
 
 @dataclass(frozen=True)
@@ -416,11 +427,12 @@ class SnapshotCommitted(Fact):
     why: str  # "interval" | "notice" | "resize" | "request" | "final"
     t_start: float  # safe point, wall clock
     weights: str = ""  # hash of the model's weights, where it was made
-    # of the steps beside rank 0's sending: 0.1 is a tenth longer; 0 also if it was too short to
-    # tell
+    # of steps beside rank 0's sending: 0.1 is a tenth longer; 0 also if it was too short to tell
     slowdown: float = 0.0
-    # that rank 0's node had on their way at once in the end (storage/throttle.py); 0: not known
-    requests: int = 0
+    requests: int = 0  # at once from rank 0's node in the end (storage/throttle.py); 0: not known
+    # until the next one is due, and the time between losses that this follows from; 0: not derived
+    interval_s: float = 0.0
+    between_losses_s: float = 0.0
 
 
 @dataclass(frozen=True)

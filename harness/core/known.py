@@ -44,10 +44,10 @@ class CapacitySeen:
         return max(0.0, now_s - self.since_s)
 
     def after(self, prior: CapacitySeen) -> CapacitySeen:
-        """The same with what was known of the offer before this run began; how it is now only
-        this run knows."""
+        """The same with what was known of the offer before this run began. How it is now this run
+        knows best, once it has looked."""
         return dataclasses.replace(
-            self,
+            prior if self.open is None else self,
             spells=(*prior.spells, *self.spells)[-MOST_SPELLS:],
             node_s=prior.node_s + self.node_s,
             losses=prior.losses + self.losses,
@@ -85,6 +85,7 @@ class Knowledge:
     paces: tuple[StepPace, ...] = ()
     # seconds from asking for a node until it trains: launch, set-up, restore
     changeover_s: float = 300.0
+    look_s: float = 10.0  # from one decision to the next, at most
     # training that is lost when a node is taken without notice: half a snapshot interval or so
     lost_s: float = 0.0
     snapshot_bytes: int = 0

@@ -96,6 +96,28 @@ def transfer_usd(source: str, target: str, nbytes: int) -> float:
     return prices().get((cloud, "region" if cloud == other else "internet"), 0.0) * nbytes / 1e9
 
 
+def beside(url: str, trained: Iterable[str]) -> str:
+    """Where the bucket `url` is taken to be: the first place of its cloud where nodes `trained`.
+    "": not known."""
+    cloud = CLOUD_OF.get(url.partition("://")[0])
+    return next((place for place in trained if place.partition("/")[0] == cloud), "")
+
+
+def leave_usd(url: str, trained: Iterable[str], offered: Iterable[str], nbytes: int) -> float:
+    """What it costs to read so many bytes of the bucket `url` once where it is not (`beside`): in
+    another region of its cloud if one of the places `offered` is there, else over the internet.
+    0: it is no cloud's (a folder)."""
+    cloud = CLOUD_OF.get(url.partition("://")[0])
+    if cloud is None:
+        return 0.0
+    home = beside(url, trained)
+    others = sorted(place for place in offered if place and place != home)
+    near = any(place.partition("/")[0] == cloud for place in others) or not others
+    if home:
+        return transfer_usd(home, f"{cloud}/another region" if near else others[0], nbytes)
+    return 0.0 if near else transfer_usd(cloud, others[0], nbytes)
+
+
 def estimate(url: str, facts: Iterable[Stamped], kept: int, seconds: float) -> Estimate | None:
     """Of a run in the bucket `url`, with so many snapshots kept, for so many seconds. None: the
     bucket is no cloud's (a folder)."""

@@ -26,6 +26,8 @@ from storage.objects import ObjectStore
 # exit codes; docs/ARCHITECTURE.md says who acts on which
 FINISHED, DRAINED, RESIZE, STOPPED, FENCED, UNFIT, REFUSED = 0, 33, 34, 35, 36, 37, 38
 
+EXPECTED_S = 900.0  # the end of a wait is told anew when it has moved by more
+
 
 class HarnessError(Exception):
     """Base of all errors that this project raises on purpose."""
@@ -258,8 +260,22 @@ class Terminate:
 
 @dataclass(frozen=True)
 class Wait:
+    """Look again after so many `seconds`. Of a wait that is chosen, for better prices or capacity:
+    when it will probably be over (`expected_s`, the run's clock), and what it is expected to
+    save."""
+
     seconds: float
     reason: str = ""
+    expected_s: float | None = None
+    saving_usd: float | None = None
+
+    def is_news(self, before: Wait | None) -> bool:
+        """Is it another wait, or expected to end at quite another time?"""
+        if before is None or before.reason != self.reason:
+            return True
+        if before.expected_s is None or self.expected_s is None:
+            return before.expected_s is not self.expected_s
+        return abs(self.expected_s - before.expected_s) > EXPECTED_S
 
 
 @dataclass(frozen=True)

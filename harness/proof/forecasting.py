@@ -32,7 +32,7 @@ PRICE_SWING = 0.08  # standard deviation of a spot price's logarithm, over days
 BLOCK_SHARE = 0.25  # of a zone's nodes, which come and go together
 LEAST_TICK_S, MOST_TICK_S, TICKS = 60.0, 1800.0, 150  # of the undisturbed run
 OPEN_END = 6.0  # without a deadline: so many times the undisturbed run are played
-SCREENED = 19  # markets for each candidate before most are dropped
+SCREENED = 9  # markets for each candidate before most are dropped
 KEPT = 6  # candidates that are played in all markets
 LOW, HIGH = 0.1, 0.9
 
@@ -68,7 +68,8 @@ class PlannedRun:
         """That it takes on so many nodes, undisturbed."""
         ranks = nodes * max(1, shape.gpus)
         even = Knowledge(micro_batches=self.micro_batches).efficiency(ranks)
-        return self.work / (ranks * shape.speed * even * self.scaling ** math.log2(nodes)) / 3600
+        speed: float = ranks * shape.speed * even * self.scaling ** math.log2(nodes)
+        return self.work / speed / 3600
 
 
 @dataclass(frozen=True)
@@ -196,17 +197,17 @@ def policy_of(candidate: PlanCandidate, run: PlannedRun) -> Policy:
     name = candidate.policy
     if name == ON_DEMAND_ONLY:
         return on_demand_only
-    if name == "uniform_progress":
-        hours = run.hours(candidate.shape, candidate.nodes)
-        return functools.partial(
-            policies.uniform_progress,
-            deadline_h=run.deadline_h or OPEN_END * hours,
-            work_h=hours,
-            total_steps=max(1, round(hours * 3600 / STEP_S)),
-            changeover_s=run.changeover_s,
-        )
-    policy = policies.resolve(name)
-    return policies.together(policy) if candidate.nodes > 1 else policy
+    if name != "uniform_progress":
+        return policies.together(policies.resolve(name))
+    hours = run.hours(candidate.shape, candidate.nodes)
+    by_deadline = functools.partial(
+        policies.uniform_progress,
+        deadline_h=run.deadline_h or OPEN_END * hours,
+        work_h=hours,
+        total_steps=max(1, round(hours * 3600 / STEP_S)),
+        changeover_s=run.changeover_s,
+    )
+    return policies.together(by_deadline)
 
 
 def candidates(
@@ -271,6 +272,8 @@ def forecast(
     )
     policy, seen = policy_of(candidate, run), dict(history or {})
     places = {offer.name: offer.place for offer in shape.spot}
+    # on demand one market is as the other
+    different = 1 if candidate.policy == ON_DEMAND_ONLY else markets
     played = [
         play(
             market(shape, job, np.random.default_rng((seed, at)), seen),
@@ -283,8 +286,8 @@ def forecast(
             on_demand=buys_on_demand(candidate.policy),
             budget_usd=run.budget_usd,
         )
-        for at in range(markets)
-    ]
+        for at in range(different)
+    ] * (markets // different)
     paid_h = sum(one.spot_h + one.on_demand_h for one in played)
     billed_h = nodes * (undisturbed_h + run.changeover_s / 3600)
     return PlanForecast(
@@ -330,15 +333,33 @@ def _tick_s(job: ReplayJob) -> float:
     return min(MOST_TICK_S, max(LEAST_TICK_S, wanted_s))
 
 
-def ranked(found: Iterable[PlanForecast], run: PlannedRun, most_risk: float) -> list[PlanForecast]:
-    """The best first: those that take no more risk, of the deadline and of the budget, by their
-    median cost; then the others by their risk."""
+def risk(one: PlanForecast, run: PlannedRun) -> float:
+    """Share of the markets in which it misses the deadline or costs more than the budget."""
+    over = 0.0 if run.budget_usd is None else one.over(run.budget_usd)
+    return max(one.missed, over)
 
-    def key(one: PlanForecast) -> tuple[bool, float, float, float]:
-        risk = one.missed
-        if run.budget_usd is not None:
-            risk = max(risk, one.over(run.budget_usd))
-        takes = risk > most_risk + 1e-9
-        return (takes, risk if takes else 0.0, one.usd_at(0.5), one.hours_at(0.5))
+
+def ranked(found: Iterable[PlanForecast], run: PlannedRun, most_risk: float) -> list[PlanForecast]:
+    """The best first: those that take no more risk, by their median cost; then the others by their
+    risk."""
+
+    def key(one: PlanForecast) -> tuple[float, float, float]:
+        takes = risk(one, run)
+        return (
+            takes if takes > most_risk + 1e-9 else 0.0,
+            one.usd_at(0.5),
+            one.hours_at(0.5),
+        )
 
     return sorted(found, key=key)
+
+
+def worth_more(
+    few: Sequence[PlanForecast], run: PlannedRun, most_risk: float
+) -> list[PlanForecast]:
+    """Of what was played in a few markets, what is worth to be played in all: the best, and the
+    best on demand, which is the measure of the others."""
+    order = ranked(few, run, most_risk)
+    sure = [one for one in order if one.candidate.policy == ON_DEMAND_ONLY][:1]
+    kept = order[:KEPT]
+    return kept if not sure or sure[0] in kept else [*kept[:-1], *sure]

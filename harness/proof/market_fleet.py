@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -33,10 +33,11 @@ NodeSpan: TypeAlias = tuple[str, float, float, bool]
 
 @dataclass(frozen=True)
 class ReplayJob:
-    """What is to be done. `work_h`: hours that it takes on `nodes[1]` nodes, undisturbed;
-    `deadline_h`: hours from the window's beginning. Prices are of one node, where the trace has
-    none. `move_usd`: of a begin in another place than the node before. `one_place`: nodes in
-    different zones train together, and a move costs nothing (zones of one region).
+    """What is to be done. `nodes`: the fewest that can train, and the most. `work_h`: hours that it
+    takes on the most, undisturbed; `deadline_h`: hours from the window's beginning. Prices are of
+    one node, where the trace has none. `move_usd`: of a begin in another place than the node
+    before. `one_place`: nodes in different zones train together, and a move costs nothing (zones of
+    one region).
 
     `snapshot_s`: between two snapshots; 0: one in every tick. `unnoticed`: the share of the nodes
     that are taken without a notice, and so with all work since the newest snapshot; `pause_s`: for
@@ -128,9 +129,17 @@ class _Saved:
 
 class MarketFleet:
     """The nodes that are there (`nodes`), from tick `first` of aligned zones on. Beyond their end
-    there is no spot. Ticks are counted from there."""
+    there is no spot. Ticks are counted from there. `places`: of zones that are no place of their
+    own. `on_demand`: is it offered?"""
 
-    def __init__(self, zones: Sequence[ZoneTrace], first: int, job: ReplayJob):
+    def __init__(
+        self,
+        zones: Sequence[ZoneTrace],
+        first: int,
+        job: ReplayJob,
+        places: Mapping[str, str] | None = None,
+        on_demand: bool = True,
+    ):
         self.job, self.tick_s, self.tick = job, zones[0].tick_s, 0
         until = first + math.ceil(job.limit_h * 3600 / self.tick_s) + 1
         self._rooms = {z.zone: z.nodes[first:until].tolist() for z in zones}
@@ -138,6 +147,10 @@ class MarketFleet:
             z.zone: None if z.usd_per_h is None else z.usd_per_h[first:until].tolist()
             for z in zones
         }
+        self._places = {
+            z.zone: "" if job.one_place else (places or {}).get(z.zone, z.zone) for z in zones
+        }
+        self._on_demand = on_demand
         self.nodes: dict[int, Node] = {}
         self._by_offer: dict[str, dict[int, Node]] = {}
         self.bill, self.spans = FleetBill(), list[NodeSpan]()
@@ -155,9 +168,10 @@ class MarketFleet:
         if prices != self._offers[0]:
             dear, found = self.job.on_demand_usd_per_h, list[Offer]()
             for name, usd in zip(self._rooms, prices, strict=True):
-                place = "" if self.job.one_place else name
+                place = self._places[name]
                 found.append(Offer(usd, name, on_demand_usd_per_h=dear, place=place))
-                found.append(Offer(dear, name + ON_DEMAND, False, place=place))
+                if self._on_demand:
+                    found.append(Offer(dear, name + ON_DEMAND, False, place=place))
             self._offers = prices, tuple(sorted(found))
         return self._offers[1]
 
@@ -172,11 +186,10 @@ class MarketFleet:
         node = Node(attempt, offer, NodeState.UP, now, now, at_work_s=at_work_s)
         self.nodes[attempt] = there[attempt] = node
         self._training.begins_s[attempt] = at_work_s
-        zone = offer.name.removesuffix(ON_DEMAND)
-        if self._place not in ("", zone) and not self.job.one_place:
+        if self._place not in ("", offer.place) and not self.job.one_place:
             self.bill.usd += self.job.move_usd
             self.bill.moves += 1
-        self._place = zone
+        self._place = offer.place
         return node
 
     def end(self, attempt: int, at_s: float, taken: bool = False) -> Node | None:
@@ -239,7 +252,8 @@ class MarketFleet:
             return job.total_steps
         if self.now_s - saved.at_s >= job.snapshot_s - 1e-6:
             saved.at_s, saved.work = self.now_s, bill.work
-        return int(job.total_steps * saved.work / job.work)
+        # sums of seconds, so a step that is done may lack a billionth
+        return int(job.total_steps * saved.work / job.work + 1e-9)
 
     # ---- one tick --------------------------------------------------------------------------------
     def _pause(self, without: int) -> None:
@@ -277,13 +291,20 @@ class MarketFleet:
                 training.home = soon[0][1]
         starts = [since_s] * min(most, training.at_work[training.home])
         starts += [max(since_s, at_s) for at_s, place, _ in soon if place == training.home]
-        starts = starts[:most]
+        starts = self._world(starts[:most])
         for _, place, attempt in soon:
             del training.begins_s[attempt]
             training.at_work[place] += 1
         end_s = self._done_at(starts, until_s)
         self.bill.work += sum(max(0.0, end_s - start_s) for start_s in starts)
         return end_s
+
+    def _world(self, starts: list[float]) -> list[float]:
+        """Nobody trains before the job's least number of nodes is at work."""
+        least = self.job.nodes[0]
+        if len(starts) < least:
+            return []
+        return [max(start_s, starts[least - 1]) for start_s in starts]
 
     def _done_at(self, starts: list[float], until_s: float) -> float:
         """When the work is done by those that begin then (ascending); at latest `until_s`."""

@@ -34,11 +34,15 @@ def play(
     *,
     seed: int = 0,
     seen: Mapping[str, CapacitySeen] | None = None,
+    places: Mapping[str, str] | None = None,
+    on_demand: bool = True,
     budget_usd: float | None = None,
 ) -> ReplayResult:
     """From tick `first` of aligned zones on, as `market_replay.replay` does. `seen`: what is known
-    of their capacity before, on a clock that is 0 at the beginning."""
-    return _QuickMarket(zones, first, job, seed, seen).play(policy, budget_usd)
+    of their capacity before, on a clock that is 0 at the beginning. `places`: of zones that are no
+    place of their own. `on_demand`: is it offered?"""
+    fleet = MarketFleet(zones, first, job, places, on_demand)
+    return _QuickMarket(fleet, job, seed, seen).play(policy, budget_usd)
 
 
 @dataclass
@@ -58,19 +62,20 @@ class _QuickMarket:
 
     def __init__(
         self,
-        zones: Sequence[ZoneTrace],
-        first: int,
+        fleet: MarketFleet,
         job: ReplayJob,
         seed: int,
         seen: Mapping[str, CapacitySeen] | None,
     ):
-        self.job, self.fleet = job, MarketFleet(zones, first, job)
+        self.job, self.fleet = job, fleet
         self.full = FullOffers(random.Random(seed), 0.5 * self.fleet.tick_s)
         self.seen, self.tally = CapacityBook(dict(seen or {})), _QuickTally()
+        self.instead_of: dict[int, int] = {}  # attempts, as they were launched
         self.knows = Knowledge(
             total_steps=job.total_steps,
             work=job.work,
             changeover_s=job.changeover_s,
+            look_s=self.fleet.tick_s,
             lost_s=job.lost_s,
             move_usd=job.move_usd,
             deadline_s=job.deadline_h * 3600,
@@ -78,30 +83,36 @@ class _QuickMarket:
         )
 
     def play(self, policy: Policy, budget_usd: float | None) -> ReplayResult:
-        if budget_usd is not None:
-            policy = policies.within_budget(policy, usd=budget_usd)
-        policy = policies.within_hours(policy, hours=self.job.limit_h)
+        alone = self._limited(policy, budget_usd)
+        beside = self._limited(policies.replacing(policy), budget_usd)
         reason = ""
         while self.fleet.bill.done_s is None and not reason:
-            reason = self._decide(policy)
+            reason = self._decide(alone, beside)
             if not reason:
                 self._pass()
         for attempt in list(self.fleet.nodes):
             self._end(self.fleet.end(attempt, self.fleet.now_s), self.fleet.now_s, "terminated")
         return result_of(self.fleet, "stopped" if reason else "done", reason)
 
+    def _limited(self, policy: Policy, budget_usd: float | None) -> Policy:
+        if budget_usd is not None:
+            policy = policies.within_budget(policy, usd=budget_usd)
+        return policies.within_hours(policy, hours=self.job.limit_h)
+
     # ---- decisions -------------------------------------------------------------------------------
-    def _decide(self, policy: Policy) -> str:
-        """Until the policy waits. Why it stops, if it does."""
-        now = self.fleet.now_s
+    def _decide(self, alone: Policy, beside: Policy) -> str:
+        """Until the policy waits. Why it stops, if it does. `beside`: the same policy while a node
+        is there instead of another, which it then has leave."""
+        now, fleet = self.fleet.now_s, self.fleet
         for _ in range(MOST_ROUNDS):
-            decision = policy(self._view(now))
+            view = self._view(now)
+            decision = (beside if view.standing_in else alone)(view)
             if isinstance(decision, Launch) and self._has_place(decision):
                 self._launch(decision, now)
                 continue
             if isinstance(decision, Terminate):
                 for attempt in (decision.attempt, *decision.also):
-                    self._end(self.fleet.end(attempt, now), now, "terminated")
+                    self._end(fleet.end(attempt, now), now, "terminated")
             return decision.reason if isinstance(decision, Stop) else ""
         return ""
 
@@ -122,6 +133,7 @@ class _QuickMarket:
             attempts=tally.attempts,
             losses=tally.losses,
             leave_s=2 * self.fleet.tick_s,
+            standing_in={n: old for n, old in self.instead_of.items() if old in self.fleet.nodes},
             known=self.knows,
         )
 
@@ -139,6 +151,8 @@ class _QuickMarket:
         if self.fleet.launch(attempt, decision.offer).alive:
             self.full.gave(name)
             self.seen.up(name, now)
+            if decision.instead_of is not None:
+                self.instead_of[attempt] = decision.instead_of
             return
         committed = self.tally.committed
         fact = AttemptEnded(attempt, "no-capacity", now, None, now, None, "", 0.0, 0.0, committed)
@@ -149,6 +163,7 @@ class _QuickMarket:
         """Count a node that is gone."""
         if node is None:
             return
+        self.instead_of.pop(node.attempt, None)
         up_s, name = node.up_s or 0.0, node.offer.name
         usd = (at_s - up_s) / 3600 * node.offer.usd_per_h
         self.tally.ended_usd += usd

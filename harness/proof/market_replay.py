@@ -172,6 +172,7 @@ class MarketReplay:
             total_steps=self.job.total_steps,
             work=self.job.work,
             changeover_s=self.job.changeover_s,
+            look_s=self.fleet.tick_s,
             lost_s=self.job.lost_s,
             move_usd=self.job.move_usd,
             deadline_s=self.job.deadline_h * 3600,

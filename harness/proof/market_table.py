@@ -1,18 +1,31 @@
 """Policies against each other on recorded markets: many beginnings of the same job, each replayed
 under every policy, beside the optimum and on-demand.
 
-Pure values; `cli/simulate.py` prints them, and pictures are drawn of them.
+Pure values; `market_runs.py` makes them on many cores, `cli/simulate.py` prints them, and pictures
+are drawn of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from harness.market.optimum import Optimum
+from harness.controller import policies, together
+from harness.core.world import BadInput, Policy
+from harness.market.optimum import Optimum, WorkToDo, optimum
 from harness.market.traces import ZoneTrace
-from harness.proof.market_replay import ReplayJob, ReplayResult
+from harness.proof.market_peers import PEERS, peer
+from harness.proof.market_replay import ReplayJob, ReplayResult, replay
+
+FIXED = "fixed_"  # begins names of policies: uniform_progress with so many nodes, never fewer
+BEST_FIXED = "best_fixed"  # the best of those, chosen afterwards
+# In the order of a table; `deadline` is ours, if there is one.
+USUAL = ("deadline", "uniform_progress", "greedy", "on_demand")
+# policies of ours that choose places themselves; the others keep a world in one place as at launch
+CHOOSE_PLACES = ("deadline",)
 
 
 @dataclass(frozen=True)
@@ -36,9 +49,13 @@ class MarketRow:
     job: ReplayJob
     windows: tuple[MarketWindow, ...]
 
+    def mean(self, what: str) -> float:
+        """Of a number of `ReplayResult`."""
+        return statistics.fmean(getattr(w.result, what) for w in self.windows)
+
     @property
     def usd(self) -> float:
-        return statistics.fmean(w.result.usd for w in self.windows)
+        return self.mean("usd")
 
     @property
     def optimum_usd(self) -> float | None:
@@ -53,12 +70,18 @@ class MarketRow:
     @property
     def finish_h(self) -> float:
         """Hours until the work is done; infinite if it never is in some window."""
-        return statistics.fmean(w.result.finish_h for w in self.windows)
+        return self.mean("finish_h")
 
     @property
     def missed(self) -> int:
         """Windows in which the work was not done by the deadline."""
         return sum(w.result.missed for w in self.windows)
+
+    @property
+    def over_optimum(self) -> tuple[float, float] | None:
+        """The bill as a multiple of the optimum's: the mean over the windows, and the worst."""
+        found = [w.result.usd / w.optimum.usd for w in self.windows if w.optimum is not None]
+        return (statistics.fmean(found), max(found)) if found else None
 
 
 @dataclass(frozen=True)
@@ -67,3 +90,194 @@ class MarketTable:
 
     rows: tuple[MarketRow, ...]
     markets: Mapping[str, tuple[ZoneTrace, ...]] = field(default_factory=dict)
+
+
+# ---- what is asked -------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class MarketTask:
+    """One window under some policies."""
+
+    market: str
+    zones: tuple[ZoneTrace, ...] = field(repr=False)  # cut to what the window may need
+    first: int  # of the whole market
+    job: ReplayJob
+    policies: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TaskDone:
+    """By policy, in the task's order."""
+
+    results: tuple[tuple[str, ReplayResult], ...]
+    optimum: Optimum | None
+
+
+def usual_policies(job: ReplayJob) -> tuple[str, ...]:
+    """That are tried when nobody says which."""
+    known = {*policies.POLICIES, *PEERS}
+    more = (BEST_FIXED,) if job.nodes[1] > 1 else ()
+    return (*(name for name in USUAL if name in known), *more)
+
+
+def beginnings(zones: Sequence[ZoneTrace], deadline_h: float, starts: int) -> list[int]:
+    """Ticks at which windows begin, spread evenly over the trace, each with all of its time in it.
+    Raises BadInput if not one has."""
+    tick_s, length = zones[0].tick_s, len(zones[0].nodes)
+    last = length - math.ceil(deadline_h * 3600 / tick_s - 1e-9)
+    if last < 0:
+        raise BadInput(
+            f"a deadline of {deadline_h:g} h does not fit into a trace of "
+            f"{length * tick_s / 3600:.1f} h ({', '.join(z.zone for z in zones)}); give less "
+            "--work and an earlier --deadline, or a longer trace"
+        )
+    count = min(starts, last + 1)
+    return sorted({round(i * last / max(1, count - 1)) for i in range(count)})
+
+
+def tasks(
+    markets: Mapping[str, Sequence[ZoneTrace]],
+    jobs: Sequence[ReplayJob],
+    names: Sequence[str],
+    starts: int,
+) -> list[MarketTask]:
+    """One for each market, deadline and beginning; beginnings are the same for all deadlines.
+    Raises BadInput for what cannot work, before anything is computed."""
+    for job in jobs:
+        check_job(job)
+        for name in expanded(names, job):
+            policy_named(name, job, tick_s=60.0, zones=1)
+    found = list[MarketTask]()
+    for market, zones in markets.items():
+        begins = beginnings(zones, max(job.deadline_h for job in jobs), starts)
+        for job in jobs:
+            ticks = math.ceil(job.limit_h * 3600 / zones[0].tick_s) + 2
+            for first in begins:
+                cut = tuple(_cut(zone, first, ticks) for zone in zones)
+                found.append(MarketTask(market, cut, first, job, expanded(names, job)))
+    return found
+
+
+def check_job(job: ReplayJob) -> None:
+    """Raises BadInput if the work cannot be done in time even on demand."""
+    least_h = job.work_h + job.changeover_s / 3600
+    if least_h > job.deadline_h + 1e-9:
+        raise BadInput(
+            f"{job.work_h:g} h of work and a begin of {job.changeover_s:g} s take {least_h:.4g} h "
+            f"undisturbed; wanted a deadline after that, found {job.deadline_h:g} h"
+        )
+
+
+def expanded(names: Iterable[str], job: ReplayJob) -> tuple[str, ...]:
+    """With BEST_FIXED as all numbers of nodes that can do the work in time."""
+    found = list[str]()
+    for name in names:
+        if name != BEST_FIXED:
+            found.append(name)
+            continue
+        counts = [n for n in range(1, job.nodes[1] + 1) if _can(fixed_job(job, n))]
+        found += [f"{FIXED}{n}" for n in counts]
+    return tuple(dict.fromkeys(found))
+
+
+def _can(job: ReplayJob) -> bool:
+    return job.work_h + job.changeover_s / 3600 <= job.deadline_h
+
+
+def fixed_job(job: ReplayJob, nodes: int) -> ReplayJob:
+    """The same work for a world of exactly so many nodes."""
+    work_h = job.work_h * job.nodes[1] / nodes
+    return dataclasses.replace(job, nodes=(nodes, nodes), work_h=work_h)
+
+
+def policy_named(name: str, job: ReplayJob, tick_s: float, zones: int) -> Policy:
+    """As published if it is one of `market_peers.PEERS`, else as `harness launch` knows it. Raises
+    BadInput."""
+    if name in PEERS:
+        return peer(name, tick_s)
+    try:
+        policy = policies.resolve(name)
+    except BadInput as e:
+        raise BadInput(f"{e}; or a published one: {', '.join(PEERS)}, {BEST_FIXED}") from e
+    alone = zones == 1 or job.nodes[1] == 1 or job.one_place
+    return policy if alone or name in CHOOSE_PLACES else together.together(policy)
+
+
+def _cut(zone: ZoneTrace, first: int, ticks: int) -> ZoneTrace:
+    prices = zone.usd_per_h
+    return dataclasses.replace(
+        zone,
+        nodes=zone.nodes[first : first + ticks],
+        usd_per_h=None if prices is None else prices[first : first + ticks],
+    )
+
+
+# ---- one window ----------------------------------------------------------------------------------
+def done(task: MarketTask) -> TaskDone:
+    """All policies of a task, and the optimum."""
+    results = tuple((name, _replayed(task, name)) for name in task.policies)
+    return TaskDone(results, optimum_of(task.zones, 0, task.job))
+
+
+def _replayed(task: MarketTask, name: str) -> ReplayResult:
+    job, tick_s = task.job, task.zones[0].tick_s
+    if name.startswith(FIXED):
+        job = fixed_job(job, int(name.removeprefix(FIXED)))
+        return replay(task.zones, 0, job, peer("uniform_progress", tick_s))
+    return replay(task.zones, 0, job, policy_named(name, job, tick_s, len(task.zones)))
+
+
+def optimum_of(zones: Sequence[ZoneTrace], first: int, job: ReplayJob) -> Optimum | None:
+    """None: there is none of this kind of job."""
+    if job.nodes[1] > 1:
+        return None
+    work = WorkToDo(
+        job.work_h,
+        job.deadline_h,
+        job.changeover_s,
+        job.spot_usd_per_h,
+        job.on_demand_usd_per_h,
+        job.move_usd,
+    )
+    return optimum(zones, first, work)
+
+
+def on_demand_usd(job: ReplayJob) -> float:
+    """All nodes on demand, undisturbed."""
+    return job.nodes[1] * (job.work_h + job.changeover_s / 3600) * job.on_demand_usd_per_h
+
+
+# ---- all of them ---------------------------------------------------------------------------------
+def table(
+    markets: Mapping[str, Sequence[ZoneTrace]],
+    names: Sequence[str],
+    found: Iterable[tuple[MarketTask, TaskDone]],
+) -> MarketTable:
+    """Rows in the order of markets, deadlines and policies."""
+    windows: dict[tuple[str, ReplayJob, str], list[MarketWindow]] = {}
+    for task, ended in found:
+        dear = on_demand_usd(task.job)
+        for name, result in ended.results:
+            window = MarketWindow(task.first, result, ended.optimum, dear)
+            windows.setdefault((task.market, task.job, name), []).append(window)
+    rows = [MarketRow(m, name, job, tuple(w)) for (m, job, name), w in windows.items()]
+    if BEST_FIXED in names:
+        rows = _with_best_fixed(rows, {n for n in names if n != BEST_FIXED})
+    return MarketTable(tuple(rows), {name: tuple(zones) for name, zones in markets.items()})
+
+
+def _with_best_fixed(rows: Sequence[MarketRow], asked: set[str]) -> list[MarketRow]:
+    """In the place of all fixed numbers, the best of each market and deadline: that misses the
+    fewest deadlines, then costs the least."""
+    best: dict[tuple[str, ReplayJob], MarketRow] = {}
+    for row in rows:
+        if row.policy.startswith(FIXED):
+            kept = best.setdefault((row.market, row.job), row)
+            if (row.missed, row.usd) < (kept.missed, kept.usd):
+                best[row.market, row.job] = row
+    return [
+        row
+        for row in rows
+        if not row.policy.startswith(FIXED)
+        or row.policy in asked
+        or best[row.market, row.job] is row
+    ]

@@ -18,7 +18,9 @@ from harness.controller import policies
 from harness.core.world import BadInput, Policy, View
 from harness.market.traces import ZoneTrace
 from harness.proof.market_fleet import STEP_S, ReplayJob
+from harness.proof.market_peers import PEERS
 from harness.proof.market_replay import ReplayResult, replay
+from harness.proof.market_table import policy_named
 from harness.proof.own_market import OwnMarket, own_market, was_taken
 from harness.views.summary import Summary
 from harness.views.what_if import daly
@@ -26,8 +28,8 @@ from harness.views.words import duration
 
 SLACK = 1.1  # of the run's own time: the deadline where it had none
 NO_ON_DEMAND_USD = 1e6  # an hour: nobody buys it
-NEEDS_DEADLINE = "uniform_progress"
-PLAN_WITH_ON_DEMAND = ("deadline", "on_demand_fallback", NEEDS_DEADLINE)
+USUAL = ("cheapest", "patient", "deadline", "uniform_progress", "on_demand_fallback", "on_demand")
+PLAN_WITH_ON_DEMAND = ("deadline", "on_demand_fallback", *PEERS)
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class _Questions:
     # ---- what is tried ---------------------------------------------------------------------------
     def by_policy(self) -> Iterator[WhatIfRow]:
         """The run's own first."""
-        usual = [n for n in policies.POLICIES if n != "best_value"]  # all offers are of one shape
+        usual = [n for n in USUAL if n in policies.POLICIES or n in PEERS]
         if not self.market.on_demand_usd_per_h:
             usual = [n for n in usual if n not in PLAN_WITH_ON_DEMAND]
         job = self.job(self.nodes, self.interval_s)
@@ -186,15 +188,11 @@ class _Questions:
 
     def named(self, name: str, job: ReplayJob) -> Policy:
         """As `harness launch` composes it. Raises BadInput."""
-        if name == NEEDS_DEADLINE:
-            limits = f"deadline_h={job.deadline_h!r}&work_h={job.work_h!r}"
-            steps = f"total_steps={job.total_steps}&changeover_s={job.changeover_s!r}"
-            name = f"{name}?{limits}&{steps}"
-        policy = policies.resolve(name)
+        policy = policy_named(name, job, self.market.tick_s, len(self.market.held))
         plans = name.partition("?")[0] in PLAN_WITH_ON_DEMAND
         if not self.market.on_demand_usd_per_h or not (self.market.bought or plans):
             policy = spot_only(policy)
-        return policy if job.one_place or job.nodes[1] == 1 else policies.together(policy)
+        return policy
 
     def row(
         self,

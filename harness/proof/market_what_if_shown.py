@@ -66,7 +66,8 @@ def command(s: Summary, asked: WhatIfAsked, as_lines: bool, plot: str, console: 
     else:
         print_what_if(found, console)
     for path in write(what_if_story(found), plot) if plot else ():
-        console.print(f"picture  {path}", highlight=False, soft_wrap=True, markup=False)
+        if not as_lines:
+            console.print(f"drawn: {path}", highlight=False, soft_wrap=True, markup=False)
 
 
 # ---- terminal ------------------------------------------------------------------------------------

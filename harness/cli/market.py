@@ -1,0 +1,307 @@
+"""`harness market`: what runs have seen of offers, kept here and in a bucket that a team shares."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import io
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.cli.common import DONE, FAILED, cache_dir, existing_store
+from harness.core.config import flag, positional
+from harness.core.world import BadInput
+from storage.errors import StoreError
+from storage.json_text import digest
+from storage.objects import ObjectStore
+from storage.opening import normalize, open_store
+from storage.text import Console
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from harness.core.known import CapacitySeen
+    from harness.market.history import MarketHistory, OfferSeen, OfferSummary
+    from harness.market.history_shelf import HistoryShelf
+
+SHARED = "HARNESS_MARKET"  # URL of the history that a team shares
+SHARED_WITHIN_S = 5.0  # no launch waits longer for it
+REMEMBER_EVERY_S = 600.0
+END_WITHIN_S = 20.0  # for the last writing, when a launch ends
+
+
+@dataclass(frozen=True)
+class MarketFlags:
+    what: str = positional(
+        "show: what is known of offers; learn: add runs, by URL, or exported files; export: write "
+        "all of it to a file",
+        choices=["show", "learn", "export"],
+    )
+    names: tuple[str, ...] = positional(
+        "learn: URLs of runs, or files; export: the file, .jsonl or .csv (-: the terminal)",
+        nargs="*",
+    )
+    shared: str = flag("", f"URL of a history that a team shares; default: {SHARED}")
+    offer: str = flag("", "show and export only offers whose names contain this")
+    json: bool = flag(False, "show: print JSON in place of the table")
+
+
+def market(flags: MarketFlags) -> int:
+    """What runs have learned about offers: capacity, losses, prices. Kept across runs."""
+    histories = Histories(flags.shared or os.environ.get(SHARED, ""))
+    if flags.what == "show" and flags.names:
+        raise BadInput(f"show takes no names, found {' '.join(flags.names)}; use --offer")
+    if flags.what == "learn":
+        return _learn(flags, histories)
+    history, warnings = histories.read(time.time())
+    if flags.offer:
+        history = history.only(flags.offer)
+    if flags.what == "export":
+        return _export(flags, history, warnings)
+    return _show(flags, history, warnings)
+
+
+class Histories:
+    """That of this computer, and the shared one if there is any.
+
+    The shared one is asked for a few seconds only; when it does not answer, what it said the last
+    time is taken. `folder`: of this computer's own; by default below ~/.cache/spotharness.
+    """
+
+    def __init__(self, shared: str = "", folder: Path | None = None):
+        self.folder = folder or cache_dir("", "market").parent
+        self.shared = normalize(shared) if shared else ""
+
+    def own(self) -> HistoryShelf:
+        from harness.market.history_shelf import HistoryShelf
+
+        return HistoryShelf(open_store(normalize(str(self.folder / "own"))))
+
+    def team(self) -> HistoryShelf:
+        from harness.market.history_shelf import HistoryShelf
+
+        return HistoryShelf(open_store(self.shared, retry_within_s=SHARED_WITHIN_S))
+
+    def read(self, now_s: float) -> tuple[MarketHistory, list[str]]:
+        """All that is known, and what could not be read. Never fails."""
+        from harness.market.history import MarketHistory
+
+        found, warnings = MarketHistory(), list[str]()
+        try:
+            found = self.own().read(now_s)
+        except StoreError as e:
+            warnings.append(f"{self.folder}: cannot be read ({e})")
+        if not self.shared:
+            return found, warnings
+        copy = self.folder / "shared" / f"{digest(self.shared.encode())}.jsonl"
+        try:
+            team = self.team().read(now_s)
+            with contextlib.suppress(OSError):  # a full disk is no reason to know nothing
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                temporary = copy.with_suffix(f".{os.getpid()}")
+                temporary.write_text(team.text(), encoding="utf-8")
+                temporary.replace(copy)
+        except StoreError as e:
+            try:
+                team = MarketHistory.read(copy.read_text(encoding="utf-8", errors="replace"))
+                words = "what it said the last time is taken"
+            except OSError:
+                team, words = MarketHistory(), "it is left out"
+            warnings.append(f"{self.shared}: does not answer ({e}); {words}")
+        return found.merged(team).current(now_s), warnings
+
+    def write(self, records: list[OfferSeen], now_s: float) -> list[str]:
+        """Here and at the team's; what could not be written. Never fails."""
+        warnings = list[str]()
+        shelves: list[tuple[str, Callable[[], HistoryShelf]]] = [(str(self.folder), self.own)]
+        if self.shared:
+            shelves.append((self.shared, self.team))
+        for name, shelf in shelves:
+            try:
+                shelf().write(records, now_s)
+            except StoreError as e:
+                warnings.append(f"{name}: cannot be written ({e})")
+        return warnings
+
+
+# ---- beside a launch -----------------------------------------------------------------------------
+@contextlib.contextmanager
+def remembering(url: str, store: ObjectStore, histories: Histories) -> Iterator[None]:
+    """While a run is led, and once more in the end, keep what it has seen. Whatever fails of that
+    is no reason for a launch to fail."""
+    from harness.controller.remembered import records_of_run
+
+    over = threading.Event()
+
+    def keep() -> None:
+        with contextlib.suppress(StoreError):
+            histories.write(records_of_run(url, store), time.time())
+
+    def from_time_to_time() -> None:
+        while not over.wait(REMEMBER_EVERY_S):
+            keep()
+        keep()
+
+    thread = threading.Thread(target=from_time_to_time, name="remembering", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(END_WITHIN_S)
+
+
+def known_before(url: str, histories: Histories, now_s: float) -> dict[str, CapacitySeen]:
+    """What other runs have seen of offers, for the forecasts of this one. `url`: normalised."""
+    from harness.controller.remembered import run_name
+
+    return histories.read(now_s)[0].without(run_name(url)).prior(now_s)
+
+
+# ---- learn ---------------------------------------------------------------------------------------
+def _learn(flags: MarketFlags, histories: Histories) -> int:
+    if not flags.names:
+        raise BadInput("learn: wanted URLs of runs or exported files, found none")
+    console, now_s = Console(), time.time()
+    failed = False
+    for name in flags.names:
+        records = _records(name)
+        if not records:
+            console.print(f"{name}: no offer was tried there; nothing to learn")
+            continue
+        warnings = histories.write(records, now_s)
+        for words in warnings:
+            console.print(words, style="yellow", highlight=False, soft_wrap=True)
+        failed |= bool(warnings)
+        offers = len({record.offer for record in records})
+        console.print(
+            f"{name}: learned of {offers} offer{'s' if offers > 1 else ''}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return FAILED if failed else DONE
+
+
+def _records(name: str) -> list[OfferSeen]:
+    """Of a run, or of a file that was exported. Raises BadInput."""
+    from harness.controller.remembered import records_of_run
+    from harness.market.history import MarketHistory
+
+    if "://" not in name and Path(name).is_file():
+        found = MarketHistory.read(Path(name).read_text(encoding="utf-8", errors="replace"))
+        if not found.records:
+            raise BadInput(
+                f"{name}: wanted a history as `harness market export FILE.jsonl` writes it, found "
+                f"{found.unread} lines that are no records"
+            )
+        return list(found.records.values())
+    return records_of_run(normalize(name), existing_store(name))
+
+
+# ---- export --------------------------------------------------------------------------------------
+def _export(flags: MarketFlags, history: MarketHistory, warnings: list[str]) -> int:
+    if len(flags.names) != 1 or not flags.names[0].endswith((".jsonl", ".csv", "-")):
+        raise BadInput("export: wanted one file, FILE.jsonl or FILE.csv, or -")
+    (name,) = flags.names
+    text = _as_csv(history.summaries(time.time())) if name.endswith(".csv") else history.text()
+    if name == "-":
+        print(text, end="")
+        return DONE
+    try:
+        Path(name).write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise BadInput(f"{name}: cannot be written: {e.strerror}") from e
+    console = Console()
+    for words in warnings:
+        console.print(words, style="yellow", highlight=False, soft_wrap=True)
+    console.print(f"written  {name}", highlight=False, soft_wrap=True)
+    return DONE
+
+
+def _as_csv(summaries: list[OfferSummary]) -> str:
+    from harness.market.history import OfferSummary
+
+    out = io.StringIO()
+    rows = csv.writer(out, lineterminator="\n")
+    prices = ("usd_per_h_low", "usd_per_h_high", "usd_per_h_last")
+    names = [f.name for f in dataclasses.fields(OfferSummary) if f.name != "usd_per_h"]
+    rows.writerow([*names, *prices])
+    for one in summaries:
+        rows.writerow([*(getattr(one, name) for name in names), *one.usd_per_h])
+    return out.getvalue()
+
+
+# ---- show ----------------------------------------------------------------------------------------
+def _show(flags: MarketFlags, history: MarketHistory, warnings: list[str]) -> int:
+    now_s, console = time.time(), Console()
+    summaries = history.summaries(now_s)
+    if flags.json:
+        print(json.dumps([dataclasses.asdict(one) for one in summaries], indent=2))
+        return DONE
+    for words in warnings:
+        console.print(words, style="yellow", highlight=False, soft_wrap=True)
+    if not summaries:
+        console.print(
+            "Nothing is known of any offer yet. Launches on clouds add what they see; of runs that "
+            "were led elsewhere: harness market learn URL"
+        )
+        return DONE
+    console.print(_table(summaries, now_s))
+    console.print(EXPLAINED, highlight=False)
+    if history.unread:
+        console.print(f"{history.unread} lines could not be read, and are left out")
+    return DONE
+
+
+EXPLAINED = (
+    "hours: of which it is known whether there was a machine; open: their share with one; lasts, "
+    "away: hours with one, and with none, on average (>: no end was seen); lost: nodes taken in a "
+    "day of one node; silent: of those, without notice; ago: when somebody looked last"
+)
+
+
+def _table(summaries: list[OfferSummary], now_s: float) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    from harness.views.words import percent
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("offer", overflow="fold", min_width=16)
+    for head in ("hours", "open", "lasts", "away", "lost", "silent", "USD/h", "ago"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for one in summaries:
+        low, high, _ = one.usd_per_h
+        table.add_row(
+            one.offer,
+            f"{one.seen_h:,.0f}" if one.seen_h >= 10 else f"{one.seen_h:.1f}",
+            percent(one.open_h / one.seen_h) if one.seen_h else "–",
+            _mean_h(one.open_h, one.closings),
+            _mean_h(one.seen_h - one.open_h, one.openings),
+            f"{one.losses / one.node_h * 24:.1f}" if one.node_h else "–",
+            percent(one.unnoticed / one.losses) if one.losses else "–",
+            "–" if not high else f"{low:.2f}" if low == high else f"{low:.2f}–{high:.2f}",
+            _ago(now_s - one.until_s),
+        )
+    return table
+
+
+def _ago(seconds: float) -> str:
+    minutes = max(0.0, seconds) / 60
+    if minutes < 100:
+        return f"{minutes:.0f} min"
+    return f"{minutes / 60:.0f} h" if minutes < 72 * 60 else f"{minutes / 1440:.0f} d"
+
+
+def _mean_h(hours: float, ends: int) -> str:
+    """Of spells of which so many were seen to end."""
+    if not hours:
+        return "–"
+    return f"{hours / ends:.1f}" if ends else f">{hours:.1f}"

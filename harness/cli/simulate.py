@@ -1,0 +1,396 @@
+"""`harness simulate`: what would happen, in hostile worlds made from seeds and on recorded
+markets."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.cli.common import DONE, existing_store, node_range
+from harness.core.config import flag
+from harness.core.world import BadInput
+from storage.text import Console
+
+if TYPE_CHECKING:
+    from harness.market.traces import ZoneTrace
+    from harness.proof.market_replay import ReplayJob
+    from harness.proof.market_table import MarketRow, MarketTable
+
+Markets = Mapping[str, Sequence["ZoneTrace"]]
+TRACE_SUFFIXES = (".json", ".csv", ".txt")  # of the files of a folder
+
+
+@dataclass(frozen=True)
+class SimulateFlags:
+    seeds: int = flag(200, "how many seeded worlds", at_least=1)
+    seed: int | None = flag(None, "one world only, with the log of its facts")
+    first: int = flag(0, "the first seed")
+    policy: tuple[str, ...] = flag(
+        (),
+        "a name, or package.module:function (default: cheapest). With --trace repeat it, or give "
+        "several (default: deadline, uniform_progress, greedy, on_demand)",
+        metavar="NAME",
+    )
+    system: bool = flag(False, "the whole system: real agents, lines, sessions' machines as well")
+    jobs: int = flag(0, "processes at the same time; 0: with --system one, else one per core")
+    trace: tuple[str, ...] = flag(
+        (),
+        "recorded markets: files, or folders of them; all of them are zones of one market",
+        nargs="+",
+        action="extend",
+        metavar="FILE",
+    )
+    each: bool = flag(False, "with --trace: every file is a market of its own")
+    work: str = flag("48h", "with --trace: time that the work takes on the most nodes, undisturbed")
+    deadline: tuple[str, ...] = flag(
+        (),
+        "with --trace: time until it must be done, from the beginning: 52h, or 1.25x of --work; "
+        "repeat it, or separate by commas (default: 1.08x,1.25x,1.5x)",
+        metavar="TIME",
+    )
+    starts: int = flag(20, "with --trace: beginnings, spread evenly over each market", at_least=1)
+    nodes: str = flag("1:1", "with --trace: how many nodes, LOW:HIGH or N", check=node_range)
+    changeover: str = flag(
+        "10m", "with --trace: time from asking for a node until it trains", metavar="TIME"
+    )
+    lost: str = flag("0s", "with --trace: work that goes with a node that is taken", metavar="TIME")
+    move_usd: float = flag(0.0, "with --trace: what a begin in another zone costs besides")
+    one_region: bool = flag(
+        False, "with --trace: nodes of different zones train together, and moves cost nothing"
+    )
+    spot_usd_per_h: float = flag(
+        0.9731, "with --trace: of a node on spot, where a trace has no prices", above=0
+    )
+    on_demand_usd_per_h: float = flag(3.06, "with --trace: of a node on demand", above=0)
+    polarity: str = flag(
+        "",
+        "with --trace: what 1 means in a trace of 0 and 1, available or preempted (default: as it "
+        "says itself, else available)",
+        choices=["", "available", "preempted"],
+        metavar="available|preempted",
+    )
+    zone: str = flag("", "with --trace: name of the only zone, or which one of a table is meant")
+    tick: float = flag(0.0, "with --trace: seconds, of logs of events (default: 60)")
+    unit: str = flag(
+        "",
+        "with --trace: of times in two columns without a header",
+        choices=["", "ms", "seconds", "minutes", "hours"],
+        metavar="ms|seconds|minutes|hours",
+    )
+    what_if: str = flag(
+        "",
+        "a finished run: what it would have cost on its own market, under other policies "
+        "(--policy), numbers of nodes (--nodes) and snapshot intervals (--interval)",
+        metavar="URL",
+    )
+    interval: tuple[str, ...] = flag(
+        (), "with --what-if: time between two snapshots; repeat it for more", metavar="TIME"
+    )
+    json: bool = flag(
+        False,
+        "with --trace: a line of JSON for each market, deadline and policy; with --what-if "
+        "for each choice",
+    )
+    plot: str = flag(
+        "", "with --trace or --what-if: also draw it: x.html, x.png, or both for another name"
+    )
+
+
+def simulate(flags: SimulateFlags) -> int:
+    """What would happen: the very recovery loop on a virtual clock, in hostile worlds with
+    invariants checked all along (with --system every other seat's code as well), or on recorded
+    markets (--trace), where policies are compared by cost and deadlines kept; or on the market of
+    a run that is over (--what-if)."""
+    if flags.what_if:
+        return _what_if(flags)
+    if flags.trace:
+        return _on_markets(flags)
+    if flags.system:
+        from harness.proof.system import command
+
+        return command.command(flags.seeds, flags.seed, flags.first, flags.jobs or 1)
+    from harness.proof import sim
+
+    policy = flags.policy[-1] if flags.policy else "cheapest"
+    return sim.command(flags.seeds, flags.seed, flags.first, policy)
+
+
+# ---- a run's own market --------------------------------------------------------------------------
+def _what_if(flags: SimulateFlags) -> int:
+    from harness.proof.market_what_if import WhatIfAsked
+    from harness.proof.market_what_if_shown import command
+    from harness.views.summary import summarize
+
+    if flags.trace:
+        raise BadInput("--what-if has a market of its own: leave --trace out")
+    deadlines = _listed(flags.deadline)
+    if len(deadlines) > 1 or any(one.endswith("x") for one in deadlines):
+        raise BadInput("--what-if: wanted one --deadline as a time, such as 52h")
+    asked = WhatIfAsked(
+        _listed(flags.policy),
+        (node_range(flags.nodes)[1],) if flags.nodes != SimulateFlags.nodes else (),
+        tuple(_hours("--interval", one, "s") * 3600 for one in _listed(flags.interval)),
+        _hours("--deadline", deadlines[0]) if deadlines else 0.0,
+    )
+    command(summarize(existing_store(flags.what_if)), asked, flags.json, flags.plot, Console())
+    return DONE
+
+
+# ---- recorded markets ----------------------------------------------------------------------------
+def _on_markets(flags: SimulateFlags) -> int:
+    from harness.proof import market_runs, market_table
+
+    if flags.plot:
+        from harness.proof.market_drawing import plot_paths
+
+        plot_paths(flags.plot)
+    jobs = _jobs(flags)
+    markets = _markets(flags)
+    names = _listed(flags.policy) or market_table.usual_policies(jobs[0])
+    table = market_runs.run_table(markets, jobs, names, flags.starts, flags.jobs)
+    console = Console()
+    if flags.json:
+        for row in table.rows:
+            print(json.dumps(_line(row, table)))
+    else:
+        _show(table, flags, console)
+    if flags.plot:
+        from harness.proof.market_drawing import draw
+
+        for path in draw(table, flags.plot):
+            if not flags.json:
+                console.print(f"drawn: {path}", highlight=False, soft_wrap=True)
+    return DONE
+
+
+def _listed(values: Sequence[str]) -> tuple[str, ...]:
+    """What was repeated, or separated by commas outside of parentheses."""
+    found = list[str]()
+    for value in values:
+        depth, word = 0, ""
+        for letter in value + ",":
+            depth += (letter == "(") - (letter == ")")
+            if letter == "," and depth <= 0:
+                found.append(word.strip())
+                word = ""
+            else:
+                word += letter
+    return tuple(dict.fromkeys(word for word in found if word))
+
+
+def _jobs(flags: SimulateFlags) -> list[ReplayJob]:
+    """One for each deadline, the earliest first. Raises BadInput."""
+    from harness.proof.market_replay import ReplayJob
+
+    work_h = _hours("--work", flags.work)
+    deadlines = _listed(flags.deadline) or ("1.08x", "1.25x", "1.5x")
+    hours = sorted({_deadline_h(one, work_h) for one in deadlines})
+    return [
+        ReplayJob(
+            work_h,
+            deadline_h,
+            node_range(flags.nodes),
+            changeover_s=_hours("--changeover", flags.changeover, "s") * 3600,
+            lost_s=_hours("--lost", flags.lost, "s") * 3600,
+            move_usd=flags.move_usd,
+            spot_usd_per_h=flags.spot_usd_per_h,
+            on_demand_usd_per_h=flags.on_demand_usd_per_h,
+            one_place=flags.one_region,
+        )
+        for deadline_h in hours
+    ]
+
+
+def _deadline_h(text: str, work_h: float) -> float:
+    if text.endswith("x"):
+        try:
+            return float(text[:-1]) * work_h
+        except ValueError:
+            raise BadInput(f"--deadline {text}: wanted 52h, or 1.25x of --work") from None
+    return _hours("--deadline", text)
+
+
+def _hours(name: str, text: str, unit: str = "h") -> float:
+    """`unit`: of a plain number. Raises BadInput."""
+    from harness.agent.sources import duration
+
+    given = text.strip() + ("" if text.strip()[-1:].isalpha() else unit)
+    try:
+        found: float = duration(given) / 3600
+    except BadInput as e:
+        raise BadInput(f"{name}: {e}") from None
+    if found <= 0 and name in ("--work", "--deadline", "--interval"):
+        raise BadInput(f"{name} {text}: wanted a time above 0")
+    return found
+
+
+def _markets(flags: SimulateFlags) -> Markets:
+    """By name. Raises BadInput."""
+    from harness.market.trace_formats import TraceAsked, read_market
+    from harness.market.traces import zone_names
+
+    asked = TraceAsked(flags.polarity, flags.zone, flags.tick, flags.unit)
+    paths = [str(path) for one in flags.trace for path in _files(Path(one))]
+    texts = {path: _text(path) for path in paths}
+    if flags.each:
+        names = zone_names(list(texts))
+        return {
+            name: read_market({path: text}, asked)
+            for name, (path, text) in zip(names, texts.items(), strict=True)
+        }
+    zones = read_market(texts, asked)
+    return {zones[0].zone if len(zones) == 1 else f"{len(zones)} zones": zones}
+
+
+def _files(path: Path) -> list[Path]:
+    """It, or what looks like a trace in a folder. Raises BadInput."""
+    if not path.is_dir():
+        return [path]
+    found = sorted(p for p in path.iterdir() if p.suffix in TRACE_SUFFIXES)
+    if not found:
+        raise BadInput(f"--trace {path}: wanted a folder with {', '.join(TRACE_SUFFIXES)} in it")
+    return found
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise BadInput(f"--trace {path}: wanted a file of text, found none ({e})") from e
+
+
+# ---- what is shown -------------------------------------------------------------------------------
+def _finite(number: float | None, digits: int = 4) -> float | None:
+    return round(number, digits) if number is not None and math.isfinite(number) else None
+
+
+def _line(row: MarketRow, table: MarketTable) -> dict[str, Any]:
+    """Means over the windows; null: there is no such number."""
+    over, job = row.over_optimum, row.job
+    return {
+        "traces": row.market,
+        "zones": [zone.zone for zone in table.markets[row.market]],
+        "policy": row.policy,
+        "work_h": job.work_h,
+        "deadline_h": _finite(job.deadline_h),
+        "usd": _finite(row.usd),
+        "optimum_usd": _finite(row.optimum_usd),
+        "on_demand_usd": _finite(row.on_demand_usd),
+        "finish_h": _finite(row.finish_h),
+        "missed": row.missed,
+        "windows": len(row.windows),
+        "over_optimum": _finite(over and over[0]),
+        "worst_over_optimum": _finite(over and over[1]),
+        "on_demand_h": _finite(row.mean("on_demand_h")),
+        "spot_h": _finite(row.mean("spot_h")),
+        "launches": _finite(row.mean("launches")),
+        "moves": _finite(row.mean("moves")),
+        "losses": _finite(row.mean("losses")),
+        "goodput": _finite(row.mean("goodput")),
+        "nodes": list(job.nodes),
+        "changeover_s": job.changeover_s,
+        "lost_s": job.lost_s,
+        "move_usd": job.move_usd,
+        "spot_usd_per_h": _spot_price(table.markets[row.market], job),
+        "on_demand_usd_per_h": job.on_demand_usd_per_h,
+    }
+
+
+def _spot_price(zones: Sequence[ZoneTrace], job: ReplayJob) -> float | None:
+    """None: as in the trace, tick by tick."""
+    return None if any(z.usd_per_h is not None for z in zones) else job.spot_usd_per_h
+
+
+def _show(table: MarketTable, flags: SimulateFlags, console: Console) -> None:
+    for name, zones in table.markets.items():
+        console.print(_head(name, zones), highlight=False, soft_wrap=True)
+    console.print(_terms(table, flags), highlight=False, soft_wrap=True)
+    by_deadline = itertools.groupby(
+        sorted(table.rows, key=lambda row: row.job.deadline_h), key=lambda row: row.job
+    )
+    for job, rows in by_deadline:
+        _show_deadline(list(rows), job, console)
+
+
+def _head(name: str, zones: Sequence[ZoneTrace]) -> str:
+    one = zones[0]
+    each = ", ".join(
+        f"{z.zone} {z.availability:.0%}"
+        + (f" (to {z.nodes.max()} nodes)" if z.nodes.max() > 1 else "")
+        for z in zones
+    )
+    return f"{name}: {one.hours:.0f} h in ticks of {one.tick_s:g} s; open {each}"
+
+
+def _terms(table: MarketTable, flags: SimulateFlags) -> str:
+    job = table.rows[0].job
+    priced = any(z.usd_per_h is not None for zones in table.markets.values() for z in zones)
+    spot = "as the trace says" if priced else f"{job.spot_usd_per_h:g}"
+    low, high = job.nodes
+    more = [
+        f"{job.work_h:g} h of work on {high} node{'s' if high > 1 else ''}",
+        f"USD per hour: spot {spot}, on demand {job.on_demand_usd_per_h:g}",
+        f"changeover {job.changeover_s:g} s",
+        *([f"at least {low} nodes"] if low > 1 else []),
+        *([f"{job.lost_s:g} s lost with each node taken"] if job.lost_s else []),
+        *([f"{job.move_usd:g} USD for each move"] if job.move_usd else []),
+        f"1 means {flags.polarity or 'available, unless the trace says otherwise'}",
+    ]
+    return "; ".join(more)
+
+
+def _show_deadline(rows: Sequence[MarketRow], job: ReplayJob, console: Console) -> None:
+    from rich import box
+    from rich.table import Table
+
+    times = job.deadline_h / job.work_h
+    shown = Table(
+        title=f"deadline {job.deadline_h:g} h ({times:.3g}x the work), means of the windows",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        header_style="dim",
+        pad_edge=False,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    many = len({row.market for row in rows}) > 1
+    for name in (*(["market"] if many else []), "policy"):
+        shown.add_column(name, no_wrap=True)
+    for name in ("USD", "/optimum", "worst", "/on-dem.", "finish h", "missed", "moves", "losses"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    rows = [*rows, *(_over_all(rows) if many else [])]
+    for row in rows:
+        over = row.over_optimum
+        shown.add_row(
+            *([row.market] if many else []),
+            row.policy,
+            f"{row.usd:.2f}",
+            f"{over[0]:.3f}" if over else "-",
+            f"{over[1]:.2f}" if over else "-",
+            f"{row.usd / row.on_demand_usd:.3f}",
+            f"{row.finish_h:.1f}" if math.isfinite(row.finish_h) else "never",
+            f"{row.missed}/{len(row.windows)}",
+            f"{row.mean('moves'):.1f}",
+            f"{row.mean('losses'):.1f}",
+        )
+    console.print(shown)
+
+
+def _over_all(rows: Sequence[MarketRow]) -> list[MarketRow]:
+    """A row for each policy over all markets."""
+    found: dict[str, list[MarketRow]] = {}
+    for row in rows:
+        found.setdefault(row.policy, []).append(row)
+    return [
+        dataclasses.replace(
+            some[0], market="all", windows=tuple(w for row in some for w in row.windows)
+        )
+        for some in found.values()
+    ]

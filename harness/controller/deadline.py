@@ -1,0 +1,306 @@
+"""The policy `deadline`: finish in time at the least expected cost, on spot or on demand, here or
+elsewhere, now or later.
+
+The last call comes first: when the time that is left just suffices to begin on demand and to do the
+rest there, that is what happens. Until then the alternatives are weighed by what the rest of the
+run will cost after them (`market/lookahead.py`), at the rates at which capacity was seen to come
+and go (`market/rates.py`). Whether a place has a machine is found out by asking for one.
+
+While nobody can tell how much work is left (no step was timed, and the user has not said it), nodes
+are kept up so that it can be told. Without a deadline it takes the cheapest work that can be had.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from harness.controller.choosing import LOOK_AGAIN_S, fill, open_offers, until_next, usd_per_work
+from harness.controller.fleet import GRACE_S, SAFE, fleet
+from harness.core.known import CapacitySeen
+from harness.core.world import Decision, Launch, Node, Offer, Terminate, View, Wait
+from harness.market import lookahead
+from harness.market.lookahead import OPEN, Outlook, Terms, class_of
+from harness.market.rates import (
+    USUAL_ENDS_PER_H,
+    Ends,
+    closings,
+    shut_since,
+    spell_rates,
+)
+
+PLACES = 32  # so many of the cheapest spot offers are thought about
+ASK_AGAIN_S = 900.0  # a cheaper place that is full is not asked again before, by a run that trains
+# rounding, so that decisions that are nearly the same share what is computed
+CELLS, WORK_CELLS, CELL_RATIO, PRICE_RATIO = 240, 24, 2**0.25, 1.1
+
+
+def deadline(
+    view: View,
+    *,
+    deadline_h: float | None = None,
+    work_h: float | None = None,
+    total_steps: int | None = None,
+) -> Decision:
+    """Finish by the deadline at the least expected cost; see the module.
+
+    The options say what `View.known` does not. `deadline_h`: hours from when this launch of the run
+    began; `work_h`: hours that all of the work takes on one node without interruptions, in
+    `total_steps` steps.
+    """
+    view = _told(view, deadline_h, work_h, total_steps)
+    if view.known.deadline_s is None:
+        offers = sorted(view.offers, key=usd_per_work)
+        return fill(view, offers, "no deadline is known: the cheapest work that can be had")
+    left = view.known.left(view.committed_step)
+    if left is None:
+        return _unmeasured(view)
+    if view.max_nodes - len(view.doubted) > 1:
+        return fleet(view, left)
+    return NodeCase.of(view, left).decide()
+
+
+def _told(view: View, deadline_h: float | None, work_h: float | None, steps: int | None) -> View:
+    known = view.known
+    if deadline_h is not None:
+        known = dataclasses.replace(known, deadline_s=view.started_s + deadline_h * 3600)
+    if work_h is not None:
+        known = dataclasses.replace(known, work=work_h * 3600)
+    if steps is not None:
+        known = dataclasses.replace(known, total_steps=int(steps))
+    return view if known is view.known else dataclasses.replace(view, known=known)
+
+
+def _unmeasured(view: View) -> Decision:
+    """Keep nodes up: what is not known to be done in time must go on."""
+    spot = sorted((o for o in view.offers if o.spot), key=usd_per_work)
+    dear = sorted((o for o in view.offers if not o.spot), key=usd_per_work)
+    room = open_offers(view, spot) or dear
+    return fill(view, room, "how much work is left is not known yet: the cheapest that is there")
+
+
+@dataclass(frozen=True)
+class HoursLeft:
+    """`work`: what one node on demand needs for the rest; `time`: until the deadline; `begin`: from
+    asking for a node until it trains; `look`: until the next decision; `lost`: work that goes with
+    a node that is taken."""
+
+    work: float
+    time: float
+    begin: float
+    look: float
+    lost: float
+
+    @property
+    def spare(self) -> float:
+        """What is left when all of the work is done from now on, after one more begin."""
+        return self.time - self.work - SAFE * self.begin - self.look - self.lost
+
+
+@dataclass(frozen=True)
+class NodeCase:
+    """One decision about one node. `spot`: the offers worth a thought, the best first; `dear`: what
+    can be had on demand, likewise."""
+
+    view: View
+    hours: HoursLeft
+    spot: tuple[Offer, ...]
+    dear: tuple[Offer, ...]
+    nodes: tuple[Node, ...]  # that will stay
+
+    @classmethod
+    def of(cls, view: View, left: float) -> NodeCase:
+        known = view.known
+        nodes = tuple(n for n in view.alive if n.attempt not in view.doubted)
+        dear = sorted((o for o in view.offers if not o.spot), key=usd_per_work)
+        spot = heapq.nsmallest(PLACES, (o for o in view.offers if o.spot), key=usd_per_work)
+        one = (dear or spot or [Offer(1.0, "none")])[0]
+        per_h = 3600 * one.speed * max(1, one.gpus) * known.efficiency(max(1, one.gpus))
+        hours = HoursLeft(
+            left / per_h,
+            ((known.deadline_s or 0.0) - view.now_s) / 3600,
+            max(known.changeover_s, view.launch_s) / 3600,
+            known.look_s / 3600,
+            known.lost_s / 3600,
+        )
+        return cls(view, hours, tuple(spot), tuple(dear), nodes)
+
+    # ---- what there is ---------------------------------------------------------------------------
+    def decide(self) -> Decision:
+        rented = [n for n in self.nodes if n.offer.spot]
+        bought = [n for n in self.nodes if not n.offer.spot]
+        if rented and bought:
+            return self._both(rented[0], bought[0])
+        if len(self.nodes) > 1:
+            return Terminate(self.nodes[-1].attempt, "one node is enough", GRACE_S)
+        if rented:
+            return self._on_spot(rented[0])
+        if bought:
+            return self._on_demand(bought[0])
+        return self._idle()
+
+    def _both(self, rented: Node, bought: Node) -> Decision:
+        """One is begun beside the other."""
+        if self._at_work(rented) and self.hours.spare >= 0:
+            return Terminate(bought.attempt, "spot is at work", GRACE_S)
+        if self._at_work(bought) and (self.hours.spare < 0 or rented.attempt < bought.attempt):
+            return Terminate(rented.attempt, "on demand keeps the deadline", GRACE_S)
+        return Wait(LOOK_AGAIN_S, "one node is begun beside the other")
+
+    def _idle(self) -> Decision:
+        hours, dear, rooms = self.hours, open_offers(self.view, self.dear), self._rooms()
+        if hours.spare < 0 and (dear or rooms):
+            return self._ask((dear or rooms)[0], "the last call: on demand, to be in time")
+        if not self.dear:
+            return fill(self.view, rooms, "spot has capacity, and on demand is not offered")
+        after, state = self.outlook(), self._state(rooms)
+        wait = after.wait(state, hours.work, hours.time, hours.look)
+        buy = after.buy(state, hours.work, hours.time)
+        # after a loss there must be time for the last call
+        may_rent = rooms and hours.spare >= hours.begin + hours.look
+        if may_rent and after.rent(hours.work, hours.time) <= min(wait, buy):
+            return self._ask(rooms[0], "spot is the least that the rest can cost")
+        if buy < wait and dear:
+            return self._ask(dear[0], "no spot, and waiting for it would cost more than on demand")
+        return Wait(until_next(self.view), "spot will be back in time: waiting costs less")
+
+    def _on_demand(self, bought: Node) -> Decision:
+        hours, rooms = self.hours, self._rooms()
+        if not self.dear or hours.spare < 0:
+            return Wait(until_next(self.view), "on demand keeps the deadline")
+        work = hours.work
+        time = hours.time - max(0.0, hours.begin - (self.view.now_s - bought.asked_s) / 3600)
+        after, state = self.outlook(), self._state(rooms)
+        stay = after.stay(state, work, time, hours.look)
+        drop = after.wait(state, work, hours.time, hours.look)
+        if rooms and min(drop, after.change(work, time)) < stay:
+            return self._ask(rooms[0], "spot costs less than on demand from now on", bought)
+        if not rooms and drop < stay - 0.1 * hours.begin and hours.spare >= hours.begin:
+            return Terminate(bought.attempt, "spot will be back in time: waiting costs less")
+        return Wait(until_next(self.view), "on demand keeps the deadline")
+
+    def _on_spot(self, rented: Node) -> Decision:
+        hours, dear = self.hours, open_offers(self.view, self.dear)
+        # as things are a loss, or a begin that takes any longer, would come too late
+        late = hours.time - hours.work < hours.begin + hours.lost
+        if dear and hours.work > hours.begin and late:
+            return self._ask(dear[0], "the last call: on demand, beside spot", rented)
+        if not self._at_work(rented):
+            return Wait(LOOK_AGAIN_S, "spot is begun")
+        if better := self._cheaper(rented):
+            return self._ask(better, "the rest costs less in another place", rented)
+        return Wait(LOOK_AGAIN_S, "spot is at work")
+
+    def _cheaper(self, rented: Node) -> Offer | None:
+        """A place that is worth a move, and its begin beside the node that trains."""
+        hours, now_s = self.hours, self.view.now_s
+        here = usd_per_work(rented.offer)
+        for offer in self._rooms():
+            seen = self.view.known.capacity.get(offer.name)
+            full = seen and seen.open is False and now_s - seen.seen_s < ASK_AGAIN_S
+            there = usd_per_work(offer)
+            if full or there >= here or offer.name == rented.offer.name:
+                continue
+            stay_h = min(hours.work - hours.begin, 1 / self._losses_per_h(offer))
+            move = self.view.known.move_usd if offer.place != rented.offer.place else 0.0
+            if (here - there) * stay_h > 2 * here * hours.begin + move:
+                return offer
+        return None
+
+    # ---- what it is weighed by -------------------------------------------------------------------
+    def _at_work(self, node: Node) -> bool:
+        """Does it train, as far as time tells?"""
+        asked_h = (self.view.now_s - node.asked_s) / 3600
+        return node.been_up_s(self.view.now_s) >= 0 and (
+            asked_h >= self.view.known.changeover_s / 3600 - 1e-9
+        )
+
+    def _ask(self, offer: Offer, why: str, beside: Node | None = None) -> Decision:
+        if beside is None and len(self.view.alive) >= self.view.max_nodes:
+            return Wait(LOOK_AGAIN_S, "a node that may not stay is still there")
+        return Launch(offer, why, None if beside is None else beside.attempt)
+
+    def _seen(self) -> list[CapacitySeen | None]:
+        return [self.view.known.capacity.get(offer.name) for offer in self.spot]
+
+    def _state(self, rooms: Sequence[Offer]) -> int:
+        """Of the market: open as long as some place has not refused."""
+        if rooms:
+            return OPEN
+        seen = [s for s in self._seen() if s is not None]
+        shut_h = (self.view.now_s - shut_since(seen, self.view.now_s)) / 3600
+        return 1 + class_of(shut_h)
+
+    def outlook(self) -> Outlook:
+        """What the rest costs, under the rates that were seen."""
+        known, price = self.view.known, usd_per_work(self.dear[0])
+        held = next(
+            (
+                i
+                for i, offer in enumerate(self.spot)
+                if any(n.offer.name == offer.name for n in self.nodes)
+            ),
+            -1,
+        )
+        whole = max(self.hours.work, known.work * self.hours.work / self._left())
+        span = ((known.deadline_s or 0.0) - self.view.started_s) / 3600
+        span = min(max(span, self.hours.time), 3 * whole + 24)
+        cell_h = CELL_RATIO ** math.ceil(math.log(span / CELLS, CELL_RATIO))
+        work_cells = -(-math.ceil(whole / cell_h + 1) // WORK_CELLS) * WORK_CELLS
+        share = min((usd_per_work(o) for o in self._rooms() or self.spot), default=price) / price
+        return lookahead.outlook(
+            Terms(
+                spell_rates(self._seen(), self.view.now_s, held),
+                round(PRICE_RATIO ** round(math.log(max(share, 0.01), PRICE_RATIO)), 4),
+                self.hours.begin,
+                cell_h,
+                CELLS + 1,
+                work_cells,
+            )
+        )
+
+    def _left(self) -> float:
+        return self.view.known.left(self.view.committed_step) or 1.0
+
+    def _rooms(self) -> list[Offer]:
+        """Spot offers that may have a machine, the best first: by price, by how often their
+        machines are taken, and by what it costs to move there."""
+        rooms = open_offers(self.view, self.spot)
+        if len(rooms) < 2:
+            return rooms
+        return sorted(rooms, key=lambda offer: (self._usd_per_h(offer), offer.name))
+
+    def _usd_per_h(self, offer: Offer) -> float:
+        """What an hour of one worker's work costs there, losses and a move included."""
+        price, dear = usd_per_work(offer), usd_per_work((self.dear or self.spot)[0])
+        losses = self._losses_per_h(offer)
+        a_loss = self.hours.begin * (price + dear) / 2 + self.hours.lost * price
+        stay_h = max(0.1, min(self.hours.work, 1 / losses))
+        away = offer.place not in ("", self._home())
+        return price + losses * a_loss + (self.view.known.move_usd / stay_h if away else 0.0)
+
+    def _losses_per_h(self, offer: Offer) -> float:
+        pool = self._pool().pace()
+        seen = self.view.known.capacity.get(offer.name)
+        held = any(n.offer.name == offer.name for n in self.nodes)
+        return USUAL_ENDS_PER_H[2] * closings(seen, self.view.now_s, held).pace(pool)
+
+    def _pool(self) -> Ends:
+        """Of all places."""
+        found = Ends()
+        for seen in self._seen():
+            found += closings(seen, self.view.now_s, False)
+        return found
+
+    def _home(self) -> str:
+        """Where the snapshot is: the place of the node that is, or was last, there."""
+        if self.nodes:
+            return self.nodes[0].offer.place
+        seen = self.view.known.capacity
+        been = [o for o in self.view.offers if o.name in seen and seen[o.name].node_s > 0]
+        return max(been, key=lambda o: seen[o.name].seen_s).place if been else ""

@@ -1,0 +1,204 @@
+"""A deadline with several nodes: all the spot that can be had, and on demand what is missing when
+the work that is left is worth it. Used by `deadline.py`.
+
+Spot does a piece of work for the same price on one node as on many, so as many as there are take
+part. On demand makes up for what is missing as soon as the rest costs less with it than without
+(`market/fluid.py`), and always when the time that is left just suffices with a whole fleet: the
+last call.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from harness.controller.choosing import LOOK_AGAIN_S, open_offers, until_next, usd_per_work
+from harness.core.world import Decision, Launch, Node, Offer, Terminate, View, Wait
+from harness.market.fluid import FleetOutlook, FleetTerms, fleet_outlook
+
+GRACE_S = 300.0  # for a node that is released to snapshot and leave
+SAFE = 1.1  # times the usual changeover is kept back for the last one
+# What is usual of one node: taken so often an hour; and the share of a fleet that spot has. Each
+# counts for so much of what is seen.
+USUAL_LOSS_PER_H, USUAL_LOSSES = 0.2, 2.0
+USUAL_SHARE, USUAL_SHARE_H = 0.6, 6.0
+CELLS, WORK_CELLS, CELL_RATIO, RATIO = 160, 16, 2**0.25, 1.3
+
+
+@dataclass(frozen=True)
+class FleetHours:
+    """`work`: what the whole fleet needs for the rest; `time`: until the deadline; `begin`: from
+    asking for a node until it trains; `spare`: what is left when a fleet that is begun now does all
+    of it."""
+
+    work: float
+    time: float
+    begin: float
+    spare: float
+
+
+@dataclass(frozen=True)
+class FleetCase:
+    """One decision about a fleet of `most` nodes. `rented`: on spot; `bought`: on demand; offers
+    are of the place where the fleet is, the cheapest work first."""
+
+    view: View
+    most: int
+    hours: FleetHours
+    rented: tuple[Node, ...]
+    bought: tuple[Node, ...]
+    spot: tuple[Offer, ...]
+    dear: tuple[Offer, ...]
+
+    @classmethod
+    def of(cls, view: View, left: float) -> FleetCase:
+        most = max(1, view.max_nodes - len(view.doubted))
+        nodes = [n for n in view.alive if n.attempt not in view.doubted]
+        offers = _here(view, nodes)
+        one = min([o for o in offers if not o.spot] or offers, key=usd_per_work)
+        ranks = most * max(1, one.gpus)
+        work_h = left / (3600 * one.speed * ranks * view.known.efficiency(ranks))
+        time_h = ((view.known.deadline_s or 0.0) - view.now_s) / 3600
+        begin_h = max(view.known.changeover_s, view.launch_s) / 3600
+        kept_h = SAFE * begin_h + (view.known.look_s + view.known.lost_s) / 3600
+        return cls(
+            view,
+            most,
+            FleetHours(work_h, time_h, begin_h, time_h - work_h - kept_h),
+            tuple(n for n in nodes if n.offer.spot),
+            tuple(n for n in nodes if not n.offer.spot),
+            tuple(sorted((o for o in offers if o.spot), key=usd_per_work)),
+            tuple(sorted((o for o in offers if not o.spot), key=usd_per_work)),
+        )
+
+    def decide(self) -> Decision:
+        spot, dear = open_offers(self.view, self.spot), open_offers(self.view, self.dear)
+        standing_in = self.view.standing_in
+        replaced = {o for n, o in standing_in.items() if any(m.attempt == n for m in self.rented)}
+        there = len(self.rented) + len(self.bought) - len(replaced)
+        missing = self.most - there
+        last_call = self.hours.spare < 0
+        if done := self._settled(replaced):
+            return done
+        if missing > 0 and spot and (self.hours.spare >= self.hours.begin or not dear):
+            return self._ask(spot[0], "spot has room for more of the fleet")
+        saved = self._saved()
+        if missing > 0 and dear and (last_call or saved > self._missing_usd(missing)):
+            why = "what is left is cheaper with the missing nodes on demand"
+            return self._ask(dear[0], "the last call: a whole fleet" if last_call else why)
+        if self.bought and not last_call:
+            free = [n for n in self.bought if n.attempt not in replaced]
+            if free and spot and self._worth_changing(free[-1], spot[0]):
+                return self._ask(spot[0], "spot instead of on demand", free[-1])
+            if free and saved <= 0 and self._still_trains():
+                return Terminate(
+                    free[-1].attempt, "spot alone will be in time, and costs less", GRACE_S
+                )
+        return Wait(until_next(self.view), "the fleet is as it should be")
+
+    # ---- parts of it -----------------------------------------------------------------------------
+    def _ask(self, offer: Offer, why: str, beside: Node | None = None) -> Decision:
+        if beside is None and len(self.view.alive) >= self.view.max_nodes + len(
+            self.view.standing_in
+        ):
+            return Wait(LOOK_AGAIN_S, "all nodes are there")
+        return Launch(offer, why, None if beside is None else beside.attempt)
+
+    def _settled(self, replaced: set[int]) -> Decision | None:
+        """A node on demand goes when the spot node that stands in for it is at work."""
+        for node in self.rented:
+            old = self.view.standing_in.get(node.attempt)
+            asked_s = self.view.now_s - node.asked_s
+            if (
+                old in replaced
+                and any(n.attempt == old for n in self.bought)
+                and node.been_up_s(self.view.now_s) >= 0
+                and asked_s >= self.view.known.changeover_s - 1e-3
+            ):
+                return Terminate(old, "the spot node in its stead is at work", GRACE_S)
+        return None
+
+    def _missing_usd(self, missing: int) -> float:
+        """Of beginning them on demand, in hours of the fleet; with what makes it worth a change."""
+        return 1.1 * self.hours.begin * missing / self.most
+
+    def _still_trains(self) -> bool:
+        return len(self.rented) >= self.view.min_nodes or not self.rented
+
+    def _worth_changing(self, bought: Node, offer: Offer) -> bool:
+        here, there = usd_per_work(bought.offer), usd_per_work(offer)
+        stay_h = min(self.hours.work, 1 / self._loss_per_h())
+        return (here - there) * stay_h > 2 * there * self.hours.begin
+
+    def _loss_per_h(self) -> float:
+        node_h, losses = self._node_h()
+        return (USUAL_LOSSES + losses) / (USUAL_LOSSES / USUAL_LOSS_PER_H + node_h)
+
+    def _node_h(self) -> tuple[float, int]:
+        """Hours that spot nodes were up here, added up, and how many were taken."""
+        node_s = sum(max(0.0, n.been_up_s(self.view.now_s)) for n in self.rented)
+        losses = 0
+        for offer in self.spot:
+            if seen := self.view.known.capacity.get(offer.name):
+                node_s, losses = node_s + seen.node_s, losses + seen.losses
+        return node_s / 3600, losses
+
+    def _share(self) -> float:
+        """Of the fleet, that spot has had on average."""
+        node_h, _ = self._node_h()
+        ran_h = max(0.0, self.view.now_s - self.view.started_s) / 3600
+        seen = min(self.most * ran_h, node_h)
+        return (USUAL_SHARE * USUAL_SHARE_H * self.most + seen) / (
+            self.most * (USUAL_SHARE_H + ran_h)
+        )
+
+    def _saved(self) -> float:
+        outlook, hours = self.outlook(), self.hours
+        share = min(1.0, len(self.rented) / self.most)
+        return outlook.saved(share, hours.work, hours.time - self.view.known.look_s / 3600)
+
+    def outlook(self) -> FleetOutlook:
+        """What the rest costs, at the rates that were seen."""
+        dear = usd_per_work(self.dear[0]) if self.dear else math.inf
+        spot = usd_per_work(self.spot[0]) if self.spot else dear
+        view, hours = self.view, self.hours
+        done = (view.known.left(view.committed_step) or 1.0) / max(view.known.work, 1e-9)
+        whole = max(hours.work, hours.work / max(done, 1e-3) if done < 1 else hours.work)
+        span = ((view.known.deadline_s or 0.0) - view.started_s) / 3600
+        span = min(max(span, hours.time), 3 * whole + 24)
+        cell_h = CELL_RATIO ** math.ceil(math.log(span / CELLS, CELL_RATIO))
+        return fleet_outlook(
+            FleetTerms(
+                _rounded(self._loss_per_h()),
+                round(min(0.95, self._share()), 1),
+                view.min_nodes / self.most,
+                min(1.0, _rounded(spot / dear, 1.1)) if self.dear else 0.3,
+                round(hours.begin, 4),
+                cell_h,
+                CELLS + 1,
+                -(-math.ceil(whole / cell_h + 1) // WORK_CELLS) * WORK_CELLS,
+            )
+        )
+
+
+def fleet(view: View, left: float) -> Decision:
+    """`left`: worker-seconds of work that is still to be done."""
+    if not view.offers:
+        return Wait(LOOK_AGAIN_S, "nothing is offered")
+    return FleetCase.of(view, left).decide()
+
+
+def _here(view: View, nodes: Sequence[Node]) -> list[Offer]:
+    """The offers of the place where most of the fleet is; of all places while there is none."""
+    if not nodes:
+        return list(view.offers)
+    places = [n.offer.place for n in nodes]
+    home = max(places, key=places.count)
+    return [o for o in view.offers if o.place == home] or list(view.offers)
+
+
+def _rounded(value: float, ratio: float = RATIO) -> float:
+    return round(ratio ** round(math.log(max(value, 1e-3), ratio)), 4)

@@ -1,0 +1,241 @@
+"""What the rest of a run will cost if every later decision is as good as may be: a dynamic
+programme over the work and the time that are left, and over the age of spells of capacity.
+
+One node. It trains on spot or on demand, or waits. A begin is billed, and makes no progress for a
+changeover; from on demand to spot it is made beside the node that trains on, and so costs money
+only. Spells of capacity end at rates that depend on their age (`SpellRates`): of most markets, what
+has lasted for long goes on for long, and much of what has just begun is over soon.
+
+CostVector are in hours of on demand: multiply by its price. Pure.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+CostVector: TypeAlias = NDArray[np.float64]
+
+# ages in hours at which the next class of age begins
+AGES_H = (0.0, 0.34, 1.0, 3.0, 9.0)
+CLASSES = len(AGES_H)
+# what an hour of work costs that is not done at the deadline, in hours of on demand
+LATE = 8.0
+MOST_TABLES, MOST_MOVES = 96, 4096  # that are kept
+SHORT_H = 0.1  # in which a spell changes once at most, nearly
+OPEN = 0  # of a market's states; 1 + class: it is closed, for so long
+
+
+@dataclass(frozen=True)
+class SpellRates:
+    """Per hour, by class of age: how often open capacity closes, and closed capacity opens.
+    `another`: the chance that some other place is open when one closes."""
+
+    close_per_h: tuple[float, ...]
+    open_per_h: tuple[float, ...]
+    another: float = 0.0
+
+
+def class_of(age_h: float) -> int:
+    """The class of an age: its place in AGES_H."""
+    return sum(age_h >= begin for begin in AGES_H[1:])
+
+
+@dataclass(frozen=True)
+class Moves:
+    """How capacity changes within some time: chances. `market`: from state to state. Of a node of
+    ours, by class of age, `kept`: from class to class; `lost`: that it is taken."""
+
+    market: CostVector
+    kept: CostVector
+    lost: CostVector
+
+
+@functools.lru_cache(maxsize=MOST_MOVES)
+def moves(rates: SpellRates, hours: float) -> Moves:
+    """Of markets with these rates."""
+    halves = max(0, math.ceil(math.log2(hours / SHORT_H))) if hours > 0 else 0
+    short_h = hours / 2**halves
+    kept, lost = _aging(rates.close_per_h, short_h)
+    still, opened = _aging(rates.open_per_h, short_h)
+    market = np.zeros((1 + CLASSES, 1 + CLASSES))
+    # While no node of ours is there, nobody sees how old an open spell gets.
+    closed = lost[0] * (1 - rates.another)
+    market[OPEN, OPEN], market[OPEN, 1] = 1 - closed, closed
+    market[1:, 1:], market[1:, OPEN] = still, opened
+    for _ in range(halves):
+        market, kept = market @ market, kept @ kept
+    return Moves(market, kept, 1 - kept.sum(axis=1))
+
+
+def _aging(per_h: tuple[float, ...], hours: float) -> tuple[CostVector, CostVector]:
+    """From class to class of those spells that go on, and the chance that one ends."""
+    ends = 1.0 - np.exp(-np.array(per_h) * hours)
+    older = np.append(np.minimum(1.0, hours / np.diff(np.array(AGES_H))), 0.0)
+    on = np.diag((1 - ends) * (1 - older))
+    on[np.arange(CLASSES - 1), np.arange(1, CLASSES)] = ((1 - ends) * older)[:-1]
+    return on, ends
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a table of costs depends on. `price`: of spot, as a share of on demand; cells are of
+    time, and of work."""
+
+    rates: SpellRates
+    price: float
+    changeover_h: float
+    cell_h: float
+    time_cells: int
+    work_cells: int
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Least expected costs, [cells of time left, state, cells of work left]: of waiting (`idle`)
+    and of training on demand (`bought`), by the market's state; of training on spot (`rented`), by
+    the class of its age."""
+
+    terms: Terms
+    idle: NDArray[np.float32]
+    bought: NDArray[np.float32]
+    rented: NDArray[np.float32]
+
+    # ---- the alternatives ------------------------------------------------------------------------
+    def wait(self, state: int, work_h: float, time_h: float, for_h: float) -> float:
+        """For a while, and then do what is best."""
+        after = self._at(self.idle, work_h, time_h - for_h)
+        return float(moves(self.terms.rates, for_h).market[state] @ after)
+
+    def buy(self, state: int, work_h: float, time_h: float) -> float:
+        """Begin on demand."""
+        begin_h = self.terms.changeover_h
+        after = self._at(self.bought, work_h, time_h - begin_h)
+        return begin_h + float(moves(self.terms.rates, begin_h).market[state] @ after)
+
+    def rent(self, work_h: float, time_h: float) -> float:
+        """Begin on spot that is open."""
+        begin_h, rates = self.terms.changeover_h, self.terms.rates
+        found = moves(rates, begin_h)
+        lost = float(found.lost[0])
+        kept = float(found.kept[0] @ self._at(self.rented, work_h, time_h - begin_h))
+        idle = self._at(self.idle, work_h, time_h - begin_h / 2)
+        after = rates.another * idle[OPEN] + (1 - rates.another) * idle[1]
+        return self.terms.price * begin_h * (1 - lost / 2) + kept + lost * float(after)
+
+    def stay(self, state: int, work_h: float, time_h: float, for_h: float) -> float:
+        """Train on demand for a while, and then do what is best."""
+        after = self._at(self.bought, work_h - for_h, time_h - for_h)
+        return for_h + float(moves(self.terms.rates, for_h).market[state] @ after)
+
+    def change(self, work_h: float, time_h: float) -> float:
+        """From on demand to spot that is open: both are paid while spot is begun."""
+        begin_h = self.terms.changeover_h
+        found = moves(self.terms.rates, begin_h)
+        lost = float(found.lost[0])
+        left = work_h - begin_h, time_h - begin_h
+        kept = float(found.kept[0] @ self._at(self.rented, *left))
+        after = kept + lost * float(self._at(self.bought, *left)[1])
+        return begin_h + self.terms.price * begin_h * (1 - lost / 2) + after
+
+    def train(self, age_h: float, work_h: float, time_h: float) -> float:
+        """Go on, on spot that has been there for so long."""
+        return float(self._at(self.rented, work_h, time_h)[class_of(age_h)])
+
+    def _at(self, table: NDArray[np.float32], work_h: float, time_h: float) -> CostVector:
+        """Of all states, between the cells."""
+        cell_h = self.terms.cell_h
+        i, f = _place(time_h / cell_h, self.terms.time_cells)
+        j, g = _place(work_h / cell_h, self.terms.work_cells)
+        corner = table[i : i + 2, :, j : j + 2]
+        low, high = corner[0], corner[1]
+        sooner = low[:, 0] * (1 - g) + low[:, 1] * g
+        later = high[:, 0] * (1 - g) + high[:, 1] * g
+        found: CostVector = sooner * (1 - f) + later * f
+        return found
+
+
+def _place(at: float, most: int) -> tuple[int, float]:
+    """The place below, and how far it is to the next."""
+    at = min(max(at, 0.0), most - 1e-6)
+    return int(at), at - int(at)
+
+
+@functools.lru_cache(maxsize=MOST_TABLES)
+def outlook(terms: Terms) -> Outlook:
+    """Solve it, backwards over time. A begin takes whole cells here, in the last of which some work
+    is done."""
+    states, works = 1 + CLASSES, terms.work_cells + 1
+    idle = np.empty((terms.time_cells + 1, states, works), np.float32)
+    bought = np.empty_like(idle)
+    rented = np.empty((terms.time_cells + 1, CLASSES, works), np.float32)
+    found = Outlook(terms, idle, bought, rented)
+    late = LATE * terms.cell_h * np.arange(works, dtype=np.float32)
+    idle[0], bought[0], rented[0] = late, late, late
+    stage = _Stage(found)
+    for r in range(1, terms.time_cells + 1):
+        stage.solve(r)
+    return found
+
+
+class _Stage:
+    """One cell of time: everything that does not depend on which."""
+
+    def __init__(self, found: Outlook):
+        self.found, terms = found, found.terms
+        cell_h, self.another = terms.cell_h, terms.rates.another
+        cells = terms.changeover_h / cell_h
+        self.cells = max(1, math.ceil(cells - 1e-9))
+        self.done = self.cells - cells  # work within a begin, in cells
+        each, begin = moves(terms.rates, cell_h), moves(terms.rates, terms.changeover_h)
+        self.market, self.kept, self.lost = _single(each.market, each.kept, each.lost[:, None])
+        self.begin_market, kept, lost = _single(begin.market, begin.kept[0], begin.lost[:1])
+        self.begin_kept, self.begin_lost = kept, float(lost[0])
+        self.cell_usd, self.spot_usd = np.float32(cell_h), np.float32(terms.price * cell_h)
+        self.buy_usd = np.float32(self.cells * cell_h)
+        self.rent_usd = np.float32(self.buy_usd * terms.price * (1 - self.begin_lost / 2))
+
+    def solve(self, r: int) -> None:
+        idle, bought, rented = self.found.idle, self.found.bought, self.found.rented
+        wait = self.market @ idle[r - 1]
+        on = self.kept @ rented[r - 1] + self.lost * self._bereft(idle[r - 1])
+        rented[r, :, 1:] = on[:, :-1] + self.spot_usd
+        stay = bought[r]
+        stay[:, 1:] = (self.market @ bought[r - 1])[:, :-1] + self.cell_usd
+        if r >= self.cells:
+            k = self.cells
+            there = self.begin_kept @ rented[r - k]
+            begun = self._worked(there) + self.rent_usd
+            begun += self.begin_lost * self._bereft(idle[r - (k + 1) // 2])
+            np.minimum(
+                wait, self._worked(self.begin_market @ bought[r - k]) + self.buy_usd, out=wait
+            )
+            np.minimum(wait[OPEN], begun, out=wait[OPEN])
+            beside = there + self.begin_lost * bought[r - k, 1] + (self.rent_usd + self.buy_usd)
+            np.minimum(stay[OPEN, k:], beside[:-k], out=stay[OPEN, k:])
+        np.minimum(stay, wait, out=stay)
+        idle[r] = wait
+        for table in (idle, bought, rented):
+            table[r, :, 0] = 0.0
+
+    def _bereft(self, idle: NDArray[np.float32]) -> NDArray[np.float32]:
+        """After a loss."""
+        found: NDArray[np.float32] = self.another * idle[OPEN] + (1 - self.another) * idle[1]
+        return found
+
+    def _worked(self, costs: NDArray[np.float32]) -> NDArray[np.float32]:
+        """With the work done that a begin leaves time for."""
+        if not self.done:
+            return costs
+        found = costs.copy()
+        found[..., 1:] += np.float32(self.done) * (costs[..., :-1] - costs[..., 1:])
+        return found
+
+
+def _single(*arrays: CostVector) -> tuple[NDArray[np.float32], ...]:
+    return tuple(a.astype(np.float32) for a in arrays)

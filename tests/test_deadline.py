@@ -1,0 +1,197 @@
+"""The policy `deadline`: it never misses one where on demand can be had, costs little, and says
+what it does when it knows too little."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+
+from harness.controller import policies
+from harness.controller.deadline import deadline
+from harness.core.known import CapacitySeen, Knowledge, Spell
+from harness.core.world import Launch, Offer, Terminate, Wait
+from harness.market.lookahead import OPEN, SpellRates, Terms, moves, outlook
+from harness.market.optimum import WorkToDo, optimum
+from harness.market.rates import ends, shut_since, shut_spells, spell_rates
+from harness.market.traces import ZoneTrace
+from harness.proof.market_replay import ReplayJob, replay
+from harness.testing import PolicyContract, situation, up
+
+HOUR = 3600.0
+SPOT, OTHER = Offer(1.0, "a", place="a"), Offer(1.5, "b", place="b")
+DEAR = Offer(3.0, "a/on-demand", False, place="a")
+
+
+class TestDeadline(PolicyContract):
+    def most_nodes(self, view):
+        return view.max_nodes + 1  # one is begun beside the one that it replaces
+
+    @pytest.fixture(params=["deadline", "deadline?deadline_h=1.5&work_h=0.5&total_steps=300"])
+    def policy(self, request):
+        return policies.resolve(request.param)
+
+
+def known(work_h=10.0, deadline_h=20.0, **more):
+    return Knowledge(
+        total_steps=1000,
+        work=work_h * HOUR,
+        changeover_s=600.0,
+        look_s=60.0,
+        deadline_s=1000.0 + deadline_h * HOUR,
+        **more,
+    )
+
+
+def seen(now_s, *hours, open=True):
+    """The newest spell first: so many hours each, in turn."""
+    spells = []
+    for i, h in enumerate(hours[1:], 1):
+        spells.append(Spell(open if i % 2 == 0 else not open, h * HOUR, True))
+    return CapacitySeen(open, now_s - hours[0] * HOUR, now_s, tuple(reversed(spells)))
+
+
+def of(*alive, offers=(SPOT, DEAR), **changes):
+    changes = {"known": known(), "max_nodes": 1, **changes}
+    return situation(*alive, offers=offers, **changes)
+
+
+# ---- decisions -----------------------------------------------------------------------------------
+def test_spot_is_asked_first():
+    assert deadline(of()).offer == SPOT
+
+
+def test_without_a_deadline_it_takes_the_cheapest_work():
+    found = deadline(of(known=Knowledge()))
+    assert isinstance(found, Launch) and found.offer == SPOT and "no deadline" in found.reason
+
+
+@pytest.mark.parametrize("blocked", [{}, {"a": 1060.0}])
+def test_while_nobody_knows_the_work_a_node_is_kept_up(blocked):
+    view = of(known=dataclasses.replace(known(), work=0.0), blocked=blocked)
+    found = deadline(view)
+    assert isinstance(found, Launch) and "not known" in found.reason
+    assert found.offer == (DEAR if blocked else SPOT)
+
+
+def test_the_last_call_is_on_demand_though_spot_is_there():
+    for spare_h, offer in ((0.15, DEAR), (3.0, SPOT)):
+        view = of(known=known(10.0, 10.0 + spare_h))
+        assert deadline(view).offer == offer
+
+
+def test_a_begin_on_spot_leaves_time_for_another_one():
+    """Were it lost at once, on demand would still be in time."""
+    found = deadline(of(known=known(10.0, 10.35)))
+    assert not isinstance(found, Launch) or found.offer == DEAR
+
+
+def test_it_waits_where_the_market_comes_back_soon_and_time_is_plenty():
+    calm = {"a": seen(1000.0, 0.02, *[0.5] * 40, open=False)}
+    waits = deadline(of(known=known(10.0, 60.0, capacity=calm), blocked={"a": 1060.0}))
+    assert isinstance(waits, Wait) and "waiting" in waits.reason
+    scarce = {"a": seen(1000.0, 20.0, 0.2, 40.0, 0.2, 40.0, open=False)}
+    buys = deadline(of(known=known(10.0, 10.5, capacity=scarce), blocked={"a": 1060.0}))
+    assert isinstance(buys, Launch) and buys.offer == DEAR
+
+
+def test_from_on_demand_to_spot_and_nothing_is_lost():
+    bought = up(1, DEAR, since_s=1.0)
+    found = deadline(of(bought, now_s=5000.0))
+    assert isinstance(found, Launch) and found.offer == SPOT and found.instead_of == 1
+    begun = dataclasses.replace(up(2, SPOT, 4990.0), asked_s=4980.0)
+    assert isinstance(deadline(of(bought, begun, now_s=5000.0)), Wait)
+    found = deadline(of(bought, begun, now_s=5600.0))
+    assert isinstance(found, Terminate) and found.attempt == 1 and found.grace_s > 0
+
+
+def test_a_place_from_which_nodes_are_taken_is_left_for_a_dearer_one():
+    offers = (SPOT, dataclasses.replace(OTHER, usd_per_h=1.05), DEAR)
+    assert deadline(of(offers=offers)).offer.name == "a"
+    restless = {"a": seen(1000.0, 0.5, *[0.3] * 60, open=False), "b": seen(1000.0, 30.0)}
+    assert deadline(of(offers=offers, known=known(capacity=restless))).offer.name == "b"
+
+
+def test_a_node_moves_to_a_cheaper_place_beside_the_one_that_trains():
+    dear, cheap = dataclasses.replace(SPOT, usd_per_h=2.0), OTHER
+    view = of(up(1, dear, since_s=1.0), offers=(cheap, dear, DEAR), now_s=5000.0)
+    found = deadline(view)
+    assert isinstance(found, Launch) and found.offer == cheap and found.instead_of == 1
+    moved = dataclasses.replace(view, known=known(move_usd=100.0))
+    assert isinstance(deadline(moved), Wait)
+
+
+# ---- what it is weighed by -----------------------------------------------------------------------
+TERMS = Terms(SpellRates((0.5,) * 5, (0.5,) * 5), 0.3, 1 / 6, 0.25, 120, 60)
+
+
+def test_what_the_rest_costs():
+    found = outlook(TERMS)
+    # all of it on demand: no time for anything else
+    scarce = outlook(dataclasses.replace(TERMS, rates=SpellRates((0.5,) * 5, (1e-6,) * 5)))
+    assert scarce.buy(1, 10.0, 10.5) == pytest.approx(10 + 1 / 6, abs=0.3)
+    # all of it on spot that never ends
+    calm = outlook(dataclasses.replace(TERMS, rates=SpellRates((1e-6,) * 5, (0.5,) * 5)))
+    assert calm.rent(10.0, 20.0) == pytest.approx(0.3 * (10 + 1 / 6), abs=0.1)
+    # more time never costs more, less work neither
+    costs = [found.wait(OPEN, 10.0, t, 0.1) for t in (11.0, 13.0, 16.0, 20.0, 29.0)]
+    assert costs == sorted(costs, reverse=True)
+    costs = [found.wait(1, w, 20.0, 0.1) for w in (1.0, 5.0, 9.0, 13.0)]
+    assert costs == sorted(costs)
+
+
+def test_chances_add_up_however_long_it_takes():
+    for hours in (0.01, 0.1, 1.0, 30.0):
+        found = moves(TERMS.rates, hours)
+        assert found.market.sum(axis=1) == pytest.approx(1.0)
+        assert found.kept.sum(axis=1) + found.lost == pytest.approx(1.0)
+    assert moves(TERMS.rates, 2.0).lost == pytest.approx(1 - np.exp(-1.0), abs=0.02)
+
+
+def test_paces_are_of_all_that_was_seen():
+    assert ends([]).pace() == 1.0
+    quick = ends([Spell(True, 0.2 * HOUR, True)] * 50)
+    slow = ends([Spell(True, 40 * HOUR, True)] * 50)
+    assert quick.pace() > 2.5 > 1 > 0.5 > slow.pace()
+    assert spell_rates([None], 0.0) == spell_rates([CapacitySeen()], 5.0)
+
+
+def test_a_market_is_shut_when_all_of_its_places_are():
+    first, second = seen(10 * HOUR, 1, 2, 3), seen(10 * HOUR, 2, 1, 3, open=False)
+    # first: open 4-7, shut 7-9, open 9-; second: shut 4-7, open 7-8, shut 8-
+    assert shut_spells([first, second], 10 * HOUR) == [Spell(False, HOUR, True)]
+    assert shut_since([second], 10 * HOUR) == 8 * HOUR
+    assert spell_rates([first, second], 10 * HOUR).another > 0
+
+
+# ---- whole runs ----------------------------------------------------------------------------------
+def made_up(seed, ticks=500):
+    """Spells of all lengths, from minutes to days."""
+    rng, found = random.Random(seed), []
+    means = [rng.choice((2, 6, 20, 60)) for _ in range(2)]
+    while len(found) < ticks:
+        found += [1] * (1 + int(rng.weibullvariate(means[0], 0.7)))
+        found += [0] * (1 + int(rng.weibullvariate(means[1], 0.7)))
+    return ZoneTrace("z", 600.0, np.array(found[:ticks], dtype=np.int64), None)
+
+
+@pytest.mark.parametrize(("deadline_h", "most"), [(13.0, 1.25), (15.0, 1.15), (18.0, 1.15)])
+def test_it_is_in_time_and_near_the_optimum(deadline_h, most):
+    """Of markets that it knows nothing of when it begins."""
+    paid = least = 0.0
+    job = ReplayJob(12.0, deadline_h, changeover_s=600.0)
+    for seed in range(6):
+        zone = made_up(seed)
+        found = replay([zone], 0, job, deadline)
+        assert not found.missed
+        paid += found.usd
+        work = WorkToDo(12.0, deadline_h, 600.0, job.spot_usd_per_h, job.on_demand_usd_per_h)
+        least += optimum([zone], 0, work).usd
+    assert paid <= most * least
+
+
+def test_it_is_in_time_without_any_spot():
+    zone = ZoneTrace("z", 300.0, np.array([1] + [0] * 300, dtype=np.int64), None)
+    for nodes in ((1, 1), (1, 3)):
+        found = replay([zone], 1, ReplayJob(12.0, 13.0, nodes, 720.0), deadline)
+        assert not found.missed and found.spot_h == 0
