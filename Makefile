@@ -23,7 +23,7 @@ LAB ?= /var/tmp/harness-lab
 
 DASHBOARDS ?= dashboards.json
 
-.PHONY: install train launch jobs-launch plan down doctor dashboards wandb lab lab-short test adapters check lint types pythons sim simsystem walk longrun drill manynodes campaign soak clean
+.PHONY: install train launch jobs-launch plan down doctor dashboards wandb lab lab-short test proofs adapters check lint types pythons sim simsystem walk longrun drill manynodes campaign soak clean
 install: $(STAMP)
 $(STAMP): requirements.txt requirements-apart.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned environment wants Python 3.11 or newer, this is " + sys.version + "; make PYTHON=python3.11 ...")'
@@ -76,11 +76,13 @@ lab-short: install  ## its first minutes as a test: two nodes, power cuts, the m
 test: install
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(if $(CI),-p no:cacheprovider) tests
 
+proofs: install  ## slow proofs: long runs, kills of every process, budgets, the simulated system, plain loops, old runs (minutes)
+	HARNESS_PROOFS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(if $(CI),-p no:cacheprovider) tests
+
 ADAPTERS := .venv-adapters
-LOOPS := $(addprefix tests/test_,$(addsuffix .py,check_run loops_page micro_loader open_steps own_files watch_processes))
 ADAPTERS_STAMP := $(ADAPTERS)/.installed-$(shell cat requirements-adapters.txt pyproject.toml | cksum | cut -d' ' -f1)
 adapters: $(ADAPTERS_STAMP)  ## Hugging Face, Accelerate, Lightning and torchtitan scripts, unchanged, on machines that are taken away (minutes)
-	HARNESS_TRAINERS=1 PYTHONPATH=$(CURDIR)/tests $(ADAPTERS)/bin/python -m pytest -n $(WORKERS) --dist loadscope $(if $(CI),-p no:cacheprovider) tests/adapters $(LOOPS)
+	HARNESS_TRAINERS=1 PYTHONPATH=$(CURDIR)/tests $(ADAPTERS)/bin/python -m pytest -n $(WORKERS) --dist loadscope $(if $(CI),-p no:cacheprovider) tests/adapters
 $(ADAPTERS_STAMP): requirements-adapters.txt pyproject.toml
 	$(PYTHON) -m venv $(ADAPTERS)
 	$(ADAPTERS)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0

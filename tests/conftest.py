@@ -2,15 +2,25 @@
 together."""
 
 import os
+from pathlib import Path
 
 import pytest
 
-# Plain loops, `harness check` and `harness watch` with real processes: minutes, so `make adapters`
-# tries them with the other trainers.
-LOOPS = ("check_run", "loops_page", "micro_loader", "open_steps", "own_files", "watch_processes")
-collect_ignore = (
-    [] if os.environ.get("HARNESS_TRAINERS") else ["adapters", *(f"test_{n}.py" for n in LOOPS)]
+# Slow proofs, minutes of them: `make proofs` runs these files and nothing else, `make test` all the
+# others; other people's trainers have an environment of their own (`make adapters`).
+PROOFS = (
+    *("check_run", "loops_page", "micro_loader", "open_steps", "own_files", "watch_processes"),
+    *("budget", "kills", "longrun", "many_nodes", "old_runs", "python_versions", "replay"),
+    *("replicas", "system", "wandb_run"),
 )
+_proofs = {f"test_{name}.py" for name in PROOFS}
+_files = {path.name for path in Path(__file__).parent.glob("test_*.py")}
+if os.environ.get("HARNESS_PROOFS"):
+    collect_ignore = ["adapters", *sorted(_files - _proofs)]
+elif os.environ.get("HARNESS_TRAINERS"):
+    collect_ignore = []
+else:
+    collect_ignore = ["adapters", *sorted(_proofs)]
 
 # Seconds, roughly, on two cores. A test that is named here goes to whichever worker is free, each
 # of its parameters apart; the others of a file stay together, so that the fixtures of the file are
