@@ -34,6 +34,7 @@ from harness.views.market_pictures import (
 
 WRITTEN = (".html", ".png")
 ALL = "all markets"
+BOUGHT = "on_demand"  # the policy
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -86,6 +87,7 @@ def story_of(table: MarketTable, policy: str = "") -> MarketStory:
         raise BadInput(f"no policy {shown!r} was tried; found {', '.join(policies)}")
     names = list(dict.fromkeys(row.market for row in table.rows))
     charts = [_chart(name, [row for row in table.rows if row.market == name]) for name in names]
+    charts = [chart for chart in charts if chart.curves]
     if len(charts) > 1 and (together := _together(charts)):
         charts.insert(0, together)
     timelines = [
@@ -106,7 +108,7 @@ def story_of(table: MarketTable, policy: str = "") -> MarketStory:
 def _chart(name: str, rows: Sequence[MarketRow]) -> CostChart:
     by_policy = dict[str, list[MarketRow]]()
     for row in sorted(rows, key=lambda row: row.job.deadline_h):
-        if row.windows:
+        if row.windows and row.policy != BOUGHT:  # it has a line of its own
             by_policy.setdefault(row.policy, []).append(row)
     first = {row.job.deadline_h: row for row in reversed(rows) if row.windows}
     return CostChart(
@@ -178,7 +180,9 @@ def _typical(row: MarketRow) -> MarketWindow:
 # ---- hour by hour --------------------------------------------------------------------------------
 def timeline(zones: Sequence[ZoneTrace], row: MarketRow, window: MarketWindow) -> MarketTimeline:
     """One replay beside the optimum of the same window."""
-    job, result, best = row.job, window.result, window.optimum
+    job, result = row.job, window.result
+    # of many nodes there is only a bill
+    best = window.optimum if window.optimum is not None and window.optimum.plan else None
     tick_h = zones[0].tick_s / 3600
     ends = [job.deadline_h, *(end for _, _, end, _ in result.spans)]
     ticks = math.ceil(max(h for h in ends if math.isfinite(h)) / tick_h)
@@ -197,7 +201,8 @@ def timeline(zones: Sequence[ZoneTrace], row: MarketRow, window: MarketWindow) -
     note = f"${job.on_demand_usd_per_h:g} an hour"
     runs = sum_levels([lane.run for lane in dear])
     planned = dear[0].optimum if dear else _plan_levels(best, ON_DEMAND, tick_h)
-    lanes.append(MarketLane("on demand", (), runs, planned, note))
+    if runs or planned:
+        lanes.append(MarketLane("on demand", (), runs, planned, note))
     start_h = window.first * tick_h
     return MarketTimeline(
         f"{row.market}: {row.policy}, deadline {job.deadline_h:g} h, from hour {start_h:.4g} on",
@@ -205,7 +210,7 @@ def timeline(zones: Sequence[ZoneTrace], row: MarketRow, window: MarketWindow) -
         RunDrawn(row.policy, bill_of(zones, window.first, result, job), result.finish_h),
         None
         if best is None
-        else RunDrawn("optimum", _optimum_bill(zones, window, job), best.finish_h),
+        else RunDrawn("optimum", _optimum_bill(zones, window.first, best, job), best.finish_h),
         job.deadline_h,
     )
 
@@ -309,12 +314,10 @@ def bill_of(zones: Sequence[ZoneTrace], first: int, result: ReplayResult, job: R
     return tuple((min(i * tick_h, last), float(usd)) for i, usd in enumerate(so_far))
 
 
-def _optimum_bill(zones: Sequence[ZoneTrace], window: MarketWindow, job: ReplayJob) -> Levels:
-    best, tick_h = window.optimum, zones[0].tick_s / 3600
-    if best is None:
-        return ()
+def _optimum_bill(zones: Sequence[ZoneTrace], first: int, best: Optimum, job: ReplayJob) -> Levels:
+    tick_h = zones[0].tick_s / 3600
     plan = best.plan
-    each = [_prices(zone, window.first, len(plan), job) for zone in zones]
+    each = [_prices(zone, first, len(plan), job) for zone in zones]
     paid = [
         0.0
         if at == NOWHERE

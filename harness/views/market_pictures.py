@@ -31,6 +31,7 @@ TONES = ("accent", "reform", "val", "drain", "redone", "brown", "pink", "olive",
 OPTIMUM_TONE, ON_DEMAND_TONE = "useful", "other"
 NAMES = 190.0  # room for names at the right of a chart
 LANE_NAMES = 240.0  # ... at the left of lanes
+FAR_ABOVE = 1.6  # times the dearest policy: on demand is named, and not drawn
 NEVER_H = 1e9  # whoever takes longer was never done
 MOST_LANES = 24
 MOST_STEPS = 1500  # of one lane: no more can be seen
@@ -145,9 +146,12 @@ class _CostPlane:
 
     def __init__(self, chart: CostChart):
         self.deadlines = chart.deadlines
-        sums = [usd for _, usd in (*chart.optimum, *chart.on_demand)]
-        sums += [usd for c in chart.curves for p in c.points for usd in (p.low, p.high, p.usd)]
-        self.most = 1.05 * max([0.0, *filter(math.isfinite, sums)]) or 1.0
+        sums = [usd for _, usd in chart.optimum]
+        sums += [usd for c in chart.curves for p in c.points for usd in (p.high, p.usd)]
+        most = max([0.0, *filter(math.isfinite, sums)]) or 1.0
+        # far above everything else it would only press the others together
+        dear = max([0.0, *(usd for _, usd in chart.on_demand)])
+        self.most = 1.05 * (dear if dear <= FAR_ABOVE * most else most)
         self.right, self.floor = WIDTH - NAMES, self.top + self.height
 
     def x(self, deadline_h: float) -> float:
@@ -170,7 +174,9 @@ def _lines(chart: CostChart) -> Drawing:
         ("on demand", chart.on_demand, ON_DEMAND_TONE, 5.0),
         ("optimum", chart.optimum, OPTIMUM_TONE, 2.5),
     ):
-        if line:
+        if line and line[-1][1] > plane.most:
+            labels.append((plane.top, f"{name} {money(line[-1][1])} (above)", tone))
+        elif line:
             points = tuple((plane.x(h), plane.y(usd)) for h, usd in line)
             drawing.add(DrawnLine(points, tone, 2.0, dash))
             drawing.add(
