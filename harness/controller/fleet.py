@@ -33,17 +33,19 @@ CELLS, WORK_CELLS, CELL_RATIO, RATIO = 300, 16, 2**0.25, 1.3
 @dataclass(frozen=True)
 class FleetHours:
     """`work`: what the whole fleet needs for the rest; `time`: until the deadline; `begin`: from
-    asking for a node until it trains; `kept`: what is kept back for a begin after a loss."""
+    asking for a node until it trains; `kept`: what is kept back for a begin after a loss; `lost`:
+    of everybody's work, with each node that is taken."""
 
     work: float
     time: float
     begin: float
     kept: float
+    lost: float
 
-    def safe(self, share: float) -> bool:
-        """May that share of the fleet be missing, or lost at once, and the rest still be done on
-        demand in time?"""
-        return self.time - self.work >= share * self.kept
+    def safe(self, share: float, rented: int) -> bool:
+        """May that share of the fleet be missing, or lost at once, or `rented` nodes one after the
+        other, and the rest still be done on demand in time?"""
+        return self.time - self.work >= share * self.kept + rented * self.lost
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,11 @@ class FleetCase:
         work_h = left / (3600 * one.speed * ranks * view.known.efficiency(ranks))
         time_h = ((view.known.deadline_s or 0.0) - view.now_s) / 3600
         begin_h = max(view.known.changeover_s, view.launch_s) / 3600
-        kept_h = SAFE * begin_h + (view.known.look_s + view.known.lost_s) / 3600
+        kept_h = SAFE * begin_h + view.known.look_s / 3600
         return cls(
             view,
             most,
-            FleetHours(work_h, time_h, begin_h, kept_h),
+            FleetHours(work_h, time_h, begin_h, kept_h, view.known.lost_s / 3600),
             tuple(n for n in nodes if n.offer.spot),
             tuple(n for n in nodes if not n.offer.spot),
             tuple(sorted((o for o in offers if o.spot), key=usd_per_work)),
@@ -81,7 +83,8 @@ class FleetCase:
         )
 
     def decide(self) -> Decision:
-        spot, dear = open_offers(self.view, self.spot), open_offers(self.view, self.dear)
+        dear = open_offers(self.view, self.dear)
+        spot = [o for o in open_offers(self.view, self.spot) if not dear or self._pays(o, dear[0])]
         replaced = {
             old
             for new, old in self.view.standing_in.items()
@@ -116,7 +119,7 @@ class FleetCase:
         begun = sum(
             not self._at_work(n) and n.attempt not in stand_ins for n in self.rented + self.bought
         )
-        return self.hours.safe((nodes + begun) / self.most)
+        return self.hours.safe((nodes + begun) / self.most, min(nodes, len(self.rented) + 1))
 
     # ---- parts of it -----------------------------------------------------------------------------
     def _ask(self, offer: Offer, why: str, beside: Node | None = None) -> Decision:
@@ -151,7 +154,8 @@ class FleetCase:
         more time for spot, however much of it there is."""
         hours = self.hours
         begins = RESTLESS * self._loss_per_h() * self._share() * hours.time
-        return hours.time - hours.work < hours.kept + begins * hours.begin + more_h
+        losses_h = begins * (hours.begin + self.most * hours.lost)
+        return hours.time - hours.work < hours.kept + losses_h + more_h
 
     def _whole(self) -> float:
         view, hours = self.view, self.hours
@@ -166,6 +170,11 @@ class FleetCase:
         """Will spot alone be in time, at less cost?"""
         trains = len(self.rented) >= self.view.min_nodes or not self.rented
         return trains and not self._short(2 * self.hours.begin) and self._saved() <= 0
+
+    def _pays(self, offer: Offer, dear: Offer) -> bool:
+        """Is spot cheaper when everybody's work is counted that goes with a node that is taken?"""
+        again = self._loss_per_h() * self.most * self.hours.lost
+        return usd_per_work(offer) < (1 - again) * usd_per_work(dear)
 
     def _worth_changing(self, bought: Node, offer: Offer) -> bool:
         here, there = usd_per_work(bought.offer), usd_per_work(offer)
