@@ -294,7 +294,8 @@ class NodeCase:
         price, losses = usd_per_work(offer), self._losses_per_h(offer)
         stay_h = max(0.1, min(self.hours.work, 1 / losses))
         away = offer.place not in ("", self._home())
-        return price + losses * self._loss_usd(offer) + (self.view.known.move_usd / stay_h if away else 0.0)
+        move_usd = self.view.known.move_usd if away else 0.0
+        return price + losses * self._loss_usd(offer) + move_usd / stay_h
 
     def _loss_usd(self, offer: Offer) -> float:
         """What a loss there costs: a begin elsewhere, and the work that is done again."""
