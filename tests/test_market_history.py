@@ -29,6 +29,7 @@ from harness.core.world import Offer
 from harness.market import history
 from harness.market.history import FRESH_S, KEEP_S, MarketHistory, OfferSeen
 from harness.market.history_shelf import HistoryShelf
+from harness.market.trace_formats import read_market
 from storage.errors import StoreUnavailable
 from storage.files import MemoryStore
 from storage.opening import open_store
@@ -359,6 +360,11 @@ def test_the_command_from_learning_to_showing(home, capsys):
     assert harness("export", file) == 0
     assert harness("export", home / "all.csv") == 0
     assert (home / "all.csv").read_text().count("\n") == 3
+    assert harness("draw", home / "made.csv", "--hours", "50", "--nodes", "2") == 0
+    drawn = (home / "made.csv").read_text()
+    zones = read_market({"made.csv": drawn})
+    assert [zone.zone for zone in zones] == [EAST.name, WEST.name]
+    assert len(zones[0].nodes) == 300 and zones[0].usd_per_h is not None
     # somebody else who has the file, and somebody who has the team's bucket
     for more in (), ("--shared", team):
         shutil.rmtree(home / "home")
@@ -378,6 +384,8 @@ def test_the_command_from_learning_to_showing(home, capsys):
         (("export", "x.parquet"), "wanted one file, FILE.jsonl or FILE.csv"),
         (("export", "no/x.csv"), "cannot be written"),
         (("show", "aws"), "use --offer"),
+        (("draw", "x.txt"), "wanted one file, FILE.csv"),
+        (("draw", "x.csv"), "nothing is known of the capacity of any such offer"),
     ],
 )
 def test_what_the_command_cannot_do(home, capsys, monkeypatch, argv, wanted):
