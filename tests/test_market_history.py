@@ -33,6 +33,7 @@ from harness.market.trace_formats import read_market
 from storage.errors import StoreUnavailable
 from storage.files import MemoryStore
 from storage.opening import open_store
+from storage.text import Console
 
 NOW = 1_800_000_000.0
 EAST = Offer(1.1, "aws/us-east-1/use1-az1/p3", accelerator="V100", gpus=1, place="aws/us-east-1")
@@ -393,3 +394,12 @@ def test_what_the_command_cannot_do(home, capsys, monkeypatch, argv, wanted):
     (home / "x.jsonl").write_text("hello\n")
     assert harness(*argv) == 2
     assert wanted in capsys.readouterr().err
+
+
+def test_a_launch_is_told_what_others_saw_and_not_what_it_saw_itself(tmp_path, capsys):
+    ours = AtHome(tmp_path, Silent("memory://silent", {}))
+    own = run_name("file:///run")
+    ours.write([seen(own, "a", losses=5), seen("other", "a", losses=1), seen(own, "b")], NOW)
+    known = cli.known_before("file:///run", ours, NOW, Console())
+    assert {name: one.losses for name, one in known.items()} == {"a": 1}
+    assert "s3://team/market: does not answer" in words(capsys)

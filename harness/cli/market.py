@@ -203,11 +203,17 @@ def remembering(url: str, store: ObjectStore, histories: Histories) -> Iterator[
         thread.join(END_WITHIN_S)
 
 
-def known_before(url: str, histories: Histories, now_s: float) -> dict[str, CapacitySeen]:
-    """What other runs have seen of offers, for the forecasts of this one. `url`: normalised."""
+def known_before(
+    url: str, histories: Histories, now_s: float, console: Console
+) -> dict[str, CapacitySeen]:
+    """What other runs have seen of offers, for the forecasts of this one. `url`: normalised. What
+    could not be read is said."""
     from harness.controller.remembered import run_name
 
-    return histories.read(now_s)[0].without(run_name(url)).prior(now_s)
+    history, warnings = histories.read(now_s)
+    for words in warnings:
+        console.print(words, style="yellow", highlight=False, soft_wrap=True)
+    return history.without(run_name(url)).prior(now_s)
 
 
 # ---- learn ---------------------------------------------------------------------------------------
