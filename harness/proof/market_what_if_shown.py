@@ -117,8 +117,8 @@ def notes(found: WhatIf) -> list[str]:
         hours = own.held.finish_h / found.actual.hours - 1
         said.append(
             f"The replay of its own policy costs {_beside(usd, 'less', 'more')} and takes "
-            f"{_beside(hours, 'shorter', 'longer')} than what really happened: so far are the "
-            "other rows off as well."
+            f"{_beside(hours, 'less', 'more')} time than what really happened: so far are "
+            "the other rows off as well."
         )
     if found.actual.state != "done":
         said.append(f"The run is {found.actual.state}: the work is what it committed.")
