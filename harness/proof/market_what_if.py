@@ -21,7 +21,7 @@ from harness.proof.market_fleet import STEP_S, ReplayJob
 from harness.proof.market_peers import PEERS
 from harness.proof.market_replay import ReplayResult, replay
 from harness.proof.market_table import policy_named
-from harness.proof.own_market import OwnMarket, own_market, was_taken
+from harness.proof.own_market import REPEATS, OwnMarket, own_market, was_taken
 from harness.views.summary import Summary
 from harness.views.what_if import daly
 from harness.views.words import duration
@@ -192,7 +192,7 @@ class _Questions:
         plans = name.partition("?")[0] in PLAN_WITH_ON_DEMAND
         if not self.market.on_demand_usd_per_h or not (self.market.bought or plans):
             policy = spot_only(policy)
-        return policy
+        return policies.within_hours(policy, hours=self.market.hours * REPEATS)
 
     def row(
         self,
