@@ -214,7 +214,7 @@ def test_the_own_policy_replayed_is_near_to_what_happened(answers):
 
 
 def test_it_says_what_cannot_be_known(answers):
-    said = "\n".join(shown.notes(answers))
+    said = "\n".join((*shown.notes(answers), *answers.unknown))
     for words in ("capacity is known only where the run asked", "2 refused", "repeats them",
                   "never bought on demand", "offers that it never tried", "(measured: 1, 2, 3)"):  # fmt: skip
         assert words in said
@@ -258,6 +258,7 @@ def test_pictures(answers):
     story = shown.what_if_story(answers)
     assert [chart.title for chart in story.charts] == ["other policies", "other numbers of nodes", "other snapshot intervals"]
     page = market_page(story)
+    assert "What nobody can know" in page and "repeats them from the beginning" in page
     assert " of 2 late" in page and "on_demand_fallback on the same market" in page
     one = story.timelines[0]
     assert one.run.bill[-1][1] == pytest.approx(answers.actual.usd)

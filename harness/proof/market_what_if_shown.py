@@ -90,7 +90,8 @@ def print_what_if(found: WhatIf, console: Console) -> None:
         if hoped != held:
             table.add_row(Text(f"  {IF_MORE}", "dim"), *(Text(cell, "dim") for cell in hoped))
     console.print(table, highlight=False)
-    for note in notes(found):
+    unknown = ("What nobody can know:", *(f"- {one}" for one in found.unknown))
+    for note in (*notes(found), *unknown):
         console.print(f"  {plain(note)}", highlight=False, style="dim", markup=False)
 
 
@@ -124,7 +125,7 @@ def notes(found: WhatIf) -> list[str]:
         )
     if found.actual.state != "done":
         said.append(f"The run is {found.actual.state}: the work is what it committed.")
-    return [*said, "What nobody can know:", *(f"- {one}" for one in found.unknown)]
+    return said
 
 
 def _beside(share: float, less: str, more: str) -> str:
@@ -148,7 +149,8 @@ def what_if_story(found: WhatIf) -> MarketStory:
     ]
     name = found.url.rstrip("/").rpartition("/")[2] or found.url
     timelines = (_timeline(found),) if _best(found) else ()
-    return MarketStory(f"{name}: what if", tuple(charts), timelines, tuple(notes(found)))
+    title = f"{name}: what if"
+    return MarketStory(title, tuple(charts), timelines, tuple(notes(found)), found.unknown)
 
 
 def _chart(found: WhatIf, rows: Sequence[WhatIfRow], title: str) -> CostChart:
