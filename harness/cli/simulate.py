@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from harness.proof.market_table import MarketRow, MarketTable
 
 Markets = Mapping[str, Sequence["ZoneTrace"]]
+LEGEND = (
+    "/opt, worst: the bill as a multiple of the optimum's, mean and greatest; /od: of on-demand's; "
+    "hours: until the work was done; missed: deadlines, of windows; moves: to another zone"
+)
 TRACE_SUFFIXES = (".json", ".csv", ".txt")  # of the files of a folder
 
 
@@ -316,6 +320,7 @@ def _show(table: MarketTable, flags: SimulateFlags, console: Console) -> None:
     )
     for job, rows in by_deadline:
         _show_deadline(list(rows), job, console)
+    console.print(LEGEND, highlight=False, style="dim")
 
 
 def _head(name: str, zones: Sequence[ZoneTrace]) -> str:
@@ -363,7 +368,7 @@ def _show_deadline(rows: Sequence[MarketRow], job: ReplayJob, console: Console) 
     many = len({row.market for row in rows}) > 1
     for name in (*(["market"] if many else []), "policy"):
         shown.add_column(name, no_wrap=True)
-    for name in ("USD", "/optimum", "worst", "/on-dem.", "finish h", "missed", "moves", "losses"):
+    for name in ("USD", "/opt", "worst", "/od", "hours", "missed", "moves"):
         shown.add_column(name, justify="right", no_wrap=True)
     rows = [*rows, *(_over_all(rows) if many else [])]
     for row in rows:
@@ -378,7 +383,6 @@ def _show_deadline(rows: Sequence[MarketRow], job: ReplayJob, console: Console) 
             f"{row.finish_h:.1f}" if math.isfinite(row.finish_h) else "never",
             f"{row.missed}/{len(row.windows)}",
             f"{row.mean('moves'):.1f}",
-            f"{row.mean('losses'):.1f}",
         )
     console.print(shown)
 

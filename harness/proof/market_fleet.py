@@ -288,7 +288,8 @@ class MarketFleet:
             if places and places[0][1] > 0:
                 training.home = places[0][0]
             elif soon:
-                training.home = soon[0][1]
+                first = Counter(place for at_s, place, _ in soon if at_s == soon[0][0])
+                training.home = first.most_common(1)[0][0]
         starts = [since_s] * min(most, training.at_work[training.home])
         starts += [max(since_s, at_s) for at_s, place, _ in soon if place == training.home]
         starts = self._world(starts[:most])
