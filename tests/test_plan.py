@@ -217,6 +217,27 @@ def test_a_task_that_the_catalog_has_nothing_for_is_told_what_to_do(tmp_path):
         catalogs.offers_of(lambda *_, **__: [], Path("t.yaml"), {}, found)
 
 
+def test_a_cloud_that_cannot_be_asked_here_is_left_out(tmp_path):
+    answer = {
+        "name": "aws/r/z/t",
+        "place": "aws/r",
+        "usd_per_h": 1.0,
+        "on_demand_usd_per_h": 3.0,
+        "spot": True,
+        "accelerator": "H100",
+        "gpus": 1,
+    }
+
+    def one_is_missing(method: str, timeout_s: float, **arguments: object) -> object:
+        if "nebius" in arguments["clouds"]:  # type: ignore[operator]
+            raise SkyError("ModuleNotFoundError", "nebius")
+        return [answer] if "aws" in arguments["clouds"] else []  # type: ignore[operator]
+
+    found = catalogs.catalog("shipped", tmp_path)
+    (offer,) = catalogs.offers_of(one_is_missing, Path("t.yaml"), {}, found)
+    assert offer.name == "aws/r/z/t"
+
+
 # ---- the command ---------------------------------------------------------------------------------
 @pytest.mark.skipif(importlib.util.find_spec("sky") is None, reason="SkyPilot is not installed")
 @pytest.mark.xdist_group("sky")
