@@ -136,6 +136,11 @@ def test_polarity_is_what_is_said():
         ("60000,add,a\n0,add,b\n", "times that never go back"),
         ("0,add,a\n60,remove,a\n", "less than two ticks of 60 s; is the unit"),
         ("0,add,a\nb,add,c\n", "line 2: wanted a number, found 'b'"),
+        ("0.0,1\n1e308,1\n", "line 2: wanted a number, found '1e308'"),
+        (counts([1, 1e300]), "wanted a list of finite numbers"),
+        ('{"metadata": {"gap_seconds": 1e999}, "data": [1]}', "a tick of inf s"),
+        ("[" * 100_000, "cannot be read"),
+        ("seconds,available\n0,1\n60," + "1" * 200_000, "cannot be read: field larger than"),
         ("0,add,a\n1,lend,c\n", "line 2: wanted 'ms,add|remove,node'"),
         ('[0, "add", {"nodes": []}]\n[1, "lend", {"nodes": ["a"]}]', "line 2: wanted add, remove"),
         ("2021-12-10, 13:07:00, 8\n2021-12-09, 13:07:00, 8\n", "86400 s before that of a line above"),
@@ -148,7 +153,7 @@ def test_polarity_is_what_is_said():
 )
 def test_what_no_market_can_be_is_refused(text, wanted):
     with pytest.raises(BadInput) as e:
-        read_market({"m/x.csv": text})
+        read_market({"m/x.csv": text}, TraceAsked(unit="seconds"))
     assert wanted in str(e.value) and str(e.value).count("\n") == 0
 
 

@@ -43,7 +43,7 @@ from harness.cli.deadline import deadline_text, wanted, work_text
 from harness.cli.dry_run import show_plan
 from harness.cli.interrupts import act_on, answer, by, heed_signals
 from harness.cli.look import show_report
-from harness.cli.market import SHARED, Histories, known_before, remembering
+from harness.cli.market import Histories, known_before, remembering
 from harness.cli.record import RecordFlags, about_launch, keep_launch, with_image
 from harness.cli.track import publisher_beside
 from harness.core.config import flag, positional
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from harness.clouds.tasks import Task
     from harness.controller.learning import RunGoals
     from harness.controller.recovery import RunOutcome, RunSpec
-    from harness.core.known import CapacitySeen
     from harness.core.world import Policy
     from harness.views.alert_rules import AlertRule
 
@@ -207,12 +206,9 @@ def launch(flags: LaunchFlags) -> int:
     ]
     if flags.prometheus:
         beside.append(_gauges(flags.prometheus, store, told[1], console))
-    prior: dict[str, CapacitySeen] = {}
-    if flags.cloud == "sky":  # what the local cloud plays says nothing about others
-        histories = Histories(os.environ.get(SHARED, ""))
-        prior = known_before(url, histories, time.time())
-        beside.append(remembering(url, store, histories))
-    ended = _lead(flags, nodes, policy, asked_for, prior, url, store, cloud, console, beside)
+    if flags.cloud == "sky":  # the market of a local cloud is made up
+        beside.append(remembering(url, store, Histories.of(os.environ)))
+    ended = _lead(flags, nodes, policy, asked_for, url, store, cloud, console, beside)
     if isinstance(ended, int):
         return ended
     show_report(store, console, flags.html or html_path(url), flags.brief)
@@ -250,7 +246,6 @@ def _lead(
     nodes: tuple[int, int],
     policy: Policy,
     asked_for: RunGoals,
-    prior: dict[str, CapacitySeen],
     url: str,
     store: ObjectStore,
     cloud: LocalCloud | SkyPilotCloud,
@@ -276,7 +271,8 @@ def _lead(
     wants = (asked_for.deadline_s, asked_for.work_s / 3600 or None)
     journal.record(RunAsked(flags.task, *nodes, _policy_name(flags), market, *limits, *wants))
     goals = replace(asked_for, look_s=run.poll_s)
-    learner = RunLearner(store, goals, journal.record, prior)
+    before = known_before(url, Histories.of(os.environ), clock.now()) if sky else {}
+    learner = RunLearner(store, goals, journal.record, before)
     lease = Lease(store, clock, holder, ttl_s=20.0 if sky else 5.0)
     view = _View(store, console)
     asked: KeyboardInterrupt | None = None  # an interruption that is not answered yet

@@ -65,23 +65,35 @@ def parts_of(tick_s: float, changeover_s: float) -> int:
 def optimum(zones: Sequence[ZoneTrace], first: int, work: WorkToDo) -> Optimum:
     """From tick `first` of aligned `zones` on. Ticks beyond the trace have no spot. Raises BadInput
     if the deadline cannot be met even on demand."""
+    table = _table(zones, first, work)
+    ahead = table.begin_ticks * table.parts - table.begin_parts
+    if table.left + ahead > table.ticks * table.parts:
+        raise BadInput(
+            f"{work.hours:g} h of work and a begin of {work.changeover_s:g} s do not fit into a "
+            f"deadline of {work.deadline_hours:g} h, even on demand"
+        )
+    return table.solve()
+
+
+def least_costs(zones: Sequence[ZoneTrace], first: int, work: WorkToDo) -> NDArray[np.float64]:
+    """USD for each amount of work up to `work.hours`, in parts of a tick (`parts_of`); infinite:
+    it cannot be done in time. Raises BadInput."""
+    return _table(zones, first, work).costs()
+
+
+def _table(zones: Sequence[ZoneTrace], first: int, work: WorkToDo) -> _Table:
     tick_s = zones[0].tick_s
     k = parts_of(tick_s, work.changeover_s)
     left = math.ceil(work.hours * 3600 / tick_s * k - 1e-9)
     ahead = round(work.changeover_s / tick_s * k)
     ticks = int(work.deadline_hours * 3600 / tick_s + 1e-9)
-    if left + ahead > ticks * k:
-        raise BadInput(
-            f"{work.hours:g} h of work and a begin of {work.changeover_s:g} s do not fit into a "
-            f"deadline of {work.deadline_hours:g} h, even on demand"
-        )
     table = _Table(zones, first, work, k, left, ahead, ticks)
     if ticks * left * len(table.zone_of) > MOST_CELLS:
         raise BadInput(
             f"{ticks} ticks of {tick_s:g} s and {left} parts of work are too many for the exact "
             "optimum; give a longer tick"
         )
-    return table.solve()
+    return table
 
 
 @dataclass(frozen=True)
@@ -147,6 +159,14 @@ class _Table:
         # nothing was anywhere: the first begin is no move
         zone = int(np.argmin(costs.idle[:, self.left]))
         return self._follow(zone, float(costs.idle[zone, self.left]), choices[::-1], after)
+
+    def costs(self) -> NDArray[np.float64]:
+        """By the work that is left, from the first tick on."""
+        costs = self._end()
+        for tick in range(self.ticks - 1, -1, -1):
+            costs, _ = self._step(tick, costs)
+        least: NDArray[np.float64] = costs.idle.min(axis=0)
+        return least
 
     def _end(self) -> _Costs:
         done = np.full(self.left + 1, math.inf)

@@ -22,14 +22,14 @@ import numpy as np
 from harness.controller import policies
 from harness.core.known import CapacitySeen, Knowledge
 from harness.core.world import BadInput, Decision, Offer, Policy, View
-from harness.market.made_up import ROUGH, drawn, make_up
+from harness.market.made_up import ROUGH, drawn, in_blocks, make_up
 from harness.market.traces import ZoneTrace
 from harness.proof.market_quick import play
 from harness.proof.market_replay import STEP_S, ReplayJob
 
 MOST_ZONES = 6  # of a shape, the cheapest
 PRICE_SWING = 0.08  # standard deviation of a spot price's logarithm, over days
-BLOCK_SHARE = 0.25  # of a zone's nodes, which come and go together
+BLOCKS = 4  # of a zone's nodes, at most; each comes and goes together
 LEAST_TICK_S, MOST_TICK_S, TICKS = 60.0, 1800.0, 150  # of the undisturbed run
 OPEN_END = 6.0  # without a deadline: so many times the undisturbed run are played
 SCREENED = 9  # markets for each candidate before most are dropped
@@ -37,7 +37,6 @@ KEPT = 6  # candidates that are played in all markets
 LOW, HIGH = 0.1, 0.9
 
 ON_DEMAND_ONLY = "on_demand"
-SPOT_ONLY = ("cheapest", "best_value", "patient")  # as `harness launch` offers nodes
 ASSUMED = (
     "a step is as fast as peak arithmetic and the shares of its batch allow, at every number of "
     "nodes (--step-time, --scaling)",
@@ -189,7 +188,7 @@ def on_demand_only(view: View) -> Decision:
 
 def buys_on_demand(policy: str) -> bool:
     """Does it use offers on demand? The others are not shown any, as `harness launch` does."""
-    return policy.partition("?")[0] not in SPOT_ONLY
+    return policy == ON_DEMAND_ONLY or policies.uses_on_demand(policy)
 
 
 def policy_of(candidate: PlanCandidate, run: PlannedRun) -> Policy:
@@ -245,6 +244,11 @@ def candidates(
 
 def _has_on_demand(shape: NodeShape) -> bool:
     return math.isfinite(shape.on_demand_usd_per_h)
+
+
+def as_of(seen: CapacitySeen, now_s: float) -> CapacitySeen:
+    """The same on a clock that is 0 at that moment."""
+    return dataclasses.replace(seen, since_s=seen.since_s - now_s, seen_s=seen.seen_s - now_s)
 
 
 # ---- playing -------------------------------------------------------------------------------------
@@ -312,8 +316,7 @@ def market(
     nodes, tick_s = job.nodes[1], _tick_s(job)
     zones = [
         dataclasses.replace(
-            drawn(offer.name, seen.get(offer.name), rng, nodes=nodes, now_s=0.0),
-            block=max(1.0, BLOCK_SHARE * nodes),
+            in_blocks(drawn(offer.name, seen.get(offer.name), rng, nodes=nodes, now_s=0.0), BLOCKS),
             usd_per_h=offer.usd_per_h,
             price_swing=PRICE_SWING,
             most_usd_per_h=offer.on_demand_usd_per_h or math.inf,

@@ -36,6 +36,7 @@ from harness.core.world import (
 )
 
 LOOK_S = 3600.0  # every wait ends at the next tick
+EQUAL_S = 1e-3  # progress that differs by less is the same
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,12 @@ class PeerState:
             return need_s >= time_s
         return math.ceil(need_s / tick_s - 1e-9) >= math.floor(time_s / tick_s + 1e-9)
 
-    def ahead_s(self, later_s: float = 0.0) -> float:
-        """How much more is done than the same progress in every hour would have brought, `later_s`
-        from now."""
+    def behind(self, later_s: float = 0.0) -> bool:
+        """Is less done than the same progress in every hour would have brought, `later_s` from
+        now?"""
         elapsed_s = self.view.now_s - self.view.started_s + later_s
         share = elapsed_s / (self.view.known.deadline_s or math.inf)
-        return self.work_s - self.left_s - self.work_s * share
+        return self.work_s - self.left_s < self.work_s * share - EQUAL_S
 
     # ---- offers ----------------------------------------------------------------------------------
     def spot(self) -> list[Offer]:
@@ -168,10 +169,10 @@ def uniform_progress(view: View, *, tick_s: float = 0.0) -> Decision:
     if missing and (offers := state.spot()):
         return Launch(offers[0], "spot is there")
     if state.bought:
-        if state.ahead_s(2 * view.known.changeover_s) >= 0:
+        if not state.behind(2 * view.known.changeover_s):
             return _swap(state) if not missing else _rest(state, "on schedule")
         return _buy(state, "behind schedule")
-    if missing and state.ahead_s() < 0:
+    if missing and state.behind():
         return _buy(state, "behind schedule, and no spot to be had")
     return _rest(state, "on schedule" if missing else "spot is there")
 

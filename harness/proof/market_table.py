@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from harness.controller import policies, together
 from harness.core.world import BadInput, Policy
 from harness.market.optimum import Optimum, WorkToDo, optimum
+from harness.market.optimum_fleet import fleet_optimum_usd
 from harness.market.traces import ZoneTrace
 from harness.proof.market_peers import PEERS, peer
 from harness.proof.market_replay import ReplayJob, ReplayResult, replay
@@ -144,8 +145,9 @@ def tasks(
     Raises BadInput for what cannot work, before anything is computed."""
     for job in jobs:
         check_job(job)
-        for name in expanded(names, job):
-            policy_named(name, job, tick_s=60.0, zones=1)
+        for name in names:
+            if name != BEST_FIXED:
+                policy_named(name, job, tick_s=60.0, zones=1)
     found = list[MarketTask]()
     for market, zones in markets.items():
         begins = beginnings(zones, max(job.deadline_h for job in jobs), starts)
@@ -192,6 +194,8 @@ def fixed_job(job: ReplayJob, nodes: int) -> ReplayJob:
 def policy_named(name: str, job: ReplayJob, tick_s: float, zones: int) -> Policy:
     """As published if it is one of `market_peers.PEERS`, else as `harness launch` knows it. Raises
     BadInput."""
+    if name.startswith(FIXED):
+        name = "uniform_progress"
     if name in PEERS:
         return peer(name, tick_s)
     try:
@@ -219,26 +223,29 @@ def done(task: MarketTask) -> TaskDone:
 
 
 def _replayed(task: MarketTask, name: str) -> ReplayResult:
-    job, tick_s = task.job, task.zones[0].tick_s
+    job = task.job
     if name.startswith(FIXED):
         job = fixed_job(job, int(name.removeprefix(FIXED)))
-        return replay(task.zones, 0, job, peer("uniform_progress", tick_s))
-    return replay(task.zones, 0, job, policy_named(name, job, tick_s, len(task.zones)))
+    policy = policy_named(name, job, task.zones[0].tick_s, len(task.zones))
+    return replay(task.zones, 0, job, policy)
 
 
 def optimum_of(zones: Sequence[ZoneTrace], first: int, job: ReplayJob) -> Optimum | None:
-    """None: there is none of this kind of job."""
-    if job.nodes[1] > 1:
-        return None
+    """Of a job of many nodes there is no plan; its least bill is a lower bound where there are
+    several zones (`optimum_fleet.py`)."""
+    nodes = job.nodes[1]
     work = WorkToDo(
-        job.work_h,
+        job.work_h * nodes,
         job.deadline_h,
         job.changeover_s,
         job.spot_usd_per_h,
         job.on_demand_usd_per_h,
-        job.move_usd,
+        0.0 if job.one_place else job.move_usd,
     )
-    return optimum(zones, first, work)
+    if nodes == 1:
+        return optimum(zones, first, work)
+    usd = fleet_optimum_usd(zones, first, work, nodes, job.one_place)
+    return Optimum(usd, (), math.nan)
 
 
 def on_demand_usd(job: ReplayJob) -> float:
