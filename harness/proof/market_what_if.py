@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.controller import policies
+from harness.core.losses import daly
 from harness.core.world import BadInput, Policy, View
 from harness.market.traces import ZoneTrace
 from harness.proof.market_fleet import STEP_S, ReplayJob
@@ -23,7 +24,6 @@ from harness.proof.market_replay import ReplayResult, replay
 from harness.proof.market_table import policy_named
 from harness.proof.own_market import OwnMarket, own_market, was_taken
 from harness.views.summary import Summary
-from harness.views.what_if import daly
 from harness.views.words import duration
 
 SLACK = 1.1  # of the run's own time: the deadline where it had none
