@@ -93,19 +93,18 @@ class FleetCase:
             return done
         if spot and missing > 0 and (self._safe(rented + missing + 1) or not dear):
             return self._ask(spot[0], "spot has room for more of the fleet")
-        saved = self._saved()
         if missing > 0 and dear:
             if not self._safe(rented + missing):
                 return self._ask(dear[0], "the last call: a whole fleet")
             idle = 0 < len(self.rented) < self.view.min_nodes  # paid for, and too few to train
-            if saved > self._missing_usd(missing) or self._short() or idle:
+            if idle or self._short() or self._saved() > self._missing_usd(missing):
                 why = "what is left costs less with the missing nodes on demand"
                 return self._ask(dear[0], why)
         free = [node for node in self.bought if node.attempt not in replaced]
         if free and spot and self._safe(rented + missing + 1):
             if self._worth_changing(free[-1], spot[0]):
                 return self._ask(spot[0], "spot instead of on demand", free[-1])
-        elif free and saved <= 0 and not self._short(2 * self.hours.begin) and self._still_trains():
+        elif free and self._may_go():
             return Terminate(
                 free[-1].attempt, "spot alone will be in time, and costs less", GRACE_S
             )
@@ -163,8 +162,10 @@ class FleetCase:
         """Of beginning them on demand, in hours of the fleet; with what makes it worth a change."""
         return 1.1 * self.hours.begin * missing / self.most
 
-    def _still_trains(self) -> bool:
-        return len(self.rented) >= self.view.min_nodes or not self.rented
+    def _may_go(self) -> bool:
+        """Will spot alone be in time, at less cost?"""
+        trains = len(self.rented) >= self.view.min_nodes or not self.rented
+        return trains and not self._short(2 * self.hours.begin) and self._saved() <= 0
 
     def _worth_changing(self, bought: Node, offer: Offer) -> bool:
         here, there = usd_per_work(bought.offer), usd_per_work(offer)
