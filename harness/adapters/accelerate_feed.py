@@ -14,6 +14,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from harness.adapters.accelerate_rounds import Window, batched, every_batch, length, rounds_of
+from harness.adapters.unused import UnusedParameters
 from harness.core.world import BadInput
 from harness.worker import chance
 from harness.worker.loader import content_hash, fingerprint
@@ -117,10 +118,11 @@ class TrainingFeed:
 
 
 class PreparedThings:
-    """What the script's accelerators were given."""
+    """What the script's accelerators were given. `unused`: of its models."""
 
     def __init__(self) -> None:
         self.accelerators: list[Any] = []
+        self.unused: UnusedParameters | None = None
 
     def all(self, name: str) -> list[Any]:
         """Of an attribute that each of them has."""

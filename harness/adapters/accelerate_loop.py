@@ -39,6 +39,7 @@ from harness.adapters.accelerate_rounds import (
 )
 from harness.adapters.script_decisions import Decisions
 from harness.adapters.script_variables import ScriptVariables
+from harness.adapters.unused import UnusedParameters
 from harness.core.world import BadInput
 from harness.worker.own_loop import OwnLoop
 from harness.worker.session import Session
@@ -125,15 +126,16 @@ class Driver:
         self._decisions.begin(frame)
         own = {"batches": feed.shared, "epochs": feed.lengths, "script": self._variables}
         own["decisions"] = self._decisions
+        model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self.run.prepare(
-            models[0] if len(models) == 1 else nn.ModuleList(models),
+            model,
             raw,
             feeds.Schedules(schedulers) if schedulers else None,
             self.prepared.accelerators[0].scaler,
             state={**{f"custom{i}": one for i, one in enumerate(custom)}, **own},
             per_rank=["script"],
         )
-        self.feed = feed
+        self.prepared.unused, self.feed = UnusedParameters(self.run, model), feed
         if feed.known or self.run.reduce != "fast":
             self._join(feed)
         else:
@@ -230,11 +232,8 @@ class Driver:
         feed.accumulation, feed.most, feed.known = first.rounds, first.rounds * self.ranks, True
         if feed.batches is not None and feed.most > feed.batches:
             raise BadInput(self._own_hands("an epoch that is shorter than a step", 1))
-        flats = [flat.clone() for flat in getattr(self.run.strategy, "_flats", [])]
-        loop = self._join(feed)
-        now.step = loop.begin()
-        for flat, found in zip(getattr(self.run.strategy, "_flats", []), flats, strict=True):
-            flat.copy_(found)
+        with self.run.gradients_kept():
+            now.step = self._join(feed).begin()
         first.tell(now.step)
         feed.seek = "own"
 
@@ -265,8 +264,8 @@ class Driver:
         now.step.micro(share.micro)
         # Sums that begin within a backward must begin at the same point of the script on all ranks,
         # between the same of its own exchanges, and after the last of an iteration's backwards
-        if not (now.together and self._one_loss) and hasattr(self.run.strategy, "_armed"):
-            self.run.strategy._armed = False
+        if not (now.together and self._one_loss):
+            now.step.hold()
 
     def _leave_body(self) -> None:
         self._tape.end()
@@ -413,8 +412,9 @@ class Driver:
                 self._learn(now)
             assert not isinstance(now.step, FirstStep)
             now.step.sync()
-            for parameter, view in getattr(self.run.strategy, "_views", {}).items():
-                parameter.grad = view  # the script may have set it to None
+            now.step.give()
+            if self.prepared.unused is not None:
+                self.prepared.unused.drop()
             now.synced = True
         return True
 
@@ -509,4 +509,4 @@ class Driver:
             put(value)
         self._variables.restore(frame)
         self._answers = Answers()
-        self.loop._seed_between()
+        self.loop.seed_between()

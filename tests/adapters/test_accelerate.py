@@ -118,6 +118,21 @@ def test_early_stopping_by_its_own_numbers_holds_after_a_resume(nursery, tmp_pat
     assert apart(out, plain) < 1e-6
 
 
+@pytest.mark.parametrize("hands", [(), ("--own-hands",)])
+def test_what_no_loss_depends_on_does_not_decay(nursery, tmp_path, hands):
+    flags = ("--unused", "--epochs", 1, *hands)
+    out, plain = tmp_path / "out", tmp_path / "plain"
+    for folder in (out, plain):
+        folder.mkdir()
+    words = [sys.executable, SCRIPT, "--out", plain, *flags]
+    env = environment() | {"ACCELERATE_USE_CPU": "true"}
+    # alone it shuffles in another order, but begins with the same weights
+    subprocess.run(list(map(str, words)), env=env, check=True, capture_output=True, timeout=240)
+    go(nursery, out, 2, *flags, env={"HARNESS_SCRIPT_WORLD": "1"})
+    found, wanted = (torch.load(folder / "weights.pt") for folder in (out, plain))
+    assert torch.equal(found["unused.weight"], wanted["unused.weight"])
+
+
 def harness_run(out, nproc, *flags, die_at, timeout_s=240):
     words = [
         *(sys.executable, "-m", "harness.cli", "run", "--run", out / "run", "--nproc", nproc),

@@ -6,18 +6,27 @@ import signal
 from worlds import newest, until
 
 
-def die_at(where, once=None):
+def die_at(where, once=None, every=3):
     """If DIE_AT is "WHERE:STEP": after that step's snapshot was committed. `once`: a file; only the
-    process that makes it dies."""
+    process that makes it dies. Before that, where `where` is a step, the snapshot of each `every`
+    steps is waited for: none is left out because the one before it is still being written."""
     place, _, step = os.environ.get("DIE_AT", "").partition(":")
-    if place == where and not (once and os.path.exists(once)):
-        until(lambda: getattr(newest(os.environ["HARNESS_RUN"]), "step", 0) >= int(step))
+    if not place or (once and os.path.exists(once)):
+        return
+    if where.isdecimal() and int(where) <= int(place):
+        wait_for((int(where) - 1) // every * every)
+    if place == where:
+        wait_for(int(step))
         if once:
             try:
                 open(once, "x").close()
             except FileExistsError:
                 return
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for(step):
+    until(lambda: step <= getattr(newest(os.environ["HARNESS_RUN"]), "step", 0), f"snapshot {step}")
 
 
 def wait_for_notice(where):
