@@ -109,6 +109,7 @@ args = TrainingArguments(
     num_train_epochs=a.epochs,
     max_steps=a.max_steps,
     learning_rate=3e-3,
+    weight_decay=0.1,
     warmup_steps=3,
     logging_steps=a.logging_steps,
     eval_strategy="steps",
@@ -140,6 +141,7 @@ model = LlamaForCausalLM(
         eos_token_id=2,
     )
 )
+model.unused = torch.nn.Linear(3, 3)  # has no gradient, so it must not decay
 callbacks = [Events()]
 if a.patience:
     callbacks.append(EarlyStoppingCallback(early_stopping_patience=a.patience))
