@@ -34,6 +34,7 @@ MOST_LINES = 5_000  # of one stretch that are looked at; the others are not
 MOST_CALLS = 200_000  # of libraries' functions meanwhile: being told of them takes time
 MOST_KEPT = 50_000  # lines that changed something, of all stretches; beyond, the oldest go
 MOST_VALUES = 64  # numbers and words in one variable
+MOST_NBYTES = 256 << 20  # of all of it as JSON: what a snapshot claims to hold is not believed
 
 Changes = dict[str, Any]  # variable -> written down
 # What had changed when a line was about to run, by "function line number-of-times". Not all ranks
@@ -69,7 +70,8 @@ class Decisions:
         return {"steps": base64.b85encode(packed).decode()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._kept = json.loads(zlib.decompress(base64.b85decode(state["steps"])))
+        packed = base64.b85decode(state["steps"])
+        self._kept = json.loads(zlib.decompressobj().decompress(packed, MOST_NBYTES))
 
     def settle(self) -> None:
         """The script trains again; all ranks come here."""
