@@ -29,9 +29,11 @@ from harness.core.world import Offer
 from harness.market import history
 from harness.market.history import FRESH_S, KEEP_S, MarketHistory, OfferSeen
 from harness.market.history_shelf import HistoryShelf
+from harness.market.trace_formats import read_market
 from storage.errors import StoreUnavailable
 from storage.files import MemoryStore
 from storage.opening import open_store
+from storage.text import Console
 
 NOW = 1_800_000_000.0
 EAST = Offer(1.1, "aws/us-east-1/use1-az1/p3", accelerator="V100", gpus=1, place="aws/us-east-1")
@@ -359,6 +361,11 @@ def test_the_command_from_learning_to_showing(home, capsys):
     assert harness("export", file) == 0
     assert harness("export", home / "all.csv") == 0
     assert (home / "all.csv").read_text().count("\n") == 3
+    assert harness("draw", home / "made.csv", "--hours", "50", "--nodes", "2") == 0
+    drawn = (home / "made.csv").read_text()
+    zones = read_market({"made.csv": drawn})
+    assert [zone.zone for zone in zones] == [EAST.name, WEST.name]
+    assert len(zones[0].nodes) == 300 and zones[0].usd_per_h is not None
     # somebody else who has the file, and somebody who has the team's bucket
     for more in (), ("--shared", team):
         shutil.rmtree(home / "home")
@@ -378,6 +385,8 @@ def test_the_command_from_learning_to_showing(home, capsys):
         (("export", "x.parquet"), "wanted one file, FILE.jsonl or FILE.csv"),
         (("export", "no/x.csv"), "cannot be written"),
         (("show", "aws"), "use --offer"),
+        (("draw", "x.txt"), "wanted one file, FILE.csv"),
+        (("draw", "x.csv"), "nothing is known of the capacity of any such offer"),
     ],
 )
 def test_what_the_command_cannot_do(home, capsys, monkeypatch, argv, wanted):
@@ -385,3 +394,12 @@ def test_what_the_command_cannot_do(home, capsys, monkeypatch, argv, wanted):
     (home / "x.jsonl").write_text("hello\n")
     assert harness(*argv) == 2
     assert wanted in capsys.readouterr().err
+
+
+def test_a_launch_is_told_what_others_saw_and_not_what_it_saw_itself(tmp_path, capsys):
+    ours = AtHome(tmp_path, Silent("memory://silent", {}))
+    own = run_name("file:///run")
+    ours.write([seen(own, "a", losses=5), seen("other", "a", losses=1), seen(own, "b")], NOW)
+    known = cli.known_before("file:///run", ours, NOW, Console())
+    assert {name: one.losses for name, one in known.items()} == {"a": 1}
+    assert "s3://team/market: does not answer" in words(capsys)

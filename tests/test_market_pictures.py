@@ -182,7 +182,7 @@ def test_one_name_gives_a_page_and_a_png(tmp_path):
     assert image.width == (market_pictures.WIDTH + 2 * drawing.MARGIN) * drawing.PIXELS
     assert len(image.convert("RGB").resize((200, 200)).getcolors(40_000)) > 5
     only = market_drawing.draw(two_deadlines(), str(tmp_path / "only.html"), policy="greedy")
-    assert [one.name for one in only] == ["only.html"] and "greedy, deadline" in texts(only[0].read_text())
+    assert [one.name for one in only] == ["only.html"] and "greedy, to be done in 5 h" in texts(only[0].read_text())
 
 
 def test_what_cannot_be_written_is_said_before_the_work(tmp_path, monkeypatch):

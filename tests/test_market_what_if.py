@@ -27,6 +27,8 @@ from harness.views.summary import Summary, summarize
 from storage.opening import open_store
 from storage.text import Console
 
+FEW = WhatIfAsked(policies=("cheapest",), nodes=(3,), intervals_s=(10.0,))
+
 
 @pytest.fixture(scope="module")
 def story() -> Summary:
@@ -75,7 +77,7 @@ def test_work_and_what_disturbed_it_are_the_ledgers(story):
     assert slow.of_nodes(16, 4) == pytest.approx(work.node_s), "as the nearest that was measured"
 
 
-def test_prices_are_those_of_its_launches():
+def test_prices_are_those_that_it_was_told():
     h = History()
     h.controller(f.RunAsked("t.yaml", 1, 2, "cheapest"))
     h.controller(f.LeaseTaken(1, "me"))
@@ -84,7 +86,9 @@ def test_prices_are_those_of_its_launches():
     h.train(TOTAL // 2)
     h.snapshot("resize")
     h.leave([1], "resize")
-    h.wait(60.0)
+    h.wait(30.0)
+    h.controller(f.PricesSeen({EAST.name: 1.7, "elsewhere": 9.0}))
+    h.wait(30.0)
     h.ask(2, dataclasses.replace(EAST, usd_per_h=2.2))
     h.form([1, 2], "grow")
     h.train(TOTAL)
@@ -93,8 +97,11 @@ def test_prices_are_those_of_its_launches():
     for attempt in (1, 2):
         h.gone(attempt, "finished", "exited", 0)
     h.controller(f.RunEnded("done", "", TOTAL))
-    [zone] = own_market(summarize(h.store), 2).held
-    assert zone.usd_per_h is not None and (zone.usd_per_h[0], zone.usd_per_h[len(zone.nodes) // 4 - 1]) == (1.1, 2.2)
+    market = own_market(summarize(h.store), 2)
+    [zone] = market.held
+    assert zone.usd_per_h is not None
+    assert list(dict.fromkeys(zone.usd_per_h.tolist())) == [1.1, 1.7, 2.2]
+    assert not any("prices are those of its launches" in one for one in market.unknown)
 
 
 def test_a_run_without_spot_nodes_has_no_market_to_tell_of():
@@ -207,11 +214,11 @@ def test_the_own_policy_replayed_is_near_to_what_happened(answers):
 
 
 def test_it_says_what_cannot_be_known(answers):
-    said = "\n".join(shown.notes(answers))
+    said = "\n".join((*shown.notes(answers), *answers.unknown))
     for words in ("capacity is known only where the run asked", "2 refused", "repeats them",
                   "never bought on demand", "offers that it never tried", "(measured: 1, 2, 3)"):  # fmt: skip
         assert words in said
-    assert re.search(r"its own policy costs [\d.]+ % (more|less) and takes [\d.]+ % (shorter|longer)", said)
+    assert re.search(r"its own policy costs [\d.]+ % (more|less) and takes [\d.]+ % (less|more) time", said)
 
 
 def test_for_people_and_for_programs(answers):
@@ -251,16 +258,23 @@ def test_pictures(answers):
     story = shown.what_if_story(answers)
     assert [chart.title for chart in story.charts] == ["other policies", "other numbers of nodes", "other snapshot intervals"]
     page = market_page(story)
+    assert "What nobody can know" in page and "repeats them from the beginning" in page
     assert " of 2 late" in page and "on_demand_fallback on the same market" in page
     one = story.timelines[0]
     assert one.run.bill[-1][1] == pytest.approx(answers.actual.usd)
     assert len([node for lane in one.lanes for node in lane.taken]) == 3
 
 
+def test_its_own_deadline_counts_or_none(story):
+    assert what_if(story, FEW).deadline_h == pytest.approx(1.1 * story.wall_s / 3600)
+    told = dataclasses.replace(story.asked, deadline_s=story.started_s + 1800.0)
+    assert what_if(dataclasses.replace(story, asked=told), FEW).deadline_h == 0.5
+
+
 def test_a_policy_that_nobody_knows_is_said(story):
     with pytest.raises(BadInput, match="there is no policy 'best'"):
         what_if(story, WhatIfAsked(policies=("best",)))
     strange = dataclasses.replace(story, asked=dataclasses.replace(story.asked, policy="gone.away:policy"))
-    found = what_if(strange, WhatIfAsked(policies=("cheapest",), nodes=(3,), intervals_s=(10.0,)))
+    found = what_if(strange, FEW)
     assert not any(row.own for row in found.rows)
     assert any(one.startswith("what its own policy would do") for one in found.unknown)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from harness.core.world import BadInput
-from harness.market.trace_formats import TraceAsked, read, read_market
+from harness.market.trace_formats import TraceAsked, as_table, read, read_market
 from harness.market.traces import ZoneTrace, aligned, zone_names
 
 
@@ -95,6 +95,15 @@ def test_times_of_tables():
     assert one("tick,preempted\n0,1\n1,0\n", tick_s=300).nodes.tolist() == [0, 1]
     a, b = read("zone,seconds,available\n" + "a,0,1\na,60,2\na,120,3\nb,60,4\nb,120,5\nb,180,6\n", "t")
     assert a.nodes.tolist() == [2, 3] and b.nodes.tolist() == [4, 5]
+
+
+def test_a_table_that_is_written_is_read_as_it_was():
+    for start_s, usd in ((0.0, None), (1.7e9, 0.25)):
+        zones = [zone(name, [1, 0, 3], 300, start_s, usd) for name in "ab"]
+        for one_, other in zip(zones, read(as_table(zones), "t.csv"), strict=True):
+            assert (one_.zone, one_.tick_s, one_.start_s) == (other.zone, other.tick_s, other.start_s)
+            assert one_.nodes.tolist() == other.nodes.tolist()
+            assert usd is None or one_.usd_per_h.tolist() == other.usd_per_h.tolist()
 
 
 # ---- what is wrong -------------------------------------------------------------------------------

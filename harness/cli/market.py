@@ -36,6 +36,7 @@ SHARED = "HARNESS_MARKET"  # URL of the history that a team shares
 ADVISOR = "HARNESS_SPOT_ADVISOR"  # URL of a copy of AWS's Spot Instance Advisor
 SHARED_WITHIN_S = 5.0  # no launch waits longer for it
 REMEMBER_EVERY_S = 600.0
+MOST_DRAWN, DRAWN_TICK_S = 50, 600.0  # offers of a market that is made up, and its tick
 END_WITHIN_S = 20.0  # for the last writing, when a launch ends
 
 
@@ -43,16 +44,20 @@ END_WITHIN_S = 20.0  # for the last writing, when a launch ends
 class MarketFlags:
     what: str = positional(
         "show: what is known of offers; learn: add runs, by URL, or exported files; export: write "
-        "all of it to a file; live: what clouds say of a task's offers now",
-        choices=["show", "learn", "export", "live"],
+        "all of it to a file; draw: make up a market that fits to it, for `harness simulate "
+        "--trace`; live: what clouds say of a task's offers now",
+        choices=["show", "learn", "export", "draw", "live"],
     )
     names: tuple[str, ...] = positional(
-        "learn: URLs of runs, or files; export: the file, .jsonl or .csv (-: the terminal); live: "
-        "the SkyPilot task YAML",
+        "learn: URLs of runs, or files; export: the file, .jsonl or .csv (-: the terminal); draw: "
+        "the file, .csv; live: the SkyPilot task YAML",
         nargs="*",
     )
     shared: str = flag("", f"URL of a history that a team shares; default: {SHARED}")
-    offer: str = flag("", "show and export only offers whose names contain this")
+    offer: str = flag("", "show, export and draw only offers whose names contain this")
+    hours: float = flag(720.0, "draw: how long the market is", above=0, at_most=20_000)
+    nodes: int = flag(1, "draw: so many nodes of each offer at most", at_least=1, at_most=1000)
+    seed: int = flag(0, "draw: another seed, another market")
     clouds: str = flag("", "live: only these clouds, such as aws,gcp, instead of those enabled")
     json: bool = flag(False, "show and live: print JSON in place of the table")
 
@@ -71,6 +76,8 @@ def market(flags: MarketFlags) -> int:
         history = history.only(flags.offer)
     if flags.what == "export":
         return _export(flags, history, warnings)
+    if flags.what == "draw":
+        return _draw(flags, history)
     return _show(flags, history, warnings)
 
 
@@ -196,11 +203,17 @@ def remembering(url: str, store: ObjectStore, histories: Histories) -> Iterator[
         thread.join(END_WITHIN_S)
 
 
-def known_before(url: str, histories: Histories, now_s: float) -> dict[str, CapacitySeen]:
-    """What other runs have seen of offers, for the forecasts of this one. `url`: normalised."""
+def known_before(
+    url: str, histories: Histories, now_s: float, console: Console
+) -> dict[str, CapacitySeen]:
+    """What other runs have seen of offers, for the forecasts of this one. `url`: normalised. What
+    could not be read is said."""
     from harness.controller.remembered import run_name
 
-    return histories.read(now_s)[0].without(run_name(url)).prior(now_s)
+    history, warnings = histories.read(now_s)
+    for words in warnings:
+        console.print(words, style="yellow", highlight=False, soft_wrap=True)
+    return history.without(run_name(url)).prior(now_s)
 
 
 # ---- learn ---------------------------------------------------------------------------------------
@@ -252,15 +265,44 @@ def _export(flags: MarketFlags, history: MarketHistory, warnings: list[str]) -> 
     if name == "-":
         print(text, end="")
         return DONE
+    for words in warnings:
+        Console().print(words, style="yellow", highlight=False, soft_wrap=True)
+    _write(name, text)
+    return DONE
+
+
+def _draw(flags: MarketFlags, history: MarketHistory) -> int:
+    import numpy as np
+
+    from harness.market.made_up import ROUGH, drawn, make_up
+    from harness.market.trace_formats import as_table
+
+    if len(flags.names) != 1 or not flags.names[0].endswith(".csv"):
+        raise BadInput("draw: wanted one file, FILE.csv")
+    now_s, rng = time.time(), np.random.default_rng(flags.seed)
+    known = [one for one in history.summaries(now_s) if one.seen_h > 0][:MOST_DRAWN]
+    spot = [one for one in known if not one.offer.endswith("/on-demand")]
+    if not spot:
+        raise BadInput(
+            "draw: nothing is known of the capacity of any such offer; see `harness market show`"
+        )
+    prior, zones = history.prior(now_s), []
+    for one in spot:
+        zone = drawn(one.offer, prior[one.offer], rng, nodes=flags.nodes, now_s=now_s)
+        usd = one.usd_per_h[2] or None
+        zones.append(dataclasses.replace(zone, usd_per_h=usd, price_swing=0.05 if usd else 0.0))
+    made = make_up(zones, flags.hours, rng, tick_s=DRAWN_TICK_S, weather=ROUGH)
+    _write(flags.names[0], as_table(made))
+    return DONE
+
+
+def _write(name: str, text: str) -> None:
+    """Raises BadInput."""
     try:
         Path(name).write_text(text, encoding="utf-8")
     except OSError as e:
         raise BadInput(f"{name}: cannot be written: {e.strerror}") from e
-    console = Console()
-    for words in warnings:
-        console.print(words, style="yellow", highlight=False, soft_wrap=True)
-    console.print(f"written  {name}", highlight=False, soft_wrap=True)
-    return DONE
+    Console().print(f"written  {name}", highlight=False, soft_wrap=True)
 
 
 def _as_csv(summaries: list[OfferSummary]) -> str:

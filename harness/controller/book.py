@@ -122,15 +122,30 @@ class FullOffers:
 
 
 @dataclass
+class Longest:
+    """The longest time of some, in seconds, and how many there were."""
+
+    most_s: float = 0.0
+    times: int = 0
+
+    def add(self, seconds: float) -> None:
+        self.most_s, self.times = max(self.most_s, seconds), self.times + 1
+
+    def or_assumed(self, assumed_s: float) -> float:
+        """It, or what is assumed while too few were seen."""
+        return self.most_s if self.times >= MEASURED else max(assumed_s, self.most_s)
+
+
+@dataclass
 class Durations:
-    """How long things took, in seconds: each time that was seen."""
+    """How long things took, as far as they were seen."""
 
     # from asking for a node until it was seen to be up
-    launches_s: list[float] = field(default_factory=list)
+    launches: Longest = field(default_factory=Longest)
     # from asking a node to leave until it was gone
-    leaves_s: list[float] = field(default_factory=list)
+    leaves: Longest = field(default_factory=Longest)
     # from having one terminated until it was gone
-    ends_s: list[float] = field(default_factory=list)
+    ends: Longest = field(default_factory=Longest)
     # ("release" | "terminate", attempt): when first
     told_s: dict[tuple[str, int], float] = field(default_factory=dict)
 
@@ -224,7 +239,7 @@ class Book:
                     attempt, self.offers[attempt], NodeState.PENDING, asked_s=t
                 )
             case AttemptUp(attempt, up_s) if attempt in self.open:
-                self.durations.launches_s.append(max(0.0, t - self.open[attempt].asked_s))
+                self.durations.launches.add(max(0.0, t - self.open[attempt].asked_s))
                 node = self.open[attempt] = dataclasses.replace(
                     self.open[attempt], state=NodeState.UP, up_s=up_s
                 )
@@ -254,9 +269,9 @@ class Book:
         if fact.up_s is None or fact.end == "lost":
             return
         if released_s is not None:
-            self.durations.leaves_s.append(max(0.0, fact.gone_s - released_s))
+            self.durations.leaves.add(max(0.0, fact.gone_s - released_s))
         if ended_s is not None:
-            self.durations.ends_s.append(max(0.0, fact.gone_s - ended_s))
+            self.durations.ends.add(max(0.0, fact.gone_s - ended_s))
 
     def _end(self, fact: AttemptEnded) -> None:
         node = self.open.pop(fact.attempt, None)
@@ -326,12 +341,12 @@ class Book:
     def launch_s(self, assumed_s: float) -> float:
         """How long a launch takes: the longest that was seen, or what is assumed while too few
         were seen."""
-        return _longest(self.durations.launches_s, assumed_s)
+        return self.durations.launches.or_assumed(assumed_s)
 
     def leave_s(self, drain_s: float, end_s: float) -> float:
         """How long a node is billed after it was asked to leave: it drains, then the cloud ends
         it. Assumed as for `launch_s`."""
-        return _longest(self.durations.leaves_s, drain_s + _longest(self.durations.ends_s, end_s))
+        return self.durations.leaves.or_assumed(drain_s + self.durations.ends.or_assumed(end_s))
 
     def knows_end(self, node: Node) -> bool:
         """Of a node that is gone. A cloud that called it gone, or did not show it, while it was
@@ -355,10 +370,6 @@ class Book:
         if node.up_s is None:  # of a launch that ends badly nobody knows since when it is billed
             node = dataclasses.replace(node, up_s=node.asked_s)
         return max(0.0, bill(node, now_s)[1] - (booked.usd if booked else 0.0))
-
-
-def _longest(seen_s: list[float], assumed_s: float) -> float:
-    return max(seen_s) if len(seen_s) >= MEASURED else max([assumed_s, *seen_s])
 
 
 def _offer(attempt: int, body: dict[str, Any]) -> Offer:

@@ -11,6 +11,7 @@ import dataclasses
 import fnmatch
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -152,12 +153,9 @@ def replacing(policy: Policy, *, settle_s: float = 60.0, grace_s: float = 300.0)
             old = view.standing_in.get(node.attempt)
             if old is not None and node.been_up_s(view.now_s) >= settle_s:
                 return Terminate(old, "its replacement is there", grace_s)
-        crowded = [
-            n
-            for n in sure
-            if sum(n.offer.place == m.offer.place for m in view.alive)
-            > view.max_nodes + len(view.doubted) + len(view.standing_in)
-        ]
+        there = Counter(node.offer.place for node in view.alive)
+        most = view.max_nodes + len(view.doubted) + len(view.standing_in)
+        crowded = [node for node in sure if there[node.offer.place] > most]
         if crowded:  # what was doubted stays after all
             newest = max(crowded, key=lambda node: (node.up_s is None, node.attempt))
             return Terminate(

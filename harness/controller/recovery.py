@@ -273,7 +273,7 @@ class Loop:
                 self.close(node, how_it_ended(node), step)
         self.reconcile_unshown(step)
         said = set(self.world.store.list(DOUBT))
-        for attempt in sorted(book.open):
+        for attempt in sorted(book.open) if said or book.doubted else ():
             if (doubted := order_key(DOUBT, attempt) in said) != (attempt in book.doubted):
                 self.note(AttemptDoubted(attempt, doubted))
         self.journal.flush()

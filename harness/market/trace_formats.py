@@ -387,6 +387,20 @@ def _of_rows(
     return found
 
 
+def as_table(zones: Sequence[ZoneTrace]) -> str:
+    """As a table with a header, which `read` reads as the same zones."""
+    out = io.StringIO()
+    rows = csv.writer(out, lineterminator="\n")
+    rows.writerow(("zone", "seconds", "available", "usd_per_h"))
+    for zone in zones:
+        prices = [""] * len(zone.nodes)
+        if zone.usd_per_h is not None:
+            prices = [f"{usd:.6g}" for usd in zone.usd_per_h]
+        for tick, (nodes, usd) in enumerate(zip(zone.nodes.tolist(), prices, strict=True)):
+            rows.writerow((zone.zone, f"{zone.start_s + tick * zone.tick_s:.12g}", nodes, usd))
+    return out.getvalue()
+
+
 def _tick_of(times_s: list[float], where: str) -> float:
     """Of rows that are one tick apart, give or take what rounding to few digits does."""
     if len(times_s) < 2:

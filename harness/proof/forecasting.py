@@ -262,18 +262,7 @@ def forecast(
     """Play so many markets, each from a seed of its own. `history`: by offer, on a clock that is 0
     when the run begins."""
     shape, nodes = candidate.shape, candidate.nodes
-    undisturbed_h = run.hours(shape, nodes)
-    open_h = OPEN_END * (undisturbed_h + run.changeover_s / 3600) + 24
-    on_demand = shape.on_demand_usd_per_h
-    job = ReplayJob(
-        undisturbed_h,
-        open_h if run.deadline_h is None else run.deadline_h,
-        (min(run.min_nodes, nodes), nodes),
-        changeover_s=run.changeover_s,
-        lost_s=run.lost_s,
-        move_usd=run.move_usd,
-        on_demand_usd_per_h=on_demand if math.isfinite(on_demand) else 1e6,
-    )
+    job = job_of(candidate, run)
     policy, seen = policy_of(candidate, run), dict(history or {})
     places = {offer.name: offer.place for offer in shape.spot}
     # on demand one market is as the other
@@ -293,16 +282,32 @@ def forecast(
         for at in range(different)
     ] * (markets // different)
     paid_h = sum(one.spot_h + one.on_demand_h for one in played)
-    billed_h = nodes * (undisturbed_h + run.changeover_s / 3600)
+    billed_h = nodes * (job.work_h + run.changeover_s / 3600)
     return PlanForecast(
         candidate,
         tuple(one.finish_h for one in played),
         tuple(one.usd for one in played),
         sum(one.missed for one in played) / markets,
-        undisturbed_h,
-        on_demand * billed_h,
+        job.work_h,
+        shape.on_demand_usd_per_h * billed_h,
         sum(one.losses for one in played) / markets,
         sum(one.spot_h for one in played) / paid_h if paid_h else 0.0,
+    )
+
+
+def job_of(candidate: PlanCandidate, run: PlannedRun) -> ReplayJob:
+    """What is played. Without a deadline for as long as it takes, within reason."""
+    undisturbed_h = run.hours(candidate.shape, candidate.nodes)
+    open_h = OPEN_END * (undisturbed_h + run.changeover_s / 3600) + 24
+    on_demand = candidate.shape.on_demand_usd_per_h
+    return ReplayJob(
+        undisturbed_h,
+        open_h if run.deadline_h is None else run.deadline_h,
+        (min(run.min_nodes, candidate.nodes), candidate.nodes),
+        changeover_s=run.changeover_s,
+        lost_s=run.lost_s,
+        move_usd=run.move_usd,
+        on_demand_usd_per_h=on_demand if math.isfinite(on_demand) else 1e6,
     )
 
 
@@ -313,7 +318,7 @@ def market(
     seen: Mapping[str, CapacitySeen],
 ) -> list[ZoneTrace]:
     """One that may come, of the zones of a shape, for as long as the run may take."""
-    nodes, tick_s = job.nodes[1], _tick_s(job)
+    nodes, tick_s = job.nodes[1], tick_of(job)
     zones = [
         dataclasses.replace(
             in_blocks(drawn(offer.name, seen.get(offer.name), rng, nodes=nodes, now_s=0.0), BLOCKS),
@@ -330,7 +335,7 @@ def market(
     return make_up(zones, 1.2 * job.deadline_h + 12, rng, tick_s=tick_s, weather=ROUGH)
 
 
-def _tick_s(job: ReplayJob) -> float:
+def tick_of(job: ReplayJob) -> float:
     """Whole minutes; short enough to see what becomes of a short run."""
     wanted_s = 60.0 * round(job.work_h * 60 / TICKS)
     return min(MOST_TICK_S, max(LEAST_TICK_S, wanted_s))

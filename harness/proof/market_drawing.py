@@ -205,7 +205,8 @@ def timeline(zones: Sequence[ZoneTrace], row: MarketRow, window: MarketWindow) -
         lanes.append(MarketLane("on demand", (), runs, planned, note))
     start_h = window.first * tick_h
     return MarketTimeline(
-        f"{row.market}: {row.policy}, deadline {job.deadline_h:g} h, from hour {start_h:.4g} on",
+        f"{row.market}: {row.policy}, to be done in {job.deadline_h:.4g} h, from hour "
+        f"{start_h:.4g} on",
         tuple(lanes),
         RunDrawn(row.policy, bill_of(zones, window.first, result, job), result.finish_h),
         None

@@ -22,7 +22,7 @@ from harness.proof.market_fleet import STEP_S, ReplayJob
 from harness.proof.market_peers import PEERS
 from harness.proof.market_replay import ReplayResult, replay
 from harness.proof.market_table import policy_named
-from harness.proof.own_market import OwnMarket, own_market, was_taken
+from harness.proof.own_market import REPEATS, OwnMarket, own_market, was_taken
 from harness.views.summary import Summary
 from harness.views.words import duration
 
@@ -99,7 +99,7 @@ class _Questions:
         counts = asked.nodes or (1, self.nodes[1] // 2, self.nodes[1] * 2)
         self.counts = sorted({n for n in counts if n > 0} - {self.nodes[1]})
         self.market = own_market(s, max([self.nodes[1], *self.counts]))
-        self.deadline_h = asked.deadline_h or SLACK * s.wall_s / 3600
+        self.deadline_h = asked.deadline_h or _deadline_h(s)
         self.unknown = list(self.market.unknown)
 
     def answer(self) -> WhatIf:
@@ -192,7 +192,7 @@ class _Questions:
         plans = name.partition("?")[0] in PLAN_WITH_ON_DEMAND
         if not self.market.on_demand_usd_per_h or not (self.market.bought or plans):
             policy = spot_only(policy)
-        return policy
+        return policies.within_hours(policy, hours=self.market.hours * REPEATS)
 
     def row(
         self,
@@ -223,6 +223,14 @@ def spot_only(policy: Policy) -> Policy:
         return policy(dataclasses.replace(view, offers=offers))
 
     return decide
+
+
+def _deadline_h(s: Summary) -> float:
+    """The run's own, from its begin; without one a little later than when it was over."""
+    told = s.asked.deadline_s if s.asked else None
+    if told is not None and told > s.started_s:
+        return (told - s.started_s) / 3600
+    return SLACK * s.wall_s / 3600
 
 
 def _actual(s: Summary, policy: str, nodes: tuple[int, int]) -> ActualRun:

@@ -23,7 +23,7 @@ from harness.proof.market_drawing import (
 from harness.proof.market_fleet import ON_DEMAND
 from harness.proof.market_replay import ReplayResult
 from harness.proof.market_what_if import WhatIf, WhatIfAsked, WhatIfRow, as_json, what_if
-from harness.proof.own_market import OfferHistory
+from harness.proof.own_market import REPEATS, OfferHistory
 from harness.views.market_page import MarketStory
 from harness.views.market_pictures import (
     CostChart,
@@ -85,12 +85,13 @@ def print_what_if(found: WhatIf, console: Console) -> None:
         if row.group != group:
             group = row.group
             table.add_row(Text(f"\nother {HEADS[group]}", "dim"))
-        same = _cells(row.held) == _cells(row.hoped)
-        table.add_row(Text(plain(_name(row))), *_cells(row.held))
-        if not same:
-            table.add_row(Text(f"  {IF_MORE}", "dim"), *(Text(c, "dim") for c in _cells(row.hoped)))
+        held, hoped = (_cells(result, found.market.hours) for result in (row.held, row.hoped))
+        table.add_row(Text(plain(_name(row))), *held)
+        if hoped != held:
+            table.add_row(Text(f"  {IF_MORE}", "dim"), *(Text(cell, "dim") for cell in hoped))
     console.print(table, highlight=False)
-    for note in notes(found):
+    unknown = ("What nobody can know:", *(f"- {one}" for one in found.unknown))
+    for note in (*notes(found), *unknown):
         console.print(f"  {plain(note)}", highlight=False, style="dim", markup=False)
 
 
@@ -98,8 +99,10 @@ def _name(row: WhatIfRow) -> str:
     return f"{row.name} (its own, replayed)" if row.own else row.name
 
 
-def _cells(result: ReplayResult) -> list[str]:
-    done = duration(result.finish_h * 3600) if math.isfinite(result.finish_h) else "never"
+def _cells(result: ReplayResult, market_h: float) -> list[str]:
+    is_done = math.isfinite(result.finish_h)
+    hours = result.finish_h if is_done else REPEATS * market_h
+    done = duration(hours * 3600) if is_done else f"over {duration(hours * 3600)}"
     return [
         money(result.usd),
         f"late: {done}" if result.missed else done,
@@ -117,12 +120,12 @@ def notes(found: WhatIf) -> list[str]:
         hours = own.held.finish_h / found.actual.hours - 1
         said.append(
             f"The replay of its own policy costs {_beside(usd, 'less', 'more')} and takes "
-            f"{_beside(hours, 'shorter', 'longer')} than what really happened: so far are the "
-            "other rows off as well."
+            f"{_beside(hours, 'less', 'more')} time than what really happened: so far are "
+            "the other rows off as well."
         )
     if found.actual.state != "done":
         said.append(f"The run is {found.actual.state}: the work is what it committed.")
-    return [*said, "What nobody can know:", *(f"- {one}" for one in found.unknown)]
+    return said
 
 
 def _beside(share: float, less: str, more: str) -> str:
@@ -146,7 +149,8 @@ def what_if_story(found: WhatIf) -> MarketStory:
     ]
     name = found.url.rstrip("/").rpartition("/")[2] or found.url
     timelines = (_timeline(found),) if _best(found) else ()
-    return MarketStory(f"{name}: what if", tuple(charts), timelines, tuple(notes(found)))
+    title = f"{name}: what if"
+    return MarketStory(title, tuple(charts), timelines, tuple(notes(found)), found.unknown)
 
 
 def _chart(found: WhatIf, rows: Sequence[WhatIfRow], title: str) -> CostChart:

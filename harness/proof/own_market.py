@@ -23,7 +23,7 @@ from statistics import median
 
 import numpy as np
 
-from harness.core.facts import AttemptIntended, SessionStarted
+from harness.core.facts import AttemptIntended, PricesSeen, SessionStarted
 from harness.core.prices import transfer_usd
 from harness.core.values import BadObject, built
 from harness.core.world import BadInput, Offer
@@ -156,6 +156,8 @@ def was_taken(row: AttemptRow) -> bool:
 def _history(name: str, rows: Sequence[AttemptRow], s: Summary) -> OfferHistory:
     offer, prices = Offer(0.0, name), list[tuple[float, float]]()
     for stamped in s.facts:
+        if isinstance(stamped.fact, PricesSeen) and name in stamped.fact.usd_per_h:
+            prices.append((stamped.t - s.started_s, stamped.fact.usd_per_h[name]))
         if isinstance(stamped.fact, AttemptIntended) and stamped.fact.offer.get("name") == name:
             try:
                 offer = built(Offer, stamped.fact.offer)
@@ -313,9 +315,11 @@ def _unknown(
         f"{100 * float((zone.nodes > 0).mean()):.0f} % of the time"
         for one, zone in zip(offers, held, strict=True)
     ]
+    told = any(isinstance(x.fact, PricesSeen) for x in s.facts)
     found = [
         "capacity is known only where the run asked (" + "; ".join(known) + ")",
-        "offers that it never tried are not there, and prices are those of its launches",
+        "offers that it never tried are not there"
+        + ("" if told else ", and prices are those of its launches"),
         f"what lies beyond its own {duration(hours * 3600)} repeats them from the beginning",
         "worlds of a size that was never measured are taken to do as much for each node as the "
         f"nearest that was (measured: {', '.join(f'{n}' for n in _paces(s)) or 'none'})",

@@ -370,7 +370,8 @@ class _Hours:
     def ticks(self) -> list[tuple[float, str]]:
         """Hours, and how they are told."""
         if self.last > 20:
-            step = next(s for s in (6, 12, 24, 48, 96, 168, 10_000) if self.last / s <= 14)
+            step = next((s for s in (6, 12, 24, 48, 96, 168) if self.last / s <= 14), 0)
+            step = step or 168 * math.ceil(self.last / 168 / 14)
             return [(float(h), f"{h} h") for h in range(0, math.floor(self.last) + 1, step)]
         seconds, unit, size = time_ticks(self.last * 3600, 9)
         return [(t / 3600, f"{t / size:g} {unit}") for t in seconds]

@@ -58,16 +58,16 @@ class Rhythm:
     def interval_s(self) -> float:
         """Between two snapshots. 0: unknown.
 
-        A derived one is never longer than this world has trained already, unless an hour between
-        losses would make it so: calm that was seen before says little about a world that has just
-        begun.
+        A derived one is never longer than this world had trained when the last one was made, unless
+        an hour between losses would make it so: calm that was seen before says little about a world
+        that has just begun.
         """
         if not self._interval.derived:
             return self._interval.seconds(self.calm_step_s, 0.0, 0.0)
         costs = 0.0, self.cost_s, self.commit_s
         learned_s = self._interval.seconds(*costs, self.between_losses_s)
         usual_s = self._interval.seconds(*costs)
-        return min(learned_s, max(usual_s, self._now() - self._began_s))
+        return min(learned_s, max(usual_s, self._last_s - self._began_s))
 
     @property
     def cost_s(self) -> float:
