@@ -147,6 +147,14 @@ def test_on_demand_far_above_is_named_and_not_drawn():
     assert [c.name for c in market_drawing.story_of(bought).charts[0].curves] == ["deadline", "greedy"]
 
 
+def test_the_best_fixed_numbers_of_nodes_are_one_line():
+    best = table(row("fixed_8", 5.0, 9.0), row("fixed_6", 6.0, 8.0), *two_deadlines().rows)
+    first = market_drawing.story_of(best).charts[0].curves[0]
+    assert first.name == "best_fixed" and [p.usd for p in first.points] == [9.0, 8.0]
+    asked = table(row("fixed_8", 5.0, 9.0), row("fixed_6", 5.0, 8.0))
+    assert [c.name for c in market_drawing.story_of(asked).charts[0].curves] == ["fixed_8", "fixed_6"]
+
+
 # ---- lines ---------------------------------------------------------------------------------------
 def test_spells_are_joined_and_few_enough_to_be_seen():
     levels = ((0.0, 1.0), (1.0, 1.0), (2.0, 0.0), (3.0, 2.0))

@@ -18,7 +18,7 @@ from harness.market.optimum import NOWHERE, ON_DEMAND, Optimum
 from harness.market.traces import ZoneTrace
 from harness.proof import market_replay
 from harness.proof.market_replay import ReplayJob, ReplayResult
-from harness.proof.market_table import MarketRow, MarketTable, MarketWindow
+from harness.proof.market_table import BEST_FIXED, FIXED, MarketRow, MarketTable, MarketWindow
 from harness.views.drawing import check_png
 from harness.views.market_page import MarketStory, market_page, market_png
 from harness.views.market_pictures import (
@@ -106,10 +106,13 @@ def story_of(table: MarketTable, policy: str = "") -> MarketStory:
 
 
 def _chart(name: str, rows: Sequence[MarketRow]) -> CostChart:
+    fixed = [row.job.deadline_h for row in rows if row.policy.startswith(FIXED)]
+    best_only = len(set(fixed)) == len(fixed)  # one number of nodes for each deadline: one line
     by_policy = dict[str, list[MarketRow]]()
     for row in sorted(rows, key=lambda row: row.job.deadline_h):
         if row.windows and row.policy != BOUGHT:  # it has a line of its own
-            by_policy.setdefault(row.policy, []).append(row)
+            is_best = best_only and row.policy.startswith(FIXED)
+            by_policy.setdefault(BEST_FIXED if is_best else row.policy, []).append(row)
     first = {row.job.deadline_h: row for row in reversed(rows) if row.windows}
     return CostChart(
         name,
