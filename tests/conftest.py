@@ -11,7 +11,7 @@ import pytest
 PROOFS = (
     *("check_run", "loops_page", "micro_loader", "open_steps", "own_files", "watch_processes"),
     *("budget", "kills", "longrun", "many_nodes", "old_runs", "python_versions", "replay"),
-    *("replicas", "system", "wandb_run"),
+    *("plan_calibration", "replicas", "system", "wandb_run"),
 )
 _proofs = {f"test_{name}.py" for name in PROOFS}
 _files = {path.name for path in Path(__file__).parent.glob("test_*.py")}

@@ -2,19 +2,27 @@
 
     PYTHONPATH=.:tests python tests/pictures.py
 
-writes docs/pictures/terminal.svg (`harness status` while a node is being taken) and nodes.svg (a
-part of `harness report`).
+writes docs/pictures/terminal.svg (`harness status` while a node is being taken), nodes.svg (a part
+of `harness report`), and market.svg (a part of `harness simulate --trace FILE --plot FILE`, of a
+made-up market).
 """
 
 import io
 import re
 from pathlib import Path
 
+import numpy as np
 from histories import T0, whole_run
 from rich.console import Console
 
 from harness.bucket.journal import Journal, read_facts
 from harness.core import facts as f
+from harness.market.made_up import make_up, usual_zones
+from harness.proof.market_drawing import story_of
+from harness.proof.market_fleet import ReplayJob
+from harness.proof.market_runs import run_table
+from harness.views.drawing import svg
+from harness.views.market_pictures import timeline_drawing
 from harness.views.monitor import LiveView
 from harness.views.page_html import asset
 from harness.views.summary import summarize
@@ -73,7 +81,19 @@ def nodes() -> str:
     """In the colours of the light page."""
     history = whole_run()
     drawn = timeline(summarize(history.store, now=lambda: history.t))
-    picture = re.search(r"<svg.*</svg>", drawn, re.S)[0]
+    return alone(re.search(r"<svg.*</svg>", drawn, re.S)[0])
+
+
+def market() -> str:
+    """A published policy beside the optimum, on three made-up zones."""
+    rng = np.random.default_rng(11)
+    zones = tuple(make_up(usual_zones(3, rng), 48.0, rng, tick_s=600.0))
+    found = run_table({"three zones": zones}, [ReplayJob(24.0, 27.0)], ["uniform_progress"], 1, 1)
+    return alone(svg(timeline_drawing(story_of(found).timelines[0])))
+
+
+def alone(picture: str) -> str:
+    """A picture of a page, without the page."""
     style = re.sub(r"light-dark\((#\w+),#\w+\)", r"\1", asset("page.css"))
     style = style.partition("@media")[0] + "svg{font-family:system-ui,sans-serif;background:#fff}"
     picture = re.sub(r' data-tip="[^"]*"', "", picture)
@@ -85,6 +105,6 @@ def nodes() -> str:
 
 if __name__ == "__main__":
     PICTURES.mkdir(exist_ok=True)
-    for name, make in (("terminal", terminal), ("nodes", nodes)):
+    for name, make in (("terminal", terminal), ("nodes", nodes), ("market", market)):
         (PICTURES / f"{name}.svg").write_text(make(), encoding="utf-8")
         print(PICTURES / f"{name}.svg")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from harness.controller.policies import (
@@ -29,6 +30,9 @@ from harness.core.world import (
     View,
     Wait,
 )
+from harness.market.made_up import make_up, usual_zones
+from harness.proof.market_quick import play
+from harness.proof.market_replay import ReplayJob
 from harness.testing import PolicyContract, pending, situation, up
 
 H = 3600.0
@@ -112,7 +116,8 @@ def test_zones_are_places_where_offers_name_none() -> None:
     policy = spread(cheapest, zones=3)
     at = {"offers": offers, "max_nodes": 3}
     assert launched(policy(view(up(1, offers[0]), **at))) == offers[1]
-    assert launched(policy(view(up(1, offers[0]), up(2, offers[1]), **at))) == offers[2]
+    two = view(up(1, offers[0]), up(2, offers[1]), **at)  # more than two are left to nobody
+    assert waits(policy(two)) == "zones that have their share are left alone"
 
 
 def test_a_warm_spare_is_in_another_zone() -> None:
@@ -175,6 +180,30 @@ def test_what_is_there_stays_at_the_last_call() -> None:
         OD, "too slow for the deadline: another takes its place", instead_of=1
     )
     assert waits(policy(at(1.9, *slow, up(5, OD), standing_in={5: 1})))
+
+
+def test_at_the_last_call_all_are_where_they_reach_each_other() -> None:
+    policy = by_deadline(cheapest, hours=12)
+    west = dataclasses.replace(OD, name="aws/west2/west2a/p5-od", place="aws/west2", usd_per_h=2.9)
+    here, offers = (up(1, A), up(2, A)), {"offers": (A, west, OD)}
+    assert policy(at(1.9, *here, up(3, C), pending(4, C), **offers)) == Terminate(
+        3, "the others cannot reach it", also=(4,)
+    )
+    assert launched(policy(at(1.9, *here, **offers))) == OD
+    assert launched(policy(at(1.9, **offers))) == west
+
+
+def test_deadlines_are_kept_in_markets_that_nobody_knows() -> None:
+    """Made-up ones: of one zone or three, for one node or four."""
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        nodes = (1, 4)[seed % 2]
+        zones = make_up(
+            usual_zones((1, 3)[seed % 3 > 0], rng, nodes=nodes, usd_per_h=1.0), 40, rng, tick_s=600.0
+        )
+        for slack in (1.08, 1.5):
+            job = ReplayJob(20.0, 20.0 * slack, nodes=(1, nodes), changeover_s=600.0, lost_s=300.0)
+            assert not play(zones, 0, job, by_deadline(cheapest)).missed, (seed, slack)
 
 
 def test_on_demand_nodes_stay_while_they_are_needed() -> None:

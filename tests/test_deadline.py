@@ -15,8 +15,10 @@ from harness.market.lookahead import OPEN, SpellRates, Terms, moves, outlook
 from harness.market.optimum import WorkToDo, optimum
 from harness.market.rates import ends, shut_since, shut_spells, spell_rates
 from harness.market.traces import ZoneTrace
+from harness.proof.market_quick import play
 from harness.proof.market_replay import ReplayJob, replay
 from harness.testing import PolicyContract, situation, up
+from harness.testing.situations import situations
 
 HOUR = 3600.0
 SPOT, OTHER = Offer(1.0, "a", place="a"), Offer(1.5, "b", place="b")
@@ -25,11 +27,24 @@ DEAR = Offer(3.0, "a/on-demand", False, place="a")
 
 class TestDeadline(PolicyContract):
     def most_nodes(self, view):
-        return view.max_nodes + 1  # one is begun beside the one that it replaces
+        return 2 * view.max_nodes  # each may be begun beside the one that it replaces
 
-    @pytest.fixture(params=["deadline", "deadline?deadline_h=1.5&work_h=0.5&total_steps=300"])
-    def policy(self, request):
-        return policies.resolve(request.param)
+    @pytest.fixture
+    def policy(self):
+        return deadline
+
+
+class TestDeadlineToKeep(TestDeadline):
+    """It forecasts for each of these views, which takes its time: so these are fewer."""
+
+    seeds = range(2)
+
+    def views(self):
+        return situations(3, 12)
+
+    @pytest.fixture
+    def policy(self):
+        return policies.resolve("deadline?deadline_h=1.5&work_h=0.5&total_steps=300")
 
 
 def known(work_h=10.0, deadline_h=20.0, **more):
@@ -182,7 +197,7 @@ def test_it_is_in_time_and_near_the_optimum(deadline_h, most):
     job = ReplayJob(12.0, deadline_h, changeover_s=600.0)
     for seed in range(6):
         zone = made_up(seed)
-        found = replay([zone], 0, job, deadline)
+        found = play([zone], 0, job, deadline)
         assert not found.missed
         paid += found.usd
         work = WorkToDo(12.0, deadline_h, 600.0, job.spot_usd_per_h, job.on_demand_usd_per_h)
@@ -195,3 +210,18 @@ def test_it_is_in_time_without_any_spot():
     for nodes in ((1, 1), (1, 3)):
         found = replay([zone], 1, ReplayJob(12.0, 13.0, nodes, 720.0), deadline)
         assert not found.missed and found.spot_h == 0
+
+
+@pytest.mark.parametrize("deadline_h", [13.0, 18.0])
+def test_a_fleet_is_in_time_and_uses_what_spot_there_is(deadline_h):
+    """Against what is paid at least: all spot that is ever there, and the rest on demand."""
+    paid = least = 0.0
+    job = ReplayJob(12.0, deadline_h, (1, 8), changeover_s=600.0)
+    for seed in range(4):
+        nodes = sum(made_up(10 * seed + i).nodes for i in range(8))
+        found = play([ZoneTrace("z", 600.0, nodes)], 0, job, deadline)
+        assert not found.missed
+        spot_h = min(96.0, nodes[: int(6 * deadline_h)].sum() / 6)
+        paid += found.usd
+        least += spot_h * job.spot_usd_per_h + (96.0 - spot_h) * job.on_demand_usd_per_h
+    assert paid <= 1.25 * least

@@ -12,6 +12,7 @@ from harness.market.made_up import (
     MadeUpZone,
     MarketWeather,
     drawn,
+    in_blocks,
     make_up,
     seen_in,
     usual_zones,
@@ -71,10 +72,18 @@ def test_zones_share_weather():
 
 def test_blocks_of_machines_come_and_go_together():
     single = make_up([MadeUpZone("a", nodes=16)], 500, rng())[0].nodes
-    blocks = make_up([MadeUpZone("a", nodes=16, block=8.0)], 500, rng())[0].nodes
-    assert single.max() <= 16 and blocks.max() <= 16
-    assert np.abs(np.diff(blocks)).max() > np.abs(np.diff(single)).max()
-    assert blocks.std() > single.std()
+    blocks = make_up([MadeUpZone("a", nodes=16, blocks=2)], 500, rng())[0].nodes
+    assert single.max() <= 16 and set(blocks) == {0, 8, 16}
+    assert np.abs(np.diff(single)).max() < 8 and blocks.std() > single.std()
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_zone_in_blocks_has_all_of_them_as_often_and_as_long(count: int):
+    whole = MadeUpZone("a", 3.0, 2.0, 1.0, 1.0, nodes=8)
+    seen = seen_in(make_up([in_blocks(whole, count)], 8000, rng(), tick_s=60)[0], nodes=8)
+    open_h = [s.seconds / 3600 for s in seen.spells[1:] if s.open]
+    closed_h = [s.seconds / 3600 for s in seen.spells[1:] if not s.open]
+    assert 2.4 < np.mean(open_h) < 3.6 and 1.6 < np.mean(closed_h) < 2.4
 
 
 def test_what_was_seen_narrows_what_is_drawn():

@@ -4,25 +4,36 @@ for the next launch even when a team's bucket is not."""
 import json
 import random
 import shutil
+import threading
 import time
 from dataclasses import asdict, replace
 
 import pytest
 
 from harness.bucket.journal import Journal
+from harness.cli import market as cli
 from harness.cli.command import main
 from harness.cli.market import SHARED, Histories, remembering
-from harness.controller.remembered import records_of_run, run_name
-from harness.core.facts import AttemptEnded, AttemptIntended, AttemptUp
+from harness.controller.remembered import RunMemory, run_name
+from harness.core.facts import (
+    AttemptEnded,
+    AttemptIntended,
+    AttemptUp,
+    EpochLeft,
+    NoticeSeen,
+    PricesSeen,
+)
 from harness.core.known import CapacitySeen, Spell
 from harness.core.values import BadObject
 from harness.core.world import Offer
 from harness.market import history
 from harness.market.history import FRESH_S, KEEP_S, MarketHistory, OfferSeen
 from harness.market.history_shelf import HistoryShelf
+from harness.market.trace_formats import read_market
 from storage.errors import StoreUnavailable
 from storage.files import MemoryStore
 from storage.opening import open_store
+from storage.text import Console
 
 NOW = 1_800_000_000.0
 EAST = Offer(1.1, "aws/us-east-1/use1-az1/p3", accelerator="V100", gpus=1, place="aws/us-east-1")
@@ -200,12 +211,14 @@ def a_run(store, begin_s=NOW):
     told.say(4300, AttemptIntended(3, asdict(WEST)))
     told.say(4400, AttemptUp(3, begin_s + 4400))
     told.say(5000, AttemptIntended(4, asdict(WEST)))
+    return told
 
 
 def test_a_run_as_records():
     store = bucket_of_its_own()
-    a_run(store)
-    east, west = records_of_run("file:///run", store)
+    told = a_run(store)
+    memory = RunMemory("file:///run", store)
+    east, west = memory.records()
     assert east == OfferSeen(
         run_name("file:///run"),
         EAST.name,
@@ -215,6 +228,7 @@ def test_a_run_as_records():
         spells=(Spell(False, 685.0, True), Spell(True, 3600.0, True)),
         node_s=3600.0,
         losses=1,
+        unnoticed=1,
         usd_per_h=((NOW, 1.1), (NOW + 600, 1.2)),
         place="aws/us-east-1",
         accelerator="V100",
@@ -223,6 +237,19 @@ def test_a_run_as_records():
     # its node is up: the offer is open until the last that is known of the run
     assert (west.open, west.since_s, west.until_s, west.node_s) == (True, NOW + 4400, NOW + 5000, 600)
     assert "run" not in run_name("file:///run")
+    # later only what is new is read: a node that was told in time, and a price
+    told.t = NOW + 5500
+    node = Journal(store, "m3-abc", lambda: told.t)
+    node.record(NoticeSeen("m3-abc", "aws", "kill", "n-1", NOW + 5620))
+    node.record(EpochLeft(1, "m3-abc", "drained"))
+    node.flush()
+    told.say(5550, PricesSeen({WEST.name: 1.4, EAST.name: 1.2, "gcp/dear": 9.0}))
+    told.ended(5600, 3, "preempted", 4300, 4400)
+    east, west = memory.records()
+    assert (west.losses, west.unnoticed, west.open, west.node_s) == (1, 0, False, 1200)
+    assert west.usd_per_h == ((NOW + 4300, 1.3), (NOW + 5550, 1.4))
+    assert east.usd_per_h == ((NOW, 1.1), (NOW + 600, 1.2))
+    assert memory.records() == [east, west] == RunMemory("file:///run", store).records()
 
 
 class Silent(MemoryStore):
@@ -260,6 +287,32 @@ def test_a_team_that_does_not_answer_is_remembered(tmp_path):
     assert ("more", "a") in silent.read(NOW)[0].records
     nobody = AtHome(tmp_path / "new", Silent("memory://silent", {}))
     assert nobody.read(NOW)[0].records == {} and "left out" in nobody.read(NOW)[1][0]
+
+
+class Slow(MemoryStore):
+    """It answers when it is let."""
+
+    def __init__(self):
+        super().__init__("memory://slow", {})
+        self.let = threading.Event()
+
+    def list(self, prefix):
+        assert self.let.wait(30)
+        return super().list(prefix)
+
+
+def test_a_team_that_is_slow_holds_nobody_up_and_is_known_the_next_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "SHARED_WITHIN_S", 0.05)
+    bucket = Slow()
+    bucket.put("seen/2027-01-15/theirs.jsonl", (seen("theirs").line() + "\n").encode())
+    ours = AtHome(tmp_path, bucket)
+    history, (warning,) = ours.read(NOW)
+    assert history.records == {} and "no answer within 0.05 s" in warning
+    bucket.let.set()
+    for thread in threading.enumerate():
+        if thread.name == "market history":
+            thread.join(30)
+    assert ("theirs", "a") in AtHome(tmp_path, Silent("memory://silent", {})).read(NOW)[0].records
 
 
 def test_a_launch_keeps_what_it_has_seen_in_the_end(tmp_path):
@@ -308,6 +361,11 @@ def test_the_command_from_learning_to_showing(home, capsys):
     assert harness("export", file) == 0
     assert harness("export", home / "all.csv") == 0
     assert (home / "all.csv").read_text().count("\n") == 3
+    assert harness("draw", home / "made.csv", "--hours", "50", "--nodes", "2") == 0
+    drawn = (home / "made.csv").read_text()
+    zones = read_market({"made.csv": drawn})
+    assert [zone.zone for zone in zones] == [EAST.name, WEST.name]
+    assert len(zones[0].nodes) == 300 and zones[0].usd_per_h is not None
     # somebody else who has the file, and somebody who has the team's bucket
     for more in (), ("--shared", team):
         shutil.rmtree(home / "home")
@@ -327,6 +385,8 @@ def test_the_command_from_learning_to_showing(home, capsys):
         (("export", "x.parquet"), "wanted one file, FILE.jsonl or FILE.csv"),
         (("export", "no/x.csv"), "cannot be written"),
         (("show", "aws"), "use --offer"),
+        (("draw", "x.txt"), "wanted one file, FILE.csv"),
+        (("draw", "x.csv"), "nothing is known of the capacity of any such offer"),
     ],
 )
 def test_what_the_command_cannot_do(home, capsys, monkeypatch, argv, wanted):
@@ -334,3 +394,12 @@ def test_what_the_command_cannot_do(home, capsys, monkeypatch, argv, wanted):
     (home / "x.jsonl").write_text("hello\n")
     assert harness(*argv) == 2
     assert wanted in capsys.readouterr().err
+
+
+def test_a_launch_is_told_what_others_saw_and_not_what_it_saw_itself(tmp_path, capsys):
+    ours = AtHome(tmp_path, Silent("memory://silent", {}))
+    own = run_name("file:///run")
+    ours.write([seen(own, "a", losses=5), seen("other", "a", losses=1), seen(own, "b")], NOW)
+    known = cli.known_before("file:///run", ours, NOW, Console())
+    assert {name: one.losses for name, one in known.items()} == {"a": 1}
+    assert "s3://team/market: does not answer" in words(capsys)

@@ -1,5 +1,6 @@
 """Pictures of policies on markets: what they say, where they are written, and what they refuse."""
 
+import dataclasses
 import io
 import math
 import re
@@ -114,10 +115,11 @@ def test_a_run_stands_beside_the_optimum_hour_by_hour():
 
 def test_many_nodes_and_a_run_that_was_never_done_are_drawn():
     spans = tuple((NASTY, 0.1 * i, 4.0 + 0.1 * i, i % 2 == 0) for i in range(6))
-    lost = MarketWindow(0, result(40.0, spans, math.inf), None, 90.0)
+    only_a_bill = Optimum(30.0, (), math.nan)
+    lost = MarketWindow(0, result(40.0, spans, math.inf), only_a_bill, 90.0)
     shown = table(MarketRow("fleet", "cheapest", ReplayJob(8.0, 5.0, nodes=(1, 16)), (lost,)))
     story = market_drawing.story_of(shown)
-    assert story.charts[0].optimum == () and story.timelines[0].optimum is None
+    assert story.charts[0].optimum == ((5.0, 30.0),) and story.timelines[0].optimum is None
     assert max(n for _, n in story.timelines[0].lanes[0].run) == 6
     words = texts(market_page(story))
     assert "cheapest: $40.00, never done" in words and "1 missed" in words and "inf" not in words
@@ -130,6 +132,19 @@ def test_nobody_elses_words_become_markup_and_the_page_needs_nothing_else():
     assert not re.search(r"(?:src|href)=|@import|url\(", page.replace('href="#', ""))
     for picture in re.findall(r"<svg.*?</svg>", page):
         ElementTree.fromstring(picture)
+
+
+def test_on_demand_far_above_is_named_and_not_drawn():
+    chart = market_drawing.story_of(two_deadlines()).charts[0]
+    far = dataclasses.replace(chart, on_demand=((5.0, 90.0), (6.0, 90.0)))
+    for one, drawn in ((chart, True), (far, False)):
+        picture = market_pictures.cost_drawing(one)
+        dots = [s.tip for s in picture.shapes if isinstance(s, drawing.DrawnDot)]
+        assert any(tip.startswith("on demand") for tip in dots) == drawn
+        words = [s.text for s in picture.shapes if isinstance(s, drawing.DrawnText)]
+        assert ("on demand $90.00 (above)" in words) != drawn
+    bought = table(row("on_demand", 5.0, 12.0), *two_deadlines().rows)
+    assert [c.name for c in market_drawing.story_of(bought).charts[0].curves] == ["deadline", "greedy"]
 
 
 # ---- lines ---------------------------------------------------------------------------------------
@@ -167,7 +182,7 @@ def test_one_name_gives_a_page_and_a_png(tmp_path):
     assert image.width == (market_pictures.WIDTH + 2 * drawing.MARGIN) * drawing.PIXELS
     assert len(image.convert("RGB").resize((200, 200)).getcolors(40_000)) > 5
     only = market_drawing.draw(two_deadlines(), str(tmp_path / "only.html"), policy="greedy")
-    assert [one.name for one in only] == ["only.html"] and "greedy, deadline" in texts(only[0].read_text())
+    assert [one.name for one in only] == ["only.html"] and "greedy, to be done in 5 h" in texts(only[0].read_text())
 
 
 def test_what_cannot_be_written_is_said_before_the_work(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from harness.proof.market_quick import play
 from harness.proof.market_replay import ReplayJob, replay
 
 POLICIES = {
+    "deadline": policies.resolve("deadline"),
     "cheapest": policies.cheapest,
     "together": policies.together(policies.cheapest),
     "on_demand_fallback": policies.on_demand_fallback,

@@ -19,9 +19,9 @@ def zone(name, nodes, usd=None):
 
 
 def cost_of(zones, first, work, actions):
-    """What a plan costs, played forwards second by second, and the tick after which it is done.
-    `actions`: of each tick NOWHERE, or a place: of each zone its spot, then on demand there."""
-    tick_h, todo_s = TICK_S / 3600, work.hours * 3600
+    """What a plan costs, played forwards, and when it is done (hours). `actions`: of each tick
+    NOWHERE, or a place: of each zone its spot, then on demand there."""
+    todo_s = work.hours * 3600
     usd, place, last_zone, ahead_s = 0.0, NOWHERE, None, 0.0
     for tick, action in enumerate(actions):
         if action == NOWHERE:
@@ -30,25 +30,26 @@ def cost_of(zones, first, work, actions):
         z, spot = action % len(zones), action < len(zones)
         at = first + tick
         if spot and (at >= len(zones[z].nodes) or not zones[z].nodes[at]):
-            return math.inf, 0
+            break
         if action != place:
             usd += work.move_usd if last_zone not in (None, z) else 0.0
             place, last_zone, ahead_s = action, z, work.changeover_s
         each, prices = work.on_demand_usd_per_h, zones[z].usd_per_h
         if spot:
             each = work.spot_usd_per_h if prices is None else prices[at]
-        usd += each * tick_h
-        trains_s = max(0.0, TICK_S - ahead_s)
+        used_s = min(TICK_S, ahead_s + todo_s)
+        usd += each * used_s / 3600
+        todo_s -= max(0.0, used_s - ahead_s)
         ahead_s = max(0.0, ahead_s - TICK_S)
-        todo_s -= trains_s
         if todo_s <= 1e-6:
-            return usd, tick + 1
-    return math.inf, 0
+            end_h = (tick * TICK_S + used_s) / 3600
+            return (usd, end_h) if end_h <= work.deadline_hours + 1e-9 else (math.inf, math.inf)
+    return math.inf, math.inf
 
 
 def least(zones, first, work):
     """The least cost of all plans, by trying every one that may still become better."""
-    ticks = int(work.deadline_hours * 3600 / TICK_S)
+    ticks = math.ceil(work.deadline_hours * 3600 / TICK_S - 1e-9)
     best = math.inf
     stack = [()]
     while stack:
@@ -74,10 +75,12 @@ def made_up(rng):
         zones.append(zone(name, nodes, usd))
     ticks = 6 if len(zones) == 1 else 5
     changeover_s = rng.choice((0.0, 120.0, 300.0, 600.0, 720.0, 1200.0))
-    most_s = ticks * TICK_S - changeover_s
+    deadline_s = ticks * TICK_S - rng.choice((0.0, 0.0, 120.0, 300.0))
+    # whole minutes, which whole parts of a tick can be
+    work_s = rng.choice((0.3, 0.5, 0.8, 1.0)) * (deadline_s - changeover_s) // 120 * 120
     work = WorkToDo(
-        hours=rng.choice((0.3, 0.5, 0.8, 1.0)) * most_s / 3600,
-        deadline_hours=ticks * TICK_S / 3600,
+        hours=max(120.0, work_s) / 3600,
+        deadline_hours=deadline_s / 3600,
         changeover_s=changeover_s,
         spot_usd_per_h=1.0,
         on_demand_usd_per_h=3.0,
@@ -87,14 +90,15 @@ def made_up(rng):
 
 
 def played(zones, first, work, plan):
-    """The cost of an optimum's plan, on demand in whatever zone is the cheapest to go to."""
-    costs = [math.inf]
+    """What an optimum's plan costs, on demand in whatever zone is the cheapest to go to, and when it
+    is done."""
+    costs = [(math.inf, math.inf)]
     for z in range(len(zones)):
         actions, last = [], z
         for place in plan:
             last = place if place >= 0 else last
             actions.append(len(zones) + last if place == ON_DEMAND else place)
-        costs.append(cost_of(zones, first, work, actions)[0])
+        costs.append(cost_of(zones, first, work, actions))
     return min(costs)
 
 
@@ -103,8 +107,7 @@ def test_no_plan_is_cheaper_and_its_own_costs_as_much(seed):
     zones, first, work = made_up(random.Random(seed))
     found = optimum(zones, first, work)
     assert found.usd == pytest.approx(least(zones, first, work))
-    assert played(zones, first, work, found.plan) == pytest.approx(found.usd)
-    assert found.finish_h <= work.deadline_hours + 1e-9
+    assert played(zones, first, work, found.plan) == pytest.approx((found.usd, found.finish_h))
 
 
 def test_known_cases():
@@ -142,4 +145,4 @@ def test_a_plan_is_the_same_when_few_choices_are_kept(monkeypatch):
     whole = optimum(zones, 3, work)
     monkeypatch.setattr(module, "CHOICES_KEPT", 20_000.0)  # some ten ticks
     assert optimum(zones, 3, work) == whole
-    assert played(zones, 3, work, whole.plan) == pytest.approx(whole.usd)
+    assert played(zones, 3, work, whole.plan) == pytest.approx((whole.usd, whole.finish_h))

@@ -48,6 +48,14 @@ def test_a_full_offer_gets_one_probe_at_a_time() -> None:
     assert launched(cheapest(view(pending(1, A)))) == A  # it was never full: ask for both at once
 
 
+def test_no_third_place_is_asked() -> None:
+    """The loop would not let a node there (`Loop.room`)."""
+    x, y, z = (Offer(p, n, place=n) for n, p in (("x", 1.0), ("y", 2.0), ("z", 3.0)))
+    nodes = {"offers": (x, y, z), "max_nodes": 9}
+    assert launched(cheapest(view(up(1, z), **nodes))) == x
+    assert launched(cheapest(view(up(1, z), up(2, y), **nodes))) == y
+
+
 def test_waits_end_when_something_can_be_asked_again() -> None:
     assert cheapest(view(blocked={"a": 1003.0, "b": 1060.0, "c": 1004.0})) == Wait(
         3.0, "no capacity on the offers in question"

@@ -16,6 +16,7 @@ from harness.core import facts as f
 from harness.core import records as rec
 from harness.core.columns import Committed
 from harness.core.facts import Stamped
+from harness.core.losses import daly
 from harness.core.records import StepRecord
 from harness.core.world import Offer
 from harness.views.interruption import MOMENTS
@@ -23,7 +24,6 @@ from harness.views.ledger import Ledger
 from harness.views.painting import NANO
 from harness.views.postmortem import Postmortem, postmortem
 from harness.views.summary import summarize
-from harness.views.what_if import daly
 from storage.snapshots import Snapshots
 
 DOLLAR_A_SECOND = 3600.0  # per hour: dollars are node-seconds

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from harness.core.world import BadInput
-from harness.market.trace_formats import TraceAsked, read, read_market
+from harness.market.trace_formats import TraceAsked, as_table, read, read_market
 from harness.market.traces import ZoneTrace, aligned, zone_names
 
 
@@ -97,6 +97,15 @@ def test_times_of_tables():
     assert a.nodes.tolist() == [2, 3] and b.nodes.tolist() == [4, 5]
 
 
+def test_a_table_that_is_written_is_read_as_it_was():
+    for start_s, usd in ((0.0, None), (1.7e9, 0.25)):
+        zones = [zone(name, [1, 0, 3], 300, start_s, usd) for name in "ab"]
+        for one_, other in zip(zones, read(as_table(zones), "t.csv"), strict=True):
+            assert (one_.zone, one_.tick_s, one_.start_s) == (other.zone, other.tick_s, other.start_s)
+            assert one_.nodes.tolist() == other.nodes.tolist()
+            assert usd is None or one_.usd_per_h.tolist() == other.usd_per_h.tolist()
+
+
 # ---- what is wrong -------------------------------------------------------------------------------
 def test_polarity_is_what_is_said():
     assert one(counts([1, 0, 0])).nodes.tolist() == [1, 0, 0]
@@ -136,6 +145,11 @@ def test_polarity_is_what_is_said():
         ("60000,add,a\n0,add,b\n", "times that never go back"),
         ("0,add,a\n60,remove,a\n", "less than two ticks of 60 s; is the unit"),
         ("0,add,a\nb,add,c\n", "line 2: wanted a number, found 'b'"),
+        ("0.0,1\n1e308,1\n", "line 2: wanted a number, found '1e308'"),
+        (counts([1, 1e300]), "wanted a list of finite numbers"),
+        ('{"metadata": {"gap_seconds": 1e999}, "data": [1]}', "a tick of inf s"),
+        ("[" * 100_000, "cannot be read"),
+        ("seconds,available\n0,1\n60," + "1" * 200_000, "cannot be read: field larger than"),
         ("0,add,a\n1,lend,c\n", "line 2: wanted 'ms,add|remove,node'"),
         ('[0, "add", {"nodes": []}]\n[1, "lend", {"nodes": ["a"]}]', "line 2: wanted add, remove"),
         ("2021-12-10, 13:07:00, 8\n2021-12-09, 13:07:00, 8\n", "86400 s before that of a line above"),
@@ -148,7 +162,7 @@ def test_polarity_is_what_is_said():
 )
 def test_what_no_market_can_be_is_refused(text, wanted):
     with pytest.raises(BadInput) as e:
-        read_market({"m/x.csv": text})
+        read_market({"m/x.csv": text}, TraceAsked(unit="seconds"))
     assert wanted in str(e.value) and str(e.value).count("\n") == 0
 
 

@@ -7,13 +7,14 @@ import copy
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
 from harness.adapters.accelerate_rounds import Window, batched, every_batch, length, rounds_of
+from harness.adapters.unused import UnusedParameters
 from harness.core.world import BadInput
 from harness.worker import chance
 from harness.worker.loader import content_hash, fingerprint
@@ -117,10 +118,11 @@ class TrainingFeed:
 
 
 class PreparedThings:
-    """What the script's accelerators were given."""
+    """What the script's accelerators were given. `unused`: of its models."""
 
     def __init__(self) -> None:
         self.accelerators: list[Any] = []
+        self.unused: UnusedParameters | None = None
 
     def all(self, name: str) -> list[Any]:
         """Of an attribute that each of them has."""
@@ -210,6 +212,19 @@ def sample_batch(loader: Any) -> Any:
         if before is not None:
             loader.dataset.load_state_dict(before)
         return batch
+
+
+def without_reading(loader: Any, feed: TrainingFeed) -> Iterator[Any]:
+    """As many items as a prepared loader would give."""
+    own = family(loader)
+    item = feed.place(sample_batch(own)) if own is not None else None
+    count = length(loader) or 1
+    loader.begin()
+    for number in range(count):
+        loader.end_of_dataloader = number == count - 1
+        yield item
+    loader.iteration += 1
+    loader.end()
 
 
 def _size(loader: Any) -> int:

@@ -59,6 +59,9 @@ class FirstStep:
     def done(self, m: int, loss: torch.Tensor | float, weight: float) -> None:
         self._done.append((m, loss, weight))
 
+    def hold(self) -> None:
+        """Nothing is sent before the length is known."""
+
     def backward_begins(self) -> None: ...
 
     def tell(self, step: OwnStep) -> None:

@@ -7,8 +7,9 @@ wraps the model in DistributedDataParallel, and gradients are summed when the sc
 lets its optimizer step. `accelerator.num_processes` says the first world, W0.
 
 A resumed script runs through what it has done without work: loaders give one batch again and again,
-models say what they said, nothing steps, nothing is saved or logged. What it keeps in variables of
-its own is put back at the end (script_variables.py).
+models say what they said, nothing steps, nothing is saved or logged. After evaluations and epochs
+it decides as it did (script_decisions.py). What it keeps in variables of its own is put back at the
+end (script_variables.py).
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from harness.adapters.accelerate_rounds import (
     deal,
     rounds_of,
 )
+from harness.adapters.script_decisions import Decisions
 from harness.adapters.script_variables import ScriptVariables
+from harness.adapters.unused import UnusedParameters
 from harness.core.world import BadInput
 from harness.worker.own_loop import OwnLoop
 from harness.worker.session import Session
@@ -63,6 +66,7 @@ class Driver:
         self._one_loss: bool | None = None  # None: no step has shown it yet
         self._answers, self._tape = Answers(), Tape(run.device.type)
         self._variables, self._quiet = ScriptVariables(), Quiet()
+        self._decisions = Decisions(self.first, keeps=run.rank == 0)
 
     @property
     def replaying(self) -> bool:
@@ -119,16 +123,19 @@ class Driver:
         schedulers = feeds.schedulers_of(raw, prepared)
         custom = self.prepared.all("_custom_objects")
         self._variables.begin(frame)
+        self._decisions.begin(frame)
         own = {"batches": feed.shared, "epochs": feed.lengths, "script": self._variables}
+        own["decisions"] = self._decisions
+        model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self.run.prepare(
-            models[0] if len(models) == 1 else nn.ModuleList(models),
+            model,
             raw,
             feeds.Schedules(schedulers) if schedulers else None,
             self.prepared.accelerators[0].scaler,
             state={**{f"custom{i}": one for i, one in enumerate(custom)}, **own},
             per_rank=["script"],
         )
-        self.feed = feed
+        self.prepared.unused, self.feed = UnusedParameters(self.run, model), feed
         if feed.known or self.run.reduce != "fast":
             self._join(feed)
         else:
@@ -191,6 +198,7 @@ class Driver:
             feed.lengths.rounds[epoch:] = [at]
         loader.iteration += 1
         loader.end()
+        self._decide(sys._getframe(1))
 
     def _begin_step(self, feed: feeds.TrainingFeed, window: Window) -> list[tuple[int, ...]]:
         """What this rank does in its rounds, the last one first; []: the epoch is over."""
@@ -224,11 +232,8 @@ class Driver:
         feed.accumulation, feed.most, feed.known = first.rounds, first.rounds * self.ranks, True
         if feed.batches is not None and feed.most > feed.batches:
             raise BadInput(self._own_hands("an epoch that is shorter than a step", 1))
-        flats = [flat.clone() for flat in getattr(self.run.strategy, "_flats", [])]
-        loop = self._join(feed)
-        now.step = loop.begin()
-        for flat, found in zip(getattr(self.run.strategy, "_flats", []), flats, strict=True):
-            flat.copy_(found)
+        with self.run.gradients_kept():
+            now.step = self._join(feed).begin()
         first.tell(now.step)
         feed.seek = "own"
 
@@ -259,8 +264,8 @@ class Driver:
         now.step.micro(share.micro)
         # Sums that begin within a backward must begin at the same point of the script on all ranks,
         # between the same of its own exchanges, and after the last of an iteration's backwards
-        if not (now.together and self._one_loss) and hasattr(self.run.strategy, "_armed"):
-            self.run.strategy._armed = False
+        if not (now.together and self._one_loss):
+            now.step.hold()
 
     def _leave_body(self) -> None:
         self._tape.end()
@@ -269,6 +274,7 @@ class Driver:
 
     def _fetch(self, frame: FrameType | None) -> None:
         """The script asks for the next item: the body is over, and perhaps a step."""
+        self._decisions.settle()
         self._leave_body()
         body = self._body
         if body is None:
@@ -306,30 +312,24 @@ class Driver:
 
     def evaluate(self, loader: Any, go: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Another loader's items. `go`: Accelerate's own."""
+        self._decisions.close()
         self._evaluating += 1
         try:
             if self._replay is None:
                 yield from go()
             else:
-                yield from self._evaluated(loader)
+                assert self.feed is not None
+                yield from feeds.without_reading(loader, self.feed)
         finally:
             self._evaluating -= 1
+            self._decide(sys._getframe().f_back)
 
-    def _evaluated(self, loader: Any) -> Iterator[Any]:
-        """As many items as there were, without reading."""
-        own = feeds.family(loader)
-        assert self.feed is not None
-        item = self.feed.place(feeds.sample_batch(own)) if own is not None else None
-        try:
-            count = len(loader)
-        except TypeError:
-            count = 1
-        loader.begin()
-        for number in range(count):
-            loader.end_of_dataloader = number == count - 1
-            yield item
-        loader.iteration += 1
-        loader.end()
+    def _decide(self, frame: FrameType | None) -> None:
+        """The script has what it may decide by."""
+        if self.feed is not None and not self._evaluating:
+            replay, now = self._replay, self._open
+            done = self.run.step + int(now is not None and now.synced)
+            self._decisions.open(done if replay is None else replay.done, frame, replay is not None)
 
     # ---- what the script calls -------------------------------------------------------------------
     def forward(self, model: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -412,8 +412,9 @@ class Driver:
                 self._learn(now)
             assert not isinstance(now.step, FirstStep)
             now.step.sync()
-            for parameter, view in getattr(self.run.strategy, "_views", {}).items():
-                parameter.grad = view  # the script may have set it to None
+            now.step.give()
+            if self.prepared.unused is not None:
+                self.prepared.unused.drop()
             now.synced = True
         return True
 
@@ -458,13 +459,15 @@ class Driver:
 
     def ended(self) -> None:
         """The script ends, or says that training does. Raises BadInput."""
+        self._decisions.close()
         if self._replay is not None:
             if self._replay.done < self._replay.target:
                 raise BadInput(
                     f"the script, resumed at step {self._replay.target}, left its loop at step "
                     f"{self._replay.done} while it went through what it had done: it stops by a "
-                    "value that is not there while nothing is computed (a metric, a time); let it "
-                    "stop by a number of steps or epochs"
+                    "value that is not there while nothing is computed (in the middle of an epoch, "
+                    "or in an object of a library); let it stop by a number of steps or epochs, or "
+                    "by variables of its own after an evaluation or an epoch"
                 )
             self._arrive(self._replay, None)
         if self._open is not None and self._open.synced:
@@ -506,4 +509,4 @@ class Driver:
             put(value)
         self._variables.restore(frame)
         self._answers = Answers()
-        self.loop._seed_between()
+        self.loop.seed_between()

@@ -19,6 +19,7 @@ from harness.adapters.hf_evaluation import SharedEvaluation, shares_losses
 from harness.adapters.hf_hooks import Hooks, Original
 from harness.adapters.hf_state import TrainerKept
 from harness.adapters.hf_step import TrainerSteps
+from harness.adapters.unused import UnusedParameters
 from harness.core.batch import seed_for
 from harness.worker.loader import seed_everything
 from harness.worker.own_loop import OwnLoop
@@ -146,8 +147,9 @@ class HostedTrainer:
         feed = TrainerFeed(plan.loader, accumulation, seed, first, tell)
         model, _ = trainer._prepare_for_training(max_steps, plan.loader, None)
         self._prepared = model, feed
+        plain = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
         self._run.prepare(
-            trainer.accelerator.unwrap_model(model, keep_torch_compile=False),
+            plain,
             getattr(trainer.optimizer, "optimizer", trainer.optimizer),
             scheduler=trainer.lr_scheduler,
             scaler=trainer.accelerator.scaler,
@@ -163,7 +165,9 @@ class HostedTrainer:
                 adapter="transformers",
             )
         feed.share(self._loop.share)
-        steps = self._steps = TrainerSteps(trainer, self._company, self._loop, plan.sized)
+        steps = self._steps = TrainerSteps(
+            trainer, self._company, self._loop, plan.sized, UnusedParameters(self._run, plain)
+        )
         put = self._hooks.put
         put(trainer, "get_batch_samples", steps.get_batch_samples)
         put(trainer, "training_step", steps.training_step)

@@ -17,6 +17,7 @@ import torch
 from harness.adapters.hf_company import Company
 from harness.adapters.hf_hooks import Original
 from harness.adapters.hf_meters import Meters
+from harness.adapters.unused import UnusedParameters
 from harness.core.world import BadInput
 from harness.worker.own_loop import OwnLoop, OwnStep
 from harness.worker.shares import Share
@@ -42,8 +43,11 @@ class TrainerSteps:
     """`sized`: the Trainer knows how many batches an epoch has. `batches`: of this epoch, done or
     begun."""
 
-    def __init__(self, trainer: Any, company: Company, loop: OwnLoop, sized: bool):
+    def __init__(
+        self, trainer: Any, company: Company, loop: OwnLoop, sized: bool, unused: UnusedParameters
+    ):
         self._trainer, self._company, self._loop, self._sized = trainer, company, loop, sized
+        self._unused = unused
         self._meters = Meters.of(trainer)
         self._flos_of, self._track = trainer.floating_point_ops, trainer._track_num_input_tokens
         self._now: CurrentStep | None = None
@@ -118,6 +122,7 @@ class TrainerSteps:
                 self._micro(original, model, again, num_items_in_batch)
 
         now.own.sync(redo=redo)
+        self._unused.drop()
         return self._add_up(now)
 
     def _micro(self, original: Original, model: Any, m: int, num_items: Any) -> None:

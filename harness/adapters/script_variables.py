@@ -40,11 +40,11 @@ class ScriptVariables:
     # ---- looking ---------------------------------------------------------------------------------
     def begin(self, frame: FrameType | None) -> None:
         """The training loop begins."""
-        self._begun = _written(_script_frames(frame))
+        self._begun = written(script_frames(frame))
 
     def look(self, frame: FrameType | None) -> None:
         """Between two steps. What is found is read when a snapshot asks for it."""
-        self._frames = _script_frames(frame)
+        self._frames = script_frames(frame)
 
     def leave(self) -> None:
         self._frames = []
@@ -57,7 +57,7 @@ class ScriptVariables:
                     for key, value in found.items()
                     if self._begun.get(name, {}).get(key, NOTHING) != value
                 }
-                for name, found in _written(self._frames).items()
+                for name, found in written(self._frames).items()
             }
         return {"functions": self._now}
 
@@ -72,22 +72,12 @@ class ScriptVariables:
     # ---- putting back ----------------------------------------------------------------------------
     def restore(self, frame: FrameType | None) -> None:
         """The script is where it was."""
-        for name, one in zip(_names(frames := _script_frames(frame)), frames, strict=True):
-            values = {**self._changed_since(name, one), **self._loaded.get(name, {})}
-            variables = one.f_locals
-            for key, written in values.items():
-                inner, _, attribute = key.partition(".")
-                if attribute:
-                    if inner in variables and hasattr(variables[inner], attribute):
-                        before = getattr(variables[inner], attribute)
-                        setattr(variables[inner], attribute, _read(written, before))
-                else:
-                    variables[key] = _read(written, variables.get(key))
-            _write_back(one)
+        for name, one in zip(names_of(frames := script_frames(frame)), frames, strict=True):
+            put(one, {**self._changed_since(name, one), **self._loaded.get(name, {})})
 
     def _changed_since(self, name: str, frame: FrameType) -> dict[str, Any]:
         """What was the same when the loop began as when the snapshot was taken, and is not now."""
-        now, begun = _written([frame])[_names([frame])[0]], self._begun.get(name, {})
+        now, begun = variables_of(frame), self._begun.get(name, {})
         return {key: value for key, value in begun.items() if now.get(key, NOTHING) != value}
 
     def missed(self, frame: FrameType | None) -> list[str]:
@@ -95,14 +85,14 @@ class ScriptVariables:
         return sorted(
             {
                 f"{key} ({type(value).__name__})"
-                for one in _script_frames(frame)
+                for one in script_frames(frame)
                 for key, value in dict(one.f_locals).items()
                 if _is_own(value) and not _attributes(value)[1]
             }
         )
 
 
-def _script_frames(frame: FrameType | None) -> list[FrameType]:
+def script_frames(frame: FrameType | None) -> list[FrameType]:
     """The script's functions that are running, outermost first."""
     found = []
     while frame is not None:
@@ -125,24 +115,44 @@ def is_script(filename: str, names: Mapping[str, Any]) -> bool:
     return not filename.startswith((*_LIBRARIES, _HARNESS, "<"))
 
 
-def _names(frames: list[FrameType]) -> list[str]:
+def names_of(frames: list[FrameType]) -> list[str]:
     return [f"{depth} {one.f_code.co_name}" for depth, one in enumerate(frames)]
 
 
-def _written(frames: list[FrameType]) -> WrittenDown:
-    found: WrittenDown = {}
-    for name, one in zip(_names(frames), frames, strict=True):
-        values = found[name] = {}
-        for key, value in dict(one.f_locals).items():
-            if key.startswith("__"):
-                continue
-            if _is_own(value):
-                for attribute, written in _attributes(value)[0].items():
-                    values[f"{key}.{attribute}"] = written
-                continue
-            with contextlib.suppress(Unwritable):
-                values[key] = _write(value)
-    return found
+def variables_of(frame: FrameType, most: int = MOST_ITEMS) -> dict[str, Any]:
+    """What can be written down of a running function's variables. `most`: numbers and words in one
+    of them."""
+    values: dict[str, Any] = {}
+    for key, value in dict(frame.f_locals).items():
+        if key.startswith("__"):
+            continue
+        if _is_own(value):
+            for attribute, inner in _attributes(value, most)[0].items():
+                values[f"{key}.{attribute}"] = inner
+            continue
+        with contextlib.suppress(Unwritable):
+            values[key] = _write(value, most)
+    return values
+
+
+def written(frames: list[FrameType], most: int = MOST_ITEMS) -> WrittenDown:
+    """`variables_of` each of them."""
+    values = (variables_of(one, most) for one in frames)
+    return dict(zip(names_of(frames), values, strict=True))
+
+
+def put(frame: FrameType, values: Mapping[str, Any]) -> None:
+    """Give a function's variables these values. `values`: as `written` has them."""
+    variables = frame.f_locals
+    for key, value in values.items():
+        inner, _, attribute = key.partition(".")
+        if attribute:
+            if inner in variables and hasattr(variables[inner], attribute):
+                before = getattr(variables[inner], attribute)
+                setattr(variables[inner], attribute, _read(value, before))
+        else:
+            variables[key] = _read(value, variables.get(key))
+    _write_back(frame)
 
 
 def _is_own(value: Any) -> bool:
@@ -158,20 +168,20 @@ def _is_own(value: Any) -> bool:
     return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Dataset, type))
 
 
-def _attributes(value: Any) -> tuple[dict[str, Any], bool]:
+def _attributes(value: Any, most: int = MOST_ITEMS) -> tuple[dict[str, Any], bool]:
     """Those that can be written down; and: these are all."""
     found, whole = {}, True
     for key, inner in vars(value).items():
         try:
-            found[key] = _write(inner)
+            found[key] = _write(inner, most)
         except Unwritable:
             whole = False
     return found, whole
 
 
-def _write(value: Any) -> Any:
+def _write(value: Any, most: int) -> Any:
     """As plain data. Raises Unwritable."""
-    return _spell(value, [MOST_ITEMS])
+    return _spell(value, [most])
 
 
 def _spell(value: Any, room: list[int]) -> Any:
@@ -182,6 +192,8 @@ def _spell(value: Any, room: list[int]) -> Any:
         return value
     if type(value) is float:
         return {"float": value.hex()}
+    if type(value) in (list, tuple, set, dict) and len(value) > room[0]:
+        raise Unwritable
     if type(value) in (list, tuple, set):
         inner = sorted(value, key=repr) if type(value) is set else value
         return {type(value).__name__: [_spell(one, room) for one in inner]}

@@ -194,6 +194,7 @@ class Workers:
             "HARNESS_MARK": self._mark_path,
             "HARNESS_SPEEDS": json.dumps(speeds),
             "HARNESS_EPOCH_REASON": epoch.reason,
+            "HARNESS_PLACE": config.place,
         }
 
     def _sign(self, local_rank: int) -> Path:

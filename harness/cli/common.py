@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.bucket.layout import ARCHIVE, FACTS, IDENTITY
 from harness.core.world import BadInput
@@ -134,6 +134,17 @@ def cache_dir(url: str, what: str) -> Path:
         / what
         / hashlib.sha256(url.encode()).hexdigest()[:16]
     )
+
+
+def task_resources(path: str) -> dict[str, Any]:
+    """What SkyPilot needs of a task file to find offers for it. Raises BadInput."""
+    import yaml
+
+    try:
+        said = yaml.safe_load(Path(path).read_text())
+        return {k: said[k] for k in ("name", "resources", "num_nodes", "config") if k in said}
+    except (OSError, yaml.YAMLError, TypeError) as e:
+        raise BadInput(f"{path}: wanted a SkyPilot task YAML, found none: {e}") from e
 
 
 def html_path(url: str) -> str:

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
-from harness.cli.common import DONE, FAILED, cache_dir
+from harness.cli.common import DONE, FAILED, cache_dir, task_resources
 from harness.core.config import flag, positional
 from harness.core.world import BadInput, CloudUnavailable
 from storage.opening import normalize, open_store
@@ -123,12 +121,9 @@ def prices(flags: PricesFlags) -> int:
     start: --env HARNESS_PRICES="$(harness prices TASK)"."""
     from harness.clouds.sky_client import OFFERS_TIMEOUT_S, SkyError
 
-    try:
-        said = yaml.safe_load(Path(flags.task).read_text())
-        # an offer is for all nodes of a task; a price that a node looks up is its own
-        config = {k: said[k] for k in ("name", "resources", "config") if k in said}
-    except (OSError, yaml.YAMLError, TypeError) as e:
-        raise BadInput(f"{flags.task}: wanted a SkyPilot task YAML, found none: {e}") from e
+    config = task_resources(flags.task)
+    # an offer is for all nodes of a task; a price that a node looks up is its own
+    config.pop("num_nodes", None)
     clouds = [name.strip() for name in flags.clouds.split(",")] if flags.clouds else None
     sky = _sky(normalize(flags.task))
     try:

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from harness.controller.book import Book
     from harness.controller.learning import RunGoals
 
-# policies that buy on-demand nodes: these are offered to them without `--on-demand`
 # seconds from asking for a node until it trains, while none was seen
 CHANGEOVER_S = {"local": 15.0, "sky": 300.0}
 

@@ -43,6 +43,7 @@ from harness.cli.deadline import deadline_text, wanted, work_text
 from harness.cli.dry_run import show_plan
 from harness.cli.interrupts import act_on, answer, by, heed_signals
 from harness.cli.look import show_report
+from harness.cli.market import Histories, known_before, remembering
 from harness.cli.record import RecordFlags, about_launch, keep_launch, with_image
 from harness.cli.track import publisher_beside
 from harness.core.config import flag, positional
@@ -205,6 +206,8 @@ def launch(flags: LaunchFlags) -> int:
     ]
     if flags.prometheus:
         beside.append(_gauges(flags.prometheus, store, told[1], console))
+    if flags.cloud == "sky":  # the market of a local cloud is made up
+        beside.append(remembering(url, store, Histories.of(os.environ)))
     ended = _lead(flags, nodes, policy, asked_for, url, store, cloud, console, beside)
     if isinstance(ended, int):
         return ended
@@ -267,7 +270,9 @@ def _lead(
     limits = (flags.budget_usd, flags.max_hours)
     wants = (asked_for.deadline_s, asked_for.work_s / 3600 or None)
     journal.record(RunAsked(flags.task, *nodes, _policy_name(flags), market, *limits, *wants))
-    learner = RunLearner(store, asked_for, journal.record)
+    goals = replace(asked_for, look_s=run.poll_s)
+    before = known_before(url, Histories.of(os.environ), clock.now(), console) if sky else {}
+    learner = RunLearner(store, goals, journal.record, before)
     lease = Lease(store, clock, holder, ttl_s=20.0 if sky else 5.0)
     view = _View(store, console)
     asked: KeyboardInterrupt | None = None  # an interruption that is not answered yet

@@ -7,7 +7,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.cli.common import DONE, FAILED, RealClock, existing_store
+from harness.cli.deadline import deadline_text
 from harness.core.config import flag, positional
 from harness.core.world import BadInput, Offer
 from storage.opening import normalize
@@ -66,8 +66,10 @@ class PlanFlags:
         "", "instead: URL of a run (a canary) whose step records tell how fast it was"
     )
     work: str = flag("", "instead: how long one node of --measured-on takes for all, such as 48h")
-    nodes: str = flag("1:4", "how many nodes at most, LOW:HIGH (each doubling is tried) or N")
-    deadline: str = flag("", "when it must be done: 36h from now, or a date")
+    nodes: str = flag(
+        "1:4", "how many nodes at most, LOW:HIGH (each doubling is tried) or N", check=_counts
+    )
+    deadline: str = flag("", "when it must be done: 36h from now, or a date", check=deadline_text)
     budget_usd: float | None = flag(None, "what it may cost at most", above=0)
     risk: float = flag(0.05, "of missing deadline or budget that is taken", at_most=1)
     policy: tuple[str, ...] = flag(
@@ -100,7 +102,7 @@ def plan(flags: PlanFlags) -> int:
     from harness.clouds import tasks
     from harness.proof import forecast_drawing, forecast_shown, forecasting, market_drawing
 
-    counts = _node_counts(flags)
+    counts = _counts(flags.nodes)
     if flags.plot:
         market_drawing.plot_paths(flags.plot)  # what cannot be written is said at once
     given = tasks.pairs(flags.env, os.environ)
@@ -108,12 +110,12 @@ def plan(flags: PlanFlags) -> int:
     offers, prices = _offers(flags, task)
     shapes = forecasting.shapes(offers)
     run, speed = _planned(flags, task, shapes)
-    history: Mapping[str, CapacitySeen] = {}
+    history, seen = _history(shapes)
     found, dropped = _forecasts(flags, shapes, counts, run, history)
     ranked = forecasting.ranked(found, run, flags.risk)
     best = ranked[0] if forecasting.risk(ranked[0], run) <= flags.risk + 1e-9 else None
     launch = _launch_words(flags, run, best.candidate) if best else ()
-    sources = (prices, speed, f"capacity: {len(history)} offers were seen before")
+    sources = (prices, speed, seen)
     shown = forecast_shown.ShownPlan(run, tuple(ranked), best, flags.risk, sources, launch, dropped)
     if flags.json:
         print(json.dumps(shown.to_json(), indent=2))
@@ -123,13 +125,6 @@ def plan(flags: PlanFlags) -> int:
     if written and not flags.json:
         print(f"drawn   {', '.join(map(str, written))}")
     return DONE if best else FAILED
-
-
-def _node_counts(flags: PlanFlags) -> tuple[int, ...]:
-    try:
-        return _counts(flags.nodes)
-    except ValueError as e:
-        raise BadInput(f"--nodes: {e}") from None
 
 
 # ---- prices --------------------------------------------------------------------------------------
@@ -162,6 +157,20 @@ def _sky_of(found: PriceCatalog) -> Iterator[Broker]:
             yield sky
         finally:
             sky.close()
+
+
+def _history(shapes: Sequence[NodeShape]) -> tuple[dict[str, CapacitySeen], str]:
+    """What runs have seen of these offers, on a clock that is 0 now."""
+    from harness.cli.market import SHARED, Histories
+    from harness.proof.forecasting import as_of
+
+    now_s = RealClock().now()
+    kept, warnings = Histories(os.environ.get(SHARED, "")).read(now_s)
+    names = [offer.name for shape in shapes for offer in shape.spot]
+    before = kept.prior(now_s)
+    found = {name: as_of(before[name], now_s) for name in names if name in before}
+    words = f"capacity: what runs have seen of {len(found)} of {len(names)} spot offers"
+    return found, "; ".join([f"{words} (`harness market show`)", *warnings])
 
 
 # ---- the work ------------------------------------------------------------------------------------
@@ -253,22 +262,13 @@ def _recorded(flags: PlanFlags, task: Task) -> tuple[float, Mapping[str, Any] | 
 
 def _deadline_h(text: str) -> float | None:
     """Hours from now. Raises BadInput."""
-    from harness.agent.polling import utc
+    from harness.cli.deadline import deadline_at
 
-    if not text:
-        return None
-    if re.fullmatch(r"[\d.]+[smhd]", text):
-        return _duration_h("--deadline", text)
-    try:
-        hours = (utc(text) - RealClock().now()) / 3600
-    except ValueError:
-        raise BadInput(
-            f"--deadline {text}: wanted a time from now on, such as 36h, or a date, such as "
-            "2026-11-25 or 2026-11-25T18:00Z"
-        ) from None
-    if hours <= 0:
+    now_s = RealClock().now()
+    at_s = deadline_at(text, now_s)
+    if at_s is not None and at_s <= now_s:
         raise BadInput(f"--deadline {text}: wanted a time to come, found one that is over")
-    return hours
+    return None if at_s is None else (at_s - now_s) / 3600
 
 
 def _duration_h(name: str, text: str) -> float:

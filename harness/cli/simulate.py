@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.cli.common import DONE, node_range
+from harness.cli.common import DONE, existing_store, node_range
 from harness.core.config import flag
 from harness.core.world import BadInput
 from storage.text import Console
@@ -87,14 +87,32 @@ class SimulateFlags:
         choices=["", "ms", "seconds", "minutes", "hours"],
         metavar="ms|seconds|minutes|hours",
     )
-    json: bool = flag(False, "with --trace: a line of JSON for each market, deadline and policy")
-    plot: str = flag("", "with --trace: also draw it: x.html, x.png, or both for another name")
+    what_if: str = flag(
+        "",
+        "a finished run: what it would have cost on its own market, under other policies "
+        "(--policy), numbers of nodes (--nodes) and snapshot intervals (--interval)",
+        metavar="URL",
+    )
+    interval: tuple[str, ...] = flag(
+        (), "with --what-if: time between two snapshots; repeat it for more", metavar="TIME"
+    )
+    json: bool = flag(
+        False,
+        "with --trace: a line of JSON for each market, deadline and policy; with --what-if "
+        "for each choice",
+    )
+    plot: str = flag(
+        "", "with --trace or --what-if: also draw it: x.html, x.png, or both for another name"
+    )
 
 
 def simulate(flags: SimulateFlags) -> int:
     """What would happen: the very recovery loop on a virtual clock, in hostile worlds with
     invariants checked all along (with --system every other seat's code as well), or on recorded
-    markets (--trace), where policies are compared by cost and deadlines kept."""
+    markets (--trace), where policies are compared by cost and deadlines kept; or on the market of
+    a run that is over (--what-if)."""
+    if flags.what_if:
+        return _what_if(flags)
     if flags.trace:
         return _on_markets(flags)
     if flags.system:
@@ -105,6 +123,27 @@ def simulate(flags: SimulateFlags) -> int:
 
     policy = flags.policy[-1] if flags.policy else "cheapest"
     return sim.command(flags.seeds, flags.seed, flags.first, policy)
+
+
+# ---- a run's own market --------------------------------------------------------------------------
+def _what_if(flags: SimulateFlags) -> int:
+    from harness.proof.market_what_if import WhatIfAsked
+    from harness.proof.market_what_if_shown import command
+    from harness.views.summary import summarize
+
+    if flags.trace:
+        raise BadInput("--what-if has a market of its own: leave --trace out")
+    deadlines = _listed(flags.deadline)
+    if len(deadlines) > 1 or any(one.endswith("x") for one in deadlines):
+        raise BadInput("--what-if: wanted one --deadline as a time, such as 52h")
+    asked = WhatIfAsked(
+        _listed(flags.policy),
+        (node_range(flags.nodes)[1],) if flags.nodes != SimulateFlags.nodes else (),
+        tuple(_hours("--interval", one, "s") * 3600 for one in _listed(flags.interval)),
+        _hours("--deadline", deadlines[0]) if deadlines else 0.0,
+    )
+    command(summarize(existing_store(flags.what_if)), asked, flags.json, flags.plot, Console())
+    return DONE
 
 
 # ---- recorded markets ----------------------------------------------------------------------------
@@ -190,7 +229,7 @@ def _hours(name: str, text: str, unit: str = "h") -> float:
         found: float = duration(given) / 3600
     except BadInput as e:
         raise BadInput(f"{name}: {e}") from None
-    if found <= 0 and name in ("--work", "--deadline"):
+    if found <= 0 and name in ("--work", "--deadline", "--interval"):
         raise BadInput(f"{name} {text}: wanted a time above 0")
     return found
 

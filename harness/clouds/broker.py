@@ -28,6 +28,8 @@ from typing import Any
 
 import yaml
 
+from harness.clouds.aws_prices import price_changes
+
 ACTIVE = ("PENDING", "RUNNING", "WAITING")  # states of an API server's request that has not ended
 # in a cluster's task: who launched it, as what; how a later controller knows its clusters
 NODE_ENV = "HARNESS_NODE"
@@ -249,6 +251,15 @@ class Calls:
         ]
         wanted = ("name", "duration", "total_cost", "launched_at", "num_nodes", "usage_intervals")
         return [{k: row.get(k) for k in wanted} for row in rows]
+
+    # -- the market --
+    def spot_prices(
+        self, region: str, instances: Sequence[str], since_s: float, now_s: float
+    ) -> list[dict[str, Any]]:
+        """What AWS says of these shapes' spot prices in a region (`aws_prices.py`), through the
+        credentials that SkyPilot uses."""
+        client = sky("adaptors.aws").client("ec2", region_name=region)
+        return price_changes(client, instances, since_s, now_s)
 
     # -- the server --
     def server(self) -> dict[str, Any]:

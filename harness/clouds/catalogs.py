@@ -7,9 +7,10 @@ SkyPilot takes it for one that a person has written, and never downloads anythin
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -84,9 +85,7 @@ def offers_of(
     """What a task could have by this catalog, spot and on demand, cheapest first. `sky`: speaks
     with a SkyPilot in whose home the catalog lies. Raises BadInput, CloudUnavailable."""
     try:
-        answers = sky(
-            "offers", OFFERS_TIMEOUT_S, config=config, clouds=sorted(found.files), on_demand=True
-        )
+        answers = _answers(sky, config, sorted(found.files))
     except SkyError as e:
         raise BadInput(_none_in(path, found, e.message)) from e
     except CloudUnavailable as e:
@@ -98,6 +97,28 @@ def offers_of(
     if not offers:
         raise BadInput(_none_in(path, found, "it lists no such machine"))
     return tuple(offers)
+
+
+def _answers(sky: Sky, config: Mapping[str, Any], clouds: Sequence[str]) -> list[dict[str, Any]]:
+    """Of all clouds at once. If one of them cannot be asked here (its own package is missing), of
+    each by itself, without those. Raises SkyError if none can."""
+
+    def ask(some: Sequence[str]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = sky(
+            "offers", OFFERS_TIMEOUT_S, config=config, clouds=list(some), on_demand=True
+        )
+        return found
+
+    try:
+        return ask(clouds)
+    except SkyError:
+        answers = list[dict[str, Any]]()
+        for cloud in clouds if len(clouds) > 1 else ():
+            with contextlib.suppress(SkyError):
+                answers += ask([cloud])
+        if not answers:
+            raise
+        return answers
 
 
 def _none_in(path: Path, found: PriceCatalog, why: str) -> str:

@@ -168,8 +168,8 @@ class Broker:
             if CATALOG in error.get("url", ""):
                 host = urllib.parse.urlsplit(error["url"]).hostname
                 hint = (
-                    f"is there a way from here to {host}, or a proxy to name (HTTPS_PROXY)? See "
-                    f"{self._log}"
+                    f"is there a way from here to {host}, or a proxy to name (HTTPS_PROXY)? "
+                    f"`harness plan` needs no network. See {self._log}"
                 )
                 raise CloudUnavailable(
                     f"SkyPilot's catalog of prices cannot be downloaded ({raised.type}): {hint}"

@@ -47,6 +47,8 @@ BLOCK_S = 2.0
 # a place that gave us an unfit node is left alone for so many times the limit for a full one
 UNFIT_BLOCKS = 10.0
 UNLED_S = 3600.0
+# an end that turns out to be later by more than this is written down again
+END_MOVES_S = 60.0
 # begins `AttemptEnded.reason` of a node that beat in the bucket only
 UNSHOWN = "this cloud never showed it"
 # so many launches or ends tell how long they take; fewer may only be longer than what is assumed
@@ -346,8 +348,28 @@ class Book:
         it. Assumed as for `launch_s`."""
         return self.durations.leaves.or_assumed(drain_s + self.durations.ends.or_assumed(end_s))
 
-    def spent_usd(self, now_s: float) -> float:
-        return self.tally.usd + sum(bill(node, now_s)[1] for node in self.open.values())
+    def knows_end(self, node: Node) -> bool:
+        """Of a node that is gone. A cloud that called it gone, or did not show it, while it was
+        there and billed, tells later of an end that is later."""
+        known = self.ended.get(node.attempt)
+        if known is None:
+            return False
+        if node.up_s is None:
+            return True
+        later = node.gone_s is not None and node.gone_s > known.gone_s + END_MOVES_S
+        return known.end != "lost" and not later
+
+    def spent_usd(self, now_s: float, strays: Iterable[Node] = ()) -> float:
+        """What all nodes cost until now. `strays`: nodes that are there, and that the book does not
+        hold to be open: they cost more than it says."""
+        of_open = sum(bill(node, now_s)[1] for node in self.open.values())
+        return self.tally.usd + of_open + sum(self._unbooked_usd(n, now_s) for n in strays)
+
+    def _unbooked_usd(self, node: Node, now_s: float) -> float:
+        booked = self.ended.get(node.attempt)
+        if node.up_s is None:  # of a launch that ends badly nobody knows since when it is billed
+            node = dataclasses.replace(node, up_s=node.asked_s)
+        return max(0.0, bill(node, now_s)[1] - (booked.usd if booked else 0.0))
 
 
 def _offer(attempt: int, body: dict[str, Any]) -> Offer:

@@ -12,17 +12,20 @@ from harness.core.world import Decision, Launch, Offer, View, Wait
 
 # upper limit of every wait here: prices, capacity and nodes are looked at again after it
 LOOK_AGAIN_S = 10.0
+MOST_PLACES = 2  # that a run may have nodes in at a time (`Loop.room`)
 
 
 def open_offers(view: View, among: Iterable[Offer] | None = None) -> list[Offer]:
     """Offers that may have a machine, cheapest first. One that was full gets a single probe at
-    a time."""
+    a time. Nodes are in two places at most, which a move takes: the loop lets none into a third."""
     pending = {node.offer.name for node in view.alive if node.up_s is None}
+    places = {node.offer.place for node in view.alive}
     return [
         offer
         for offer in (view.offers if among is None else among)
         if view.blocked.get(offer.name, 0.0) <= view.now_s
         and not (offer.name in view.blocked and offer.name in pending)
+        and (len(places) < MOST_PLACES or offer.place in places)
     ]
 
 

@@ -12,7 +12,8 @@ import fnmatch
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from harness.controller.choosing import LOOK_AGAIN_S, open_offers
 from harness.controller.value import staying, workers
@@ -122,11 +123,7 @@ def warm_spare(policy: Policy, *, n: float = 1) -> Policy:
         used = {zone_of(node.offer) for node in view.alive}
         others = tuple(offer for offer in view.offers if zone_of(offer) not in used)
         for offers in (others, view.offers):
-            # as it would choose if it had none
-            alone = dataclasses.replace(
-                view, alive=(), doubted=(), standing_in={}, offers=tuple(open_offers(view, offers))
-            )
-            chosen = policy(alone)
+            chosen = policy(without_nodes(view, open_offers(view, offers)))
             if isinstance(chosen, Launch):
                 return Launch(chosen.offer, "a warm spare")
         return decision
@@ -177,6 +174,14 @@ def reserve_usd(view: View) -> float:
         (node, view.leave_s + (view.launch_s if node.up_s is None else 0.0)) for node in view.alive
     )
     return sum(node.offer.usd_per_h * seconds / 3600 for node, seconds in waits_s)
+
+
+def without_nodes(view: View, offers: Iterable[Offer]) -> View:
+    """The view of somebody who has no nodes yet, to be asked which of these offers to take. What
+    the nodes that are there will cost yet counts as spent."""
+    spent_usd = view.spent_usd + reserve_usd(view)
+    nothing: dict[str, Any] = {"alive": (), "doubted": (), "standing_in": {}}
+    return dataclasses.replace(view, **nothing, offers=tuple(offers), spent_usd=spent_usd)
 
 
 def within_budget(policy: Policy, *, usd: float) -> Policy:

@@ -35,7 +35,8 @@ from harness.market.rates import (
 )
 
 PLACES = 32  # so many of the cheapest spot offers are thought about
-ASK_AGAIN_S = 900.0  # a cheaper place that is full is not asked again before, by a run that trains
+YOUNG_LOSSES = 0.5  # more of them are expected of a spell that begins than of one that goes on
+ASK_AGAIN_S = 3600.0  # a cheaper place that is full is not asked again before, by a run that trains
 # rounding, so that decisions that are nearly the same share what is computed
 CELLS, WORK_CELLS, CELL_RATIO, PRICE_RATIO = 240, 24, 2**0.25, 1.1
 
@@ -99,7 +100,18 @@ class HoursLeft:
     @property
     def spare(self) -> float:
         """What is left when all of the work is done from now on, after one more begin."""
-        return self.time - self.work - SAFE * self.begin - self.look - self.lost
+        return self.time - self.work - self.begin - self.kept
+
+    @property
+    def kept(self) -> float:
+        """What is kept back for the last begin: it may take longer than usual, and nobody looks
+        before the next decision."""
+        return (SAFE - 1) * self.begin + self.look + self.lost
+
+    @property
+    def useful(self) -> float:
+        """The time that may be used."""
+        return self.time - self.kept
 
 
 @dataclass(frozen=True)
@@ -159,11 +171,11 @@ class NodeCase:
         if not self.dear:
             return fill(self.view, rooms, "spot has capacity, and on demand is not offered")
         after, state = self.outlook(), self._state(rooms)
-        wait = after.wait(state, hours.work, hours.time, hours.look)
-        buy = after.buy(state, hours.work, hours.time)
+        wait = after.wait(state, hours.work, hours.useful, hours.look)
+        buy = after.buy(state, hours.work, hours.useful)
         # after a loss there must be time for the last call
         may_rent = rooms and hours.spare >= hours.begin + hours.look
-        if may_rent and after.rent(hours.work, hours.time) <= min(wait, buy):
+        if may_rent and after.rent(hours.work, hours.useful) <= min(wait, buy):
             return self._ask(rooms[0], "spot is the least that the rest can cost")
         if buy < wait and dear:
             return self._ask(dear[0], "no spot, and waiting for it would cost more than on demand")
@@ -174,10 +186,10 @@ class NodeCase:
         if not self.dear or hours.spare < 0:
             return Wait(until_next(self.view), "on demand keeps the deadline")
         work = hours.work
-        time = hours.time - max(0.0, hours.begin - (self.view.now_s - bought.asked_s) / 3600)
+        time = hours.useful - max(0.0, hours.begin - (self.view.now_s - bought.asked_s) / 3600)
         after, state = self.outlook(), self._state(rooms)
         stay = after.stay(state, work, time, hours.look)
-        drop = after.wait(state, work, hours.time, hours.look)
+        drop = after.wait(state, work, hours.useful, hours.look)
         if rooms and min(drop, after.change(work, time)) < stay:
             return self._ask(rooms[0], "spot costs less than on demand from now on", bought)
         if not rooms and drop < stay - 0.1 * hours.begin and hours.spare >= hours.begin:
@@ -197,7 +209,8 @@ class NodeCase:
         return Wait(LOOK_AGAIN_S, "spot is at work")
 
     def _cheaper(self, rented: Node) -> Offer | None:
-        """A place that is worth a move, and its begin beside the node that trains."""
+        """A place that is worth a move: it must save twice what the move, and the losses that a
+        young spell has more of, are expected to cost."""
         hours, now_s = self.hours, self.view.now_s
         here = usd_per_work(rented.offer)
         for offer in self._rooms():
@@ -208,7 +221,8 @@ class NodeCase:
                 continue
             stay_h = min(hours.work - hours.begin, 1 / self._losses_per_h(offer))
             move = self.view.known.move_usd if offer.place != rented.offer.place else 0.0
-            if (here - there) * stay_h > 2 * here * hours.begin + move:
+            move += there * hours.begin + YOUNG_LOSSES * (self._loss_usd(offer) + move)
+            if (here - there) * stay_h > 2 * move:
                 return offer
         return None
 
@@ -277,12 +291,16 @@ class NodeCase:
 
     def _usd_per_h(self, offer: Offer) -> float:
         """What an hour of one worker's work costs there, losses and a move included."""
-        price, dear = usd_per_work(offer), usd_per_work((self.dear or self.spot)[0])
-        losses = self._losses_per_h(offer)
-        a_loss = self.hours.begin * (price + dear) / 2 + self.hours.lost * price
+        price, losses = usd_per_work(offer), self._losses_per_h(offer)
         stay_h = max(0.1, min(self.hours.work, 1 / losses))
         away = offer.place not in ("", self._home())
-        return price + losses * a_loss + (self.view.known.move_usd / stay_h if away else 0.0)
+        move_usd = self.view.known.move_usd if away else 0.0
+        return price + losses * self._loss_usd(offer) + move_usd / stay_h
+
+    def _loss_usd(self, offer: Offer) -> float:
+        """What a loss there costs: a begin elsewhere, and the work that is done again."""
+        price, dear = usd_per_work(offer), usd_per_work((self.dear or self.spot)[0])
+        return self.hours.begin * (price + dear) / 2 + self.hours.lost * price
 
     def _losses_per_h(self, offer: Offer) -> float:
         pool = self._pool().pace()

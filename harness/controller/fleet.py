@@ -25,19 +25,25 @@ SAFE = 1.1  # times the usual changeover is kept back for the last one
 # counts for so much of what is seen.
 USUAL_LOSS_PER_H, USUAL_LOSSES = 0.2, 2.0
 USUAL_SHARE, USUAL_SHARE_H = 0.6, 6.0
-CELLS, WORK_CELLS, CELL_RATIO, RATIO = 160, 16, 2**0.25, 1.3
+# A market may be so many times as restless as it was: time is kept for as many begins.
+RESTLESS = 2.0
+CELLS, WORK_CELLS, CELL_RATIO, RATIO = 300, 16, 2**0.25, 1.3
 
 
 @dataclass(frozen=True)
 class FleetHours:
     """`work`: what the whole fleet needs for the rest; `time`: until the deadline; `begin`: from
-    asking for a node until it trains; `spare`: what is left when a fleet that is begun now does all
-    of it."""
+    asking for a node until it trains; `kept`: what is kept back for a begin after a loss."""
 
     work: float
     time: float
     begin: float
-    spare: float
+    kept: float
+
+    def safe(self, share: float) -> bool:
+        """May that share of the fleet be missing, or lost at once, and the rest still be done on
+        demand in time?"""
+        return self.time - self.work >= share * self.kept
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class FleetCase:
         return cls(
             view,
             most,
-            FleetHours(work_h, time_h, begin_h, time_h - work_h - kept_h),
+            FleetHours(work_h, time_h, begin_h, kept_h),
             tuple(n for n in nodes if n.offer.spot),
             tuple(n for n in nodes if not n.offer.spot),
             tuple(sorted((o for o in offers if o.spot), key=usd_per_work)),
@@ -76,28 +82,41 @@ class FleetCase:
 
     def decide(self) -> Decision:
         spot, dear = open_offers(self.view, self.spot), open_offers(self.view, self.dear)
-        standing_in = self.view.standing_in
-        replaced = {o for n, o in standing_in.items() if any(m.attempt == n for m in self.rented)}
-        there = len(self.rented) + len(self.bought) - len(replaced)
-        missing = self.most - there
-        last_call = self.hours.spare < 0
-        if done := self._settled(replaced):
+        replaced = {
+            old
+            for new, old in self.view.standing_in.items()
+            if any(node.attempt == new for node in self.rented)
+        }
+        rented, most = len(self.rented), self.most
+        missing = most - (rented + len(self.bought) - len(replaced))
+        if done := self._settled():
             return done
-        if missing > 0 and spot and (self.hours.spare >= self.hours.begin or not dear):
+        if spot and missing > 0 and (self._safe(rented + missing + 1) or not dear):
             return self._ask(spot[0], "spot has room for more of the fleet")
-        saved = self._saved()
-        if missing > 0 and dear and (last_call or saved > self._missing_usd(missing)):
-            why = "what is left is cheaper with the missing nodes on demand"
-            return self._ask(dear[0], "the last call: a whole fleet" if last_call else why)
-        if self.bought and not last_call:
-            free = [n for n in self.bought if n.attempt not in replaced]
-            if free and spot and self._worth_changing(free[-1], spot[0]):
+        if missing > 0 and dear:
+            if not self._safe(rented + missing):
+                return self._ask(dear[0], "the last call: a whole fleet")
+            idle = 0 < len(self.rented) < self.view.min_nodes  # paid for, and too few to train
+            if idle or self._short() or self._saved() > self._missing_usd(missing):
+                why = "what is left costs less with the missing nodes on demand"
+                return self._ask(dear[0], why)
+        free = [node for node in self.bought if node.attempt not in replaced]
+        if free and spot and self._safe(rented + missing + 1):
+            if self._worth_changing(free[-1], spot[0]):
                 return self._ask(spot[0], "spot instead of on demand", free[-1])
-            if free and saved <= 0 and self._still_trains():
-                return Terminate(
-                    free[-1].attempt, "spot alone will be in time, and costs less", GRACE_S
-                )
+        elif free and self._may_go():
+            return Terminate(
+                free[-1].attempt, "spot alone will be in time, and costs less", GRACE_S
+            )
         return Wait(until_next(self.view), "the fleet is as it should be")
+
+    def _safe(self, nodes: int) -> bool:
+        """... when so many are on spot or missing, and some have yet to begin."""
+        stand_ins = self.view.standing_in
+        begun = sum(
+            not self._at_work(n) and n.attempt not in stand_ins for n in self.rented + self.bought
+        )
+        return self.hours.safe((nodes + begun) / self.most)
 
     # ---- parts of it -----------------------------------------------------------------------------
     def _ask(self, offer: Offer, why: str, beside: Node | None = None) -> Decision:
@@ -107,26 +126,46 @@ class FleetCase:
             return Wait(LOOK_AGAIN_S, "all nodes are there")
         return Launch(offer, why, None if beside is None else beside.attempt)
 
-    def _settled(self, replaced: set[int]) -> Decision | None:
-        """A node on demand goes when the spot node that stands in for it is at work."""
-        for node in self.rented:
-            old = self.view.standing_in.get(node.attempt)
-            asked_s = self.view.now_s - node.asked_s
-            if (
-                old in replaced
-                and any(n.attempt == old for n in self.bought)
-                and node.been_up_s(self.view.now_s) >= 0
-                and asked_s >= self.view.known.changeover_s - 1e-3
-            ):
-                return Terminate(old, "the spot node in its stead is at work", GRACE_S)
-        return None
+    def _settled(self) -> Decision | None:
+        """Nodes on demand go when the spot nodes that stand in for them are at work."""
+        there = {node.attempt for node in self.bought}
+        done = [
+            self.view.standing_in[node.attempt]
+            for node in self.rented
+            if self.view.standing_in.get(node.attempt) in there and self._at_work(node)
+        ]
+        if not done:
+            return None
+        why = "the spot node in its stead is at work"
+        return Terminate(done[0], why, GRACE_S, tuple(done[1:]))
+
+    def _at_work(self, node: Node) -> bool:
+        """Does it train, as far as time tells?"""
+        asked_s = self.view.now_s - node.asked_s
+        return (
+            node.been_up_s(self.view.now_s) >= 0 and asked_s >= self.view.known.changeover_s - 1e-3
+        )
+
+    def _short(self, more_h: float = 0.0) -> bool:
+        """Is less time left over than the losses to come may cost? Without it there would be no
+        more time for spot, however much of it there is."""
+        hours = self.hours
+        begins = RESTLESS * self._loss_per_h() * self._share() * hours.time
+        return hours.time - hours.work < hours.kept + begins * hours.begin + more_h
+
+    def _whole(self) -> float:
+        view, hours = self.view, self.hours
+        done = (view.known.left(view.committed_step) or 1.0) / max(view.known.work, 1e-9)
+        return max(hours.work, hours.work / max(done, 1e-3) if done < 1 else hours.work)
 
     def _missing_usd(self, missing: int) -> float:
         """Of beginning them on demand, in hours of the fleet; with what makes it worth a change."""
         return 1.1 * self.hours.begin * missing / self.most
 
-    def _still_trains(self) -> bool:
-        return len(self.rented) >= self.view.min_nodes or not self.rented
+    def _may_go(self) -> bool:
+        """Will spot alone be in time, at less cost?"""
+        trains = len(self.rented) >= self.view.min_nodes or not self.rented
+        return trains and not self._short(2 * self.hours.begin) and self._saved() <= 0
 
     def _worth_changing(self, bought: Node, offer: Offer) -> bool:
         here, there = usd_per_work(bought.offer), usd_per_work(offer)
@@ -165,8 +204,7 @@ class FleetCase:
         dear = usd_per_work(self.dear[0]) if self.dear else math.inf
         spot = usd_per_work(self.spot[0]) if self.spot else dear
         view, hours = self.view, self.hours
-        done = (view.known.left(view.committed_step) or 1.0) / max(view.known.work, 1e-9)
-        whole = max(hours.work, hours.work / max(done, 1e-3) if done < 1 else hours.work)
+        whole = self._whole()
         span = ((view.known.deadline_s or 0.0) - view.started_s) / 3600
         span = min(max(span, hours.time), 3 * whole + 24)
         cell_h = CELL_RATIO ** math.ceil(math.log(span / CELLS, CELL_RATIO))
@@ -177,6 +215,7 @@ class FleetCase:
                 view.min_nodes / self.most,
                 min(1.0, _rounded(spot / dear, 1.1)) if self.dear else 0.3,
                 round(hours.begin, 4),
+                round(hours.kept, 4),
                 cell_h,
                 CELLS + 1,
                 -(-math.ceil(whole / cell_h + 1) // WORK_CELLS) * WORK_CELLS,

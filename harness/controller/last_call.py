@@ -20,12 +20,13 @@ from harness.core.world import (
     Terminate,
     View,
     Wait,
+    meeting_place,
 )
 
 
 def by_deadline(policy: Policy, *, hours: float | None = None) -> Policy:
     """`policy`, until no time is left for another interruption; from then on only on-demand nodes
-    are launched, up to `max_nodes`, and what is up stays.
+    are launched, up to `max_nodes`, where the others are, and what is up there stays.
 
     `hours`: from when this launch of the run began; without it, the deadline of `--deadline`. Where
     the work that is left is not known (`Knowledge.left`), or nothing is on demand, `policy`
@@ -54,12 +55,13 @@ class _ByDeadline:
         if self.hours is not None:
             deadline_s = view.started_s + self.hours * 3600
         left = view.known.left(view.committed_step)
-        on_demand = [offer for offer in view.offers if not offer.spot]
+        home = _home(view)
+        on_demand = [o for o in view.offers if not o.spot and home in (None, o.place)]
         if deadline_s is None or not left or not on_demand:
             return self.policy(view)
         remaining_s = deadline_s - view.now_s
         surest = _surest(view, on_demand, left, remaining_s)
-        spot = [node for node in staying(view) if node.offer.spot]
+        spot = [n for n in staying(view) if n.offer.spot and n.offer.place == home]
         spare_s = remaining_s - _seconds(view, left, [surest] * view.max_nodes)
         spare_s -= view.known.lost_s * len(spot)
         changeover_s = view.known.changeover_s
@@ -80,6 +82,10 @@ class _ByDeadline:
     ) -> Decision:
         """Only what is never taken away is in time now."""
         why = "the deadline leaves no time for another interruption"
+        home = _home(view)
+        away = [node.attempt for node in view.alive if node.offer.place != home]
+        if away:
+            return Terminate(away[0], "the others cannot reach it", also=tuple(away[1:]))
         if len(view.alive) < view.max_nodes:
             if open_offers(view, [surest]):
                 return Launch(surest, why)
@@ -95,6 +101,12 @@ class _ByDeadline:
                 surest, "too slow for the deadline: another takes its place", slowest.attempt
             )
         return Wait(LOOK_AGAIN_S, "what is there stays: the deadline is near")
+
+
+def _home(view: View) -> str | None:
+    """Where those are that train together; None: nobody is anywhere."""
+    found = [(n.offer.place, workers(n.offer), n.up_s is not None) for n in view.alive]
+    return meeting_place(found) if found else None
 
 
 def _power(offer: Offer) -> float:

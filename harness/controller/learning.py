@@ -49,13 +49,14 @@ class KnowsNothing:
 class RunGoals:
     """What the user says of a run. `deadline_s`: wall clock. `work_s`: that all of it takes,
     undisturbed, on `nodes` nodes of the fastest offer; 0: to be measured. `changeover_s`: assumed
-    until one was seen."""
+    until one was seen. `look_s`: from one decision to the next."""
 
     deadline_s: float | None = None
     budget_usd: float | None = None
     work_s: float = 0.0
     nodes: int = 1
     changeover_s: float = 300.0
+    look_s: float = 10.0
 
 
 class RunLearner:
@@ -129,6 +130,7 @@ class RunLearner:
             replica_ranks=session.world // len(session.shares) if session and session.shares else 1,
             paces=paces(timings),
             changeover_s=median(learned.changeovers_s, wanted.changeover_s),
+            look_s=wanted.look_s,
             lost_s=interval_s / 2 + median(learned.commits_s, 0.0),
             snapshot_bytes=nbytes,
             home=prices.beside(self._store.url, _places(book)),

@@ -43,21 +43,22 @@ def cheapest(view: View) -> Decision:
     """Keep `max_nodes` alive, each on the cheapest offer that has capacity. When steps were timed,
     losses were seen or a move costs egress: on the one where a useful step is expected to cost
     least."""
-    return _by_worth(view, Worth(view, per_work=False), "cheapest offer with capacity")
+    return _by_worth(view, False, "cheapest offer with capacity")
 
 
 def best_value(view: View) -> Decision:
     """Like `cheapest`, but by the price of the work done from the beginning, by what is said of the
     speed of offers: a node with eight fast GPUs may be the cheapest."""
-    return _by_worth(view, Worth(view), "the cheapest work on an offer with capacity")
+    return _by_worth(view, True, "the cheapest work on an offer with capacity")
 
 
-def _by_worth(view: View, worth: Worth, why: str) -> Decision:
+def _by_worth(view: View, per_work: bool, why: str) -> Decision:
     if len(view.alive) >= view.max_nodes:
         return Wait(LOOK_AGAIN_S, "all nodes are there")
     offers = open_offers(view)
     if not offers:
         return Wait(until_next(view), "no capacity on the offers in question")
+    worth = Worth(view, per_work)
     if (offer := worth.best(offers)) is None:
         return Wait(LOOK_AGAIN_S, "the micro-batches are shared out: more nodes would be idle")
     return Launch(offer, why if worth.nothing_known else "a useful step is expected to cost least")

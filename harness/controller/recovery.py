@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -167,6 +168,8 @@ def recover(
             silent = isinstance(e, (CloudUnavailable, StoreUnavailable))
             if world.clock.now() - answered_s > (run.max_outage_s if silent else run.max_refused_s):
                 raise
+            with contextlib.suppress(StoreError):
+                loop.stop_if_spent()
             world.clock.sleep(run.poll_s)
             continue
         if outcome:
@@ -262,14 +265,11 @@ class Loop:
             self.dismiss(node.attempt)
         for node in shown.values():
             self.since.unseen_s.pop(node.attempt, None)
-            ended = book.ended.get(node.attempt)
             if node.attempt in book.open and node.alive:
                 if node.up_s is not None and book.open[node.attempt].up_s is None:
                     self.note(AttemptUp(node.attempt, node.up_s))
                 book.open[node.attempt] = node
-            elif not node.alive and (
-                ended is None or (ended.end == "lost" and node.up_s is not None)
-            ):
+            elif not node.alive and not book.knows_end(node):
                 self.close(node, how_it_ended(node), step)
         self.reconcile_unshown(step)
         said = set(self.world.store.list(DOUBT))
@@ -340,9 +340,18 @@ class Loop:
             )
         )
 
-    def view(self, step: int) -> View:
+    def stop_if_spent(self) -> None:
+        """A cloud that does not answer goes on billing, and the policy is not asked meanwhile: the
+        budget is kept through the bucket, where the nodes hear it."""
+        usd = self.run.budget_usd
+        if usd is not None and not stop_order(self.world.store):
+            keeps = policies.within_budget(lambda view: Wait(1.0), usd=usd)
+            if isinstance(found := keeps(self.view(self.book.step, ())), Stop):
+                self.ask_to_stop(found.reason, failed=False)
+
+    def view(self, step: int, offers: Sequence[Offer] | None = None) -> View:
         now, book = self.world.clock.now(), self.book
-        offers = tuple(sorted(self.world.cloud.offers()))
+        offers = tuple(sorted(self.world.cloud.offers() if offers is None else offers))
         return View(
             now_s=now,
             started_s=now if book.started_s is None else book.started_s,
@@ -353,7 +362,7 @@ class Loop:
             blocked=dict(book.full.until_s),
             committed_step=step,
             last_progress_s=book.progress_s,
-            spent_usd=book.spent_usd(now),
+            spent_usd=book.spent_usd(now, self.strays),
             attempts=len(book.open) + len(book.ended),
             losses=book.losses,
             doubted=tuple(sorted(book.doubted)),

@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
-from harness.bucket.journal import read_facts
+from harness.bucket.journal import Follower
 from harness.controller.book import Book
-from harness.core.facts import AttemptIntended
-from harness.market.history import OfferSeen
+from harness.controller.capacity import with_notices
+from harness.controller.learned import Notices
+from harness.core.facts import AttemptIntended, PricesSeen, Stamped
+from harness.core.known import CapacitySeen
+from harness.market.history import PRICES_OF_RUN, OfferSeen
 from storage.objects import ObjectStore
 
 CONTROLLERS = "controller-"  # facts of launches
@@ -20,26 +25,62 @@ def run_name(url: str) -> str:
     return hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
-def records_of_run(url: str, store: ObjectStore) -> list[OfferSeen]:
-    """What a run has seen until now. Raises StoreError."""
-    book = Book(random.Random(0))
-    asked_usd: dict[str, list[tuple[float, float]]] = {}
-    for stamped in read_facts(store, CONTROLLERS, steps=False):
-        book.add(stamped.t, stamped.fact)
-        if isinstance(stamped.fact, AttemptIntended) and stamped.fact.attempt in book.offers:
-            offer = book.offers[stamped.fact.attempt]
-            changes = asked_usd.setdefault(offer.name, [])
-            if not changes or changes[-1][1] != offer.usd_per_h:
-                changes.append((stamped.t, offer.usd_per_h))
-    return _records(run_name(url), book, asked_usd)
+class RunMemory:
+    """What a run has seen, read from its bucket; the next time only what is new. `url`:
+    normalised."""
+
+    def __init__(self, url: str, store: ObjectStore):
+        self._run = run_name(url)
+        self._follower = Follower(store, whole=True)
+        self._book, self._notices = Book(random.Random(0)), Notices()
+        self._prices = defaultdict[str, list[tuple[float, float]]](list)
+
+    def records(self) -> list[OfferSeen]:
+        """Of each offer that it has tried. Raises StoreError; what was read until then is known the
+        next time."""
+        for stamped in self._follower.poll():
+            self._add(stamped)
+        book = self._book
+        capacity = with_notices(
+            book.capacity,
+            book.ended.values(),
+            book.offers,
+            book.open.values(),
+            self._notices.announced,
+            self._notices.in_time,
+        )
+        return _records(self._run, book, capacity, self._prices)
+
+    def _add(self, stamped: Stamped) -> None:
+        self._notices.add(stamped.fact)
+        if not stamped.writer.startswith(CONTROLLERS):
+            return
+        self._book.add(stamped.t, stamped.fact)
+        match stamped.fact:
+            case PricesSeen(usd_per_h):
+                for name, usd in usd_per_h.items():
+                    self._priced(name, stamped.t, usd)
+            case AttemptIntended(attempt) if attempt in self._book.offers:
+                offer = self._book.offers[attempt]
+                self._priced(offer.name, stamped.t, offer.usd_per_h)
+
+    def _priced(self, name: str, t: float, usd: float) -> None:
+        """Kept of each offer are some more changes than a record has."""
+        seen = self._prices[name]
+        if usd >= 0 and (not seen or (t >= seen[-1][0] and seen[-1][1] != usd)):
+            seen.append((t, usd))
+            del seen[: -2 * PRICES_OF_RUN]
 
 
 def _records(
-    run: str, book: Book, usd_per_h: dict[str, list[tuple[float, float]]]
+    run: str,
+    book: Book,
+    capacity: Mapping[str, CapacitySeen],
+    prices: Mapping[str, Sequence[tuple[float, float]]],
 ) -> list[OfferSeen]:
     offers = {offer.name: offer for offer in book.offers.values()}
     found = list[OfferSeen]()
-    for name, seen in sorted(book.capacity.items()):
+    for name, seen in sorted(capacity.items()):
         if seen.open is None or name not in offers:
             continue
         offer = offers[name]
@@ -61,7 +102,7 @@ def _records(
                 node_s=seen.node_s + sum(until_s - t for t in up_s),
                 losses=seen.losses,
                 unnoticed=min(seen.unnoticed, seen.losses),
-                usd_per_h=tuple(usd_per_h.get(name, ())),
+                usd_per_h=tuple(prices.get(name, ())),
                 place=offer.place,
                 accelerator=offer.accelerator,
                 gpus=offer.gpus,

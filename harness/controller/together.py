@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from harness.controller.choosing import LOOK_AGAIN_S, open_offers
+from harness.controller.combinators import without_nodes
 from harness.controller.value import Worth
 from harness.core.world import Decision, Launch, Node, Offer, Policy, Terminate, View, Wait
 
@@ -88,9 +89,7 @@ class _Together:
         worth = Worth(view)
         at_most = (1 - self.saving) * worth.cost(*(n.offer for n in nodes))
         better = tuple(o for o in view.offers if o.place != home and worth.cost(o) <= at_most)
-        wanted = self.policy(
-            dataclasses.replace(view, alive=(), offers=tuple(open_offers(view, better)))
-        )
+        wanted = self.policy(without_nodes(view, open_offers(view, better)))
         return wanted.offer if isinstance(wanted, Launch) else None
 
     def _moving(self, view: View, nodes: list[Node], away: list[Node]) -> Decision:

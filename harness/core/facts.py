@@ -424,13 +424,13 @@ class SnapshotCommitted(Fact):
     nbytes: int
     stall_s: float  # how long training stood still for it
     commit_s: float  # from the safe point to the commit
-    why: str  # "interval" | "notice" | "resize" | "request" | "final"
+    why: str  # "interval" | "notice" | "drain" | "resize" | "stop" | "request" | "final" | "own"
     t_start: float  # safe point, wall clock
     weights: str = ""  # hash of the model's weights, where it was made
     # of steps beside rank 0's sending: 0.1 is a tenth longer; 0 also if it was too short to tell
     slowdown: float = 0.0
     requests: int = 0  # at once from rank 0's node in the end (storage/throttle.py); 0: not known
-    # until the next one is due, and the time between losses that this follows from; 0: not derived
+    # until the next is due, and the time between losses from which that was derived; 0: not known
     interval_s: float = 0.0
     between_losses_s: float = 0.0
 

@@ -29,13 +29,15 @@ MOST_FLEETS = 64  # tables that are kept
 class FleetTerms:
     """`loss_per_h`: of one node; `share`: of the fleet that spot has on average; `least`: the share
     of the fleet without which nothing is trained. Prices, changeover, cells as in
-    `lookahead.Terms`."""
+    `lookahead.Terms`. `kept_h`: the time that must be left over for as much of the fleet as is
+    missing, or may be lost at once."""
 
     loss_per_h: float
     share: float
     least: float
     price: float
     changeover_h: float
+    kept_h: float
     cell_h: float
     time_cells: int
     work_cells: int
@@ -98,24 +100,25 @@ def fleet_outlook(terms: FleetTerms) -> FleetOutlook:
     costs[0] = LATE * cell_h * np.arange(works)
     chances = drift(terms)
     shares = np.linspace(0.0, 1.0, LEVELS)
-    trains = shares >= terms.least - 1e-9
     begin = ((1 - shares) * terms.changeover_h).astype(np.float32)[:, None]
     places = np.arange(works, dtype=np.float64)
-    back = [places - (share if ok else 0.0) for share, ok in zip(shares, trains, strict=True)]
-    usd = np.where(trains, terms.price * shares, 0.0) * cell_h
-    dear_usd = ((1 - shares + terms.price * shares) * cell_h).astype(np.float32)[:, None]
+    # every loss costs the work of a begin
+    works_on = 1 - min(0.5, terms.loss_per_h * terms.changeover_h)
     for r in range(1, terms.time_cells + 1):
         after = np.einsum("ij,bjw->biw", chances, costs[r - 1])
-        off = np.empty((LEVELS, works), np.float32)
-        for level in range(LEVELS):
-            off[level] = np.interp(back[level], places, after[WITHOUT, level]) + usd[level]
-        on = np.empty_like(off)
-        on[:, 1:] = after[WITH, :, :-1]
-        on[:, 0] = 0.0
-        on += dear_usd
+        spare_h = (r - places) * cell_h
+        safe = np.clip(spare_h / terms.kept_h, 0.0, 1.0)
         both = costs[r]
-        # what is on demand may be let go at any time; to begin it costs
-        both[WITHOUT] = np.minimum(off, on + begin)
-        both[WITH] = np.minimum(on, both[WITHOUT])
+        for level, share in enumerate(shares):
+            spot = np.minimum(share, safe)
+            done, usd = 1 - spot * (1 - works_on), 1 - spot * (1 - terms.price)
+            on = np.interp(places - done, places, after[WITH, level]) + usd * cell_h
+            trains = share >= terms.least - 1e-9
+            done, usd = (share * works_on, share * terms.price) if trains else (0.0, 0.0)
+            off = np.interp(places - done, places, after[WITHOUT, level]) + usd * cell_h
+            off[spare_h < terms.kept_h] = np.inf
+            # what is on demand may be let go at any time; to begin it costs
+            both[WITHOUT, level] = np.minimum(off, on + begin[level])
+            both[WITH, level] = np.minimum(on, both[WITHOUT, level])
         both[:, :, 0] = 0.0
     return FleetOutlook(terms, costs)

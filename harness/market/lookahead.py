@@ -25,7 +25,7 @@ CostVector: TypeAlias = NDArray[np.float64]
 AGES_H = (0.0, 0.34, 1.0, 3.0, 9.0)
 CLASSES = len(AGES_H)
 # what an hour of work costs that is not done at the deadline, in hours of on demand
-LATE = 8.0
+LATE = 30.0
 MOST_TABLES, MOST_MOVES = 96, 4096  # that are kept
 SHORT_H = 0.1  # in which a spell changes once at most, nearly
 OPEN = 0  # of a market's states; 1 + class: it is closed, for so long

@@ -41,9 +41,10 @@ WEATHER_STEP_H = 1.0
 class MadeUpZone:
     """`open_h`, `closed_h`: mean lengths of spells with and without capacity, in hours;
     `open_shape`, `closed_shape`: 1 is memoryless, less has heavier tails. `nodes`: at most at once,
-    in blocks of `block` machines on average. `usd_per_h`: mean price of one; None: no prices.
-    `price_swing`: standard deviation of the price's logarithm; it never exceeds `most_usd_per_h`.
-    `is_open`: as it is when the market begins, and for `age_h` so far; None: not known."""
+    in so many `blocks` of about one size (0: each is one); spells are a block's. `usd_per_h`: mean
+    price of one; None: no prices. `price_swing`: standard deviation of the price's logarithm; it
+    never exceeds `most_usd_per_h`. `is_open`: as it is when the market begins, and for `age_h` so
+    far; None: not known."""
 
     zone: str
     open_h: float = USUAL_OPEN_H
@@ -51,7 +52,7 @@ class MadeUpZone:
     open_shape: float = 0.7
     closed_shape: float = 0.7
     nodes: int = 1
-    block: float = 1.0
+    blocks: int = 0
     usd_per_h: float | None = None
     price_swing: float = 0.0
     most_usd_per_h: float = math.inf
@@ -59,9 +60,9 @@ class MadeUpZone:
     age_h: float = 0.0
 
     def __post_init__(self) -> None:
-        lengths = (self.open_h, self.closed_h, self.open_shape, self.closed_shape, self.block)
+        lengths = (self.open_h, self.closed_h, self.open_shape, self.closed_shape)
         if not all(0 < length < math.inf for length in lengths):
-            raise BadInput(f"zone {self.zone}: wanted spells, shapes and blocks above 0: {self}")
+            raise BadInput(f"zone {self.zone}: wanted spells and shapes above 0: {self}")
         if not 1 <= self.nodes <= MOST_NODES:
             raise BadInput(f"zone {self.zone}: wanted 1 to {MOST_NODES} nodes, found {self.nodes}")
 
@@ -101,8 +102,11 @@ def make_up(
     for at, zone in enumerate(zones):
         clocks = _SpellClock(1 / swayed[:, at]), _SpellClock(swayed[:, at])
         nodes = np.zeros(ticks, dtype=np.int64)
-        for block in _blocks(zone, rng):
-            opens = _spells(zone, hours, clocks, rng)
+        for at_block, block in enumerate(_block_sizes(zone)):
+            # it is closed as long as one block is away; of the others nothing is known
+            alike = zone.is_open or not at_block
+            known = zone if alike else dataclasses.replace(zone, is_open=None)
+            opens = _spells(known, hours, clocks, rng)
             edges = np.ceil(np.array(opens) * 3600 / tick_s - 1e-9).astype(np.int64)
             for begin, end in zip(edges[::2], edges[1::2], strict=True):
                 nodes[begin:end] += block
@@ -154,11 +158,25 @@ def drawn(
     )
 
 
-def seen_in(trace: ZoneTrace, ticks: int | None = None) -> CapacitySeen:
+def in_blocks(zone: MadeUpZone, blocks: int) -> MadeUpZone:
+    """A zone in so many blocks, which has all of them about as often and as long as that one is
+    open: each of them stays longer, and is away for less. Exact without memory."""
+    blocks = max(1, min(blocks, zone.nodes))
+    share = (zone.open_h / (zone.open_h + zone.closed_h)) ** (1 / blocks)
+    open_h = blocks * zone.open_h
+    return dataclasses.replace(
+        zone,
+        open_h=open_h,
+        closed_h=max(LEAST_SPELL_H, open_h * (1 / share - 1)),
+        blocks=blocks,
+    )
+
+
+def seen_in(trace: ZoneTrace, ticks: int | None = None, nodes: int = 1) -> CapacitySeen:
     """What somebody would have seen who watched a zone for its first `ticks` (None: all), from
-    second 0 on."""
+    second 0 on. It is open while it has so many nodes."""
     ticks = len(trace.nodes) if ticks is None else min(ticks, len(trace.nodes))
-    there = trace.nodes[:ticks] > 0
+    there = trace.nodes[:ticks] >= nodes
     if not ticks:
         return CapacitySeen()
     edges = [0, *(np.flatnonzero(np.diff(there)) + 1).tolist()]
@@ -254,14 +272,9 @@ def _drawer(
     return draw
 
 
-def _blocks(zone: MadeUpZone, rng: Generator) -> list[int]:
-    """Sizes of blocks that add up to all machines of a zone."""
-    sizes, left = list[int](), zone.nodes
-    while left:
-        size = min(left, int(rng.geometric(min(1.0, 1 / zone.block))))
-        sizes.append(size)
-        left -= size
-    return sizes
+def _block_sizes(zone: MadeUpZone) -> list[int]:
+    count = min(zone.nodes, zone.blocks or zone.nodes)
+    return [(zone.nodes + at) // count for at in range(count)]
 
 
 # ---- what wanders --------------------------------------------------------------------------------

@@ -2,12 +2,12 @@
 on one node at a time, when the whole market is known in advance. The yardstick of policies.
 
 In each tick the node is on spot in a zone that has one, on demand in any zone, or nowhere. Whoever
-begins somewhere pays from then on, by whole ticks, and makes no progress for `changeover_s` (a
-launch, a restore); a begin in another zone than the last one also costs `move_usd`. A spot node is
-lost at the end of a tick whose successor has none; who knows that loses no work. Exact for
-decisions at ticks: dynamic programming backwards over time, with the work that is left as a vector
-of whole parts of a tick. Nobody who knows the market begins what comes to nothing, so a begin is
-one jump over its changeover.
+begins somewhere pays from then on until it leaves or is done, and makes no progress for
+`changeover_s` (a launch, a restore); a begin in another zone than the last one also costs
+`move_usd`. A spot node is lost at the end of a tick whose successor has none; who knows that loses
+no work. Exact for decisions at ticks: dynamic programming backwards over time, with the work that
+is left as a vector of whole parts of a tick. Nobody who knows the market begins what comes to
+nothing, so a begin is one jump over its changeover.
 
 Pure.
 """
@@ -55,19 +55,20 @@ class Optimum:
     finish_h: float
 
 
-def parts_of(tick_s: float, changeover_s: float) -> int:
-    """Into how many parts a tick is cut, so that a changeover is a whole number of them (or
-    nearly)."""
-    ratio = Fraction(changeover_s / tick_s).limit_denominator(MOST_PARTS)
-    return max(1, ratio.denominator)
+def parts_of(tick_s: float, *spans_s: float) -> int:
+    """Into how many parts a tick is cut, so that all of these are whole numbers of them; if that
+    takes too many, then as many as the first one needs, or nearly."""
+    each = [Fraction(span_s / tick_s).limit_denominator(MOST_PARTS) for span_s in spans_s]
+    found = math.lcm(*(ratio.denominator for ratio in each))
+    return found if found <= MOST_PARTS else each[0].denominator
 
 
 def optimum(zones: Sequence[ZoneTrace], first: int, work: WorkToDo) -> Optimum:
     """From tick `first` of aligned `zones` on. Ticks beyond the trace have no spot. Raises BadInput
     if the deadline cannot be met even on demand."""
-    table = _table(zones, first, work)
-    ahead = table.begin_ticks * table.parts - table.begin_parts
-    if table.left + ahead > table.ticks * table.parts:
+    spans_s = (work.changeover_s, work.hours * 3600, work.deadline_hours * 3600)
+    table = _table(zones, first, work, parts_of(zones[0].tick_s, *spans_s))
+    if not table.can_be_done():
         raise BadInput(
             f"{work.hours:g} h of work and a begin of {work.changeover_s:g} s do not fit into a "
             f"deadline of {work.deadline_hours:g} h, even on demand"
@@ -76,22 +77,21 @@ def optimum(zones: Sequence[ZoneTrace], first: int, work: WorkToDo) -> Optimum:
 
 
 def least_costs(zones: Sequence[ZoneTrace], first: int, work: WorkToDo) -> NDArray[np.float64]:
-    """USD for each amount of work up to `work.hours`, in parts of a tick (`parts_of`); infinite:
-    it cannot be done in time. Raises BadInput."""
-    return _table(zones, first, work).costs()
+    """USD for each amount of work up to `work.hours`, in parts of a tick (`parts_of` a changeover);
+    infinite: it cannot be done in time. Raises BadInput."""
+    return _table(zones, first, work, parts_of(zones[0].tick_s, work.changeover_s)).costs()
 
 
-def _table(zones: Sequence[ZoneTrace], first: int, work: WorkToDo) -> _Table:
+def _table(zones: Sequence[ZoneTrace], first: int, work: WorkToDo, k: int) -> _Table:
     tick_s = zones[0].tick_s
-    k = parts_of(tick_s, work.changeover_s)
     left = math.ceil(work.hours * 3600 / tick_s * k - 1e-9)
     ahead = round(work.changeover_s / tick_s * k)
-    ticks = int(work.deadline_hours * 3600 / tick_s + 1e-9)
-    table = _Table(zones, first, work, k, left, ahead, ticks)
-    if ticks * left * len(table.zone_of) > MOST_CELLS:
+    most = int(work.deadline_hours * 3600 / tick_s * k + 1e-9)
+    table = _Table(zones, first, work, k, left, ahead, most)
+    if table.ticks * left * len(table.zone_of) > MOST_CELLS:
         raise BadInput(
-            f"{ticks} ticks of {tick_s:g} s and {left} parts of work are too many for the exact "
-            "optimum; give a longer tick"
+            f"{table.ticks} ticks of {tick_s:g} s and {left} parts of work are too many for the "
+            "exact optimum; give a longer tick"
         )
     return table
 
@@ -126,9 +126,12 @@ class _Table:
         parts: int,
         left: int,
         ahead: int,
-        ticks: int,
+        most: int,
     ):
-        self.parts, self.left, self.ticks, self.move_usd = parts, left, ticks, work.move_usd
+        self.parts, self.left, self.move_usd = parts, left, work.move_usd
+        # the deadline may lie within the last tick: then so many parts of it count
+        self.ticks = ticks = -(-most // parts)
+        self.last_parts = most - (ticks - 1) * parts
         self.tick_h, self.zones = zones[0].tick_s / 3600, len(zones)
         # a begin: so many ticks, the last of which makes some progress (or all make none)
         self.begin_ticks, self.begin_parts = -(-ahead // parts), -ahead % parts
@@ -159,6 +162,11 @@ class _Table:
         # nothing was anywhere: the first begin is no move
         zone = int(np.argmin(costs.idle[:, self.left]))
         return self._follow(zone, float(costs.idle[zone, self.left]), choices[::-1], after)
+
+    def can_be_done(self) -> bool:
+        """On demand, from the first tick on."""
+        ahead = self.begin_ticks * self.parts - self.begin_parts
+        return self.left + ahead <= (self.ticks - 1) * self.parts + self.last_parts
 
     def costs(self) -> NDArray[np.float64]:
         """By the work that is left, from the first tick on."""
@@ -203,14 +211,22 @@ class _Table:
     ) -> NDArray[np.float64]:
         """Being at each place for some ticks that make some progress together."""
         found = np.full_like(after, math.inf)
-        usd = self.usd[tick : tick + ticks].sum(axis=0)
         open_ = self.open[tick : tick + ticks].all(axis=0)
         if tick + ticks <= self.ticks:
-            found[open_, progress:] = after[open_, : self.left + 1 - progress]
-            found[open_, :progress] = 0.0
+            usd, last_usd = self.usd[tick : tick + ticks].sum(axis=0), self.usd[tick + ticks - 1]
+            found[open_, progress:] = after[open_, : max(0, self.left + 1 - progress)]
+            # who is done within the last of them pays for so much of it
+            used = self.parts - progress + np.arange(min(progress, self.left) + 1)
+            unpaid = (1 - used / self.parts) * last_usd[open_, None]
+            in_time = used <= self._parts_of(tick + ticks - 1)
+            found[open_, : len(used)] = np.where(in_time, -unpaid, math.inf)
             found += usd[:, None]
         found[:, 0] = 0.0  # nothing is left to do
         return found
+
+    def _parts_of(self, tick: int) -> int:
+        """That lie before the deadline."""
+        return self.last_parts if tick == self.ticks - 1 else self.parts
 
     def _follow(
         self, zone: int, usd: float, choices: list[_Choices], after: dict[int, _Costs]
@@ -234,7 +250,7 @@ class _Table:
                     left -= self.parts if begun < 0 else 0 if begun else self.begin_parts
             at = ON_DEMAND if place >= self.zones else place
             plan.append(at)
-        return Optimum(usd, tuple(plan), len(plan) * self.tick_h)
+        return Optimum(usd, tuple(plan), (len(plan) + left / self.parts) * self.tick_h)
 
     def _again(self, first: int, after: dict[int, _Costs]) -> list[_Choices]:
         """Choices from a tick on that were not kept."""

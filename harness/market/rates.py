@@ -17,6 +17,7 @@ from harness.market.lookahead import AGES_H, CLASSES, SpellRates
 # What is usual, in hours, and how many spells it counts for.
 USUAL_OPEN_H, USUAL_CLOSED_H, USUAL_SPELLS = 3.0, 3.0, 2.0
 USUAL_UNNOTICED = 0.25  # share of losses
+USUAL_ENDS = 4.0  # so many ends are worth as much as what is usual of spells by their age
 # How often, per hour, a spell of some age usually ends (by class of age): a market that is quick to
 # change in its first minutes is often slow after hours. What is seen scales it as a whole.
 USUAL_ENDS_PER_H = (1.2, 0.6, 0.3, 0.15, 0.06)
@@ -81,7 +82,7 @@ class Ends:
     def __add__(self, other: Ends) -> Ends:
         return Ends(self.seen + other.seen, self.usual + other.usual)
 
-    def pace(self, towards: float = 1.0, weight: float = USUAL_SPELLS) -> float:
+    def pace(self, towards: float = 1.0, weight: float = USUAL_ENDS) -> float:
         """How many times as often they end as in a usual market, shrunk towards a pace that counts
         for `weight` ends."""
         return (weight * towards + self.seen) / (weight + self.usual)
@@ -184,7 +185,7 @@ def spell_rates(seen: Sequence[CapacitySeen | None], now_s: float, held: int = -
     another = 0.0
     if more:
         kept = max(0.0, losses - bereft)
-        another = (USUAL_SPELLS * usual_another + kept) / (USUAL_SPELLS + max(losses, kept))
+        another = (USUAL_ENDS * usual_another + kept) / (USUAL_ENDS + max(losses, kept))
     return SpellRates(_scaled(closes.pace()), _scaled(opens), round(min(1.0, another), 1))
 
 

@@ -42,6 +42,7 @@ from harness.market.traces import (
     zone_names,
 )
 
+MOST_NUMBER = 1e15  # milliseconds since 1970 are 2e12
 USUAL_TICK_S = 60.0  # of a log of events, which has none
 EPOCH_S = 1e8  # times beyond it are seconds since 1970, those before it since some beginning
 MOST_STEP_BACK_S = 600.0  # clocks of scripts that write logs are set back now and then
@@ -89,7 +90,10 @@ def read(text: str, name: str, asked: TraceAsked | None = None, zone: str = "") 
         raise BadInput(f"{name}: wanted a trace, found an empty file")
     for fits, reader in READERS:
         if fits(first):
-            found = reader(text, name, zone, asked)
+            try:
+                found = reader(text, name, zone, asked)
+            except (csv.Error, RecursionError) as e:
+                raise BadInput(f"{name}: cannot be read: {e}") from e
             break
     else:
         raise BadInput(
@@ -198,9 +202,9 @@ def _json_lines(text: str, name: str, zone: str, asked: TraceAsked) -> list[Zone
     for number, line in enumerate(filter(str.strip, text.splitlines()), 1):
         try:
             ms, what, more = json.loads(line)
-            at_s = float(ms) / 1e3
+            at_s = _number(ms, name, number) / 1e3
             nodes = [str(node) for node in more.get("nodes", [])]
-            end_s = at_s + float(more.get("duration", 0)) / 1e3
+            end_s = at_s + _number(more.get("duration", 0), name, number) / 1e3
         except (ValueError, TypeError, AttributeError) as e:
             raise BadInput(
                 f'{name}, line {number}: wanted [ms, "add", {{"nodes": [...]}}], found '
@@ -383,6 +387,20 @@ def _of_rows(
     return found
 
 
+def as_table(zones: Sequence[ZoneTrace]) -> str:
+    """As a table with a header, which `read` reads as the same zones."""
+    out = io.StringIO()
+    rows = csv.writer(out, lineterminator="\n")
+    rows.writerow(("zone", "seconds", "available", "usd_per_h"))
+    for zone in zones:
+        prices = [""] * len(zone.nodes)
+        if zone.usd_per_h is not None:
+            prices = [f"{usd:.6g}" for usd in zone.usd_per_h]
+        for tick, (nodes, usd) in enumerate(zip(zone.nodes.tolist(), prices, strict=True)):
+            rows.writerow((zone.zone, f"{zone.start_s + tick * zone.tick_s:.12g}", nodes, usd))
+    return out.getvalue()
+
+
 def _tick_of(times_s: list[float], where: str) -> float:
     """Of rows that are one tick apart, give or take what rounding to few digits does."""
     if len(times_s) < 2:
@@ -422,7 +440,7 @@ def _number(text: Any, name: str, line: int) -> float:
         found = float(text)
     except (TypeError, ValueError):
         found = math.nan
-    if not math.isfinite(found):
+    if not abs(found) <= MOST_NUMBER:
         raise BadInput(f"{name}, line {line}: wanted a number, found {text!r:.40}")
     return found
 
@@ -432,7 +450,7 @@ def _numbers(values: Any, name: str, what: str) -> Prices:
         found = np.array(values, dtype=np.float64)
     except (TypeError, ValueError) as e:
         raise BadInput(f"{name}: {what}: wanted numbers ({e})") from e
-    if found.ndim != 1 or not np.isfinite(found).all():
+    if found.ndim != 1 or not (np.abs(found) <= MOST_NUMBER).all():
         raise BadInput(f"{name}: {what}: wanted a list of finite numbers")
     return found
 

@@ -83,14 +83,13 @@ def strip(three: Sequence[float], least: float, most: float) -> str:
 
 def show(plan: ShownPlan, console: Console) -> None:
     """The table, what is best, and what it rests on."""
-    with_strip = console.width >= WIDE
+    wide = console.width >= WIDE
     title = f"{len(plan.rows)} ways to run it, the best first"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("nodes", "policy", "hours", "USD", "risk", "lost", "on demand"):
-        right = name not in ("nodes", "policy")
-        table.add_column(name, justify="right" if right else "left")
-    if with_strip:
-        table.add_column("USD, p10 to p90", no_wrap=True)
+    more = ("lost", "USD, p10 to p90") if wide else ()
+    for name in ("nodes", "policy", "hours", "USD", "risk", "on demand", *more):
+        left = name in ("nodes", "policy", *more[1:])
+        table.add_column(name, justify="left" if left else "right", overflow="fold")
     ends = [row.usd_at(share) for row in plan.rows for share in (LOW, HIGH)]
     for row in plan.rows:
         style = "bold" if row is plan.best else "dim" if row.missed > plan.most_risk else ""
@@ -101,15 +100,15 @@ def show(plan: ShownPlan, console: Console) -> None:
             _three(row.hours_at, hours_text),
             _three(row.usd_at, usd_text),
             "-" if plan.run.deadline_h is None else percent(row.missed),
-            f"{row.losses:.2g}",
             usd_text(row.on_demand_usd),
         ]
-        if with_strip:
-            cells.append(strip(usd, min(ends), max(ends)))
+        if wide:
+            cells += [f"{row.losses:.2g}", strip(usd, min(ends), max(ends))]
         table.add_row(*cells, style=style)
     console.print(table)
-    words = "median (p10 .. p90); risk: of missing the deadline; lost: nodes that are taken away"
-    console.print(f"{words}; on demand: USD without spot", highlight=False, style="dim")
+    words = "median (p10..p90); risk: of missing the deadline; on demand: USD without spot"
+    lost = "; lost: nodes that are taken away" if wide else ""
+    console.print(words + lost, highlight=False, style="dim")
     for line in sentences(plan):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -141,7 +140,7 @@ def sentences(plan: ShownPlan) -> list[str]:
 
 def _three(at: Callable[[float], float], text: Callable[[float], str]) -> str:
     low, middle, high = text(at(LOW)), text(at(0.5)), text(at(HIGH))
-    return middle if low == high else f"{middle} ({low} .. {high})"
+    return middle if low == high else f"{middle} ({low}..{high})"
 
 
 def cumulated(values: Sequence[float]) -> list[tuple[float, float]]:

@@ -22,14 +22,14 @@ import numpy as np
 from harness.controller import policies
 from harness.core.known import CapacitySeen, Knowledge
 from harness.core.world import BadInput, Decision, Offer, Policy, View
-from harness.market.made_up import ROUGH, drawn, make_up
+from harness.market.made_up import ROUGH, drawn, in_blocks, make_up
 from harness.market.traces import ZoneTrace
 from harness.proof.market_quick import play
 from harness.proof.market_replay import STEP_S, ReplayJob
 
 MOST_ZONES = 6  # of a shape, the cheapest
 PRICE_SWING = 0.08  # standard deviation of a spot price's logarithm, over days
-BLOCK_SHARE = 0.25  # of a zone's nodes, which come and go together
+BLOCKS = 4  # of a zone's nodes, at most; each comes and goes together
 LEAST_TICK_S, MOST_TICK_S, TICKS = 60.0, 1800.0, 150  # of the undisturbed run
 OPEN_END = 6.0  # without a deadline: so many times the undisturbed run are played
 SCREENED = 9  # markets for each candidate before most are dropped
@@ -37,7 +37,6 @@ KEPT = 6  # candidates that are played in all markets
 LOW, HIGH = 0.1, 0.9
 
 ON_DEMAND_ONLY = "on_demand"
-SPOT_ONLY = ("cheapest", "best_value", "patient")  # as `harness launch` offers nodes
 ASSUMED = (
     "a step is as fast as peak arithmetic and the shares of its batch allow, at every number of "
     "nodes (--step-time, --scaling)",
@@ -189,7 +188,7 @@ def on_demand_only(view: View) -> Decision:
 
 def buys_on_demand(policy: str) -> bool:
     """Does it use offers on demand? The others are not shown any, as `harness launch` does."""
-    return policy.partition("?")[0] not in SPOT_ONLY
+    return policy == ON_DEMAND_ONLY or policies.uses_on_demand(policy)
 
 
 def policy_of(candidate: PlanCandidate, run: PlannedRun) -> Policy:
@@ -247,6 +246,11 @@ def _has_on_demand(shape: NodeShape) -> bool:
     return math.isfinite(shape.on_demand_usd_per_h)
 
 
+def as_of(seen: CapacitySeen, now_s: float) -> CapacitySeen:
+    """The same on a clock that is 0 at that moment."""
+    return dataclasses.replace(seen, since_s=seen.since_s - now_s, seen_s=seen.seen_s - now_s)
+
+
 # ---- playing -------------------------------------------------------------------------------------
 def forecast(
     candidate: PlanCandidate,
@@ -258,18 +262,7 @@ def forecast(
     """Play so many markets, each from a seed of its own. `history`: by offer, on a clock that is 0
     when the run begins."""
     shape, nodes = candidate.shape, candidate.nodes
-    undisturbed_h = run.hours(shape, nodes)
-    open_h = OPEN_END * (undisturbed_h + run.changeover_s / 3600) + 24
-    on_demand = shape.on_demand_usd_per_h
-    job = ReplayJob(
-        undisturbed_h,
-        open_h if run.deadline_h is None else run.deadline_h,
-        (min(run.min_nodes, nodes), nodes),
-        changeover_s=run.changeover_s,
-        lost_s=run.lost_s,
-        move_usd=run.move_usd,
-        on_demand_usd_per_h=on_demand if math.isfinite(on_demand) else 1e6,
-    )
+    job = job_of(candidate, run)
     policy, seen = policy_of(candidate, run), dict(history or {})
     places = {offer.name: offer.place for offer in shape.spot}
     # on demand one market is as the other
@@ -289,16 +282,32 @@ def forecast(
         for at in range(different)
     ] * (markets // different)
     paid_h = sum(one.spot_h + one.on_demand_h for one in played)
-    billed_h = nodes * (undisturbed_h + run.changeover_s / 3600)
+    billed_h = nodes * (job.work_h + run.changeover_s / 3600)
     return PlanForecast(
         candidate,
         tuple(one.finish_h for one in played),
         tuple(one.usd for one in played),
         sum(one.missed for one in played) / markets,
-        undisturbed_h,
-        on_demand * billed_h,
+        job.work_h,
+        shape.on_demand_usd_per_h * billed_h,
         sum(one.losses for one in played) / markets,
         sum(one.spot_h for one in played) / paid_h if paid_h else 0.0,
+    )
+
+
+def job_of(candidate: PlanCandidate, run: PlannedRun) -> ReplayJob:
+    """What is played. Without a deadline for as long as it takes, within reason."""
+    undisturbed_h = run.hours(candidate.shape, candidate.nodes)
+    open_h = OPEN_END * (undisturbed_h + run.changeover_s / 3600) + 24
+    on_demand = candidate.shape.on_demand_usd_per_h
+    return ReplayJob(
+        undisturbed_h,
+        open_h if run.deadline_h is None else run.deadline_h,
+        (min(run.min_nodes, candidate.nodes), candidate.nodes),
+        changeover_s=run.changeover_s,
+        lost_s=run.lost_s,
+        move_usd=run.move_usd,
+        on_demand_usd_per_h=on_demand if math.isfinite(on_demand) else 1e6,
     )
 
 
@@ -309,11 +318,10 @@ def market(
     seen: Mapping[str, CapacitySeen],
 ) -> list[ZoneTrace]:
     """One that may come, of the zones of a shape, for as long as the run may take."""
-    nodes, tick_s = job.nodes[1], _tick_s(job)
+    nodes, tick_s = job.nodes[1], tick_of(job)
     zones = [
         dataclasses.replace(
-            drawn(offer.name, seen.get(offer.name), rng, nodes=nodes, now_s=0.0),
-            block=max(1.0, BLOCK_SHARE * nodes),
+            in_blocks(drawn(offer.name, seen.get(offer.name), rng, nodes=nodes, now_s=0.0), BLOCKS),
             usd_per_h=offer.usd_per_h,
             price_swing=PRICE_SWING,
             most_usd_per_h=offer.on_demand_usd_per_h or math.inf,
@@ -327,7 +335,7 @@ def market(
     return make_up(zones, 1.2 * job.deadline_h + 12, rng, tick_s=tick_s, weather=ROUGH)
 
 
-def _tick_s(job: ReplayJob) -> float:
+def tick_of(job: ReplayJob) -> float:
     """Whole minutes; short enough to see what becomes of a short run."""
     wanted_s = 60.0 * round(job.work_h * 60 / TICKS)
     return min(MOST_TICK_S, max(LEAST_TICK_S, wanted_s))

@@ -34,6 +34,7 @@ from harness.views.market_pictures import (
 
 WRITTEN = (".html", ".png")
 ALL = "all markets"
+BOUGHT = "on_demand"  # the policy
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -86,6 +87,7 @@ def story_of(table: MarketTable, policy: str = "") -> MarketStory:
         raise BadInput(f"no policy {shown!r} was tried; found {', '.join(policies)}")
     names = list(dict.fromkeys(row.market for row in table.rows))
     charts = [_chart(name, [row for row in table.rows if row.market == name]) for name in names]
+    charts = [chart for chart in charts if chart.curves]
     if len(charts) > 1 and (together := _together(charts)):
         charts.insert(0, together)
     timelines = [
@@ -106,7 +108,7 @@ def story_of(table: MarketTable, policy: str = "") -> MarketStory:
 def _chart(name: str, rows: Sequence[MarketRow]) -> CostChart:
     by_policy = dict[str, list[MarketRow]]()
     for row in sorted(rows, key=lambda row: row.job.deadline_h):
-        if row.windows:
+        if row.windows and row.policy != BOUGHT:  # it has a line of its own
             by_policy.setdefault(row.policy, []).append(row)
     first = {row.job.deadline_h: row for row in reversed(rows) if row.windows}
     return CostChart(
@@ -178,13 +180,15 @@ def _typical(row: MarketRow) -> MarketWindow:
 # ---- hour by hour --------------------------------------------------------------------------------
 def timeline(zones: Sequence[ZoneTrace], row: MarketRow, window: MarketWindow) -> MarketTimeline:
     """One replay beside the optimum of the same window."""
-    job, result, best = row.job, window.result, window.optimum
+    job, result = row.job, window.result
+    # of many nodes there is only a bill
+    best = window.optimum if window.optimum is not None and window.optimum.plan else None
     tick_h = zones[0].tick_s / 3600
     ends = [job.deadline_h, *(end for _, _, end, _ in result.spans)]
     ticks = math.ceil(max(h for h in ends if math.isfinite(h)) / tick_h)
     lanes = [
         _lane(
-            *(zone.zone, _room(zone, window.first, ticks), result, zone.zone),
+            *(zone.zone, room_levels(zone, window.first, ticks), result, zone.zone),
             *(best, place, tick_h),
             _note(zone, window.first, ticks, job),
         )
@@ -195,17 +199,19 @@ def timeline(zones: Sequence[ZoneTrace], row: MarketRow, window: MarketWindow) -
         for name in {name for name, *_ in result.spans if name.endswith(market_replay.ON_DEMAND)}
     ]
     note = f"${job.on_demand_usd_per_h:g} an hour"
-    runs = _sum_levels([lane.run for lane in dear])
+    runs = sum_levels([lane.run for lane in dear])
     planned = dear[0].optimum if dear else _plan_levels(best, ON_DEMAND, tick_h)
-    lanes.append(MarketLane("on demand", (), runs, planned, note))
+    if runs or planned:
+        lanes.append(MarketLane("on demand", (), runs, planned, note))
     start_h = window.first * tick_h
     return MarketTimeline(
-        f"{row.market}: {row.policy}, deadline {job.deadline_h:g} h, from hour {start_h:.4g} on",
+        f"{row.market}: {row.policy}, to be done in {job.deadline_h:.4g} h, from hour "
+        f"{start_h:.4g} on",
         tuple(lanes),
-        RunDrawn(row.policy, _bill(zones, window, job, ticks), result.finish_h),
+        RunDrawn(row.policy, bill_of(zones, window.first, result, job), result.finish_h),
         None
         if best is None
-        else RunDrawn("optimum", _optimum_bill(zones, window, job), best.finish_h),
+        else RunDrawn("optimum", _optimum_bill(zones, window.first, best, job), best.finish_h),
         job.deadline_h,
     )
 
@@ -237,7 +243,8 @@ def _note(zone: ZoneTrace, first: int, ticks: int, job: ReplayJob) -> str:
     return f"{there:.0f} % of the time, ${usd:.3g} an hour"
 
 
-def _room(zone: ZoneTrace, first: int, ticks: int) -> Levels:
+def room_levels(zone: ZoneTrace, first: int, ticks: int) -> Levels:
+    """How many nodes it had, in hours from tick `first` on."""
     tick_h, nodes = zone.tick_s / 3600, zone.nodes[first : first + ticks]
     changes = [0, *(np.flatnonzero(np.diff(nodes)) + 1).tolist()] if len(nodes) else []
     levels = [(i * tick_h, float(nodes[i])) for i in changes]
@@ -254,7 +261,8 @@ def span_levels(spans: Iterable[tuple[float, float]]) -> Levels:
     return tuple(levels)
 
 
-def _sum_levels(several: Sequence[Levels]) -> Levels:
+def sum_levels(several: Sequence[Levels]) -> Levels:
+    """All of them at once."""
     changes = list[tuple[float, float]]()
     for levels in several:
         before = 0.0
@@ -287,32 +295,30 @@ def _stays(plan: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 # ---- bills ---------------------------------------------------------------------------------------
-def _bill(zones: Sequence[ZoneTrace], window: MarketWindow, job: ReplayJob, ticks: int) -> Levels:
+def bill_of(zones: Sequence[ZoneTrace], first: int, result: ReplayResult, job: ReplayJob) -> Levels:
     """USD so far, tick by tick. Ends at the bill that was measured: what a move cost is spread
     over all of it."""
     tick_h = zones[0].tick_s / 3600
+    last = max((end for _, _, end, _ in result.spans), default=0.0)
+    ticks = math.ceil(last / tick_h - 1e-9)
     paid = np.zeros(ticks + 1)
-    prices = {zone.zone: _prices(zone, window.first, ticks, job) for zone in zones}
+    prices = {zone.zone: _prices(zone, first, ticks, job) for zone in zones}
     dear = np.full(ticks, job.on_demand_usd_per_h)
-    for name, begin, end, _ in window.result.spans:
+    for name, begin, end, _ in result.spans:
         usd_per_h = prices.get(name, dear)
-        for tick in range(int(begin / tick_h + 1e-9), min(ticks, math.ceil(end / tick_h - 1e-9))):
+        for tick in range(int(begin / tick_h + 1e-9), math.ceil(end / tick_h - 1e-9)):
             hours = min(end, (tick + 1) * tick_h) - max(begin, tick * tick_h)
             paid[tick + 1] += usd_per_h[tick] * hours
     so_far = np.cumsum(paid)
     if so_far[-1] > 0:
-        so_far *= window.result.usd / so_far[-1]
-    last = max((end for _, _, end, _ in window.result.spans), default=0.0)
-    until = min(ticks, math.ceil(last / tick_h - 1e-9))
-    return tuple((min(i * tick_h, last), float(so_far[i])) for i in range(until + 1))
+        so_far *= result.usd / so_far[-1]
+    return tuple((min(i * tick_h, last), float(usd)) for i, usd in enumerate(so_far))
 
 
-def _optimum_bill(zones: Sequence[ZoneTrace], window: MarketWindow, job: ReplayJob) -> Levels:
-    best, tick_h = window.optimum, zones[0].tick_s / 3600
-    if best is None:
-        return ()
+def _optimum_bill(zones: Sequence[ZoneTrace], first: int, best: Optimum, job: ReplayJob) -> Levels:
+    tick_h = zones[0].tick_s / 3600
     plan = best.plan
-    each = [_prices(zone, window.first, len(plan), job) for zone in zones]
+    each = [_prices(zone, first, len(plan), job) for zone in zones]
     paid = [
         0.0
         if at == NOWHERE

@@ -24,7 +24,7 @@ from typing import TypeAlias
 from harness.core.world import Node, NodeState, Offer
 from harness.market.traces import ZoneTrace
 
-STEP_S = 60.0  # of a world of all nodes; finer steps only cost time
+STEP_S = 60.0  # of a step on all nodes
 ON_DEMAND = "/on-demand"  # ends the names of on-demand offers
 
 # a node's offer, from when it was given until it was gone (hours), whether it was taken away
@@ -37,7 +37,12 @@ class ReplayJob:
     takes on the most, undisturbed; `deadline_h`: hours from the window's beginning. Prices are of
     one node, where the trace has none. `move_usd`: of a begin in another place than the node
     before. `one_place`: nodes in different zones train together, and a move costs nothing (zones of
-    one region)."""
+    one region).
+
+    `snapshot_s`: between two snapshots; 0: one in every tick. `unnoticed`: the share of the nodes
+    that are taken without a notice, and so with all work since the newest snapshot; `pause_s`: for
+    so long the others stand still then. `step_s`: of a step on all nodes; finer ones only cost
+    time."""
 
     work_h: float
     deadline_h: float
@@ -48,10 +53,14 @@ class ReplayJob:
     spot_usd_per_h: float = 1.0
     on_demand_usd_per_h: float = 3.0
     one_place: bool = False
+    snapshot_s: float = 0.0
+    unnoticed: float = 0.0
+    pause_s: float = 0.0
+    step_s: float = STEP_S
 
     @property
     def total_steps(self) -> int:
-        return max(1, round(self.work_h * 3600 / STEP_S))
+        return max(1, round(self.work_h * 3600 / self.step_s))
 
     @property
     def work(self) -> float:
@@ -100,6 +109,24 @@ class _Training:
         return True
 
 
+@dataclass
+class _Saved:
+    """The newest snapshot: when it was made, and the work in it. `overdue`: how much of a loss
+    without notice is still owed, so that their share comes out evenly."""
+
+    at_s: float = 0.0
+    work: float = 0.0
+    overdue: float = 0.5
+
+    def misses(self, unnoticed: float) -> bool:
+        """Does this loss come without a notice?"""
+        self.overdue += unnoticed
+        if self.overdue < 1.0:
+            return False
+        self.overdue -= 1.0
+        return True
+
+
 class MarketFleet:
     """The nodes that are there (`nodes`), from tick `first` of aligned zones on. Beyond their end
     there is no spot. Ticks are counted from there. `places`: of zones that are no place of their
@@ -129,6 +156,7 @@ class MarketFleet:
         self.bill, self.spans = FleetBill(), list[NodeSpan]()
         self._training, self._place = _Training(), ""  # where the last node was given
         self._offers: tuple[list[float], tuple[Offer, ...]] = [], ()
+        self._saved = _Saved()
 
     @property
     def now_s(self) -> float:
@@ -207,19 +235,36 @@ class MarketFleet:
             return None
         if attempt not in training.begins_s and node.offer.place == training.home:
             world = min(training.at_work[training.home], self.job.nodes[1])
-            kept = committed * self.job.work / self.job.total_steps
-            bill.work = max(kept, bill.work - self.job.lost_s * world)
+            kept, saved = committed * self.job.work / self.job.total_steps, self._saved
+            if saved.misses(self.job.unnoticed):
+                bill.work = max(kept, saved.work)
+            else:
+                bill.work = max(kept, bill.work - self.job.lost_s * world)
+                saved.at_s, saved.work = self.now_s, bill.work  # a notice leaves time for one
+            self._pause(attempt)
         bill.losses += 1
         return self.end(attempt, self.now_s, taken=True)
 
     def steps(self) -> int:
-        """That are done."""
-        job, bill = self.job, self.bill
-        done = bill.done_s is not None
+        """That are in a snapshot now."""
+        job, bill, saved = self.job, self.bill, self._saved
+        if bill.done_s is not None:
+            return job.total_steps
+        if self.now_s - saved.at_s >= job.snapshot_s - 1e-6:
+            saved.at_s, saved.work = self.now_s, bill.work
         # sums of seconds, so a step that is done may lack a billionth
-        return job.total_steps if done else int(job.total_steps * bill.work / job.work + 1e-9)
+        return int(job.total_steps * saved.work / job.work + 1e-9)
 
     # ---- one tick --------------------------------------------------------------------------------
+    def _pause(self, without: int) -> None:
+        """Those that trained with a node that is taken stand still for a while."""
+        training, until_s = self._training, self.now_s + self.job.pause_s
+        for attempt, node in self.nodes.items() if self.job.pause_s else ():
+            if attempt != without and node.offer.place == training.home:
+                if attempt not in training.begins_s:
+                    training.at_work[training.home] -= 1
+                training.begins_s[attempt] = max(until_s, training.begins_s.get(attempt, 0.0))
+
     def _room(self, zone: str) -> int:
         rooms = self._rooms[zone]
         return int(rooms[self.tick]) if self.tick < len(rooms) else 0

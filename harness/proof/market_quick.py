@@ -139,8 +139,14 @@ class _QuickMarket:
 
     def _has_place(self, decision: Launch) -> bool:
         """As the recovery loop says."""
+        alive = self.fleet.nodes
+        replaced = {old for old in self.instead_of.values() if old in alive}
+        if decision.instead_of in replaced:
+            return False
         places = [
-            n.offer.place for n in self.fleet.nodes.values() if n.attempt != decision.instead_of
+            n.offer.place
+            for n in alive.values()
+            if n.attempt not in replaced and n.attempt != decision.instead_of
         ]
         place = decision.offer.place
         return places.count(place) < self.job.nodes[1] and len({*places, place}) <= 2

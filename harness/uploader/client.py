@@ -335,6 +335,8 @@ def fact_of(job: UploadJob, outcome: UploadOutcome) -> Fact:
         outcome.weights,
         outcome.slowdown,
         outcome.requests,
+        note.get("interval_s", 0.0),
+        note.get("between_losses_s", 0.0),
     )
 
 

@@ -13,6 +13,7 @@ from harness.views.market_pictures import (
     CostPoint,
     MarketTimeline,
     cost_drawing,
+    hours_text,
     over_optimum,
     timeline_drawing,
 )
@@ -27,12 +28,14 @@ PNG_CHARTS, PNG_TIMELINES = 4, 4  # of a PNG, which is to be looked at as a whol
 
 @dataclass(frozen=True)
 class MarketStory:
-    """All that is told. `notes`: sentences, shown above everything else."""
+    """All that is told. `notes`: sentences, shown above everything else; `unknown`: what nobody can
+    know, below it."""
 
     title: str
     charts: tuple[CostChart, ...]
     timelines: tuple[MarketTimeline, ...] = ()
     notes: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
 
 
 def market_page(story: MarketStory) -> str:
@@ -50,9 +53,11 @@ def market_page(story: MarketStory) -> str:
         f"{_figure(cost_drawing(chart))}{_numbers(chart)}" for chart in story.charts[:MOST_CHARTS]
     )
     timelines = "".join(_figure(timeline_drawing(one)) for one in story.timelines[:MOST_TIMELINES])
+    unknown = "".join(f"<li>{esc(one)}</li>" for one in story.unknown)
     parts = [
         section("Cost", charts, _left_out(story.charts, MOST_CHARTS)),
         section("Hour by hour", timelines, _left_out(story.timelines, MOST_TIMELINES)),
+        section("What nobody can know", f"<ul class=trouble>{unknown}</ul>" if unknown else ""),
     ]
     notes = "".join(f"<p class=note>{esc(note)}</p>" for note in story.notes)
     body = (
@@ -83,7 +88,7 @@ def _left_out(found: Sequence[object], most: int) -> str:
 def _numbers(chart: CostChart) -> str:
     """A chart as a table, for who wants the numbers."""
     deadlines = chart.deadlines
-    head = ["policy", *(f"{h:g} h" for h in deadlines), "over the optimum", "missed"]
+    head = ["policy", *map(hours_text, deadlines), "late", "over the optimum"]
     rows = [
         [name, *(money(dict(line)[h]) if h in dict(line) else "–" for h in deadlines), "", ""]
         for name, line in (("optimum", chart.optimum), ("on demand", chart.on_demand))
@@ -96,16 +101,18 @@ def _numbers(chart: CostChart) -> str:
             [
                 esc(curve.name),
                 *(money(at[h].usd) if h in at else "–" for h in deadlines),
-                "–" if over is None else percent(over),
                 _missed(curve.points),
+                "–" if over is None else percent(over),
             ]
         )
-    right = range(1, len(head))
-    table = html_table(head, rows, right)
+    if not chart.optimum:
+        head, rows = head[:-1], [row[:-1] for row in rows]
+    table = html_table(head, rows, range(1, len(head)))
     return f"<details><summary>{esc(chart.title)}: the numbers</summary>{table}</details>"
 
 
 def _missed(points: Sequence[CostPoint]) -> str:
+    """Of all windows."""
     missed, windows = sum(p.missed for p in points), sum(p.windows for p in points)
     words = f"{missed} of {windows}"
     return f"<span class=bad>{words}</span>" if missed else words

@@ -23,14 +23,16 @@ from harness.views.drawing import (
     cut,
     text_width,
 )
-from harness.views.plots import nice_ticks, short
-from harness.views.words import money, percent
+from harness.views.plots import nice_ticks, short, time_ticks
+from harness.views.words import duration, money, percent
 
 WIDTH, LEFT = 1100.0, 62.0
 TONES = ("accent", "reform", "val", "drain", "redone", "brown", "pink", "olive", "start")
 OPTIMUM_TONE, ON_DEMAND_TONE = "useful", "other"
 NAMES = 190.0  # room for names at the right of a chart
-LANE_NAMES = 200.0  # ... at the left of lanes
+LANE_NAMES = 240.0  # ... at the left of lanes
+FAR_ABOVE = 1.6  # times the dearest policy: on demand is named, and not drawn
+NEVER_H = 1e9  # whoever takes longer was never done
 MOST_LANES = 24
 MOST_STEPS = 1500  # of one lane: no more can be seen
 
@@ -63,13 +65,16 @@ class CostCurve:
 @dataclass(frozen=True)
 class CostChart:
     """Policies on one market. `optimum` and `on_demand`: (deadline in hours, USD), empty where
-    nobody knows. `work_h`: hours that the work takes undisturbed."""
+    nobody knows. `work_h`: hours that the work takes undisturbed; `note`: what the numbers are;
+    `missed`: the word for being late."""
 
     title: str
     curves: tuple[CostCurve, ...]
     optimum: tuple[tuple[float, float], ...] = ()
     on_demand: tuple[tuple[float, float], ...] = ()
     work_h: float = 0.0
+    note: str = "mean of all windows; thin: the middle 80 % of them"
+    missed: str = "missed"
 
     @property
     def deadlines(self) -> list[float]:
@@ -123,6 +128,11 @@ class MarketTimeline:
     deadline_h: float
 
 
+def hours_text(hours: float) -> str:
+    """`51.3 h`; below an hour as `duration` has it."""
+    return f"{hours:.3g} h" if hours >= 1 or hours == 0 else duration(hours * 3600)
+
+
 # ---- cost over deadline --------------------------------------------------------------------------
 def cost_drawing(chart: CostChart) -> Drawing:
     """Lines over the deadlines; with a single one, bars."""
@@ -136,9 +146,12 @@ class _CostPlane:
 
     def __init__(self, chart: CostChart):
         self.deadlines = chart.deadlines
-        sums = [usd for _, usd in (*chart.optimum, *chart.on_demand)]
-        sums += [usd for c in chart.curves for p in c.points for usd in (p.low, p.high, p.usd)]
-        self.most = 1.05 * max([0.0, *filter(math.isfinite, sums)]) or 1.0
+        sums = [usd for _, usd in chart.optimum]
+        sums += [usd for c in chart.curves for p in c.points for usd in (p.high, p.usd)]
+        most = max([0.0, *filter(math.isfinite, sums)]) or 1.0
+        # far above everything else it would only press the others together
+        dear = max([0.0, *(usd for _, usd in chart.on_demand)])
+        self.most = 1.05 * (dear if dear <= FAR_ABOVE * most else most)
         self.right, self.floor = WIDTH - NAMES, self.top + self.height
 
     def x(self, deadline_h: float) -> float:
@@ -154,14 +167,16 @@ def _lines(chart: CostChart) -> Drawing:
     plane = _CostPlane(chart)
     drawing = Drawing(f"{chart.title}: cost by deadline", WIDTH, plane.floor + 52)
     drawing.add(DrawnText(0, 16, chart.title, tone="ink", strong=True, size=13.5))
-    drawing.add(DrawnText(0, 33, "USD, mean of all windows; thin: the middle 80 % of them"))
+    drawing.add(DrawnText(0, 33, f"USD, {chart.note}"))
     _axes(drawing, chart, plane)
     labels = list[tuple[float, str, str]]()
     for name, line, tone, dash in (
         ("on demand", chart.on_demand, ON_DEMAND_TONE, 5.0),
         ("optimum", chart.optimum, OPTIMUM_TONE, 2.5),
     ):
-        if line:
+        if line and line[-1][1] > plane.most:
+            labels.append((plane.top, f"{name} {money(line[-1][1])} (above)", tone))
+        elif line:
             points = tuple((plane.x(h), plane.y(usd)) for h, usd in line)
             drawing.add(DrawnLine(points, tone, 2.0, dash))
             drawing.add(
@@ -229,7 +244,7 @@ def _curve(
             drawing.add(
                 DrawnDot(x, y, 6.5, "bad", tip, hollow=True), DrawnDot(x, y, 3.0, tone, tip)
             )
-            drawing.add(DrawnText(x + 10, y - 8, f"{p.missed} missed", tone="bad"))
+            drawing.add(DrawnText(x + 10, y - 8, f"{p.missed} {chart.missed}", tone="bad"))
 
 
 def _missed(p: CostPoint) -> str:
@@ -261,10 +276,10 @@ def _bars(chart: CostChart) -> Drawing:
     row, names, top = 30.0, 230.0, 50.0
     rows = sorted((c.points[0].usd, i, c) for i, c in enumerate(chart.curves) if c.points)
     drawing = Drawing(f"{chart.title}: cost", WIDTH, top + row * len(rows) + 34)
-    at = f", deadline {chart.deadlines[0]:g} h" if chart.deadlines else ""
+    at = f", deadline {hours_text(chart.deadlines[0])}" if chart.deadlines else ""
     drawing.add(DrawnText(0, 16, chart.title, tone="ink", strong=True, size=13.5))
     several = any(c.points[0].windows > 1 for _, _, c in rows)
-    note = ", mean of all windows; thin: the middle 80 % of them" if several else ""
+    note = f", {chart.note}" if several else ""
     drawing.add(DrawnText(0, 33, f"USD{at}{note}"))
     lines = [(usd, OPTIMUM_TONE, "optimum") for _, usd in chart.optimum[:1]]
     lines += [(usd, ON_DEMAND_TONE, "on demand") for _, usd in chart.on_demand[:1]]
@@ -307,7 +322,7 @@ def _bar(
     drawing.add(DrawnText(end, y + 18, words, tone="ink"))
     if p.missed:
         words_end = end + text_width(words) + 8
-        drawing.add(DrawnText(words_end, y + 18, f"{p.missed} missed", tone="bad"))
+        drawing.add(DrawnText(words_end, y + 18, f"{p.missed} {chart.missed}", tone="bad"))
 
 
 # ---- one run, hour by hour -----------------------------------------------------------------------
@@ -328,12 +343,12 @@ def timeline_drawing(one: MarketTimeline) -> Drawing:
         drawing.add(DrawnText(LANE_NAMES - 10, y + 14, more, "end"))
         y += 22
     y = _bills(drawing, one, axis, y + 12)
-    for h in axis.ticks():
-        drawing.add(DrawnText(axis.x(h), y + 16, f"{h:g} h", "middle"))
+    for h, told in axis.ticks():
+        drawing.add(DrawnText(axis.x(h), y + 16, told, "middle"))
         drawing.shapes.insert(0, DrawnLine(((axis.x(h), top), (axis.x(h), y)), "grid"))
     x = axis.x(one.deadline_h)
     drawing.add(
-        DrawnLine(((x, top - 8), (x, y)), "bad", 1.5, 4.0, f"deadline {one.deadline_h:g} h")
+        DrawnLine(((x, top - 8), (x, y)), "bad", 1.5, 4.0, f"deadline {hours_text(one.deadline_h)}")
     )
     drawing.add(DrawnText(x, top - 12, "deadline", "middle", "bad"))
     drawing.height = y + 26
@@ -352,11 +367,14 @@ class _Hours:
         share = min(1.0, max(0.0, hours / self.last))
         return LANE_NAMES + share * (WIDTH - LANE_NAMES - 20)
 
-    def ticks(self) -> list[float]:
+    def ticks(self) -> list[tuple[float, str]]:
+        """Hours, and how they are told."""
         if self.last > 20:
-            step = next(s for s in (6, 12, 24, 48, 96, 168, 10_000) if self.last / s <= 14)
-            return [float(h) for h in range(0, math.floor(self.last) + 1, step)]
-        return nice_ticks(0.0, self.last, 9)
+            step = next((s for s in (6, 12, 24, 48, 96, 168) if self.last / s <= 14), 0)
+            step = step or 168 * math.ceil(self.last / 168 / 14)
+            return [(float(h), f"{h} h") for h in range(0, math.floor(self.last) + 1, step)]
+        seconds, unit, size = time_ticks(self.last * 3600, 9)
+        return [(t / 3600, f"{t / size:g} {unit}") for t in seconds]
 
 
 def _shown_lanes(one: MarketTimeline) -> list[MarketLane]:
@@ -375,8 +393,10 @@ def _key(drawing: Drawing, one: MarketTimeline) -> None:
     x = 0.0
     for run, tone in ((one.run, "accent"), (one.optimum, OPTIMUM_TONE)):
         if run is not None:
-            done = f"done after {run.finish_h:.1f} h"
-            words = f"{run.name}: {money(run.usd)}, {done if run.finish_h < 1e9 else 'never done'}"
+            done = (
+                f"done after {hours_text(run.finish_h)}" if run.finish_h < NEVER_H else "never done"
+            )
+            words = f"{run.name}: {money(run.usd)}, {done}"
             drawing.add(DrawnBox(x, 27, 9, 9, tone), DrawnText(x + 14, 36, words, tone="ink"))
             x += 40 + text_width(words)
     drawing.add(DrawnBox(x, 27, 9, 9, "world"), DrawnText(x + 14, 36, "spot could be had"))
@@ -392,7 +412,11 @@ def _lane(
     """Its height."""
     each = 11.0 if most <= 1 else 34.0
     height = each * (2 if one.optimum else 1) + (2 if one.optimum else 0)
-    drawing.add(DrawnText(LANE_NAMES - 10, y + height / 2 + 1, cut(lane.name, 180), "end", "ink"))
+    drawing.add(
+        DrawnText(
+            LANE_NAMES - 10, y + height / 2 + 1, cut(lane.name, LANE_NAMES - 14), "end", "ink"
+        )
+    )
     if lane.note and height >= 20:
         drawing.add(DrawnText(LANE_NAMES - 10, y + height / 2 + 12, lane.note, "end", size=9.5))
     end = axis.x(axis.last)
@@ -412,11 +436,9 @@ def _takes(drawing: Drawing, lane: MarketLane, axis: _Hours, row: tuple[float, f
     top, height = row
     together = itertools.groupby(sorted(lane.taken, key=lambda n: n.end_h), lambda n: n.end_h)
     for end_h, group in together:
-        nodes = [end_h - node.begin_h for node in group]
-        since = (
-            f"{min(nodes):.1f} h" if len(nodes) == 1 else f"{min(nodes):.1f} – {max(nodes):.1f} h"
-        )
-        tip = f"{len(nodes)} taken away at {end_h:.1f} h, after {since}"
+        lives = sorted(end_h - node.begin_h for node in group)
+        since = " – ".join(hours_text(h) for h in dict.fromkeys((lives[0], lives[-1])))
+        tip = f"{len(lives)} taken away at {hours_text(end_h)}, after {since}"
         x = axis.x(end_h)
         drawing.add(DrawnLine(((x, top - 1), (x, top + height + 1)), "bad", 2.0, tip=tip))
 
@@ -436,7 +458,7 @@ def _steps(
         x, end = axis.x(begin_h), axis.x(end_h)
         high = height * min(1.0, count / most)
         nodes = f", {count:g} nodes" if most > 1 else ""
-        tip = f"{name}: {begin_h:.1f} h – {end_h:.1f} h{nodes}" if name else ""
+        tip = f"{name}: {hours_text(begin_h)} – {hours_text(end_h)}{nodes}" if name else ""
         drawing.add(DrawnBox(x, top + height - high, max(0.6, end - x), high, tone, tip))
 
 
@@ -475,6 +497,6 @@ def _bills(drawing: Drawing, one: MarketTimeline, axis: _Hours, y: float) -> flo
             drawing.add(DrawnLine(line, tone, 2.0, tip=f"{run.name}: {money(run.usd)}"))
         if math.isfinite(run.finish_h):
             x, end = axis.x(run.finish_h), floor - run.usd / most * height
-            tip = f"{run.name}: done after {run.finish_h:.1f} h, {money(run.usd)}"
+            tip = f"{run.name}: done after {hours_text(run.finish_h)}, {money(run.usd)}"
             drawing.add(DrawnDot(x, end, 4.0, tone, tip))
     return floor

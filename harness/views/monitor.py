@@ -26,6 +26,7 @@ from harness.bucket.alerts import SEVERITIES, Alert
 from harness.bucket.journal import Follower
 from harness.core.facts import Stamped, Unreadable
 from harness.views.alerts import AlertWatch
+from harness.views.outlook import RunOutlook, interval_words, waiting_json
 from harness.views.report import unread_text
 from harness.views.telling import (
     about,
@@ -319,7 +320,7 @@ def status(
     t = now()
     paid, on_demand = state.spent(t)
     last, (committed, taken_s) = state.last_step, state.committed
-    training = state.training()
+    training, told = state.training(), state.snapshot[1] if state.snapshot else None
     nodes = []
     for n in state.shown_nodes(t):
         _, deadline = n.deadline()
@@ -353,9 +354,17 @@ def status(
         "attempts": len(state.nodes),
         "spent_usd": paid,
         "on_demand_usd": on_demand,
-        "snapshot": {"step": committed, "age_s": None if taken_s is None else t - taken_s}
+        "snapshot": {
+            "step": committed,
+            "age_s": None if taken_s is None else t - taken_s,
+            "every_s": told.interval_s or None if told else None,
+            "between_losses_s": told.between_losses_s or None if told else None,
+            "why": interval_words(told) if told else "",
+        }
         if committed
         else None,
+        "deadline": RunOutlook.of(state, t).to_json(),
+        "waiting": waiting_json(state.decided[1] if state.decided and not state.over else None),
         "controller_alive": False if state.over else view.controller,
         "updated_s": state.last_s if state.last_s > 0 else None,
         "unread_facts": [str(u) for u in state.unread],

@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.core.facts import NodeBilled, NodeFound, Unreadable
+from harness.views.outlook import interval_words, outlook_rows
 from harness.views.painting import BUCKETS, NANO
 from harness.views.rows import BAD_ENDS, AttemptRow
 from harness.views.setups import setup_rows, shift_words
@@ -108,6 +109,7 @@ def headline(s: Summary) -> list[tuple[str, str]]:
                 f"{number(s.validations[0])} → {number(s.validations[1])}",
             )
         )
+    rows += outlook_rows(s)
     away = f" (and {duration(s.away_s)} between launches)" if s.away_s >= 1 else ""
     world = f"{low_high[0]}" if low_high[0] == low_high[1] else f"{low_high[0]} to {low_high[1]}"
     rows += [
@@ -366,6 +368,7 @@ def snapshot_rows(s: Summary) -> list[tuple[str, str]]:
             f"{duration(median(x.commit_s for x in s.snapshots))} (median), "
             f"{_most(x.commit_s for x in s.snapshots)}",
         ),
+        *([("due", words)] if (words := interval_words(s.snapshots[-1])) else []),
     ]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+from harness.views.outlook import ChosenWaits
 from harness.views.painting import BUCKETS, NANO
 from harness.views.postmortem_text import as_json
 from harness.views.rows import AttemptRow
@@ -33,6 +34,8 @@ def to_json(s: Summary) -> dict[str, Any]:
         "ended_s": s.ended_s,
         "wall_s": s.wall_s,
         "away_s": s.away_s,
+        "deadline_s": s.asked.deadline_s if s.asked else None,
+        "waited": dataclasses.asdict(ChosenWaits.of(s.facts, s.ended_s)),
         "worlds": s.worlds,
         "goodput": ledger.goodput,
         "steps_lost": ledger.steps_lost,

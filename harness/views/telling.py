@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from harness.core import facts as f
 from harness.core.setups import HARDWARE
+from harness.views.outlook import RunOutlook, wait_words, whole
 from harness.views.words import clock, duration, money, nbytes, number, percent, plural
 from storage.text import plain
 
@@ -152,9 +153,7 @@ def _who(state: LiveState, member: str) -> str:
 
 
 # ---- numbers -------------------------------------------------------------------------------------
-def about(seconds: float) -> str:
-    """A duration in whole seconds, as live numbers are read."""
-    return duration(float(max(0, round(seconds)))).replace(".0 s", " s")
+about = whole  # live numbers are read so
 
 
 def progress_line(state: LiveState, now: float) -> str:
@@ -187,6 +186,8 @@ def number_rows(state: LiveState, now: float) -> list[tuple[str, str]]:
     committed, taken_s = state.committed
     if committed:
         age = "" if state.over or taken_s is None else f" ({about(now - taken_s)} ago)"
+        every_s = state.snapshot[1].interval_s if state.snapshot and age else 0.0
+        age = age[:-1] + f", every {about(every_s)})" if every_s >= 1 else age
         found.append(("snapshot", f"step {committed:,}{age}"))
     if state.refused and not state.training():
         found.append(("refused", f"{state.refused} times"))
@@ -203,6 +204,8 @@ def number_rows(state: LiveState, now: float) -> list[tuple[str, str]]:
         found.append(("per M tokens", money(usd)))
     if rates and state.total > state.step:
         found.append(("left", about((state.total - state.step) / rates["steps_per_s"])))
+    if not state.over and (words := RunOutlook.of(state, now).words(now)):
+        found.append(("deadline", words))
     return found
 
 
@@ -229,4 +232,5 @@ def decision_line(state: LiveState, now: float) -> str:
         return ""
     t, fact = state.decided
     reason = f": {fact.reason}" if fact.reason else ""
-    return f"{fact.decision}{reason} ({about(now - t)} ago)"
+    expected = f", {words}" if (words := wait_words(fact, now)) else ""
+    return f"{fact.decision}{reason}{expected} ({about(now - t)} ago)"

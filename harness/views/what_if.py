@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from harness.core.facts import AgentStarted, SnapshotCommitted
+from harness.core.losses import cost_s, daly
 from harness.views.breaks import NodesOf, Outline, TrainedWorlds
 from harness.views.interruption import HURTS, Alternative, Interruption
 from harness.views.ledger import Ledger
@@ -55,16 +56,6 @@ class MeasuredRun:
         return max(daly(self.cost_s, self.between_losses_s), 3 * self.commit_s)
 
 
-def daly(cost_s: float, between_losses_s: float) -> float:
-    """The interval that loses least. Where snapshots cost more than half of the time between
-    losses, no interval helps: then that time itself."""
-    ratio = cost_s / (2 * between_losses_s)
-    if ratio >= 1:
-        return between_losses_s
-    first = math.sqrt(2 * cost_s * between_losses_s)
-    return first * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
-
-
 def measured(ledger: Ledger, told: Testimony, outlines: Sequence[Outline]) -> MeasuredRun:
     commits = {e.epoch: _commits(told, e) for e in ledger.epochs}
     every = [c for found in commits.values() for c in found]
@@ -83,7 +74,7 @@ def measured(ledger: Ledger, told: Testimony, outlines: Sequence[Outline]) -> Me
     trained_s = sum(_trained_s(e) for e in ledger.epochs)
     return MeasuredRun(
         interval_s=max(0.0, median(gaps)) if gaps else 0.0,
-        cost_s=median(map(_cost_s, every)) if every else 0.0,
+        cost_s=median(cost_s(c.stall_s, c.slowdown, c.commit_s) for c in every) if every else 0.0,
         commit_s=median(c.commit_s for c in every) if every else 0.0,
         between_losses_s=trained_s / broke if broke else 0.0,
     )
@@ -97,10 +88,6 @@ def unplanned(one: Outline) -> bool:
 def _commits(told: Testimony, epoch: EpochRow) -> list[SnapshotCommitted]:
     found = (c for _, c in told.of_epoch(epoch.epoch, SnapshotCommitted) if c.why == "interval")
     return sorted(found, key=lambda c: c.t_start)
-
-
-def _cost_s(c: SnapshotCommitted) -> float:
-    return max(0.0, c.stall_s) + max(0.0, c.slowdown) * max(0.0, c.commit_s - c.stall_s)
 
 
 def _trained_s(epoch: EpochRow) -> float:

@@ -26,17 +26,16 @@ Nothing leaves OVER.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from harness.core.losses import ASSUMED_S, daly
 from harness.core.world import RESIZE, UNFIT
 from harness.node.marks import EXIT_CODE, Mark, Want
 
-LOSS_EVERY_S = 3600.0  # assumed mean time between losses nobody announced
 NO_MARK = Mark(Want.NOTHING, "")
-LEAST_S, MOST_S = 10.0, 900.0  # of a derived interval
+LEAST_S, MOST_S = 10.0, 1800.0  # of a derived interval
 
 
 class Phase(Enum):
@@ -370,16 +369,22 @@ class Interval:
     every_s: float | None = None
     every_steps: int | None = None
 
-    def seconds(self, step_s: float, stall_s: float, commit_s: float) -> float:
-        """Between two snapshots. `step_s`: of one step; `stall_s`: for which a snapshot stops the
-        training; `commit_s`: from its begin to its commit. 0: unknown, since they are counted in
-        steps and no step was measured."""
+    @property
+    def derived(self) -> bool:
+        return not self.every_steps and self.every_s is None
+
+    def seconds(
+        self, step_s: float, cost_s: float, commit_s: float, between_s: float = ASSUMED_S
+    ) -> float:
+        """Between two snapshots. `step_s`: of one step; `cost_s`: of training that a snapshot
+        costs; `commit_s`: from its begin to its commit; `between_s`: between two losses without
+        one. 0: unknown, since they are counted in steps and no step was measured."""
         if self.every_steps:
             return self.every_steps * step_s
         if self.every_s is not None:
             return self.every_s
-        # Young: sqrt(2 * cost * time between losses); never so often that uploads overlap
-        return min(MOST_S, max(LEAST_S, math.sqrt(2 * stall_s * LOSS_EVERY_S), 3 * commit_s))
+        # never so often that uploads overlap
+        return min(MOST_S, max(LEAST_S, daly(cost_s, between_s), 3 * commit_s))
 
     def due(self, step: int, since_s: float, seconds: float) -> bool:
         """At this step, `since_s` after the last one. `seconds`: what the method of that name

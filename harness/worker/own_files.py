@@ -156,7 +156,7 @@ class OwnFiles:
         self._state.folder = Path(folder).absolute()
         self._state.mine = self._shared_out(self._state.folder)
         self._run.step = step
-        snapshotter.take("own", own_loop=True)
+        snapshotter.take(LEFT.get(self._want, "own"), own_loop=True)
         snapshotter.finish_staging()
 
     def leaving(self) -> str:

@@ -26,7 +26,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,6 +42,7 @@ from harness.worker.hands import Hands
 from harness.worker.hidden import world as hidden_world
 from harness.worker.loader import seed_everything
 from harness.worker.own_work import OwnWork
+from harness.worker.parallel import Replicated
 from harness.worker.peers import Peers
 from harness.worker.run import Run
 from harness.worker.setup_check import SetupCheck
@@ -77,7 +78,7 @@ class OwnLoop:
         self.share = work.feed.plan.micros(work.peers.rank)
         self.leads = work.peers.rank == 0
         self._own_work = OwnWork(work.peers.life.tell)
-        self._seed_between()
+        self.seed_between()
 
     def begin(self, micro_batches: int | None = None, samples: int | None = None) -> OwnStep:
         """The next optimizer step. `micro_batches`: fewer, of a step that ends an epoch;
@@ -112,7 +113,7 @@ class OwnLoop:
         self._hands.turn(machine.Reached())
         self._own_work.begin()
 
-    def _seed_between(self) -> None:
+    def seed_between(self) -> None:
         """What runs between two steps draws the same on any world."""
         feed, step = self._work.feed, self._work.run.step
         seed_everything(seed_for(feed.seed, step, self.micro_batches))
@@ -173,6 +174,13 @@ class OwnStep:
         self._sums.tokens_weighted = True
         self._micros += 1
 
+    def hold(self) -> None:
+        """Before the backward of an own micro-batch: its gradients are not sent while it runs, but
+        by `sync`. For a trainer whose ranks may be at different points of a step by then."""
+        strategy = self._work.training.strategy
+        if isinstance(strategy, Replicated):
+            strategy.hold()
+
     def backward_begins(self) -> None:
         """For reports on where time goes."""
         self._work.timer.enter(BACKWARD)
@@ -205,6 +213,13 @@ class OwnStep:
         work.finish_staging()
         work.timer.enter(OPTIMIZER)
 
+    def give(self) -> None:
+        """After `sync`: the sums lie in the parameters' gradients, even if the trainer has set
+        those to None since."""
+        strategy = self._work.training.strategy
+        if isinstance(strategy, Replicated):
+            strategy.give()
+
     @property
     def loss(self) -> float:
         """Over the global batch, after `sync`; waits for the device."""
@@ -224,7 +239,7 @@ class OwnStep:
         begins, self._place.position = self._place.position, self._place.position + self.samples
         with hidden_world.inside():
             self._work.done(self._sums, self._began, self._micros, self._floats, lr, begins)
-        self._loop._seed_between()
+        self._loop.seed_between()
 
 
 class OwnLoops:
@@ -264,6 +279,14 @@ class OwnLoops:
             return int(said) if said else self._peers.world
 
         return int(self._peers.agree(look))
+
+    @contextlib.contextmanager
+    def gradients_kept(self) -> Iterator[None]:
+        """What lies in the gradients stays there. Around `own_loop` and its first `begin`, of a
+        trainer that has done micro-batches of that step before it knew how many a step has."""
+        strategy = self._work.training.strategy
+        with strategy.kept() if isinstance(strategy, Replicated) else contextlib.nullcontext():
+            yield
 
     def own_loop(
         self,

@@ -9,7 +9,8 @@ step, so that a resumed run sums in another order than one never stopped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -145,6 +146,23 @@ class Replicated:
         if last:
             self._missing, self._sent = list(self._sizes), []
 
+    def hold(self) -> None:
+        """Gradients of the micro-batch that has begun are sent by `reduce`, not as they come."""
+        self._armed = False
+
+    def give(self) -> None:
+        """Gradients lie where the optimizer finds them, even if the script has set them to None."""
+        for p, view in self._views.items():
+            p.grad = view
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """What was added up so far is still there afterwards."""
+        before = [flat.clone() for flat in self._flats]
+        yield
+        for flat, found in zip(self._flats, before, strict=True):
+            flat.copy_(found)
+
     def micro_done(self) -> None: ...
 
     def again(self) -> bool:
@@ -218,8 +236,7 @@ class Replicated:
     def zero(self) -> None:
         for flat in self._flats:
             flat.zero_()
-        for p, view in self._views.items():
-            p.grad = view
+        self.give()
 
     def share_found_inf(self, scaler: Any, optimizer: Any) -> None:
         """All ranks hold the same gradients, so they found the same."""

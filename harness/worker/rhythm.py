@@ -1,39 +1,92 @@
 """When the next snapshot is due: the clock and the measurements beneath `machine.Interval`. Runs in
-the worker."""
+the worker.
+
+A derived interval follows from what a snapshot costs the training, as measured, and from how often
+worlds are lost here without one, as this run has seen it (`core/losses.py`).
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
+from harness.core.losses import RunLosses, cost_s
 from harness.worker.machine import Interval
 
 CALM_STEPS = 5  # that say how long a step takes
+SENDINGS = 5  # the newest, that say what sending costs
 
 
 class Rhythm:
     """`stall_s`: for how long the last snapshot stopped the training. `commit_s`: from its begin
     to its commit."""
 
-    def __init__(self, interval: Interval):
-        self._interval = interval
+    def __init__(
+        self,
+        interval: Interval,
+        losses: RunLosses = RunLosses(),
+        now: Callable[[], float] = time.monotonic,
+    ):
+        self._interval, self._losses, self._now = interval, losses, now
         self.stall_s = 0.01
         self.commit_s = 0.0
-        self._last_s = time.monotonic()
+        self._slowed_s: deque[float] = deque(maxlen=SENDINGS)  # by which steps took longer
+        self._began_s = self._last_s = now()
         self._calm_steps_s: deque[float] = deque(maxlen=4 * CALM_STEPS)
         self._updated_s, self._calm = 0.0, False
 
+    def resumed(self, data: Any) -> None:
+        """This world goes on from a snapshot with this `data`; None: from none."""
+        self._losses = self._losses.resumed(data)
+        self._began_s = self._now()
+
     def begin(self) -> None:
         """A snapshot was just taken, or loaded."""
-        self._last_s = time.monotonic()
+        self._last_s = self._now()
+
+    def landed(self, commit_s: float, slowdown: float) -> None:
+        """A snapshot was committed. `slowdown`: of the steps beside its sending."""
+        self.commit_s = commit_s
+        self._slowed_s.append(cost_s(self.stall_s, slowdown, commit_s) - self.stall_s)
 
     def due(self, step: int) -> bool:
-        return self._interval.due(step, time.monotonic() - self._last_s, self.interval_s())
+        return self._interval.due(step, self._now() - self._last_s, self.interval_s())
 
     def interval_s(self) -> float:
-        """Between two snapshots. 0: unknown."""
-        return self._interval.seconds(self.calm_step_s, self.stall_s, self.commit_s)
+        """Between two snapshots. 0: unknown.
+
+        A derived one is never longer than this world had trained when the last one was made, unless
+        an hour between losses would make it so: calm that was seen before says little about a world
+        that has just begun.
+        """
+        if not self._interval.derived:
+            return self._interval.seconds(self.calm_step_s, 0.0, 0.0)
+        costs = 0.0, self.cost_s, self.commit_s
+        learned_s = self._interval.seconds(*costs, self.between_losses_s)
+        usual_s = self._interval.seconds(*costs)
+        return min(learned_s, max(usual_s, self._last_s - self._began_s))
+
+    @property
+    def cost_s(self) -> float:
+        """Of training, for one snapshot: it stands still, then steps beside the sending are
+        slower."""
+        return self.stall_s + (statistics.median(self._slowed_s) if self._slowed_s else 0.0)
+
+    @property
+    def between_losses_s(self) -> float:
+        """Mean time between losses without a snapshot, as far as this run knows. 0: the interval
+        does not depend on it."""
+        if not self._interval.derived:
+            return 0.0
+        seen, nodes = self._losses.here, self._losses.nodes
+        return seen.later(self._now() - self._began_s, nodes).between_s(nodes)
+
+    def losses(self, why: str) -> dict[str, Any]:
+        """What the next world must know, in a snapshot that is made because of `why`."""
+        return self._losses.to_data(why, self._now() - self._began_s)
 
     def note_step(self, calm: bool) -> None:
         """How long a step takes while no snapshot is on its way (`calm`), for who sends the next

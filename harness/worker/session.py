@@ -27,6 +27,7 @@ from torch import nn
 
 from harness.bucket.journal import Journal
 from harness.core.batch import Batching, Plan, TooManyRanks
+from harness.core.losses import RunLosses
 from harness.core.world import BadInput
 from harness.node.progress import WorkerPhase
 from harness.worker import machine
@@ -107,7 +108,9 @@ class Session(PlainLoops):
         seen_path = mark.with_name("seen.json") if mark else None
         last_seen = LastSeen(seen_path, joined.url, writes=peers.local_rank == 0)
         training, rates = Training(peers, reduce), Rates(peers.device, o.peak_flops)
-        timer, rhythm = PhaseTimer(marks_of(peers.device)), Rhythm(o.interval)
+        nodes = max(1, int(environ.get("GROUP_WORLD_SIZE", 1)))
+        losses = RunLosses(environ.get("HARNESS_PLACE", ""), nodes)
+        timer, rhythm = PhaseTimer(marks_of(peers.device)), Rhythm(o.interval, losses)
         log = StepLog(joined, rates, timer)
         hold = Hold(peers, joined, environ.get("HARNESS_STAGE"))
         snapshotter = Snapshotter(peers, joined, training, log, hold, rhythm, last_seen, o.keep)
@@ -421,8 +424,9 @@ def attach(
 
     `run`: the run's URL, by default what the agent says. Snapshot interval: every
     `snapshot_every_steps` steps, or every `snapshot_every_s` seconds, or (neither) derived from
-    what a snapshot costs. `keep_best`: keep also the best one by a metric that the script logs,
-    "accuracy:max", or "loss:min", or that a side job measures later, "eval/loss:min".
+    what a snapshot costs and from how often work is lost here (docs/SNAPSHOTS.md). `keep_best`:
+    keep also the best one by a metric that the script logs, "accuracy:max", or "loss:min", or that
+    a side job measures later, "eval/loss:min".
 
     `reduce`: "fast", or "exact" or "exact32" (sums that do not depend on the world; 64 or 32 bits
     on the wire). With these a step's micro-batches come a second time when a gradient is far
@@ -451,8 +455,8 @@ def attach(
     SIGUSR1 (a snapshot). Deterministic kernels are torch.use_deterministic_algorithms,
     torch.backends.cudnn.benchmark and, if it is not set, CUBLAS_WORKSPACE_CONFIG=:4096:8.
 
-    It reads torchrun's RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, what the agent
-    says in HARNESS_* (RUN, EPOCH, MARK, PROGRESS, STAGE, SPEEDS, REPLICA, REPLICA_RANKS), and what
+    It reads what torchrun says (RANK, WORLD_SIZE, GROUP_WORLD_SIZE, ...) and the agent, in
+    HARNESS_* (RUN, EPOCH, MARK, PROGRESS, STAGE, SPEEDS, PLACE, REPLICA, REPLICA_RANKS), and what
     people may set: HARNESS_HOST, HARNESS_UNTIL_STEP, HARNESS_LOOK_AGAIN_S, HARNESS_ALLOW_REWIND,
     HARNESS_PROFILE, HARNESS_ON_CHANGE, HARNESS_DIFF, HARNESS_OWNER, _PROJECT, _EXPERIMENT,
     _PURPOSE, and what the bucket's client reads (docs/STORES.md). Raises BadInput, StoreError.

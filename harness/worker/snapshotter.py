@@ -123,6 +123,7 @@ class Snapshotter:
     # ---- what is known ---------------------------------------------------------------------------
     def resumed(self, manifest: Manifest | None) -> None:
         """What was restored is what the next snapshot follows; None: nothing was."""
+        self._rhythm.resumed(manifest.data if manifest else None)
         if manifest is not None:
             self.parent, self.saved_step = manifest.ref, manifest.step
             self._resumed_ref = manifest.ref.name
@@ -180,7 +181,7 @@ class Snapshotter:
         ref = Ref(epoch=self._run.epoch, step=self._run.step)
         tensors, plain = dcp.split(self._training.state())
         unsaved, self._log.unsaved = self._log.unsaved, []
-        data = self._data(plain, unsaved, ended)
+        data = self._data(why, plain, unsaved, ended)
         flight = Flight(ref, t_start, why, unsaved, tensors, plain, data)
         if why == "interval":
             flight.within_s = SENDING * self._rhythm.interval_s()
@@ -191,7 +192,7 @@ class Snapshotter:
         self._hold.sender.run(functools.partial(self._send, flight, flight.agreement))
 
     def _data(
-        self, plain: dict[str, Any], unsaved: list[rec.StepRecord], ended: str
+        self, why: str, plain: dict[str, Any], unsaved: list[rec.StepRecord], ended: str
     ) -> dict[str, Any]:
         """What the manifest says beside the tensors."""
         data = self._training.plain_of_rank(plain)
@@ -206,6 +207,7 @@ class Snapshotter:
                 **({"adapters": adapters} if (adapters := self._frozen.adapters()) else {}),
                 # its line was begun under the guard of storage/restore.py
                 "resumed": self._resumed_ref,
+                "losses": self._rhythm.losses(why),
             }
             if unsaved:
                 data["samples"] = {
@@ -352,7 +354,13 @@ class Snapshotter:
             step_s=self._rhythm.calm_step_s,
             within_s=flight.within_s,
             watch=self._peers.life.path or "here",
-            note={"t_start": flight.t_start, "stall_s": stall_s, "why": flight.why},
+            note={
+                "t_start": flight.t_start,
+                "stall_s": stall_s,
+                "why": flight.why,
+                "interval_s": self._rhythm.interval_s(),
+                "between_losses_s": self._rhythm.between_losses_s,
+            },
         )
 
     # ---- land ------------------------------------------------------------------------------------
@@ -360,7 +368,7 @@ class Snapshotter:
         if outcome.state == "committed":
             flight.landing.committed = True
             self._last_seen.note(flight.ref)
-            self._rhythm.commit_s = time.time() - flight.t_start
+            self._rhythm.landed(time.time() - flight.t_start, outcome.slowdown)
         else:
             known = {"Fenced": Fenced, "CommitTimeout": CommitTimeout}
             flight.landing.error = known.get(outcome.kind, StoreError)(outcome.error)

@@ -14,17 +14,19 @@ pytest.importorskip("accelerate")
 import torch
 from torch import nn
 from torch.utils.data import BatchSampler, SequentialSampler
-from worlds import Nursery, environment, history, newest
+from worlds import Nursery, environment, history
 
 from harness.adapters.accelerate_again import Tape
 from harness.adapters.accelerate_rounds import Interleaved, deal
+from harness.adapters.script_decisions import Decisions
 from harness.adapters.script_variables import ScriptVariables
 from harness.core.world import BadInput
 from harness.views.audit import audit
 from storage.opening import open_store
 
 SCRIPT = Path(__file__).parent / "scripts" / "accelerate_loop.py"
-STEPS, EPOCHS = 18, 3
+PLAINLY = SCRIPT.with_name("plainly.py")
+STEPS = 18
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +34,16 @@ def nursery():
     return Nursery()
 
 
+def alone(nursery, out, *flags, script=SCRIPT):
+    """Accelerate itself, on two processes."""
+    env = {"HARNESS_ADAPT": "none", "ACCELERATE_USE_CPU": "true"}
+    nursery.train(out / "run", 2, script, "--out", out, *flags, script=PLAINLY, env=env)
+    return out
+
+
 @pytest.fixture(scope="module")
 def plain(nursery, tmp_path_factory):
-    """Accelerate itself, on two processes."""
-    out = tmp_path_factory.mktemp("plain")
-    env = {"HARNESS_ADAPT": "none", "ACCELERATE_USE_CPU": "true"}
-    nursery.train(out / "run", 2, "--out", out, script=SCRIPT, env=env)
-    return out
+    return alone(nursery, tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +52,13 @@ def exact():
     return {}
 
 
-def go(nursery, out, world, *flags, script=SCRIPT, reduce="fast", env=None, **kwargs):
+def go(nursery, out, world, *flags, script=SCRIPT, reduce="fast", env=None, die_at="", **kwargs):
+    """Under the harness. `die_at`: "in step N:after the snapshot of step S"."""
     attach = f'{{"seed": 1, "snapshot_every_steps": 3, "reduce": "{reduce}"}}'
     said = {"HARNESS_ADAPT": "auto", "HARNESS_SCRIPT_WORLD": "2", "HARNESS_ATTACH": attach}
+    said["DIE_AT"] = die_at
+    if die_at:
+        kwargs["codes"] = (-9, 1)
     return nursery.train(
         *(out / "run", world, "--out", out, *flags), script=script, env=said | (env or {}), **kwargs
     )
@@ -82,12 +91,11 @@ def test_any_world_trains_as_plain_accelerate_on_two(nursery, plain, exact, tmp_
     assert before == [r.loss for r in history(tmp_path / "run")]
 
 
-def test_killed_on_three_ranks_it_goes_on_on_one(nursery, plain, tmp_path):
-    go(nursery, tmp_path, 3, "--die-at", 8, "--sleep-s", 0.05, codes=(-9, 1))
-    began = newest(tmp_path / "run").step
-    assert began in (3, 6)
+@pytest.mark.parametrize("began", [3, 6])
+def test_killed_on_three_ranks_it_goes_on_on_one(nursery, plain, tmp_path, began):
+    go(nursery, tmp_path, 3, die_at=f"{began + 2}:{began}")
     before = len(events(tmp_path))
-    ended = go(nursery, tmp_path, 1, "--die-at", 8)
+    ended = go(nursery, tmp_path, 1)
     assert f"goes through {began} steps" in ended.output
     # what was done is not done again, and nothing is left out
     first = next(i for i, line in enumerate(events(plain)) if line.startswith(f"step {began} "))
@@ -96,19 +104,49 @@ def test_killed_on_three_ranks_it_goes_on_on_one(nursery, plain, tmp_path):
     check(tmp_path, plain)
 
 
-def harness_run(out, nproc, *flags, timeout_s=240):
+def test_early_stopping_by_its_own_numbers_holds_after_a_resume(nursery, tmp_path):
+    """It goes through more epochs than it has patience, and stops where it would have stopped."""
+    flags = ("--samples", 24, "--epochs", 20, "--patience", 2)
+    out, plain = tmp_path / "out", tmp_path / "plain"
+    for folder in (out, plain):
+        folder.mkdir()
+    alone(nursery, plain, *flags)
+    go(nursery, out, 3, *flags, die_at="19:18")
+    assert "goes through 18 steps" in go(nursery, out, 2, *flags).output
+    assert set(events(out)) == set(events(plain))
+    assert "bad 3" in events(plain)[-2] and len(events(plain)) < 60
+    assert apart(out, plain) < 1e-6
+
+
+@pytest.mark.parametrize("hands", [(), ("--own-hands",)])
+def test_what_no_loss_depends_on_does_not_decay(nursery, tmp_path, hands):
+    flags = ("--unused", "--epochs", 1, *hands)
+    out, plain = tmp_path / "out", tmp_path / "plain"
+    for folder in (out, plain):
+        folder.mkdir()
+    words = [sys.executable, SCRIPT, "--out", plain, *flags]
+    env = environment() | {"ACCELERATE_USE_CPU": "true"}
+    # alone it shuffles in another order, but begins with the same weights
+    subprocess.run(list(map(str, words)), env=env, check=True, capture_output=True, timeout=240)
+    go(nursery, out, 2, *flags, env={"HARNESS_SCRIPT_WORLD": "1"})
+    found, wanted = (torch.load(folder / "weights.pt") for folder in (out, plain))
+    assert torch.equal(found["unused.weight"], wanted["unused.weight"])
+
+
+def harness_run(out, nproc, *flags, die_at, timeout_s=240):
     words = [
         *(sys.executable, "-m", "harness.cli", "run", "--run", out / "run", "--nproc", nproc),
         *("--script-world", 2, "--attach", "snapshot_every_steps=3", "--", SCRIPT),
         *("--out", out, *flags),
     ]
+    env = environment() | {"DIE_AT": die_at}
     return subprocess.run(
-        list(map(str, words)), env=environment(), capture_output=True, text=True, timeout=timeout_s
+        list(map(str, words)), env=env, capture_output=True, text=True, timeout=timeout_s
     )
 
 
 def test_an_agent_brings_it_back(plain, tmp_path):
-    ended = harness_run(tmp_path, 3, "--die-at", 10, "--sleep-s", 0.05)
+    ended = harness_run(tmp_path, 3, die_at="10:9")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert set(events(tmp_path)) == set(events(plain))
     assert "the run ends with it" in ended.stdout
@@ -146,17 +184,16 @@ def test_a_wrong_word_about_accumulation_is_refused(nursery, tmp_path):
 def test_a_language_model_killed_on_three_ranks(nursery, tmp_path):
     pytest.importorskip("transformers")
     script = SCRIPT.with_name("accelerate_clm.py")
-    out, alone = tmp_path / "out", tmp_path / "alone"
-    for folder in (out, alone):
+    out, plain = tmp_path / "out", tmp_path / "plain"
+    for folder in (out, plain):
         folder.mkdir()
-    env = {"HARNESS_ADAPT": "none", "ACCELERATE_USE_CPU": "true"}
-    go(nursery, alone, 2, script=script, env=env)
-    go(nursery, out, 3, "--die_at", 5, script=script, codes=(9, 1))
-    go(nursery, out, 1, "--die_at", 5, script=script)
+    alone(nursery, plain, script=script)
+    go(nursery, out, 3, script=script, die_at="5:3")
+    go(nursery, out, 1, script=script)
     # evaluations, rates; the tracker is not told again of what was done
-    assert set(events(out)) == set(events(alone))
+    assert set(events(out)) == set(events(plain))
     assert [line for line in events(out) if line.startswith("2 ")] == ["2 {'lr': 0.005}"]
-    assert apart(out, alone) < 1e-6
+    assert apart(out, plain) < 1e-6
     # numbered checkpoints of lost steps are in nobody's way
     saved = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert saved == ["checkpoint_1", "checkpoint_2"]
@@ -164,16 +201,14 @@ def test_a_language_model_killed_on_three_ranks(nursery, tmp_path):
 
 def test_a_stream_and_two_optimizers_killed_on_three_ranks(nursery, tmp_path):
     script = SCRIPT.with_name("accelerate_stream.py")
-    out, alone = tmp_path / "out", tmp_path / "alone"
-    for folder in (out, alone):
+    out, plain = tmp_path / "out", tmp_path / "plain"
+    for folder in (out, plain):
         folder.mkdir()
-    env = {"HARNESS_ADAPT": "none", "ACCELERATE_USE_CPU": "true"}
-    go(nursery, alone, 2, script=script, env=env)
-    go(nursery, out, 3, "--die-at", 6, script=script, codes=(9, 1))
-    ended = go(nursery, out, 1, "--die-at", 6, script=script)
-    assert "goes through" in ended.output
-    assert set(events(out)) == set(events(alone))
-    assert apart(out, alone) < 1e-6
+    alone(nursery, plain, script=script)
+    go(nursery, out, 3, script=script, die_at="6:3")
+    assert "goes through 3 steps" in go(nursery, out, 1, script=script).output
+    assert set(events(out)) == set(events(plain))
+    assert apart(out, plain) < 1e-6
     assert not [c for c in audit(open_store(str(out / "run"))).checks if not c.ok]
 
 
@@ -286,3 +321,50 @@ def test_a_script_s_variables_are_put_back():
     found = loop(second, [7, 7], second.restore)
     assert found[:3] == wanted[:3] and found[4:] == wanted[4:]
     assert found[3] == 2  # the loop does not change it: it is this process'
+
+
+def test_a_script_decides_again_as_it_did():
+    class Stopper:
+        def __init__(self):
+            self.best, self.bad = 9.0, 0
+
+        def stops(self, value):
+            better = value < self.best
+            if better:
+                self.best = value
+            self.bad = 0 if better else self.bad + 1
+            return self.bad > 1
+
+    def loop(decisions, values, follow, main=True):
+        stopper, seen, at = Stopper(), [], "another process'"
+        frame = sys._getframe()
+        decisions.begin(frame)
+        for done, computed in enumerate(values, 1):
+            decisions.settle()
+            decisions.open(done, frame, follow)
+            value = computed
+            if main:
+                seen.append(value)
+            score = max([value, *seen])
+            if stopper.stops(value) or score > 7:
+                break
+        decisions.close()
+        assert sys.gettrace() is None and at
+        return done, value, stopper.best, stopper.bad
+
+    first, second = (Decisions(lambda value: value, keeps=keeps) for keeps in (True, False))
+    wanted = loop(first, [5.0, 6.0, 4.0, 3.0, 3.5, 2.0], False)
+    assert wanted[0] == 6
+    first.settle()
+    second.load_state_dict(first.state_dict())
+    # nothing is computed, and another rank does not come by all lines
+    for main in (True, False):
+        assert loop(second, [8.0] * 6, True, main) == wanted
+    assert loop(second, [8.0] * 6, False)[0] == 1
+    # what is traced by somebody else is left alone
+    sys.settrace(tracer := lambda *_: None)
+    try:
+        second.open(1, sys._getframe(), True)
+        assert sys.gettrace() is tracer
+    finally:
+        sys.settrace(None)

@@ -22,7 +22,7 @@ CASES = {
     "accelerate": (
         SCRIPTS / "accelerate_loop.py",
         ("accelerate",),
-        "--epochs 8 --sleep-s 0.1",
+        "--epochs 8 --patience 1 --sleep-s 0.1",
         "--preload accelerate",
     ),
     "alone": (

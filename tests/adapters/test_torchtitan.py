@@ -27,7 +27,8 @@ import titan_stubs
 
 titan_stubs.when_needed()  # before anything here imports torchtitan
 
-STEPS = ["--training.steps", "10"]
+LAST = 12
+STEPS = ["--training.steps", str(LAST)]
 VALIDATION = [
     *("--validator.enable", "--validator.freq", "5", "--validator.steps", "2"),
     *("--validator.dataloader.dataset", "c4_test"),
@@ -107,11 +108,12 @@ def plain(folder):
 
 def test_killed_and_drained_on_other_worlds_it_trains_as_torchtitan_alone(folder, plain):
     run, said = folder / "run", ""
-    for nproc, until_step, how in ((2, 2, signal.SIGKILL), (3, 6, signal.SIGTERM), (1, 0, None)):
+    for nproc, how in ((2, signal.SIGKILL), (3, signal.SIGTERM), (1, None)):
+        begun = step_of(run)
         started = agent(folder, run, nproc, *VALIDATION)
         try:
             if how is not None:
-                until(lambda n=until_step, p=started: step_of(run) >= n or p.poll() is not None)
+                until(lambda n=begun, p=started: step_of(run) > n or p.poll() is not None)
                 started.send_signal(how)
             code = started.wait(240)
         finally:
@@ -120,7 +122,7 @@ def test_killed_and_drained_on_other_worlds_it_trains_as_torchtitan_alone(folder
         wanted = {signal.SIGKILL: -9, signal.SIGTERM: DRAINED, None: 0}[how]
         assert code == wanted, said
     mine = {r.step: r for r in history(run)}
-    assert sorted(mine) == list(range(1, 11))
+    assert sorted(mine) == list(range(1, LAST + 1))
     assert {r.world for r in mine.values()} == {1, 2, 3}
     assert {r.samples for r in mine.values()} == {4}
     alone = logged(plain)
@@ -144,7 +146,7 @@ def test_by_its_own_overrides_without_an_agent(folder, plain):
         run=run,
     )
     steps = history(run)
-    assert "Ran out of data" in said and 1 <= len(steps) < 10
+    assert "Ran out of data" in said and 1 <= len(steps) < LAST
     assert [r.loss for r in steps] == pytest.approx(list(logged(said).values()), rel=1e-5)
     snapshots = Snapshots(open_store(str(run)))
     assert snapshots.latest().step == len(steps) and snapshots.ended(snapshots.latest())

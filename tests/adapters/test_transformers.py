@@ -4,7 +4,6 @@ transformers, and against themselves on other worlds, killed, drained and resume
 import ast
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from worlds import environment, history, newest, train, until
 
 pytest.importorskip("transformers")
 
-from harness.core.world import BadInput
+from harness.core.world import DRAINED, BadInput
 from harness.views.audit import audit
 from storage.opening import open_store
 
@@ -37,34 +36,35 @@ class Script:
         self._ended(subprocess.run([sys.executable, *self.words], **self._how("plain")), 0)
         return self
 
-    def agent(self, ranks, *options):
+    def agent(self, ranks, *options, **env):
         """A node's agent, running."""
         words = ["-m", "harness.cli", "run", "--run", self.run, "--nproc", str(ranks), *options]
         command = [sys.executable, *words, "--", *self.words]
-        return subprocess.Popen(command, **self._how("agent"))
+        return subprocess.Popen(command, **self._how("agent", **env))
 
-    def under(self, ranks, *options, code=0):
-        """An agent with so many ranks, to its end."""
-        agent = self.agent(ranks, "--script-world", "1", *options)
+    def under(self, ranks, *options, die_at=""):
+        """An agent with so many ranks, to its end. `die_at`: one of them in step N, after the
+        snapshot of step S, as "N:S"."""
+        agent = self.agent(ranks, "--script-world", "1", *options, DIE_AT=die_at)
         agent.wait(240)
-        self._ended(agent, code)
+        self._ended(agent, 0)
         return self
 
-    def disturbed(self, ranks, *options, at, how, code=0):
-        """As `under`; `how(agent)` when step `at` has been logged."""
-        agent = self.agent(ranks, "--script-world", "1", *options)
+    def noticed(self, ranks, *options, at):
+        """An agent that gets a notice in step `at`, and leaves."""
+        agent = self.agent(ranks, "--script-world", "1", *options, DIE_AT="", NOTICE_AT=str(at))
         until(
-            lambda: agent.poll() is not None or any(step >= at for step, _ in self.logs()),
+            lambda: agent.poll() is not None or any(step >= at - 1 for step, _ in self.logs()),
             f"step {at}",
         )
-        how(agent)
+        agent.send_signal(signal.SIGTERM)
         agent.wait(240)
-        self._ended(agent, code)
+        self._ended(agent, DRAINED)
         return self
 
-    def _how(self, name):
+    def _how(self, name, **more):
         output = open(self.folder / f"{name}.out", "a")  # noqa: SIM115 - of a process
-        env = environment() | ENV
+        env = environment() | ENV | more
         return {"cwd": self.folder, "stdout": output, "stderr": output, "env": env}
 
     def _ended(self, process, code):
@@ -97,30 +97,6 @@ class Script:
 
     def end(self):
         return (self.folder / "events.end").read_text().splitlines()
-
-
-def kill_a_worker(agent):
-    """The last rank of it."""
-    children = subprocess.run(
-        ["ps", "-eo", "pid,ppid,comm"], capture_output=True, text=True, check=True
-    )
-    rows = [line.split(None, 2) for line in children.stdout.splitlines()[1:]]
-    parents = {int(pid): int(parent) for pid, parent, _ in rows}
-
-    def below(pid):
-        while pid in parents:
-            if (pid := parents[pid]) == agent.pid:
-                return True
-        return False
-
-    ranks = {
-        name: int(pid) for pid, _, name in rows if name.startswith("rank-") and below(int(pid))
-    }
-    os.kill(ranks[max(ranks)], signal.SIGKILL)
-
-
-def notice(agent):
-    agent.send_signal(signal.SIGTERM)
 
 
 def close(logged, others, rel=1e-4):
@@ -156,20 +132,19 @@ def test_one_rank_does_what_plain_transformers_does(plain, alone, tmp_path):
 
 def test_three_uneven_ranks_and_a_kill_give_the_same_to_the_bit(alone, tmp_path):
     """5 micro-batches on 3 ranks, and 3 at an epoch's end: one rank has none."""
-    script = Script(tmp_path / "rough", TRAINER, *FLAGS, "--sleep-s", 0.1)
-    script.disturbed(3, *EXACT, *EVERY_3, at=8, how=kill_a_worker)
+    script = Script(tmp_path / "rough", TRAINER, *FLAGS)
+    script.under(3, *EXACT, *EVERY_3, die_at="8:6")
     assert script.logged() == alone.logged() and script.end() == alone.end()
     assert script.events() == alone.events()
-    assert "resumed from step" in script.output()
+    assert "resumed from step 6" in script.output()
     proven(script)
 
 
 def test_a_notice_and_another_world_repeat_nothing(plain, tmp_path):
     """Not even what was logged; and the best checkpoint is there though the disk was lost."""
-    script = Script(tmp_path / "moved", TRAINER, *FLAGS, "--sleep-s", 0.2)
-    script.disturbed(2, at=6, how=notice, code=33)
-    saved = newest(script.run).step
-    assert 6 <= saved < 15 and len(script.logs()) < len(plain.logs())
+    script = Script(tmp_path / "moved", TRAINER, *FLAGS)
+    script.noticed(2, at=7)
+    assert newest(script.run).step in (7, 8) and len(script.logs()) < len(plain.logs())
     for path in script.folder.glob("out/checkpoint-*/*"):
         path.unlink()
     for path in script.folder.glob("out/checkpoint-*"):
@@ -190,8 +165,8 @@ def test_an_early_stop_holds_after_a_resume(tmp_path):
     """... and metrics that need more than losses are of the whole evaluation set."""
     flags = ("--epochs", 6, "--best", "--patience", 1, "--metrics")
     calm = Script(tmp_path / "calm", TRAINER, *flags).plain()
-    script = Script(tmp_path / "rough", TRAINER, *flags, "--sleep-s", 0.1)
-    script.disturbed(2, *EVERY_3, at=7, how=kill_a_worker)
+    script = Script(tmp_path / "rough", TRAINER, *flags)
+    script.under(2, *EVERY_3, die_at="7:6")
     assert script.events() == calm.events() and script.events()[-1] == "epoch_end 10"
     assert any("eval_accuracy" in logs for _, logs in script.logs())
     assert script.output().count("evaluates the whole") == 2  # processes, and rank 0 of each
@@ -202,8 +177,8 @@ def test_an_early_stop_holds_after_a_resume(tmp_path):
 def test_a_stream_goes_on_where_it_was(tmp_path):
     flags = ("--max-steps", 11, "--stream", "--dropout", 0.1)
     calm = Script(tmp_path / "calm", TRAINER, *flags).under(1, *EXACT)
-    script = Script(tmp_path / "rough", TRAINER, *flags, "--sleep-s", 0.1)
-    script.disturbed(2, *EXACT, *EVERY_3, at=7, how=kill_a_worker)
+    script = Script(tmp_path / "rough", TRAINER, *flags)
+    script.under(2, *EXACT, *EVERY_3, die_at="7:6")
     assert script.logged() == calm.logged() and script.end() == calm.end()
     assert "too few for a step, are not used" in script.output()
     proven(script)
@@ -213,8 +188,8 @@ def test_a_stream_goes_on_where_it_was(tmp_path):
 def test_trl_logs_what_one_process_would(kind, tmp_path):
     pytest.importorskip("trl")
     calm = Script(tmp_path / "calm", TRL, "--kind", kind).plain()
-    script = Script(tmp_path / "rough", TRL, "--kind", kind, "--sleep-s", 0.1)
-    script.disturbed(2, *EVERY_3, at=4, how=kill_a_worker)
+    script = Script(tmp_path / "rough", TRL, "--kind", kind)
+    script.under(2, *EVERY_3, die_at="4:3")
     close(script.logged(), calm.logged())
     assert script.events() == calm.events()
     proven(script)
@@ -222,6 +197,8 @@ def test_trl_logs_what_one_process_would(kind, tmp_path):
 
 BY_NAME = """
 import os, sys
+sys.path.append(os.path.dirname(SCRIPT))
+import dying
 sys.argv = ["script.py", "--epochs", "2", "--events", "events"]
 from harness.adapters.transformers import ElasticMixin, ElasticTrainer, elastic
 import transformers
@@ -236,7 +213,7 @@ class Mine(ElasticMixin, transformers.Trainer):
     def elastic_state(self): return {"counted": self.counted}
     def training_step(self, *args, **kwargs):
         self.counted.number = self.state.global_step + 1
-        if self.state.global_step == int(os.environ.get("DIE_AT", -1)): os._exit(9)
+        dying.die_at(str(self.state.global_step), every=2)
         return super().training_step(*args, **kwargs)
 
 assert issubclass(ElasticTrainer, transformers.Trainer)
@@ -253,9 +230,9 @@ def test_by_name_without_an_agent(tmp_path, monkeypatch):
     script = tmp_path / "script.py"
     script.write_text(f"SCRIPT = {str(TRAINER)!r}\n{BY_NAME}")
     run, env = tmp_path / "run", {**ENV, "HARNESS_SCRIPT_WORLD": "1"}
-    train(run, 2, script=script, env={**env, "DIE_AT": "7"}, codes=(9, 1))
+    train(run, 2, script=script, env={**env, "DIE_AT": "7:6"}, codes=(-9, 1))
     ended = train(run, 1, script=script, env=env)
-    assert newest(run).step == 10 and "resumed from step" in ended.output
+    assert newest(run).step == 10 and "resumed from step 6" in ended.output
     assert "counted 10 of 10" in ended.output
     assert [r.step for r in history(run)] == list(range(1, 11))
 

@@ -1,6 +1,7 @@
 """A language model trained as transformers' run_clm_no_trainer.py does it, with a tiny model."""
 
 import argparse
+import importlib
 import math
 import os
 import random
@@ -21,7 +22,6 @@ p.add_argument("--per_device_train_batch_size", type=int, default=4)
 p.add_argument("--num_warmup_steps", type=int, default=2)
 p.add_argument("--checkpointing_steps", type=int, default=3)
 p.add_argument("--dropout", type=float, default=0.0)
-p.add_argument("--die_at", type=int, default=-1)
 args = p.parse_args()
 LENGTH, WORDS = 12, 50
 
@@ -134,10 +134,8 @@ def main():
                 accelerator.log({"lr": lr_scheduler.get_last_lr()[0]}, step=completed_steps)
                 if completed_steps % args.checkpointing_steps == 0:
                     accelerator.save_state()
-                died = os.path.join(args.out, "died")
-                if completed_steps == args.die_at and not os.path.exists(died):
-                    open(died, "w").close()
-                    os._exit(9)
+                if os.environ.get("DIE_AT"):
+                    importlib.import_module("dying").die_at(str(completed_steps))
             if completed_steps >= args.max_train_steps:
                 break
         model.eval()

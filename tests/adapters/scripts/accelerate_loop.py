@@ -1,9 +1,9 @@
 """A training script as Accelerate's documentation writes it; nothing in it knows of the harness."""
 
 import argparse
+import importlib
 import math
 import os
-import signal
 import time
 
 import torch
@@ -19,8 +19,9 @@ p.add_argument("--accumulation", type=int, default=2)
 p.add_argument("--samples", type=int, default=88)
 p.add_argument("--max-train-steps", type=int, default=None)
 p.add_argument("--sleep-s", type=float, default=0.0)
-p.add_argument("--die-at", type=int, default=-1, help="kill this process in that step, once")
+p.add_argument("--patience", type=int, default=5, help="epochs without a better evaluation")
 p.add_argument("--save-each-epoch", action="store_true")
+p.add_argument("--unused", action="store_true", help="a part of the model has no gradient")
 p.add_argument("--own-hands", action="store_true", help="accumulates without accumulate()")
 a = p.parse_args()
 
@@ -47,13 +48,15 @@ class Patience:
     def update(self, value):
         self.bad = 0 if value < self.best else self.bad + 1
         self.best = min(self.best, value)
-        return self.bad > 5
+        return self.bad > a.patience
 
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2))
+        if a.unused:
+            self.unused = nn.Linear(3, 3)  # so it must not decay
 
     def forward(self, x):
         return self.body(x)
@@ -125,14 +128,9 @@ def main():
                 completed += 1
                 if accelerator.is_main_process:
                     write("step", completed, f"{scheduler.get_last_lr()[0]:.6f}", counts.seen)
-                died = os.path.join(a.out, "died")
-                if (
-                    completed == a.die_at
-                    and accelerator.is_main_process
-                    and not os.path.exists(died)
-                ):
-                    open(died, "w").close()
-                    os.kill(os.getpid(), signal.SIGKILL)
+                if os.environ.get("DIE_AT") and accelerator.is_main_process:
+                    died = os.path.join(a.out, "died")
+                    importlib.import_module("dying").die_at(str(completed), died)
                 time.sleep(a.sleep_s)
             if completed >= total:
                 break

@@ -1,6 +1,7 @@
 """Two models with an optimizer each, trained together on a stream that has no length."""
 
 import argparse
+import importlib
 import os
 
 import torch
@@ -11,7 +12,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 p = argparse.ArgumentParser()
 p.add_argument("--out", default=".")
-p.add_argument("--die-at", type=int, default=-1)
 a = p.parse_args()
 
 
@@ -50,10 +50,8 @@ def main():
                 if accelerator.is_main_process:
                     with open(os.path.join(a.out, "events"), "a") as f:
                         f.write(f"step {completed} {i}\n")
-                died = os.path.join(a.out, "died")
-                if completed == a.die_at and not os.path.exists(died):
-                    open(died, "w").close()
-                    os._exit(9)
+                if os.environ.get("DIE_AT"):
+                    importlib.import_module("dying").die_at(str(completed))
     if accelerator.is_main_process:
         models = [accelerator.unwrap_model(model).state_dict() for model in (one, two)]
         weights = {f"{i} {k}": v for i, model in enumerate(models) for k, v in model.items()}

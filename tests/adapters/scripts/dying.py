@@ -1,4 +1,4 @@
-"""For tests: a script's end by SIGKILL, once a snapshot is there."""
+"""For tests: a script's end by SIGKILL, once a snapshot is there; or by a notice, at a step."""
 
 import os
 import signal
@@ -6,9 +6,30 @@ import signal
 from worlds import newest, until
 
 
-def die_at(where):
-    """If DIE_AT is "WHERE:STEP": after that step's snapshot was committed."""
+def die_at(where, once=None, every=3):
+    """If DIE_AT is "WHERE:STEP": after that step's snapshot was committed. `once`: a file; only the
+    process that makes it dies. Before that, where `where` is a step, the snapshot of each `every`
+    steps is waited for: none is left out because the one before it is still being written."""
     place, _, step = os.environ.get("DIE_AT", "").partition(":")
+    if not place or (once and os.path.exists(once)):
+        return
+    if where.isdecimal() and int(where) <= int(place):
+        wait_for((int(where) - 1) // every * every)
     if place == where:
-        until(lambda: getattr(newest(os.environ["HARNESS_RUN"]), "step", 0) >= int(step))
+        wait_for(int(step))
+        if once:
+            try:
+                open(once, "x").close()
+            except FileExistsError:
+                return
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for(step):
+    until(lambda: step <= getattr(newest(os.environ["HARNESS_RUN"]), "step", 0), f"snapshot {step}")
+
+
+def wait_for_notice(where):
+    """If NOTICE_AT says so: until the agent has told that the node is asked to leave."""
+    if os.environ.get("NOTICE_AT") == where:
+        until(lambda: os.path.exists(os.environ["HARNESS_MARK"]))

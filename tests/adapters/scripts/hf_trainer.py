@@ -1,6 +1,7 @@
 """A script with transformers' Trainer, as its documentation has it: it knows nothing of us."""
 
 import argparse
+import importlib
 import os
 import time
 
@@ -82,6 +83,10 @@ class Events(TrainerCallback):
         self.seen += 1
         assert self.seen == state.global_step
         time.sleep(a.sleep_s)
+        if "DIE_AT" in os.environ:  # the tests' own
+            dying = importlib.import_module("dying")
+            dying.die_at(str(state.global_step), a.events + ".died")
+            dying.wait_for_notice(str(state.global_step))
 
     def on_evaluate(self, args, state, control, metrics, **more):
         self.tell("evaluate", state)
@@ -104,6 +109,7 @@ args = TrainingArguments(
     num_train_epochs=a.epochs,
     max_steps=a.max_steps,
     learning_rate=3e-3,
+    weight_decay=0.1,
     warmup_steps=3,
     logging_steps=a.logging_steps,
     eval_strategy="steps",
@@ -135,6 +141,7 @@ model = LlamaForCausalLM(
         eos_token_id=2,
     )
 )
+model.unused = torch.nn.Linear(3, 3)  # has no gradient, so it must not decay
 callbacks = [Events()]
 if a.patience:
     callbacks.append(EarlyStoppingCallback(early_stopping_patience=a.patience))

@@ -1,0 +1,173 @@
+"""How often a run snapshots: what it has seen of losses, and what follows from that."""
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.core.losses import (
+    ASSUMED_S,
+    MEMORY_S,
+    MOST_PLACES,
+    LossesSeen,
+    RunLosses,
+    daly,
+)
+from harness.worker.machine import LEAST_S, MOST_S, Interval
+from harness.worker.rhythm import Rhythm
+
+HOUR = 3600.0
+PATH = Path(__file__).parent.parent / "benchmarks" / "intervals.py"
+
+
+def next_world(before, why, seconds, place="p", nodes=1):
+    """The world that goes on from a snapshot that was made for `why`, through JSON."""
+    data = json.loads(json.dumps({"losses": before.to_data(why, seconds)}))
+    return RunLosses(place, nodes).resumed(data)
+
+
+def test_while_nothing_was_seen_a_loss_comes_every_hour():
+    assert RunLosses().here.between_s(1) == RunLosses().here.between_s(64) == ASSUMED_S
+    assert RunLosses().resumed(None) == RunLosses()
+
+
+def test_a_world_whose_newest_snapshot_was_no_farewell_was_lost():
+    calm = RunLosses("p")
+    for why in ("notice", "drain", "resize", "stop", "final"):
+        calm = next_world(calm, why, HOUR)
+    assert calm.here.losses == 0 and calm.here.node_s == pytest.approx(5 * HOUR, rel=0.1)
+    assert calm.here.between_s(1) > 5 * HOUR
+    rough = calm
+    for why in ("interval", "own", "request"):
+        rough = next_world(rough, why, 600.0)
+    assert rough.here.losses == pytest.approx(3, rel=0.05)
+    assert rough.here.between_s(1) < 2 * HOUR
+
+
+def test_places_are_told_apart_and_many_nodes_are_lost_more_often():
+    run = next_world(RunLosses("west"), "drain", 8 * HOUR, "east")
+    assert run.here == LossesSeen() and run.seen["west"].node_s > 6 * HOUR
+    back = next_world(run, "interval", 10.0, "west", nodes=4)  # it was lost in the east
+    assert back.seen["east"].losses == 1 and back.here.losses == 0
+    assert ASSUMED_S < back.here.between_s(4) < back.here.between_s(1)
+
+
+def test_what_was_seen_fades():
+    rough = LossesSeen(10.0, 2 * HOUR)
+    later = rough.later(3 * MEMORY_S, 2)
+    assert later.losses == pytest.approx(0.5, abs=0.01)
+    assert later.node_s == pytest.approx(2 * MEMORY_S, rel=0.06)
+    assert LossesSeen().later(1e9, 2).node_s == 2 * MEMORY_S  # bounded, however long a run is
+    assert LossesSeen().later(60.0, 3).node_s == pytest.approx(180.0, rel=1e-3)
+
+
+def test_what_travels_is_bounded():
+    run = RunLosses()
+    for n in range(3 * MOST_PLACES):
+        run = next_world(run, "interval", 100.0, f"place {n}")
+    said = run.to_data("interval", 5.0)["seen"]
+    assert len(said) == MOST_PLACES and list(said)[-1] == run.place
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        None, 7, [], {}, {"seen": 3}, {"seen": {"p": 1}}, {"seen": {"p": [1]}},
+        {"seen": {"p": [1, "x"]}}, {"seen": {"p": [-1, 5]}}, {"seen": {"p": [float("nan"), 5]}},
+        {"seen": {"p": [1, True]}},
+    ],
+)  # fmt: skip
+def test_what_others_wrote_there_is_as_nothing(said):
+    assert RunLosses("p", 2).resumed({"losses": said}) == RunLosses("p", 2)
+    assert RunLosses("p", 2).resumed(said) == RunLosses("p", 2)
+
+
+def test_a_loss_of_no_known_place_or_reason_counts_here():
+    run = RunLosses().resumed({"losses": {"seen": {}, "why": 5, "place": None}})
+    assert run.here.losses == 1
+
+
+# ---- the interval --------------------------------------------------------------------------------
+class At:
+    def __init__(self):
+        self.s = 0.0
+
+    def __call__(self):
+        return self.s
+
+
+def rhythm(losses=RunLosses(), interval=Interval(), cost_s=2.0, commit_s=1.0, data=None):
+    now = At()
+    made = Rhythm(interval, losses, now)
+    made.resumed(data)
+    made.stall_s, made.commit_s = cost_s, commit_s
+    return made, now
+
+
+def test_a_calm_place_gets_longer_intervals_but_not_before_a_world_is_as_old():
+    calm = {"losses": RunLosses().to_data("drain", 20 * HOUR)}
+    made, now = rhythm(data=calm)
+    usual_s, best_s = daly(2.0, ASSUMED_S), daly(2.0, made.between_losses_s)
+    assert best_s > 3 * usual_s and made.interval_s() == usual_s
+    now.s = 2 * usual_s
+    assert made.interval_s() == usual_s
+    made.begin()  # a snapshot
+    assert made.interval_s() == 2 * usual_s  # half of what this world has done, at most, is lost
+    now.s = 10 * usual_s
+    made.begin()
+    assert made.interval_s() == pytest.approx(best_s, rel=0.02)
+
+
+def test_a_rough_place_gets_shorter_ones_at_once():
+    run = RunLosses()
+    for _ in range(8):
+        run = next_world(run, "interval", 300.0, "")
+    made, _ = rhythm(data={"losses": run.to_data("interval", 300.0)})
+    assert made.between_losses_s < 0.25 * HOUR
+    assert made.interval_s() == daly(2.0, made.between_losses_s) < 0.5 * daly(2.0, ASSUMED_S)
+
+
+def test_what_a_snapshot_costs_is_its_stall_and_the_slower_steps_beside_it():
+    made, _ = rhythm(cost_s=0.5)
+    assert made.cost_s == 0.5
+    for commit_s, slowdown in ((10.5, 0.1), (10.5, 0.3), (99.0, -0.5)):
+        made.landed(commit_s, slowdown)
+    assert made.cost_s == pytest.approx(0.5 + 1.0) and made.commit_s == 99.0
+    assert made.interval_s() == 297.0  # uploads never overlap
+
+
+def test_intervals_are_bounded_and_those_that_people_name_are_kept():
+    rough, calm = LossesSeen(1e6, 0.0), LossesSeen(0.0, 1e9)
+    made, _ = rhythm(RunLosses(seen={"": rough}), commit_s=0.0)
+    made._losses = RunLosses(seen={"": rough})
+    assert made.interval_s() == LEAST_S
+    made, now = rhythm(cost_s=60.0)
+    made._losses, now.s = RunLosses(seen={"": calm}), 1e6
+    made.begin()
+    assert made.interval_s() == MOST_S
+    made, now = rhythm(interval=Interval(every_s=7.0))
+    assert made.interval_s() == 7.0 and made.between_losses_s == 0.0
+    assert rhythm(interval=Interval(every_steps=3))[0].due(6)
+
+
+@pytest.mark.parametrize(("mean_h", "least_gain"), [(0.1, 0.05), (1.0, -0.01), (24.0, 0.005)])
+def test_learning_loses_less_than_an_assumed_hour(mean_h, least_gain):
+    spec = importlib.util.spec_from_file_location("intervals", PATH)
+    intervals = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(intervals)
+    assumed, learned = (
+        sum(intervals.overhead(way, mean_h * HOUR, 5.0, 15.0, 30 * HOUR, n) for n in range(3)) / 3
+        for way in ("assumed", "learned")
+    )
+    assert assumed - learned > least_gain, (assumed, learned)
+
+
+def test_worlds_say_what_they_know_as_they_are():
+    run = dataclasses.replace(RunLosses("p", 2), seen={"p": LossesSeen(1.0, 7.0)})
+    assert run.to_data("interval", 0.0) == {
+        "place": "p",
+        "why": "interval",
+        "seen": {"p": [1.0, 7.0]},
+    }
