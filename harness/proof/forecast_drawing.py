@@ -171,7 +171,7 @@ def _numbers(plan: ShownPlan) -> str:
             *(hours_text(row.hours_at(share)) for share in (LOW, 0.5, HIGH)),
             *(usd_text(row.usd_at(share)) for share in (LOW, 0.5, HIGH)),
             percent(row.missed),
-            f"{row.losses:.2g}",
+            usd_text(row.losses),
             percent(row.spot_share),
         ]
         for row in plan.rows

@@ -103,7 +103,7 @@ def show(plan: ShownPlan, console: Console) -> None:
             usd_text(row.on_demand_usd),
         ]
         if wide:
-            cells += [f"{row.losses:.2g}", strip(usd, min(ends), max(ends))]
+            cells += [usd_text(row.losses), strip(usd, min(ends), max(ends))]
         table.add_row(*cells, style=style)
     console.print(table)
     words = "median (p10..p90); risk: of missing the deadline; on demand: USD without spot"
