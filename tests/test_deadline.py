@@ -11,7 +11,7 @@ from harness.controller import policies
 from harness.controller.deadline import deadline
 from harness.core.known import CapacitySeen, Knowledge, Spell
 from harness.core.world import Launch, Offer, Terminate, Wait
-from harness.market.lookahead import OPEN, SpellRates, Terms, moves, outlook
+from harness.market.lookahead import OPEN, SpellRates, Terms, moves, outlook, residual_h
 from harness.market.optimum import WorkToDo, optimum
 from harness.market.rates import ends, shut_since, shut_spells, spell_rates
 from harness.market.traces import ZoneTrace
@@ -105,9 +105,20 @@ def test_it_waits_where_the_market_comes_back_soon_and_time_is_plenty():
     calm = {"a": seen(1000.0, 0.02, *[0.5] * 40, open=False)}
     waits = deadline(of(known=known(10.0, 60.0, capacity=calm), blocked={"a": 1060.0}))
     assert isinstance(waits, Wait) and "waiting" in waits.reason
+    # against on demand until spot is back, two hours at most and a begin
+    assert 60.0 < waits.expected_s - 1000.0 < 2 * HOUR and 0.1 < waits.saving_usd < 6
     scarce = {"a": seen(1000.0, 20.0, 0.2, 40.0, 0.2, 40.0, open=False)}
     buys = deadline(of(known=known(10.0, 10.5, capacity=scarce), blocked={"a": 1060.0}))
     assert isinstance(buys, Launch) and buys.offer == DEAR
+
+
+def test_how_long_a_spell_goes_on():
+    """Memoryless: always the same. With rates that fall: the longer, the older it is."""
+    for age_h in (0.0, 0.5, 20.0):
+        assert residual_h((0.5,) * 5, age_h) == pytest.approx(2.0)
+    falling = (1.2, 0.6, 0.3, 0.15, 0.06)
+    ages = [residual_h(falling, age_h) for age_h in (0.0, 0.34, 1.0, 3.0, 9.0)]
+    assert ages == sorted(ages) and ages[-1] == pytest.approx(1 / 0.06)
 
 
 def test_from_on_demand_to_spot_and_nothing_is_lost():

@@ -179,7 +179,15 @@ class NodeCase:
             return self._ask(rooms[0], "spot is the least that the rest can cost")
         if buy < wait and dear:
             return self._ask(dear[0], "no spot, and waiting for it would cost more than on demand")
-        return Wait(until_next(self.view), "spot will be back in time: waiting costs less")
+        return self._wait_for_spot(after, (buy - wait) * self.dear[0].usd_per_h)
+
+    def _wait_for_spot(self, after: Outlook, saving_usd: float) -> Wait:
+        """Until some place has a machine again, as long as that takes on average."""
+        now_s, seen = self.view.now_s, [s for s in self._seen() if s is not None]
+        shut_h = (now_s - shut_since(seen, now_s)) / 3600
+        back_s = now_s + 3600 * lookahead.residual_h(after.terms.rates.open_per_h, shut_h)
+        why = "spot will be back in time: waiting costs less"
+        return Wait(until_next(self.view), why, back_s, max(0.0, saving_usd))
 
     def _on_demand(self, bought: Node) -> Decision:
         hours, rooms = self.hours, self._rooms()

@@ -6,13 +6,14 @@ changeover; from on demand to spot it is made beside the node that trains on, an
 only. Spells of capacity end at rates that depend on their age (`SpellRates`): of most markets, what
 has lasted for long goes on for long, and much of what has just begun is over soon.
 
-CostVector are in hours of on demand: multiply by its price. Pure.
+Costs are in hours of on demand: multiply by its price. Pure.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -44,6 +45,18 @@ class SpellRates:
 def class_of(age_h: float) -> int:
     """The class of an age: its place in AGES_H."""
     return sum(age_h >= begin for begin in AGES_H[1:])
+
+
+def residual_h(per_h: Sequence[float], age_h: float) -> float:
+    """For how many hours more a spell of that age goes on, on average. `per_h`: how often one ends,
+    by class of age."""
+    found, alive = 0.0, 1.0
+    for rate, end in zip(per_h, (*AGES_H[1:], math.inf), strict=True):
+        if age_h < end:
+            ended = -math.expm1(-rate * (end - age_h))
+            found += alive * ended / rate
+            alive, age_h = alive * (1 - ended), end
+    return found
 
 
 @dataclass(frozen=True)
