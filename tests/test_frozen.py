@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from torch import nn
-from worlds import newest, train
+from worlds import newest, train, until
 
 from harness.worker.frozen import Frozen
 from harness.worker.hold import Hold
@@ -126,7 +126,7 @@ def test_what_is_the_same_is_neither_hashed_nor_sent_nor_kept_again():
         sizes.append(manifest.own_nbytes)
         assert same(read(store, manifest), rank.tensors)
     assert max(sizes[1:]) <= 2 * 30 * 20 * 4 + 64 < sizes[0] // 40
-    assert len(Snapshots(store).refs()) == 1
+    until(lambda: len(Snapshots(store).refs()) == 1)  # pruned after the commit was told
     alone = MemoryStore(objects={})
     other = Rank(alone)
     other.tensors = rank.tensors

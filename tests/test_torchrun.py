@@ -38,10 +38,10 @@ while True:
     end = torch.tensor([(folder / "end").exists()], dtype=torch.int)
     dist.broadcast(end, 0)
     if rank == 0:
-        (folder / "new").write_text(str(step))
-        os.replace(folder / "new", folder / "step")  # whole or not at all: we are killed at any moment
         with open(folder / "steps", "a") as f:
             f.write(json.dumps([step, world, os.environ["HARNESS_EPOCH"], os.environ["HARNESS_RUN"]]) + "\\n")
+        (folder / "new").write_text(str(step))
+        os.replace(folder / "new", folder / "step")  # whole or not at all: we are killed at any moment, also before it
     if int(end) and step >= 5:  # all of them after the same step
         break
     time.sleep(0.05)
@@ -137,7 +137,7 @@ def test_nodes_join_the_one_with_rank_0_is_killed_and_the_run_finishes(torchruns
     assert second.wait(240) == 0 and third.wait(240) == 0, logs()
     numbers = [s[0] for s in steps()]
     # no step was lost; one may be done again
-    assert all(b - a in (0, 1) for a, b in itertools.pairwise(numbers))
+    assert all(b - a in (0, 1) for a, b in itertools.pairwise(numbers)), numbers
     epochs = [int(s[2]) for s in steps()]
     assert epochs == sorted(epochs) and len(set(epochs)) >= 4
     assert {s[3] for s in steps()} == {f"file://{tmp_path}/runs/x"}

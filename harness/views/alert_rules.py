@@ -445,6 +445,7 @@ HARMLESS: dict[type[f.Fact], str] = {
     f.NoticeAcknowledged: "the cloud was told; a notice has a rule",
     f.NodeFound: "where a node is and what it costs",
     f.NodeBilled: "what was paid, told later",
+    f.PricesSeen: "a measurement; a budget has rules",
     f.SessionStarted: "training begins",
     f.SessionEnded: "rank 0 left on purpose; why has a rule where it hurts",
     f.StepsTimed: "a measurement; slower steps have a rule",
