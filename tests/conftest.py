@@ -10,8 +10,9 @@ import pytest
 # others; other people's trainers have an environment of their own (`make adapters`).
 PROOFS = (
     *("check_run", "loops_page", "micro_loader", "open_steps", "own_files", "watch_processes"),
-    *("budget", "kills", "longrun", "many_nodes", "old_runs", "python_versions", "replay"),
-    *("plan_calibration", "replicas", "system", "wandb_run"),
+    *("budget", "examples", "kills", "longrun", "many_nodes", "old_runs", "package"),
+    *("plan_calibration", "python_versions", "replay", "replicas", "rerun", "sim", "system"),
+    "wandb_run",
 )
 _proofs = {f"test_{name}.py" for name in PROOFS}
 _files = {path.name for path in Path(__file__).parent.glob("test_*.py")}
@@ -53,6 +54,7 @@ ALONE_S = {
 }
 FILE_S = {
     "test_agent.py": 90,
+    "test_plan_calibration.py": 120,
     "test_system.py": 55,
     "test_session.py": 45,
     "test_drill.py": 42,
