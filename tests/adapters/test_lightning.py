@@ -153,7 +153,7 @@ def test_the_first_world_decides_the_batch(go):
 def test_several_optimizers_by_hand_go_on_where_they_were(tmp_path, go):
     flags = ("--odd", "manual", "--epochs", 2, "--samples", 24)
     expected = plain(tmp_path / "plain", *flags)
-    go(1, *flags, die_at=(16, 6), codes=(-9,))
+    go(1, *flags, die_at=(8, 6), codes=(-9,))
     (go.folder / "events").unlink()
     assert "resumed from step 6" in go(1, *flags).output
     same(events(go.folder), events(expected)[-len(events(go.folder)) :])

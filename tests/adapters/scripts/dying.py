@@ -2,8 +2,11 @@
 
 import os
 import signal
+import time
 
 from worlds import newest, until
+
+seen = set()
 
 
 def die_at(where, once=None, every=3):
@@ -27,6 +30,9 @@ def die_at(where, once=None, every=3):
 
 def wait_for(step):
     until(lambda: step <= getattr(newest(os.environ["HARNESS_RUN"]), "step", 0), f"snapshot {step}")
+    if step not in seen:  # it is in the bucket; the session hears of that a moment later
+        seen.add(step)
+        time.sleep(0.5)
 
 
 def wait_for_notice(where):
