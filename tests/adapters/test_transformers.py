@@ -213,7 +213,7 @@ class Mine(ElasticMixin, transformers.Trainer):
     def elastic_state(self): return {"counted": self.counted}
     def training_step(self, *args, **kwargs):
         self.counted.number = self.state.global_step + 1
-        dying.die_at(str(self.state.global_step), every=2)
+        dying.die_at(str(self.state.global_step))
         return super().training_step(*args, **kwargs)
 
 assert issubclass(ElasticTrainer, transformers.Trainer)
@@ -230,7 +230,7 @@ def test_by_name_without_an_agent(tmp_path, monkeypatch):
     script = tmp_path / "script.py"
     script.write_text(f"SCRIPT = {str(TRAINER)!r}\n{BY_NAME}")
     run, env = tmp_path / "run", {**ENV, "HARNESS_SCRIPT_WORLD": "1"}
-    train(run, 2, script=script, env={**env, "DIE_AT": "7:6"}, codes=(-9, 1))
+    train(run, 2, script=script, env={**env, "DIE_AT": "7:6", "DIE_EVERY": "2"}, codes=(-9, 1))
     ended = train(run, 1, script=script, env=env)
     assert newest(run).step == 10 and "resumed from step 6" in ended.output
     assert "counted 10 of 10" in ended.output

@@ -9,14 +9,15 @@ from worlds import newest, until
 seen = set()
 
 
-def die_at(where, once=None, every=3):
+def die_at(where, once=None):
     """If DIE_AT is "WHERE:STEP": after that step's snapshot was committed. `once`: a file; only the
-    process that makes it dies. Before that, where `where` is a step, the snapshot of each `every`
+    process that makes it dies. Before that, where `where` is a step, the snapshot of each DIE_EVERY
     steps is waited for: none is left out because the one before it is still being written."""
     place, _, step = os.environ.get("DIE_AT", "").partition(":")
     if not place or (once and os.path.exists(once)):
         return
     if where.isdecimal() and int(where) <= int(place):
+        every = int(os.environ.get("DIE_EVERY", "3"))
         wait_for((int(where) - 1) // every * every)
     if place == where:
         wait_for(int(step))
