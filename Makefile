@@ -80,9 +80,10 @@ proofs: install  ## slow proofs: long runs, kills of every process, budgets, the
 	HARNESS_PROOFS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(if $(CI),-p no:cacheprovider) tests
 
 ADAPTERS := .venv-adapters
+TRAINERS ?= tests/adapters
 ADAPTERS_STAMP := $(ADAPTERS)/.installed-$(shell cat requirements-adapters.txt pyproject.toml | cksum | cut -d' ' -f1)
 adapters: $(ADAPTERS_STAMP)  ## Hugging Face, Accelerate, Lightning and torchtitan scripts, unchanged, on machines that are taken away (minutes)
-	HARNESS_TRAINERS=1 PYTHONPATH=$(CURDIR)/tests $(ADAPTERS)/bin/python -m pytest -n $(WORKERS) --dist loadscope $(if $(CI),-p no:cacheprovider) tests/adapters
+	HARNESS_TRAINERS=1 PYTHONPATH=$(CURDIR)/tests $(ADAPTERS)/bin/python -m pytest -n $(WORKERS) --dist loadscope $(if $(CI),-p no:cacheprovider) $(TRAINERS)
 $(ADAPTERS_STAMP): requirements-adapters.txt pyproject.toml
 	$(PYTHON) -m venv $(ADAPTERS)
 	$(ADAPTERS)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
