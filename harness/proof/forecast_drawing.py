@@ -9,10 +9,10 @@ from pathlib import Path
 
 from harness.proof.forecast_shown import ShownPlan, cumulated, hours_text, sentences, usd_text
 from harness.proof.forecasting import HIGH, LOW, PlanForecast
-from harness.proof.market_drawing import plot_paths
+from harness.proof.market_drawing import write_pictures
 from harness.views.drawing import Drawing, DrawnDot, DrawnLine, DrawnText, cut, png, svg
-from harness.views.page import THEME_BUTTON, TIP, document, script_hash
-from harness.views.page_html import asset, html_table, section
+from harness.views.page import titled
+from harness.views.page_html import html_table, section
 from harness.views.plots import esc, nice_ticks, short
 from harness.views.words import percent
 
@@ -25,40 +25,18 @@ TITLE = "Before the launch"
 def write(plan: ShownPlan, path: str) -> tuple[Path, ...]:
     """A page for x.html, a PNG for x.png, both for any other name; returns the files. Raises
     BadInput where they cannot be written."""
-    found = plot_paths(path)
-    for one in found:
-        one.parent.mkdir(parents=True, exist_ok=True)
-        if one.suffix.lower() == ".png":
-            one.write_bytes(png(drawings(plan)))
-        else:
-            one.write_text(plan_page(plan), encoding="utf-8")
-    return found
+    return write_pictures(path, lambda: plan_page(plan), lambda: png(drawings(plan)))
 
 
 def plan_page(plan: ShownPlan) -> str:
     """The whole document; it needs nothing else."""
-    script = asset("page.js")
-    policy = (
-        f"default-src 'none'; script-src '{script_hash(script)}'; style-src 'unsafe-inline'; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    head = (
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f"<style>{asset('page.css')}</style>"
-    )
-    words = "".join(f"<p class=note>{esc(line)}</p>" for line in sentences(plan))
     figures = [f"<div class=scroll>{svg(one)}</div>" for one in drawings(plan)]
     parts = [
         section("Cost and time", "".join(figures[:2]), "10 % to 90 % of the markets; a dot: half"),
         section("How sure", "".join(figures[2:])),
         section("Numbers", _numbers(plan)),
     ]
-    body = (
-        f"<main><header><h1>{TITLE}</h1>{THEME_BUTTON}{words}</header>"
-        f"{''.join(part.html() for part in parts if part)}"
-        f"<footer>made by spotharness</footer></main>{TIP}<script>{script}</script>"
-    )
-    return document(f"{TITLE} – spotharness", head, body)
+    return titled(TITLE, sentences(plan), parts)
 
 
 def drawings(plan: ShownPlan) -> list[Drawing]:

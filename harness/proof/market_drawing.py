@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -65,13 +65,21 @@ def draw(table: MarketTable, path: str, policy: str = "") -> tuple[Path, ...]:
 
 def write(story: MarketStory, path: str) -> tuple[Path, ...]:
     """Write pictures to files named as `plot_paths` says. Raises BadInput."""
+    return write_pictures(path, lambda: market_page(story), lambda: market_png(story))
+
+
+def write_pictures(
+    path: str, page: Callable[[], str], picture: Callable[[], bytes]
+) -> tuple[Path, ...]:
+    """Write a page and a PNG, each where `plot_paths` names one; returns the files. Raises
+    BadInput."""
     found = plot_paths(path)
     for one in found:
         one.parent.mkdir(parents=True, exist_ok=True)
         if one.suffix.lower() == ".png":
-            one.write_bytes(market_png(story))
+            one.write_bytes(picture())
         else:
-            one.write_text(market_page(story), encoding="utf-8")
+            one.write_text(page(), encoding="utf-8")
     return found
 
 

@@ -17,8 +17,8 @@ from harness.views.market_pictures import (
     over_optimum,
     timeline_drawing,
 )
-from harness.views.page import THEME_BUTTON, TIP, document, script_hash
-from harness.views.page_html import asset, html_table, section
+from harness.views.page import titled
+from harness.views.page_html import html_table, section
 from harness.views.plots import esc
 from harness.views.words import money, percent
 
@@ -40,15 +40,6 @@ class MarketStory:
 
 def market_page(story: MarketStory) -> str:
     """The whole document; it needs nothing else."""
-    script = asset("page.js")
-    policy = (
-        f"default-src 'none'; script-src '{script_hash(script)}'; style-src 'unsafe-inline'; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    head = (
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f"<style>{asset('page.css')}</style>"
-    )
     charts = "".join(
         f"{_figure(cost_drawing(chart))}{_numbers(chart)}" for chart in story.charts[:MOST_CHARTS]
     )
@@ -59,13 +50,7 @@ def market_page(story: MarketStory) -> str:
         section("Hour by hour", timelines, _left_out(story.timelines, MOST_TIMELINES)),
         section("What nobody can know", f"<ul class=trouble>{unknown}</ul>" if unknown else ""),
     ]
-    notes = "".join(f"<p class=note>{esc(note)}</p>" for note in story.notes)
-    body = (
-        f"<main><header><h1>{esc(story.title)}</h1>{THEME_BUTTON}{notes}</header>"
-        f"{''.join(part.html() for part in parts if part)}"
-        f"<footer>made by spotharness</footer></main>{TIP}<script>{script}</script>"
-    )
-    return document(f"{story.title} – spotharness", head, body)
+    return titled(story.title, story.notes, parts)
 
 
 def market_png(story: MarketStory) -> bytes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from harness.views import (
     page_alerts,
@@ -81,17 +81,33 @@ SECTIONS: tuple[Callable[[Summary], PageSection | None], ...] = (
 # ---- the document --------------------------------------------------------------------------------
 def page(s: Summary) -> str:
     """The whole document."""
+    return alone(f"{run_name(s.url)} – spotharness report", f"<main>{content(s)}</main>")
+
+
+def alone(title: str, body: str) -> str:
+    """A document that needs no other file: the style and the only script that may run are in it.
+    `body` is HTML."""
     script = asset("page.js")
     policy = (
         f"default-src 'none'; script-src '{script_hash(script)}'; style-src 'unsafe-inline'; "
         "base-uri 'none'; form-action 'none'"
     )
-    title = f"{run_name(s.url)} – spotharness report"
     head = (
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f"<style>{asset('page.css')}</style>"
     )
-    return document(title, head, f"<main>{content(s)}</main>{TIP}<script>{script}</script>")
+    return document(title, head, f"{body}{TIP}<script>{script}</script>")
+
+
+def titled(title: str, notes: Iterable[str], parts: Iterable[PageSection | None]) -> str:
+    """A document that stands alone: a title, `notes` (plain sentences), sections."""
+    said = "".join(f"<p class=note>{esc(note)}</p>" for note in notes)
+    body = (
+        f"<main><header><h1>{esc(title)}</h1>{THEME_BUTTON}{said}</header>"
+        f"{''.join(part.html() for part in parts if part)}"
+        "<footer>made by spotharness</footer></main>"
+    )
+    return alone(f"{title} – spotharness", body)
 
 
 TIP = '<div id="tip" role="tooltip" hidden></div>'
