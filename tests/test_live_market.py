@@ -178,6 +178,8 @@ def test_who_does_not_answer_is_named_and_the_catalog_holds(boto3):
 
     (one,), notes = ask_clouds(silent, [P3], 1, NOW, url + "/advisor.json")
     assert one.offer == P3 and len(notes) == 2 and "how often it interrupts" in notes[1]
+    (one,), notes = ask_clouds(silent, [P3], 1, NOW, "/no/url.json")
+    assert one.offer == P3 and "how often it interrupts is not known (/no/url.json" in notes[1]
     # nobody is asked of clouds that tell nothing
     assert ask_clouds(silent, [Offer(1.0, "gcp/a/b/c")], 1, NOW)[1] == []
 

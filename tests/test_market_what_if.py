@@ -20,7 +20,7 @@ from harness.proof import market_what_if_shown as shown
 from harness.proof.market_fleet import MarketFleet, ReplayJob
 from harness.proof.market_quick import play
 from harness.proof.market_replay import MarketReplay
-from harness.proof.market_what_if import WhatIfAsked, as_json, what_if
+from harness.proof.market_what_if import WhatIfAsked, as_json, buys, what_if
 from harness.proof.own_market import MarketLook, OfferHistory, own_market, readings
 from harness.views.market_page import market_page
 from harness.views.summary import Summary, summarize
@@ -269,6 +269,11 @@ def test_its_own_deadline_counts_or_none(story):
     assert what_if(story, FEW).deadline_h == pytest.approx(1.1 * story.wall_s / 3600)
     told = dataclasses.replace(story.asked, deadline_s=story.started_s + 1800.0)
     assert what_if(dataclasses.replace(story, asked=told), FEW).deadline_h == 0.5
+
+
+@pytest.mark.parametrize("name", ["deadline?work_h=3", "avoid(deadline, aws)", "by_deadline(cheapest, hours=3)", "on_demand"])
+def test_who_plans_with_on_demand_is_offered_it(name):
+    assert buys(name) and not buys("best_value")
 
 
 def test_a_policy_that_nobody_knows_is_said(story):

@@ -198,6 +198,7 @@ def test_your_own_by_dotted_path() -> None:
         (f"{__name__}:nothing", "cannot be imported"),
         ("uniform_progress", "deadline_h"),
         ("patient?premum=2", "premium"),
+        ("deadline?total_steps=many", "wanted total_steps as a number"),
     ],
 )
 def test_a_bad_name_says_what_to_do(name: str, says: str) -> None:

@@ -96,6 +96,8 @@ def test_many_nodes_against_the_best_fixed_number(tmp_path: Path, capsys):
         ({"deadline": "40h", "work": "30h"}, "does not fit into a trace of 20.0 h"),
         ({"policy": "gredy"}, "there is no policy 'gredy'"),
         ({"policy": "gredy"}, "skypilot_failover"),
+        ({"policy": "fixed_few"}, "wanted a number of nodes"),
+        ({"policy": "fixed_0"}, "wanted a number of nodes"),
         ({"deadline": "soon"}, "--deadline"),
         ({"deadline": "ax"}, "1.25x of --work"),
         ({"work": "0h"}, "wanted a time above 0"),

@@ -229,7 +229,8 @@ def _measured_on(name: str, shapes: Sequence[NodeShape]) -> NodeShape:
 
     if not name:
         return shapes[0]
-    found = [shape for shape in shapes if name.lower() in (shape.name.lower(), shape.accelerator)]
+    wanted = {name.lower(), f"{name.lower()}:1"}
+    found = [shape for shape in shapes if shape.name.lower() in wanted]
     if found:
         return found[0]
     accelerator, _, count = name.partition(":")
@@ -321,13 +322,11 @@ def _mapping(jobs: int) -> Iterator[Callable[..., Iterable[PlanForecast]]]:
 
 def _policies(run: PlannedRun) -> tuple[str, ...]:
     """What is tried when nobody says."""
-    from harness.controller.policies import POLICIES
     from harness.proof.forecasting import ON_DEMAND_ONLY
 
     if run.deadline_h is None:
         return "best_value", ON_DEMAND_ONLY
-    by_deadline = "deadline" if "deadline" in POLICIES else "uniform_progress"
-    return by_deadline, "best_value", ON_DEMAND_ONLY
+    return "deadline", "best_value", ON_DEMAND_ONLY
 
 
 def _launch_words(flags: PlanFlags, run: PlannedRun, best: PlanCandidate) -> tuple[str, ...]:
@@ -344,7 +343,8 @@ def _launch_words(flags: PlanFlags, run: PlannedRun, best: PlanCandidate) -> tup
         hours = run.hours(best.shape, best.nodes)
         steps = flags.steps or "STEPS"
         asked = f"deadline_h={run.deadline_h or 0:.4g}&work_h={hours:.4g}&total_steps={steps}"
-        words += ["--policy", f"'uniform_progress?{asked}'"]
+        asked += f"&changeover_s={run.changeover_s:g}"
+        words += ["--policy", f"uniform_progress?{asked}"]
     else:
         words += ["--policy", best.policy]
     if flags.deadline and best.policy == "deadline":

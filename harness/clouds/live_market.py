@@ -64,7 +64,7 @@ def ask_clouds(
             continue
         for one in changes:
             change = (float(one["t"]), nodes * float(one["usd_per_h"]))
-            for zone in {one["zone"], one["zone_id"]}:
+            for zone in {one["zone"], one["zone_id"]} - {""}:
                 told.setdefault((region, zone, one["instance"]), []).append(change)
     bands = _bands(advisor_url or ADVISOR_URL, notes) if wanted else {}
     found = [_live(offer, told, bands) for offer in offers]
@@ -103,6 +103,6 @@ def _bands(url: str, notes: list[str]) -> dict[tuple[str, str], str]:
     try:
         with urllib.request.urlopen(url, timeout=FETCH_TIMEOUT_S) as answer:
             return interruption_bands(answer.read(ADVISOR_NBYTES))
-    except (OSError, http.client.HTTPException, BadInput) as e:
+    except (OSError, http.client.HTTPException, ValueError, BadInput) as e:
         notes.append(f"aws: how often it interrupts is not known ({url}: {e})")
         return {}

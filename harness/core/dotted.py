@@ -12,6 +12,8 @@ from urllib.parse import parse_qsl
 
 from harness.core.world import BadInput
 
+NUMBERS = (float, int, "float", "int", "float | None", "int | None")  # as annotations
+
 
 def imported(what: str, path: str) -> Any:
     """What a path such as `pkg.module:name` names. Raises BadInput; `what` begins its message."""
@@ -65,7 +67,7 @@ def check_call(
         raise BadInput(f"{where}: {e}; it is {path}{takes}; {written}") from e
     for name, value in options.items():
         wanted = takes.parameters[name].annotation if name in takes.parameters else ""
-        if wanted in (float, int, "float", "int", "float | None") and isinstance(value, str):
+        if wanted in NUMBERS and isinstance(value, str):
             raise BadInput(f"{where}: wanted {name} as a number, found {value!r}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,7 +131,7 @@ def sentences(plan: ShownPlan) -> list[str]:
             + (f"; {percent(spared)} below on demand" if 0 < spared < 1 else "")
         )
         if plan.launch:
-            found.append("launch  " + " ".join(plan.launch))
+            found.append("launch  " + shlex.join(plan.launch))
     if plan.dropped:
         found.append(f"        {plan.dropped} more were tried in fewer markets, and were worse")
     found += [f"from    {source}" for source in plan.sources]

@@ -161,8 +161,8 @@ def tasks(
 
 def check_job(job: ReplayJob) -> None:
     """Raises BadInput if the work cannot be done in time even on demand."""
-    least_h = job.work_h + job.changeover_s / 3600
-    if least_h > job.deadline_h + 1e-9:
+    if not _can(job):
+        least_h = job.work_h + job.changeover_s / 3600
         raise BadInput(
             f"{job.work_h:g} h of work and a begin of {job.changeover_s:g} s take {least_h:.4g} h "
             f"undisturbed; wanted a deadline after that, found {job.deadline_h:g} h"
@@ -182,7 +182,7 @@ def expanded(names: Iterable[str], job: ReplayJob) -> tuple[str, ...]:
 
 
 def _can(job: ReplayJob) -> bool:
-    return job.work_h + job.changeover_s / 3600 <= job.deadline_h
+    return job.work_h + job.changeover_s / 3600 <= job.deadline_h + 1e-9
 
 
 def fixed_job(job: ReplayJob, nodes: int) -> ReplayJob:
@@ -195,6 +195,9 @@ def policy_named(name: str, job: ReplayJob, tick_s: float, zones: int) -> Policy
     """As published if it is one of `market_peers.PEERS`, else as `harness launch` knows it. Raises
     BadInput."""
     if name.startswith(FIXED):
+        number = name.removeprefix(FIXED)
+        if not number.isdecimal() or not int(number):
+            raise BadInput(f"policy {name!r}: wanted a number of nodes, such as {FIXED}4")
         name = "uniform_progress"
     if name in PEERS:
         return peer(name, tick_s)

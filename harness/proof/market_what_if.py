@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.controller import policies
-from harness.core.losses import daly
 from harness.core.world import BadInput, Policy, View
 from harness.market.traces import ZoneTrace
 from harness.proof.market_fleet import STEP_S, ReplayJob
@@ -29,7 +28,11 @@ from harness.views.words import duration
 SLACK = 1.1  # of the run's own time: the deadline where it had none
 NO_ON_DEMAND_USD = 1e6  # an hour: nobody buys it
 USUAL = ("cheapest", "patient", "deadline", "uniform_progress", "on_demand_fallback", "on_demand")
-PLAN_WITH_ON_DEMAND = ("deadline", "on_demand_fallback", *PEERS)
+
+
+def buys(name: str) -> bool:
+    """Must a policy of that name be offered on-demand nodes, as `harness launch` does?"""
+    return name in PEERS or policies.uses_on_demand(name)
 
 
 @dataclass(frozen=True)
@@ -116,9 +119,9 @@ class _Questions:
     # ---- what is tried ---------------------------------------------------------------------------
     def by_policy(self) -> Iterator[WhatIfRow]:
         """The run's own first."""
-        usual = [n for n in USUAL if n in policies.POLICIES or n in PEERS]
+        usual = list(USUAL)
         if not self.market.on_demand_usd_per_h:
-            usual = [n for n in usual if n not in PLAN_WITH_ON_DEMAND]
+            usual = [n for n in usual if not buys(n)]
         job = self.job(self.nodes, self.interval_s)
         if self.policy:
             try:
@@ -143,16 +146,15 @@ class _Questions:
             yield self.row("interval", name, job, self.usual(job))
 
     def intervals(self) -> list[float]:
-        work, usual = self.market.work, self.interval_s
+        usual = self.interval_s
         if not usual:
             self.unknown.append("other snapshot intervals: none was seen that went by time")
             return []
         if self.asked.intervals_s:
             return list(self.asked.intervals_s)
         found = [usual / 2, usual * 2]
-        between_s = self.s.postmortem.measured.between_losses_s
-        if work.cost_s and between_s:
-            found.append(max(daly(work.cost_s, between_s), 3 * work.commit_s))
+        if best_s := self.s.postmortem.measured.best_s:
+            found.append(best_s)
         return sorted({round(x, 3) for x in found})
 
     @property
@@ -189,8 +191,7 @@ class _Questions:
     def named(self, name: str, job: ReplayJob) -> Policy:
         """As `harness launch` composes it. Raises BadInput."""
         policy = policy_named(name, job, self.market.tick_s, len(self.market.held))
-        plans = name.partition("?")[0] in PLAN_WITH_ON_DEMAND
-        if not self.market.on_demand_usd_per_h or not (self.market.bought or plans):
+        if not self.market.on_demand_usd_per_h or not (self.market.bought or buys(name)):
             policy = spot_only(policy)
         return policies.within_hours(policy, hours=self.market.hours * REPEATS)
 
