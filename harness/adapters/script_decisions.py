@@ -56,6 +56,7 @@ class Decisions:
         self._stretch: Kept | None = None
         self._following: Kept = {}
         self._lines: Counter[str] = Counter()
+        self._looked = 0  # at so many lines, all of `_lines`
         self._calls = 0
         self._last: dict[FrameType, Changes] = {}  # what a function's variables were
         self._script: dict[CodeType, bool] = {}
@@ -108,7 +109,8 @@ class Decisions:
             for one in self._last:
                 if one.f_trace == self._on_line:
                     del one.f_trace
-        self._last, self._following, self._lines, self._calls = {}, {}, Counter(), 0
+        self._last, self._following, self._lines = {}, {}, Counter()
+        self._looked = self._calls = 0
         if self._stretch is not None:
             self._new["{} {}".format(*self._at)] = self._stretch
             self._stretch = None
@@ -131,7 +133,7 @@ class Decisions:
             self._last.pop(frame, None)
         if event != "line":
             return self._on_line
-        if self._lines.total() >= MOST_LINES:
+        if self._looked >= MOST_LINES:
             self.close()
             return None
         self._look(frame, self._last.get(frame, {}))
@@ -142,6 +144,7 @@ class Decisions:
         now = variables_of(frame, MOST_VALUES)
         line = f"{frame.f_code.co_name} {frame.f_lineno}"
         self._lines[line] += 1
+        self._looked += 1
         key = f"{line} {self._lines[line]}"
         if self._stretch is not None:
             if changes := {k: v for k, v in now.items() if before.get(k, NOTHING) != v}:

@@ -6,7 +6,6 @@ for options that cannot work. docs/POLICIES.md says when to use which.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import fnmatch
 import math
@@ -92,7 +91,7 @@ def spread(policy: Policy, *, zones: float = 2) -> Policy:
     wanted = _whole("spread", "zones", zones, least=2)
 
     def decide(view: View) -> Decision:
-        there = collections.Counter(zone_of(node.offer) for node in staying(view))
+        there = Counter(zone_of(node.offer) for node in staying(view))
         offered = {zone_of(offer) for offer in view.offers}
         share = -(-view.max_nodes // max(1, min(wanted, len(offered | there.keys()))))
         full = {zone for zone, nodes in there.items() if nodes >= share}

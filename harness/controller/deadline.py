@@ -15,6 +15,7 @@ Pure.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import math
 from collections.abc import Sequence
@@ -165,7 +166,7 @@ class NodeCase:
         return Wait(LOOK_AGAIN_S, "one node is begun beside the other")
 
     def _idle(self) -> Decision:
-        hours, dear, rooms = self.hours, open_offers(self.view, self.dear), self._rooms()
+        hours, dear, rooms = self.hours, open_offers(self.view, self.dear), self._rooms
         if hours.spare < 0 and (dear or rooms):
             return self._ask((dear or rooms)[0], "the last call: on demand, to be in time")
         if not self.dear:
@@ -190,7 +191,7 @@ class NodeCase:
         return Wait(until_next(self.view), why, back_s, max(0.0, saving_usd))
 
     def _on_demand(self, bought: Node) -> Decision:
-        hours, rooms = self.hours, self._rooms()
+        hours, rooms = self.hours, self._rooms
         if not self.dear or hours.spare < 0:
             return Wait(until_next(self.view), "on demand keeps the deadline")
         work = hours.work
@@ -221,7 +222,7 @@ class NodeCase:
         young spell has more of, are expected to cost."""
         hours, now_s = self.hours, self.view.now_s
         here = usd_per_work(rented.offer)
-        for offer in self._rooms():
+        for offer in self._rooms:
             seen = self.view.known.capacity.get(offer.name)
             full = seen and seen.open is False and now_s - seen.seen_s < ASK_AGAIN_S
             there = usd_per_work(offer)
@@ -274,7 +275,7 @@ class NodeCase:
         span = min(max(span, self.hours.time), 3 * whole + 24)
         cell_h = CELL_RATIO ** math.ceil(math.log(span / CELLS, CELL_RATIO))
         work_cells = -(-math.ceil(whole / cell_h + 1) // WORK_CELLS) * WORK_CELLS
-        share = min((usd_per_work(o) for o in self._rooms() or self.spot), default=price) / price
+        share = min((usd_per_work(o) for o in self._rooms or self.spot), default=price) / price
         return lookahead.outlook(
             Terms(
                 spell_rates(self._seen(), self.view.now_s, held),
@@ -289,6 +290,7 @@ class NodeCase:
     def _left(self) -> float:
         return self.view.known.left(self.view.committed_step) or 1.0
 
+    @functools.cached_property
     def _rooms(self) -> list[Offer]:
         """Spot offers that may have a machine, the best first: by price, by how often their
         machines are taken, and by what it costs to move there."""
@@ -311,11 +313,12 @@ class NodeCase:
         return self.hours.begin * (price + dear) / 2 + self.hours.lost * price
 
     def _losses_per_h(self, offer: Offer) -> float:
-        pool = self._pool().pace()
+        pool = self._pool.pace()
         seen = self.view.known.capacity.get(offer.name)
         held = any(n.offer.name == offer.name for n in self.nodes)
         return USUAL_ENDS_PER_H[2] * closings(seen, self.view.now_s, held).pace(pool)
 
+    @functools.cached_property
     def _pool(self) -> Ends:
         """Of all places."""
         found = Ends()

@@ -11,6 +11,7 @@ Pure.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -153,7 +154,7 @@ class FleetCase:
         """Is less time left over than the losses to come may cost? Without it there would be no
         more time for spot, however much of it there is."""
         hours = self.hours
-        begins = RESTLESS * self._loss_per_h() * self._share() * hours.time
+        begins = RESTLESS * self._loss_per_h * self._share() * hours.time
         losses_h = begins * (hours.begin + self.most * hours.lost)
         return hours.time - hours.work < hours.kept + losses_h + more_h
 
@@ -173,18 +174,20 @@ class FleetCase:
 
     def _pays(self, offer: Offer, dear: Offer) -> bool:
         """Is spot cheaper when everybody's work is counted that goes with a node that is taken?"""
-        again = self._loss_per_h() * self.most * self.hours.lost
+        again = self._loss_per_h * self.most * self.hours.lost
         return usd_per_work(offer) < (1 - again) * usd_per_work(dear)
 
     def _worth_changing(self, bought: Node, offer: Offer) -> bool:
         here, there = usd_per_work(bought.offer), usd_per_work(offer)
-        stay_h = min(self.hours.work, 1 / self._loss_per_h())
+        stay_h = min(self.hours.work, 1 / self._loss_per_h)
         return (here - there) * stay_h > 2 * there * self.hours.begin
 
+    @functools.cached_property
     def _loss_per_h(self) -> float:
-        node_h, losses = self._node_h()
+        node_h, losses = self._node_h
         return (USUAL_LOSSES + losses) / (USUAL_LOSSES / USUAL_LOSS_PER_H + node_h)
 
+    @functools.cached_property
     def _node_h(self) -> tuple[float, int]:
         """Hours that spot nodes were up here, added up, and how many were taken."""
         node_s = sum(max(0.0, n.been_up_s(self.view.now_s)) for n in self.rented)
@@ -196,7 +199,7 @@ class FleetCase:
 
     def _share(self) -> float:
         """Of the fleet, that spot has had on average."""
-        node_h, _ = self._node_h()
+        node_h, _ = self._node_h
         ran_h = max(0.0, self.view.now_s - self.view.started_s) / 3600
         seen = min(self.most * ran_h, node_h)
         return (USUAL_SHARE * USUAL_SHARE_H * self.most + seen) / (
@@ -219,7 +222,7 @@ class FleetCase:
         cell_h = CELL_RATIO ** math.ceil(math.log(span / CELLS, CELL_RATIO))
         return fleet_outlook(
             FleetTerms(
-                _rounded(self._loss_per_h()),
+                _rounded(self._loss_per_h),
                 round(min(0.95, self._share()), 1),
                 view.min_nodes / self.most,
                 min(1.0, _rounded(spot / dear, 1.1)) if self.dear else 0.3,

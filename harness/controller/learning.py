@@ -122,7 +122,7 @@ class RunLearner:
         batch = (session.global_batch, session.micro_batch) if session else (0, 0)
         snapshot = learned.snapshot[1] if learned.snapshot else None
         interval_s = (snapshot.interval_s if snapshot else 0.0) or median(learned.gaps_s, 0.0)
-        nbytes = snapshot.nbytes if snapshot else 0
+        nbytes, places = snapshot.nbytes if snapshot else 0, _places(book)
         known = Knowledge(
             total_steps=session.total_steps if session else 0,
             work=self._said_work,
@@ -133,9 +133,9 @@ class RunLearner:
             look_s=wanted.look_s,
             lost_s=interval_s / 2 + median(learned.commits_s, 0.0),
             snapshot_bytes=nbytes,
-            home=prices.beside(self._store.url, _places(book)),
+            home=prices.beside(self._store.url, places),
             move_usd=prices.leave_usd(
-                self._store.url, _places(book), {offer.place for offer in offers}, nbytes
+                self._store.url, places, {offer.place for offer in offers}, nbytes
             ),
             deadline_s=wanted.deadline_s,
             budget_usd=wanted.budget_usd,

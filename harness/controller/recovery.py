@@ -26,6 +26,7 @@ from harness.bucket.lease import Lease
 from harness.bucket.orders import ask_to_stop, stop_order
 from harness.controller import policies
 from harness.controller.book import UNSHOWN, Book, bill, how_it_ended
+from harness.controller.choosing import MOST_PLACES
 from harness.controller.learning import KnowsNothing, Learner
 from harness.controller.listening import BeatListener, Since
 from harness.core.facts import (
@@ -450,7 +451,7 @@ class Loop:
         others = [node for node in self.book.open.values() if node.attempt not in replaced]
         places = [node.offer.place for node in others]
         limit = self.run.max_nodes + len(self.book.doubted)
-        return places.count(offer.place) < limit and len({*places, offer.place}) <= 2
+        return places.count(offer.place) < limit and len({*places, offer.place}) <= MOST_PLACES
 
     def wait(self, wait: Wait) -> None:
         if wait.is_news(self.waiting):

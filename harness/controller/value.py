@@ -13,10 +13,9 @@ import statistics
 from collections.abc import Iterable
 
 from harness.controller.choosing import usd_per_work
-from harness.core.known import CapacitySeen
 from harness.core.prices import transfer_usd
 from harness.core.world import Node, Offer, View, meeting_place
-from harness.market.rates import rates
+from harness.market.rates import losses_per_h
 
 # a move pays for itself in this time at most: nobody knows what prices do later
 LONGEST_STAY_H = 24.0
@@ -30,7 +29,7 @@ class Worth:
     """
 
     def __init__(self, view: View, per_work: bool = True):
-        self.known, self.now_s = view.known, view.now_s
+        self.known = view.known
         there = staying(view)
         self.ranks = sum(map(workers, there))
         self.nodes = view.max_nodes
@@ -127,9 +126,7 @@ class Worth:
         seen = self.known.capacity.get(offer.name) if offer.spot else None
         key = (offer.name if seen else "", offer.spot, offer.place)
         if key not in self._losses:
-            loss_per_h, unnoticed_per_h = (
-                _losses(seen, self.now_s) if self._risky(offer) else (0, 0)
-            )
+            loss_per_h, unnoticed_per_h = losses_per_h(seen) if self._risky(offer) else (0, 0)
             lost_h = (
                 loss_per_h * self.known.changeover_s
                 + unnoticed_per_h * self.known.lost_s * self.nodes
@@ -185,9 +182,3 @@ def measured_speeds(view: View) -> dict[str, float]:
 
 def _usd_per_h(offer: Offer) -> float:
     return offer.usd_per_h
-
-
-def _losses(seen: CapacitySeen | None, now_s: float) -> tuple[float, float]:
-    """Of one node, per hour: all, and those without notice."""
-    found = rates(seen, now_s)
-    return found.loss_per_h, found.unnoticed_per_h

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.market.lookahead import LATE
+from harness.market.lookahead import LATE, place_below
 
 LEVELS = 5  # of the share on spot: 0, 1/4, ... 1
 WITHOUT, WITH = 0, 1  # what is made up on demand
@@ -57,19 +57,13 @@ class FleetOutlook:
         return self._at(WITHOUT, share, work_h, time_h) - self._at(WITH, share, work_h, time_h)
 
     def _at(self, bought: int, share: float, work_h: float, time_h: float) -> float:
-        i, f = _place(time_h / self.terms.cell_h, self.terms.time_cells)
-        j, g = _place(share * (LEVELS - 1), LEVELS - 1)
-        k, h = _place(work_h / self.terms.cell_h, self.terms.work_cells)
+        i, f = place_below(time_h / self.terms.cell_h, self.terms.time_cells)
+        j, g = place_below(share * (LEVELS - 1), LEVELS - 1)
+        k, h = place_below(work_h / self.terms.cell_h, self.terms.work_cells)
         corner = self.costs[i : i + 2, bought, j : j + 2, k : k + 2].astype(np.float64)
         sides = corner[..., 0] * (1 - h) + corner[..., 1] * h
         edge = sides[:, 0] * (1 - g) + sides[:, 1] * g
         return float(edge[0] * (1 - f) + edge[1] * f)
-
-
-def _place(at: float, most: int) -> tuple[int, float]:
-    """The place below, and how far it is to the next."""
-    at = min(max(at, 0.0), most - 1e-6)
-    return int(at), at - int(at)
 
 
 def drift(terms: FleetTerms) -> NDArray[np.float32]:

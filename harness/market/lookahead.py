@@ -156,15 +156,11 @@ class Outlook:
         after = kept + lost * float(self._at(self.bought, *left)[1])
         return begin_h + self.terms.price * begin_h * (1 - lost / 2) + after
 
-    def train(self, age_h: float, work_h: float, time_h: float) -> float:
-        """Go on, on spot that has been there for so long."""
-        return float(self._at(self.rented, work_h, time_h)[class_of(age_h)])
-
     def _at(self, table: NDArray[np.float32], work_h: float, time_h: float) -> CostVector:
         """Of all states, between the cells."""
         cell_h = self.terms.cell_h
-        i, f = _place(time_h / cell_h, self.terms.time_cells)
-        j, g = _place(work_h / cell_h, self.terms.work_cells)
+        i, f = place_below(time_h / cell_h, self.terms.time_cells)
+        j, g = place_below(work_h / cell_h, self.terms.work_cells)
         corner = table[i : i + 2, :, j : j + 2]
         low, high = corner[0], corner[1]
         sooner = low[:, 0] * (1 - g) + low[:, 1] * g
@@ -173,7 +169,7 @@ class Outlook:
         return found
 
 
-def _place(at: float, most: int) -> tuple[int, float]:
+def place_below(at: float, most: int) -> tuple[int, float]:
     """The place below, and how far it is to the next."""
     at = min(max(at, 0.0), most - 1e-6)
     return int(at), at - int(at)

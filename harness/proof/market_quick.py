@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from harness.controller import policies
 from harness.controller.book import FullOffers
 from harness.controller.capacity import CapacityBook
+from harness.controller.choosing import MOST_PLACES
 from harness.core.facts import AttemptEnded
 from harness.core.known import CapacitySeen, Knowledge
 from harness.core.world import Launch, Node, Policy, Stop, Terminate, View
@@ -149,7 +150,7 @@ class _QuickMarket:
             if n.attempt not in replaced and n.attempt != decision.instead_of
         ]
         place = decision.offer.place
-        return places.count(place) < self.job.nodes[1] and len({*places, place}) <= 2
+        return places.count(place) < self.job.nodes[1] and len({*places, place}) <= MOST_PLACES
 
     def _launch(self, decision: Launch, now: float) -> None:
         self.tally.attempts += 1
