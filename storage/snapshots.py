@@ -39,7 +39,7 @@ from storage.manifest import PARTS as PARTS
 from storage.manifest import Manifest, Part, PartList, Ref, SnapshotCorrupt
 from storage.marks import mark, why_of
 from storage.objects import ObjectStore, read_into, size_each
-from storage.parts import CHUNK_NBYTES, Known, chunk_hash
+from storage.parts import CHUNK_NBYTES, Known, is_hash_of
 from storage.pruning import Expired, KeepPolicy, OnBad, Pruner
 from storage.snapshot_keys import (
     DOOM,
@@ -335,7 +335,7 @@ class Snapshots:
                 )
             at += found
         for i in range(first, last):
-            if chunk_hash(view[i * size - low : (i + 1) * size - low]) != part.hashes[i]:
+            if not is_hash_of(part.hashes[i], view[i * size - low : (i + 1) * size - low]):
                 raise SnapshotCorrupt(
                     f"snapshot {manifest.ref}: {part_key}, bytes from {i * size}: hash differs "
                     "from what was written; use an older snapshot"
