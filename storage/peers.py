@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
-from storage.chunks import CHUNK_ID, is_chunk
+from storage.chunks import PEER_CHUNK_ID, is_chunk
 
 if TYPE_CHECKING:
     from storage.tiers import Tier
@@ -55,7 +55,7 @@ class ChunkServer:
                 id, nbytes = self._id(), int(self.headers.get("Content-Length", "0"))
                 if id is None:
                     return
-                if keep is None or not id or nbytes != int(id.partition("-")[2]):
+                if keep is None or not id or nbytes != int(id.rpartition("-")[2]):
                     self.close_connection = True  # we do not read what we cannot use
                     self._answer(404 if keep is None else 400)
                     return
@@ -73,7 +73,7 @@ class ChunkServer:
                     self._answer(403)
                     return None
                 id = self.path.removeprefix("/chunk/")
-                return id if CHUNK_ID.fullmatch(id) else ""
+                return id if PEER_CHUNK_ID.fullmatch(id) else ""
 
             def _answer(self, code: int, data: bytes | memoryview = b"") -> None:
                 self.send_response(code)
@@ -114,7 +114,8 @@ def _first(tiers: Sequence[Tier], id: str) -> bytes | memoryview | None:
 
 class PeerTier:
     """Chunks that other nodes hold, by their `ChunkServer`s at (address, port). One that fails
-    or is slow once is not asked again."""
+    or is slow once is not asked again, and none for what has only an old hash, which proves
+    nothing to strangers."""
 
     name = "peer"
 
@@ -130,6 +131,8 @@ class PeerTier:
         self._local = threading.local()  # connections are kept, one per thread and peer
 
     def get(self, id: str) -> bytes | None:
+        if not PEER_CHUNK_ID.fullmatch(id):
+            return None
         for peer in self._peers:
             if (
                 peer not in self._gone
@@ -171,7 +174,7 @@ class PeerTier:
             response = connection.getresponse()
             while block := response.read(1 << 20):
                 data += block
-                if time.monotonic() > deadline_s or len(data) > int(id.partition("-")[2]):
+                if time.monotonic() > deadline_s or len(data) > int(id.rpartition("-")[2]):
                     raise TimeoutError(f"{peer} is too slow, or sends too much")
             if response.status == 403:
                 raise ConnectionError(f"{peer} is of another run")
