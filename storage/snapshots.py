@@ -76,7 +76,9 @@ class Snapshots:
 
     def __init__(self, store: ObjectStore, chunk_nbytes: int = CHUNK_NBYTES):
         self.store, self.chunk_nbytes = store, chunk_nbytes
-        self._refers: dict[Ref, frozenset[str]] = {}  # of committed snapshots, which never change
+        # of committed snapshots, which never change
+        self._refers: dict[Ref, frozenset[str]] = {}
+        self._told: dict[Ref, Mapping[str, Any]] = {}
 
     # ---- writing ---------------------------------------------------------------------------------
     def write(
@@ -445,7 +447,7 @@ class Snapshots:
         writers, readers and other pruners. `expired(lease, beat)`: is whoever wrote that lease
         surely dead? (`leases.Watch`)
         """
-        return self.pruner(self, self._refers).prune(keep, on_bad, expired)
+        return self.pruner(self, self._refers, self._told).prune(keep, on_bad, expired)
 
     # ---- who reads -------------------------------------------------------------------------------
     def begin_reading(self, ref: Ref, token: str) -> bool:

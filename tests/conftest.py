@@ -16,7 +16,7 @@ PROOFS = (
     *("check_run", "loops_page", "micro_loader", "open_steps", "own_files", "watch_processes"),
     *("budget", "dcp", "examples", "extending", "kills", "longrun", "many_nodes", "old_runs"),
     *("package", "plan_calibration", "python_versions", "replay", "replicas", "rerun", "sim"),
-    *("system", "versions", "wandb_run", "whereabouts"),
+    *("soak", "system", "versions", "wandb_run", "whereabouts"),
 )
 _proofs = {f"test_{name}.py" for name in PROOFS}
 _files = {path.name for path in Path(__file__).parent.glob("test_*.py")}
