@@ -147,7 +147,7 @@ def test_a_sync_that_fails_is_told_and_one_that_cannot_be_is_not(disk) -> None:
     if os.geteuid():  # the folder that the run's lies in belongs to somebody else
         (disk.base / "home" / "mine").mkdir(parents=True)
         (disk.base / "home").chmod(0o111)
-        FileStore(f"file://{disk.base}/home/mine", durable=True).put("a/k", b"1")
+        FileStore(f"file://{disk.base}/srv/mine", durable=True).put("a/k", b"1")
         (disk.base / "home").chmod(0o700)
 
 
