@@ -15,6 +15,7 @@ from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from harness.controller.capacity import CapacityBook
+from harness.controller.durations import Durations
 from harness.core.facts import (
     AttemptDoubted,
     AttemptEnded,
@@ -51,8 +52,6 @@ UNLED_S = 3600.0
 END_MOVES_S = 60.0
 # begins `AttemptEnded.reason` of a node that beat in the bucket only
 UNSHOWN = "this cloud never showed it"
-# so many launches or ends tell how long they take; fewer may only be longer than what is assumed
-MEASURED = 3
 # attempt numbers left out for each place where facts could not be read: a lost segment holds fewer
 # intents
 HIDDEN_PER_GAP = 10
@@ -119,35 +118,6 @@ class FullOffers:
         """It has capacity."""
         self.refusals.pop(name, None)
         self.until_s.pop(name, None)
-
-
-@dataclass
-class Longest:
-    """The longest time of some, in seconds, and how many there were."""
-
-    most_s: float = 0.0
-    times: int = 0
-
-    def add(self, seconds: float) -> None:
-        self.most_s, self.times = max(self.most_s, seconds), self.times + 1
-
-    def or_assumed(self, assumed_s: float) -> float:
-        """It, or what is assumed while too few were seen."""
-        return self.most_s if self.times >= MEASURED else max(assumed_s, self.most_s)
-
-
-@dataclass
-class Durations:
-    """How long things took, as far as they were seen."""
-
-    # from asking for a node until it was seen to be up
-    launches: Longest = field(default_factory=Longest)
-    # from asking a node to leave until it was gone
-    leaves: Longest = field(default_factory=Longest)
-    # from having one terminated until it was gone
-    ends: Longest = field(default_factory=Longest)
-    # ("release" | "terminate", attempt): when first
-    told_s: dict[tuple[str, int], float] = field(default_factory=dict)
 
 
 @dataclass
@@ -239,7 +209,8 @@ class Book:
                     attempt, self.offers[attempt], NodeState.PENDING, asked_s=t
                 )
             case AttemptUp(attempt, up_s) if attempt in self.open:
-                self.durations.launches.add(max(0.0, t - self.open[attempt].asked_s))
+                asked_s, name = self.open[attempt].asked_s, self.open[attempt].offer.name
+                self.durations.launched(name, t - asked_s)
                 node = self.open[attempt] = dataclasses.replace(
                     self.open[attempt], state=NodeState.UP, up_s=up_s
                 )
@@ -252,26 +223,14 @@ class Book:
             case Decided("release" | "terminate" as what, reason):
                 number = reason.removeprefix("attempt ").partition(":")[0]
                 if number.isdecimal() and (attempt := int(number)) in self.open:
-                    self.durations.told_s.setdefault((what, attempt), t)
+                    self.durations.told(what, attempt, t)
             case AttemptEnded():
-                self._time(fact)
+                if fact.attempt in self.offers:
+                    self.durations.ended(self.offers[fact.attempt].name, fact)
                 self._end(fact)
             case RunEnded():
                 self.started_s = None
                 self.streaks.begin_anew()
-
-    def _time(self, fact: AttemptEnded) -> None:
-        """How long it took from the word to go until it was gone."""
-        released_s, ended_s = (
-            self.durations.told_s.pop((what, fact.attempt), None)
-            for what in ("release", "terminate")
-        )
-        if fact.up_s is None or fact.end == "lost":
-            return
-        if released_s is not None:
-            self.durations.leaves.add(max(0.0, fact.gone_s - released_s))
-        if ended_s is not None:
-            self.durations.ends.add(max(0.0, fact.gone_s - ended_s))
 
     def _end(self, fact: AttemptEnded) -> None:
         node = self.open.pop(fact.attempt, None)
@@ -338,16 +297,6 @@ class Book:
         """Attempts that ended without being asked to."""
         return self.tally.losses
 
-    def launch_s(self, assumed_s: float) -> float:
-        """How long a launch takes: the longest that was seen, or what is assumed while too few
-        were seen."""
-        return self.durations.launches.or_assumed(assumed_s)
-
-    def leave_s(self, drain_s: float, end_s: float) -> float:
-        """How long a node is billed after it was asked to leave: it drains, then the cloud ends
-        it. Assumed as for `launch_s`."""
-        return self.durations.leaves.or_assumed(drain_s + self.durations.ends.or_assumed(end_s))
-
     def knows_end(self, node: Node) -> bool:
         """Of a node that is gone. A cloud that called it gone, or did not show it, while it was
         there and billed, tells later of an end that is later."""
@@ -376,7 +325,9 @@ def _offer(attempt: int, body: dict[str, Any]) -> Offer:
     """What an intent says was asked for. Of an offer that cannot be read its price, which
     counts against budgets, is kept if it can be."""
     try:
-        return built(Offer, body)
+        offer = built(Offer, body)
+        number(offer.usd_per_h, 0.0)
+        return offer
     except BadObject:
         try:
             usd_per_h = number(body.get("usd_per_h"), 0.0)

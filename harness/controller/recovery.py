@@ -26,6 +26,8 @@ from harness.bucket.lease import Lease
 from harness.bucket.orders import ask_to_leave, ask_to_stop, stop_order
 from harness.controller import policies
 from harness.controller.book import UNSHOWN, Book, bill, how_it_ended
+from harness.controller.bounds import RunSpec as RunSpec
+from harness.controller.bounds import broken
 from harness.controller.choosing import MOST_PLACES
 from harness.controller.learning import KnowsNothing, Learner
 from harness.controller.listening import BeatListener, Since
@@ -41,7 +43,6 @@ from harness.core.facts import (
     Stamped,
 )
 from harness.core.world import (
-    BadInput,
     CloudUnavailable,
     Decision,
     Launch,
@@ -54,6 +55,7 @@ from harness.core.world import (
     View,
     Wait,
     World,
+    cloud_of,
 )
 from storage.errors import StoreError, StoreUnavailable
 from storage.manifest import Manifest, SnapshotTooNew
@@ -66,42 +68,6 @@ ENDED_UNSHOWN = (
 REPEAT_S = 30.0  # a node that does not go is told again after this
 # an attempt that was given up may still come up until then: nobody's launch takes longer
 LOST_S = 7200.0
-
-
-@dataclass(frozen=True)
-class RunSpec:
-    """How many nodes, and a limit on everything."""
-
-    min_nodes: int = 1
-    max_nodes: int = 1
-    poll_s: float = 2.0
-    budget_usd: float | None = None
-    max_hours: float | None = None
-    max_hours_without_progress: float = 24.0  # without capacity, or with nodes that commit nothing
-    # for each of max_nodes; refusals by the cloud do not count
-    max_attempts_without_progress: int = 20
-    max_failures_at_one_step: int = 3  # one after the other: the script itself is at fault
-    # with exit code 0 and without progress, one after the other: the script thinks that it is done
-    max_idle_ends: int = 3
-    max_early_ends: int = 10  # with exit code 0, though each of them got a little further
-    # of cloud or bucket, before the controller gives up (nodes go on; launch it again)
-    max_outage_s: float = 3600.0
-    # the same of a bucket that answers "no": credentials that are renewed, a policy that is changed
-    max_refused_s: float = 300.0
-    # an intended node that the cloud has not shown by then was never launched
-    lost_after_s: float = 20.0
-    block_limit_s: float = 60.0  # the longest that an offer without capacity is left alone
-    exit_grace_s: float = 120.0  # for nodes to drain and leave by themselves when the run ends
-    terminate_timeout_s: float = 600.0  # for them to be surely gone
-    # what the budget assumes of a launch until some were timed; of a drain it assumes exit_grace_s
-    launch_s: float = 600.0
-    terminate_s: float = 300.0  # ... and of the cloud's part of an end
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_nodes <= self.max_nodes:
-            raise BadInput(
-                f"wanted 1 <= min_nodes <= max_nodes, found {self.min_nodes} and {self.max_nodes}"
-            )
 
 
 @dataclass(frozen=True)
@@ -225,8 +191,8 @@ class Loop:
             return self.end("failed" if stop.failed else "stopped", stop.reason, step)
         self.ending_s = None
         view = self.view(step)
-        if broken := self.broken(view):
-            self.ask_to_stop(broken, failed=True)
+        if why := broken(self.run, self.book, view):
+            self.ask_to_stop(why, failed=True)
         else:
             self.act(self.policy(view))
         return None
@@ -353,6 +319,7 @@ class Loop:
     def view(self, step: int, offers: Sequence[Offer] | None = None) -> View:
         now, book = self.world.clock.now(), self.book
         offers = tuple(sorted(self.world.cloud.offers() if offers is None else offers))
+        times = self.times([o.name for o in (*offers, *(n.offer for n in book.open.values()))])
         return View(
             now_s=now,
             started_s=now if book.started_s is None else book.started_s,
@@ -368,53 +335,23 @@ class Loop:
             losses=book.losses,
             doubted=tuple(sorted(book.doubted)),
             standing_in=book.standing_in,
-            launch_s=book.launch_s(self.run.launch_s),
-            leave_s=book.leave_s(self.run.exit_grace_s, self.run.terminate_s) + 2 * self.run.poll_s,
+            launch_s=max(launch_s for launch_s, _ in times.values()),
+            leave_s=max(leave_s for _, leave_s in times.values()),
+            times=times,
             known=self.learner.known(now, book, offers),
         )
 
-    def broken(self, view: View) -> str | None:
-        """The limits that hold whatever the policy says."""
-        run, book = self.run, self.book
-        if book.streaks.failures >= run.max_failures_at_one_step:
-            return (
-                f"the script failed {book.streaks.failures} times in a row after step {book.step}; "
-                "see the workers' logs"
+    def times(self, offers: Sequence[str]) -> dict[str, tuple[float, float]]:
+        """By cloud of these offers: seconds that a launch takes, and that a node is billed after it
+        was asked to leave. "": of a cloud that nothing is known of."""
+        seen, run = self.book.durations, self.run
+        return {
+            cloud: (
+                seen.launch_s(cloud, run.launch_s),
+                seen.leave_s(cloud, run.exit_grace_s, run.terminate_s) + 2 * run.poll_s,
             )
-        if book.streaks.refused >= run.max_failures_at_one_step and not book.open:
-            return (
-                f"{book.streaks.refused} nodes in a row were refused: they speak another protocol "
-                "than the run; launch it with the version of this code that wrote it last, or a "
-                "newer one"
-            )
-        if book.streaks.idle >= run.max_idle_ends or book.streaks.early >= run.max_early_ends:
-            times = max(book.streaks.early, book.streaks.idle)
-            return (
-                f"the script ended with exit code 0 before its last step {times} times in a row, "
-                f"the last time after step {book.step}, and made no final snapshot; call "
-                "run.finish() where it is done, or let run.steps() come to its end"
-            )
-        if book.streaks.fruitless >= run.max_attempts_without_progress * run.max_nodes:
-            last = max(book.ended.values(), key=lambda e: (e.gone_s, e.attempt))
-            why = last.reason if last.reason in ("", last.end) else f"{last.end}: {last.reason}"
-            return (
-                f"{book.streaks.fruitless} attempts in a row ended without a new snapshot after "
-                f"step {book.step} (the last: {why or last.end})"
-            )
-        if (
-            view.now_s - max(view.last_progress_s, view.started_s)
-            >= run.max_hours_without_progress * 3600
-        ):
-            what = (
-                "though nodes are up"
-                if any(n.up_s is not None for n in view.alive)
-                else "for lack of capacity"
-            )
-            return (
-                f"no new snapshot after step {book.step} for {run.max_hours_without_progress:g} "
-                f"h, {what}"
-            )
-        return None
+            for cloud in sorted({cloud_of(name) for name in offers} or {""})
+        }
 
     def act(self, decision: Decision) -> None:
         """Intent first, durably; then the act, if we still hold the lease."""
