@@ -43,6 +43,10 @@ class RunSpec:
     # assumes exit_grace_s
     launch_s: float = 600.0
     terminate_s: float = 300.0  # ... and of the cloud's part of an end
+    # so long a node is billed after its agent has left while nobody leads: the cloud ends it then
+    alone_s: float = 0.0
+    leaderless_s: float | None = None  # nodes drain when nobody has led for so long; None: as
+    # each of them was told (`harness run --leaderless-hours`)
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:

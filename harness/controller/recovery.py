@@ -25,6 +25,7 @@ from harness.bucket.layout import DOUBT, STOP_KEY, StopOrder, order_key
 from harness.bucket.lease import Lease
 from harness.bucket.orders import ask_to_leave, ask_to_stop, stop_order
 from harness.controller import policies
+from harness.controller.allowance import LimitsWriter
 from harness.controller.book import UNSHOWN, Book, bill, how_it_ended
 from harness.controller.bounds import RunSpec as RunSpec
 from harness.controller.bounds import broken
@@ -169,12 +170,14 @@ class Loop:
     beating: set[int] = field(default_factory=set)
     late: dict[int, Node] = field(default_factory=dict)  # given up as lost, and seen to beat since
     listener: BeatListener = field(init=False)
+    limits: LimitsWriter = field(init=False)
     newest: Manifest | None = None
     ending_s: float | None = None
     waiting: Wait | None = None  # what was written down last
 
     def __post_init__(self) -> None:
         self.listener = BeatListener(Beats(self.world.store, self.world.clock.now))
+        self.limits = LimitsWriter(self.world.store, self.run, self.lease.term)
 
     def note(self, fact: Fact) -> None:
         self.journal.record(fact)
@@ -190,6 +193,7 @@ class Loop:
         if stop := stop_order(self.world.store):
             return self.end("failed" if stop.failed else "stopped", stop.reason, step)
         self.ending_s = None
+        self.tell_limits()
         view = self.view(step)
         if why := broken(self.run, self.book, view):
             self.ask_to_stop(why, failed=True)
@@ -319,7 +323,7 @@ class Loop:
     def view(self, step: int, offers: Sequence[Offer] | None = None) -> View:
         now, book = self.world.clock.now(), self.book
         offers = tuple(sorted(self.world.cloud.offers() if offers is None else offers))
-        times = self.times([o.name for o in (*offers, *(n.offer for n in book.open.values()))])
+        times = self.times(offers)
         return View(
             now_s=now,
             started_s=now if book.started_s is None else book.started_s,
@@ -341,17 +345,29 @@ class Loop:
             known=self.learner.known(now, book, offers),
         )
 
-    def times(self, offers: Sequence[str]) -> dict[str, tuple[float, float]]:
-        """By cloud of these offers: seconds that a launch takes, and that a node is billed after it
-        was asked to leave. "": of a cloud that nothing is known of."""
+    def times(self, offers: Sequence[Offer]) -> dict[str, tuple[float, float]]:
+        """By cloud, of these offers and of open attempts: seconds that a launch takes, and that a
+        node is billed after it was asked to leave. "": where there are none."""
         seen, run = self.book.durations, self.run
+        names = [o.name for o in (*offers, *(n.offer for n in self.book.open.values()))]
         return {
             cloud: (
                 seen.launch_s(cloud, run.launch_s),
                 seen.leave_s(cloud, run.exit_grace_s, run.terminate_s) + 2 * run.poll_s,
             )
-            for cloud in sorted({cloud_of(name) for name in offers} or {""})
+            for cloud in sorted({cloud_of(name) for name in names} or {""})
         }
+
+    def tell_limits(self) -> None:
+        """Leave to the nodes what they need to keep the limits without us. Raises StoreError."""
+        now, book = self.world.clock.now(), self.book
+        self.limits.tell(
+            now,
+            now if book.started_s is None else book.started_s,
+            lambda: book.spent_usd(now, self.strays),
+            book.open.values(),
+            self.times(()),
+        )
 
     def act(self, decision: Decision) -> None:
         """Intent first, durably; then the act, if we still hold the lease."""
@@ -363,6 +379,7 @@ class Loop:
                 attempt = self.book.next_attempt
                 self.note(AttemptIntended(attempt, dataclasses.asdict(offer), reason, instead_of))
                 self.journal.flush()
+                self.tell_limits()  # with this node's price: we may not live to see it come up
                 self.lease.check()
                 self.world.cloud.launch(attempt, offer)
                 self.waiting = None
