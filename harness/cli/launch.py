@@ -27,7 +27,6 @@ from harness.cli.common import (
     LEFT,
     PROMETHEUS,
     RealClock,
-    attempts,
     book_of,
     checked_store,
     html_path,
@@ -321,14 +320,13 @@ def _lead(
 def _say_how_it_ended(outcome: RunOutcome, store: ObjectStore, console: Console, url: str) -> int:
     """The exit status."""
     if outcome.unproven:
-        names = attempts(outcome.unproven)
         words = (
-            f"{names}: this cloud never showed their machines. Look whether they are gone: "
-            f"harness down {url}"
+            f"{outcome.reason}. This cloud never showed their machines. Look whether they are "
+            f"gone, from where they were launched: harness down {url}"
         )
         console.print(f"\n{words}", style="bold red", highlight=False, soft_wrap=True)
     if outcome.outcome == "done":
-        return DONE
+        return FAILED if outcome.unproven else DONE
     console.print(
         Text.assemble("\n", (outcome.outcome, "bold red"), f": {outcome.reason}"), soft_wrap=True
     )

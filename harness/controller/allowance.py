@@ -48,9 +48,13 @@ class LimitsWriter:
         there = frozenset((node.attempt, node.up_s is not None) for node in nodes)
         if there == self._open and now_s - self._written_s < WRITE_EVERY_S:
             return
+        usual = (
+            max((launch_s for launch_s, _ in times.values()), default=run.launch_s),
+            max((leave_s for _, leave_s in times.values()), default=run.exit_grace_s),
+        )
         prices = []
         for node in sorted(nodes, key=lambda node: node.attempt):
-            launch_s, leave_s = times[cloud_of(node.offer.name)]
+            launch_s, leave_s = times.get(cloud_of(node.offer.name), usual)
             pending_s = max(launch_s, now_s - node.asked_s) + STARTING_S
             pending_s = 0.0 if node.up_s is not None else pending_s
             yet_s = pending_s + leave_s + run.alone_s
@@ -60,7 +64,7 @@ class LimitsWriter:
             term=self.term,
             version=self.version,
             every_s=WRITE_EVERY_S,
-            launch_s=max((launch_s for launch_s, _ in times.values()), default=run.launch_s),
+            launch_s=usual[0],
             budget_usd=run.budget_usd,
             spent_usd=max(0.0, spent_usd()),
             left_s=(

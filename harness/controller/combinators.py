@@ -177,14 +177,14 @@ def reserve_usd(view: View) -> float:
             0.0 if node.up_s is not None else max(launch_s, view.now_s - node.asked_s)
         )
 
-    return sum(node.offer.usd_per_h * yet_s(node) / 3600 for node in view.alive)
+    return sum(n.offer.usd_per_h * yet_s(n) / 3600 for n in (*view.alive, *view.unsure))
 
 
 def without_nodes(view: View, offers: Iterable[Offer]) -> View:
     """The view of somebody who has no nodes yet, to be asked which of these offers to take. What
     the nodes that are there will cost yet counts as spent."""
     spent_usd = view.spent_usd + reserve_usd(view)
-    nothing: dict[str, Any] = {"alive": (), "doubted": (), "standing_in": {}}
+    nothing: dict[str, Any] = {"alive": (), "unsure": (), "doubted": (), "standing_in": {}}
     return dataclasses.replace(view, **nothing, offers=tuple(offers), spent_usd=spent_usd)
 
 

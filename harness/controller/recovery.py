@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -48,7 +48,6 @@ from harness.core.world import (
     Decision,
     Launch,
     Node,
-    NodeState,
     Offer,
     Policy,
     Stop,
@@ -67,8 +66,6 @@ ENDED_UNSHOWN = (
     f"{UNSHOWN}, and its agent has ended: look for its machine where it was launched from"
 )
 REPEAT_S = 30.0  # a node that does not go is told again after this
-# an attempt that was given up may still come up until then: nobody's launch takes longer
-LOST_S = 7200.0
 
 
 @dataclass(frozen=True)
@@ -166,6 +163,7 @@ class Loop:
     since: Since = field(default_factory=Since)
     strays: list[Node] = field(default_factory=list)  # alive, but not in the book
     shown: set[int] = field(default_factory=set)  # attempts that the cloud knows
+    there: set[int] = field(default_factory=set)  # ... and says to be alive
     # attempts that it does not, and that beat in the bucket
     beating: set[int] = field(default_factory=set)
     late: dict[int, Node] = field(default_factory=dict)  # given up as lost, and seen to beat since
@@ -218,7 +216,7 @@ class Loop:
         nobody asked for."""
         book = self.book
         shown = {node.attempt: node for node in self.world.cloud.nodes()}
-        self.shown = set(shown)
+        self.shown, self.there = set(shown), {n for n, node in shown.items() if node.alive}
         for node in [n for n in shown.values() if n.alive and book.hidden(n.attempt)]:
             self.note(
                 AttemptIntended(
@@ -255,12 +253,9 @@ class Loop:
         bucket when it must go; it is lost only when it beats no more."""
         now, book = self.world.clock.now(), self.book
         unshown = {n: node for n, node in book.open.items() if n not in self.shown}
-        given_up = {
-            attempt
-            for attempt in book.tally.lost
-            if attempt in book.offers and now - book.ended[attempt].gone_s < LOST_S
-        }
-        lost = (given_up | self.late.keys()) - self.shown
+        lost = book.given_up(now) | self.late.keys()
+        lost |= self.listener.strangers({*book.open, *book.ended}, now)
+        lost -= self.there | book.open.keys()
         heard = self.listener.listen({*unshown, *lost}, now)
         alive = {beat.attempt for beat in heard if not beat.silent(self.run.lost_after_s)}
         moved = {beat.attempt for beat in heard if beat.moved}
@@ -283,16 +278,15 @@ class Loop:
                 )
         for attempt in sorted(lost):  # given up, and here after all: nobody counts on it
             if attempt in self.beating:
-                asked_s = book.ended[attempt].asked_s
-                self.late[attempt] = Node(
-                    attempt, book.offers[attempt], NodeState.UP, asked_s, asked_s
-                )
-                self.strays.append(self.late[attempt])
+                self.strays.append(self.late.setdefault(attempt, book.believed(attempt, now)))
                 self.dismiss(attempt)
             elif attempt in self.late and attempt not in alive:
+                end = book.ended[attempt].end if attempt in book.ended else "lost"
                 self.close(
-                    dataclasses.replace(self.late.pop(attempt), reason=ENDED_UNSHOWN), "lost", step
+                    dataclasses.replace(self.late.pop(attempt), reason=ENDED_UNSHOWN), end, step
                 )
+        # what is shown alive again is a stray by the cloud's own word
+        self.late = {n: node for n, node in self.late.items() if n not in self.there}
 
     def close(self, node: Node, end: str, step: int) -> None:
         gone_s = self.world.clock.now() if node.gone_s is None else node.gone_s
@@ -335,6 +329,7 @@ class Loop:
             committed_step=step,
             last_progress_s=book.progress_s,
             spent_usd=book.spent_usd(now, self.strays),
+            unsure=(*self.strays, *self.unsure(now, times)),
             attempts=len(book.open) + len(book.ended),
             losses=book.losses,
             doubted=tuple(sorted(book.doubted)),
@@ -361,19 +356,29 @@ class Loop:
     def tell_limits(self) -> None:
         """Leave to the nodes what they need to keep the limits without us. Raises StoreError."""
         now, book = self.world.clock.now(), self.book
+        times = self.times([n.offer for n in self.strays])
         self.limits.tell(
             now,
             now if book.started_s is None else book.started_s,
             lambda: book.spent_usd(now, self.strays),
-            book.open.values(),
-            self.times(()),
+            [*book.open.values(), *self.strays, *self.unsure(now, times)],
+            times,
         )
+
+    def unsure(self, now: float, times: Mapping[str, tuple[float, float]]) -> list[Node]:
+        """Nodes that nobody counts on or sees any more, and that may be billed all the same."""
+        launch_s, leave_s = map(max, zip(*times.values(), strict=True))
+        strays = {node.attempt for node in self.strays}
+        return [n for n in self.book.unsure(now, launch_s, leave_s) if n.attempt not in strays]
 
     def act(self, decision: Decision) -> None:
         """Intent first, durably; then the act, if we still hold the lease."""
         match decision:
             case Launch() if self.book.streaks.refused and self.book.open:
                 why = "a new node was refused: the others speak another protocol; waiting for them"
+                self.wait(Wait(self.run.poll_s, why))
+            case Launch() if self.late:
+                why = "nodes that were given up still beat in the bucket; waiting for their end"
                 self.wait(Wait(self.run.poll_s, why))
             case Launch(offer, reason, instead_of) if self.room(offer, instead_of):
                 attempt = self.book.next_attempt
@@ -452,21 +457,25 @@ class Loop:
         now = self.world.clock.now()
         self.ending_s = now if self.ending_s is None else self.ending_s
         waited_s, left = now - self.ending_s, [*self.book.open.values(), *self.strays]
-        if left and waited_s < self.run.exit_grace_s + self.run.terminate_timeout_s:
+        # cloud, facts and heartbeats must agree that nothing is left
+        uncertain = left or self.book.given_up(now) & self.listener.unsilent
+        if uncertain and waited_s < self.run.exit_grace_s + self.run.terminate_timeout_s:
             for node in left:
                 if node.up_s is None or waited_s >= self.run.exit_grace_s:
                     self.dismiss(node.attempt)
             self.wait(Wait(self.run.poll_s, f"{outcome}: nodes are leaving"))
             return None
         if left:
-            names = ", ".join(f"{n.attempt} on {n.offer.name}" for n in left)
+            names = self.book.named(node.attempt for node in left)
             outcome, reason = (
                 "failed",
                 f"{reason}; but STILL RUNNING AND BILLED, end them by hand: attempts {names}",
             )
+        if unproven := self.book.unproven:
+            reason = f"{reason}; not proven to be gone: attempts {self.book.named(unproven)}"
         self.lease.check()
         self.note(RunEnded(outcome, reason, step))
         self.journal.flush()
         with contextlib.suppress(StoreUnavailable):  # a successor would only wait a little longer
             self.lease.release()
-        return RunOutcome(outcome, reason, step, self.book.unproven)
+        return RunOutcome(outcome, reason, step, unproven)

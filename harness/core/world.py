@@ -154,6 +154,8 @@ class View:
     spent_usd: float = 0.0  # billed so far, running nodes included
     attempts: int = 0  # made so far
     losses: int = 0  # attempts that ended without being asked to
+    # not of those alive: nodes that were given up, or that nobody asked for, and may be billed yet
+    unsure: tuple[Node, ...] = ()
     # of those alive: attempts that may not stay (facts.AttemptDoubted)
     doubted: tuple[int, ...] = ()
     # of those alive: attempts -> the one, alive too, that each was launched instead of
