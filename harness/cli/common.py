@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,10 +95,6 @@ def worlds(text: str) -> tuple[int, ...]:
     if not all(word.isdecimal() and int(word) >= 1 for word in words):
         raise ValueError(f"wanted numbers of ranks, such as 1,2,4; found {text!r}")
     return tuple(sorted({int(word) for word in words}))
-
-
-def attempts(numbers: Collection[int]) -> str:
-    return f"attempt{'s' if len(numbers) > 1 else ''} {', '.join(map(str, sorted(numbers)))}"
 
 
 def cluster_of(url: str, attempt: int) -> str:

@@ -368,7 +368,7 @@ def _config(
             control_s=pace.control_s,
             measure_s=flags.measure_s,
             leaderless_s=flags.leaderless_hours * 3600,
-            lease_s=min(LOOK_EVERY_S, flags.leaderless_hours * 900),
+            lease_s=min(LOOK_EVERY_S, flags.leaderless_hours * 900) or LOOK_EVERY_S,
         ),
         leaving=Leaving(
             grace_s=flags.grace_s or sigterm_s(env, asked=flags.notices),
