@@ -166,6 +166,9 @@ class RunFlags(RecordFlags):
         "before the bucket",
         choices=["off", "memory", "disk"],
     )
+    peer_encrypt: bool = flag(
+        False, "encrypt what they tell each other; on all nodes (wants the package cryptography)"
+    )
     hang_after_s: float = flag(
         0.0,
         f"a worker without a sign of life for so long is hung; 0: {FACTOR:g} times its slowest "
@@ -389,6 +392,7 @@ def _config(
                 disk_nbytes=int(flags.disk_tier_gib * 2**30),
                 disk_root=flags.disk_tier_dir or str(node_dir / "disk-tier"),
                 peer=flags.peer_tier,
+                encrypt=flags.peer_encrypt,
             ).checked(),
         ),
         beside=beside,
