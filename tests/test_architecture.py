@@ -27,7 +27,7 @@ ROOMS = [f"{package}/{name}" for package, names in PURE.items() for name in sort
 # ... and what runs any seat's real code, so it may import them all, under a clock of its own
 CLOCKLESS = sorted(path.stem for path in (ROOT / "harness/proof/system").glob("*.py"))
 # ... and what pure rooms may use besides
-MAY_USE_ROOMS = {"bucket/epochs", "bucket/journal", "core/tables", "node/marks"} | {
+MAY_USE_ROOMS = {"bucket/epochs", "bucket/journal", "core/given_files", "core/tables", "node/marks"} | {
     "views/watching",
     "views/words",
 }

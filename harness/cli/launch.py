@@ -25,6 +25,7 @@ from harness.cli.common import (
     ENDED_EARLY,
     FAILED,
     LEFT,
+    PREFLIGHT_S,
     PROMETHEUS,
     RealClock,
     book_of,
@@ -47,10 +48,11 @@ from harness.cli.market import Histories, known_before, remembering
 from harness.cli.record import RecordFlags, about_launch, keep_launch, with_image
 from harness.cli.track import publisher_beside
 from harness.core.config import flag, positional
+from harness.core.given_files import output_file
 from harness.core.world import BadInput, Fenced, HarnessError
 from storage.errors import StoreError
 from storage.objects import ObjectStore
-from storage.opening import normalize
+from storage.opening import normalize, open_store
 from storage.text import Console
 
 if TYPE_CHECKING:
@@ -154,6 +156,7 @@ class LaunchFlags(RecordFlags):
         "",
         "also write the report as this HTML file (default: report.html in the run's folder, if it "
         "has one)",
+        check=output_file,
     )
     brief: bool = flag(False, "end without the report in the terminal")
 
@@ -179,6 +182,10 @@ def launch(flags: LaunchFlags) -> int:
         return show_plan(
             flags, task, policy, url, nodes, lambda: _cloud(flags, task, url, nodes), console
         )
+    # what is wrong with the input is told before anything is written anywhere
+    local = _cloud(flags, task, url, nodes) if flags.cloud == "local" else None
+    if flags.deadline:
+        wanted(flags, nodes, book_of(open_store(url, retry_within_s=PREFLIGHT_S)), time.time())
     store = checked_store(url)
     try:
         # A controller killed after the last step may have left nodes: those are ended first.
@@ -204,7 +211,7 @@ def launch(flags: LaunchFlags) -> int:
         soft_wrap=True,
     )
     keep_launch(store, flags, task)
-    cloud = _cloud(flags, task, url, nodes)
+    cloud = local or _cloud(flags, task, url, nodes)
     log = state_dir(url, "controller") / "publisher.log"
     beside: list[AbstractContextManager[Any]] = [
         publisher_beside(url, task, log, flags.alert_rules),
