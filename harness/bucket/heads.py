@@ -193,6 +193,9 @@ class SignedStore:
 
     def create(self, key: str, data: bytes | memoryview) -> bool:
         if is_named(key):
+            with contextlib.suppress(NotFound):  # as it is most often
+                self.inner.size(key)
+                return False
             self.signer.sign({key: digest(data)})
         return self.inner.create(key, data)
 
