@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -168,7 +169,32 @@ def checked_store(url: str, retry_within_s: float = RETRY_WITHIN_S) -> ObjectSto
 
     store = open_store(url, retry_within_s=PREFLIGHT_S)
     record(store, require(store))
-    return open_store(url, retry_within_s=retry_within_s, answered=True)
+    return with_key(open_store(url, retry_within_s=retry_within_s, answered=True))
+
+
+def with_key(store: ObjectStore) -> ObjectStore:
+    """What we write is signed, if our environment has a key. Raises BadInput."""
+    from harness.bucket.heads import signed
+
+    return signed(store, os.environ, f"{socket.gethostname()}:{os.getpid()}", time.time)
+
+
+def key_for_nodes(path: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable that has nodes sign what they write: the key in that file, else ours; {}: there
+    is none. Raises BadInput."""
+    from harness.core.signing import VARIABLE, key_in
+
+    text = key_text(path) if path else environ.get(VARIABLE, "")
+    key_in({VARIABLE: text})
+    return {VARIABLE: text} if text else {}
+
+
+def key_text(path: str) -> str:
+    """What a file of a key says. Raises BadInput."""
+    try:
+        return Path(path).expanduser().read_text().strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise BadInput(f"{path}: wanted a file with a key, found none ({e})") from None
 
 
 def existing_store(url: str) -> ObjectStore:

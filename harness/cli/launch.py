@@ -33,6 +33,7 @@ from harness.cli.common import (
     html_path,
     is_final,
     is_local,
+    key_for_nodes,
     local_cloud,
     names_of,
     node_range,
@@ -134,6 +135,12 @@ class LaunchFlags(RecordFlags):
     secret: tuple[str, ...] = flag(
         (), "NAME or NAME=value, kept out of logs; repeat for more", metavar="NAME=value"
     )
+    sign_key: str = flag(
+        "",
+        "a file with the key that signs what the run writes (docs/PROOF.md); it goes to the nodes "
+        "as a secret, never to the bucket; default: HARNESS_SIGNING_KEY",
+        metavar="FILE",
+    )
     alert: tuple[str, ...] = flag(
         (),
         "tell alerts to https://..., slack:https://... or command:'PROGRAM ARGUMENTS'; repeat for "
@@ -173,7 +180,10 @@ def launch(flags: LaunchFlags) -> int:
     envs = {**about_launch(flags, os.environ), **given, "RUN": url}
     told = receivers(flags.alert, flags.alert_rules)
     _check_prometheus(flags)
-    kept = {**alerts_for_nodes(flags.alert), **tasks.pairs(flags.secret, os.environ, "--secret")}
+    key = key_for_nodes(flags.sign_key, os.environ)
+    os.environ.update(key)  # the controller signs as well
+    given_secrets = tasks.pairs(flags.secret, os.environ, "--secret")
+    kept = {**alerts_for_nodes(flags.alert), **key, **given_secrets}
     task = with_image(tasks.load(flags.task, envs, kept))
     policy = policies.resolve(_policy_name(flags))
     if flags.cloud == "sky":
@@ -267,6 +277,7 @@ def _lead(
 ) -> RunOutcome | int:
     """Lead the run to its end, through every interruption, with `beside` entered. An exit status
     if it ends before."""
+    from harness.bucket.heads import sign_off
     from harness.bucket.journal import Journal
     from harness.controller.keeping import KeptLease
     from harness.controller.learning import RunLearner
@@ -322,6 +333,7 @@ def _lead(
                     traceback.print_exc()
                 return _give_up(e, store, cloud, console, url)
         cloud.shutdown()
+    sign_off(store)
     return outcome
 
 

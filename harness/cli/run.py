@@ -272,6 +272,7 @@ def run(flags: RunFlags) -> int:
     from harness.agent.agent import Agent
     from harness.agent.gauges import agent_gauges
     from harness.agent.host import RealHost
+    from harness.bucket.heads import sign_off
     from harness.cli.prometheus import exposing
     from harness.node.processes import die_with_parent
 
@@ -309,7 +310,10 @@ def run(flags: RunFlags) -> int:
     with exposing(flags.prometheus, lambda: agent_gauges(agent)) as at:
         if at:
             print(f"harness run: numbers for Prometheus at {at}", flush=True)
-        return agent.execute()
+        try:
+            return agent.execute()
+        finally:
+            sign_off(store)
 
 
 def _beside(flags: RunFlags, env: Mapping[str, str]) -> HelperConfig:
