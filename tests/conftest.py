@@ -10,8 +10,8 @@ import pytest
 # others; other people's trainers have an environment of their own (`make adapters`).
 PROOFS = (
     *("check_run", "loops_page", "micro_loader", "open_steps", "own_files", "watch_processes"),
-    *("budget", "dcp", "examples", "extending", "kills", "longrun", "many_nodes", "old_runs"),
-    *("package", "plan_calibration", "python_versions", "replay", "replicas", "rerun", "sim"),
+    *("budget", "dcp", "examples", "extending", "floods", "kills", "longrun", "many_nodes"),
+    *("old_runs", "package", "plan_calibration", "python_versions", "replay", "replicas", "rerun", "sim"),
     *("system", "versions", "wandb_run", "whereabouts"),
 )
 _proofs = {f"test_{name}.py" for name in PROOFS}
