@@ -11,8 +11,8 @@ import pytest
 PROOFS = (
     *("check_run", "loops_page", "micro_loader", "open_steps", "own_files", "watch_processes"),
     *("budget", "dcp", "examples", "extending", "floods", "kills", "longrun", "many_nodes"),
-    *("old_runs", "package", "plan_calibration", "python_versions", "replay", "replicas", "rerun", "sim"),
-    *("system", "versions", "wandb_run", "whereabouts"),
+    *("old_runs", "package", "permissions", "plan_calibration", "python_versions", "replay"),
+    *("replicas", "rerun", "sim", "system", "versions", "wandb_run", "whereabouts"),
 )
 _proofs = {f"test_{name}.py" for name in PROOFS}
 _files = {path.name for path in Path(__file__).parent.glob("test_*.py")}

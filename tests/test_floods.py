@@ -23,8 +23,8 @@ from worlds import newest, train
 from harness.core.facts import EpochStarted
 from storage.bounded_http import RESERVED
 
-TOTAL = 240
-FLAGS = f"--total {TOTAL} --every 20 --sleep-s 0.08 --reduce exact"
+TOTAL = 120
+FLAGS = f"--total {TOTAL} --every 20 --sleep-s 0.06 --reduce exact"
 DESCRIPTORS = 256  # that a node may have
 
 
@@ -83,7 +83,7 @@ class Gauge(threading.Thread):
 @pytest.mark.parametrize("name", WIRES)
 def test_wires_with_far_more_seeds(name):
     """`tests/test_wire_fuzz.py` has a few hundred of each."""
-    fuzz(name, 1500)
+    fuzz(name, 500)
 
 
 def test_a_run_under_siege_loses_nothing(campaign, tmp_path):
@@ -123,12 +123,12 @@ def test_a_run_under_siege_loses_nothing(campaign, tmp_path):
             p.kill()
             p.wait()
     print(f"{len(ports)} ports from step {begun} on: {done}; most descriptors, threads: {gauge.most}")
-    assert begun < TOTAL / 2 and done["drip: sent away"] > 0 and done["flood"] > 100
+    assert begun < TOTAL / 1.5 and done["drip: sent away"] > 0 and done["flood"] > 100
     assert_whole(c, TOTAL)
     assert [e.reason for e in c.facts(EpochStarted)] == ["start"]  # nobody was taken for dead
     for kind, (fds, threads) in gauge.most.items():
         assert threads <= 300, kind
         # the provider has three ports; a node never comes near its last descriptors
         assert fds <= (400 if kind.startswith("provider") else DESCRIPTORS - RESERVED), kind
-    train(tmp_path / "calm", 1, "--total", TOTAL, "--every", 80, "--reduce", "exact")
+    train(tmp_path / "calm", 1, "--total", TOTAL, "--every", 40, "--reduce", "exact")
     assert newest(c.run).data["weights"] == newest(tmp_path / "calm").data["weights"]
