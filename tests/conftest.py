@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+# A sync for every small object would be most of the time that tests take, and proves nothing to them:
+# none of these machines loses its power (tests/test_power_loss.py plays that).
+os.environ.setdefault("STORAGE_FSYNC", "0")
+
 # Slow proofs, minutes of them: `make proofs` runs these files and nothing else, `make test` all the
 # others; other people's trainers have an environment of their own (`make adapters`).
 PROOFS = (

@@ -3,7 +3,6 @@ seconds. Since format 3 they are refused wherever they lie, and nobody asks that
 
 import contextlib
 import dataclasses
-import http.client
 import json
 import tarfile
 from pathlib import Path
@@ -19,7 +18,7 @@ from storage.files import FileStore
 from storage.folder_tiers import FolderTier
 from storage.json_text import canonical, digest
 from storage.parts import chunk_hash, is_hash_of
-from storage.peers import ChunkServer, PeerTier
+from storage.peers import ChunkServer, PeerTier, _Wire
 from storage.tiers import Tiered
 from storage.transfer import copy
 
@@ -103,11 +102,8 @@ def test_a_peer_keeps_no_forged_bytes_and_none_that_only_an_old_hash_names(bucke
     old = f"{xxhash.xxh3_128_hexdigest(TRUE)}-{CHUNK}"
     with contextlib.closing(ChunkServer(lambda: [kept], "127.0.0.1", "secret", keep=kept)) as at:
         for id, data in ((chunk_id(manifest.parts[0], 0), FORGED), (old, FORGED), (old, TRUE)):
-            connection = http.client.HTTPConnection(at.addr, at.port, timeout=10)
-            headers = {"Authorization": "Bearer secret"}
-            connection.request("PUT", f"/chunk/{id}", body=data, headers=headers)
-            assert connection.getresponse().status == 400
-            connection.close()
+            with contextlib.closing(_Wire((at.addr, at.port), "secret", 10.0)) as wire:
+                assert wire.ask("PUT", id, data)[0] == 400
         assert kept.list() == []
         kept.put({old: TRUE})
         peer = PeerTier([(at.addr, at.port)], "secret")
