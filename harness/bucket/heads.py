@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 
 from harness.bucket.archive import Live, raw_key, segments, volumes
-from harness.bucket.layout import EPOCHS, IDENTITY, SETUP
+from harness.bucket.layout import EPOCHS, HEADS, IDENTITY, SETUP
 from harness.core.fact_lines import is_sealed
 from harness.core.signing import SigningKey, key_in
 from harness.core.values import Amount, BadObject, Natural, canonical, decoded, digest, word
@@ -36,14 +36,13 @@ from storage.objects import (
     read_into,
     reads_at_once,
 )
+from storage.restore import ALLOWED
 from storage.snapshot_keys import ENDED, MANIFESTS, QUARANTINE
 
-HEADS = "heads/"
 HEAD_NBYTES = 64 << 20  # the first one names all that was there before it
 PURPOSE = "head"
-REWINDS = "control/rewind-"
 # where objects lie that a head must name
-NAMED = (IDENTITY, SETUP, EPOCHS, MANIFESTS, QUARANTINE, REWINDS)
+NAMED = (IDENTITY, SETUP, EPOCHS, MANIFESTS, QUARANTINE, ALLOWED)
 _HEAD = re.compile(r"heads/(\d{8,12})\.json")
 
 

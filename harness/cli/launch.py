@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from harness.bucket.heads import sign_off
 from harness.bucket.orders import STOP_KEY, stop_order
 from harness.cli.alerts import alerting_beside, alerts_for_nodes, receivers
 from harness.cli.common import (
@@ -168,6 +169,16 @@ class LaunchFlags(RecordFlags):
     brief: bool = flag(False, "end without the report in the terminal")
 
 
+def _secrets(flags: LaunchFlags) -> dict[str, str]:
+    """What nodes are given and nobody is told. Raises BadInput."""
+    from harness.clouds.tasks import pairs
+
+    key = key_for_nodes(flags.sign_key, os.environ)
+    os.environ.update(key)  # the controller signs as well
+    kept = pairs(flags.secret, os.environ, "--secret")
+    return {**alerts_for_nodes(flags.alert), **key, **kept}
+
+
 def launch(flags: LaunchFlags) -> int:
     """Lead a run until it is done: launch nodes, replace lost ones, show what happens."""
     from harness.clouds import tasks
@@ -180,11 +191,7 @@ def launch(flags: LaunchFlags) -> int:
     envs = {**about_launch(flags, os.environ), **given, "RUN": url}
     told = receivers(flags.alert, flags.alert_rules)
     _check_prometheus(flags)
-    key = key_for_nodes(flags.sign_key, os.environ)
-    os.environ.update(key)  # the controller signs as well
-    given_secrets = tasks.pairs(flags.secret, os.environ, "--secret")
-    kept = {**alerts_for_nodes(flags.alert), **key, **given_secrets}
-    task = with_image(tasks.load(flags.task, envs, kept))
+    task = with_image(tasks.load(flags.task, envs, _secrets(flags)))
     policy = policies.resolve(_policy_name(flags))
     if flags.cloud == "sky":
         policy = policies.together(policy, saving=flags.move_saving, stay_s=flags.move_stay_s)
@@ -232,6 +239,7 @@ def launch(flags: LaunchFlags) -> int:
     if flags.cloud == "sky":  # the market of a local cloud is made up
         beside.append(remembering(url, store, Histories.of(os.environ)))
     ended = _lead(flags, nodes, policy, asked_for, url, store, cloud, console, beside)
+    sign_off(store)
     if isinstance(ended, int):
         return ended
     show_report(store, console, flags.html or html_path(url), flags.brief)
@@ -277,7 +285,6 @@ def _lead(
 ) -> RunOutcome | int:
     """Lead the run to its end, through every interruption, with `beside` entered. An exit status
     if it ends before."""
-    from harness.bucket.heads import sign_off
     from harness.bucket.journal import Journal
     from harness.controller.keeping import KeptLease
     from harness.controller.learning import RunLearner
@@ -333,7 +340,6 @@ def _lead(
                     traceback.print_exc()
                 return _give_up(e, store, cloud, console, url)
         cloud.shutdown()
-    sign_off(store)
     return outcome
 
 

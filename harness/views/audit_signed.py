@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from harness.bucket.archive import raw_key
 from harness.bucket.heads import (
-    HEADS,
     NAMED,
     PURPOSE,
     Head,
@@ -23,7 +22,7 @@ from harness.bucket.heads import (
     is_named,
     last_lines,
 )
-from harness.bucket.layout import EPOCHS, SETUP, epoch_of, segment_key
+from harness.bucket.layout import EPOCHS, HEADS, SETUP, epoch_of, segment_key
 from harness.core.fact_lines import is_sealed
 from harness.core.signing import SigningKey
 from harness.core.values import BadObject, built, digest, parsed
