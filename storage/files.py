@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import threading
 import time
 import uuid
@@ -29,6 +30,7 @@ FALTERING = {
     errno.ECONNRESET,
     errno.EAGAIN,
 }
+MOST_NAME_NBYTES = 255  # of a file, on Linux and macOS
 # What file systems say that cannot sync a folder (FUSE, some on a network).
 NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
 READS_AT_ONCE = 8  # of small files, which may lie on a network
@@ -84,6 +86,15 @@ def refuse_to_leave(url: str, key: str) -> None:
         )
 
 
+def _open_file(path: str, flags: int) -> int:
+    """A pipe or a device in the place of an object would never answer, or answer for ever."""
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise FileNotFoundError(errno.ENOENT, "it is no file", path)
+    return fd
+
+
 class FileStore:
     """`file://`: atomic by rename (put) and by link (create-only).
 
@@ -98,11 +109,19 @@ class FileStore:
         self._lasting: set[Path] = set()  # folders that we know to be on the disk
 
     def _path(self, key: str) -> Path:
+        """Raises StoreError for what is no key, and for one that a link leads elsewhere."""
         refuse_to_leave(self.url, key)
-        return self._root / key
+        path = str(self._root)
+        for part in key.split("/"):
+            path = f"{path}/{part}"
+            if os.path.islink(path):
+                raise StoreError(
+                    f"{self.url}: {key!r} leads out of this folder: {path} is a link; remove it"
+                )
+        return Path(path)
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
-        with self._answers(key), open(self._path(key), "rb") as f:
+        with self._answers(key), open(self._path(key), "rb", opener=_open_file) as f:
             if start is None and end is None:
                 return f.read()
             f.seek(start or 0)
@@ -111,7 +130,12 @@ class FileStore:
     @contextlib.contextmanager
     def _temporary(self, key: str, data: bytes | memoryview) -> Iterator[tuple[Path, Path]]:
         path = self._path(key)
-        temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
+        if any(len(os.fsencode(part)) > MOST_NAME_NBYTES for part in path.parts):
+            raise StoreError(
+                f"{self.url}: a folder cannot hold {key!r}: each part of a key has at most "
+                f"{MOST_NAME_NBYTES} bytes here"
+            )
+        temporary = path.parent / f".{uuid.uuid4().hex}.tmp"
         with self._answers(key):
             try:
                 self._make(path.parent)
@@ -213,7 +237,7 @@ class FileStore:
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         view, done = buffer.cast("B"), 0
-        with self._answers(key), open(self._path(key), "rb", buffering=0) as f:
+        with self._answers(key), open(self._path(key), "rb", buffering=0, opener=_open_file) as f:
             f.seek(start)
             while done < len(view):  # one read gives 2 GiB at most
                 n = f.readinto(view[done:])
@@ -240,6 +264,8 @@ class FileStore:
         except (FileNotFoundError, NotADirectoryError) as e:
             raise NotFound(f"{self.url}/{key}") from e
         except OSError as e:
+            if e.errno == errno.ENAMETOOLONG:  # no such object can be
+                raise NotFound(f"{self.url}/{key}: {e.strerror}") from e
             if e.errno in FALTERING:
                 raise StoreUnavailable(f"{self.url}/{key}: {e.strerror}") from e
             hint = {

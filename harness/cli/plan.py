@@ -334,7 +334,7 @@ def _launch_words(flags: PlanFlags, run: PlannedRun, best: PlanCandidate) -> tup
     from harness.proof import forecasting
 
     words = ["harness", "launch", flags.task, "--cloud", "sky"]
-    words += ["--nodes", f"{min(run.min_nodes, best.nodes)}:{best.nodes}"]
+    words += ["--nodes", f"1:{best.nodes}"]
     if best.policy == forecasting.ON_DEMAND_ONLY:
         words += ["--on-demand", "--policy", "harness.proof.forecasting:on_demand_only"]
     elif best.policy == "deadline":
