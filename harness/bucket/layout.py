@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness.core import records, values
+from harness.core.masking import masked, masked_deep
 from harness.core.values import (
     Amount,
     BadObject,
@@ -215,7 +216,7 @@ class Member:
         return decoded(cls, data, most_nbytes=SMALL_NBYTES)
 
     def encode(self) -> bytes:
-        return json.dumps(_as_ever(dataclasses.asdict(self))).encode()
+        return json.dumps(masked_deep(_as_ever(dataclasses.asdict(self)))).encode()
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,7 @@ class Epoch:
 
     def encode(self) -> bytes:
         """As it lies in the bucket; `h` is its hash, so that an audit sees a changed byte."""
-        body = json.loads(json.dumps(_as_ever(dataclasses.asdict(self))))
+        body = json.loads(json.dumps(masked_deep(_as_ever(dataclasses.asdict(self)))))
         return json.dumps({**body, "h": digest(canonical(body))}).encode()
 
 
@@ -377,7 +378,7 @@ class StopOrder:
     log_tail: tuple[str, ...] = ()  # of the worker that failed
 
     def to_json(self) -> bytes:
-        return json.dumps(dataclasses.asdict(self)).encode()
+        return json.dumps(masked_deep(dataclasses.asdict(self))).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> StopOrder:
@@ -404,7 +405,7 @@ class StopOrder:
 def order_by(by: str, reason: str = "") -> bytes:
     """An order whose key says all (SNAPSHOT, DOUBT, LEAVE, CLOSED); its words are for people, and
     nothing reads them."""
-    return json.dumps({"by": by, **({"reason": reason} if reason else {})}).encode()
+    return json.dumps({"by": by, **({"reason": masked(reason)} if reason else {})}).encode()
 
 
 # ---- trackers ------------------------------------------------------------------------------------

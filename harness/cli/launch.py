@@ -45,10 +45,17 @@ from harness.cli.dry_run import show_plan
 from harness.cli.interrupts import act_on, answer, by, heed_signals
 from harness.cli.look import show_report
 from harness.cli.market import Histories, known_before, remembering
-from harness.cli.record import RecordFlags, about_launch, keep_launch, with_image
+from harness.cli.record import (
+    RecordFlags,
+    about_launch,
+    keep_launch,
+    with_image,
+    with_secret_names,
+)
 from harness.cli.track import publisher_beside
 from harness.core.config import flag, positional
 from harness.core.given_files import output_file
+from harness.core.masking import keep_out
 from harness.core.world import BadInput, Fenced, HarnessError
 from storage.errors import StoreError
 from storage.objects import ObjectStore
@@ -168,7 +175,8 @@ def launch(flags: LaunchFlags) -> int:
     told = receivers(flags.alert, flags.alert_rules)
     _check_prometheus(flags)
     kept = {**alerts_for_nodes(flags.alert), **tasks.pairs(flags.secret, os.environ, "--secret")}
-    task = with_image(tasks.load(flags.task, envs, kept))
+    task = with_secret_names(with_image(tasks.load(flags.task, envs, kept)))
+    keep_out(task.secrets.values())
     policy = policies.resolve(_policy_name(flags))
     if flags.cloud == "sky":
         policy = policies.together(policy, saving=flags.move_saving, stay_s=flags.move_stay_s)
