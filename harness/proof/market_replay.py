@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from harness.bucket.layout import LEAVE, order_key
 from harness.bucket.lease import Lease
 from harness.controller.book import Book
+from harness.controller.learning import PriceBook
 from harness.controller.recovery import RunOutcome, RunSpec, recover
 from harness.core.facts import Fact, Stamped
 from harness.core.known import Knowledge
@@ -128,6 +129,7 @@ class MarketReplay:
         self.store = SortedStore()
         self.ended: list[Node] = []  # since somebody looked last
         self.manifests: list[Ref] = []
+        self.prices = PriceBook()
         self.run = run or RunSpec(
             *job.nodes,
             poll_s=self.fleet.tick_s,
@@ -168,6 +170,7 @@ class MarketReplay:
 
     # ---- Learner ---------------------------------------------------------------------------------
     def known(self, now_s: float, book: Book, offers: Sequence[Offer]) -> Knowledge:
+        self.prices.see(now_s, offers)
         return Knowledge(
             total_steps=self.job.total_steps,
             work=self.job.work,
@@ -177,6 +180,7 @@ class MarketReplay:
             move_usd=self.job.move_usd,
             deadline_s=self.job.deadline_h * 3600,
             capacity=book.capacity,
+            prices=self.prices.known,
         )
 
     # ---- what happens ----------------------------------------------------------------------------
