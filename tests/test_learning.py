@@ -299,6 +299,14 @@ def test_prices_are_kept_as_they_change_and_outlive_their_controller():
     assert learner.known(900.0, run.book(), [cheaper, EAST]).prices == before  # its own facts
 
 
+def test_prices_that_other_runs_saw_are_known_from_the_beginning():
+    run = Telling()
+    others = {WEST.name: ((-500.0, 1.2), (-100.0, 0.9)), "gone": ((-9.0, 4.0),)}
+    known = RunLearner(run.store, prices=others).known(50.0, run.book(), [WEST, EAST]).prices
+    assert known[WEST.name] == ((-500.0, 1.2), (-100.0, 0.9), (50.0, 1.0))
+    assert known["gone"] == others["gone"] and known[EAST.name] == ((50.0, 1.5),)
+
+
 def test_the_history_of_prices_is_bounded(monkeypatch):
     monkeypatch.setattr(learning, "MOST_OFFERS", 2)
     monkeypatch.setattr(learning, "MOST_CHANGES", 3)

@@ -305,8 +305,9 @@ def _lead(
     wants = (asked_for.deadline_s, asked_for.work_s / 3600 or None)
     journal.record(RunAsked(flags.task, *nodes, _policy_name(flags), market, *limits, *wants))
     goals = replace(asked_for, look_s=run.poll_s)
-    before = known_before(url, Histories.of(os.environ), clock.now(), console) if sky else {}
-    learner = RunLearner(store, goals, journal.record, before)
+    histories = Histories.of(os.environ)
+    before = known_before(url, histories, clock.now(), console) if sky else ({}, {})
+    learner = RunLearner(store, goals, journal.record, *before)
     lease = KeptLease(store, clock, holder, ttl_s=20.0 if sky else 5.0)
     view = _View(store, console)
     asked: KeyboardInterrupt | None = None  # an interruption that is not answered yet

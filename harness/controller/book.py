@@ -237,6 +237,9 @@ class Book:
                 number = reason.removeprefix("attempt ").partition(":")[0]
                 if number.isdecimal() and (attempt := int(number)) in self.open:
                     self.durations.told(what, attempt, t)
+            case Decided("wait", expected_s=float(until_s)):
+                # nor is a wait that was chosen, for as long as it was expected to last
+                self.progress_s = max(self.progress_s, until_s)
             case AttemptEnded():
                 if fact.attempt in self.offers:
                     self.durations.ended(self.offers[fact.attempt].name, fact)

@@ -19,6 +19,7 @@ from harness.core import prices
 from harness.core.facts import Fact, PricesSeen
 from harness.core.known import CapacitySeen, Knowledge
 from harness.core.world import Offer
+from harness.market.wandering import PricePath
 from storage.errors import StoreError
 from storage.objects import ObjectStore
 
@@ -64,8 +65,8 @@ class RunLearner:
     the loop sees. A bucket that does not answer is asked again later; until then it knows what it
     knew.
 
-    `record` takes facts, to keep the history of prices. `prior`: of offers, what was known of their
-    capacity before this run began.
+    `record` takes facts, to keep the history of prices. `prior`, `prices`: of offers, what was
+    known of their capacity and their prices before this run began.
     """
 
     def __init__(
@@ -74,11 +75,12 @@ class RunLearner:
         wanted: RunGoals = RunGoals(),
         record: Callable[[Fact], None] | None = None,
         prior: Mapping[str, CapacitySeen] | None = None,
+        prices: Mapping[str, PricePath] | None = None,
     ):
         self._store, self._wanted = store, wanted
         self._follower = Follower(store, most=MOST_SEGMENTS)
         self._learned = LearnedRun()
-        self._prices = PriceBook(record)
+        self._prices = PriceBook(record, prices)
         self._prior = dict(prior or {})
         self._known, self._said_work = Knowledge(), 0.0
         self._due_s = float("-inf")
@@ -168,10 +170,15 @@ class RunLearner:
 
 class PriceBook:
     """Prices of offers as they were seen to change. `known`: by offer, (when, USD per hour), the
-    oldest first; replaced, never changed. `record`: takes a fact of what has changed."""
+    oldest first; replaced, never changed. `record`: takes a fact of what has changed; `before`:
+    what was known of them at the beginning."""
 
-    def __init__(self, record: Callable[[Fact], None] | None = None):
-        self.known: dict[str, tuple[tuple[float, float], ...]] = {}
+    def __init__(
+        self,
+        record: Callable[[Fact], None] | None = None,
+        before: Mapping[str, PricePath] | None = None,
+    ):
+        self.known = {name: path[-MOST_CHANGES:] for name, path in (before or {}).items()}
         self._record = record
         self._told: dict[str, float] = {}  # USD per hour, as it was written down
         self._seen_s = self._told_s = float("-inf")
@@ -199,7 +206,7 @@ class PriceBook:
             self._record(PricesSeen(news))
 
     def _add(self, t: float, usd_per_h: Mapping[str, float]) -> None:
-        news: dict[str, tuple[tuple[float, float], ...]] = {}
+        news: dict[str, PricePath] = {}
         for name, usd in usd_per_h.items():
             before = self.known.get(name)
             if before is None and len(self.known) + len(news) >= MOST_OFFERS:
