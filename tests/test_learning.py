@@ -280,6 +280,15 @@ def test_what_other_runs_knew_comes_before():
 
 
 # ---- prices --------------------------------------------------------------------------------------
+def test_what_a_snapshot_costs_is_known_where_its_interval_is_derived():
+    for between_s, cost in ((7200.0, 0.2 + 0.1 * 7.8), (0.0, 0.0)):
+        run = trained()
+        run.snapshot(2, 150, slowdown=0.1, interval_s=120.0, between_losses_s=between_s)
+        found = known(run)
+        assert found.lost_s == pytest.approx(60.0 + 8.0) and found.commit_s == 8.0
+        assert found.snapshot_cost_s == pytest.approx(cost)
+
+
 def test_prices_are_kept_as_they_change_and_outlive_their_controller():
     run = Telling()
     learner = RunLearner(run.store, record=lambda fact: run.say(fact))

@@ -44,6 +44,11 @@ def usd_per_work(offer: Offer) -> float:
     return offer.usd_per_h / (offer.speed * max(1, offer.gpus))
 
 
+def every(interval_s: float) -> str:
+    """For the reason of a choice: how often a world snapshots in the place that was chosen."""
+    return f", with a snapshot every {interval_s:.0f} s" if interval_s else ""
+
+
 def at_work(view: View, node: Node) -> bool:
     """Does it train, as far as time tells?"""
     asked_s = view.now_s - node.asked_s

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from harness.controller.choosing import (
     LOOK_AGAIN_S,
     at_work,
+    every,
     fill,
     grid,
     open_offers,
@@ -32,7 +33,7 @@ from harness.controller.choosing import (
     usd_per_work,
 )
 from harness.controller.fleet import GRACE_S, SAFE, fleet
-from harness.core.known import CapacitySeen
+from harness.core.known import CapacitySeen, SnapshotPace
 from harness.core.world import Decision, Launch, Node, Offer, Terminate, View, Wait
 from harness.market import lookahead
 from harness.market.lookahead import OPEN, Outlook, SpellRates, Terms, class_of
@@ -290,7 +291,13 @@ class NodeCase:
     def _ask(self, offer: Offer, why: str, beside: Node | None = None) -> Decision:
         if beside is None and len(self.view.alive) >= self.view.max_nodes:
             return Wait(LOOK_AGAIN_S, "a node that may not stay is still there")
+        why += every(self._snapshots(offer).interval_s)
         return Launch(offer, why, None if beside is None else beside.attempt)
+
+    def _snapshots(self, offer: Offer) -> SnapshotPace:
+        """As a world there makes them, at the rate at which work is lost there."""
+        seen = self.view.known.capacity.get(offer.name) if offer.spot else None
+        return self.view.known.snapshots(seen, 1)
 
     def _seen(self) -> list[CapacitySeen | None]:
         return [self.view.known.capacity.get(offer.name) for offer in self.spot]
@@ -419,12 +426,14 @@ class NodeCase:
         price = self._over(offer, usd_per_work(offer), stay_h)
         away = offer.place not in ("", self._home())
         move_usd = self.view.known.move_usd if away else 0.0
+        price *= 1 + self._snapshots(offer).share
         return price + losses * self._loss_usd(offer) + move_usd / stay_h
 
     def _loss_usd(self, offer: Offer) -> float:
         """What a loss there costs: a begin elsewhere, and the work that is done again."""
         price, dear = usd_per_work(offer), usd_per_work((self.dear or self.spot)[0])
-        return self.hours.begin * (price + dear) / 2 + self.hours.lost * price
+        lost_h = self._snapshots(offer).lost_s / 3600
+        return self.hours.begin * (price + dear) / 2 + lost_h * price
 
     def _losses_per_h(self, offer: Offer) -> float:
         pool = self._pool.pace()

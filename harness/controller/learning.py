@@ -18,6 +18,7 @@ from harness.controller.learned import LEAST_STEPS, LearnedRun, median, paces, t
 from harness.core import prices
 from harness.core.facts import Fact, PricesSeen
 from harness.core.known import CapacitySeen, Knowledge
+from harness.core.losses import cost_s
 from harness.core.world import Offer
 from harness.market.wandering import PricePath
 from storage.errors import StoreError
@@ -125,6 +126,8 @@ class RunLearner:
         snapshot = learned.snapshot[1] if learned.snapshot else None
         interval_s = (snapshot.interval_s if snapshot else 0.0) or median(learned.gaps_s, 0.0)
         nbytes, places = snapshot.nbytes if snapshot else 0, _places(book)
+        commit_s = median(learned.commits_s, 0.0)
+        derived = snapshot is not None and snapshot.between_losses_s > 0
         known = Knowledge(
             total_steps=session.total_steps if session else 0,
             work=self._said_work,
@@ -133,7 +136,11 @@ class RunLearner:
             paces=paces(timings),
             changeover_s=median(learned.changeovers_s, wanted.changeover_s),
             look_s=wanted.look_s,
-            lost_s=interval_s / 2 + median(learned.commits_s, 0.0),
+            lost_s=interval_s / 2 + commit_s,
+            snapshot_cost_s=cost_s(snapshot.stall_s, snapshot.slowdown, commit_s)
+            if snapshot and derived
+            else 0.0,
+            commit_s=commit_s,
             snapshot_bytes=nbytes,
             home=prices.beside(self._store.url, places),
             move_usd=prices.leave_usd(

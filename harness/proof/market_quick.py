@@ -165,7 +165,7 @@ class _QuickMarket:
             return
         committed = self.tally.committed
         fact = AttemptEnded(attempt, "no-capacity", now, None, now, None, "", 0.0, 0.0, committed)
-        self.seen.end(name, fact, False)
+        self.seen.end(name, fact, self._is_there(name))
         self.full.refused(name, now)
 
     def _end(self, node: Node | None, at_s: float, end: str) -> None:
@@ -177,12 +177,15 @@ class _QuickMarket:
         usd = (at_s - up_s) / 3600 * node.offer.usd_per_h
         self.tally.ended_usd += usd
         self.tally.losses += end == "preempted"
-        others_up = any(n.offer.name == name for n in self.fleet.nodes.values())
         committed = self.tally.committed
         fact = AttemptEnded(
             node.attempt, end, up_s, up_s, at_s, None, end, at_s - up_s, usd, committed
         )
-        self.seen.end(name, fact, others_up)
+        self.seen.end(name, fact, self._is_there(name))
+
+    def _is_there(self, name: str) -> bool:
+        """Is some node of that offer up?"""
+        return any(node.offer.name == name for node in self.fleet.nodes.values())
 
     # ---- time ------------------------------------------------------------------------------------
     def _pass(self) -> None:
