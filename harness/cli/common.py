@@ -6,12 +6,13 @@ import os
 import random
 import socket
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.bucket.layout import ARCHIVE, FACTS, IDENTITY
 from harness.core import steady
+from harness.core.given_files import yaml_given
 from harness.core.world import BadInput
 from storage.objects import ObjectStore
 from storage.opening import open_store
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from harness.controller.book import Book
 
 DONE, FAILED, WRONG_INPUT, ENDED_EARLY, LEFT, INTERRUPTED = 0, 1, 2, 3, 4, 130
+MOST_NODES = 10_000
 PREFLIGHT_S = 10.0  # how long a bucket may be silent before a launch is refused
 
 
@@ -58,10 +60,13 @@ def names_of(text: str) -> list[str]:
 def node_range(text: str) -> tuple[int, int]:
     """LOW:HIGH or N. Raises ValueError that says what is wanted."""
     low, _, high = text.partition(":")
-    if not (low.isdecimal() and (high or low).isdecimal()) or not 1 <= int(low) <= int(high or low):
+    are_numbers = len(text) <= 20 and low.isdecimal() and (high or low).isdecimal()
+    if not are_numbers or not 1 <= int(low) <= int(high or low):
         raise ValueError(
             f"wanted LOW:HIGH or N with 1 <= LOW <= HIGH, for example 1:4; found {text!r}"
         )
+    if int(high or low) > MOST_NODES:
+        raise ValueError(f"wanted at most {MOST_NODES} nodes, found {text!r}")
     return int(low), int(high or low)
 
 
@@ -96,10 +101,6 @@ def worlds(text: str) -> tuple[int, ...]:
     if not all(word.isdecimal() and int(word) >= 1 for word in words):
         raise ValueError(f"wanted numbers of ranks, such as 1,2,4; found {text!r}")
     return tuple(sorted({int(word) for word in words}))
-
-
-def attempts(numbers: Collection[int]) -> str:
-    return f"attempt{'s' if len(numbers) > 1 else ''} {', '.join(map(str, sorted(numbers)))}"
 
 
 def cluster_of(url: str, attempt: int) -> str:
@@ -145,13 +146,10 @@ def cache_dir(url: str, what: str) -> Path:
 
 def task_resources(path: str) -> dict[str, Any]:
     """What SkyPilot needs of a task file to find offers for it. Raises BadInput."""
-    import yaml
-
-    try:
-        said = yaml.safe_load(Path(path).read_text())
-        return {k: said[k] for k in ("name", "resources", "num_nodes", "config") if k in said}
-    except (OSError, yaml.YAMLError, TypeError) as e:
-        raise BadInput(f"{path}: wanted a SkyPilot task YAML, found none: {e}") from e
+    documents = yaml_given(path, "a SkyPilot task YAML")
+    if len(documents) != 1 or not isinstance(said := documents[0], dict):
+        raise BadInput(f"{path}: wanted a SkyPilot task YAML, found {len(documents)} documents")
+    return {k: said[k] for k in ("name", "resources", "num_nodes", "config") if k in said}
 
 
 def html_path(url: str) -> str:

@@ -22,6 +22,7 @@ from harness.cli.common import (
     sky_broker,
 )
 from harness.core.config import flag, positional
+from harness.core.given_files import output_folder
 from harness.core.world import BadInput
 from storage.objects import ObjectStore
 from storage.opening import normalize, open_store
@@ -133,7 +134,11 @@ class ReplayFlags:
     )
     steps: int = flag(10, "how many steps", at_least=1)
     nodes: int = flag(1, "how many workers", at_least=1)
-    into: str = flag("", "an empty folder for the copy; default: a temporary one that is removed")
+    into: str = flag(
+        "",
+        "an empty folder for the copy; default: a temporary one that is removed",
+        check=output_folder,
+    )
     timeout_s: float = flag(3600.0, "the longest that it may take", above=0)
 
 
@@ -228,7 +233,7 @@ class DrillFlags:
         0, "instead of the matrix: so many kills, pauses and store faults", metavar="FAULTS"
     )
     soak_runs: int = flag(1, "with --soak: over so many runs, one after the other", at_least=1)
-    keep: str = flag("", "keep runs and logs in this empty folder")
+    keep: str = flag("", "keep runs and logs in this empty folder", check=output_folder)
 
 
 def drill(flags: DrillFlags) -> int:
