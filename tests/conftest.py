@@ -68,6 +68,7 @@ FILE_S = {
     "test_wandb_run.py": 40,
     "test_throttle.py": 27,
     "test_trackers.py": 25,
+    "test_launch_sky.py": 16,
     "test_watch_processes.py": 20,
     "test_alerting.py": 16,
     "test_rerun.py": 15,
