@@ -15,16 +15,18 @@ For each adapter three ratios, adapted to plain, each the median over the rounds
 
     wall    median over the turns of the ratio of neighbouring turns
     best    ratio of each one's fastest turns (the mean of a quarter of them)
-    cpu     ratio of the processor time of all threads, what they do in the other's turn included
+    cpu     ratio of the processor time of all threads
 
-On a busy machine believe `cpu` first, then `best`. Look at `uptime` before you believe `wall`.
+Look at `uptime` before you believe any: on a busy machine `wall` and `best` are noise, and `cpu` is
+too high. What an adapter does in Python is slowed down more by others' use of the caches than
+arithmetic is, and what threads do every so many milliseconds (gloo's, a flush of facts) counts for
+more where a step takes longer.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import os
 import runpy
 import statistics
@@ -58,21 +60,22 @@ TURN_S = 120.0
 
 class Turns:
     """Of one script, which works in its own turns and waits in the other's. Tells how long each
-    turn took, and the processor time of all its threads at the beginning of it."""
+    turn took, and the processor time of all its threads in it."""
 
     def __init__(self, address: str):
         self._referee = Client(address, "AF_UNIX")
-        self._steps, self._began, self._processor_s = 0, 0.0, 0.0
+        self._steps, self._began, self._busy_s = 0, 0.0, 0.0
 
     def step(self) -> None:
         """A step begins."""
         if self._steps % TURN_STEPS == 0 and not self._referee.closed:
             try:
-                self._referee.send((time.perf_counter() - self._began, self._processor_s))
+                wall_s, cpu_s = time.perf_counter(), time.process_time()
+                self._referee.send((wall_s - self._began, cpu_s - self._busy_s))
                 self._referee.recv()
             except (EOFError, OSError):  # it has seen enough
                 self._referee.close()
-            self._began, self._processor_s = time.perf_counter(), time.process_time()
+            self._began, self._busy_s = time.perf_counter(), time.process_time()
         self._steps += 1
 
 
@@ -311,13 +314,9 @@ def measure(name: str, adapted_first: bool, a: argparse.Namespace) -> tuple[Seen
 
 
 def seen(said: list[tuple[float, float]]) -> Seen:
-    """But for the first turns. A turn's processor time lasts until the next one begins."""
-    wall_s = [wall / TURN_STEPS for wall, _ in said[WARM_TURNS:-1]]
-    cpu_s = [
-        (after - before) / TURN_STEPS
-        for (_, before), (_, after) in itertools.pairwise(said[WARM_TURNS:])
-    ]
-    return Seen(wall_s, cpu_s)
+    """But for the first turns."""
+    wall_s, cpu_s = zip(*said[WARM_TURNS:], strict=True)
+    return Seen([s / TURN_STEPS for s in wall_s], [s / TURN_STEPS for s in cpu_s])
 
 
 @dataclass
