@@ -12,6 +12,7 @@ from harness.bucket.journal import Journal, read_facts
 from harness.cli import deadline
 from harness.controller import learning
 from harness.controller.book import Book
+from harness.controller.capacity import CapacityBook
 from harness.controller.learned import LearnedRun, StepTiming, typical
 from harness.controller.learning import LOOK_S, PriceBook, RunGoals, RunLearner
 from harness.core import facts as f
@@ -277,6 +278,16 @@ def test_what_other_runs_knew_comes_before():
     seen = known(run, prior=prior).capacity[WEST.name]
     assert seen.open is False and (seen.losses, seen.unnoticed, seen.node_s) == (4, 3, 1050.0)
     assert [spell.seconds for spell in seen.spells] == [50.0, 50.0]
+
+
+def test_a_refusal_beside_a_node_of_ours_closes_nothing():
+    book = CapacityBook()
+    book.up("a", 10.0)
+    refused = f.AttemptEnded(2, "no-capacity", 50.0, None, 50.0, None, "", 0.0, 0.0, 0)
+    book.end("a", refused, others_up=True)
+    assert book.capacity["a"] == CapacitySeen(True, 10.0, 50.0)
+    book.end("a", refused, others_up=False)
+    assert book.capacity["a"].open is False and len(book.capacity["a"].spells) == 1
 
 
 # ---- prices --------------------------------------------------------------------------------------

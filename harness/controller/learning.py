@@ -13,7 +13,6 @@ from typing import Protocol
 
 from harness.bucket.journal import Follower
 from harness.controller.book import Book
-from harness.controller.capacity import with_notices
 from harness.controller.learned import LEAST_STEPS, LearnedRun, median, paces, typical
 from harness.core import prices
 from harness.core.facts import Fact, PricesSeen
@@ -161,14 +160,7 @@ class RunLearner:
         state = (len(book.ended), up, self._looks)
         if self._losses is None or self._losses[0] != state:
             notices = self._learned.notices
-            found = with_notices(
-                book.capacity,
-                book.ended.values(),
-                book.offers,
-                book.open.values(),
-                notices.announced,
-                notices.in_time,
-            )
+            found = book.capacity_with(notices.announced, notices.in_time)
             for name, prior in self._prior.items():
                 found[name] = found.get(name, CapacitySeen()).after(prior)
             self._losses = state, found
