@@ -31,6 +31,8 @@ FALTERING = {
     errno.EAGAIN,
 }
 MOST_NAME_NBYTES = 255  # of a file, on Linux and macOS
+# What file systems say that cannot sync a folder (FUSE, some on a network).
+NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
 READS_AT_ONCE = 8  # of small files, which may lie on a network
 _memory: dict[str, bytes] = {}  # memory:// of this process; fsspec's own has no create-only write
 _memory_lock = threading.Lock()
@@ -94,12 +96,17 @@ def _open_file(path: str, flags: int) -> int:
 
 
 class FileStore:
-    """`file://`: atomic by rename (put) and by link (create-only). `durable` adds fsync."""
+    """`file://`: atomic by rename (put) and by link (create-only).
+
+    `durable`: what was answered survives a loss of power. The bytes are on the disk before they get
+    their name; the name, what was deleted, and every folder on the way are before we return.
+    """
 
     def __init__(self, url: str, durable: bool = False):
         self.url, self._durable = url, durable
         self.reads_at_once = READS_AT_ONCE
         self._root = Path(url.removeprefix("file://"))
+        self._lasting: set[Path] = set()  # folders that we know to be on the disk
 
     def _path(self, key: str) -> Path:
         """Raises StoreError for what is no key, and for one that a link leads elsewhere."""
@@ -131,7 +138,7 @@ class FileStore:
         temporary = path.parent / f".{uuid.uuid4().hex}.tmp"
         with self._answers(key):
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                self._make(path.parent)
             except (FileNotFoundError, NotADirectoryError) as e:
                 raise StoreRefused(
                     f"{path.parent}: this folder cannot be made ({e.strerror}); check the path of "
@@ -147,6 +154,31 @@ class FileStore:
                 yield temporary, path
             finally:
                 temporary.unlink(missing_ok=True)
+            if self._durable:  # also if another was first: we are going to say that it is there
+                _sync_folder(path.parent)
+
+    def _make(self, folder: Path) -> None:
+        """A folder within the root, with all on the way to it."""
+        if not self._durable:
+            folder.mkdir(parents=True, exist_ok=True)
+            return
+        if folder in self._lasting and folder.is_dir():
+            return
+        way = [folder, *folder.parents][:-1]
+        for one in way:
+            if not one.exists():
+                self._lasting.discard(one)
+        folder.mkdir(parents=True, exist_ok=True)
+        # also those that another process made just now: it may not have come so far yet
+        device = folder.stat().st_dev
+        for one in reversed(way):
+            if one not in self._lasting and one.parent.stat().st_dev == device:
+                try:
+                    _sync_folder(one.parent)
+                except PermissionError:  # of what the root lies in; we were given the root
+                    if one.is_relative_to(self._root) and one != self._root:
+                        raise
+            self._lasting.add(one)
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         with self._temporary(key, data) as (temporary, path):
@@ -191,7 +223,13 @@ class FileStore:
 
     def delete(self, key: str) -> None:
         with self._answers(key):
-            self._path(key).unlink(missing_ok=True)
+            path = self._path(key)
+            try:
+                path.unlink()
+            except FileNotFoundError:
+                return
+            if self._durable:
+                _sync_folder(path.parent)
 
     def size(self, key: str) -> int:
         with self._answers(key):
@@ -238,3 +276,15 @@ class FileStore:
                 errno.EROFS: "the file system is read-only; choose another run URL",
             }.get(e.errno or 0, "check the path")
             raise StoreRefused(f"{self.url}/{key}: {e.strerror or e}: {hint}") from e
+
+
+def _sync_folder(folder: Path) -> None:
+    """What it holds now, it holds after a loss of power."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as e:
+        if e.errno not in NO_FOLDER_SYNC:
+            raise
+    finally:
+        os.close(fd)

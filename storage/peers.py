@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from storage.bounded_http import BoundedHandler, BoundedHTTPServer, HTTPBounds
-from storage.chunks import CHUNK_ID, is_chunk
+from storage.chunks import PEER_CHUNK_ID, is_chunk
 
 if TYPE_CHECKING:
     from storage.tiers import Tier
@@ -151,7 +151,7 @@ class ChunkServer:
                     return None
                 self.server.trust(self.connection)
                 id = self.path.removeprefix("/chunk/")
-                return id if CHUNK_ID.fullmatch(id) else ""
+                return id if PEER_CHUNK_ID.fullmatch(id) else ""
 
             def _answer(self, code: int, data: bytes | memoryview = b"") -> None:
                 self.send_response(code)
@@ -239,7 +239,8 @@ class _Wire:
 
 class PeerTier:
     """Chunks that other nodes hold, by their `ChunkServer`s at (address, port). One that fails
-    or is slow once is not asked again."""
+    or is slow once is not asked again, and none for what has only an old hash, which proves
+    nothing to strangers."""
 
     name = "peer"
 
@@ -251,6 +252,8 @@ class PeerTier:
         self._local = threading.local()  # connections are kept, one per thread and peer
 
     def get(self, id: str) -> bytes | None:
+        if not PEER_CHUNK_ID.fullmatch(id):
+            return None
         for peer in self._peers:
             if (
                 peer not in self._gone

@@ -22,7 +22,7 @@ from harness.bucket.layout import (
     order_key,
 )
 from harness.bucket.lease import sign_of_life
-from harness.bucket.orders import ask_to_stop, stop_order
+from harness.bucket.orders import ask_to_stop, asked_to_leave, stop_order
 from harness.core.values import BadObject
 from storage.errors import NotFound
 from storage.manifest import Ref, SnapshotCorrupt
@@ -72,8 +72,9 @@ class RunState:
         return [key for key in sorted(self._control - seen) if key.startswith(SNAPSHOT)]
 
     def released(self) -> bool:
-        """Is this node asked to leave?"""
-        return bool(self.attempt) and order_key(LEAVE, self.attempt) in self._control
+        """Is this node asked to leave, by who leads the run?"""
+        asked = bool(self.attempt) and order_key(LEAVE, self.attempt) in self._control
+        return asked and asked_to_leave(self.store, self.attempt)
 
     # ---- who leads -------------------------------------------------------------------------------
     def unled(self, now: float) -> str:

@@ -342,6 +342,7 @@ class Term:
     holder: str = "another controller"
     ttl_s: Amount = USUAL_TTL_S
     newer: int = 0  # its protocol; 0: we can read it
+    heeds: Natural = 0  # whose stop order lay there when this term was taken: it goes on to stand
 
     @classmethod
     def decode(cls, data: bytes) -> Term:
@@ -359,7 +360,10 @@ class Term:
         return found if 0 < found.ttl_s <= MOST_TTL_S else cls(found.holder, newer=newer)
 
     def encode(self) -> bytes:
-        return json.dumps(stamped({"holder": self.holder, "ttl_s": self.ttl_s})).encode()
+        body: dict[str, Any] = {"holder": self.holder, "ttl_s": self.ttl_s}
+        return json.dumps(
+            stamped({**body, **({"heeds": self.heeds} if self.heeds else {})})
+        ).encode()
 
 
 # ---- orders --------------------------------------------------------------------------------------
@@ -375,9 +379,11 @@ class StopOrder:
     by: str = ""
     failed: bool = False
     log_tail: tuple[str, ...] = ()  # of the worker that failed
+    term: int = 0  # of the controller that says so; 0: a person or an agent
 
     def to_json(self) -> bytes:
-        return json.dumps(dataclasses.asdict(self)).encode()
+        body = dataclasses.asdict(self)
+        return json.dumps({k: v for k, v in body.items() if k != "term" or v}).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> StopOrder:
@@ -398,13 +404,30 @@ class StopOrder:
             by=word(body.get("by"), LONGEST),
             failed=body.get("failed") is True,
             log_tail=tuple(line[:TAIL_LETTERS] for line in lines[-TAIL_LINES:]),
+            term=_term_in(body),
         )
 
 
-def order_by(by: str, reason: str = "") -> bytes:
+def order_by(by: str, reason: str = "", term: int = 0) -> bytes:
     """An order whose key says all (SNAPSHOT, DOUBT, LEAVE, CLOSED); its words are for people, and
-    nothing reads them."""
-    return json.dumps({"by": by, **({"reason": reason} if reason else {})}).encode()
+    nothing reads them. `term`: of the controller that gives it; 0: a person or an agent."""
+    said = {"by": by, "reason": reason, "term": term}
+    return json.dumps({k: v for k, v in said.items() if k == "by" or v}).encode()
+
+
+def ordered_in(data: bytes) -> int:
+    """The term of the controller that gave an order of `order_by`; 0: a person, an agent, or nobody
+    can say. Never fails."""
+    try:
+        body = parsed(data, most_nbytes=SMALL_NBYTES)
+    except BadObject:
+        return 0
+    return _term_in(body) if isinstance(body, dict) else 0
+
+
+def _term_in(body: dict[str, Any]) -> int:
+    said = body.get("term")
+    return said if type(said) is int and 0 < said < 10**12 else 0
 
 
 # ---- trackers ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.bucket.layout import ARCHIVE, FACTS, IDENTITY
+from harness.core import steady
 from harness.core.world import BadInput
 from storage.objects import ObjectStore
 from storage.opening import open_store
@@ -26,7 +27,7 @@ PREFLIGHT_S = 10.0  # how long a bucket may be silent before a launch is refused
 
 class RealClock:
     def now(self) -> float:
-        return time.time()
+        return steady.now()
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -46,6 +47,11 @@ def prometheus_address(text: str) -> None:
     port = text.rpartition(":")[2]
     if text and not (port.isdecimal() and int(port) <= 65535):
         raise ValueError(f"wanted [HOST:]PORT, such as 9100; found {text!r}")
+
+
+def names_of(text: str) -> list[str]:
+    """Of "aws,gcp"; none of ""."""
+    return [name for part in text.split(",") if (name := part.strip())]
 
 
 def node_range(text: str) -> tuple[int, int]:

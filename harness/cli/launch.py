@@ -34,6 +34,7 @@ from harness.cli.common import (
     is_final,
     is_local,
     local_cloud,
+    names_of,
     node_range,
     prometheus_address,
     sky_broker,
@@ -188,7 +189,7 @@ def launch(flags: LaunchFlags) -> int:
             "another run URL."
         )
         return show_report(store, console, flags.html or html_path(url))
-    asked_for = wanted(flags, nodes, book, time.time())
+    asked_for = wanted(flags, nodes, book, RealClock().now())
     if before := stop_order(store):
         console.print(f"This run was stopped earlier ({before.reason}); going on.")
         store.delete(STOP_KEY)
@@ -255,7 +256,7 @@ def _lead(
     """Lead the run to its end, through every interruption, with `beside` entered. An exit status
     if it ends before."""
     from harness.bucket.journal import Journal
-    from harness.bucket.lease import Lease
+    from harness.controller.keeping import KeptLease
     from harness.controller.learning import RunLearner
     from harness.controller.recovery import recover
     from harness.core.facts import RunAsked
@@ -273,11 +274,12 @@ def _lead(
     goals = replace(asked_for, look_s=run.poll_s)
     before = known_before(url, Histories.of(os.environ), clock.now(), console) if sky else {}
     learner = RunLearner(store, goals, journal.record, before)
-    lease = Lease(store, clock, holder, ttl_s=20.0 if sky else 5.0)
+    lease = KeptLease(store, clock, holder, ttl_s=20.0 if sky else 5.0)
     view = _View(store, console)
     asked: KeyboardInterrupt | None = None  # an interruption that is not answered yet
     draining = False
     with heed_signals(state_dir(url, "controller") / "log"), contextlib.ExitStack() as stack:
+        stack.callback(lease.close)
         for each in beside:
             stack.enter_context(each)
         while True:
@@ -418,7 +420,7 @@ def _cloud(
     from harness.clouds.skypilot import SkyPilotCloud
     from harness.controller.policies import uses_on_demand
 
-    clouds = [c.strip() for c in flags.clouds.split(",") if c.strip()] or None
+    clouds = names_of(flags.clouds) or None
     if clouds and not flags.dry_run:
         raise BadInput(
             "--clouds is for --dry-run; to launch, SkyPilot must have the clouds enabled (`sky "

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from harness.bucket.beats import Beats
-from harness.bucket.layout import DOUBT, LEAVE, STOP_KEY, StopOrder, order_by, order_key
+from harness.bucket.layout import DOUBT, STOP_KEY, StopOrder, order_key
 from harness.bucket.lease import Lease
-from harness.bucket.orders import ask_to_stop, stop_order
+from harness.bucket.orders import ask_to_leave, ask_to_stop, stop_order
 from harness.controller import policies
 from harness.controller.book import UNSHOWN, Book, bill, how_it_ended
 from harness.controller.choosing import MOST_PLACES
@@ -472,7 +472,7 @@ class Loop:
 
     def ask_to_leave(self, attempt: int, reason: str) -> bool:
         """Through the bucket. False: it was asked before."""
-        return self.world.store.create(order_key(LEAVE, attempt), order_by("controller", reason))
+        return ask_to_leave(self.world.store, attempt, reason, self.lease.term)
 
     def dismiss(self, attempt: int) -> None:
         """Have a node terminated; again from time to time for as long as it is seen."""
@@ -491,7 +491,7 @@ class Loop:
         self.note(Decided("stop", reason))
         self.journal.flush()
         self.lease.check()
-        ask_to_stop(self.world.store, StopOrder(reason, "controller", failed))
+        ask_to_stop(self.world.store, StopOrder(reason, "controller", failed, term=self.lease.term))
 
     def end(self, outcome: str, reason: str, step: int) -> RunOutcome | None:
         """Let nodes leave by themselves, send away who stays, and be sure that nothing is left."""
