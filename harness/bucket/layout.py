@@ -50,6 +50,7 @@ SNAPSHOT = "control/snapshot-"  # + anything: all ranks snapshot and go on
 # + attempt: written by the agent of a node that may not stay, and taken back by it
 DOUBT = "control/doubt-"
 LEAVE = "control/leave-"  # + attempt: written by the controller, to have a node snapshot and leave
+LIMITS_KEY = "control/limits.json"  # rewritten by who leads: what agents keep when nobody does
 FACTS = "facts/"
 ARCHIVE = "archive/"  # what long runs were archived to: archive.py, recorded.py
 SAMPLES = records.SAMPLES
@@ -59,6 +60,7 @@ CHUNKS = "rdzv/chunks/"  # create-only, by member: where its chunks are served
 TRACKERS = "trackers/"
 PROFILES = "profiles/"  # + epoch, rank, steps: traces, which nothing here reads
 SETUP = "setup/"  # create-only: how the run was set up (setups.py)
+HEADS = "heads/"  # create-only: what there must be at least, signed (heads.py)
 LOGBOOK = "logbook/"  # create-only: what people write about the run (notes.py)
 WATCH = "watch/"  # + name: what side jobs have done (side_jobs.py)
 
@@ -428,6 +430,41 @@ def ordered_in(data: bytes) -> int:
 def _term_in(body: dict[str, Any]) -> int:
     said = body.get("term")
     return said if type(said) is int and 0 < said < 10**12 else 0
+
+
+# ---- limits --------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class AttemptPrice:
+    """What an open attempt costs. `yet_s`: for so long it is billed if it is to leave at once."""
+
+    attempt: Natural
+    usd_per_h: Amount
+    yet_s: Amount
+
+
+@dataclass(frozen=True)
+class RunLimits:
+    """What a run may still cost, and how long it may still go on, as of its writing. Its nodes keep
+    these limits by themselves when nobody leads the run. A controller writes it anew at least every
+    `every_s`, and before each launch. None: there is no such limit."""
+
+    term: Natural  # of the controller that wrote it
+    version: Natural  # rises with each writing of one term
+    every_s: Amount
+    launch_s: Amount  # the longest that a launch is expected to take
+    budget_usd: Amount | None = None
+    spent_usd: Amount = 0.0
+    left_s: Amount | None = None  # until the limit of hours
+    leaderless_s: Amount | None = None  # nodes drain when nobody has led for so long
+    attempts: tuple[AttemptPrice, ...] = ()
+
+    @classmethod
+    def decode(cls, data: bytes) -> RunLimits:
+        """Raises BadObject, NewerProtocol."""
+        return decoded(cls, data)
+
+    def encode(self) -> bytes:
+        return json.dumps(stamped(dataclasses.asdict(self))).encode()
 
 
 # ---- trackers ------------------------------------------------------------------------------------

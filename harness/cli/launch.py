@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from harness.bucket.heads import sign_off
 from harness.bucket.orders import STOP_KEY, stop_order
 from harness.cli.alerts import alerting_beside, alerts_for_nodes, receivers
 from harness.cli.common import (
@@ -25,14 +26,15 @@ from harness.cli.common import (
     ENDED_EARLY,
     FAILED,
     LEFT,
+    PREFLIGHT_S,
     PROMETHEUS,
     RealClock,
-    attempts,
     book_of,
     checked_store,
     html_path,
     is_final,
     is_local,
+    key_for_nodes,
     local_cloud,
     names_of,
     node_range,
@@ -48,10 +50,11 @@ from harness.cli.market import Histories, known_before, remembering
 from harness.cli.record import RecordFlags, about_launch, keep_launch, with_image
 from harness.cli.track import publisher_beside
 from harness.core.config import flag, positional
+from harness.core.given_files import output_file
 from harness.core.world import BadInput, Fenced, HarnessError
 from storage.errors import StoreError
 from storage.objects import ObjectStore
-from storage.opening import normalize
+from storage.opening import normalize, open_store
 from storage.text import Console
 
 if TYPE_CHECKING:
@@ -109,6 +112,12 @@ class LaunchFlags(RecordFlags):
     json: bool = flag(False, "with --dry-run: the plan as JSON")
     budget_usd: float | None = flag(None, "stop before more than this is spent", above=0)
     max_hours: float | None = flag(None, "stop after this many hours", above=0)
+    leaderless_minutes: float | None = flag(
+        None,
+        "nodes drain when nobody has led the run for so long; default: what each was told by "
+        "harness run --leaderless-hours (24)",
+        above=0,
+    )
     deadline: str = flag(
         "",
         "when the run must be done: a time from its launch on, such as 36h, or a date (UTC), such "
@@ -126,6 +135,12 @@ class LaunchFlags(RecordFlags):
     )
     secret: tuple[str, ...] = flag(
         (), "NAME or NAME=value, kept out of logs; repeat for more", metavar="NAME=value"
+    )
+    sign_key: str = flag(
+        "",
+        "a file with the key that signs what the run writes (docs/PROOF.md); it goes to the nodes "
+        "as a secret, never to the bucket; default: HARNESS_SIGNING_KEY",
+        metavar="FILE",
     )
     alert: tuple[str, ...] = flag(
         (),
@@ -149,8 +164,19 @@ class LaunchFlags(RecordFlags):
         "",
         "also write the report as this HTML file (default: report.html in the run's folder, if it "
         "has one)",
+        check=output_file,
     )
     brief: bool = flag(False, "end without the report in the terminal")
+
+
+def _secrets(flags: LaunchFlags) -> dict[str, str]:
+    """What nodes are given and nobody is told. Raises BadInput."""
+    from harness.clouds.tasks import pairs
+
+    key = key_for_nodes(flags.sign_key, os.environ)
+    os.environ.update(key)  # the controller signs as well
+    kept = pairs(flags.secret, os.environ, "--secret")
+    return {**alerts_for_nodes(flags.alert), **key, **kept}
 
 
 def launch(flags: LaunchFlags) -> int:
@@ -165,8 +191,7 @@ def launch(flags: LaunchFlags) -> int:
     envs = {**about_launch(flags, os.environ), **given, "RUN": url}
     told = receivers(flags.alert, flags.alert_rules)
     _check_prometheus(flags)
-    kept = {**alerts_for_nodes(flags.alert), **tasks.pairs(flags.secret, os.environ, "--secret")}
-    task = with_image(tasks.load(flags.task, envs, kept))
+    task = with_image(tasks.load(flags.task, envs, _secrets(flags)))
     policy = policies.resolve(_policy_name(flags))
     if flags.cloud == "sky":
         policy = policies.together(policy, saving=flags.move_saving, stay_s=flags.move_stay_s)
@@ -174,6 +199,10 @@ def launch(flags: LaunchFlags) -> int:
         return show_plan(
             flags, task, policy, url, nodes, lambda: _cloud(flags, task, url, nodes), console
         )
+    # what is wrong with the input is told before anything is written anywhere
+    local = _cloud(flags, task, url, nodes) if flags.cloud == "local" else None
+    if flags.deadline:
+        wanted(flags, nodes, book_of(open_store(url, retry_within_s=PREFLIGHT_S)), time.time())
     store = checked_store(url)
     try:
         # A controller killed after the last step may have left nodes: those are ended first.
@@ -199,7 +228,7 @@ def launch(flags: LaunchFlags) -> int:
         soft_wrap=True,
     )
     keep_launch(store, flags, task)
-    cloud = _cloud(flags, task, url, nodes)
+    cloud = local or _cloud(flags, task, url, nodes)
     log = state_dir(url, "controller") / "publisher.log"
     beside: list[AbstractContextManager[Any]] = [
         publisher_beside(url, task, log, flags.alert_rules),
@@ -210,6 +239,7 @@ def launch(flags: LaunchFlags) -> int:
     if flags.cloud == "sky":  # the market of a local cloud is made up
         beside.append(remembering(url, store, Histories.of(os.environ)))
     ended = _lead(flags, nodes, policy, asked_for, url, store, cloud, console, beside)
+    sign_off(store)
     if isinstance(ended, int):
         return ended
     show_report(store, console, flags.html or html_path(url), flags.brief)
@@ -316,14 +346,13 @@ def _lead(
 def _say_how_it_ended(outcome: RunOutcome, store: ObjectStore, console: Console, url: str) -> int:
     """The exit status."""
     if outcome.unproven:
-        names = attempts(outcome.unproven)
         words = (
-            f"{names}: this cloud never showed their machines. Look whether they are gone: "
-            f"harness down {url}"
+            f"{outcome.reason}. This cloud never showed their machines. Look whether they are "
+            f"gone, from where they were launched: harness down {url}"
         )
         console.print(f"\n{words}", style="bold red", highlight=False, soft_wrap=True)
     if outcome.outcome == "done":
-        return DONE
+        return FAILED if outcome.unproven else DONE
     console.print(
         Text.assemble("\n", (outcome.outcome, "bold red"), f": {outcome.reason}"), soft_wrap=True
     )
@@ -357,8 +386,9 @@ snapshots without it.
                     try again)
   watch them        harness status {url}
   end them          harness down {url}
-Until then no lost node is replaced, and neither --budget-usd nor --max-hours is kept.
-Without a controller for longer than `harness run --leaderless-hours` (24) nodes drain."""
+Until then no lost node is replaced. Nodes keep --budget-usd and --max-hours by themselves: they
+drain when these are reached, or without a controller for longer than --leaderless-minutes, or
+`harness run --leaderless-hours` (24)."""
     console.print(said, markup=False, highlight=False, soft_wrap=True)
     return LEFT
 
@@ -386,10 +416,19 @@ def _nothing_runs(store: ObjectStore, cloud: LocalCloud | SkyPilotCloud) -> bool
 def _run_spec(flags: LaunchFlags, nodes: tuple[int, int]) -> RunSpec:
     from harness.controller.recovery import RunSpec
 
-    wanted = RunSpec(*nodes, budget_usd=flags.budget_usd, max_hours=flags.max_hours)
+    minutes = flags.leaderless_minutes
+    wanted = RunSpec(
+        *nodes,
+        budget_usd=flags.budget_usd,
+        max_hours=flags.max_hours,
+        leaderless_s=None if minutes is None else minutes * 60,
+    )
     if flags.cloud == "sky":
+        from harness.clouds.sky_client import IDLE_MINUTES
+
         return replace(
             wanted,
+            alone_s=IDLE_MINUTES * 60.0,
             poll_s=1.0,
             lost_after_s=90.0,
             block_limit_s=600.0,
