@@ -310,8 +310,9 @@ def test_a_server_that_does_not_know_the_secret_is_told_nothing(tmp_path) -> Non
 def test_a_kept_connection_that_was_closed_is_made_again(chunks) -> None:
     peer = PeerTier([("127.0.0.1", chunks.port)], SECRET, timeout_s=30.0)
     assert peer.get(ID) == DATA
-    for _, visit in list(chunks._server._visits.values()):
-        chunks._server._send_away(visit)
+    with chunks._server._lock:
+        for _, visit in list(chunks._server._visits.values()):
+            chunks._server._send_away(visit)
     until(lambda: not chunks._server._visits, "its thread to end")
     assert peer.get(ID) == DATA and not peer._gone
 
