@@ -11,15 +11,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PURE = {  # by file; no torch, sky, sockets, wall clock, global randomness
-    "core": {"batch", "calls", "columns", "dotted", "exposition", "fact_lines", "facts", "known", "losses", "masking", "plain", "prices", "records", "setups", "steps_asked", "values", "world"},
-    "bucket": {"alerts", "archive", "beats", "layout", "lease", "notes", "orders", "recorded", "setups", "side_jobs", "streamed", "tiers", "volumes"},
-    "controller": {"book", "capacity", "choosing", "combinators", "deadline", "fleet", "last_call", "learned", "learning", "listening", "policies", "recovery", "remembered", "together", "value"},
+    "core": {"batch", "calls", "columns", "dotted", "exposition", "fact_lines", "facts", "known", "losses", "masking", "plain", "prices", "records", "setups", "signing", "steps_asked", "values", "world"},
+    "bucket": {"alerts", "archive", "beats", "heads", "layout", "lease", "notes", "orders", "recorded", "setups", "side_jobs", "streamed", "tiers", "volumes"},
+    "controller": {"allowance", "book", "bounds", "capacity", "choosing", "combinators", "deadline", "durations", "fleet", "last_call", "learned", "learning", "listening", "policies", "recovery", "remembered", "together", "value"},
     "market": {"fluid", "history", "history_shelf", "lookahead", "made_up", "optimum", "optimum_fleet", "rates", "trace_formats", "traces"},
     "clouds": {"market"},
     "agent": {"ends", "gossip", "leaderless", "lines_protocol", "machine"},
     "worker": {"machine"},
     "views": {"alert_rules", "alert_state", "alerts", "beside", "blame", "breaks", "events", "interruption", "ledger", "ledger_parts", "moments", "painting", "postmortem", "rows", "side_jobs", "spans", "speed", "testimony", "what_if"},
-    "proof": {"check_case", "check_evidence", "check_rules", "check_script", "check_state", "check_worlds", "forecasting", "invariants", "market_fleet", "market_peers", "market_quick", "market_replay", "market_table", "sim", "sim_members", "sim_world"},
+    "proof": {"check_case", "check_evidence", "check_rules", "check_script", "check_state", "check_worlds", "forecasting", "invariants", "market_fleet", "market_peers", "market_quick", "market_replay", "market_table", "sim", "sim_members", "sim_money", "sim_world"},
     "testing": {"situations"},
     "watch": {"due"},
 }

@@ -13,10 +13,12 @@ import pytest
 from harness.bucket.journal import Journal
 from harness.bucket.lease import Lease
 from harness.controller.book import Book, bill
+from harness.controller.durations import PRIORS
 from harness.controller.policies import cheapest
 from harness.controller.recovery import STOP_KEY, RunOutcome, RunSpec, recover
 from harness.core.facts import AttemptEnded, AttemptIntended, AttemptUp, Decided, Stamped
-from harness.core.world import STOPPED, CloudUnavailable, Node, NodeState, Offer, World
+from harness.core.values import BadObject, built
+from harness.core.world import STOPPED, BadInput, CloudUnavailable, Node, NodeState, Offer, World
 from harness.proof.sim_world import VirtualClock
 from storage.files import MemoryStore
 
@@ -262,8 +264,30 @@ def test_the_book_knows_how_long_things_took() -> None:
                 ),
             ),
         ]
-    two, three = Book.of(facts[:10], random.Random(0)), Book.of(facts, random.Random(0))
-    # two are too few to assume less
-    assert (two.launch_s(600.0), two.leave_s(180.0, 300.0)) == (600.0, 480.0)
-    assert two.launch_s(300.0) == 402.0
-    assert (three.launch_s(600.0), three.leave_s(180.0, 300.0)) == (403.0, 193.0)
+    none, three = Book.of([], random.Random(0)).durations, Book.of(facts, random.Random(0)).durations
+    assert (none.launch_s("aws/x", 600.0), none.leave_s("aws/x", 180.0, 300.0)) == (600.0, 480.0)
+    # three are too few to believe that none takes longer, and never less than the longest
+    assert three.launch_s("aws/y", 600.0) == 403.0 + (600.0 - 403.0) * 9 / 12
+    assert three.launch_s("aws/y", 300.0) == 403.0
+    end_s = 133.0 + (300.0 - 133.0) * 9 / 12
+    assert three.end_s("aws/y", 300.0) == end_s
+    assert three.leave_s("aws/y", 180.0, 300.0) == 193.0 + (180.0 + end_s - 193.0) * 9 / 12
+    # what one cloud takes says nothing of another
+    assert three.launch_s("gcp/y", 600.0) == 600.0
+    assert three.launch_s("slurm/y", 600.0) == PRIORS["slurm"].launch_s
+
+
+@pytest.mark.parametrize("name", ["budget_usd", "max_hours", "exit_grace_s", "launch_s"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -5.0, 1e300])
+def test_limits_that_are_none_are_refused(name: str, value: float) -> None:
+    with pytest.raises(BadInput, match=name):
+        RunSpec(**{name: value})
+
+
+def test_a_fact_with_a_negative_bill_pays_for_nothing() -> None:
+    offer = dataclasses.asdict(OFFER) | {"usd_per_h": -1000.0}
+    book = Book.of([Stamped(0.0, "controller-1", AttemptIntended(1, offer))], random.Random(0))
+    assert book.offers[1].usd_per_h == 0.0
+    fact = AttemptEnded(1, "failed", 0.0, 1.0, 2.0, 1, "", 1.0, -500.0)
+    with pytest.raises(BadObject, match="usd"):
+        built(AttemptEnded, dataclasses.asdict(fact))

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from harness.bucket import layout
 from harness.bucket.alerts import Alert, AlertReceipt
 from harness.bucket.layout import (
+    AttemptPrice,
     ChunkServerAt,
     Claim,
     Epoch,
@@ -29,6 +30,7 @@ from harness.bucket.layout import (
     Identity,
     Member,
     Published,
+    RunLimits,
     StopOrder,
     Term,
     secret_of,
@@ -108,6 +110,7 @@ def chain(data: bytes) -> list[Fact]:
 
 
 ORDER = StopOrder("it fails", "m1", True, ("a", "b")).to_json()
+LIMITS = RunLimits(2, 7, 30.0, 600.0, 100.0, 40.0, 3600.0, attempts=(AttemptPrice(1, 6.0, 480.0),))
 PUBLISHED = Published(9, "trackers/jsonl/1/", {"a.jsonl": "0"}, "ab", 1, run_id="r", t=1.7e9)
 ALERT = dataclasses.asdict(Alert("a1", "rank 1 hangs", "silent", 1.7e9, "critical"))
 HEADER = BatchHeader(
@@ -139,6 +142,7 @@ DECODERS = [
     Decoder("glance", Glance.of, (), of("rdzv/members/")),
     Decoder("lease term", Term.decode, (), of("lease/000001.json")),
     Decoder("stop order", StopOrder.from_json, (), (ORDER, *of("control/stop.json"))),
+    Decoder("limits", RunLimits.decode, BAD, (LIMITS.encode(),)),
     Decoder("chunk server", ChunkServerAt.decode, BAD, (ChunkServerAt("10.0.0.1", 5).encode(),)),
     Decoder("secret", secret_of, BAD, (json.dumps("0f" * 32).encode(),)),
     Decoder("published", lambda d: Published.decode(d, 1), BAD, (PUBLISHED.encode(),)),
@@ -285,7 +289,7 @@ def use(found: Any) -> None:
         case Epoch():
             assert len([found.ranks(m) for m in found.members]) == len(found.members)
             found.encode()
-        case Member() | Term() | Published() | Claim() | ChunkServerAt():
+        case Member() | Term() | RunLimits() | Published() | Claim() | ChunkServerAt():
             found.encode()
         case Identity():
             assert found.micro_batches >= 0 and rec.genesis(found.body)
@@ -326,7 +330,7 @@ def test_no_text_is_parsed_beyond_its_bounds() -> None:
 def test_an_object_that_would_fill_the_memory_is_refused() -> None:
     """A few bytes may claim an object of terabytes, in chunks of one byte."""
     place = ["snapshots/parts/a/b", 0, 4, 1 << 49]
-    body = {"key": "snapshots/parts/a/c", "nbytes": 4, "chunk_nbytes": 1, "hashes": list("abcd")}
+    body = {"key": "snapshots/parts/a/c", "nbytes": 4, "chunk_nbytes": 1, "hashes": ["0" * 32] * 4}
     with pytest.raises(SnapshotCorrupt, match="its places do not make up"):
         Part.from_json(json.dumps({**body, "places": [place]}))
 

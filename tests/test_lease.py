@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 
 from harness.agent.leaderless import COUNTED_S, LOOK_EVERY_S, Leaderless
 from harness.bucket.lease import Lease, sign_of_life
+from harness.controller.keeping import KeptLease
+from harness.core import steady
 from harness.core.world import Fenced
 from harness.proof.sim_world import VirtualClock
 from storage.errors import StoreUnavailable
@@ -113,7 +116,7 @@ def test_two_challengers_one_winner(store: MemoryStore, clock: VirtualClock) -> 
 
 def test_an_unheard_create_costs_a_wait_but_never_two_holders(clock: VirtualClock) -> None:
     inner = MemoryStore("memory://lease", {})
-    a = lease(FaultyStore(inner, random.Random(1), fail_call=2, mode="after"), clock, "a")
+    a = lease(FaultyStore(inner, random.Random(1), fail_call=3, mode="after"), clock, "a")
     with pytest.raises(StoreUnavailable):
         a.acquire()
     with pytest.raises(Fenced):
@@ -218,3 +221,51 @@ def test_a_machine_that_was_suspended_does_not_blame_its_leader(
     node.look()
     clock.sleep(1000 * 3600)  # both were: a laptop
     assert not node.look() and node.judge.still_s == COUNTED_S
+
+
+# ---- while its holder is busy --------------------------------------------------------------------
+class OwnClock:
+    """Real time."""
+
+    def now(self) -> float:
+        return steady.now()
+
+    def sleep(self, seconds: float) -> None:
+        threading.Event().wait(seconds)
+
+
+def test_a_holder_that_is_busy_for_longer_than_its_ttl_is_not_overtaken(store: MemoryStore) -> None:
+    """A launch that blocks for 3 x 60 s under a lease of 20 s; here both are a hundredth."""
+    busy, other = (KeptLease(store, OwnClock(), name, ttl_s=0.3) for name in ("busy", "other"))
+    busy.acquire()
+    try:
+        threading.Event().wait(1.5)  # its loop does not come round
+        with pytest.raises(Fenced, match="already leading"):
+            other.acquire()
+        busy.check()
+    finally:
+        busy.close()
+
+
+def test_a_holder_whose_loop_hangs_is_overtaken_and_so_is_one_that_has_closed(
+    store: MemoryStore,
+) -> None:
+    hung = KeptLease(store, OwnClock(), "hung", ttl_s=0.3, busy_limit_s=0.2)
+    hung.acquire()
+    threading.Event().wait(0.6)
+    closed = KeptLease(store, OwnClock(), "closed", ttl_s=0.3)
+    assert closed.acquire() == 2
+    closed.close()
+    last = KeptLease(store, OwnClock(), "last", ttl_s=0.3)
+    assert last.acquire() == 3
+    last.release()
+    assert sign_of_life(store) == (3, b"released")
+    for fenced in (hung, closed):
+        with pytest.raises(Fenced):
+            fenced.check()
+
+
+def test_a_wall_clock_that_jumps_moves_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = steady.now()
+    monkeypatch.setattr("time.time", lambda: 0.0)
+    assert 0.0 <= steady.now() - before < 3600.0

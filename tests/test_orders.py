@@ -4,9 +4,18 @@ import json
 
 import pytest
 
-from harness.bucket.layout import UNSAID
-from harness.bucket.orders import STOP_KEY, StopOrder, ask_to_stop, stop_order
+from harness.bucket.layout import LEAVE, UNSAID, order_key
+from harness.bucket.lease import Lease
+from harness.bucket.orders import (
+    STOP_KEY,
+    StopOrder,
+    ask_to_leave,
+    ask_to_stop,
+    asked_to_leave,
+    stop_order,
+)
 from harness.node.marks import MarkReader, Want, write
+from harness.proof.sim_world import VirtualClock
 from storage.files import MemoryStore
 
 
@@ -57,3 +66,67 @@ def test_the_first_order_stands_and_is_read_as_it_was_written():
     assert ask_to_stop(store, order) and not ask_to_stop(store, StopOrder("another"))
     assert stop_order(store) == order
     assert json.loads(store.get(STOP_KEY))["reason"] == "it fails"  # as older versions read it
+
+
+# ---- orders of controllers -----------------------------------------------------------------------
+@pytest.fixture
+def store():
+    return MemoryStore("memory://orders", {})
+
+
+def lead(store, clock, holder):
+    """A controller that leads from now on, if the one before is silent."""
+    lease = Lease(store, clock, holder, ttl_s=5.0)
+    lease.acquire()
+    return lease
+
+
+def test_a_late_stop_order_of_an_old_term_does_nothing(store):
+    """AUDIT 6: its writer was paused between its look at the lease and its write."""
+    clock = VirtualClock()
+    old, new = lead(store, clock, "old"), lead(store, clock, "new")
+    late = StopOrder("the budget is spent", "controller", term=old.term)
+    assert ask_to_stop(store, late) and stop_order(store) is None
+    now = StopOrder("enough", "controller", term=new.term)
+    assert ask_to_stop(store, now) and stop_order(store) == now  # it is in nobody's way
+    assert not ask_to_stop(store, late) and stop_order(store) == now
+
+
+def test_a_stop_order_is_carried_out_by_whoever_leads_next(store):
+    clock = VirtualClock()
+    first = lead(store, clock, "first")
+    order = StopOrder("the budget is spent", "controller", term=first.term)
+    ask_to_stop(store, order)
+    lead(store, clock, "second")
+    lead(store, clock, "third")
+    assert stop_order(store) == order
+
+
+@pytest.mark.parametrize("by", ["user", "m0001", "wandb"])
+def test_what_people_and_agents_ask_for_stands_whoever_leads(store, by):
+    clock = VirtualClock()
+    lead(store, clock, "first")
+    order = StopOrder("enough", by)
+    ask_to_stop(store, order)
+    lead(store, clock, "second")
+    assert stop_order(store) == order
+
+
+def test_a_late_word_to_leave_does_nothing_and_can_be_said_again(store):
+    clock = VirtualClock()
+    old, new = lead(store, clock, "old"), lead(store, clock, "new")
+    assert not asked_to_leave(store, 7)
+    assert ask_to_leave(store, 7, "its replacement is there", old.term)
+    assert not asked_to_leave(store, 7)
+    assert ask_to_leave(store, 7, "it is not needed", new.term) and asked_to_leave(store, 7)
+    assert not ask_to_leave(store, 7, "it is not needed", new.term)
+    store.put(order_key(LEAVE, 8), b"{}")  # by a person, or an older version
+    assert asked_to_leave(store, 8)
+
+
+@pytest.mark.parametrize("term", [True, -1, 1.0, "2", None, 10**15, [1]])
+def test_a_term_that_is_none_is_nobodys(store, term):
+    lead(store, VirtualClock(), "first")
+    store.put(STOP_KEY, json.dumps({"reason": "enough", "term": term}).encode())
+    store.put(order_key(LEAVE, 3), json.dumps({"by": "x", "term": term}).encode())
+    assert stop_order(store).term == 0 and asked_to_leave(store, 3)

@@ -239,12 +239,11 @@ class Agent:
             self.journal.flush()
 
     def _heed_leader(self, now: float) -> None:
-        """Does anybody lead the run? If nobody has for too long, this node drains. Raises
-        StoreUnavailable; then it looks again later."""
-        timing = self.config.timing
-        if not timing.leaderless_s or self._node.leaving:
+        """Does anybody lead the run? If nobody has for too long, or nobody keeps its limits, this
+        node drains. Raises StoreUnavailable; then it looks again later."""
+        if self._node.leaving or not self._due.now("lease", now, self.config.timing.lease_s):
             return
-        if self._due.now("lease", now, timing.lease_s) and (why := self._run.unled(now)):
+        if why := self._run.unled(now):
             self._feed(machine.Unled(why))
 
     def _stop_order(self, now: float) -> str | None:

@@ -6,7 +6,7 @@ Everything raises StoreError as the store does; nothing here decides.
 
 from __future__ import annotations
 
-from harness.agent.leaderless import Leaderless
+from harness.agent.leaderless import Leaderless, LimitsKeeper
 from harness.agent.machine import AgentState
 from harness.bucket.layout import (
     CONTROL,
@@ -22,7 +22,7 @@ from harness.bucket.layout import (
     order_key,
 )
 from harness.bucket.lease import sign_of_life
-from harness.bucket.orders import ask_to_stop, stop_order
+from harness.bucket.orders import ask_to_stop, asked_to_leave, run_limits, stop_order
 from harness.core.values import BadObject
 from storage.errors import NotFound
 from storage.manifest import Ref, SnapshotCorrupt
@@ -46,7 +46,7 @@ class RunState:
     ):
         self.store, self.member, self.attempt = store, member, attempt
         self.snapshots = Snapshots(store)
-        self._leaderless = Leaderless(leaderless_s)
+        self._leaderless, self._limits = Leaderless(leaderless_s), LimitsKeeper()
         self._control: set[str] = set()  # what lies under control/, as we saw it last
         # what was asked of the run before we looked first is not for us
         self._control_seen: set[str] | None = None
@@ -72,12 +72,18 @@ class RunState:
         return [key for key in sorted(self._control - seen) if key.startswith(SNAPSHOT)]
 
     def released(self) -> bool:
-        """Is this node asked to leave?"""
-        return bool(self.attempt) and order_key(LEAVE, self.attempt) in self._control
+        """Is this node asked to leave, by who leads the run?"""
+        asked = bool(self.attempt) and order_key(LEAVE, self.attempt) in self._control
+        return asked and asked_to_leave(self.store, self.attempt)
 
     # ---- who leads -------------------------------------------------------------------------------
     def unled(self, now: float) -> str:
-        """Why this node is to leave, if nobody has led the run for too long; ""."""
+        """Why this node is to leave, if nobody has led the run for too long, or nobody keeps limits
+        that are reached; ""."""
+        if why := self._limits.see(now, run_limits(self.store)):
+            return why
+        if not self._leaderless.bound_s:
+            return ""
         return self._leaderless.see(now, *sign_of_life(self.store, self._leaderless.term))
 
     # ---- what we tell ----------------------------------------------------------------------------

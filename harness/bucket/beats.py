@@ -48,6 +48,10 @@ class Beats:
         self._seen: dict[str, tuple[bytes, float, bool]] = {}
         self._gone: dict[str, Beat] = {}  # for ever: a name is used once
 
+    def attempts(self) -> set[int]:
+        """Of all members that ever said something; one list. Raises StoreError."""
+        return {attempt_of(member_of(key)) for key in self._store.list(MEMBERS)} - {0}
+
     def look(self, attempts: Collection[int] | None = None) -> list[Beat]:
         """Every member that ever said something (`attempts`: of these only). Raises StoreError."""
         names = [name for key in self._store.list(MEMBERS) if (name := member_of(key))]

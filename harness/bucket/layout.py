@@ -51,6 +51,7 @@ SNAPSHOT = "control/snapshot-"  # + anything: all ranks snapshot and go on
 # + attempt: written by the agent of a node that may not stay, and taken back by it
 DOUBT = "control/doubt-"
 LEAVE = "control/leave-"  # + attempt: written by the controller, to have a node snapshot and leave
+LIMITS_KEY = "control/limits.json"  # rewritten by who leads: what agents keep when nobody does
 FACTS = "facts/"
 ARCHIVE = "archive/"  # what long runs were archived to: archive.py, recorded.py
 SAMPLES = records.SAMPLES
@@ -60,6 +61,7 @@ CHUNKS = "rdzv/chunks/"  # create-only, by member: where its chunks are served
 TRACKERS = "trackers/"
 PROFILES = "profiles/"  # + epoch, rank, steps: traces, which nothing here reads
 SETUP = "setup/"  # create-only: how the run was set up (setups.py)
+HEADS = "heads/"  # create-only: what there must be at least, signed (heads.py)
 LOGBOOK = "logbook/"  # create-only: what people write about the run (notes.py)
 WATCH = "watch/"  # + name: what side jobs have done (side_jobs.py)
 
@@ -343,6 +345,7 @@ class Term:
     holder: str = "another controller"
     ttl_s: Amount = USUAL_TTL_S
     newer: int = 0  # its protocol; 0: we can read it
+    heeds: Natural = 0  # whose stop order lay there when this term was taken: it goes on to stand
 
     @classmethod
     def decode(cls, data: bytes) -> Term:
@@ -360,7 +363,10 @@ class Term:
         return found if 0 < found.ttl_s <= MOST_TTL_S else cls(found.holder, newer=newer)
 
     def encode(self) -> bytes:
-        return json.dumps(stamped({"holder": self.holder, "ttl_s": self.ttl_s})).encode()
+        body: dict[str, Any] = {"holder": self.holder, "ttl_s": self.ttl_s}
+        return json.dumps(
+            stamped({**body, **({"heeds": self.heeds} if self.heeds else {})})
+        ).encode()
 
 
 # ---- orders --------------------------------------------------------------------------------------
@@ -376,9 +382,11 @@ class StopOrder:
     by: str = ""
     failed: bool = False
     log_tail: tuple[str, ...] = ()  # of the worker that failed
+    term: int = 0  # of the controller that says so; 0: a person or an agent
 
     def to_json(self) -> bytes:
-        return json.dumps(masked_deep(dataclasses.asdict(self))).encode()
+        body = masked_deep(dataclasses.asdict(self))
+        return json.dumps({k: v for k, v in body.items() if k != "term" or v}).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> StopOrder:
@@ -399,13 +407,65 @@ class StopOrder:
             by=word(body.get("by"), LONGEST),
             failed=body.get("failed") is True,
             log_tail=tuple(line[:TAIL_LETTERS] for line in lines[-TAIL_LINES:]),
+            term=_term_in(body),
         )
 
 
-def order_by(by: str, reason: str = "") -> bytes:
+def order_by(by: str, reason: str = "", term: int = 0) -> bytes:
     """An order whose key says all (SNAPSHOT, DOUBT, LEAVE, CLOSED); its words are for people, and
-    nothing reads them."""
-    return json.dumps({"by": by, **({"reason": masked(reason)} if reason else {})}).encode()
+    nothing reads them. `term`: of the controller that gives it; 0: a person or an agent."""
+    said = {"by": by, "reason": masked(reason), "term": term}
+    return json.dumps({k: v for k, v in said.items() if k == "by" or v}).encode()
+
+
+def ordered_in(data: bytes) -> int:
+    """The term of the controller that gave an order of `order_by`; 0: a person, an agent, or nobody
+    can say. Never fails."""
+    try:
+        body = parsed(data, most_nbytes=SMALL_NBYTES)
+    except BadObject:
+        return 0
+    return _term_in(body) if isinstance(body, dict) else 0
+
+
+def _term_in(body: dict[str, Any]) -> int:
+    said = body.get("term")
+    return said if type(said) is int and 0 < said < 10**12 else 0
+
+
+# ---- limits --------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class AttemptPrice:
+    """What an open attempt costs. `yet_s`: for so long it is billed if it is to leave at once."""
+
+    attempt: Natural
+    usd_per_h: Amount
+    yet_s: Amount
+
+
+@dataclass(frozen=True)
+class RunLimits:
+    """What a run may still cost, and how long it may still go on, as of its writing. Its nodes keep
+    these limits by themselves when nobody leads the run. A controller writes it anew at least every
+    `every_s`, and before each launch. None: there is no such limit."""
+
+    term: Natural  # of the controller that wrote it
+    version: Natural  # rises with each writing of one term
+    every_s: Amount
+    launch_s: Amount  # the longest that a launch is expected to take
+    budget_usd: Amount | None = None
+    spent_usd: Amount = 0.0
+    left_s: Amount | None = None  # until the limit of hours
+    leaderless_s: Amount | None = None  # nodes drain when nobody has led for so long
+    attempts: tuple[AttemptPrice, ...] = ()
+
+    @classmethod
+    def decode(cls, data: bytes) -> RunLimits:
+        """Raises BadObject, NewerProtocol."""
+        return decoded(cls, data)
+
+    def encode(self) -> bytes:
+        return json.dumps(stamped(dataclasses.asdict(self))).encode()
 
 
 # ---- trackers ------------------------------------------------------------------------------------

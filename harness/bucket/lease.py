@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from harness.bucket.layout import LEASES, Term, newest_term, term_key
 from harness.bucket.layout import RELEASED as RELEASED
+from harness.bucket.orders import stop_order
 from harness.core import values
 from harness.core.world import Clock, Fenced
 from storage.errors import NotFound
@@ -73,7 +74,11 @@ class Lease:
             if term and term != self.term and not self._is_over(term):
                 # its beat moved and we are on standby, or somebody took the next term meanwhile
                 continue
-            if self.store.create(term_key(term + 1), Term(self.holder, self.ttl_s).encode()):
+            # what an earlier controller ordered is ours to carry out, if it lies there by now
+            standing = stop_order(self.store)
+            heeds = standing.term if standing else 0
+            taken = Term(self.holder, self.ttl_s, heeds=heeds)
+            if self.store.create(term_key(term + 1), taken.encode()):
                 self.term = term + 1
                 self._beat(b"1")
                 return self.term

@@ -15,7 +15,6 @@ from harness.bucket.orders import ask_to_stop
 from harness.cli.common import (
     DONE,
     FAILED,
-    attempts,
     cluster_of,
     existing_store,
     is_local,
@@ -208,7 +207,9 @@ def _prove(
             "them. They are asked to stop."
         )
     if quiet := sorted(unknown() - {b.attempt for b in beating}):
-        names = f"{attempts(quiet)} ({', '.join(cluster_of(url, n) for n in quiet)})"
+        names = (
+            f"attempts {ending.book.named(quiet)} ({', '.join(cluster_of(url, n) for n in quiet)})"
+        )
         doubts.append(
             f"NOT PROVEN TO BE GONE: {names}: open in the facts, silent in the bucket, and {where} "
             "knows nothing of them."

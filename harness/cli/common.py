@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.bucket.layout import ARCHIVE, FACTS, IDENTITY
+from harness.core import steady
 from harness.core.given_files import yaml_given
 from harness.core.world import BadInput
 from storage.objects import ObjectStore
@@ -28,7 +30,7 @@ PREFLIGHT_S = 10.0  # how long a bucket may be silent before a launch is refused
 
 class RealClock:
     def now(self) -> float:
-        return time.time()
+        return steady.now()
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -48,6 +50,11 @@ def prometheus_address(text: str) -> None:
     port = text.rpartition(":")[2]
     if text and not (port.isdecimal() and int(port) <= 65535):
         raise ValueError(f"wanted [HOST:]PORT, such as 9100; found {text!r}")
+
+
+def names_of(text: str) -> list[str]:
+    """Of "aws,gcp"; none of ""."""
+    return [name for part in text.split(",") if (name := part.strip())]
 
 
 def node_range(text: str) -> tuple[int, int]:
@@ -94,10 +101,6 @@ def worlds(text: str) -> tuple[int, ...]:
     if not all(word.isdecimal() and int(word) >= 1 for word in words):
         raise ValueError(f"wanted numbers of ranks, such as 1,2,4; found {text!r}")
     return tuple(sorted({int(word) for word in words}))
-
-
-def attempts(numbers: Collection[int]) -> str:
-    return f"attempt{'s' if len(numbers) > 1 else ''} {', '.join(map(str, sorted(numbers)))}"
 
 
 def cluster_of(url: str, attempt: int) -> str:
@@ -166,7 +169,32 @@ def checked_store(url: str, retry_within_s: float = RETRY_WITHIN_S) -> ObjectSto
 
     store = open_store(url, retry_within_s=PREFLIGHT_S)
     record(store, require(store))
-    return open_store(url, retry_within_s=retry_within_s, answered=True)
+    return with_key(open_store(url, retry_within_s=retry_within_s, answered=True))
+
+
+def with_key(store: ObjectStore) -> ObjectStore:
+    """What we write is signed, if our environment has a key. Raises BadInput."""
+    from harness.bucket.heads import signed
+
+    return signed(store, os.environ, f"{socket.gethostname()}:{os.getpid()}", time.time)
+
+
+def key_for_nodes(path: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable that has nodes sign what they write: the key in that file, else ours; {}: there
+    is none. Raises BadInput."""
+    from harness.core.signing import VARIABLE, key_in
+
+    text = key_text(path) if path else environ.get(VARIABLE, "")
+    key_in({VARIABLE: text})
+    return {VARIABLE: text} if text else {}
+
+
+def key_text(path: str) -> str:
+    """What a file of a key says. Raises BadInput."""
+    try:
+        return Path(path).expanduser().read_text().strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise BadInput(f"{path}: wanted a file with a key, found none ({e})") from None
 
 
 def existing_store(url: str) -> ObjectStore:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.cli.common import DONE, FAILED, cache_dir, task_resources
+from harness.cli.common import DONE, FAILED, cache_dir, names_of, task_resources, with_key
 from harness.core.config import flag, positional
 from harness.core.given_files import output_file
 from harness.core.world import BadInput, CloudUnavailable
@@ -94,7 +94,7 @@ def ask_sky(url: str) -> None:
 
     sky = _sky(url)
     try:
-        settle(sky, (store for _, store in find_runs(url, open_store)), time.time)
+        settle(sky, (with_key(store) for _, store in find_runs(url, open_store)), time.time)
     except (SkyError, CloudUnavailable) as e:
         raise BadInput(
             f"--ask-sky: SkyPilot does not answer on this computer ({e}); ask where the runs were "
@@ -127,7 +127,7 @@ def prices(flags: PricesFlags) -> int:
     config = task_resources(flags.task)
     # an offer is for all nodes of a task; a price that a node looks up is its own
     config.pop("num_nodes", None)
-    clouds = [name.strip() for name in flags.clouds.split(",")] if flags.clouds else None
+    clouds = names_of(flags.clouds) or None
     sky = _sky(normalize(flags.task))
     try:
         offers = sky("offers", OFFERS_TIMEOUT_S, config=config, clouds=clouds, on_demand=True)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from harness.bucket.heads import sign_off
 from harness.bucket.orders import STOP_KEY, stop_order
 from harness.cli.alerts import alerting_beside, alerts_for_nodes, receivers
 from harness.cli.common import (
@@ -28,13 +29,14 @@ from harness.cli.common import (
     PREFLIGHT_S,
     PROMETHEUS,
     RealClock,
-    attempts,
     book_of,
     checked_store,
     html_path,
     is_final,
     is_local,
+    key_for_nodes,
     local_cloud,
+    names_of,
     node_range,
     prometheus_address,
     sky_broker,
@@ -45,17 +47,10 @@ from harness.cli.dry_run import show_plan
 from harness.cli.interrupts import act_on, answer, by, heed_signals
 from harness.cli.look import show_report
 from harness.cli.market import Histories, known_before, remembering
-from harness.cli.record import (
-    RecordFlags,
-    about_launch,
-    keep_launch,
-    with_image,
-    with_secret_names,
-)
+from harness.cli.record import RecordFlags, about_launch, keep_launch, with_names
 from harness.cli.track import publisher_beside
 from harness.core.config import flag, positional
 from harness.core.given_files import output_file
-from harness.core.masking import keep_out
 from harness.core.world import BadInput, Fenced, HarnessError
 from storage.errors import StoreError
 from storage.objects import ObjectStore
@@ -117,6 +112,12 @@ class LaunchFlags(RecordFlags):
     json: bool = flag(False, "with --dry-run: the plan as JSON")
     budget_usd: float | None = flag(None, "stop before more than this is spent", above=0)
     max_hours: float | None = flag(None, "stop after this many hours", above=0)
+    leaderless_minutes: float | None = flag(
+        None,
+        "nodes drain when nobody has led the run for so long; default: what each was told by "
+        "harness run --leaderless-hours (24)",
+        above=0,
+    )
     deadline: str = flag(
         "",
         "when the run must be done: a time from its launch on, such as 36h, or a date (UTC), such "
@@ -134,6 +135,12 @@ class LaunchFlags(RecordFlags):
     )
     secret: tuple[str, ...] = flag(
         (), "NAME or NAME=value, kept out of logs; repeat for more", metavar="NAME=value"
+    )
+    sign_key: str = flag(
+        "",
+        "a file with the key that signs what the run writes (docs/PROOF.md); it goes to the nodes "
+        "as a secret, never to the bucket; default: HARNESS_SIGNING_KEY",
+        metavar="FILE",
     )
     alert: tuple[str, ...] = flag(
         (),
@@ -162,6 +169,16 @@ class LaunchFlags(RecordFlags):
     brief: bool = flag(False, "end without the report in the terminal")
 
 
+def _secrets(flags: LaunchFlags) -> dict[str, str]:
+    """What nodes are given and nobody is told. Raises BadInput."""
+    from harness.clouds.tasks import pairs
+
+    key = key_for_nodes(flags.sign_key, os.environ)
+    os.environ.update(key)  # the controller signs as well
+    kept = pairs(flags.secret, os.environ, "--secret")
+    return {**alerts_for_nodes(flags.alert), **key, **kept}
+
+
 def launch(flags: LaunchFlags) -> int:
     """Lead a run until it is done: launch nodes, replace lost ones, show what happens."""
     from harness.clouds import tasks
@@ -174,9 +191,7 @@ def launch(flags: LaunchFlags) -> int:
     envs = {**about_launch(flags, os.environ), **given, "RUN": url}
     told = receivers(flags.alert, flags.alert_rules)
     _check_prometheus(flags)
-    kept = {**alerts_for_nodes(flags.alert), **tasks.pairs(flags.secret, os.environ, "--secret")}
-    task = with_secret_names(with_image(tasks.load(flags.task, envs, kept)))
-    keep_out(task.secrets.values())
+    task = with_names(tasks.load(flags.task, envs, _secrets(flags)))
     policy = policies.resolve(_policy_name(flags))
     if flags.cloud == "sky":
         policy = policies.together(policy, saving=flags.move_saving, stay_s=flags.move_stay_s)
@@ -203,7 +218,7 @@ def launch(flags: LaunchFlags) -> int:
             "another run URL."
         )
         return show_report(store, console, flags.html or html_path(url))
-    asked_for = wanted(flags, nodes, book, time.time())
+    asked_for = wanted(flags, nodes, book, RealClock().now())
     if before := stop_order(store):
         console.print(f"This run was stopped earlier ({before.reason}); going on.")
         store.delete(STOP_KEY)
@@ -224,6 +239,7 @@ def launch(flags: LaunchFlags) -> int:
     if flags.cloud == "sky":  # the market of a local cloud is made up
         beside.append(remembering(url, store, Histories.of(os.environ)))
     ended = _lead(flags, nodes, policy, asked_for, url, store, cloud, console, beside)
+    sign_off(store)
     if isinstance(ended, int):
         return ended
     show_report(store, console, flags.html or html_path(url), flags.brief)
@@ -270,7 +286,7 @@ def _lead(
     """Lead the run to its end, through every interruption, with `beside` entered. An exit status
     if it ends before."""
     from harness.bucket.journal import Journal
-    from harness.bucket.lease import Lease
+    from harness.controller.keeping import KeptLease
     from harness.controller.learning import RunLearner
     from harness.controller.recovery import recover
     from harness.core.facts import RunAsked
@@ -288,11 +304,12 @@ def _lead(
     goals = replace(asked_for, look_s=run.poll_s)
     before = known_before(url, Histories.of(os.environ), clock.now(), console) if sky else {}
     learner = RunLearner(store, goals, journal.record, before)
-    lease = Lease(store, clock, holder, ttl_s=20.0 if sky else 5.0)
+    lease = KeptLease(store, clock, holder, ttl_s=20.0 if sky else 5.0)
     view = _View(store, console)
     asked: KeyboardInterrupt | None = None  # an interruption that is not answered yet
     draining = False
     with heed_signals(state_dir(url, "controller") / "log"), contextlib.ExitStack() as stack:
+        stack.callback(lease.close)
         for each in beside:
             stack.enter_context(each)
         while True:
@@ -329,14 +346,13 @@ def _lead(
 def _say_how_it_ended(outcome: RunOutcome, store: ObjectStore, console: Console, url: str) -> int:
     """The exit status."""
     if outcome.unproven:
-        names = attempts(outcome.unproven)
         words = (
-            f"{names}: this cloud never showed their machines. Look whether they are gone: "
-            f"harness down {url}"
+            f"{outcome.reason}. This cloud never showed their machines. Look whether they are "
+            f"gone, from where they were launched: harness down {url}"
         )
         console.print(f"\n{words}", style="bold red", highlight=False, soft_wrap=True)
     if outcome.outcome == "done":
-        return DONE
+        return FAILED if outcome.unproven else DONE
     console.print(
         Text.assemble("\n", (outcome.outcome, "bold red"), f": {outcome.reason}"), soft_wrap=True
     )
@@ -370,8 +386,9 @@ snapshots without it.
                     try again)
   watch them        harness status {url}
   end them          harness down {url}
-Until then no lost node is replaced, and neither --budget-usd nor --max-hours is kept.
-Without a controller for longer than `harness run --leaderless-hours` (24) nodes drain."""
+Until then no lost node is replaced. Nodes keep --budget-usd and --max-hours by themselves: they
+drain when these are reached, or without a controller for longer than --leaderless-minutes, or
+`harness run --leaderless-hours` (24)."""
     console.print(said, markup=False, highlight=False, soft_wrap=True)
     return LEFT
 
@@ -399,10 +416,19 @@ def _nothing_runs(store: ObjectStore, cloud: LocalCloud | SkyPilotCloud) -> bool
 def _run_spec(flags: LaunchFlags, nodes: tuple[int, int]) -> RunSpec:
     from harness.controller.recovery import RunSpec
 
-    wanted = RunSpec(*nodes, budget_usd=flags.budget_usd, max_hours=flags.max_hours)
+    minutes = flags.leaderless_minutes
+    wanted = RunSpec(
+        *nodes,
+        budget_usd=flags.budget_usd,
+        max_hours=flags.max_hours,
+        leaderless_s=None if minutes is None else minutes * 60,
+    )
     if flags.cloud == "sky":
+        from harness.clouds.sky_client import IDLE_MINUTES
+
         return replace(
             wanted,
+            alone_s=IDLE_MINUTES * 60.0,
             poll_s=1.0,
             lost_after_s=90.0,
             block_limit_s=600.0,
@@ -433,7 +459,7 @@ def _cloud(
     from harness.clouds.skypilot import SkyPilotCloud
     from harness.controller.policies import uses_on_demand
 
-    clouds = [c.strip() for c in flags.clouds.split(",") if c.strip()] or None
+    clouds = names_of(flags.clouds) or None
     if clouds and not flags.dry_run:
         raise BadInput(
             "--clouds is for --dry-run; to launch, SkyPilot must have the clouds enabled (`sky "

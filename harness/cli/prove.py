@@ -10,6 +10,7 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.cli.common import (
     DONE,
@@ -17,6 +18,7 @@ from harness.cli.common import (
     PREFLIGHT_S,
     cache_dir,
     existing_store,
+    key_text,
     sky_broker,
 )
 from harness.core.config import flag, positional
@@ -26,27 +28,83 @@ from storage.objects import ObjectStore
 from storage.opening import normalize, open_store
 from storage.text import Console
 
+if TYPE_CHECKING:
+    from harness.core.signing import SigningKey
+    from harness.views.audit_report import AuditReport
+
 
 @dataclass(frozen=True)
 class VerifyFlags:
     url: str = positional("URL of the run")
     anew: bool = flag(False, "also take apart what an earlier `harness verify` has proved here")
+    key: str = flag(
+        "",
+        "a file with the key that the run was signed with, or the public one of it: find also what "
+        "somebody with write access to the bucket did (docs/PROOF.md); default: "
+        "HARNESS_SIGNING_KEY",
+        metavar="FILE",
+    )
+    state: str = flag(
+        "",
+        "with --key: a file of this computer that remembers the newest signed head seen, so that a "
+        "bucket rolled back as a whole is found",
+        metavar="FILE",
+    )
 
 
 def verify(flags: VerifyFlags) -> int:
     """Prove from the bucket alone that the run is what it should be. Exit status 1 names the
-    first violation. Goes on where an earlier one was interrupted: what it proved is remembered on
+    first violation. Without --key it proves the run against accident, not against who may write to
+    its bucket. Goes on where an earlier one was interrupted: what it proved is remembered on
     this computer, and believed of objects that have the same bytes still."""
     from harness.views.audit import audit
-    from harness.views.audit_report import print_audit
+    from harness.views.audit_report import UNSIGNED, print_audit
     from harness.views.proving import Prover
 
+    key = _key_of(flags)
     memory = cache_dir(normalize(flags.url), "verified") / "proofs"
     if flags.anew:
         memory.unlink(missing_ok=True)
-    found = audit(existing_store(flags.url), prover=Prover(os.cpu_count() or 1, memory))
+    store = existing_store(flags.url)
+    found = audit(store, prover=Prover(os.cpu_count() or 1, memory))
+    if key is None:
+        found.notes.append(UNSIGNED)
+    else:
+        found = _with_signatures(found, store, key, flags.state)
     print_audit(found, Console())
     return DONE if found.ok else FAILED
+
+
+def _key_of(flags: VerifyFlags) -> SigningKey | None:
+    """Raises BadInput."""
+    from harness.core.signing import VARIABLE, key_of
+
+    text = key_text(flags.key) if flags.key else os.environ.get(VARIABLE, "")
+    if flags.state and not text:
+        raise BadInput("--state: what it remembers is signed; give --key as well")
+    return key_of(text, flags.key or VARIABLE) if text else None
+
+
+def _with_signatures(
+    found: AuditReport, store: ObjectStore, key: SigningKey, state: str
+) -> AuditReport:
+    """With what a state file remembers, and will remember. Raises BadInput."""
+    from harness.clouds.provider_files import write_atomic
+    from harness.core.values import BadObject
+    from harness.views.audit_signed import remembered, remembering, with_signatures
+
+    path = Path(state).expanduser() if state else None
+    try:
+        text = path.read_text() if path is not None and path.exists() else ""
+        seen = remembered(text, store.url)
+        found, newest = with_signatures(found, store, key, seen)
+        if path is not None and newest is not None:
+            write_atomic(path, remembering(text, store.url, newest))
+    except (OSError, BadObject, UnicodeDecodeError) as e:
+        raise BadInput(
+            f"--state {state}: wanted a file of an earlier `harness verify` ({e})"
+        ) from e
+    return found
 
 
 @dataclass(frozen=True)
@@ -171,7 +229,10 @@ class DrillFlags:
     seed: int = flag(0, "which node, which moment")
     jobs: int = flag(1, "cells at the same time; about one per core", at_least=1)
     json: bool = flag(False, "print the results as JSON")
-    soak: int = flag(0, "instead of the matrix: one long run with so many kills", metavar="KILLS")
+    soak: int = flag(
+        0, "instead of the matrix: so many kills, pauses and store faults", metavar="FAULTS"
+    )
+    soak_runs: int = flag(1, "with --soak: over so many runs, one after the other", at_least=1)
     keep: str = flag("", "keep runs and logs in this empty folder", check=output_folder)
 
 
@@ -179,10 +240,11 @@ def drill(flags: DrillFlags) -> int:
     """Every fault in every phase, on real processes of this machine; passed is what ends with
     the weights of a calm run."""
     from harness.proof import drill as drills
+    from harness.proof import soak
 
-    return drills.command(
-        flags.only, flags.seed, flags.jobs, flags.json, flags.keep, flags.soak, Console()
-    )
+    if flags.soak:
+        return soak.command(flags.soak, flags.soak_runs, flags.seed, flags.keep, Console())
+    return drills.command(flags.only, flags.seed, flags.jobs, flags.json, flags.keep, Console())
 
 
 # ---- doctor --------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -181,6 +182,9 @@ class RunFlags(RecordFlags):
         "before the bucket",
         choices=["off", "memory", "disk"],
     )
+    peer_encrypt: bool = flag(
+        False, "encrypt what they tell each other; on all nodes (wants the package cryptography)"
+    )
     hang_after_s: float = flag(
         0.0,
         f"a worker without a sign of life for so long is hung; 0: {FACTOR:g} times its slowest "
@@ -268,6 +272,7 @@ def run(flags: RunFlags) -> int:
     from harness.agent.agent import Agent
     from harness.agent.gauges import agent_gauges
     from harness.agent.host import RealHost
+    from harness.bucket.heads import sign_off
     from harness.cli.prometheus import exposing
     from harness.node.processes import die_with_parent
 
@@ -305,7 +310,10 @@ def run(flags: RunFlags) -> int:
     with exposing(flags.prometheus, lambda: agent_gauges(agent)) as at:
         if at:
             print(f"harness run: numbers for Prometheus at {at}", flush=True)
-        return agent.execute()
+        try:
+            return agent.execute()
+        finally:
+            sign_off(store)
 
 
 def _beside(flags: RunFlags, env: Mapping[str, str]) -> HelperConfig:
@@ -375,7 +383,7 @@ def _config(
     from harness.agent.sources import sigterm_s
     from harness.uploader.nearby import NearbyConfig
 
-    node_dir = Path(env.get("HARNESS_NODE_DIR") or f"/tmp/harness-{os.getpid()}")
+    node_dir = Path(env.get("HARNESS_NODE_DIR") or tempfile.mkdtemp(prefix="harness-node-"))
     pace = FOLDER if url.startswith("file://") else BUCKET
     return AgentConfig(
         run=url,
@@ -394,7 +402,7 @@ def _config(
             control_s=pace.control_s,
             measure_s=flags.measure_s,
             leaderless_s=flags.leaderless_hours * 3600,
-            lease_s=min(LOOK_EVERY_S, flags.leaderless_hours * 900),
+            lease_s=min(LOOK_EVERY_S, flags.leaderless_hours * 900) or LOOK_EVERY_S,
         ),
         leaving=Leaving(
             grace_s=flags.grace_s or sigterm_s(env, asked=flags.notices),
@@ -415,6 +423,7 @@ def _config(
                 disk_nbytes=int(flags.disk_tier_gib * 2**30),
                 disk_root=flags.disk_tier_dir or str(node_dir / "disk-tier"),
                 peer=flags.peer_tier,
+                encrypt=flags.peer_encrypt,
             ).checked(),
         ),
         beside=beside,

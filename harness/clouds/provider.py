@@ -48,6 +48,7 @@ from harness.clouds.metadata import MetadataServer, protocol_of
 from harness.clouds.node_environment import node_env
 from harness.clouds.provider_api import Stopping, serve
 from harness.clouds.provider_files import lock, write_atomic
+from harness.core import steady
 from harness.core.world import BadInput, NodeState
 from harness.node.processes import die_with_parent
 from storage.errors import StoreError
@@ -65,7 +66,7 @@ class Provider:
     from the API's threads."""
 
     def __init__(
-        self, state_dir: Path, config: Config, instance: str, now: Callable[[], float] = time.time
+        self, state_dir: Path, config: Config, instance: str, now: Callable[[], float] = steady.now
     ):
         self.state_dir, self.config, self.instance, self._now = state_dir, config, instance, now
         self.market = markets.parse(

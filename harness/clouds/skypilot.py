@@ -22,7 +22,6 @@ import json
 import math
 import re
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -48,6 +47,7 @@ from harness.clouds.sky_client import (
 )
 from harness.clouds.sky_offers import SkyOffers
 from harness.clouds.tasks import Task
+from harness.core import steady
 from harness.core.world import UNFIT, BadInput, CloudUnavailable, Node, Offer
 
 SICK_S = 30.0  # a cluster that is not whole for that long is given up
@@ -92,7 +92,7 @@ class SkyPilotCloud:
         on_demand: bool = False,
         log_dir: Path | None = None,
         ask_every_s: float = ASK_EVERY_S,
-        now: Callable[[], float] = time.time,
+        now: Callable[[], float] = steady.now,
     ):
         if task.managed_secrets:
             name = task.managed_secrets[0]

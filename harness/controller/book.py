@@ -15,6 +15,7 @@ from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from harness.controller.capacity import CapacityBook
+from harness.controller.durations import Durations
 from harness.core.facts import (
     AttemptDoubted,
     AttemptEnded,
@@ -51,11 +52,13 @@ UNLED_S = 3600.0
 END_MOVES_S = 60.0
 # begins `AttemptEnded.reason` of a node that beat in the bucket only
 UNSHOWN = "this cloud never showed it"
-# so many launches or ends tell how long they take; fewer may only be longer than what is assumed
-MEASURED = 3
 # attempt numbers left out for each place where facts could not be read: a lost segment holds fewer
 # intents
 HIDDEN_PER_GAP = 10
+# an attempt that was given up may still come up until then: nobody's launch takes longer
+LOST_S = 7200.0
+# a node that the cloud calls gone is listened for until then: clouds have called living ones so
+DENIED_S = 1200.0
 
 
 @dataclass
@@ -122,43 +125,16 @@ class FullOffers:
 
 
 @dataclass
-class Longest:
-    """The longest time of some, in seconds, and how many there were."""
-
-    most_s: float = 0.0
-    times: int = 0
-
-    def add(self, seconds: float) -> None:
-        self.most_s, self.times = max(self.most_s, seconds), self.times + 1
-
-    def or_assumed(self, assumed_s: float) -> float:
-        """It, or what is assumed while too few were seen."""
-        return self.most_s if self.times >= MEASURED else max(assumed_s, self.most_s)
-
-
-@dataclass
-class Durations:
-    """How long things took, as far as they were seen."""
-
-    # from asking for a node until it was seen to be up
-    launches: Longest = field(default_factory=Longest)
-    # from asking a node to leave until it was gone
-    leaves: Longest = field(default_factory=Longest)
-    # from having one terminated until it was gone
-    ends: Longest = field(default_factory=Longest)
-    # ("release" | "terminate", attempt): when first
-    told_s: dict[tuple[str, int], float] = field(default_factory=dict)
-
-
-@dataclass
 class Tally:
     """Of attempts, kept up to date, since a run of months has many. `usd`: what those that have
     ended cost. `losses`: those that ended without being asked to. `lost`: those that ended as
-    "lost". `highest`: no number above it is taken, known or not."""
+    "lost". `told`: those that were up, and of whose end nobody but the cloud has told, of late.
+    `highest`: no number above it is taken, known or not."""
 
     usd: float = 0.0
     losses: int = 0
     lost: set[int] = field(default_factory=set)
+    told: set[int] = field(default_factory=set)
     highest: int = 0
 
     def intended(self, attempt: int) -> None:
@@ -170,10 +146,13 @@ class Tally:
             self.usd -= before.usd
             self.losses -= _unasked(before)
             self.lost.discard(fact.attempt)
+            self.told.discard(fact.attempt)
         self.usd += fact.usd
         self.losses += _unasked(fact)
         if fact.end == "lost":
             self.lost.add(fact.attempt)
+        elif fact.up_s is not None and fact.exit_code is None:
+            self.told.add(fact.attempt)
         self.highest = max(self.highest, fact.attempt)
 
 
@@ -190,6 +169,8 @@ class Book:
     rng: InitVar[random.Random]
     block_limit_s: InitVar[float] = 60.0
     started_s: float | None = None
+    holder: str = ""  # of the lease, as of the last fact
+    launched_by: dict[int, str] = field(default_factory=dict)  # attempts -> who held it then
     open: dict[int, Node] = field(default_factory=dict)  # intended and not ended, as last known
     ended: dict[int, AttemptEnded] = field(default_factory=dict)
     offers: dict[int, Offer] = field(default_factory=dict)  # of every attempt
@@ -224,7 +205,8 @@ class Book:
             return
         silent_s, self.last_s = t - self.last_s, max(t, self.last_s)
         match fact:
-            case LeaseTaken():
+            case LeaseTaken(_, holder):
+                self.holder = holder
                 self.streaks.refused = 0  # this one may launch another version
                 self.started_s = t if self.started_s is None else self.started_s
                 # nobody led the run (a laptop that was closed): that time is not held against it
@@ -232,6 +214,7 @@ class Book:
                     self.progress_s = max(self.progress_s, t)
             case AttemptIntended(attempt, offer, _, instead_of) if attempt not in self.ended:
                 self.tally.intended(attempt)
+                self.launched_by[attempt] = self.holder
                 if instead_of is not None:
                     self.instead_of[attempt] = instead_of
                 self.offers[attempt] = _offer(attempt, offer)
@@ -239,7 +222,8 @@ class Book:
                     attempt, self.offers[attempt], NodeState.PENDING, asked_s=t
                 )
             case AttemptUp(attempt, up_s) if attempt in self.open:
-                self.durations.launches.add(max(0.0, t - self.open[attempt].asked_s))
+                asked_s, name = self.open[attempt].asked_s, self.open[attempt].offer.name
+                self.durations.launched(name, t - asked_s)
                 node = self.open[attempt] = dataclasses.replace(
                     self.open[attempt], state=NodeState.UP, up_s=up_s
                 )
@@ -252,26 +236,14 @@ class Book:
             case Decided("release" | "terminate" as what, reason):
                 number = reason.removeprefix("attempt ").partition(":")[0]
                 if number.isdecimal() and (attempt := int(number)) in self.open:
-                    self.durations.told_s.setdefault((what, attempt), t)
+                    self.durations.told(what, attempt, t)
             case AttemptEnded():
-                self._time(fact)
+                if fact.attempt in self.offers:
+                    self.durations.ended(self.offers[fact.attempt].name, fact)
                 self._end(fact)
             case RunEnded():
                 self.started_s = None
                 self.streaks.begin_anew()
-
-    def _time(self, fact: AttemptEnded) -> None:
-        """How long it took from the word to go until it was gone."""
-        released_s, ended_s = (
-            self.durations.told_s.pop((what, fact.attempt), None)
-            for what in ("release", "terminate")
-        )
-        if fact.up_s is None or fact.end == "lost":
-            return
-        if released_s is not None:
-            self.durations.leaves.add(max(0.0, fact.gone_s - released_s))
-        if ended_s is not None:
-            self.durations.ends.add(max(0.0, fact.gone_s - ended_s))
 
     def _end(self, fact: AttemptEnded) -> None:
         node = self.open.pop(fact.attempt, None)
@@ -313,6 +285,36 @@ class Book:
         """A number that no attempt has, nor one whose intent could not be read."""
         return self.tally.highest + 1
 
+    def given_up(self, now_s: float) -> set[int]:
+        """Attempts that have ended as far as is known, by no word of their own: they may be there
+        yet."""
+        old = {n for n in self.tally.told if now_s - self.ended[n].gone_s >= DENIED_S}
+        self.tally.told -= old
+        lost = {n for n in self.tally.lost if now_s - self.ended[n].gone_s < LOST_S}
+        return {n for n in lost | self.tally.told if n in self.offers}
+
+    def believed(self, attempt: int, now_s: float) -> Node:
+        """What is known of a node that beats though it was given up, or was never intended. Since
+        when it is billed, nobody says: rather too early than too late."""
+        if (end := self.ended.get(attempt)) is not None:
+            up_s = end.asked_s if end.up_s is None else end.up_s
+            return Node(attempt, self.offers[attempt], NodeState.UP, end.asked_s, up_s)
+        return Node(
+            attempt, Offer(0.0, f"unknown offer of attempt {attempt}"), NodeState.UP, now_s, now_s
+        )
+
+    def unsure(self, now_s: float, launch_s: float, leave_s: float) -> list[Node]:
+        """Given up and perhaps billed: what was never seen may still be launched, and what the
+        cloud called gone may still be ending. For so long as these times take, at most."""
+        found = list[Node]()
+        for attempt in self.given_up(now_s):
+            end = self.ended[attempt]
+            since_s = end.gone_s if end.up_s is not None else end.asked_s + launch_s
+            if now_s - since_s < leave_s:
+                state = NodeState.PENDING if end.up_s is None else NodeState.UP
+                found.append(Node(attempt, self.offers[attempt], state, end.asked_s, end.up_s))
+        return found
+
     def hidden(self, attempt: int) -> bool:
         """May it be one of ours, whose intent could not be read?"""
         return bool(self.unread) and attempt not in self.open and attempt not in self.ended
@@ -322,6 +324,15 @@ class Book:
         """Attempts that have ended as far as the bucket tells, and whose machines no cloud has
         proven to be gone."""
         return tuple(sorted(n for n in self.tally.lost if self.ended[n].reason.startswith(UNSHOWN)))
+
+    def named(self, attempts: Iterable[int]) -> str:
+        """With their places, and the controllers whose cloud, or API server, knew them."""
+        return ", ".join(
+            f"{n} ({self.offers[n].name}, launched by {self.launched_by.get(n) or 'nobody knows'})"
+            if n in self.offers
+            else f"{n} (nobody's intent)"
+            for n in sorted(attempts)
+        )
 
     @property
     def capacity(self) -> dict[str, CapacitySeen]:
@@ -337,16 +348,6 @@ class Book:
     def losses(self) -> int:
         """Attempts that ended without being asked to."""
         return self.tally.losses
-
-    def launch_s(self, assumed_s: float) -> float:
-        """How long a launch takes: the longest that was seen, or what is assumed while too few
-        were seen."""
-        return self.durations.launches.or_assumed(assumed_s)
-
-    def leave_s(self, drain_s: float, end_s: float) -> float:
-        """How long a node is billed after it was asked to leave: it drains, then the cloud ends
-        it. Assumed as for `launch_s`."""
-        return self.durations.leaves.or_assumed(drain_s + self.durations.ends.or_assumed(end_s))
 
     def knows_end(self, node: Node) -> bool:
         """Of a node that is gone. A cloud that called it gone, or did not show it, while it was
@@ -376,7 +377,9 @@ def _offer(attempt: int, body: dict[str, Any]) -> Offer:
     """What an intent says was asked for. Of an offer that cannot be read its price, which
     counts against budgets, is kept if it can be."""
     try:
-        return built(Offer, body)
+        offer = built(Offer, body)
+        number(offer.usd_per_h, 0.0)
+        return offer
     except BadObject:
         try:
             usd_per_h = number(body.get("usd_per_h"), 0.0)

@@ -20,6 +20,7 @@ from harness.core.world import (
     BadInput,
     Decision,
     Launch,
+    Node,
     Offer,
     Policy,
     Stop,
@@ -145,16 +146,18 @@ def replacing(policy: Policy, *, settle_s: float = 60.0, grace_s: float = 300.0)
 
     def decide(view: View) -> Decision:
         sure = [node for node in view.alive if node.attempt not in view.doubted]
-        settled = sum(node.been_up_s(view.now_s) >= settle_s for node in sure)
-        if view.doubted and settled >= view.max_nodes:
-            return Terminate(view.doubted[0], "its replacement is there", grace_s)
-        for node in sure:
+        if view.doubted:
+            settled = sum(node.been_up_s(view.now_s) >= settle_s for node in sure)
+            if settled >= view.max_nodes:
+                return Terminate(view.doubted[0], "its replacement is there", grace_s)
+        for node in sure if view.standing_in else ():
             old = view.standing_in.get(node.attempt)
             if old is not None and node.been_up_s(view.now_s) >= settle_s:
                 return Terminate(old, "its replacement is there", grace_s)
-        there = Counter(node.offer.place for node in view.alive)
-        most = view.max_nodes + len(view.doubted) + len(view.standing_in)
-        crowded = [node for node in sure if there[node.offer.place] > most]
+        most, crowded = view.max_nodes + len(view.doubted) + len(view.standing_in), []
+        if len(view.alive) > most:
+            there = Counter(node.offer.place for node in view.alive)
+            crowded = [node for node in sure if there[node.offer.place] > most]
         if crowded:  # what was doubted stays after all
             newest = max(crowded, key=lambda node: (node.up_s is None, node.attempt))
             return Terminate(
@@ -168,18 +171,22 @@ def replacing(policy: Policy, *, settle_s: float = 60.0, grace_s: float = 300.0)
 def reserve_usd(view: View) -> float:
     """What the nodes that are there will cost yet, if all are asked to leave now: drain and
     termination, and the launch of those that are not up (SkyPilot bills it, and tells when it is
-    over)."""
-    waits_s = (
-        (node, view.leave_s + (view.launch_s if node.up_s is None else 0.0)) for node in view.alive
-    )
-    return sum(node.offer.usd_per_h * seconds / 3600 for node, seconds in waits_s)
+    over), which may take longer than any before it."""
+
+    def yet_s(node: Node) -> float:
+        launch_s, leave_s = view.times_of(node.offer)
+        return leave_s + (
+            0.0 if node.up_s is not None else max(launch_s, view.now_s - node.asked_s)
+        )
+
+    return sum(n.offer.usd_per_h * yet_s(n) / 3600 for n in (*view.alive, *view.unsure))
 
 
 def without_nodes(view: View, offers: Iterable[Offer]) -> View:
     """The view of somebody who has no nodes yet, to be asked which of these offers to take. What
     the nodes that are there will cost yet counts as spent."""
     spent_usd = view.spent_usd + reserve_usd(view)
-    nothing: dict[str, Any] = {"alive": (), "doubted": (), "standing_in": {}}
+    nothing: dict[str, Any] = {"alive": (), "unsure": (), "doubted": (), "standing_in": {}}
     return dataclasses.replace(view, **nothing, offers=tuple(offers), spent_usd=spent_usd)
 
 
@@ -193,11 +200,11 @@ def within_budget(policy: Policy, *, usd: float) -> Policy:
         if bound >= usd:
             return Stop(f"the budget of {usd:g} USD is spent")
         decision = policy(view)
-        least_s = view.launch_s + 2 * view.leave_s
-        if (
-            not isinstance(decision, Launch)
-            or bound + decision.offer.usd_per_h * least_s / 3600 < usd
-        ):
+        if not isinstance(decision, Launch):
+            return decision
+        launch_s, leave_s = view.times_of(decision.offer)
+        least_s = launch_s + 2 * leave_s
+        if bound + decision.offer.usd_per_h * least_s / 3600 < usd:
             return decision
         if view.alive:
             return Wait(LOOK_AGAIN_S, "the rest of the budget is for the nodes that are there")

@@ -16,16 +16,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from harness.bucket.beats import Beats
-from harness.bucket.layout import DOUBT, LEAVE, STOP_KEY, StopOrder, order_by, order_key
+from harness.bucket.layout import DOUBT, STOP_KEY, StopOrder, order_key
 from harness.bucket.lease import Lease
-from harness.bucket.orders import ask_to_stop, stop_order
+from harness.bucket.orders import ask_to_leave, ask_to_stop, stop_order
 from harness.controller import policies
+from harness.controller.allowance import LimitsWriter
 from harness.controller.book import UNSHOWN, Book, bill, how_it_ended
+from harness.controller.bounds import RunSpec as RunSpec
+from harness.controller.bounds import broken
 from harness.controller.choosing import MOST_PLACES
 from harness.controller.learning import KnowsNothing, Learner
 from harness.controller.listening import BeatListener, Since
@@ -41,12 +44,10 @@ from harness.core.facts import (
     Stamped,
 )
 from harness.core.world import (
-    BadInput,
     CloudUnavailable,
     Decision,
     Launch,
     Node,
-    NodeState,
     Offer,
     Policy,
     Stop,
@@ -54,6 +55,7 @@ from harness.core.world import (
     View,
     Wait,
     World,
+    cloud_of,
 )
 from storage.errors import StoreError, StoreUnavailable
 from storage.manifest import Manifest, SnapshotTooNew
@@ -64,44 +66,6 @@ ENDED_UNSHOWN = (
     f"{UNSHOWN}, and its agent has ended: look for its machine where it was launched from"
 )
 REPEAT_S = 30.0  # a node that does not go is told again after this
-# an attempt that was given up may still come up until then: nobody's launch takes longer
-LOST_S = 7200.0
-
-
-@dataclass(frozen=True)
-class RunSpec:
-    """How many nodes, and a limit on everything."""
-
-    min_nodes: int = 1
-    max_nodes: int = 1
-    poll_s: float = 2.0
-    budget_usd: float | None = None
-    max_hours: float | None = None
-    max_hours_without_progress: float = 24.0  # without capacity, or with nodes that commit nothing
-    # for each of max_nodes; refusals by the cloud do not count
-    max_attempts_without_progress: int = 20
-    max_failures_at_one_step: int = 3  # one after the other: the script itself is at fault
-    # with exit code 0 and without progress, one after the other: the script thinks that it is done
-    max_idle_ends: int = 3
-    max_early_ends: int = 10  # with exit code 0, though each of them got a little further
-    # of cloud or bucket, before the controller gives up (nodes go on; launch it again)
-    max_outage_s: float = 3600.0
-    # the same of a bucket that answers "no": credentials that are renewed, a policy that is changed
-    max_refused_s: float = 300.0
-    # an intended node that the cloud has not shown by then was never launched
-    lost_after_s: float = 20.0
-    block_limit_s: float = 60.0  # the longest that an offer without capacity is left alone
-    exit_grace_s: float = 120.0  # for nodes to drain and leave by themselves when the run ends
-    terminate_timeout_s: float = 600.0  # for them to be surely gone
-    # what the budget assumes of a launch until some were timed; of a drain it assumes exit_grace_s
-    launch_s: float = 600.0
-    terminate_s: float = 300.0  # ... and of the cloud's part of an end
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_nodes <= self.max_nodes:
-            raise BadInput(
-                f"wanted 1 <= min_nodes <= max_nodes, found {self.min_nodes} and {self.max_nodes}"
-            )
 
 
 @dataclass(frozen=True)
@@ -199,16 +163,19 @@ class Loop:
     since: Since = field(default_factory=Since)
     strays: list[Node] = field(default_factory=list)  # alive, but not in the book
     shown: set[int] = field(default_factory=set)  # attempts that the cloud knows
+    there: set[int] = field(default_factory=set)  # ... and says to be alive
     # attempts that it does not, and that beat in the bucket
     beating: set[int] = field(default_factory=set)
     late: dict[int, Node] = field(default_factory=dict)  # given up as lost, and seen to beat since
     listener: BeatListener = field(init=False)
+    limits: LimitsWriter = field(init=False)
     newest: Manifest | None = None
     ending_s: float | None = None
     waiting: Wait | None = None  # what was written down last
 
     def __post_init__(self) -> None:
         self.listener = BeatListener(Beats(self.world.store, self.world.clock.now))
+        self.limits = LimitsWriter(self.world.store, self.run, self.lease.term)
 
     def note(self, fact: Fact) -> None:
         self.journal.record(fact)
@@ -224,9 +191,10 @@ class Loop:
         if stop := stop_order(self.world.store):
             return self.end("failed" if stop.failed else "stopped", stop.reason, step)
         self.ending_s = None
+        self.tell_limits()
         view = self.view(step)
-        if broken := self.broken(view):
-            self.ask_to_stop(broken, failed=True)
+        if why := broken(self.run, self.book, view):
+            self.ask_to_stop(why, failed=True)
         else:
             self.act(self.policy(view))
         return None
@@ -248,8 +216,10 @@ class Loop:
         nobody asked for."""
         book = self.book
         shown = {node.attempt: node for node in self.world.cloud.nodes()}
-        self.shown = set(shown)
-        for node in [n for n in shown.values() if n.alive and book.hidden(n.attempt)]:
+        self.shown, self.there = set(shown), {n for n, node in shown.items() if node.alive}
+        # most of a large fleet is as it was a moment ago
+        fresh = [n for n in shown.values() if book.open.get(n.attempt) is not n]
+        for node in [n for n in fresh if n.alive and book.hidden(n.attempt)]:
             self.note(
                 AttemptIntended(
                     node.attempt,
@@ -259,13 +229,12 @@ class Loop:
             )
         # Launched by a controller while it was being fenced, or given up as lost: nobody counts on
         # them.
-        self.strays = [
-            node for node in shown.values() if node.alive and node.attempt not in book.open
-        ]
+        self.strays = [n for n in fresh if n.alive and n.attempt not in book.open]
         for node in self.strays:
             self.dismiss(node.attempt)
-        for node in shown.values():
-            self.since.unseen_s.pop(node.attempt, None)
+        for attempt in self.since.unseen_s.keys() & self.shown:
+            del self.since.unseen_s[attempt]
+        for node in fresh:
             if node.attempt in book.open and node.alive:
                 if node.up_s is not None and book.open[node.attempt].up_s is None:
                     self.note(AttemptUp(node.attempt, node.up_s))
@@ -285,12 +254,9 @@ class Loop:
         bucket when it must go; it is lost only when it beats no more."""
         now, book = self.world.clock.now(), self.book
         unshown = {n: node for n, node in book.open.items() if n not in self.shown}
-        given_up = {
-            attempt
-            for attempt in book.tally.lost
-            if attempt in book.offers and now - book.ended[attempt].gone_s < LOST_S
-        }
-        lost = (given_up | self.late.keys()) - self.shown
+        lost = book.given_up(now) | self.late.keys()
+        lost |= self.listener.strangers({*book.open, *book.ended}, now)
+        lost -= self.there | book.open.keys()
         heard = self.listener.listen({*unshown, *lost}, now)
         alive = {beat.attempt for beat in heard if not beat.silent(self.run.lost_after_s)}
         moved = {beat.attempt for beat in heard if beat.moved}
@@ -313,16 +279,15 @@ class Loop:
                 )
         for attempt in sorted(lost):  # given up, and here after all: nobody counts on it
             if attempt in self.beating:
-                asked_s = book.ended[attempt].asked_s
-                self.late[attempt] = Node(
-                    attempt, book.offers[attempt], NodeState.UP, asked_s, asked_s
-                )
-                self.strays.append(self.late[attempt])
+                self.strays.append(self.late.setdefault(attempt, book.believed(attempt, now)))
                 self.dismiss(attempt)
             elif attempt in self.late and attempt not in alive:
+                end = book.ended[attempt].end if attempt in book.ended else "lost"
                 self.close(
-                    dataclasses.replace(self.late.pop(attempt), reason=ENDED_UNSHOWN), "lost", step
+                    dataclasses.replace(self.late.pop(attempt), reason=ENDED_UNSHOWN), end, step
                 )
+        # what is shown alive again is a stray by the cloud's own word
+        self.late = {n: node for n, node in self.late.items() if n not in self.there}
 
     def close(self, node: Node, end: str, step: int) -> None:
         gone_s = self.world.clock.now() if node.gone_s is None else node.gone_s
@@ -353,6 +318,7 @@ class Loop:
     def view(self, step: int, offers: Sequence[Offer] | None = None) -> View:
         now, book = self.world.clock.now(), self.book
         offers = tuple(sorted(self.world.cloud.offers() if offers is None else offers))
+        times = self.times(offers)
         return View(
             now_s=now,
             started_s=now if book.started_s is None else book.started_s,
@@ -364,57 +330,47 @@ class Loop:
             committed_step=step,
             last_progress_s=book.progress_s,
             spent_usd=book.spent_usd(now, self.strays),
+            unsure=(*self.strays, *self.unsure(now, times)),
             attempts=len(book.open) + len(book.ended),
             losses=book.losses,
             doubted=tuple(sorted(book.doubted)),
             standing_in=book.standing_in,
-            launch_s=book.launch_s(self.run.launch_s),
-            leave_s=book.leave_s(self.run.exit_grace_s, self.run.terminate_s) + 2 * self.run.poll_s,
+            launch_s=max(launch_s for launch_s, _ in times.values()),
+            leave_s=max(leave_s for _, leave_s in times.values()),
+            times=times,
             known=self.learner.known(now, book, offers),
         )
 
-    def broken(self, view: View) -> str | None:
-        """The limits that hold whatever the policy says."""
-        run, book = self.run, self.book
-        if book.streaks.failures >= run.max_failures_at_one_step:
-            return (
-                f"the script failed {book.streaks.failures} times in a row after step {book.step}; "
-                "see the workers' logs"
+    def times(self, offers: Sequence[Offer]) -> dict[str, tuple[float, float]]:
+        """By cloud, of these offers and of open attempts: seconds that a launch takes, and that a
+        node is billed after it was asked to leave. "": where there are none."""
+        seen, run = self.book.durations, self.run
+        names = [o.name for o in (*offers, *(n.offer for n in self.book.open.values()))]
+        return {
+            cloud: (
+                seen.launch_s(cloud, run.launch_s),
+                seen.leave_s(cloud, run.exit_grace_s, run.terminate_s) + 2 * run.poll_s,
             )
-        if book.streaks.refused >= run.max_failures_at_one_step and not book.open:
-            return (
-                f"{book.streaks.refused} nodes in a row were refused: they speak another protocol "
-                "than the run; launch it with the version of this code that wrote it last, or a "
-                "newer one"
-            )
-        if book.streaks.idle >= run.max_idle_ends or book.streaks.early >= run.max_early_ends:
-            times = max(book.streaks.early, book.streaks.idle)
-            return (
-                f"the script ended with exit code 0 before its last step {times} times in a row, "
-                f"the last time after step {book.step}, and made no final snapshot; call "
-                "run.finish() where it is done, or let run.steps() come to its end"
-            )
-        if book.streaks.fruitless >= run.max_attempts_without_progress * run.max_nodes:
-            last = max(book.ended.values(), key=lambda e: (e.gone_s, e.attempt))
-            why = last.reason if last.reason in ("", last.end) else f"{last.end}: {last.reason}"
-            return (
-                f"{book.streaks.fruitless} attempts in a row ended without a new snapshot after "
-                f"step {book.step} (the last: {why or last.end})"
-            )
-        if (
-            view.now_s - max(view.last_progress_s, view.started_s)
-            >= run.max_hours_without_progress * 3600
-        ):
-            what = (
-                "though nodes are up"
-                if any(n.up_s is not None for n in view.alive)
-                else "for lack of capacity"
-            )
-            return (
-                f"no new snapshot after step {book.step} for {run.max_hours_without_progress:g} "
-                f"h, {what}"
-            )
-        return None
+            for cloud in sorted({cloud_of(name) for name in names} or {""})
+        }
+
+    def tell_limits(self) -> None:
+        """Leave to the nodes what they need to keep the limits without us. Raises StoreError."""
+        now, book = self.world.clock.now(), self.book
+        times = self.times([n.offer for n in self.strays])
+        self.limits.tell(
+            now,
+            now if book.started_s is None else book.started_s,
+            lambda: book.spent_usd(now, self.strays),
+            [*book.open.values(), *self.strays, *self.unsure(now, times)],
+            times,
+        )
+
+    def unsure(self, now: float, times: Mapping[str, tuple[float, float]]) -> list[Node]:
+        """Nodes that nobody counts on or sees any more, and that may be billed all the same."""
+        launch_s, leave_s = map(max, zip(*times.values(), strict=True))
+        strays = {node.attempt for node in self.strays}
+        return [n for n in self.book.unsure(now, launch_s, leave_s) if n.attempt not in strays]
 
     def act(self, decision: Decision) -> None:
         """Intent first, durably; then the act, if we still hold the lease."""
@@ -422,10 +378,14 @@ class Loop:
             case Launch() if self.book.streaks.refused and self.book.open:
                 why = "a new node was refused: the others speak another protocol; waiting for them"
                 self.wait(Wait(self.run.poll_s, why))
+            case Launch() if self.late:
+                why = "nodes that were given up still beat in the bucket; waiting for their end"
+                self.wait(Wait(self.run.poll_s, why))
             case Launch(offer, reason, instead_of) if self.room(offer, instead_of):
                 attempt = self.book.next_attempt
                 self.note(AttemptIntended(attempt, dataclasses.asdict(offer), reason, instead_of))
                 self.journal.flush()
+                self.tell_limits()  # with this node's price: we may not live to see it come up
                 self.lease.check()
                 self.world.cloud.launch(attempt, offer)
                 self.waiting = None
@@ -472,7 +432,7 @@ class Loop:
 
     def ask_to_leave(self, attempt: int, reason: str) -> bool:
         """Through the bucket. False: it was asked before."""
-        return self.world.store.create(order_key(LEAVE, attempt), order_by("controller", reason))
+        return ask_to_leave(self.world.store, attempt, reason, self.lease.term)
 
     def dismiss(self, attempt: int) -> None:
         """Have a node terminated; again from time to time for as long as it is seen."""
@@ -491,28 +451,32 @@ class Loop:
         self.note(Decided("stop", reason))
         self.journal.flush()
         self.lease.check()
-        ask_to_stop(self.world.store, StopOrder(reason, "controller", failed))
+        ask_to_stop(self.world.store, StopOrder(reason, "controller", failed, term=self.lease.term))
 
     def end(self, outcome: str, reason: str, step: int) -> RunOutcome | None:
         """Let nodes leave by themselves, send away who stays, and be sure that nothing is left."""
         now = self.world.clock.now()
         self.ending_s = now if self.ending_s is None else self.ending_s
         waited_s, left = now - self.ending_s, [*self.book.open.values(), *self.strays]
-        if left and waited_s < self.run.exit_grace_s + self.run.terminate_timeout_s:
+        # cloud, facts and heartbeats must agree that nothing is left
+        uncertain = left or self.book.given_up(now) & self.listener.unsilent
+        if uncertain and waited_s < self.run.exit_grace_s + self.run.terminate_timeout_s:
             for node in left:
                 if node.up_s is None or waited_s >= self.run.exit_grace_s:
                     self.dismiss(node.attempt)
             self.wait(Wait(self.run.poll_s, f"{outcome}: nodes are leaving"))
             return None
         if left:
-            names = ", ".join(f"{n.attempt} on {n.offer.name}" for n in left)
+            names = self.book.named(node.attempt for node in left)
             outcome, reason = (
                 "failed",
                 f"{reason}; but STILL RUNNING AND BILLED, end them by hand: attempts {names}",
             )
+        if unproven := self.book.unproven:
+            reason = f"{reason}; not proven to be gone: attempts {self.book.named(unproven)}"
         self.lease.check()
         self.note(RunEnded(outcome, reason, step))
         self.journal.flush()
         with contextlib.suppress(StoreUnavailable):  # a successor would only wait a little longer
             self.lease.release()
-        return RunOutcome(outcome, reason, step, self.book.unproven)
+        return RunOutcome(outcome, reason, step, unproven)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from harness.core.values import Count, Reading
+from harness.core.values import Amount, Count, Reading
 
 KINDS: dict[str, type[Fact]] = {}
 
@@ -111,8 +111,8 @@ class AttemptEnded(Fact):
     gone_s: float
     exit_code: int | None
     reason: str
-    billed_s: float
-    usd: float
+    billed_s: Amount
+    usd: Amount
     # of the run when this was recorded; breakers count what ends without progress
     committed_step: int = 0
 

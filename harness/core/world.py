@@ -15,7 +15,7 @@ Errors:
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypeAlias
@@ -101,7 +101,7 @@ class Node:
 
     @property
     def alive(self) -> bool:
-        return self.state in (NodeState.PENDING, NodeState.UP)
+        return self.state is NodeState.UP or self.state is NodeState.PENDING
 
 
 class Clock(Protocol):
@@ -154,6 +154,8 @@ class View:
     spent_usd: float = 0.0  # billed so far, running nodes included
     attempts: int = 0  # made so far
     losses: int = 0  # attempts that ended without being asked to
+    # not of those alive: nodes that were given up, or that nobody asked for, and may be billed yet
+    unsure: tuple[Node, ...] = ()
     # of those alive: attempts that may not stay (facts.AttemptDoubted)
     doubted: tuple[int, ...] = ()
     # of those alive: attempts -> the one, alive too, that each was launched instead of
@@ -162,8 +164,19 @@ class View:
     launch_s: float = 0.0
     # for so long a node is billed after it was asked to leave: it drains, and is terminated
     leave_s: float = 60.0
+    # both, by cloud (`cloud_of`), where they are known apart
+    times: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     # what forecasts need: speed, capacity, prices, deadline; empty where nobody knows
     known: Knowledge = field(default_factory=Knowledge)
+
+    def times_of(self, offer: Offer) -> tuple[float, float]:
+        """`launch_s` and `leave_s` on that offer's cloud."""
+        return self.times.get(cloud_of(offer.name), (self.launch_s, self.leave_s))
+
+
+def cloud_of(offer: str) -> str:
+    """The cloud that an offer of this name is of."""
+    return offer.partition("/")[0]
 
 
 def meeting_place(found: Sequence[tuple[str, int, bool]]) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from harness.bucket import layout
+from harness.bucket.orders import asked_to_leave, stop_order
 from harness.controller.recovery import RunOutcome
 from harness.core.values import digest
 from harness.core.world import DRAINED, FINISHED, STOPPED, UNFIT, Offer, meeting_place
@@ -150,9 +151,7 @@ class Members:
         """What an agent does all the time: is the run over, or to be stopped?"""
         if member.dead:
             return
-        if member.ready and self.sim.member_store().list(
-            layout.order_key(layout.LEAVE, member.attempt)
-        ):
+        if member.ready and asked_to_leave(self.sim.member_store(), member.attempt):
             self.notice(member.attempt)
         if self.team is None or self.team.over or member not in self.team.members:
             newest = self.snapshots.latest()
@@ -166,7 +165,7 @@ class Members:
         self.clock.after(5.0, lambda: self.retry(lambda: self.look(member)))
 
     def stop_asked(self) -> bool:
-        return bool(self.sim.member_store().list(layout.STOP_KEY))
+        return stop_order(self.sim.member_store()) is not None
 
     def leave(self, member: SimulatedMember, code: int) -> None:
         member.ready = False

@@ -13,7 +13,7 @@ import contextlib
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ from storage.errors import StoreError
 from storage.folder_tiers import FolderTier, OwnedFolder
 from storage.manifest import Manifest, Ref
 from storage.objects import ObjectStore
+from storage.own_folders import NotOurs
 from storage.peers import ChunkServer, PeerTier
+from storage.sealing import can_seal
 from storage.tiers import SegmentTier, Tier, blocks, chunks_of
 
 NEAR = "near"  # the folder in the stage
@@ -44,6 +46,7 @@ class NearbyConfig:
     disk_nbytes: int = 0  # 0: no disk tier
     disk_root: str = ""
     peer: str = "off"  # where what a peer leaves here lies
+    encrypt: bool = False  # what peers tell each other
 
     def checked(self) -> NearbyConfig:
         """Raises BadInput."""
@@ -54,6 +57,16 @@ class NearbyConfig:
         if self.peer == "disk" and not self.disk_nbytes:
             raise BadInput(
                 "--peer-tier disk: wanted a disk tier to keep it in; give --disk-tier-gib as well"
+            )
+        if self.encrypt and self.peer == "off":
+            raise BadInput(
+                "--peer-encrypt: there is nothing to encrypt; give --peer-tier as well, or leave "
+                "it out"
+            )
+        if self.encrypt and not can_seal():
+            raise BadInput(
+                "--peer-encrypt wants the package cryptography, found none; pip install "
+                "cryptography"
             )
         return self
 
@@ -86,8 +99,9 @@ class Nearby:
         if config.share or config.peer == "memory":
             self._folders.append(FolderTier("memory", stage / NEAR, config.memory_nbytes))
         if config.disk_nbytes:
-            self._owned.append(OwnedFolder(Path(config.disk_root), store.url))
-            self._folders.append(FolderTier("disk", self._owned[0].path, config.disk_nbytes))
+            self._open_disk(Path(config.disk_root))
+        if config.peer == "disk" and not self._owned:
+            self.config = config = replace(config, peer="off")
         if config.peer != "off":
             store.create(SECRET, json.dumps(secrets.token_hex(32)).encode())
             # who can read the bucket may read its chunks from peers as well
@@ -95,7 +109,11 @@ class Nearby:
             if self._secret:
                 keep = next(f for f in self._folders if f.name == config.peer)
                 self._server = ChunkServer(
-                    lambda: [*staged(), *self._folders], config.addr, self._secret, keep
+                    lambda: [*staged(), *self._folders],
+                    config.addr,
+                    self._secret,
+                    keep,
+                    sealed=config.encrypt,
                 )
                 at = ChunkServerAt(config.addr, self._server.port)
                 store.create(chunks_key(member), at.encode())
@@ -105,6 +123,15 @@ class Nearby:
                     "each other (delete it)",
                     flush=True,
                 )
+
+    def _open_disk(self, root: Path) -> None:
+        """A folder on this node's disk, unless it is another user's: it is not needed."""
+        try:
+            self._owned.append(OwnedFolder(root, self.store.url))
+        except NotOurs as e:
+            print(f"harness: no disk tier: {e}", flush=True)
+            return
+        self._folders.append(FolderTier("disk", self._owned[0].path, self.config.disk_nbytes))
 
     def fill(self, manifest: Manifest, parts: Mapping[str, memoryview]) -> None:
         """A snapshot is committed, and these parts (key -> content) of it are ours: to the
@@ -136,7 +163,7 @@ class Nearby:
                 for name in after[:1]
                 if name != self.member and (at := self._where(name)) is not None
             ]
-            self._neighbour = epoch, PeerTier(found, self._secret)
+            self._neighbour = epoch, PeerTier(found, self._secret, sealed=self.config.encrypt)
         return self._neighbour[1]
 
     def _members(self) -> list[str]:
@@ -163,6 +190,7 @@ class Nearby:
             found |= {
                 "peers": [at for m in around if (at := self._where(m)) is not None],
                 "secret": self._secret,
+                "sealed": self.config.encrypt,
             }
         return found
 
@@ -199,7 +227,6 @@ def tiers_for(manifest: Manifest, held: Mapping[str, Any]) -> list[Tier]:
         FolderTier(name, Path(folder), nbytes) for name, folder, nbytes in held.get("folders", [])
     ]
     if held.get("peers"):
-        tiers.append(
-            PeerTier([(str(addr), int(port)) for addr, port in held["peers"]], held["secret"])
-        )
+        peers = [(str(addr), int(port)) for addr, port in held["peers"]]
+        tiers.append(PeerTier(peers, held["secret"], sealed=held["sealed"]))
     return tiers

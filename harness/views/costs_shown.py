@@ -119,7 +119,9 @@ def to_csv(costs: Costs, names: Sequence[str]) -> str:
     lines.writerow(head)
     for row in costs.by(*names):
         said = numbers_of(row.spending).values()
-        lines.writerow([*map(cell, row.keys), row.runs, *("" if value is None else value for value in said)])
+        lines.writerow(
+            [*map(cell, row.keys), row.runs, *("" if value is None else value for value in said)]
+        )
     return out.getvalue()
 
 
