@@ -9,8 +9,8 @@ import functools
 import pytest
 
 from harness.agent.leaderless import LOOK_EVERY_S, LimitsKeeper
-from harness.bucket.layout import LIMITS_KEY, AttemptPrice, RunLimits
-from harness.bucket.orders import run_limits
+from harness.bucket.layout import LIMITS_KEY
+from harness.bucket.limits import AttemptPrice, RunLimits, run_limits
 from harness.controller.allowance import LimitsWriter
 from harness.controller.bounds import RunSpec
 from harness.controller.recovery import recover

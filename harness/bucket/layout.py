@@ -3,7 +3,7 @@
 Pure. Knows no store: the modules beside it read and write (`orders.py`, `epochs.py`, `lease.py`,
 `journal.py`). The rules of all decoders, and their one error, are in `core/values.py`; lines of
 facts and of step records are decoded in `core/facts.py` and `core/records.py`; what W&B, MLflow
-and TensorBoard are told, in `streamed.py`; what snapshots
+and TensorBoard are told, in `streamed.py`; limits that nodes keep, in `limits.py`; what snapshots
 consist of belongs to `storage` (`storage/manifest.py`, `storage/marks.py`). The table of all
 objects, with bounds and what damage does, is in docs/ARCHITECTURE.md.
 
@@ -431,41 +431,6 @@ def ordered_in(data: bytes) -> int:
 def _term_in(body: dict[str, Any]) -> int:
     said = body.get("term")
     return said if type(said) is int and 0 < said < 10**12 else 0
-
-
-# ---- limits --------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class AttemptPrice:
-    """What an open attempt costs. `yet_s`: for so long it is billed if it is to leave at once."""
-
-    attempt: Natural
-    usd_per_h: Amount
-    yet_s: Amount
-
-
-@dataclass(frozen=True)
-class RunLimits:
-    """What a run may still cost, and how long it may still go on, as of its writing. Its nodes keep
-    these limits by themselves when nobody leads the run. A controller writes it anew at least every
-    `every_s`, and before each launch. None: there is no such limit."""
-
-    term: Natural  # of the controller that wrote it
-    version: Natural  # rises with each writing of one term
-    every_s: Amount
-    launch_s: Amount  # the longest that a launch is expected to take
-    budget_usd: Amount | None = None
-    spent_usd: Amount = 0.0
-    left_s: Amount | None = None  # until the limit of hours
-    leaderless_s: Amount | None = None  # nodes drain when nobody has led for so long
-    attempts: tuple[AttemptPrice, ...] = ()
-
-    @classmethod
-    def decode(cls, data: bytes) -> RunLimits:
-        """Raises BadObject, NewerProtocol."""
-        return decoded(cls, data)
-
-    def encode(self) -> bytes:
-        return json.dumps(stamped(dataclasses.asdict(self))).encode()
 
 
 # ---- trackers ------------------------------------------------------------------------------------

@@ -35,12 +35,8 @@ class Chain:
         self.writer, self.head = writer, digest(writer.encode())
 
     def line(self, t: float, fact: Fact) -> str:
-        said = {
-            "fact": fact.kind,
-            "t": t,
-            **masked_deep(dataclasses.asdict(fact)),
-            "prev": self.head,
-        }
+        told = masked_deep(dataclasses.asdict(fact))
+        said = {"fact": fact.kind, "t": t, **told, "prev": self.head}
         return self._chained(stamped(said))
 
     def seal(self, t: float, key: SigningKey) -> str:
