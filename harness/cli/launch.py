@@ -43,17 +43,10 @@ from harness.cli.interrupts import act_on, answer, by, heed_signals
 from harness.cli.launch_ends import give_up, say_how_it_ended
 from harness.cli.look import show_report
 from harness.cli.market import Histories, known_before, remembering
-from harness.cli.record import (
-    RecordFlags,
-    about_launch,
-    keep_launch,
-    with_image,
-    with_secret_names,
-)
+from harness.cli.record import RecordFlags, about_launch, keep_launch, with_names
 from harness.cli.track import publisher_beside
 from harness.core.config import flag, positional
 from harness.core.given_files import output_file
-from harness.core.masking import keep_out
 from harness.core.world import BadInput, Fenced, HarnessError
 from storage.errors import StoreError
 from storage.objects import ObjectStore
@@ -194,8 +187,7 @@ def launch(flags: LaunchFlags) -> int:
     envs = {**about_launch(flags, os.environ), **given, "RUN": url}
     told = receivers(flags.alert, flags.alert_rules)
     _check_prometheus(flags)
-    task = with_secret_names(with_image(tasks.load(flags.task, envs, _secrets(flags))))
-    keep_out(task.secrets.values())
+    task = with_names(tasks.load(flags.task, envs, _secrets(flags)))
     policy = policies.resolve(_policy_name(flags))
     if flags.cloud == "sky":
         policy = policies.together(policy, saving=flags.move_saving, stay_s=flags.move_stay_s)

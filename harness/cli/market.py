@@ -23,7 +23,7 @@ from storage.errors import StoreError, StoreUnavailable, WrongInput
 from storage.json_text import digest
 from storage.objects import ObjectStore
 from storage.opening import normalize, open_store
-from storage.text import Console
+from storage.text import Console, cell
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -323,7 +323,9 @@ def _as_csv(summaries: list[OfferSummary]) -> str:
     names = [f.name for f in dataclasses.fields(OfferSummary) if f.name != "usd_per_h"]
     rows.writerow([*names, *prices])
     for one in summaries:
-        rows.writerow([*(getattr(one, name) for name in names), *one.usd_per_h])
+        said = (getattr(one, name) for name in names)
+        shown = (cell(value) if isinstance(value, str) else value for value in said)
+        rows.writerow([*shown, *one.usd_per_h])
     return out.getvalue()
 
 

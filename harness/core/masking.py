@@ -63,7 +63,7 @@ _HOLDS = re.compile(
 )
 SECRET_NAMES = "HARNESS_SECRETS"  # names of the task's own secrets, with commas between
 LEAST_LETTERS = 8  # of a value: a shorter one stands in many words
-_learned: dict[str, re.Pattern[str]] = {}  # of this process; grows only
+_learned: list[str] = []  # of this process, the longest first; grows only
 
 
 def learn(environ: Mapping[str, str]) -> None:
@@ -82,8 +82,8 @@ def keep_out(values: Iterable[str]) -> None:
     """From now on this process masks these values, as they are and as a URL has them."""
     found = {v.strip() for v in values}
     found = {v for v in found if len(v) >= LEAST_LETTERS and not v.startswith(("/", "~", "./"))}
-    for value in found | {urllib.parse.quote(v, safe="") for v in found}:
-        _learned.setdefault(value, re.compile(re.escape(value)))
+    found |= {urllib.parse.quote(v, safe="") for v in found}
+    _learned[:] = sorted(found.union(_learned), key=len, reverse=True)
 
 
 def masked_deep(value: Any) -> Any:
@@ -103,8 +103,8 @@ def is_secret(name: str) -> bool:
 def masked(text: str) -> str:
     """Without what is known for a secret by its form, wherever it stands: keys, passwords and
     signatures in URLs; and without what this process has learned."""
-    for secret in _learned.values():
-        text = secret.sub(MASK, text)
+    for secret in _learned:
+        text = text.replace(secret, MASK)
     text = _FORMS.sub(MASK, text)
     if "://" in text or "sig" in text.lower():
         text = _IN_QUERY.sub(rf"\1{MASK}", _IN_URL.sub(rf"\1{MASK}@", text))
