@@ -8,7 +8,7 @@ NODES ?= 1:3
 STEPS ?= 150
 MARKET ?= demo
 SEEDS ?= 1000
-KILLS ?= 1000
+FAULTS ?= 2000
 # processes that test at once (tests/conftest.py says which gets what): one more than there are
 # cores, since most of them wait most of the time
 WORKERS ?= $(shell expr $$(nproc) + 1)
@@ -121,8 +121,8 @@ manynodes: install  ## 1 to 256 simulated members and snapshots of up to 1,024 r
 campaign: install  ## POINTS=500 kills of writer, uploader and agent each, every store call failing once, damage of every class; not in CI
 	$(BIN)/python -m harness.proof.kills --points $(or $(POINTS),500) --seed $(or $(SEED),0) --jobs $(or $(JOBS),2)
 
-soak: install  ## one long run with KILLS=1000 seeded kills; not in CI
-	$(BIN)/harness drill --soak $(KILLS) --seed $(or $(SEED),0)
+soak: install  ## FAULTS=2000 kills, pauses and store faults over RUNS=4 led runs; memory, files and threads of every seat; not in CI
+	$(BIN)/harness drill --soak $(FAULTS) --soak-runs $(or $(RUNS),4) --seed $(or $(SEED),0)
 
 clean:
 	rm -rf $(VENV) $(ADAPTERS) .pytest_cache .mypy_cache .ruff_cache build *.egg-info

@@ -1,35 +1,76 @@
 """What an adapter costs a step: the same unchanged script plain and under `harness run`, one worker
-each, interleaved. No assertions.
+each. No assertions.
 
     .venv-adapters/bin/python benchmarks/adapters.py
     .venv-adapters/bin/python benchmarks/adapters.py --only transformers --rounds 8 --width 512
 
-A step is timed by the script itself, from one forward of a step's first micro-batch to the next;
-the first ten steps are not counted. Snapshots are left out (one at the end), so what remains is
-what every step pays: our loader, hashing what was read, seeding, the reduction, records.
-Every round takes plain and adapted once, in an order that rotates; a ratio is the median of the
-ratios within a round. Look at `uptime` before you believe it.
+In a round both scripts live at the same time and take turns, a few steps each, so both see what the
+machine is doing in the same second. A script is timed by itself, from one forward of a step's first
+micro-batch to the next; the first turns are not counted. Snapshots are left out (one at the end),
+so what remains is what every step pays: our loader, hashing what was read, seeding, the reduction,
+records. Every round starts two new processes, since where their memory lies makes steps differ by
+some percent.
+
+For each adapter three ratios, adapted to plain, each the median over the rounds:
+
+    wall    median over the turns of the ratio of neighbouring turns
+    best    ratio of each one's fastest turns (the mean of a quarter of them)
+    cpu     ratio of the processor time of all threads, what they do in the other's turn included
+
+On a busy machine believe `cpu` first, then `best`. Look at `uptime` before you believe `wall`.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-WARM_STEPS = 10
+TARGET = 1.02
+TURN_STEPS = 4
+WARM_TURNS = 3
 ACCUMULATION = 2
+# glibc keeps what a tensor has let go of. Else it depends on the process whether gradients come
+# from the kernel anew in each step, and that alone makes steps differ by a tenth.
+MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+START_S = 300.0  # until both scripts are at their first step
+TURN_S = 120.0
+
+
+class Turns:
+    """Of one script, which works in its own turns and waits in the other's. Tells how long each
+    turn took, and the processor time of all its threads at the beginning of it."""
+
+    def __init__(self, address: str):
+        self._referee = Client(address, "AF_UNIX")
+        self._steps, self._began, self._processor_s = 0, 0.0, 0.0
+
+    def step(self) -> None:
+        """A step begins."""
+        if self._steps % TURN_STEPS == 0 and not self._referee.closed:
+            try:
+                self._referee.send((time.perf_counter() - self._began, self._processor_s))
+                self._referee.recv()
+            except (EOFError, OSError):  # it has seen enough
+                self._referee.close()
+            self._began, self._processor_s = time.perf_counter(), time.process_time()
+        self._steps += 1
 
 
 class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -45,18 +86,20 @@ class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 class Net(nn.Module):
-    """`times`: when each forward began."""
+    """Tells `turns` of each step's first forward; `micro_batches`: of a step."""
 
-    def __init__(self, width: int, layers: int = 6):
+    def __init__(self, width: int, turns: Turns, layers: int = 6):
         super().__init__()
         self.body = nn.Sequential(
             *(m for _ in range(layers) for m in (nn.Linear(width, width), nn.GELU()))
         )
         self.head = nn.Linear(width, 1)
-        self.times: list[float] = []
+        self.turns, self.micro_batches, self._forwards = turns, ACCUMULATION, 0
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
-        self.times.append(time.perf_counter())
+        if self._forwards % self.micro_batches == 0:
+            self.turns.step()
+        self._forwards += 1
         out = self.head(self.body(x))
         return {"loss": nn.functional.mse_loss(out, labels), "logits": out}
 
@@ -124,24 +167,24 @@ def lightning_trainer(net: Net, data: Rows, batch: int, steps: int) -> None:
 
 
 def fabric_loop(net: Net, data: Rows, batch: int, steps: int) -> None:
+    """A step has one micro-batch: Fabric leaves accumulation to the script, which would have to be
+    changed for ours."""
     from lightning.fabric import Fabric
 
+    net.micro_batches = 1
     fabric = Fabric(devices=1)
     fabric.launch()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     model, optimizer = fabric.setup(net, optimizer)
     loader = fabric.setup_dataloaders(
-        torch.utils.data.DataLoader(data, batch_size=batch, shuffle=True)
+        torch.utils.data.DataLoader(data, batch_size=batch * ACCUMULATION, shuffle=True)
     )
     for i, rows in enumerate(loader):
-        if i >= steps * ACCUMULATION:
+        if i >= steps:
             break
-        last = (i + 1) % ACCUMULATION == 0
-        with fabric.no_backward_sync(model, enabled=not last):
-            fabric.backward(model(**rows)["loss"] / ACCUMULATION)
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
+        fabric.backward(model(**rows)["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 WAYS = {
@@ -153,64 +196,142 @@ WAYS = {
 
 
 def one(name: str, a: argparse.Namespace) -> None:
-    """Train, and write what each step took."""
+    """Train."""
     torch.manual_seed(0)
-    net = Net(a.width)
-    data = Rows(a.batch * ACCUMULATION * (a.steps + 1), a.width)
-    WAYS[name](net, data, a.batch, a.steps)
-    begins = net.times[::ACCUMULATION][WARM_STEPS:]
-    spans = [b - a for a, b in itertools.pairwise(begins)]
-    Path(a.out).write_text(json.dumps(spans))
+    net = Net(a.width, Turns(a.address))
+    data = Rows(a.batch * ACCUMULATION * (a.steps + 3), a.width)
+    WAYS[name](net, data, a.batch, a.steps + 2)  # the last turn ends with a step that begins
 
 
-def measure(name: str, adapted: bool, a: argparse.Namespace) -> float:
-    """Seconds of a step, the median."""
+def begin(name: str, adapted: bool, folder: str, a: argparse.Namespace) -> subprocess.Popen[bytes]:
+    script = [__file__, "--one", name, "--address", f"{folder}/turns"]
+    for flag in ("steps", "width", "batch"):
+        script += [f"--{flag}", str(getattr(a, flag))]
+    env = {**os.environ, **MEMORY, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable]
+    if adapted:
+        command += ["-m", "harness.cli", "run", "--run", f"{folder}/run", "--nproc", "1"]
+        command += ["--attach", "snapshot_every_s=3600", "--"]
+    with open(f"{folder}/{'adapted' if adapted else 'plain'}.log", "ab") as log:
+        return subprocess.Popen([*command, *script], env=env, stdout=log, stderr=log)
+
+
+@dataclass
+class Seen:
+    """Of a script in one round. `wall_s`, `cpu_s`: of a step, by turn."""
+
+    wall_s: list[float]
+    cpu_s: list[float]
+
+    def best_s(self) -> float:
+        return statistics.fmean(sorted(self.wall_s)[: max(1, len(self.wall_s) // 4)])
+
+
+def hear(peer: Any) -> tuple[float, float]:
+    """A script's turn is over. Raises TimeoutError, EOFError."""
+    if not peer.poll(TURN_S):
+        raise TimeoutError(f"wanted {TURN_STEPS} steps within {TURN_S} s")
+    said: tuple[float, float] = peer.recv()
+    return said
+
+
+def measure(name: str, adapted_first: bool, a: argparse.Namespace) -> tuple[Seen, Seen]:
+    """One round: plain, adapted."""
+    order = (True, False) if adapted_first else (False, True)
+    said: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "spans.json"
-        script = [__file__, "--one", name, "--out", str(out)]
-        for flag in ("steps", "width", "batch"):
-            script += [f"--{flag}", str(getattr(a, flag))]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable]
-        if adapted:
-            command += ["-m", "harness.cli", "run", "--run", f"{folder}/run", "--nproc", "1"]
-            command += ["--attach", "snapshot_every_s=3600", "--"]
-        done = subprocess.run(
-            [*command, *script], env=env, capture_output=True, text=True, timeout=600
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            with Listener(f"{folder}/turns", "AF_UNIX") as door:
+                door._listener._socket.settimeout(START_S)  # type: ignore[attr-defined]
+                peers = {}
+                for which in order:
+                    processes.append(begin(name, which and not a.itself, folder, a))
+                    peers[which] = door.accept()
+                for which in order:
+                    hear(peers[which])  # it is at its first step
+                for _ in range(a.steps // TURN_STEPS):
+                    for which in order:
+                        peers[which].send("go")
+                        said[which].append(hear(peers[which]))
+                for peer in peers.values():
+                    peer.close()
+            codes = [process.wait(START_S) for process in processes]
+            if any(codes):
+                raise ChildProcessError(f"wanted both scripts to end well, found {codes}")
+        except (OSError, EOFError, subprocess.TimeoutExpired) as e:
+            logs = "".join(path.read_text()[-2000:] for path in sorted(Path(folder).glob("*.log")))
+            sys.exit(f"{name}: {e!r}\n{logs}")
+        finally:
+            for process in processes:
+                process.terminate()
+    plain, adapted = (seen(said[which]) for which in (False, True))
+    return plain, adapted
+
+
+def seen(said: list[tuple[float, float]]) -> Seen:
+    """But for the first turns. A turn's processor time lasts until the next one begins."""
+    wall_s = [wall / TURN_STEPS for wall, _ in said[WARM_TURNS:-1]]
+    cpu_s = [
+        (after - before) / TURN_STEPS
+        for (_, before), (_, after) in itertools.pairwise(said[WARM_TURNS:])
+    ]
+    return Seen(wall_s, cpu_s)
+
+
+@dataclass
+class Ratios:
+    """Of a round; see the module."""
+
+    wall: float
+    best: float
+    cpu: float
+
+    @classmethod
+    def of(cls, plain: Seen, adapted: Seen) -> Ratios:
+        pairs = zip(plain.wall_s, adapted.wall_s, strict=True)
+        return cls(
+            statistics.median(b / a for a, b in pairs),
+            adapted.best_s() / plain.best_s(),
+            sum(adapted.cpu_s) / sum(plain.cpu_s),
         )
-        if done.returncode or not out.exists():
-            sys.exit(f"{name}, adapted={adapted}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-        return statistics.median(json.loads(out.read_text()))
+
+
+def report(name: str, rounds: list[tuple[Seen, Seen]]) -> str:
+    plain_s = statistics.median(s for plain, _ in rounds for s in plain.wall_s)
+    ratios = [Ratios.of(*one) for one in rounds]
+    wall, best, cpu = (
+        statistics.median(getattr(r, kind) for r in ratios) for kind in ("wall", "best", "cpu")
+    )
+    spread = " ".join(f"{r.wall:.3f}/{r.cpu:.3f}" for r in ratios)
+    load = os.getloadavg()[0]
+    return (
+        f"{name:14}{1e3 * plain_s:10.1f}{wall:8.3f}{best:8.3f}{cpu:8.3f}   load {load:4.1f}   "
+        f"{spread}"
+    )
 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("--only", choices=WAYS)
     p.add_argument("--rounds", type=int, default=6)
-    p.add_argument("--steps", type=int, default=60)
+    p.add_argument("--steps", type=int, default=120)
     p.add_argument("--width", type=int, default=768)
     p.add_argument("--batch", type=int, default=64)
+    p.add_argument("--itself", action="store_true", help="plain against plain: what chance does")
     p.add_argument("--one", help=argparse.SUPPRESS)
-    p.add_argument("--out", default="", help=argparse.SUPPRESS)
+    p.add_argument("--address", help=argparse.SUPPRESS)
     a = p.parse_args()
     if a.one:
         one(a.one, a)
         return
     print(f"torch {torch.__version__}, load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
-    print(f"{'':14}{'plain ms':>10}{'adapted ms':>12}{'ratio':>8}   each round   (target 1.02)")
+    print(
+        f"{'':14}{'plain ms':>10}{'wall':>8}{'best':>8}{'cpu':>8}   target {TARGET}   "
+        "wall/cpu of each round"
+    )
     for name in [a.only] if a.only else WAYS:
-        plain, adapted = [], []
-        for n in range(a.rounds):
-            for which in (False, True) if n % 2 == 0 else (True, False):
-                (adapted if which else plain).append(measure(name, which, a))
-        ratios = [b / a for a, b in zip(plain, adapted, strict=True)]
-        print(
-            f"{name:14}{1e3 * statistics.median(plain):10.1f}"
-            f"{1e3 * statistics.median(adapted):12.1f}{statistics.median(ratios):8.3f}   "
-            f"{' '.join(f'{r:.3f}' for r in ratios)}   "
-            f"load {os.getloadavg()[0]:.1f}",
-            flush=True,
-        )
+        print(report(name, [measure(name, n % 2 == 1, a) for n in range(a.rounds)]), flush=True)
 
 
 if __name__ == "__main__":

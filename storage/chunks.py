@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
-from storage.parts import Part, chunk_hash
+from storage.parts import BLAKE3, HASH, Part, is_hash_of
 
-CHUNK_ID = re.compile(r"[0-9a-f]{32}-[0-9]{1,12}")
+CHUNK_ID = re.compile(HASH + "-[0-9]{1,12}")
+
+# what may come from a peer: others may have made other bytes with the same old hash
+PEER_CHUNK_ID = re.compile(re.escape(BLAKE3) + "[0-9a-f]{32}-[0-9]{1,12}")
 
 
 def chunk_id(part: Part, i: int) -> str:
@@ -15,4 +18,5 @@ def chunk_id(part: Part, i: int) -> str:
 
 
 def is_chunk(id: str, data: bytes | memoryview) -> bool:
-    return id == f"{chunk_hash(data)}-{len(data)}"
+    wanted, _, nbytes = id.rpartition("-")
+    return nbytes == str(len(data)) and is_hash_of(wanted, data)

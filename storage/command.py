@@ -34,7 +34,7 @@ from storage.manifest import Manifest, Ref
 from storage.objects import ObjectStore, abort_stale_uploads
 from storage.opening import normalize, open_store
 from storage.restore import PAUSES_S, Looks, Restore, this_machine
-from storage.retention import Keep
+from storage.retention import AGES_H, Keep
 from storage.snapshots import Snapshots
 from storage.text import Console, plain
 from storage.transfer import copy, would_prune
@@ -118,6 +118,15 @@ def _add_prune_options(one: argparse.ArgumentParser) -> None:
         default="",
         metavar="NAME:min|max",
         help="and the best by a metric, for example loss:min (default: none)",
+    )
+    one.add_argument(
+        "--keep-ages",
+        type=float,
+        nargs="*",
+        default=AGES_H,
+        metavar="HOURS",
+        help="and, for each, one that is at least so many hours old (default: "
+        f"{' '.join(f'{h:g}' for h in AGES_H)}; without a number: none)",
     )
     one.add_argument(
         "--stale-h",
@@ -337,7 +346,7 @@ def _show(args: Any, store: ObjectStore, console: Console, tell: FindNotes) -> i
 
 # ---- prune ---------------------------------------------------------------------------------------
 def _prune(args: Any, store: ObjectStore, console: Console, tell: FindNotes) -> int:
-    keep = Keep(args.keep_last, args.keep_every, args.keep_best)
+    keep = Keep(args.keep_last, args.keep_every, args.keep_best, tuple(args.keep_ages))
     gone, deleted = would_prune(store, keep)
     will = "would delete" if args.dry_run else "deletes"
     committed = Snapshots(store).manifests()[0]

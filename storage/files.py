@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import threading
 import time
 import uuid
@@ -29,6 +30,9 @@ FALTERING = {
     errno.ECONNRESET,
     errno.EAGAIN,
 }
+MOST_NAME_NBYTES = 255  # of a file, on Linux and macOS
+# What file systems say that cannot sync a folder (FUSE, some on a network).
+NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
 READS_AT_ONCE = 8  # of small files, which may lie on a network
 _memory: dict[str, bytes] = {}  # memory:// of this process; fsspec's own has no create-only write
 _memory_lock = threading.Lock()
@@ -82,20 +86,42 @@ def refuse_to_leave(url: str, key: str) -> None:
         )
 
 
+def _open_file(path: str, flags: int) -> int:
+    """A pipe or a device in the place of an object would never answer, or answer for ever."""
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise FileNotFoundError(errno.ENOENT, "it is no file", path)
+    return fd
+
+
 class FileStore:
-    """`file://`: atomic by rename (put) and by link (create-only). `durable` adds fsync."""
+    """`file://`: atomic by rename (put) and by link (create-only).
+
+    `durable`: what was answered survives a loss of power. The bytes are on the disk before they get
+    their name; the name, what was deleted, and every folder on the way are before we return.
+    """
 
     def __init__(self, url: str, durable: bool = False):
         self.url, self._durable = url, durable
         self.reads_at_once = READS_AT_ONCE
         self._root = Path(url.removeprefix("file://"))
+        self._lasting: set[Path] = set()  # folders that we know to be on the disk
 
     def _path(self, key: str) -> Path:
+        """Raises StoreError for what is no key, and for one that a link leads elsewhere."""
         refuse_to_leave(self.url, key)
-        return self._root / key
+        path = str(self._root)
+        for part in key.split("/"):
+            path = f"{path}/{part}"
+            if os.path.islink(path):
+                raise StoreError(
+                    f"{self.url}: {key!r} leads out of this folder: {path} is a link; remove it"
+                )
+        return Path(path)
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
-        with self._answers(key), open(self._path(key), "rb") as f:
+        with self._answers(key), open(self._path(key), "rb", opener=_open_file) as f:
             if start is None and end is None:
                 return f.read()
             f.seek(start or 0)
@@ -104,10 +130,15 @@ class FileStore:
     @contextlib.contextmanager
     def _temporary(self, key: str, data: bytes | memoryview) -> Iterator[tuple[Path, Path]]:
         path = self._path(key)
-        temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
+        if any(len(os.fsencode(part)) > MOST_NAME_NBYTES for part in path.parts):
+            raise StoreError(
+                f"{self.url}: a folder cannot hold {key!r}: each part of a key has at most "
+                f"{MOST_NAME_NBYTES} bytes here"
+            )
+        temporary = path.parent / f".{uuid.uuid4().hex}.tmp"
         with self._answers(key):
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                self._make(path.parent)
             except (FileNotFoundError, NotADirectoryError) as e:
                 raise StoreRefused(
                     f"{path.parent}: this folder cannot be made ({e.strerror}); check the path of "
@@ -123,6 +154,31 @@ class FileStore:
                 yield temporary, path
             finally:
                 temporary.unlink(missing_ok=True)
+            if self._durable:  # also if another was first: we are going to say that it is there
+                _sync_folder(path.parent)
+
+    def _make(self, folder: Path) -> None:
+        """A folder within the root, with all on the way to it."""
+        if not self._durable:
+            folder.mkdir(parents=True, exist_ok=True)
+            return
+        if folder in self._lasting and folder.is_dir():
+            return
+        way = [folder, *folder.parents][:-1]
+        for one in way:
+            if not one.exists():
+                self._lasting.discard(one)
+        folder.mkdir(parents=True, exist_ok=True)
+        # also those that another process made just now: it may not have come so far yet
+        device = folder.stat().st_dev
+        for one in reversed(way):
+            if one not in self._lasting and one.parent.stat().st_dev == device:
+                try:
+                    _sync_folder(one.parent)
+                except PermissionError:  # of what the root lies in; we were given the root
+                    if one.is_relative_to(self._root) and one != self._root:
+                        raise
+            self._lasting.add(one)
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         with self._temporary(key, data) as (temporary, path):
@@ -167,7 +223,13 @@ class FileStore:
 
     def delete(self, key: str) -> None:
         with self._answers(key):
-            self._path(key).unlink(missing_ok=True)
+            path = self._path(key)
+            try:
+                path.unlink()
+            except FileNotFoundError:
+                return
+            if self._durable:
+                _sync_folder(path.parent)
 
     def size(self, key: str) -> int:
         with self._answers(key):
@@ -175,7 +237,7 @@ class FileStore:
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         view, done = buffer.cast("B"), 0
-        with self._answers(key), open(self._path(key), "rb", buffering=0) as f:
+        with self._answers(key), open(self._path(key), "rb", buffering=0, opener=_open_file) as f:
             f.seek(start)
             while done < len(view):  # one read gives 2 GiB at most
                 n = f.readinto(view[done:])
@@ -202,6 +264,8 @@ class FileStore:
         except (FileNotFoundError, NotADirectoryError) as e:
             raise NotFound(f"{self.url}/{key}") from e
         except OSError as e:
+            if e.errno == errno.ENAMETOOLONG:  # no such object can be
+                raise NotFound(f"{self.url}/{key}: {e.strerror}") from e
             if e.errno in FALTERING:
                 raise StoreUnavailable(f"{self.url}/{key}: {e.strerror}") from e
             hint = {
@@ -212,3 +276,15 @@ class FileStore:
                 errno.EROFS: "the file system is read-only; choose another run URL",
             }.get(e.errno or 0, "check the path")
             raise StoreRefused(f"{self.url}/{key}: {e.strerror or e}: {hint}") from e
+
+
+def _sync_folder(folder: Path) -> None:
+    """What it holds now, it holds after a loss of power."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as e:
+        if e.errno not in NO_FOLDER_SYNC:
+            raise
+    finally:
+        os.close(fd)

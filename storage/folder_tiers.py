@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from storage.chunks import CHUNK_ID
+from storage.own_folders import is_ours, own_folder
 
 FOLDER_LOCK_S = 10.0
 ROOM_SHARE = 16  # of a full folder's budget one part is cleared at a time
@@ -179,14 +180,14 @@ class OwnedFolder:
     are of dead owners and are removed.
 
     The same owner (a run on a node) finds its folder again after a death; another's is gone. Held
-    by a shared lock on a file in it.
+    by a shared lock on a file in it. Raises NotOurs if it is another user's.
     """
 
     def __init__(self, root: Path, owner: str):
         self.path = root / f"tier-{hashlib.blake2b(owner.encode(), digest_size=8).hexdigest()}"
         while True:
-            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             try:
+                own_folder(self.path)
                 fd = os.open(self.path / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 fcntl.flock(fd, fcntl.LOCK_SH)
             except FileNotFoundError:  # a cleaner took the folder from under us
@@ -207,8 +208,10 @@ class OwnedFolder:
 
 
 def _remove_unowned(folder: Path) -> None:
+    if not is_ours(folder):
+        return
     try:
-        fd = os.open(folder / "owner", os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(folder / "owner", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:  # not ours to judge: being made, or another user's
         return
     try:

@@ -23,14 +23,16 @@ from typing import Any, TypeVar
 
 from storage.errors import StoreError
 from storage.json_text import BadObject, canonical, digest, parsed, whole
-from storage.parts import MOST_PART_NBYTES, Known, Link, fields_of, ref_of
+from storage.parts import BLAKE3, MOST_PART_NBYTES, Known, Link, fields_of, ref_of
 from storage.parts import PARTS as PARTS
 from storage.parts import Part as Part
 from storage.parts import Ref as Ref
 from storage.parts import SnapshotCorrupt as SnapshotCorrupt
 from storage.weights import combined
 
-FORMAT = 2  # of manifests and part lists; 1 had no `places`, `previous` and `bases`
+# of manifests and part lists; 1 had no `places`, `previous` and `bases`, and hashes of chunks were
+# xxh3 before CRYPTOGRAPHIC
+FORMAT = CRYPTOGRAPHIC = 3
 # Beyond these a manifest is damage: 35 bytes for a chunk of 4 MiB, some hundred for each piece of a
 # tensor; brackets of the user's own state.
 MOST_MANIFEST_NBYTES, MOST_STATE_DEPTH = 1 << 30, 256
@@ -95,7 +97,7 @@ class PartList:
                 rank=whole(body["rank"], 0, world - 1),
                 world=world,
                 token=body["token"],
-                parts=tuple(map(Part.from_dict, body["parts"])),
+                parts=_parts_of(body),
                 tensors=_index_of(body["tensors"]),
                 data=body["data"],
                 previous=Link.from_dict(body.get("previous")),
@@ -215,7 +217,7 @@ class Manifest:
                 version=body["version"],
                 ref=ref_of(body["ref"]),
                 world=whole(body["world"], 1, MOST_RANKS),
-                parts=tuple(map(Part.from_dict, body["parts"])),
+                parts=_parts_of(body),
                 tensors=_index_of(body["tensors"]),
                 data=body["data"],
                 hash=found,
@@ -242,6 +244,13 @@ class Manifest:
                 f"snapshot {ref}: wanted one part list of each of {world} ranks; found {found}. "
                 "An epoch has one world: start a new epoch for another one"
             )
+        version = max(one.version for one in lists)
+        if min(one.version for one in lists) < CRYPTOGRAPHIC <= version:
+            raise SnapshotCorrupt(
+                f"snapshot {ref}: wanted part lists with hashes of one kind, found formats "
+                f"{sorted({one.version for one in lists})}: the ranks run different versions of "
+                "this package; give all the same one"
+            )
         parts = tuple(p for one in lists for p in one.parts)
         tensors = _merged_index(ref, lists)
         data: dict[str, Any] = {}
@@ -254,7 +263,7 @@ class Manifest:
             except ValueError as e:
                 raise SnapshotCorrupt(f"snapshot {ref}: hashes of weights: {e}") from e
         _check_index(ref, parts, tensors)
-        previous, version = lists[0].previous, max(one.version for one in lists)
+        previous = lists[0].previous
         bases = tuple(
             sorted({one.previous.ref for one in lists if one.previous is not None and one.refers})
         )
@@ -357,6 +366,19 @@ def _unsealed(what: str, body: dict[str, Any]) -> str:
     if not isinstance(body["parts"], list) or not isinstance(body["data"], dict):
         raise BadObject("wanted a list of parts, and data as an object")
     return found
+
+
+def _parts_of(body: dict[str, Any]) -> tuple[Part, ...]:
+    """Each with hashes of the function that the format has, so that a chunk of a new format is
+    never believed for an old hash. Raises BadObject."""
+    parts, new = tuple(map(Part.from_dict, body["parts"])), body["version"] >= CRYPTOGRAPHIC
+    for part in parts:
+        if any(h.startswith(BLAKE3) != new for h in part.hashes):
+            raise BadObject(
+                f"{part.key}: wanted hashes of chunks as format {body['version']} has them, found "
+                "those of another"
+            )
+    return parts
 
 
 def _index_of(tensors: Any) -> dict[str, Any]:

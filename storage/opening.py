@@ -34,6 +34,9 @@ def open_store(
     an outage for STORAGE_PATIENCE_S seconds. Who starts a process can tell it the same by the
     variable STORAGE_ANSWERED, the store's URL.
 
+    A folder's writes survive a loss of power, unless the variable STORAGE_FSYNC is 0 or the option
+    `durable` False.
+
     `options` are spelled as for the cloud's fsspec filesystem (credentials by each cloud's own
     conventions when absent). `backend`: who speaks to a bucket, "obstore" or "fsspec"; by default
     (also of the variable STORAGE_BACKEND) obstore wherever it can. Raises StoreError.
@@ -44,7 +47,8 @@ def open_store(
         return MemoryStore(url)
     patience = Patience(_patience_s(environ), answered or environ.get("STORAGE_ANSWERED") == url)
     if scheme == "file":
-        return Retrying(FileStore(url, **options), retry_within_s, patience)
+        durable = options.pop("durable", environ.get("STORAGE_FSYNC") != "0")
+        return Retrying(FileStore(url, durable, **options), retry_within_s, patience)
     inner = _remote(url, backend or environ.get("STORAGE_BACKEND", ""), environ, options)
     return Retrying(inner, retry_within_s, patience)
 

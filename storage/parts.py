@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
+import blake3
 import xxhash
 
 from storage.errors import StoreError
@@ -21,6 +22,8 @@ from storage.objects import checked_key
 PARTS = "snapshots/parts/"  # where all parts and part lists lie
 CHUNK_NBYTES = 4 << 20  # one hash per chunk: what the smallest verified read fetches
 MIN_GAP = 2  # chunks; see Part.referring
+BLAKE3, HASH_NBYTES = "b3.", 16
+HASH = r"(?:b3\.)?[0-9a-f]{32}"  # of a chunk
 # Beyond these a part is damage. An object of 16 TiB in chunks of 4 MiB has as many chunks.
 MOST_PART_NBYTES, MOST_CHUNKS = 1 << 50, 1 << 22
 MOST_PART_JSON_NBYTES = 256 << 20
@@ -31,9 +34,20 @@ class SnapshotCorrupt(StoreError):
 
 
 def chunk_hash(data: bytes | memoryview) -> str:
-    """32 hex digits: xxh3-128, at memory speed. It finds accidents, not forgers; whoever can
-    forge a part can forge all."""
-    return str(xxhash.xxh3_128_hexdigest(data))
+    """What a chunk is known by: "b3." and 32 hex digits, the first 128 bits of its BLAKE3.
+
+    Nobody can make other bytes with the hash of given ones (2^128 tries). Who makes both may find
+    two that have the same (2^64 tries), which only a writer of the run could use.
+    """
+    return BLAKE3 + blake3.blake3(data).hexdigest(HASH_NBYTES)
+
+
+def is_hash_of(wanted: str, data: bytes | memoryview) -> bool:
+    """By the function that `wanted` names. That of formats 1 and 2, xxh3-128, has no name before
+    its 32 digits; it finds accidents, no forgers."""
+    if wanted.startswith(BLAKE3):
+        return chunk_hash(data) == wanted
+    return str(xxhash.xxh3_128_hexdigest(data)) == wanted
 
 
 @dataclass(frozen=True, order=True)
@@ -80,7 +94,8 @@ Known = Mapping[
 
 @dataclass(frozen=True)
 class Part:
-    """A file of a snapshot. `hashes[i]` is of bytes [i * chunk_nbytes, (i + 1) * chunk_nbytes).
+    """A file of a snapshot. `hashes[i]` is of bytes [i * chunk_nbytes, (i + 1) * chunk_nbytes);
+    all of a part are made by the same function.
 
     places: where its bytes lie, in order, cut between chunks: in objects of its own, or in those of
             older snapshots that had the same chunks. Empty: all of them in the object `key`.
@@ -112,6 +127,11 @@ class Part:
                 for i, start in enumerate(starts)
             ),
         )
+
+    @property
+    def cryptographic(self) -> bool:
+        """Is there nobody who can make other bytes with its hashes? So it is since format 3."""
+        return all(h.startswith(BLAKE3) for h in self.hashes)
 
     def stored(self) -> tuple[StoredRange, ...]:
         """`places`, also when there is only one."""
@@ -194,8 +214,10 @@ class Part:
         found = fields_of(body, "key", "nbytes", "chunk_nbytes", "hashes")
         key, nbytes = part_key(found["key"]), whole(found["nbytes"], 0, MOST_PART_NBYTES)
         size, hashes = whole(found["chunk_nbytes"], 1, MOST_PART_NBYTES), found["hashes"]
-        if not isinstance(hashes, list) or not all(isinstance(h, str) for h in hashes):
-            raise BadObject(f"{key}: wanted a list of hashes")
+        if not isinstance(hashes, list) or not all(
+            isinstance(h, str) and re.fullmatch(HASH, h) for h in hashes
+        ):
+            raise BadObject(f"{key}: wanted a list of hashes, each like {chunk_hash(b'')!r}")
         if len(hashes) != -(-nbytes // size):
             raise BadObject(f"{key}: {len(hashes)} hashes do not fit {nbytes} bytes")
         places = found.get("places", [])

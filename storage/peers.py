@@ -1,33 +1,80 @@
-"""Chunks served to, and read from, other nodes."""
+"""Chunks served to, and read from, other nodes that know the run's secret.
+
+The secret never travels. A caller says a number that is used once and hears one; from then on every
+request on that connection carries an HMAC of both, of how many requests came before it, and of what
+it asks for, so that what somebody has overheard opens nothing. A server proves the same to its
+caller before it is asked for anything.
+
+    GET /hello/<number>     200 and `<number> <HMAC>`; no secret is needed
+    GET /chunk/<id>         200 and the bytes, 404 if no tier has them
+    PUT /chunk/<id>         201 filed, 400 if the bytes do not have that hash, 404 if nothing is
+                            kept here, 507 if there is no room
+    403                     without the HMAC, and the connection is closed before a body is read
+    503                     too much is on its way already
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import hmac
 import http.client
+import re
+import secrets
+import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from storage.chunks import CHUNK_ID, is_chunk
+from storage.bounded_http import BoundedHandler, BoundedHTTPServer, HTTPBounds
+from storage.chunks import PEER_CHUNK_ID, is_chunk
 
 if TYPE_CHECKING:
     from storage.tiers import Tier
 
 PEER_TIMEOUT_S = 2.0  # connect, and each read from a peer; a slower one is not asked again
+BOUNDS = HTTPBounds(connections=128)  # a big world's neighbours, some threads of each
+AT_ONCE = 16  # chunks in memory on their way to or from callers
+WAIT_S = 1.0  # for one of those places
+MOST_CHUNK_NBYTES = 64 << 20  # that is taken; ours have 4 MiB
+HELLO_NBYTES = 256  # of an answer to /hello
+_NUMBER = re.compile(r"[0-9a-f]{32}")
+
+
+def _number() -> str:
+    return secrets.token_hex(16)
+
+
+@dataclass
+class _Handshake:
+    """What both sides of one connection have said. `asked`: requests so far."""
+
+    secret: str
+    theirs: str
+    ours: str
+    asked: int = 0
+
+    def _sign(self, *words: object) -> str:
+        text = " ".join(map(str, (*words, self.theirs, self.ours))).encode()
+        return hmac.new(self.secret.encode(), text, hashlib.sha256).hexdigest()
+
+    def server_proof(self) -> str:
+        """That whoever says it knows the secret, and was asked just now."""
+        return self._sign("serve")
+
+    def next_proof(self, method: str, path: str) -> str:
+        """... and asks for this, once."""
+        self.asked += 1
+        return self._sign("ask", self.asked, method, path)
 
 
 # ---- peers ---------------------------------------------------------------------------------------
 class ChunkServer:
     """Serves chunks that this node's tiers hold to peers that know the run's `secret`, and keeps in
-    `keep` what they leave here.
-
-    GET /chunk/<id> with `Authorization: Bearer <secret>`: 200 and the bytes, 404 if no tier has
-    them, 403 without the secret. PUT: 201 filed, 400 if the bytes do not have that hash, 404 if
-    nothing is kept here, 507 if there is no room. Bound to `addr` only. `tiers` is asked for each
-    request, since what is staged comes and goes.
-    """
+    `keep` what they leave here. Bound to `addr` only. `tiers` is asked for each request, since what
+    is staged comes and goes."""
 
     def __init__(
         self,
@@ -35,45 +82,76 @@ class ChunkServer:
         addr: str,
         secret: str,
         keep: Tier | None = None,
-        timeout_s: float = 10.0,
+        bounds: HTTPBounds = BOUNDS,
     ):
         if not secret:
             raise ValueError("a chunk server needs a secret; found an empty one")
-        expected = f"Bearer {secret}"
+        places = threading.BoundedSemaphore(AT_ONCE)
 
-        class ChunkHandler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            timeout = timeout_s  # of a silent peer
+        class ChunkHandler(BoundedHandler):
+            handshake: _Handshake | None = None
 
             def do_GET(self) -> None:
-                id = self._id()
-                found = _first(tiers(), id) if id else None
-                if id is not None:
-                    self._answer(404 if found is None else 200, b"" if found is None else found)
+                if self.path.startswith("/hello/"):
+                    self._greet(self.path.removeprefix("/hello/"))
+                elif (id := self._id()) is not None:
+                    with self._place() as there:
+                        found = _first(tiers(), id) if id and there else None
+                        if there:
+                            self._answer(404 if found is None else 200, found or b"")
 
             def do_PUT(self) -> None:
-                id, nbytes = self._id(), int(self.headers.get("Content-Length", "0"))
-                if id is None:
+                if (id := self._id()) is None:
                     return
-                if keep is None or not id or nbytes != int(id.partition("-")[2]):
+                nbytes = int(id.rpartition("-")[2]) if id else 0
+                said = self.headers.get("Content-Length", "")
+                if keep is None or said != str(nbytes) or nbytes > MOST_CHUNK_NBYTES:
                     self.close_connection = True  # we do not read what we cannot use
                     self._answer(404 if keep is None else 400)
                     return
-                data = self.rfile.read(nbytes)
-                self._answer(
-                    400 if not is_chunk(id, data) else 201 if keep.put({id: data}) else 507
-                )
+                with self._place() as there:
+                    data = self.body(nbytes) if there else None
+                    if data is not None and is_chunk(id, data):
+                        self._answer(201 if keep.put({id: data}) else 507)
+                    elif there:
+                        self.close_connection = True
+                        self._answer(400)
+
+            @contextlib.contextmanager
+            def _place(self) -> Iterator[bool]:
+                """Memory for one chunk. False: there is none, and the caller was told so."""
+                if not places.acquire(timeout=WAIT_S):
+                    self.close_connection = True
+                    self._answer(503)
+                    yield False
+                    return
+                try:
+                    yield True
+                finally:
+                    places.release()
+
+            def _greet(self, number: str) -> None:
+                if not _NUMBER.fullmatch(number) or self.handshake is not None:
+                    self.close_connection = True
+                    self._answer(403)
+                    return
+                self.handshake = _Handshake(secret, number, _number())
+                said = f"{self.handshake.ours} {self.handshake.server_proof()}"
+                self._answer(200, said.encode())
 
             def _id(self) -> str | None:
                 """The chunk asked for, "" if that is none; None: refused, and told so."""
-                if not hmac.compare_digest(
-                    self.headers.get("Authorization", "").encode(), expected.encode()
+                wanted = self.handshake and self.handshake.next_proof(self.command, self.path)
+                found = self.headers.get("Authorization", "")
+                if not wanted or not hmac.compare_digest(
+                    found.encode("latin-1", "replace"), f"HMAC {wanted}".encode()
                 ):
                     self.close_connection = True
                     self._answer(403)
                     return None
+                self.server.trust(self.connection)
                 id = self.path.removeprefix("/chunk/")
-                return id if CHUNK_ID.fullmatch(id) else ""
+                return id if PEER_CHUNK_ID.fullmatch(id) else ""
 
             def _answer(self, code: int, data: bytes | memoryview = b"") -> None:
                 self.send_response(code)
@@ -81,26 +159,9 @@ class ChunkServer:
                 self.end_headers()
                 self.wfile.write(data)
 
-            # peers come and go; that is no news
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        class ChunkHTTPServer(ThreadingHTTPServer):
-            daemon_threads = True
-
-            # a peer that died in the middle
-            def handle_error(self, request: Any, client_address: Any) -> None:
-                pass
-
-        self._server = ChunkHTTPServer((addr, 0), ChunkHandler)
-        self.addr, self.port = addr, int(self._server.server_address[1])
-        self._thread = threading.Thread(
-            target=self._server.serve_forever,
-            kwargs={"poll_interval": 0.1},
-            name="chunk-server",
-            daemon=True,
-        )
-        self._thread.start()
+        self._server = BoundedHTTPServer(addr, 0, ChunkHandler, bounds)
+        self.addr, self.port = addr, self._server.server_port
+        self._thread = self._server.serve_in_thread("chunk-server")
 
     def close(self) -> None:
         self._server.shutdown()
@@ -112,24 +173,87 @@ def _first(tiers: Sequence[Tier], id: str) -> bytes | memoryview | None:
     return next((data for tier in tiers if (data := tier.get(id)) is not None), None)
 
 
+class _Wire:
+    """One connection to a peer that has proven that it knows the secret."""
+
+    def __init__(self, peer: tuple[str, int], secret: str, timeout_s: float):
+        """Raises OSError, http.client.HTTPException."""
+        self._peer, self._timeout_s = peer, timeout_s
+        self._connection = http.client.HTTPConnection(*peer, timeout=timeout_s)
+        self.used = 0  # requests that were answered
+        mine = _number()
+        late = threading.Timer(2 * timeout_s, self._break_off)  # a head that trickles has no end
+        late.daemon = True
+        late.start()
+        try:
+            status, said = self._request("GET", f"/hello/{mine}", HELLO_NBYTES)
+            number, _, proof = said.decode("latin-1").partition(" ")
+            self._handshake = _Handshake(secret, mine, number)
+            wanted = self._handshake.server_proof()
+            if status != 200 or not hmac.compare_digest(proof.encode(), wanted.encode()):
+                raise ConnectionError(f"{peer} is of another run, or of an older version")
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            late.cancel()
+
+    def _break_off(self) -> None:
+        if (wire := self._connection.sock) is not None:
+            with contextlib.suppress(OSError):  # it has just ended by itself
+                wire.shutdown(socket.SHUT_RDWR)
+
+    def ask(self, method: str, id: str, body: bytes | memoryview | None) -> tuple[int, bytes]:
+        """Status and content. Raises OSError, http.client.HTTPException."""
+        path = f"/chunk/{id}"
+        headers = {"Authorization": f"HMAC {self._handshake.next_proof(method, path)}"}
+        found = self._request(method, path, int(id.rpartition("-")[2]), body, headers)
+        if found[0] == 403:
+            raise ConnectionError(f"{self._peer} is of another run")
+        self.used += 1
+        return found
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        most_nbytes: int,
+        body: bytes | memoryview | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[int, bytes]:
+        # in all, since a trickle would pass each read's time-out
+        deadline_s = time.monotonic() + 2 * self._timeout_s
+        data = bytearray()
+        self._connection.request(method, path, body=body, headers=dict(headers or {}))
+        response = self._connection.getresponse()
+        while block := response.read1(1 << 20):
+            data += block
+            if time.monotonic() > deadline_s or len(data) > most_nbytes:
+                raise TimeoutError(f"{self._peer} is too slow, or sends too much")
+        response.read()  # nothing; but only this makes the connection ready for the next request
+        return response.status, bytes(data)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
 class PeerTier:
     """Chunks that other nodes hold, by their `ChunkServer`s at (address, port). One that fails
-    or is slow once is not asked again."""
+    or is slow once is not asked again, and none for what has only an old hash, which proves
+    nothing to strangers."""
 
     name = "peer"
 
     def __init__(
         self, peers: Sequence[tuple[str, int]], secret: str, timeout_s: float = PEER_TIMEOUT_S
     ):
-        self._peers, self._headers, self._timeout_s = (
-            list(peers),
-            {"Authorization": f"Bearer {secret}"},
-            timeout_s,
-        )
+        self._peers, self._secret, self._timeout_s = list(peers), secret, timeout_s
         self._gone: set[tuple[str, int]] = set()
         self._local = threading.local()  # connections are kept, one per thread and peer
 
     def get(self, id: str) -> bytes | None:
+        if not PEER_CHUNK_ID.fullmatch(id):
+            return None
         for peer in self._peers:
             if (
                 peer not in self._gone
@@ -156,28 +280,23 @@ class PeerTier:
         self, peer: tuple[str, int], method: str, id: str, body: bytes | memoryview | None = None
     ) -> tuple[int, bytes] | None:
         """Status and content; None, and never asked again, if it is gone, slow, or of another
-        run."""
-        kept: dict[tuple[str, int], http.client.HTTPConnection] = self._local.__dict__.setdefault(
-            "kept", {}
-        )
-        connection = kept.setdefault(
-            peer, http.client.HTTPConnection(*peer, timeout=self._timeout_s)
-        )
-        # in all, since a trickle would pass each read's time-out
-        deadline_s = time.monotonic() + 2 * self._timeout_s
-        data = bytearray()
-        try:
-            connection.request(method, f"/chunk/{id}", body=body, headers=self._headers)
-            response = connection.getresponse()
-            while block := response.read(1 << 20):
-                data += block
-                if time.monotonic() > deadline_s or len(data) > int(id.partition("-")[2]):
-                    raise TimeoutError(f"{peer} is too slow, or sends too much")
-            if response.status == 403:
-                raise ConnectionError(f"{peer} is of another run")
-            return response.status, bytes(data)
-        except (OSError, http.client.HTTPException):
-            self._gone.add(peer)
-            connection.close()
-            kept.pop(peer, None)
-            return None
+        run. A kept connection may have been closed meanwhile: then a new one is tried."""
+        kept: dict[tuple[str, int], _Wire] = self._local.__dict__.setdefault("kept", {})
+        while True:
+            wire = kept.pop(peer, None)
+            is_old = wire is not None and wire.used > 0
+            try:
+                wire = wire or _Wire(peer, self._secret, self._timeout_s)
+                answer = wire.ask(method, id, body)
+            except TimeoutError:
+                is_old = False
+            except (OSError, http.client.HTTPException):
+                pass
+            else:
+                kept[peer] = wire
+                return answer
+            if wire is not None:
+                wire.close()
+            if not is_old:
+                self._gone.add(peer)
+                return None

@@ -31,11 +31,18 @@ Expired = Callable[[str, bytes], bool]  # key and content of a lease -> is its o
 class Pruner:
     """Deletes what a policy does not keep.
 
-    refers: what committed snapshots refer to, as far as it was read before; it is added to.
+    refers, data: what committed snapshots refer to, and the numbers that their manifests tell, as
+    far as they were read before; both are added to.
     """
 
-    def __init__(self, snapshots: Snapshots, refers: dict[Ref, frozenset[str]]):
-        self._snapshots, self._store, self._refers = snapshots, snapshots.store, refers
+    def __init__(
+        self,
+        snapshots: Snapshots,
+        refers: dict[Ref, frozenset[str]],
+        data: dict[Ref, Mapping[str, Any]],
+    ):
+        self._snapshots, self._store = snapshots, snapshots.store
+        self._refers, self._data = refers, data
 
     def prune(
         self,
@@ -93,12 +100,18 @@ class Pruner:
         return deleted
 
     def _chosen(self, keep: KeepPolicy, candidates: set[Ref]) -> Collection[Ref]:
-        if not isinstance(keep, Keep) or not keep.best:
+        if not isinstance(keep, Keep) or not keep.asks_manifests:
             return keep(candidates)
-        data: dict[Ref, Mapping[str, Any]] = {}
-        for ref in candidates:
+        for ref in self._data.keys() - candidates:
+            del self._data[ref]
+        for ref in candidates - self._data.keys():
             with contextlib.suppress(NotFound, SnapshotCorrupt):  # then it is the best at nothing
-                data[ref] = self._snapshots.load(ref).data
+                manifest = self._snapshots.load(ref)
+                self._refers[ref] = manifest.refers
+                self._data[ref] = {n: v for n, v in manifest.data.items() if _may_decide(n, v)}
+        data = dict(self._data)
+        if not keep.best:
+            return keep(candidates, data)
         for ref, told in measured(self._store, candidates).items():
             own = data.get(ref, {}).get("metrics")
             metrics = {**(own if isinstance(own, Mapping) else {}), **told}
@@ -173,3 +186,8 @@ class Pruner:
         # parts were gone.
         self._store.delete(manifest_key(ref))
         return True
+
+
+def _may_decide(name: str, value: Any) -> bool:
+    """Of a manifest's data, may `Keep` decide by this? The rest, which may be large, is let go."""
+    return name == "metrics" or isinstance(value, int | float)

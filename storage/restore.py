@@ -201,7 +201,7 @@ class Restore:
                 self.looks.sleep(pause_s)
                 snapshots = Snapshots(self.looks.reopen(), self.snapshots.chunk_nbytes)
             committed, doomed = snapshots.manifests()
-            lacking, since = "", _allowed(snapshots.store)
+            lacking, since = "", rewind_allowed(snapshots.store)
             recorded = 0 if committed else _recorded(snapshots.store)
             if not committed and self.must_list and not snapshots.store.list(self.must_list):
                 lacking = f"{self.must_list}, which is there"
@@ -426,7 +426,7 @@ def this_machine() -> str:
     return socket.gethostname()
 
 
-def _allowed(store: ObjectStore) -> int:
+def rewind_allowed(store: ObjectStore) -> int:
     """The last epoch from which on a person allowed to leave older ones behind; 0: none."""
     found = [re.fullmatch(re.escape(ALLOWED) + r"(\d+)\.json", key) for key in store.list(ALLOWED)]
     return max((int(one[1]) for one in found if one), default=0)
@@ -462,4 +462,12 @@ def _contradiction(snapshots: Snapshots, ref: Ref) -> str:
     return ""
 
 
-__all__ = ["PAUSES_S", "Looks", "Restore", "Rewind", "bad_hosts", "this_machine"]
+__all__ = [
+    "PAUSES_S",
+    "Looks",
+    "Restore",
+    "Rewind",
+    "bad_hosts",
+    "rewind_allowed",
+    "this_machine",
+]

@@ -39,7 +39,7 @@ from storage.manifest import PARTS as PARTS
 from storage.manifest import Manifest, Part, PartList, Ref, SnapshotCorrupt
 from storage.marks import mark, why_of
 from storage.objects import ObjectStore, read_into, size_each
-from storage.parts import CHUNK_NBYTES, Known, chunk_hash
+from storage.parts import CHUNK_NBYTES, Known, is_hash_of
 from storage.pruning import Expired, KeepPolicy, OnBad, Pruner
 from storage.snapshot_keys import (
     DOOM,
@@ -76,7 +76,9 @@ class Snapshots:
 
     def __init__(self, store: ObjectStore, chunk_nbytes: int = CHUNK_NBYTES):
         self.store, self.chunk_nbytes = store, chunk_nbytes
-        self._refers: dict[Ref, frozenset[str]] = {}  # of committed snapshots, which never change
+        # of committed snapshots, which never change
+        self._refers: dict[Ref, frozenset[str]] = {}
+        self._told: dict[Ref, Mapping[str, Any]] = {}
 
     # ---- writing ---------------------------------------------------------------------------------
     def write(
@@ -333,7 +335,7 @@ class Snapshots:
                 )
             at += found
         for i in range(first, last):
-            if chunk_hash(view[i * size - low : (i + 1) * size - low]) != part.hashes[i]:
+            if not is_hash_of(part.hashes[i], view[i * size - low : (i + 1) * size - low]):
                 raise SnapshotCorrupt(
                     f"snapshot {manifest.ref}: {part_key}, bytes from {i * size}: hash differs "
                     "from what was written; use an older snapshot"
@@ -445,7 +447,7 @@ class Snapshots:
         writers, readers and other pruners. `expired(lease, beat)`: is whoever wrote that lease
         surely dead? (`leases.Watch`)
         """
-        return self.pruner(self, self._refers).prune(keep, on_bad, expired)
+        return self.pruner(self, self._refers, self._told).prune(keep, on_bad, expired)
 
     # ---- who reads -------------------------------------------------------------------------------
     def begin_reading(self, ref: Ref, token: str) -> bool:

@@ -31,6 +31,7 @@ import numpy as np
 import psutil
 
 from storage.errors import StoreError
+from storage.own_folders import is_ours
 
 PREFIX = "spotharness-stage-"
 PAGE_NBYTES = 4096
@@ -187,10 +188,10 @@ def sweep(parent: Path | None = None) -> list[Path]:
     """Remove the folders whose owner is dead, by its lock and not by its pid (containers share
     a RAM disk, not their pids)."""
     gone = []
-    for folder in (parent or default_parent()).glob(f"{PREFIX}*"):
+    for folder in filter(is_ours, (parent or default_parent()).glob(f"{PREFIX}*")):
         try:
-            fd = os.open(folder / "lock", os.O_RDWR)
-        except OSError:  # another user's, or being removed right now
+            fd = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:  # being removed right now
             continue
         try:
             with contextlib.suppress(BlockingIOError):  # its owner lives

@@ -50,7 +50,7 @@ from storage.objects import ObjectStore
 from storage.opening import normalize, open_store
 from storage.ranks import Ranks
 from storage.restore import PAUSES_S, Looks, Restore, Rewind, bad_hosts, this_machine
-from storage.retention import Keep
+from storage.retention import TAKEN, Keep
 from storage.snapshots import Snapshots
 from storage.trees import TAG
 
@@ -103,7 +103,8 @@ def save(
     data: dict[str, Any] = {}
     if ranks.rank == 0:
         before = base.ref.name if base is not None else ""
-        data = {"state": plain, "by": BY, "resumed": before, "metrics": dict(metrics or {})}
+        numbers = {TAKEN: time.time(), "metrics": dict(metrics or {})}
+        data = {"state": plain, "by": BY, "resumed": before, **numbers}
 
     def write() -> None:
         staged = saver.stage(tensors)

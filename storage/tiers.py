@@ -276,7 +276,7 @@ def blocks(part: Part, content: memoryview) -> Iterator[dict[str, bytes | memory
 
 def share(manifest: Manifest, ids: Collection[str]) -> float:
     """Of the snapshot's bytes, those whose chunks are among `ids`."""
-    sizes = {id: int(id.partition("-")[2]) for id in chunks_of([manifest])}
+    sizes = {id: int(id.rpartition("-")[2]) for id in chunks_of([manifest])}
     return sum(nbytes for id, nbytes in sizes.items() if id in ids) / max(1, sum(sizes.values()))
 
 

@@ -16,7 +16,7 @@ from storage.errors import NotFound, StoreError
 from storage.leases import reading
 from storage.manifest import Manifest, Part, Ref, SnapshotCorrupt
 from storage.objects import Keys, ObjectStore, read_into, why_not_a_key
-from storage.parts import chunk_hash
+from storage.parts import is_hash_of
 from storage.pruning import KeepPolicy
 from storage.snapshot_keys import manifest_key, quarantine_key
 from storage.snapshots import Snapshots
@@ -133,8 +133,9 @@ def _bad(wanted: Part, data: memoryview) -> int | None:
     """Where the first chunk begins that is not what was written. Chunks that the snapshot does
     not use have no hash."""
     for i, of in enumerate(wanted.hashes):
-        if of and chunk_hash(data[i * wanted.chunk_nbytes : (i + 1) * wanted.chunk_nbytes]) != of:
-            return i * wanted.chunk_nbytes
+        start = i * wanted.chunk_nbytes
+        if of and not is_hash_of(of, data[start : start + wanted.chunk_nbytes]):
+            return start
     return None
 
 

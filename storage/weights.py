@@ -12,7 +12,7 @@ differences, not forgers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,22 @@ def weights_sum(
     return total & MASK
 
 
+def sum_of_stored(
+    tensors: Mapping[str, Any], prefix: str, read: Callable[[str, int, int], memoryview]
+) -> str:
+    """The same hash, as 16 hex digits, of a snapshot that lies in a store: `tensors` is the index
+    of its manifest, `read(part, start, end)` gives bytes of a part, which may be overwritten by
+    the next read. Raises what `read` raises; ValueError for bytes that no such tensor has."""
+    total = 0
+    for name, entry in tensors.items():
+        if name.startswith(prefix):
+            for chunk in entry["chunks"]:
+                data = read(chunk["part"], chunk["start"], chunk["end"])
+                _check_box(name, entry, chunk, len(data))
+                total += _chunk_sum(name.removeprefix(prefix), entry, chunk, data)
+    return combined([f"{total & MASK:x}"])
+
+
 def combined(sums: list[str]) -> str:
     """16 hex digits each."""
     return f"{sum(int(s, 16) for s in sums) & MASK:016x}"
@@ -70,6 +86,21 @@ def _chunk_sum(
             words[start * per_element : (start + n) * per_element], first * per_element
         )
     return total & MASK
+
+
+def _check_box(name: str, entry: Mapping[str, Any], chunk: Mapping[str, Any], nbytes: int) -> None:
+    """Are these the bytes of a box of that tensor? Raises ValueError."""
+    shape, sizes, offsets = entry["shape"], chunk["sizes"], chunk["offsets"]
+    width, rest = divmod(nbytes, math.prod(sizes) or 1)
+    lies_in = len(shape) == len(sizes) == len(offsets) and all(
+        offset >= 0 and size > 0 and offset + size <= of
+        for offset, size, of in zip(offsets, sizes, shape, strict=True)
+    )
+    if not lies_in or rest or width not in (1, 2, 4, 8, 16):
+        raise ValueError(
+            f"tensor {name!r}: wanted a box of {shape} at {offsets}, found {nbytes} bytes for "
+            f"{sizes}"
+        )
 
 
 def _runs(shape: list[int], sizes: list[int], offsets: list[int]) -> Iterator[tuple[int, int, int]]:

@@ -6,13 +6,17 @@ from pathlib import Path
 
 import pytest
 
+# A sync for every small object would be most of the time that tests take, and proves nothing to them:
+# none of these machines loses its power (tests/test_power_loss.py plays that).
+os.environ.setdefault("STORAGE_FSYNC", "0")
+
 # Slow proofs, minutes of them: `make proofs` runs these files and nothing else, `make test` all the
 # others; other people's trainers have an environment of their own (`make adapters`).
 PROOFS = (
     *("check_run", "loops_page", "micro_loader", "open_steps", "own_files", "watch_processes"),
     *("budget", "dcp", "examples", "extending", "kills", "longrun", "many_nodes", "old_runs"),
     *("package", "plan_calibration", "python_versions", "replay", "replicas", "rerun", "sim"),
-    *("system", "versions", "wandb_run", "whereabouts"),
+    *("soak", "system", "versions", "wandb_run", "whereabouts"),
 )
 _proofs = {f"test_{name}.py" for name in PROOFS}
 _files = {path.name for path in Path(__file__).parent.glob("test_*.py")}

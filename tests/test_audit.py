@@ -46,6 +46,8 @@ def test_true_run_is_proved(run):
         "records",
         "other records",
         "lineage",
+        "commits",
+        "losses",
         "snapshots",
         "ledger",
         "run end",
@@ -262,7 +264,28 @@ def test_head_of_another_step_is_a_violation(other):
     run.snapshot([], 2)
     found = violation(run.store)
     assert "wanted the record of step 15" in found
-    assert "another history" in found
+    assert "said to be of steps 1-15" in found
+
+
+def test_older_epoch_with_the_head_of_another_step_is_not_superseded():
+    """It was, since nobody looked of which step the record is that it names."""
+    run = TrueRun().train(10, every=5, world=1).train(20, every=5, world=1)
+    named = run.snapshots.load(Ref(epoch=1, step=5)).data["samples"]
+    run.epoch, run.step, run.parent, run.named = 1, 7, None, {**named, "last": 7}
+    run.snapshot([], 1)
+    assert "wanted the record of step 7" in violation(run.store)
+
+
+def test_superseded_snapshot_needs_all_its_records():
+    run = TrueRun().train(10, every=5, world=1)
+    run.train(25, every=5, world=2).begin_epoch(2)
+    run.rewind(Ref(epoch=1, step=10))
+    run.loss = lambda step: 1.0 / step
+    run.train(14, new_epoch=False)
+    assert audit(run.store).ok
+    run.store.delete(run.store.list("samples/0000000011-0000000015")[0])
+    run.store.delete(run.store.list("snapshots/manifests/0000000015-e000002.json")[0])
+    assert "that samples/0000000016-0000000020" in violation(run.store)
 
 
 def test_record_inside_an_object_is_read_only_where_it_is_wanted(monkeypatch):

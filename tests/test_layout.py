@@ -330,7 +330,7 @@ def test_no_text_is_parsed_beyond_its_bounds() -> None:
 def test_an_object_that_would_fill_the_memory_is_refused() -> None:
     """A few bytes may claim an object of terabytes, in chunks of one byte."""
     place = ["snapshots/parts/a/b", 0, 4, 1 << 49]
-    body = {"key": "snapshots/parts/a/c", "nbytes": 4, "chunk_nbytes": 1, "hashes": list("abcd")}
+    body = {"key": "snapshots/parts/a/c", "nbytes": 4, "chunk_nbytes": 1, "hashes": ["0" * 32] * 4}
     with pytest.raises(SnapshotCorrupt, match="its places do not make up"):
         Part.from_json(json.dumps({**body, "places": [place]}))
 

@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 import pytest
 
 from harness.clouds import aws_prices
-from harness.clouds.live_market import ask_clouds
+from harness.clouds.live_market import MarketUrls, ask_clouds
 from harness.clouds.sky_client import SkyError
 from harness.core.world import BadInput, CloudUnavailable, Offer
 
@@ -81,8 +81,10 @@ def serving(fake):
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            status, content = fake.answer(self.command, self.path, self.headers, body)
+            status, content, *more = fake.answer(self.command, self.path, self.headers, body)
             self.send_response(status)
+            for name, value in more:
+                self.send_header(name, value)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
@@ -140,16 +142,22 @@ def asking(boto3, url):
     return sky
 
 
+def at(url):
+    return MarketUrls(
+        url + "/advisor.json", url + "/retail", url + "/graph?api-version=2022-10-01", url + "/skus"
+    )
+
+
 def test_prices_of_a_week_through_a_true_client(boto3):
     fake = FakeEc2(changes(NOW))
     by_id = Offer(2.5, "aws/us-east-1/use1-az1/p3.2xlarge")
-    gcp, dear = Offer(0.9, "gcp/us-central1/a/x"), Offer(3.06, P3.name + "/on-demand", spot=False)
+    lab, dear = Offer(0.9, "lambda/us-central1/x"), Offer(3.06, P3.name + "/on-demand", spot=False)
     with serving(fake) as url:
         found, notes = ask_clouds(
-            asking(boto3, url), [P3, by_id, gcp, dear], 2, NOW, url + "/advisor.json"
+            asking(boto3, url), [P3, by_id, lab, dear], 2, NOW, at(url)
         )
     assert notes == []
-    assert [one.offer.name for one in found] == [gcp.name, P3.name, dear.name, by_id.name]
+    assert [one.offer.name for one in found] == [lab.name, P3.name, dear.name, by_id.name]
     live = {one.offer.name: one for one in found}
     # two nodes; what held when the week began counts from then on
     assert live[P3.name].changes == (
@@ -158,9 +166,9 @@ def test_prices_of_a_week_through_a_true_client(boto3):
         (NOW - 600.0, 2.2),
     )
     assert (live[P3.name].offer.usd_per_h, live[P3.name].catalog_usd_per_h) == (2.2, 1.0)
-    assert live[P3.name].interrupted == "10-15%"
+    assert live[P3.name].interrupted == "10-15%/month"
     assert live[by_id.name].changes == ((NOW - DAY_S, 4.0),)
-    assert live[gcp.name].changes == live[dear.name].changes == ()
+    assert live[lab.name].changes == live[dear.name].changes == ()
     assert len(fake.asked) == 2  # pages of two
 
 
@@ -168,20 +176,20 @@ def test_who_does_not_answer_is_named_and_the_catalog_holds(boto3):
     fake = FakeEc2(changes(NOW))
     fake.refuses = "UnauthorizedOperation"
     with serving(fake) as url:
-        (one,), notes = ask_clouds(asking(boto3, url), [P3], 1, NOW, url + "/advisor.json")
-    assert one.offer == P3 and one.changes == () and one.interrupted == "10-15%"
+        (one,), notes = ask_clouds(asking(boto3, url), [P3], 1, NOW, at(url))
+    assert one.offer == P3 and one.changes == () and one.interrupted == "10-15%/month"
     assert notes[0].startswith("aws/us-east-1: its prices are the catalog's")
     assert "UnauthorizedOperation" in notes[0]
 
     def silent(method, timeout_s, **_):
         raise CloudUnavailable("no answer within 120 s")
 
-    (one,), notes = ask_clouds(silent, [P3], 1, NOW, url + "/advisor.json")
+    (one,), notes = ask_clouds(silent, [P3], 1, NOW, at(url))
     assert one.offer == P3 and len(notes) == 2 and "how often it interrupts" in notes[1]
-    (one,), notes = ask_clouds(silent, [P3], 1, NOW, "/no/url.json")
+    (one,), notes = ask_clouds(silent, [P3], 1, NOW, MarketUrls("/no/url.json"))
     assert one.offer == P3 and "how often it interrupts is not known (/no/url.json" in notes[1]
     # nobody is asked of clouds that tell nothing
-    assert ask_clouds(silent, [Offer(1.0, "gcp/a/b/c")], 1, NOW)[1] == []
+    assert ask_clouds(silent, [Offer(1.0, "lambda/a/c")], 1, NOW)[1] == []
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"<html>", b'{"ranges": [], "spot_advisor": {"a": 1}}'])

@@ -15,6 +15,7 @@ from harness.agent.gossip import Gossip, Grade
 from harness.agent.lines import Lines
 from harness.agent.lines_protocol import (
     STRANGERS,
+    Dial,
     Door,
     HangUp,
     LinesProtocol,
@@ -220,6 +221,26 @@ def test_nothing_is_said_to_who_does_not_know_the_key():
     p.follow({}, 0.0, keyless=["old"])
     (said,) = p.take()
     assert said.data.startswith(b"b\n{") and b"key" not in json.loads(said.data[2:])
+
+
+def test_keys_never_travel():
+    """Neither ours nor those of whom we pass something on, whoever told us."""
+    spoken = json.dumps({**json.loads(record("c", 3)), "key": "its key"}).encode()
+    p = LinesProtocol("b", 0.5, 0.0, key="our key")
+    p.follow({"d": Door("h", 1, "their key")}, 0.0, passing=True)
+    p.tell(spoken.replace(b'"c"', b'"b"').replace(b"its key", b"our key"))
+    p.share("c", spoken, 0.0)
+    conn = p.accepted(0.0, "h")
+    p.received(conn, f"a {proof('our key', 'call', 'b', 'a')}\n".encode(), 0.0)
+    dial = next(a for a in p.take() if isinstance(a, Dial))
+    p.connected(dial.conn, 0.0)
+    p.received(dial.conn, f"d {proof('their key', 'answer', 'd', 'b')}\n".encode(), 0.0)
+    newer = {**json.loads(record("c", 9, "ready")), "key": "its key"}
+    p.received(dial.conn, b"@c 9 " + json.dumps(newer).encode() + b"\n", 0.0)
+    p.tell(spoken.replace(b'"c"', b'"b"').replace(b"its key", b"our key"))
+    p.tick(1.0)
+    said = b"".join(a.data for a in p.take() if isinstance(a, Transmit))
+    assert b'"member": "b"' in said and b"@c 9 " in said and b"key" not in said
 
 
 def test_strangers_have_few_places_and_little_time():

@@ -116,7 +116,7 @@ class WatchedReplay(MarketReplay):
     """Keeps what the run was told of its nodes."""
 
     def __init__(self, zones, job, policy):
-        super().__init__(zones, 0, job, policy, 0, None)
+        super().__init__(zones, 0, job, policy)
         self.told: dict[int, Node] = {}
 
     def nodes(self):

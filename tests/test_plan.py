@@ -176,6 +176,24 @@ def test_where_the_risk_cannot_be_kept_it_says_so():
     assert told.to_json()["best"] is None
 
 
+def test_the_risk_that_is_shown_is_the_budgets_too():
+    told = shown()
+    dear = {row.candidate.policy: row for row in told.rows}[ON_DEMAND_ONLY]
+    assert told.risk_text(dear) == "0 %" and not told.is_risky(dear)
+    poor = dataclasses.replace(
+        told, run=dataclasses.replace(told.run, deadline_h=None, budget_usd=dear.usd_at(0.5) - 1)
+    )
+    assert poor.risk_text(dear) == "100 %" and poor.is_risky(dear)
+    row = next(r for r in poor.to_json()["candidates"] if r["policy"] == ON_DEMAND_ONLY)
+    assert (row["risk"], row["missed"]) == (1.0, 0.0)
+    console = Console(width=140, record=True, file=io.StringIO())
+    forecast_shown.show(poor, console)
+    (line,) = [one for one in console.export_text().splitlines() if " on_demand " in one]
+    assert "100 %" in line
+    asked_nothing = dataclasses.replace(told, run=dataclasses.replace(told.run, deadline_h=None))
+    assert asked_nothing.risk_text(dear) == "-"
+
+
 # ---- catalogs ------------------------------------------------------------------------------------
 def test_the_own_catalog_of_this_computer_comes_first_then_the_one_that_ships(tmp_path):
     assert catalogs.catalog("", tmp_path).ships

@@ -617,7 +617,7 @@ class PrunerTrustsNames(Snapshots):
     """The pruner takes the newest manifest for whole."""
 
     def prune(self, keep: Any, on_bad: Any = None) -> list[Ref]:
-        refs, pruner = self.refs(), Pruner(self, {})
+        refs, pruner = self.refs(), Pruner(self, {}, {})
         for ref in refs[1:]:
             keys = self.store.list(f"{PARTS}{ref.name}/")
             pruner._take_back(ref, keys)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage import Keep, Ref
-from storage.retention import lineage
+from storage.retention import TAKEN, lineage
 
 some_refs = st.sets(st.builds(Ref, st.integers(1, 4), st.integers(1, 60)), max_size=25)
 
@@ -76,3 +76,48 @@ def test_a_bad_metric_is_refused() -> None:
     for bad in ("loss", ":min", "loss:least"):
         with pytest.raises(ValueError, match="loss:min"):
             Keep(best=bad)
+
+
+AGES = st.lists(st.floats(0.01, 50), max_size=4).map(tuple)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.01, 5), min_size=1, max_size=60), AGES, st.integers(1, 3))
+def test_there_is_one_of_each_age_as_soon_as_there_was_one(
+    gaps_h: list[float], ages_h: tuple[float, ...], last: int
+) -> None:
+    keep, now_h, have, data = Keep(last, ages_h=ages_h), 0.0, set[Ref](), {}
+    for i, gap_h in enumerate(gaps_h):
+        now_h += gap_h
+        data[Ref(1, i)] = {TAKEN: now_h * 3600}
+        have = keep(have | {Ref(1, i)}, data)
+        old_h = [now_h - data[ref][TAKEN] / 3600 for ref in have]
+        assert len(have) <= last + 2 * len(ages_h)
+        for age_h in ages_h:
+            if now_h - gaps_h[0] >= age_h + 1e-6:  # the first snapshot is as old
+                found = min((h for h in old_h if h >= age_h - 1e-6), default=None)
+                assert found is not None
+
+
+def test_an_hour_of_bad_weights_can_be_undone_a_day_later() -> None:
+    """A snapshot a minute over three days."""
+    keep, have, data = Keep(ages_h=(0.25, 2, 24)), set[Ref](), {}
+    for minute in range(3 * 24 * 60):
+        data[Ref(1, minute)] = {TAKEN: minute * 60.0}
+        have = keep(have | {Ref(1, minute)}, data)
+    ages_h = sorted((3 * 24 * 60 - 1 - ref.step) / 60 for ref in have)
+    found = [min(h for h in ages_h if h >= age) for age in (0.25, 2, 24)]
+    assert len(have) == 9 and found[0] < 0.5 and found[1] < 4 and found[2] < 48
+
+
+def test_a_clock_that_goes_back_loses_nothing_that_is_kept_by_number() -> None:
+    refs = [Ref(1, step) for step in range(10)]
+    data = {ref: {TAKEN: 1e9 - 3600.0 * ref.step} for ref in refs}
+    assert set(refs[-3:]) <= Keep(3, ages_h=(1,))(refs, data)
+    assert Keep(3, ages_h=(1,))(refs, {}) == set(refs[-3:])
+
+
+def test_bad_ages_are_refused() -> None:
+    for bad in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="above 0"):
+            Keep(ages_h=(bad,))

@@ -2,7 +2,6 @@
 dies; only the bucket can fail it."""
 
 import contextlib
-import http.client
 import os
 import random
 import signal
@@ -17,7 +16,7 @@ from storage import Manifest, MemoryStore, Ref, SnapshotCorrupt, Snapshots
 from storage.chunks import chunk_id
 from storage.faults import corrupt
 from storage.folder_tiers import ROOM_SHARE, FolderTier, OwnedFolder
-from storage.peers import ChunkServer, PeerTier
+from storage.peers import ChunkServer, PeerTier, _Wire
 from storage.staging import Segment
 from storage.tiers import SegmentTier, Tiered, blocks, chunks_of
 
@@ -311,16 +310,10 @@ def test_a_peer_gives_what_it_holds_to_those_who_know_the_secret(bucket, tmp_pat
         assert len(mine[0].list()) == 22  # it lies here now
         id = chunk_id(manifest.parts[0], 0)
         assert PeerTier([(server.addr, server.port)], "guess").get(id) is None
-        for path, code in (
-            (f"/chunk/{id}", 200),
-            ("/chunk/../owner", 404),
-            ("/chunk/" + "0" * 32 + "-5", 404),
-            ("/", 404),
-        ):
-            connection = http.client.HTTPConnection(server.addr, server.port, timeout=10)
-            connection.request("GET", path, headers={"Authorization": "Bearer secret"})
-            assert connection.getresponse().status == code
-            connection.close()
+        wire = _Wire((server.addr, server.port), "secret", 10)
+        for name, code in ((id, 200), ("../owner-1", 404), ("0" * 32 + "-5", 404), ("-1", 404)):
+            assert wire.ask("GET", name, None)[0] == code
+        wire.close()
         path = tmp_path / "a" / "chunks" / id
         path.write_bytes(bytes(CHUNK))  # a peer's bad memory
         told: list[str] = []

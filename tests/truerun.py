@@ -14,6 +14,7 @@ from harness.core.world import Offer
 from storage.files import MemoryStore
 from storage.manifest import Ref
 from storage.snapshots import Snapshots
+from storage.weights import combined, weights_sum
 
 IDENTITY = {
     "version": 1,
@@ -26,6 +27,7 @@ IDENTITY = {
     "model": "m",
     "reduce": "fast",
 }
+ELEMENTS = 100  # of the only tensor
 OFFER = Offer(1.5, "local/a", accelerator="cpu", on_demand_usd_per_h=3.0)
 
 
@@ -131,10 +133,13 @@ class TrueRun:
                 "first": unsaved[0].step,
                 "last": unsaved[-1].step,
             }
+        whole = random.Random(f"{self.step}{self.salt}").randbytes(4 * ELEMENTS)
         for rank in range(world):
-            content = random.Random(f"{self.step} {rank}{self.salt}").randbytes(200)
-            chunk = {"offsets": [50 * rank], "sizes": [50], "part": "w", "start": 0, "end": 200}
-            tensors = {"w": {"shape": [50 * world], "dtype": "float32", "chunks": [chunk]}}
+            first, end = (ELEMENTS * r // world for r in (rank, rank + 1))
+            content = whole[4 * first : 4 * end]  # the same weights in any world
+            chunk = {"offsets": [first], "sizes": [end - first], "part": "w"}
+            chunk |= {"start": 0, "end": len(content)}
+            tensors = {"model/w": {"shape": [ELEMENTS], "dtype": "float32", "chunks": [chunk]}}
             data = (
                 {
                     "final": final,
@@ -144,8 +149,10 @@ class TrueRun:
                 if rank == 0
                 else {}
             )
-            if rank == 0 and self.weights:
-                data["weights"] = f"{self.step:032x}"
+            if self.weights:
+                data["weights"] = combined(
+                    [f"{weights_sum(tensors, {'w': memoryview(content)}, 'model/'):x}"]
+                )
             self.snapshots.write(
                 ref, rank, world, {"w": content}, tensors, data, f"t{self.epoch}-{rank}"
             )

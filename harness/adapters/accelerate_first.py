@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from harness.bucket.layout import IDENTITY, Identity
-from harness.core.batch import plan, seed_for
+from harness.core.batch import plan
 from harness.core.values import BadObject
-from harness.worker.loader import seed_everything
-from harness.worker.own_loop import OwnStep
+from harness.worker.own_loop import OwnStep, begin_micro
 from harness.worker.session import Session
 from storage.errors import NotFound
 
@@ -41,7 +40,7 @@ def accumulation_of(run: Session, ranks: int) -> int:
 class FirstStep:
     """Takes what an `OwnStep` takes, and tells it on."""
 
-    seed: int
+    run: Session
     mine: range = range(0)
     number: int = 1
     rounds: int = 0
@@ -49,7 +48,10 @@ class FirstStep:
     _done: list[tuple[int, torch.Tensor | float, float]] = field(default_factory=list)
 
     def micro(self, m: int) -> None:
-        seed_everything(seed_for(self.seed, self.number, m))
+        begin_micro(self.run._work, self.number, m, self.run.seed, last=False)
+
+    def idle(self) -> None:
+        self.run._work.training.norms.rest()
 
     def read(
         self, m: int, keys: Sequence[int] | None = None, contents: Sequence[int] | None = None
@@ -66,6 +68,7 @@ class FirstStep:
 
     def tell(self, step: OwnStep) -> None:
         """What was done is what that step consists of, so far."""
+        step.some_idle = True
         for m, keys, contents in self._reads:
             step.read(m, keys, contents)
         for m, loss, weight in self._done:

@@ -219,7 +219,7 @@ class Driver:
         if not count:
             return []
         if self._open is None:
-            self._open = StepNow(FirstStep(self.run.seed), 1 / self.ranks, together=False)
+            self._open = StepNow(FirstStep(self.run), 1 / self.ranks, together=False)
         assert isinstance(self._open.step, FirstStep)
         self._open.step.rounds += 1
         own = feed.shared.mine
@@ -249,6 +249,7 @@ class Driver:
             before = (self._open.step.rounds - 1) * self.ranks
             body.shares = [replace(share, micro=before + share.micro) for share in body.shares]
         if body.idle:
+            self._open.step.idle()
             if feed.template is None:
                 feed.template = feed.place(feeds.sample_batch(feed.shared.loader))
             return feed.template
@@ -412,7 +413,6 @@ class Driver:
                 self._learn(now)
             assert not isinstance(now.step, FirstStep)
             now.step.sync()
-            now.step.give()
             if self.prepared.unused is not None:
                 self.prepared.unused.drop()
             now.synced = True

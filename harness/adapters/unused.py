@@ -38,6 +38,10 @@ class UnusedParameters:
             self._unused = [
                 p for p, *used in zip(self._parameters, *every, strict=True) if not any(used)
             ]
-        self._unused = [p for p in self._unused if p.grad is None or not p.grad.any()]
+        given = [p for p in self._unused if p.grad is not None]
+        if given:  # asked for all at once: an answer waits for the device
+            used = torch.stack([p.grad.any() for p in given if p.grad is not None]).tolist()
+            now_used = {p for p, any_used in zip(given, used, strict=True) if any_used}
+            self._unused = [p for p in self._unused if p not in now_used]
         for p in self._unused:
             p.grad = None

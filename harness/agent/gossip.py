@@ -71,6 +71,7 @@ class Gossip:
 
     def learn(self, name: str, text: bytes) -> bytes:
         """A record of `name`, from itself, from the bucket or by hearsay."""
+        text = without_key(text)
         owner, new = _read(text)
         known = self.records.get(name)
         if new is None or name == self.me or owner != name:
@@ -142,6 +143,20 @@ class Gossip:
     def _record_line(self, name: str) -> bytes:
         record = self.records[name]
         return f"@{name} {record.beat} ".encode() + record.text + b"\n"
+
+
+@functools.lru_cache(maxsize=CACHED)
+def without_key(record: bytes) -> bytes:
+    """What a member says of itself, but for what its callers must know: that stands in the bucket
+    and never travels."""
+    if b'"key"' not in record:
+        return record
+    try:
+        body = json.loads(record)
+        body.pop("key")
+    except (ValueError, RecursionError, AttributeError, KeyError):
+        return record
+    return json.dumps(body).encode()
 
 
 @functools.lru_cache(maxsize=CACHED)

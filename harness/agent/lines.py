@@ -35,11 +35,10 @@ from harness.agent.lines_protocol import (
     LinesProtocol,
     Transmit,
 )
+from storage.bounded_http import DEAF_S, OUT_OF_DESCRIPTORS, is_in_reserve
 
 CLOSE_S = 5.0  # the longest wait for the thread to end
 UNSENT_NBYTES = 4 * 1024 * 1024  # who takes less than that in time is frozen or gone
-DEAF_S = 0.2  # without a free descriptor nobody is let in for so long
-OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def new_key() -> str:
@@ -186,6 +185,9 @@ class Lines:
             if e.errno in OUT_OF_DESCRIPTORS:  # it stays readable: looking again would not end
                 self._selector.unregister(self._server)
                 self._deaf_until_s = time.monotonic() + DEAF_S
+            return
+        if is_in_reserve(s.fileno()):
+            s.close()
             return
         s.setblocking(False)
         s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -7,22 +7,22 @@ up). It has no socket, thread or clock: `lines.py` gives it real ones, a simulat
 Wire: text lines. A caller says its name and a proof that it knows the key in the member object of
 whom it calls, so that it can read the run's bucket. The answer is the callee's name and a proof
 that it knows the key too; then its records (one JSON line each), empty lines (pulses), and what it
-passes on of others (gossip.py). Members of older versions have no key: for them, both proofs are
-missing, and nothing is passed on. To whoever has not introduced itself nothing is said; it has
-little time, there are few places for such callers, and the oldest loses its place first.
+passes on of others (gossip.py). Keys themselves never travel. Members of older versions have none:
+for them, both proofs are missing, and nothing is passed on. To whoever has not introduced itself
+nothing is said; it has little time, there are few places for such callers, and the oldest loses its
+place first.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from harness.agent.gossip import Gossip, Grade, Overheard, Relays, subject
+from harness.agent.gossip import Gossip, Grade, Overheard, Relays, subject, without_key
 
 LONGEST_NBYTES = 64 * 1024  # of a line on the wire; more is not ours
 FOLLOWERS = 1024  # that have introduced themselves; more are sent away
@@ -142,16 +142,6 @@ def proof(key: str, word: str, callee: str, caller: str) -> str:
     return hmac.new(key.encode(), text, hashlib.sha256).hexdigest()[:32]
 
 
-def _without_key(record: bytes) -> bytes:
-    """For callers that prove nothing."""
-    try:
-        body = json.loads(record)
-        body.pop("key")
-    except (ValueError, AttributeError, KeyError):
-        return record
-    return json.dumps(body).encode()
-
-
 @dataclass
 class LinesProtocol:
     """The lines of the member `name`; `key` is in its object ("": no proof is asked of callers).
@@ -180,10 +170,8 @@ class LinesProtocol:
     # ---- what the member wants and asks ----------------------------------------------------------
     def tell(self, record: bytes) -> None:
         """Our newest record (JSON without a newline), to all who follow us."""
-        self.record = record
-        self._send_all(record + b"\n", proven=True)
-        if any(c.introduced and not c.proven for c in self._callers.values()):
-            self._send_all(_without_key(record) + b"\n", proven=False)
+        self.record = without_key(record)
+        self._send_all(self.record + b"\n")
 
     def follow(
         self,
@@ -362,8 +350,7 @@ class LinesProtocol:
         words = [self.name]
         if caller.proven:
             words.append(proof(self.key, "answer", self.name, caller.name))
-        record = self.record if caller.proven else _without_key(self.record)
-        record += b"\n" if record else b""
+        record = self.record + b"\n" if self.record else b""
         more = self._gossip.all() if caller.proven and self._wish.passing else b""
         self._acts.append(Transmit(conn, " ".join(words).encode() + b"\n" + record + more))
 
@@ -371,14 +358,14 @@ class LinesProtocol:
         del self._callers[conn]
         self._acts.append(HangUp(conn))
 
-    def _send_all(self, data: bytes, proven: bool | None = None) -> None:
+    def _send_all(self, data: bytes, proven: bool = False) -> None:
         """To all followers that have introduced themselves. `proven`: only to those that have
-        proven it, or have not."""
+        proven it."""
         if data:
             self._acts += [
                 Transmit(conn, data)
                 for conn, c in self._callers.items()
-                if c.introduced and proven in (None, c.proven)
+                if c.introduced and (c.proven or not proven)
             ]
 
     def _pass_on(self, line: bytes, now: float, whose: str = "") -> None:

@@ -102,6 +102,7 @@ class Sighting:
     read_s: float = 0.0  # when we last read its object
     dead: bool = False
     record: bytes = b""  # that was heard last
+    key: str | None = None  # of its lines; None: its object in the bucket has not been read
 
 
 @dataclass(frozen=True)
@@ -262,9 +263,14 @@ class Membership:
         circle.near = neighbours(me.member, living) if circle.big else set(living)
         for name in [n for n in circle.suspects if n not in living]:
             del circle.suspects[name]
-        followed = {n: living[n] for n in (*circle.near, *circle.suspects)}
-        doors = {n: Door(m.addr, m.probe_port, m.key) for n, m in followed.items()}
-        self._lines.follow(doors, circle.big, [n for n, m in living.items() if not m.key])
+        doors = {}
+        for name in (*circle.near, *circle.suspects):
+            # keys never travel over lines: of whom we only heard, the bucket says it first
+            if (key := self.seen[name].key) is None:
+                circle.callers.add(name)
+            else:
+                doors[name] = Door(living[name].addr, living[name].probe_port, key)
+        self._lines.follow(doors, circle.big, [n for n in living if self.seen[n].key == ""])
 
     def _overhear(self, me: Member, now: float) -> None:
         """Take over what others say of others."""
@@ -354,6 +360,7 @@ class Membership:
         # it may be years old, or be written at this moment: its line will tell, or its next beat
         if seen is None:
             seen = self._meet(member, now)
+        seen.key = member.key
         grade, sign_s = self._circle.suspects.get(name), seen.sign_s
         first = grade is not None and seen.read_s < sign_s + self._beats.beat_s
         seen.read_s = now

@@ -49,6 +49,11 @@ def prometheus_address(text: str) -> None:
         raise ValueError(f"wanted [HOST:]PORT, such as 9100; found {text!r}")
 
 
+def names_of(text: str) -> list[str]:
+    """Of "aws,gcp"; none of ""."""
+    return [name for part in text.split(",") if (name := part.strip())]
+
+
 def node_range(text: str) -> tuple[int, int]:
     """LOW:HIGH or N. Raises ValueError that says what is wanted."""
     low, _, high = text.partition(":")

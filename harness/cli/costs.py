@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.cli.common import DONE, FAILED, cache_dir, task_resources
+from harness.cli.common import DONE, FAILED, cache_dir, names_of, task_resources
 from harness.core.config import flag, positional
 from harness.core.world import BadInput, CloudUnavailable
 from storage.opening import normalize, open_store
@@ -124,7 +124,7 @@ def prices(flags: PricesFlags) -> int:
     config = task_resources(flags.task)
     # an offer is for all nodes of a task; a price that a node looks up is its own
     config.pop("num_nodes", None)
-    clouds = [name.strip() for name in flags.clouds.split(",")] if flags.clouds else None
+    clouds = names_of(flags.clouds) or None
     sky = _sky(normalize(flags.task))
     try:
         offers = sky("offers", OFFERS_TIMEOUT_S, config=config, clouds=clouds, on_demand=True)

@@ -33,6 +33,7 @@ from harness.cli.common import (
     is_final,
     is_local,
     local_cloud,
+    names_of,
     node_range,
     prometheus_address,
     sky_broker,
@@ -433,7 +434,7 @@ def _cloud(
     from harness.clouds.skypilot import SkyPilotCloud
     from harness.controller.policies import uses_on_demand
 
-    clouds = [c.strip() for c in flags.clouds.split(",") if c.strip()] or None
+    clouds = names_of(flags.clouds) or None
     if clouds and not flags.dry_run:
         raise BadInput(
             "--clouds is for --dry-run; to launch, SkyPilot must have the clouds enabled (`sky "

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.cli.common import DONE, FAILED, cache_dir, existing_store, task_resources
+from harness.cli.common import DONE, FAILED, cache_dir, existing_store, names_of, task_resources
 from harness.core.config import flag, positional
 from harness.core.world import BadInput
 from storage.errors import StoreError, StoreUnavailable
@@ -176,6 +176,11 @@ def _within(seconds: float, ask: Callable[[], MarketHistory]) -> MarketHistory:
     return said[0]
 
 
+def _warn(console: Console, warnings: list[str]) -> None:
+    for words in warnings:
+        console.print(words, style="yellow", highlight=False, soft_wrap=True)
+
+
 # ---- beside a launch -----------------------------------------------------------------------------
 @contextlib.contextmanager
 def remembering(url: str, store: ObjectStore, histories: Histories) -> Iterator[None]:
@@ -211,8 +216,7 @@ def known_before(
     from harness.controller.remembered import run_name
 
     history, warnings = histories.read(now_s)
-    for words in warnings:
-        console.print(words, style="yellow", highlight=False, soft_wrap=True)
+    _warn(console, warnings)
     return history.without(run_name(url)).prior(now_s)
 
 
@@ -228,8 +232,7 @@ def _learn(flags: MarketFlags, histories: Histories) -> int:
             console.print(f"{name}: no offer was tried there; nothing to learn")
             continue
         warnings = histories.write(records, now_s)
-        for words in warnings:
-            console.print(words, style="yellow", highlight=False, soft_wrap=True)
+        _warn(console, warnings)
         failed |= bool(warnings)
         offers = len({record.offer for record in records})
         console.print(
@@ -265,8 +268,7 @@ def _export(flags: MarketFlags, history: MarketHistory, warnings: list[str]) -> 
     if name == "-":
         print(text, end="")
         return DONE
-    for words in warnings:
-        Console().print(words, style="yellow", highlight=False, soft_wrap=True)
+    _warn(Console(), warnings)
     _write(name, text)
     return DONE
 
@@ -320,7 +322,7 @@ def _as_csv(summaries: list[OfferSummary]) -> str:
 
 # ---- live ----------------------------------------------------------------------------------------
 def _live(flags: MarketFlags, histories: Histories) -> int:
-    from harness.clouds.live_market import ask_clouds
+    from harness.clouds.live_market import MarketUrls, ask_clouds
     from harness.clouds.sky_client import OFFERS_TIMEOUT_S, Broker, SkyError
     from harness.clouds.sky_offers import has_spot_market, to_offer
     from harness.core.world import CloudUnavailable
@@ -328,17 +330,15 @@ def _live(flags: MarketFlags, histories: Histories) -> int:
     if len(flags.names) != 1:
         raise BadInput("live: wanted one SkyPilot task YAML")
     (task,) = flags.names
-    config, clouds = (
-        task_resources(task),
-        [name.strip() for name in flags.clouds.split(",") if name.strip()],
-    )
+    config, clouds = task_resources(task), names_of(flags.clouds) or None
     sky = Broker(os.environ, histories.folder / "sky-logs" / "broker.log")
     now_s, console = time.time(), Console()
     try:
         answers = sky("offers", OFFERS_TIMEOUT_S, config=config, clouds=clouds)
         offers = [to_offer(a) for a in answers if flags.offer in a["name"] and has_spot_market(a)]
         nodes, advisor = int(config.get("num_nodes") or 1), os.environ.get(ADVISOR, "")
-        found, notes = ask_clouds(sky, offers, nodes, now_s, advisor)
+        urls = MarketUrls(advisor=advisor) if advisor else MarketUrls()
+        found, notes = ask_clouds(sky, offers, nodes, now_s, urls)
     except (SkyError, CloudUnavailable) as e:
         raise BadInput(f"{task}: SkyPilot has no offer: {e}") from e
     finally:
@@ -347,8 +347,7 @@ def _live(flags: MarketFlags, histories: Histories) -> int:
     if flags.json:
         print(json.dumps([dataclasses.asdict(one) for one in found], indent=2))
         return DONE
-    for words in notes:
-        console.print(words, style="yellow", highlight=False, soft_wrap=True)
+    _warn(console, notes)
     console.print(_live_table(found))
     return DONE
 
@@ -390,7 +389,7 @@ def _live_table(found: list[LiveOffer]) -> Table:
             f"{min(week):.3f}–{max(week):.3f}" if week else "–",
             f"{one.catalog_usd_per_h:.3f}",
             f"{one.offer.on_demand_usd_per_h:.3f}",
-            f"{one.interrupted}/month" if one.interrupted else "–",
+            one.interrupted or "–",
         )
     return table
 
@@ -402,8 +401,7 @@ def _show(flags: MarketFlags, history: MarketHistory, warnings: list[str]) -> in
     if flags.json:
         print(json.dumps([dataclasses.asdict(one) for one in summaries], indent=2))
         return DONE
-    for words in warnings:
-        console.print(words, style="yellow", highlight=False, soft_wrap=True)
+    _warn(console, warnings)
     if not summaries:
         console.print(
             "Nothing is known of any offer yet. Launches on clouds add what they see; of runs that "

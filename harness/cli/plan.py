@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.cli.common import DONE, FAILED, RealClock, existing_store
+from harness.cli.common import DONE, FAILED, RealClock, existing_store, names_of
 from harness.cli.deadline import deadline_text
 from harness.core.config import flag, positional
 from harness.core.world import BadInput, Offer
@@ -135,7 +135,7 @@ def _offers(flags: PlanFlags, task: Task) -> tuple[tuple[Offer, ...], str]:
     home = Path(os.environ.get("SKY_RUNTIME_DIR") or Path.home())
     found = catalogs.catalog(flags.catalog, home)
     if flags.clouds:
-        found = found.only([c.strip() for c in flags.clouds.split(",") if c.strip()])
+        found = found.only(names_of(flags.clouds))
     config = {"resources": dict(task.resources), "num_nodes": task.num_nodes}
     with _sky_of(found) as sky:
         offers = catalogs.offers_of(sky, task.path, config, found)
@@ -334,7 +334,7 @@ def _launch_words(flags: PlanFlags, run: PlannedRun, best: PlanCandidate) -> tup
     from harness.proof import forecasting
 
     words = ["harness", "launch", flags.task, "--cloud", "sky"]
-    words += ["--nodes", f"{min(run.min_nodes, best.nodes)}:{best.nodes}"]
+    words += ["--nodes", f"1:{best.nodes}"]
     if best.policy == forecasting.ON_DEMAND_ONLY:
         words += ["--on-demand", "--policy", "harness.proof.forecasting:on_demand_only"]
     elif best.policy == "deadline":

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 from harness.core.exposition import CONTENT_TYPE
 from harness.core.world import BadInput
+from storage.bounded_http import BoundedHandler, BoundedHTTPServer, HTTPBounds
 
-TIMEOUT_S = 10.0  # of one request
+BOUNDS = HTTPBounds(connections=8, request_s=10.0)  # a scraper or two
 
 
 def check_address(asked: str) -> None:
@@ -31,9 +28,7 @@ def exposing(asked: str, text: Callable[[], str]) -> Iterator[str]:
     name, _, port = asked.rpartition(":")
     host = name.removeprefix("[").removesuffix("]") or "127.0.0.1"
 
-    class Scrape(BaseHTTPRequestHandler):
-        timeout = TIMEOUT_S
-
+    class Scrape(BoundedHandler):
         def do_GET(self) -> None:
             if self.path.partition("?")[0] != "/metrics":
                 self.send_error(404, "wanted /metrics")
@@ -45,18 +40,11 @@ def exposing(asked: str, text: Callable[[], str]) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_: Any) -> None:
-            """A scrape is no news."""
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-
     try:
-        server = Server((host, int(port)), Scrape)
+        server = BoundedHTTPServer(host, int(port), Scrape, BOUNDS)
     except OSError as e:
         raise BadInput(f"--prometheus {asked}: {e.strerror}; name another address or port") from e
-    threading.Thread(target=server.serve_forever, name="prometheus", daemon=True).start()
+    server.serve_in_thread("prometheus")
     try:
         shown = f"[{host}]" if ":" in host else host
         yield f"http://{shown}:{server.server_address[1]}/metrics"

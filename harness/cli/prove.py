@@ -166,7 +166,10 @@ class DrillFlags:
     seed: int = flag(0, "which node, which moment")
     jobs: int = flag(1, "cells at the same time; about one per core", at_least=1)
     json: bool = flag(False, "print the results as JSON")
-    soak: int = flag(0, "instead of the matrix: one long run with so many kills", metavar="KILLS")
+    soak: int = flag(
+        0, "instead of the matrix: so many kills, pauses and store faults", metavar="FAULTS"
+    )
+    soak_runs: int = flag(1, "with --soak: over so many runs, one after the other", at_least=1)
     keep: str = flag("", "keep runs and logs in this empty folder")
 
 
@@ -174,10 +177,11 @@ def drill(flags: DrillFlags) -> int:
     """Every fault in every phase, on real processes of this machine; passed is what ends with
     the weights of a calm run."""
     from harness.proof import drill as drills
+    from harness.proof import soak
 
-    return drills.command(
-        flags.only, flags.seed, flags.jobs, flags.json, flags.keep, flags.soak, Console()
-    )
+    if flags.soak:
+        return soak.command(flags.soak, flags.soak_runs, flags.seed, flags.keep, Console())
+    return drills.command(flags.only, flags.seed, flags.jobs, flags.json, flags.keep, Console())
 
 
 # ---- doctor --------------------------------------------------------------------------------------

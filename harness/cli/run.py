@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import signal
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -348,7 +349,7 @@ def _config(
     from harness.agent.sources import sigterm_s
     from harness.uploader.nearby import NearbyConfig
 
-    node_dir = Path(env.get("HARNESS_NODE_DIR") or f"/tmp/harness-{os.getpid()}")
+    node_dir = Path(env.get("HARNESS_NODE_DIR") or tempfile.mkdtemp(prefix="harness-node-"))
     pace = FOLDER if url.startswith("file://") else BUCKET
     return AgentConfig(
         run=url,

@@ -28,6 +28,7 @@ from typing import Any
 
 import yaml
 
+from harness.clouds import azure_prices, gcp_prices
 from harness.clouds.aws_prices import price_changes
 
 ACTIVE = ("PENDING", "RUNNING", "WAITING")  # states of an API server's request that has not ended
@@ -260,6 +261,25 @@ class Calls:
         credentials that SkyPilot uses."""
         client = sky("adaptors.aws").client("ec2", region_name=region)
         return price_changes(client, instances, since_s, now_s)
+
+    def azure_evictions(
+        self, instances: Sequence[str], regions: Sequence[str], url: str
+    ) -> list[dict[str, str]]:
+        """How often Azure evicts nodes of these shapes (`azure_prices.py`)."""
+        return azure_prices.eviction_bands(instances, regions, azure_prices.login(), url)
+
+    def gcp_spot_prices(
+        self, machines: Sequence[dict[str, Any]], url: str
+    ) -> list[tuple[float, float] | None]:
+        """What Google asks for each machine on spot (`gcp_prices.py`): since when, USD per hour.
+        `machines`: `region`, `shape`, `accelerator`, `gpus`; SkyPilot's catalog knows the rest."""
+        made = []
+        for machine in machines:
+            vcpus, gib = sky("catalog").get_vcpus_mem_from_instance_type(
+                machine["shape"], clouds="gcp"
+            )
+            made.append(gcp_prices.GcpMachine(**machine, vcpus=vcpus or 0.0, memory_gib=gib or 0.0))
+        return gcp_prices.spot_usd(made, gcp_prices.login(), url)
 
     # -- the server --
     def server(self) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Prices and interruptions as clouds tell them now, beside what SkyPilot's catalog says.
 
-AWS tells both: prices through the credentials that SkyPilot uses, interruptions in a public file.
-Other clouds' prices change by the month and are the catalog's. Who cannot be asked is named, and
-left out.
+AWS and Azure tell both, Google only prices; `aws_prices.py`, `azure_prices.py` and `gcp_prices.py`
+know how. Where credentials are needed, they are those that SkyPilot uses, and the process that
+speaks SkyPilot asks. Other clouds' prices are the catalog's. Who cannot be asked is named, and left
+out.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import http.client
 import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from harness.clouds import azure_prices, gcp_prices
 from harness.clouds.aws_prices import ADVISOR_NBYTES, ADVISOR_URL, interruption_bands
 from harness.clouds.sky_client import REFRESH_TIMEOUT_S, Sky, SkyError
 from harness.core.world import BadInput, CloudUnavailable, Offer
@@ -26,7 +29,7 @@ FETCH_TIMEOUT_S = 20.0
 class LiveOffer:
     """An offer as its cloud tells of it now. `changes`: (when, USD per hour) of a week, the oldest
     first; empty: nothing was told, and `offer` has the catalog's price. `interrupted`: the share of
-    nodes in the last month, as the cloud says it; "": it does not."""
+    nodes that is taken, as the cloud says it, such as "5-10%/month"; "": it does not."""
 
     offer: Offer
     catalog_usd_per_h: float
@@ -34,75 +37,161 @@ class LiveOffer:
     interrupted: str = ""
 
 
+@dataclass(frozen=True)
+class MarketUrls:
+    """Whom clouds' prices and interruptions are asked from. `advisor`: AWS's Spot Instance Advisor,
+    or a copy."""
+
+    advisor: str = ADVISOR_URL
+    azure_retail: str = azure_prices.PRICES_URL
+    azure_graph: str = azure_prices.GRAPH_URL
+    gcp_skus: str = gcp_prices.SKUS_URL
+
+
 def ask_clouds(
     sky: Sky,
     offers: Sequence[Offer],
     nodes: int,
     now_s: float,
-    advisor_url: str = "",
+    urls: MarketUrls | None = None,
 ) -> tuple[list[LiveOffer], list[str]]:
     """Of each offer, the cheapest first, and who could not be asked. `nodes`: of an offer, each of
-    which costs what the cloud says. `advisor_url`: a copy of AWS's Spot Instance Advisor."""
-    wanted: defaultdict[str, set[str]] = defaultdict(set)
+    which costs what the cloud says."""
+    asking = _CloudAsker(sky, nodes, now_s, urls or MarketUrls())
+    by_cloud: defaultdict[str, list[_OfferPlace]] = defaultdict(list)
     for offer in offers:
-        if (at := _aws(offer)) and offer.spot:
-            wanted[at.region].add(at.shape)
-    notes = list[str]()
-    told: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
-    for region, shapes in sorted(wanted.items())[:MOST_REGIONS]:
-        try:
-            changes = sky(
-                "spot_prices",
-                REFRESH_TIMEOUT_S,
-                region=region,
-                instances=sorted(shapes)[:MOST_SHAPES],
-                since_s=now_s - HISTORY_S,
-                now_s=now_s,
-            )
-        except (SkyError, CloudUnavailable) as e:
-            notes.append(f"aws/{region}: its prices are the catalog's ({e})")
-            continue
-        for one in changes:
-            change = (float(one["t"]), nodes * float(one["usd_per_h"]))
-            for zone in {one["zone"], one["zone_id"]} - {""}:
-                told.setdefault((region, zone, one["instance"]), []).append(change)
-    bands = _bands(advisor_url or ADVISOR_URL, notes) if wanted else {}
-    found = [_live(offer, told, bands) for offer in offers]
-    return sorted(found, key=lambda live: live.offer), notes
+        if offer.spot and (at := _place(offer)):
+            by_cloud[at.cloud].append(at)
+    for cloud, ask in (("aws", asking.aws), ("azure", asking.azure), ("gcp", asking.gcp)):
+        if places := by_cloud[cloud]:
+            ask(places)
+    found = [asking.live(offer) for offer in offers]
+    return sorted(found, key=lambda live: live.offer), asking.notes
 
 
 @dataclass(frozen=True)
-class _AwsPlace:
+class _OfferPlace:
+    """Of an offer's name like aws/us-east-1/use1-az1/p3.2xlarge; not every cloud has zones."""
+
+    offer: Offer
+    cloud: str
     region: str
     zone: str
     shape: str
 
 
-def _aws(offer: Offer) -> _AwsPlace | None:
-    """Of a name like aws/us-east-1/use1-az1/p3.2xlarge."""
-    parts = offer.name.removesuffix("/on-demand").split("/")
-    if parts[0] != "aws" or len(parts) < 3:
+def _place(offer: Offer) -> _OfferPlace | None:
+    parts = offer.name.split("/")
+    if len(parts) < 3:
         return None
-    return _AwsPlace(parts[1], parts[2] if len(parts) > 3 else "", parts[-1])
+    return _OfferPlace(offer, parts[0], parts[1], parts[2] if len(parts) > 3 else "", parts[-1])
 
 
-def _live(
-    offer: Offer,
-    told: Mapping[tuple[str, str, str], Sequence[tuple[float, float]]],
-    bands: Mapping[tuple[str, str], str],
-) -> LiveOffer:
-    at = _aws(offer)
-    if at is None or not offer.spot:
-        return LiveOffer(offer, offer.usd_per_h)
-    changes = tuple(told.get((at.region, at.zone, at.shape), ()))
-    now = replace(offer, usd_per_h=changes[-1][1]) if changes else offer
-    return LiveOffer(now, offer.usd_per_h, changes, bands.get((at.region, at.shape), ""))
+@dataclass
+class _CloudAsker:
+    """What was told, by the names of offers, and who could not be asked."""
 
+    sky: Sky
+    nodes: int
+    now_s: float
+    urls: MarketUrls
+    changes: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    bands: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
-def _bands(url: str, notes: list[str]) -> dict[tuple[str, str], str]:
-    try:
-        with urllib.request.urlopen(url, timeout=FETCH_TIMEOUT_S) as answer:
-            return interruption_bands(answer.read(ADVISOR_NBYTES))
-    except (OSError, http.client.HTTPException, ValueError, BadInput) as e:
-        notes.append(f"aws: how often it interrupts is not known ({url}: {e})")
-        return {}
+    def live(self, offer: Offer) -> LiveOffer:
+        changes = tuple(self.changes.get(offer.name, ()))
+        now = replace(offer, usd_per_h=changes[-1][1]) if changes else offer
+        return LiveOffer(now, offer.usd_per_h, changes, self.bands.get(offer.name, ""))
+
+    def aws(self, places: Sequence[_OfferPlace]) -> None:
+        shapes: defaultdict[str, set[str]] = defaultdict(set)
+        for at in places:
+            shapes[at.region].add(at.shape)
+        told: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+        for region, wanted in sorted(shapes.items())[:MOST_REGIONS]:
+            answer = self._ask(
+                f"aws/{region}: its prices are the catalog's",
+                "spot_prices",
+                region=region,
+                instances=sorted(wanted)[:MOST_SHAPES],
+                since_s=self.now_s - HISTORY_S,
+                now_s=self.now_s,
+            )
+            for one in answer:
+                change = (float(one["t"]), self.nodes * float(one["usd_per_h"]))
+                for zone in {one["zone"], one["zone_id"]} - {""}:
+                    told.setdefault((region, zone, one["instance"]), []).append(change)
+        bands = self._advice()
+        for at in places:
+            if changes := told.get((at.region, at.zone, at.shape)):
+                self.changes[at.offer.name] = changes
+            if band := bands.get((at.region, at.shape)):
+                self.bands[at.offer.name] = f"{band}/month"
+
+    def _advice(self) -> Mapping[tuple[str, str], str]:
+        url = self.urls.advisor
+        try:
+            with urllib.request.urlopen(url, timeout=FETCH_TIMEOUT_S) as answer:
+                return interruption_bands(answer.read(ADVISOR_NBYTES))
+        except (OSError, http.client.HTTPException, ValueError, BadInput) as e:
+            self.notes.append(f"aws: how often it interrupts is not known ({url}: {e})")
+            return {}
+
+    def azure(self, places: Sequence[_OfferPlace]) -> None:
+        told: dict[tuple[str, str], tuple[float, float]] = {}
+        shapes = sorted({at.shape for at in places})[:MOST_SHAPES]
+        for shape in shapes:
+            try:
+                prices = azure_prices.spot_prices(
+                    shape, self.now_s - HISTORY_S, self.now_s, self.urls.azure_retail
+                )
+            except CloudUnavailable as e:
+                self.notes.append(f"azure: its prices are the catalog's ({e})")
+                break
+            for one in prices:
+                told[one["region"], shape] = (one["t"], self.nodes * one["usd_per_h"])
+        evictions = self._ask(
+            "azure: how often it interrupts is not known",
+            "azure_evictions",
+            instances=shapes,
+            regions=sorted({at.region for at in places}),
+            url=self.urls.azure_graph,
+        )
+        bands = {(one["region"], one["instance"]): one["band"] for one in evictions}
+        for at in places:
+            if change := told.get((at.region, at.shape)):
+                self.changes[at.offer.name] = [change]
+            if band := bands.get((at.region, at.shape)):
+                self.bands[at.offer.name] = f"{band}%/hour"
+
+    def gcp(self, places: Sequence[_OfferPlace]) -> None:
+        machines = [
+            {
+                "region": at.region,
+                "shape": at.shape,
+                "accelerator": at.offer.accelerator if at.offer.gpus else "",
+                "gpus": at.offer.gpus // self.nodes,
+            }
+            for at in places
+        ]
+        answer = self._ask(
+            "gcp: its prices are the catalog's",
+            "gcp_spot_prices",
+            machines=machines,
+            url=self.urls.gcp_skus,
+        )
+        for at, price in zip(places, answer, strict=False):
+            if price is not None:
+                since_s, usd = price
+                since_s = max(since_s, self.now_s - HISTORY_S)
+                self.changes[at.offer.name] = [(since_s, self.nodes * usd)]
+
+    def _ask(self, otherwise: str, method: str, **arguments: Any) -> Sequence[Any]:
+        """Of SkyPilot; nothing, and a note, if there is no answer."""
+        try:
+            answer: Sequence[Any] = self.sky(method, REFRESH_TIMEOUT_S, **arguments)
+            return answer
+        except (SkyError, CloudUnavailable) as e:
+            self.notes.append(f"{otherwise} ({e})")
+            return ()

@@ -24,6 +24,7 @@ from harness.clouds import machines, provider, provider_files
 from harness.clouds import market as markets
 from harness.clouds.tasks import Task, check_local
 from harness.core.world import BadInput, CloudUnavailable, Node, Offer
+from storage.own_folders import why_not_ours
 
 CALL_TIMEOUT_S = 15.0
 START_WITHIN_S = 30.0
@@ -236,6 +237,11 @@ class LocalCloud:
         """Whether a provider holds the lock; a process id alone would prove nothing."""
         if not self.state_dir.is_dir():
             return False
+        if why := why_not_ours(self.state_dir):
+            raise BadInput(
+                f"{self.state_dir}: wanted a folder of this user's own for the local cloud's "
+                f"state, but {why}; remove it, or choose another --run"
+            )
         handle = provider_files.lock(self.state_dir)
         if handle is None:
             return True

@@ -21,7 +21,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,6 +28,10 @@ from harness.clouds.aws_imds import AwsImds
 from harness.clouds.azure_events import AzureScheduledEvents
 from harness.clouds.gcp_metadata import GcpMetadata
 from harness.clouds.metadata_protocol import CONTROL_PATH, Answer, json_answer
+from storage.bounded_http import BoundedHandler, BoundedHTTPServer, HTTPBounds
+
+MOST_BODY_NBYTES = 64 << 10
+BOUNDS = HTTPBounds(request_s=900.0)  # GCP's answer may wait until something changes
 
 
 # ---- by name -------------------------------------------------------------------------------------
@@ -93,10 +96,7 @@ class MetadataServer:
         self._lock = threading.Lock()
         outer = self
 
-        class MetadataHandler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            timeout = 10.0  # an idle keep-alive connection must not hold a thread for ever
-
+        class MetadataHandler(BoundedHandler):
             def do_GET(self) -> None:
                 outer._serve(self)
 
@@ -111,21 +111,8 @@ class MetadataServer:
                     usegmt=True,
                 )
 
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        class MetadataHTTPServer(ThreadingHTTPServer):
-            daemon_threads = True
-            block_on_close = False
-
-            def handle_error(self, request: object, client_address: object) -> None:
-                pass  # a client that hung up is its own business
-
-        self._server = MetadataHTTPServer(("127.0.0.1", port), MetadataHandler)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.05,), name="metadata", daemon=True
-        )
-        self._thread.start()
+        self._server = BoundedHTTPServer("127.0.0.1", port, MetadataHandler, BOUNDS)
+        self._thread = self._server.serve_in_thread("metadata")
 
     @property
     def endpoint(self) -> str:
@@ -188,12 +175,8 @@ class MetadataServer:
                 self._fault = replace(fault, count=fault.count - 1)
             return fault
 
-    def _serve(self, handler: BaseHTTPRequestHandler) -> None:
-        length = handler.headers.get("Content-Length", "0")
-        body = b""
-        if length.isdigit() and 0 < int(length) <= 65_536:
-            # or it would be taken for the next request of this connection
-            body = handler.rfile.read(int(length))
+    def _serve(self, handler: BoundedHandler) -> None:
+        body = handler.body(MOST_BODY_NBYTES) or b""
         if self._control and handler.path == CONTROL_PATH and handler.command == "POST":
             self._send(handler, self._ordered(body))
             return
@@ -223,7 +206,7 @@ class MetadataServer:
             )
 
     @staticmethod
-    def _send(handler: BaseHTTPRequestHandler, answer: Answer) -> None:
+    def _send(handler: BoundedHandler, answer: Answer) -> None:
         body = answer.body.encode()
         handler.send_response(answer.status)
         for name, value in {

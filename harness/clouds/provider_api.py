@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hmac
 import json
-import sys
-import threading
 from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 from harness.clouds import market as markets
-from harness.clouds.machines import log
 from harness.core.world import BadInput
+from storage.bounded_http import BoundedHandler, BoundedHTTPServer
 
 if TYPE_CHECKING:
     from harness.clouds.provider import Provider
@@ -61,25 +58,24 @@ def _route(provider: Provider, method: str, path: str, body: Mapping[str, Any]) 
     return {}
 
 
-def serve(provider: Provider, token: str) -> ThreadingHTTPServer:
-    class ProviderHandler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        timeout = 30.0
+def serve(provider: Provider, token: str) -> BoundedHTTPServer:
+    """On loopback, for callers that know the token; others are told so before a body is read."""
 
+    class ProviderHandler(BoundedHandler):
         def do_GET(self) -> None:
-            length = self.headers.get("Content-Length", "0")
-            if not length.isdigit() or int(length) > MAX_BODY:
-                self.close_connection = True
-                return self._answer(413, {"error": f"a body may have {MAX_BODY} bytes"})
-            raw = self.rfile.read(int(length))
             if not hmac.compare_digest(
-                self.headers.get("Authorization", "").encode(), f"Bearer {token}".encode()
+                self.headers.get("Authorization", "").encode("latin-1", "replace"),
+                f"Bearer {token}".encode(),
             ):
+                self.close_connection = True
                 return self._answer(401, {"error": "wrong token; it is in provider.json"})
+            self.server.trust(self.connection)
+            if (raw := self.body(MAX_BODY)) is None:
+                return self._answer(413, {"error": f"a body may have {MAX_BODY} bytes"})
             provider.touch()
             try:
                 found = _route(provider, self.command, self.path, json.loads(raw or b"{}"))
-            except (BadInput, KeyError, TypeError, ValueError) as e:
+            except (BadInput, KeyError, TypeError, ValueError, RecursionError) as e:
                 return self._answer(
                     400,
                     {"error": str(e) if isinstance(e, BadInput) else f"{type(e).__name__}: {e}"},
@@ -100,16 +96,6 @@ def serve(provider: Provider, token: str) -> ThreadingHTTPServer:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    class ProviderHTTPServer(ThreadingHTTPServer):
-        daemon_threads = True
-        block_on_close = False
-
-        def handle_error(self, request: object, client_address: object) -> None:
-            log.info("a caller hung up: %s", sys.exc_info()[1])
-
-    server = ProviderHTTPServer(("127.0.0.1", 0), ProviderHandler)
-    threading.Thread(target=server.serve_forever, args=(0.1,), name="api", daemon=True).start()
+    server = BoundedHTTPServer("127.0.0.1", 0, ProviderHandler)
+    server.serve_in_thread("api")
     return server

@@ -117,6 +117,15 @@ def without(rows: Columns, others: Columns) -> Columns:
     return found
 
 
+def in_both(a: Columns, b: Columns) -> tuple[Columns, Columns]:
+    """The rows of each whose (epoch, step) the other has, in order; each has them once."""
+    if not len(a) or not len(b):
+        return NONE, NONE
+    wide = any(p["epoch"].max() >= 2**23 or p["step"].max() >= 2**40 for p in (a, b))
+    found = np.intersect1d(_names(a, wide), _names(b, wide), return_indices=True)
+    return a[found[1]], b[found[2]]
+
+
 def _names(rows: Columns, wide: bool) -> NDArray[Any]:
     """(epoch, step) as one number each, or (`wide`) as a pair."""
     if not wide:

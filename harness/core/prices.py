@@ -72,9 +72,14 @@ class Estimate:
         return sum(m.nbytes for m in self.moved)
 
 
+def cloud_of(url: str) -> str:
+    """Of a bucket; "": it is no cloud's (a folder)."""
+    return CLOUD_OF.get(url.partition("://")[0], "")
+
+
 def requests_usd(url: str, node_s: float) -> float:
     """What nodes ask of the bucket `url` in so many seconds of nodes, about; 0: it is a folder."""
-    return REQUESTS_USD_PER_NODE_H * node_s / 3600 if url.partition("://")[0] in CLOUD_OF else 0.0
+    return REQUESTS_USD_PER_NODE_H * node_s / 3600 if cloud_of(url) else 0.0
 
 
 @functools.cache
@@ -99,16 +104,19 @@ def transfer_usd(source: str, target: str, nbytes: int) -> float:
 def beside(url: str, trained: Iterable[str]) -> str:
     """Where the bucket `url` is taken to be: the first place of its cloud where nodes `trained`.
     "": not known."""
-    cloud = CLOUD_OF.get(url.partition("://")[0])
-    return next((place for place in trained if place.partition("/")[0] == cloud), "")
+    return _first_in(cloud_of(url), trained)
+
+
+def _first_in(cloud: str, places: Iterable[str]) -> str:
+    return next((place for place in places if place.partition("/")[0] == cloud), "")
 
 
 def leave_usd(url: str, trained: Iterable[str], offered: Iterable[str], nbytes: int) -> float:
     """What it costs to read so many bytes of the bucket `url` once where it is not (`beside`): in
     another region of its cloud if one of the places `offered` is there, else over the internet.
     0: it is no cloud's (a folder)."""
-    cloud = CLOUD_OF.get(url.partition("://")[0])
-    if cloud is None:
+    cloud = cloud_of(url)
+    if not cloud:
         return 0.0
     home = beside(url, trained)
     others = sorted(place for place in offered if place and place != home)
@@ -121,8 +129,8 @@ def leave_usd(url: str, trained: Iterable[str], offered: Iterable[str], nbytes: 
 def estimate(url: str, facts: Iterable[Stamped], kept: int, seconds: float) -> Estimate | None:
     """Of a run in the bucket `url`, with so many snapshots kept, for so many seconds. None: the
     bucket is no cloud's (a folder)."""
-    cloud = CLOUD_OF.get(url.partition("://")[0])
-    if cloud is None:
+    cloud = cloud_of(url)
+    if not cloud:
         return None
     said = [s.fact for s in facts]
     committed = {f.step: f.nbytes for f in said if isinstance(f, SnapshotCommitted)}
@@ -153,7 +161,7 @@ def _moved(cloud: str, said: Sequence[object], committed: Mapping[int, int]) -> 
         return next((p for p in known if p), "")
 
     trained = [place(e) for e in sorted(worlds)]
-    home = next((p for p in trained if p.partition("/")[0] == cloud), cloud)
+    home = _first_in(cloud, trained) or cloud
     ways: dict[tuple[str, str], int] = {}
     for fact in said:
         # at most: every node reads all of it

@@ -5,6 +5,7 @@ Pure: knows no files; `trace_formats.py` reads them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -43,7 +44,14 @@ class ZoneTrace:
     @property
     def availability(self) -> float:
         """Share of time in which at least one node could be had."""
-        return float((self.nodes > 0).mean())
+        return float((self.nodes > 0).mean()) if len(self.nodes) else 0.0
+
+    def cut(self, first: int, ticks: int) -> ZoneTrace:
+        """So many ticks of it, or fewer at its end."""
+        there, prices = slice(first, first + ticks), self.usd_per_h
+        return dataclasses.replace(
+            self, nodes=self.nodes[there], usd_per_h=None if prices is None else prices[there]
+        )
 
 
 def check(trace: ZoneTrace, name: str) -> None:

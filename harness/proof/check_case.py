@@ -71,10 +71,6 @@ class Case:
 
 
 # ---- words and numbers ---------------------------------------------------------------------------
-def many(count: int, thing: str) -> str:
-    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
-
-
 def falling(losses: list[float]) -> bool:
     """Do they, by more than they scatter? The slope of the line through them is below zero by twice
     its standard error, or the last third lies clearly below the first."""

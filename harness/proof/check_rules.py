@@ -23,7 +23,6 @@ from harness.proof.check_case import (
     differ,
     distance,
     falling,
-    many,
     median,
 )
 from harness.proof.check_evidence import RankLife, StepSeen
@@ -36,6 +35,7 @@ from harness.proof.check_worlds import (
     statistics,
     summed,
 )
+from harness.views.words import plural
 
 LEADS = {  # how a script of each framework asks whether it may write
     "transformers": "if trainer.is_world_process_zero(): ... (in callbacks: state.)",
@@ -170,7 +170,7 @@ def read_again(case: Case) -> Iterator[Ruling]:
         return
     wrong = [(known, step) for known, step in pairs if known.samples != step.samples]
     if not wrong:
-        what = f"{many(len(pairs), 'step')} read twice, row for row"
+        what = f"{plural(len(pairs), 'step')} read twice, row for row"
         yield Ruling(promise, HOLDS, what)
         return
     step = wrong[0][1]
@@ -217,7 +217,7 @@ def files(case: Case) -> Iterator[Ruling]:
         yield Ruling(
             promise,
             HOLDS,
-            many(len(by_path), "file") if by_path else "it writes none",
+            plural(len(by_path), "file") if by_path else "it writes none",
         )
 
 
@@ -313,7 +313,7 @@ def agree(case: Case) -> Iterator[Ruling]:
             yield Ruling(promise, FAILS, what, case.prepare_line, "run.prepare(..., state=)")
             return
     if pairs:
-        yield Ruling(promise, HOLDS, f"{many(len(pairs), 'step')}: samples, loss, learning rate")
+        yield Ruling(promise, HOLDS, f"{plural(len(pairs), 'step')}: samples, loss, learning rate")
 
 
 def falls(case: Case) -> Iterator[Ruling]:

@@ -19,12 +19,12 @@ from harness.proof.check_case import (
     cosine,
     differ,
     distance,
-    many,
     median,
     usable,
 )
 from harness.proof.check_evidence import StepSeen
 from harness.proof.check_state import drawing_line
+from harness.views.words import plural
 
 FAR = 1.6  # gradients so much longer or shorter are not those of other random numbers
 
@@ -83,7 +83,7 @@ def shared_out(case: Case) -> Iterator[Ruling]:
         return
     wrong = next((p for p in pairs if not together(*p)), None)
     if wrong is None:
-        yield Ruling(promise, HOLDS, f"{many(len(pairs), 'step')}, row for row")
+        yield Ruling(promise, HOLDS, f"{plural(len(pairs), 'step')}, row for row")
         return
     alone, both = wrong
     counts = sum(b.amount for b in both)

@@ -18,10 +18,8 @@ import os
 import random
 import shutil
 import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,9 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.bucket.layout import STOP_KEY
-from harness.bucket.orders import StopOrder, ask_to_stop
-from harness.core.world import DRAINED, STOPPED, BadInput
+from harness.core.world import DRAINED, BadInput
 from harness.proof.drill_alerts import listening
 from harness.proof.scene import (
     ANYBODY,
@@ -44,7 +40,8 @@ from harness.proof.scene import (
     NotReached,
     Scene,
     can_isolate,
-    plain_environment,
+    kept_folder,
+    train,
     wait_until,
 )
 from harness.proof.sore_points import FAULTS, STAND_S
@@ -84,34 +81,6 @@ class Ground:
     @property
     def half(self) -> Path:
         return self.folder / "half"
-
-
-def train(run: Path, steps: int, every: int, *extra: str, wanted: int = 0) -> str:
-    """Train calmly in one process; the hash of the weights. Raises RuntimeError if even that
-    fails."""
-    command = [
-        sys.executable,
-        "-m",
-        "harness.proof.exercise",
-        "--total",
-        str(steps),
-        "--every",
-        str(every),
-        "--sleep-s",
-        "0",
-        *extra,
-    ]
-    path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-    env = plain_environment() | {"HARNESS_RUN": str(run), "PYTHONPATH": path}
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=3600)
-    if ended.returncode != wanted:
-        raise RuntimeError(
-            f"the calm run ended with {ended.returncode}, wanted "
-            f"{wanted}:\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}"
-        )
-    manifest = Snapshots(open_store(str(run))).latest()
-    assert manifest is not None
-    return str(manifest.data["weights"])
 
 
 def prepare(folder: Path, isolated: bool, keep: bool = False) -> Ground:
@@ -238,82 +207,6 @@ def judge(ground: Ground, s: Scene) -> None:
         raise AssertionError(f"still running: {left}")
 
 
-# ---- soak ----------------------------------------------------------------------------------------
-SOAK_KILLS: tuple[tuple[str, int], ...] = (
-    ("worker-kill", 6),
-    ("node-kill", 2),
-    ("agent-kill", 1),
-    ("both-killed", 1),
-)
-
-
-def soak(folder: Path, kills: int, seed: int, tell: Callable[[str], None]) -> str:
-    """One long run on two nodes, and seeded kills until there were `kills`; then it is stopped,
-    verified, and compared with a calm run of as many steps. Returns what happened, in words. Raises
-    AssertionError."""
-    rng, t0 = random.Random(seed), time.monotonic()
-    s = Scene(folder, None, random.Random(seed), steps=1_000_000, every=5)
-    store, done, names, weights = open_store(str(s.run)), 0, *zip(*SOAK_KILLS, strict=True)
-    try:
-        stood, stood_s = -1, time.monotonic()
-        while done < kills:
-            alive = [i for i, n in enumerate(s.nodes) if n.process.poll() is None]
-            if (folder / "run" / STOP_KEY).exists():
-                raise AssertionError(
-                    f"after {done} kills the run stopped itself: {store.get(STOP_KEY).decode()}"
-                )
-            if len(alive) < 2:
-                s.launch()
-                continue
-            step = max((r.step for r in Snapshots(store).refs()), default=0)
-            # each kill shall find a run that has got on; that it does not is a failure in itself
-            if step <= stood:
-                if time.monotonic() - stood_s > FINISH_S:
-                    raise AssertionError(
-                        f"after {done} kills nothing was committed for {FINISH_S:.0f} s after step "
-                        f"{stood}"
-                    )
-                time.sleep(0.05)
-                continue
-            time.sleep(rng.uniform(0.0, 0.5))
-            s.victim = rng.choice(alive)
-            kind = rng.choices(names, weights)[0]
-            FAULTS[kind](s)
-            done, stood, stood_s = done + 1, step, time.monotonic()
-            tell(
-                f"{done}/{kills} {kind} of node {s.node.number} after step {step}, "
-                f"{done / (time.monotonic() - t0) * 60:.1f} kills a minute"
-            )
-        minutes = (time.monotonic() - t0) / 60
-        ask_to_stop(store, StopOrder("soaked", "drill"))
-        wait_until(
-            lambda: all(n.process.poll() is not None for n in s.nodes),
-            FINISH_S,
-            s,
-            AssertionError("nodes did not stop"),
-        )
-    finally:
-        s.close()
-    codes = [n.process.returncode for n in s.nodes if n.process.returncode >= 0]
-    if STOPPED not in codes:
-        raise AssertionError(f"no node drained at the end: exit codes {codes}")
-    newest = Snapshots(store).latest()
-    assert newest is not None
-    tell(f"trained to step {newest.step}; the same without kills, to compare")
-    if (calm := train(folder / "calm", newest.step, max(1, newest.step))) != newest.data["weights"]:
-        raise AssertionError(
-            f"the weights at step {newest.step} are {newest.data['weights']}, a calm run's {calm}"
-        )
-    found = audit(store)
-    if not found.ok:
-        raise AssertionError(f"verify: {found.first_violation}")
-    return (
-        f"{kills} kills in {minutes:.1f} minutes ({kills / minutes:.1f} a minute), {len(s.nodes)} "
-        f"nodes launched, step {newest.step}, epoch {newest.epoch}; verified, and the weights are "
-        "those of a calm run"
-    )
-
-
 # ---- the command ---------------------------------------------------------------------------------
 def cells(only: Iterable[str]) -> list[tuple[str, str]]:
     """Those that match any of `fault:phase` (either side may be empty or *). Raises BadInput
@@ -346,37 +239,13 @@ def command(
     jobs: int,
     as_json: bool,
     keep: str,
-    kills: int,
     console: Console,
 ) -> int:
     """`harness drill`. 0: every cell passed or was skipped for a reason."""
-    if keep and Path(keep).exists() and any(Path(keep).iterdir()):
-        raise BadInput(f"--keep {keep}: wanted an empty folder")
     chosen = cells(only)
     results: list[Result] = []
     isolated = can_isolate()
-    with contextlib.ExitStack() as stack:
-        folder = (
-            Path(keep)
-            if keep
-            else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="harness-drill-")))
-        )
-        folder.mkdir(parents=True, exist_ok=True)
-        if kills:
-            try:
-                console.print(
-                    soak(folder, kills, seed, lambda text: console.print(text, highlight=False)),
-                    highlight=False,
-                )
-            except AssertionError as e:
-                console.print(
-                    Text.assemble(
-                        ("FAILED", "red"),
-                        f" {e}\nagain: harness drill --soak {kills} --seed {seed} --keep FOLDER",
-                    )
-                )
-                return 1
-            return 0
+    with kept_folder(keep, "harness-drill-") as folder:
         ground = prepare(folder, isolated, bool(keep))
         for r in matrix(ground, chosen, seed, jobs):
             results.append(r)

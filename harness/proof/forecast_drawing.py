@@ -81,10 +81,10 @@ def _spans(plan: ShownPlan, measure: _Measure) -> Drawing:
     for at, row in enumerate(plan.rows):
         y = TOP + ROW * (at + 0.5)
         tone = BEST_TONE if row is plan.best else TONE
-        tone = RISKY_TONE if row.missed > plan.most_risk else tone
+        tone = RISKY_TONE if plan.is_risky(row) else tone
         low, middle, high = (measure.at(row, share) for share in (LOW, 0.5, HIGH))
         tip = f"{row.candidate.name}: {measure.text(middle)} ({measure.text(low)} .. "
-        tip += f"{measure.text(high)}) {measure.name}, risk {percent(row.missed)}"
+        tip += f"{measure.text(high)}) {measure.name}, risk {plan.risk_text(row)}"
         name = cut(row.candidate.name, LEFT - 14)
         drawing.add(
             DrawnText(LEFT - 12, y + 4, name, "end", "ink", row is plan.best),
@@ -148,7 +148,7 @@ def _numbers(plan: ShownPlan) -> str:
             esc(row.candidate.name),
             *(hours_text(row.hours_at(share)) for share in (LOW, 0.5, HIGH)),
             *(usd_text(row.usd_at(share)) for share in (LOW, 0.5, HIGH)),
-            percent(row.missed),
+            plan.risk_text(row),
             usd_text(row.losses),
             percent(row.spot_share),
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from harness.proof import forecasting
 from harness.proof.forecasting import ASSUMED, HIGH, LOW, PlanForecast, PlannedRun
 from harness.views.words import percent
 from storage.text import plain
@@ -33,20 +34,33 @@ class ShownPlan:
     sources: tuple[str, ...]
     launch: tuple[str, ...] = ()
     dropped: int = 0
-    assumed: tuple[str, ...] = field(default=ASSUMED)
+
+    def risk(self, row: PlanForecast) -> float:
+        """Share of the markets in which it misses the deadline, or costs more than the budget."""
+        return forecasting.risk(row, self.run)
+
+    def risk_text(self, row: PlanForecast) -> str:
+        asked = self.run.deadline_h is not None or self.run.budget_usd is not None
+        return percent(self.risk(row)) if asked else "-"
+
+    def is_risky(self, row: PlanForecast) -> bool:
+        return self.risk(row) > self.most_risk + 1e-9
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "best": self.best.to_json() if self.best else None,
-            "candidates": [row.to_json() for row in self.rows],
+            "best": self._row_json(self.best) if self.best else None,
+            "candidates": [self._row_json(row) for row in self.rows],
             "dropped": self.dropped,
             "deadline_hours": self.run.deadline_h,
             "budget_usd": self.run.budget_usd,
             "most_risk": self.most_risk,
             "launch": list(self.launch),
             "sources": list(self.sources),
-            "assumed": list(self.assumed),
+            "assumed": list(ASSUMED),
         }
+
+    def _row_json(self, row: PlanForecast) -> dict[str, Any]:
+        return {**row.to_json(), "risk": self.risk(row)}
 
 
 def hours_text(hours: float) -> str:
@@ -93,21 +107,21 @@ def show(plan: ShownPlan, console: Console) -> None:
         table.add_column(name, justify="left" if left else "right", overflow="fold")
     ends = [row.usd_at(share) for row in plan.rows for share in (LOW, HIGH)]
     for row in plan.rows:
-        style = "bold" if row is plan.best else "dim" if row.missed > plan.most_risk else ""
+        style = "bold" if row is plan.best else "dim" if plan.is_risky(row) else ""
         usd = [row.usd_at(share) for share in (LOW, 0.5, HIGH)]
         cells: list[Text | str] = [
             Text(plain(f"{row.candidate.nodes} x {row.candidate.shape.name}")),
             Text(plain(row.candidate.policy.partition("?")[0])),
             _three(row.hours_at, hours_text),
             _three(row.usd_at, usd_text),
-            "-" if plan.run.deadline_h is None else percent(row.missed),
+            plan.risk_text(row),
             usd_text(row.on_demand_usd),
         ]
         if wide:
             cells += [usd_text(row.losses), strip(usd, min(ends), max(ends))]
         table.add_row(*cells, style=style)
     console.print(table)
-    words = "median (p10..p90); risk: of missing the deadline; on demand: USD without spot"
+    words = "median (p10..p90); risk: of missing deadline or budget; on demand: USD without spot"
     lost = "; lost: nodes that are taken away" if wide else ""
     console.print(words + lost, highlight=False, style="dim")
     for line in sentences(plan):
@@ -135,7 +149,7 @@ def sentences(plan: ShownPlan) -> list[str]:
     if plan.dropped:
         found.append(f"        {plan.dropped} more were tried in fewer markets, and were worse")
     found += [f"from    {source}" for source in plan.sources]
-    found += [f"assumed {words}" for words in plan.assumed]
+    found += [f"assumed {words}" for words in ASSUMED]
     return found
 
 

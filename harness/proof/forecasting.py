@@ -58,10 +58,8 @@ class PlannedRun:
     scaling: float = 1.0
     changeover_s: float = 300.0
     lost_s: float = 120.0
-    move_usd: float = 0.0
     deadline_h: float | None = None
     budget_usd: float | None = None
-    min_nodes: int = 1
 
     def hours(self, shape: NodeShape, nodes: int) -> float:
         """That it takes on so many nodes, undisturbed."""
@@ -165,7 +163,7 @@ class PlanForecast:
             "policy": self.candidate.policy,
             "hours": at(self.hours_at),
             "usd": at(self.usd_at),
-            "risk": self.missed,
+            "missed": self.missed,
             "undisturbed_hours": self.undisturbed_h,
             "on_demand_usd": self.on_demand_usd if math.isfinite(self.on_demand_usd) else None,
             "losses": self.losses,
@@ -303,10 +301,9 @@ def job_of(candidate: PlanCandidate, run: PlannedRun) -> ReplayJob:
     return ReplayJob(
         undisturbed_h,
         open_h if run.deadline_h is None else run.deadline_h,
-        (min(run.min_nodes, candidate.nodes), candidate.nodes),
+        (1, candidate.nodes),
         changeover_s=run.changeover_s,
         lost_s=run.lost_s,
-        move_usd=run.move_usd,
         on_demand_usd_per_h=on_demand if math.isfinite(on_demand) else 1e6,
     )
 

@@ -205,13 +205,8 @@ def timeline(zones: Sequence[ZoneTrace], row: MarketRow, window: MarketWindow) -
         )
         for place, zone in enumerate(zones)
     ]
-    dear = [
-        _lane("on demand", (), result, name, best, ON_DEMAND, tick_h)
-        for name in {name for name, *_ in result.spans if name.endswith(market_replay.ON_DEMAND)}
-    ]
     note = f"${job.on_demand_usd_per_h:g} an hour"
-    runs = sum_levels([lane.run for lane in dear])
-    planned = dear[0].optimum if dear else _plan_levels(best, ON_DEMAND, tick_h)
+    runs, planned = bought_levels(result), _plan_levels(best, ON_DEMAND, tick_h)
     if runs or planned:
         lanes.append(MarketLane("on demand", (), runs, planned, note))
     start_h = window.first * tick_h
@@ -244,19 +239,15 @@ def _lane(
 
 
 def _note(zone: ZoneTrace, first: int, ticks: int, job: ReplayJob) -> str:
-    nodes = zone.nodes[first : first + ticks]
-    if zone.usd_per_h is None:
-        usd = job.spot_usd_per_h
-    else:
-        prices = zone.usd_per_h[first : first + ticks]
-        usd = float(prices.mean()) if len(prices) else job.spot_usd_per_h
-    there = 100 * float((nodes > 0).mean()) if len(nodes) else 0.0
-    return f"{there:.0f} % of the time, ${usd:.3g} an hour"
+    part, usd = zone.cut(first, ticks), job.spot_usd_per_h
+    if part.usd_per_h is not None and len(part.usd_per_h):
+        usd = float(part.usd_per_h.mean())
+    return f"{100 * part.availability:.0f} % of the time, ${usd:.3g} an hour"
 
 
 def room_levels(zone: ZoneTrace, first: int, ticks: int) -> Levels:
     """How many nodes it had, in hours from tick `first` on."""
-    tick_h, nodes = zone.tick_s / 3600, zone.nodes[first : first + ticks]
+    tick_h, nodes = zone.tick_s / 3600, zone.cut(first, ticks).nodes
     changes = [0, *(np.flatnonzero(np.diff(nodes)) + 1).tolist()] if len(nodes) else []
     levels = [(i * tick_h, float(nodes[i])) for i in changes]
     return (*levels, (len(nodes) * tick_h, 0.0))
@@ -272,19 +263,13 @@ def span_levels(spans: Iterable[tuple[float, float]]) -> Levels:
     return tuple(levels)
 
 
-def sum_levels(several: Sequence[Levels]) -> Levels:
-    """All of them at once."""
-    changes = list[tuple[float, float]]()
-    for levels in several:
-        before = 0.0
-        for hours, count in levels:
-            changes.append((hours, count - before))
-            before = count
-    there, found = 0.0, list[tuple[float, float]]()
-    for hours, by in sorted(changes):
-        there += by
-        found.append((hours, there))
-    return tuple(found)
+def bought_levels(result: ReplayResult) -> Levels:
+    """How many nodes on demand there were at once, wherever they were."""
+    return span_levels(
+        (begin, end)
+        for name, begin, end, _ in result.spans
+        if name.endswith(market_replay.ON_DEMAND)
+    )
 
 
 def _plan_levels(best: Optimum | None, place: int, tick_h: float) -> Levels:

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from harness.core.known import CapacitySeen, Knowledge
 from harness.core.world import Node, NodeState, Offer
 from harness.market.traces import ZoneTrace
 
@@ -161,6 +162,20 @@ class MarketFleet:
     @property
     def now_s(self) -> float:
         return self.tick * self.tick_s
+
+    def known(self, capacity: Mapping[str, CapacitySeen]) -> Knowledge:
+        """What a policy may forecast by, besides what was seen of offers."""
+        job = self.job
+        return Knowledge(
+            total_steps=job.total_steps,
+            work=job.work,
+            changeover_s=job.changeover_s,
+            look_s=self.tick_s,
+            lost_s=job.lost_s,
+            move_usd=job.move_usd,
+            deadline_s=job.deadline_h * 3600,
+            capacity=capacity,
+        )
 
     def offers(self) -> tuple[Offer, ...]:
         """Cheapest first; the same ones for as long as prices are."""

@@ -18,7 +18,7 @@ from harness.controller.book import FullOffers
 from harness.controller.capacity import CapacityBook
 from harness.controller.choosing import MOST_PLACES
 from harness.core.facts import AttemptEnded
-from harness.core.known import CapacitySeen, Knowledge
+from harness.core.known import CapacitySeen
 from harness.core.world import Launch, Node, Policy, Stop, Terminate, View
 from harness.market.traces import ZoneTrace
 from harness.proof.market_fleet import MarketFleet, ReplayJob
@@ -72,16 +72,7 @@ class _QuickMarket:
         self.full = FullOffers(random.Random(seed), 0.5 * self.fleet.tick_s)
         self.seen, self.tally = CapacityBook(dict(seen or {})), _QuickTally()
         self.instead_of: dict[int, int] = {}  # attempts, as they were launched
-        self.knows = Knowledge(
-            total_steps=job.total_steps,
-            work=job.work,
-            changeover_s=job.changeover_s,
-            look_s=self.fleet.tick_s,
-            lost_s=job.lost_s,
-            move_usd=job.move_usd,
-            deadline_s=job.deadline_h * 3600,
-            capacity=self.seen.capacity,
-        )
+        self.knows = fleet.known(self.seen.capacity)
 
     def play(self, policy: Policy, budget_usd: float | None) -> ReplayResult:
         alone = self._limited(policy, budget_usd)

@@ -78,12 +78,9 @@ def replay(
     first: int,
     job: ReplayJob,
     policy: Policy,
-    *,
-    seed: int = 0,
-    run: RunSpec | None = None,
 ) -> ReplayResult:
     """From tick `first` of aligned zones on. Beyond their end there is no spot."""
-    return MarketReplay(zones, first, job, policy, seed, run).play()
+    return MarketReplay(zones, first, job, policy).play()
 
 
 class TickClock:
@@ -119,16 +116,14 @@ class MarketReplay:
         first: int,
         job: ReplayJob,
         policy: Policy,
-        seed: int,
-        run: RunSpec | None,
     ):
-        self.job, self.policy, self.rng = job, policy, random.Random(seed)
+        self.job, self.policy, self.rng = job, policy, random.Random(0)
         self.fleet = MarketFleet(zones, first, job)
         self.clock = TickClock(self.fleet.tick_s, self._tick)
         self.store = SortedStore()
         self.ended: list[Node] = []  # since somebody looked last
         self.manifests: list[Ref] = []
-        self.run = run or RunSpec(
+        self.run = RunSpec(
             *job.nodes,
             poll_s=self.fleet.tick_s,
             max_hours=job.limit_h,
@@ -168,16 +163,7 @@ class MarketReplay:
 
     # ---- Learner ---------------------------------------------------------------------------------
     def known(self, now_s: float, book: Book, offers: Sequence[Offer]) -> Knowledge:
-        return Knowledge(
-            total_steps=self.job.total_steps,
-            work=self.job.work,
-            changeover_s=self.job.changeover_s,
-            look_s=self.fleet.tick_s,
-            lost_s=self.job.lost_s,
-            move_usd=self.job.move_usd,
-            deadline_s=self.job.deadline_h * 3600,
-            capacity=book.capacity,
-        )
+        return self.fleet.known(book.capacity)
 
     # ---- what happens ----------------------------------------------------------------------------
     def _gone(

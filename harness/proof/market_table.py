@@ -154,7 +154,7 @@ def tasks(
         for job in jobs:
             ticks = math.ceil(job.limit_h * 3600 / zones[0].tick_s) + 2
             for first in begins:
-                cut = tuple(_cut(zone, first, ticks) for zone in zones)
+                cut = tuple(zone.cut(first, ticks) for zone in zones)
                 found.append(MarketTask(market, cut, first, job, expanded(names, job)))
     return found
 
@@ -207,15 +207,6 @@ def policy_named(name: str, job: ReplayJob, tick_s: float, zones: int) -> Policy
         raise BadInput(f"{e}; or a published one: {', '.join(PEERS)}, {BEST_FIXED}") from e
     alone = zones == 1 or job.nodes[1] == 1 or job.one_place
     return policy if alone or name in CHOOSE_PLACES else together.together(policy)
-
-
-def _cut(zone: ZoneTrace, first: int, ticks: int) -> ZoneTrace:
-    prices = zone.usd_per_h
-    return dataclasses.replace(
-        zone,
-        nodes=zone.nodes[first : first + ticks],
-        usd_per_h=None if prices is None else prices[first : first + ticks],
-    )
 
 
 # ---- one window ----------------------------------------------------------------------------------

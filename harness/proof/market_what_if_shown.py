@@ -14,13 +14,12 @@ from rich.text import Text
 
 from harness.proof.market_drawing import (
     bill_of,
+    bought_levels,
     plot_paths,
     room_levels,
     span_levels,
-    sum_levels,
     write,
 )
-from harness.proof.market_fleet import ON_DEMAND
 from harness.proof.market_replay import ReplayResult
 from harness.proof.market_what_if import WhatIf, WhatIfAsked, WhatIfRow, as_json, what_if
 from harness.proof.own_market import REPEATS, OfferHistory
@@ -189,7 +188,7 @@ def _timeline(found: WhatIf) -> MarketTimeline:
         )
         for zone, history in zip(market.hoped, market.offers, strict=True)
     ]
-    dear = sum_levels([_levels(result, z.zone + ON_DEMAND) for z in market.hoped])
+    dear = bought_levels(result)
     if dear:
         note = f"${market.on_demand_usd_per_h:.3g} an hour"
         lanes.append(MarketLane("on demand", (), (), dear, note))

@@ -312,7 +312,7 @@ def _unknown(
     known = [
         f"{one.offer.name}: {one.count(GIVEN)} given, {one.count(REFUSED)} refused, "
         f"{one.count(TAKEN)} taken away; a node there for "
-        f"{100 * float((zone.nodes > 0).mean()):.0f} % of the time"
+        f"{100 * zone.availability:.0f} % of the time"
         for one, zone in zip(offers, held, strict=True)
     ]
     told = any(isinstance(x.fact, PricesSeen) for x in s.facts)

@@ -6,9 +6,11 @@ import json
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from storage.bounded_http import BoundedHandler, BoundedHTTPServer
+
+MOST_BODY_NBYTES = 1 << 20
 AlertBody = dict[str, Any]
 
 
@@ -38,25 +40,22 @@ class AlertReceiver:
     def __enter__(self) -> AlertReceiver:
         receiver, self._lock = self, threading.Lock()
 
-        class ReceiverHandler(BaseHTTPRequestHandler):
-            timeout = 10.0
-
+        class ReceiverHandler(BoundedHandler):
             def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
+                body = self.body(MOST_BODY_NBYTES)
+                if body is None:
+                    self.send_error(413)
+                    return
                 status = receiver.take(self.path, dict(self.headers.items()), body)
                 self.send_response(status)
                 self.send_header("Location", "/elsewhere")
                 self.send_header("Content-Length", "0")
                 self.end_headers()
 
-            def log_message(self, *_: Any) -> None:
-                """What came is in `got`."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), ReceiverHandler)
-        port = self._server.server_address[1]
+        self._server = BoundedHTTPServer("127.0.0.1", 0, ReceiverHandler)
+        port = self._server.server_port
         self.url = f"http://127.0.0.1:{port}/hook/T0KEN-of-mine?key=S3CRET"
-        serve = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
-        serve.start()
+        self._server.serve_in_thread("receiver")
         return self
 
     def __exit__(self, *_: object) -> None:

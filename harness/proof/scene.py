@@ -11,14 +11,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
+from harness.core.world import BadInput
 from storage.opening import open_store
 from storage.snapshots import Snapshots
 
@@ -270,3 +272,46 @@ def wait_until(condition: Callable[[], bool], limit_s: float, s: Scene, error: E
         if time.monotonic() > deadline_s or all(n.process.poll() is not None for n in s.nodes):
             raise error
         time.sleep(0.01)
+
+
+def train(run: Path, steps: int, every: int, *extra: str, wanted: int = 0) -> str:
+    """Train calmly in one process; the hash of the weights. Raises RuntimeError if even that
+    fails."""
+    command = [
+        sys.executable,
+        "-m",
+        "harness.proof.exercise",
+        "--total",
+        str(steps),
+        "--every",
+        str(every),
+        "--sleep-s",
+        "0",
+        *extra,
+    ]
+    path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    env = plain_environment() | {"HARNESS_RUN": str(run), "PYTHONPATH": path}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=3600)
+    if ended.returncode != wanted:
+        raise RuntimeError(
+            f"the calm run ended with {ended.returncode}, wanted "
+            f"{wanted}:\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}"
+        )
+    manifest = Snapshots(open_store(str(run))).latest()
+    assert manifest is not None
+    return str(manifest.data["weights"])
+
+
+@contextlib.contextmanager
+def kept_folder(keep: str, prefix: str) -> Iterator[Path]:
+    """The folder that a person wants kept, or one that is gone afterwards. Raises BadInput if there
+    is something in it."""
+    if not keep:
+        with tempfile.TemporaryDirectory(prefix=prefix) as made:
+            yield Path(made)
+        return
+    folder = Path(keep)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BadInput(f"--keep {keep}: wanted an empty folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    yield folder

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import base64
 import gzip
-import http.server
 import itertools
 import json
 import re
@@ -29,6 +28,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from storage.bounded_http import BoundedHandler, BoundedHTTPServer, HTTPBounds
+
+BOUNDS = HTTPBounds(head_s=120.0, request_s=120.0)  # W&B's process keeps its connections
+MOST_BODY_NBYTES = 256 << 20
 CRASHED_AFTER_S = 300.0  # without a post
 HISTORY, EVENTS, SUMMARY = "wandb-history.jsonl", "wandb-events.jsonl", "wandb-summary.json"
 Json = dict[str, Any]
@@ -135,11 +138,10 @@ class WandbServer:
         self.misunderstood: list[str] = []  # what a newer client asks and this server does not know
         self._faults: list[list[Any]] = []  # [pattern, status, times left]
         self._lock = threading.RLock()
-        self._http = http.server.ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
-        self._http.daemon_threads = True
+        self._http = BoundedHTTPServer("127.0.0.1", port, _handler(self), BOUNDS)
 
     def __enter__(self) -> WandbServer:
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+        self._http.serve_in_thread("wandb-server")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -467,12 +469,12 @@ class WandbServer:
         return {"project": {"allViews": {"edges": [{"node": node} for node in nodes]}}}
 
 
-def _handler(server: WandbServer) -> type[http.server.BaseHTTPRequestHandler]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+def _handler(server: WandbServer) -> type[BoundedHandler]:
+    class Handler(BoundedHandler):
         def _any(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if (body := self.body(MOST_BODY_NBYTES)) is None:
+                self.send_error(413)
+                return
             if self.headers.get("Content-Encoding") == "gzip":
                 body = gzip.decompress(body)
             path = urllib.parse.urlsplit(self.path).path
@@ -485,9 +487,6 @@ def _handler(server: WandbServer) -> type[http.server.BaseHTTPRequestHandler]:
             self.wfile.write(answer)
 
         do_GET = do_POST = do_PUT = _any
-
-        def log_message(self, *_: object) -> None:
-            """Says nothing."""
 
     return Handler
 

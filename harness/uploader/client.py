@@ -27,6 +27,7 @@ from storage.errors import StoreError
 from storage.folder_tiers import FolderTier
 from storage.manifest import Manifest, Ref
 from storage.objects import ObjectStore
+from storage.own_folders import NotOurs, check_caller, is_ours
 from storage.staging import PREFIX, Segment, Stage, StageFull, default_parent, sweep
 from storage.tiers import SegmentTier, share
 from storage.upload import Uploader, UploadJob, UploadOutcome
@@ -157,10 +158,13 @@ class Line:
         while True:
             self._socket = socket.socket(socket.AF_UNIX)
             try:
+                if not is_ours(folder):
+                    raise ConnectionError("it is no folder of this user's own")
                 with socket_in(folder) as address:
                     self._socket.connect(address)
+                check_caller(self._socket)
                 break
-            except OSError as e:
+            except (OSError, NotOurs) as e:
                 self._socket.close()
                 if time.monotonic() > deadline_s:
                     raise ConnectionError(f"no uploader answers in {folder} ({e})") from e
@@ -344,8 +348,8 @@ def seen_here(parent: Path | None = None) -> Callable[[Manifest], dict[str, floa
     """What the uploaders of this node and user have of a snapshot: tier -> share of its bytes,
     nearest first. Nobody answers: {}."""
     lines = []
-    for folder in (parent or default_parent()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # of a dead agent, or another user's
+    for folder in filter(is_ours, (parent or default_parent()).glob(f"{PREFIX}*")):
+        with contextlib.suppress(OSError):  # of a dead agent
             lines.append(Line(folder, connect_s=0.0))
 
     def near(manifest: Manifest) -> dict[str, float]:

@@ -13,7 +13,7 @@ import contextlib
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from storage.errors import StoreError
 from storage.folder_tiers import FolderTier, OwnedFolder
 from storage.manifest import Manifest, Ref
 from storage.objects import ObjectStore
+from storage.own_folders import NotOurs
 from storage.peers import ChunkServer, PeerTier
 from storage.tiers import SegmentTier, Tier, blocks, chunks_of
 
@@ -86,8 +87,9 @@ class Nearby:
         if config.share or config.peer == "memory":
             self._folders.append(FolderTier("memory", stage / NEAR, config.memory_nbytes))
         if config.disk_nbytes:
-            self._owned.append(OwnedFolder(Path(config.disk_root), store.url))
-            self._folders.append(FolderTier("disk", self._owned[0].path, config.disk_nbytes))
+            self._open_disk(Path(config.disk_root))
+        if config.peer == "disk" and not self._owned:
+            self.config = config = replace(config, peer="off")
         if config.peer != "off":
             store.create(SECRET, json.dumps(secrets.token_hex(32)).encode())
             # who can read the bucket may read its chunks from peers as well
@@ -105,6 +107,15 @@ class Nearby:
                     "each other (delete it)",
                     flush=True,
                 )
+
+    def _open_disk(self, root: Path) -> None:
+        """A folder on this node's disk, unless it is another user's: it is not needed."""
+        try:
+            self._owned.append(OwnedFolder(root, self.store.url))
+        except NotOurs as e:
+            print(f"harness: no disk tier: {e}", flush=True)
+            return
+        self._folders.append(FolderTier("disk", self._owned[0].path, self.config.disk_nbytes))
 
     def fill(self, manifest: Manifest, parts: Mapping[str, memoryview]) -> None:
         """A snapshot is committed, and these parts (key -> content) of it are ours: to the

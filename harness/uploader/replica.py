@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from harness.bucket.journal import Journal, read_facts
 from harness.bucket.layout import IDENTITY, SAMPLES
 from harness.core.facts import SnapshotReplicated, Warned
-from harness.core.prices import CLOUD_OF, transfer_usd
+from harness.core.prices import cloud_of, transfer_usd
 from storage.errors import StoreError
 from storage.manifest import PARTS, Ref, SnapshotCorrupt
 from storage.objects import ObjectStore
@@ -53,7 +53,7 @@ class Replica:
         there: str = "",
     ):
         self.source, self.target, self.journal, self.cap_usd = source, target, journal, cap_usd
-        self.here, self.there = here or _cloud(source.url), there or _cloud(target.url)
+        self.here, self.there = here or cloud_of(source.url), there or cloud_of(target.url)
         self.spent_usd = sum(
             s.fact.usd
             for s in read_facts(source, steps=False)
@@ -126,10 +126,6 @@ class Replica:
                 say(str(e))
                 if last:
                     return
-
-
-def _cloud(url: str) -> str:
-    return CLOUD_OF.get(url.partition("://")[0], "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

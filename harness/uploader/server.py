@@ -32,6 +32,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,14 +42,22 @@ from harness.core.facts import DrainVerdict
 from harness.node.progress import read as read_sign
 from harness.uploader.client import NICE, fact_of, fence, sign_seen, socket_in
 from harness.uploader.nearby import Nearby, NearbyConfig
+from storage.bounded_http import DEAF_S, OUT_OF_DESCRIPTORS
 from storage.errors import StoreError
 from storage.manifest import Ref, SnapshotCorrupt
 from storage.objects import ObjectStore
 from storage.opening import open_store
+from storage.own_folders import NotOurs, check_caller
 from storage.snapshots import Snapshots
 from storage.staging import Segment, Segments
 from storage.tiers import SegmentTier
 from storage.upload import Forecast, Uploader, UploadJob, UploadOutcome
+
+CONNECTIONS = (
+    128  # at once: the agent, workers of this node and of the epoch before, a person or two
+)
+LONGEST_NBYTES = 256 << 20  # of one request: a job names every tensor of a rank's share
+NO_REQUEST = (ValueError, AttributeError, KeyError, TypeError, OverflowError)
 
 
 # ---- the process ---------------------------------------------------------------------------------
@@ -92,20 +101,31 @@ class UploadServer:
         self._expected: dict[tuple[Ref, int], tuple[bool, float, float]] = {}
         self._deadline_s: float | None = None  # wall clock
         self.nearby = Nearby(store, member, folder, nearby, self._staged)
+        self._places, self._stopped = threading.BoundedSemaphore(CONNECTIONS), False
         self._socket = socket.socket(socket.AF_UNIX)
         with socket_in(folder) as address:
             self._socket.bind(address)
         self._socket.listen(64)
 
     def serve(self) -> None:
-        while True:
+        while not self._stopped:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:  # stopped
-                return
-            threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+                check_caller(connection)
+            except NotOurs:
+                connection.close()
+            except OSError as e:
+                if e.errno not in OUT_OF_DESCRIPTORS:  # stopped
+                    return
+                time.sleep(DEAF_S)
+            else:
+                if self._places.acquire(blocking=False):
+                    threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+                else:
+                    connection.close()
 
     def stop(self) -> None:
+        self._stopped = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -122,20 +142,32 @@ class UploadServer:
             with lock, contextlib.suppress(OSError):
                 connection.sendall(json.dumps(body).encode() + b"\n")
 
-        with contextlib.suppress(OSError), connection, connection.makefile("rb") as lines:
-            for line in lines:
-                request = json.loads(line)
-                number = request.pop("n")
-                answer: dict[str, Any] | None
-                try:
-                    answer = self._answer(
-                        request,
-                        lambda outcome, n=number: say({"n": n, "outcome": outcome.to_dict()}),  # type: ignore[misc]
-                    )
-                except StoreError as e:
-                    answer = {"error": str(e)}
-                if answer is not None:
-                    say({"n": number, **answer})
+        try:
+            with contextlib.suppress(OSError), connection, connection.makefile("rb") as lines:
+                while (line := lines.readline(LONGEST_NBYTES)).endswith(b"\n"):
+                    self._hear(line, say)
+        finally:
+            self._places.release()
+
+    def _hear(self, line: bytes, say: Callable[[dict[str, Any]], None]) -> None:
+        """One request. Raises ConnectionError for what is none: who says it is not of this
+        version."""
+        try:
+            request = json.loads(line)
+            number = int(request.pop("n"))
+        except (*NO_REQUEST, RecursionError) as e:
+            raise ConnectionError(f"no request: {e}") from e
+        answer: dict[str, Any] | None
+        try:
+            answer = self._answer(
+                request, lambda outcome: say({"n": number, "outcome": outcome.to_dict()})
+            )
+        except StoreError as e:
+            answer = {"error": str(e)}
+        except NO_REQUEST as e:
+            answer = {"error": f"the uploader does not understand that: {type(e).__name__}: {e}"}
+        if answer is not None:
+            say({"n": number, **answer})
 
     def _answer(self, request: dict[str, Any], done: Done) -> dict[str, Any] | None:
         """None: the outcome will be the answer."""

@@ -1,9 +1,10 @@
 """Prove from the bucket alone that a run is what it claims to be. `harness verify`.
 
 Believes nothing: every fact, step record, snapshot and epoch is read and hashed again, every step's
-samples are computed anew from (seed, step) and compared with what the ranks summed up, and every
-bill is added up again. Objects are compared to the byte with the one spelling that writers use, so
-a single changed bit is found wherever it lies.
+samples are computed anew from (seed, step) and compared with what the ranks summed up, every bill
+is added up again, and so is every hash of weights. What is said in several places must be the same.
+Objects are compared to the byte with the one spelling that writers use, so a single changed bit is
+found wherever it lies.
 
 Pure but for the store it is given: no torch, no clock, no environment. Not looked at, because they
 are ephemeral and prove nothing: `lease/`, `control/`, `rdzv/members/`; `trackers/`, which is a
@@ -38,13 +39,22 @@ from harness.core.facts import (
     LeaseTaken,
     RunEnded,
     SessionStarted,
+    SnapshotCommitted,
     Stamped,
 )
 from harness.core.values import BadObject, canonical, digest
 from harness.core.world import BadInput
 from harness.views import audit_facts
-from harness.views.audit_bills import check_bills, check_buckets
+from harness.views.audit_bills import check_bills, check_buckets, check_launched
+from harness.views.audit_commits import (
+    check_begun,
+    check_commits,
+    check_losses,
+    check_weights,
+    on_line,
+)
 from harness.views.audit_facts import AuditProgress
+from harness.views.audit_lineage import RecordEnds, check_lineage
 from harness.views.audit_records import (
     Proof,
     batching_of,
@@ -89,9 +99,8 @@ class _Audit:
     proofs: dict[str, Proof] = field(default_factory=dict)  # of objects of records, by key
     records: list[RecordsPart] = field(default_factory=list)  # of the run's line, newest first
     manifests: list[Manifest] = field(default_factory=list)  # retained and readable, newest first
-    # step of a retained manifest -> hash of the chain's record there
-    heads: dict[int, str] = field(default_factory=dict)
-    ends: dict[str, str] = field(default_factory=dict)  # records object -> hash of its last record
+    line: RecordEnds = field(default_factory=RecordEnds)
+    off: list[Ref] = field(default_factory=list)  # superseded
     worlds: dict[int, Epoch] = field(default_factory=dict)
 
     def report(self) -> AuditReport:
@@ -105,6 +114,8 @@ class _Audit:
             self._check("records", self._records),
             self._check("other records", self._other_records),
             self._check("lineage", self._lineage),
+            self._check("commits", self._commits),
+            self._check("losses", self._losses),
             self._check("snapshots", self._whole),
             self._check("ledger", self._ledger),
             self._check("run end", self._end),
@@ -249,7 +260,7 @@ class _Audit:
         return len(self.manifests), "each whole" if self.manifests else "none committed yet"
 
     def _whole(self) -> tuple[int, str]:
-        nbytes = 0
+        nbytes, sums = 0, 0
         for manifest in self.manifests:
             what = f"snapshot {manifest.ref.name}"
             try:
@@ -258,13 +269,16 @@ class _Audit:
                     lambda done, of, what=what: self.progress(what, done, of),  # type: ignore[misc]
                 )
                 self._lists(manifest)
+                sums += check_weights(self.snapshots, manifest)
             except (SnapshotCorrupt, RuleBroken, NotFound):
                 if manifest.ref not in self.snapshots.refs():
                     self.notes.append(f"{what} was pruned while it was being read")
                     continue
                 raise
             nbytes += manifest.nbytes
-        return len(self.manifests), f"every part hashed, {nbytes / 1e6:.1f} MB"
+        return len(self.manifests), (
+            f"every part hashed, {nbytes / 1e6:.1f} MB; hashes of weights made again: {sums}"
+        )
 
     def _lists(self, manifest: Manifest) -> None:
         """The part lists that a manifest was merged from; an interrupted prune may have taken
@@ -313,10 +327,11 @@ class _Audit:
         wanted_at = sorted({m.step for m in self.manifests})
         self._prove_records(canonical(self.identity).decode())
         n, genesis = 0, rec.genesis(self.identity)
+        self.line.genesis = genesis
         for key, part in chain(self.proofs, named, genesis, self.worlds, newest.epoch):
-            self.ends[key] = part.head
+            self.line.ends[key], self.line.begins[key] = part.head, part.prev
             self.records.append(part)
-            self.heads |= heads_at(self.store, key, part, wanted_at)
+            self.line.heads |= heads_at(self.store, key, part, wanted_at)
             n += len(part.rows)
         if n != newest.step:
             raise RuleBroken(
@@ -350,14 +365,16 @@ class _Audit:
         if not self.proofs:
             self._prove_records("")
         ours = rec.heads(there).values()
-        others = [key for key in ours if key not in self.ends]
+        others = [key for key in ours if key not in self.line.ends]
         self._foreign(SAMPLES, set(there).difference(ours))
         for key in others:
             proof = self.proofs.get(key)
             if proof is None or proof.part is None:
-                self.ends[key] = read_part(self.store, key)[-1].h  # it came since, or says why not
+                # it came since, or says why not
+                self.line.ends[key] = read_part(self.store, key)[-1].h
             else:
-                self.ends[key] = proof.part.head
+                self.line.ends[key] = proof.part.head
+                self.line.begins[key] = proof.part.prev
         archive = Recorded(self.store)
         archive.read_archive()
         compare_archive(archive, self.proofs)
@@ -376,57 +393,34 @@ class _Audit:
             )
 
     def _lineage(self) -> tuple[int, str]:
-        off = []
-        newest = self.manifests[0] if self.manifests else None
-        for m in self.manifests:
-            assert newest is not None
-            parent = m.data.get("parent") or ""
-            if parent and not _came_before(parent, m.ref):
-                raise RuleBroken(
-                    f"snapshot {m.ref.name}: wanted a parent that came before it, found {parent}"
-                )
-            if self.worlds and (
-                m.epoch not in self.worlds or self.worlds[m.epoch].world != m.world
-            ):
-                raise RuleBroken(
-                    f"snapshot {m.ref.name}: wanted the ranks of {epoch_key(m.epoch)}, its "
-                    f"manifest is of {m.world} ranks"
-                )
-            named = rec.named(m.data)
-            if not named:
-                if m.step and newest.data.get("samples"):
-                    raise RuleBroken(
-                        f"snapshot {m.ref.name}: wanted the records of steps 1-{m.step}, its "
-                        "manifest names none"
-                    )
-                continue
-            if self.ends.get(named.key) != named.head:
-                raise RuleBroken(
-                    f"snapshot {m.ref.name}: wanted {named.key} to end with record "
-                    f"{named.head[:16]}, found no such end"
-                )
-            if self.heads.get(m.step) == named.head:
-                continue
-            # one epoch has one history; only a zombie of an older one may have another
-            if m.epoch >= newest.epoch:
-                raise RuleBroken(
-                    f"snapshot {m.ref.name}: wanted the record of step {m.step} that snapshot "
-                    f"{newest.ref.name} grew from, found another history ({named.head[:16]})"
-                )
-            off.append(m.ref.name)
-        if off:
+        self.off = check_lineage(self.manifests, self.worlds, self.line)
+        if self.off:
+            names = ", ".join(ref.name for ref in self.off)
             self.notes.append(
-                f"superseded branches (a newer epoch did not grow from them): {', '.join(off)}"
+                f"superseded branches (a newer epoch did not grow from them): {names}"
             )
-        on = len(self.manifests) - len(off)
-        return len(self.manifests), f"{on} on one line" + (
-            f", {len(off)} superseded" if off else ""
-        )
+        on = len(self.manifests) - len(self.off)
+        more = f", {len(self.off)} superseded" if self.off else ""
+        return len(self.manifests), f"{on} on one line{more}"
+
+    # ---- one against the other -------------------------------------------------------------------
+    def _commits(self) -> tuple[int, str]:
+        self._need_facts()
+        found = check_commits(self.snapshots, self._of(SnapshotCommitted), self.manifests)
+        loose = [self.proofs[key].part for key in self.line.ends if key in self.proofs]
+        known = {part.key for part in self.records}
+        check_begun(self.snapshots, (part for part in loose if part and part.key not in known))
+        return found
+
+    def _losses(self) -> tuple[int, str]:
+        self._need_facts()
+        return check_losses(self.steps, on_line(self.records), self.manifests, self.off)
 
     # ---- money -----------------------------------------------------------------------------------
     def _ledger(self) -> tuple[int, str]:
         self._need_facts()
         intents, ended = check_bills(self.facts)
+        check_launched(self.facts, self.worlds)
         # what is not needed again makes room
         self.proofs, self.worlds = {}, {}
         records, steps = committed_of(self.records[::-1]), self.steps
@@ -492,11 +486,3 @@ def _names_records(manifest: Manifest) -> None:
             f"snapshot {manifest.ref.name}: wanted the name of records up to step {manifest.step}, "
             f"found {named}"
         )
-
-
-def _came_before(parent: object, ref: Ref) -> bool:
-    try:
-        found = Ref.parse(str(parent))
-    except ValueError:
-        return False
-    return found < ref and found.step <= ref.step

@@ -5,8 +5,9 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from harness.bucket.layout import Epoch, attempt_of, epoch_key
 from harness.core.columns import Columns, Committed
 from harness.core.facts import AttemptEnded, AttemptIntended, RunEnded, Stamped
 from harness.core.values import amount
@@ -48,6 +49,19 @@ def check_bills(facts: Sequence[Stamped]) -> tuple[int, dict[int, AttemptEnded]]
                 "AttemptEnded"
             )
     return len(intended), ended
+
+
+def check_launched(facts: Iterable[Stamped], worlds: Mapping[int, Epoch]) -> None:
+    """A controller writes down that it wants a node before it asks for it, so each member that has
+    an attempt's number was wanted. Raises RuleBroken."""
+    wanted = {s.fact.attempt for s in facts if isinstance(s.fact, AttemptIntended)}
+    for number, epoch in worlds.items():
+        for member in epoch.members:
+            if (attempt := attempt_of(member)) and attempt not in wanted:
+                raise RuleBroken(
+                    f"{epoch_key(number)}: wanted a fact that attempt {attempt} was asked for, "
+                    f"since {member} takes part; found none: facts of a controller were lost"
+                )
 
 
 def check_buckets(

@@ -198,7 +198,8 @@ def _bits(manifest: Manifest) -> list[tuple[Any, Any]]:
         )
         for name, t in sorted(manifest.tensors.items())
     ]
-    return [(layout, None), *(((p.nbytes, p.chunk_nbytes), p.hashes) for p in manifest.parts)]
+    kinds = [(p.nbytes, p.chunk_nbytes, p.cryptographic) for p in manifest.parts]
+    return [(layout, None), *zip(kinds, (p.hashes for p in manifest.parts), strict=True)]
 
 
 def print_comparison(found: Comparison, console: Console, rtol: float = 1e-3) -> int:

@@ -20,10 +20,8 @@ import ipaddress
 import json
 import math
 import socket
-import threading
 from collections.abc import Callable
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
@@ -32,12 +30,12 @@ from harness.views.page import THEME_BUTTON, TIP, document
 from harness.views.page_html import asset
 from harness.views.plots import esc
 from harness.views.serve_runs import METRICS, RunsFolder
+from storage.bounded_http import BoundedHandler, BoundedHTTPServer, HTTPBounds
 from storage.text import plain
 
 LOOPBACK = "127.0.0.1"
-MOST_REQUESTS = 32  # at once
+BOUNDS = HTTPBounds(connections=32)  # browsers that are left out try again
 MOST_CURVES = 40  # in one request
-SILENT_S = 30.0  # a connection that says nothing is closed
 STATIC = {
     "page.css": "text/css", "page.js": "text/javascript",
     "serve.css": "text/css", "serve.js": "text/javascript", "serve_run.js": "text/javascript",
@@ -92,19 +90,14 @@ def is_our_name(header: str, names: frozenset[str]) -> bool:
 
 
 # ---- the server ----------------------------------------------------------------------------------
-class RunsServer(ThreadingHTTPServer):
+class RunsServer(BoundedHTTPServer):
     """One thread for each connection, up to a bound."""
-
-    daemon_threads = True
-    allow_reuse_address = True
 
     def __init__(self, folder: RunsFolder, host: str = LOOPBACK, port: int = 0):
         self.folder = folder
         self.names = frozenset({"localhost", host.lower(), socket.gethostname().lower()})
-        self._places = threading.BoundedSemaphore(MOST_REQUESTS)
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            super().__init__((host, port), RunsHandler)
+            super().__init__(host, port, RunsHandler, BOUNDS)
         except OSError as e:
             raise BadInput(
                 f"port {port} of {host}: wanted to listen there, found {e.strerror}; "
@@ -112,31 +105,9 @@ class RunsServer(ThreadingHTTPServer):
             ) from e
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}/"
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._places.acquire(blocking=False):
-            self.shutdown_request(request)  # browsers try again
-            return
-        super().process_request(request, client_address)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that went away is no error of ours; what a handler raises is told."""
-        import sys
-
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handle_error(request, client_address)
-
-
-class RunsHandler(BaseHTTPRequestHandler):
+class RunsHandler(BoundedHandler):
     server: RunsServer
-    protocol_version = "HTTP/1.1"
-    server_version, sys_version = "spotharness", ""
-    timeout = SILENT_S
     routes: ClassVar[dict[str, str]] = {
         "/": "_index",
         "/api/runs": "_rows",
@@ -238,9 +209,6 @@ class RunsHandler(BaseHTTPRequestHandler):
         self.end_headers()
         if self._with_body and not same:
             self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Requests are no events of a run."""
 
 
 def finite(value: Any) -> Any:

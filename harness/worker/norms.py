@@ -81,6 +81,10 @@ class Norms:
         if counts:
             self._found[micro] = []
 
+    def rest(self) -> None:
+        """The next forwards are of no micro-batch."""
+        self._micro = None
+
     # ---- copies of the model, and what is pickled of it, are not watched -------------------------
     def __deepcopy__(self, memo: Any) -> Norms:
         return self
@@ -122,7 +126,7 @@ class Norms:
         """Behind the last micro-batch of a step that has so many, on all ranks: average.
         `some_idle`: of a step that may have none for some ranks. Raises BadInput for what cannot be
         averaged, or was not seen although `exact` sums were promised."""
-        self._micro = None
+        self.rest()
         if not self.watches:
             return
         calls = self._sequence(exact, some_idle)

@@ -67,6 +67,15 @@ class DataPlace:
         self.position = int(state["position"])
 
 
+def begin_micro(work: Work, number: int, m: int, seed: int, last: bool) -> None:
+    """Before the forward of micro-batch m of step `number`; what it draws depends on these and the
+    run's `seed`. `last`: it is this rank's last one of the step."""
+    work.training.strategy.micro(last=last)
+    work.timer.enter(FORWARD)
+    work.training.norms.take_up(m, counts=True)
+    seed_everything(seed_for(seed, number, m))
+
+
 class OwnLoop:
     """Made by `Session.own_loop`; see the module. `micro_batches`: of a full step, on all ranks
     together; `micro_batch`: samples in each."""
@@ -134,6 +143,8 @@ class OwnStep:
                 max(0, min(start + share, count) - start)
                 for start, share in zip(plan.starts, plan.shares, strict=True)
             )
+        # of the others, some may have had no micro-batch
+        self.some_idle = count < loop.micro_batches
         self._micros = 0
         self._floats: torch.Tensor | None = None
         self._began = time.time(), time.perf_counter()
@@ -149,10 +160,11 @@ class OwnStep:
         """Before the forward of an own micro-batch; what it draws depends on seed, step and m."""
         if m not in self.mine:
             raise ValueError(f"wanted one of this rank's micro-batches {self.mine}, found {m}")
-        self._work.training.strategy.micro(last=m == self.mine[-1])
-        self._work.timer.enter(FORWARD)
-        self._work.training.norms.take_up(m, counts=True)
-        seed_everything(seed_for(self._work.feed.seed, self.number, m))
+        begin_micro(self._work, self.number, m, self._work.feed.seed, last=m == self.mine[-1])
+
+    def idle(self) -> None:
+        """The script forwards something that is no micro-batch of this step."""
+        self._work.training.norms.rest()
 
     def read(
         self, m: int, keys: Sequence[int] | None = None, contents: Sequence[int] | None = None
@@ -207,18 +219,11 @@ class OwnStep:
                 if not self.mine:
                     strategy.micro(last=True)
             self._floats, _ = work.summed(self._sums)
-            work.training.settle_norms(self.count, self.count < self._loop.micro_batches)
+            work.training.settle_norms(self.count, self.some_idle)
             strategy.divide(1.0)
             self._floats[2] = strategy.norm()
         work.finish_staging()
         work.timer.enter(OPTIMIZER)
-
-    def give(self) -> None:
-        """After `sync`: the sums lie in the parameters' gradients, even if the trainer has set
-        those to None since."""
-        strategy = self._work.training.strategy
-        if isinstance(strategy, Replicated):
-            strategy.give()
 
     @property
     def loss(self) -> float:
@@ -284,9 +289,11 @@ class OwnLoops:
     def gradients_kept(self) -> Iterator[None]:
         """What lies in the gradients stays there. Around `own_loop` and its first `begin`, of a
         trainer that has done micro-batches of that step before it knew how many a step has."""
-        strategy = self._work.training.strategy
-        with strategy.kept() if isinstance(strategy, Replicated) else contextlib.nullcontext():
-            yield
+        assert self._work.training.model is not None
+        before = [(p, p.grad) for p in self._work.training.model.parameters()]
+        yield
+        for p, grad in before:
+            p.grad = grad
 
     def own_loop(
         self,

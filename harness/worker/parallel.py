@@ -9,8 +9,7 @@ step, so that a resumed run sums in another order than one never stopped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -70,9 +69,68 @@ class Strategy(Protocol):
         """Make all ranks skip (or not) together when a GradScaler found an overflow."""
 
 
+class Single:
+    """One rank holds the whole model, and there is nothing to sum: gradients stay where autograd
+    puts them, as in the script alone."""
+
+    name, equal_rounds, may_repeat = "ddp", False, False
+    sums, replica_ranks = "fast", 1
+
+    def __init__(self, parameters: Iterable[nn.Parameter]):
+        self.parameters = [p for p in parameters if p.requires_grad]
+
+    def start(self, micro_batches: int) -> None: ...
+
+    def micro(self, last: bool, filler: bool = False) -> None:
+        self._make_dense()
+
+    def micro_done(self) -> None: ...
+
+    def again(self) -> bool:
+        return False
+
+    def reduce(self) -> None:
+        """Of parameters that took no part in a forward they are zero, as on any other world."""
+        self._make_dense()
+        for p in self.parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+
+    def _make_dense(self) -> None:
+        """Before anything is added: buckets are dense, and sparse sums have another order."""
+        for p in self.parameters:
+            if (grad := p.grad) is not None and grad.is_sparse:
+                p.grad = grad.to_dense()
+
+    def _grads(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def divide(self, weight: float | torch.Tensor) -> None:
+        if not _is_one(weight):
+            for grad in self._grads():
+                grad.div_(weight)
+
+    def norm(self) -> torch.Tensor:
+        norms = torch._foreach_norm(self._grads(), 2.0, torch.float32)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return total
+
+    def clip(self, coefficient: torch.Tensor) -> None:
+        for grad in self._grads():
+            grad.mul_(coefficient.to(grad.dtype))
+
+    def zero(self) -> None:
+        for p in self.parameters:
+            p.grad = None
+
+    def share_found_inf(self, scaler: Any, optimizer: Any) -> None:
+        """There is nobody to share it with."""
+
+
 class Replicated:
-    """Every rank holds the whole model. Gradients live in flat buckets, summed while the last
-    backward still runs.
+    """Every rank holds the whole model. Gradients are summed in flat buckets, while the last
+    backward still runs: the first one of a step is copied into its place there, and autograd adds
+    the others to it.
 
     `group`: the ranks over which they are summed, which hold the same; None: all ranks.
 
@@ -135,7 +193,7 @@ class Replicated:
             for p in group:
                 view = flat[offset : offset + p.numel()].view_as(p)
                 self._views[p], self._bucket_of[p] = view, number
-                p.grad = view
+                p.grad = None
                 offset += p.numel()
 
     def start(self, micro_batches: int) -> None: ...
@@ -150,30 +208,13 @@ class Replicated:
         """Gradients of the micro-batch that has begun are sent by `reduce`, not as they come."""
         self._armed = False
 
-    def give(self) -> None:
-        """Gradients lie where the optimizer finds them, even if the script has set them to None."""
-        for p, view in self._views.items():
-            p.grad = view
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """What was added up so far is still there afterwards."""
-        before = [flat.clone() for flat in self._flats]
-        yield
-        for flat, found in zip(self._flats, before, strict=True):
-            flat.copy_(found)
-
     def micro_done(self) -> None: ...
 
     def again(self) -> bool:
         return False
 
     def _ready(self, p: nn.Parameter) -> None:
-        view = self._views[p]
-        # the script set gradients to None; take over what it has now
-        if p.grad is not view and p.grad is not None:
-            view.copy_(p.grad)
-            p.grad = view
+        self._adopt(p)
         if p in self._came:
             self._came_again()
         self._came.add(p)
@@ -182,6 +223,13 @@ class Replicated:
         self._missing[self._bucket_of[p]] -= 1
         while len(self._sent) < len(self._flats) and self._missing[len(self._sent)] <= 0:
             self._send(len(self._sent))
+
+    def _adopt(self, p: nn.Parameter) -> None:
+        """What autograd, or the script, has made anew is in its place from here on."""
+        view = self._views[p]
+        if p.grad is not view and p.grad is not None:
+            view.copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
+            p.grad = view
 
     def _came_again(self) -> None:
         """A gradient of this micro-batch comes in several parts. Raises BadInput if the first may
@@ -211,7 +259,13 @@ class Replicated:
         return dist.all_reduce(flat, group=self._group, async_op=True) if self._world > 1 else None
 
     def reduce(self) -> None:
-        while len(self._sent) < len(self._flats):  # parameters that took no part in the forward
+        if len(self._sent) < len(self._flats):  # some took no part in the last forward, or in any
+            for p, view in self._views.items():
+                if self._bucket_of[p] >= len(self._sent):
+                    self._adopt(p)
+                    if p.grad is None:
+                        p.grad = view.zero_()
+        while len(self._sent) < len(self._flats):
             self._send(len(self._sent))
         for work in self._sent:
             if work is not None:
@@ -219,10 +273,9 @@ class Replicated:
         self._agree_on_parts()
 
     def divide(self, weight: float | torch.Tensor) -> None:
-        if isinstance(weight, float) and weight == 1.0:
-            return
-        for flat in self._flats:
-            flat.div_(weight)
+        if not _is_one(weight):
+            for flat in self._flats:
+                flat.div_(weight)
 
     def norm(self) -> torch.Tensor:
         norms = [torch.linalg.vector_norm(flat, dtype=torch.float32) for flat in self._flats]
@@ -234,9 +287,8 @@ class Replicated:
             flat.mul_(coefficient.to(flat.dtype))
 
     def zero(self) -> None:
-        for flat in self._flats:
-            flat.zero_()
-        self.give()
+        for p in self.parameters:
+            p.grad = None
 
     def share_found_inf(self, scaler: Any, optimizer: Any) -> None:
         """All ranks hold the same gradients, so they found the same."""
@@ -291,8 +343,9 @@ class Sharded:
         ]
 
     def divide(self, weight: float | torch.Tensor) -> None:
-        for grad in self._local():
-            grad.div_(weight)
+        if not _is_one(weight):
+            for grad in self._local():
+                grad.div_(weight)
 
     def norm(self) -> torch.Tensor:
         """Every element lies on one rank, so the ranks' squares add up (`check_sharding` has
@@ -315,6 +368,10 @@ class Sharded:
     def share_found_inf(self, scaler: Any, optimizer: Any) -> None:
         for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
+
+
+def _is_one(weight: float | torch.Tensor) -> bool:
+    return isinstance(weight, float) and weight == 1.0
 
 
 def check_fits(strategy: Strategy, reduce: str, replica_ranks: int) -> None:
@@ -349,6 +406,9 @@ def strategy_for(model: nn.Module, group: dist.ProcessGroup | None = None) -> St
     """`group`: the ranks that sum; None: all."""
     if is_sharded(model):
         return Sharded(model)
-    strategy = Replicated(model.parameters(), group=group)
+    alone = not dist.is_initialized() or dist.get_world_size(group) == 1
+    strategy: Single | Replicated = (
+        Single(model.parameters()) if alone else Replicated(model.parameters(), group=group)
+    )
     strategy.equal_rounds = has_sync_norm(model)  # its forward talks to the other ranks
     return strategy

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,7 +56,7 @@ from harness.worker.timing import PhaseTimer, marks_of
 from harness.worker.training import Training
 from harness.worker.votes import Votes
 from storage.objects import ObjectStore
-from storage.retention import Keep
+from storage.retention import AGES_H, Keep
 from storage.snapshots import Snapshots
 
 if TYPE_CHECKING:
@@ -409,6 +409,7 @@ def attach(
     keep_snapshots: int = 3,
     keep_every_steps: int = 0,
     keep_best: str = "",
+    keep_ages_h: Sequence[float] = AGES_H,
     reduce: str = "fast",
     replica_ranks: int | None = None,
     timeout_s: float | None = None,
@@ -424,9 +425,9 @@ def attach(
 
     `run`: the run's URL, by default what the agent says. Snapshot interval: every
     `snapshot_every_steps` steps, or every `snapshot_every_s` seconds, or (neither) derived from
-    what a snapshot costs and from how often work is lost here (docs/SNAPSHOTS.md). `keep_best`:
-    keep also the best one by a metric that the script logs, "accuracy:max", or "loss:min", or that
-    a side job measures later, "eval/loss:min".
+    what a snapshot costs and from how often work is lost here (docs/SNAPSHOTS.md). `keep_*`: see
+    `storage.Keep`; the metric is one that the script logs, "loss:min", or that a side job measures
+    later, "eval/loss:min".
 
     `reduce`: "fast", or "exact" or "exact32" (sums that do not depend on the world; 64 or 32 bits
     on the wire). With these a step's micro-batches come a second time when a gradient is far
@@ -461,15 +462,14 @@ def attach(
     HARNESS_PROFILE, HARNESS_ON_CHANGE, HARNESS_DIFF, HARNESS_OWNER, _PROJECT, _EXPERIMENT,
     _PURPOSE, and what the bucket's client reads (docs/STORES.md). Raises BadInput, StoreError.
     """
-    keep = Keep(last=keep_snapshots, every=keep_every_steps, best=keep_best)
+    keep = Keep(keep_snapshots, keep_every_steps, keep_best, tuple(keep_ages_h))
     interval = machine.Interval(snapshot_every_s, snapshot_every_steps)
     options = Options(
         seed, run, interval, keep, reduce, replica_ranks,
         timeout_s, backend, deterministic, votes_late, peak_flops, config, on_change,
     )  # fmt: skip
-    session = Session(dict(os.environ), options)
-    _attached[:] = [session]
-    return session
+    _attached[:] = [Session(dict(os.environ), options)]
+    return _attached[0]
 
 
 def _determine(device: torch.device, reduce: str, asked: bool | None) -> None:

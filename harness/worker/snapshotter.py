@@ -33,7 +33,7 @@ from harness.worker.training import Training, common
 from storage import dcp
 from storage.errors import StoreError
 from storage.manifest import Manifest, Ref
-from storage.retention import Keep
+from storage.retention import TAKEN, Keep
 from storage.staging import Segment
 from storage.upload import UploadJob, UploadOutcome
 
@@ -182,6 +182,8 @@ class Snapshotter:
         tensors, plain = dcp.split(self._training.state())
         unsaved, self._log.unsaved = self._log.unsaved, []
         data = self._data(why, plain, unsaved, ended)
+        if self._peers.rank == 0:
+            data[TAKEN] = t_start
         flight = Flight(ref, t_start, why, unsaved, tensors, plain, data)
         if why == "interval":
             flight.within_s = SENDING * self._rhythm.interval_s()

@@ -175,6 +175,17 @@ def test_a_script_that_accumulates_by_itself(nursery, plain, tmp_path, world):
     check(tmp_path, plain)
 
 
+def test_averages_of_its_first_step_do_not_depend_on_the_world(nursery, tmp_path):
+    """... and rank 2 of three has nothing to do in it."""
+    flags = ("--own-hands", "--batch-norm", "--max-train-steps", 1)
+    one, three = tmp_path / "1", tmp_path / "3"
+    for world, out in ((1, one), (3, three)):
+        out.mkdir()
+        go(nursery, out, world, *flags)
+    assert apart(one, three) < 1e-6
+    assert torch.load(one / "weights.pt")["body.1.num_batches_tracked"] == 4
+
+
 def test_a_wrong_word_about_accumulation_is_refused(nursery, tmp_path):
     env = {"HARNESS_ACCUMULATION": "3"}
     ended = go(nursery, tmp_path, 1, "--own-hands", env=env, codes=(1,))

@@ -22,6 +22,7 @@ p.add_argument("--sleep-s", type=float, default=0.0)
 p.add_argument("--patience", type=int, default=5, help="epochs without a better evaluation")
 p.add_argument("--save-each-epoch", action="store_true")
 p.add_argument("--unused", action="store_true", help="a part of the model has no gradient")
+p.add_argument("--batch-norm", action="store_true")
 p.add_argument("--own-hands", action="store_true", help="accumulates without accumulate()")
 a = p.parse_args()
 
@@ -54,7 +55,8 @@ class Patience:
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2))
+        norm = [nn.BatchNorm1d(32)] if a.batch_norm else []
+        self.body = nn.Sequential(nn.Linear(16, 32), *norm, nn.ReLU(), nn.Linear(32, 2))
         if a.unused:
             self.unused = nn.Linear(3, 3)  # so it must not decay
 

@@ -1,0 +1,67 @@
+"""Folders and sockets that are this user's own: of another user, nothing is believed.
+
+`/tmp` and `/dev/shm` are everybody's. Whoever makes a folder there first under a name that we look
+for could tell us what it likes, and read what we leave. So a folder counts only if it is no link,
+belongs to us, and nobody else may write to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import struct
+from pathlib import Path
+
+from storage.errors import StoreError
+
+PRIVATE = 0o700
+OTHERS_WRITE = 0o022
+
+
+class NotOurs(StoreError):
+    """A folder, or who is at the other end of a socket, is another user's."""
+
+
+def why_not_ours(folder: Path) -> str:
+    """What is wrong with a folder, "" if nothing. Raises FileNotFoundError and other OSErrors."""
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode):
+        return "it is a link" if stat.S_ISLNK(found.st_mode) else "it is no folder"
+    if found.st_uid != os.geteuid():
+        return f"it belongs to the user with the id {found.st_uid}"
+    if found.st_mode & OTHERS_WRITE:
+        return f"others may write to it (mode {stat.S_IMODE(found.st_mode):o})"
+    return ""
+
+
+def is_ours(folder: Path) -> bool:
+    """False as well if it is not there."""
+    with contextlib.suppress(OSError):
+        return not why_not_ours(folder)
+    return False
+
+
+def own_folder(folder: Path) -> Path:
+    """This folder, made if it is not there, for nobody else to enter. Raises NotOurs if it is
+    another's."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=PRIVATE)
+    if why := why_not_ours(folder):
+        raise NotOurs(
+            f"{folder}: wanted a folder of this user's own, but {why}; remove it, or name another"
+        )
+    return folder
+
+
+def check_caller(wire: socket.socket) -> None:
+    """Raises NotOurs if another user is at the other end of a Unix socket. Root may be anybody.
+    Where the system does not tell (macOS), the folder of the socket must do."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return
+    size = struct.calcsize("3i")
+    _, uid, _ = struct.unpack("3i", wire.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    if uid not in (0, os.geteuid()):
+        raise NotOurs(f"the user with the id {uid} is at the other end of our socket")
