@@ -9,7 +9,9 @@ import functools
 import pytest
 
 from harness.agent.leaderless import LOOK_EVERY_S, Leaderless, LimitsKeeper
+from harness.agent.run_state import RunState
 from harness.bucket.layout import LIMITS_KEY, AttemptPrice, RunLimits
+from harness.bucket.lease import Lease
 from harness.bucket.orders import run_limits
 from harness.controller.allowance import LimitsWriter
 from harness.controller.bounds import RunSpec
@@ -18,6 +20,7 @@ from harness.core.values import BadObject
 from harness.core.world import Node, NodeState, Offer
 from harness.proof.invariants import Violation
 from harness.proof.sim_money import MoneyWeather, spend
+from harness.proof.sim_world import VirtualClock
 from storage.files import MemoryStore
 
 OFFER = Offer(60.0, "aws/us-east-1/p5")
@@ -182,3 +185,16 @@ def test_limits_of_a_term_before_the_one_that_leads_are_not_kept() -> None:
         lease.see(minute * 60.0, 2, b"still")
         why = keeper.see(minute * 60.0, LIMITS, lease)
     assert "budget of 100 USD is spent" in why
+
+
+def test_an_agent_hears_of_limits_that_nobody_keeps() -> None:
+    """What the agent asks once a minute, against a bucket."""
+    store, clock = MemoryStore("memory://limits", {}), VirtualClock()
+    lease = Lease(store, clock, "a controller that dies")
+    lease.acquire()
+    run = RunSpec(1, 1, budget_usd=100.0)
+    nodes = [Node(1, OFFER, NodeState.UP, asked_s=0.0, up_s=0.0)]
+    LimitsWriter(store, run, lease.term).tell(0.0, 0.0, lambda: 90.0, nodes, {"aws": (60.0, 400.0)})
+    seen = RunState(store, "m0001-x", 1, leaderless_s=0.0)
+    said = [why for minute in range(10) if (why := seen.unled(minute * 60.0))]
+    assert said and "its budget of 100 USD is spent" in said[0]
