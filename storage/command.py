@@ -27,7 +27,7 @@ from rich.progress import (
 from rich.table import Table
 
 from storage.errors import StoreError, StoreUnavailable
-from storage.export import FLOATS, PREFIX, SHARD_NBYTES, export, export_adapter
+from storage.export import FLOATS, PREFIX, SHARD_NBYTES, check_empty, export, export_adapter
 from storage.leases import reading
 from storage.listing import FindNotes, Notes, rows, size, table
 from storage.manifest import Manifest, Ref
@@ -36,10 +36,11 @@ from storage.opening import normalize, open_store
 from storage.restore import PAUSES_S, Looks, Restore, this_machine
 from storage.retention import AGES_H, Keep
 from storage.snapshots import Snapshots
-from storage.text import Console, plain
+from storage.text import Console, plain, why_not_a_word
 from storage.transfer import copy, would_prune
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
+MOST_PAUSE_S = 600.0
 STALE_H = 24.0  # an upload that began so long ago is nobody's any more
 
 
@@ -77,20 +78,46 @@ def parser(prog: str) -> argparse.ArgumentParser:
     )
     one.add_argument("target", help="URL to copy to")
     one.add_argument(
-        "--step", type=int, help="only the snapshot of this step (default: all, newest first)"
+        "--step",
+        type=_bounded(int, 0),
+        help="only the snapshot of this step (default: all, newest first)",
     )
     return root
 
 
+def _bounded(
+    kind: type[int] | type[float], low: float, high: float = 1e15
+) -> Callable[[str], float]:
+    """A number as argparse takes it: finite, in [low, high]."""
+
+    def parse(text: str) -> float:
+        try:
+            found = kind(text)
+        except ValueError:
+            found = -1
+        if not low <= found <= high:
+            what = "a whole number" if kind is int else "a finite number"
+            raise argparse.ArgumentTypeError(
+                f"wanted {what} from {low:g} to {high:g}, found {text[:80]!r}"
+            )
+        return found
+
+    return parse
+
+
 def _add_step(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--step", type=int, help="the snapshot of this step (default: the newest)")
+    one.add_argument(
+        "--step", type=_bounded(int, 0), help="the snapshot of this step (default: the newest)"
+    )
 
 
 def _add_verify_options(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--step", type=int, help="only the snapshot of this step (default: all)")
+    one.add_argument(
+        "--step", type=_bounded(int, 0), help="only the snapshot of this step (default: all)"
+    )
     one.add_argument(
         "--look-again-s",
-        type=float,
+        type=_bounded(float, 0, MOST_PAUSE_S),
         nargs="*",
         default=PAUSES_S,
         metavar="S",
@@ -105,10 +132,15 @@ def _add_verify_options(one: argparse.ArgumentParser) -> None:
 
 
 def _add_prune_options(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--keep-last", type=int, default=3, help="so many stay (default: %(default)s)")
+    one.add_argument(
+        "--keep-last",
+        type=_bounded(int, 1),
+        default=3,
+        help="so many stay (default: %(default)s)",
+    )
     one.add_argument(
         "--keep-every",
-        type=int,
+        type=_bounded(int, 0),
         default=0,
         metavar="STEPS",
         help="and the first in every so many steps (default: none)",
@@ -130,7 +162,7 @@ def _add_prune_options(one: argparse.ArgumentParser) -> None:
     )
     one.add_argument(
         "--stale-h",
-        type=float,
+        type=_bounded(float, 0),
         default=STALE_H,
         help=f"hours after which an unfinished upload is nobody's (default: {STALE_H:g})",
     )
@@ -155,7 +187,7 @@ def _add_export_options(one: argparse.ArgumentParser) -> None:
     )
     one.add_argument(
         "--shard-gb",
-        type=float,
+        type=_bounded(float, 1e-6),
         default=SHARD_NBYTES / 1e9,
         help=f"largest file, in GB (default: {SHARD_NBYTES / 1e9:g})",
     )
@@ -178,7 +210,11 @@ def main(
     tell: FindNotes = lambda store: Notes(),
 ) -> int:
     """Run one command; its exit status. `tell` knows more about the run."""
-    args = parser(prog).parse_args(argv)
+    whole = parser(prog)
+    for word in sys.argv[1:] if argv is None else argv:
+        if why := why_not_a_word(word):
+            whole.error(f"{word!r:.80}: {why}")
+    args = whole.parse_args(argv)
     console = Console()
     try:
         store = open_store(args.url)
@@ -377,6 +413,7 @@ def _export(args: Any, store: ObjectStore, console: Console, tell: FindNotes) ->
     config = Path(args.config) if args.config else None
     if config is not None and not config.is_file():
         raise ValueError(f"--config {config}: there is no such file")
+    check_empty(Path(args.out))
     with _bar(console) as bar, reading(snapshots, manifest.ref):
         task = bar.add_task(f"step {manifest.step}")
 

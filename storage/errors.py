@@ -7,6 +7,11 @@ class StoreError(Exception):
     """The store said no."""
 
 
+class WrongInput(StoreError, ValueError):
+    """A URL or a variable that no store can have, whoever asks: what was wanted, what was found,
+    what to do."""
+
+
 class NotFound(StoreError):
     """No such object."""
 

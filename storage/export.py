@@ -81,7 +81,7 @@ def export(
     """
     if dtype and dtype not in FLOATS:
         raise ValueError(f"wanted one of {', '.join(FLOATS)} as dtype, found {dtype!r}")
-    _check_empty(out)
+    check_empty(out)
     found = {
         _plain(name.removeprefix(prefix)): name
         for name in manifest.tensors
@@ -139,7 +139,7 @@ def export_adapter(
 
     Raises ValueError (input), SnapshotCorrupt, StoreError.
     """
-    _check_empty(out)
+    check_empty(out)
     told = manifest.data.get("adapters")
     found = told.get(adapter) if isinstance(told, dict) else None
     if not found:
@@ -168,7 +168,7 @@ def export_adapter(
     return Exported((ADAPTER, "adapter_config.json"), len(tensors), total, {})
 
 
-def _check_empty(out: Path) -> None:
+def check_empty(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out}: wanted a new or an empty folder")
 

@@ -7,6 +7,7 @@ a store really does is found by `probe` (`storage/probe.py`).
 
 Errors:
     StoreError             the store said no; the message says what to do
+      ├─ WrongInput        no store can have this URL, or this setting
       ├─ NotFound          no such object
       ├─ StoreRefused      it lets us do nothing: credentials, permission, missing bucket, full disk
       └─ StoreUnavailable  it did not answer or asked to slow down; the outcome of a write is

@@ -11,11 +11,15 @@ caller before it is asked for anything.
                             kept here, 507 if there is no room
     403                     without the HMAC, and the connection is closed before a body is read
     503                     too much is on its way already
+
+Where both sides are told to (`sealed`), chunks travel encrypted; their names and sizes and the
+status of answers do not. Sides that are told differently do not speak.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import hmac
 import http.client
@@ -30,6 +34,7 @@ from typing import TYPE_CHECKING
 
 from storage.bounded_http import BoundedHandler, BoundedHTTPServer, HTTPBounds
 from storage.chunks import PEER_CHUNK_ID, is_chunk
+from storage.sealing import TAG_NBYTES, Sealer, WrongSeal
 
 if TYPE_CHECKING:
     from storage.tiers import Tier
@@ -49,12 +54,31 @@ def _number() -> str:
 
 @dataclass
 class _Handshake:
-    """What both sides of one connection have said. `asked`: requests so far."""
+    """What both sides of one connection have said: the caller's number, and the server's. `asked`:
+    requests so far."""
 
     secret: str
     theirs: str
     ours: str
+    sealed: bool = False
     asked: int = 0
+
+    @functools.cached_property
+    def _sealer(self) -> Sealer:
+        return Sealer(self.secret, self.theirs, self.ours)
+
+    @property
+    def more_nbytes(self) -> int:
+        """That a chunk on its way has."""
+        return TAG_NBYTES if self.sealed else 0
+
+    def packed(self, who: str, data: bytes | memoryview) -> bytes | memoryview:
+        """What travels for a chunk of the newest request; `who`: "ask" or "serve"."""
+        return self._sealer.seal(who, self.asked, data) if self.sealed else data
+
+    def unpacked(self, who: str, data: bytes) -> bytes:
+        """The chunk. Raises WrongSeal."""
+        return self._sealer.open(who, self.asked, data) if self.sealed else data
 
     def _sign(self, *words: object) -> str:
         text = " ".join(map(str, (*words, self.theirs, self.ours))).encode()
@@ -62,7 +86,7 @@ class _Handshake:
 
     def server_proof(self) -> str:
         """That whoever says it knows the secret, and was asked just now."""
-        return self._sign("serve")
+        return self._sign("serve sealed" if self.sealed else "serve")
 
     def next_proof(self, method: str, path: str) -> str:
         """... and asks for this, once."""
@@ -83,6 +107,7 @@ class ChunkServer:
         secret: str,
         keep: Tier | None = None,
         bounds: HTTPBounds = BOUNDS,
+        sealed: bool = False,
     ):
         if not secret:
             raise ValueError("a chunk server needs a secret; found an empty one")
@@ -97,20 +122,23 @@ class ChunkServer:
                 elif (id := self._id()) is not None:
                     with self._place() as there:
                         found = _first(tiers(), id) if id and there else None
-                        if there:
-                            self._answer(404 if found is None else 200, found or b"")
+                        if there and found is None:
+                            self._answer(404)
+                        elif there:
+                            self._answer(200, self._shaken().packed("serve", found or b""))
 
             def do_PUT(self) -> None:
                 if (id := self._id()) is None:
                     return
                 nbytes = int(id.rpartition("-")[2]) if id else 0
                 said = self.headers.get("Content-Length", "")
-                if keep is None or said != str(nbytes) or nbytes > MOST_CHUNK_NBYTES:
+                more = self._shaken().more_nbytes
+                if keep is None or said != str(nbytes + more) or nbytes > MOST_CHUNK_NBYTES:
                     self.close_connection = True  # we do not read what we cannot use
                     self._answer(404 if keep is None else 400)
                     return
                 with self._place() as there:
-                    data = self.body(nbytes) if there else None
+                    data = self._read(nbytes + more) if there else None
                     if data is not None and is_chunk(id, data):
                         self._answer(201 if keep.put({id: data}) else 507)
                     elif there:
@@ -130,12 +158,22 @@ class ChunkServer:
                 finally:
                     places.release()
 
+            def _read(self, nbytes: int) -> bytes | None:
+                data = self.body(nbytes)
+                with contextlib.suppress(WrongSeal):
+                    return None if data is None else self._shaken().unpacked("ask", data)
+                return None
+
+            def _shaken(self) -> _Handshake:
+                assert self.handshake is not None, "`_id` refuses who has not greeted"
+                return self.handshake
+
             def _greet(self, number: str) -> None:
                 if not _NUMBER.fullmatch(number) or self.handshake is not None:
                     self.close_connection = True
                     self._answer(403)
                     return
-                self.handshake = _Handshake(secret, number, _number())
+                self.handshake = _Handshake(secret, number, _number(), sealed)
                 said = f"{self.handshake.ours} {self.handshake.server_proof()}"
                 self._answer(200, said.encode())
 
@@ -176,7 +214,7 @@ def _first(tiers: Sequence[Tier], id: str) -> bytes | memoryview | None:
 class _Wire:
     """One connection to a peer that has proven that it knows the secret."""
 
-    def __init__(self, peer: tuple[str, int], secret: str, timeout_s: float):
+    def __init__(self, peer: tuple[str, int], secret: str, timeout_s: float, sealed: bool = False):
         """Raises OSError, http.client.HTTPException."""
         self._peer, self._timeout_s = peer, timeout_s
         self._connection = http.client.HTTPConnection(*peer, timeout=timeout_s)
@@ -188,10 +226,13 @@ class _Wire:
         try:
             status, said = self._request("GET", f"/hello/{mine}", HELLO_NBYTES)
             number, _, proof = said.decode("latin-1").partition(" ")
-            self._handshake = _Handshake(secret, mine, number)
+            self._handshake = _Handshake(secret, mine, number, sealed)
             wanted = self._handshake.server_proof()
             if status != 200 or not hmac.compare_digest(proof.encode(), wanted.encode()):
-                raise ConnectionError(f"{peer} is of another run, or of an older version")
+                raise ConnectionError(
+                    f"{peer} is of another run, of an older version, or not told the same of "
+                    "encryption"
+                )
         except BaseException:
             self.close()
             raise
@@ -207,11 +248,15 @@ class _Wire:
         """Status and content. Raises OSError, http.client.HTTPException."""
         path = f"/chunk/{id}"
         headers = {"Authorization": f"HMAC {self._handshake.next_proof(method, path)}"}
-        found = self._request(method, path, int(id.rpartition("-")[2]), body, headers)
-        if found[0] == 403:
+        most = int(id.rpartition("-")[2]) + self._handshake.more_nbytes
+        packed = None if body is None else self._handshake.packed("ask", body)
+        status, found = self._request(method, path, most, packed, headers)
+        if status == 403:
             raise ConnectionError(f"{self._peer} is of another run")
+        if status == 200:
+            found = self._handshake.unpacked("serve", found)
         self.used += 1
-        return found
+        return status, found
 
     def _request(
         self,
@@ -245,9 +290,14 @@ class PeerTier:
     name = "peer"
 
     def __init__(
-        self, peers: Sequence[tuple[str, int]], secret: str, timeout_s: float = PEER_TIMEOUT_S
+        self,
+        peers: Sequence[tuple[str, int]],
+        secret: str,
+        timeout_s: float = PEER_TIMEOUT_S,
+        sealed: bool = False,
     ):
         self._peers, self._secret, self._timeout_s = list(peers), secret, timeout_s
+        self._sealed = sealed
         self._gone: set[tuple[str, int]] = set()
         self._local = threading.local()  # connections are kept, one per thread and peer
 
@@ -286,7 +336,7 @@ class PeerTier:
             wire = kept.pop(peer, None)
             is_old = wire is not None and wire.used > 0
             try:
-                wire = wire or _Wire(peer, self._secret, self._timeout_s)
+                wire = wire or _Wire(peer, self._secret, self._timeout_s, self._sealed)
                 answer = wire.ask(method, id, body)
             except TimeoutError:
                 is_old = False

@@ -14,7 +14,7 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from storage.errors import NotFound, StoreError, StoreRefused, StoreUnavailable
+from storage.errors import NotFound, StoreError, StoreRefused, StoreUnavailable, WrongInput
 from storage.files import refuse_to_leave
 from storage.objects import copy_into
 
@@ -39,11 +39,11 @@ class FsspecStore:
             )
         except (ImportError, ValueError) as e:
             # the package of this scheme is not installed, or there is no such scheme
-            raise StoreError(
+            raise WrongInput(
                 f"{url}: {e}; or install obstore, which speaks s3://, gs:// and az://"
             ) from e
         except (TypeError, OSError) as e:
-            raise StoreError(
+            raise WrongInput(
                 f"{url}: fsspec cannot open it by its URL ({type(e).__name__}: {e}); use s3://, "
                 "gs://, az:// or a folder (file://)"
             ) from e
@@ -178,7 +178,7 @@ OVERWRITING = {"http", "https", "jupyter", "jlab", "generic", "dir", "simplecach
 def _refuse_overwriting(url: str) -> None:
     """Refuse by name, and before anything is asked, kinds of stores that fsspec cannot have write
     an object only if it is absent, in one step: it would make them out of an empty file that others
-    see, or not at all. Raises StoreError."""
+    see, or not at all. Raises WrongInput."""
     scheme = url.partition("://")[0].partition("::")[0]
     try:
         kind = fsspec.get_filesystem_class(scheme)
@@ -190,7 +190,7 @@ def _refuse_overwriting(url: str) -> None:
         else (AbstractFileSystem, "pipe_file")
     )
     if scheme in OVERWRITING or getattr(kind, name) is getattr(generic, name):
-        raise StoreError(
+        raise WrongInput(
             f"{url}: fsspec's {scheme}:// has no create-only writes, on which commits stand; use "
             "s3://, gs://, az:// or a folder (file://), which may be mounted from there"
         )

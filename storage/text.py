@@ -23,6 +23,15 @@ def plain(text: object, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else " " for c in whole)
 
 
+def why_not_a_word(word: str) -> str:
+    """What is wrong with a word of a command line, "" if nothing."""
+    if "\0" in word or any("\ud800" <= c <= "\udfff" for c in word):
+        return "wanted text, found zero bytes or other bytes than UTF-8"
+    if word.startswith("--") and word.endswith("=--"):  # argparse would take it for no value
+        return "wanted a value behind ="
+    return ""
+
+
 class Console(rich.console.Console):
     """rich's, but square brackets are square brackets, and only rich itself can drive the
     terminal. Use styles, not markup."""

@@ -91,9 +91,11 @@ def weed(folder: Path) -> Iterator[dict]:
 
 
 @contextlib.contextmanager
-def moto(refuses: threading.Event | None = None) -> Iterator[str]:
+def moto(
+    refuses: threading.Event | None = None, seen: list[tuple[str, str, str, str]] | None = None
+) -> Iterator[str]:
     """S3 in this process, with the buckets `my-bucket`. The address. While `refuses` is set it says
-    403 to everybody. It also speaks the part of Google's XML interface that differs from S3 where
+    403 to everybody. `seen` gets (access key, method, path, query) of each request. It also speaks the part of Google's XML interface that differs from S3 where
     we use it: two headers, and how much of a path is quoted."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
@@ -105,6 +107,10 @@ def moto(refuses: threading.Event | None = None) -> Iterator[str]:
     inner = DomainDispatcherApplication(create_backend_app)
 
     def app(environ: dict, start_response: Callable) -> object:
+        if seen is not None:
+            who = environ.get("HTTP_AUTHORIZATION", "").partition("Credential=")[2].partition("/")[0]
+            path = urllib.parse.unquote(environ["RAW_URI"].partition("?")[0])
+            seen.append((who, environ["REQUEST_METHOD"], path, environ["QUERY_STRING"]))
         if refuses is not None and refuses.is_set():
             start_response("403 Forbidden", [("Content-Type", "application/xml")])
             return [

@@ -14,9 +14,9 @@ os.environ.setdefault("STORAGE_FSYNC", "0")
 # others; other people's trainers have an environment of their own (`make adapters`).
 PROOFS = (
     *("check_run", "loops_page", "micro_loader", "open_steps", "own_files", "watch_processes"),
-    *("budget", "dcp", "examples", "extending", "kills", "longrun", "many_nodes", "old_runs"),
-    *("package", "plan_calibration", "python_versions", "replay", "replicas", "rerun", "sim"),
-    *("soak", "system", "versions", "wandb_run", "whereabouts"),
+    *("budget", "dcp", "examples", "extending", "floods", "kills", "longrun", "many_nodes"),
+    *("old_runs", "package", "permissions", "plan_calibration", "python_versions", "replay"),
+    *("replicas", "rerun", "sim", "soak", "system", "versions", "wandb_run", "whereabouts"),
 )
 _proofs = {f"test_{name}.py" for name in PROOFS}
 _files = {path.name for path in Path(__file__).parent.glob("test_*.py")}

@@ -3,15 +3,15 @@ that an outsider can make."""
 
 import dataclasses
 import json
-import random
 from collections.abc import Callable
 from dataclasses import asdict
 
 from truerun import OFFER, TrueRun
 
 from harness.bucket.archive import Compactor, segments
+from harness.bucket.heads import SignedStore, Signer, sign_off
 from harness.bucket.journal import Journal
-from harness.bucket.layout import epoch_key, segment_key
+from harness.bucket.layout import epoch_key
 from harness.core import facts
 from harness.core import records as rec
 from harness.core.values import canonical, digest
@@ -25,7 +25,10 @@ from storage.weights import combined, weights_sum
 class TellingRun(TrueRun):
     """A true run whose manifests are a chain, and whose commits are told as an uploader does."""
 
-    def __init__(self, **more):
+    def __init__(self, key=None, **more):
+        if key is not None:
+            plain = more.pop("store", None) or MemoryStore("memory://bucket/true-run", {})
+            more["store"] = SignedStore(plain, Signer(plain, key, "all", lambda: 1e6))
         super().__init__(**more)
         self.controller.record(facts.PricesSeen({OFFER.name: OFFER.usd_per_h}))
         self.controller.flush()
@@ -41,9 +44,15 @@ class TellingRun(TrueRun):
         self.uploader.flush()
 
 
-def small_run():
-    """Three epochs, one resize, four writers and more; ended."""
-    run = TellingRun().train(7, world=2).train(12, world=3).train(20, world=1, final=True)
+    def end(self, outcome="done", **changes):
+        super().end(outcome, **changes)
+        sign_off(self.store)
+        return self
+
+
+def small_run(key=None):
+    """Three epochs, two resizes, writers of each seat; ended."""
+    run = TellingRun(key).train(7, world=2).train(12, world=3).train(20, world=1, final=True)
     return run.end()
 
 
@@ -398,8 +407,4 @@ def archived(store):
     return store
 
 
-def any_of(rng: random.Random, things):
-    return rng.choice(sorted(things))
-
-
-__all__ = ["EIGHTEEN", "TABLE", "Tampering", "TellingRun", "copied", "segment_key", "small_run"]
+__all__ = ["EIGHTEEN", "TABLE", "Tampering", "TellingRun", "archived", "copied", "small_run"]

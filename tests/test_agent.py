@@ -589,13 +589,14 @@ def test_a_controller_may_release_a_node(nodes):
 def test_a_lost_nodes_share_is_still_near(nodes):
     """Two nodes save shares of a snapshot and keep each other's; when one is lost the other
     reads nothing from the bucket."""
+    peers = ("--peer-tier", "memory", "--peer-encrypt")
     flags, stages = (
         ("--total", 200, "--every", 1000, "--sleep-s", 0.03, "--go", nodes.go),
         [nodes.run.parent / f"stage{i}" for i in range(2)],
     )
     for stage in stages:
         nodes.start(
-            *flags, agent=("--min-nodes", "2", "--peer-tier", "memory", "--stage-dir", str(stage))
+            *flags, agent=("--min-nodes", "2", *peers, "--stage-dir", str(stage))
         )
     nodes.until(lambda: nodes.facts(SessionStarted))
     nodes.processes[0].send_signal(signal.SIGUSR1)
@@ -606,7 +607,7 @@ def test_a_lost_nodes_share_is_still_near(nodes):
     )
     os.killpg(nodes.processes[1].pid, signal.SIGKILL)
     nodes.start(
-        *flags, agent=("--peer-tier", "memory", "--stage-dir", str(nodes.run.parent / "stage2"))
+        *flags, agent=(*peers, "--stage-dir", str(nodes.run.parent / "stage2"))
     )
     nodes.until(lambda: [s for s in nodes.facts(SessionStarted) if s.resumed_step and s.world == 2])
     nodes.go.touch()
@@ -634,7 +635,7 @@ def test_a_node_that_comes_back_reads_its_disk(nodes, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags", [("--peer-tier", "disk"), ("--peer-tier", "yes"), ("--disk-tier-gib", "-1")]
+    "flags", [("--peer-tier", "disk"), ("--peer-tier", "yes"), ("--peer-encrypt",), ("--disk-tier-gib", "-1")]
 )
 def test_tiers_that_make_no_sense_are_refused(nodes, flags):
     agent = nodes.start(*SLOW, agent=flags)

@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PURE = {  # by file; no torch, sky, sockets, wall clock, global randomness
-    "core": {"batch", "calls", "columns", "dotted", "exposition", "fact_lines", "facts", "known", "losses", "masking", "plain", "prices", "records", "setups", "steps_asked", "values", "world"},
-    "bucket": {"alerts", "archive", "beats", "layout", "lease", "notes", "orders", "recorded", "setups", "side_jobs", "streamed", "tiers", "volumes"},
+    "core": {"batch", "calls", "columns", "dotted", "exposition", "fact_lines", "facts", "known", "losses", "masking", "plain", "prices", "records", "setups", "signing", "steps_asked", "values", "world"},
+    "bucket": {"alerts", "archive", "beats", "heads", "layout", "lease", "notes", "orders", "recorded", "setups", "side_jobs", "streamed", "tiers", "volumes"},
     "controller": {"allowance", "book", "bounds", "capacity", "choosing", "combinators", "deadline", "durations", "fleet", "last_call", "learned", "learning", "listening", "policies", "recovery", "remembered", "together", "value"},
     "market": {"fluid", "history", "history_shelf", "lookahead", "made_up", "optimum", "optimum_fleet", "rates", "trace_formats", "traces"},
     "clouds": {"market"},
@@ -27,7 +27,7 @@ ROOMS = [f"{package}/{name}" for package, names in PURE.items() for name in sort
 # ... and what runs any seat's real code, so it may import them all, under a clock of its own
 CLOCKLESS = sorted(path.stem for path in (ROOT / "harness/proof/system").glob("*.py"))
 # ... and what pure rooms may use besides
-MAY_USE_ROOMS = {"bucket/epochs", "bucket/journal", "core/tables", "node/marks"} | {
+MAY_USE_ROOMS = {"bucket/epochs", "bucket/journal", "core/given_files", "core/tables", "node/marks"} | {
     "views/watching",
     "views/words",
 }

@@ -173,7 +173,7 @@ def test_trace_scales(tmp_path):
     ("spec", "says"),
     [
         ("seed:x", "seed:7"),
-        ("/no/such/file", "cannot read '/no/such/file'"),
+        ("/no/such/file", "/no/such/file: wanted demo, calm, seed:<n> or a trace file"),
         ("demmo", "wanted demo, calm, seed"),
         ("trace.csv@fast", "PATH@SPEED"),
         ("trace.csv@0", "above 0"),

@@ -400,7 +400,7 @@ class LinesProtocol:
         if line.conn is not None:
             del self._by_conn[line.conn]
             self._acts.append(HangUp(line.conn))
-            line.conn = None
+            line.conn, line.buffer = None, b""
         if not ours:
             self._ended(line, now, refused, silent)
 

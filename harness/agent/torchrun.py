@@ -42,6 +42,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from harness.agent.lines import Lines
 from harness.agent.rendezvous import Rendezvous, free_port
+from harness.bucket.heads import signed
 from harness.bucket.layout import NO_EPOCH, Epoch, Member, closed_key, order_by
 from storage.errors import NotFound, StoreError, StoreUnavailable
 from storage.objects import ObjectStore
@@ -360,7 +361,7 @@ def create(parameters: RendezvousParameters) -> BucketRendezvous:
         )
     run = f"{normalize(parameters.endpoint)}/{parameters.run_id}"
     return BucketRendezvous(
-        open_store(run),
+        signed(open_store(run), os.environ, "torchrun", time.time),
         parameters.run_id,
         parameters.local_addr or socket.gethostbyname(socket.gethostname()),
         min_nodes=parameters.min_nodes,

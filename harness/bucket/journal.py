@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from harness.bucket.archive import STEPS, Archive, read_columns, segments
 from harness.bucket.archive import read_facts as read_facts  # the journal's other end
+from harness.bucket.heads import key_for
 from harness.bucket.layout import FACTS, SAMPLES, segment_key
 from harness.bucket.volumes import fact_of, read_segment
 from harness.core import columns
@@ -42,7 +43,7 @@ class Journal:
         listeners: tuple[Listener, ...] = (),
     ):
         self.store, self.writer, self._now, self._listeners = store, writer, now, listeners
-        self._chain, self._seq = Chain(writer), 0
+        self._chain, self._seq, self._key = Chain(writer), 0, key_for(store)
         self._pending: list[str] = []
         # the segment on its way, and how many lines it takes with it
         self._sealed: tuple[bytes, int] | None = None
@@ -64,9 +65,11 @@ class Journal:
                 # else an earlier flush was not answered: the very same bytes again
                 if self._sealed is None:
                     with self._lock:
+                        if not self._pending:
+                            return
+                        if self._key is not None:
+                            self._pending.append(self._chain.seal(self._now(), self._key))
                         lines = list(self._pending)
-                    if not lines:
-                        return
                     self._sealed = ("\n".join(lines) + "\n").encode(), len(lines)
                 data, count = self._sealed
                 key = segment_key(self.writer, self._seq)

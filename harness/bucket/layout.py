@@ -60,6 +60,7 @@ CHUNKS = "rdzv/chunks/"  # create-only, by member: where its chunks are served
 TRACKERS = "trackers/"
 PROFILES = "profiles/"  # + epoch, rank, steps: traces, which nothing here reads
 SETUP = "setup/"  # create-only: how the run was set up (setups.py)
+HEADS = "heads/"  # create-only: what there must be at least, signed (heads.py)
 LOGBOOK = "logbook/"  # create-only: what people write about the run (notes.py)
 WATCH = "watch/"  # + name: what side jobs have done (side_jobs.py)
 

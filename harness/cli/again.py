@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from harness.cli.common import DONE, existing_store
 from harness.core.config import flag, positional
+from harness.core.given_files import output_file
 from harness.core.world import BadInput
 from storage.opening import normalize
 from storage.text import Console
@@ -33,9 +34,15 @@ class RerunFlags:
         False, "with `harness run` on one machine, though the run was led by `harness launch`"
     )
     here: bool = flag(False, "with the packages that are installed here")
-    diff: str = flag("", "instead write the changes that were not committed to this file")
-    lock: str = flag("", "instead write its packages to this file, for pip install -r")
-    task: str = flag("", "instead write the task file of its launch to this file")
+    diff: str = flag(
+        "", "instead write the changes that were not committed to this file", check=output_file
+    )
+    lock: str = flag(
+        "", "instead write its packages to this file, for pip install -r", check=output_file
+    )
+    task: str = flag(
+        "", "instead write the task file of its launch to this file", check=output_file
+    )
 
 
 def rerun(flags: RerunFlags) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from harness.cli.common import INTERRUPTED
 from harness.cli.run import RunFlags, _nproc
 from harness.core.config import flag, positional
+from harness.core.given_files import output_folder
 from harness.core.world import BadInput
 from storage.text import Console
 
@@ -46,7 +47,7 @@ class CheckFlags:
     )
     cpu: bool = flag(False, "leave this machine's GPUs alone")
     json: bool = flag(False, "print what was found as JSON")
-    keep: str = flag("", "leave runs, logs and evidence in this empty folder")
+    keep: str = flag("", "leave runs, logs and evidence in this empty folder", check=output_folder)
 
 
 def check(flags: CheckFlags) -> int:

@@ -9,6 +9,7 @@ cannot go on and has left the nodes training, 130 interrupted. A supervisor star
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -48,8 +49,8 @@ from harness.cli.track import DashboardsFlags, SyncFlags, dashboards, sync
 from harness.cli.watch import WatchFlags, watch
 from harness.core.config import FlagParser, add_flags, build
 from harness.core.world import BadInput, HarnessError
-from storage.errors import StoreError
-from storage.text import plain
+from storage.errors import StoreError, WrongInput
+from storage.text import plain, why_not_a_word
 
 if TYPE_CHECKING:
     pass
@@ -91,6 +92,7 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
 }
 
 
+@functools.cache
 def parser() -> tuple[FlagParser, dict[str, FlagParser]]:
     """The whole command, and the parser of each sub-command."""
     root = FlagParser(prog="harness", description="Train on spot machines; runs that outlive them.")
@@ -114,6 +116,9 @@ def main(argv: list[str] | None = None) -> None:
         at = given.index("--")
         given, after = given[:at], given[at + 1 :]
     root, subs = parser()
+    for word in given:
+        if why := why_not_a_word(word):
+            root.error(f"{word!r:.80}: {why}")
     namespace, unknown = root.parse_known_args(given)
     if unknown:
         subs[namespace.subcommand].error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -122,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
         namespace.script = after
     try:
         sys.exit(function(build(cls, namespace)))
-    except BadInput as e:
+    except (BadInput, WrongInput) as e:
         print(plain(f"harness {given[0]}: {e}", keep="\n"), file=sys.stderr)
         sys.exit(WRONG_INPUT)
     except (HarnessError, StoreError) as e:

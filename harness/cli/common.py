@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.bucket.layout import ARCHIVE, FACTS, IDENTITY
 from harness.core import steady
+from harness.core.given_files import yaml_given
 from harness.core.world import BadInput
 from storage.objects import ObjectStore
 from storage.opening import open_store
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from harness.controller.book import Book
 
 DONE, FAILED, WRONG_INPUT, ENDED_EARLY, LEFT, INTERRUPTED = 0, 1, 2, 3, 4, 130
+MOST_NODES = 10_000
 PREFLIGHT_S = 10.0  # how long a bucket may be silent before a launch is refused
 
 
@@ -57,10 +60,13 @@ def names_of(text: str) -> list[str]:
 def node_range(text: str) -> tuple[int, int]:
     """LOW:HIGH or N. Raises ValueError that says what is wanted."""
     low, _, high = text.partition(":")
-    if not (low.isdecimal() and (high or low).isdecimal()) or not 1 <= int(low) <= int(high or low):
+    are_numbers = len(text) <= 20 and low.isdecimal() and (high or low).isdecimal()
+    if not are_numbers or not 1 <= int(low) <= int(high or low):
         raise ValueError(
             f"wanted LOW:HIGH or N with 1 <= LOW <= HIGH, for example 1:4; found {text!r}"
         )
+    if int(high or low) > MOST_NODES:
+        raise ValueError(f"wanted at most {MOST_NODES} nodes, found {text!r}")
     return int(low), int(high or low)
 
 
@@ -140,13 +146,10 @@ def cache_dir(url: str, what: str) -> Path:
 
 def task_resources(path: str) -> dict[str, Any]:
     """What SkyPilot needs of a task file to find offers for it. Raises BadInput."""
-    import yaml
-
-    try:
-        said = yaml.safe_load(Path(path).read_text())
-        return {k: said[k] for k in ("name", "resources", "num_nodes", "config") if k in said}
-    except (OSError, yaml.YAMLError, TypeError) as e:
-        raise BadInput(f"{path}: wanted a SkyPilot task YAML, found none: {e}") from e
+    documents = yaml_given(path, "a SkyPilot task YAML")
+    if len(documents) != 1 or not isinstance(said := documents[0], dict):
+        raise BadInput(f"{path}: wanted a SkyPilot task YAML, found {len(documents)} documents")
+    return {k: said[k] for k in ("name", "resources", "num_nodes", "config") if k in said}
 
 
 def html_path(url: str) -> str:
@@ -166,7 +169,32 @@ def checked_store(url: str, retry_within_s: float = RETRY_WITHIN_S) -> ObjectSto
 
     store = open_store(url, retry_within_s=PREFLIGHT_S)
     record(store, require(store))
-    return open_store(url, retry_within_s=retry_within_s, answered=True)
+    return with_key(open_store(url, retry_within_s=retry_within_s, answered=True))
+
+
+def with_key(store: ObjectStore) -> ObjectStore:
+    """What we write is signed, if our environment has a key. Raises BadInput."""
+    from harness.bucket.heads import signed
+
+    return signed(store, os.environ, f"{socket.gethostname()}:{os.getpid()}", time.time)
+
+
+def key_for_nodes(path: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable that has nodes sign what they write: the key in that file, else ours; {}: there
+    is none. Raises BadInput."""
+    from harness.core.signing import VARIABLE, key_in
+
+    text = key_text(path) if path else environ.get(VARIABLE, "")
+    key_in({VARIABLE: text})
+    return {VARIABLE: text} if text else {}
+
+
+def key_text(path: str) -> str:
+    """What a file of a key says. Raises BadInput."""
+    try:
+        return Path(path).expanduser().read_text().strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise BadInput(f"{path}: wanted a file with a key, found none ({e})") from None
 
 
 def existing_store(url: str) -> ObjectStore:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.cli.common import DONE, FAILED, cache_dir, names_of, task_resources
+from harness.cli.common import DONE, FAILED, cache_dir, names_of, task_resources, with_key
 from harness.core.config import flag, positional
+from harness.core.given_files import output_file
 from harness.core.world import BadInput, CloudUnavailable
 from storage.opening import normalize, open_store
 from storage.text import Console
@@ -41,8 +42,10 @@ class CostsFlags:
     url: str = positional("URL of a folder of runs, at any depth below it; or of one run")
     by: str = flag("run", f"group by some of {KEYS}, comma-separated", check=_keys)
     month: str = flag("", "of this month only (UTC), such as 2026-11", check=_month)
-    csv: str = flag("", "write CSV to this file; -: to the terminal, in place of the table")
-    html: str = flag("", "write a page to this file")
+    csv: str = flag(
+        "", "write CSV to this file; -: to the terminal, in place of the table", check=output_file
+    )
+    html: str = flag("", "write a page to this file", check=output_file)
     json: bool = flag(False, "print JSON in place of the table")
     ask_sky: bool = flag(
         False,
@@ -91,7 +94,7 @@ def ask_sky(url: str) -> None:
 
     sky = _sky(url)
     try:
-        settle(sky, (store for _, store in find_runs(url, open_store)), time.time)
+        settle(sky, (with_key(store) for _, store in find_runs(url, open_store)), time.time)
     except (SkyError, CloudUnavailable) as e:
         raise BadInput(
             f"--ask-sky: SkyPilot does not answer on this computer ({e}); ask where the runs were "

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from harness import __version__
 from harness.core.config import flag, positional
+from harness.core.given_files import output_folder
 from harness.core.world import BadInput
 
 TEMPLATES = ("train.yaml", "train.py")
@@ -24,7 +25,7 @@ PACKAGE = '"spotharness[worker]"'  # as the template says it
 @dataclass(frozen=True)
 class InitFlags:
     folder: str = positional(
-        "where to write; it is made if it is not there", nargs="?", default="."
+        "where to write; it is made if it is not there", nargs="?", default=".", check=output_folder
     )
     package: str = flag(
         "", "what nodes install: the URL of a wheel, or what pip takes; default: this version"

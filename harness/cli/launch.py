@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from harness.bucket.heads import sign_off
 from harness.bucket.orders import STOP_KEY, stop_order
 from harness.cli.alerts import alerting_beside, alerts_for_nodes, receivers
 from harness.cli.common import (
@@ -25,6 +26,7 @@ from harness.cli.common import (
     ENDED_EARLY,
     FAILED,
     LEFT,
+    PREFLIGHT_S,
     PROMETHEUS,
     RealClock,
     book_of,
@@ -32,6 +34,7 @@ from harness.cli.common import (
     html_path,
     is_final,
     is_local,
+    key_for_nodes,
     local_cloud,
     names_of,
     node_range,
@@ -47,10 +50,11 @@ from harness.cli.market import Histories, known_before, remembering
 from harness.cli.record import RecordFlags, about_launch, keep_launch, with_image
 from harness.cli.track import publisher_beside
 from harness.core.config import flag, positional
+from harness.core.given_files import output_file
 from harness.core.world import BadInput, Fenced, HarnessError
 from storage.errors import StoreError
 from storage.objects import ObjectStore
-from storage.opening import normalize
+from storage.opening import normalize, open_store
 from storage.text import Console
 
 if TYPE_CHECKING:
@@ -132,6 +136,12 @@ class LaunchFlags(RecordFlags):
     secret: tuple[str, ...] = flag(
         (), "NAME or NAME=value, kept out of logs; repeat for more", metavar="NAME=value"
     )
+    sign_key: str = flag(
+        "",
+        "a file with the key that signs what the run writes (docs/PROOF.md); it goes to the nodes "
+        "as a secret, never to the bucket; default: HARNESS_SIGNING_KEY",
+        metavar="FILE",
+    )
     alert: tuple[str, ...] = flag(
         (),
         "tell alerts to https://..., slack:https://... or command:'PROGRAM ARGUMENTS'; repeat for "
@@ -154,8 +164,19 @@ class LaunchFlags(RecordFlags):
         "",
         "also write the report as this HTML file (default: report.html in the run's folder, if it "
         "has one)",
+        check=output_file,
     )
     brief: bool = flag(False, "end without the report in the terminal")
+
+
+def _secrets(flags: LaunchFlags) -> dict[str, str]:
+    """What nodes are given and nobody is told. Raises BadInput."""
+    from harness.clouds.tasks import pairs
+
+    key = key_for_nodes(flags.sign_key, os.environ)
+    os.environ.update(key)  # the controller signs as well
+    kept = pairs(flags.secret, os.environ, "--secret")
+    return {**alerts_for_nodes(flags.alert), **key, **kept}
 
 
 def launch(flags: LaunchFlags) -> int:
@@ -170,8 +191,7 @@ def launch(flags: LaunchFlags) -> int:
     envs = {**about_launch(flags, os.environ), **given, "RUN": url}
     told = receivers(flags.alert, flags.alert_rules)
     _check_prometheus(flags)
-    kept = {**alerts_for_nodes(flags.alert), **tasks.pairs(flags.secret, os.environ, "--secret")}
-    task = with_image(tasks.load(flags.task, envs, kept))
+    task = with_image(tasks.load(flags.task, envs, _secrets(flags)))
     policy = policies.resolve(_policy_name(flags))
     if flags.cloud == "sky":
         policy = policies.together(policy, saving=flags.move_saving, stay_s=flags.move_stay_s)
@@ -179,6 +199,10 @@ def launch(flags: LaunchFlags) -> int:
         return show_plan(
             flags, task, policy, url, nodes, lambda: _cloud(flags, task, url, nodes), console
         )
+    # what is wrong with the input is told before anything is written anywhere
+    local = _cloud(flags, task, url, nodes) if flags.cloud == "local" else None
+    if flags.deadline:
+        wanted(flags, nodes, book_of(open_store(url, retry_within_s=PREFLIGHT_S)), time.time())
     store = checked_store(url)
     try:
         # A controller killed after the last step may have left nodes: those are ended first.
@@ -204,7 +228,7 @@ def launch(flags: LaunchFlags) -> int:
         soft_wrap=True,
     )
     keep_launch(store, flags, task)
-    cloud = _cloud(flags, task, url, nodes)
+    cloud = local or _cloud(flags, task, url, nodes)
     log = state_dir(url, "controller") / "publisher.log"
     beside: list[AbstractContextManager[Any]] = [
         publisher_beside(url, task, log, flags.alert_rules),
@@ -215,6 +239,7 @@ def launch(flags: LaunchFlags) -> int:
     if flags.cloud == "sky":  # the market of a local cloud is made up
         beside.append(remembering(url, store, Histories.of(os.environ)))
     ended = _lead(flags, nodes, policy, asked_for, url, store, cloud, console, beside)
+    sign_off(store)
     if isinstance(ended, int):
         return ended
     show_report(store, console, flags.html or html_path(url), flags.brief)

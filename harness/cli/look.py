@@ -8,6 +8,7 @@ from pathlib import Path
 
 from harness.cli.common import DONE, existing_store, html_path, is_local, sky_broker, state_dir
 from harness.core.config import flag, positional
+from harness.core.given_files import output_file
 from harness.core.world import BadInput
 from storage.objects import ObjectStore
 from storage.opening import normalize
@@ -38,7 +39,9 @@ def status(flags: StatusFlags) -> int:
 class ReportFlags:
     url: str = positional("URL of the run")
     html: str = flag(
-        "", "write the page to this file (default: report.html in the run's folder, if it has one)"
+        "",
+        "write the page to this file (default: report.html in the run's folder, if it has one)",
+        check=output_file,
     )
     json: bool = flag(False, "print the numbers as JSON instead")
 

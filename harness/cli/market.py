@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 from harness.cli.common import DONE, FAILED, cache_dir, existing_store, names_of, task_resources
 from harness.core.config import flag, positional
+from harness.core.given_files import read_given
 from harness.core.world import BadInput
-from storage.errors import StoreError, StoreUnavailable
+from storage.errors import StoreError, StoreUnavailable, WrongInput
 from storage.json_text import digest
 from storage.objects import ObjectStore
 from storage.opening import normalize, open_store
@@ -107,7 +108,8 @@ class Histories:
         return HistoryShelf(open_store(self.shared, retry_within_s=SHARED_WITHIN_S))
 
     def read(self, now_s: float) -> tuple[MarketHistory, list[str]]:
-        """All that is known, and what could not be read. Never fails."""
+        """All that is known, and what could not be read. Raises WrongInput alone, for a URL that no
+        store can have."""
         from harness.market.history import MarketHistory
 
         found, warnings = MarketHistory(), list[str]()
@@ -119,6 +121,8 @@ class Histories:
             return found, warnings
         try:
             team = _within(SHARED_WITHIN_S, lambda: self._ask_team(now_s))
+        except WrongInput:
+            raise
         except StoreError as e:
             try:
                 text = self._copy().read_text(encoding="utf-8", errors="replace")
@@ -249,7 +253,8 @@ def _records(name: str) -> list[OfferSeen]:
     from harness.market.history import MarketHistory
 
     if "://" not in name and Path(name).is_file():
-        found = MarketHistory.read(Path(name).read_text(encoding="utf-8", errors="replace"))
+        data = read_given(name, "a history as `harness market export FILE.jsonl` writes it")
+        found = MarketHistory.read(data.decode("utf-8", "replace"))
         if not found.records:
             raise BadInput(
                 f"{name}: wanted a history as `harness market export FILE.jsonl` writes it, found "

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from harness.cli.common import DONE, existing_store
 from harness.core.config import flag, positional
+from harness.core.given_files import output_file
 from harness.core.world import BadInput
 from storage.text import Console
 
@@ -19,7 +20,7 @@ class PostmortemFlags:
         "of the interruption to tell in full; may be left out: all, as a table", nargs="?"
     )
     all: bool = flag(False, "tell every interruption in full")
-    out: str = flag("", "write a page with a picture of each to this file")
+    out: str = flag("", "write a page with a picture of each to this file", check=output_file)
     json: bool = flag(False, "print the numbers as JSON instead")
 
 

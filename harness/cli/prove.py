@@ -10,6 +10,7 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.cli.common import (
     DONE,
@@ -17,35 +18,93 @@ from harness.cli.common import (
     PREFLIGHT_S,
     cache_dir,
     existing_store,
+    key_text,
     sky_broker,
 )
 from harness.core.config import flag, positional
+from harness.core.given_files import output_folder
 from harness.core.world import BadInput
 from storage.objects import ObjectStore
 from storage.opening import normalize, open_store
 from storage.text import Console
+
+if TYPE_CHECKING:
+    from harness.core.signing import SigningKey
+    from harness.views.audit_report import AuditReport
 
 
 @dataclass(frozen=True)
 class VerifyFlags:
     url: str = positional("URL of the run")
     anew: bool = flag(False, "also take apart what an earlier `harness verify` has proved here")
+    key: str = flag(
+        "",
+        "a file with the key that the run was signed with, or the public one of it: find also what "
+        "somebody with write access to the bucket did (docs/PROOF.md); default: "
+        "HARNESS_SIGNING_KEY",
+        metavar="FILE",
+    )
+    state: str = flag(
+        "",
+        "with --key: a file of this computer that remembers the newest signed head seen, so that a "
+        "bucket rolled back as a whole is found",
+        metavar="FILE",
+    )
 
 
 def verify(flags: VerifyFlags) -> int:
     """Prove from the bucket alone that the run is what it should be. Exit status 1 names the
-    first violation. Goes on where an earlier one was interrupted: what it proved is remembered on
+    first violation. Without --key it proves the run against accident, not against who may write to
+    its bucket. Goes on where an earlier one was interrupted: what it proved is remembered on
     this computer, and believed of objects that have the same bytes still."""
     from harness.views.audit import audit
-    from harness.views.audit_report import print_audit
+    from harness.views.audit_report import UNSIGNED, print_audit
     from harness.views.proving import Prover
 
+    key = _key_of(flags)
     memory = cache_dir(normalize(flags.url), "verified") / "proofs"
     if flags.anew:
         memory.unlink(missing_ok=True)
-    found = audit(existing_store(flags.url), prover=Prover(os.cpu_count() or 1, memory))
+    store = existing_store(flags.url)
+    found = audit(store, prover=Prover(os.cpu_count() or 1, memory))
+    if key is None:
+        found.notes.append(UNSIGNED)
+    else:
+        found = _with_signatures(found, store, key, flags.state)
     print_audit(found, Console())
     return DONE if found.ok else FAILED
+
+
+def _key_of(flags: VerifyFlags) -> SigningKey | None:
+    """Raises BadInput."""
+    from harness.core.signing import VARIABLE, key_of
+
+    text = key_text(flags.key) if flags.key else os.environ.get(VARIABLE, "")
+    if flags.state and not text:
+        raise BadInput("--state: what it remembers is signed; give --key as well")
+    return key_of(text, flags.key or VARIABLE) if text else None
+
+
+def _with_signatures(
+    found: AuditReport, store: ObjectStore, key: SigningKey, state: str
+) -> AuditReport:
+    """With what a state file remembers, and will remember. Raises BadInput."""
+    from harness.clouds.provider_files import write_atomic
+    from harness.core.values import BadObject
+    from harness.views.audit_signed import remembered, remembering, with_signatures
+
+    path = Path(state).expanduser() if state else None
+    try:
+        text = path.read_text() if path is not None and path.exists() else ""
+        seen = remembered(text, store.url)
+        found, newest = with_signatures(found, store, key, seen)
+        if path is not None and newest is not None:
+            write_atomic(path, remembering(text, store.url, newest))
+    except (OSError, BadObject, UnicodeDecodeError) as e:
+        raise BadInput(
+            f"--state {state}: wanted a file of an earlier `harness verify` ({e})"
+        ) from e
+    return found
 
 
 @dataclass(frozen=True)
@@ -75,7 +134,11 @@ class ReplayFlags:
     )
     steps: int = flag(10, "how many steps", at_least=1)
     nodes: int = flag(1, "how many workers", at_least=1)
-    into: str = flag("", "an empty folder for the copy; default: a temporary one that is removed")
+    into: str = flag(
+        "",
+        "an empty folder for the copy; default: a temporary one that is removed",
+        check=output_folder,
+    )
     timeout_s: float = flag(3600.0, "the longest that it may take", above=0)
 
 
@@ -170,7 +233,7 @@ class DrillFlags:
         0, "instead of the matrix: so many kills, pauses and store faults", metavar="FAULTS"
     )
     soak_runs: int = flag(1, "with --soak: over so many runs, one after the other", at_least=1)
-    keep: str = flag("", "keep runs and logs in this empty folder")
+    keep: str = flag("", "keep runs and logs in this empty folder", check=output_folder)
 
 
 def drill(flags: DrillFlags) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
@@ -24,11 +23,20 @@ from harness.cli.common import (
     worlds,
 )
 from harness.cli.record import RecordFlags, said_in_variables
+from harness.cli.variables import (
+    check_address,
+    check_for_workers,
+    check_modules,
+    check_trackers,
+    cluster_info,
+    number_in,
+)
 from harness.core.config import Bounds, flag, positional
+from harness.core.given_files import output_folder, readable_file
 from harness.core.steps_asked import StepsAsked
 from harness.core.world import BadInput
 from harness.node.progress import FACTOR, Limits
-from storage.opening import normalize
+from storage.opening import normalize, open_store
 
 if TYPE_CHECKING:
     from harness.agent.config import AgentConfig, HelperConfig, Worlds
@@ -46,6 +54,12 @@ def _steps(text: str) -> None:
     """Steps to profile, or none. Raises ValueError that says what is wanted."""
     if text:
         StepsAsked.parse(text)
+
+
+def _gpu_health(text: str) -> None:
+    """auto, off, or a file. Raises ValueError that says what is wanted."""
+    if text not in ("auto", "off"):
+        readable_file(text)
 
 
 def _signal(text: str) -> None:
@@ -155,16 +169,21 @@ class RunFlags(RecordFlags):
     stage_gib: float = flag(
         0.0, "host memory for staged snapshots, in GiB; 0: half of what is free"
     )
-    stage_dir: str = flag("", "RAM disk for staged snapshots; default: /dev/shm")
+    stage_dir: str = flag(
+        "", "RAM disk for staged snapshots; default: /dev/shm", check=output_folder
+    )
     disk_tier_gib: float = flag(
         0.0, "keep the last snapshots on this much of the node's disk, too; 0: do not"
     )
-    disk_tier_dir: str = flag("", "where; default: the node's scratch folder")
+    disk_tier_dir: str = flag("", "where; default: the node's scratch folder", check=output_folder)
     peer_tier: str = flag(
         "off",
         "memory, disk: nodes keep a copy of a neighbour's share there, and read from each other "
         "before the bucket",
         choices=["off", "memory", "disk"],
+    )
+    peer_encrypt: bool = flag(
+        False, "encrypt what they tell each other; on all nodes (wants the package cryptography)"
     )
     hang_after_s: float = flag(
         0.0,
@@ -177,7 +196,9 @@ class RunFlags(RecordFlags):
         f"{USUAL.save_s:g} s",
     )
     gpu_health: str = flag(
-        "auto", "auto (NVML, where there is a driver), off, or the file that drives a fake one"
+        "auto",
+        "auto (NVML, where there is a driver), off, or the file that drives a fake one",
+        check=_gpu_health,
     )
     measure_s: float = flag(
         60.0,
@@ -231,6 +252,7 @@ class RunFlags(RecordFlags):
         "auto",
         "modules that the node imports once for all its workers, comma-separated; auto: what the "
         "script imports of the known frameworks; none",
+        check=check_modules,
     )
     allow_rewind: bool = flag(
         False, "go on though committed steps must be done again (HARNESS_ALLOW_REWIND)"
@@ -239,7 +261,9 @@ class RunFlags(RecordFlags):
         24.0, "a controller that led this run has been silent for so long: drain; 0: train on"
     )
     addr: str = flag(
-        "", "this node's address as the other nodes see it; default: from SkyPilot, else loopback"
+        "",
+        "this node's address as the other nodes see it; default: from SkyPilot, else loopback",
+        check=check_address,
     )
 
 
@@ -248,6 +272,7 @@ def run(flags: RunFlags) -> int:
     from harness.agent.agent import Agent
     from harness.agent.gauges import agent_gauges
     from harness.agent.host import RealHost
+    from harness.bucket.heads import sign_off
     from harness.cli.prometheus import exposing
     from harness.node.processes import die_with_parent
 
@@ -268,28 +293,36 @@ def run(flags: RunFlags) -> int:
         env["HARNESS_PROFILE"] = flags.profile
     env.update(said_in_variables(flags))  # for its workers as well
     env.update(adapting(flags, argv, env))
+    check_for_workers(env)
     if env.get("HARNESS_NODE_DIR"):  # a node of the local cloud dies as a whole, like a machine
         die_with_parent()
+    beside, sources = _beside(flags, env), _sources(flags, env)
+    config = _config(flags, env, normalize(url), argv, beside)
+    # what is wrong with the input is told before anything is written anywhere
+    open_store(url)
+    if beside.replica:
+        checked_store(normalize(beside.replica), retry_within_s=10.0)
     # an agent must hear notices while the bucket is silent
     store = checked_store(normalize(url), retry_within_s=10.0)
     # for whom we start: to them a refusal is an outage as well
     os.environ["STORAGE_ANSWERED"] = normalize(url)
-    beside, sources = _beside(flags, env), _sources(flags, env)
-    config = _config(flags, env, normalize(url), argv, beside)
     agent = Agent(config, store, sources, RealHost(_place_finder(env)))
     with exposing(flags.prometheus, lambda: agent_gauges(agent)) as at:
         if at:
             print(f"harness run: numbers for Prometheus at {at}", flush=True)
-        return agent.execute()
+        try:
+            return agent.execute()
+        finally:
+            sign_off(store)
 
 
 def _beside(flags: RunFlags, env: Mapping[str, str]) -> HelperConfig:
-    """What runs beside the first member. Raises BadInput if the replica cannot be used."""
+    """What runs beside the first member. Raises BadInput, WrongInput."""
     from harness.agent.config import HelperConfig
 
     replica = flags.replica or env.get("HARNESS_REPLICA", "")
     if replica:
-        checked_store(normalize(replica), retry_within_s=10.0)
+        open_store(replica)
     cap_usd = flags.replica_cap_usd
     if cap_usd is None and (said := env.get("HARNESS_REPLICA_CAP_USD", "")):
         try:
@@ -299,6 +332,7 @@ def _beside(flags: RunFlags, env: Mapping[str, str]) -> HelperConfig:
     trackers = flags.trackers or env.get("HARNESS_TRACKERS", "")
     if not trackers and env.get("WANDB_API_KEY"):
         trackers = "wandb"  # a key alone is enough
+    check_trackers(trackers)
     return HelperConfig(trackers, replica, cap_usd, *_alerts(flags, env))
 
 
@@ -355,7 +389,7 @@ def _config(
         run=url,
         argv=argv,
         nproc=_nproc(flags.nproc, env),
-        attempt=int(env.get("HARNESS_ATTEMPT", 0)),
+        attempt=number_in(env, "HARNESS_ATTEMPT", 0),
         addr=flags.addr or _address(env),
         node_dir=node_dir,
         accelerator=env.get("HARNESS_OFFER", ""),
@@ -389,6 +423,7 @@ def _config(
                 disk_nbytes=int(flags.disk_tier_gib * 2**30),
                 disk_root=flags.disk_tier_dir or str(node_dir / "disk-tier"),
                 peer=flags.peer_tier,
+                encrypt=flags.peer_encrypt,
             ).checked(),
         ),
         beside=beside,
@@ -435,14 +470,14 @@ def _nproc(text: str, env: Any) -> int:
 
 def _address(env: Any) -> str:
     addresses = env.get("SKYPILOT_NODE_IPS", "").split()
-    rank = int(env.get("SKYPILOT_NODE_RANK", 0))
+    rank = number_in(env, "SKYPILOT_NODE_RANK", 0)
     return addresses[rank] if rank < len(addresses) else "127.0.0.1"
 
 
 def _place(env: Any) -> str:
     """Cloud and region of this node, from SkyPilot: nodes of others are not reached. Empty:
     unknown, or the local cloud."""
-    about = json.loads(env.get("SKYPILOT_CLUSTER_INFO") or "{}")
+    about = cluster_info(env)
     if about.get("cloud") == "local":
         return ""
     return "/".join(str(about[k]).lower() for k in ("cloud", "region") if about.get(k))

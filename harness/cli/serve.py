@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from harness.cli.common import DONE
 from harness.core.config import flag, positional
+from harness.core.world import BadInput
 from storage.objects import ObjectStore
 from storage.opening import normalize, open_store
 from storage.text import Console
@@ -27,13 +29,16 @@ def serve(flags: ServeFlags) -> int:
     from harness.views.serve_runs import RunsFolder
 
     host = server.checked_host(flags.host, flags.anyone)
-    console = Console()
+    console, url = Console(), normalize(flags.url)
+    opened(url)  # a URL that no store can have is told before anybody listens
+    if url.startswith("file://") and not Path(url.removeprefix("file://")).exists():
+        raise BadInput(f"{flags.url}: wanted a folder of runs, or a run, found nothing there")
 
-    def told(url: str) -> None:
-        console.print(f"runs of {normalize(flags.url)}: {url}  (Ctrl-C ends it)", soft_wrap=True)
+    def told(at: str) -> None:
+        console.print(f"runs of {url}: {at}  (Ctrl-C ends it)", soft_wrap=True)
 
     try:
-        server.serve(RunsFolder(normalize(flags.url), opened), host, flags.port, told)
+        server.serve(RunsFolder(url, opened), host, flags.port, told)
     except KeyboardInterrupt:
         console.print("")
     return DONE

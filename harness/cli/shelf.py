@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from harness.bucket.layout import IDENTITY, SAMPLES
+from harness.cli.common import with_key
 from harness.core.config import positional
 from storage.errors import StoreError
 from storage.objects import ObjectStore
@@ -79,6 +80,6 @@ def _say(store: ObjectStore, fact: Fact) -> None:
     """Into the record, in a person's name."""
     from harness.bucket.journal import Journal
 
-    journal = Journal(store, f"person-{secrets.token_hex(6)}", time.time)
+    journal = Journal(with_key(store), f"person-{secrets.token_hex(6)}", time.time)
     journal.record(fact)
     journal.flush()

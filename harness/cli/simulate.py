@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.cli.common import DONE, existing_store, node_range
-from harness.core.config import flag
+from harness.core.config import Bounds, flag
+from harness.core.given_files import text_given
 from harness.core.world import BadInput
 from storage.text import Console
 
@@ -27,6 +28,7 @@ LEGEND = (
     "/opt, worst: the bill as a multiple of the optimum's, mean and greatest; /od: of on-demand's; "
     "hours: until the work was done; missed: deadlines, of windows; moves: to another zone"
 )
+MOST_TIMES = 1000.0  # --work, until a deadline
 TRACE_SUFFIXES = (".json", ".csv", ".txt")  # of the files of a folder
 
 
@@ -214,7 +216,7 @@ def _jobs(flags: SimulateFlags) -> list[ReplayJob]:
 def _deadline_h(text: str, work_h: float) -> float:
     if text.endswith("x"):
         try:
-            return float(text[:-1]) * work_h
+            return Bounds(above=0, at_most=MOST_TIMES).of(text[:-1], float) * work_h
         except ValueError:
             raise BadInput(f"--deadline {text}: wanted 52h, or 1.25x of --work") from None
     return _hours("--deadline", text)
@@ -263,10 +265,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise BadInput(f"--trace {path}: wanted a file of text, found none ({e})") from e
+    return text_given(path, "a recorded market (--trace)")
 
 
 # ---- what is shown -------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from harness.cli.common import DONE, FAILED, existing_store
 from harness.core.config import flag, positional
+from harness.core.given_files import output_file, output_folder
 from harness.core.world import BadInput
 from harness.node.processes import die_with_parent
 
@@ -34,6 +35,7 @@ class SyncFlags:
         "",
         "instead write what they would be told into this folder (an offline run for `wandb sync`, "
         "event files, JSON lines)",
+        check=output_folder,
     )
     patience_s: float = flag(600.0, "how long to try")
 
@@ -73,7 +75,9 @@ def sync(flags: SyncFlags) -> int:
 class DashboardsFlags:
     project: str = flag("", "project of W&B (default: WANDB_PROJECT, else spotharness)")
     entity: str = flag("", "user or team of W&B (default: WANDB_ENTITY, else the key's own)")
-    out: str = flag("", "write the definition as JSON into this file; asks no network")
+    out: str = flag(
+        "", "write the definition as JSON into this file; asks no network", check=output_file
+    )
 
 
 def dashboards(flags: DashboardsFlags) -> int:

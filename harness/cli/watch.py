@@ -17,7 +17,7 @@ from harness.cli.common import INTERRUPTED, checked_store
 from harness.core.config import flag, positional
 from harness.core.world import DRAINED, BadInput, HarnessError
 from storage.errors import StoreError
-from storage.opening import normalize
+from storage.opening import normalize, open_store
 
 if TYPE_CHECKING:
     from harness.views.plugins import Account, Place
@@ -108,6 +108,10 @@ def watch(flags: WatchFlags) -> int:
         raise BadInput(f"the name of this watch: {e}: --name eval") from None
     rule = DueRule(flags.every, flags.every_steps, flags.newest)
     url, places = normalize(flags.url), _places(flags.trackers)
+    if flags.progress:
+        open_store(
+            flags.progress
+        )  # a URL that no store can have is told before anything is written
     store = checked_store(url)
     poll_s = flags.poll_s or (1.0 if url.startswith("file://") else 10.0)
     config = WatchConfig(

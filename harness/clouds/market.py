@@ -13,12 +13,12 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from harness.bucket.layout import FACTS
 from harness.core.fact_lines import parse as parse_fact
 from harness.core.facts import SessionStarted, StepDone
+from harness.core.given_files import read_trace
 from harness.core.world import BadInput, Offer
 from storage.errors import NotFound
 from storage.objects import ObjectStore
@@ -175,10 +175,11 @@ def parse(
     *,
     max_nodes: int,
     min_nodes: int = 1,
-    read: Callable[[str], str] = lambda path: Path(path).read_text(),
+    read: Callable[[str], str] = read_trace,
 ) -> Market:
     """`demo`, `calm`, `seed:7`, or a trace file (`path`, `path@60` = 60 times faster than it
-    was recorded)."""
+    was recorded). `read`: how a file is read, and what it raises if it cannot be. Raises
+    BadInput."""
     if not 1 <= min_nodes <= max_nodes:
         raise BadInput(
             f"market {spec!r}: wanted 1 <= min nodes <= max nodes, found {min_nodes}..{max_nodes}"
@@ -205,15 +206,7 @@ def parse(
         ) from None
     if faster is not None and not (faster > 0 and math.isfinite(faster)):
         raise BadInput(f"market {spec!r}: the speed after @ must be above 0, found {scale}")
-    try:
-        text = read(path)
-    except (OSError, UnicodeDecodeError) as e:
-        reason = getattr(e, "strerror", None) or str(e)
-        raise BadInput(
-            f"market {spec!r}: wanted demo, calm, seed:<n> or a trace file; cannot read {path!r}: "
-            f"{reason}"
-        ) from e
-    return from_trace(text, spec=spec, max_nodes=max_nodes, faster=faster)
+    return from_trace(read(path), spec=spec, max_nodes=max_nodes, faster=faster)
 
 
 def _demo(low: int, high: int) -> Market:

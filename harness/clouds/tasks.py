@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from harness.core.given_files import yaml_given
 from harness.core.world import BadInput
 
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -92,6 +91,7 @@ def load(
     if it is installed."""
     path = Path(path)
     config = _read(path)
+    _check_names(path, config)
     _stringify(config, "envs")
     _stringify(config, "secrets")
     if use_skypilot is None:
@@ -108,6 +108,9 @@ def load(
     values = {name: value for name, value in merged.items() if value is not None}
     given, managed = _secrets(config.get("secrets"), secrets or {})
     run = config.get("run") or ""
+    _check_text(path, {"run": run, "setup": config.get("setup") or ""})
+    _check_text(path, {f"envs.{name}": value for name, value in values.items()})
+    _check_text(path, {f"secrets.{name}": value for name, value in given.items()})
     if not run.strip():
         raise BadInput(
             f"{path}: wanted a `run` section with the command of a node, found none; `exec harness "
@@ -131,6 +134,13 @@ def load(
         file_mounts=config.get("file_mounts") or {},
         managed_secrets=managed,
     )
+
+
+def _check_text(path: Path, texts: Mapping[str, str]) -> None:
+    """No process can be given other text. The text itself may be a secret."""
+    for name, text in texts.items():
+        if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
+            raise BadInput(f"{path}: {name}: wanted text, found a zero byte or broken Unicode")
 
 
 def check_local(task: Task) -> None:
@@ -165,18 +175,7 @@ def check_local(task: Task) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        documents = [d for d in yaml.safe_load_all(path.read_text()) if d is not None]
-    except OSError as e:
-        raise BadInput(
-            f"{path}: cannot read the task file: {e.strerror}; name a SkyPilot task YAML"
-        ) from e
-    except UnicodeDecodeError as e:
-        raise BadInput(f"{path}: wanted a YAML text file, found other bytes ({e.reason})") from e
-    except yaml.YAMLError as e:
-        mark = getattr(e, "problem_mark", None)
-        where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise BadInput(f"{path}:{where} not valid YAML: {getattr(e, 'problem', None) or e}") from e
+    documents = yaml_given(path, "a SkyPilot task YAML")
     if len(documents) != 1:
         raise BadInput(
             f"{path}: wanted one task, found {len(documents)} YAML documents; a run has one task, "
@@ -188,6 +187,16 @@ def _read(path: Path) -> dict[str, Any]:
             f"{type(documents[0]).__name__}"
         )
     return documents[0]
+
+
+def _check_names(path: Path, section: Any) -> None:
+    """SkyPilot's schemas fail on names of fields that are no text."""
+    for name, value in section.items() if isinstance(section, dict) else ():
+        if not isinstance(name, str):
+            raise BadInput(f"{path}: wanted names of fields as text, found {name!r:.80}")
+        _check_names(path, value)
+    for value in section if isinstance(section, list) else ():
+        _check_names(path, value)
 
 
 def _stringify(config: dict[str, Any], key: str) -> None:

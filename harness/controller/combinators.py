@@ -146,16 +146,18 @@ def replacing(policy: Policy, *, settle_s: float = 60.0, grace_s: float = 300.0)
 
     def decide(view: View) -> Decision:
         sure = [node for node in view.alive if node.attempt not in view.doubted]
-        settled = sum(node.been_up_s(view.now_s) >= settle_s for node in sure)
-        if view.doubted and settled >= view.max_nodes:
-            return Terminate(view.doubted[0], "its replacement is there", grace_s)
-        for node in sure:
+        if view.doubted:
+            settled = sum(node.been_up_s(view.now_s) >= settle_s for node in sure)
+            if settled >= view.max_nodes:
+                return Terminate(view.doubted[0], "its replacement is there", grace_s)
+        for node in sure if view.standing_in else ():
             old = view.standing_in.get(node.attempt)
             if old is not None and node.been_up_s(view.now_s) >= settle_s:
                 return Terminate(old, "its replacement is there", grace_s)
-        there = Counter(node.offer.place for node in view.alive)
-        most = view.max_nodes + len(view.doubted) + len(view.standing_in)
-        crowded = [node for node in sure if there[node.offer.place] > most]
+        most, crowded = view.max_nodes + len(view.doubted) + len(view.standing_in), []
+        if len(view.alive) > most:
+            there = Counter(node.offer.place for node in view.alive)
+            crowded = [node for node in sure if there[node.offer.place] > most]
         if crowded:  # what was doubted stays after all
             newest = max(crowded, key=lambda node: (node.up_s is None, node.attempt))
             return Terminate(

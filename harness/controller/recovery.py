@@ -217,7 +217,9 @@ class Loop:
         book = self.book
         shown = {node.attempt: node for node in self.world.cloud.nodes()}
         self.shown, self.there = set(shown), {n for n, node in shown.items() if node.alive}
-        for node in [n for n in shown.values() if n.alive and book.hidden(n.attempt)]:
+        # most of a large fleet is as it was a moment ago
+        fresh = [n for n in shown.values() if book.open.get(n.attempt) is not n]
+        for node in [n for n in fresh if n.alive and book.hidden(n.attempt)]:
             self.note(
                 AttemptIntended(
                     node.attempt,
@@ -227,13 +229,12 @@ class Loop:
             )
         # Launched by a controller while it was being fenced, or given up as lost: nobody counts on
         # them.
-        self.strays = [
-            node for node in shown.values() if node.alive and node.attempt not in book.open
-        ]
+        self.strays = [n for n in fresh if n.alive and n.attempt not in book.open]
         for node in self.strays:
             self.dismiss(node.attempt)
-        for node in shown.values():
-            self.since.unseen_s.pop(node.attempt, None)
+        for attempt in self.since.unseen_s.keys() & self.shown:
+            del self.since.unseen_s[attempt]
+        for node in fresh:
             if node.attempt in book.open and node.alive:
                 if node.up_s is not None and book.open[node.attempt].up_s is None:
                     self.note(AttemptUp(node.attempt, node.up_s))

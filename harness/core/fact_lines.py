@@ -12,6 +12,7 @@ import json
 from typing import Any
 
 from harness.core.facts import KINDS, Fact, Stamped, Unreadable
+from harness.core.signing import SigningKey
 from harness.core.values import (
     MOST_T,
     BadObject,
@@ -34,9 +35,38 @@ class Chain:
 
     def line(self, t: float, fact: Fact) -> str:
         said = {"fact": fact.kind, "t": t, **dataclasses.asdict(fact), "prev": self.head}
-        body = stamped(said)
+        return self._chained(stamped(said))
+
+    def seal(self, t: float, key: SigningKey) -> str:
+        """A line that ends a segment, signed: so no line of the segment can be left out. Readers
+        that know nothing of it pass it over, as every unknown kind."""
+        body: dict[str, Any] = {"fact": SEAL, "t": t, "prev": self.head}
+        body["s"] = key.sign(_purpose(self.writer), canonical(body))
+        return self._chained(body)
+
+    def _chained(self, body: dict[str, Any]) -> str:
         self.head = digest(canonical(body))
         return json.dumps({**body, "h": self.head}, separators=(",", ":"))
+
+
+SEAL = "Signed"
+
+
+def _purpose(writer: str) -> str:
+    return f"facts of {writer}"
+
+
+def is_sealed(writer: str, line: bytes, key: SigningKey) -> bool:
+    """Is it a line of this writer that ends a segment, signed with this key?"""
+    try:
+        body = parsed(line)
+    except BadObject:
+        return False
+    if not isinstance(body, dict) or body.get("fact") != SEAL:
+        return False
+    body.pop("h", None)
+    signature = body.pop("s", None)
+    return key.holds(_purpose(writer), canonical(body), signature)
 
 
 def is_spelled(body: Any, line: bytes) -> bool:

@@ -25,6 +25,8 @@ _FORMS = re.compile(
     r"|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{18,}"
     r"|hf_[A-Za-z0-9]{30,}|sk-[A-Za-z0-9_-]{20,}|AIza[\w-]{35}|xox[abprs]-[\w-]{10,}"
     r"|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{30,}|wandb_v1_[\w-]{20,}"
+    r"|hsk_[0-9a-fA-F]{32,}"
+    r"|-----BEGIN [A-Z ]{0,20}PRIVATE KEY-----[^-]{1,8000}-----END [A-Z ]{0,20}PRIVATE KEY-----"
     r"|(?<![\w-])eyJ[\w-]{10,500}\.eyJ[\w-]{10,2000}\.[\w-]{10,}"
 )
 # A value in the text of a program or of a settings file. Of a token or a key, what looks drawn

@@ -101,7 +101,7 @@ class Node:
 
     @property
     def alive(self) -> bool:
-        return self.state in (NodeState.PENDING, NodeState.UP)
+        return self.state is NodeState.UP or self.state is NodeState.PENDING
 
 
 class Clock(Protocol):

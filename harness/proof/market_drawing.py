@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from harness.core.given_files import output_file
 from harness.core.world import BadInput
 from harness.market.optimum import NOWHERE, ON_DEMAND, Optimum
 from harness.market.traces import ZoneTrace
@@ -45,15 +45,14 @@ def plot_paths(path: str) -> tuple[Path, ...]:
     if asked.suffix.lower() in WRITTEN:
         found: tuple[Path, ...] = (asked,)
     else:
-        found = tuple(asked.with_name(asked.name + suffix) for suffix in WRITTEN)
+        found = tuple(Path(path + suffix) for suffix in WRITTEN)
     if any(one.suffix.lower() == ".png" for one in found):
         check_png()
     for one in found:
-        if one.is_dir():
-            raise BadInput(f"--plot {path}: wanted a file, found the folder {one}")
-        there = next(p for p in (one.parent, *one.parent.parents) if p.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            raise BadInput(f"--plot {path}: cannot write into {there}; name another place")
+        try:
+            output_file(str(one))
+        except ValueError as e:
+            raise BadInput(f"--plot {path}: {e}") from None
     return found
 
 

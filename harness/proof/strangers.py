@@ -136,10 +136,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.parse_args(argv)
     ports = [(host, int(port)) for host, _, port in (p.rpartition(":") for p in flags.ports)]
-    with Strangers(ports, flags.rate, flags.hold, flags.seed) as strangers:
-        end_s = time.monotonic() + flags.seconds
-        while time.monotonic() < end_s:
-            time.sleep(0.2)
+    strangers = Strangers(ports, flags.rate, flags.hold, flags.seed)
+    with strangers, contextlib.suppress(KeyboardInterrupt):
+        time.sleep(flags.seconds)
     print(json.dumps(strangers.done), flush=True)
     return 0
 

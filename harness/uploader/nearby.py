@@ -27,6 +27,7 @@ from storage.manifest import Manifest, Ref
 from storage.objects import ObjectStore
 from storage.own_folders import NotOurs
 from storage.peers import ChunkServer, PeerTier
+from storage.sealing import can_seal
 from storage.tiers import SegmentTier, Tier, blocks, chunks_of
 
 NEAR = "near"  # the folder in the stage
@@ -45,6 +46,7 @@ class NearbyConfig:
     disk_nbytes: int = 0  # 0: no disk tier
     disk_root: str = ""
     peer: str = "off"  # where what a peer leaves here lies
+    encrypt: bool = False  # what peers tell each other
 
     def checked(self) -> NearbyConfig:
         """Raises BadInput."""
@@ -55,6 +57,16 @@ class NearbyConfig:
         if self.peer == "disk" and not self.disk_nbytes:
             raise BadInput(
                 "--peer-tier disk: wanted a disk tier to keep it in; give --disk-tier-gib as well"
+            )
+        if self.encrypt and self.peer == "off":
+            raise BadInput(
+                "--peer-encrypt: there is nothing to encrypt; give --peer-tier as well, or leave "
+                "it out"
+            )
+        if self.encrypt and not can_seal():
+            raise BadInput(
+                "--peer-encrypt wants the package cryptography, found none; pip install "
+                "cryptography"
             )
         return self
 
@@ -97,7 +109,11 @@ class Nearby:
             if self._secret:
                 keep = next(f for f in self._folders if f.name == config.peer)
                 self._server = ChunkServer(
-                    lambda: [*staged(), *self._folders], config.addr, self._secret, keep
+                    lambda: [*staged(), *self._folders],
+                    config.addr,
+                    self._secret,
+                    keep,
+                    sealed=config.encrypt,
                 )
                 at = ChunkServerAt(config.addr, self._server.port)
                 store.create(chunks_key(member), at.encode())
@@ -147,7 +163,7 @@ class Nearby:
                 for name in after[:1]
                 if name != self.member and (at := self._where(name)) is not None
             ]
-            self._neighbour = epoch, PeerTier(found, self._secret)
+            self._neighbour = epoch, PeerTier(found, self._secret, sealed=self.config.encrypt)
         return self._neighbour[1]
 
     def _members(self) -> list[str]:
@@ -174,6 +190,7 @@ class Nearby:
             found |= {
                 "peers": [at for m in around if (at := self._where(m)) is not None],
                 "secret": self._secret,
+                "sealed": self.config.encrypt,
             }
         return found
 
@@ -210,7 +227,6 @@ def tiers_for(manifest: Manifest, held: Mapping[str, Any]) -> list[Tier]:
         FolderTier(name, Path(folder), nbytes) for name, folder, nbytes in held.get("folders", [])
     ]
     if held.get("peers"):
-        tiers.append(
-            PeerTier([(str(addr), int(port)) for addr, port in held["peers"]], held["secret"])
-        )
+        peers = [(str(addr), int(port)) for addr, port in held["peers"]]
+        tiers.append(PeerTier(peers, held["secret"], sealed=held["sealed"]))
     return tiers

@@ -37,6 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.bucket.heads import signed
 from harness.bucket.journal import Journal
 from harness.core.facts import DrainVerdict
 from harness.node.progress import read as read_sign
@@ -310,7 +311,7 @@ def main() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, NICE)
     nearby = NearbyConfig(**order.get("nearby", {}))
     server = UploadServer(
-        open_store(order["run"]),
+        signed(open_store(order["run"]), os.environ, f"uploader {order['member']}", time.time),
         Path(order["folder"]),
         order["budget_nbytes"],
         order["member"],

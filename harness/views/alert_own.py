@@ -34,12 +34,11 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-import yaml
-
 from harness.bucket.alerts import SEVERITIES, WARNING
 from harness.core import dotted
 from harness.core import facts as f
 from harness.core.facts import KINDS, Stamped
+from harness.core.given_files import yaml_given
 from harness.core.world import BadInput
 from harness.views.alert_rules import BUILT_IN, AlertRule, Symptom
 from harness.views.alert_state import RunSoFar
@@ -67,10 +66,7 @@ def all_rules(asked: str) -> tuple[AlertRule, ...]:
 
 
 def _read(path: Path) -> Sequence[Any]:
-    try:
-        found = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
-        raise BadInput(f"--alert-rules {path}: {e}") from None
+    found = next(iter(yaml_given(path, "rules of alerts (--alert-rules)")), None)
     rules = found.get("rules") if isinstance(found, dict) else None
     if not isinstance(rules, list):
         raise BadInput(f"--alert-rules {path}: wanted `rules:` and a list, found something else")
@@ -109,7 +105,7 @@ def _apply(rules: dict[str, AlertRule], body: Any, path: str) -> None:
 
 def _change(rules: dict[str, AlertRule], body: dict[str, Any], where: str) -> None:
     name = body["rule"]
-    if name not in rules:
+    if not isinstance(name, str) or name not in rules:
         raise BadInput(f"{where}: there is no rule {name!r:.60}; known: {', '.join(rules)}")
     _only(body, ("rule", "enabled", "severity", "cool_down_s", "for_s"), f"{where}: rule {name}")
     if body.get("enabled") is False:

@@ -8,6 +8,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
+UNSIGNED = (
+    "without --key this proves nothing against who may write to the bucket and makes all hashes "
+    "anew (docs/PROOF.md)"
+)
+
 
 @dataclass(frozen=True)
 class Check:

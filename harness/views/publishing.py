@@ -228,19 +228,27 @@ def sync(
     told all. Raises StoreError, BadInput."""
     info = RunInfo.of(store)
     writer = writer_of(store, info, min_batch_s=0.0)
-    writer.round(last=True)
-    left: list[str] = []
     for place in places:
-        renderer = renderer_of(place, writer, environ)
-        if renderer is None:
+        if not (place.online if isinstance(place, Account) else _has_where(place)):
             raise BadInput(
                 f"{place.name}: wanted a tracker to tell, found none; set WANDB_API_KEY (wandb) or "
                 "MLFLOW_TRACKING_URI (mlflow), or name --out FOLDER"
             )
+    writer.round(last=True)
+    left: list[str] = []
+    for place in places:
+        renderer = renderer_of(place, writer, environ)
+        if renderer is None:  # its package is too old, as was said
+            left.append(place.name)
+            continue
         if not _told(renderer, patience_s):
             left.append(place.name)
         finish(renderer)
     return left
+
+
+def _has_where(place: Place) -> bool:
+    return bool(place.where) or place.name == "tensorboard"
 
 
 def _told(renderer: Renderer, patience_s: float) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from harness.bucket.epochs import epoch_numbers, read_epoch
+from harness.bucket.heads import signed
 from harness.bucket.journal import Journal
 from harness.bucket.layout import IDENTITY, Epoch, Identity, epoch_key
 from harness.core import records as rec
@@ -39,7 +40,11 @@ class Run:
         url = url or None  # HARNESS_RUN may be set and empty
         self.peers, self.url, self.step = peers, url, 0
         self.identity: dict[str, Any] | None = None
-        self.store: ObjectStore = open_store(url) if url else MemoryStore("memory://unnamed", {})
+        self.store: ObjectStore = (
+            signed(open_store(url), environ, f"worker, rank {peers.rank}", time.time)
+            if url
+            else MemoryStore("memory://unnamed", {})
+        )
         if url is None:
             peers.print(
                 "harness: no run URL (HARNESS_RUN or attach(run=...)); training without snapshots"

@@ -1,0 +1,134 @@
+"""Floods, silence, drips and garbage at every port of a run that trains: no step is lost, and what
+strangers take of each process is bounded.
+
+Real processes all of them: `harness launch` on the local cloud, two nodes that leave chunks with
+each other, `harness serve`, Prometheus endpoints; nodes have 256 descriptors each. What cannot be
+defended here (TCPStore and gloo of torch, docs/SECURITY.md) is left out. How much slower steps are
+is printed by `benchmarks/floods.py`.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+
+import psutil
+import pytest
+from campaign import Campaign
+from test_main_job import assert_whole
+from test_wire_fuzz import WIRES, fuzz
+from worlds import newest, train
+
+from harness.core.facts import EpochStarted
+from storage.bounded_http import RESERVED
+
+TOTAL = 120
+FLAGS = f"--total {TOTAL} --every 20 --sleep-s 0.06 --reduce exact"
+DESCRIPTORS = 256  # that a node may have
+
+
+@pytest.fixture
+def campaign(tmp_path):
+    c = Campaign(
+        tmp_path,
+        nodes="2:2",
+        flags=FLAGS,
+        run_flags="--peer-tier memory --prometheus 127.0.0.1:0",
+        extra=["--prometheus", "127.0.0.1:0"],
+    )
+    c.task.write_text(c.task.read_text().replace("  exec", f"  ulimit -n {DESCRIPTORS}\n  exec"))
+    yield c
+    c.close()
+
+
+def ours(c: Campaign) -> dict[psutil.Process, str]:
+    """Processes that listen, but for the script's own, where torch does."""
+    found = {p: kind for kind in ("controller", "provider", "agent") for p in c.processes(kind)}
+    for agent in [p for p, kind in found.items() if kind == "agent"]:
+        for child in agent.children(recursive=True):
+            if "harness.uploader.server" in " ".join(child.cmdline()):
+                found[child] = "uploader"
+    return found
+
+
+def listening(processes) -> list[str]:
+    return sorted(
+        f"{at.laddr.ip}:{at.laddr.port}"
+        for p in processes
+        for at in p.net_connections("tcp")
+        if at.status == psutil.CONN_LISTEN
+    )
+
+
+class Gauge(threading.Thread):
+    """The most descriptors and threads that each process ever had."""
+
+    def __init__(self, processes):
+        super().__init__(daemon=True)
+        self.processes, self.stop = processes, threading.Event()
+        self.most: dict[str, tuple[int, int]] = {}
+
+    def run(self):
+        while not self.stop.wait(0.2):
+            for p, kind in self.processes.items():
+                try:
+                    fds, threads = p.num_fds(), p.num_threads()
+                except psutil.Error:
+                    continue
+                before = self.most.get(f"{kind} {p.pid}", (0, 0))
+                self.most[f"{kind} {p.pid}"] = max(before[0], fds), max(before[1], threads)
+
+
+@pytest.mark.parametrize("name", WIRES)
+def test_wires_with_far_more_seeds(name):
+    """`tests/test_wire_fuzz.py` has a few hundred of each."""
+    fuzz(name, 500)
+
+
+def test_a_run_under_siege_loses_nothing(campaign, tmp_path):
+    c = campaign
+    c.launch()
+    c.until(lambda: c.step() >= 20)
+    pages = subprocess.Popen(
+        [sys.executable, "-m", "harness.cli", "serve", str(c.run), "--port", "0"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    strangers = None
+    try:
+        processes = ours(c) | {psutil.Process(pages.pid): "serve"}
+        # lines, Prometheus and chunks of two nodes; the provider and its two metadata services; the
+        # controller's Prometheus; the pages
+        c.until(lambda: len(listening(processes)) >= 11)
+        ports = listening(processes)
+        gauge = Gauge(processes)
+        gauge.start()
+        begun = c.step()
+        strangers = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "harness.proof.strangers", *ports),
+                *("--rate", "8", "--hold", "80", "--seconds", "600"),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert c.wait() == 0, c.logs()
+        gauge.stop.set()
+        gauge.join()
+        strangers.send_signal(signal.SIGINT)
+        done = json.loads(strangers.communicate(timeout=60)[0])
+    finally:
+        for p in filter(None, (strangers, pages)):
+            p.kill()
+            p.wait()
+    print(f"{len(ports)} ports from step {begun} on: {done}; most descriptors, threads: {gauge.most}")
+    assert begun < TOTAL / 1.5 and done["drip: sent away"] > 0 and done["flood"] > 100
+    assert_whole(c, TOTAL)
+    assert [e.reason for e in c.facts(EpochStarted)] == ["start"]  # nobody was taken for dead
+    for kind, (fds, threads) in gauge.most.items():
+        assert threads <= 300, kind
+        # the provider has three ports; a node never comes near its last descriptors
+        assert fds <= (400 if kind.startswith("provider") else DESCRIPTORS - RESERVED), kind
+    train(tmp_path / "calm", 1, "--total", TOTAL, "--every", 40, "--reduce", "exact")
+    assert newest(c.run).data["weights"] == newest(tmp_path / "calm").data["weights"]

@@ -1,0 +1,98 @@
+"""`harness launch --cloud sky` from its first decision to its end, against a SkyPilot that is played:
+what the run has seen of offers is kept, and the next run begins with it, on another computer too."""
+
+import sys
+import threading
+import time
+
+import pytest
+from fakesky import FakeSky, answer
+
+from harness.cli import launch
+from harness.cli.command import main
+from harness.cli.market import SHARED, Histories
+from harness.clouds.sky_client import SkyError
+from harness.controller import policies
+from storage.manifest import Manifest, PartList
+from storage.opening import open_store
+from storage.snapshot_keys import Ref, manifest_key
+
+EAST, WEST = answer("aws/us-east-1/use1-az1/p5", 10.0), answer("nebius/eu-north1/p5", 12.0)
+FASTER = 60.0  # than the clock, the API server
+NOTED = []
+
+
+def noting(view):
+    """The usual policy, by which a test sees what it was told of capacity."""
+    NOTED.append(dict(view.known.capacity))
+    return policies.best_value(view)
+
+
+class PlayedSky(FakeSky):
+    """Its time passes, and whoever runs does the last step at once and exits."""
+
+    def __init__(self, store, *offers):
+        super().__init__(offers)
+        self.store, self.lock, self.seen_s = store, threading.Lock(), time.monotonic()
+
+    def __call__(self, method, timeout_s, **arguments):
+        with self.lock:
+            now_s = time.monotonic()
+            self.tick(FASTER * (now_s - self.seen_s))
+            self.seen_s = now_s
+            for name in self.real:
+                if self.jobs.get(name) == "RUNNING":
+                    self.train()
+                    self.end_job(name, "SUCCEEDED", "Job finished (code 0)")
+            return super().__call__(method, timeout_s, **arguments)
+
+    def train(self):
+        ref = Ref(1, 10)
+        share = PartList(ref, 0, 1, "m1-x", (), {}, {"step": 10, "final": True})
+        self.store.create(manifest_key(ref), Manifest.merge([share]).to_json().encode())
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def led(tmp_path, monkeypatch):
+    """Lead a run on a computer of its own, with a bucket for its history that all of them share:
+    (exit status, the API server, what the computer knows of offers then)."""
+    task = tmp_path / "task.yaml"
+    task.write_text("name: t\nresources: {accelerators: 'H100:8', use_spot: true}\nrun: exec train\n")
+    monkeypatch.setenv(SHARED, f"file://{tmp_path}/team")
+    monkeypatch.setitem(sys.modules, "sky", None)  # as if SkyPilot were not installed
+
+    def lead(computer, *, full=()):
+        monkeypatch.setenv("HOME", str(tmp_path / computer))
+        url = f"file://{tmp_path}/runs/{computer}"
+        sky = PlayedSky(open_store(url), EAST, WEST)
+        none = SkyError("ResourcesUnavailableError", "no capacity", [("E", "no capacity here")])
+        sky.trouble = {offer["resources"]["infra"]: [none] for offer in full}
+        monkeypatch.setattr(launch, "sky_broker", lambda _: sky)
+        argv = ["launch", str(task), "--run", url, "--cloud", "sky", "--nodes", "1", "--brief"]
+        with pytest.raises(SystemExit) as ended:
+            main([*argv, "--policy", f"{__name__}:noting"])
+        own = Histories("").own().read(time.time()).records
+        return ended.value.code, sky, {offer for _, offer in own}
+
+    NOTED.clear()
+    return lead
+
+
+def test_what_one_run_has_seen_is_where_the_next_begins(led, tmp_path, capsys):
+    code, sky, known = led("a", full=[EAST])
+    assert code == 0, capsys.readouterr().out
+    assert NOTED[0] == {} and not sky.real
+    assert [kind for kind, _ in sky.calls if kind == "launch"] == ["launch"] * 2
+    assert known == {EAST["name"], WEST["name"]}
+    team = Histories(f"file://{tmp_path}/team").team().read(time.time())
+    assert {offer for _, offer in team.records} == known
+
+    NOTED.clear()
+    code, sky, _ = led("b")
+    assert code == 0, capsys.readouterr().out
+    first = NOTED[0]  # before it has asked anybody for anything
+    assert set(first) == known
+    assert not first[EAST["name"]].open and first[WEST["name"]].node_s > 0
