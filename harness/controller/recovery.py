@@ -284,10 +284,10 @@ class Loop:
                 self.strays.append(self.late.setdefault(attempt, book.believed(attempt, now)))
                 self.dismiss(attempt)
             elif attempt in self.late and attempt not in alive:
-                end = book.ended[attempt].end if attempt in book.ended else "lost"
-                self.close(
-                    dataclasses.replace(self.late.pop(attempt), reason=ENDED_UNSHOWN), end, step
-                )
+                node = dataclasses.replace(self.late.pop(attempt), reason=ENDED_UNSHOWN)
+                # what the cloud has told of its end is its bill, once nothing speaks against it
+                if attempt not in book.ended or book.ended[attempt].end == "lost":
+                    self.close(node, "lost", step)
         # what is shown alive again is a stray by the cloud's own word
         self.late = {n: node for n, node in self.late.items() if n not in self.there}
 
